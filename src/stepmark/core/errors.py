@@ -1,0 +1,29 @@
+"""The exceptions a user can meet.
+
+StepmarkError
+├── ConfigError    bad input: exit code 2, one line that names field, value and what is allowed
+└── CheckError     a measured check failed: exit code 1
+"""
+
+
+class StepmarkError(Exception):
+    """Root of all errors that end in one clear line instead of a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(StepmarkError):
+    """Input that cannot be used. The message is one line: field, value, what is allowed."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        text = str(value)
+        shown = text if len(text) <= 80 else text[:77] + "..."
+        self.field = field
+        self.allowed = allowed
+        super().__init__(f"{field}: {shown!r}: {allowed}".replace("\n", " "))
+
+
+class CheckError(StepmarkError):
+    """A figure that was measured fails a stated check."""
