@@ -1,0 +1,105 @@
+"""A case: one operator, how it is run, how it is timed. Its identity is its content."""
+
+import dataclasses
+import hashlib
+import json
+import shlex
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stepmark.core.dtypes import DType
+from stepmark.core.ops import FAMILY_OF, Op, Phase
+
+
+class Rate(StrEnum):
+    """burst: at most 20 ms of work after 1 s idle. sustained: after a soak of its own kernel."""
+
+    BURST = "burst"
+    SUSTAINED = "sustained"
+
+
+class ClockName(StrEnum):
+    """How an operator is timed; docs/definitions.md says what each includes."""
+
+    AUTO = "auto"
+    ROTATE = "event-rotate"
+    FLUSH = "event-flush"
+    HOT = "event-hot"
+    GRAPH = "graph-rotate"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """Where an operator stands in a model. Several labels may share one case."""
+
+    model: str = ""
+    role: str = ""
+    phase: Phase | None = None
+    # How often this operator runs in one forward and backward pass of one layer (or of the
+    # head, loss or optimizer) for one microbatch.
+    count: int = 1
+    mbs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One measurement to make. Everything but the labels is its identity."""
+
+    op: Op
+    backend: str
+    device: str = "cuda"
+    num_ranks: int = 1
+    clock: ClockName = ClockName.AUTO
+    rate: Rate = Rate.SUSTAINED
+    labels: tuple[Label, ...] = ()
+    # e.g. "1/64" when the shape is a scaled-down stand-in; shown in every row.
+    scale: str = ""
+
+    @property
+    def family(self) -> str:
+        return FAMILY_OF[type(self.op)]
+
+    @property
+    def dtype(self) -> DType:
+        return self.op.dtype
+
+    @property
+    def case_id(self) -> str:
+        """SHA-256 of the canonical JSON of what is measured and how. Labels do not count."""
+        identity = {
+            "family": self.family,
+            "op": dataclasses.asdict(self.op),
+            "backend": self.backend,
+            "device": self.device,
+            "num_ranks": self.num_ranks,
+            "clock": self.clock,
+            "rate": self.rate,
+        }
+        text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def command(self) -> str:
+        """The shell command that measures this case alone."""
+        words = ["stepmark", "op", self.family]
+        for field in dataclasses.fields(self.op):
+            value = getattr(self.op, field.name)
+            default = None if field.default is dataclasses.MISSING else field.default
+            flag = "--" + field.name.replace("_", "-")
+            if field.name == "phase":
+                flag = "--pass"
+            elif value == default and field.name != "dtype":
+                continue
+            if isinstance(value, bool):
+                words.append(flag if value else "--no-" + flag[2:])
+            elif isinstance(value, tuple):
+                words += [flag, "+".join(map(str, value))]
+            elif value is not None:
+                words += [flag, str(value)]
+        words += ["--backend", self.backend, "--device", self.device]
+        if self.num_ranks > 1:
+            words += ["--nproc", str(self.num_ranks)]
+        if self.clock is not ClockName.AUTO:
+            words += ["--clock", self.clock]
+        words += ["--rate", self.rate]
+        return shlex.join(words)

@@ -1,0 +1,69 @@
+"""What an operator is: its shape on one rank, its FLOPs, its bytes. No torch, no time.
+
+Every family is one frozen dataclass. Its fields are its flags on the command line, its keys
+in a file and its identity in a record, so a shape is described in one place only.
+
+`flops` counts executed matrix-multiply operations (a multiply and an add are two);
+`bytes_moved` is the compulsory traffic: every input read once, every output written once;
+`memory_bytes` is what one set of operands and results occupies on the device.
+"""
+
+from stepmark.core.ops.attention import Attention
+from stepmark.core.ops.elementwise import Activation, Copy, CrossEntropy, Norm, Optimizer, Rope
+from stepmark.core.ops.fields import Phase
+from stepmark.core.ops.matmul import Bmm, Cast, Gemm, GroupedGemm, Layout, Scaling
+from stepmark.core.ops.recommender import EmbeddingBag, Mlp
+
+Op = (
+    Gemm
+    | Bmm
+    | GroupedGemm
+    | Attention
+    | Mlp
+    | EmbeddingBag
+    | Norm
+    | Activation
+    | Rope
+    | CrossEntropy
+    | Optimizer
+    | Copy
+)
+
+FAMILIES: dict[str, type[Op]] = {
+    "gemm": Gemm,
+    "grouped-gemm": GroupedGemm,
+    "bmm": Bmm,
+    "attention": Attention,
+    "mlp": Mlp,
+    "embedding-bag": EmbeddingBag,
+    "norm": Norm,
+    "activation": Activation,
+    "rope": Rope,
+    "cross-entropy": CrossEntropy,
+    "optimizer": Optimizer,
+    "copy": Copy,
+}
+
+FAMILY_OF: dict[type[Op], str] = {kind: name for name, kind in FAMILIES.items()}
+
+__all__ = [
+    "FAMILIES",
+    "FAMILY_OF",
+    "Activation",
+    "Attention",
+    "Bmm",
+    "Cast",
+    "Copy",
+    "CrossEntropy",
+    "EmbeddingBag",
+    "Gemm",
+    "GroupedGemm",
+    "Layout",
+    "Mlp",
+    "Norm",
+    "Op",
+    "Optimizer",
+    "Phase",
+    "Rope",
+    "Scaling",
+]

@@ -1,0 +1,208 @@
+"""Operators that memory bandwidth bounds: norms, activations, rope, loss, optimizer, copy."""
+
+from dataclasses import dataclass
+
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops.fields import Phase, choice, count, validate
+
+FWD_BWD = ("fwd", "bwd")
+
+
+def _no_fp8(dtype: DType, family: str) -> None:
+    if dtype.is_fp8:
+        raise ConfigError("dtype", dtype, f"bf16, fp16, fp32 or fp64 for {family}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """RMSNorm or LayerNorm over the last dimension of x [tokens, hidden], with weight."""
+
+    tokens: int = count("rows")
+    hidden: int = count("normalized width")
+    kind: str = choice("which norm", default="rmsnorm", allowed=("rmsnorm", "layernorm"))
+    dtype: DType = choice("element type", default=DType.BF16)
+    phase: Phase = choice("pass", default=Phase.FWD, allowed=FWD_BWD)
+
+    def __post_init__(self) -> None:
+        validate(self)
+        _no_fp8(self.dtype, "norm")
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """fwd: x in, y out. bwd: x, dy in, dx out. The weight (and bias) once each way."""
+        vectors = 1 if self.kind == "rmsnorm" else 2
+        if self.phase is Phase.FWD:
+            elements = 2 * self.tokens * self.hidden + vectors * self.hidden
+        else:
+            elements = 3 * self.tokens * self.hidden + (1 + vectors) * self.hidden
+        return elements * self.dtype.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        # bwd also holds the y whose graph it walks.
+        return 4 * self.tokens * self.hidden * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """SwiGLU: silu(gate) * up of [tokens, 2 width] -> [tokens, width]; GELU: same width."""
+
+    tokens: int = count("rows")
+    width: int = count("width of the result")
+    kind: str = choice("which activation", default="swiglu", allowed=("swiglu", "gelu"))
+    dtype: DType = choice("element type", default=DType.BF16)
+    phase: Phase = choice("pass", default=Phase.FWD, allowed=FWD_BWD)
+
+    def __post_init__(self) -> None:
+        validate(self)
+        _no_fp8(self.dtype, "activation")
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def bytes_moved(self) -> int:
+        inputs = 2 if self.kind == "swiglu" else 1
+        planes = inputs + 1 if self.phase is Phase.FWD else 2 * inputs + 1
+        return planes * self.tokens * self.width * self.dtype.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        # The eager SwiGLU keeps silu(gate) for its backward pass.
+        return 8 * self.tokens * self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding of q and k [batch, seq, heads | kv_heads, head_dim]."""
+
+    batch: int = count("sequences")
+    seq: int = count("positions per sequence")
+    heads: int = count("query heads")
+    kv_heads: int = count("key heads")
+    head_dim: int = count("rotated width of a head", high=2**16)
+    dtype: DType = choice("element type", default=DType.BF16)
+    phase: Phase = choice("pass", default=Phase.FWD, allowed=FWD_BWD)
+
+    def __post_init__(self) -> None:
+        validate(self)
+        _no_fp8(self.dtype, "rope")
+        if self.head_dim % 2:
+            raise ConfigError("head-dim", self.head_dim, "an even number")
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """q and k in, rotated q and k out; the fp32 cos and sin tables once."""
+        elements = 2 * self.batch * self.seq * (self.heads + self.kv_heads) * self.head_dim
+        return elements * self.dtype.itemsize + 2 * self.seq * self.head_dim * 4
+
+    @property
+    def memory_bytes(self) -> int:
+        return 3 * self.bytes_moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossEntropy:
+    """Mean token loss of logits [tokens, vocab], computed in fp32.
+
+    chunks > 1 goes over the tokens in that many slices, so that only one slice's fp32 logits
+    exist at a time.
+    """
+
+    tokens: int = count("rows")
+    vocab: int = count("classes")
+    chunks: int = count("slices of the tokens; 1 = full", high=2**16, default=1)
+    dtype: DType = choice("type of the logits", default=DType.BF16)
+    phase: Phase = choice("pass", default=Phase.FWD, allowed=FWD_BWD)
+
+    def __post_init__(self) -> None:
+        validate(self)
+        _no_fp8(self.dtype, "cross-entropy")
+        if self.chunks > self.tokens:
+            raise ConfigError("chunks", self.chunks, f"at most tokens ({self.tokens})")
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """fwd: logits in. bwd: logits in, their gradient out."""
+        planes = 1 if self.phase is Phase.FWD else 2
+        return planes * self.tokens * self.vocab * self.dtype.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        """Logits and gradient, and in fp32: logits, log-softmax, and (bwd) its gradient."""
+        fp32_planes = 2 if self.phase is Phase.FWD else 4
+        fp32 = fp32_planes * 4 * self.tokens * self.vocab
+        if self.phase is Phase.FWD:
+            fp32 //= self.chunks
+        return 2 * self.tokens * self.vocab * self.dtype.itemsize + fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """One step of a fused optimizer over one flat parameter vector."""
+
+    num_params: int = count("parameters on this rank")
+    kind: str = choice("which optimizer", default="adamw", allowed=("adamw", "adam", "sgd"))
+    dtype: DType = choice("type of parameters, gradients and states", default=DType.FP32)
+    phase: Phase = choice("pass", default=Phase.OPTIM, allowed=("optim",))
+
+    def __post_init__(self) -> None:
+        validate(self)
+        _no_fp8(self.dtype, "optimizer")
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """Adam: p, g, m, v in, p, m, v out. SGD without momentum: p, g in, p out."""
+        planes = 3 if self.kind == "sgd" else 7
+        return planes * self.num_params * self.dtype.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        planes = 2 if self.kind == "sgd" else 4
+        return planes * self.num_params * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Device-to-device copy: the achievable memory bandwidth."""
+
+    num_bytes: int = count("bytes read, and as many written")
+    phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd",))
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    @property
+    def dtype(self) -> DType:
+        """A copy moves 4-byte words."""
+        return DType.FP32
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def bytes_moved(self) -> int:
+        return 2 * self.num_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        return 2 * self.num_bytes

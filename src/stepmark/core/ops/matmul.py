@@ -1,0 +1,173 @@
+"""Dense, batched and grouped matrix products."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops.fields import Phase, choice, count, validate
+
+
+class Layout(StrEnum):
+    """How A [m,k] and B [k,n] lie in memory: n = row major as written, t = transposed.
+
+    nt is a forward linear layer (weight stored [n,k]), nn its dgrad, tn its wgrad.
+    """
+
+    NN = "nn"
+    NT = "nt"
+    TN = "tn"
+    TT = "tt"
+
+
+class Scaling(StrEnum):
+    """Granularity of fp8 scale factors."""
+
+    NONE = "none"
+    TENSORWISE = "tensorwise"
+    ROWWISE = "rowwise"
+
+
+class Cast(StrEnum):
+    """What is timed of an fp8 product: the product, the casts from bf16, or both."""
+
+    NONE = "none"
+    ONLY = "only"
+    INCLUDED = "included"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """y_MN = a_MK @ b_KN on one rank, after sharding."""
+
+    m: int = count("rows of the result; tokens in a forward pass")
+    n: int = count("columns of the result; output features in a forward pass")
+    k: int = count("contracted dimension")
+    dtype: DType = choice("element type", default=DType.BF16)
+    layout: Layout = choice("memory layout of A and B", default=Layout.NT)
+    out_dtype: DType | None = choice(
+        "type of the result (bf16 for fp8 inputs, else the input type)", default=None
+    )
+    scaling: Scaling = choice("fp8 scale factors", default=Scaling.NONE)
+    cast: Cast = choice("fp8: time the product, the casts, or both", default=Cast.NONE)
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.dtype.is_fp8 and self.scaling is Scaling.NONE:
+            object.__setattr__(self, "scaling", Scaling.TENSORWISE)
+        if not self.dtype.is_fp8 and (self.scaling, self.cast) != (Scaling.NONE, Cast.NONE):
+            raise ConfigError(
+                "scaling, cast", f"{self.scaling}, {self.cast}", "fp8 dtypes only"
+            )
+        if self.dtype.is_fp8 and (self.n % 16 or self.k % 16):
+            raise ConfigError("n, k", f"{self.n}, {self.k}", "multiples of 16 for fp8")
+
+    @property
+    def result_dtype(self) -> DType:
+        if self.out_dtype is not None:
+            return self.out_dtype
+        return DType.BF16 if self.dtype.is_fp8 else self.dtype
+
+    @property
+    def flops(self) -> int:
+        """2 m n k: one multiply and one add; a cast alone has none."""
+        return 0 if self.cast is Cast.ONLY else 2 * self.m * self.n * self.k
+
+    @property
+    def bytes_moved(self) -> int:
+        operands = self.m * self.k + self.k * self.n
+        product = operands * self.dtype.itemsize + self.m * self.n * self.result_dtype.itemsize
+        casts = operands * (DType.BF16.itemsize + self.dtype.itemsize)
+        match self.cast:
+            case Cast.NONE:
+                return product
+            case Cast.ONLY:
+                return casts
+            case Cast.INCLUDED:
+                return product + casts
+
+    @property
+    def memory_bytes(self) -> int:
+        operands = self.m * self.k + self.k * self.n
+        held = self.dtype.itemsize + (DType.BF16.itemsize if self.cast is not Cast.NONE else 0)
+        return operands * held + self.m * self.n * self.result_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bmm:
+    """y_BMN = a_BMK @ b_BKN: `batch` products of one shape in one call."""
+
+    batch: int = count("number of products")
+    m: int = count("rows of each result")
+    n: int = count("columns of each result")
+    k: int = count("contracted dimension")
+    dtype: DType = choice("element type", default=DType.BF16)
+    layout: Layout = choice("memory layout of A and B", default=Layout.NT)
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.dtype.is_fp8:
+            raise ConfigError("dtype", self.dtype, "bf16, fp16, fp32, tf32 or fp64 for bmm")
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes_moved(self) -> int:
+        elements = self.m * self.k + self.k * self.n + self.m * self.n
+        return self.batch * elements * self.dtype.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.bytes_moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedGemm:
+    """One product per expert in one call; experts get different numbers of tokens.
+
+    fwd: y_Tn = x_Tk @ w_Gkn; dgrad: dx_Tk = dy_Tn @ w_Gkn.T; wgrad: dw_Gkn = x.T @ dy, where T
+    runs over all tokens of the rank, G over its experts.
+    """
+
+    num_groups: int = count("experts on this rank", high=2**16)
+    tokens: int = count("rows over all experts: tokens x top_k")
+    n: int = count("output features of the forward product")
+    k: int = count("input features of the forward product")
+    skew: float = count(
+        "Zipf exponent of tokens per expert; 0 = balanced", low=0, high=4, default=0.0
+    )
+    dtype: DType = choice("element type", default=DType.BF16)
+    phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd", "dgrad", "wgrad"))
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.dtype not in (DType.BF16, DType.FP16, DType.FP32):
+            raise ConfigError("dtype", self.dtype, "bf16, fp16 or fp32 for grouped-gemm")
+
+    def group_sizes(self) -> tuple[int, ...]:
+        """Tokens of each expert: shares 1/rank^skew, rounded so that they sum to `tokens`."""
+        weights = [1 / (rank + 1) ** self.skew for rank in range(self.num_groups)]
+        total, running, previous, sizes = sum(weights), 0.0, 0, []
+        for weight in weights:
+            running += weight
+            end = round(self.tokens * running / total)
+            sizes.append(end - previous)
+            previous = end
+        return tuple(sizes)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.tokens * self.n * self.k
+
+    @property
+    def bytes_moved(self) -> int:
+        active = sum(size > 0 for size in self.group_sizes())
+        weights = (self.num_groups if self.phase is Phase.WGRAD else active) * self.n * self.k
+        return (self.tokens * (self.n + self.k) + weights) * self.dtype.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        elements = self.tokens * (self.n + self.k) + self.num_groups * self.n * self.k
+        return elements * self.dtype.itemsize

@@ -1,0 +1,116 @@
+"""The two compute benchmarks of PARAM besides GEMM: linear stacks and embedding bags."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops.fields import Phase, choice, count, validate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    """PARAM's linear stack: layers + 1 linear layers in -> hidden -> ... -> out, ReLU between."""
+
+    layers: int = count("hidden layers; the stack has one more linear layer", high=10_000)
+    input: int = count("input features")
+    hidden: int = count("hidden features")
+    output: int = count("output features")
+    batch: int = count("rows")
+    optimizer: str = choice(
+        "update in a step", default="sgd", allowed=("none", "sgd", "adagrad", "adam")
+    )
+    dtype: DType = choice("element type", default=DType.FP32)
+    phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd", "bwd", "step"))
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.dtype.is_fp8:
+            raise ConfigError("dtype", self.dtype, "bf16, fp16, fp32, tf32 or fp64 for mlp")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (self.input, *[self.hidden] * self.layers, self.output)
+
+    @property
+    def num_weights(self) -> int:
+        return sum(rows * columns for rows, columns in pairwise(self.widths))
+
+    @property
+    def flops(self) -> int:
+        """bwd leaves out the gradient of the data, which no framework computes.
+
+        (PARAM counts it: its 6 x weights x batch is a little more than what runs.)
+        """
+        fwd = 2 * self.batch * self.num_weights
+        bwd = 2 * fwd - 2 * self.batch * self.widths[0] * self.widths[1]
+        match self.phase:
+            case Phase.FWD:
+                return fwd
+            case Phase.BWD:
+                return bwd
+            case _:
+                return fwd + bwd
+
+    @property
+    def bytes_moved(self) -> int:
+        """Weights and activations of the pass; a step adds the optimizer's planes."""
+        activations = self.batch * sum(self.widths)
+        weights = self.num_weights
+        planes = {"none": 0, "sgd": 3, "adagrad": 5, "adam": 7}[self.optimizer]
+        match self.phase:
+            case Phase.FWD:
+                elements = weights + 2 * activations
+            case Phase.BWD:
+                elements = 2 * weights + 3 * activations
+            case _:
+                elements = (3 + planes) * weights + 5 * activations
+        return elements * self.dtype.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        states = {"none": 2, "sgd": 2, "adagrad": 3, "adam": 4}[self.optimizer]
+        return (
+            states * self.num_weights + 4 * self.batch * sum(self.widths)
+        ) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingBag:
+    """Sum of `pooling` rows of a table [rows, dim] for each of `batch` bags."""
+
+    rows: int = count("rows of the table")
+    dim: int = count("width of a row")
+    pooling: int = count("rows summed per bag")
+    batch: int = count("bags")
+    alpha: float = count(
+        "Zipf exponent of the indices; 0 = uniform", low=0, high=8, default=0.0
+    )
+    dtype: DType = choice("element type", default=DType.FP32)
+    phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd", "bwd"))
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.dtype.is_fp8 or self.dtype is DType.TF32:
+            raise ConfigError("dtype", self.dtype, "fp32, bf16, fp16 or fp64 for embedding-bag")
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """Gathered rows, int64 indices and offsets, result. Repeated rows count each time.
+
+        With Zipf indices many rows come from cache, so this over time can pass the memory
+        bandwidth; uniform indices over a table far above the cache cannot.
+        """
+        gathered = self.batch * self.pooling * self.dim * self.dtype.itemsize
+        indices = self.batch * (self.pooling + 1) * 8
+        return gathered + indices + self.batch * self.dim * self.dtype.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        # A sparse gradient holds one row per index.
+        gradient = self.batch * self.pooling * self.dim if self.phase is Phase.BWD else 0
+        return (self.rows * self.dim + gradient) * self.dtype.itemsize + self.bytes_moved

@@ -1,0 +1,66 @@
+"""Order statistics of samples. No sample is ever dropped."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_Z_95 = 1.959963984540054
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Seconds. `ci_rel` is the half-width of the median's 95 % interval over the median."""
+
+    n: int
+    median: float
+    p10: float
+    p90: float
+    min: float
+    max: float
+    ci_rel: float
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """Linear interpolation between the two nearest of the sorted values (numpy's default)."""
+    position = q * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """Distribution-free 95 % interval of the median, from order statistics.
+
+    Ranks n/2 -+ 1.96 sqrt(n)/2 by the normal limit of the binomial; under 6 samples no pair
+    of order statistics covers 95 %, so the whole range is given.
+    """
+    n = len(ordered)
+    if n < 6:
+        return ordered[0], ordered[-1]
+    half = _Z_95 * math.sqrt(n) / 2
+    low = max(0, math.floor(n / 2 - half) - 1)
+    high = min(n - 1, math.ceil(n / 2 + half))
+    return ordered[low], ordered[high]
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """Raises ValueError for no samples, or one that is not finite."""
+    if not values or not all(math.isfinite(value) for value in values):
+        raise ValueError("a summary needs at least one sample, all finite")
+    ordered = sorted(values)
+    low, high = median_interval(ordered)
+    median = quantile(ordered, 0.5)
+    return Summary(
+        n=len(ordered),
+        median=median,
+        p10=quantile(ordered, 0.1),
+        p90=quantile(ordered, 0.9),
+        min=ordered[0],
+        max=ordered[-1],
+        ci_rel=(high - low) / 2 / median if median > 0 else math.inf,
+    )
+
+
+def slowest_per_sample(seconds: Sequence[Sequence[float]]) -> list[float]:
+    """The maximum over ranks of each sample: what a job that waits for all would see."""
+    return [max(column) for column in zip(*seconds, strict=True)]

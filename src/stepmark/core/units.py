@@ -1,0 +1,39 @@
+"""Units and how quantities read. GB = 1e9 in rates, KiB/MiB/GiB in sizes, SI inside."""
+
+from stepmark.core.errors import ConfigError
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+GB = 1e9
+TFLOP = 1e12
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size in binary units, e.g. '1.5 GiB'."""
+    for unit, scale in (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(num_bytes) >= scale:
+            return f"{num_bytes / scale:.4g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_time(seconds: float) -> str:
+    """A time with four significant digits, e.g. '12.34 us'."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.4g} {unit}"
+    return f"{seconds * 1e9:.4g} ns"
+
+
+_DURATION = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_duration(text: str, field: str) -> float:
+    """Read '60s', '2m', '500ms' or plain seconds; must be positive and at most a week."""
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text.strip()[len(number) :].strip() or "s"
+    try:
+        seconds = float(number) * _DURATION[unit]
+    except (ValueError, KeyError):
+        raise ConfigError(field, text, "a duration such as 60s, 500ms or 2m") from None
+    if not 0 < seconds <= 7 * 86400:
+        raise ConfigError(field, text, "a duration above 0 and at most 168h")
+    return seconds
