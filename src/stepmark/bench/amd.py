@@ -1,0 +1,160 @@
+"""AMD cards through amdsmi (from the ROCm install). Written, not run on AMD hardware.
+
+Names, keys and units follow the Python API of amdsmi 7.0; a value that a card does not
+give is "N/A" there and None here. A card is found by the PCI address that torch reports.
+"""
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+from stepmark.bench.nvidia import (
+    MHZ,
+    Health,
+    Links,
+    pci_bus_id,
+    scaled,
+    torch_device_info,
+)
+from stepmark.core.record import DeviceInfo, Telemetry
+
+NOTE = "written, not run"
+
+# Keys of amdsmi_get_violation_status.
+VIOLATIONS = {
+    "active_ppt_pwr": "power cap",
+    "active_socket_thrm": "thermal (socket)",
+    "active_hbm_thrm": "thermal (memory)",
+    "active_vr_thrm": "thermal (voltage regulator)",
+    "active_prochot_thrm": "thermal (hardware)",
+}
+
+PCIE_GENERATION = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
+
+
+def number(answer: Any, key: str) -> Any:
+    """answer[key] where the card gave a number, else None."""
+    value = answer.get(key) if answer else None
+    return value if isinstance(value, (int, float)) else None
+
+
+def pcie_generation(speed: float | None) -> int | None:
+    """From GT/s, or MT/s as newer releases say."""
+    if speed is None:
+        return None
+    return PCIE_GENERATION.get(speed / 1000 if speed >= 1000 else float(speed))
+
+
+def find(index: int) -> "AmdGpu | None":
+    """The card of a torch device index; None without amdsmi or where it hides the card."""
+    try:
+        smi = importlib.import_module("amdsmi")
+    except (ImportError, OSError, KeyError):  # it looks for its library while importing
+        return None
+    try:
+        smi.amdsmi_init(smi.AmdSmiInitFlags.INIT_AMD_GPUS)
+        wanted = pci_bus_id(index)
+        for handle in smi.amdsmi_get_processor_handles():
+            if smi.amdsmi_get_gpu_device_bdf(handle).lower() == wanted:
+                return AmdGpu(smi, handle, index)
+    except smi.AmdSmiException:
+        return None
+    return None
+
+
+class AmdGpu:
+    """One card behind an amdsmi handle."""
+
+    def __init__(self, smi: Any, handle: Any, index: int) -> None:
+        self._smi = smi
+        self._handle = handle
+        self._index = index
+
+    def _ask(self, query: str, *args: Any) -> Any:
+        """The answer, or None where it is not supported."""
+        try:
+            return getattr(self._smi, query)(self._handle, *args)
+        except self._smi.AmdSmiException:
+            return None
+
+    def device_info(self, rank: int) -> DeviceInfo:
+        found, health = torch_device_info(self._index, rank), self.health()
+        asic = self._ask("amdsmi_get_gpu_asic_info") or {}
+        clocks = self._smi.AmdSmiClkType
+        gfx = self._ask("amdsmi_get_clock_info", clocks.GFX)
+        memory = self._ask("amdsmi_get_clock_info", clocks.MEM)
+        name = str(asic.get("market_name", "N/A"))
+        return replace(
+            found,
+            name=found.name if name == "N/A" else name,
+            uuid=self._ask("amdsmi_get_gpu_device_uuid") or found.uuid,
+            num_sms=number(asic, "num_compute_units") or found.num_sms,
+            max_sm_clock_hz=scaled(number(gfx, "max_clk"), MHZ),
+            max_memory_clock_hz=scaled(number(memory, "max_clk"), MHZ),
+            power_limit_w=health.power_limit_w,
+            default_power_limit_w=health.default_power_limit_w,
+            ecc=health.ecc,
+            pcie=self.links().pcie,
+        )
+
+    def reading(self) -> Telemetry:
+        smi = self._smi
+        power = self._ask("amdsmi_get_power_info")
+        watts = [
+            number(power, key)
+            for key in ("socket_power", "current_socket_power", "average_socket_power")
+        ]
+        # Which field holds the figure depends on card and release; the others are 0 or N/A.
+        told = [value for value in watts if value]
+        clock = self._ask("amdsmi_get_clock_info", smi.AmdSmiClkType.GFX)
+        return Telemetry(
+            sm_clock_hz=scaled(number(clock, "clk"), MHZ),
+            power_w=float(told[0]) if told else None,
+            temperature_c=scaled(
+                self._ask(
+                    "amdsmi_get_temp_metric",
+                    smi.AmdSmiTemperatureType.HOTSPOT,
+                    smi.AmdSmiTemperatureMetric.CURRENT,
+                ),
+                1.0,
+            ),
+            throttle=self._throttle(),
+            num_readings=1,
+        )
+
+    def _throttle(self) -> tuple[str, ...]:
+        status = self._ask("amdsmi_get_violation_status") or {}
+        return tuple(word for key, word in VIOLATIONS.items() if status.get(key) is True)
+
+    def links(self) -> Links:
+        pcie = self._ask("amdsmi_get_pcie_info") or {}
+        now, most = pcie.get("pcie_metric"), pcie.get("pcie_static")
+        fabric = self._ask("amdsmi_get_link_metrics")
+        return Links(
+            pcie_generation=pcie_generation(number(now, "pcie_speed")),
+            pcie_max_generation=pcie_generation(number(most, "max_pcie_speed")),
+            pcie_width=number(now, "pcie_width"),
+            pcie_max_width=number(most, "max_pcie_width"),
+            fabric="xGMI",
+            num_fabric_links=number(fabric, "num_links"),
+        )
+
+    def health(self) -> Health:
+        cap = self._ask("amdsmi_get_power_cap_info")  # microwatts
+        errors = self._ask("amdsmi_get_gpu_total_ecc_count")
+        pages = self._ask("amdsmi_get_gpu_bad_page_info")
+        memory = self._ask("amdsmi_get_gpu_vram_usage")  # MiB
+        used = number(memory, "vram_used")
+        return Health(
+            ecc=None if errors is None else True,
+            ecc_uncorrected=number(errors, "uncorrectable_count"),
+            remapped_rows=None if pages is None else len(pages),
+            power_limit_w=scaled(number(cap, "power_cap"), 1e-6),
+            default_power_limit_w=scaled(number(cap, "default_power_cap"), 1e-6),
+            memory_used_bytes=None if used is None else int(used) << 20,
+        )
+
+    def driver(self) -> str:
+        answer = self._ask("amdsmi_get_gpu_driver_info") or {}
+        version = str(answer.get("driver_version", "N/A"))
+        return "" if version == "N/A" else version

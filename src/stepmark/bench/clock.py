@@ -1,0 +1,223 @@
+"""How a call is timed. Each way is a named, versioned method; none is mixed with another.
+
+event-rotate  k calls between two events, back to back, over operand sets that together exceed
+              twice the L2 cache, so that no call finds its operands in it
+graph-rotate  the same calls, unrolled in a CUDA graph: for kernels shorter than their launch
+event-flush   L2 overwritten before each call; one call between two events
+event-hot     one operand set, no flush: what a careless benchmark would see
+host          perf_counter around k calls (CPU)
+
+The host enqueues a batch behind a spinning kernel, so that launch latency is not in a time.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from stepmark.core.case import ClockName
+
+VERSION = 1
+# A sample should last this long, so that the two events beside it do not weigh.
+_SAMPLE_S = 1e-3
+# Under this a kernel is replayed from a graph: the gap between two launches, 1 to 2 us on an
+# H200, would pass 1 %.
+GRAPH_BELOW_S = 300e-6
+_MAX_UNROLL = 512
+_SPIN_MAX_S = 20e-3
+
+
+class Timer(Protocol):
+    """A clock bound to the calls of one case."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def calls_per_sample(self) -> int: ...
+
+    def sample(self, count: int) -> list[float]:
+        """Seconds per call, `count` times. Returns after the device has finished."""
+
+
+Calls = Sequence[Callable[[], object]]
+
+
+class HostTimer:
+    """perf_counter around k calls."""
+
+    method = f"host/{VERSION}"
+
+    def __init__(self, calls: Calls, estimate_s: float) -> None:
+        self._calls = calls
+        self._next = 0
+        self.calls_per_sample = max(1, min(1000, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
+
+    def sample(self, count: int) -> list[float]:
+        seconds = []
+        for _ in range(count):
+            batch = [
+                self._calls[(self._next + i) % len(self._calls)]
+                for i in range(self.calls_per_sample)
+            ]
+            self._next += self.calls_per_sample
+            start = time.perf_counter()
+            for call in batch:
+                call()
+            seconds.append((time.perf_counter() - start) / self.calls_per_sample)
+        return seconds
+
+
+class _EventTimer:
+    """Shared by the device timers: pairs of events around `_issue`."""
+
+    def __init__(self, name: ClockName, calls_per_sample: int, launch_s: float) -> None:
+        self.method = f"{name}/{VERSION}"
+        self.calls_per_sample = calls_per_sample
+        self._launch_s = launch_s
+
+    def _before(self) -> None:
+        """Work between two samples, outside both."""
+
+    def _issue(self) -> None:
+        raise AssertionError("each timer says what a sample runs")
+
+    def sample(self, count: int) -> list[float]:
+        pairs = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for _ in range(count)
+        ]
+        spin(min(_SPIN_MAX_S, count * self._launch_s))
+        for start, end in pairs:
+            self._before()
+            start.record()
+            self._issue()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e-3 / self.calls_per_sample for start, end in pairs]
+
+
+class RotateTimer(_EventTimer):
+    """Back-to-back calls over all operand sets (or, for event-hot, over one)."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        estimate_s: float,
+        launch_s: float,
+        name: ClockName = ClockName.ROTATE,
+    ) -> None:
+        k = max(1, min(64, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
+        super().__init__(name, k, launch_s * k)
+        self._calls = calls
+        self._next = 0
+
+    def _issue(self) -> None:
+        for _ in range(self.calls_per_sample):
+            self._calls[self._next]()
+            self._next = (self._next + 1) % len(self._calls)
+
+
+class FlushTimer(_EventTimer):
+    """One call behind an overwrite of the whole L2, several times its size."""
+
+    def __init__(self, calls: Calls, launch_s: float, l2_bytes: int) -> None:
+        super().__init__(ClockName.FLUSH, 1, launch_s)
+        self._calls = calls
+        self._next = 0
+        self._trash = torch.empty(max(4 * l2_bytes, 2**26), dtype=torch.int8, device="cuda")
+
+    def _before(self) -> None:
+        self._trash.zero_()
+        spin(2 * self._launch_s)
+
+    def _issue(self) -> None:
+        self._calls[self._next]()
+        self._next = (self._next + 1) % len(self._calls)
+
+
+class GraphTimer(_EventTimer):
+    """Replays of a graph of unrolled calls over all operand sets."""
+
+    def __init__(self, calls: Calls, estimate_s: float) -> None:
+        rounds = math.ceil(_SAMPLE_S / max(estimate_s, 1e-7) / len(calls))
+        unroll = max(1, min(rounds, _MAX_UNROLL // len(calls))) * len(calls)
+        super().__init__(ClockName.GRAPH, unroll, 20e-6)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for call in calls:
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        # The graph owns what its calls allocate; the calls own what they were given.
+        with torch.cuda.graph(self._graph):
+            for i in range(unroll):
+                calls[i % len(calls)]()
+        self._graph.replay()
+        torch.cuda.synchronize()
+
+    def _issue(self) -> None:
+        self._graph.replay()
+
+
+def spin(seconds: float) -> None:
+    """Keep the device busy about this long, without memory traffic."""
+    # _sleep counts clock cycles; 2 GHz is at or above every supported device's clock.
+    torch.cuda._sleep(int(seconds * 2e9) + 1000)
+
+
+def estimate_host(calls: Calls) -> tuple[float, float]:
+    """Seconds per call of the CPU, after one warm-up call."""
+    calls[0]()
+    start, count = time.perf_counter(), 0
+    while count < 3 or (time.perf_counter() - start < 5e-3 and count < 1000):
+        calls[count % len(calls)]()
+        count += 1
+        if time.perf_counter() - start > 0.5:
+            break
+    return (time.perf_counter() - start) / count, 0.0
+
+
+def estimate_device(calls: Calls) -> tuple[float, float]:
+    """Device seconds per call and host seconds per launch, after three warm-up calls."""
+    for i in range(3):
+        calls[i % len(calls)]()
+    torch.cuda.synchronize()
+    count = 8
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    spin(2e-3)
+    first.record()
+    begin = time.perf_counter()
+    for i in range(count):
+        calls[i % len(calls)]()
+    launch = (time.perf_counter() - begin) / count
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) * 1e-3 / count, launch
+
+
+def choose(
+    name: ClockName, calls: Calls, *, device_type: str, capturable: bool, l2_bytes: int
+) -> tuple[Timer, float]:
+    """The timer for these calls, and the estimate of one call in seconds."""
+    if device_type == "cpu":
+        call_s, _ = estimate_host(calls)
+        return HostTimer(calls, call_s), call_s
+    call_s, launch_s = estimate_device(calls)
+    # Twice the launch just seen: the host may be slower later, and idle device time is not ours.
+    launch_s *= 2
+    match name:
+        case ClockName.AUTO if capturable and call_s < GRAPH_BELOW_S:
+            return GraphTimer(calls, call_s), call_s
+        case ClockName.GRAPH:
+            return GraphTimer(calls, call_s), call_s
+        case ClockName.FLUSH:
+            return FlushTimer(calls, launch_s, l2_bytes), call_s
+        case ClockName.HOT:
+            return RotateTimer(calls[:1], call_s, launch_s, ClockName.HOT), call_s
+        case _:
+            return RotateTimer(calls, call_s, launch_s), call_s

@@ -1,0 +1,200 @@
+"""What a reader needs to judge a figure: machine, devices, versions, variables, commit."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from stepmark.bench.nvidia import torch_device_info
+from stepmark.bench.operators.call import Capabilities
+from stepmark.bench.telemetry import open_gpu
+from stepmark.core.record import DeviceInfo, Environment
+
+PREFIXES = ("NCCL_ RCCL_ CUDA_ HIP_ ROCR_ TORCH_ PYTORCH_ OMP_ MKL_ GLOO_ HSA_ SLURM_").split()
+SECRET_NAMES = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "JWT", "AUTH")
+REDACTED = "<redacted>"
+URL_LOGIN = re.compile(r"://[^/\s]*@")
+
+PACKAGES = ("triton", "pytorch-triton-rocm", "flash_attn", "transformer_engine", "torchao")
+MODULES = (
+    "triton",
+    "flash_attn",
+    "flash_attn_interface",
+    "transformer_engine",
+    "torchao",
+    "aiter",
+    "deepspeed",
+)
+
+
+def capture(devices: Sequence[DeviceInfo]) -> Environment:
+    """This host, with the devices of all ranks, by rank."""
+    system = platform.uname()
+    return Environment(
+        host=system.node,
+        os=os_name(Path("/etc/os-release")),
+        kernel=f"{system.system} {system.release}",
+        cpu=cpu_name(Path("/proc/cpuinfo")),
+        num_cores=num_cores(),
+        memory_bytes=memory_bytes(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        versions=versions(),
+        devices=tuple(devices),
+        git_commit=git_commit(Path(__file__).resolve().parents[3]),
+        stepmark=package_version("stepmark"),
+        variables=captured_variables(os.environ),
+        warnings=device_warnings(devices),
+    )
+
+
+def local_device(device: torch.device, rank: int) -> DeviceInfo:
+    """The device of this rank, as found."""
+    if device.type != "cuda":
+        return DeviceInfo(
+            rank=rank,
+            index=device.index or 0,
+            name=cpu_name(Path("/proc/cpuinfo")),
+            memory_bytes=memory_bytes(),
+            host=platform.node(),
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    gpu = open_gpu(index)
+    return gpu.device_info(rank) if gpu else torch_device_info(index, rank)
+
+
+def capabilities(device: torch.device) -> Capabilities:
+    """What support of an operator is decided from."""
+    on_gpu = device.type == "cuda"
+    return Capabilities(
+        device_type=device.type,
+        capability=torch.cuda.get_device_capability(device) if on_gpu else (0, 0),
+        is_rocm=torch.version.hip is not None,
+        has_compiler=compiler() is not None,
+        modules=frozenset(name for name in MODULES if importlib.util.find_spec(name)),
+    )
+
+
+def compiler() -> str | None:
+    """The C++ compiler that torch.compile would find."""
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what is there. No package is imported for it."""
+    found = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or ""}
+    if torch.cuda.is_available():
+        gpu = open_gpu(torch.cuda.current_device())
+        found["driver"] = gpu.driver() if gpu else ""
+        found["cudnn"] = str(torch.backends.cudnn.version() or "")
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+            name = "rccl" if torch.version.hip else "nccl"
+            found[name] = ".".join(map(str, torch.cuda.nccl.version()))
+    found |= {name: package_version(name) for name in PACKAGES}
+    return {name: version for name, version in found.items() if version}
+
+
+def package_version(name: str) -> str:
+    """From the package's metadata; "" where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def captured_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """What steers the libraries that are measured, secrets redacted."""
+    chosen = sorted(name for name in variables if name.startswith(tuple(PREFIXES)))
+    return {name: redact(name, variables[name]) for name in chosen}
+
+
+def redact(name: str, value: str) -> str:
+    if any(word in name.upper() for word in SECRET_NAMES):
+        return REDACTED
+    return URL_LOGIN.sub(f"://{REDACTED}@", value)
+
+
+def git_commit(root: Path) -> str:
+    """Commit of the checkout at `root`, "+dirty" where its tree differs; "" unknown."""
+    if not (root / ".git").exists():  # installed, perhaps inside someone else's checkout
+        return ""
+    commit = _git(root, "rev-parse", "HEAD")
+    if not commit:
+        return ""
+    status = _git(root, "status", "--porcelain")
+    return commit + ("+dirty" if status else "")
+
+
+def _git(root: Path, *args: str) -> str:
+    command = ["git", "--no-optional-locks", "-C", str(root), *args]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def memory_bytes() -> int:
+    """Host memory, or less where a container's limit says so."""
+    limit = cgroup_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    total = int(psutil.virtual_memory().total)
+    return total if limit is None else min(total, limit)
+
+
+def cgroup_limit(membership: Path, mount: Path) -> int | None:
+    """The smallest memory.max from our cgroup (v2) up to the root; None where unlimited."""
+    lines = _text(membership).splitlines()
+    path = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
+    groups = [mount / path, *(mount / path).parents]
+    texts = [_text(group / "memory.max").strip() for group in groups if group != mount.parent]
+    limits = [int(text) for text in texts if text.isdigit()]
+    return min(limits, default=None)
+
+
+def cpu_name(cpuinfo: Path) -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", _text(cpuinfo), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def os_name(release: Path) -> str:
+    found = re.search(r'^PRETTY_NAME="?([^"\n]+)', _text(release), re.MULTILINE)
+    return found[1] if found else platform.system()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def device_warnings(devices: Sequence[DeviceInfo]) -> tuple[str, ...]:
+    """What makes figures of these devices hard to compare with others."""
+    names = sorted({device.name for device in devices})
+    mixed = [f"mixed device models: {', '.join(names)}"] if len(names) > 1 else []
+    return (*mixed, *(text for device in devices for text in _limits(device)))
+
+
+def _limits(device: DeviceInfo) -> list[str]:
+    where = f"{device.host or 'host'} device {device.index}"
+    limit, default = device.power_limit_w, device.default_power_limit_w
+    found = []
+    if limit is not None and default is not None and limit < default:
+        found.append(f"{where}: power limited to {limit:.0f} W, default {default:.0f} W")
+    if device.persistence is False:
+        found.append(f"{where}: persistence mode is off")
+    return found

@@ -1,0 +1,265 @@
+"""Runs cases one after the other and gives each record to a sink as soon as it is there."""
+
+import gc
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from stepmark.bench import clock as clocks
+from stepmark.bench.operators.call import Call, Capabilities, Impl
+from stepmark.bench.operators.table import IMPLS
+from stepmark.bench.ranks import Ranks
+from stepmark.bench.telemetry import Sampler
+from stepmark.core.case import Case, Rate
+from stepmark.core.record import Check, Failed, Measured, Record, Samples, Skipped, Telemetry
+from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.units import format_bytes
+
+T = TypeVar("T")
+
+_BURST_WORK_S = 20e-3
+_BURST_IDLE_S = 1.0
+_BATCH_S = 0.1
+_MIN_SAMPLES = 5
+_MAX_SAMPLES = 20_000
+_MAX_SETS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long a case may take and how exact its median should be."""
+
+    sample_s: float = 1.0  # wall seconds of sampling at most
+    soak_s: float = 2.0
+    target_ci_rel: float = 0.002  # half-width of the median's 95 % interval
+    total_s: float | None = None  # for all cases together; shortens soak and samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rig:
+    """Where cases run: the ranks, what the device can do, its cache and memory."""
+
+    ranks: Ranks
+    capabilities: Capabilities
+    cache_bytes: int
+    free_bytes: Callable[[], int]
+    device_index: int | None  # for telemetry; None on CPU
+
+
+class _CaseFailed(Exception):
+    """Some rank broke; every rank knows which and why."""
+
+    def __init__(self, cause: str, message: str, ranks: tuple[int, ...], trace: str) -> None:
+        super().__init__(message)
+        self.cause, self.message, self.ranks, self.trace = cause, message, ranks, trace
+
+
+def run(
+    cases: Iterable[Case],
+    rig: Rig,
+    effort: Effort,
+    *,
+    run_id: str,
+    sink: Callable[[Record], None],
+) -> None:
+    """Measure each case; rank 0 passes each record on. A broken case does not end the run."""
+    todo = list(cases)
+    deadline = None if effort.total_s is None else time.monotonic() + effort.total_s
+    for position, case in enumerate(todo):
+        share = effort
+        if deadline is not None:
+            left = max(0.0, deadline - time.monotonic()) / (len(todo) - position)
+            left = rig.ranks.decide(lambda left=left: left)
+            share = _shortened(effort, left)
+        record = _run_case(case, rig, share, run_id)
+        if rig.ranks.rank == 0:
+            sink(record)
+
+
+def _shortened(effort: Effort, left_s: float) -> Effort:
+    """Soak and samples that fit in `left_s`, of which a third goes to set-up and checking."""
+    usable = left_s * 2 / 3
+    return Effort(
+        soak_s=min(effort.soak_s, usable * 0.3),
+        sample_s=min(effort.sample_s, max(usable * 0.7, 0.01)),
+        target_ci_rel=effort.target_ci_rel,
+    )
+
+
+def _run_case(case: Case, rig: Rig, effort: Effort, run_id: str) -> Record:
+    impl = IMPLS[case.family].get(case.backend)
+    reason, needed = _why_not(case, impl, rig)
+    reasons = rig.ranks.gather((reason, needed))
+    for rank, (rank_reason, rank_needed) in enumerate(reasons):
+        if rank_reason is not None:
+            where = f" (rank {rank})" if len({r for r, _ in reasons}) > 1 else ""
+            return Skipped(
+                run_id=run_id, case=case, reason=rank_reason + where, needed_bytes=rank_needed
+            )
+    assert impl is not None
+    try:
+        return _measure(case, impl, rig, effort, run_id)
+    except _CaseFailed as failed:
+        return Failed(
+            run_id=run_id,
+            case=case,
+            cause=failed.cause,
+            message=failed.message,
+            ranks=failed.ranks,
+            traceback=failed.trace,
+        )
+    finally:
+        _release(rig)
+
+
+def _why_not(case: Case, impl: Impl | None, rig: Rig) -> tuple[str | None, int | None]:
+    if impl is None:
+        known = ", ".join(IMPLS[case.family])
+        return f"no backend {case.backend} for {case.family}; there is {known}", None
+    if reason := impl.unsupported(case.op, rig.capabilities):
+        return reason, None
+    needed = case.op.memory_bytes + impl.extra_bytes(case.op)
+    free = rig.free_bytes()
+    if needed > free * 0.95:
+        text = f"needs {format_bytes(needed)}, {format_bytes(free)} are free"
+        return text, needed
+    return None, None
+
+
+def _agreed(rig: Rig, step: Callable[[], T]) -> T:
+    """Run a step on every rank; if it breaks on any, all raise _CaseFailed together."""
+    result: T | None = None
+    problem: tuple[str, str, str] | None = None
+    try:
+        result = step()
+    except torch.OutOfMemoryError as error:
+        problem = ("oom", str(error).split("\n", maxsplit=1)[0], "")
+    except Exception as error:  # noqa: BLE001  a broken case is a record, not the end
+        memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+        memory = memory or "can't allocate memory" in str(error).lower()
+        first = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
+        problem = ("oom" if memory else "error", first, traceback.format_exc())
+    problems = rig.ranks.gather(problem)
+    broken = tuple(rank for rank, found in enumerate(problems) if found)
+    if broken:
+        cause, message, trace = problems[broken[0]]
+        raise _CaseFailed(cause, message, broken, trace)
+    return result  # type: ignore[return-value]
+
+
+def _measure(case: Case, impl: Impl, rig: Rig, effort: Effort, run_id: str) -> Measured:
+    started_at, device = time.time(), rig.ranks.device
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    num_sets = _num_sets(case, impl, rig)
+    sets: list[Call] = []
+
+    def allocate() -> None:
+        for _ in range(num_sets):
+            sets.append(impl.make(case.op, device))
+
+    _agreed(rig, allocate)
+    check: Check = _agreed(rig, sets[0].verify)
+    calls = [item.run for item in sets]
+
+    def bind() -> tuple[clocks.Timer, float]:
+        return clocks.choose(
+            case.clock,
+            calls,
+            device_type=device.type,
+            capturable=impl.capturable,
+            l2_bytes=rig.cache_bytes,
+        )
+
+    timer, estimate_s = _agreed(rig, bind)
+    estimate_s = max(rig.ranks.gather(estimate_s))
+    sampler = Sampler(rig.device_index)
+    begin = time.monotonic()
+    soak_s = 0.0
+    if case.rate is Rate.SUSTAINED:
+        soak_s = _agreed(rig, lambda: _soak(timer, estimate_s, effort.soak_s))
+    with sampler:
+        mine = _collect(case, rig, timer, estimate_s, effort)
+    everyone: list[tuple[list[float], Check, Telemetry]] = rig.ranks.gather(
+        (mine, check, sampler.telemetry())
+    )
+    return Measured(
+        run_id=run_id,
+        case=case,
+        samples=Samples(
+            seconds=tuple(tuple(seconds) for seconds, _, _ in everyone),
+            method=timer.method,
+            calls_per_sample=timer.calls_per_sample,
+            num_sets=num_sets,
+            soak_s=soak_s,
+            wall_s=time.monotonic() - begin,
+        ),
+        checks=tuple(item for _, item, _ in everyone),
+        telemetry=tuple(item for _, _, item in everyone),
+        backend_run=sets[0].backend_run,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        started_at=started_at,
+    )
+
+
+def _num_sets(case: Case, impl: Impl, rig: Rig) -> int:
+    """Operand sets that together exceed twice the cache, as far as half the memory allows."""
+    per_set = case.op.memory_bytes
+    wanted = max(2, math.ceil(2 * rig.cache_bytes / max(per_set, 1)) + 1)
+    fitting = int(rig.free_bytes() / 2 / max(per_set + impl.extra_bytes(case.op), 1))
+    return int(rig.ranks.decide(lambda: max(1, min(wanted, fitting, _MAX_SETS))))
+
+
+def _soak(timer: clocks.Timer, estimate_s: float, soak_s: float) -> float:
+    """Run the case itself until its device is as warm as a long job would have it."""
+    begin = time.monotonic()
+    while (spent := time.monotonic() - begin) < soak_s:
+        timer.sample(_batch(timer, estimate_s, min(_BATCH_S, soak_s - spent)))
+    return time.monotonic() - begin
+
+
+def _batch(timer: clocks.Timer, estimate_s: float, seconds: float) -> int:
+    """Samples that take about `seconds`."""
+    return max(1, min(1000, int(seconds / max(estimate_s * timer.calls_per_sample, 1e-9))))
+
+
+def _collect(
+    case: Case, rig: Rig, timer: clocks.Timer, estimate_s: float, effort: Effort
+) -> list[float]:
+    """Sample in batches until rank 0, seeing all ranks' maxima, says that it is enough."""
+    burst = case.rate is Rate.BURST
+    length = _BURST_WORK_S if burst else min(_BATCH_S, effort.sample_s / 4)
+    mine: list[float] = []
+    slowest: list[float] = []
+    begin = time.monotonic()
+    while True:
+        if burst:
+            time.sleep(_BURST_IDLE_S)
+        rig.ranks.barrier()
+        batch = _agreed(rig, lambda: timer.sample(_batch(timer, estimate_s, length)))
+        mine += batch
+        slowest += slowest_per_sample(rig.ranks.gather(batch))
+        enough = rig.ranks.decide(lambda: _is_enough(slowest, begin, effort, burst=burst))
+        if enough:
+            return mine
+
+
+def _is_enough(seconds: list[float], begin: float, effort: Effort, *, burst: bool) -> bool:
+    spent = time.monotonic() - begin
+    # A burst idles a second per 20 ms of work, so its budget is counted in bursts.
+    limit = effort.sample_s + 4 * _BURST_IDLE_S if burst else effort.sample_s
+    if spent >= limit or len(seconds) >= _MAX_SAMPLES:
+        return True
+    return len(seconds) >= _MIN_SAMPLES and summarize(seconds).ci_rel < effort.target_ci_rel
+
+
+def _release(rig: Rig) -> None:
+    gc.collect()
+    if rig.ranks.device.type == "cuda":
+        torch.cuda.empty_cache()

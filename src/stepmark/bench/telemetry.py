@@ -1,0 +1,111 @@
+"""Clock, power, temperature and throttle reasons while samples run."""
+
+import statistics
+import threading
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from stepmark.bench import amd, nvidia
+from stepmark.bench.nvidia import IDLE, MHZ, Gpu
+from stepmark.core.record import Telemetry
+
+GPU_INTERVAL_S = 0.02
+# Reading the clocks of all cores takes the interpreter away from the work that is timed.
+CPU_INTERVAL_S = 0.1
+STOP_TIMEOUT_S = 2.0
+
+# What a driver's binding may raise when a card disappears; the sampler then ends early.
+LOST = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def open_gpu(index: int) -> Gpu | None:
+    """The card behind a torch device index, or None where no library tells about it."""
+    return amd.find(index) if torch.version.hip else nvidia.find(index)
+
+
+def cpu_reading() -> Telemetry:
+    """The mean clock of the cores; nothing in most containers."""
+    try:
+        frequency = psutil.cpu_freq()
+    except (OSError, NotImplementedError, RuntimeError):
+        frequency = None
+    if frequency is None or not frequency.current:
+        return Telemetry()
+    return Telemetry(sm_clock_hz=frequency.current * MHZ, num_readings=1)
+
+
+class Sampler:
+    """Reads one device from a daemon thread inside `with sampler:`.
+
+    The thread asks the management library only: no torch call, no device sync. The last
+    reading, after the work, gives the temperature and is in no median.
+    """
+
+    def __init__(
+        self,
+        device_index: int | None,
+        *,
+        read: Callable[[], Telemetry] | None = None,
+        interval_s: float | None = None,
+    ) -> None:
+        gpu = open_gpu(device_index) if device_index is not None and read is None else None
+        on_cpu = device_index is None
+        self._read = read or (gpu.reading if gpu else cpu_reading if on_cpu else Telemetry)
+        self._interval_s = interval_s or (CPU_INTERVAL_S if on_cpu else GPU_INTERVAL_S)
+        self._readings: list[Telemetry] = []
+        self._after = Telemetry()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Sampler":
+        assert self._thread is None, "a sampler runs once at a time"
+        self._readings, self._after = [], Telemetry()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT_S)  # a hung driver must not hang the run
+            self._thread = None
+
+    def _run(self) -> None:
+        stop, readings = self._stop, self._readings
+        try:
+            while True:
+                reading = self._read()
+                if reading.num_readings:
+                    readings.append(reading)
+                if stop.wait(self._interval_s):
+                    break
+            self._after = self._read()
+        except LOST:
+            return
+
+    def telemetry(self) -> Telemetry:
+        """Medians and the union of throttle reasons of the last `with` block."""
+        readings = tuple(self._readings)
+        return Telemetry(
+            sm_clock_hz=median([r.sm_clock_hz for r in readings]),
+            power_w=median([r.power_w for r in readings]),
+            temperature_c=self._after.temperature_c,
+            throttle=tuple(sorted({w for r in readings for w in r.throttle} - {IDLE})),
+            num_readings=len(readings),
+        )
+
+
+def median(values: list[float | None]) -> float | None:
+    told = [value for value in values if value is not None]
+    return statistics.median(told) if told else None

@@ -1,0 +1,164 @@
+"""What a device can do at best: dense peaks, memory and links, read from data/hardware.toml.
+
+Units and conventions stand at the head of that file, a source for every figure in it.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
+
+from stepmark.core.dtypes import DType
+
+_PEAK = "peak_flops_per_s"
+_CLOCK_OF = "rated_clock_hz_of"
+_TEXTS = ("vendor", "device_is")
+_FIGURES = (
+    "rated_clock_hz",
+    "hbm_bytes_per_s",
+    "hbm_bytes",
+    "l2_bytes",
+    "l3_bytes",
+    "link_bytes_per_s",
+    "tdp_w",
+)
+_KEYS = {"names", *_TEXTS, _PEAK, _CLOCK_OF, *_FIGURES, "link_kind", "sources"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """The data sheet of one device as torch counts devices. None: no source states it."""
+
+    key: str
+    names: tuple[str, ...]  # as torch, NVML or amdsmi report them, exactly
+    vendor: str
+    device_is: str  # "one GPU", "one GCD, half a card"
+    peak_flops_per_s: Mapping[DType, float]  # dense, of a matrix multiplication
+    rated_clock_hz: float | None = None  # at which the 16-bit peak holds
+    rated_clock_hz_of: Mapping[DType, float] = field(
+        default_factory=dict
+    )  # types rated otherwise
+    hbm_bytes_per_s: float | None = None
+    hbm_bytes: int | None = None
+    l2_bytes: int | None = None  # of the whole device; torch reports one die's on MI300X
+    l3_bytes: int | None = None  # Infinity Cache
+    link_kind: str | None = None
+    link_bytes_per_s: float | None = None  # per direction, all links of the device
+    tdp_w: float | None = None
+    sources: Mapping[str, str]  # figure -> URL
+
+    @property
+    def last_level_cache_bytes(self) -> int | None:
+        """What a working set must exceed by far before its bytes count as HBM bytes."""
+        return self.l2_bytes if self.l3_bytes is None else self.l3_bytes
+
+    def peak(self, dtype: DType) -> float | None:
+        """Dense FLOP/s at the rated clock; None for a type without a stated peak."""
+        return self.peak_flops_per_s.get(dtype)
+
+    def rated_clock(self, dtype: DType) -> float | None:
+        """Clock in Hz at which peak(dtype) holds. On Hopper fp32 is rated above bf16."""
+        return self.rated_clock_hz_of.get(dtype, self.rated_clock_hz)
+
+    def max_flops_per_s(self, dtype: DType, max_clock_hz: float | None) -> float | None:
+        """The rate that no measurement of executed FLOPs can pass: peak x max / rated clock.
+
+        max_clock_hz is the highest clock the device can run at (NVML: max SM clock), not the
+        current one and not an average.
+
+        None if the peak, the rated clock or max_clock_hz is unknown, and then nothing may be
+        called impossible. The peak itself would not do: an H100 is rated at 1.83 GHz, runs
+        short work at up to 1.98, and so passes its bf16 peak honestly.
+        """
+        peak, rated_hz = self.peak(dtype), self.rated_clock(dtype)
+        if peak is None or rated_hz is None or max_clock_hz is None:
+            return None
+        if max_clock_hz <= 0:
+            raise ValueError(f"max_clock_hz must be positive or None, got {max_clock_hz}")
+        return peak * max_clock_hz / rated_hz
+
+
+@cache
+def load_devices() -> Mapping[str, DeviceSpec]:
+    """All devices by key, read-only."""
+    text = files("stepmark").joinpath("data", "hardware.toml").read_text(encoding="utf-8")
+    return MappingProxyType(parse_devices(text))
+
+
+def find_device(name: str) -> DeviceSpec | None:
+    """The device that reports exactly this name. None if unknown: never the nearest one."""
+    return _by_name().get(name)
+
+
+@cache
+def _by_name() -> Mapping[str, DeviceSpec]:
+    return MappingProxyType({name: d for d in load_devices().values() for name in d.names})
+
+
+def parse_devices(text: str) -> dict[str, DeviceSpec]:
+    """Read the text of hardware.toml. Raises ValueError that names the malformed entry."""
+    devices = {key: _device(key, table) for key, table in tomllib.loads(text).items()}
+    owner: dict[str, str] = {}
+    for device in devices.values():
+        for name in device.names:
+            if name in owner:
+                raise ValueError(f"{device.key}: name {name!r} is also that of {owner[name]}")
+            owner[name] = device.key
+    return devices
+
+
+def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
+    if unknown := table.keys() - _KEYS:
+        raise ValueError(f"{key}: unknown field {', '.join(sorted(unknown))}")
+    if missing := {"names", *_TEXTS, _PEAK, "sources"} - table.keys():
+        raise ValueError(f"{key}: missing {', '.join(sorted(missing))}")
+    if not table["names"] or not all(isinstance(n, str) and n for n in table["names"]):
+        raise ValueError(f"{key}: names must be one or more non-empty strings")
+    figures = {name: table[name] for name in _FIGURES if name in table}
+    for name, value in figures.items():
+        _check_positive(f"{key}.{name}", value)
+    if ("link_kind" in table) != ("link_bytes_per_s" in table):
+        raise ValueError(f"{key}: link_kind and link_bytes_per_s go together")
+    peaks = _by_dtype(f"{key}.{_PEAK}", table[_PEAK])
+    clocks = _by_dtype(f"{key}.{_CLOCK_OF}", table.get(_CLOCK_OF, {}))
+    if stray := clocks.keys() - peaks.keys():
+        raise ValueError(f"{key}.{_CLOCK_OF}: no peak for {', '.join(sorted(stray))}")
+    if clocks and "rated_clock_hz" not in table:
+        raise ValueError(f"{key}: {_CLOCK_OF} without rated_clock_hz")
+    _check_sources(key, table["sources"], {*figures, _PEAK}, {f"{_PEAK}.{t}" for t in peaks})
+    return DeviceSpec(
+        key=key,
+        names=tuple(table["names"]),
+        **{name: table[name] for name in _TEXTS},
+        peak_flops_per_s=peaks,
+        rated_clock_hz_of=clocks,
+        **figures,
+        link_kind=table.get("link_kind"),
+        sources=MappingProxyType(dict(table["sources"])),
+    )
+
+
+def _by_dtype(where: str, table: dict[str, Any]) -> Mapping[DType, float]:
+    for name, value in table.items():
+        if name not in set(DType):
+            raise ValueError(f"{where}: {name!r} is none of {', '.join(DType)}")
+        _check_positive(f"{where}.{name}", value)
+    return MappingProxyType({DType(name): float(value) for name, value in table.items()})
+
+
+def _check_positive(where: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ValueError(f"{where}: {value!r} is not a positive number")
+
+
+def _check_sources(key: str, sources: dict[str, Any], needed: set[str], more: set[str]) -> None:
+    if missing := needed - sources.keys():
+        raise ValueError(f"{key}: no source for {', '.join(sorted(missing))}")
+    if stray := sources.keys() - needed - more:
+        raise ValueError(f"{key}: a source but no figure for {', '.join(sorted(stray))}")
+    for name, url in sources.items():
+        if not isinstance(url, str) or not url.startswith("https://"):
+            raise ValueError(f"{key}.sources.{name}: {url!r} is not an https URL")

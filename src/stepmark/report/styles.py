@@ -1,0 +1,198 @@
+"""Records in the column sets of other benchmarks, so that their readers can diff them.
+
+Every style returns its tables by name. Where another tool prints 0 for what it does not
+know, the cell is empty here.
+"""
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from stepmark.core.case import Label
+from stepmark.core.dtypes import DType
+from stepmark.core.ops import Attention, EmbeddingBag, Gemm, Layout, Mlp, Op, Phase
+from stepmark.core.record import Measured, Record, RunInfo
+from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.units import GB, TFLOP
+
+Style = Callable[[Iterable[Record], RunInfo], dict[str, str]]
+
+# Spellings of PARAM's --dtype.
+_PARAM_DTYPE = {
+    DType.FP32: "float32",
+    DType.TF32: "tf32",
+    DType.BF16: "bfloat16",
+    DType.FP16: "float16",
+    DType.FP64: "float64",
+}
+
+
+def as_text(tables: dict[str, str]) -> str:
+    """All tables of a style one below the other, an empty line between."""
+    return "\n".join(tables.values())
+
+
+def param(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
+    """train/compute/pt of facebookresearch/param: gemm, emb and linear, one block per dtype."""
+    groups: dict[str, list[Measured]] = {}
+    for record in _measured(records):
+        name = _param_kind(record.case.op)
+        if name:
+            groups.setdefault(f"{name}-{record.case.dtype}", []).append(record)
+    return {key: _param_block(key.split("-")[0], held, run) for key, held in groups.items()}
+
+
+def _param_kind(op: Op) -> str:
+    match op:
+        case Gemm():
+            return "gemm"
+        case EmbeddingBag(phase=Phase.FWD):
+            return "emb"
+        case Mlp():
+            return "linear"
+        case _:
+            return ""
+
+
+_PARAM_HEADER = {
+    "gemm": "         M         N          K          Time(s)      Rate(TF/s)",
+    "emb": "  Features    embdim    nnz       batch      Time(s)/step   Data(MB)   BW(GB/s)",
+    "linear": " #Layer    Input    Hidden    Output   Batch   Time(s)/step  QPS      Rate(TF/s)",
+}
+_PARAM_RULE = {"gemm": 64, "emb": 81, "linear": 80}
+
+
+def _param_block(name: str, held: Sequence[Measured], run: RunInfo) -> str:
+    rule = "-" * _PARAM_RULE[name]
+    place = "cpu" if held[0].case.device == "cpu" else "gpu"
+    dataset = run.settings.get("dataset", "-")
+    dtype = _PARAM_DTYPE.get(held[0].case.dtype, held[0].case.dtype.value)
+    steps, warmups = _steps(held, run)
+    what = "matrix dataset" if name == "gemm" else "dataset"
+    lines = [
+        f"Measuring the performance of  {name}  on device =  {place}",
+        f"Steps =  {steps}  warmups =  {warmups}",
+        f"with {what}  {dataset} , Data type:  {dtype}",
+        "",
+        rule,
+        _PARAM_HEADER[name],
+        rule,
+        *(_param_line(record.case.op, _time_s(record)) for record in held),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _steps(held: Sequence[Measured], run: RunInfo) -> tuple[str, str]:
+    """Calls timed and calls before them: as asked for, else the fewest of any case."""
+    samples = [record.samples for record in held]
+    steps = min(len(one.seconds[0]) * one.calls_per_sample for one in samples)
+    warmups = min(
+        round(one.soak_s / _time_s(record)) for one, record in zip(samples, held, strict=True)
+    )
+    asked = run.settings
+    return asked.get("steps", str(steps)), asked.get("warmups", str(warmups))
+
+
+def _param_line(op: Op, time_s: float) -> str:
+    match op:
+        case Gemm(m=m, n=n, k=k):
+            tflops = op.flops / time_s / TFLOP
+            return f"{m:10}, {n:10}, {k:10},     {time_s:10.6f}     {tflops:.3f}"
+        case EmbeddingBag():
+            # PARAM counts the gathered rows alone, without indices and result.
+            gathered = op.batch * op.pooling * op.dim * op.dtype.itemsize
+            size, rate = gathered / 1e6, gathered / time_s / GB
+            return (
+                f"{op.rows:10}, {op.dim:6}, {op.pooling:6}, {op.batch:10},     "
+                f"{time_s:10.6f}, {size:10.3f}, {rate:10.3f}"
+            )
+        case Mlp():
+            # PARAM counts 2 x weights x batch forward and 4 x backward, and all sizes as layers.
+            factor = {Phase.FWD: 2, Phase.BWD: 4}.get(op.phase, 6)
+            tflops = factor * op.num_weights * op.batch / time_s / TFLOP
+            return (
+                f"{len(op.widths):6},  {op.input:6},  {op.hidden:6},  {op.output:6},  "
+                f"{op.batch:6},  {time_s:10.6f},  {op.batch / time_s:8.1f}, {tflops:10.1f}"
+            )
+        case _:
+            raise AssertionError(f"PARAM has no table for {op}")
+
+
+PRIMUS_GEMM = ("model", "m", "n", "k", "transA", "transB", "dtype", "Time(s)", "TFLOPS")
+PRIMUS_GEMM += ("Bandwidth(GB/s)",)
+PRIMUS_ATTENTION = ("model", "batch_size", "seqlen_q", "seqlen_kv", "num_head_q")
+PRIMUS_ATTENTION += ("num_head_kv", "head_dim_qk", "head_dim_v", "causal")
+PRIMUS_ATTENTION += ("fwd_tflops", "fwd_time", "bwd_tflops", "bwd_time", "backend")
+
+
+def primus(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
+    """The CSV files of Primus' operator benchmark: gemm and attention."""
+    held = _measured(records)
+    tables = {}
+    gemms = [line for record in held for line in _primus_gemms(record)]
+    if gemms:
+        tables["gemm"] = _csv(PRIMUS_GEMM, gemms)
+    attentions = _primus_attentions(held)
+    if attentions:
+        tables["attention"] = _csv(PRIMUS_ATTENTION, attentions)
+    return tables
+
+
+def _primus_gemms(record: Measured) -> list[tuple[object, ...]]:
+    op, time_s = record.case.op, _time_s(record)
+    if not isinstance(op, Gemm):
+        return []
+    trans_a = "T" if op.layout in (Layout.TN, Layout.TT) else "N"
+    trans_b = "T" if op.layout in (Layout.NT, Layout.TT) else "N"
+    shape = (op.m, op.n, op.k, trans_a, trans_b, op.dtype.value)
+    rates = (time_s, op.flops / time_s / TFLOP, op.bytes_moved / time_s / GB)
+    labels = record.case.labels or (Label(),)
+    return [(label.model, *shape, *rates) for label in labels]
+
+
+def _primus_attentions(held: Sequence[Measured]) -> list[tuple[object, ...]]:
+    """One line per shape, model and backend: forward and backward side by side."""
+    joined: dict[tuple[str, Attention, str], dict[Phase, tuple[float, float]]] = {}
+    for record in held:
+        op, time_s = record.case.op, _time_s(record)
+        if not isinstance(op, Attention):
+            continue
+        for model in dict.fromkeys(label.model for label in record.case.labels or (Label(),)):
+            key = (model, replace(op, phase=Phase.FWD), record.case.backend)
+            joined.setdefault(key, {})[op.phase] = (op.flops / time_s / TFLOP, time_s)
+    unknown = ("", "")
+    return [
+        (
+            *(model, op.batch, op.seq_q, op.seq_kv, op.heads, op.kv_heads),
+            *(op.head_dim_qk, op.head_dim_v, op.causal),
+            *times.get(Phase.FWD, unknown),
+            *times.get(Phase.BWD, unknown),
+            backend,
+        )
+        for (model, op, backend), times in joined.items()
+    ]
+
+
+def _csv(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(lines)
+    return buffer.getvalue()
+
+
+def _measured(records: Iterable[Record]) -> list[Measured]:
+    """Correct results only: the other tools have no column that says wrong."""
+    return [
+        record
+        for record in records
+        if isinstance(record, Measured) and record.samples.seconds and not record.num_wrong
+    ]
+
+
+def _time_s(record: Measured) -> float:
+    return summarize(slowest_per_sample(record.samples.seconds)).median
+
+
+STYLES: dict[str, Style] = {"primus": primus, "param": param}

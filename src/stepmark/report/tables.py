@@ -1,0 +1,449 @@
+"""Records to flat rows: the one place where rates, shares of a peak and bounds are derived.
+
+A row is one dict per (record, label); a record without labels gives one. `rank` is None in
+the row that stands for all ranks (the slowest of them in each sample). With several ranks,
+one row per rank follows it, so that a slow device stands out in `vs_median_rank`.
+
+Over 250 lines: the columns, their derivation and their printing are one table's business.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+from stepmark.core.case import Case, Label, Rate
+from stepmark.core.device import DeviceSpec
+from stepmark.core.dtypes import DType
+from stepmark.core.ops import (
+    Activation,
+    Attention,
+    Bmm,
+    Copy,
+    CrossEntropy,
+    EmbeddingBag,
+    Gemm,
+    GroupedGemm,
+    Mlp,
+    Norm,
+    Op,
+    Optimizer,
+    Phase,
+    Rope,
+)
+from stepmark.core.record import Failed, Measured, Record, RunInfo, Skipped
+from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.units import GB, TFLOP, format_time
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Row = dict[str, object]
+
+# A sustained rate needs this much work of its own kernel before the first sample.
+SOAK_S = 2.0
+# A figure may exceed a data sheet's rounding, not its hardware.
+LIMIT_SLACK = 1.01
+MATMULS = (Gemm, Bmm, GroupedGemm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """The best rates this run itself reached, by device: what stands in for unknown peaks."""
+
+    flops_per_s: Mapping[tuple[str, DType], float] = field(default_factory=dict)
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def rows(
+    records: Iterable[Record],
+    run: RunInfo,
+    *,
+    device: DeviceSpec | None = None,
+    reference: Mapping[str, float] | None = None,
+) -> list[Row]:
+    """One flat row per (record, label), and per rank where there are several."""
+    held = list(records)
+    ceilings = measured_ceilings(held)
+    table: list[Row] = []
+    for record in held:
+        spec = device if record.case.device != "cpu" else None
+        for derived in _per_rank(record, run, spec, ceilings, reference or {}):
+            for label in record.case.labels or (Label(),):
+                table.append(_identity(record.case, label, run) | derived)
+    return table
+
+
+def measured_ceilings(records: Iterable[Record]) -> Ceilings:
+    """Best matmul rate by dtype and best copy bandwidth; wrong results do not count."""
+    flops_per_s: dict[tuple[str, DType], float] = {}
+    bytes_per_s: dict[str, float] = {}
+    for record in records:
+        if not isinstance(record, Measured) or record.num_wrong or not record.samples.seconds:
+            continue
+        op, place = record.case.op, record.case.device
+        time_s = summarize(slowest_per_sample(record.samples.seconds)).median
+        if isinstance(op, MATMULS):
+            key = (place, op.dtype)
+            flops_per_s[key] = max(flops_per_s.get(key, 0.0), op.flops / time_s)
+        elif isinstance(op, Copy):
+            rate = op.bytes_moved / time_s
+            bytes_per_s[place] = max(bytes_per_s.get(place, 0.0), rate)
+    return Ceilings(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
+
+
+def number(row: Row, key: str) -> float | None:
+    """A numeric cell, or None where it is unknown."""
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def text(row: Row, key: str) -> str:
+    """A cell as text; empty where it is unknown."""
+    value = row.get(key)
+    return "" if value is None else str(value)
+
+
+def shape_text(op: Op) -> str:
+    """The shape as one reads it aloud, without dtype, layout and pass."""
+    match op:
+        case Gemm(m=m, n=n, k=k):
+            return f"{m}x{n}x{k}"
+        case Bmm(batch=batch, m=m, n=n, k=k):
+            return f"{batch} of {m}x{n}x{k}"
+        case GroupedGemm():
+            skew = f" skew {op.skew:g}" if op.skew else ""
+            return f"{op.num_groups} groups, {op.tokens}x{op.n}x{op.k}{skew}"
+        case Attention():
+            return _attention_text(op)
+        case Mlp():
+            widths = f"{op.input}-{op.hidden}-{op.output}"
+            return f"b{op.batch} {op.layers} layers {widths} {op.optimizer}"
+        case EmbeddingBag():
+            zipf = f" zipf {op.alpha:g}" if op.alpha else ""
+            return f"b{op.batch} pool {op.pooling} of {op.rows}x{op.dim}{zipf}"
+        case Norm():
+            return f"{op.kind} {op.tokens}x{op.hidden}"
+        case Activation():
+            return f"{op.kind} {op.tokens}x{op.width}"
+        case Rope():
+            return f"b{op.batch} s{op.seq} h{op.heads}/{op.kv_heads} d{op.head_dim}"
+        case CrossEntropy():
+            chunks = f" in {op.chunks} chunks" if op.chunks > 1 else ""
+            return f"{op.tokens}x{op.vocab}{chunks}"
+        case Optimizer():
+            return f"{op.kind} {op.num_params} params"
+        case Copy():
+            return f"{op.num_bytes} bytes"
+
+
+def _attention_text(op: Attention) -> str:
+    seq = f"s{op.seq_q}" if op.seq_q == op.seq_kv else f"s{op.seq_q}/{op.seq_kv}"
+    words = [f"b{op.batch} {seq} h{op.heads}/{op.kv_heads} d{op.head_dim_qk}/{op.head_dim_v}"]
+    words += ["causal"] if op.causal else []
+    words += [f"window {op.window}"] if op.window else []
+    words += [f"packed {len(op.varlen)}"] if op.varlen else []
+    return " ".join(words)
+
+
+def _identity(case: Case, label: Label, run: RunInfo) -> Row:
+    """What was asked: all that does not depend on the outcome."""
+    phase: Phase | None = getattr(case.op, "phase", None) or label.phase
+    layout = getattr(case.op, "layout", None)
+    return {
+        "family": case.family,
+        "model": label.model or None,
+        "role": label.role or None,
+        "pass": phase.value if phase else None,
+        "shape": shape_text(case.op),
+        "layout": layout.value if layout else None,
+        "dtype": case.dtype.value,
+        "backend": case.backend,
+        "device": case.device,
+        "num_ranks": case.num_ranks,
+        "count": label.count,
+        "mbs": label.mbs,
+        "scale": case.scale or None,
+        "flops": case.op.flops,
+        "bytes_moved": case.op.bytes_moved,
+        "arithmetic_intensity": _ratio(case.op.flops, case.op.bytes_moved) or None,
+        "case_id": case.case_id,
+        "run_id": run.run_id,
+        "command": case.command(),
+    }
+
+
+# Columns that only a measurement fills; every row has all of them.
+_UNMEASURED: Row = dict.fromkeys(
+    (
+        *("backend_run", "rank", "time_s", "p10_s", "p90_s", "n", "vs_median_rank", "tflops"),
+        *("gb_per_s", "pct_peak", "pct_hbm", "ceiling", "ceiling_unit", "pct_ceiling", "bound"),
+        *("max_rel_err", "num_wrong", "clock_mhz", "power_w", "throttle", "method"),
+        *("pct_reference", "over_limit", "message"),
+    )
+)
+
+
+def _per_rank(
+    record: Record,
+    run: RunInfo,
+    device: DeviceSpec | None,
+    ceilings: Ceilings,
+    reference: Mapping[str, float],
+) -> Iterator[Row]:
+    """The outcome of a record: of all ranks together, then of each."""
+    rate = record.case.rate.value
+    match record:
+        case Skipped():
+            message = record.reason
+            yield _UNMEASURED | {"status": "skipped", "rate": rate, "message": message}
+        case Failed():
+            message = f"{record.cause}: {record.message}"
+            yield _UNMEASURED | {"status": "failed", "rate": rate, "message": message}
+        case Measured():
+            seconds = record.samples.seconds
+            if not seconds:
+                message = f"samples in {record.samples.file or 'no file'}"
+                yield _UNMEASURED | {"status": "measured", "rate": rate, "message": message}
+                return
+            several = len(seconds) > 1
+            for rank in (None, *range(len(seconds))) if several else (None,):
+                row = _UNMEASURED | _outcome(record, rank, reference)
+                yield row | _derived(record, number(row, "time_s"), rank, run, device, ceilings)
+
+
+def _outcome(record: Measured, rank: int | None, reference: Mapping[str, float]) -> Row:
+    """Times, correctness and device state; no rates yet."""
+    samples, case = record.samples, record.case
+    medians = [summarize(values).median for values in samples.seconds]
+    own = slowest_per_sample(samples.seconds) if rank is None else samples.seconds[rank]
+    times = summarize(own)
+    checks = record.checks if rank is None else record.checks[rank : rank + 1]
+    num_wrong = sum(check.num_wrong for check in checks) if checks else None
+    known_s = reference.get(case.case_id)
+    return {
+        "rank": rank,
+        "status": "wrong" if num_wrong else "measured",
+        "backend_run": record.backend_run or None,
+        "time_s": times.median,
+        "p10_s": times.p10,
+        "p90_s": times.p90,
+        "n": times.n,
+        "vs_median_rank": None if rank is None else _ratio(medians[rank], median(medians)),
+        "max_rel_err": max((check.max_rel_err for check in checks), default=None),
+        "num_wrong": num_wrong,
+        "rate": _rate_text(case.rate, samples.soak_s),
+        "method": samples.method,
+        "pct_reference": None if known_s is None else _percent(known_s, times.median),
+        **_device_state(record, medians.index(max(medians)) if rank is None else rank, rank),
+    }
+
+
+def _device_state(record: Measured, shown: int, rank: int | None) -> Row:
+    """Clock and power of the shown (for all ranks: the slowest) rank; throttling of any."""
+    if shown >= len(record.telemetry):
+        return {}
+    state = record.telemetry[shown]
+    seen = record.telemetry if rank is None else (state,)
+    reasons = sorted({reason for one in seen for reason in one.throttle})
+    return {
+        "clock_mhz": None if state.sm_clock_hz is None else state.sm_clock_hz / 1e6,
+        "power_w": state.power_w,
+        "throttle": ", ".join(reasons) or None,
+    }
+
+
+def _rate_text(rate: Rate, soak_s: float) -> str:
+    if rate is Rate.SUSTAINED and soak_s < SOAK_S:
+        return f"{rate.value} (soak {soak_s:.1f} s)"
+    return rate.value
+
+
+def _derived(
+    record: Measured,
+    time_s: float | None,
+    rank: int | None,
+    run: RunInfo,
+    device: DeviceSpec | None,
+    ceilings: Ceilings,
+) -> Row:
+    """Rates, their share of a peak or ceiling, and what bounds them."""
+    op, place = record.case.op, record.case.device
+    if not time_s:
+        return {}
+    flops_per_s, bytes_per_s = op.flops / time_s, op.bytes_moved / time_s
+    peak = device.peak(op.dtype) if device else None
+    hbm = device.hbm_bytes_per_s if device else None
+    best_flops = ceilings.flops_per_s.get((place, op.dtype))
+    best_bytes = ceilings.bytes_per_s.get(place)
+    bound = _bound(op, peak or best_flops, hbm or best_bytes)
+    by_memory = bound == "memory" or not op.flops
+    ceiling = best_bytes if by_memory else best_flops
+    reached, unit = (bytes_per_s, GB) if by_memory else (flops_per_s, TFLOP)
+    return {
+        "tflops": flops_per_s / TFLOP if op.flops else None,
+        "gb_per_s": bytes_per_s / GB,
+        "pct_peak": _percent(flops_per_s, peak) if op.flops else None,
+        "pct_hbm": _percent(bytes_per_s, hbm),
+        "ceiling": ceiling / unit if ceiling else None,
+        "ceiling_unit": ("GB/s" if by_memory else "TFLOP/s") if ceiling else None,
+        "pct_ceiling": _percent(reached, ceiling),
+        "bound": bound,
+        "over_limit": _over_limit(record, flops_per_s, bytes_per_s, rank, run, device),
+    }
+
+
+def _bound(op: Op, peak: float | None, hbm: float | None) -> str | None:
+    if not op.flops:
+        return "memory"
+    if not peak or not hbm:
+        return None
+    return "compute" if op.flops / peak >= op.bytes_moved / hbm else "memory"
+
+
+def _over_limit(
+    record: Measured,
+    flops_per_s: float,
+    bytes_per_s: float,
+    rank: int | None,
+    run: RunInfo,
+    device: DeviceSpec | None,
+) -> bool | None:
+    """Whether a rate is above what the hardware can do; None where no limit is known.
+
+    Indices from a Zipf distribution are served by caches, so HBM does not bind them.
+    """
+    if device is None:
+        return None
+    op, verdicts = record.case.op, []
+    clocks = [
+        found.max_sm_clock_hz
+        for found in run.environment.devices
+        if found.max_sm_clock_hz and rank in (None, found.rank)
+    ]
+    limit = device.max_flops_per_s(op.dtype, max(clocks)) if clocks else None
+    if limit:
+        verdicts.append(flops_per_s > limit * LIMIT_SLACK)
+    touched = min(op.memory_bytes, op.bytes_moved) * record.samples.num_sets
+    cached = isinstance(op, EmbeddingBag) and op.alpha > 0
+    if device.hbm_bytes_per_s and device.l2_bytes and not cached:
+        binds = touched > 4 * device.l2_bytes
+        verdicts.append(binds and bytes_per_s > device.hbm_bytes_per_s * LIMIT_SLACK)
+    return any(verdicts) if verdicts else None
+
+
+def _ratio(value: float, base: float | None) -> float | None:
+    return value / base if base else None
+
+
+def _percent(value: float, base: float | None) -> float | None:
+    return 100 * value / base if base else None
+
+
+def digits(value: float | None, places: int = 4) -> str:
+    """Four significant digits without an exponent; never fewer than the whole part."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if abs(value) >= 10 ** (places - 1) else f"{value:.{places}g}"
+
+
+def cell(row: Row, key: str) -> str:
+    """A cell as people read it: times with their unit, shares in percent."""
+    value = number(row, key)
+    if value is None or isinstance(row.get(key), bool):
+        return text(row, key)
+    match key:
+        case "time_s" | "p10_s" | "p90_s":
+            return format_time(value)
+        case "max_rel_err":
+            return f"{value:.1e}"
+        case "vs_median_rank":
+            return f"{value:.3f}"
+        case "pct_peak" | "pct_hbm" | "pct_ceiling" | "pct_reference":
+            return f"{value:.1f}"
+        case _:
+            return digits(value)
+
+
+# key, heading, numeric, how soon it goes when the terminal is narrow (0 = never)
+_PRINTED = (
+    ("model", "model", False, 0),
+    ("role", "role", False, 0),
+    ("pass", "pass", False, 0),
+    ("shape", "shape", False, 0),
+    ("scale", "scale", False, 2),
+    ("dtype", "dtype", False, 3),
+    ("backend", "backend", False, 2),
+    ("rank", "rank", True, 0),
+    ("time_s", "time", True, 0),
+    ("vs_median_rank", "/ median rank", True, 0),
+    ("tflops", "TFLOP/s", True, 0),
+    ("gb_per_s", "GB/s", True, 1),
+    ("pct_peak", "% peak", True, 1),
+    ("pct_ceiling", "% ceiling", True, 4),
+    ("bound", "bound", False, 6),
+    ("max_rel_err", "err", True, 5),
+    ("pct_reference", "% ref", True, 1),
+    ("rate", "rate", False, 7),
+    ("status", "status", False, 0),
+)
+
+
+def print_rows(table: Sequence[Row], console: "Console") -> None:
+    """The rows that ran as a table, then one line per skipped or failed case."""
+    from rich.table import Table  # noqa: PLC0415
+
+    ran = [row for row in table if row["status"] in ("measured", "wrong")]
+    columns = _fitting(ran, console.width if console.is_terminal else None)
+    if columns:
+        drawn = Table(box=None, pad_edge=False, header_style="bold")
+        for _, heading, numeric, _ in columns:
+            # A narrow terminal folds words; numbers are never cut.
+            drawn.add_column(
+                heading,
+                justify="right" if numeric else "left",
+                overflow="fold",
+                no_wrap=numeric or not console.is_terminal,
+            )
+        for row in ran:
+            values = [_printed(row, key) for key, *_ in columns]
+            drawn.add_row(*(value.replace("[", r"\[") for value in values))
+        width = None if console.is_terminal else sum(_width(ran, *c[:2]) for c in columns)
+        console.print(drawn, width=width, crop=False, soft_wrap=not console.is_terminal)
+    for row in table:
+        if row["status"] in ("skipped", "failed"):
+            line = f"{row['status']}  {describe(row)}: {text(row, 'message')}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def describe(row: Row) -> str:
+    """A case in one line: where it stands in a model, what it computes, how."""
+    keys = ("model", "role", "pass", "family", "shape", "dtype", "backend")
+    return " ".join(word for word in (text(row, key) for key in keys) if word)
+
+
+def _printed(row: Row, key: str) -> str:
+    if key == "rank" and row["rank"] is None and row["num_ranks"] != 1:
+        return "all"
+    if key == "status":
+        above = "above limit" if row["over_limit"] else ""
+        return above if row["status"] == "measured" else f"{row['status']} {above}".strip()
+    return cell(row, key)
+
+
+def _width(table: Sequence[Row], key: str, heading: str) -> int:
+    return max([len(heading), *(len(_printed(row, key)) for row in table)]) + 2
+
+
+def _fitting(
+    table: Sequence[Row], available: int | None
+) -> list[tuple[str, str, bool, int]]:
+    """Columns with anything to say; on a terminal, the least important leave first."""
+    columns = [c for c in _PRINTED if any(_printed(row, c[0]) for row in table)]
+    while available is not None:
+        wide = sum(_width(table, *c[:2]) for c in columns) > available
+        least = max(columns, key=lambda c: c[3], default=None)
+        if not wide or least is None or not least[3]:
+            break
+        columns.remove(least)
+    return columns

@@ -1,0 +1,131 @@
+"""Records and runs to JSON and back. Raw data only; what is derived is drawn by report.
+
+An operator carries its `family`; `case_id` and `command` stand beside the case for readers
+without our code. JSON has no inf and no nan: such a float is written as the string "inf",
+"-inf" or "nan", and read back because the field is a float.
+"""
+
+import dataclasses
+import functools
+import math
+import typing
+from typing import Any
+
+import msgspec
+
+from stepmark.core.case import Case
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops import FAMILIES
+from stepmark.core.record import SCHEMA, Failed, Measured, Record, RunInfo, Skipped
+
+KINDS: dict[str, type[Record]] = {"measured": Measured, "skipped": Skipped, "failed": Failed}
+
+
+def encode(record: Record) -> bytes:
+    """One line, newline included."""
+    plain = to_plain(record)
+    plain["case"]["op"] = {"family": record.case.family, **plain["case"]["op"]}
+    head = {
+        "schema": record.schema,
+        "kind": record.kind,
+        "run_id": record.run_id,
+        "case_id": record.case.case_id,
+        "command": record.case.command(),
+    }
+    return msgspec.json.encode({**head, **plain}) + b"\n"
+
+
+def decode(line: bytes) -> Record:
+    """Raises ConfigError for what is no record of ours, or one of a newer schema."""
+    plain = _object(line, "record")
+    _check_schema(plain, "record")
+    cls = KINDS.get(str(plain.get("kind")))
+    if cls is None:
+        raise ConfigError("kind", plain.get("kind"), f"one of {', '.join(KINDS)}")
+    case = plain.get("case")
+    op = case.get("op") if isinstance(case, dict) else None
+    if not isinstance(case, dict) or not isinstance(op, dict):
+        raise ConfigError("case", case, "an object with an op")
+    family = FAMILIES.get(str(op.get("family")))
+    if family is None:
+        raise ConfigError("family", op.get("family"), f"one of {', '.join(FAMILIES)}")
+    given = {"case": _build(Case, case, {"op": _build(family, op, {})})}
+    record: Record = _build(cls, plain, given)
+    return record
+
+
+def encode_run(info: RunInfo) -> bytes:
+    """The whole of run.json, indented for readers."""
+    return msgspec.json.format(msgspec.json.encode(to_plain(info)), indent=2) + b"\n"
+
+
+def decode_run(text: bytes) -> RunInfo:
+    plain = _object(text, "run.json")
+    _check_schema(plain, "run.json")
+    info: RunInfo = _build(RunInfo, plain, {})
+    return info
+
+
+def to_plain(value: Any) -> Any:
+    """Dicts, lists, strings and finite numbers only."""
+    return _spell(msgspec.to_builtins(value))
+
+
+def _spell(value: Any) -> Any:
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case dict():
+            return {key: _spell(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_spell(item) for item in value]
+        case _:
+            return value
+
+
+def _object(text: bytes, what: str) -> dict[str, Any]:
+    try:
+        plain = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(what, _shown(text), f"JSON ({error})") from None
+    if not isinstance(plain, dict):
+        raise ConfigError(what, _shown(text), "a JSON object")
+    return plain
+
+
+def _shown(text: bytes) -> str:
+    return text[:80].decode(errors="replace")
+
+
+def _check_schema(plain: dict[str, Any], what: str) -> None:
+    schema = plain.get("schema")
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
+        raise ConfigError(f"{what} schema", schema, f"a whole number from 1 to {SCHEMA}")
+    if schema > SCHEMA:
+        raise ConfigError(f"{what} schema", schema, f"at most {SCHEMA}; use a newer stepmark")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _build(cls: type, plain: dict[str, Any], given: dict[str, Any]) -> Any:
+    """`cls` from its fields; unknown keys are ignored, absent ones take their default.
+
+    msgspec converts field by field because it has no untagged unions of dataclasses.
+    """
+    values = dict(given)
+    for field in dataclasses.fields(cls):
+        if field.name in given or field.name not in plain:
+            continue
+        try:
+            values[field.name] = msgspec.convert(
+                plain[field.name], _hints(cls)[field.name], strict=False
+            )
+        except msgspec.ValidationError as error:
+            raise ConfigError(field.name, plain[field.name], str(error)) from None
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ConfigError(cls.__name__, sorted(values), str(error)) from None

@@ -1,0 +1,280 @@
+"""Runs on disk: runs/<run_id>/{run.json, records.jsonl, samples/*.npy}. Append only.
+
+A line is written when its newline is: a last line without one was cut off by a kill, is not
+read, and is removed when the run is resumed.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.record import Environment, Measured, Record, RunInfo
+from stepmark.core.stats import slowest_per_sample
+from stepmark.store import codec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MAX_SAMPLES_IN_LINE = 4096
+
+
+class StoreError(StepmarkError):
+    """A finished case could not be written. What was written before is kept."""
+
+    exit_code = 3
+
+
+def new_run_id(now: datetime) -> str:
+    """E.g. 20261120-221300-ab12, in UTC; sorts by time."""
+    return f"{now.astimezone(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+class RunWriter:
+    """The one process that writes a run. Holds a lock on records.jsonl until closed."""
+
+    def __init__(self, path: Path) -> None:
+        """Use `create` or `resume`."""
+        self.path = path
+        self._fd = os.open(path / "records.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise ConfigError("run", path, "a run that no other process writes") from None
+        except OSError:  # a file system without locks
+            pass
+
+    @classmethod
+    def create(cls, root: Path, info: RunInfo) -> "RunWriter":
+        path = root / info.run_id
+        with _config_errors("out", path):
+            path.mkdir(parents=True)
+            _replace(path / "run.json", codec.encode_run(info))
+            return cls(path)
+
+    @classmethod
+    def resume(
+        cls, path: Path, environment: Environment, *, force: bool = False
+    ) -> tuple["RunWriter", set[str]]:
+        """The writer, and the case_ids whose last record is Measured."""
+        info = read_run(path)
+        changes = _changes(info.environment, environment)
+        if changes and not force:
+            field, before, now = changes[0]
+            raise ConfigError(field, now, f"{before!r} as in run {info.run_id}, or --force")
+        with _config_errors("resume", path):
+            writer = cls(path)
+            try:
+                _cut_torn_line(path / "records.jsonl")
+                if changes:
+                    _replace(path / "run.json", codec.encode_run(_with_changes(info, changes)))
+                records = latest(read_records(path))
+            except BaseException:
+                writer.close()
+                raise
+        return writer, {r.case.case_id for r in records if isinstance(r, Measured)}
+
+    def append(self, record: Record) -> None:
+        """On disk when this returns. Raises StoreError, and leaves whole lines only."""
+        try:
+            if isinstance(record, Measured):
+                record = self._samples_to_file(record)
+            self._write_line(codec.encode(record))
+        except OSError as error:
+            raise StoreError(f"{self.path}: {_cause(error)}; record not written") from error
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write_line(self, line: bytes) -> None:
+        end = os.fstat(self._fd).st_size
+        try:
+            _write_all(self._fd, line)
+            os.fsync(self._fd)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, end)
+            raise
+
+    def _samples_to_file(self, record: Measured) -> Measured:
+        """The same record, or for many samples one with their maxima over ranks and a file."""
+        seconds = record.samples.seconds
+        if sum(map(len, seconds)) <= MAX_SAMPLES_IN_LINE:
+            return record
+        import numpy as np  # noqa: PLC0415
+
+        name = f"samples/{record.case.case_id[:16]}.npy"
+        (self.path / "samples").mkdir(exist_ok=True)
+        temporary = self.path / f"{name}.tmp"
+        with temporary.open("wb") as file:
+            np.save(file, np.asarray(seconds, dtype=np.float64), allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path / name)
+        _sync_folder(self.path / "samples")
+        maxima = (tuple(slowest_per_sample(seconds)),)
+        samples = dataclasses.replace(record.samples, seconds=maxima, file=name)
+        return dataclasses.replace(record, samples=samples)
+
+
+def read_run(path: Path) -> RunInfo:
+    with _config_errors("run", path):
+        text = (path / "run.json").read_bytes()
+    return codec.decode_run(text)
+
+
+def read_records(path: Path) -> list[Record]:
+    """All records in the order written. A torn last line is not one."""
+    file = path / "records.jsonl"
+    with _config_errors("run", path):
+        lines = file.read_bytes().split(b"\n")[:-1]
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(codec.decode(line))
+        except ConfigError as error:
+            shown = line[:40].decode(errors="replace")
+            raise ConfigError(f"{file}:{number}", shown, f"a record: {error}") from None
+    return records
+
+
+def read_samples(path: Path, record: Measured) -> "np.ndarray":
+    """seconds[rank][sample], from the line or from the file that it names."""
+    import numpy as np  # noqa: PLC0415
+
+    if not record.samples.file:
+        return np.asarray(record.samples.seconds, dtype=np.float64)
+    file = path / record.samples.file
+    try:
+        return np.asarray(np.load(file, allow_pickle=False))
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError("samples", file, f"a readable .npy ({error})") from None
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """The last record of each case, in the order in which the cases first appeared."""
+    return list({record.case.case_id: record for record in records}.values())
+
+
+def list_runs(root: Path) -> list[Path]:
+    """Run folders, oldest first."""
+    with _config_errors("runs", root):
+        return sorted(file.parent for file in root.glob("*/run.json"))
+
+
+def find_run(root: Path, name: str) -> Path:
+    """A path, a run id, the unique beginning of one, or "latest"."""
+    for path in (Path(name), root / name):
+        if name and (path / "run.json").is_file():
+            return path
+    runs = list_runs(root)
+    if name == "latest":
+        found = runs[-1:]
+    else:
+        found = [path for path in runs if name and path.name.startswith(name)]
+    if not found:
+        known = ", ".join(path.name for path in runs[-3:]) or f"none in {root}"
+        raise ConfigError("run", name, f"a path, an id or 'latest'; runs: {known}")
+    if len(found) > 1:
+        shown = ", ".join(path.name for path in found[:3])
+        raise ConfigError("run", name, f"one run, not {len(found)}: {shown}")
+    return found[0]
+
+
+def _changes(before: Environment, now: Environment) -> list[tuple[str, str, str]]:
+    """Field, value then, value now, of what makes figures incomparable."""
+    old, new = _fingerprint(before), _fingerprint(now)
+    return [(field, old[field], new[field]) for field in old if old[field] != new[field]]
+
+
+def _fingerprint(environment: Environment) -> dict[str, str]:
+    devices = environment.devices
+    return {
+        "device": _counted(device.name for device in devices),
+        "torch": environment.torch,
+        "driver": environment.versions.get("driver", "unknown"),
+        "power limit": _counted(f"{device.power_limit_w} W" for device in devices),
+        "stepmark commit": environment.git_commit or f"version {environment.stepmark}",
+    }
+
+
+def _counted(names: Iterable[str]) -> str:
+    """["a", "a", "b"] -> "2 x a, 1 x b"."""
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
+
+
+def _with_changes(info: RunInfo, changes: list[tuple[str, str, str]]) -> RunInfo:
+    """A forced resume mixes environments: the run says so."""
+    text = "; ".join(f"{field}: {before} -> {now}" for field, before, now in changes)
+    earlier = info.settings.get("forced_resume")
+    text = f"{earlier}; {text}" if earlier else text
+    return dataclasses.replace(info, settings={**info.settings, "forced_resume": text})
+
+
+def _cut_torn_line(file: Path) -> None:
+    text = file.read_bytes()
+    end = text.rfind(b"\n") + 1
+    if end < len(text):
+        with file.open("rb+") as stream:
+            stream.truncate(end)
+            os.fsync(stream.fileno())
+
+
+def _replace(file: Path, text: bytes) -> None:
+    """Write beside, fsync, rename."""
+    temporary = file.with_name(file.name + ".tmp")
+    with temporary.open("wb") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)
+    _sync_folder(file.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on disk when its folder is. Not every file system can."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _cause(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+@contextlib.contextmanager
+def _config_errors(field: str, path: Path) -> Iterator[None]:
+    """An OSError as one line about the folder that was asked for."""
+    try:
+        yield
+    except FileExistsError:
+        raise ConfigError(field, path, "a folder that does not exist yet") from None
+    except OSError as error:
+        raise ConfigError(field, path, f"a usable folder ({_cause(error)})") from None
