@@ -13,12 +13,16 @@ from pathlib import Path
 import psutil
 import torch
 
+from stepmark import __version__
 from stepmark.bench.nvidia import torch_device_info
 from stepmark.bench.operators.call import Capabilities
 from stepmark.bench.telemetry import open_gpu
 from stepmark.core.record import DeviceInfo, Environment
 
-PREFIXES = ("NCCL_ RCCL_ CUDA_ HIP_ ROCR_ TORCH_ PYTORCH_ OMP_ MKL_ GLOO_ HSA_ SLURM_").split()
+PREFIXES = (
+    *("NCCL_", "RCCL_", "CUDA_", "HIP_", "ROCR_", "HSA_", "TORCH_", "PYTORCH_"),
+    *("OMP_", "MKL_", "GLOO_", "SLURM_"),
+)
 SECRET_NAMES = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "JWT", "AUTH")
 REDACTED = "<redacted>"
 URL_LOGIN = re.compile(r"://[^/\s]*@")
@@ -46,11 +50,11 @@ def capture(devices: Sequence[DeviceInfo]) -> Environment:
         num_cores=num_cores(),
         memory_bytes=memory_bytes(),
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         versions=versions(),
         devices=tuple(devices),
         git_commit=git_commit(Path(__file__).resolve().parents[3]),
-        stepmark=package_version("stepmark"),
+        stepmark=__version__,
         variables=captured_variables(os.environ),
         warnings=device_warnings(devices),
     )
@@ -113,7 +117,7 @@ def package_version(name: str) -> str:
 
 def captured_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """What steers the libraries that are measured, secrets redacted."""
-    chosen = sorted(name for name in variables if name.startswith(tuple(PREFIXES)))
+    chosen = sorted(name for name in variables if name.startswith(PREFIXES))
     return {name: redact(name, variables[name]) for name in chosen}
 
 

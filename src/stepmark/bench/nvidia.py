@@ -105,7 +105,7 @@ def torch_device_info(index: int, rank: int) -> DeviceInfo:
 
 def pci_bus_id(index: int) -> str:
     """E.g. '0000:3b:00.0'."""
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)  # its stub lacks the address
     domain, bus = properties.pci_domain_id, properties.pci_bus_id
     return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
 
@@ -166,7 +166,7 @@ class NvidiaGpu:
         )
 
     def reading(self) -> Telemetry:
-        """Clock, power, temperature and throttle reasons of this moment; about 3 ms."""
+        """Clock, power, temperature and throttle reasons of this moment; at most 3 ms."""
         nvml = self._nvml
         return Telemetry(
             sm_clock_hz=scaled(self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM), MHZ),

@@ -51,7 +51,7 @@ class Rig:
     device_index: int | None  # for telemetry; None on CPU
 
 
-class _CaseFailed(Exception):
+class _CaseFailedError(Exception):
     """Some rank broke; every rank knows which and why."""
 
     def __init__(self, cause: str, message: str, ranks: tuple[int, ...], trace: str) -> None:
@@ -74,8 +74,7 @@ def run(
         share = effort
         if deadline is not None:
             left = max(0.0, deadline - time.monotonic()) / (len(todo) - position)
-            left = rig.ranks.decide(lambda left=left: left)
-            share = _shortened(effort, left)
+            share = _shortened(effort, max(rig.ranks.gather(left)))
         record = _run_case(case, rig, share, run_id)
         if rig.ranks.rank == 0:
             sink(record)
@@ -104,7 +103,7 @@ def _run_case(case: Case, rig: Rig, effort: Effort, run_id: str) -> Record:
     assert impl is not None
     try:
         return _measure(case, impl, rig, effort, run_id)
-    except _CaseFailed as failed:
+    except _CaseFailedError as failed:
         return Failed(
             run_id=run_id,
             case=case,
@@ -132,7 +131,7 @@ def _why_not(case: Case, impl: Impl | None, rig: Rig) -> tuple[str | None, int |
 
 
 def _agreed(rig: Rig, step: Callable[[], T]) -> T:
-    """Run a step on every rank; if it breaks on any, all raise _CaseFailed together."""
+    """Run a step on every rank; if it breaks on any, all raise _CaseFailedError together."""
     result: T | None = None
     problem: tuple[str, str, str] | None = None
     try:
@@ -148,7 +147,7 @@ def _agreed(rig: Rig, step: Callable[[], T]) -> T:
     broken = tuple(rank for rank, found in enumerate(problems) if found)
     if broken:
         cause, message, trace = problems[broken[0]]
-        raise _CaseFailed(cause, message, broken, trace)
+        raise _CaseFailedError(cause, message, broken, trace)
     return result  # type: ignore[return-value]
 
 
@@ -238,15 +237,18 @@ def _collect(
     mine: list[float] = []
     slowest: list[float] = []
     begin = time.monotonic()
-    while True:
+
+    def enough() -> bool:
+        return _is_enough(slowest, begin, effort, burst=burst)
+
+    while True:  # rank 0 ends it, for all
         if burst:
             time.sleep(_BURST_IDLE_S)
         rig.ranks.barrier()
         batch = _agreed(rig, lambda: timer.sample(_batch(timer, estimate_s, length)))
         mine += batch
         slowest += slowest_per_sample(rig.ranks.gather(batch))
-        enough = rig.ranks.decide(lambda: _is_enough(slowest, begin, effort, burst=burst))
-        if enough:
+        if rig.ranks.decide(enough):
             return mine
 
 

@@ -58,7 +58,9 @@ def _param_kind(op: Op) -> str:
 _PARAM_HEADER = {
     "gemm": "         M         N          K          Time(s)      Rate(TF/s)",
     "emb": "  Features    embdim    nnz       batch      Time(s)/step   Data(MB)   BW(GB/s)",
-    "linear": " #Layer    Input    Hidden    Output   Batch   Time(s)/step  QPS      Rate(TF/s)",
+    "linear": (
+        " #Layer    Input    Hidden    Output   Batch   Time(s)/step  QPS      Rate(TF/s)"
+    ),
 }
 _PARAM_RULE = {"gemm": 64, "emb": 81, "linear": 80}
 
@@ -108,7 +110,7 @@ def _param_line(op: Op, time_s: float) -> str:
                 f"{time_s:10.6f}, {size:10.3f}, {rate:10.3f}"
             )
         case Mlp():
-            # PARAM counts 2 x weights x batch forward and 4 x backward, and all sizes as layers.
+            # PARAM: 2 x weights x batch forward, 4 x backward; all sizes count as layers.
             factor = {Phase.FWD: 2, Phase.BWD: 4}.get(op.phase, 6)
             tflops = factor * op.num_weights * op.batch / time_s / TFLOP
             return (
@@ -119,11 +121,34 @@ def _param_line(op: Op, time_s: float) -> str:
             raise AssertionError(f"PARAM has no table for {op}")
 
 
-PRIMUS_GEMM = ("model", "m", "n", "k", "transA", "transB", "dtype", "Time(s)", "TFLOPS")
-PRIMUS_GEMM += ("Bandwidth(GB/s)",)
-PRIMUS_ATTENTION = ("model", "batch_size", "seqlen_q", "seqlen_kv", "num_head_q")
-PRIMUS_ATTENTION += ("num_head_kv", "head_dim_qk", "head_dim_v", "causal")
-PRIMUS_ATTENTION += ("fwd_tflops", "fwd_time", "bwd_tflops", "bwd_time", "backend")
+PRIMUS_GEMM = [
+    "model",
+    "m",
+    "n",
+    "k",
+    "transA",
+    "transB",
+    "dtype",
+    "Time(s)",
+    "TFLOPS",
+    "Bandwidth(GB/s)",
+]
+PRIMUS_ATTENTION = [
+    "model",
+    "batch_size",
+    "seqlen_q",
+    "seqlen_kv",
+    "num_head_q",
+    "num_head_kv",
+    "head_dim_qk",
+    "head_dim_v",
+    "causal",
+    "fwd_tflops",
+    "fwd_time",
+    "bwd_tflops",
+    "bwd_time",
+    "backend",
+]
 
 
 def primus(records: Iterable[Record], run: RunInfo) -> dict[str, str]:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 OUTLIER_PCT = 50.0
 # A rank this much slower than the median rank is worth a line.
 SLOW_RANK = 1.03
+# Every line starts with what it is about, this many columns wide.
+LEAD = 11
 MATMULS = ("gemm", "bmm", "grouped-gemm")
 
 
@@ -88,7 +90,9 @@ def _outlier_lines(jobs: Sequence[Row], most: int = 3) -> list[str]:
             shares.append((share, f"slow       {describe(row)}: {share:.1f} % of {of}"))
     lines = [line for _, line in sorted(shares)[:most]]
     more = len(shares) - most
-    return lines + ([f"slow       and {more} more under {OUTLIER_PCT:.0f} %"] if more > 0 else [])
+    return lines + (
+        [f"slow       and {more} more under {OUTLIER_PCT:.0f} %"] if more > 0 else []
+    )
 
 
 def _slow_rank_lines(rows: Sequence[Row]) -> list[str]:

@@ -10,7 +10,7 @@ Over 250 lines: the columns, their derivation and their printing are one table's
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from stepmark.core.case import Case, Label, Rate
 from stepmark.core.device import DeviceSpec
@@ -33,7 +33,7 @@ from stepmark.core.ops import (
 )
 from stepmark.core.record import Failed, Measured, Record, RunInfo, Skipped
 from stepmark.core.stats import slowest_per_sample, summarize
-from stepmark.core.units import GB, TFLOP, format_time
+from stepmark.core.units import GB, TFLOP, format_bytes, format_time
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,6 +55,16 @@ class Ceilings:
     bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Yardstick:
+    """What a measurement is held against."""
+
+    run: RunInfo
+    device: DeviceSpec | None
+    ceilings: Ceilings
+    reference: Mapping[str, float]
+
+
 def rows(
     records: Iterable[Record],
     run: RunInfo,
@@ -67,8 +77,13 @@ def rows(
     ceilings = measured_ceilings(held)
     table: list[Row] = []
     for record in held:
-        spec = device if record.case.device != "cpu" else None
-        for derived in _per_rank(record, run, spec, ceilings, reference or {}):
+        against = _Yardstick(
+            run=run,
+            device=device if record.case.device != "cpu" else None,
+            ceilings=ceilings,
+            reference=reference or {},
+        )
+        for derived in _per_rank(record, against):
             for label in record.case.labels or (Label(),):
                 table.append(_identity(record.case, label, run) | derived)
     return table
@@ -104,7 +119,7 @@ def text(row: Row, key: str) -> str:
     return "" if value is None else str(value)
 
 
-def shape_text(op: Op) -> str:
+def shape_text(op: Op) -> str:  # noqa: PLR0911, one return per family lets mypy see a missing one
     """The shape as one reads it aloud, without dtype, layout and pass."""
     match op:
         case Gemm(m=m, n=n, k=k):
@@ -134,7 +149,7 @@ def shape_text(op: Op) -> str:
         case Optimizer():
             return f"{op.kind} {op.num_params} params"
         case Copy():
-            return f"{op.num_bytes} bytes"
+            return format_bytes(op.num_bytes)
 
 
 def _attention_text(op: Attention) -> str:
@@ -184,13 +199,7 @@ _UNMEASURED: Row = dict.fromkeys(
 )
 
 
-def _per_rank(
-    record: Record,
-    run: RunInfo,
-    device: DeviceSpec | None,
-    ceilings: Ceilings,
-    reference: Mapping[str, float],
-) -> Iterator[Row]:
+def _per_rank(record: Record, against: _Yardstick) -> Iterator[Row]:
     """The outcome of a record: of all ranks together, then of each."""
     rate = record.case.rate.value
     match record:
@@ -208,8 +217,8 @@ def _per_rank(
                 return
             several = len(seconds) > 1
             for rank in (None, *range(len(seconds))) if several else (None,):
-                row = _UNMEASURED | _outcome(record, rank, reference)
-                yield row | _derived(record, number(row, "time_s"), rank, run, device, ceilings)
+                row = _UNMEASURED | _outcome(record, rank, against.reference)
+                yield row | _derived(record, number(row, "time_s"), rank, against)
 
 
 def _outcome(record: Measured, rank: int | None, reference: Mapping[str, float]) -> Row:
@@ -260,15 +269,11 @@ def _rate_text(rate: Rate, soak_s: float) -> str:
 
 
 def _derived(
-    record: Measured,
-    time_s: float | None,
-    rank: int | None,
-    run: RunInfo,
-    device: DeviceSpec | None,
-    ceilings: Ceilings,
+    record: Measured, time_s: float | None, rank: int | None, against: _Yardstick
 ) -> Row:
     """Rates, their share of a peak or ceiling, and what bounds them."""
     op, place = record.case.op, record.case.device
+    device, ceilings = against.device, against.ceilings
     if not time_s:
         return {}
     flops_per_s, bytes_per_s = op.flops / time_s, op.bytes_moved / time_s
@@ -289,7 +294,7 @@ def _derived(
         "ceiling_unit": ("GB/s" if by_memory else "TFLOP/s") if ceiling else None,
         "pct_ceiling": _percent(reached, ceiling),
         "bound": bound,
-        "over_limit": _over_limit(record, flops_per_s, bytes_per_s, rank, run, device),
+        "over_limit": _over_limit(record, time_s, rank, against),
     }
 
 
@@ -302,33 +307,31 @@ def _bound(op: Op, peak: float | None, hbm: float | None) -> str | None:
 
 
 def _over_limit(
-    record: Measured,
-    flops_per_s: float,
-    bytes_per_s: float,
-    rank: int | None,
-    run: RunInfo,
-    device: DeviceSpec | None,
+    record: Measured, time_s: float, rank: int | None, against: _Yardstick
 ) -> bool | None:
     """Whether a rate is above what the hardware can do; None where no limit is known.
 
     Indices from a Zipf distribution are served by caches, so HBM does not bind them.
     """
+    device = against.device
     if device is None:
         return None
-    op, verdicts = record.case.op, []
+    op = record.case.op
+    verdicts: list[bool] = []
     clocks = [
         found.max_sm_clock_hz
-        for found in run.environment.devices
+        for found in against.run.environment.devices
         if found.max_sm_clock_hz and rank in (None, found.rank)
     ]
     limit = device.max_flops_per_s(op.dtype, max(clocks)) if clocks else None
     if limit:
-        verdicts.append(flops_per_s > limit * LIMIT_SLACK)
+        verdicts.append(op.flops / time_s > limit * LIMIT_SLACK)
     touched = min(op.memory_bytes, op.bytes_moved) * record.samples.num_sets
     cached = isinstance(op, EmbeddingBag) and op.alpha > 0
-    if device.hbm_bytes_per_s and device.l2_bytes and not cached:
-        binds = touched > 4 * device.l2_bytes
-        verdicts.append(binds and bytes_per_s > device.hbm_bytes_per_s * LIMIT_SLACK)
+    cache_bytes, hbm = device.last_level_cache_bytes, device.hbm_bytes_per_s
+    if hbm and cache_bytes and not cached:
+        above = op.bytes_moved / time_s > hbm * LIMIT_SLACK
+        verdicts.append(above and touched > 4 * cache_bytes)
     return any(verdicts) if verdicts else None
 
 
@@ -376,7 +379,7 @@ _PRINTED = (
     ("backend", "backend", False, 2),
     ("rank", "rank", True, 0),
     ("time_s", "time", True, 0),
-    ("vs_median_rank", "/ median rank", True, 0),
+    ("vs_median_rank", "/ median", True, 0),
     ("tflops", "TFLOP/s", True, 0),
     ("gb_per_s", "GB/s", True, 1),
     ("pct_peak", "% peak", True, 1),
@@ -391,29 +394,47 @@ _PRINTED = (
 
 def print_rows(table: Sequence[Row], console: "Console") -> None:
     """The rows that ran as a table, then one line per skipped or failed case."""
-    from rich.table import Table  # noqa: PLC0415
-
     ran = [row for row in table if row["status"] in ("measured", "wrong")]
-    columns = _fitting(ran, console.width if console.is_terminal else None)
-    if columns:
-        drawn = Table(box=None, pad_edge=False, header_style="bold")
-        for _, heading, numeric, _ in columns:
-            # A narrow terminal folds words; numbers are never cut.
-            drawn.add_column(
-                heading,
-                justify="right" if numeric else "left",
-                overflow="fold",
-                no_wrap=numeric or not console.is_terminal,
-            )
-        for row in ran:
-            values = [_printed(row, key) for key, *_ in columns]
-            drawn.add_row(*(value.replace("[", r"\[") for value in values))
-        width = None if console.is_terminal else sum(_width(ran, *c[:2]) for c in columns)
-        console.print(drawn, width=width, crop=False, soft_wrap=not console.is_terminal)
+    if ran and console.is_terminal:
+        _print_fitted(ran, console)
+    elif ran:
+        for line in _plain_lines(ran):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     for row in table:
         if row["status"] in ("skipped", "failed"):
             line = f"{row['status']}  {describe(row)}: {text(row, 'message')}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_fitted(ran: Sequence[Row], console: "Console") -> None:
+    """A table of the columns that fit; words fold when even those are too wide."""
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    columns = _fitting(ran, console.width)
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for _, heading, right, _ in columns:
+        justify: Literal["left", "right"] = "right" if right else "left"
+        drawn.add_column(heading, justify=justify, overflow="fold", no_wrap=right)
+    for row in ran:
+        style = "red" if row["status"] == "wrong" or row["over_limit"] else ""
+        drawn.add_row(*(Text(_printed(row, key)) for key, *_ in columns), style=style)
+    console.print(drawn)
+
+
+def _plain_lines(ran: Sequence[Row]) -> list[str]:
+    """The same table as wide as it needs to be: a file or a pipe has no edge."""
+    columns = _fitting(ran, None)
+    widths = [_width(ran, *column[:2]) - 2 for column in columns]
+    lines = [[heading for _, heading, *_ in columns]]
+    lines += [[_printed(row, key) for key, *_ in columns] for row in ran]
+    return [
+        "  ".join(
+            value.rjust(width) if column[2] else value.ljust(width)
+            for value, width, column in zip(line, widths, columns, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
 
 
 def describe(row: Row) -> str:
@@ -425,6 +446,8 @@ def describe(row: Row) -> str:
 def _printed(row: Row, key: str) -> str:
     if key == "rank" and row["rank"] is None and row["num_ranks"] != 1:
         return "all"
+    if key == "role":
+        return text(row, "role") or text(row, "family")
     if key == "status":
         above = "above limit" if row["over_limit"] else ""
         return above if row["status"] == "measured" else f"{row['status']} {above}".strip()
@@ -435,9 +458,7 @@ def _width(table: Sequence[Row], key: str, heading: str) -> int:
     return max([len(heading), *(len(_printed(row, key)) for row in table)]) + 2
 
 
-def _fitting(
-    table: Sequence[Row], available: int | None
-) -> list[tuple[str, str, bool, int]]:
+def _fitting(table: Sequence[Row], available: int | None) -> list[tuple[str, str, bool, int]]:
     """Columns with anything to say; on a terminal, the least important leave first."""
     columns = [c for c in _PRINTED if any(_printed(row, c[0]) for row in table)]
     while available is not None:

@@ -56,8 +56,13 @@ class RunWriter:
         path = root / info.run_id
         with _config_errors("out", path):
             path.mkdir(parents=True)
-            _replace(path / "run.json", codec.encode_run(info))
-            return cls(path)
+            writer = cls(path)
+            try:
+                _replace(path / "run.json", codec.encode_run(info))
+            except BaseException:
+                writer.close()
+                raise
+        return writer
 
     @classmethod
     def resume(

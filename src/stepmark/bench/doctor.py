@@ -1,0 +1,247 @@
+"""What this machine is, what would be measured here, what not, and why."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stepmark.bench import amd
+from stepmark.bench.environment import capabilities, capture, compiler, local_device
+from stepmark.bench.nvidia import IDLE, Health, Links
+from stepmark.bench.operators.call import Capabilities, Impl
+from stepmark.bench.operators.table import IMPLS
+from stepmark.bench.telemetry import cpu_reading, open_gpu
+from stepmark.core.device import find_device
+from stepmark.core.dtypes import DType
+from stepmark.core.ops import (
+    Activation,
+    Attention,
+    Bmm,
+    Copy,
+    CrossEntropy,
+    EmbeddingBag,
+    Gemm,
+    GroupedGemm,
+    Mlp,
+    Norm,
+    Op,
+    Optimizer,
+    Rope,
+)
+from stepmark.core.record import DeviceInfo, Environment, Telemetry
+from stepmark.core.units import GIB, format_bytes
+
+MIN_CORES_PER_GPU = 4
+OTHERS_SHARE = 0.05  # of a card's memory in use before we start
+
+# Tiny operators of each family; support is decided from them.
+SAMPLES: dict[str, tuple[Op, ...]] = {
+    "gemm": (
+        Gemm(m=32, n=32, k=32),
+        Gemm(m=32, n=32, k=32, dtype=DType.FP32),
+        Gemm(m=32, n=32, k=32, dtype=DType.FP8_E4M3),
+    ),
+    "grouped-gemm": (GroupedGemm(num_groups=2, tokens=64, n=32, k=32),),
+    "bmm": (Bmm(batch=2, m=32, n=32, k=32),),
+    "attention": (
+        Attention(
+            batch=1, seq_q=64, seq_kv=64, heads=2, kv_heads=2, head_dim_qk=64, head_dim_v=64
+        ),
+    ),
+    "mlp": (Mlp(layers=1, input=32, hidden=32, output=32, batch=32),),
+    "embedding-bag": (EmbeddingBag(rows=64, dim=32, pooling=2, batch=8),),
+    "norm": (Norm(tokens=32, hidden=64),),
+    "activation": (Activation(tokens=32, width=64),),
+    "rope": (Rope(batch=1, seq=32, heads=2, kv_heads=2, head_dim=64),),
+    "cross-entropy": (CrossEntropy(tokens=32, vocab=64),),
+    "optimizer": (Optimizer(num_params=64),),
+    "copy": (Copy(num_bytes=1024),),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device as found, and the peaks its figures will be held against."""
+
+    info: DeviceInfo
+    peak_flops_per_s: dict[str, float]  # by dtype; empty where the device is unknown
+    hbm_bytes_per_s: float | None
+    peak_reason: str  # why there is no peak; "" where there is
+    now: Telemetry
+    links: Links
+    health: Health
+    note: str  # "written, not run" where this path never ran on its hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nic:
+    """One network interface or InfiniBand port."""
+
+    name: str
+    kind: str  # "net" or "infiniband"
+    state: str
+    rate: str  # as the kernel says, e.g. "400 Gb/sec (4X NDR)"; "" unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """Whether one backend of one family would be measured here."""
+
+    family: str
+    backend: str
+    dtype: str
+    reason: str | None  # why it would be skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """All that `stepmark doctor` reports."""
+
+    environment: Environment
+    devices: tuple[Device, ...]
+    peer_access: tuple[tuple[bool, ...], ...]  # [from][to]; a device reaches itself
+    nics: tuple[Nic, ...]
+    backends: tuple[Backend, ...]
+    shm_bytes: int | None
+    compiler: str | None
+    warnings: tuple[str, ...]
+
+
+def examine() -> Findings:
+    """Look at this machine; start nothing, allocate nothing on a device."""
+    torch_devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    torch_devices = torch_devices or [torch.device("cpu")]
+    devices = tuple(examine_device(d, rank) for rank, d in enumerate(torch_devices))
+    environment = capture([device.info for device in devices])
+    shm_bytes = shared_memory(Path("/dev/shm"))
+    host = host_warnings(environment, shm_bytes, compiler())
+    found = (warning for device in devices for warning in warnings_of(device))
+    return Findings(
+        environment=environment,
+        devices=devices,
+        peer_access=peer_access(),
+        nics=nics(Path("/sys/class")),
+        backends=backends(IMPLS, capabilities(torch_devices[0])),
+        shm_bytes=shm_bytes,
+        compiler=compiler(),
+        warnings=(*environment.warnings, *host, *found),
+    )
+
+
+def examine_device(device: torch.device, rank: int) -> Device:
+    info = local_device(device, rank)
+    gpu = open_gpu(info.index) if device.type == "cuda" else None
+    spec = find_device(info.name)
+    peaks = spec.peak_flops_per_s if spec else {}
+    unknown = f"{info.name!r} is not in hardware.toml: peaks n/a, measured ceiling instead"
+    return Device(
+        info=info,
+        peak_flops_per_s={str(dtype): peak for dtype, peak in peaks.items()},
+        hbm_bytes_per_s=spec.hbm_bytes_per_s if spec else None,
+        peak_reason="" if spec else unknown,
+        now=gpu.reading() if gpu else Telemetry() if device.type == "cuda" else cpu_reading(),
+        links=gpu.links() if gpu else Links(),
+        health=gpu.health() if gpu else Health(),
+        note=amd.NOTE if device.type == "cuda" and torch.version.hip else "",
+    )
+
+
+def backends(
+    impls: Mapping[str, Mapping[str, Impl]], found: Capabilities
+) -> tuple[Backend, ...]:
+    """Every backend of every family, and why it would be skipped here."""
+    return tuple(
+        Backend(
+            family=family,
+            backend=name,
+            dtype=str(getattr(op, "dtype", "bytes")),
+            reason=impl.unsupported(op, found),
+        )
+        for family, table in impls.items()
+        for op in SAMPLES[family]
+        for name, impl in table.items()
+    )
+
+
+def peer_access() -> tuple[tuple[bool, ...], ...]:
+    indices = range(torch.cuda.device_count())
+    return tuple(
+        tuple(a == b or torch.cuda.can_device_access_peer(a, b) for b in indices)
+        for a in indices
+    )
+
+
+def nics(root: Path) -> tuple[Nic, ...]:
+    """Network interfaces but lo, then InfiniBand ports, from /sys/class."""
+    found = []
+    for path in sorted((root / "net").glob("*")):
+        if path.name != "lo" and path.is_dir():
+            speed = _fact(path / "speed")  # Mb/s; -1 or unreadable where there is no link
+            rate = f"{int(speed) / 1000:g} Gb/s" if speed.isdigit() and int(speed) else ""
+            state = _fact(path / "operstate")
+            found.append(Nic(name=path.name, kind="net", state=state, rate=rate))
+    for port in sorted((root / "infiniband").glob("*/ports/*")):
+        name = f"{port.parent.parent.name}:{port.name}"
+        state = _fact(port / "state").partition(": ")[2].lower()
+        found.append(Nic(name=name, kind="infiniband", state=state, rate=_fact(port / "rate")))
+    return tuple(found)
+
+
+def _fact(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # the kernel answers EINVAL for the speed of an interface that is down
+        return ""
+
+
+def shared_memory(path: Path) -> int | None:
+    """Size of /dev/shm, which NCCL and data loaders share."""
+    return shutil.disk_usage(path).total if path.is_dir() else None
+
+
+def host_warnings(
+    environment: Environment, shm_bytes: int | None, cxx: str | None
+) -> list[str]:
+    num_gpus = torch.cuda.device_count()
+    found = []
+    if shm_bytes is not None and shm_bytes < GIB:
+        found.append(f"/dev/shm has {format_bytes(shm_bytes)}; NCCL wants 1 GiB or more")
+    if num_gpus and environment.num_cores < MIN_CORES_PER_GPU * num_gpus:
+        found.append(f"{environment.num_cores} CPU cores for {num_gpus} GPUs: launches suffer")
+    if cxx is None:
+        found.append("no C++ compiler: torch.compile cases will be skipped")
+    return found
+
+
+def warnings_of(device: Device) -> list[str]:
+    """What is wrong with one device now."""
+    health, links, where = device.health, device.links, f"device {device.info.index}"
+    found = []
+    if health.ecc_uncorrected:
+        found.append(f"{where}: {health.ecc_uncorrected} uncorrected ECC errors in its life")
+    if health.remapped_rows or health.remap_pending or health.remap_failed:
+        state = "failed" if health.remap_failed else "pending" if health.remap_pending else ""
+        found.append(
+            f"{where}: {health.remapped_rows or 0} memory rows remapped {state}".strip()
+        )
+    if words := [word for word in device.now.throttle if word != IDLE]:
+        found.append(f"{where}: throttled now: {', '.join(words)}")
+    if _below(links.pcie_width, links.pcie_max_width):
+        found.append(f"{where}: PCIe x{links.pcie_width} of x{links.pcie_max_width}")
+    if _below(links.pcie_generation, links.pcie_max_generation):
+        now, most = links.pcie_generation, links.pcie_max_generation
+        found.append(f"{where}: PCIe gen{now} of gen{most} (some cards save power when idle)")
+    used = (health.memory_used_bytes or 0) - _own_bytes(device)
+    if device.info.memory_bytes and used > OTHERS_SHARE * device.info.memory_bytes:
+        found.append(f"{where}: {format_bytes(used)} of its memory is in use by others")
+    return found
+
+
+def _below(now: int | None, most: int | None) -> bool:
+    return now is not None and most is not None and now < most
+
+
+def _own_bytes(device: Device) -> int:
+    return torch.cuda.memory_reserved(device.info.index) if torch.cuda.is_initialized() else 0

@@ -1,0 +1,178 @@
+"""y_MN = a_MK @ b_KN by cuBLAS, hipBLASLt or oneDNN, through torch. 
+
+fp8_e5m2 stands for a gradient: A is e5m2 and B e4m3, as in a backward pass (cuBLAS has no
+product of two e5m2). Whatever the layout, fp8 operands lie as _scaled_mm wants them: A row
+major, B column major; the layout says how the bf16 sources of a timed cast lie.
+
+M rows, K contracted, N columns.
+"""
+
+import torch
+from torch import Tensor
+
+from stepmark.bench.operators.call import Call, Capabilities, Impl
+from stepmark.bench.operators.dtypes import TORCH_DTYPE, normal, set_matmul_precision
+from stepmark.bench.verify import (
+    compare, merge, poison, product_check, sample, take, tolerance)
+from stepmark.core.dtypes import DType
+from stepmark.core.ops import Cast, Gemm, Layout, Scaling
+from stepmark.core.record import Check
+
+
+def unsupported(op: Gemm, capabilities: Capabilities) -> str | None:
+    if op.dtype.is_fp8:
+        return _unsupported_fp8(op, capabilities)
+    on_cpu = capabilities.device_type == "cpu"
+    if op.dtype is DType.TF32 and (on_cpu or capabilities.capability < (8, 0)):
+        return "tf32 needs a GPU of compute capability 8.0 or later"
+    if TORCH_DTYPE[op.result_dtype] != TORCH_DTYPE[op.dtype]:
+        if op.result_dtype is not DType.FP32 or op.dtype not in (DType.BF16, DType.FP16):
+            return f"torch.mm has no {op.result_dtype} result of {op.dtype} inputs"
+        if on_cpu:
+            return "torch.mm writes another type than its inputs' on GPUs only"
+    return None
+
+
+def _unsupported_fp8(op: Gemm, capabilities: Capabilities) -> str | None:
+    if capabilities.device_type == "cpu":
+        return "fp8 products need a GPU"
+    if not capabilities.is_rocm and capabilities.capability < (8, 9):
+        return "fp8 products need compute capability 8.9 or later"
+    if capabilities.is_rocm and capabilities.capability < (9, 5):
+        return "float8_e4m3fn needs CDNA4 (gfx950); CDNA3 has the fnuz formats only"
+    if op.result_dtype not in (DType.BF16, DType.FP16, DType.FP32):
+        return f"torch._scaled_mm has no {op.result_dtype} result"
+    if op.scaling is Scaling.ROWWISE and op.result_dtype is not DType.BF16:
+        return "row-wise scaled products have bf16 results only"
+    return None
+
+
+def operands(layout: Layout, m: int, n: int, k: int, dtype: DType, device: torch.device,
+             *batch: int) -> tuple[Tensor, Tensor]:
+    """a [*batch, m, k] and b [*batch, k, n], stored as `layout` says."""
+    a_rows = layout in (Layout.NN, Layout.NT)
+    b_rows = layout in (Layout.NN, Layout.TN)
+    a = normal(*batch, *((m, k) if a_rows else (k, m)), dtype=dtype, device=device)
+    b = normal(*batch, *((k, n) if b_rows else (n, k)), dtype=dtype, device=device)
+    return (a if a_rows else a.mT), (b if b_rows else b.mT)
+
+
+def make(op: Gemm, device: torch.device) -> Call:
+    if op.dtype.is_fp8:
+        return _make_fp8(op, device)
+    set_matmul_precision(op.dtype)
+    a_MK, b_KN = operands(op.layout, op.m, op.n, op.k, op.dtype, device)
+    y_MN = torch.empty(op.m, op.n, dtype=TORCH_DTYPE[op.result_dtype], device=device)
+    wider = torch.ops.aten.mm.dtype_out
+
+    def run() -> Tensor:
+        return torch.mm(a_MK, b_KN, out=y_MN)
+
+    def run_wider() -> Tensor:
+        return wider(a_MK, b_KN, y_MN.dtype, out=y_MN)
+
+    timed = run if y_MN.dtype == a_MK.dtype else run_wider
+
+    def verify() -> Check:
+        poison(y_MN)
+        timed()
+        rounded = op.dtype if op.dtype is DType.TF32 else op.result_dtype
+        return product_check(a_MK, b_KN, y_MN, tolerance(rounded, length=op.k))
+
+    return Call(run=timed, verify=verify, backend_run="torch.mm")
+
+
+class _Cast:
+    """One operand: its bf16 source, its fp8 copy with K innermost, its scale.
+
+    `source_RK` has a scale per row or one in all. A dynamic scale maps the largest magnitude to
+    the largest fp8 value.
+    """
+
+    def __init__(self, source_RK: Tensor, dtype: DType, scaling: Scaling) -> None:
+        self.source_RK: Tensor | None = source_RK
+        self.cast_RK = torch.empty(
+            source_RK.shape, dtype=TORCH_DTYPE[dtype], device=source_RK.device
+        )
+        self.dim = -1 if scaling is Scaling.ROWWISE else None
+        self.limit = torch.finfo(self.cast_RK.dtype).max
+        shape = (source_RK.shape[0], 1) if self.dim else ()
+        self.scale = torch.empty(shape, dtype=torch.float32, device=source_RK.device)
+
+    def run(self) -> None:
+        """Scale and cast, in place of what the fp8 copy held."""
+        assert self.source_RK is not None
+        amax = torch.linalg.vector_norm(
+            self.source_RK, torch.inf, dim=self.dim, keepdim=self.dim is not None
+        )
+        torch.div(amax.float(), self.limit, out=self.scale)
+        self.cast_RK.copy_(self.source_RK * self.scale.reciprocal())
+
+    def rows_scale(self) -> Tensor:
+        """The scale as a column, fp64."""
+        return self.scale.double().expand(self.cast_RK.shape[0], 1)
+
+    def check(self) -> Check:
+        assert self.source_RK is not None
+        rows = sample(self.cast_RK.shape[0], self.cast_RK.device)
+        out = take(self.cast_RK, 0, rows) * self.rows_scale()[rows]
+        allowed = tolerance(_DTYPE_OF[self.cast_RK.dtype])
+        return compare(out, take(self.source_RK, 0, rows), allowed, "the bf16 source")
+
+    def poison(self) -> None:
+        poison(self.cast_RK)
+        poison(self.scale)
+
+
+_DTYPE_OF = {TORCH_DTYPE[dtype]: dtype for dtype in DType if dtype.is_fp8}
+
+
+def _make_fp8(op: Gemm, device: torch.device) -> Call:
+    a_MK, b_KN = operands(op.layout, op.m, op.n, op.k, DType.BF16, device)
+    a = _Cast(a_MK, op.dtype, op.scaling)
+    b = _Cast(b_KN.t(), DType.FP8_E4M3, op.scaling)
+    a.run()
+    b.run()
+    if op.cast is Cast.NONE:
+        a.source_RK = b.source_RK = None
+    del a_MK, b_KN
+    scale_b = b.scale.t() if b.dim else b.scale
+    out_dtype = TORCH_DTYPE[op.result_dtype]
+    rows = op.m if op.cast is not Cast.ONLY else 0
+    y_MN = torch.empty(rows, op.n, dtype=out_dtype, device=device)
+    scaled_mm = torch.ops.aten._scaled_mm.out
+    b_KN = b.cast_RK.t()
+
+    def cast() -> None:
+        a.run()
+        b.run()
+
+    def product() -> None:
+        scaled_mm(
+            a.cast_RK, b_KN, a.scale, scale_b, out_dtype=out_dtype, use_fast_accum=True, out=y_MN
+        )
+
+    def cast_and_product() -> None:
+        cast()
+        product()
+
+    run = {Cast.NONE: product, Cast.ONLY: cast, Cast.INCLUDED: cast_and_product}[op.cast]
+
+    def verify() -> Check:
+        poison(y_MN)
+        if op.cast is not Cast.NONE:
+            a.poison()
+            b.poison()
+        run()
+        checks = [] if op.cast is Cast.NONE else [a.check(), b.check()]
+        if op.cast is not Cast.ONLY:
+            allowed = tolerance(op.dtype, length=op.k)
+            scales = {"scale_M1": a.rows_scale(), "scale_1N": b.rows_scale().t()}
+            checks.insert(0, product_check(a.cast_RK, b_KN, y_MN, allowed, **scales))
+        return merge(checks)
+
+    names = f"{a.cast_RK.dtype} x {b.cast_RK.dtype}".replace("torch.", "")
+    return Call(run=run, verify=verify, backend_run=f"torch._scaled_mm {names}, {op.scaling}")
+
+
+TORCH = Impl(make=make, unsupported=unsupported)

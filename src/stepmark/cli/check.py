@@ -1,0 +1,135 @@
+"""stepmark check: ten minutes to accept a machine against a reference run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.units import parse_duration
+
+if TYPE_CHECKING:
+    from stepmark.core.record import Measured
+    from stepmark.store.compare import Verdict
+
+
+def check(
+    baseline: Annotated[
+        str, typer.Option("--baseline", help="run id or path of the reference")
+    ],
+    runs: Annotated[Path, typer.Option("--runs", help="folder of runs")] = Path("runs"),
+    budget: Annotated[str, typer.Option("--budget", help="time in all")] = "10m",
+    launches: Annotated[
+        int, typer.Option("--launches", help="times each case is measured")
+    ] = 3,
+    floor: Annotated[
+        float, typer.Option("--floor", help="smallest slowdown that counts")
+    ] = 0.03,
+    json: Annotated[
+        str | None, typer.Option("--json", help="verdicts as JSON; - = stdout")
+    ] = None,
+    csv: Annotated[
+        str | None, typer.Option("--csv", help="verdicts as CSV; - = stdout")
+    ] = None,
+) -> None:
+    """Measure a reference run's cases again; exit 1 if any is slower beyond noise."""
+    from stepmark.cli import session  # noqa: PLC0415
+    from stepmark.core.record import Measured  # noqa: PLC0415
+    from stepmark.store.compare import judge  # noqa: PLC0415
+    from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
+    from stepmark.store.runs import find_run  # noqa: PLC0415
+
+    if not 1 <= launches <= 100:
+        raise ConfigError("launches", launches, "from 1 to 100")
+    if not 0 <= floor <= 1:
+        raise ConfigError("floor", floor, "a fraction from 0 to 1")
+    path = find_run(runs, baseline)
+    reference = _reference(path)
+    values: dict[str, Any] = {
+        "out": str(runs),
+        "device": next(iter(reference.values())).case.device,
+    }
+    device = session.device_type(values)
+    seconds = parse_duration(budget, "budget") / launches
+    rig = session.make_rig(device)
+    found: dict[str, list[Measured]] = {}
+    code = 0
+    for number in range(launches):
+        outcome = session.measure(
+            [record.case for record in reference.values()],
+            values | {"budget": f"{seconds}s"},
+            rig,
+            settings={"check_of": path.name, "launch": f"{number + 1}/{launches}"},
+        )
+        assert outcome is not None
+        code = max(code, outcome.exit_code)
+        for record in outcome.view.records:
+            if isinstance(record, Measured):
+                found.setdefault(record.case.case_id, []).append(record)
+        if outcome.exit_code in (130, 143):
+            raise typer.Exit(outcome.exit_code)
+    verdicts = [
+        (reference[case_id], judge(reference[case_id], measured, floor))
+        for case_id, measured in found.items()
+    ]
+    rows = [_row(record, verdict) for record, verdict in verdicts]
+    if json:
+        write_json(rows, json, "check")
+    if csv:
+        write_csv(rows, csv, "check")
+    slower = [verdict for _, verdict in verdicts if verdict.verdict == "slower"]
+    if "-" not in (json, csv):
+        _print(rows)
+    missing = len(reference) - len(found)
+    text = f"{len(slower)} of {len(rows)} cases slower than {path.name}"
+    typer.echo(text + (f"; {missing} could not be measured" if missing else ""), err=True)
+    raise typer.Exit(1 if slower else 3 if missing else code)
+
+
+def _reference(path: Path) -> "dict[str, Measured]":
+    """Measured cases of a run of one rank."""
+    from stepmark.core.record import Measured  # noqa: PLC0415
+    from stepmark.store.runs import latest, read_records  # noqa: PLC0415
+
+    found = {
+        record.case.case_id: record
+        for record in latest(read_records(path))
+        if isinstance(record, Measured) and not record.num_wrong
+    }
+    if not found:
+        raise ConfigError("baseline", path, "a run with measured cases")
+    if any(record.case.num_ranks > 1 for record in found.values()):
+        raise ConfigError("baseline", path, "a run of one rank")
+    return found
+
+
+def _row(record: "Measured", verdict: "Verdict") -> dict[str, object]:
+    from stepmark.report.tables import shape_text  # noqa: PLC0415
+
+    return {
+        "family": record.case.family,
+        "shape": shape_text(record.case.op),
+        "dtype": str(record.case.dtype),
+        "backend": record.case.backend,
+        "pass": str(getattr(record.case.op, "phase", "")),
+        "ratio": verdict.ratio,
+        "low": verdict.low,
+        "high": verdict.high,
+        "noise": verdict.noise,
+        "verdict": verdict.verdict,
+        "case_id": verdict.case_id,
+    }
+
+
+def _print(rows: list[dict[str, object]]) -> None:
+    for row in rows:
+        ratios = f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        words = (
+            row["verdict"],
+            ratios,
+            row["family"],
+            row["shape"],
+            row["dtype"],
+            row["backend"],
+        )
+        typer.echo("  ".join(str(word) for word in words))

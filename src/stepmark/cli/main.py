@@ -1,0 +1,77 @@
+"""The command line: verbs, and how an error ends a process."""
+
+import os
+import sys
+from typing import Any
+
+import typer
+
+from stepmark import __version__
+from stepmark.cli import check, doctor, op, report, run, runs
+from stepmark.core.errors import StepmarkError
+
+app = typer.Typer(
+    name="stepmark",
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="How fast should this model train, how fast does it, and where does the time go?",
+)
+app.command("run")(run.run)
+app.command("doctor")(doctor.doctor)
+app.add_typer(op.app, name="op")
+app.add_typer(runs.app, name="runs")
+app.command("report")(report.report)
+app.command("check")(check.check)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"stepmark {__version__}")
+        raise typer.Exit(0)
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="print the version"
+    ),
+) -> None:
+    """Options of the program itself."""
+
+
+def main() -> None:
+    """Run a verb; bad input is one line on stderr and exit code 2, never a traceback."""
+    sys.exit(status(sys.argv[1:]))
+
+
+def status(arguments: list[str]) -> int:
+    """The exit code of a command line."""
+    try:
+        result: Any = app(arguments, standalone_mode=False)
+    except StepmarkError as error:
+        return _complain(str(error), error.exit_code)
+    except typer.Exit as stop:
+        return int(stop.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _complain("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output went away; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except typer.BadParameter.__mro__[2] as error:  # type: ignore[misc]
+        # typer's own usage errors; their class is not public under a stable name.
+        return _usage(error)
+    return result if isinstance(result, int) else 0
+
+
+def _usage(error: Any) -> int:
+    context = getattr(error, "ctx", None)
+    where = f" (see {context.command_path} --help)" if context is not None else ""
+    return _complain(error.format_message().replace("\n", " ") + where, 2)
+
+
+def _complain(text: str, code: int) -> int:
+    sys.stderr.write(f"stepmark: {text}\n")
+    return code

@@ -1,0 +1,80 @@
+"""A run with all that its rows need: peaks of its device, and shipped reference runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepmark.core.device import DeviceSpec, find_device
+from stepmark.core.record import Measured, Record, RunInfo
+from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.report import tables
+from stepmark.store.runs import latest, list_runs, read_records, read_run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What a page or table is drawn from."""
+
+    run: RunInfo
+    records: list[Record]
+    rows: list[dict[str, object]]
+    device: DeviceSpec | None
+
+
+def view(path: Path) -> View:
+    """Read a run and derive its rows."""
+    run = read_run(path)
+    records = latest(read_records(path))
+    return of_records(run, records)
+
+
+def of_records(run: RunInfo, records: list[Record]) -> View:
+    names = {device.name for device in run.environment.devices}
+    device = find_device(names.pop()) if len(names) == 1 else None
+    rows = tables.rows(records, run, device=device, reference=reference(run))
+    return View(run=run, records=records, rows=rows, device=device)
+
+
+def results_folder() -> Path | None:
+    """Shipped reference runs: inside an installed package, or in the checkout."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "results", package.parents[1] / "results"):
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def reference(run: RunInfo) -> Mapping[str, float]:
+    """Median seconds by case_id of shipped runs on the same device; not of this run itself."""
+    folder = results_folder()
+    names = {device.name for device in run.environment.devices}
+    known: dict[str, float] = {}
+    if folder is None or len(names) != 1:
+        return known
+    for path in list_runs(folder):
+        other = read_run(path)
+        if other.run_id == run.run_id or {d.name for d in other.environment.devices} != names:
+            continue
+        known |= medians(latest(read_records(path)))
+    return known
+
+
+def medians(records: list[Record]) -> dict[str, float]:
+    """Median of the slowest rank by case_id; wrong results are no reference."""
+    return {
+        record.case.case_id: summarize(slowest_per_sample(record.samples.seconds)).median
+        for record in records
+        if isinstance(record, Measured) and not record.num_wrong
+    }
+
+
+def console(*, stderr: bool = False) -> "Console":
+    """As wide as the terminal; a pipe gets whole rows."""
+    from rich.console import Console  # noqa: PLC0415
+
+    made = Console(stderr=stderr)
+    return made if made.is_terminal else Console(stderr=stderr, width=240)

@@ -1,0 +1,63 @@
+"""Ranks on this host, through torch.distributed.run, supervised from outside."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+# Rank 0 leaves its exit code here: torchrun itself returns 1 for every failure.
+EXIT_FILE = "STEPMARK_EXIT_FILE"
+
+
+def is_rank() -> bool:
+    """True in a process that a launcher started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run(arguments: Sequence[str], num_ranks: int) -> int:
+    """Start `python -m stepmark ARGUMENTS` on num_ranks local ranks; their exit code."""
+    with tempfile.TemporaryDirectory(prefix="stepmark-") as folder:
+        exit_file = Path(folder) / "exit"
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={num_ranks}",
+            "-m",
+            "stepmark",
+            *arguments,
+        ]
+        environment = os.environ | {EXIT_FILE: str(exit_file)}
+        environment.setdefault(
+            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks))
+        )
+        package_root = str(Path(__file__).parents[2])
+        paths = [package_root, environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        process = subprocess.Popen(command, env=environment)
+
+        def forward(number: int, _frame: FrameType | None) -> None:
+            process.send_signal(number)
+
+        previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        try:
+            return int(exit_file.read_text())
+        except (OSError, ValueError):
+            # Rank 0 did not get to say: it was lost.
+            return 3 if code else 0
+
+
+def leave_exit_code(code: int) -> None:
+    """Called by rank 0 before it ends."""
+    if path := os.environ.get(EXIT_FILE):
+        Path(path).write_text(str(code))

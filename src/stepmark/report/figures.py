@@ -1,0 +1,229 @@
+"""Rows to plotly figures. Each returns a figure; page.py puts them into a document.
+
+Colours are Okabe and Ito's, told apart by colour-blind readers, on transparent ground; the
+page sets the ink by the reader's light or dark scheme.
+"""
+
+from collections.abc import Sequence
+from html import escape
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+from stepmark.core.device import DeviceSpec
+from stepmark.core.dtypes import DType
+from stepmark.core.record import RunInfo
+from stepmark.core.units import GB, TFLOP, format_time
+from stepmark.report.tables import Row, describe, digits, number, text
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
+INK = "#777777"
+GRID = "rgba(128,128,128,0.25)"
+
+
+def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "Figure":
+    """Arithmetic intensity against TFLOP/s, under the roof of each dtype."""
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    points = [row for row in _jobs(rows) if number(row, "tflops")]
+    figure = go.Figure()
+    intensities = [number(row, "arithmetic_intensity") or 1.0 for row in points] or [1.0]
+    low, high = min(20.0, *intensities) / 2, max(1000.0, *intensities) * 2
+    dashes = cycle(("solid", "dash", "dot", "dashdot"))
+    for (name, peak, bandwidth), dash in zip(
+        _roofs(points, rows, device), dashes, strict=False
+    ):
+        xs, ys = _roof(low, high, peak, bandwidth)
+        line = {"color": INK, "width": 1.5, "dash": dash}
+        figure.add_scatter(x=xs, y=ys, mode="lines", name=name, line=line, hoverinfo="name")
+    for index, family in enumerate(dict.fromkeys(text(row, "family") for row in points)):
+        own = [row for row in points if row["family"] == family]
+        figure.add_scatter(
+            x=[number(row, "arithmetic_intensity") for row in own],
+            y=[number(row, "tflops") for row in own],
+            mode="markers",
+            name=family,
+            marker=_marker(index),
+            text=[_hover(row, run) for row in own],
+            hovertemplate="%{text}<extra></extra>",
+        )
+    ticks = {"dtick": 1, "exponentformat": "power"}
+    figure.update_xaxes(type="log", title="FLOP per byte of compulsory traffic", **ticks)
+    figure.update_yaxes(type="log", title="TFLOP/s", **ticks)
+    return _styled(figure, height=520)
+
+
+def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "Figure":
+    """Operators without matrix products: their share of the memory bandwidth."""
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    key = "pct_hbm" if device and device.hbm_bytes_per_s else "pct_ceiling"
+    bars = [r for r in _jobs(rows) if not number(r, "flops") and number(r, key) is not None]
+    bars.sort(key=lambda row: (text(row, "family"), number(row, key) or 0.0))
+    names = _names(bars)
+    families = list(dict.fromkeys(text(row, "family") for row in bars))
+    figure = go.Figure()
+    for index, family in enumerate(families):
+        own = [
+            (name, row)
+            for name, row in zip(names, bars, strict=True)
+            if row["family"] == family
+        ]
+        figure.add_bar(
+            orientation="h",
+            y=[name for name, _ in own],
+            x=[number(row, key) for _, row in own],
+            name=family,
+            marker_color=COLOURS[index % len(COLOURS)],
+            text=[f"{digits(number(row, 'gb_per_s'))} GB/s" for _, row in own],
+            textposition="auto",
+            hovertext=[_hover(row, run) for _, row in own],
+            hoverinfo="text",
+        )
+    of = "HBM bandwidth" if key == "pct_hbm" else "the measured copy bandwidth"
+    figure.update_xaxes(title=f"% of {of}", rangemode="tozero")
+    figure.update_yaxes(automargin=True)
+    figure.add_vline(x=100, line={"color": INK, "dash": "dash", "width": 1})
+    return _styled(figure, height=170 + 26 * len(bars))
+
+
+def time_breakdown(rows: Sequence[Row], run: RunInfo) -> "Figure":
+    """Time x count of each role in one layer, forward and backward; the fastest backend."""
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    best: dict[tuple[str, str, str], Row] = {}
+    for row in _jobs(rows):
+        if row["model"] and row["role"] and number(row, "time_s"):
+            key = (_setting(row), text(row, "role"), text(row, "pass"))
+            if key not in best or (number(row, "time_s") or 0) < (
+                number(best[key], "time_s") or 0
+            ):
+                best[key] = row
+    several = len({setting for setting, *_ in best}) > 1
+    figure = go.Figure()
+    for index, phase in enumerate(dict.fromkeys(phase for *_, phase in best)):
+        own = [(key, row) for key, row in best.items() if key[2] == phase]
+        figure.add_bar(
+            orientation="h",
+            y=[escape(f"{key[0]} {key[1]}" if several else key[1]) for key, _ in own],
+            x=[_layer_time_s(row) * 1e3 for _, row in own],
+            name=phase or "pass not given",
+            marker_color=COLOURS[index % len(COLOURS)],
+            hovertext=[_hover(row, run) + f"<br>x {row['count']} per layer" for _, row in own],
+            hoverinfo="text",
+        )
+    only = next(iter(best), ("",))[0]
+    title = "ms (time x count)"
+    figure.update_xaxes(title=title if several or not only else f"{title}, {escape(only)}")
+    figure.update_yaxes(automargin=True, autorange="reversed")
+    figure.update_layout(barmode="stack")
+    return _styled(figure, height=170 + 26 * len({key[:2] for key in best}))
+
+
+def _layer_time_s(row: Row) -> float:
+    return (number(row, "time_s") or 0.0) * (number(row, "count") or 1.0)
+
+
+def _setting(row: Row) -> str:
+    mbs = "" if row["mbs"] is None else f" mbs {row['mbs']}"
+    scale = "" if row["scale"] is None else f" scaled {row['scale']}"
+    return f"{row['model']}{mbs}{scale}"
+
+
+def _roofs(
+    points: Sequence[Row], rows: Sequence[Row], device: DeviceSpec | None
+) -> list[tuple[str, float, float | None]]:
+    """(name, FLOP/s, bytes/s) of each dtype drawn; "measured" where no peak is known."""
+    copies = [number(row, "gb_per_s") for row in _jobs(rows) if row["family"] == "copy"]
+    best_copy = max((rate for rate in copies if rate), default=None)
+    bandwidth = device.hbm_bytes_per_s if device else None
+    slope = "memory peak" if bandwidth else "measured copy"
+    if not bandwidth and best_copy:
+        bandwidth = best_copy * GB
+    roofs = []
+    for dtype in dict.fromkeys(text(row, "dtype") for row in points):
+        peak = device.peak(DType(dtype)) if device else None
+        kind = "peak" if peak else "measured ceiling"
+        if not peak:
+            matmuls = ("gemm", "bmm", "grouped-gemm")
+            same = [r for r in points if r["dtype"] == dtype and r["family"] in matmuls]
+            peak = max((number(row, "tflops") or 0.0 for row in same), default=0.0) * TFLOP
+        if peak:
+            roofs.append(
+                (f"{dtype} {kind}" + (f", {slope}" if bandwidth else ""), peak, bandwidth)
+            )
+    return roofs
+
+
+def _roof(
+    low: float, high: float, peak: float, bandwidth: float | None
+) -> tuple[list[float], list[float]]:
+    """Corners of min(peak, intensity x bandwidth), in FLOP/byte and TFLOP/s."""
+    if bandwidth is None:
+        return [low, high], [peak / TFLOP] * 2
+    ridge = peak / bandwidth
+    xs = [low, ridge, max(high, 2 * ridge)] if ridge > low else [low, high]
+    return xs, [min(peak, x * bandwidth) / TFLOP for x in xs]
+
+
+def _jobs(rows: Sequence[Row]) -> list[Row]:
+    """Correct measurements of all ranks together."""
+    return [row for row in rows if row["rank"] is None and row["status"] == "measured"]
+
+
+def _names(bars: Sequence[Row]) -> list[str]:
+    """Bars of one name would be drawn over each other: those get their shape, then a number."""
+    keys = ("model", "role", "pass", "backend")
+    short = [_joined(row, keys if row["role"] else ("family", "shape", *keys)) for row in bars]
+    long = [
+        name if short.count(name) == 1 else f"{name} {escape(text(row, 'shape'))}"
+        for name, row in zip(short, bars, strict=True)
+    ]
+    return [
+        name if long.count(name) == 1 else f"{name} ({long[: index + 1].count(name)})"
+        for index, name in enumerate(long)
+    ]
+
+
+def _joined(row: Row, keys: Sequence[str]) -> str:
+    return escape(" ".join(word for word in (text(row, key) for key in keys) if word))
+
+
+def _hover(row: Row, run: RunInfo) -> str:
+    rate = f"{digits(number(row, 'gb_per_s'))} GB/s"
+    if row["tflops"]:
+        rate = f"{digits(number(row, 'tflops'))} TFLOP/s, {rate}"
+    time = format_time(number(row, "time_s") or 0.0)
+    lines = (describe(row), f"{time}, {rate}", text(row, "rate"), f"run {run.run_id}")
+    return "<br>".join(escape(line) for line in lines)
+
+
+def _marker(index: int) -> dict[str, object]:
+    colour, symbol = COLOURS[index % len(COLOURS)], SYMBOLS[index % len(SYMBOLS)]
+    return {"color": colour, "symbol": symbol, "size": 9, "line": {"width": 0.5, "color": INK}}
+
+
+def _styled(figure: "Figure", height: int) -> "Figure":
+    figure.update_layout(
+        template="none",
+        height=height,
+        margin={"l": 56, "r": 16, "t": 16, "b": 48},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": "system-ui, sans-serif", "size": 13, "color": INK},
+        legend={
+            "orientation": "h",
+            "yanchor": "bottom",
+            "y": 1.0,
+            "x": 0,
+            "traceorder": "normal",
+        },
+        bargap=0.25,
+        showlegend=True,
+    )
+    figure.update_xaxes(gridcolor=GRID, zeroline=False, automargin=True)
+    figure.update_yaxes(gridcolor=GRID, zeroline=False, automargin=True)
+    return figure

@@ -1,0 +1,276 @@
+"""Rows to files and trackers: CSV, JSON, Parquet; TensorBoard, W&B, MLflow when installed."""
+
+import contextlib
+import csv
+import importlib
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.record import RunInfo
+from stepmark.store import codec
+
+Row = dict[str, object]
+Kind = Literal["csv", "json", "parquet", "tensorboard", "wandb", "mlflow"]
+
+# Columns that name a row in a tracker.
+NAMING = ("family", "model", "role", "pass", "shape", "dtype", "backend", "rate", "rank")
+
+
+def export(rows: list[Row], run: RunInfo, target: Path, kind: str) -> None:
+    """Write a run's rows; a file for csv, json, parquet, a folder for the trackers."""
+    if kind not in EXPORTERS:
+        raise ConfigError("to", kind, f"one of {', '.join(EXPORTERS)}")
+    with _config_errors(target):
+        EXPORTERS[kind](rows, run, target)
+
+
+def write_csv(rows: list[Row], target: str | Path, name: str = "rows") -> None:
+    """One table. '-' is stdout; in a folder the file is called <name>.csv."""
+    _write(_csv_text(rows), _file_for(target, name, "csv"))
+
+
+def write_json(document: object, target: str | Path, name: str = "rows") -> None:
+    """Any document of plain values. '-' is stdout; in a folder the file is <name>.json."""
+    _write(_json_text(document), _file_for(target, name, "json"))
+
+
+def write_tables(
+    tables: dict[str, list[Row]], target: str | Path, kind: Literal["csv", "json"]
+) -> None:
+    """A folder gets a file per table, a JSON file one object, a CSV file the only table."""
+    write: Callable[..., None] = write_csv if kind == "csv" else write_json
+    if _is_folder(target):
+        for name, rows in tables.items():
+            write(rows, target, name)
+    elif kind == "json":
+        write_json(tables, target)
+    elif len(tables) == 1:
+        write_csv(next(iter(tables.values())), target)
+    elif str(target) == "-":
+        _write("\n".join(f"# {name}\n{_csv_text(tables[name])}" for name in tables), None)
+    else:
+        allowed = f"a folder (add /): there are {len(tables)} tables: {', '.join(tables)}"
+        raise ConfigError("csv", target, allowed)
+
+
+def columns_of(rows: list[Row]) -> list[str]:
+    """The union of the rows' keys, in the order of first appearance."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def _csv_text(rows: list[Row]) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns_of(rows), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: object) -> object:
+    """None is empty; what nests is JSON."""
+    return _json_text(value, indent=None) if isinstance(value, dict | list | tuple) else value
+
+
+def _json_text(document: object, indent: int | None = 2) -> str:
+    text = json.dumps(_finite(document), indent=indent, allow_nan=False, default=str)
+    return text if indent is None else text + "\n"
+
+
+def _finite(value: object) -> object:
+    """JSON has no inf and nan: they become strings, as in records."""
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case dict():
+            return {str(key): _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value
+
+
+def _is_folder(target: str | Path) -> bool:
+    return str(target).endswith(("/", os.sep)) or Path(target).is_dir()
+
+
+def _file_for(target: str | Path, name: str, suffix: str) -> Path | None:
+    """None is stdout."""
+    if str(target) == "-":
+        return None
+    path = Path(target)
+    if not _is_folder(target):
+        return path
+    with _config_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+    return path / f"{name}.{suffix}"
+
+
+def _write(text: str, file: Path | None) -> None:
+    if file is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    with _config_errors(file):
+        if file.exists() and not file.is_file():  # a device or a pipe cannot be renamed over
+            file.write_text(text, encoding="utf-8")
+            return
+        with _renamed_to(file) as temporary:
+            temporary.write_text(text, encoding="utf-8", newline="")
+
+
+@contextlib.contextmanager
+def _renamed_to(file: Path) -> Any:
+    """A name beside `file` that becomes `file` when the block ends well, else is removed."""
+    file = file.resolve()
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        temporary.replace(file)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _config_errors(path: Path) -> Any:
+    try:
+        yield
+    except OSError as error:
+        allowed = f"a path that can be written ({error.strerror or error})"
+        raise ConfigError("output", path, allowed) from None
+
+
+def _to_parquet(rows: list[Row], _run: RunInfo, target: Path) -> None:
+    import duckdb  # noqa: PLC0415
+
+    columns = columns_of(rows)
+    if not columns:
+        raise ConfigError("rows", "none", "at least one row for parquet")
+    values = [[row.get(name) for row in rows] for name in columns]
+    parts, lists = [], []
+    for name, column in zip(columns, values, strict=True):
+        sql_type = _sql_type(column)
+        quoted = name.replace('"', '""')
+        parts.append(f'unnest(?::{sql_type}[]) AS "{quoted}"')
+        text = sql_type == "VARCHAR"
+        lists.append([None if v is None else str(_cell(v)) if text else v for v in column])
+    with duckdb.connect() as connection, _renamed_to(target) as temporary:
+        connection.execute(f"CREATE TABLE rows_ AS SELECT {', '.join(parts)}", lists)
+        quoted = str(temporary).replace("'", "''")
+        try:
+            connection.execute(f"COPY rows_ TO '{quoted}' (FORMAT parquet)")
+        except duckdb.Error as error:
+            line = str(error).splitlines()[0]
+            raise ConfigError(
+                "output", target, f"a path that can be written ({line})"
+            ) from None
+
+
+def _sql_type(column: list[object]) -> str:
+    kinds = {type(value) for value in column if value is not None}
+    if kinds == {bool}:
+        return "BOOLEAN"
+    if kinds == {int} and all(abs(v) < 2**63 for v in column if isinstance(v, int)):
+        return "BIGINT"
+    return "DOUBLE" if kinds and kinds <= {int, float} else "VARCHAR"
+
+
+def _package(name: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        allowed = f"an installed package: pip install 'stepmark[{extra}]'"
+        raise ConfigError("to", extra, allowed) from None
+
+
+def _scalars(rows: list[Row]) -> dict[str, float]:
+    """Every finite number as {"gemm/llama-3.1-8b/.../column": value}; runs share the names."""
+    scalars: dict[str, float] = {}
+    for row in rows:
+        stem = "/".join(str(row[key]) for key in NAMING if row.get(key) not in (None, ""))
+        case_id = str(row.get("case_id", ""))[:8]
+        stem = f"{stem}/{case_id}" if case_id else stem
+        for column, value in row.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            name = _tracker_name(f"{stem}/{column}")
+            while name in scalars:  # rows that no column tells apart
+                name += "_"
+            if math.isfinite(value):
+                scalars[name] = float(value)
+    return scalars
+
+
+def _tracker_name(text: str) -> str:
+    """Letters, digits and what every tracker allows in a metric's name."""
+    return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in text)[:240]
+
+
+def _to_tensorboard(rows: list[Row], run: RunInfo, target: Path) -> None:
+    files = _package("tensorboard.summary.writer.event_file_writer", "tensorboard")
+    events = _package("tensorboard.compat.proto.event_pb2", "tensorboard")
+    summaries = _package("tensorboard.compat.proto.summary_pb2", "tensorboard")
+    writer = files.EventFileWriter(str(target / run.run_id))
+    for tag, value in _scalars(rows).items():
+        item = summaries.Summary.Value(tag=tag, simple_value=value)
+        writer.add_event(events.Event(step=0, summary=summaries.Summary(value=[item])))
+    writer.close()
+
+
+def _to_wandb(rows: list[Row], run: RunInfo, target: Path) -> None:
+    wandb = _package("wandb", "wandb")
+    target.mkdir(parents=True, exist_ok=True)
+    columns = columns_of(rows)
+    data = [[_cell(row.get(name)) for name in columns] for row in rows]
+    try:
+        tracked = wandb.init(
+            project="stepmark", name=run.run_id, dir=str(target), config=codec.to_plain(run)
+        )
+        tracked.log({"rows": wandb.Table(columns=columns, data=data, allow_mixed_types=True)})
+        tracked.summary.update(_scalars(rows))
+        tracked.finish()
+    except wandb.Error as error:
+        raise ConfigError("to", "wandb", str(error)) from None
+
+
+def _to_mlflow(rows: list[Row], run: RunInfo, target: Path) -> None:
+    """Into a folder, or to the server that MLFLOW_TRACKING_URI names."""
+    # MLflow 3 refuses folders without this.
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow = _package("mlflow", "mlflow")
+    try:
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            mlflow.set_tracking_uri(target.resolve().as_uri())
+        mlflow.set_experiment("stepmark")
+        with mlflow.start_run(run_name=run.run_id):
+            mlflow.log_params({"torch": run.environment.torch, "command": run.command[:500]})
+            mlflow.log_metrics(_scalars(rows))
+            mlflow.log_text(_json_text(rows), "rows.json")
+            mlflow.log_text(codec.encode_run(run).decode(), "run.json")
+    except mlflow.exceptions.MlflowException as error:
+        raise ConfigError("to", "mlflow", str(error)) from None
+
+
+def _to_csv(rows: list[Row], run: RunInfo, target: Path) -> None:
+    write_csv(rows, target, run.run_id)
+
+
+def _to_json(rows: list[Row], run: RunInfo, target: Path) -> None:
+    write_json({"run": codec.to_plain(run), "rows": rows}, target, run.run_id)
+
+
+EXPORTERS: dict[str, Callable[[list[Row], RunInfo, Path], None]] = {
+    "csv": _to_csv,
+    "json": _to_json,
+    "parquet": _to_parquet,
+    "tensorboard": _to_tensorboard,
+    "wandb": _to_wandb,
+    "mlflow": _to_mlflow,
+}

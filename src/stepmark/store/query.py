@@ -1,0 +1,122 @@
+"""SQL over all runs, straight from their files. Two views: `records` and `runs`.
+
+`records` has one row per line written; a case that failed and was measured on resume has
+two. A line that is not JSON, such as one being written, is left out.
+"""
+
+import glob
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepmark.core.errors import ConfigError
+from stepmark.store.runs import list_runs
+
+if TYPE_CHECKING:
+    import duckdb
+
+_RECORDS = """
+CREATE VIEW records AS
+WITH parsed AS (
+    SELECT json AS record, TRY_CAST(json -> '$.samples.seconds' AS DOUBLE[][]) AS seconds
+    FROM record_lines WHERE json IS NOT NULL
+), summarized AS (
+    -- The slowest rank of each sample: what a job that waits for all would see.
+    SELECT *, [list_max([rank[i] for rank in seconds]) for i in range(1, len(seconds[1]) + 1)]
+        AS slowest FROM parsed
+)
+SELECT
+    record ->> '$.run_id' AS run_id,
+    record ->> '$.kind' AS kind,
+    record ->> '$.case.op.family' AS family,
+    record ->> '$.case.labels[0].model' AS model,
+    record ->> '$.case.labels[0].role' AS role,
+    coalesce(record ->> '$.case.op.phase', record ->> '$.case.labels[0].phase') AS phase,
+    record ->> '$.case.op.dtype' AS dtype,
+    record ->> '$.case.backend' AS backend,
+    record ->> '$.case.device' AS device,
+    TRY_CAST(record ->> '$.case.num_ranks' AS BIGINT) AS num_ranks,
+    record ->> '$.case.clock' AS clock,
+    record ->> '$.case.rate' AS rate,
+    record ->> '$.case.scale' AS scale,
+    record ->> '$.case_id' AS case_id,
+    record -> '$.case.op' AS op,
+    record -> '$.case.labels' AS labels,
+    list_aggregate(slowest, 'median') AS median_s,
+    len(slowest) AS n,
+    record ->> '$.samples.method' AS method,
+    record ->> '$.backend_run' AS backend_run,
+    TRY_CAST(record ->> '$.peak_memory_bytes' AS BIGINT) AS peak_memory_bytes,
+    TRY_CAST(record ->> '$.started_at' AS DOUBLE) AS started_at,
+    record ->> '$.reason' AS reason,
+    record ->> '$.cause' AS cause,
+    record ->> '$.message' AS message,
+    record ->> '$.command' AS command,
+    record
+FROM summarized
+"""
+
+_RUNS = """
+CREATE VIEW runs AS
+SELECT
+    json ->> '$.run_id' AS run_id,
+    json ->> '$.created_at' AS created_at,
+    json ->> '$.command' AS command,
+    TRY_CAST(json ->> '$.num_cases' AS BIGINT) AS num_cases,
+    json ->> '$.environment.host' AS host,
+    json ->> '$.environment.devices[0].name' AS device_name,
+    json_array_length(json, '$.environment.devices') AS num_devices,
+    json ->> '$.environment.torch' AS torch,
+    json ->> '$.environment.versions.driver' AS driver,
+    json ->> '$.environment.git_commit' AS git_commit,
+    json ->> '$.environment.stepmark' AS stepmark,
+    json -> '$.environment' AS environment,
+    json -> '$.settings' AS settings,
+    filename AS path
+FROM run_files WHERE json IS NOT NULL
+"""
+
+
+def sql(root: Path, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Column names and rows. Raises ConfigError for what DuckDB refuses."""
+    import duckdb  # noqa: PLC0415
+
+    runs = list_runs(root)
+    with duckdb.connect() as connection:
+        _create_views(connection, runs)
+        try:
+            cursor = connection.execute(query)
+            if cursor is None:  # nothing but white space or a comment
+                raise ConfigError("sql", query, "a query over the views records and runs")
+            columns = [str(column[0]) for column in cursor.description or ()]
+            return columns, list(cursor.fetchall())
+        except duckdb.Error as error:
+            raise ConfigError("sql", query, _one_line(error)) from None
+
+
+def _create_views(connection: "duckdb.DuckDBPyConnection", runs: list[Path]) -> None:
+    lines = [path / "records.jsonl" for path in runs]
+    filled = [file for file in lines if file.is_file() and file.stat().st_size]
+    _create_source(connection, "record_lines", filled, "newline_delimited")
+    _create_source(connection, "run_files", [path / "run.json" for path in runs], "auto")
+    connection.execute(_RECORDS)
+    connection.execute(_RUNS)
+
+
+def _create_source(
+    connection: "duckdb.DuckDBPyConnection", name: str, files: list[Path], form: str
+) -> None:
+    """A view (json, filename) of files; one without rows when there are none."""
+    # duckdb has no parameters in views; a name may hold quotes and the signs of a pattern.
+    names = ", ".join("'" + glob.escape(str(file)).replace("'", "''") + "'" for file in files)
+    source = f"FROM read_json_objects([{names}], format='{form}', filename=true"
+    if form == "newline_delimited":
+        source += ", ignore_errors=true"
+    source += ")"
+    if not files:
+        source = "FROM (SELECT NULL::JSON AS json, '' AS filename) WHERE false"
+    connection.execute(f"CREATE VIEW {name} AS SELECT json, filename {source}")
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

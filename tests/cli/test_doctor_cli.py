@@ -1,0 +1,73 @@
+"""stepmark doctor on this machine: report, JSON and CSV."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from stepmark.cli import doctor as cli
+from stepmark.core.errors import ConfigError
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+app.command()(cli.doctor)
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(app, list(args))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_report_has_every_section() -> None:
+    shown = run()
+    for word in ("Host", "Software", "Device 0", "Operators", "Warnings", "torch"):
+        assert word in shown
+
+
+def test_json_on_stdout_is_nothing_but_json() -> None:
+    found = json.loads(run("--json", "-"))
+    assert found["environment"]["torch"]
+    assert found["devices"][0]["info"]["rank"] == 0
+    assert {"backends", "nics", "peer_access", "warnings"} <= found.keys()
+
+
+def test_csv_on_stdout_holds_the_lines() -> None:
+    rows = list(csv.DictReader(io.StringIO(run("--csv", "-"))))
+    assert {row["mark"] for row in rows} <= {"ok", "warning", "missing"}
+    assert {"Host", "Software", "Warnings"} <= {row["section"] for row in rows}
+
+
+def test_outputs_go_to_a_file_or_into_a_folder(tmp_path: Path) -> None:
+    run("--json", str(tmp_path / "found.json"), "--csv", f"{tmp_path / 'new'}/")
+    assert json.loads((tmp_path / "found.json").read_text())["devices"]
+    assert (tmp_path / "new" / "doctor.csv").read_text().startswith("section,item,mark,detail")
+
+
+def test_a_bracket_in_a_name_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    line = cli.Line(section="[red]S", item="[bold]x[/bold]", mark="ok", detail="[/nope]")
+    cli.draw([line], to_stderr=False)
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("[red]S", "[bold]x[/bold]", "[/nope]"))
+
+
+def test_help_imports_no_torch() -> None:
+    heavy = "{'torch', 'numpy', 'rich.console', 'msgspec'}"
+    code = f"import sys, stepmark.cli.doctor; assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_two_outputs_on_one_stdout_are_refused() -> None:
+    result = CliRunner().invoke(app, ["--json", "-", "--csv", "-"])
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_an_unwritable_path_names_itself(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["--csv", str(tmp_path / "no" / "x.csv")])
+    assert isinstance(result.exception, ConfigError)
+    assert "no/x.csv" in str(result.exception)

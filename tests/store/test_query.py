@@ -1,0 +1,99 @@
+"""Views over all runs agree with the records that Python reads."""
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from tests.store.test_codec import ALL
+from tests.store.test_runs import INFO, measured
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.record import Measured
+from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.store.query import sql
+from stepmark.store.runs import RunWriter, read_records
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    # Signs of file patterns, and a quote, in the folder's name.
+    root = tmp_path / "it's [a] run*s"
+    for name in ("a", "b"):
+        info = dataclasses.replace(INFO, run_id=name)
+        with RunWriter.create(root, info) as writer:
+            for record in ALL if name == "a" else [measured(n=4), measured(8, n=5001)]:
+                writer.append(dataclasses.replace(record, run_id=name))
+    return root
+
+
+def test_one_row_per_record_of_every_family(root: Path) -> None:
+    _, rows = sql(root, "SELECT kind, family, backend, op FROM records WHERE run_id = 'a'")
+    found = sorted((kind, family, backend) for kind, family, backend, _ in rows)
+    assert found == sorted((r.kind, r.case.family, r.case.backend) for r in ALL)
+    assert all(json.loads(op)["family"] == family for _, family, _, op in rows)
+
+
+def test_the_median_is_that_of_the_records(root: Path) -> None:
+    _, rows = sql(root, "SELECT run_id, case_id, median_s, n, method FROM records WHERE n > 0")
+    found = {(run_id, case_id): rest for run_id, case_id, *rest in rows}
+    expected = {}
+    for name in ("a", "b"):
+        for record in read_records(root / name):
+            if isinstance(record, Measured):
+                summary = summarize(slowest_per_sample(record.samples.seconds))
+                values = [pytest.approx(summary.median), summary.n, "graph-rotate/1"]
+                expected[name, record.case.case_id] = values
+    assert len(expected) == 14
+    assert found == expected
+
+
+def test_fields_of_an_operator_and_labels(root: Path) -> None:
+    query = "SELECT op->>'num_groups', phase, dtype, model, role FROM records WHERE family = ?"
+    _, rows = sql(root, query.replace("?", "'grouped-gemm'"))
+    assert rows == [("8", "wgrad", "bf16", "llama-3.1-8b", "attention.qkv")] * 3
+    _, rows = sql(root, "SELECT reason, cause FROM records WHERE family='copy' AND run_id='a'")
+    assert sorted(rows, key=str) == [("needs 2 GiB", None), (None, "oom"), (None, None)]
+
+
+def test_an_infinite_sample_is_no_exception(tmp_path: Path) -> None:
+    record = measured()
+    samples = dataclasses.replace(record.samples, seconds=((float("inf"), 1.0, 2.0),))
+    with RunWriter.create(tmp_path, INFO) as writer:
+        writer.append(dataclasses.replace(record, samples=samples))
+    assert sql(tmp_path, "SELECT median_s FROM records")[1] == [(statistics.median([1, 2, 3]),)]
+
+
+def test_runs_view_joins(root: Path) -> None:
+    columns, rows = sql(
+        root,
+        "SELECT device_name, num_devices, driver, count(*) AS c FROM runs"
+        " JOIN records USING (run_id) GROUP BY ALL",
+    )
+    assert columns == ["device_name", "num_devices", "driver", "c"]
+    assert rows == [("NVIDIA H200", 2, "570.1", len(ALL) + 2)]
+
+
+def test_a_line_being_written_is_left_out(root: Path) -> None:
+    with (root / "b" / "records.jsonl").open("ab") as file:
+        file.write(b'{"schema":1,"kind":"measu')
+    assert sql(root, "SELECT count(*) FROM records WHERE run_id = 'b'")[1] == [(2,)]
+
+
+def test_no_runs_are_empty_views(tmp_path: Path) -> None:
+    for root in (tmp_path, tmp_path / "absent"):
+        for view in ("records", "runs"):
+            columns, rows = sql(root, f"SELECT * FROM {view}")
+            assert rows == []
+            assert "run_id" in columns
+    RunWriter.create(tmp_path, INFO).close()
+    assert sql(tmp_path, "SELECT * FROM records")[1] == []
+    assert sql(tmp_path, "SELECT count(*) FROM runs")[1] == [(1,)]
+
+
+@pytest.mark.parametrize("query", ["SELEC 1", "SELECT x FROM records", "SELECT 1/'a'", "", "("])
+def test_bad_sql_is_one_line(tmp_path: Path, query: str) -> None:
+    with pytest.raises(ConfigError, match="sql") as caught:
+        sql(tmp_path, query)
+    assert "\n" not in str(caught.value)

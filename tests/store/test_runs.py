@@ -1,0 +1,295 @@
+"""Laws of runs on disk: nothing written is lost, nothing half written is read."""
+
+import dataclasses
+import errno
+import os
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stepmark.core.case import Case
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Copy
+from stepmark.core.record import (
+    DeviceInfo,
+    Environment,
+    Failed,
+    Measured,
+    Record,
+    RunInfo,
+    Samples,
+)
+from stepmark.store import codec, runs
+from stepmark.store.runs import RunWriter, StoreError
+
+DEVICES = tuple(
+    DeviceInfo(rank=r, index=r, name="NVIDIA H200", power_limit_w=700.0) for r in (0, 1)
+)
+ENVIRONMENT = Environment(
+    host="node1",
+    os="Ubuntu 24.04",
+    kernel="6.8",
+    cpu="x",
+    num_cores=64,
+    memory_bytes=2**38,
+    python="3.11.7",
+    torch="2.12.0",
+    versions={"driver": "570.1", "cuda": "12.8"},
+    devices=DEVICES,
+    git_commit="abc",
+    stepmark="0.1.0",
+    variables={"NCCL_DEBUG": "INFO"},
+)
+INFO = RunInfo(
+    run_id="20261120-221300-ab12",
+    created_at="2026-11-20T22:13:00+00:00",
+    command="stepmark op copy",
+    environment=ENVIRONMENT,
+    num_cases=3,
+)
+
+
+def measured(num_bytes: int = 4096, ranks: int = 2, n: int = 3) -> Measured:
+    seconds = tuple(tuple(1e-3 * (r + 1) + 1e-6 * i for i in range(n)) for r in range(ranks))
+    return Measured(
+        run_id=INFO.run_id,
+        case=Case(op=Copy(num_bytes=num_bytes), backend="torch", num_ranks=ranks),
+        samples=Samples(seconds=seconds, method="graph-rotate/1"),
+        checks=(),
+        telemetry=(),
+        backend_run="memcpy",
+        peak_memory_bytes=8192,
+        started_at=0.0,
+    )
+
+
+def failed(num_bytes: int) -> Failed:
+    case = measured(num_bytes).case
+    return Failed(run_id=INFO.run_id, case=case, cause="oom", message="no", ranks=(0,))
+
+
+def write(root: Path, *records: Record) -> Path:
+    with RunWriter.create(root, INFO) as writer:
+        for record in records:
+            writer.append(record)
+    return root / INFO.run_id
+
+
+def test_what_is_appended_is_read(tmp_path: Path) -> None:
+    records = [measured(4), failed(8), measured(12)]
+    path = write(tmp_path, *records)
+    assert runs.read_records(path) == records
+    assert runs.read_run(path) == INFO
+    assert not list(path.glob("**/*.tmp"))
+
+
+def test_every_record_is_readable_when_append_returns(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path, INFO) as writer:
+        for count in range(1, 4):
+            writer.append(measured(4 * count))
+            assert len(runs.read_records(writer.path)) == count
+
+
+@pytest.mark.parametrize(
+    ("ranks", "n"), [(1, 4096), (2, 2048), (1, 4097), (8, 1000), (4, 5000)]
+)
+def test_samples_are_conserved(tmp_path: Path, ranks: int, n: int) -> None:
+    record = measured(ranks=ranks, n=n)
+    path = write(tmp_path, record)
+    (back,) = runs.read_records(path)
+    assert isinstance(back, Measured)
+    np.testing.assert_array_equal(runs.read_samples(path, back), record.samples.seconds)
+    outside = ranks * n > 4096
+    assert back.samples.file == (f"samples/{record.case.case_id[:16]}.npy" if outside else "")
+    # Either way the line gives the same maximum over ranks per sample.
+    maxima = [max(column) for column in zip(*back.samples.seconds, strict=True)]
+    assert maxima == list(record.samples.seconds[-1])
+
+
+def test_killed_at_any_byte_of_the_last_line(tmp_path: Path) -> None:
+    path = write(tmp_path, measured(4), measured(8))
+    file = path / "records.jsonl"
+    text = file.read_bytes()
+    start = text.index(b"\n") + 1
+    for end in range(start, len(text)):
+        file.write_bytes(text[:end])
+        assert runs.read_records(path) == [measured(4)], end
+    for end in range(start, len(text), 97):
+        file.write_bytes(text[:end])
+        writer, done = RunWriter.resume(path, ENVIRONMENT)
+        assert done == {measured(4).case.case_id}
+        with writer:
+            writer.append(measured(8))
+        assert file.read_bytes() == text
+
+
+def test_a_corrupt_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, measured(4), measured(8))
+    file = path / "records.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + b"\x00\x00{\n" + lines[1])
+    with pytest.raises(ConfigError, match=r"records\.jsonl:2") as caught:
+        runs.read_records(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_resume_redoes_what_failed(tmp_path: Path) -> None:
+    path = write(tmp_path, failed(4), measured(8), measured(12), failed(12))
+    writer, done = RunWriter.resume(path, ENVIRONMENT)
+    assert done == {measured(8).case.case_id}
+    with writer:
+        writer.append(measured(4))
+    last = runs.latest(runs.read_records(path))
+    assert last == [measured(4), measured(8), failed(12)]
+
+
+def with_devices(**change: object) -> dict[str, object]:
+    return {"devices": tuple(dataclasses.replace(d, **change) for d in DEVICES)}  # type: ignore[arg-type]
+
+
+CHANGES = [
+    ("device", "2 x NVIDIA H200", "2 x NVIDIA H100", with_devices(name="NVIDIA H100")),
+    ("device", "2 x NVIDIA H200", "1 x NVIDIA H200", {"devices": DEVICES[:1]}),
+    ("torch", "2.12.0", "2.11.0", {"torch": "2.11.0"}),
+    ("driver", "570.1", "580.2", {"versions": {"driver": "580.2"}}),
+    ("power limit", "2 x 700.0 W", "2 x 500.0 W", with_devices(power_limit_w=500.0)),
+    ("stepmark commit", "abc", "abc+dirty", {"git_commit": "abc+dirty"}),
+]
+
+
+@pytest.mark.parametrize(("field", "before", "now", "change"), CHANGES)
+def test_resume_refuses_another_machine(
+    tmp_path: Path, field: str, before: str, now: str, change: dict[str, object]
+) -> None:
+    path = write(tmp_path, measured())
+    other = dataclasses.replace(ENVIRONMENT, **change)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        RunWriter.resume(path, other)
+    message = str(caught.value)
+    assert message.startswith(field + ":")
+    assert repr(before) in message
+    assert repr(now) in message
+    assert "or --force" in message
+    assert "\n" not in message
+    writer, done = RunWriter.resume(path, other, force=True)
+    writer.close()
+    assert done == {measured().case.case_id}
+    assert f"{field}: {before} -> {now}" in runs.read_run(path).settings["forced_resume"]
+
+
+def test_resume_accepts_what_does_not_matter(tmp_path: Path) -> None:
+    path = write(tmp_path, measured())
+    other = dataclasses.replace(ENVIRONMENT, host="node2", variables={}, memory_bytes=1)
+    RunWriter.resume(path, other)[0].close()
+    assert runs.read_run(path) == INFO
+
+
+def test_a_run_has_one_writer(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path, INFO) as writer:
+        with pytest.raises(ConfigError, match="no other process"):
+            RunWriter.resume(writer.path, ENVIRONMENT)
+        writer.append(measured())
+    RunWriter.resume(writer.path, ENVIRONMENT)[0].close()
+
+
+def test_a_full_disk_leaves_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write = os.write
+
+    def half(fd: int, data: bytes) -> int:
+        if len(data) < 300:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(fd, data[: len(data) // 2])
+
+    with RunWriter.create(tmp_path, INFO) as writer:
+        writer.append(measured(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", half)
+            with pytest.raises(StoreError, match="No space left") as caught:
+                writer.append(measured(8))
+        assert caught.value.exit_code == 3
+        assert "\n" not in str(caught.value)
+        writer.append(measured(12))
+        assert runs.read_records(writer.path) == [measured(4), measured(12)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_device_without_space(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (path / "records.jsonl").unlink()
+    (path / "records.jsonl").symlink_to("/dev/full")
+    with RunWriter(path) as writer, pytest.raises(StoreError, match="No space"):
+        writer.append(measured())
+
+
+def test_full_disk_while_samples_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunWriter.create(tmp_path, INFO) as writer:
+        monkeypatch.setattr(np, "save", full)
+        with pytest.raises(StoreError):
+            writer.append(measured(n=5000))
+        assert runs.read_records(writer.path) == []
+
+
+def test_creation_where_nothing_can_be_created(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    write(tmp_path)
+    for root in (tmp_path / "file", Path("/proc/nowhere"), tmp_path):
+        with pytest.raises(ConfigError, match="out"):
+            RunWriter.create(root, INFO)
+
+
+def test_new_run_id_is_utc_and_sorts() -> None:
+    now = datetime(2026, 11, 20, 22, 13, tzinfo=UTC)
+    assert re.fullmatch(r"20261120-221300-[0-9a-f]{4}", runs.new_run_id(now))
+
+
+def test_find_run(tmp_path: Path) -> None:
+    for name in ("20261120-1", "20261120-2", "20261121-1"):
+        RunWriter.create(tmp_path, dataclasses.replace(INFO, run_id=name)).close()
+    (tmp_path / "no-run").mkdir()
+    found = [path.name for path in runs.list_runs(tmp_path)]
+    assert found == ["20261120-1", "20261120-2", "20261121-1"]
+    for name, run_id in (
+        ("latest", "20261121-1"),
+        ("20261121", "20261121-1"),
+        ("20261120-1", "20261120-1"),
+        (str(tmp_path / "20261120-2"), "20261120-2"),
+    ):
+        assert runs.find_run(tmp_path, name) == tmp_path / run_id
+    for name in ("20261120", "x", "", "no-run"):
+        with pytest.raises(ConfigError, match="run"):
+            runs.find_run(tmp_path, name)
+    with pytest.raises(ConfigError, match="none in"):
+        runs.find_run(tmp_path / "absent", "latest")
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    for read in (runs.read_run, runs.read_records):
+        with pytest.raises(ConfigError):
+            read(tmp_path)
+
+
+def test_a_newer_run_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (path / "run.json").write_bytes(codec.encode_run(dataclasses.replace(INFO, schema=99)))
+    with pytest.raises(ConfigError, match="newer stepmark"):
+        runs.read_run(path)
+
+
+def test_missing_or_broken_samples_file(tmp_path: Path) -> None:
+    path = write(tmp_path, measured(n=5000))
+    (back,) = runs.read_records(path)
+    assert isinstance(back, Measured)
+    file = path / back.samples.file
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(ConfigError, match="npy"):
+        runs.read_samples(path, back)

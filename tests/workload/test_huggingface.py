@@ -1,0 +1,263 @@
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.model import ModelConfig, find_model
+from stepmark.workload.formats.huggingface import read_config
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LLAMA = json.loads((EXAMPLES / "hf/llama-3.1-8b/config.json").read_text())
+QWEN_MOE = json.loads((EXAMPLES / "hf/qwen3-30b-a3b/config.json").read_text())
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "head_dim": None,
+    "sliding_window": None,
+}
+QWEN3_8B = {
+    **LLAMA,
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+LITE = {
+    **DEEPSEEK,
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_shared_experts": 2,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "vocab_size": 102400,
+}
+GOOD = {
+    "llama": LLAMA,
+    "qwen3_moe": QWEN_MOE,
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v2": LITE,
+    "gpt2": GPT2,
+    "mixtral": MIXTRAL,
+    "qwen3": QWEN3_8B,
+}
+
+
+def read(tmp_path: Path, content: object) -> ModelConfig:
+    path = tmp_path / "config.json"
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    path.write_bytes(data)
+    return read_config(path)
+
+
+def message(tmp_path: Path, content: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, content)
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1
+    assert "config.json" in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("family", "params"),
+    [
+        ("llama", 8_030_261_248),
+        ("qwen3_moe", 30_532_122_624),
+        ("deepseek_v3", 671_026_419_200),
+        ("deepseek_v2", 15_706_484_224),
+        ("gpt2", 124_439_808),
+        ("mixtral", 46_702_792_704),
+        ("qwen3", 8_190_735_360),
+    ],
+)
+def test_published_parameter_count(tmp_path: Path, family: str, params: int) -> None:
+    assert read(tmp_path, GOOD[family]).num_params == params
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "deepseek-v2-lite", "qwen3-8b"]
+)
+def test_file_and_built_in_model_agree(tmp_path: Path, name: str) -> None:
+    contents = {
+        "llama-3.1-8b": LLAMA,
+        "qwen3-30b-a3b": QWEN_MOE,
+        "deepseek-v3": DEEPSEEK,
+        "deepseek-v2-lite": LITE,
+        "qwen3-8b": QWEN3_8B,
+    }
+    built_in, model = find_model(name), read(tmp_path, contents[name])
+    about_the_file = {
+        "name",
+        "source",
+        "aliases",
+        "seq_len",
+        "published_params",
+        "published_active_params",
+    }
+    for field in set(ModelConfig.__slots__) - about_the_file:
+        assert getattr(model, field) == getattr(built_in, field), field
+
+
+def test_name_is_the_folder() -> None:
+    assert read_config(EXAMPLES / "hf/llama-3.1-8b/config.json").name == "llama-3.1-8b"
+
+
+def test_seq_len_is_capped(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA).seq_len == 8192
+    assert read(tmp_path, LLAMA | {"max_position_embeddings": 4096}).seq_len == 4096
+    assert read(tmp_path, GPT2).seq_len == 1024
+
+
+def test_families_that_differ_by_biases(tmp_path: Path) -> None:
+    mistral = read(tmp_path, LLAMA | {"model_type": "mistral"})
+    qwen2 = read(tmp_path, LLAMA | {"model_type": "qwen2"})
+    assert not mistral.qkv_bias
+    assert qwen2.num_params - mistral.num_params == 32 * (32 + 2 * 8) * 128
+
+
+def test_heads_default_to_mha(tmp_path: Path) -> None:
+    without = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
+    assert read(tmp_path, without).num_kv_heads == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"hidden_size": 0}, "hidden_size: '0'"),
+        ({"hidden_size": -1}, "hidden_size: '-1'"),
+        ({"hidden_size": 10**18}, "hidden_size: '1000000000000000000'"),
+        ({"hidden_size": "4096"}, "hidden_size: '4096': int, not str"),
+        ({"hidden_size": 4096.5}, "hidden_size: '4096.5'"),
+        ({"hidden_size": True}, "hidden_size: 'true'"),
+        ({"hidden_size": None}, "hidden_size: 'null'"),
+        ({"hidden_size": [1]}, "hidden_size: 'an array'"),
+        ({"hidden_size": 4097}, "hidden_size: '4097': a multiple of num_attention_heads=32"),
+        ({"num_key_value_heads": 5},
+         "num_attention_heads: '32': a multiple of num_key_value_heads=5"),
+        ({"model_type": "bert"}, "model_type: 'bert': one of llama"),
+        ({"model_type": 3}, "model_type: '3'"),
+        ({"hidden_act": "relu"}, "hidden_act: 'relu': silu"),
+        ({"attention_bias": True}, "attention_bias: 'true': mlp_bias, which is false"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings: 'no'"),
+    ],
+)  # fmt: skip
+def test_bad_value_is_named(tmp_path: Path, change: dict[str, object], told: str) -> None:
+    assert told in message(tmp_path, LLAMA | change)
+
+
+def test_contradictions_speak_the_file_s_names(tmp_path: Path) -> None:
+    told = message(tmp_path, MIXTRAL | {"num_experts_per_tok": 9})
+    assert "num_experts_per_tok: '9': at most num_local_experts=8" in told
+    told = message(tmp_path, DEEPSEEK | {"first_k_dense_replace": 62})
+    assert "first_k_dense_replace: '62': at most num_hidden_layers=61" in told
+    assert "decoder_sparse_step" in message(tmp_path, QWEN_MOE | {"decoder_sparse_step": 2})
+    assert "mlp_only_layers" in message(tmp_path, QWEN_MOE | {"mlp_only_layers": [5]})
+    assert "moe_layer_freq" in message(tmp_path, DEEPSEEK | {"moe_layer_freq": 2})
+
+
+def test_leading_dense_layers(tmp_path: Path) -> None:
+    model = read(tmp_path, QWEN_MOE | {"mlp_only_layers": [1, 0]})
+    assert (model.num_dense_layers, model.ffn_hidden_size) == (2, 6144)
+
+
+@pytest.mark.parametrize("family", GOOD)
+def test_dropped_and_misspelt_fields_are_named(tmp_path: Path, family: str) -> None:
+    for field in ("vocab_size", "n_embd" if family == "gpt2" else "hidden_size"):
+        rest = {k: v for k, v in GOOD[family].items() if k != field}
+        assert f"{field}: 'missing': a required field" in message(tmp_path, rest)
+        misspelt = field.replace("d", "", 1) if "d" in field else field.replace("b", "", 1)
+        told = message(tmp_path, {**rest, misspelt: 4096})
+        assert f"unknown field `{misspelt}`, did you mean `{field}`?" in told
+
+
+def test_misspelt_optional_field_is_named(tmp_path: Path) -> None:
+    content = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
+    told = message(tmp_path, {**content, "num_key_value_head": 8})
+    assert "unknown field `num_key_value_head`, did you mean `num_key_value_heads`?" in told
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"garbage",
+        b"\xff\xfe\x00",
+        b'"\xff"',
+        b"null",
+        b"[]",
+        b"NaN",
+        b'{"model_type": NaN}',
+        b'{"model_type": "llama"',
+        b'{"model_type": "llama"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"model_type": "llama", "hidden_size": ' + b"9" * 5000 + b"}",
+        b'{"model_type": "llama", "hidden_size": 1e400}',
+        b'{"model_type": "llama", "hidden_size": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"model_type": "llama", "hidden\\nsize": 1}',
+        b'{"model_type": "\\u2028\\r\\n"}',
+        random.Random(0).randbytes(2**20),
+    ],
+)
+def test_garbage_is_one_line(tmp_path: Path, content: bytes) -> None:
+    message(tmp_path, content)
+
+
+def test_a_thousand_unknown_keys_are_fast(tmp_path: Path) -> None:
+    content = {f"hidden_siz{i}": i for i in range(50_000)} | LLAMA
+    start = time.perf_counter()
+    assert read(tmp_path, content).num_layers == 32
+    assert time.perf_counter() - start < 2
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none.json", Path("nul\0.json"), Path("x" * 5000)):
+        with pytest.raises(ConfigError):
+            read_config(path)
