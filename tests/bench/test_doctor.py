@@ -36,6 +36,7 @@ def device(
         now=Telemetry(throttle=throttle),
         links=links,
         health=health,
+        others_bytes=health.memory_used_bytes,
         note="",
     )
 

@@ -208,11 +208,12 @@ def choose(
         call_s, _ = estimate_host(calls)
         return HostTimer(calls, call_s), call_s
     call_s, launch_s = estimate_device(calls)
-    # Twice the launch just seen: the host may be slower later, and idle device time is not ours.
+    # Twice the launch just seen: the host may be slower later, and idle time is not ours.
     launch_s *= 2
+    rotate = RotateTimer(calls, call_s, launch_s)
     match name:
         case ClockName.AUTO if capturable and call_s < GRAPH_BELOW_S:
-            return GraphTimer(calls, call_s), call_s
+            return _graph_or(rotate, calls, call_s), call_s
         case ClockName.GRAPH:
             return GraphTimer(calls, call_s), call_s
         case ClockName.FLUSH:
@@ -220,4 +221,15 @@ def choose(
         case ClockName.HOT:
             return RotateTimer(calls[:1], call_s, launch_s, ClockName.HOT), call_s
         case _:
-            return RotateTimer(calls, call_s, launch_s), call_s
+            return rotate, call_s
+
+
+def _graph_or(rotate: RotateTimer, calls: Calls, call_s: float) -> Timer:
+    """Replays if the calls can be captured; some synchronize, or use a stream of their own."""
+    try:
+        return GraphTimer(calls, call_s)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return rotate

@@ -72,6 +72,7 @@ class Device:
     now: Telemetry
     links: Links
     health: Health
+    others_bytes: int | None  # memory in use that is not ours
     note: str  # "written, not run" where this path never ran on its hardware
 
 
@@ -134,6 +135,9 @@ def examine_device(device: torch.device, rank: int) -> Device:
     info = local_device(device, rank)
     gpu = open_gpu(info.index) if device.type == "cuda" else None
     spec = find_device(info.name)
+    health = gpu.health() if gpu else Health()
+    own = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    used = health.memory_used_bytes
     peaks = spec.peak_flops_per_s if spec else {}
     unknown = f"{info.name!r} is not in hardware.toml: peaks n/a, measured ceiling instead"
     return Device(
@@ -143,7 +147,8 @@ def examine_device(device: torch.device, rank: int) -> Device:
         peak_reason="" if spec else unknown,
         now=gpu.reading() if gpu else Telemetry() if device.type == "cuda" else cpu_reading(),
         links=gpu.links() if gpu else Links(),
-        health=gpu.health() if gpu else Health(),
+        health=health,
+        others_bytes=None if used is None else used - own,
         note=amd.NOTE if device.type == "cuda" and torch.version.hip else "",
     )
 
@@ -233,7 +238,7 @@ def warnings_of(device: Device) -> list[str]:
     if _below(links.pcie_generation, links.pcie_max_generation):
         now, most = links.pcie_generation, links.pcie_max_generation
         found.append(f"{where}: PCIe gen{now} of gen{most} (some cards save power when idle)")
-    used = (health.memory_used_bytes or 0) - _own_bytes(device)
+    used = device.others_bytes or 0
     if device.info.memory_bytes and used > OTHERS_SHARE * device.info.memory_bytes:
         found.append(f"{where}: {format_bytes(used)} of its memory is in use by others")
     return found
@@ -241,7 +246,3 @@ def warnings_of(device: Device) -> list[str]:
 
 def _below(now: int | None, most: int | None) -> bool:
     return now is not None and most is not None and now < most
-
-
-def _own_bytes(device: Device) -> int:
-    return torch.cuda.memory_reserved(device.info.index) if torch.cuda.is_initialized() else 0

@@ -154,7 +154,7 @@ def product_check(
 
 def _product(a_RK: Tensor, b_KN: Tensor) -> Tensor:
     """a @ b in fp64, converting a slice of b's columns at a time."""
-    width = max(1, _CHUNK // b_KN.shape[0])
+    width = max(1, _CHUNK // max(1, b_KN.shape[0]))
     parts = b_KN.split(width, dim=1)
     # fp8 has no direct conversion to fp64 everywhere.
     narrow = b_KN.element_size() == 1

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stepmark.core.record import RunInfo
 
 app = typer.Typer(
@@ -49,6 +47,7 @@ def show(
     run: RunName = "latest", runs: Runs = Path("runs"), json: Json = "", csv: Csv = ""
 ) -> None:
     """The rows of one run."""
+    from stepmark.cli.view import console  # noqa: PLC0415
     from stepmark.report.tables import print_rows  # noqa: PLC0415
     from stepmark.store.codec import to_plain  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
@@ -59,7 +58,7 @@ def show(
     if csv:
         write_csv(rows, csv, info.run_id)
     if "-" not in (json, csv):
-        print_rows(rows, _console())
+        print_rows(rows, console())
 
 
 @app.command()
@@ -97,12 +96,11 @@ def sql(
 
 
 def _rows_of(runs: Path, name: str) -> "tuple[Rows, RunInfo]":
-    from stepmark.report import tables  # noqa: PLC0415
-    from stepmark.store.runs import find_run, latest, read_records, read_run  # noqa: PLC0415
+    from stepmark.cli.view import view  # noqa: PLC0415
+    from stepmark.store.runs import find_run  # noqa: PLC0415
 
-    path = find_run(runs, name)
-    info = read_run(path)
-    return tables.rows(latest(read_records(path)), info), info
+    seen = view(find_run(runs, name))
+    return seen.rows, seen.run
 
 
 def _run_row(path: Path) -> dict[str, object]:
@@ -143,22 +141,16 @@ def _deliver(rows: Rows, *, json: str, csv: str, name: str) -> None:
         from rich.table import Table  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415
 
+        from stepmark.cli.view import console  # noqa: PLC0415
+
         columns = columns_of(rows)
         table = Table(*columns, box=None, pad_edge=False)
         for row in rows:
             table.add_row(*[Text(_shown(row.get(column))) for column in columns])
-        _console().print(table)
+        console().print(table)
 
 
 def _shown(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _console() -> "Console":
-    """As wide as the terminal; a pipe gets whole rows."""
-    from rich.console import Console  # noqa: PLC0415
-
-    console = Console()
-    return console if console.is_terminal else Console(width=240)

@@ -1,7 +1,7 @@
 """A run with all that its rows need: peaks of its device, and shipped reference runs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.report import tables
-from stepmark.store.runs import latest, list_runs, read_records, read_run
+from stepmark.store.runs import latest, list_runs, read_records, read_run, read_samples
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,8 +28,17 @@ class View:
 def view(path: Path) -> View:
     """Read a run and derive its rows."""
     run = read_run(path)
-    records = latest(read_records(path))
+    records = [_with_all_samples(path, record) for record in latest(read_records(path))]
     return of_records(run, records)
+
+
+def _with_all_samples(path: Path, record: Record) -> Record:
+    """Many samples lie in a file beside the records; rows per rank need them."""
+    if not isinstance(record, Measured) or not record.samples.file:
+        return record
+    matrix = read_samples(path, record)
+    seconds = tuple(tuple(map(float, row)) for row in matrix)
+    return replace(record, samples=replace(record.samples, seconds=seconds))
 
 
 def of_records(run: RunInfo, records: list[Record]) -> View:

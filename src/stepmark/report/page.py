@@ -140,7 +140,7 @@ def _figure_sections(run: RunInfo, rows: Sequence[Row], device: DeviceSpec | Non
         ),
         (
             "One layer",
-            "Fastest backend and dtype of each role; head, loss and optimizer are once per model.",
+            "Fastest backend and dtype of a role; head, loss, optimizer: once per model.",
             figures.time_breakdown(rows, run),
         ),
     )

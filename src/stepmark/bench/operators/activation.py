@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch._functorch import config as functorch_config
+from torch.nn import functional
 
 from stepmark.bench.operators.call import Call, Capabilities, Impl
 from stepmark.bench.operators.dtypes import normal
@@ -29,7 +30,7 @@ def compiled(function: Function, key: object) -> Function:
     Each key gets its own code object: torch.compile keeps few versions of one, then would
     quietly run eagerly. Kept graphs are walked many times, so buffers are not donated.
     """
-    torch._functorch.config.donated_buffer = False
+    functorch_config.donated_buffer = False
     code = function.__code__.replace()
     own = types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__
@@ -68,9 +69,7 @@ def rows_call(
     run: Callable[[], tuple[Tensor, ...]] = forward
     if is_bwd:
         outputs = forward()
-        grads = tuple(
-            normal(*out.shape, dtype=op.dtype, device=out.device) for out in outputs
-        )
+        grads = tuple(normal(*out.shape, dtype=op.dtype, device=out.device) for out in outputs)
 
         def backward() -> tuple[Tensor, ...]:
             return torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
@@ -113,7 +112,7 @@ class _Reference:
             for out, ref in zip(results[:count], refs, strict=False):
                 checks.append(compare(out[part], ref, allowed, "fp64, all elements"))
             for total, ref in zip(sums, refs[count:], strict=False):
-                total += ref
+                total.add_(ref)
         for out, total in zip(results[count:], sums, strict=False):
             checks.append(compare(out, total, allowed, "fp64, all elements"))
         return merge(checks)
@@ -130,11 +129,11 @@ class _Reference:
 
 def swiglu(x_T2W: Tensor) -> Tensor:
     gate_TW, up_TW = x_T2W.chunk(2, dim=-1)
-    return F.silu(gate_TW) * up_TW
+    return functional.silu(gate_TW) * up_TW
 
 
 def gelu(x_TW: Tensor) -> Tensor:
-    return F.gelu(x_TW, approximate="tanh")
+    return functional.gelu(x_TW, approximate="tanh")
 
 
 def make(op: Activation, device: torch.device, *, is_compiled: bool = False) -> Call:

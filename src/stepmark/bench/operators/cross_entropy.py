@@ -5,7 +5,7 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from stepmark.bench.operators.activation import compiled, needs_compiler
 from stepmark.bench.operators.call import Call, Impl
@@ -25,7 +25,7 @@ def mean_loss(logits_TV: Tensor, targets_T: Tensor, chunks: int) -> Tensor:
     pairs = zip(logits_TV.split(size), targets_T.split(size), strict=True)
     for logits, targets in pairs:
         wide = logits.double() if logits.dtype is torch.float64 else logits.float()
-        total = total + F.cross_entropy(wide, targets, reduction="sum")
+        total = total + functional.cross_entropy(wide, targets, reduction="sum")
     return total / tokens
 
 
@@ -63,7 +63,7 @@ def make(op: CrossEntropy, device: torch.device, *, is_compiled: bool = False) -
 def _check_loss(op: CrossEntropy, logits: Tensor, targets: Tensor, loss: Tensor) -> Check:
     step = max(1, _CHUNK // op.vocab)
     pairs = zip(logits.split(step), targets.split(step), strict=True)
-    total = sum(F.cross_entropy(x.double(), t, reduction="sum") for x, t in pairs)
+    total = sum(functional.cross_entropy(x.double(), t, reduction="sum") for x, t in pairs)
     assert isinstance(total, Tensor)
     # The loss is fp32 whatever the logits are; a sum over classes, then one over tokens.
     allowed = tolerance(op.dtype, length=op.vocab) if op.dtype.itemsize >= 4 else 1e-5

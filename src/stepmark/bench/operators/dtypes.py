@@ -29,9 +29,9 @@ def normal(*shape: int, dtype: DType, device: torch.device) -> Tensor:
     """Standard normal values. Constants would draw less power and run faster."""
     torch_dtype = TORCH_DTYPE[dtype]
     drawn = torch.bfloat16 if dtype.is_fp8 else torch_dtype
-    return torch.randn(
-        shape, dtype=drawn, device=device, generator=generator(device)
-    ).to(torch_dtype)
+    return torch.randn(shape, dtype=drawn, device=device, generator=generator(device)).to(
+        torch_dtype
+    )
 
 
 def set_matmul_precision(dtype: DType) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.operators.dtypes import generator, normal
@@ -84,7 +84,7 @@ class _Bags:
 
     def _bag(self, indices: Tensor) -> Tensor:
         weight = self.table.weight_RD
-        return F.embedding_bag(
+        return functional.embedding_bag(
             indices, weight, self.offsets_B, mode="sum", sparse=weight.requires_grad
         )
 
@@ -135,7 +135,7 @@ def make(op: EmbeddingBag, device: torch.device) -> Call:
     def verify() -> Check:
         return _check_fwd(bags) if is_fwd else _check_bwd(bags)
 
-    return Call(run=run, verify=verify, backend_run="F.embedding_bag")
+    return Call(run=run, verify=verify, backend_run="functional.embedding_bag")
 
 
 TORCH = Impl(make=make, extra_bytes=extra_bytes)

@@ -1,4 +1,4 @@
-"""y_MN = a_MK @ b_KN by cuBLAS, hipBLASLt or oneDNN, through torch. 
+"""y_MN = a_MK @ b_KN by cuBLAS, hipBLASLt or oneDNN, through torch.
 
 fp8_e5m2 stands for a gradient: A is e5m2 and B e4m3, as in a backward pass (cuBLAS has no
 product of two e5m2). Whatever the layout, fp8 operands lie as _scaled_mm wants them: A row
@@ -7,13 +7,14 @@ major, B column major; the layout says how the bf16 sources of a timed cast lie.
 M rows, K contracted, N columns.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from stepmark.bench.operators.call import Call, Capabilities, Impl
 from stepmark.bench.operators.dtypes import TORCH_DTYPE, normal, set_matmul_precision
-from stepmark.bench.verify import (
-    compare, merge, poison, product_check, sample, take, tolerance)
+from stepmark.bench.verify import compare, merge, poison, product_check, sample, take, tolerance
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import Cast, Gemm, Layout, Scaling
 from stepmark.core.record import Check
@@ -47,8 +48,9 @@ def _unsupported_fp8(op: Gemm, capabilities: Capabilities) -> str | None:
     return None
 
 
-def operands(layout: Layout, m: int, n: int, k: int, dtype: DType, device: torch.device,
-             *batch: int) -> tuple[Tensor, Tensor]:
+def operands(
+    layout: Layout, m: int, n: int, k: int, dtype: DType, device: torch.device, *batch: int
+) -> tuple[Tensor, Tensor]:
     """a [*batch, m, k] and b [*batch, k, n], stored as `layout` says."""
     a_rows = layout in (Layout.NN, Layout.NT)
     b_rows = layout in (Layout.NN, Layout.TN)
@@ -68,10 +70,10 @@ def make(op: Gemm, device: torch.device) -> Call:
     def run() -> Tensor:
         return torch.mm(a_MK, b_KN, out=y_MN)
 
-    def run_wider() -> Tensor:
+    def run_wider() -> object:
         return wider(a_MK, b_KN, y_MN.dtype, out=y_MN)
 
-    timed = run if y_MN.dtype == a_MK.dtype else run_wider
+    timed: Callable[[], object] = run if y_MN.dtype == a_MK.dtype else run_wider
 
     def verify() -> Check:
         poison(y_MN)
@@ -149,7 +151,13 @@ def _make_fp8(op: Gemm, device: torch.device) -> Call:
 
     def product() -> None:
         scaled_mm(
-            a.cast_RK, b_KN, a.scale, scale_b, out_dtype=out_dtype, use_fast_accum=True, out=y_MN
+            a.cast_RK,
+            b_KN,
+            a.scale,
+            scale_b,
+            out_dtype=out_dtype,
+            use_fast_accum=True,
+            out=y_MN,
         )
 
     def cast_and_product() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from stepmark.bench.operators.call import Call, Capabilities, Impl
 from stepmark.bench.operators.dtypes import TORCH_DTYPE, normal, set_matmul_precision
@@ -28,7 +28,7 @@ from stepmark.core.record import Check
 
 NUM_CHECKED = 8  # experts compared; of the others only that they are finite
 _GROUPED_MM: Callable[..., Tensor] | None = getattr(
-    F, "grouped_mm", getattr(torch, "_grouped_mm", None)
+    functional, "grouped_mm", getattr(torch, "_grouped_mm", None)
 )
 
 

@@ -17,6 +17,7 @@ from stepmark.core.ops import Mlp, Phase
 from stepmark.core.record import Check
 
 LR = 1e-3
+ADAGRAD_EPS = 1e-6  # torch's 1e-10 is zero in fp16, and the first update 0 / 0
 
 
 def unsupported(op: Mlp, capabilities: Capabilities) -> str | None:
@@ -42,9 +43,10 @@ def build_optimizer(op: Mlp, params: list[nn.Parameter]) -> torch.optim.Optimize
     on_gpu = params[0].is_cuda
     match op.optimizer:
         case "sgd":
-            return torch.optim.SGD(params, lr=LR, fused=True)
+            # Not fused on CPU: 16-bit updates are wrong there (see optimizer.py).
+            return torch.optim.SGD(params, lr=LR, fused=on_gpu, foreach=not on_gpu)
         case "adagrad":
-            return torch.optim.Adagrad(params, lr=LR, foreach=True)
+            return torch.optim.Adagrad(params, lr=LR, eps=ADAGRAD_EPS, foreach=True)
         case "adam":
             return torch.optim.Adam(params, lr=LR, fused=True, capturable=on_gpu)
         case _:

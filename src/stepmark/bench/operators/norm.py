@@ -4,7 +4,7 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from stepmark.bench.operators.activation import needs_compiler, rows_call
 from stepmark.bench.operators.call import Call, Impl
@@ -15,11 +15,11 @@ EPS = 1e-5
 
 
 def rmsnorm(x_TH: Tensor, weight_H: Tensor) -> Tensor:
-    return F.rms_norm(x_TH, weight_H.shape, weight_H, EPS)
+    return functional.rms_norm(x_TH, weight_H.shape, weight_H, EPS)
 
 
 def layernorm(x_TH: Tensor, weight_H: Tensor, bias_H: Tensor) -> Tensor:
-    return F.layer_norm(x_TH, weight_H.shape, weight_H, bias_H, EPS)
+    return functional.layer_norm(x_TH, weight_H.shape, weight_H, bias_H, EPS)
 
 
 def make(op: Norm, device: torch.device, *, is_compiled: bool = False) -> Call:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from stepmark.bench.operators.call import Call, Impl
+from stepmark.bench.operators.call import Call, Capabilities, Impl
 from stepmark.bench.operators.dtypes import normal
 from stepmark.bench.verify import compare, finite, merge, sample, tolerance
 from stepmark.core.ops import Optimizer
@@ -14,6 +14,14 @@ from stepmark.core.record import Check
 LR = 0.1  # so large that one step shows in bf16
 BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.999, 1e-8, 0.01
 NUM_CHECKED = 4096
+
+
+def unsupported(op: Optimizer, capabilities: Capabilities) -> str | None:
+    on_cpu = capabilities.device_type == "cpu"
+    if on_cpu and op.kind == "sgd" and op.dtype.itemsize == 2:
+        # From 16 elements on, most come out wrong: seen in torch 2.13.0, by this check.
+        return f"torch's fused SGD computes wrong {op.dtype} updates on CPU"
+    return None
 
 
 def build(kind: str, params: list[Tensor], device: torch.device) -> torch.optim.Optimizer:
@@ -68,10 +76,12 @@ def make(op: Optimizer, device: torch.device) -> Call:
         refs = expected(op.kind, step, before[0], p.grad[at].double(), *before[1:])
         allowed = tolerance(op.dtype, roundings=4)
         name = f"fp64, {len(at)} parameters"
-        checks = [compare(v[at], ref, allowed, name) for v, ref in zip(values, refs, strict=True)]
+        checks = [
+            compare(v[at], ref, allowed, name) for v, ref in zip(values, refs, strict=True)
+        ]
         return merge([*checks, finite(p, allowed)])
 
     return Call(run=run, verify=verify, backend_run=f"torch {op.kind}, fused")
 
 
-TORCH = Impl(make=make)
+TORCH = Impl(make=make, unsupported=unsupported)

@@ -2,6 +2,7 @@
 
 from stepmark.bench.operators import (
     activation,
+    attention,
     bmm,
     copy,
     cross_entropy,
@@ -18,6 +19,7 @@ from stepmark.bench.operators.call import Impl
 IMPLS: dict[str, dict[str, Impl]] = {
     "gemm": {"torch": gemm.TORCH},
     "grouped-gemm": {"torch": grouped_gemm.TORCH, "loop": grouped_gemm.LOOP},
+    "attention": attention.BACKENDS,
     "bmm": {"torch": bmm.TORCH},
     "mlp": {"torch": mlp.TORCH},
     "embedding-bag": {"torch": embedding_bag.TORCH},

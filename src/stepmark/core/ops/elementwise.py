@@ -9,8 +9,9 @@ from stepmark.core.ops.fields import Phase, choice, count, validate
 FWD_BWD = ("fwd", "bwd")
 
 
-def _no_fp8(dtype: DType, family: str) -> None:
-    if dtype.is_fp8:
+def _storage_type(dtype: DType, family: str) -> None:
+    """fp8 and tf32 are for matrix units."""
+    if dtype.is_fp8 or dtype is DType.TF32:
         raise ConfigError("dtype", dtype, f"bf16, fp16, fp32 or fp64 for {family}")
 
 
@@ -26,7 +27,7 @@ class Norm:
 
     def __post_init__(self) -> None:
         validate(self)
-        _no_fp8(self.dtype, "norm")
+        _storage_type(self.dtype, "norm")
 
     @property
     def flops(self) -> int:
@@ -60,7 +61,7 @@ class Activation:
 
     def __post_init__(self) -> None:
         validate(self)
-        _no_fp8(self.dtype, "activation")
+        _storage_type(self.dtype, "activation")
 
     @property
     def flops(self) -> int:
@@ -92,7 +93,7 @@ class Rope:
 
     def __post_init__(self) -> None:
         validate(self)
-        _no_fp8(self.dtype, "rope")
+        _storage_type(self.dtype, "rope")
         if self.head_dim % 2:
             raise ConfigError("head-dim", self.head_dim, "an even number")
 
@@ -127,7 +128,7 @@ class CrossEntropy:
 
     def __post_init__(self) -> None:
         validate(self)
-        _no_fp8(self.dtype, "cross-entropy")
+        _storage_type(self.dtype, "cross-entropy")
         if self.chunks > self.tokens:
             raise ConfigError("chunks", self.chunks, f"at most tokens ({self.tokens})")
 
@@ -162,7 +163,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         validate(self)
-        _no_fp8(self.dtype, "optimizer")
+        _storage_type(self.dtype, "optimizer")
 
     @property
     def flops(self) -> int:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import types
+import typing
 from enum import StrEnum
 from typing import Any
 
@@ -36,17 +38,42 @@ def choice(meaning: str, *, default: Any, allowed: tuple[str, ...] = ()) -> Any:
 
 
 def validate(op: Any) -> None:
-    """Check every field against its declaration. Raises ConfigError."""
+    """Check every field against its declaration. Raises ConfigError.
+
+    A plain value that means the declared type (skew=1, phase="bwd") becomes that type, so that
+    equal operators are equal: in `case_id`, in a set, in a match statement.
+    """
     for field in dataclasses.fields(op):
-        value, meta = getattr(op, field.name), field.metadata
-        name = field.name.replace("_", "-")
+        name, meta = field.name.replace("_", "-"), field.metadata
+        value = _typed(name, field.type, getattr(op, field.name))
+        object.__setattr__(op, field.name, value)
         if "low" in meta:
-            values = value if isinstance(value, tuple) else (value,)
-            for item in values:
-                if not isinstance(item, int | float) or isinstance(item, bool):
-                    raise ConfigError(name, item, "a number")
+            for item in value if isinstance(value, tuple) else (value,):
                 if not math.isfinite(item) or not meta["low"] <= item <= meta["high"]:
                     raise ConfigError(name, item, f"from {meta['low']} to {meta['high']}")
         allowed = meta.get("allowed")
         if allowed and value not in allowed:
             raise ConfigError(name, value, f"one of {', '.join(allowed)}")
+
+
+def _typed(name: str, hint: Any, value: Any) -> Any:
+    """`value` as the field's declared type."""
+    if isinstance(hint, types.UnionType):  # X | None
+        if value is None:
+            return None
+        hint = hint.__args__[0]
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, tuple | list):
+            raise ConfigError(name, value, "a list of whole numbers")
+        return tuple(_typed(name, int, item) for item in value)
+    if issubclass(hint, StrEnum):
+        try:
+            return hint(value)
+        except ValueError:
+            raise ConfigError(name, value, f"one of {', '.join(hint)}") from None
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value) if abs(value) <= MAX_DIM else math.inf
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        words = {int: "a whole number", float: "a number", bool: "true or false"}
+        raise ConfigError(name, value, words.get(hint, "text"))
+    return value

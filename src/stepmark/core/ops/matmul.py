@@ -1,5 +1,6 @@
 """Dense, batched and grouped matrix products."""
 
+import itertools
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -149,13 +150,10 @@ class GroupedGemm:
     def group_sizes(self) -> tuple[int, ...]:
         """Tokens of each expert: shares 1/rank^skew, rounded so that they sum to `tokens`."""
         weights = [1 / (rank + 1) ** self.skew for rank in range(self.num_groups)]
-        total, running, previous, sizes = sum(weights), 0.0, 0, []
-        for weight in weights:
-            running += weight
-            end = round(self.tokens * running / total)
-            sizes.append(end - previous)
-            previous = end
-        return tuple(sizes)
+        # The same order of additions for the parts and the total, so that the last end is exact.
+        sums = list(itertools.accumulate(weights))
+        ends = [round(self.tokens * part / sums[-1]) for part in sums]
+        return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
 
     @property
     def flops(self) -> int:

@@ -1,0 +1,61 @@
+# make run and make test set up all that they need in .venv, then do it.
+#
+#   PYTHON=...   the interpreter to use; default: the first that fits
+#   ARGS=...     more flags for `stepmark run` or pytest, e.g. ARGS="--budget 10s"
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch>=2.11,<2.14
+PIP := PIP_CONSTRAINT= $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+CAN_MAKE_VENV := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+HAS_TORCH := import sys, torch; \
+  sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14))
+
+.PHONY: run setup test check lint clean
+
+run: $(VENV)/.installed
+	$(BIN)/stepmark run $(ARGS)
+
+setup: $(VENV)/.installed-dev
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint
+	$(MAKE) --no-print-directory test
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A torch that the interpreter already has (a container's, a module system's) is kept.
+$(VENV)/.installed: pyproject.toml requirements.lock
+	@set -eu; \
+	for python in $(if $(PYTHON),"$(PYTHON)",python3.13 python3.12 python3.11 python3); do \
+	  if "$$python" -c '$(CAN_MAKE_VENV)' >/dev/null 2>&1; then found="$$python"; break; fi; \
+	done; \
+	if [ -z "$${found:-}" ]; then \
+	  echo "make: no Python >= 3.11 that can create a venv$(if $(PYTHON),: PYTHON=$(PYTHON));" \
+	    "install one (Debian and Ubuntu: also python3-venv) or name it: make PYTHON=..." >&2; \
+	  exit 2; \
+	fi; \
+	site=; torch='$(TORCH)'; \
+	if "$$found" -c '$(HAS_TORCH)' >/dev/null 2>&1; then site=--system-site-packages; fi; \
+	echo "setting up $(VENV) with $$("$$found" --version)$${site:+ and the torch it has}"; \
+	"$$found" -m venv $(if $(PYTHON),--clear) $$site $(VENV); \
+	if $(BIN)/python -c '$(HAS_TORCH)' >/dev/null 2>&1; then torch=; fi; \
+	mkdir -p results; \
+	$(PIP) -r requirements.lock $${torch:+"$$torch"}; \
+	$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
+	$(PIP) -r requirements-dev.lock
+	@touch $@

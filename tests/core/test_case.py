@@ -1,0 +1,172 @@
+"""A case's identity is its content, and its command makes it again."""
+
+import dataclasses
+import shlex
+from dataclasses import replace
+
+import pytest
+import typer
+
+from stepmark.cli import op as op_command
+from stepmark.cli import plan
+from stepmark.core.case import Case, ClockName, Label, Rate
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops import FAMILY_OF, Attention, Gemm, GroupedGemm, Op, Optimizer, Phase
+
+from .ops_samples import OPTIONS, PLAIN
+
+GOLDEN: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_case_id_is_stable(family: str) -> None:
+    """Stored runs are joined by it: a change needs a new schema, not a new golden."""
+    assert Case(op=PLAIN[family], backend="torch").case_id[:16] == GOLDEN[family]
+
+
+def test_equal_operators_have_equal_ids() -> None:
+    plain = GroupedGemm(num_groups=2, tokens=4, n=1, k=1, skew=1, phase="wgrad")  # type: ignore[arg-type]
+    typed = GroupedGemm(num_groups=2, tokens=4, n=1, k=1, skew=1.0, phase=Phase.WGRAD)
+    assert Case(op=plain, backend="x").case_id == Case(op=typed, backend="x").case_id
+
+
+def test_no_two_samples_share_an_id() -> None:
+    assert len({Case(op=op, backend="torch").case_id for op in OPTIONS}) == len(set(OPTIONS))
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_every_field_changes_the_id(family: str) -> None:
+    op = PLAIN[family]
+    ids = {Case(op=op, backend="torch").case_id}
+    for field in dataclasses.fields(op):
+        for other in OPTIONS:
+            value = getattr(other, field.name, None)
+            if type(other) is not type(op) or value == getattr(op, field.name):
+                continue
+            try:
+                changed = replace(op, **{field.name: value})
+            except ConfigError:  # valid only together with another field
+                continue
+            ids.add(Case(op=changed, backend="torch").case_id)
+            break
+        else:
+            if "low" in field.metadata and field.name not in ("window", "varlen", "skew"):
+                continue
+    assert len(ids) > 1 or family == "copy"
+
+
+@pytest.mark.parametrize("name", ["m", "n", "k"])
+def test_dimensions_change_the_id(name: str) -> None:
+    op = Gemm(m=16, n=16, k=16)
+    assert Case(op=op, backend="t").case_id != Case(op=replace(op, **{name: 17}), backend="t").case_id
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"backend": "te"},
+        {"device": "cpu"},
+        {"num_ranks": 8},
+        {"rate": Rate.BURST},
+        *({"clock": clock} for clock in ClockName if clock is not ClockName.AUTO),
+    ],
+)
+def test_how_it_is_measured_changes_the_id(changes: dict[str, object]) -> None:
+    case = Case(op=PLAIN["gemm"], backend="torch")
+    assert replace(case, **changes).case_id != case.case_id  # type: ignore[arg-type]
+
+
+def test_labels_and_scale_do_not() -> None:
+    case = Case(op=PLAIN["gemm"], backend="torch")
+    labels = (Label(model="x", role="qkv", phase=Phase.FWD, count=2, mbs=3),)
+    assert replace(case, labels=labels, scale="1/64").case_id == case.case_id
+
+
+def parsed(command: str) -> list[Case]:
+    """What `stepmark op FAMILY ...` would measure."""
+    program, verb, family, *arguments = shlex.split(command)
+    assert (program, verb) == ("stepmark", "op")
+    commands = typer.main.get_command(op_command.app).commands  # type: ignore[attr-defined]
+    values = commands[family].make_context(family, arguments).params
+    placed = plan.placed_ops(family, values, values["device"])
+    return plan.cases(
+        family,
+        placed,
+        values,
+        device=values["device"],
+        num_ranks=int(values["nproc"]),
+        backends=["torch", "te"],
+    )
+
+
+def reproduces(case: Case) -> None:
+    (again,) = parsed(case.command())
+    assert again.op == case.op, case.command()
+    assert again.case_id == case.case_id, case.command()
+
+
+@pytest.mark.parametrize("op", OPTIONS, ids=repr)
+def test_the_reproducing_command_reproduces(op: Op) -> None:
+    reproduces(Case(op=op, backend="torch", device="cpu"))
+    reproduces(Case(op=op, backend="te", device="cuda", rate=Rate.BURST, num_ranks=4))
+
+
+@pytest.mark.parametrize("clock", ClockName)
+def test_the_clock_is_reproduced(clock: ClockName) -> None:
+    reproduces(Case(op=PLAIN["attention"], backend="torch", clock=clock))
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_each_dtype_is_reproduced(family: str) -> None:
+    for dtype in DType:
+        try:
+            op = replace(PLAIN[family], dtype=dtype)  # type: ignore[call-arg]
+        except (ConfigError, TypeError):  # a family without it; copy has none
+            continue
+        for device in ("cpu", "cuda"):
+            reproduces(Case(op=op, backend="torch", device=device))
+
+
+def test_models_layers_are_reproduced() -> None:
+    from stepmark.core.model import find_model
+    from stepmark.core.parallel import ParallelConfig
+    from stepmark.workload.layers import BY_FAMILY, LayerShape
+
+    for name in ("llama-3.1-70b", "deepseek-v3", "gpt2-125m"):
+        for dtype in (DType.BF16, DType.FP8_E4M3):
+            shape = LayerShape(
+                model=find_model(name),
+                parallel=ParallelConfig(),
+                mbs=2,
+                seq_len=1024,
+                dtype=dtype,
+                skew=0.5,
+            )
+            for operators in BY_FAMILY.values():
+                for label, op in operators(shape):
+                    case = Case(op=op, backend="torch", labels=(label,))
+                    reproduces(case)
+                    assert FAMILY_OF[type(op)] == case.family
+
+
+def test_a_command_is_safe_to_paste() -> None:
+    case = Case(op=Optimizer(num_params=3), backend="torch; rm -rf /")
+    assert shlex.split(case.command())[-5:-4] == ["torch; rm -rf /"]
+
+
+def test_packed_lengths_and_no_causal_are_written() -> None:
+    op = Attention(
+        batch=1,
+        seq_q=6,
+        seq_kv=6,
+        heads=1,
+        kv_heads=1,
+        head_dim_qk=8,
+        head_dim_v=8,
+        varlen=(4, 2),
+        causal=False,
+    )
+    command = Case(op=op, backend="math").command()
+    assert "--varlen 4+2" in command
+    assert "--no-causal" in command
