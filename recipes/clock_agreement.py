@@ -1,4 +1,4 @@
-"""Do three ways of timing a GEMM agree? Ours, triton's do_bench, and the profiler's kernel time.
+"""Do three ways of timing a GEMM agree? Ours, triton's do_bench, the profiler's kernels.
 
 All three look at the same operands in one process, in turn, several rounds, after a soak, so
 that they meet the same clocks and the same power limit. Needs a GPU and triton.

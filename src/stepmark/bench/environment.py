@@ -53,7 +53,9 @@ def capture(devices: Sequence[DeviceInfo]) -> Environment:
         torch=str(torch.__version__),
         versions=versions(),
         devices=tuple(devices),
-        git_commit=git_commit(Path(__file__).resolve().parents[3]),
+        # A copy of the tree without its history may be told which commit it is.
+        git_commit=os.environ.get("STEPMARK_COMMIT")
+        or git_commit(Path(__file__).resolve().parents[3]),
         stepmark=__version__,
         variables=captured_variables(os.environ),
         warnings=device_warnings(devices),
