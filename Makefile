@@ -12,7 +12,7 @@ CAN_MAKE_VENV := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11
 HAS_TORCH := import sys, torch; \
   sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14))
 
-.PHONY: run setup test check lint clean
+.PHONY: run setup test check lint format types imports clean
 
 run: $(VENV)/.installed
 	$(BIN)/stepmark run $(ARGS)
@@ -22,13 +22,24 @@ setup: $(VENV)/.installed-dev
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)
 
-check: lint
-	$(MAKE) --no-print-directory test
+# Every step, also after one that failed; the tests last.
+check: $(VENV)/.installed-dev
+	@status=0; \
+	for step in lint format types imports test; do \
+	  $(MAKE) --no-print-directory $$step || status=1; \
+	done; \
+	exit $$status
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
+
+format: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
 	$(BIN)/mypy --strict
+
+imports: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 clean:

@@ -37,23 +37,25 @@ BLOCK_S = 0.06
 WARM_S = 0.15
 
 
-def kernel_times(
-    timer: clock.Timer, samples: int, warm: Callable[[], None]
-) -> tuple[float, float]:
-    """Median kernel time of each call of `samples`, and the timer's own median of the same."""
+def profiled(warm: Callable[[], None], timed: Callable[[], float]) -> tuple[float, float]:
+    """What `timed` says, and the profiler's median kernel time of the same launches."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         warm()
-        seconds = timer.sample(samples)
-    times = [
-        event.device_time * 1e-6
-        for event in recorded.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-        and not any(word in event.name.lower() for word in ("memset", "memcpy", "spin"))
-    ]
-    # What is left is one kernel a call; those before the last samples kept the device warm.
-    calls = samples * timer.calls_per_sample
-    times = times[-calls:]
-    return statistics.median(times), statistics.median(seconds)
+        torch.cuda.synchronize()
+        marker = torch.empty(1, device="cuda").cos_()
+        said = timed()
+        torch.cuda.synchronize()
+    del marker
+    kernels = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda event: event.time_range.start)
+    last = max(i for i, event in enumerate(kernels) if "cos" in event.name)
+    # What remains is one GEMM kernel a call, and flushes and spins that are no part of it.
+    times = [e.device_time * 1e-6 for e in kernels[last + 1 :] if is_gemm(e.name)]
+    return said, statistics.median(times)
+
+
+def is_gemm(name: str) -> bool:
+    return any(word in name.lower() for word in ("gemm", "nvjet", "cutlass", "xmma"))
 
 
 def compare(shape: tuple[int, int, int], rounds: int, soak_s: float) -> dict[str, object]:
@@ -67,15 +69,30 @@ def compare(shape: tuple[int, int, int], rounds: int, soak_s: float) -> dict[str
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     num_sets = max(2, math.ceil(2 * l2 / op.memory_bytes) + 1)
     calls = [impl.make(op, device).run for _ in range(num_sets)]
-    timers = {}
-    for name in (ClockName.AUTO, ClockName.FLUSH, ClockName.HOT):
-        timers[name], estimate = clock.choose(
-            name, calls, device_type="cuda", capturable=True, l2_bytes=l2
+    call_s, launch_s = clock.estimate(calls, "cuda")
+    timers = {
+        name: clock.choose(
+            name,
+            calls,
+            call_s=call_s,
+            launch_s=launch_s,
+            device_type="cuda",
+            capturable=True,
+            l2_bytes=l2,
         )
+        for name in (ClockName.AUTO, ClockName.FLUSH, ClockName.HOT)
+    }
     ours = timers[ClockName.AUTO]
 
     def block(timer: clock.Timer) -> int:
-        return max(1, min(200, int(BLOCK_S / (estimate * timer.calls_per_sample))))
+        return max(1, min(200, int(BLOCK_S / (call_s * timer.calls_per_sample))))
+
+    def median_of(timer: clock.Timer) -> float:
+        return statistics.median(timer.sample(block(timer)))
+
+    def by_triton() -> float:
+        repeat = int(BLOCK_S * 1e3)
+        return float(do_bench(calls[0], warmup=1, rep=repeat, return_mode="median")) * 1e-3
 
     def warm(seconds: float = WARM_S) -> None:
         end = time.monotonic() + seconds
@@ -84,34 +101,27 @@ def compare(shape: tuple[int, int, int], rounds: int, soak_s: float) -> dict[str
 
     warm(soak_s)
     found: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        found.setdefault(name, []).append(seconds)
+
     for _ in range(rounds):
         # Every way meets the device in the same state: at work for WARM_S.
-        warm()
-        found.setdefault("ours", []).append(statistics.median(ours.sample(block(ours))))
-        warm()
-        milliseconds = do_bench(
-            calls[0], warmup=1, rep=int(BLOCK_S * 1e3), return_mode="median"
-        )
-        found.setdefault("do_bench", []).append(milliseconds * 1e-3)
-        few = max(1, min(block(ours), 400 // ours.calls_per_sample))
-        kernel, same = kernel_times(ours, few, warm)
-        found.setdefault("kernel", []).append(kernel)
-        found.setdefault("ours_profiled", []).append(same)
-        for name in (ClockName.FLUSH, ClockName.HOT):
+        for name, timer in timers.items():
             warm()
-            taken = timers[name].sample(block(timers[name]))
-            found.setdefault(name, []).append(statistics.median(taken))
+            note(name, median_of(timer))
+        warm()
+        note("do_bench", by_triton())
+        for name, timed in (("ours", lambda: median_of(ours)), ("do_bench", by_triton)):
+            said, kernel = profiled(warm, timed)
+            note(f"{name}_kernel", kernel)
+            note(f"{name}_over_its_kernel", said / kernel)
     row: dict[str, object] = {"shape": "x".join(map(str, shape)), "method": ours.method}
-    row |= {f"{name}_us": statistics.median(values) * 1e6 for name, values in found.items()}
-    row["ours_over_kernel"] = statistics.median(
-        a / b for a, b in zip(found["ours"], found["kernel"], strict=True)
-    )
-    row["ours_over_kernel_same_launches"] = statistics.median(
-        a / b for a, b in zip(found["ours_profiled"], found["kernel"], strict=True)
-    )
-    row["do_bench_over_kernel"] = statistics.median(
-        a / b for a, b in zip(found["do_bench"], found["kernel"], strict=True)
-    )
+    for name, values in found.items():
+        value = statistics.median(values)
+        row |= {name: value} if "over" in name else {f"{name}_us": value * 1e6}
+    pairs = zip(found[ClockName.AUTO], found["ours_kernel"], strict=True)
+    row["auto_over_kernel"] = statistics.median(a / b for a, b in pairs)
     return row
 
 
@@ -123,7 +133,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for shape in [(side, side, side) for side in SIDES] + list(LLAMA_70B):
-        rows.append(compare(shape, arguments.rounds, arguments.soak))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            rows.append(compare(shape, arguments.rounds, arguments.soak))
         sys.stdout.write(json.dumps(rows[-1]) + "\n")
         sys.stdout.flush()
         torch.cuda.empty_cache()

@@ -145,16 +145,14 @@ class GraphTimer(_EventTimer):
         rounds = math.ceil(_SAMPLE_S / max(estimate_s, 1e-7) / len(calls))
         unroll = max(1, min(rounds, _MAX_UNROLL // len(calls))) * len(calls)
         super().__init__(ClockName.GRAPH, unroll, 20e-6)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for call in calls:
-                call()
-        torch.cuda.current_stream().wait_stream(side)
+        if torch.cuda.current_stream() == torch.cuda.default_stream():
+            raise RuntimeError("a graph is captured from a stream of its own")
+        for call in calls:
+            call()
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         # The graph owns what its calls allocate; the calls own what they were given.
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
             for i in range(unroll):
                 calls[i % len(calls)]()
         self._graph.replay()
@@ -200,28 +198,38 @@ def estimate_device(calls: Calls) -> tuple[float, float]:
     return first.elapsed_time(last) * 1e-3 / count, launch
 
 
+def estimate(calls: Calls, device_type: str) -> tuple[float, float]:
+    """Seconds of one call, and host seconds of its launch (0 on a CPU)."""
+    return estimate_host(calls) if device_type == "cpu" else estimate_device(calls)
+
+
 def choose(
-    name: ClockName, calls: Calls, *, device_type: str, capturable: bool, l2_bytes: int
-) -> tuple[Timer, float]:
-    """The timer for these calls, and the estimate of one call in seconds."""
+    name: ClockName,
+    calls: Calls,
+    *,
+    call_s: float,
+    launch_s: float,
+    device_type: str,
+    capturable: bool,
+    l2_bytes: int,
+) -> Timer:
+    """The timer for these calls. Equal estimates give all ranks the same method and k."""
     if device_type == "cpu":
-        call_s, _ = estimate_host(calls)
-        return HostTimer(calls, call_s), call_s
-    call_s, launch_s = estimate_device(calls)
+        return HostTimer(calls, call_s)
     # Twice the launch just seen: the host may be slower later, and idle time is not ours.
     launch_s *= 2
     rotate = RotateTimer(calls, call_s, launch_s)
     match name:
         case ClockName.AUTO if capturable and call_s < GRAPH_BELOW_S:
-            return _graph_or(rotate, calls, call_s), call_s
+            return _graph_or(rotate, calls, call_s)
         case ClockName.GRAPH:
-            return GraphTimer(calls, call_s), call_s
+            return GraphTimer(calls, call_s)
         case ClockName.FLUSH:
-            return FlushTimer(calls, launch_s, l2_bytes), call_s
+            return FlushTimer(calls, launch_s, l2_bytes)
         case ClockName.HOT:
-            return RotateTimer(calls[:1], call_s, launch_s, ClockName.HOT), call_s
+            return RotateTimer(calls[:1], call_s, launch_s, ClockName.HOT)
         case _:
-            return rotate, call_s
+            return rotate
 
 
 def _graph_or(rotate: RotateTimer, calls: Calls, call_s: float) -> Timer:

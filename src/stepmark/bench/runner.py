@@ -1,10 +1,11 @@
 """Runs cases one after the other and gives each record to a sink as soon as it is there."""
 
+import contextlib
 import gc
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -102,7 +103,8 @@ def _run_case(case: Case, rig: Rig, effort: Effort, run_id: str) -> Record:
             )
     assert impl is not None
     try:
-        return _measure(case, impl, rig, effort, run_id)
+        with _own_stream(rig):
+            return _measure(case, impl, rig, effort, run_id)
     except _CaseFailedError as failed:
         return Failed(
             run_id=run_id,
@@ -114,6 +116,21 @@ def _run_case(case: Case, rig: Rig, effort: Effort, run_id: str) -> Record:
         )
     finally:
         _release(rig)
+
+
+@contextlib.contextmanager
+def _own_stream(rig: Rig) -> Iterator[None]:
+    """Everything of a case on one side stream.
+
+    Autograd runs a backward pass on the stream of its forward pass, and a graph cannot be
+    captured from the default stream.
+    """
+    if rig.ranks.device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(rig.ranks.device)):
+        yield
+    torch.cuda.synchronize(rig.ranks.device)
 
 
 def _why_not(case: Case, impl: Impl | None, rig: Rig) -> tuple[str | None, int | None]:
@@ -167,17 +184,21 @@ def _measure(case: Case, impl: Impl, rig: Rig, effort: Effort, run_id: str) -> M
     check: Check = _agreed(rig, sets[0].verify)
     calls = [item.run for item in sets]
 
-    def bind() -> tuple[clocks.Timer, float]:
+    estimates = rig.ranks.gather(_agreed(rig, lambda: clocks.estimate(calls, device.type)))
+    estimate_s = max(call_s for call_s, _ in estimates)
+
+    def bind() -> clocks.Timer:
         return clocks.choose(
             case.clock,
             calls,
+            call_s=estimate_s,
+            launch_s=max(launch_s for _, launch_s in estimates),
             device_type=device.type,
             capturable=impl.capturable,
             l2_bytes=rig.cache_bytes,
         )
 
-    timer, estimate_s = _agreed(rig, bind)
-    estimate_s = max(rig.ranks.gather(estimate_s))
+    timer = _agreed(rig, bind)
     sampler = Sampler(rig.device_index)
     begin = time.monotonic()
     soak_s = 0.0

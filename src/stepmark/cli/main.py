@@ -9,6 +9,7 @@ import typer
 from stepmark import __version__
 from stepmark.cli import check, doctor, op, report, run, runs
 from stepmark.core.errors import StepmarkError
+from stepmark.launch import torchrun
 
 app = typer.Typer(
     name="stepmark",
@@ -43,7 +44,8 @@ def _options(
 
 def main() -> None:
     """Run a verb; bad input is one line on stderr and exit code 2, never a traceback."""
-    sys.exit(status(sys.argv[1:]))
+    code = status(sys.argv[1:])
+    sys.exit(0 if torchrun.leave_exit_code(code) else code)
 
 
 def status(arguments: list[str]) -> int:
@@ -73,5 +75,6 @@ def _usage(error: Any) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    sys.stderr.write(f"stepmark: {text}\n")
+    if torchrun.is_first():  # what every rank refuses is said once
+        sys.stderr.write(f"stepmark: {text}\n")
     return code

@@ -137,7 +137,6 @@ def execute(cases: Sequence[Case], values: Values, device: str, ranks: int) -> N
     if outcome is None:
         return
     session.deliver(outcome, values)
-    torchrun.leave_exit_code(outcome.exit_code)
     raise typer.Exit(outcome.exit_code)
 
 

@@ -52,7 +52,6 @@ def run(
     page = pages.write(outcome.path)
     print_rows(outcome.view.rows, console())
     terminal_summary(outcome.view.run, outcome.view.rows, console(), report=page)
-    torchrun.leave_exit_code(outcome.exit_code)
     raise typer.Exit(outcome.exit_code)
 
 

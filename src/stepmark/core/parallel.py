@@ -21,8 +21,10 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not 1 <= value <= 2**20:
-                raise ConfigError(field.name.replace("_", "-"), value, "from 1 to 1048576")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or not 1 <= value <= 2**20:
+                name = field.name.replace("_", "-")
+                raise ConfigError(name, value, "a whole number from 1 to 1048576")
 
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError where this model cannot be divided so."""

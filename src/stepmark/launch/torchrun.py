@@ -29,6 +29,8 @@ def run(arguments: Sequence[str], num_ranks: int) -> int:
             "--standalone",
             f"--nproc-per-node={num_ranks}",
             "-m",
+            # torchrun reads abbreviated options anywhere before this: --m would be ambiguous.
+            "--",
             "stepmark",
             *arguments,
         ]
@@ -57,7 +59,17 @@ def run(arguments: Sequence[str], num_ranks: int) -> int:
             return 3 if code else 0
 
 
-def leave_exit_code(code: int) -> None:
-    """Called by rank 0 before it ends."""
-    if path := os.environ.get(EXIT_FILE):
+def leave_exit_code(code: int) -> bool:
+    """Rank 0 tells `run` its exit code; True where a rank may then end as if all were well.
+
+    A rank that ends with another code makes torchrun kill its peers and print a traceback.
+    """
+    path = os.environ.get(EXIT_FILE)
+    if path and is_first():
         Path(path).write_text(str(code))
+    return bool(path)
+
+
+def is_first() -> bool:
+    """True on rank 0, and in a process that is no rank."""
+    return not is_rank() or os.environ["RANK"] == "0"

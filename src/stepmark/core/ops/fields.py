@@ -1,7 +1,6 @@
 """How a field of an operator is declared: its meaning, its range, its default."""
 
 import dataclasses
-import math
 import types
 import typing
 from enum import StrEnum
@@ -49,7 +48,7 @@ def validate(op: Any) -> None:
         object.__setattr__(op, field.name, value)
         if "low" in meta:
             for item in value if isinstance(value, tuple) else (value,):
-                if not math.isfinite(item) or not meta["low"] <= item <= meta["high"]:
+                if not meta["low"] <= item <= meta["high"]:  # NaN is in no range
                     raise ConfigError(name, item, f"from {meta['low']} to {meta['high']}")
         allowed = meta.get("allowed")
         if allowed and value not in allowed:
@@ -72,7 +71,7 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
         except ValueError:
             raise ConfigError(name, value, f"one of {', '.join(hint)}") from None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value) if abs(value) <= MAX_DIM else math.inf
+        return float(value) if abs(value) <= MAX_DIM else value
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         words = {int: "a whole number", float: "a number", bool: "true or false"}
         raise ConfigError(name, value, words.get(hint, "text"))

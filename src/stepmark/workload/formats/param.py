@@ -44,6 +44,8 @@ class ParamConfig:
 
 def read_config(path: Path) -> ParamConfig:
     """Raises ConfigError, one line, for anything that is not such a file."""
+    if "\0" in str(path):
+        raise ConfigError("config", path, "a readable file (NUL in its name)")
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ConfigError("config", path, "a file of at most 16 MiB")
@@ -84,7 +86,12 @@ def _ops(name: str, item: _Input, path: Path) -> Iterator[Op]:
         if number >= 100_000:
             raise ConfigError(f"{where}: shape", "__range__", "at most 100000 combinations")
         first, second = list(dims[: len(shapes[0])]), list(dims[len(shapes[0]) :])
-        yield _BUILD[name](where, first, second, dtypes[0])
+        try:
+            yield _BUILD[name](where, first, second, dtypes[0])
+        except ConfigError as error:
+            if error.field.startswith(where):
+                raise
+            raise ConfigError(f"{where}: shape", f"{first} x {second}", str(error)) from None
 
 
 def _values(where: str, value: object) -> list[int]:
@@ -98,7 +105,7 @@ def _values(where: str, value: object) -> list[int]:
         and all(isinstance(item, int) and item > 0 for item in value[1:])
         and value[1] <= value[2]
     ):
-        return list(range(value[1], min(value[2] + 1, value[1] + 100_000 * value[3]), value[3]))
+        return list(range(value[1], min(value[2] + 1, value[1] + 100_001 * value[3]), value[3]))
     raise ConfigError(f"{where}: shape", value, "a number or [__range__, low, high, step]")
 
 

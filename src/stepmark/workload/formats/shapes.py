@@ -23,6 +23,8 @@ _MAX_BYTES = 64 * 2**20
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
     """A JSON array of objects. Raises ConfigError for anything else."""
+    if "\0" in str(path):
+        raise ConfigError("shapes", path, "a readable file (NUL in its name)")
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ConfigError("shapes", path, "a file of at most 64 MiB")
@@ -99,6 +101,8 @@ def _allowed(hint: Any) -> str:
 
 def _label(where: str, item: dict[str, Any]) -> Label:
     for name, kind in (("model", str), ("role", str), ("mbs", int)):
-        if name in item and not isinstance(item[name], kind):
-            raise ConfigError(f"{where}: {name}", item[name], kind.__name__)
+        if name in item and type(item[name]) is not kind:
+            raise ConfigError(f"{where}: {name}", item[name], _allowed(kind))
+    if item.get("mbs", 1) < 1:
+        raise ConfigError(f"{where}: mbs", item["mbs"], "at least 1")
     return Label(model=item.get("model", ""), role=item.get("role", ""), mbs=item.get("mbs"))
