@@ -27,6 +27,9 @@ _BURST_WORK_S = 20e-3
 _BURST_IDLE_S = 1.0
 _BATCH_S = 0.1
 _MIN_SAMPLES = 5
+# A power-limited device drifts over tenths of a second: samples of one batch look alike, so
+# sustained batches are the unit of the interval, and a second of them is the least.
+_MIN_BATCHES = 10
 _MAX_SAMPLES = 20_000
 _MAX_SETS = 128
 
@@ -35,9 +38,9 @@ _MAX_SETS = 128
 class Effort:
     """How long a case may take and how exact its median should be."""
 
-    sample_s: float = 1.0  # wall seconds of sampling at most
+    sample_s: float = 3.0  # wall seconds of sampling at most
     soak_s: float = 2.0
-    target_ci_rel: float = 0.002  # half-width of the median's 95 % interval
+    target_ci_rel: float = 0.003  # half-width of the median's 95 % interval
     total_s: float | None = None  # for all cases together; shortens soak and samples
 
 
@@ -256,11 +259,11 @@ def _collect(
     burst = case.rate is Rate.BURST
     length = _BURST_WORK_S if burst else min(_BATCH_S, effort.sample_s / 4)
     mine: list[float] = []
-    slowest: list[float] = []
+    batches: list[list[float]] = []  # slowest rank per sample
     begin = time.monotonic()
 
     def enough() -> bool:
-        return _is_enough(slowest, begin, effort, burst=burst)
+        return _is_enough(batches, time.monotonic() - begin, effort, burst=burst)
 
     while True:  # rank 0 ends it, for all
         if burst:
@@ -268,18 +271,26 @@ def _collect(
         rig.ranks.barrier()
         batch = _agreed(rig, lambda: timer.sample(_batch(timer, estimate_s, length)))
         mine += batch
-        slowest += slowest_per_sample(rig.ranks.gather(batch))
+        batches.append(slowest_per_sample(rig.ranks.gather(batch)))
         if rig.ranks.decide(enough):
             return mine
 
 
-def _is_enough(seconds: list[float], begin: float, effort: Effort, *, burst: bool) -> bool:
-    spent = time.monotonic() - begin
+def _is_enough(
+    batches: list[list[float]], spent_s: float, effort: Effort, *, burst: bool
+) -> bool:
     # A burst idles a second per 20 ms of work, so its budget is counted in bursts.
     limit = effort.sample_s + 4 * _BURST_IDLE_S if burst else effort.sample_s
-    if spent >= limit or len(seconds) >= _MAX_SAMPLES:
+    count = sum(map(len, batches))
+    if spent_s >= limit or count >= _MAX_SAMPLES:
         return True
-    return len(seconds) >= _MIN_SAMPLES and summarize(seconds).ci_rel < effort.target_ci_rel
+    if burst:
+        samples = [value for batch in batches for value in batch]
+        return count >= _MIN_SAMPLES and summarize(samples).ci_rel < effort.target_ci_rel
+    if len(batches) < _MIN_BATCHES:
+        return False
+    medians = [summarize(batch).median for batch in batches]
+    return summarize(medians).ci_rel < effort.target_ci_rel
 
 
 def _release(rig: Rig) -> None:

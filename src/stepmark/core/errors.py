@@ -21,8 +21,13 @@ class ConfigError(StepmarkError):
         text = str(value)
         shown = text if len(text) <= 80 else text[:77] + "..."
         self.field = field
+        self.shown = shown
         self.allowed = allowed
         super().__init__(f"{field}: {shown!r}: {allowed}".replace("\n", " "))
+
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str, str]]:
+        """Rank 0 sends it to its peers; an exception is pickled as its __init__ arguments."""
+        return ConfigError, (self.field, self.shown, self.allowed)
 
 
 class CheckError(StepmarkError):

@@ -1,0 +1,91 @@
+"""A backend and a clock without hardware: the runner sees what a test scripts."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from stepmark.bench import clock, runner
+from stepmark.bench.operators.call import Call, Capabilities, Impl
+from stepmark.bench.ranks import Ranks
+from stepmark.bench.runner import Rig
+from stepmark.core.case import Case
+from stepmark.core.ops import Gemm
+from stepmark.core.record import Check
+
+GOOD = Check(max_rel_err=1e-7, tolerance=1e-3, num_wrong=0, num_compared=10, reference="fake")
+WRONG = Check(max_rel_err=9.0, tolerance=1e-3, num_wrong=4, num_compared=10, reference="fake")
+
+
+class FakeTimer:
+    """Hands out scripted times; the last repeats."""
+
+    method = "fake/1"
+    calls_per_sample = 1
+
+    def __init__(self, times: Iterator[float]) -> None:
+        self._times = times
+        self.given: list[float] = []
+
+    def sample(self, count: int) -> list[float]:
+        batch = [next(self._times) for _ in range(count)]
+        self.given += batch
+        return batch
+
+
+def nothing() -> None:
+    """A call that takes no time."""
+
+
+def impl(
+    *,
+    make: Callable[..., Call] | None = None,
+    run: Callable[[], object] = nothing,
+    verify: Callable[[], Check] = lambda: GOOD,
+    **more: Any,
+) -> Impl:
+    def default(op: object, device: torch.device) -> Call:
+        return Call(run=run, verify=verify, backend_run="fake")
+
+    return Impl(make=make or default, **more)
+
+
+def rig(ranks: Ranks | None = None, *, free_bytes: int = 2**30, cache_bytes: int = 0) -> Rig:
+    alone = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cpu"))
+    return Rig(
+        ranks=ranks or alone,
+        capabilities=Capabilities(
+            device_type="cpu",
+            capability=(0, 0),
+            is_rocm=False,
+            has_compiler=False,
+            modules=frozenset(),
+        ),
+        cache_bytes=cache_bytes,
+        free_bytes=lambda: free_bytes,
+        device_index=None,
+    )
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch,
+    backends: dict[str, Impl],
+    times: Callable[[], Iterator[float]],
+    call_s: float = 1e-3,
+) -> list[FakeTimer]:
+    """These are the gemm backends; the timers that the runner made come back."""
+    made: list[FakeTimer] = []
+
+    def choose(*_: object, **__: object) -> FakeTimer:
+        made.append(FakeTimer(times()))
+        return made[-1]
+
+    monkeypatch.setitem(runner.IMPLS, "gemm", backends)
+    monkeypatch.setattr(clock, "choose", choose)
+    monkeypatch.setattr(clock, "estimate", lambda calls, device: (call_s, 0.0))
+    return made
+
+
+def gemm(backend: str = "good", size: int = 16, **more: Any) -> Case:
+    return Case(op=Gemm(m=size, n=size, k=size), backend=backend, device="cpu", **more)

@@ -1,0 +1,324 @@
+"""The runner on a fake clock: when it stops, what it records, what it survives."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepmark.bench import runner
+from stepmark.bench.runner import Effort
+from stepmark.core.case import Case, Rate
+from stepmark.core.record import Failed, Measured, Record, Skipped
+from stepmark.core.stats import summarize
+
+from .fakes import FakeTimer, GOOD, WRONG, gemm, impl, install, rig
+
+QUICK = Effort(sample_s=0.05, soak_s=0.0)
+
+
+def steady() -> Iterator[float]:
+    return itertools.repeat(1e-3)
+
+
+def noisy(spread: float, seed: int = 1) -> Callable[[], Iterator[float]]:
+    def times() -> Iterator[float]:
+        rng = random.Random(seed)
+        while True:
+            yield rng.gauss(1, spread) * 1e-3
+
+    return times
+
+
+def run(cases: list[Case], effort: Effort = QUICK, **more: int) -> list[Record]:
+    records: list[Record] = []
+    runner.run(cases, rig(**more), effort, run_id="r", sink=records.append)
+    assert len(records) == len(cases)
+    assert [record.case for record in records] == cases
+    return records
+
+
+def one(case: Case, effort: Effort = QUICK) -> Measured:
+    (record,) = run([case], effort)
+    assert isinstance(record, Measured), record
+    return record
+
+
+def test_every_sample_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = install(monkeypatch, {"good": impl()}, noisy(0.3))
+    record = one(gemm())
+    assert record.samples.seconds == (tuple(made[0].given),)
+    assert record.samples.method == "fake/1"
+    assert record.checks == (GOOD,)
+    assert record.backend_run == "fake"
+
+
+def test_steady_times_stop_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"good": impl()}, steady)
+    record = one(gemm(), Effort(sample_s=30, soak_s=0))
+    assert 5 <= len(record.samples.seconds[0]) <= 200  # one batch of 0.1 s
+
+
+def test_noise_asks_for_more_until_it_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"good": impl()}, noisy(0.05))
+    record = one(gemm(), Effort(sample_s=30, soak_s=0, target_ci_rel=0.002))
+    found = summarize(record.samples.seconds[0])
+    assert found.ci_rel < 0.002
+    assert found.n > 500
+
+
+def test_the_budget_ends_what_never_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(FakeTimer):
+        def sample(self, count: int) -> list[float]:
+            time.sleep(0.02)
+            return super().sample(count)
+
+    install(monkeypatch, {"good": impl()}, noisy(0.5))
+    monkeypatch.setattr(runner.clocks, "choose", lambda *_, **__: Slow(noisy(0.5)()))
+    begin = time.monotonic()
+    record = one(gemm(), Effort(sample_s=0.2, soak_s=0, target_ci_rel=1e-9))
+    assert 0.2 <= time.monotonic() - begin < 2
+    assert record.samples.wall_s >= 0.2
+
+
+def test_no_more_than_the_most_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"good": impl()}, noisy(0.9))
+    record = one(gemm(), Effort(sample_s=60, soak_s=0, target_ci_rel=0))
+    assert 20_000 <= len(record.samples.seconds[0]) <= 21_000
+
+
+def test_fewer_than_five_samples_are_never_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = install(monkeypatch, {"good": impl()}, steady, call_s=10.0)  # one sample a batch
+    record = one(gemm(), Effort(sample_s=60, soak_s=0))
+    assert len(record.samples.seconds[0]) == len(made[0].given) == 5
+
+
+def test_a_total_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(FakeTimer):
+        def sample(self, count: int) -> list[float]:
+            time.sleep(0.01)
+            return super().sample(count)
+
+    install(monkeypatch, {"good": impl()}, noisy(0.5))
+    monkeypatch.setattr(runner.clocks, "choose", lambda *_, **__: Slow(noisy(0.5)()))
+    begin = time.monotonic()
+    effort = Effort(sample_s=60, soak_s=60, target_ci_rel=0, total_s=1.0)
+    records = run([gemm(size=16 * i) for i in range(1, 6)], effort)
+    assert time.monotonic() - begin < 2
+    soaks = [r.samples.soak_s for r in records if isinstance(r, Measured)]
+    assert len(soaks) == 5
+    assert all(0 < soak < 0.2 for soak in soaks)
+
+
+def test_a_spent_budget_still_measures_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"good": impl()}, steady)
+    records = run([gemm(size=16), gemm(size=32)], Effort(total_s=1e-9))
+    assert all(isinstance(r, Measured) and r.samples.seconds[0] for r in records)
+
+
+def test_soak_runs_the_case_and_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(FakeTimer):
+        calls = 0
+
+        def sample(self, count: int) -> list[float]:
+            time.sleep(0.005)
+            Counting.calls += 1
+            return super().sample(count)
+
+    install(monkeypatch, {"good": impl()}, steady)
+    monkeypatch.setattr(runner.clocks, "choose", lambda *_, **__: Counting(steady()))
+    record = one(gemm(), Effort(sample_s=0.05, soak_s=0.1))
+    assert 0.1 <= record.samples.soak_s < 1
+    assert Counting.calls > 5
+    assert one(gemm(rate=Rate.BURST), Effort(sample_s=0.05, soak_s=9)).samples.soak_s == 0
+
+
+def test_bursts_idle_before_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    idles: list[float] = []
+    batches: list[int] = []
+
+    class Watched(FakeTimer):
+        def sample(self, count: int) -> list[float]:
+            batches.append(count)
+            return super().sample(count)
+
+    install(monkeypatch, {"good": impl()}, noisy(0.02))
+    monkeypatch.setattr(runner.clocks, "choose", lambda *_, **__: Watched(noisy(0.02)()))
+    monkeypatch.setattr(runner.time, "sleep", idles.append)
+    one(gemm(rate=Rate.BURST), Effort(sample_s=5, target_ci_rel=0.005))
+    assert idles == [1.0] * len(batches)
+    assert len(batches) > 1
+    assert max(batches) * 1e-3 <= 20e-3  # at most 20 ms of work
+    idles.clear()
+    one(gemm(), Effort(soak_s=0, sample_s=5))
+    assert idles == []
+
+
+# What goes wrong
+
+
+def test_a_missing_backend_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"good": impl()}, steady)
+    skipped, measured = run([gemm("none"), gemm()])
+    assert isinstance(skipped, Skipped)
+    assert "no backend none" in skipped.reason
+    assert "good" in skipped.reason
+    assert isinstance(measured, Measured)
+
+
+def test_what_a_backend_cannot_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(op: object, device: torch.device) -> None:
+        raise AssertionError("allocated although unsupported")
+
+    backend = impl(make=never, unsupported=lambda op, caps: f"not on {caps.device_type}")  # type: ignore[arg-type]
+    install(monkeypatch, {"bad": backend, "good": impl()}, steady)
+    skipped, measured = run([gemm("bad"), gemm()])
+    assert isinstance(skipped, Skipped)
+    assert skipped.reason == "not on cpu"
+    assert isinstance(measured, Measured)
+
+
+def test_what_does_not_fit_is_skipped_and_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    greedy = impl(extra_bytes=lambda op: 2**40)
+    install(monkeypatch, {"greedy": greedy, "good": impl()}, steady)
+    skipped, measured = run([gemm("greedy"), gemm()])
+    assert isinstance(skipped, Skipped)
+    assert skipped.needed_bytes == 2**40 + gemm().op.memory_bytes
+    assert "1 TiB" in skipped.reason
+    assert "1 GiB are free" in skipped.reason
+    assert isinstance(measured, Measured)
+
+
+def raising(error: Exception) -> Callable[..., object]:
+    def broken(*_: object) -> object:
+        raise error
+
+    return broken
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB\nmore"),
+    MemoryError(),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
+    RuntimeError("HIP error: out of memory"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
+@pytest.mark.parametrize("where", ["make", "verify"])
+def test_out_of_memory_is_one_cases_fate(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+) -> None:
+    backend = impl(**{where: raising(error)})  # type: ignore[arg-type]
+    install(monkeypatch, {"bad": backend, "good": impl()}, steady)
+    failed, measured = run([gemm("bad"), gemm()])
+    assert isinstance(failed, Failed)
+    assert failed.cause == "oom"
+    assert "\n" not in failed.message
+    assert failed.ranks == (0,)
+    assert isinstance(measured, Measured)
+
+
+@pytest.mark.parametrize("where", ["make", "verify", "sample"])
+def test_an_exception_is_recorded_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    error = ValueError("first line\nsecond line")
+    made = {"bad": impl(), "good": impl()}
+    if where != "sample":
+        made["bad"] = impl(**{where: raising(error)})  # type: ignore[arg-type]
+    install(monkeypatch, made, steady)
+    if where == "sample":
+        timers = iter([raising(error), FakeTimer(steady()).sample])
+
+        def choose(*_: object, **__: object) -> FakeTimer:
+            timer = FakeTimer(steady())
+            timer.sample = next(timers)  # type: ignore[method-assign, assignment]
+            return timer
+
+        monkeypatch.setattr(runner.clocks, "choose", choose)
+    failed, measured = run([gemm("bad"), gemm()])
+    assert isinstance(failed, Failed)
+    assert (failed.cause, failed.message) == ("error", "first line")
+    assert "Traceback" in failed.traceback
+    assert "second line" in failed.traceback
+    assert isinstance(measured, Measured)
+
+
+def test_an_error_without_words_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"bad": impl(verify=raising(AssertionError()))}, steady)  # type: ignore[arg-type]
+    (failed,) = run([gemm("bad")])
+    assert isinstance(failed, Failed)
+    assert failed.message == "AssertionError"
+
+
+def test_a_wrong_result_is_measured_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"good": impl(verify=lambda: WRONG)}, steady)
+    assert one(gemm()).num_wrong == 4
+
+
+def test_an_interrupt_is_not_a_failed_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        monkeypatch,
+        {"good": impl(), "stop": impl(verify=raising(KeyboardInterrupt()))},  # type: ignore[arg-type]
+        steady,
+    )
+    records: list[Record] = []
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(
+            [gemm(), gemm("stop"), gemm()], rig(), QUICK, run_id="r", sink=records.append
+        )
+    assert len(records) == 1
+
+
+@pytest.mark.parametrize(
+    ("cache", "free", "expected"),
+    [(0, 2**30, 2), (15360, 2**30, 21), (2**40, 2**50, 128), (2**40, 16 * 1536, 8), (0, 2000, 1)],
+)
+def test_operand_sets_pass_twice_the_cache(
+    monkeypatch: pytest.MonkeyPatch, cache: int, free: int, expected: int
+) -> None:
+    install(monkeypatch, {"good": impl()}, steady)
+    records: list[Record] = []
+    runner.run(
+        [gemm()],
+        rig(free_bytes=free, cache_bytes=cache),
+        QUICK,
+        run_id="r",
+        sink=records.append,
+    )
+    (record,) = records
+    assert isinstance(record, Measured)
+    assert gemm().op.memory_bytes == 1536
+    assert record.samples.num_sets == expected
+
+
+def test_two_ranks_agree() -> None:
+    """On a skip, on a failure of one, on wrong data; uneven ranks take as many samples."""
+    script = Path(__file__).with_name("two_ranks.py")
+    root = Path(__file__).parents[2]
+    environment = os.environ | {
+        "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", str(script)),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "both ranks are done" in done.stdout

@@ -1,0 +1,66 @@
+"""Run by test_runner under torchrun with two gloo ranks. Prints when all agreed."""
+
+import time
+
+import torch.distributed as dist
+
+from stepmark.bench import runner
+from stepmark.bench.ranks import join
+from stepmark.bench.runner import Effort
+from stepmark.core.record import Check, Failed, Measured, Record, Skipped
+from tests.bench.fakes import GOOD, WRONG, gemm, impl, rig
+
+
+def main() -> None:
+    ranks = join("cpu")
+    second = ranks.rank == 1
+
+    def broken_on_second() -> Check:
+        if second:
+            raise ValueError("only here")
+        return GOOD
+
+    def slow_on_second() -> None:
+        time.sleep(0.004 if second else 0.0005)
+
+    runner.IMPLS["gemm"] = {
+        "skips": impl(unsupported=lambda op, caps: "not on rank 1" if second else None),
+        "breaks": impl(verify=broken_on_second),
+        "wrong": impl(verify=lambda: WRONG if second else GOOD),
+        "uneven": impl(run=slow_on_second),
+        "good": impl(),
+    }
+    names = ("skips", "breaks", "wrong", "uneven", "good")
+    records: list[Record] = []
+    effort = Effort(sample_s=0.1, soak_s=0.02)
+    cases = [gemm(name, num_ranks=2) for name in names]
+    runner.run(cases, rig(ranks), effort, run_id="r", sink=records.append)
+    if second:
+        assert records == [], "only rank 0 passes records on"
+    else:
+        check(records)
+    dist.barrier()
+    if not second:
+        print("both ranks are done", flush=True)  # noqa: T201
+    ranks.close()
+
+
+def check(records: list[Record]) -> None:
+    skipped, failed, wrong, uneven, good = records
+    assert isinstance(skipped, Skipped), skipped
+    assert skipped.reason == "not on rank 1 (rank 1)", skipped.reason
+    assert isinstance(failed, Failed), failed
+    assert (failed.message, failed.ranks) == ("only here", (1,)), failed
+    assert "ValueError" in failed.traceback
+    assert isinstance(wrong, Measured), wrong
+    assert [one.num_wrong for one in wrong.checks] == [0, 4]
+    assert isinstance(uneven, Measured), uneven
+    fast, slow = uneven.samples.seconds
+    assert len(fast) == len(slow)
+    assert min(slow) > 2 * min(fast), (min(slow), min(fast))
+    assert isinstance(good, Measured), good
+    assert len(good.telemetry) == 2
+
+
+if __name__ == "__main__":
+    main()
