@@ -18,7 +18,7 @@ from stepmark.core.case import Case, Rate
 from stepmark.core.record import Failed, Measured, Record, Skipped
 from stepmark.core.stats import summarize
 
-from .fakes import FakeTimer, GOOD, WRONG, gemm, impl, install, rig
+from .fakes import GOOD, WRONG, FakeTimer, gemm, impl, install, rig
 
 QUICK = Effort(sample_s=0.05, soak_s=0.0)
 
@@ -62,7 +62,7 @@ def test_every_sample_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steady_times_stop_early(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, {"good": impl()}, steady)
     record = one(gemm(), Effort(sample_s=30, soak_s=0))
-    assert 5 <= len(record.samples.seconds[0]) <= 200  # one batch of 0.1 s
+    assert len(record.samples.seconds[0]) == 10 * 100  # ten batches of 0.1 s, the fewest
 
 
 def test_noise_asks_for_more_until_it_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +93,10 @@ def test_no_more_than_the_most_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 20_000 <= len(record.samples.seconds[0]) <= 21_000
 
 
-def test_fewer_than_five_samples_are_never_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_than_ten_batches_are_never_certain(monkeypatch: pytest.MonkeyPatch) -> None:
     made = install(monkeypatch, {"good": impl()}, steady, call_s=10.0)  # one sample a batch
     record = one(gemm(), Effort(sample_s=60, soak_s=0))
-    assert len(record.samples.seconds[0]) == len(made[0].given) == 5
+    assert len(record.samples.seconds[0]) == len(made[0].given) == 10
 
 
 def test_a_total_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_a_total_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = time.monotonic()
     effort = Effort(sample_s=60, soak_s=60, target_ci_rel=0, total_s=1.0)
     records = run([gemm(size=16 * i) for i in range(1, 6)], effort)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 5  # 1 s, and what a busy machine adds; not 5 x 120 s
     soaks = [r.samples.soak_s for r in records if isinstance(r, Measured)]
     assert len(soaks) == 5
     assert all(0 < soak < 0.2 for soak in soaks)
@@ -137,6 +137,18 @@ def test_soak_runs_the_case_and_is_no_sample(monkeypatch: pytest.MonkeyPatch) ->
     assert 0.1 <= record.samples.soak_s < 1
     assert Counting.calls > 5
     assert one(gemm(rate=Rate.BURST), Effort(sample_s=0.05, soak_s=9)).samples.soak_s == 0
+
+
+def test_alike_within_a_batch_is_not_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that drifts: 100 equal samples a batch, another level in the next."""
+
+    def drifting() -> Iterator[float]:
+        for level in itertools.cycle((1.0, 1.2)):
+            yield from itertools.repeat(level * 1e-3, 100)
+
+    install(monkeypatch, {"good": impl()}, drifting)
+    record = one(gemm(), Effort(sample_s=60, soak_s=0))
+    assert len(record.samples.seconds[0]) >= 20_000
 
 
 def test_bursts_idle_before_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +293,13 @@ def test_an_interrupt_is_not_a_failed_case(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("cache", "free", "expected"),
-    [(0, 2**30, 2), (15360, 2**30, 21), (2**40, 2**50, 128), (2**40, 16 * 1536, 8), (0, 2000, 1)],
+    [
+        (0, 2**30, 2),
+        (15360, 2**30, 21),
+        (2**40, 2**50, 128),
+        (2**40, 16 * 1536, 8),
+        (0, 2000, 1),
+    ],
 )
 def test_operand_sets_pass_twice_the_cache(
     monkeypatch: pytest.MonkeyPatch, cache: int, free: int, expected: int

@@ -3,12 +3,12 @@
 import time
 
 import torch.distributed as dist
+from tests.bench.fakes import GOOD, WRONG, gemm, impl, rig
 
 from stepmark.bench import runner
 from stepmark.bench.ranks import join
 from stepmark.bench.runner import Effort
 from stepmark.core.record import Check, Failed, Measured, Record, Skipped
-from tests.bench.fakes import GOOD, WRONG, gemm, impl, rig
 
 
 def main() -> None:

@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 def environment() -> dict[str, str]:
     """Without a launcher's variables; one thread, so that two cores do not fight."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    kept = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     return kept | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
 
@@ -20,7 +22,9 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "stepmark", *arguments]
 
 
-def stepmark(*arguments: str, cwd: Path, timeout: float = 120) -> "subprocess.CompletedProcess[str]":
+def stepmark(
+    *arguments: str, cwd: Path, timeout: float = 120
+) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         command(*arguments),
         cwd=cwd,

@@ -12,7 +12,7 @@ from stepmark.cli import plan
 from stepmark.core.case import Case, ClockName, Label, Rate
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import FAMILY_OF, Attention, Gemm, GroupedGemm, Op, Optimizer, Phase
+from stepmark.core.ops import FAMILY_OF, Attention, GroupedGemm, Op, Optimizer, Phase
 
 from .ops_samples import OPTIONS, PLAIN
 
@@ -48,7 +48,9 @@ def test_no_two_samples_share_an_id() -> None:
     assert len({Case(op=op, backend="torch").case_id for op in OPTIONS}) == len(set(OPTIONS))
 
 
-FIELDS = [(family, field.name) for family, op in PLAIN.items() for field in dataclasses.fields(op)]
+FIELDS = [
+    (family, field.name) for family, op in PLAIN.items() for field in dataclasses.fields(op)
+]
 # With which other field a change is valid, where it is not alone.
 TOGETHER = {
     ("gemm", "scaling"): {"dtype": DType.FP8_E4M3, "scaling": "rowwise"},

@@ -72,7 +72,9 @@ LINEAR = {
 
 
 @pytest.mark.parametrize("factor", [2, 3, 7])
-@pytest.mark.parametrize(("family", "name"), [(f, n) for f, names in LINEAR.items() for n in names])
+@pytest.mark.parametrize(
+    ("family", "name"), [(f, n) for f, names in LINEAR.items() for n in names]
+)
 def test_flops_are_linear_in_each_dimension(family: str, name: str, factor: int) -> None:
     op = PLAIN[family]
     larger = replace(op, **{name: getattr(op, name) * factor})
@@ -186,9 +188,7 @@ def test_packed_sequences_add_up(lengths: list[int], causal: bool) -> None:
     packed = replace(
         ATTENTION, batch=1, seq_q=total, seq_kv=total, varlen=tuple(lengths), causal=causal
     )
-    alone = [
-        replace(ATTENTION, batch=1, seq_q=n, seq_kv=n, causal=causal) for n in lengths
-    ]
+    alone = [replace(ATTENTION, batch=1, seq_q=n, seq_kv=n, causal=causal) for n in lengths]
     assert packed.flops == sum(op.flops for op in alone)
     assert packed.bytes_moved == sum(op.bytes_moved for op in alone)
     assert packed.flops <= replace(packed, varlen=()).flops
@@ -225,13 +225,16 @@ HELD: dict[str, Any] = {
     "grouped-gemm": lambda op: (op.tokens * op.k + op.num_groups * op.n * op.k) * 2,
     "bmm": lambda op: op.batch * (op.m * op.k + op.k * op.n) * op.dtype.itemsize,
     "attention": lambda op: (
-        op.batch * op.seq_q * op.heads * (op.head_dim_qk + op.head_dim_v)
-        + op.batch * op.seq_kv * op.kv_heads * (op.head_dim_qk + op.head_dim_v)
-    )
-    * op.dtype.itemsize,
+        (
+            op.batch * op.seq_q * op.heads * (op.head_dim_qk + op.head_dim_v)
+            + op.batch * op.seq_kv * op.kv_heads * (op.head_dim_qk + op.head_dim_v)
+        )
+        * op.dtype.itemsize
+    ),
     "mlp": lambda op: (op.num_weights + op.batch * sum(op.widths)) * op.dtype.itemsize,
-    "embedding-bag": lambda op: op.rows * op.dim * op.dtype.itemsize
-    + op.batch * op.pooling * 8,
+    "embedding-bag": lambda op: (
+        op.rows * op.dim * op.dtype.itemsize + op.batch * op.pooling * 8
+    ),
     "norm": lambda op: 2 * op.tokens * op.hidden * op.dtype.itemsize,
     "activation": lambda op: 2 * op.tokens * op.width * op.dtype.itemsize,
     "rope": lambda op: 2 * op.batch * op.seq * (op.heads + op.kv_heads) * op.head_dim,
@@ -352,7 +355,15 @@ def test_fp8_only_where_there_is_fp8(family: str) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["norm", "activation", "rope", "cross-entropy", "optimizer", "grouped-gemm", "embedding-bag"],
+    [
+        "norm",
+        "activation",
+        "rope",
+        "cross-entropy",
+        "optimizer",
+        "grouped-gemm",
+        "embedding-bag",
+    ],
 )
 def test_tf32_only_on_matrix_units(family: str) -> None:
     assert "dtype" in refused(PLAIN[family], "dtype", DType.TF32)

@@ -23,7 +23,13 @@ def test_a_size_reads_back(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(1.0, "1 s"), (0.0123456, "12.35 ms"), (12.34e-6, "12.34 us"), (3e-9, "3 ns"), (0, "0 ns")],
+    [
+        (1.0, "1 s"),
+        (0.0123456, "12.35 ms"),
+        (12.34e-6, "12.34 us"),
+        (3e-9, "3 ns"),
+        (0, "0 ns"),
+    ],
 )
 def test_times(seconds: float, text: str) -> None:
     assert format_time(seconds) == text

@@ -35,7 +35,9 @@ def test_gemms(name: str, count: int, text: str) -> None:
 
 def test_embedding_bags() -> None:
     forward = [op for op in dataset("embedding-bag", "A", DType.FP32) if op.phase is Phase.FWD]  # type: ignore[union-attr]
-    found = [(o.rows, o.dim, o.pooling, o.batch) for o in forward if isinstance(o, EmbeddingBag)]
+    found = [
+        (o.rows, o.dim, o.pooling, o.batch) for o in forward if isinstance(o, EmbeddingBag)
+    ]
     batches = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
     assert len(found) == 16
     assert found == [(r, 128, 30, b) for r in (14_000_000, 26_000_000) for b in batches]

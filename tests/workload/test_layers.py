@@ -22,7 +22,9 @@ ALONE = ParallelConfig()
 BACKWARD = (Phase.DGRAD, Phase.WGRAD)
 
 
-def shape(model: ModelConfig | str, parallel: ParallelConfig = ALONE, **more: object) -> LayerShape:
+def shape(
+    model: ModelConfig | str, parallel: ParallelConfig = ALONE, **more: object
+) -> LayerShape:
     found = find_model(model) if isinstance(model, str) else model
     values = {"mbs": 1, "seq_len": 256} | more
     return LayerShape(model=found, parallel=parallel, **values)  # type: ignore[arg-type]
@@ -134,9 +136,7 @@ def test_tensor_parallel_shards_sum_to_the_whole(name: str, tp: int) -> None:
         assert parts * op.flops == whole[label.role, label.phase], label.role
         assert label.role.removeprefix("shared_") in ROW_AND_COLUMN | REPLICATED
     for label, op in layers.attentions(sharded):
-        expected = dict(
-            (lb.phase, one.flops) for lb, one in layers.attentions(shape(name))
-        )
+        expected = {lb.phase: one.flops for lb, one in layers.attentions(shape(name))}
         assert tp * op.flops == expected[label.phase]
 
 
@@ -203,8 +203,10 @@ def test_passes_permute_the_forward_dimensions(name: str) -> None:
 # (qkv, out, gate_up, down, head) as (M, N, K), M at MBS 1.
 # Source: AMD-AGI/Primus, benchmark/kernel/gemm/model_configs.json and benchmark_gemm.py.
 PRIMUS_DENSE = {
-    "Llama2_7B": "4096,12288,4096 4096,4096,4096 4096,22016,4096 4096,4096,11008 4096,32000,4096",
-    "Llama2_70B": "4096,10240,8192 4096,8192,8192 4096,57344,8192 4096,8192,28672 4096,32000,8192",
+    "Llama2_7B": "4096,12288,4096 4096,4096,4096 4096,22016,4096 4096,4096,11008 "
+    "4096,32000,4096",
+    "Llama2_70B": "4096,10240,8192 4096,8192,8192 4096,57344,8192 4096,8192,28672 "
+    "4096,32000,8192",
     "Llama3.1_8B": "8192,6144,4096 8192,4096,4096 8192,28672,4096 8192,4096,14336 "
     "8192,128256,4096",
     "Llama3.1_70B": "8192,10240,8192 8192,8192,8192 8192,57344,8192 8192,8192,28672 "
@@ -258,7 +260,9 @@ def test_every_model_of_primus_has_a_table() -> None:
     assert {model.name for model in PRIMUS} == {*PRIMUS_DENSE, *PRIMUS_DEEPSEEK}
 
 
-@pytest.mark.parametrize("model", [m for m in PRIMUS if m.name in PRIMUS_DENSE], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "model", [m for m in PRIMUS if m.name in PRIMUS_DENSE], ids=lambda m: m.name
+)
 def test_primus_dense_models(model: ModelConfig) -> None:
     found = forward_dims(layers.gemms(shape(model, seq_len=model.seq_len)))
     assert list(found) == ["qkv", "out", "gate_up", "down", "head"]
@@ -268,7 +272,9 @@ def test_primus_dense_models(model: ModelConfig) -> None:
     assert list(doubled.values()) == [(2 * m, n, k) for m, n, k in expected]
 
 
-@pytest.mark.parametrize("model", [m for m in PRIMUS if m.name in PRIMUS_DEEPSEEK], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "model", [m for m in PRIMUS if m.name in PRIMUS_DEEPSEEK], ids=lambda m: m.name
+)
 def test_primus_deepseek_models(model: ModelConfig) -> None:
     where = shape(model, seq_len=model.seq_len)
     found = forward_dims(layers.gemms(where))

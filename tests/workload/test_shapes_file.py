@@ -96,13 +96,16 @@ def test_no_file_and_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mutated_file_is_read_or_refused(tmp_path: Path, family: str) -> None:
-    from tests.core.ops_samples import PLAIN
     from dataclasses import asdict
+
+    from tests.core.ops_samples import PLAIN
 
     content = [asdict(PLAIN[family])] * 2
     files = mutated(content, 300, seed=len(family))
     good, bad = only_config_errors(
-        lambda path: read_shapes(path, family, {"dtype": DType.FP32}), files, tmp_path / "s.json"
+        lambda path: read_shapes(path, family, {"dtype": DType.FP32}),
+        files,
+        tmp_path / "s.json",
     )
     assert good + bad == 300
     assert bad > 100

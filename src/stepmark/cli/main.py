@@ -58,9 +58,12 @@ def status(arguments: list[str]) -> int:
         return int(stop.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", 130)
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit) as stop:
+        # typer turns a broken pipe into SystemExit(1), which would be a failed check.
+        if isinstance(stop, SystemExit) and not isinstance(stop.__context__, BrokenPipeError):
+            raise
         # The reader of our output went away; there is nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # type: ignore[union-attr]
         return 0
     except typer.BadParameter.__mro__[2] as error:  # type: ignore[misc]
         # typer's own usage errors; their class is not public under a stable name.

@@ -29,6 +29,9 @@ SHAPES = Flag(
     name="shapes", kind=str, help="JSON list of shapes (or Primus' attention_shapes.json)"
 )
 DATASET = Flag(name="dataset", kind=str, help="PARAM's built-in shapes: A, B or C")
+PASS = Flag(
+    name="phase", kind=str, names=("--pass",), help="pass of a linear layer: fwd, dgrad, wgrad"
+)
 FIND_MAX = Flag(
     name="find_max",
     kind=bool,
@@ -108,7 +111,6 @@ def layer_cases(values: Values, device: str, ranks: int) -> list[Case]:
     if not values.get("model"):
         raise ConfigError("model", "missing", "a model name or config.json for op all")
     shapes = plan.layer_shapes(values, device)
-    values = {**values, "scale": ""}  # the models are scaled already
     leave_out = _NOT_IN_ALL if device == "cuda" else (*_NOT_IN_ALL, "compile")
     found: list[Case] = []
     for family, operators in BY_FAMILY.items():
@@ -116,7 +118,7 @@ def layer_cases(values: Values, device: str, ranks: int) -> list[Case]:
         found += of_family(family, placed, values, device, ranks, leave_out)
     size = 2**30 if device == "cuda" else 2**27
     copy = [(Label(role="copy"), Copy(num_bytes=size))]
-    return found + of_family("copy", copy, values, device, ranks)
+    return found + of_family("copy", copy, {**values, "scale": ""}, device, ranks)
 
 
 def execute(cases: Sequence[Case], values: Values, device: str, ranks: int) -> None:
@@ -284,6 +286,8 @@ def _register() -> None:
             (DATASET,) if family in ("gemm", "embedding-bag", "mlp") else ()
         )
         extra += (FIND_MAX,) if family == "gemm" else ()
+        # Its pass is no field of a product: it permutes the dimensions.
+        extra += (PASS,) if family in ("gemm", "bmm") else ()
 
         def handler(values: dict[str, Any], family: str = family) -> None:
             measure_family(family, values)

@@ -133,7 +133,7 @@ def whole_numbers(text: str, field: str) -> list[int]:
     numbers: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
-        if not low.isdecimal() or (dash and not high.isdecimal()):
+        if not low.isdecimal() or (dash and not high.isdecimal()) or len(part) > 40:
             raise ConfigError(field, text, "whole numbers such as 1, 1,2 or 1-8")
         last = int(high) if dash else int(low)
         if not 1 <= int(low) <= last <= 2**20 or last - int(low) > 4096:

@@ -90,13 +90,13 @@ def layer_shapes(values: Values, device: str) -> list[Any]:
     """One per model, micro-batch and dtype."""
     from stepmark.workload.layers import LayerShape  # noqa: PLC0415
 
-    parallel = ParallelConfig(
-        tp=values.get("tp") or 1, ep=values.get("ep") or 1, dp_shard=values.get("dp_shard") or 1
-    )
+    axes = {name: values.get(name) for name in ("tp", "ep", "dp_shard")}
+    parallel = ParallelConfig(**{name: n for name, n in axes.items() if n is not None})
     shapes = []
     for model in models(values, parallel.tp):
         parallel.check(model)
-        seq_len = values.get("seq_len") or model.seq_len
+        seq_len = values.get("seq_len")
+        seq_len = model.seq_len if seq_len is None else seq_len
         if not 1 <= seq_len <= 2**30:
             raise ConfigError("seq-len", seq_len, "from 1 to 1073741824")
         for mbs in whole_numbers(values["mbs"], "mbs"):
@@ -235,7 +235,21 @@ def _explicit(family: str, values: Values, device: str) -> Iterator[Placed]:
     from stepmark.workload.formats.shapes import build  # noqa: PLC0415
 
     kind = FAMILIES[family]
-    fields = dataclasses.fields(kind)
+    names = {field.name for field in dataclasses.fields(kind)}
+    chosen = _chosen(family, values, device)
+    for combination in itertools.product(*chosen.values()):
+        item = dict(zip(chosen, combination, strict=True))
+        for name, twin in _SAME_AS.items():
+            if name in names and name not in item and twin in item:
+                item[name] = item[twin]
+        for phase, changed in _passes(family, item, values):
+            op = build(kind, changed, "")
+            yield Label(phase=phase), _scaled(op, values)
+
+
+def _chosen(family: str, values: Values, device: str) -> dict[str, list[Any]]:
+    """Every field that the flags give, and its values. Raises ConfigError for a missing one."""
+    fields = dataclasses.fields(FAMILIES[family])
     chosen: dict[str, list[Any]] = {}
     for field in fields:
         value = values.get(field.name)
@@ -256,22 +270,16 @@ def _explicit(family: str, values: Values, device: str) -> Iterator[Placed]:
                 flag = "--" + field.name.replace("_", "-")
                 raise ConfigError(flag, "missing", field.metadata["help"])
             chosen[field.name] = [_START[field.name]]
-    names = {field.name for field in fields}
-    for combination in itertools.product(*chosen.values()):
-        item = dict(zip(chosen, combination, strict=True))
-        for name, twin in _SAME_AS.items():
-            if name in names and name not in item and twin in item:
-                item[name] = item[twin]
-        for phase, changed in _passes(family, item, values):
-            op = build(kind, changed, "")
-            yield Label(phase=phase), _scaled(op, values)
+    return chosen
 
 
 def _passes(family: str, item: dict[str, Any], values: Values) -> Iterator[tuple[Phase, Any]]:
     """One item per pass. A GEMM's pass permutes its dimensions; others carry it as a field."""
     wanted = phases(values)
     if family in ("gemm", "bmm"):
-        if not wanted or "layout" in item:
+        if wanted and "layout" in item:
+            raise ConfigError("layout", item["layout"], "without --pass, which implies it")
+        if not wanted:
             yield Phase.FWD, item
             return
         m, n, k = item["m"], item["n"], item["k"]

@@ -38,6 +38,7 @@ def run(
     if dry_run:
         op.listed(cases, values)
         return
+    session.check_outputs(values)
     if ranks > 1 and not torchrun.is_rank():
         raise typer.Exit(torchrun.run(sys.argv[1:], ranks))
     rig = session.make_rig(kind)

@@ -70,7 +70,7 @@ def effort(values: Values) -> "Effort":
     from stepmark.bench.runner import Effort  # noqa: PLC0415
 
     budget = values.get("budget")
-    return Effort(total_s=parse_duration(budget, "budget") if budget else None)
+    return Effort(total_s=None if budget is None else parse_duration(budget, "budget"))
 
 
 def make_rig(device: str) -> "Rig":
@@ -217,7 +217,7 @@ def _terminable() -> Iterator[None]:
 
 
 class _Progress:
-    """The sink of a run: stores a record, then says so. A bar on a terminal, lines elsewhere."""
+    """The sink of a run: stores a record, then says so. A bar on a terminal, else lines."""
 
     def __init__(self, total: int, writer: "RunWriter | None", *, quiet: bool) -> None:
         self._total, self._writer, self._quiet = total, writer, quiet
@@ -292,6 +292,7 @@ def check_outputs(values: Values) -> None:
     """What can be refused before an hour of measuring is refused before."""
     from stepmark.report import styles  # noqa: PLC0415
 
+    effort(values)
     style = values.get("style")
     if style and style not in styles.STYLES:
         raise ConfigError("style", style, f"one of {', '.join(styles.STYLES)}")
@@ -299,10 +300,19 @@ def check_outputs(values: Values) -> None:
         target = values.get(name)
         if not target or target == "-":
             continue
-        folder = Path(target) if _is_folder(target) else Path(target).parent
-        existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise ConfigError(name, target, "a place that can be written")
+        _make_folder(name, Path(target) if _is_folder(target) else Path(target).parent)
+    if out := values.get("out"):
+        _make_folder("out", Path(out))
+
+
+def _make_folder(name: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(name, folder, f"a folder that can be written ({reason})") from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(name, folder, "a folder that can be written")
 
 
 def _is_folder(target: str) -> bool:

@@ -12,7 +12,7 @@ from stepmark.core.ops import FAMILY_OF, Op, Phase
 
 
 class Rate(StrEnum):
-    """burst: at most 20 ms of work after 1 s idle. sustained: after a soak of its own kernel."""
+    """burst: at most 20 ms of work after 1 s idle. sustained: after a soak of its kernel."""
 
     BURST = "burst"
     SUSTAINED = "sustained"

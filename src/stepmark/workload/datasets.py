@@ -9,7 +9,7 @@ from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Mlp, Op, Phase
 
 _BATCHES = (128, 256, 512, 1024)
 
-# (m, n, k)
+# Each is m, n, k.
 GEMM = {
     "A": [
         *((b, 4096, 4096) for b in _BATCHES),
@@ -26,14 +26,14 @@ GEMM = {
     ],
     "C": [(1024, 1024, 64), (1024, 64, 1024), (1024, 4096, 1024), (1024, 1024, 4096)],
 }
-# (rows, dim, pooling, batch)
+# Each is rows, dim, pooling, batch.
 EMBEDDING_BAG = {
     "A": [
         (rows, 128, 30, 512 * 2**i) for rows, i in product((14_000_000, 26_000_000), range(8))
     ],
     "B": [(4_800_000, 56, 34, 2048 * 2**i) for i in range(6)],
 }
-# (layers, input, hidden, output, batch)
+# Each is layers, input, hidden, output, batch.
 MLP = {
     "A": [(18, width, width, width, 128 * 2**i) for width, i in product((1024, 4096), range(6))]
 }

@@ -150,7 +150,7 @@ class GroupedGemm:
     def group_sizes(self) -> tuple[int, ...]:
         """Tokens of each expert: shares 1/rank^skew, rounded so that they sum to `tokens`."""
         weights = [1 / (rank + 1) ** self.skew for rank in range(self.num_groups)]
-        # The same order of additions for the parts and the total, so that the last end is exact.
+        # Parts and total are added in the same order, so that the last end is exact.
         sums = list(itertools.accumulate(weights))
         ends = [round(self.tokens * part / sums[-1]) for part in sums]
         return tuple(b - a for a, b in itertools.pairwise([0, *ends]))

@@ -10,7 +10,7 @@ from stepmark.core.ops.fields import Phase, choice, count, validate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mlp:
-    """PARAM's linear stack: layers + 1 linear layers in -> hidden -> ... -> out, ReLU between."""
+    """PARAM's linear stack: layers + 1 linears, in -> hidden -> ... -> out, ReLU between."""
 
     layers: int = count("hidden layers; the stack has one more linear layer", high=10_000)
     input: int = count("input features")

@@ -21,13 +21,13 @@ _MAX_BYTES = 16 * 2**20
 
 
 class _Input(msgspec.Struct):
-    args: list[Any] = []  # noqa: RUF012  msgspec copies it
-    kwargs: dict[str, Any] = {}  # noqa: RUF012
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
 
 
 class _Config(msgspec.Struct):
     input: list[_Input]
-    build: list[Any] = []  # noqa: RUF012
+    build: list[Any] = []
 
 
 class _Operator(msgspec.Struct):

@@ -1,0 +1,177 @@
+"""Small real runs on the CPU: every family, outputs, interrupts, resume, ranks."""
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cli.main import status
+from stepmark.core.ops import FAMILIES
+from stepmark.core.record import Check
+
+from .process import command, environment, lines, only_run, stepmark
+
+SHAPE = {
+    "gemm": "--m 32 --n 32 --k 32",
+    "grouped-gemm": "--num-groups 2 --tokens 16 --n 16 --k 16",
+    "bmm": "--batch 2 --m 16 --n 16 --k 16",
+    "attention": "--seq-q 32 --heads 2 --head-dim-qk 16 --backend math",
+    "mlp": "--layers 2 --input 16 --batch 8",
+    "embedding-bag": "--rows 64 --dim 16 --pooling 2 --batch 8",
+    "norm": "--tokens 16 --hidden 32 --backend torch",
+    "activation": "--tokens 16 --width 32 --backend torch",
+    "rope": "--seq 16 --heads 2 --head-dim 16 --backend torch",
+    "cross-entropy": "--tokens 16 --vocab 32 --backend torch",
+    "optimizer": "--num-params 1000",
+    "copy": "--num-bytes 65536",
+}
+CPU = ["--device", "cpu", "--budget", "1s"]
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_runs(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "op",
+        family,
+        *SHAPE[family].split(),
+        *CPU,
+        "--csv",
+        "-",
+        "--json",
+        "rows.json",
+    ]
+    code = status(arguments)
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    rows = list(csv.DictReader(io.StringIO(out)))
+    records = lines(only_run(tmp_path / "runs"))
+    assert len(rows) == len(records) > 0
+    for row, record in zip(rows, records, strict=True):
+        assert row["family"] == family
+        assert float(row["time_s"]) > 0
+        assert row["num_wrong"] == "0"
+        assert record["samples"]["seconds"][0]
+    again = json.loads((tmp_path / "rows.json").read_text())
+    found = again if isinstance(again, list) else again["rows"]
+    assert [row["case_id"] for row in found] == [row["case_id"] for row in rows]
+
+
+def test_a_tiny_model_all_families(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["op", "all", "--model", "llama-3.1-8b", "--scale", "tiny", "--csv", "out/"]
+    assert status([*arguments, *CPU]) == 0, capsys.readouterr().err
+    records = lines(only_run(tmp_path / "runs"))
+    assert {"gemm", "attention", "norm", "optimizer", "copy"} <= {
+        next(f for f in FAMILIES if f == _family(record)) for record in records
+    }
+    files = list((tmp_path / "out").glob("*.csv"))
+    assert files
+    texts = [io.StringIO(file.read_text()) for file in files]
+    rows = [row for text in texts for row in csv.DictReader(text)]
+    assert {row["scale"] for row in rows if row["model"]} == {"tiny"}
+
+
+def _family(record: dict[str, Any]) -> str:
+    case = record["case"]
+    return str(case.get("family") or case["op"].get("family") or case["op"].get("type"))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("wrong", 1), ("raises", 3)])
+def test_exit_codes_of_a_bad_case(
+    kind: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepmark.bench import runner
+
+    impl = runner.IMPLS["gemm"]["torch"]
+    bad = Check(max_rel_err=9, tolerance=0, num_wrong=1, num_compared=1, reference="fake")
+
+    def make(op: Any, device: Any) -> Any:
+        if kind == "raises":
+            raise RuntimeError("broken on purpose")
+        return dataclasses.replace(impl.make(op, device), verify=lambda: bad)
+
+    monkeypatch.setitem(runner.IMPLS["gemm"], "torch", dataclasses.replace(impl, make=make))
+    assert status(["op", "gemm", *SHAPE["gemm"].split(), *CPU]) == expected
+    assert len(lines(only_run(tmp_path / "runs"))) == 1
+
+
+MANY = ["op", "gemm", "--m", "16,32,48,64,80,96", "--n", "32", "--k", "32", "--device", "cpu"]
+
+
+def started_and_stopped(folder: Path, number: int) -> tuple[int, str]:
+    """A run that gets a signal after its second record."""
+    process = subprocess.Popen(
+        command(*MANY, "--budget", "12s"),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        found = list(folder.glob("runs/*/records.jsonl"))
+        if found and found[0].read_text().count("\n") >= 2:
+            break
+        time.sleep(0.05)
+    os.kill(process.pid, number)
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_what_was_finished_is_kept_and_resumed(
+    number: signal.Signals, expected: int, tmp_path: Path
+) -> None:
+    code, errors = started_and_stopped(tmp_path, number)
+    assert code == expected, errors
+    assert "Traceback" not in errors
+    run = only_run(tmp_path / "runs")
+    before = lines(run)
+    assert 2 <= len(before) < 6
+    if number is not signal.SIGKILL:
+        assert f"--resume {run.relative_to(tmp_path)}" in errors
+    done = stepmark(*MANY, "--budget", "2s", "--resume", run.name, "--csv", "-", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    after = lines(run)
+    assert after[: len(before)] == before
+    assert len(after) == 6, "no case is measured twice"
+    assert len(done.stdout.splitlines()) == 1 + 6
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    arguments = ["op", "gemm", *SHAPE["gemm"].split(), *CPU, "--nproc", "2", "--csv", "-"]
+    done = stepmark(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert [row["rank"] for row in rows] == ["", "0", "1"]
+    (record,) = lines(only_run(tmp_path / "runs"))
+    assert len(record["samples"]["seconds"]) == 2
+
+
+def test_an_exit_code_comes_through_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    arguments = ["op", "gemm", *SHAPE["gemm"].split(), *CPU, "--nproc", "2"]
+    done = stepmark(*arguments, "--resume", "20200101-000000-dead", cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
