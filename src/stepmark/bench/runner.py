@@ -16,7 +16,7 @@ from stepmark.bench.operators.call import Call, Capabilities, Impl
 from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.telemetry import Sampler
-from stepmark.core.case import Case, Rate
+from stepmark.core.case import Case, ClockName, Rate
 from stepmark.core.record import Check, Failed, Measured, Record, Samples, Skipped, Telemetry
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.units import format_bytes
@@ -73,31 +73,37 @@ def run(
 ) -> None:
     """Measure each case; rank 0 passes each record on. A broken case does not end the run."""
     todo = list(cases)
-    deadline = None if effort.total_s is None else time.monotonic() + effort.total_s
+    begin = time.monotonic()
+    aside_s = 0.0  # spent on allocation, checks and compilation so far
     for position, case in enumerate(todo):
         share = effort
-        if deadline is not None:
-            left = max(0.0, deadline - time.monotonic()) / (len(todo) - position)
-            share = _shortened(effort, max(rig.ranks.gather(left)))
+        if effort.total_s is not None:
+            left = max(0.0, begin + effort.total_s - time.monotonic()) / (len(todo) - position)
+            usable = left - aside_s / position if position else left / 2
+            share = _shortened(effort, max(rig.ranks.gather(max(usable, left / 4))))
+        started = time.monotonic()
         record = _run_case(case, rig, share, run_id)
+        timed_s = record.samples.wall_s if isinstance(record, Measured) else 0.0
+        aside_s += time.monotonic() - started - timed_s
         if rig.ranks.rank == 0:
             sink(record)
 
 
-def _shortened(effort: Effort, left_s: float) -> Effort:
-    """Soak and samples that fit in `left_s`, of which a third goes to set-up and checking."""
-    usable = left_s * 2 / 3
+def _shortened(effort: Effort, usable_s: float) -> Effort:
+    """Soak and samples that fit in `usable_s`."""
     return Effort(
-        soak_s=min(effort.soak_s, usable * 0.3),
-        sample_s=min(effort.sample_s, max(usable * 0.7, 0.01)),
+        soak_s=min(effort.soak_s, usable_s * 0.3),
+        sample_s=min(effort.sample_s, max(usable_s * 0.7, 0.01)),
         target_ci_rel=effort.target_ci_rel,
     )
 
 
 def _run_case(case: Case, rig: Rig, effort: Effort, run_id: str) -> Record:
     impl = IMPLS[case.family].get(case.backend)
-    reason, needed = _why_not(case, impl, rig)
-    reasons = rig.ranks.gather((reason, needed))
+    try:
+        reasons = rig.ranks.gather(_agreed(rig, lambda: _why_not(case, impl, rig)))
+    except _CaseFailedError as failed:
+        return _failed(run_id, case, failed)
     for rank, (rank_reason, rank_needed) in enumerate(reasons):
         if rank_reason is not None:
             where = f" (rank {rank})" if len({r for r, _ in reasons}) > 1 else ""
@@ -109,16 +115,20 @@ def _run_case(case: Case, rig: Rig, effort: Effort, run_id: str) -> Record:
         with _own_stream(rig):
             return _measure(case, impl, rig, effort, run_id)
     except _CaseFailedError as failed:
-        return Failed(
-            run_id=run_id,
-            case=case,
-            cause=failed.cause,
-            message=failed.message,
-            ranks=failed.ranks,
-            traceback=failed.trace,
-        )
+        return _failed(run_id, case, failed)
     finally:
         _release(rig)
+
+
+def _failed(run_id: str, case: Case, failed: _CaseFailedError) -> Failed:
+    return Failed(
+        run_id=run_id,
+        case=case,
+        cause=failed.cause,
+        message=failed.message,
+        ranks=failed.ranks,
+        traceback=failed.trace,
+    )
 
 
 @contextlib.contextmanager
@@ -185,23 +195,7 @@ def _measure(case: Case, impl: Impl, rig: Rig, effort: Effort, run_id: str) -> M
 
     _agreed(rig, allocate)
     check: Check = _agreed(rig, sets[0].verify)
-    calls = [item.run for item in sets]
-
-    estimates = rig.ranks.gather(_agreed(rig, lambda: clocks.estimate(calls, device.type)))
-    estimate_s = max(call_s for call_s, _ in estimates)
-
-    def bind() -> clocks.Timer:
-        return clocks.choose(
-            case.clock,
-            calls,
-            call_s=estimate_s,
-            launch_s=max(launch_s for _, launch_s in estimates),
-            device_type=device.type,
-            capturable=impl.capturable,
-            l2_bytes=rig.cache_bytes,
-        )
-
-    timer = _agreed(rig, bind)
+    timer, estimate_s = _bind(case, impl, rig, [item.run for item in sets])
     sampler = Sampler(rig.device_index)
     begin = time.monotonic()
     soak_s = 0.0
@@ -229,6 +223,30 @@ def _measure(case: Case, impl: Impl, rig: Rig, effort: Effort, run_id: str) -> M
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
         started_at=started_at,
     )
+
+
+def _bind(case: Case, impl: Impl, rig: Rig, calls: clocks.Calls) -> tuple[clocks.Timer, float]:
+    """The timer that all ranks use, and the slowest rank's estimate of one call."""
+    kind = rig.ranks.device.type
+    estimates = rig.ranks.gather(_agreed(rig, lambda: clocks.estimate(calls, kind)))
+    estimate_s = max(call_s for call_s, _ in estimates)
+
+    def bind(name: ClockName = case.clock) -> clocks.Timer:
+        return clocks.choose(
+            name,
+            calls,
+            call_s=estimate_s,
+            launch_s=max(launch_s for _, launch_s in estimates),
+            device_type=kind,
+            capturable=impl.capturable,
+            l2_bytes=rig.cache_bytes,
+        )
+
+    timer = _agreed(rig, bind)
+    if len(set(rig.ranks.gather((timer.method, timer.calls_per_sample)))) > 1:
+        # Some rank could not capture its graph: then none replays one.
+        timer = _agreed(rig, lambda: bind(ClockName.ROTATE))
+    return timer, estimate_s
 
 
 def _num_sets(case: Case, impl: Impl, rig: Rig) -> int:

@@ -46,7 +46,7 @@ def check(
     path = find_run(runs, baseline)
     reference = _reference(path)
     values: dict[str, Any] = {
-        "out": str(runs),
+        "out": str(runs / "checks"),
         "device": next(iter(reference.values())).case.device,
     }
     device = session.device_type(values)

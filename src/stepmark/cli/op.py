@@ -133,7 +133,8 @@ def execute(cases: Sequence[Case], values: Values, device: str, ranks: int) -> N
         raise typer.Exit(torchrun.run(sys.argv[1:], ranks))
     rig = session.make_rig(device)
     try:
-        outcome = session.measure(cases, values, rig)
+        asked = {"dataset": values["dataset"].upper()} if values.get("dataset") else {}
+        outcome = session.measure(cases, values, rig, settings=asked)
     finally:
         rig.ranks.close()
     if outcome is None:

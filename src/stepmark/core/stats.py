@@ -13,6 +13,7 @@ class Summary:
 
     n: int
     median: float
+    mean: float
     p10: float
     p90: float
     min: float
@@ -53,6 +54,7 @@ def summarize(values: Sequence[float]) -> Summary:
     return Summary(
         n=len(ordered),
         median=median,
+        mean=math.fsum(ordered) / len(ordered),
         p10=quantile(ordered, 0.1),
         p90=quantile(ordered, 0.9),
         min=ordered[0],

@@ -28,6 +28,7 @@ COLUMNS = (
     ("backend_run", "ran as", False),
     ("rank", "rank", True),
     ("time_s", "time", True),
+    ("mean_s", "mean", True),
     ("p10_s", "p10", True),
     ("p90_s", "p90", True),
     ("n", "n", True),

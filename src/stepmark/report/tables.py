@@ -191,7 +191,17 @@ def _identity(case: Case, label: Label, run: RunInfo) -> Row:
 # Columns that only a measurement fills; every row has all of them.
 _UNMEASURED: Row = dict.fromkeys(
     (
-        *("backend_run", "rank", "time_s", "p10_s", "p90_s", "n", "vs_median_rank", "tflops"),
+        *(
+            "backend_run",
+            "rank",
+            "time_s",
+            "mean_s",
+            "p10_s",
+            "p90_s",
+            "n",
+            "vs_median_rank",
+            "tflops",
+        ),
         *("gb_per_s", "pct_peak", "pct_hbm", "ceiling", "ceiling_unit", "pct_ceiling", "bound"),
         *("max_rel_err", "num_wrong", "clock_mhz", "power_w", "throttle", "method"),
         *("pct_reference", "over_limit", "message"),
@@ -235,6 +245,7 @@ def _outcome(record: Measured, rank: int | None, reference: Mapping[str, float])
         "status": "wrong" if num_wrong else "measured",
         "backend_run": record.backend_run or None,
         "time_s": times.median,
+        "mean_s": times.mean,
         "p10_s": times.p10,
         "p90_s": times.p90,
         "n": times.n,
@@ -356,7 +367,7 @@ def cell(row: Row, key: str) -> str:
     if value is None or isinstance(row.get(key), bool):
         return text(row, key)
     match key:
-        case "time_s" | "p10_s" | "p90_s":
+        case "time_s" | "mean_s" | "p10_s" | "p90_s":
             return format_time(value)
         case "max_rel_err":
             return f"{value:.1e}"

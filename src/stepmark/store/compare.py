@@ -1,7 +1,9 @@
 """Is a machine slower than a reference run? A verdict per case, never from one launch alone."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample, summarize
@@ -12,7 +14,7 @@ EFFECT_FLOOR = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`ratio` = median time now / then; above 1 is slower. low and high span the launches."""
+    """`ratio` = mean time now / then; above 1 is slower. low and high span the launches."""
 
     case_id: str
     ratio: float
@@ -23,16 +25,18 @@ class Verdict:
 
 
 def judge(then: Measured, launches: Sequence[Measured], floor: float) -> Verdict:
-    """Slower only if every launch is, by more than the floor and the reference's own noise.
+    """Slower only if every launch is, by more than the floor and the launches' own spread.
 
     A launch (fresh operands, a fresh soak) is the unit: samples of one launch are not
-    independent. Noise is half the p10-p90 range of the reference over its median.
+    independent. Means are compared: under a power cap the clock hops between a few states, and
+    a median hops with it (docs/LOG.md) while work over time does not. Noise is the half-width
+    of the reference's mean over its batches of samples, 2 standard errors of ten blocks.
     """
-    base = summarize(slowest_per_sample(then.samples.seconds))
-    medians = [summarize(slowest_per_sample(one.samples.seconds)).median for one in launches]
-    ratios = sorted(median / base.median for median in medians)
+    base = summarize(slowest_per_sample(then.samples.seconds)).mean
+    means = [summarize(slowest_per_sample(one.samples.seconds)).mean for one in launches]
+    ratios = sorted(mean / base for mean in means)
     ratio = summarize(ratios).median
-    noise = (base.p90 - base.p10) / 2 / base.median
+    noise = _block_noise(slowest_per_sample(then.samples.seconds))
     limit = max(EFFECT_FLOOR, floor, noise)
     if any(one.samples.method != then.samples.method for one in launches):
         word = "other method"
@@ -52,3 +56,14 @@ def judge(then: Measured, launches: Sequence[Measured], floor: float) -> Verdict
         noise=noise,
         verdict=word,
     )
+
+
+def _block_noise(seconds: Sequence[float], blocks: int = 10) -> float:
+    """Two standard errors of the mean, relative, from consecutive blocks of samples."""
+    size = max(1, len(seconds) // blocks)
+    means = [
+        fmean(seconds[i : i + size]) for i in range(0, size * (len(seconds) // size), size)
+    ]
+    if len(means) < 2:
+        return 0.0
+    return 2 * stdev(means) / math.sqrt(len(means)) / fmean(means)
