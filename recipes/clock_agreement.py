@@ -40,6 +40,7 @@ WARM_S = 0.15
 def profiled(warm: Callable[[], None], timed: Callable[[], float]) -> tuple[float, float]:
     """What `timed` says, and the profiler's median kernel time of the same launches."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
+        # Few launches: a profiler keeps every kernel, and short ones come by the ten thousand.
         warm()
         torch.cuda.synchronize()
         marker = torch.empty(1, device="cuda").cos_()
@@ -113,7 +114,7 @@ def compare(shape: tuple[int, int, int], rounds: int, soak_s: float) -> dict[str
         warm()
         note("do_bench", by_triton())
         for name, timed in (("ours", lambda: median_of(ours)), ("do_bench", by_triton)):
-            said, kernel = profiled(warm, timed)
+            said, kernel = profiled(lambda: warm(min(WARM_S, 2000 * call_s)), timed)
             note(f"{name}_kernel", kernel)
             note(f"{name}_over_its_kernel", said / kernel)
     row: dict[str, object] = {"shape": "x".join(map(str, shape)), "method": ours.method}
