@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from stepmark.bench import clock
@@ -47,7 +48,7 @@ def profiled(warm: Callable[[], None], timed: Callable[[], float]) -> tuple[floa
         said = timed()
         torch.cuda.synchronize()
     del marker
-    kernels = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in recorded.events() if e.device_type == DeviceType.CUDA]
     kernels.sort(key=lambda event: event.time_range.start)
     last = max(i for i, event in enumerate(kernels) if "cos" in event.name)
     # What remains is one GEMM kernel a call, and flushes and spins that are no part of it.
@@ -108,9 +109,9 @@ def compare(shape: tuple[int, int, int], rounds: int, soak_s: float) -> dict[str
 
     for _ in range(rounds):
         # Every way meets the device in the same state: at work for WARM_S.
-        for name, timer in timers.items():
+        for clock_name, timer in timers.items():
             warm()
-            note(name, median_of(timer))
+            note(clock_name, median_of(timer))
         warm()
         note("do_bench", by_triton())
         for name, timed in (("ours", lambda: median_of(ours)), ("do_bench", by_triton)):
