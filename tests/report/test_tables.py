@@ -13,7 +13,8 @@ from stepmark.core.dtypes import DType
 from stepmark.core.ops import EmbeddingBag, Gemm, Phase
 from stepmark.core.record import Failed, Skipped
 from stepmark.report import tables
-from stepmark.report.tables import Row, number, print_rows, rows, shape_text
+from stepmark.report.printing import print_rows
+from stepmark.report.tables import Row, number, rows, shape_text
 
 from .records import (
     COPY,

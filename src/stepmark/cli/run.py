@@ -27,8 +27,8 @@ def run(
     from stepmark.cli import report as pages  # noqa: PLC0415
     from stepmark.cli.view import console  # noqa: PLC0415
     from stepmark.launch import torchrun  # noqa: PLC0415
+    from stepmark.report.printing import print_rows  # noqa: PLC0415
     from stepmark.report.summary import terminal_summary  # noqa: PLC0415
-    from stepmark.report.tables import print_rows  # noqa: PLC0415
 
     values = _values(model, device, nproc, budget, out)
     kind = session.device_type(values)

@@ -48,7 +48,7 @@ def show(
 ) -> None:
     """The rows of one run."""
     from stepmark.cli.view import console  # noqa: PLC0415
-    from stepmark.report.tables import print_rows  # noqa: PLC0415
+    from stepmark.report.printing import print_rows  # noqa: PLC0415
     from stepmark.store.codec import to_plain  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
 

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,6 +19,8 @@ from stepmark.core.record import Failed, Measured, Record, RunInfo, Skipped
 from stepmark.core.units import format_time, parse_duration
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from stepmark.bench.runner import Effort, Rig
     from stepmark.cli.view import View
     from stepmark.store.runs import RunWriter
@@ -160,6 +161,8 @@ def measure(
             code = 130
         except Terminated:
             code = 143
+        finally:
+            sink.close()
     if writer is None:
         return None
     return _finish(writer, code, sink)
@@ -222,8 +225,7 @@ class _Progress:
     def __init__(self, total: int, writer: "RunWriter | None", *, quiet: bool) -> None:
         self._total, self._writer, self._quiet = total, writer, quiet
         self._count = 0
-        self._began = time.monotonic()
-        self._live = sys.stderr.isatty()
+        self._bar = _bar(total) if not quiet and sys.stderr.isatty() else None
 
     def __call__(self, record: Record) -> None:
         if self._writer is not None:
@@ -232,7 +234,13 @@ class _Progress:
         if not self._quiet:
             self._show(record)
 
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
     def say(self, text: str) -> None:
+        self.close()
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
@@ -240,18 +248,37 @@ class _Progress:
         from stepmark.report.tables import shape_text  # noqa: PLC0415
 
         case = record.case
-        spent = time.monotonic() - self._began
-        left = spent / self._count * (self._total - self._count)
         text = (
-            f"[{self._count}/{self._total}] {case.family} {shape_text(case.op)} {case.dtype} "
-            f"{case.backend}: {_outcome(record)}"
+            f"{case.family} {shape_text(case.op)} {case.dtype} {case.backend}: "
+            f"{_outcome(record)}"
         )
-        if self._live:
-            ending = "\n" if self._count == self._total else ""
-            sys.stderr.write(f"\r\x1b[K{text[:140]}  ({left:.0f} s left){ending}")
-            sys.stderr.flush()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, description=text)
         else:
-            self.say(text)
+            self.say(f"[{self._count}/{self._total}] {text}")
+
+
+def _bar(total: int) -> "Progress":
+    """Started: what was measured last, how far, and how long it may still take."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = Progress(
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=Console(stderr=True),
+    )
+    bar.add_task("", total=total)
+    bar.start()
+    return bar
 
 
 def _outcome(record: Record) -> str:
@@ -270,7 +297,7 @@ def _outcome(record: Record) -> str:
 def deliver(outcome: Outcome, values: Values) -> None:
     """The rows: as a table, in another tool's style, as CSV and JSON."""
     from stepmark.cli.view import console  # noqa: PLC0415
-    from stepmark.report import styles, tables  # noqa: PLC0415
+    from stepmark.report import printing, styles  # noqa: PLC0415
     from stepmark.store.export import write_tables  # noqa: PLC0415
 
     seen = outcome.view
@@ -284,7 +311,7 @@ def deliver(outcome: Outcome, values: Values) -> None:
     if csv:
         write_tables(by_model if _is_folder(csv) else {"rows": seen.rows}, csv, "csv")
     if not style and "-" not in (json, csv):
-        tables.print_rows(seen.rows, console())
+        printing.print_rows(seen.rows, console())
     sys.stderr.write(f"run {outcome.path}\n")
 
 

@@ -13,7 +13,8 @@ from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
 from stepmark.core.record import RunInfo
 from stepmark.core.units import GB, TFLOP, format_time
-from stepmark.report.tables import Row, describe, digits, number, text
+from stepmark.report.printing import describe, digits
+from stepmark.report.tables import Row, number, text
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

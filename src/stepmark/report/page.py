@@ -11,8 +11,9 @@ from stepmark.core.device import DeviceSpec
 from stepmark.core.record import DeviceInfo, Failed, Record, RunInfo
 from stepmark.core.units import format_bytes
 from stepmark.report import figures
+from stepmark.report.printing import cell, describe
 from stepmark.report.summary import LEAD, summary_lines
-from stepmark.report.tables import Row, cell, describe, number, text
+from stepmark.report.tables import Row, number, text
 
 # key, heading, numeric
 COLUMNS = (

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.core.record import RunInfo
-from stepmark.report.tables import Row, describe, digits, number, text
+from stepmark.report.printing import describe, digits
+from stepmark.report.tables import Row, number, text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -4,13 +4,12 @@ A row is one dict per (record, label); a record without labels gives one. `rank`
 the row that stands for all ranks (the slowest of them in each sample). With several ranks,
 one row per rank follows it, so that a slow device stands out in `vs_median_rank`.
 
-Over 250 lines: the columns, their derivation and their printing are one table's business.
+Over 250 lines: the columns and their derivation are one table's business.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Literal
 
 from stepmark.core.case import Case, Label, Rate
 from stepmark.core.device import DeviceSpec
@@ -33,10 +32,7 @@ from stepmark.core.ops import (
 )
 from stepmark.core.record import Failed, Measured, Record, RunInfo, Skipped
 from stepmark.core.stats import slowest_per_sample, summarize
-from stepmark.core.units import GB, TFLOP, format_bytes, format_time
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from stepmark.core.units import GB, TFLOP, format_bytes
 
 Row = dict[str, object]
 
@@ -352,130 +348,3 @@ def _ratio(value: float, base: float | None) -> float | None:
 
 def _percent(value: float, base: float | None) -> float | None:
     return 100 * value / base if base else None
-
-
-def digits(value: float | None, places: int = 4) -> str:
-    """Four significant digits without an exponent; never fewer than the whole part."""
-    if value is None:
-        return ""
-    return f"{value:.0f}" if abs(value) >= 10 ** (places - 1) else f"{value:.{places}g}"
-
-
-def cell(row: Row, key: str) -> str:
-    """A cell as people read it: times with their unit, shares in percent."""
-    value = number(row, key)
-    if value is None or isinstance(row.get(key), bool):
-        return text(row, key)
-    match key:
-        case "time_s" | "mean_s" | "p10_s" | "p90_s":
-            return format_time(value)
-        case "max_rel_err":
-            return f"{value:.1e}"
-        case "vs_median_rank":
-            return f"{value:.3f}"
-        case "pct_peak" | "pct_hbm" | "pct_ceiling" | "pct_reference":
-            return f"{value:.1f}"
-        case _:
-            return digits(value)
-
-
-# key, heading, numeric, how soon it goes when the terminal is narrow (0 = never)
-_PRINTED = (
-    ("model", "model", False, 0),
-    ("role", "role", False, 0),
-    ("pass", "pass", False, 0),
-    ("shape", "shape", False, 0),
-    ("scale", "scale", False, 2),
-    ("dtype", "dtype", False, 3),
-    ("backend", "backend", False, 2),
-    ("rank", "rank", True, 0),
-    ("time_s", "time", True, 0),
-    ("vs_median_rank", "/ median", True, 0),
-    ("tflops", "TFLOP/s", True, 0),
-    ("gb_per_s", "GB/s", True, 1),
-    ("pct_peak", "% peak", True, 1),
-    ("pct_ceiling", "% ceiling", True, 4),
-    ("bound", "bound", False, 6),
-    ("max_rel_err", "err", True, 5),
-    ("pct_reference", "% ref", True, 1),
-    ("rate", "rate", False, 7),
-    ("status", "status", False, 0),
-)
-
-
-def print_rows(table: Sequence[Row], console: "Console") -> None:
-    """The rows that ran as a table, then one line per skipped or failed case."""
-    ran = [row for row in table if row["status"] in ("measured", "wrong")]
-    if ran and console.is_terminal:
-        _print_fitted(ran, console)
-    elif ran:
-        for line in _plain_lines(ran):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for row in table:
-        if row["status"] in ("skipped", "failed"):
-            line = f"{row['status']}  {describe(row)}: {text(row, 'message')}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _print_fitted(ran: Sequence[Row], console: "Console") -> None:
-    """A table of the columns that fit; words fold when even those are too wide."""
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    columns = _fitting(ran, console.width)
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for _, heading, right, _ in columns:
-        justify: Literal["left", "right"] = "right" if right else "left"
-        drawn.add_column(heading, justify=justify, overflow="fold", no_wrap=right)
-    for row in ran:
-        style = "red" if row["status"] == "wrong" or row["over_limit"] else ""
-        drawn.add_row(*(Text(_printed(row, key)) for key, *_ in columns), style=style)
-    console.print(drawn)
-
-
-def _plain_lines(ran: Sequence[Row]) -> list[str]:
-    """The same table as wide as it needs to be: a file or a pipe has no edge."""
-    columns = _fitting(ran, None)
-    widths = [_width(ran, *column[:2]) - 2 for column in columns]
-    lines = [[heading for _, heading, *_ in columns]]
-    lines += [[_printed(row, key) for key, *_ in columns] for row in ran]
-    return [
-        "  ".join(
-            value.rjust(width) if column[2] else value.ljust(width)
-            for value, width, column in zip(line, widths, columns, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
-
-
-def describe(row: Row) -> str:
-    """A case in one line: where it stands in a model, what it computes, how."""
-    keys = ("model", "role", "pass", "family", "shape", "dtype", "backend")
-    return " ".join(word for word in (text(row, key) for key in keys) if word)
-
-
-def _printed(row: Row, key: str) -> str:
-    if key == "rank" and row["rank"] is None and row["num_ranks"] != 1:
-        return "all"
-    if key == "role":
-        return text(row, "role") or text(row, "family")
-    if key == "status":
-        above = "above limit" if row["over_limit"] else ""
-        return above if row["status"] == "measured" else f"{row['status']} {above}".strip()
-    return cell(row, key)
-
-
-def _width(table: Sequence[Row], key: str, heading: str) -> int:
-    return max([len(heading), *(len(_printed(row, key)) for row in table)]) + 2
-
-
-def _fitting(table: Sequence[Row], available: int | None) -> list[tuple[str, str, bool, int]]:
-    """Columns with anything to say; on a terminal, the least important leave first."""
-    columns = [c for c in _PRINTED if any(_printed(row, c[0]) for row in table)]
-    while available is not None:
-        wide = sum(_width(table, *c[:2]) for c in columns) > available
-        least = max(columns, key=lambda c: c[3], default=None)
-        if not wide or least is None or not least[3]:
-            break
-        columns.remove(least)
-    return columns
