@@ -12,7 +12,7 @@ from stepmark.core.case import Label, Rate
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import EmbeddingBag, Gemm, Phase
 from stepmark.core.record import Failed, Skipped
-from stepmark.report import tables
+from stepmark.report import printing
 from stepmark.report.printing import print_rows
 from stepmark.report.tables import Row, number, rows, shape_text
 
@@ -200,8 +200,8 @@ def test_printed_rows_are_whole_when_not_on_a_terminal() -> None:
 
 def test_a_narrow_terminal_drops_columns_not_digits() -> None:
     table = rows(full_run(), run_info(), device=made_up_device())
-    wide = [column[0] for column in tables._fitting(table, 10_000)]
-    narrow = [column[0] for column in tables._fitting(table, 60)]
+    wide = [column[0] for column in printing._fitting(table, 10_000)]
+    narrow = [column[0] for column in printing._fitting(table, 60)]
     assert set(narrow) < set(wide)
     assert {"time_s", "tflops", "shape"} <= set(narrow)
 

@@ -112,13 +112,14 @@ def layer_cases(values: Values, device: str, ranks: int) -> list[Case]:
         raise ConfigError("model", "missing", "a model name or config.json for op all")
     shapes = plan.layer_shapes(values, device)
     leave_out = _NOT_IN_ALL if device == "cuda" else (*_NOT_IN_ALL, "compile")
-    found: list[Case] = []
+    size = 2**30 if device == "cuda" else 2**27
+    copy = [(Label(role="copy"), Copy(num_bytes=size))]
+    # First, so that a short budget does not leave the ceiling of all others to the end.
+    found = of_family("copy", copy, {**values, "scale": ""}, device, ranks)
     for family, operators in BY_FAMILY.items():
         placed = [item for shape in shapes for item in operators(shape)]
         found += of_family(family, placed, values, device, ranks, leave_out)
-    size = 2**30 if device == "cuda" else 2**27
-    copy = [(Label(role="copy"), Copy(num_bytes=size))]
-    return found + of_family("copy", copy, {**values, "scale": ""}, device, ranks)
+    return found
 
 
 def execute(cases: Sequence[Case], values: Values, device: str, ranks: int) -> None:
