@@ -158,6 +158,20 @@ def test_what_was_finished_is_kept_and_resumed(
     assert len(done.stdout.splitlines()) == 1 + 6
 
 
+def test_a_run_is_resumed_with_its_own_plan_only(tmp_path: Path) -> None:
+    first = ["op", "gemm", "--m", "32", "--n", "32", "--k", "32", *CPU]
+    assert stepmark(*first, cwd=tmp_path).returncode == 0
+    run = only_run(tmp_path / "runs")
+    before = lines(run)
+    other = ["op", "gemm", "--m", "64", "--n", "32", "--k", "32", *CPU, "--resume", run.name]
+    refused = stepmark(*other, cwd=tmp_path)
+    assert refused.returncode == 2, refused.stderr
+    assert "--m 32" in refused.stderr, "the flags it began with"
+    assert lines(run) == before
+    assert stepmark(*other, "--force", cwd=tmp_path).returncode == 0
+    assert len(lines(run)) == 2
+
+
 def test_two_ranks(tmp_path: Path) -> None:
     arguments = ["op", "gemm", *SHAPE["gemm"].split(), *CPU, "--nproc", "2", "--csv", "-"]
     done = stepmark(*arguments, cwd=tmp_path)

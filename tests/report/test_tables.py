@@ -144,7 +144,7 @@ def test_short_soak_is_said() -> None:
         ],
         run,
     )
-    assert [row["rate"] for row in table] == ["sustained (soak 0.4 s)", "sustained", "burst"]
+    assert [row["rate"] for row in table] == ["short soak 0.4 s", "sustained", "burst"]
 
 
 @pytest.mark.parametrize(
@@ -212,3 +212,14 @@ def test_tables_need_neither_rich_nor_plotly() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "set()"
+
+
+def test_spread_is_half_of_p10_to_p90_over_the_median() -> None:
+    for row in rows(full_run(), run_info(), device=made_up_device()):
+        spread, time_s = number(row, "spread_pct"), number(row, "time_s")
+        if row["n"] is None or number(row, "n") == 1:
+            assert spread is None
+            continue
+        low, high = number(row, "p10_s"), number(row, "p90_s")
+        assert None not in (spread, time_s, low, high)
+        assert spread * time_s / 100 == pytest.approx((high - low) / 2)  # type: ignore[operator]

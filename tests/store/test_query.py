@@ -97,3 +97,20 @@ def test_bad_sql_is_one_line(tmp_path: Path, query: str) -> None:
     with pytest.raises(ConfigError, match="sql") as caught:
         sql(tmp_path, query)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "COPY (SELECT 1) TO '{target}'",
+        "SELECT * FROM read_text('{source}')",
+        "ATTACH '{target}'",
+        "SET enable_external_access = true",
+    ],
+)
+def test_a_query_reaches_no_other_file(root: Path, tmp_path: Path, query: str) -> None:
+    source, target = tmp_path / "secret.txt", tmp_path / "made"
+    source.write_text("secret")
+    with pytest.raises(ConfigError, match="sql"):
+        sql(root, query.format(source=source, target=target))
+    assert not target.exists()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def device_type(values: Values) -> str:
         raise ConfigError("device", asked, "cuda or cpu")
     available = torch.cuda.is_available()
     if asked == "cuda" and not available:
-        raise ConfigError("device", "cuda", "cpu: torch finds no accelerator here")
+        raise ConfigError("device", "cuda", "cpu, since torch finds no accelerator here")
     return asked or ("cuda" if available else "cpu")
 
 
@@ -143,7 +144,7 @@ def measure(
             settings=settings or {},
         )
         try:
-            writer, done = _open(values, info)
+            writer, done = _open(values, info, {case.case_id for case in cases})
         except ConfigError as error:
             problem = error
     problem, done = ranks.decide(lambda: (problem, done))
@@ -168,14 +169,20 @@ def measure(
     return _finish(writer, code, sink)
 
 
-def _open(values: Values, info: RunInfo) -> "tuple[RunWriter, set[str]]":
-    from stepmark.store.runs import RunWriter, find_run  # noqa: PLC0415
+def _open(values: Values, info: RunInfo, planned: set[str]) -> "tuple[RunWriter, set[str]]":
+    """A new run, or the one to resume with its measured cases. One run is one plan."""
+    from stepmark.store.runs import RunWriter, find_run, read_run  # noqa: PLC0415
 
     root = Path(values.get("out") or "runs")
-    if name := values.get("resume"):
-        path = find_run(root, name)
-        return RunWriter.resume(path, info.environment, force=bool(values.get("force")))
-    return RunWriter.create(root, info), set()
+    if not (name := values.get("resume")):
+        return RunWriter.create(root, info), set()
+    path = find_run(root, name)
+    force = bool(values.get("force"))
+    writer, done = RunWriter.resume(path, info.environment, force=force)
+    if not done <= planned and not force:
+        writer.close()
+        raise ConfigError("resume", path, f"the flags it began with: {read_run(path).command}")
+    return writer, done
 
 
 def _name(writer: "RunWriter | None", run_id: str) -> str:
@@ -190,7 +197,7 @@ def _finish(writer: "RunWriter", code: int, sink: "_Progress") -> Outcome:
     if code:
         sink.say(
             f"{'interrupted' if code == 130 else 'terminated'}; finished cases are in "
-            f"{writer.path}; go on with --resume {writer.path}"
+            f"{writer.path}; go on with: {seen.run.command} --resume {writer.path}"
         )
     return Outcome(path=writer.path, view=seen, exit_code=code or exit_code(seen))
 
@@ -249,13 +256,20 @@ class _Progress:
 
         case = record.case
         text = (
-            f"{case.family} {shape_text(case.op)} {case.dtype} {case.backend}: "
+            f"{case.family} {_pass(case)}{shape_text(case.op)} {case.dtype} {case.backend}: "
             f"{_outcome(record)}"
         )
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=1, description=text)
         else:
             self.say(f"[{self._count}/{self._total}] {text}")
+
+
+def _pass(case: Case) -> str:
+    label = case.labels[0] if case.labels else None
+    phase = getattr(case.op, "phase", None) or (label.phase if label else None)
+    role = f"{label.role} " if label and label.role else ""
+    return f"{role}{phase} " if phase else role
 
 
 def _bar(total: int) -> "Progress":
@@ -320,6 +334,8 @@ def check_outputs(values: Values) -> None:
     from stepmark.report import styles  # noqa: PLC0415
 
     effort(values)
+    if values.get("dry_run"):
+        return
     style = values.get("style")
     if style and style not in styles.STYLES:
         raise ConfigError("style", style, f"one of {', '.join(styles.STYLES)}")
@@ -338,8 +354,13 @@ def _make_folder(name: str, folder: Path) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(name, folder, f"a folder that can be written ({reason})") from None
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(name, folder, "a folder that can be written")
+    try:
+        # Permissions do not tell of a read-only or a made-up file system.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(name, folder, f"a folder that can be written ({reason})") from None
 
 
 def _is_folder(target: str) -> bool:

@@ -433,8 +433,9 @@ def find_model(name: str) -> ModelConfig:
             return model
     names = {_key(n): m.name for m in load_models().values() for n in (m.name, *m.aliases)}
     close = dict.fromkeys(names[k] for k in get_close_matches(key, names, n=8, cutoff=0.5))
-    shown = list(close)[:3] or list(load_models())
-    raise ConfigError("model", name, f"one of {', '.join(shown)}")
+    if close:
+        raise ConfigError("model", name, f"did you mean {' or '.join(list(close)[:3])}?")
+    raise ConfigError("model", name, f"one of {', '.join(load_models())}")
 
 
 @cache

@@ -29,7 +29,7 @@ def cell(row: Row, key: str) -> str:
             return f"{value:.1e}"
         case "vs_median_rank":
             return f"{value:.3f}"
-        case "pct_peak" | "pct_hbm" | "pct_ceiling" | "pct_reference":
+        case "spread_pct" | "pct_peak" | "pct_hbm" | "pct_ceiling" | "pct_reference":
             return f"{value:.1f}"
         case _:
             return digits(value)
@@ -46,6 +46,7 @@ _PRINTED = (
     ("backend", "backend", False, 2),
     ("rank", "rank", True, 0),
     ("time_s", "time", True, 0),
+    ("spread_pct", "+- %", True, 3),
     ("vs_median_rank", "/ median", True, 0),
     ("tflops", "TFLOP/s", True, 0),
     ("gb_per_s", "GB/s", True, 1),

@@ -80,10 +80,24 @@ def _best_lines(jobs: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _fastest(jobs: Sequence[Row]) -> list[Row]:
+    """The best backend of each operator: a job would use that one."""
+    best: dict[tuple[object, ...], Row] = {}
+    for row in jobs:
+        time_s = number(row, "time_s")
+        if time_s is None:
+            continue
+        key = tuple(row[name] for name in ("family", "shape", "dtype", "layout", "pass"))
+        held = number(best[key], "time_s") if key in best else None
+        if held is None or time_s < held:
+            best[key] = row
+    return list(best.values())
+
+
 def _outlier_lines(jobs: Sequence[Row], most: int = 3) -> list[str]:
     """The compute-bound cases farthest under the peak, or under the measured ceiling."""
     shares = []
-    for row in jobs:
+    for row in _fastest(jobs):
         key = "pct_ceiling" if row["pct_peak"] is None else "pct_peak"
         share = number(row, key)
         if row["bound"] == "compute" and share is not None and share < OUTLIER_PCT:

@@ -194,6 +194,7 @@ _UNMEASURED: Row = dict.fromkeys(
             "mean_s",
             "p10_s",
             "p90_s",
+            "spread_pct",
             "n",
             "vs_median_rank",
             "tflops",
@@ -244,6 +245,7 @@ def _outcome(record: Measured, rank: int | None, reference: Mapping[str, float])
         "mean_s": times.mean,
         "p10_s": times.p10,
         "p90_s": times.p90,
+        "spread_pct": (times.p90 - times.p10) / 2 / times.median * 100 if times.n > 1 else None,
         "n": times.n,
         "vs_median_rank": None if rank is None else _ratio(medians[rank], median(medians)),
         "max_rel_err": max((check.max_rel_err for check in checks), default=None),
@@ -271,7 +273,8 @@ def _device_state(record: Measured, shown: int, rank: int | None) -> Row:
 
 def _rate_text(rate: Rate, soak_s: float) -> str:
     if rate is Rate.SUSTAINED and soak_s < SOAK_S:
-        return f"{rate.value} (soak {soak_s:.1f} s)"
+        # Not called sustained: the device may still be cooler than a long job would have it.
+        return f"short soak {soak_s:.1f} s"
     return rate.value
 
 

@@ -83,6 +83,8 @@ def sql(root: Path, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
     runs = list_runs(root)
     with duckdb.connect() as connection:
         _create_views(connection, runs)
+        # All is read: a query may look at nothing else on this machine, and write nothing.
+        connection.execute("SET enable_external_access = false")
         try:
             cursor = connection.execute(query)
             if cursor is None:  # nothing but white space or a comment
@@ -105,8 +107,8 @@ def _create_views(connection: "duckdb.DuckDBPyConnection", runs: list[Path]) -> 
 def _create_source(
     connection: "duckdb.DuckDBPyConnection", name: str, files: list[Path], form: str
 ) -> None:
-    """A view (json, filename) of files; one without rows when there are none."""
-    # duckdb has no parameters in views; a name may hold quotes and the signs of a pattern.
+    """A table (json, filename) of files; one without rows when there are none."""
+    # duckdb has no parameters here; a name may hold quotes and the signs of a pattern.
     names = ", ".join("'" + glob.escape(str(file)).replace("'", "''") + "'" for file in files)
     source = f"FROM read_json_objects([{names}], format='{form}', filename=true"
     if form == "newline_delimited":
@@ -114,7 +116,7 @@ def _create_source(
     source += ")"
     if not files:
         source = "FROM (SELECT NULL::JSON AS json, '' AS filename) WHERE false"
-    connection.execute(f"CREATE VIEW {name} AS SELECT json, filename {source}")
+    connection.execute(f"CREATE TABLE {name} AS SELECT json, filename {source}")
 
 
 def _one_line(error: Exception) -> str:
