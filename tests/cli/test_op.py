@@ -189,3 +189,15 @@ def test_an_exit_code_comes_through_the_launcher(tmp_path: Path) -> None:
     done = stepmark(*arguments, "--resume", "20200101-000000-dead", cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_an_interrupt_that_a_module_swallowed_still_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepmark.cli import interrupts
+    from stepmark.cli.main import status
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(interrupts, "_seen", [2])
+    assert status(["op", "gemm", "--m", "32", "--n", "32", "--k", "32", *CPU]) == 130
+    assert lines(only_run(tmp_path / "runs")) == []

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from stepmark import __version__
-from stepmark.cli import check, doctor, op, report, run, runs
+from stepmark.cli import check, doctor, interrupts, op, report, run, runs
 from stepmark.core.errors import StepmarkError
 from stepmark.launch import torchrun
 
@@ -44,6 +44,7 @@ def _options(
 
 def main() -> None:
     """Run a verb; bad input is one line on stderr and exit code 2, never a traceback."""
+    interrupts.watch()
     code = status(sys.argv[1:])
     sys.exit(0 if torchrun.leave_exit_code(code) else code)
 
@@ -55,7 +56,9 @@ def status(arguments: list[str]) -> int:
     except StepmarkError as error:
         return _complain(str(error), error.exit_code)
     except typer.Exit as stop:
-        return int(stop.exit_code)
+        code = int(stop.exit_code)
+        swallowed = isinstance(stop.__context__, KeyboardInterrupt)
+        return _complain("interrupted", code) if swallowed else code
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", 130)
     except (BrokenPipeError, SystemExit) as stop:

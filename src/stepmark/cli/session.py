@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from stepmark.cli import interrupts
 from stepmark.cli.options import Values
 from stepmark.core.case import Case
 from stepmark.core.errors import ConfigError
@@ -155,6 +156,7 @@ def measure(
     code = 0
     with _terminable():
         try:
+            interrupts.raise_if_seen()
             runner.run(
                 todo, rig, how or effort(values), run_id=_name(writer, run_id), sink=sink
             )
