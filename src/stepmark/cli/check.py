@@ -39,8 +39,8 @@ def check(
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
     from stepmark.store.runs import find_run  # noqa: PLC0415
 
-    if not 1 <= launches <= 100:
-        raise ConfigError("launches", launches, "from 1 to 100")
+    if not 2 <= launches <= 100:
+        raise ConfigError("launches", launches, "from 2 to 100")
     if not 0 <= floor <= 1:
         raise ConfigError("floor", floor, "a fraction from 0 to 1")
     path = find_run(runs, baseline)

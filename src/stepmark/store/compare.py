@@ -10,6 +10,7 @@ from stepmark.core.stats import slowest_per_sample, summarize
 
 # A change smaller than this is not reported, however certain.
 EFFECT_FLOOR = 0.01
+MIN_SAMPLES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,26 +21,30 @@ class Verdict:
     ratio: float
     low: float
     high: float
-    noise: float  # relative; of the reference run's own samples
+    noise: float  # relative; the larger of that of the samples and of the launches
     verdict: str  # "slower", "faster", "same", "cannot tell", "other method"
 
 
 def judge(then: Measured, launches: Sequence[Measured], floor: float) -> Verdict:
-    """Slower only if every launch is, by more than the floor and the launches' own spread.
+    """Slower only if every launch is, by more than floor, noise and the launches' spread.
 
     A launch (fresh operands, a fresh soak) is the unit: samples of one launch are not
     independent. Means are compared: under a power cap the clock hops between a few states, and
-    a median hops with it (docs/LOG.md) while work over time does not. Noise is the half-width
-    of the reference's mean over its batches of samples, 2 standard errors of ten blocks.
+    a median hops with it (docs/LOG.md) while work over time does not. Noise is two standard
+    errors of the noisiest mean, over ten blocks of its samples. How much launches of the
+    reference differ is not known; the spread of ours stands for it. Of fewer than five samples
+    nothing is concluded.
     """
-    base = summarize(slowest_per_sample(then.samples.seconds)).mean
-    means = [summarize(slowest_per_sample(one.samples.seconds)).mean for one in launches]
+    times = [slowest_per_sample(one.samples.seconds) for one in (then, *launches)]
+    base, *means = [summarize(seconds).mean for seconds in times]
     ratios = sorted(mean / base for mean in means)
     ratio = summarize(ratios).median
-    noise = _block_noise(slowest_per_sample(then.samples.seconds))
+    noise = max(*map(_block_noise, times), (ratios[-1] - ratios[0]) / ratio)
     limit = max(EFFECT_FLOOR, floor, noise)
     if any(one.samples.method != then.samples.method for one in launches):
         word = "other method"
+    elif min(map(len, times)) < MIN_SAMPLES or len(launches) < 2:
+        word = "cannot tell"
     elif ratios[0] > 1 + limit:
         word = "slower"
     elif ratios[-1] < 1 - limit:
