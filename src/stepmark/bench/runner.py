@@ -16,7 +16,7 @@ from stepmark.bench.operators.call import Call, Capabilities, Impl
 from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.telemetry import Sampler
-from stepmark.core.case import Case, ClockName, Rate
+from stepmark.core.case import SOAK_S, Case, ClockName, Rate
 from stepmark.core.record import Check, Failed, Measured, Record, Samples, Skipped, Telemetry
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.units import format_bytes
@@ -39,7 +39,7 @@ class Effort:
     """How long a case may take and how exact its median should be."""
 
     sample_s: float = 3.0  # wall seconds of sampling at most
-    soak_s: float = 2.0
+    soak_s: float = SOAK_S
     target_ci_rel: float = 0.003  # half-width of the median's 95 % interval
     total_s: float | None = None  # for all cases together; shortens soak and samples
 

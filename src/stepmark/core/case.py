@@ -10,6 +10,9 @@ from enum import StrEnum
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import FAMILY_OF, Op, Phase
 
+# A sustained rate needs this much work of its own kernel before the first sample.
+SOAK_S = 2.0
+
 
 class Rate(StrEnum):
     """burst: at most 20 ms of work after 1 s idle. sustained: after a soak of its kernel."""

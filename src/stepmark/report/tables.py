@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from stepmark.core.case import Case, Label, Rate
+from stepmark.core.case import SOAK_S, Case, Label, Rate
 from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import (
@@ -36,8 +36,6 @@ from stepmark.core.units import GB, TFLOP, format_bytes
 
 Row = dict[str, object]
 
-# A sustained rate needs this much work of its own kernel before the first sample.
-SOAK_S = 2.0
 # A figure may exceed a data sheet's rounding, not its hardware.
 LIMIT_SLACK = 1.01
 MATMULS = (Gemm, Bmm, GroupedGemm)
