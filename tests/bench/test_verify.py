@@ -16,7 +16,7 @@ from stepmark.bench.verify import (
     sample,
     tolerance,
 )
-from stepmark.core.dtypes import DType
+from stepmark.core.dtypes import OPERATOR_DTYPES, DType
 
 ROUNDED = {
     DType.FP32: torch.float32,
@@ -81,7 +81,7 @@ def test_tolerance_orders_types_and_grows_with_length_and_roundings() -> None:
     values = [tolerance(dtype) for dtype in order]
     assert values == sorted(values)
     assert len(set(values)) == len(values)
-    for dtype in DType:
+    for dtype in OPERATOR_DTYPES:
         assert tolerance(dtype, length=2**14) < tolerance(dtype, length=2**16) < 1
         assert tolerance(dtype, roundings=1) < tolerance(dtype, roundings=2)
 

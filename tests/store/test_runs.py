@@ -120,7 +120,7 @@ def test_killed_at_any_byte_of_the_last_line(tmp_path: Path) -> None:
     for end in range(start, len(text), 97):
         file.write_bytes(text[:end])
         writer, done = RunWriter.resume(path, ENVIRONMENT)
-        assert done == {measured(4).case.case_id}
+        assert done == {(measured(4).case.case_id, 1)}
         with writer:
             writer.append(measured(8))
         assert file.read_bytes() == text
@@ -139,7 +139,7 @@ def test_a_corrupt_line_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_resume_redoes_what_failed(tmp_path: Path) -> None:
     path = write(tmp_path, failed(4), measured(8), measured(12), failed(12))
     writer, done = RunWriter.resume(path, ENVIRONMENT)
-    assert done == {measured(8).case.case_id}
+    assert done == {(measured(8).case.case_id, 1)}
     with writer:
         writer.append(measured(4))
     last = runs.latest(runs.read_records(path))
@@ -176,7 +176,7 @@ def test_resume_refuses_another_machine(
     assert "\n" not in message
     writer, done = RunWriter.resume(path, other, force=True)
     writer.close()
-    assert done == {measured().case.case_id}
+    assert done == {(measured().case.case_id, 1)}
     assert f"{field}: {before} -> {now}" in runs.read_run(path).settings["forced_resume"]
 
 

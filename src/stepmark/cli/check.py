@@ -56,7 +56,7 @@ def check(
     code = 0
     for number in range(launches):
         outcome = session.measure(
-            [record.case for record in reference.values()],
+            [record.operator for record in reference.values()],
             values | {"budget": f"{seconds}s"},
             rig,
             settings={"check_of": path.name, "launch": f"{number + 1}/{launches}"},
@@ -87,14 +87,17 @@ def check(
 
 
 def _reference(path: Path) -> "dict[str, Measured]":
-    """Measured cases of a run of one rank."""
+    """Measured operators of a run of one rank."""
+    from stepmark.core.case import Case  # noqa: PLC0415
     from stepmark.core.record import Measured  # noqa: PLC0415
     from stepmark.store.runs import latest, read_records  # noqa: PLC0415
 
     found = {
         record.case.case_id: record
         for record in latest(read_records(path))
-        if isinstance(record, Measured) and not record.num_wrong
+        if isinstance(record, Measured)
+        and isinstance(record.case, Case)
+        and not record.num_wrong
     }
     if not found:
         raise ConfigError("baseline", path, "a run with measured cases")
@@ -108,10 +111,10 @@ def _row(record: "Measured", verdict: "Verdict") -> dict[str, object]:
 
     return {
         "family": record.case.family,
-        "shape": shape_text(record.case.op),
+        "shape": shape_text(record.operator.op),
         "dtype": str(record.case.dtype),
         "backend": record.case.backend,
-        "pass": str(getattr(record.case.op, "phase", "")),
+        "pass": str(getattr(record.operator.op, "phase", "")),
         "ratio": verdict.ratio,
         "low": verdict.low,
         "high": verdict.high,

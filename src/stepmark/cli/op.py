@@ -10,7 +10,7 @@ import typer
 
 from stepmark.cli.options import MEASURE, MODEL, SELECT, Flag, Values, as_command, of_operator
 from stepmark.core.case import Case, Label, Rate
-from stepmark.core.dtypes import DType
+from stepmark.core.dtypes import OPERATOR_DTYPES
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import FAMILIES, Copy, Gemm
 from stepmark.core.record import Measured
@@ -215,7 +215,8 @@ def find_max(values: dict[str, Any], device: str) -> None:
         first = session.measure(cases, values, rig, settings={"stage": "search"}, how=quick)
         assert first is not None
         rates = {
-            r.case: r.case.op.flops / summarize(slowest_per_sample(r.samples.seconds)).median
+            r.operator: r.operator.op.flops
+            / summarize(slowest_per_sample(r.samples.seconds)).median
             for r in first.view.records
             if isinstance(r, Measured)
         }
@@ -298,7 +299,7 @@ def _register() -> None:
         groups = (of_operator(kind), (SHAPES,), extra, MODEL, SELECT, MEASURE)
         app.command(family)(as_command(handler, " ".join(text.split()), *groups))
     doc = "Every operator of one layer of a model, its head, loss and optimizer."
-    dtype = Flag(name="dtype", kind=str, help=f"element type(s): {', '.join(DType)}")
+    dtype = Flag(name="dtype", kind=str, help=f"element type(s): {', '.join(OPERATOR_DTYPES)}")
     skew = Flag(name="skew", kind=str, help="Zipf exponent of tokens per expert; 0 = balanced")
     app.command("all")(as_command(all_families, doc, (dtype, skew), MODEL, SELECT, MEASURE))
 

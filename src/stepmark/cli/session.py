@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 from stepmark.cli import interrupts
 from stepmark.cli.options import Values
 from stepmark.core.case import Case
+from stepmark.core.collectives import RedOp
+from stepmark.core.comm_case import CommCase
 from stepmark.core.errors import ConfigError
-from stepmark.core.record import Failed, Measured, Record, RunInfo, Skipped
-from stepmark.core.units import format_time, parse_duration
+from stepmark.core.record import AnyCase, Failed, Measured, Record, RunInfo, Skipped
+from stepmark.core.units import format_bytes, format_time, parse_duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from stepmark.bench.runner import Effort, Rig
     from stepmark.cli.view import View
-    from stepmark.store.runs import RunWriter
+    from stepmark.store.runs import Done, RunWriter
 
 
 class Terminated(BaseException):
@@ -133,7 +135,7 @@ def measure(
     ranks = rig.ranks
     devices = ranks.gather(local_device(ranks.device, ranks.rank))
     run_id = ranks.decide(lambda: new_run_id(datetime.now(UTC)))
-    writer, done, info = None, set[str](), None
+    writer, done, info = None, _nothing_done(), None
     problem: Exception | None = None
     if ranks.rank == 0:
         info = RunInfo(
@@ -145,13 +147,13 @@ def measure(
             settings=settings or {},
         )
         try:
-            writer, done = _open(values, info, {case.case_id for case in cases})
+            writer, done = _open(values, info, {(case.case_id, 1) for case in cases})
         except ConfigError as error:
             problem = error
     problem, done = ranks.decide(lambda: (problem, done))
     if problem is not None:
         raise problem
-    todo = [case for case in cases if case.case_id not in done]
+    todo = [case for case in cases if (case.case_id, 1) not in done]
     sink = _Progress(len(todo), writer, quiet=ranks.rank != 0)
     code = 0
     with _terminable():
@@ -171,7 +173,11 @@ def measure(
     return _finish(writer, code, sink)
 
 
-def _open(values: Values, info: RunInfo, planned: set[str]) -> "tuple[RunWriter, set[str]]":
+def _nothing_done() -> "set[Done]":
+    return set()
+
+
+def _open(values: Values, info: RunInfo, planned: "set[Done]") -> "tuple[RunWriter, set[Done]]":
     """A new run, or the one to resume with its measured cases. One run is one plan."""
     from stepmark.store.runs import RunWriter, find_run, read_run  # noqa: PLC0415
 
@@ -254,17 +260,25 @@ class _Progress:
         sys.stderr.flush()
 
     def _show(self, record: Record) -> None:
-        from stepmark.report.tables import shape_text  # noqa: PLC0415
-
-        case = record.case
-        text = (
-            f"{case.family} {_pass(case)}{shape_text(case.op)} {case.dtype} {case.backend}: "
-            f"{_outcome(record)}"
-        )
+        text = f"{_named(record.case)}: {_outcome(record)}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=1, description=text)
         else:
             self.say(f"[{self._count}/{self._total}] {text}")
+
+
+def _named(case: AnyCase) -> str:
+    """What a line of progress calls a case."""
+    from stepmark.report.tables import shape_text  # noqa: PLC0415
+
+    if isinstance(case, CommCase):
+        words = [case.family, format_bytes(case.message_bytes), case.dtype]
+        words += [str(case.redop)] if case.redop is not RedOp.NONE else []
+        words += [f"{case.pair[0]} to {case.pair[1]}"] if case.pair else []
+        words += ["in place"] if case.in_place else []
+        words += [f"beside {case.beside}"] if case.beside else []
+        return " ".join((*words, case.mode))
+    return f"{case.family} {_pass(case)}{shape_text(case.op)} {case.dtype} {case.backend}"
 
 
 def _pass(case: Case) -> str:

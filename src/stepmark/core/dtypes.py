@@ -6,7 +6,10 @@ from stepmark.core.errors import ConfigError
 
 
 class DType(StrEnum):
-    """Element type of an operator's inputs. TF32 is fp32 storage on tf32 matrix units."""
+    """Element type of an operator's inputs or of a message.
+
+    TF32 is fp32 storage on tf32 matrix units. No operator takes whole numbers; messages do.
+    """
 
     FP64 = "fp64"
     FP32 = "fp32"
@@ -15,6 +18,12 @@ class DType(StrEnum):
     FP16 = "fp16"
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    INT32 = "int32"
+    UINT32 = "uint32"
+    INT64 = "int64"
+    UINT64 = "uint64"
 
     @property
     def itemsize(self) -> int:
@@ -25,6 +34,10 @@ class DType(StrEnum):
     def is_fp8(self) -> bool:
         return self in (DType.FP8_E4M3, DType.FP8_E5M2)
 
+    @property
+    def is_integer(self) -> bool:
+        return "int" in self
+
 
 _ITEMSIZE = {
     DType.FP64: 8,
@@ -34,9 +47,19 @@ _ITEMSIZE = {
     DType.FP16: 2,
     DType.FP8_E4M3: 1,
     DType.FP8_E5M2: 1,
+    DType.INT8: 1,
+    DType.UINT8: 1,
+    DType.INT32: 4,
+    DType.UINT32: 4,
+    DType.INT64: 8,
+    DType.UINT64: 8,
 }
 
-# Spellings of PyTorch, Hugging Face, PARAM and Primus.
+# What operators compute in, and what messages are made of.
+OPERATOR_DTYPES = tuple(dtype for dtype in DType if not dtype.is_integer)
+MESSAGE_DTYPES = tuple(dtype for dtype in DType if dtype is not DType.TF32)
+
+# Spellings of PyTorch, Hugging Face, PARAM, Primus, nccl-tests and rccl-tests.
 DTYPE_ALIASES = {
     "float64": DType.FP64,
     "double": DType.FP64,
@@ -48,15 +71,21 @@ DTYPE_ALIASES = {
     "fp8": DType.FP8_E4M3,
     "float8_e4m3fn": DType.FP8_E4M3,
     "float8_e5m2": DType.FP8_E5M2,
+    "f8e4m3": DType.FP8_E4M3,
+    "f8e5m2": DType.FP8_E5M2,
+    "char": DType.INT8,
+    "byte": DType.UINT8,
+    "int": DType.INT32,
+    "long": DType.INT64,
 }
 
 
-def parse_dtype(text: str, field: str = "dtype") -> DType:
+def parse_dtype(
+    text: str, field: str = "dtype", allowed: tuple[DType, ...] = OPERATOR_DTYPES
+) -> DType:
     """Read a dtype by our name or a common alias. Raises ConfigError."""
     name = text.strip().lower().removeprefix("torch.")
-    if name in DTYPE_ALIASES:
-        return DTYPE_ALIASES[name]
-    try:
-        return DType(name)
-    except ValueError:
-        raise ConfigError(field, text, f"one of {', '.join(DType)} or fp8") from None
+    found = DTYPE_ALIASES.get(name, name)
+    if found not in allowed:
+        raise ConfigError(field, text, f"one of {', '.join(allowed)} or fp8")
+    return DType(found)

@@ -3,8 +3,12 @@
 from dataclasses import dataclass, field
 
 from stepmark.core.case import Case
+from stepmark.core.comm_case import CommCase
 
-SCHEMA = 1
+# 2: collectives (comm cases, launches).
+SCHEMA = 2
+
+AnyCase = Case | CommCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +27,11 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Comparison of a result with a higher-precision reference, on one rank.
+    """Comparison of a result with what it should be, on one rank.
 
-    max_rel_err = max over compared elements of |out - ref| / max(|ref|, rms(ref)).
+    Operators: against a higher-precision reference, max_rel_err = max over compared elements
+    of |out - ref| / max(|ref|, rms(ref)). Collectives: against values computed from rank and
+    position, max_rel_err = max of |out - ref| / max(|ref|, 1).
     """
 
     max_rel_err: float
@@ -47,17 +53,64 @@ class Telemetry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Arrivals:
+    """When ranks came and what a call cost their host. By rank, in the order of the samples.
+
+    late_s[rank][batch] is how long after the first rank this rank began a batch; error_s is
+    how far clocks of different hosts may be apart (0 on one host, None where unknown).
+    """
+
+    late_s: tuple[tuple[float, ...], ...]
+    error_s: float | None
+    issue_s: tuple[float, ...]  # median host seconds to issue one call
+    warmup_calls: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Compute that ran beside a collective: seconds[rank][sample] of one call of it."""
+
+    alone_s: tuple[tuple[float, ...], ...]
+    together_s: tuple[tuple[float, ...], ...]
+    backend_run: str
+
+
+class _OfCase:
+    """The case of a record by its kind, for readers that know which they have."""
+
+    __slots__ = ()
+    case: AnyCase
+
+    @property
+    def operator(self) -> Case:
+        """Raises TypeError for a collective."""
+        if not isinstance(self.case, Case):
+            raise TypeError(f"{self.case.family} is no operator")
+        return self.case
+
+    @property
+    def comm(self) -> CommCase:
+        """Raises TypeError for an operator."""
+        if not isinstance(self.case, CommCase):
+            raise TypeError(f"{self.case.family} is no collective")
+        return self.case
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(_OfCase):
     """A case that ran on every rank."""
 
     run_id: str
-    case: Case
+    case: AnyCase
     samples: Samples
     checks: tuple[Check, ...]  # per rank
     telemetry: tuple[Telemetry, ...]  # per rank
     backend_run: str  # what really ran, e.g. "cudnn" or a kernel name
     peak_memory_bytes: int | None
     started_at: float  # Unix time
+    launch: int = 1  # of how many times communicators (and processes) were made anew
+    arrivals: Arrivals | None = None  # collectives only
+    beside: Beside | None = None
     schema: int = SCHEMA
     kind: str = "measured"
 
@@ -67,27 +120,29 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
+class Skipped(_OfCase):
     """A case that cannot run here; every rank derived the same reason before any launch."""
 
     run_id: str
-    case: Case
+    case: AnyCase
     reason: str
     needed_bytes: int | None = None
+    launch: int = 1
     schema: int = SCHEMA
     kind: str = "skipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(_OfCase):
     """A case that broke."""
 
     run_id: str
-    case: Case
+    case: AnyCase
     cause: str  # "oom", "error", "timeout", "lost rank"
     message: str
     ranks: tuple[int, ...]
-    traceback: str = ""
+    traceback: str = ""  # or the stacks of ranks that hang
+    launch: int = 1
     schema: int = SCHEMA
     kind: str = "failed"
 

@@ -37,7 +37,7 @@ def param(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
     """train/compute/pt of facebookresearch/param: gemm, emb and linear, one block per dtype."""
     groups: dict[str, list[Measured]] = {}
     for record in _measured(records):
-        name = _param_kind(record.case.op)
+        name = _param_kind(record.operator.op)
         if name:
             groups.setdefault(f"{name}-{record.case.dtype}", []).append(record)
     return {key: _param_block(key.split("-")[0], held, run) for key, held in groups.items()}
@@ -80,7 +80,7 @@ def _param_block(name: str, held: Sequence[Measured], run: RunInfo) -> str:
         rule,
         _PARAM_HEADER[name],
         rule,
-        *(_param_line(record.case.op, _time_s(record)) for record in held),
+        *(_param_line(record.operator.op, _time_s(record)) for record in held),
     ]
     return "\n".join(lines) + "\n"
 
@@ -165,7 +165,7 @@ def primus(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
 
 
 def _primus_gemms(record: Measured) -> list[tuple[object, ...]]:
-    op, time_s = record.case.op, _time_s(record)
+    op, time_s = record.operator.op, _time_s(record)
     if not isinstance(op, Gemm):
         return []
     trans_a = "T" if op.layout in (Layout.TN, Layout.TT) else "N"
@@ -180,7 +180,7 @@ def _primus_attentions(held: Sequence[Measured]) -> list[tuple[object, ...]]:
     """One line per shape, model and backend: forward and backward side by side."""
     joined: dict[tuple[str, Attention, str], dict[Phase, tuple[float, float]]] = {}
     for record in held:
-        op, time_s = record.case.op, _time_s(record)
+        op, time_s = record.operator.op, _time_s(record)
         if not isinstance(op, Attention):
             continue
         for model in dict.fromkeys(label.model for label in record.case.labels or (Label(),)):

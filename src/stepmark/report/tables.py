@@ -66,20 +66,20 @@ def rows(
     device: DeviceSpec | None = None,
     reference: Mapping[str, float] | None = None,
 ) -> list[Row]:
-    """One flat row per (record, label), and per rank where there are several."""
-    held = list(records)
+    """Operators: one flat row per (record, label), and per rank where there are several."""
+    held = [record for record in records if isinstance(record.case, Case)]
     ceilings = measured_ceilings(held)
     table: list[Row] = []
     for record in held:
         against = _Yardstick(
             run=run,
-            device=device if record.case.device != "cpu" else None,
+            device=device if record.operator.device != "cpu" else None,
             ceilings=ceilings,
             reference=reference or {},
         )
         for derived in _per_rank(record, against):
-            for label in record.case.labels or (Label(),):
-                table.append(_identity(record.case, label, run) | derived)
+            for label in record.operator.labels or (Label(),):
+                table.append(_identity(record.operator, label, run) | derived)
     return table
 
 
@@ -90,7 +90,7 @@ def measured_ceilings(records: Iterable[Record]) -> Ceilings:
     for record in records:
         if not isinstance(record, Measured) or record.num_wrong or not record.samples.seconds:
             continue
-        op, place = record.case.op, record.case.device
+        op, place = record.operator.op, record.operator.device
         time_s = summarize(slowest_per_sample(record.samples.seconds)).median
         if isinstance(op, MATMULS):
             key = (place, op.dtype)
@@ -206,7 +206,7 @@ _UNMEASURED: Row = dict.fromkeys(
 
 def _per_rank(record: Record, against: _Yardstick) -> Iterator[Row]:
     """The outcome of a record: of all ranks together, then of each."""
-    rate = record.case.rate.value
+    rate = record.operator.rate.value
     match record:
         case Skipped():
             message = record.reason
@@ -228,7 +228,7 @@ def _per_rank(record: Record, against: _Yardstick) -> Iterator[Row]:
 
 def _outcome(record: Measured, rank: int | None, reference: Mapping[str, float]) -> Row:
     """Times, correctness and device state; no rates yet."""
-    samples, case = record.samples, record.case
+    samples, case = record.samples, record.operator
     medians = [summarize(values).median for values in samples.seconds]
     own = slowest_per_sample(samples.seconds) if rank is None else samples.seconds[rank]
     times = summarize(own)
@@ -280,7 +280,7 @@ def _derived(
     record: Measured, time_s: float | None, rank: int | None, against: _Yardstick
 ) -> Row:
     """Rates, their share of a peak or ceiling, and what bounds them."""
-    op, place = record.case.op, record.case.device
+    op, place = record.operator.op, record.operator.device
     device, ceilings = against.device, against.ceilings
     if not time_s:
         return {}
@@ -324,7 +324,7 @@ def _over_limit(
     device = against.device
     if device is None:
         return None
-    op = record.case.op
+    op = record.operator.op
     verdicts: list[bool] = []
     clocks = [
         found.max_sm_clock_hz

@@ -1,6 +1,6 @@
 """Records and runs to JSON and back. Raw data only; what is derived is drawn by report.
 
-An operator carries its `family`; `case_id` and `command` stand beside the case for readers
+An operator carries its `family`, a collective its name; `case_id` and `command` stand beside the case for readers
 without our code. JSON has no inf and no nan: such a float is written as the string "inf",
 "-inf" or "nan", and read back because the field is a float.
 """
@@ -14,9 +14,18 @@ from typing import Any
 import msgspec
 
 from stepmark.core.case import Case
+from stepmark.core.comm_case import CommCase
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import FAMILIES
-from stepmark.core.record import SCHEMA, Failed, Measured, Record, RunInfo, Skipped
+from stepmark.core.record import (
+    SCHEMA,
+    AnyCase,
+    Failed,
+    Measured,
+    Record,
+    RunInfo,
+    Skipped,
+)
 
 KINDS: dict[str, type[Record]] = {"measured": Measured, "skipped": Skipped, "failed": Failed}
 
@@ -24,7 +33,8 @@ KINDS: dict[str, type[Record]] = {"measured": Measured, "skipped": Skipped, "fai
 def encode(record: Record) -> bytes:
     """One line, newline included."""
     plain = to_plain(record)
-    plain["case"]["op"] = {"family": record.case.family, **plain["case"]["op"]}
+    if isinstance(record.case, Case):
+        plain["case"]["op"] = {"family": record.case.family, **plain["case"]["op"]}
     head = {
         "schema": record.schema,
         "kind": record.kind,
@@ -42,16 +52,23 @@ def decode(line: bytes) -> Record:
     cls = KINDS.get(str(plain.get("kind")))
     if cls is None:
         raise ConfigError("kind", plain.get("kind"), f"one of {', '.join(KINDS)}")
-    case = plain.get("case")
-    op = case.get("op") if isinstance(case, dict) else None
-    if not isinstance(case, dict) or not isinstance(op, dict):
-        raise ConfigError("case", case, "an object with an op")
+    record: Record = _build(cls, plain, {"case": _case(plain.get("case"))})
+    return record
+
+
+def _case(plain: Any) -> AnyCase:
+    """An operator's case has an op, a collective's names the collective."""
+    if isinstance(plain, dict) and "collective" in plain:
+        comm: CommCase = _build(CommCase, plain, {})
+        return comm
+    op = plain.get("op") if isinstance(plain, dict) else None
+    if not isinstance(plain, dict) or not isinstance(op, dict):
+        raise ConfigError("case", plain, "an object with an op or a collective")
     family = FAMILIES.get(str(op.get("family")))
     if family is None:
         raise ConfigError("family", op.get("family"), f"one of {', '.join(FAMILIES)}")
-    given = {"case": _build(Case, case, {"op": _build(family, op, {})})}
-    record: Record = _build(cls, plain, given)
-    return record
+    case: Case = _build(Case, plain, {"op": _build(family, op, {})})
+    return case
 
 
 def encode_run(info: RunInfo) -> bytes:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 MAX_SAMPLES_IN_LINE = 4096
 
+# case_id and launch
+Done = tuple[str, int]
+
 
 class StoreError(StepmarkError):
     """A finished case could not be written. What was written before is kept."""
@@ -67,8 +70,8 @@ class RunWriter:
     @classmethod
     def resume(
         cls, path: Path, environment: Environment, *, force: bool = False
-    ) -> tuple["RunWriter", set[str]]:
-        """The writer, and the case_ids whose last record is Measured."""
+    ) -> tuple["RunWriter", set[Done]]:
+        """The writer, and which cases of which launch have Measured as their last record."""
         info = read_run(path)
         changes = _changes(info.environment, environment)
         if changes and not force:
@@ -84,7 +87,7 @@ class RunWriter:
             except BaseException:
                 writer.close()
                 raise
-        return writer, {r.case.case_id for r in records if isinstance(r, Measured)}
+        return writer, {(r.case.case_id, r.launch) for r in records if isinstance(r, Measured)}
 
     def append(self, record: Record) -> None:
         """On disk when this returns. Raises StoreError, and leaves whole lines only."""
@@ -123,7 +126,8 @@ class RunWriter:
             return record
         import numpy as np  # noqa: PLC0415
 
-        name = f"samples/{record.case.case_id[:16]}.npy"
+        launch = f"-{record.launch}" if record.launch > 1 else ""
+        name = f"samples/{record.case.case_id[:16]}{launch}.npy"
         (self.path / "samples").mkdir(exist_ok=True)
         temporary = self.path / f"{name}.tmp"
         with temporary.open("wb") as file:
@@ -172,8 +176,8 @@ def read_samples(path: Path, record: Measured) -> "np.ndarray":
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """The last record of each case, in the order in which the cases first appeared."""
-    return list({record.case.case_id: record for record in records}.values())
+    """The last record of each case and launch, in the order in which they first appeared."""
+    return list({(record.case.case_id, record.launch): record for record in records}.values())
 
 
 def list_runs(root: Path) -> list[Path]:

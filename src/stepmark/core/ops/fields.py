@@ -6,6 +6,7 @@ import typing
 from enum import StrEnum
 from typing import Any
 
+from stepmark.core.dtypes import OPERATOR_DTYPES, DType
 from stepmark.core.errors import ConfigError
 
 # Larger than any tensor dimension that fits a device; catches typing errors, not ambitions.
@@ -50,6 +51,8 @@ def validate(op: Any) -> None:
             for item in value if isinstance(value, tuple) else (value,):
                 if not meta["low"] <= item <= meta["high"]:  # NaN is in no range
                     raise ConfigError(name, item, f"from {meta['low']} to {meta['high']}")
+        if isinstance(value, DType) and value.is_integer:
+            raise ConfigError(name, value, f"one of {', '.join(OPERATOR_DTYPES)}")
         allowed = meta.get("allowed")
         if allowed and value not in allowed:
             raise ConfigError(name, value, f"one of {', '.join(allowed)}")

@@ -1,0 +1,229 @@
+"""What a collective is: how its size is counted, what its bus bandwidth is, who takes part.
+
+Sizes and factors are those of nccl-tests (doc/PERFORMANCE.md of NVIDIA/nccl-tests, and
+`*GetCollByteCount` in its sources), so that equal questions get equal figures. `count` is the
+count argument there: elements per rank, per peer or in all, by collective.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stepmark.core.errors import ConfigError
+
+# nccl-tests 2.13.12 and later: parts of a message start at multiples of this.
+ALIGN_BYTES = 16
+
+# matrix[i][j]: elements from rank i to rank j.
+Matrix = tuple[tuple[int, ...], ...]
+
+
+class Collective(StrEnum):
+    """An operation of several ranks."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    ALL_TO_ALL = "all_to_all"
+    ALL_TO_ALL_V = "all_to_all_v"  # uneven parts
+    GATHER = "gather"
+    SCATTER = "scatter"
+    SENDRECV = "sendrecv"  # each rank to the next one, around a ring
+    P2P = "p2p"  # one pair, one direction
+    P2P_BOTH = "p2p_both"  # one pair, both directions at once
+    PING_PONG = "ping_pong"  # one pair, there and back; its time is one way
+    INCAST = "incast"  # all to one, message by message
+    MULTICAST = "multicast"  # one to all, message by message
+    BARRIER = "barrier"
+
+
+class RedOp(StrEnum):
+    """How a reduction combines. MULSUM: each rank's values times a factor, then summed."""
+
+    NONE = "none"
+    SUM = "sum"
+    PROD = "prod"
+    MIN = "min"
+    MAX = "max"
+    AVG = "avg"
+    MULSUM = "mulsum"
+
+
+class Mode(StrEnum):
+    """How calls follow each other; docs/definitions.md says what each includes."""
+
+    QUEUED = "queued"
+    GRAPH = "graph"
+    BLOCKING = "blocking"
+
+
+class Api(StrEnum):
+    """Who issues the call: torch.distributed, or libnccl with a communicator of our own."""
+
+    TORCH = "torch"
+    NCCL = "nccl"
+
+
+class Parts(StrEnum):
+    """What `count` counts."""
+
+    WHOLE = "whole"  # the buffer
+    PER_RANK = "per rank"  # the largest buffer holds one part of each rank
+    PER_OTHER = "per other rank"  # one part of each rank but the root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What holds for a collective whatever runs it.
+
+    `synchronizing`: no rank can finish before all have arrived, so the shortest time of any
+    rank is the wire's share.
+    """
+
+    parts: Parts
+    busbw: str  # the factor's name in _FACTOR
+    reduces: bool = False
+    rooted: bool = False
+    pair: bool = False
+    synchronizing: bool = False
+
+
+_FACTOR: dict[str, Callable[[int], float]] = {
+    "2(n-1)/n": lambda n: 2 * (n - 1) / n,
+    "(n-1)/n": lambda n: (n - 1) / n,
+    "1": lambda n: 1.0,
+    "none": lambda n: 0.0,
+}
+
+FACTS: dict[Collective, Facts] = {
+    Collective.ALL_REDUCE: Facts(
+        parts=Parts.WHOLE, busbw="2(n-1)/n", reduces=True, synchronizing=True
+    ),
+    Collective.ALL_GATHER: Facts(parts=Parts.PER_RANK, busbw="(n-1)/n", synchronizing=True),
+    Collective.REDUCE_SCATTER: Facts(
+        parts=Parts.PER_RANK, busbw="(n-1)/n", reduces=True, synchronizing=True
+    ),
+    Collective.BROADCAST: Facts(parts=Parts.WHOLE, busbw="1", rooted=True),
+    Collective.REDUCE: Facts(parts=Parts.WHOLE, busbw="1", reduces=True, rooted=True),
+    Collective.ALL_TO_ALL: Facts(parts=Parts.PER_RANK, busbw="(n-1)/n", synchronizing=True),
+    Collective.ALL_TO_ALL_V: Facts(parts=Parts.PER_RANK, busbw="(n-1)/n", synchronizing=True),
+    Collective.GATHER: Facts(parts=Parts.PER_RANK, busbw="(n-1)/n", rooted=True),
+    Collective.SCATTER: Facts(parts=Parts.PER_RANK, busbw="(n-1)/n", rooted=True),
+    Collective.SENDRECV: Facts(parts=Parts.WHOLE, busbw="1"),
+    Collective.P2P: Facts(parts=Parts.WHOLE, busbw="1", pair=True),
+    Collective.P2P_BOTH: Facts(parts=Parts.WHOLE, busbw="1", pair=True),
+    Collective.PING_PONG: Facts(parts=Parts.WHOLE, busbw="1", pair=True),
+    Collective.INCAST: Facts(parts=Parts.PER_OTHER, busbw="1", rooted=True),
+    Collective.MULTICAST: Facts(parts=Parts.PER_OTHER, busbw="1", rooted=True),
+    Collective.BARRIER: Facts(parts=Parts.WHOLE, busbw="none", synchronizing=True),
+}
+
+
+def busbw_factor(collective: Collective, num_ranks: int) -> float:
+    """busbw / algbw. 0 for a barrier, which moves nothing, and for one rank alone."""
+    return _FACTOR[FACTS[collective].busbw](num_ranks)
+
+
+def num_parts(collective: Collective, num_ranks: int) -> int:
+    """How many times `count` the largest buffer of any rank is."""
+    return {Parts.WHOLE: 1, Parts.PER_RANK: num_ranks, Parts.PER_OTHER: num_ranks - 1}[
+        FACTS[collective].parts
+    ]
+
+
+def trimmed_count(collective: Collective, num_bytes: int, itemsize: int, num_ranks: int) -> int:
+    """The largest `count` that num_bytes hold, as nccl-tests rounds.
+
+    A collective with parts trims each to a multiple of 16 bytes, so a small message is 0.
+    """
+    parts = num_parts(collective, num_ranks)
+    if FACTS[collective].parts is Parts.WHOLE:
+        return num_bytes // itemsize
+    per_align = max(1, ALIGN_BYTES // itemsize)
+    return num_bytes // itemsize // parts // per_align * per_align
+
+
+def sizes(begin: int, end: int, *, factor: float = 0.0, step: int = 0) -> list[int]:
+    """Bytes from begin to end: times `factor` if above 1, else plus `step`.
+
+    Raises ConfigError where there is no way from begin to end.
+    """
+    if begin > end:
+        raise ConfigError("begin", begin, f"at most the end, {end}")
+    if factor <= 1 and step <= 0 and begin < end:
+        raise ConfigError("factor", factor, "a factor above 1, or a step of at least a byte")
+    found, size = [], begin
+    while size <= end:
+        found.append(size)
+        if len(found) > 100_000:
+            raise ConfigError("step", step, "steps that give at most 100000 sizes")
+        size = max(size + 1, int(size * factor)) if factor > 1 else size + max(step, 1)
+    return found
+
+
+def groups(num_ranks: int, split: str) -> list[tuple[int, ...]]:
+    """Ranks by communicator, as NCCL_TESTS_SPLIT divides them; all in one for "".
+
+    "mod 4" (or "% 4"), "div 8" ("/ 8"), "and 0x7" ("& 0x7"), "or 1" ("| 1"): ranks whose
+    number gives the same result are one communicator. Source: nccl-tests, common.cu.
+    """
+    if not split:
+        return [tuple(range(num_ranks))]
+    word, value = parse_split(split)
+    colours: dict[int, list[int]] = {}
+    for rank in range(num_ranks):
+        colour = {
+            "mod": rank % value if value else 0,
+            "div": rank // value if value else 0,
+            "and": rank & value,
+            "or": rank | value,
+        }[word]
+        colours.setdefault(colour, []).append(rank)
+    return [tuple(ranks) for ranks in colours.values()]
+
+
+_SPLIT_WORDS = {"%": "mod", "/": "div", "&": "and", "|": "or"}
+
+
+def parse_split(text: str) -> tuple[str, int]:
+    """("mod", 4) of "MOD 4" or "%4". Raises ConfigError."""
+    squeezed = text.strip().lower()
+    for sign, word in (*_SPLIT_WORDS.items(), *((w, w) for w in _SPLIT_WORDS.values())):
+        if squeezed.startswith(sign):
+            try:
+                value = int(squeezed.removeprefix(sign).strip(), 0)
+            except ValueError:
+                break
+            if value > 0 or (word in ("and", "or") and value == 0):
+                return word, value
+            break
+    raise ConfigError("group-split", text, "mod N, div N, and MASK or or MASK, N from 1")
+
+
+def spread_counts(num_ranks: int, count: int, spread: float, itemsize: int) -> Matrix:
+    """Elements that rank i sends to rank j, as nccl-tests generates them.
+
+    0: every peer gets `count`. 1: proportional to the distance (j - i) mod n, nothing to
+    oneself. Between: a blend. Each part is trimmed to 16 bytes.
+    """
+    total = count * num_ranks * itemsize
+    distances = num_ranks * (num_ranks - 1) // 2
+
+    def part(i: int, j: int) -> int:
+        if num_ranks == 1:
+            return count
+        even = total / num_ranks
+        far = (j - i) % num_ranks * total / distances
+        num_bytes = int((1 - spread) * even + spread * far)
+        return num_bytes // ALIGN_BYTES * ALIGN_BYTES // itemsize
+
+    return tuple(tuple(part(i, j) for j in range(num_ranks)) for i in range(num_ranks))
+
+
+def largest_buffer(matrix: Sequence[Sequence[int]]) -> int:
+    """Elements of the largest send or receive buffer of any rank."""
+    rows = [sum(row) for row in matrix]
+    columns = [sum(column) for column in zip(*matrix, strict=True)]
+    return max(rows + columns, default=0)

@@ -1,0 +1,156 @@
+"""A case of communication: one collective of one size, how it is called, how it is timed."""
+
+import dataclasses
+import hashlib
+import json
+import shlex
+from dataclasses import dataclass
+
+from stepmark.core.case import Label
+from stepmark.core.collectives import (
+    FACTS,
+    Api,
+    Collective,
+    Matrix,
+    Mode,
+    RedOp,
+    busbw_factor,
+    groups,
+    largest_buffer,
+    num_parts,
+    spread_counts,
+)
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommCase:
+    """One measurement of communication to make. Everything is its identity.
+
+    num_ranks is the size of each measured communicator, world_size the number of ranks that
+    were started; ranks outside every communicator wait.
+    """
+
+    collective: Collective
+    count: int  # elements, as core/collectives.py says
+    dtype: DType
+    num_ranks: int
+    world_size: int
+    redop: RedOp = RedOp.NONE
+    root: int = -1
+    in_place: bool = False
+    mode: Mode = Mode.QUEUED
+    aligned: bool = True  # blocking: ranks start each call together
+    api: Api = Api.TORCH
+    backend: str = "nccl"
+    device: str = "cuda"
+    calls_per_group: int = 1  # operations that are issued as one
+    split: str = ""  # "mod 4": communicators side by side
+    pair: tuple[int, int] | None = None  # source and destination
+    spread: float | None = None  # of all_to_all_v
+    matrix: Matrix | None = None  # of all_to_all_v, elements
+    matrix_file: str = ""  # where the matrix was read from; for command() only
+    skew_s: float = 0.0  # the last rank arrives this much after the first
+    max_ctas: int | None = None  # thread blocks a communicator may use
+    beside: str = ""  # compute that runs at the same time, e.g. "gemm:8192"
+
+    def __post_init__(self) -> None:
+        facts = FACTS[self.collective]
+        if facts.reduces == (self.redop is RedOp.NONE):
+            raise ConfigError("redop", self.redop, f"one that fits {self.collective}")
+        if facts.rooted and not 0 <= self.root < self.num_ranks:
+            raise ConfigError("root", self.root, f"a rank from 0 to {self.num_ranks - 1}")
+        if facts.pair and (self.pair is None or self.pair[0] == self.pair[1]):
+            raise ConfigError("pair", self.pair, "two different ranks")
+
+    @property
+    def family(self) -> str:
+        return self.collective.value
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return ()
+
+    @property
+    def scale(self) -> str:
+        return ""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """World ranks that take part; samples and checks stand in this order."""
+        if self.pair:
+            return self.pair
+        if self.split:
+            return tuple(range(self.world_size))
+        return tuple(range(self.num_ranks))
+
+    @property
+    def communicators(self) -> list[tuple[int, ...]]:
+        """World ranks by communicator."""
+        return groups(self.world_size, self.split) if self.split else [self.members]
+
+    @property
+    def counts(self) -> Matrix:
+        """all_to_all_v: elements from rank i to rank j."""
+        if self.matrix is not None:
+            return self.matrix
+        return spread_counts(
+            self.num_ranks, self.count, self.spread or 0.0, self.dtype.itemsize
+        )
+
+    @property
+    def message_bytes(self) -> int:
+        """S of algbw = S / time: the largest send or receive buffer of any one rank."""
+        if self.collective is Collective.BARRIER:
+            return 0
+        if self.collective is Collective.ALL_TO_ALL_V:
+            return largest_buffer(self.counts) * self.dtype.itemsize
+        return num_parts(self.collective, self.num_ranks) * self.count * self.dtype.itemsize
+
+    @property
+    def busbw_factor(self) -> float:
+        return busbw_factor(self.collective, self.num_ranks)
+
+    @property
+    def case_id(self) -> str:
+        """SHA-256 of the canonical JSON of all fields but the matrix's file name."""
+        identity = dataclasses.asdict(self)
+        del identity["matrix_file"]
+        text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def command(self) -> str:
+        """The shell command that measures this case alone."""
+        words = ["stepmark", "comm", self.family, "--dtype", self.dtype]
+        if self.message_bytes and self.matrix is None:
+            size = self.count * num_parts(self.collective, self.num_ranks)
+            asked = str(size * self.dtype.itemsize)
+            words += ["-b", asked, "-e", asked]
+        flags: list[tuple[str, object, object]] = [
+            ("--redop", self.redop, RedOp.NONE if self.redop is RedOp.NONE else RedOp.SUM),
+            ("--root", self.root, 0 if FACTS[self.collective].rooted else -1),
+            ("--placement", "in" if self.in_place else "out", None),
+            ("--mode", self.mode, Mode.QUEUED),
+            ("--api", self.api, Api.TORCH),
+            ("--backend", self.backend, "nccl" if self.device == "cuda" else "gloo"),
+            ("--device", self.device, None),
+            ("--nproc", self.world_size, None),
+            ("--ranks", self.num_ranks, 2 if self.pair or self.split else self.world_size),
+            ("-m", self.calls_per_group, 1),
+            ("--group-split", self.split, ""),
+            ("--spread", self.spread, None if self.matrix else 1.0),
+            ("--matrix", self.matrix_file, ""),
+            ("--max-ctas", self.max_ctas, None),
+            ("--with", self.beside, ""),
+        ]
+        for flag, value, default in flags:
+            if value != default and value is not None:
+                words += [flag, str(value)]
+        if self.pair:
+            words += ["--pair", f"{self.pair[0]},{self.pair[1]}"]
+        if self.skew_s:
+            words += ["--skew", f"{self.skew_s * 1e6:g}us"]
+        if not self.aligned:
+            words += ["--no-align"]
+        return shlex.join(words)
