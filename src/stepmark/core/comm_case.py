@@ -99,6 +99,40 @@ class CommCase:
             self.num_ranks, self.count, self.spread or 0.0, self.dtype.itemsize
         )
 
+    def send_count(self, index: int) -> int:
+        """Elements that the rank at this place of its communicator sends from its buffer."""
+        return self._buffers(index)[0]
+
+    def recv_count(self, index: int) -> int:
+        """Elements of its receive buffer."""
+        return self._buffers(index)[1]
+
+    def _buffers(self, index: int) -> tuple[int, int]:
+        n, c, is_root = self.num_ranks, self.count, index == self.root
+        match self.collective:
+            case Collective.ALL_GATHER:
+                return c, n * c
+            case Collective.REDUCE_SCATTER:
+                return n * c, c
+            case Collective.ALL_TO_ALL:
+                return n * c, n * c
+            case Collective.ALL_TO_ALL_V:
+                return sum(self.counts[index]), sum(row[index] for row in self.counts)
+            case Collective.GATHER:
+                return c, n * c if is_root else 0
+            case Collective.SCATTER:
+                return n * c if is_root else 0, c
+            case Collective.INCAST:
+                return (0, (n - 1) * c) if is_root else (c, 0)
+            case Collective.MULTICAST:
+                return ((n - 1) * c, 0) if is_root else (0, c)
+            case Collective.P2P:
+                return (c, 0) if index == 0 else (0, c)
+            case Collective.BARRIER:
+                return 0, 0
+            case _:  # every rank holds the whole; broadcast and reduce use one side of it
+                return c, c
+
     @property
     def message_bytes(self) -> int:
         """S of algbw = S / time: the largest send or receive buffer of any one rank."""

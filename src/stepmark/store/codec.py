@@ -1,8 +1,8 @@
 """Records and runs to JSON and back. Raw data only; what is derived is drawn by report.
 
-An operator carries its `family`, a collective its name; `case_id` and `command` stand beside the case for readers
-without our code. JSON has no inf and no nan: such a float is written as the string "inf",
-"-inf" or "nan", and read back because the field is a float.
+An operator carries its `family`, a collective its name; `case_id` and `command` stand beside
+the case for readers without our code. JSON has no inf and no nan: such a float is written as
+the string "inf", "-inf" or "nan", and read back because the field is a float.
 """
 
 import dataclasses
