@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stepmark.bench import runner
-from stepmark.bench.runner import Effort
+from stepmark.bench.stopping import Effort
 from stepmark.core.case import Case, Rate
 from stepmark.core.record import Failed, Measured, Record, Skipped
 from stepmark.core.stats import summarize

@@ -7,7 +7,7 @@ from tests.bench.fakes import GOOD, WRONG, gemm, impl, rig
 
 from stepmark.bench import runner
 from stepmark.bench.ranks import join
-from stepmark.bench.runner import Effort
+from stepmark.bench.stopping import Effort
 from stepmark.core.record import Check, Failed, Measured, Record, Skipped
 
 

@@ -2,6 +2,7 @@
 communicator that is measured."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,35 +10,70 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stepmark.core.errors import StepmarkError
+
+# Between agreeing on a moment and that moment: longer than the news takes to reach all.
+_LEAD_S = 300e-6
+
+
+class LostPeersError(StepmarkError):
+    """A rank that others need is gone: there is nothing left to agree on."""
+
+    exit_code = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among its peers. One rank alone needs no process group."""
+    """This process among its peers. One rank alone needs no process group.
+
+    offset_s is this host's monotonic clock minus rank 0's, offset_error_s by how much that
+    may be wrong: both 0 on rank 0's own host.
+    """
 
     rank: int
     num_ranks: int
     local_rank: int
     device: torch.device
+    offset_s: float = 0.0
+    offset_error_s: float = 0.0
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank, by rank."""
+        """Every rank's value, on every rank, by rank. Raises LostPeersError."""
         if self.num_ranks == 1:
             return [value]
         values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value)
+        _reach(lambda: dist.all_gather_object(values, value))
         return values
 
     def decide(self, decision: Callable[[], Any]) -> Any:
-        """Rank 0's decision, on every rank."""
+        """Rank 0's decision, on every rank. Raises LostPeersError."""
         if self.num_ranks == 1:
             return decision()
         box = [decision() if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0)
+        _reach(lambda: dist.broadcast_object_list(box, src=0))
         return box[0]
 
     def barrier(self) -> None:
         if self.num_ranks > 1:
-            dist.barrier()
+            _reach(dist.barrier)
+
+    def align(self) -> None:
+        """Return on all ranks at one moment, as far as their clocks agree.
+
+        Ranks leave a barrier up to some 100 us apart. So they agree on a moment that lies
+        ahead and wait for it.
+        """
+        if self.num_ranks == 1:
+            return
+        moment = torch.tensor([self.now() + _LEAD_S], dtype=torch.float64)
+        _reach(lambda: dist.all_reduce(moment, op=dist.ReduceOp.MAX))
+        target = float(moment.item())
+        while self.now() < target:
+            pass
+
+    def now(self) -> float:
+        """Seconds on rank 0's monotonic clock."""
+        return time.monotonic() - self.offset_s
 
     def close(self) -> None:
         if self.num_ranks > 1:
@@ -53,6 +89,75 @@ def join(device_type: str) -> Ranks:
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    offset_s, error_s = 0.0, 0.0
     if num_ranks > 1:
         dist.init_process_group("gloo")
-    return Ranks(rank=rank, num_ranks=num_ranks, local_rank=local_rank, device=device)
+        offset_s, error_s = clock_offset(rank, num_ranks, _boot_id())
+    return Ranks(
+        rank=rank,
+        num_ranks=num_ranks,
+        local_rank=local_rank,
+        device=device,
+        offset_s=offset_s,
+        offset_error_s=error_s,
+    )
+
+
+def clock_offset(
+    rank: int, num_ranks: int, host: str, *, rounds: int = 20
+) -> tuple[float, float]:
+    """This rank's monotonic clock minus rank 0's, and the error of that, in seconds.
+
+    Every rank calls it. Ranks of rank 0's host share its clock. One rank of each other host
+    exchanges time stamps with rank 0 as NTP does (RFC 5905, section 8): the round with the
+    shortest way there and back counts, half of that way is its error.
+    """
+    hosts: list[Any] = [None] * num_ranks
+    _reach(lambda: dist.all_gather_object(hosts, host))
+    found: dict[str, tuple[float, float]] = {hosts[0]: (0.0, 0.0)}
+    for name in dict.fromkeys(hosts):
+        if name in found:
+            continue
+        speaker = hosts.index(name)
+        mine = _exchange(rank, speaker, rounds) if rank in (0, speaker) else (0.0, 0.0)
+        box = [mine]
+        _reach(lambda: dist.broadcast_object_list(box, src=speaker))  # noqa: B023
+        found[name] = box[0]
+    return found[host]
+
+
+def _exchange(rank: int, speaker: int, rounds: int) -> tuple[float, float]:
+    """Time stamps between rank 0 and the speaker; the speaker's result counts."""
+    best = (0.0, float("inf"))
+    for _ in range(rounds):
+        stamps = torch.zeros(1, dtype=torch.float64)
+        if rank == 0:
+            dist.recv(stamps, src=speaker)
+            stamps[0] = time.monotonic()
+            dist.send(stamps, dst=speaker)
+            continue
+        sent = time.monotonic()
+        dist.send(stamps, dst=0)
+        dist.recv(stamps, src=0)
+        back = time.monotonic()
+        error = (back - sent) / 2
+        if error < best[1]:
+            best = ((sent + back) / 2 - float(stamps.item()), error)
+    return best
+
+
+def _boot_id() -> str:
+    """One per running kernel: ranks with the same one share CLOCK_MONOTONIC."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def _reach(step: Callable[[], object]) -> None:
+    try:
+        step()
+    except RuntimeError as error:  # gloo: connection closed by peer, timed out
+        first = str(error).strip().split("\n", maxsplit=1)[0]
+        raise LostPeersError(f"a rank cannot be reached: {first}") from error

@@ -4,44 +4,26 @@ import contextlib
 import gc
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from stepmark.bench import clock as clocks
+from stepmark.bench.agree import CaseFailedError, agreed
 from stepmark.bench.operators.call import Call, Capabilities, Impl
 from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.ranks import Ranks
+from stepmark.bench.stopping import BURST_IDLE_S, Effort, is_enough
 from stepmark.bench.telemetry import Sampler
-from stepmark.core.case import SOAK_S, Case, ClockName, Rate
-from stepmark.core.record import Check, Failed, Measured, Record, Samples, Skipped, Telemetry
-from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.case import Case, ClockName, Rate
+from stepmark.core.record import Check, Measured, Record, Samples, Skipped, Telemetry
+from stepmark.core.stats import slowest_per_sample
 from stepmark.core.units import format_bytes
 
-T = TypeVar("T")
-
 _BURST_WORK_S = 20e-3
-_BURST_IDLE_S = 1.0
 _BATCH_S = 0.1
-_MIN_SAMPLES = 5
-# A power-limited device drifts over tenths of a second: samples of one batch look alike, so
-# sustained batches are the unit of the interval, and a second of them is the least.
-_MIN_BATCHES = 10
-_MAX_SAMPLES = 20_000
 _MAX_SETS = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How long a case may take and how exact its median should be."""
-
-    sample_s: float = 3.0  # wall seconds of sampling at most
-    soak_s: float = SOAK_S
-    target_ci_rel: float = 0.003  # half-width of the median's 95 % interval
-    total_s: float | None = None  # for all cases together; shortens soak and samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +35,6 @@ class Rig:
     cache_bytes: int
     free_bytes: Callable[[], int]
     device_index: int | None  # for telemetry; None on CPU
-
-
-class _CaseFailedError(Exception):
-    """Some rank broke; every rank knows which and why."""
-
-    def __init__(self, cause: str, message: str, ranks: tuple[int, ...], trace: str) -> None:
-        super().__init__(message)
-        self.cause, self.message, self.ranks, self.trace = cause, message, ranks, trace
 
 
 def run(
@@ -80,7 +54,7 @@ def run(
         if effort.total_s is not None:
             left = max(0.0, begin + effort.total_s - time.monotonic()) / (len(todo) - position)
             usable = left - aside_s / position if position else left / 2
-            share = _shortened(effort, max(rig.ranks.gather(max(usable, left / 4))))
+            share = effort.shortened(max(rig.ranks.gather(max(usable, left / 4))))
         started = time.monotonic()
         record = _run_case(case, rig, share, run_id)
         timed_s = record.samples.wall_s if isinstance(record, Measured) else 0.0
@@ -89,21 +63,12 @@ def run(
             sink(record)
 
 
-def _shortened(effort: Effort, usable_s: float) -> Effort:
-    """Soak and samples that fit in `usable_s`."""
-    return Effort(
-        soak_s=min(effort.soak_s, usable_s * 0.3),
-        sample_s=min(effort.sample_s, max(usable_s * 0.7, 0.01)),
-        target_ci_rel=effort.target_ci_rel,
-    )
-
-
 def _run_case(case: Case, rig: Rig, effort: Effort, run_id: str) -> Record:
     impl = IMPLS[case.family].get(case.backend)
     try:
-        reasons = rig.ranks.gather(_agreed(rig, lambda: _why_not(case, impl, rig)))
-    except _CaseFailedError as failed:
-        return _failed(run_id, case, failed)
+        reasons = rig.ranks.gather(agreed(rig.ranks, lambda: _why_not(case, impl, rig)))
+    except CaseFailedError as failed:
+        return failed.record(run_id, case)
     for rank, (rank_reason, rank_needed) in enumerate(reasons):
         if rank_reason is not None:
             where = f" (rank {rank})" if len({r for r, _ in reasons}) > 1 else ""
@@ -114,21 +79,10 @@ def _run_case(case: Case, rig: Rig, effort: Effort, run_id: str) -> Record:
     try:
         with _own_stream(rig):
             return _measure(case, impl, rig, effort, run_id)
-    except _CaseFailedError as failed:
-        return _failed(run_id, case, failed)
+    except CaseFailedError as failed:
+        return failed.record(run_id, case)
     finally:
         _release(rig)
-
-
-def _failed(run_id: str, case: Case, failed: _CaseFailedError) -> Failed:
-    return Failed(
-        run_id=run_id,
-        case=case,
-        cause=failed.cause,
-        message=failed.message,
-        ranks=failed.ranks,
-        traceback=failed.trace,
-    )
 
 
 @contextlib.contextmanager
@@ -160,27 +114,6 @@ def _why_not(case: Case, impl: Impl | None, rig: Rig) -> tuple[str | None, int |
     return None, None
 
 
-def _agreed(rig: Rig, step: Callable[[], T]) -> T:
-    """Run a step on every rank; if it breaks on any, all raise _CaseFailedError together."""
-    result: T | None = None
-    problem: tuple[str, str, str] | None = None
-    try:
-        result = step()
-    except torch.OutOfMemoryError as error:
-        problem = ("oom", str(error).split("\n", maxsplit=1)[0], "")
-    except Exception as error:  # noqa: BLE001  a broken case is a record, not the end
-        memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
-        memory = memory or "can't allocate memory" in str(error).lower()
-        first = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
-        problem = ("oom" if memory else "error", first, traceback.format_exc())
-    problems = rig.ranks.gather(problem)
-    broken = tuple(rank for rank, found in enumerate(problems) if found)
-    if broken:
-        cause, message, trace = problems[broken[0]]
-        raise _CaseFailedError(cause, message, broken, trace)
-    return result  # type: ignore[return-value]
-
-
 def _measure(case: Case, impl: Impl, rig: Rig, effort: Effort, run_id: str) -> Measured:
     started_at, device = time.time(), rig.ranks.device
     on_gpu = device.type == "cuda"
@@ -193,14 +126,14 @@ def _measure(case: Case, impl: Impl, rig: Rig, effort: Effort, run_id: str) -> M
         for _ in range(num_sets):
             sets.append(impl.make(case.op, device))
 
-    _agreed(rig, allocate)
-    check: Check = _agreed(rig, sets[0].verify)
+    agreed(rig.ranks, allocate)
+    check: Check = agreed(rig.ranks, sets[0].verify)
     timer, estimate_s = _bind(case, impl, rig, [item.run for item in sets])
     sampler = Sampler(rig.device_index)
     begin = time.monotonic()
     soak_s = 0.0
     if case.rate is Rate.SUSTAINED:
-        soak_s = _agreed(rig, lambda: _soak(timer, estimate_s, effort.soak_s))
+        soak_s = agreed(rig.ranks, lambda: _soak(timer, estimate_s, effort.soak_s))
     with sampler:
         mine = _collect(case, rig, timer, estimate_s, effort)
     everyone: list[tuple[list[float], Check, Telemetry]] = rig.ranks.gather(
@@ -228,7 +161,7 @@ def _measure(case: Case, impl: Impl, rig: Rig, effort: Effort, run_id: str) -> M
 def _bind(case: Case, impl: Impl, rig: Rig, calls: clocks.Calls) -> tuple[clocks.Timer, float]:
     """The timer that all ranks use, and the slowest rank's estimate of one call."""
     kind = rig.ranks.device.type
-    estimates = rig.ranks.gather(_agreed(rig, lambda: clocks.estimate(calls, kind)))
+    estimates = rig.ranks.gather(agreed(rig.ranks, lambda: clocks.estimate(calls, kind)))
     estimate_s = max(call_s for call_s, _ in estimates)
 
     def bind(name: ClockName = case.clock) -> clocks.Timer:
@@ -242,10 +175,10 @@ def _bind(case: Case, impl: Impl, rig: Rig, calls: clocks.Calls) -> tuple[clocks
             l2_bytes=rig.cache_bytes,
         )
 
-    timer = _agreed(rig, bind)
+    timer = agreed(rig.ranks, bind)
     if len(set(rig.ranks.gather((timer.method, timer.calls_per_sample)))) > 1:
         # Some rank could not capture its graph: then none replays one.
-        timer = _agreed(rig, lambda: bind(ClockName.ROTATE))
+        timer = agreed(rig.ranks, lambda: bind(ClockName.ROTATE))
     return timer, estimate_s
 
 
@@ -281,34 +214,17 @@ def _collect(
     begin = time.monotonic()
 
     def enough() -> bool:
-        return _is_enough(batches, time.monotonic() - begin, effort, burst=burst)
+        return is_enough(batches, time.monotonic() - begin, effort, burst=burst)
 
     while True:  # rank 0 ends it, for all
         if burst:
-            time.sleep(_BURST_IDLE_S)
+            time.sleep(BURST_IDLE_S)
         rig.ranks.barrier()
-        batch = _agreed(rig, lambda: timer.sample(_batch(timer, estimate_s, length)))
+        batch = agreed(rig.ranks, lambda: timer.sample(_batch(timer, estimate_s, length)))
         mine += batch
         batches.append(slowest_per_sample(rig.ranks.gather(batch)))
         if rig.ranks.decide(enough):
             return mine
-
-
-def _is_enough(
-    batches: list[list[float]], spent_s: float, effort: Effort, *, burst: bool
-) -> bool:
-    # A burst idles a second per 20 ms of work, so its budget is counted in bursts.
-    limit = effort.sample_s + 4 * _BURST_IDLE_S if burst else effort.sample_s
-    count = sum(map(len, batches))
-    if spent_s >= limit or count >= _MAX_SAMPLES:
-        return True
-    if burst:
-        samples = [value for batch in batches for value in batch]
-        return count >= _MIN_SAMPLES and summarize(samples).ci_rel < effort.target_ci_rel
-    if len(batches) < _MIN_BATCHES:
-        return False
-    medians = [summarize(batch).median for batch in batches]
-    return summarize(medians).ci_rel < effort.target_ci_rel
 
 
 def _release(rig: Rig) -> None:

@@ -188,7 +188,7 @@ def find_max(values: dict[str, Any], device: str) -> None:
     The sides are multiples of common tile sizes; the search is coarse on purpose: the best
     shape is a property of the library's tiles, not of a model.
     """
-    from stepmark.bench.runner import Effort  # noqa: PLC0415
+    from stepmark.bench.stopping import Effort  # noqa: PLC0415
     from stepmark.cli import plan, session  # noqa: PLC0415
     from stepmark.core.stats import slowest_per_sample, summarize  # noqa: PLC0415
 

@@ -25,7 +25,8 @@ from stepmark.core.units import format_bytes, format_time, parse_duration
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from stepmark.bench.runner import Effort, Rig
+    from stepmark.bench.runner import Rig
+    from stepmark.bench.stopping import Effort
     from stepmark.cli.view import View
     from stepmark.store.runs import Done, RunWriter
 
@@ -72,7 +73,7 @@ def num_ranks(values: Values, device: str) -> int:
 
 
 def effort(values: Values) -> "Effort":
-    from stepmark.bench.runner import Effort  # noqa: PLC0415
+    from stepmark.bench.stopping import Effort  # noqa: PLC0415
 
     budget = values.get("budget")
     return Effort(total_s=None if budget is None else parse_duration(budget, "budget"))

@@ -121,6 +121,25 @@ FACTS: dict[Collective, Facts] = {
 }
 
 
+# In place: the one buffer, or its own part of it, holds what a rank sends. Of the others the
+# result would be undefined. torch.distributed has only this form of three of them.
+_IN_PLACE = (
+    Collective.ALL_REDUCE,
+    Collective.ALL_GATHER,
+    Collective.REDUCE_SCATTER,
+    Collective.BROADCAST,
+    Collective.REDUCE,
+)
+_ONLY_IN_PLACE = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
+
+
+def placements(collective: Collective, api: Api) -> tuple[bool, ...]:
+    """Which values of `in_place` an interface offers."""
+    if collective not in _IN_PLACE:
+        return (False,)
+    return (True,) if api is Api.TORCH and collective in _ONLY_IN_PLACE else (False, True)
+
+
 def busbw_factor(collective: Collective, num_ranks: int) -> float:
     """busbw / algbw. 0 for a barrier, which moves nothing, and for one rank alone."""
     return _FACTOR[FACTS[collective].busbw](num_ranks)

@@ -107,7 +107,7 @@ class CommCase:
         """Elements of its receive buffer."""
         return self._buffers(index)[1]
 
-    def _buffers(self, index: int) -> tuple[int, int]:
+    def _buffers(self, index: int) -> tuple[int, int]:  # noqa: PLR0911, a row per collective
         n, c, is_root = self.num_ranks, self.count, index == self.root
         match self.collective:
             case Collective.ALL_GATHER:

@@ -1,0 +1,54 @@
+"""A step that all ranks take, or none: where one breaks, every rank learns which and why."""
+
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from stepmark.bench.ranks import LostPeersError, Ranks
+from stepmark.core.record import AnyCase, Failed
+
+T = TypeVar("T")
+
+
+class CaseFailedError(Exception):
+    """Some rank broke; every rank knows which and why."""
+
+    def __init__(self, cause: str, message: str, ranks: tuple[int, ...], trace: str) -> None:
+        super().__init__(message)
+        self.cause, self.message, self.ranks, self.trace = cause, message, ranks, trace
+
+    def record(self, run_id: str, case: AnyCase, launch: int = 1) -> Failed:
+        return Failed(
+            run_id=run_id,
+            case=case,
+            cause=self.cause,
+            message=self.message,
+            ranks=self.ranks,
+            traceback=self.trace,
+            launch=launch,
+        )
+
+
+def agreed(ranks: Ranks, step: Callable[[], T]) -> T:
+    """Run a step on every rank; if it breaks on any, all raise CaseFailedError together."""
+    result: T | None = None
+    problem: tuple[str, str, str] | None = None
+    try:
+        result = step()
+    except LostPeersError:
+        raise
+    except torch.OutOfMemoryError as error:
+        problem = ("oom", str(error).split("\n", maxsplit=1)[0], "")
+    except Exception as error:  # noqa: BLE001  a broken case is a record, not the end
+        memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+        memory = memory or "can't allocate memory" in str(error).lower()
+        first = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
+        problem = ("oom" if memory else "error", first, traceback.format_exc())
+    problems = ranks.gather(problem)
+    broken = tuple(rank for rank, found in enumerate(problems) if found)
+    if broken:
+        cause, message, trace = problems[broken[0]]
+        raise CaseFailedError(cause, message, broken, trace)
+    return result  # type: ignore[return-value]
