@@ -9,7 +9,7 @@ import torch
 from stepmark.bench import clock, runner
 from stepmark.bench.operators.call import Call, Capabilities, Impl
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.runner import Rig
+from stepmark.bench.rig import Rig
 from stepmark.core.case import Case
 from stepmark.core.ops import Gemm
 from stepmark.core.record import Check

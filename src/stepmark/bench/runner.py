@@ -1,19 +1,16 @@
 """Runs cases one after the other and gives each record to a sink as soon as it is there."""
 
-import contextlib
-import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import torch
 
 from stepmark.bench import clock as clocks
 from stepmark.bench.agree import CaseFailedError, agreed
-from stepmark.bench.operators.call import Call, Capabilities, Impl
+from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.operators.table import IMPLS
-from stepmark.bench.ranks import Ranks
+from stepmark.bench.rig import Rig, own_stream, release
 from stepmark.bench.stopping import BURST_IDLE_S, Effort, is_enough
 from stepmark.bench.telemetry import Sampler
 from stepmark.core.case import Case, ClockName, Rate
@@ -24,17 +21,6 @@ from stepmark.core.units import format_bytes
 _BURST_WORK_S = 20e-3
 _BATCH_S = 0.1
 _MAX_SETS = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rig:
-    """Where cases run: the ranks, what the device can do, its cache and memory."""
-
-    ranks: Ranks
-    capabilities: Capabilities
-    cache_bytes: int
-    free_bytes: Callable[[], int]
-    device_index: int | None  # for telemetry; None on CPU
 
 
 def run(
@@ -77,27 +63,12 @@ def _run_case(case: Case, rig: Rig, effort: Effort, run_id: str) -> Record:
             )
     assert impl is not None
     try:
-        with _own_stream(rig):
+        with own_stream(rig):
             return _measure(case, impl, rig, effort, run_id)
     except CaseFailedError as failed:
         return failed.record(run_id, case)
     finally:
-        _release(rig)
-
-
-@contextlib.contextmanager
-def _own_stream(rig: Rig) -> Iterator[None]:
-    """Everything of a case on one side stream.
-
-    Autograd runs a backward pass on the stream of its forward pass, and a graph cannot be
-    captured from the default stream.
-    """
-    if rig.ranks.device.type != "cuda":
-        yield
-        return
-    with torch.cuda.stream(torch.cuda.Stream(rig.ranks.device)):
-        yield
-    torch.cuda.synchronize(rig.ranks.device)
+        release(rig)
 
 
 def _why_not(case: Case, impl: Impl | None, rig: Rig) -> tuple[str | None, int | None]:
@@ -225,9 +196,3 @@ def _collect(
         batches.append(slowest_per_sample(rig.ranks.gather(batch)))
         if rig.ranks.decide(enough):
             return mine
-
-
-def _release(rig: Rig) -> None:
-    gc.collect()
-    if rig.ranks.device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from stepmark import __version__
-from stepmark.cli import check, doctor, interrupts, op, report, run, runs
+from stepmark.cli import check, comm, doctor, interrupts, op, report, run, runs
 from stepmark.core.errors import StepmarkError
 from stepmark.launch import torchrun
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("doctor")(doctor.doctor)
 app.add_typer(op.app, name="op")
+app.command("comm")(comm.command)
 app.add_typer(runs.app, name="runs")
 app.command("report")(report.report)
 app.command("check")(check.check)

@@ -16,16 +16,22 @@ Values = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One option. `kind` is a type that typer reads: str, int, bool."""
+    """One option, or a positional argument. `kind` is a type that typer reads."""
 
     name: str
-    kind: type
+    kind: Any
     help: str
     default: Any = None
     names: tuple[str, ...] = ()
+    argument: bool = False
 
     def parameter(self) -> inspect.Parameter:
         names = self.names or ("--" + self.name.replace("_", "-"),)
+        declared = (
+            typer.Argument(help=self.help)
+            if self.argument
+            else typer.Option(*names, help=self.help)
+        )
         hint: Any = (
             self.kind if self.kind is bool and self.default is not None else (self.kind | None)
         )
@@ -33,7 +39,7 @@ class Flag:
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=self.default,
-            annotation=Annotated[hint, typer.Option(*names, help=self.help)],
+            annotation=Annotated[hint, declared],
         )
 
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from stepmark.cli import interrupts
 from stepmark.cli.options import Values
+from stepmark.cli.progress import Progress
 from stepmark.core.case import Case
-from stepmark.core.collectives import RedOp
-from stepmark.core.comm_case import CommCase
 from stepmark.core.errors import ConfigError
-from stepmark.core.record import AnyCase, Failed, Measured, Record, RunInfo, Skipped
-from stepmark.core.units import format_bytes, format_time, parse_duration
+from stepmark.core.record import Failed, Measured, RunInfo
+from stepmark.core.units import parse_duration
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from stepmark.bench.runner import Rig
+    from stepmark.bench.rig import Rig
     from stepmark.bench.stopping import Effort
     from stepmark.cli.view import View
     from stepmark.store.runs import Done, RunWriter
@@ -86,7 +83,7 @@ def make_rig(device: str) -> "Rig":
 
     from stepmark.bench.environment import capabilities  # noqa: PLC0415
     from stepmark.bench.ranks import join  # noqa: PLC0415
-    from stepmark.bench.runner import Rig  # noqa: PLC0415
+    from stepmark.bench.rig import Rig  # noqa: PLC0415
 
     ranks = join(device)
     if device == "cuda":
@@ -117,26 +114,32 @@ def _cpu_cache_bytes() -> int:
     return max(sizes) * 2**10
 
 
-def measure(
-    cases: Sequence[Case],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A run to write to (rank 0) and what of the plan is measured already (all ranks)."""
+
+    run_id: str
+    writer: "RunWriter | None"
+    done: "set[Done]"
+
+
+def open_run(
+    planned: "set[Done]",
     values: Values,
     rig: "Rig",
     *,
     settings: dict[str, str] | None = None,
-    how: "Effort | None" = None,
-) -> Outcome | None:
-    """Run the cases and store each record as it comes. None on ranks other than 0.
-
-    Ctrl-C and SIGTERM keep every finished case; the exit code says what happened.
-    """
-    from stepmark.bench import runner  # noqa: PLC0415
+    going_on: Path | None = None,
+) -> Opened:
+    """A new run, the one of --resume, or the one that earlier ranks began. For all ranks."""
     from stepmark.bench.environment import capture, local_device  # noqa: PLC0415
     from stepmark.store.runs import new_run_id  # noqa: PLC0415
 
     ranks = rig.ranks
     devices = ranks.gather(local_device(ranks.device, ranks.rank))
     run_id = ranks.decide(lambda: new_run_id(datetime.now(UTC)))
-    writer, done, info = None, _nothing_done(), None
+    writer: RunWriter | None = None
+    done: set[Done] = set()
     problem: Exception | None = None
     if ranks.rank == 0:
         info = RunInfo(
@@ -144,44 +147,29 @@ def measure(
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
             command="stepmark " + " ".join(sys.argv[1:]),
             environment=capture(devices),
-            num_cases=len(cases),
+            num_cases=len(planned),
             settings=settings or {},
         )
         try:
-            writer, done = _open(values, info, {(case.case_id, 1) for case in cases})
+            writer, done = _open(values, info, planned, going_on)
         except ConfigError as error:
             problem = error
-    problem, done = ranks.decide(lambda: (problem, done))
+        if writer:
+            run_id = writer.path.name
+    problem, done, run_id = ranks.decide(lambda: (problem, done, run_id))
     if problem is not None:
         raise problem
-    todo = [case for case in cases if (case.case_id, 1) not in done]
-    sink = _Progress(len(todo), writer, quiet=ranks.rank != 0)
-    code = 0
-    with _terminable():
-        try:
-            interrupts.raise_if_seen()
-            runner.run(
-                todo, rig, how or effort(values), run_id=_name(writer, run_id), sink=sink
-            )
-        except KeyboardInterrupt:
-            code = 130
-        except Terminated:
-            code = 143
-        finally:
-            sink.close()
-    if writer is None:
-        return None
-    return _finish(writer, code, sink)
+    return Opened(run_id=run_id, writer=writer, done=done)
 
 
-def _nothing_done() -> "set[Done]":
-    return set()
-
-
-def _open(values: Values, info: RunInfo, planned: "set[Done]") -> "tuple[RunWriter, set[Done]]":
-    """A new run, or the one to resume with its measured cases. One run is one plan."""
+def _open(
+    values: Values, info: RunInfo, planned: "set[Done]", going_on: Path | None
+) -> "tuple[RunWriter, set[Done]]":
+    """One run is one plan."""
     from stepmark.store.runs import RunWriter, find_run, read_run  # noqa: PLC0415
 
+    if going_on is not None:
+        return RunWriter.go_on(going_on)
     root = Path(values.get("out") or "runs")
     if not (name := values.get("resume")):
         return RunWriter.create(root, info), set()
@@ -194,11 +182,51 @@ def _open(values: Values, info: RunInfo, planned: "set[Done]") -> "tuple[RunWrit
     return writer, done
 
 
-def _name(writer: "RunWriter | None", run_id: str) -> str:
-    return writer.path.name if writer else run_id
+def measure(
+    cases: Sequence[Case],
+    values: Values,
+    rig: "Rig",
+    *,
+    settings: dict[str, str] | None = None,
+    how: "Effort | None" = None,
+) -> Outcome | None:
+    """Run operators and store each record as it comes. None on ranks other than 0.
+
+    Ctrl-C and SIGTERM keep every finished case; the exit code says what happened.
+    """
+    from stepmark.bench import runner  # noqa: PLC0415
+
+    planned = {(case.case_id, 1) for case in cases}
+    opened = open_run(planned, values, rig, settings=settings)
+    todo = [case for case in cases if (case.case_id, 1) not in opened.done]
+    sink = Progress(len(todo), opened.writer, quiet=rig.ranks.rank != 0)
+    code = ended(
+        lambda: runner.run(todo, rig, how or effort(values), run_id=opened.run_id, sink=sink),
+        sink,
+    )
+    return None if opened.writer is None else finish(opened.writer, code, sink)
 
 
-def _finish(writer: "RunWriter", code: int, sink: "_Progress") -> Outcome:
+def ended(work: Callable[[], object], sink: Progress, *, terminable: bool = True) -> int:
+    """Do the work; 0, or 130 and 143 for an interrupted and a terminated one.
+
+    Without `terminable`, what SIGTERM does stays as it is.
+    """
+    with _terminable() if terminable else contextlib.nullcontext():
+        try:
+            interrupts.raise_if_seen()
+            work()
+        except KeyboardInterrupt:
+            return 130
+        except Terminated:
+            return 143
+        finally:
+            sink.close()
+    return 0
+
+
+def finish(writer: "RunWriter", code: int, sink: Progress) -> Outcome:
+    """Close the run; `code` other than 0 says that it was cut short."""
     from stepmark.cli.view import view  # noqa: PLC0415
 
     writer.close()
@@ -215,7 +243,7 @@ def exit_code(seen: "View") -> int:
     """1 for wrong results or figures above a binding limit, 3 for failed cases, else 0."""
     if any(isinstance(r, Measured) and r.num_wrong for r in seen.records):
         return 1
-    if any(row.get("over_limit") for row in seen.rows):
+    if any(row.get("over_limit") for row in (*seen.rows, *seen.comm_rows)):
         return 1
     return 3 if any(isinstance(r, Failed) for r in seen.records) else 0
 
@@ -233,96 +261,6 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-class _Progress:
-    """The sink of a run: stores a record, then says so. A bar on a terminal, else lines."""
-
-    def __init__(self, total: int, writer: "RunWriter | None", *, quiet: bool) -> None:
-        self._total, self._writer, self._quiet = total, writer, quiet
-        self._count = 0
-        self._bar = _bar(total) if not quiet and sys.stderr.isatty() else None
-
-    def __call__(self, record: Record) -> None:
-        if self._writer is not None:
-            self._writer.append(record)
-        self._count += 1
-        if not self._quiet:
-            self._show(record)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def say(self, text: str) -> None:
-        self.close()
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-
-    def _show(self, record: Record) -> None:
-        text = f"{_named(record.case)}: {_outcome(record)}"
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], advance=1, description=text)
-        else:
-            self.say(f"[{self._count}/{self._total}] {text}")
-
-
-def _named(case: AnyCase) -> str:
-    """What a line of progress calls a case."""
-    from stepmark.report.tables import shape_text  # noqa: PLC0415
-
-    if isinstance(case, CommCase):
-        words = [case.family, format_bytes(case.message_bytes), case.dtype]
-        words += [str(case.redop)] if case.redop is not RedOp.NONE else []
-        words += [f"{case.pair[0]} to {case.pair[1]}"] if case.pair else []
-        words += ["in place"] if case.in_place else []
-        words += [f"beside {case.beside}"] if case.beside else []
-        return " ".join((*words, case.mode))
-    return f"{case.family} {_pass(case)}{shape_text(case.op)} {case.dtype} {case.backend}"
-
-
-def _pass(case: Case) -> str:
-    label = case.labels[0] if case.labels else None
-    phase = getattr(case.op, "phase", None) or (label.phase if label else None)
-    role = f"{label.role} " if label and label.role else ""
-    return f"{role}{phase} " if phase else role
-
-
-def _bar(total: int) -> "Progress":
-    """Started: what was measured last, how far, and how long it may still take."""
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import (  # noqa: PLC0415
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    bar = Progress(
-        MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
-        console=Console(stderr=True),
-    )
-    bar.add_task("", total=total)
-    bar.start()
-    return bar
-
-
-def _outcome(record: Record) -> str:
-    from stepmark.core.stats import slowest_per_sample, summarize  # noqa: PLC0415
-
-    match record:
-        case Measured():
-            time_s = summarize(slowest_per_sample(record.samples.seconds)).median
-            return format_time(time_s) + (" WRONG" if record.num_wrong else "")
-        case Skipped():
-            return f"skipped: {record.reason}"
-        case Failed():
-            return f"failed ({record.cause}): {record.message}"
 
 
 def deliver(outcome: Outcome, values: Values) -> None:

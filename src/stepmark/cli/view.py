@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample, summarize
-from stepmark.report import tables
+from stepmark.report import collectives, tables
 from stepmark.store.runs import latest, list_runs, read_records, read_run, read_samples
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ class View:
 
     run: RunInfo
     records: list[Record]
-    rows: list[dict[str, object]]
+    rows: list[dict[str, object]]  # operators
+    comm_rows: list[dict[str, object]]
     device: DeviceSpec | None
 
 
@@ -45,7 +46,13 @@ def of_records(run: RunInfo, records: list[Record]) -> View:
     names = {device.name for device in run.environment.devices}
     device = find_device(names.pop()) if len(names) == 1 else None
     rows = tables.rows(records, run, device=device, reference=reference(run))
-    return View(run=run, records=records, rows=rows, device=device)
+    return View(
+        run=run,
+        records=records,
+        rows=rows,
+        comm_rows=collectives.rows(records, run, device),
+        device=device,
+    )
 
 
 def results_folder() -> Path | None:

@@ -37,3 +37,20 @@ def parse_duration(text: str, field: str) -> float:
     if not 0 < seconds <= 7 * 86400:
         raise ConfigError(field, text, "a duration above 0 and at most 168h")
     return seconds
+
+
+_SIZE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
+
+
+def parse_bytes(text: str, field: str) -> int:
+    """Read '1K', '1.5M', '4GiB' or plain bytes, in binary units as nccl-tests reads them."""
+    squeezed = text.strip().lower()
+    number = squeezed.rstrip("bigkmt")
+    unit = squeezed[len(number) :].removesuffix("b").removesuffix("i")
+    try:
+        num_bytes = float(number) * _SIZE[unit]
+    except (ValueError, KeyError):
+        raise ConfigError(field, text, "a size such as 1024, 1K, 1.5M or 4G") from None
+    if not 0 <= num_bytes <= 2**50:
+        raise ConfigError(field, text, "a size from 0 to 1024T")
+    return int(num_bytes)

@@ -1,13 +1,13 @@
-"""Ranks on this host, through torch.distributed.run, supervised from outside."""
+"""Ranks on this host, through torch.distributed.run, for verbs without a hang guard."""
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+
+from stepmark.launch import agent
 
 # Rank 0 leaves its exit code here: torchrun itself returns 1 for every failure.
 EXIT_FILE = "STEPMARK_EXIT_FILE"
@@ -22,26 +22,11 @@ def run(arguments: Sequence[str], num_ranks: int) -> int:
     """Start `python -m stepmark ARGUMENTS` on num_ranks local ranks; their exit code."""
     with tempfile.TemporaryDirectory(prefix="stepmark-") as folder:
         exit_file = Path(folder) / "exit"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={num_ranks}",
-            "-m",
-            # torchrun reads abbreviated options anywhere before this: --m would be ambiguous.
-            "--",
-            "stepmark",
-            *arguments,
-        ]
-        environment = os.environ | {EXIT_FILE: str(exit_file)}
-        environment.setdefault(
-            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks))
+        process = agent.start(
+            agent.command(arguments, num_ranks),
+            agent.environment(num_ranks, {EXIT_FILE: str(exit_file)}),
+            death=signal.SIGTERM,  # the launcher passes it on to the ranks
         )
-        package_root = str(Path(__file__).parents[2])
-        paths = [package_root, environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        process = subprocess.Popen(command, env=environment)
 
         def forward(number: int, _frame: FrameType | None) -> None:
             process.send_signal(number)
@@ -60,7 +45,7 @@ def run(arguments: Sequence[str], num_ranks: int) -> int:
 
 
 def leave_exit_code(code: int) -> bool:
-    """Rank 0 tells `run` its exit code; True where a rank may then end as if all were well.
+    """Rank 0 tells its parent its exit code; True where a rank may then end as if all is well.
 
     A rank that ends with another code makes torchrun kill its peers and print a traceback.
     """

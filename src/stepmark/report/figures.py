@@ -54,7 +54,7 @@ def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "F
     ticks = {"dtick": 1, "exponentformat": "power"}
     figure.update_xaxes(type="log", title="FLOP per byte of compulsory traffic", **ticks)
     figure.update_yaxes(type="log", title="TFLOP/s", **ticks)
-    return _styled(figure, height=520)
+    return styled(figure, height=520)
 
 
 def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "Figure":
@@ -88,7 +88,7 @@ def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "
     figure.update_xaxes(title=f"% of {of}", rangemode="tozero")
     figure.update_yaxes(automargin=True)
     figure.add_vline(x=100, line={"color": INK, "dash": "dash", "width": 1})
-    return _styled(figure, height=170 + 26 * len(bars))
+    return styled(figure, height=170 + 26 * len(bars))
 
 
 def time_breakdown(rows: Sequence[Row], run: RunInfo) -> "Figure":
@@ -121,7 +121,7 @@ def time_breakdown(rows: Sequence[Row], run: RunInfo) -> "Figure":
     figure.update_xaxes(title=title if several or not only else f"{title}, {escape(only)}")
     figure.update_yaxes(automargin=True, autorange="reversed")
     figure.update_layout(barmode="stack")
-    return _styled(figure, height=170 + 26 * len({key[:2] for key in best}))
+    return styled(figure, height=170 + 26 * len({key[:2] for key in best}))
 
 
 def _layer_time_s(row: Row) -> float:
@@ -207,7 +207,7 @@ def _marker(index: int) -> dict[str, object]:
     return {"color": colour, "symbol": symbol, "size": 9, "line": {"width": 0.5, "color": INK}}
 
 
-def _styled(figure: "Figure", height: int) -> "Figure":
+def styled(figure: "Figure", height: int) -> "Figure":
     figure.update_layout(
         template="none",
         height=height,

@@ -1,56 +1,23 @@
-"""A run as one HTML file that needs no network: to mail, to archive, to open offline.
-
-Over 250 lines: a third is the style sheet and the script of the one page.
-"""
+"""A run as one HTML file that needs no network: to mail, to archive, to open offline."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stepmark.core.device import DeviceSpec
 from stepmark.core.record import DeviceInfo, Failed, Record, RunInfo
 from stepmark.core.units import format_bytes
-from stepmark.report import figures
-from stepmark.report.printing import cell, describe
+from stepmark.report import comm_figures, figures
+from stepmark.report.comm_summary import comm_lines
+from stepmark.report.page_assets import SCRIPT, STYLE
+from stepmark.report.page_table import COMM_COLUMNS, table
+from stepmark.report.printing import describe
 from stepmark.report.summary import LEAD, summary_lines
-from stepmark.report.tables import Row, number, text
+from stepmark.report.tables import Row, text
 
-# key, heading, numeric
-COLUMNS = (
-    ("model", "model", False),
-    ("role", "role", False),
-    ("pass", "pass", False),
-    ("family", "operator", False),
-    ("shape", "shape", False),
-    ("scale", "scale", False),
-    ("layout", "layout", False),
-    ("dtype", "dtype", False),
-    ("backend", "backend", False),
-    ("backend_run", "ran as", False),
-    ("rank", "rank", True),
-    ("time_s", "time", True),
-    ("mean_s", "mean", True),
-    ("p10_s", "p10", True),
-    ("p90_s", "p90", True),
-    ("n", "n", True),
-    ("vs_median_rank", "/ median rank", True),
-    ("tflops", "TFLOP/s", True),
-    ("gb_per_s", "GB/s", True),
-    ("arithmetic_intensity", "FLOP/byte", True),
-    ("pct_peak", "% peak", True),
-    ("pct_hbm", "% HBM", True),
-    ("pct_ceiling", "% measured ceiling", True),
-    ("pct_reference", "% reference", True),
-    ("bound", "bound", False),
-    ("max_rel_err", "max rel. err", True),
-    ("num_wrong", "# wrong", True),
-    ("clock_mhz", "MHz", True),
-    ("power_w", "W", True),
-    ("throttle", "throttled", False),
-    ("rate", "rate", False),
-    ("method", "method", False),
-    ("status", "status", False),
-)
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 
 def write_html(
@@ -59,25 +26,32 @@ def write_html(
     rows: Sequence[Row],
     device: DeviceSpec | None,
     target: Path,
+    comm_rows: Sequence[Row] = (),
 ) -> None:
     """Write the report of a run; a reader never sees half a file."""
     partial = target.with_name(target.name + ".partial")
-    partial.write_text(html(run, records, rows, device), encoding="utf-8")
+    partial.write_text(html(run, records, rows, device, comm_rows), encoding="utf-8")
     partial.replace(target)
 
 
 def html(
-    run: RunInfo, records: Sequence[Record], rows: Sequence[Row], device: DeviceSpec | None
+    run: RunInfo,
+    records: Sequence[Record],
+    rows: Sequence[Row],
+    device: DeviceSpec | None,
+    comm_rows: Sequence[Row] = (),
 ) -> str:
-    """The whole document."""
+    """The whole document: operators (rows) and collectives (comm_rows)."""
     from plotly.offline import get_plotlyjs  # noqa: PLC0415
 
     body = "\n".join(
         (
-            _section("Summary", _summary(run, rows, device)),
+            _section("Summary", _summary(run, rows, device, comm_rows)),
             *_figure_sections(run, rows, device),
-            _section("Measurements", _table(rows)),
-            _section("Skipped and failed", _unmeasured(records, rows)),
+            *_comm_sections(run, comm_rows, device),
+            _section("Measurements", table(rows) if rows or not comm_rows else ""),
+            _section("Collectives", table(comm_rows, COMM_COLUMNS) if comm_rows else ""),
+            _section("Skipped and failed", _unmeasured(records, [*rows, *comm_rows])),
             _section("Environment", _environment(run)),
         )
     )
@@ -97,15 +71,20 @@ def _section(title: str, content: str) -> str:
     return f"<section><h2>{title}</h2>\n{content}</section>" if content else ""
 
 
-def _summary(run: RunInfo, rows: Sequence[Row], device: DeviceSpec | None) -> str:
+def _summary(
+    run: RunInfo, rows: Sequence[Row], device: DeviceSpec | None, comm_rows: Sequence[Row]
+) -> str:
     known = "from data sheet" if device else "device unknown: shares are of measured ceilings"
     rates = dict.fromkeys(text(row, "rate") for row in rows)
     found = run.environment
     versions = ", ".join(f"{name} {value}" for name, value in found.versions.items())
-    lines = [(line[:LEAD].strip(), line[LEAD:]) for line in summary_lines(run, rows)]
+    said = summary_lines(run, rows)
+    if comm_rows and not rows:
+        said = said[:1]  # the device; there is nothing to count
+    said += comm_lines(comm_rows)
+    lines = [(line[:LEAD].strip(), line[LEAD:]) for line in said]
+    lines += [("peaks", known), ("rate", "; ".join(rates))] if rows or not comm_rows else []
     lines += [
-        ("peaks", known),
-        ("rate", "; ".join(rates)),
         ("versions", f"torch {found.torch}, {versions}".rstrip(", ")),
         ("power", "; ".join(dict.fromkeys(_power(one) for one in found.devices)) or "unknown"),
     ]
@@ -146,59 +125,29 @@ def _figure_sections(run: RunInfo, rows: Sequence[Row], device: DeviceSpec | Non
             figures.time_breakdown(rows, run),
         ),
     )
-    sections = []
-    for title, note, figure in drawn:
-        if not any(trace.type == "bar" or trace.mode == "markers" for trace in figure.data):
-            continue
-        plot = figure.to_html(
-            full_html=False,
-            include_plotlyjs=False,
-            config={"displaylogo": False, "responsive": True, "displayModeBar": False},
-        )
-        sections.append(_section(title, f'<p class="quiet">{note}</p>{plot}'))
-    return sections
+    return [
+        _figure_section(title, note, figure)
+        for title, note, figure in drawn
+        if any(trace.type == "bar" or trace.mode == "markers" for trace in figure.data)
+    ]
 
 
-def _table(rows: Sequence[Row]) -> str:
-    """All that ran. A click on a row shows the command that measures it alone."""
-    ran = [row for row in rows if row["status"] in ("measured", "wrong")]
-    if not ran:
-        return "<p>Nothing was measured.</p>"
-    columns = [c for c in COLUMNS if any(row[c[0]] is not None for row in ran)]
-    heads = "".join(
-        f'<th scope="col" aria-sort="none"{_numeric(right)}>'
-        f'<button type="button">{escape(heading)}</button></th>'
-        for _, heading, right in columns
+def _comm_sections(
+    run: RunInfo, comm_rows: Sequence[Row], device: DeviceSpec | None
+) -> list[str]:
+    return [
+        _figure_section(title, note, figure)
+        for title, note, figure in comm_figures.drawn(comm_rows, run, device)
+    ]
+
+
+def _figure_section(title: str, note: str, figure: "Figure") -> str:
+    plot = figure.to_html(
+        full_html=False,
+        include_plotlyjs=False,
+        config={"displaylogo": False, "responsive": True, "displayModeBar": False},
     )
-    lines = "\n".join(_line(row, columns) for row in ran)
-    return (
-        '<p class="tools"><input id="filter" type="search" placeholder="Filter rows" '
-        'aria-label="Filter rows"> <span id="shown" class="quiet"></span></p>'
-        '<pre id="command" aria-live="polite">Click a row for the command that measures it '
-        'alone; click a heading to sort.</pre><div class="box"><table id="rows">'
-        f"<thead><tr>{heads}</tr></thead>\n<tbody>{lines}</tbody></table></div>"
-    )
-
-
-def _line(row: Row, columns: Sequence[tuple[str, str, bool]]) -> str:
-    kinds = ["each"] if row["rank"] is not None else []
-    kinds += ["bad"] if row["status"] == "wrong" or row["over_limit"] else []
-    cells = []
-    for key, _, right in columns:
-        shown = cell(row, key)
-        if key == "rank" and row["rank"] is None and row["num_ranks"] != 1:
-            shown = "all"
-        if key == "status" and row["over_limit"]:
-            shown += ", above limit"
-        value = number(row, key)
-        order = "" if value is None else f' data-v="{value!r}"'
-        cells.append(f"<td{_numeric(right)}{order}>{escape(shown)}</td>")
-    opened = f'<tr class="{" ".join(kinds)}" data-command="{escape(text(row, "command"))}">'
-    return opened + "".join(cells) + "</tr>"
-
-
-def _numeric(right: bool) -> str:
-    return ' class="num"' if right else ""
+    return _section(escape(title), f'<p class="quiet">{escape(note)}</p>{plot}')
 
 
 def _unmeasured(records: Sequence[Record], rows: Sequence[Row]) -> str:
@@ -249,90 +198,3 @@ def _device(device: DeviceInfo) -> str:
     if device.ecc is not None:
         words.append("ECC on" if device.ecc else "ECC off")
     return ", ".join(word for word in [*words, f"power {_power(device)}"] if word)
-
-
-STYLE = """
-:root { --ink: #1b1f24; --quiet: #5a6470; --paper: #fff; --line: #d9dee4; --mark: #fff4d6;
-  --each: #f6f8fa; --bad: #b42318; --link: #0060a8 }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --quiet: #9aa5b1;
-  --paper: #14171b; --line: #30363d; --mark: #3a3217; --each: #1b1f25; --bad: #ff8a7a;
-  --link: #6cb6ff } }
-* { box-sizing: border-box }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
-main { max-width: 1200px; margin: 0 auto; padding: 24px 20px 64px }
-h1 { font-size: 22px; margin: 0; overflow-wrap: anywhere }
-h2 { font-size: 17px; margin: 36px 0 8px; padding-top: 12px; border-top: 1px solid var(--line) }
-.quiet { color: var(--quiet); margin: 2px 0 10px; overflow-wrap: anywhere }
-code, pre { font: 13px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--each);
-  border: 1px solid var(--line); border-radius: 4px; padding: 8px 10px; margin: 8px 0 }
-dl { display: grid; grid-template-columns: minmax(90px, max-content) minmax(0, 1fr);
-  gap: 3px 18px; margin: 0 }
-dt { color: var(--quiet); overflow-wrap: anywhere } dd { margin: 0; overflow-wrap: anywhere }
-.warning { background: var(--mark); padding: 6px 10px; border-radius: 4px; margin: 10px 0 0 }
-.box { overflow: auto; max-height: 75vh; border: 1px solid var(--line); border-radius: 4px }
-table { border-collapse: collapse; font-size: 13px; white-space: nowrap; width: 100% }
-th, td { padding: 4px 10px; text-align: left; border-bottom: 1px solid var(--line) }
-th { position: sticky; top: 0; background: var(--paper); padding: 0 }
-th button { all: unset; cursor: pointer; display: block; padding: 6px 10px; font-weight: 600 }
-th button:focus-visible { outline: 2px solid var(--link); outline-offset: -2px }
-th[aria-sort=ascending] button::after { content: " \\2191" }
-th[aria-sort=descending] button::after { content: " \\2193" }
-.num { text-align: right; font-variant-numeric: tabular-nums }
-tbody tr { cursor: pointer } tbody tr:hover, tr.picked { background: var(--mark) }
-tr.each { background: var(--each); color: var(--quiet) } tr.bad td { color: var(--bad) }
-input { font: inherit; color: inherit; background: var(--paper); padding: 5px 9px;
-  border: 1px solid var(--line); border-radius: 4px; width: 260px; max-width: 100% }
-details { border-bottom: 1px solid var(--line); padding: 5px 0 }
-summary { cursor: pointer; overflow-wrap: anywhere }
-.tools { margin: 8px 0 }
-"""
-
-SCRIPT = """
-(function () {
-  var body = document.querySelector("#rows tbody");
-  if (body) {
-    var lines = Array.from(body.rows), box = document.getElementById("filter");
-    var shown = document.getElementById("shown"), out = document.getElementById("command");
-    var texts = new Map(lines.map(function (r) { return [r, r.textContent.toLowerCase()]; }));
-    var apply = function () {
-      var words = box.value.toLowerCase().split(/\\s+/), n = 0;
-      lines.forEach(function (r) {
-        r.hidden = !words.every(function (w) { return texts.get(r).includes(w); });
-        n += !r.hidden;
-      });
-      shown.textContent = n + " of " + lines.length + " rows";
-    };
-    box.addEventListener("input", apply); apply();
-    document.querySelectorAll("#rows th").forEach(function (th, i) {
-      th.addEventListener("click", function () {
-        var up = th.getAttribute("aria-sort") !== "ascending";
-        document.querySelectorAll("#rows th").forEach(function (o) {
-          o.setAttribute("aria-sort", "none"); });
-        th.setAttribute("aria-sort", up ? "ascending" : "descending");
-        lines.sort(function (a, b) {
-          var x = a.cells[i], y = b.cells[i], p = x.textContent, q = y.textContent;
-          if (!p || !q) return (p ? 0 : 1) - (q ? 0 : 1);
-          var d = x.dataset.v && y.dataset.v ? x.dataset.v - y.dataset.v : p.localeCompare(q);
-          return up ? d : -d;
-        });
-        body.append.apply(body, lines);
-      });
-    });
-    body.addEventListener("click", function (e) {
-      var line = e.target.closest("tr");
-      lines.forEach(function (r) { r.classList.toggle("picked", r === line); });
-      if (line) out.textContent = line.dataset.command;
-    });
-  }
-  var ink = function () {
-    var css = getComputedStyle(document.documentElement);
-    document.querySelectorAll(".js-plotly-plot").forEach(function (plot) {
-      Plotly.relayout(plot, { "font.color": css.getPropertyValue("--ink").trim() });
-    });
-  };
-  ink();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", ink);
-})();
-"""

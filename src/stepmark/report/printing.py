@@ -3,11 +3,25 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from stepmark.core.units import format_time
+from stepmark.core.units import format_bytes, format_time
 from stepmark.report.tables import Row, number, text
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_TIMES = {
+    *("time_s", "mean_s", "p10_s", "p50_s", "p90_s", "p99_s", "min_s", "max_s", "time_min_s"),
+    *("waited_for_s", "late_s", "issue_s", "skew_s", "beside_alone_s", "beside_together_s"),
+}
+
+
+_FORMATS = {
+    "max_rel_err": ".1e",
+    "vs_median_rank": ".3f",
+    "slowdown": ".3f",
+    "slowdown_beside": ".3f",
+}
 
 
 def digits(value: float | None, places: int = 4) -> str:
@@ -22,21 +36,18 @@ def cell(row: Row, key: str) -> str:
     value = number(row, key)
     if value is None or isinstance(row.get(key), bool):
         return text(row, key)
-    match key:
-        case "time_s" | "mean_s" | "p10_s" | "p90_s":
-            return format_time(value)
-        case "max_rel_err":
-            return f"{value:.1e}"
-        case "vs_median_rank":
-            return f"{value:.3f}"
-        case "spread_pct" | "pct_peak" | "pct_hbm" | "pct_ceiling" | "pct_reference":
-            return f"{value:.1f}"
-        case _:
-            return digits(value)
+    if key == "size_bytes":
+        return format_bytes(value)
+    if key in _TIMES:
+        return format_time(value)
+    if key.startswith("pct_") or key.endswith("_pct"):
+        return f"{value:.1f}"
+    return f"{value:{_FORMATS[key]}}" if key in _FORMATS else digits(value)
 
 
 # key, heading, numeric, how soon it goes when the terminal is narrow (0 = never)
-_PRINTED = (
+Column = tuple[str, str, bool, int]
+_PRINTED: tuple[Column, ...] = (
     ("model", "model", False, 0),
     ("role", "role", False, 0),
     ("pass", "pass", False, 0),
@@ -60,13 +71,15 @@ _PRINTED = (
 )
 
 
-def print_rows(table: Sequence[Row], console: "Console") -> None:
+def print_rows(
+    table: Sequence[Row], console: "Console", columns: Sequence[Column] = _PRINTED
+) -> None:
     """The rows that ran as a table, then one line per skipped or failed case."""
     ran = [row for row in table if row["status"] in ("measured", "wrong")]
     if ran and console.is_terminal:
-        _print_fitted(ran, console)
+        _print_fitted(ran, console, columns)
     elif ran:
-        for line in _plain_lines(ran):
+        for line in _plain_lines(_fitting(ran, None, columns), ran):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     for row in table:
         if row["status"] in ("skipped", "failed"):
@@ -74,12 +87,12 @@ def print_rows(table: Sequence[Row], console: "Console") -> None:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_fitted(ran: Sequence[Row], console: "Console") -> None:
+def _print_fitted(ran: Sequence[Row], console: "Console", printed: Sequence[Column]) -> None:
     """A table of the columns that fit; words fold when even those are too wide."""
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    columns = _fitting(ran, console.width)
+    columns = _fitting(ran, console.width, printed)
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for _, heading, right, _ in columns:
         justify: Literal["left", "right"] = "right" if right else "left"
@@ -90,9 +103,8 @@ def _print_fitted(ran: Sequence[Row], console: "Console") -> None:
     console.print(drawn)
 
 
-def _plain_lines(ran: Sequence[Row]) -> list[str]:
+def _plain_lines(columns: Sequence[Column], ran: Sequence[Row]) -> list[str]:
     """The same table as wide as it needs to be: a file or a pipe has no edge."""
-    columns = _fitting(ran, None)
     widths = [_width(ran, *column[:2]) - 2 for column in columns]
     lines = [[heading for _, heading, *_ in columns]]
     lines += [[_printed(row, key) for key, *_ in columns] for row in ran]
@@ -112,7 +124,7 @@ def describe(row: Row) -> str:
 
 
 def _printed(row: Row, key: str) -> str:
-    if key == "rank" and row["rank"] is None and row["num_ranks"] != 1:
+    if key == "rank" and row.get("rank") is None and row["num_ranks"] != 1:
         return "all"
     if key == "role":
         return text(row, "role") or text(row, "family")
@@ -126,9 +138,11 @@ def _width(table: Sequence[Row], key: str, heading: str) -> int:
     return max([len(heading), *(len(_printed(row, key)) for row in table)]) + 2
 
 
-def _fitting(table: Sequence[Row], available: int | None) -> list[tuple[str, str, bool, int]]:
+def _fitting(
+    table: Sequence[Row], available: int | None, printed: Sequence[Column] = _PRINTED
+) -> list[Column]:
     """Columns with anything to say; on a terminal, the least important leave first."""
-    columns = [c for c in _PRINTED if any(_printed(row, c[0]) for row in table)]
+    columns = [c for c in printed if any(_printed(row, c[0]) for row in table)]
     while available is not None:
         wide = sum(_width(table, *c[:2]) for c in columns) > available
         least = max(columns, key=lambda c: c[3], default=None)

@@ -77,12 +77,21 @@ class RunWriter:
         if changes and not force:
             field, before, now = changes[0]
             raise ConfigError(field, now, f"{before!r} as in run {info.run_id}, or --force")
+        writer, done = cls.go_on(path)
+        if changes:
+            with _config_errors("resume", path), contextlib.ExitStack() as on_error:
+                on_error.callback(writer.close)
+                _replace(path / "run.json", codec.encode_run(_with_changes(info, changes)))
+                on_error.pop_all()
+        return writer, done
+
+    @classmethod
+    def go_on(cls, path: Path) -> tuple["RunWriter", set[Done]]:
+        """As `resume`, for whoever knows that nothing changed: the run's own next ranks."""
         with _config_errors("resume", path):
             writer = cls(path)
             try:
                 _cut_torn_line(path / "records.jsonl")
-                if changes:
-                    _replace(path / "run.json", codec.encode_run(_with_changes(info, changes)))
                 records = latest(read_records(path))
             except BaseException:
                 writer.close()

@@ -1,0 +1,66 @@
+"""Communicators by what they are made of, each made once per launch."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from stepmark.bench.agree import agreed
+from stepmark.bench.collectives.torch_api import TorchCommunicator
+from stepmark.bench.ranks import Ranks
+from stepmark.core.collectives import Api
+from stepmark.core.comm_case import CommCase
+
+# Each takes device memory and threads; a p2p matrix would make one per pair.
+_MOST = 8
+
+
+class Communicator(Protocol):
+    """Ranks that can be reached together."""
+
+    def bind(
+        self, case: CommCase, index: int, send: torch.Tensor, recv: torch.Tensor
+    ) -> Callable[[], object]: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Communicators:
+    """The communicators of one launch."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._made: dict[object, Communicator] = {}
+
+    def get(self, case: CommCase) -> Communicator:
+        """For this case; every rank calls it. Raises CaseFailedError on all together."""
+        members = case.communicators
+        key = (case.api, case.backend, tuple(members), case.max_ctas)
+        if key not in self._made:
+            if len(self._made) >= _MOST:
+                oldest = next(iter(self._made))
+                agreed(self._ranks, self._made.pop(oldest).close)
+            self._made[key] = agreed(self._ranks, lambda: self._make(case, members))
+        return self._made[key]
+
+    def abort(self) -> None:
+        """End whatever hangs; to be called from another thread."""
+        for one in list(self._made.values()):
+            one.abort()
+
+    def close(self) -> None:
+        """Every rank calls it. Ranks meet before and after: teardown races otherwise."""
+        self._ranks.barrier()
+        for one in self._made.values():
+            one.close()
+        self._made = {}
+        self._ranks.barrier()
+
+    def _make(self, case: CommCase, members: list[tuple[int, ...]]) -> Communicator:
+        if case.api is Api.NCCL:
+            from stepmark.bench.collectives import nccl  # noqa: PLC0415
+
+            return nccl.NcclCommunicator(self._ranks, members, case.max_ctas)
+        return TorchCommunicator(self._ranks, members, case.backend, case.max_ctas)

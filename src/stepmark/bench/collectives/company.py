@@ -1,0 +1,139 @@
+"""Compute that runs beside a collective, and what each costs the other.
+
+On a GPU the compute is queued on a stream of its own and outlasts the collectives that are
+timed meanwhile; only calls of it that lie wholly within their span count as together. On a
+CPU it runs in a thread. One operand set: what it finds in cache it finds there alone, too.
+"""
+
+import itertools
+import math
+import threading
+import time
+from typing import Any, Protocol
+
+import torch
+
+from stepmark.bench.operators.call import Call
+from stepmark.bench.operators.table import IMPLS
+from stepmark.bench.rig import Rig
+from stepmark.core.dtypes import DType
+from stepmark.core.ops import FAMILY_OF
+from stepmark.core.ops.shorthand import from_shorthand
+
+_ALONE_S = 0.3
+
+
+class Company(Protocol):
+    """Compute, started before a batch of collectives and stopped after it."""
+
+    backend_run: str
+
+    def alone(self) -> list[float]:
+        """Seconds per call with nothing beside it."""
+
+    def start(self, cover_s: float) -> None:
+        """Begin work that lasts at least `cover_s` seconds."""
+
+    def stop(self, span: tuple[Any, Any]) -> list[float] | None:
+        """Seconds of the calls within span; None if they ended before it."""
+
+
+def make(beside: str, rig: Rig) -> Company:
+    """The compute that `beside` names, on this rank's device."""
+    on_gpu = rig.ranks.device.type == "cuda"
+    op = from_shorthand(beside, DType.BF16 if on_gpu else DType.FP32)
+    backends = IMPLS[FAMILY_OF[type(op)]].values()
+    for impl in backends:
+        if impl.unsupported(op, rig.capabilities) is None:
+            call = impl.make(op, rig.ranks.device)
+            return StreamCompany(call) if on_gpu else ThreadCompany(call)
+    raise RuntimeError(f"nothing here runs {beside}")
+
+
+class ThreadCompany:
+    """Compute in a thread of this process; torch releases the interpreter meanwhile."""
+
+    def __init__(self, call: Call) -> None:
+        self._call, self.backend_run = call.run, call.backend_run
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._times: list[tuple[float, float]] = []
+        for _ in range(2):
+            self._call()
+
+    def alone(self) -> list[float]:
+        end = time.perf_counter() + _ALONE_S
+        seconds: list[float] = []
+        while time.perf_counter() < end or len(seconds) < 3:
+            start = time.perf_counter()
+            self._call()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def start(self, cover_s: float) -> None:
+        self._stop.clear()
+        self._times = []
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def stop(self, span: tuple[Any, Any]) -> list[float] | None:
+        assert self._thread is not None
+        self._stop.set()
+        self._thread.join()
+        first, last = span
+        return [end - start for start, end in self._times if first <= start and end <= last]
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            start = time.perf_counter()
+            self._call()
+            self._times.append((start, time.perf_counter()))
+
+
+class StreamCompany:
+    """Compute queued on a stream of its own."""
+
+    def __init__(self, call: Call) -> None:
+        self._call, self.backend_run = call.run, call.backend_run
+        self._stream = torch.cuda.Stream()
+        self._marks: list[torch.cuda.Event] = []
+        self._call_s = 0.0
+        with torch.cuda.stream(self._stream):
+            for _ in range(3):
+                self._call()
+        torch.cuda.synchronize()
+        self._call_s = sorted(self.alone())[0]
+
+    def alone(self) -> list[float]:
+        self.start(_ALONE_S)
+        torch.cuda.synchronize()
+        return self._between(self._marks)
+
+    def start(self, cover_s: float) -> None:
+        count = math.ceil(cover_s / self._call_s) + 2 if self._call_s else 5
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(min(count, 4096) + 1)]
+        with torch.cuda.stream(self._stream):
+            marks[0].record()
+            for mark in marks[1:]:
+                self._call()
+                mark.record()
+        self._marks = marks
+
+    def stop(self, span: tuple[Any, Any]) -> list[float] | None:
+        covered = not self._marks[-1].query()
+        torch.cuda.synchronize()
+        if not covered:
+            return None
+        first, last = span
+        within = [
+            mark
+            for mark in self._marks
+            if first.elapsed_time(mark) >= 0 and mark.elapsed_time(last) >= 0
+        ]
+        return self._between(within)
+
+    @staticmethod
+    def _between(marks: list[torch.cuda.Event]) -> list[float]:
+        return [
+            before.elapsed_time(after) * 1e-3 for before, after in itertools.pairwise(marks)
+        ]

@@ -1,0 +1,185 @@
+"""Messages whose right result is known: what each rank sends, and whether it arrived.
+
+A hash of round, sender, destination and position picks a row of a table (values.py) for each
+element, so that data that went astray, were shifted, or are left from an earlier round do not
+match. One hash and one lookup per element serve every collective, reduction and type.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from stepmark.bench.collectives.values import (
+    BITS_OF,
+    PREMUL_FACTOR,
+    ROWS,
+    TORCH_OF,
+    Expected,
+    expected,
+    hash64,
+    sent_bits,
+    widen,
+)
+from stepmark.bench.verify import poison  # no right result is NaN or its whole number
+from stepmark.core.collectives import Collective
+from stepmark.core.comm_case import CommCase
+from stepmark.core.dtypes import DType
+from stepmark.core.record import Check
+
+__all__ = ["PREMUL_FACTOR", "TORCH_OF", "check", "fill", "poison"]
+
+_CHUNK = {"cpu": 2**18}  # elements at a time, for the cache
+_DEVICE_CHUNK = 2**22  # and 200 MiB of temporaries at most
+_ALL = -1  # sender of what every rank contributes to
+
+# Sender, destination and number of elements of a stretch of a buffer.
+Part = tuple[int, int, int]
+
+
+def fill(case: CommCase, index: int, send: Tensor, round: int) -> None:
+    """What this rank sends in this round. In place it comes after `poison`."""
+    table = sent_bits(case.dtype, case.redop, case.num_ranks, index).to(send.device)
+    for piece, rows in _walk(_sent_parts(case, index), send, round):
+        torch.index_select(table, 0, rows, out=piece)
+
+
+def check(case: CommCase, index: int, recv: Tensor, round: int) -> Check:
+    """Every element that this rank must have received, in this round.
+
+    Exact results are compared bit by bit. Error of integers: the distance modulo 2^bits.
+    """
+    right = expected(case.dtype, case.redop, case.num_ranks)
+    parts = _received_parts(case, index)
+    num_wrong, max_rel_err = 0, 0.0
+    if not right.tolerance:
+        num_wrong = _count_unequal(right.bits, parts, recv, round)
+    if right.tolerance or num_wrong:
+        over, max_rel_err = _errors(right, case.dtype, parts, recv, round)
+        num_wrong = num_wrong or over
+    return Check(
+        max_rel_err=max_rel_err,
+        tolerance=right.tolerance,
+        num_wrong=num_wrong,
+        num_compared=sum(count for _, _, count in parts),
+        reference=right.name,
+    )
+
+
+def _count_unequal(bits: Tensor, parts: list[Part], recv: Tensor, round: int) -> int:
+    table = bits.to(recv.device)
+    wrong = torch.zeros((), dtype=torch.int64, device=recv.device)
+    for piece, rows in _walk(parts, recv, round):
+        wrong += torch.count_nonzero(piece != table.index_select(0, rows))
+    return int(wrong)
+
+
+def _errors(
+    right: Expected, dtype: DType, parts: list[Part], recv: Tensor, round: int
+) -> tuple[int, float]:
+    """How many are over tolerance or not finite, and the largest relative error."""
+    table = right.wide.to(recv.device)
+    over, worst = 0, 0.0
+    for piece, rows in _walk(parts, recv, round):
+        ref = table.index_select(0, rows)
+        distance = (widen(piece, dtype) - ref).double().abs()
+        error = distance / ref.double().abs().clamp_min(1.0)
+        error = torch.where(error.isfinite(), error, math.inf)
+        over += int((error > right.tolerance).sum())
+        worst = max(worst, float(error.max()))
+    return over, worst
+
+
+def _sent_parts(case: CommCase, index: int) -> list[Part]:  # noqa: PLR0911, as below
+    """Stretches of the send buffer, in order."""
+    n, c = range(case.num_ranks), case.count
+    match case.collective:
+        case Collective.REDUCE_SCATTER:
+            return [(_ALL, to, c) for to in n]
+        case Collective.ALL_REDUCE | Collective.REDUCE:
+            return [(_ALL, 0, c)]
+        case Collective.ALL_TO_ALL:
+            return [(index, to, c) for to in n]
+        case Collective.ALL_TO_ALL_V:
+            return [(index, to, case.counts[index][to]) for to in n]
+        case Collective.SCATTER:
+            return [(index, to, c) for to in n] if index == case.root else []
+        case Collective.MULTICAST:
+            return [(index, to, c) for to in n if to != index] if index == case.root else []
+        case _:
+            return [(index, 0, case.send_count(index))]
+
+
+def _received_parts(  # noqa: PLR0911, PLR0912, a row per collective
+    case: CommCase, index: int
+) -> list[Part]:
+    """Stretches of the receive buffer that are defined, in order."""
+    n, c, root = case.num_ranks, case.count, case.root
+    match case.collective:
+        case Collective.ALL_REDUCE:
+            return [(_ALL, 0, c)]
+        case Collective.REDUCE:
+            return [(_ALL, 0, c)] if index == root else []
+        case Collective.REDUCE_SCATTER:
+            return [(_ALL, index, c)]
+        case Collective.ALL_TO_ALL:
+            return [(sender, index, c) for sender in range(n)]
+        case Collective.ALL_TO_ALL_V:
+            return [(sender, index, case.counts[sender][index]) for sender in range(n)]
+        case Collective.ALL_GATHER:
+            return [(sender, 0, c) for sender in range(n)]
+        case Collective.GATHER:
+            return [(sender, 0, c) for sender in range(n)] if index == root else []
+        case Collective.INCAST:
+            return [(who, 0, c) for who in range(n) if who != root] if index == root else []
+        case Collective.SCATTER:
+            return [(root, index, c)]
+        case Collective.MULTICAST:
+            return [(root, index, c)] if index != root else []
+        case Collective.BROADCAST:
+            return [(root, 0, c)]
+        case Collective.SENDRECV:
+            return [((index - 1) % n, 0, c)]
+        case Collective.P2P:
+            return [(0, 0, c)] if index == 1 else []
+        case Collective.P2P_BOTH:
+            return [(1 - index, 0, c)]
+        case Collective.PING_PONG:
+            return [(0, 0, c)]
+        case Collective.BARRIER:
+            return []
+
+
+def _walk(parts: list[Part], buffer: Tensor, round: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of a buffer as bits, and the table's row of each of their elements.
+
+    The hash of a position is that of its block of 4096 plus that of its place therein, so that
+    each element costs one addition. Rows are the upper 12 of its 31 bits.
+    """
+    bits, begin = buffer.view(BITS_OF[buffer.element_size()]), 0
+    step = _CHUNK.get(buffer.device.type, _DEVICE_CHUNK)
+    columns = _hash31(torch.arange(ROWS, device=buffer.device))
+    for (_, _, count), stream in zip(parts, _streams(parts, round), strict=True):
+        blocks = torch.arange(-(-count // ROWS), device=buffer.device)
+        block_hash = _hash31(blocks + stream)[:, None]
+        for at in range(0, count, step):
+            length = min(step, count - at)
+            here = block_hash[at // ROWS : -(-(at + length) // ROWS)]
+            rows = torch.add(here, columns[:length])
+            rows >>= 19
+            yield bits[begin + at : begin + at + length], rows.view(-1)[:length]
+        begin += count
+
+
+def _streams(parts: list[Part], round: int) -> list[int]:
+    """Where the hash of each stretch starts."""
+    senders = torch.tensor([sender for sender, _, _ in parts], dtype=torch.int64)
+    receivers = torch.tensor([to for _, to, _ in parts], dtype=torch.int64)
+    streams: list[int] = hash64(hash64(senders + (round << 32)) + receivers).tolist()
+    return streams
+
+
+def _hash31(x: Tensor) -> Tensor:
+    """Mixes int64 to int32 below 2^30: a sum of two fits in 31 bits."""
+    return (hash64(x) & (1 << 30) - 1).int()

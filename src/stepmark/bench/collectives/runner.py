@@ -1,0 +1,237 @@
+"""Runs cases of communication one after the other; each record goes to a sink at once.
+
+Ranks outside a case's communicator go through the same steps with nothing to do, so that all
+can agree on each.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from stepmark.bench.agree import CaseFailedError, agreed
+from stepmark.bench.collectives import buffers
+from stepmark.bench.collectives.communicators import Communicators
+from stepmark.bench.collectives.company import Company
+from stepmark.bench.collectives.timing import Timer
+from stepmark.bench.collectives.torch_api import unsupported
+from stepmark.bench.collectives.trial import Trial, backend_run, place
+from stepmark.bench.rig import Rig, own_stream, release
+from stepmark.bench.stopping import Effort, is_enough
+from stepmark.bench.telemetry import Sampler
+from stepmark.core.collectives import Api
+from stepmark.core.comm_case import CommCase
+from stepmark.core.record import Arrivals, Beside, Measured, Record, Samples, Skipped
+from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.units import format_bytes
+
+# A second of samples in at least five batches: what repeats is the batch, as with operators.
+DEFAULT = Effort(sample_s=1.0, soak_s=0.0, target_ci_rel=0.005, min_batches=5)
+_BATCH_S = 0.1
+_MOST_SAMPLES = 1000  # of a batch
+# What a check takes beside the buffers, at most.
+_CHECK_BYTES = 2**29
+
+
+class Guard(Protocol):
+    """Who notices when a case hangs."""
+
+    def begin(self, position: int, limit_s: float) -> None: ...
+
+    def idle(self, limit_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Beyond the cases. iterations: so many timed calls; None: until it is enough."""
+
+    iterations: int | None = None
+    warmups: int = 5
+    checks: int = 1
+    timeout_s: float = 60.0
+    launch: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Taken:
+    """What sampling gives this rank. late_s is of all ranks, by batch."""
+
+    seconds: list[float] = field(default_factory=list)
+    late_s: list[list[float]] = field(default_factory=list)
+    issue_s: list[float] = field(default_factory=list)
+    together_s: list[float] = field(default_factory=list)
+
+
+def run(
+    plan: Iterable[tuple[int, CommCase]],
+    rig: Rig,
+    effort: Effort,
+    options: Options,
+    communicators: Communicators,
+    guard: Guard,
+    *,
+    run_id: str,
+    sink: Callable[[Record], None],
+) -> None:
+    """Measure each case of (position, case); rank 0 passes records on.
+
+    A broken case does not end the run; a lost rank does (LostPeersError).
+    """
+    todo = list(plan)
+    begin = time.monotonic()
+    for done, (position, case) in enumerate(todo):
+        share = effort
+        if effort.total_s is not None:
+            left = max(0.0, begin + effort.total_s - time.monotonic()) / (len(todo) - done)
+            share = effort.shortened(max(rig.ranks.gather(left)))
+        guard.begin(position, options.timeout_s + share.sample_s)
+        record = _run_case(case, rig, share, options, communicators, run_id)
+        if rig.ranks.rank == 0:
+            sink(dataclasses.replace(record, launch=options.launch))
+        guard.idle(options.timeout_s)
+
+
+def _run_case(
+    case: CommCase,
+    rig: Rig,
+    effort: Effort,
+    options: Options,
+    communicators: Communicators,
+    run_id: str,
+) -> Record:
+    try:
+        reasons = rig.ranks.gather(agreed(rig.ranks, lambda: _why_not(case, rig)))
+        if found := next((reason for reason in reasons if reason), None):
+            return Skipped(run_id=run_id, case=case, reason=found[0], needed_bytes=found[1])
+        with own_stream(rig):
+            trial = Trial(case, rig, communicators.get(case), options)
+            return _measure(trial, case, rig, effort, options, run_id)
+    except CaseFailedError as failed:
+        return failed.record(run_id, case)
+    finally:
+        release(rig)
+
+
+def _why_not(case: CommCase, rig: Rig) -> tuple[str, int | None] | None:
+    """The reason why this rank cannot run the case, and the bytes it would need."""
+    reason = unsupported(case) if case.api is Api.TORCH else None
+    if reason:
+        return reason, None
+    seat = place(case, rig.ranks.rank)
+    if seat is None:
+        return None
+    needed = buffers.needed_bytes(*seat) + min(_CHECK_BYTES, 16 * case.message_bytes)
+    free = rig.free_bytes()
+    if needed > free * 0.95:
+        return f"needs {format_bytes(needed)}, {format_bytes(free)} are free", needed
+    return None
+
+
+def _measure(
+    trial: Trial, case: CommCase, rig: Rig, effort: Effort, options: Options, run_id: str
+) -> Measured:
+    """All ranks call it, members or not. Raises CaseFailedError on all together."""
+    ranks, started_at = rig.ranks, time.time()
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+    num_sets = min(ranks.gather(trial.sets_that_fit()))
+    agreed(ranks, lambda: trial.allocate(num_sets))
+    check = agreed(ranks, trial.check)
+    agreed(ranks, trial.bind)
+    agreed(ranks, trial.warm_up)
+    estimate_s = max(ranks.gather(agreed(ranks, trial.estimate)))
+    timer = agreed(ranks, lambda: trial.timer(estimate_s))
+    k = max(ranks.gather(timer.calls_per_sample))
+    guest = agreed(ranks, trial.company)
+    alone_s = agreed(ranks, lambda: guest.alone() if guest else [])
+    sampler, begin = Sampler(rig.device_index), time.monotonic()
+    with sampler:
+        taken = _collect(timer, guest, estimate_s * k, rig, effort, options, k)
+    each = [value / trial.operations_per_call for value in taken.seconds]
+    issue_s = summarize(taken.issue_s).median if taken.issue_s else 0.0
+    everyone = ranks.gather(
+        (each, check, sampler.telemetry(), issue_s, alone_s, taken.together_s)
+    )
+    seconds, checks, telemetry, issues, alones, togethers = zip(
+        *(everyone[rank] for rank in case.members), strict=True
+    )
+    beside = Beside(
+        alone_s=tuple(map(tuple, alones)),
+        together_s=tuple(map(tuple, togethers)),
+        backend_run=guest.backend_run if guest else "",
+    )
+    return Measured(
+        run_id=run_id,
+        case=case,
+        samples=Samples(
+            seconds=tuple(map(tuple, seconds)),
+            method=timer.method,
+            calls_per_sample=k,
+            num_sets=num_sets,
+            wall_s=time.monotonic() - begin,
+        ),
+        checks=checks if options.checks else (),
+        telemetry=telemetry,
+        backend_run=backend_run(case),
+        peak_memory_bytes=_peak_memory(rig),
+        started_at=started_at,
+        arrivals=Arrivals(
+            late_s=tuple(tuple(batch[rank] for batch in taken.late_s) for rank in case.members),
+            error_s=max(ranks.gather(ranks.offset_error_s)),
+            issue_s=issues,
+            warmup_calls=options.warmups,
+        ),
+        beside=beside if case.beside else None,
+    )
+
+
+def _collect(
+    timer: Timer,
+    guest: Company | None,
+    sample_s: float,
+    rig: Rig,
+    effort: Effort,
+    options: Options,
+    calls_per_sample: int,
+) -> Taken:
+    """Sample in batches until rank 0, seeing all ranks' maxima, says that it is enough."""
+    ranks, taken, batches = rig.ranks, Taken(), list[list[float]]()
+    wanted = math.ceil(options.iterations / calls_per_sample) if options.iterations else None
+    length = min(_BATCH_S, effort.sample_s / effort.min_batches)
+    count = max(
+        1, min(_MOST_SAMPLES, wanted or _MOST_SAMPLES, int(length / max(sample_s, 1e-9)))
+    )
+    cover, begin = 1.5, time.monotonic()
+
+    def enough() -> bool:
+        if wanted is not None:
+            return sum(map(len, batches)) >= wanted
+        return is_enough(batches, time.monotonic() - begin, effort)
+
+    while True:  # rank 0 ends it, for all
+        if guest:
+            guest.start(cover * count * sample_s + 5e-3)
+        batch = agreed(ranks, lambda: timer.sample(count))
+        together = guest.stop(batch.span or (0.0, 0.0)) if guest else []
+        found = ranks.gather((batch.seconds, batch.began_s, together is not None))
+        if not all(one[2] for one in found):
+            # Somewhere the compute ended first: this batch was not measured beside it.
+            cover *= 2
+            continue
+        taken.seconds += batch.seconds
+        taken.issue_s.append(batch.issue_s)
+        taken.together_s += together or []
+        first = min(one[1] for one in found if one[0])
+        taken.late_s.append([max(0.0, one[1] - first) for one in found])
+        batches.append(slowest_per_sample([one[0] for one in found if one[0]]))
+        if ranks.decide(enough):
+            return taken
+
+
+def _peak_memory(rig: Rig) -> int | None:
+    device = rig.ranks.device
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -1,0 +1,272 @@
+"""How collectives are timed. Three modes that answer different questions:
+
+queued    k calls back to back between two readings, nothing waits in between: what nccl-tests
+          measures, and what a framework sees that never waits. Where a call costs its host
+          more than it takes on the device, that is what is measured, as there.
+graph     k calls in a CUDA graph: the device alone, no host
+blocking  the host waits for each call; ranks start each together, unless told not to
+
+A stream's readings are events, a host's are its monotonic clock. `seconds` is per call.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from stepmark.bench.ranks import Ranks
+
+VERSION = 1
+Calls = Sequence[Callable[[], object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Samples of one rank. began_s: on rank 0's clock; issue_s: host seconds per call.
+
+    span: first and last moment, as events of a stream or seconds of the host's clock.
+    """
+
+    seconds: list[float]
+    began_s: float
+    issue_s: float
+    span: tuple[Any, Any] | None = None
+
+
+class Timer(Protocol):
+    """A clock bound to the calls of one case on one rank."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def calls_per_sample(self) -> int: ...
+
+    def sample(self, count: int) -> Batch:
+        """`count` samples, begun together with all ranks, ended before it returns."""
+
+
+class Rotation:
+    """The next of several calls, for ever: one per operand set, so that caches do not help."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls, self._next = calls, 0
+
+    def __call__(self) -> None:
+        self._calls[self._next]()
+        self._next = (self._next + 1) % len(self._calls)
+
+
+class IdleTimer:
+    """For ranks outside the communicator: they only start when the others do."""
+
+    calls_per_sample = 1
+
+    def __init__(self, ranks: Ranks, method: str, starts_per_sample: bool) -> None:
+        self.method, self._ranks, self._each = method, ranks, starts_per_sample
+
+    def sample(self, count: int) -> Batch:
+        for _ in range(count if self._each else 1):
+            self._ranks.align()
+        return Batch(seconds=[], began_s=self._ranks.now(), issue_s=0.0)
+
+
+class HostTimer:
+    """A CPU's collectives, which return when they are done. wait_s: this rank comes late."""
+
+    def __init__(
+        self, calls: Calls, ranks: Ranks, calls_per_sample: int, *, name: str, wait_s: float
+    ) -> None:
+        self.method = f"{name}/{VERSION}"
+        self.calls_per_sample = calls_per_sample
+        self._call, self._ranks, self._wait_s = Rotation(calls), ranks, wait_s
+        self._each = name == "blocking"
+
+    def sample(self, count: int) -> Batch:
+        seconds: list[float] = []
+        began_s, first, last = 0.0, 0.0, 0.0
+        for i in range(count):
+            if self._each or i == 0:
+                self._ranks.align()
+                began_s = began_s or self._ranks.now()
+            if self._wait_s:
+                _spin_host(self._wait_s)
+            start = time.perf_counter()
+            for _ in range(self.calls_per_sample):
+                self._call()
+            last = time.perf_counter()
+            first = first or start
+            seconds.append((last - start) / self.calls_per_sample)
+        return Batch(
+            seconds=seconds, began_s=began_s, issue_s=_median(seconds), span=(first, last)
+        )
+
+
+class StreamTimer:
+    """Back to back on the current stream, an event after every k calls.
+
+    wait_s > 0: before each call this rank's stream spins that long, outside of its time.
+    """
+
+    def __init__(
+        self, calls: Calls, ranks: Ranks, calls_per_sample: int, *, wait_s: float = 0.0
+    ) -> None:
+        self.method = f"queued/{VERSION}"
+        self.calls_per_sample = 1 if wait_s else calls_per_sample
+        self._call, self._ranks = Rotation(calls), ranks
+        self._cycles = round(wait_s * spin_hz()) if wait_s else 0
+
+    def sample(self, count: int) -> Batch:
+        stream = torch.cuda.current_stream()
+        stream.synchronize()
+        starts, ends = _events(count), _events(count)
+        self._ranks.align()
+        began_s = self._ranks.now()
+        issued = 0.0
+        # Whoever comes first waits in this call, so that no sample holds the others' delay.
+        self._call()
+        for i in range(count):
+            if self._cycles:
+                torch.cuda._sleep(self._cycles)
+            starts[i].record()
+            begin = time.perf_counter()
+            for _ in range(self.calls_per_sample):
+                self._call()
+            issued = issued or time.perf_counter() - begin
+            ends[i].record()
+        stream.synchronize()
+        seconds = [
+            start.elapsed_time(end) * 1e-3 / self.calls_per_sample
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        return Batch(
+            seconds=seconds,
+            began_s=began_s,
+            issue_s=issued / self.calls_per_sample,
+            span=(starts[0], ends[-1]),
+        )
+
+
+class GraphTimer:
+    """Replays of one graph of k calls. wait_s: a spin before each call, subtracted."""
+
+    def __init__(
+        self, calls: Calls, ranks: Ranks, calls_per_sample: int, *, wait_s: float = 0.0
+    ) -> None:
+        self.method = f"graph/{VERSION}"
+        self.calls_per_sample = calls_per_sample
+        self._ranks, self._wait_s = ranks, wait_s
+        cycles = round(wait_s * spin_hz()) if wait_s else 0
+        self._graph = capture(Rotation(calls), calls_per_sample, cycles)
+
+    def sample(self, count: int) -> Batch:
+        stream = torch.cuda.current_stream()
+        stream.synchronize()
+        marks = _events(count + 1)
+        self._ranks.align()
+        began_s = self._ranks.now()
+        self._graph.replay()
+        marks[0].record()
+        begin = time.perf_counter()
+        for mark in marks[1:]:
+            self._graph.replay()
+            mark.record()
+        issued = (time.perf_counter() - begin) / count
+        stream.synchronize()
+        seconds = [
+            before.elapsed_time(after) * 1e-3 / self.calls_per_sample - self._wait_s
+            for before, after in itertools.pairwise(marks)
+        ]
+        return Batch(
+            seconds=seconds,
+            began_s=began_s,
+            issue_s=issued / self.calls_per_sample,
+            span=(marks[0], marks[-1]),
+        )
+
+
+class BlockingTimer:
+    """The host waits for the stream after each call, as code does that needs the result."""
+
+    calls_per_sample = 1
+
+    def __init__(self, calls: Calls, ranks: Ranks, *, aligned: bool, wait_s: float) -> None:
+        self.method = f"blocking/{VERSION}" if aligned else f"blocking-free/{VERSION}"
+        self._call, self._ranks, self._aligned = Rotation(calls), ranks, aligned
+        self._wait_s = wait_s
+
+    def sample(self, count: int) -> Batch:
+        stream = torch.cuda.current_stream()
+        stream.synchronize()
+        marks = _events(2)
+        marks[0].record()
+        seconds, issued = [], []
+        began_s = 0.0
+        for i in range(count):
+            if self._aligned or i == 0:
+                self._ranks.align()
+                began_s = began_s or self._ranks.now()
+            if self._wait_s:
+                _spin_host(self._wait_s)
+            start = time.perf_counter()
+            self._call()
+            issued.append(time.perf_counter() - start)
+            stream.synchronize()
+            seconds.append(time.perf_counter() - start)
+        marks[1].record()
+        stream.synchronize()
+        return Batch(
+            seconds=seconds,
+            began_s=began_s,
+            issue_s=_median(issued),
+            span=(marks[0], marks[1]),
+        )
+
+
+def capture(call: Callable[[], object], count: int, cycles: int = 0) -> torch.cuda.CUDAGraph:
+    """A graph of `count` calls on the current stream, each behind a spin of so many cycles."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(
+        graph,
+        stream=torch.cuda.current_stream(),
+        capture_error_mode="thread_local",  # NCCL's watchdog queries events meanwhile
+    ):
+        for _ in range(count):
+            if cycles:
+                torch.cuda._sleep(cycles)
+            call()
+    return graph
+
+
+def spin_hz() -> float:
+    """Cycles per second of a spinning kernel on this device, measured once per process."""
+    if not _spin_hz:
+        torch.cuda._sleep(1000)
+        start, end = _events(2)
+        start.record()
+        torch.cuda._sleep(10_000_000)
+        end.record()
+        torch.cuda.synchronize()
+        _spin_hz.append(10_000_000 / (start.elapsed_time(end) * 1e-3))
+    return _spin_hz[0]
+
+
+_spin_hz: list[float] = []
+
+
+def _spin_host(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def _events(count: int) -> list[torch.cuda.Event]:
+    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,188 @@
+"""One case of communication on this rank: buffers, check, clock."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from stepmark.bench.collectives import buffers, company, data, timing
+from stepmark.bench.collectives.communicators import Communicator
+from stepmark.bench.rig import Rig
+from stepmark.core.collectives import Collective, Mode
+from stepmark.core.comm_case import CommCase
+from stepmark.core.record import Check
+
+if TYPE_CHECKING:
+    from stepmark.bench.collectives.runner import Options
+
+# A sample should last this long, so that the two readings beside it do not weigh.
+_SAMPLE_S = 1e-3
+_MOST_CALLS = 100
+_MAX_SETS = 128
+NOT_CHECKED = Check(
+    max_rel_err=0.0, tolerance=0.0, num_wrong=0, num_compared=0, reference="not checked"
+)
+
+
+def place(case: CommCase, rank: int) -> tuple[CommCase, int] | None:
+    """The case as this rank's communicator sees it, and the rank's place in that."""
+    for members in case.communicators:
+        if rank in members:
+            alone = dataclasses.replace(case, split="", world_size=case.num_ranks)
+            return alone, members.index(rank)
+    return None
+
+
+class Trial:
+    """A rank's part in a case. Outside the communicator each step does nothing."""
+
+    def __init__(
+        self, case: CommCase, rig: Rig, communicator: Communicator, options: "Options"
+    ) -> None:
+        self._rig, self._communicator, self._options = rig, communicator, options
+        self._world_case = case
+        self._place = place(case, rig.ranks.rank)
+        self._sets: list[buffers.Pair] = []
+        self._calls: list[Callable[[], object]] = []
+
+    @property
+    def num_sets(self) -> int:
+        return len(self._sets)
+
+    def allocate(self, num_sets: int) -> None:
+        """Operand sets, filled with what a check would send."""
+        if self._place is None:
+            return
+        case, index = self._place
+        for _ in range(num_sets):
+            send, recv = buffers.allocate(case, index, self._rig.ranks.device)
+            data.poison(recv)
+            data.fill(case, index, send, 0)
+            self._sets.append((send, recv))
+
+    def sets_that_fit(self) -> int:
+        """As many as exceed twice the cache together, within half of the free memory."""
+        if self._place is None:
+            return _MAX_SETS
+        each = max(buffers.needed_bytes(*self._place), 1)
+        wanted = math.ceil(2 * self._rig.cache_bytes / each) + 1
+        fitting = self._rig.free_bytes() // 2 // each
+        return max(1, min(wanted, fitting, _MAX_SETS))
+
+    def check(self) -> Check:
+        """What the call delivers, on every element, in as many rounds as asked for."""
+        if self._place is None or not self._sets:
+            return NOT_CHECKED
+        # Grouped calls on one set would reduce it several times.
+        case, index = dataclasses.replace(self._place[0], calls_per_group=1), self._place[1]
+        send, recv = self._sets[0]
+        call = self._communicator.bind(case, index, send, recv)
+        found = NOT_CHECKED
+        if self._world_case.mode is Mode.GRAPH:
+            call()  # makes connections, which a graph cannot hold
+            self._wait()
+            call = timing.capture(call, 1).replay
+        for turn in range(self._options.checks):
+            data.poison(recv)
+            data.fill(case, index, send, turn)
+            call()
+            self._wait()
+            found = _merge(found, data.check(case, index, recv, turn))
+        return found
+
+    def bind(self) -> None:
+        if self._place is not None:
+            case, index = self._place
+            self._calls = [
+                self._communicator.bind(case, index, send, recv) for send, recv in self._sets
+            ]
+
+    def warm_up(self) -> None:
+        for i in range(self._options.warmups if self._calls else 0):
+            self._calls[i % len(self._calls)]()
+        self._wait()
+
+    def estimate(self) -> float:
+        """Seconds per call, roughly. As many calls on every rank, or some would wait."""
+        if not self._calls:
+            return 0.0
+        begin = time.perf_counter()
+        for i in range(3):
+            self._calls[i % len(self._calls)]()
+        self._wait()
+        return (time.perf_counter() - begin) / 3
+
+    def timer(self, estimate_s: float) -> timing.Timer:
+        """Equal estimates give all ranks the same k."""
+        case, ranks = self._world_case, self._rig.ranks
+        name = "blocking-free" if case.mode is Mode.BLOCKING and not case.aligned else case.mode
+        if self._place is None:
+            return timing.IdleTimer(ranks, f"{name}/{timing.VERSION}", name == "blocking")
+        calls, wait_s = self._calls, self.arrival_s()
+        k = self._calls_per_sample(estimate_s)
+        if case.device == "cpu":
+            return timing.HostTimer(calls, ranks, k, name=name, wait_s=wait_s)
+        match case.mode:
+            case Mode.QUEUED:
+                return timing.StreamTimer(calls, ranks, k, wait_s=wait_s)
+            case Mode.GRAPH:
+                return timing.GraphTimer(calls, ranks, k, wait_s=wait_s)
+            case Mode.BLOCKING:
+                return timing.BlockingTimer(calls, ranks, aligned=case.aligned, wait_s=wait_s)
+
+    def arrival_s(self) -> float:
+        """How long after the first rank this one is made to come: evenly spread by rank."""
+        if self._place is None:
+            return 0.0
+        case, index = self._place
+        return case.skew_s * index / max(1, case.num_ranks - 1)
+
+    def company(self) -> company.Company | None:
+        if self._place is None or not self._world_case.beside:
+            return None
+        return company.make(self._world_case.beside, self._rig)
+
+    @property
+    def operations_per_call(self) -> int:
+        """What a call's time is divided by: grouped operations; there and back."""
+        both_ways = 2 if self._world_case.collective is Collective.PING_PONG else 1
+        return both_ways * self._world_case.calls_per_group
+
+    def _calls_per_sample(self, estimate_s: float) -> int:
+        case = self._world_case
+        if case.mode is Mode.BLOCKING or (case.skew_s and case.mode is not Mode.GRAPH):
+            return 1
+        k = max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
+        if self._options.iterations is not None:
+            # Few calls still give samples enough to show how they spread.
+            k = min(k, max(1, self._options.iterations // 5))
+        return k
+
+    def _wait(self) -> None:
+        if self._rig.ranks.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+
+def _merge(one: Check, other: Check) -> Check:
+    """Both together; what was not checked says nothing."""
+    if one is NOT_CHECKED:
+        return other
+    return Check(
+        max_rel_err=max(one.max_rel_err, other.max_rel_err),
+        tolerance=max(one.tolerance, other.tolerance),
+        num_wrong=one.num_wrong + other.num_wrong,
+        num_compared=one.num_compared + other.num_compared,
+        reference=other.reference,
+    )
+
+
+def backend_run(case: CommCase) -> str:
+    """What really carried the messages."""
+    if case.backend != "nccl":
+        return case.backend
+    name = "rccl" if torch.version.hip else "nccl"
+    version = torch.cuda.nccl.version()
+    return f"{name} {'.'.join(map(str, version))}" if isinstance(version, tuple) else name

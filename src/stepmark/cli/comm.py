@@ -1,0 +1,343 @@
+"""stepmark comm NAME...: collectives, with nccl-tests' flags and table."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepmark.cli.options import Flag, Values, as_command
+from stepmark.core.collectives import FACTS, Api, Collective, placements
+from stepmark.core.comm_case import CommCase
+from stepmark.core.dtypes import MESSAGE_DTYPES
+from stepmark.core.errors import ConfigError
+from stepmark.core.units import parse_duration
+
+if TYPE_CHECKING:
+    from stepmark.bench.collectives.runner import Options
+    from stepmark.bench.stopping import Effort
+    from stepmark.cli.comm_plan import Plan
+    from stepmark.launch.evidence import Lost
+
+NAMES = (
+    Flag(
+        name="names",
+        kind=list[str],
+        names=(),
+        help=f"{', '.join(Collective)}, p2p-matrix",
+        argument=True,
+    ),
+)
+SWEEP = (
+    Flag(name="begin", kind=str, names=("-b", "--begin"), help="smallest size [1K]"),
+    Flag(
+        name="end",
+        kind=str,
+        names=("-e", "--end"),
+        help="largest size [1G on accelerators, 4M on a CPU]",
+    ),
+    Flag(name="step", kind=str, names=("-i", "--step"), help="add this many bytes per size"),
+    Flag(name="factor", kind=float, names=("-f", "--factor"), help="multiply the size by [4]"),
+)
+WHAT = (
+    Flag(
+        name="dtype",
+        kind=str,
+        names=("-d", "--dtype"),
+        help=f"type(s), or all: {', '.join(MESSAGE_DTYPES)} [fp32]",
+    ),
+    Flag(
+        name="redop",
+        kind=str,
+        names=("-o", "--redop"),
+        help="sum, prod, min, max, avg, mulsum or all [sum]",
+    ),
+    Flag(
+        name="root", kind=str, names=("-r", "--root"), help="root rank; -1 = each in turn [0]"
+    ),
+    Flag(name="placement", kind=str, help="both, in or out (of place) [both]"),
+    Flag(name="pair", kind=str, help="p2p, ping_pong: source and destination [0,1]"),
+    Flag(
+        name="bidirectional",
+        kind=bool,
+        default=False,
+        names=("--bidirectional",),
+        help="p2p: both directions at once",
+    ),
+    Flag(name="spread", kind=str, help="all_to_all_v: 0 = even, 1 = by distance [1]"),
+    Flag(name="matrix", kind=str, help="all_to_all_v: file of bytes from row to column"),
+)
+WHO = (
+    Flag(name="device", kind=str, help="cuda or cpu; default cuda where there is one"),
+    Flag(name="nproc", kind=str, help="ranks [all accelerators; 2 on a CPU]"),
+    Flag(name="ranks", kind=str, help="communicators over the first 2,4,8 ranks"),
+    Flag(
+        name="group_split",
+        kind=str,
+        help="communicators side by side: mod 4, div 8, and 0x7 (NCCL_TESTS_SPLIT)",
+    ),
+    Flag(name="api", kind=str, help="torch (torch.distributed) or nccl (libnccl) [torch]"),
+    Flag(name="backend", kind=str, help="of torch.distributed [nccl; gloo on a CPU]"),
+    Flag(name="max_ctas", kind=str, help="thread blocks per communicator, e.g. 1,4,16"),
+)
+HOW = (
+    Flag(name="mode", kind=str, help="queued, graph or blocking [queued]"),
+    Flag(
+        name="cudagraph",
+        kind=int,
+        names=("-G", "--cudagraph"),
+        help="above 0: as --mode graph",
+    ),
+    Flag(
+        name="blocking",
+        kind=int,
+        names=("-z", "--blocking"),
+        help="1 and 3: as --mode blocking; 2: without a common start",
+    ),
+    Flag(
+        name="no_align",
+        kind=bool,
+        default=False,
+        names=("--no-align",),
+        help="blocking: no common start of each call",
+    ),
+    Flag(
+        name="iters",
+        kind=int,
+        names=("-n", "--iters"),
+        help="timed calls [until the median is within 0.5 %, at most 1 s]",
+    ),
+    Flag(
+        name="warmup_iters", kind=int, names=("-w", "--warmup-iters"), help="calls before [5]"
+    ),
+    Flag(name="check", kind=int, names=("-c", "--check"), help="checked calls; 0 = none [1]"),
+    Flag(
+        name="agg_iters",
+        kind=int,
+        names=("-m", "--agg-iters"),
+        help="operations issued as one [1]",
+    ),
+    Flag(name="launches", kind=int, help="times that communicators are made anew [1]"),
+    Flag(name="skew", kind=str, help="the last rank arrives this late, e.g. 50us"),
+    Flag(
+        name="beside",
+        kind=str,
+        names=("--with",),
+        help="compute beside: gemm:8192, copy:256M, attention:BxSxHxD",
+    ),
+    Flag(name="timeout", kind=str, help="a case that takes longer has failed [60s]"),
+    Flag(name="budget", kind=str, help="time for all cases together, e.g. 60s"),
+)
+OUTPUT = (
+    Flag(name="out", kind=str, help="folder for run directories [runs]"),
+    Flag(name="resume", kind=str, help="go on with this run: skip measured, retry failed"),
+    Flag(
+        name="force",
+        kind=bool,
+        default=False,
+        names=("--force",),
+        help="resume although the environment differs",
+    ),
+    Flag(
+        name="wide",
+        kind=bool,
+        default=False,
+        names=("--wide",),
+        help="p50, p99, min, max, spread, slowest rank, % of link",
+    ),
+    Flag(name="json", kind=str, help="rows as JSON; - = stdout"),
+    Flag(name="csv", kind=str, help="rows as CSV; - = stdout; a folder: one per collective"),
+    Flag(
+        name="output_file",
+        kind=str,
+        names=("-J", "--output-file"),
+        help="nccl-tests' JSON; never overwrites",
+    ),
+    Flag(name="style", kind=str, help="param: that tool's columns"),
+    Flag(
+        name="dry_run",
+        kind=bool,
+        default=False,
+        names=("--dry-run",),
+        help="list the cases, run none",
+    ),
+    Flag(
+        name="list_all",
+        kind=bool,
+        default=False,
+        names=("--list",),
+        help="what there is to measure",
+    ),
+)
+
+
+def measure(values: dict[str, Any]) -> None:
+    """Plan; then, started plainly, start ranks and watch them, or be one of them."""
+    import typer  # noqa: PLC0415
+
+    from stepmark.cli import comm_output, comm_plan, session  # noqa: PLC0415
+    from stepmark.launch import torchrun  # noqa: PLC0415
+
+    names = values.pop("names") or []
+    if values.get("list_all"):
+        typer.echo(table())
+        return
+    if not names:
+        raise ConfigError("collective", "none", "a name; `stepmark comm --list` shows them")
+    comm_output.check(values)
+    device = session.device_type(values)
+    world_size = session.num_ranks(_with_nproc(values, device), device)
+    plan = comm_plan.plan(names, values, device, world_size)
+    _options(values, 1)
+    launches = _launches(values)
+    if values.get("dry_run"):
+        comm_output.listed(plan)
+        return
+    if torchrun.is_first():
+        for note in plan.notes:
+            sys.stderr.write(f"# {note}\n")
+    if torchrun.is_rank():
+        raise typer.Exit(as_rank(plan, launches, values, device))
+    raise typer.Exit(as_parent(plan, launches, values, world_size))
+
+
+def table() -> str:
+    """`comm --list`: every collective and what it can do."""
+    lines = [f"{'name':<14}{'busbw/algbw':<13}{'size counts':<16}{'torch':<14}nccl"]
+    for one in Collective:
+        facts = FACTS[one]
+        forms = {
+            api: "/".join("in" if inside else "out" for inside in placements(one, api))
+            for api in Api
+        }
+        lines.append(
+            f"{one:<14}{facts.busbw:<13}{facts.parts:<16}"
+            f"{forms[Api.TORCH]:<14}{forms[Api.NCCL]}"
+        )
+    lines.append("p2p-matrix    every ordered pair: bandwidth and latency, one pair at a time")
+    lines.append("out, in: of place. Reductions: sum, prod, min, max, avg, mulsum.")
+    return "\n".join(lines)
+
+
+def _with_nproc(values: Values, device: str) -> Values:
+    default = "all" if device == "cuda" else "2"
+    return values if values.get("nproc") else {**values, "nproc": default}
+
+
+def _options(values: Values, launch: int) -> "Options":
+    from stepmark.bench.collectives.runner import Options  # noqa: PLC0415
+
+    limits = {"iters": (1, 10**6), "warmup_iters": (0, 10**4), "check": (0, 1000)}
+    for name, (low, high) in limits.items():
+        value = values.get(name)
+        if value is not None and not low <= value <= high:
+            raise ConfigError(name.replace("_", "-"), value, f"from {low} to {high}")
+    timeout = values.get("timeout")
+    plain = Options()
+    return Options(
+        iterations=values.get("iters"),
+        warmups=_or(values.get("warmup_iters"), plain.warmups),
+        checks=_or(values.get("check"), plain.checks),
+        timeout_s=parse_duration(timeout, "timeout") if timeout else plain.timeout_s,
+        launch=launch,
+    )
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _launches(values: Values) -> int:
+    launches = _or(values.get("launches"), 1)
+    if not 1 <= launches <= 100:
+        raise ConfigError("launches", launches, "from 1 to 100")
+    return launches
+
+
+def _effort(values: Values) -> "Effort":
+    from stepmark.bench.collectives.runner import DEFAULT  # noqa: PLC0415
+
+    budget = values.get("budget")
+    total_s = parse_duration(budget, "budget") if budget else None
+    return dataclasses.replace(DEFAULT, total_s=total_s)
+
+
+def as_parent(plan: "Plan", launches: int, values: Values, world_size: int) -> int:
+    """Start ranks on this host, watch them from outside, show what they measured."""
+    from stepmark.cli import comm_output  # noqa: PLC0415
+    from stepmark.launch.supervise import supervise  # noqa: PLC0415
+
+    places = positions(plan.cases, launches)
+    runs: list[Path] = []
+
+    def on_lost(lost: "Lost", run: Path | None) -> None:
+        record_lost(lost, run, places)
+
+    code = supervise(
+        sys.argv[1:],
+        world_size,
+        num_cases=len(places),
+        on_lost=on_lost,
+        on_run=runs.append,
+    )
+    if not runs:
+        return code
+    return comm_output.deliver(runs[-1], values, code)
+
+
+def positions(cases: list[CommCase], launches: int) -> list[tuple[int, CommCase]]:
+    """(launch, case) by position: what parent and ranks call a case by."""
+    return [(launch, case) for launch in range(1, launches + 1) for case in cases]
+
+
+def record_lost(lost: "Lost", run: Path | None, places: list[tuple[int, CommCase]]) -> None:
+    """A case whose ranks hang or died is a record like any other, written for them."""
+    from stepmark.core.record import Failed  # noqa: PLC0415
+    from stepmark.store.runs import RunWriter  # noqa: PLC0415
+
+    sys.stderr.write(f"stepmark: {lost.message}\n")
+    if run is None or lost.position is None:
+        return
+    launch, case = places[lost.position]
+    writer, _ = RunWriter.go_on(run)
+    with writer:
+        writer.append(
+            Failed(
+                run_id=run.name,
+                case=case,
+                cause=lost.cause,
+                message=lost.message,
+                ranks=lost.ranks,
+                traceback=lost.stacks,
+                launch=launch,
+            )
+        )
+    if lost.flight:
+        folder = run / "traces"
+        folder.mkdir(exist_ok=True)
+        for rank, text in lost.flight.items():
+            (folder / f"flight-{lost.position}-rank{rank}.json").write_text(text)
+
+
+def as_rank(plan: "Plan", launches: int, values: Values, device: str) -> int:
+    """Measure as one of the ranks. The exit code of this rank."""
+    from stepmark.cli import comm_rank  # noqa: PLC0415
+
+    return comm_rank.work(
+        positions(plan.cases, launches),
+        values,
+        device,
+        effort=_effort(values),
+        options=_options(values, 1),
+    )
+
+
+command = as_command(
+    measure,
+    "Measure collectives: nccl-tests' flags, table and figures; no MPI.",
+    NAMES,
+    SWEEP,
+    WHAT,
+    WHO,
+    HOW,
+    OUTPUT,
+)

@@ -1,0 +1,103 @@
+"""What `stepmark comm` shows: nccl-tests' table, wide columns, matrices, files."""
+
+import sys
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepmark.cli.options import Values
+from stepmark.core.errors import ConfigError
+from stepmark.core.record import Record, RunInfo
+
+if TYPE_CHECKING:
+    from stepmark.cli.comm_plan import Plan
+    from stepmark.cli.view import View
+
+Rows = list[dict[str, Any]]
+_PAIRS = ("p2p", "p2p_both", "ping_pong")
+
+
+def check(values: Values) -> None:
+    """What can be refused before an hour of measuring is refused before."""
+    from stepmark.cli import session  # noqa: PLC0415
+
+    session.check_outputs({**values, "style": None})
+    style = values.get("style")
+    if style and style not in _styles():
+        raise ConfigError("style", style, f"one of {', '.join(_styles())}")
+    if (target := values.get("output_file")) and Path(target).suffix != ".json":
+        raise ConfigError("-J", target, "a name that ends in .json")
+
+
+def _styles() -> dict[str, Callable[[Iterable[Record], RunInfo], dict[str, str]]]:
+    from stepmark.report.param_comms import param_comms  # noqa: PLC0415
+
+    return {"param": param_comms}
+
+
+def listed(plan: "Plan") -> None:
+    """--dry-run: the command of each case."""
+    for note in plan.notes:
+        sys.stderr.write(f"# {note}\n")
+    for case in plan.cases:
+        sys.stdout.write(case.command() + "\n")
+    sys.stderr.write(f"{len(plan.cases)} cases; none was run\n")
+
+
+def deliver(path: Path, values: Values, code: int) -> int:
+    """Show the run, write the files that were asked for; the exit code of it all."""
+    from stepmark.cli import session  # noqa: PLC0415
+    from stepmark.cli.view import view  # noqa: PLC0415
+
+    seen = view(path)
+    _files(seen, values)
+    if "-" not in (values.get("json"), values.get("csv")):
+        _show(seen, values)
+    sys.stdout.flush()
+    sys.stderr.write(f"run {path}\n")
+    if code in (130, 143):
+        word = "interrupted" if code == 130 else "terminated"
+        sys.stderr.write(
+            f"{word}; finished cases are kept; go on with: {seen.run.command} --resume {path}\n"
+        )
+    found = session.exit_code(seen)
+    return min((code, found), key=(130, 143, 2, 1, 3, 0).index)
+
+
+def _show(seen: "View", values: Values) -> None:
+    from stepmark.cli.view import console  # noqa: PLC0415
+    from stepmark.report import comm_printing, nccl_tests, p2p_matrix  # noqa: PLC0415
+
+    if style := values.get("style"):
+        sys.stdout.write("\n".join(_styles()[style](seen.records, seen.run).values()))
+        return
+    if values.get("wide"):
+        comm_printing.wide(seen.comm_rows, console())
+        return
+    matrices = [one for one in p2p_matrix.matrices(seen.comm_rows) if len(one.known) > 2]
+    drawn = {one.family for one in matrices}
+    for one in matrices:
+        sys.stdout.write(p2p_matrix.matrix_text(one) + "\n")
+    rest = [row for row in seen.comm_rows if row["family"] not in drawn]
+    if rest:
+        sys.stdout.write(nccl_tests.text_of(rest, seen.run))
+
+
+def _files(seen: "View", values: Values) -> None:
+    from stepmark.report import nccl_json  # noqa: PLC0415
+    from stepmark.store.export import write_json, write_tables  # noqa: PLC0415
+
+    rows = seen.comm_rows
+    by_name: dict[str, Rows] = {}
+    for row in rows:
+        by_name.setdefault(str(row["family"]), []).append(row)
+    for kind in ("json", "csv"):
+        if target := values.get(kind):
+            folder = target.endswith("/") or Path(target).is_dir()
+            write_tables(by_name if folder else {"rows": rows}, target, kind)
+    if target := values.get("output_file"):
+        document = nccl_json.json_document(
+            rows, seen.run, sys.argv, ended_at=datetime.now(UTC).isoformat(timespec="seconds")
+        )
+        write_json(document, nccl_json.file_that_is_new(Path(target)))

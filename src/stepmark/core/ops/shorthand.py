@@ -1,0 +1,45 @@
+"""Operators in a few words, for where one runs beside something else: "gemm:8192"."""
+
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops.attention import Attention
+from stepmark.core.ops.elementwise import Copy
+from stepmark.core.ops.matmul import Gemm
+from stepmark.core.units import MIB, parse_bytes
+
+_ALLOWED = "gemm:N, gemm:MxNxK, copy, copy:256M, attention, or attention:BATCHxSEQxHEADSxDIM"
+
+
+def from_shorthand(text: str, dtype: DType, field: str = "with") -> Gemm | Copy | Attention:
+    """The operator that `text` names; products and attention in `dtype`. Raises ConfigError.
+
+    copy moves 256 MiB, attention is causal and 2x4096x32x128, unless told otherwise.
+    """
+    name, _, shape = text.strip().lower().partition(":")
+    if name == "copy":
+        num_bytes = parse_bytes(shape, field) if shape else 256 * MIB
+        return Copy(num_bytes=max(4, num_bytes // 4 * 4))
+    if name == "gemm":
+        dims = _numbers(text, shape, (1, 3), field)
+        m, n, k = dims * 3 if len(dims) == 1 else dims
+        return Gemm(m=m, n=n, k=k, dtype=dtype)
+    if name == "attention":
+        batch, seq, heads, width = _numbers(text, shape or "2x4096x32x128", (4,), field)
+        return Attention(
+            batch=batch,
+            seq_q=seq,
+            seq_kv=seq,
+            heads=heads,
+            kv_heads=heads,
+            head_dim_qk=width,
+            head_dim_v=width,
+            dtype=dtype,
+        )
+    raise ConfigError(field, text, _ALLOWED)
+
+
+def _numbers(text: str, shape: str, counts: tuple[int, ...], field: str) -> list[int]:
+    words = shape.split("x")
+    if len(words) not in counts or not all(w.isdecimal() and int(w) > 0 for w in words):
+        raise ConfigError(field, text, _ALLOWED)
+    return [int(word) for word in words]

@@ -1,0 +1,230 @@
+"""Rows of collectives to plotly figures, in the manner of report/figures.py."""
+
+from collections.abc import Sequence
+from html import escape
+from math import ceil, floor, log2
+from typing import TYPE_CHECKING
+
+from stepmark.core.device import DeviceSpec
+from stepmark.core.record import RunInfo
+from stepmark.core.units import GB, format_bytes, format_time
+from stepmark.report.figures import COLOURS, INK, SYMBOLS, styled
+from stepmark.report.p2p_matrix import PairMatrix, matrices
+from stepmark.report.printing import describe, digits
+from stepmark.report.tables import Row, number, text
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+# What tells curves of one figure apart; only what differs between them is in their names.
+_CURVE = (
+    *("placement", "num_ranks", "world_size", "split", "mode", "aligned", "api", "backend"),
+    *("device", "redop", "root", "skew_s", "max_ctas", "beside", "calls_per_group", "spread"),
+)
+_DASHES = ("solid", "dash", "dot", "dashdot")
+
+Drawn = tuple[str, str, "Figure"]  # title, note, figure
+
+
+def drawn(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> list[Drawn]:
+    """All figures of the collectives of a run; none for what was not measured."""
+    right = [row for row in rows if row["status"] == "measured"]
+    found: list[Drawn] = []
+    for held in _grouped([row for row in right if not row["pair"]], ("collective", "dtype")):
+        if len({row["size_bytes"] for row in held}) < 2:
+            continue
+        note = "Median of the slowest rank; left: bus bandwidth, right: time."
+        title = f"{text(held[0], 'collective')} {text(held[0], 'dtype')}"
+        found.append((title, note, over_size(held, run, device)))
+    if any(row["slowdown"] or row["slowdown_beside"] for row in right):
+        note = "Time together over time alone: 1 is undisturbed."
+        found.append(("Beside compute", note, contention(right, run)))
+    for matrix in matrices(rows):
+        note = f"{format_bytes(matrix.size_bytes)} {matrix.setting}; from line to column."
+        found.append((f"Pairs: {matrix.title}", note, heat_map(matrix)))
+    return found
+
+
+def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "Figure":
+    """Bus bandwidth and time over the message size, a curve for each way of calling."""
+    from plotly.subplots import make_subplots  # noqa: PLC0415
+
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.09)
+    curves = _grouped(rows, _CURVE)
+    for index, (held, name) in enumerate(zip(curves, _names(curves), strict=True)):
+        for column, key, scale in ((1, "busbw_gb_s", 1.0), (2, "time_s", 1e6)):
+            figure.add_scatter(
+                x=[number(row, "size_bytes") for row in held],
+                y=[(number(row, key) or 0.0) * scale for row in held],
+                name=name,
+                legendgroup=str(index),
+                showlegend=column == 1,
+                **_line(index),
+                text=[_hover(row, run) for row in held],
+                hovertemplate="%{text}<extra></extra>",
+                row=1,
+                col=column,
+            )
+    if device and device.link_bytes_per_s and any(row["pct_link"] for row in rows):
+        _add_link(figure, device, rows)
+    figure.update_xaxes(title="message size", type="log", **_size_ticks(rows))
+    figure.update_yaxes(title="busbw (GB/s)", rangemode="tozero", row=1, col=1)
+    figure.update_yaxes(title="time (us)", type="log", dtick=1, row=1, col=2)
+    return styled(figure, height=400 + 20 * (len(curves) // 5))
+
+
+def contention(rows: Sequence[Row], run: RunInfo) -> "Figure":
+    """How much slower collective and compute are together than alone."""
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    figure = go.Figure()
+    held = [row for row in rows if row["beside"]]
+    curves = _grouped(held, ("collective", "dtype", *_CURVE))
+    names = _names(curves, ("collective", "dtype", *_CURVE))
+    for index, (curve, name) in enumerate(zip(curves, names, strict=True)):
+        compute = text(curve[0], "beside")
+        for key, what, dash in (
+            ("slowdown", text(curve[0], "collective"), "solid"),
+            ("slowdown_beside", compute, "dash"),
+        ):
+            known = [row for row in curve if row[key] is not None]
+            style = _line(index)
+            style["line"] = {"color": COLOURS[index % len(COLOURS)], "dash": dash}
+            figure.add_scatter(
+                x=[number(row, "size_bytes") for row in known],
+                y=[number(row, key) for row in known],
+                name=escape(what) + (f", {name}" if len(curves) > 1 else ""),
+                **style,
+                text=[_hover(row, run) for row in known],
+                hovertemplate="%{y:.3f} x<br>%{text}<extra></extra>",
+            )
+    figure.add_hline(y=1, line={"color": INK, "dash": "dash", "width": 1})
+    figure.update_xaxes(title="message size", type="log", **_size_ticks(held))
+    figure.update_yaxes(title="time together / alone")
+    return styled(figure, height=360)
+
+
+def heat_map(matrix: PairMatrix) -> "Figure":
+    """Source by line, destination by column; a frame around each slow link."""
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    names = [str(rank) for rank in matrix.ranks]
+    many = len(names) > 24
+    values, faster_is_more = [value for *_, value in matrix.known], matrix.more_is_better
+    figure = go.Figure()
+    figure.add_heatmap(
+        z=matrix.values,
+        x=names,
+        y=names,
+        # Light is fast, dark is slow, whichever way the unit goes.
+        colorscale="Cividis" if faster_is_more else "Cividis_r",
+        text=[["" if v is None else digits(v, 3) for v in line] for line in matrix.values],
+        # Half the median wide at least: a few percent of noise must not look like a pattern.
+        zmin=min([matrix.median * (0.5 if faster_is_more else 0.95), *values]),
+        zmax=max([matrix.median * (1.05 if faster_is_more else 1.5), *values]),
+        texttemplate="" if many else "%{text}",
+        hovertemplate=f"%{{y}} to %{{x}}: %{{text}} {matrix.unit}<extra></extra>",
+        hoverongaps=False,
+        xgap=1,
+        ygap=1,
+        colorbar={"title": matrix.unit, "thickness": 12, "outlinewidth": 0},
+    )
+    place = {rank: index for index, rank in enumerate(matrix.ranks)}
+    for source, destination, _ in matrix.slow:
+        x, y = place[destination], place[source]
+        edge = {"color": COLOURS[1], "width": 3}
+        figure.add_shape(type="rect", x0=x - 0.5, x1=x + 0.5, y0=y - 0.5, y1=y + 0.5, line=edge)
+    axis = {"type": "category", "showgrid": False, "constrain": "domain"}
+    figure.update_xaxes(title="to rank", **axis)
+    figure.update_yaxes(title="from rank", autorange="reversed", **axis)
+    styled(figure, height=min(900, 150 + 44 * len(names)))
+    figure.update_layout(showlegend=False, width=min(1100, 260 + 76 * len(names)))
+    return figure
+
+
+def _grouped(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
+    """Rows that agree in all keys, each group by size."""
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return [
+        sorted(held, key=lambda row: number(row, "size_bytes") or 0) for held in found.values()
+    ]
+
+
+def _names(curves: Sequence[Sequence[Row]], keys: Sequence[str] = _CURVE) -> list[str]:
+    """What each curve has that not all have."""
+    heads = [held[0] for held in curves]
+    differing = [key for key in keys if len({head[key] for head in heads}) > 1]
+    return [
+        escape(
+            " ".join(word for key in differing or ["placement"] if (word := _word(head, key)))
+        )
+        or "plain"
+        for head in heads
+    ]
+
+
+def _word(row: Row, key: str) -> str:
+    match key:
+        case "placement" | "mode" | "collective" | "dtype" | "redop" | "backend" | "device":
+            return text(row, key)
+        case "num_ranks":
+            return f"x{row[key]}"
+        case "aligned":
+            return "" if row[key] else "not aligned"
+        case "beside":
+            return f"beside {row[key]}" if row[key] else ""
+        case "skew_s":
+            skew = number(row, key)
+            return f"skew {format_time(skew)}" if skew else ""
+        case _:
+            return f"{key} {row[key]}" if row[key] is not None else ""
+
+
+def _line(index: int) -> dict[str, object]:
+    """Colour by curve; dash and symbol too, so that curves on one another are told apart."""
+    colour = COLOURS[index % len(COLOURS)]
+    return {
+        "mode": "lines+markers",
+        "line": {"color": colour, "width": 2, "dash": _DASHES[index % len(_DASHES)]},
+        "marker": {"color": colour, "symbol": SYMBOLS[index % len(SYMBOLS)], "size": 7},
+    }
+
+
+def _add_link(figure: "Figure", device: DeviceSpec, rows: Sequence[Row]) -> None:
+    sizes = [number(row, "size_bytes") or 1 for row in rows]
+    rate = (device.link_bytes_per_s or 0.0) / GB
+    figure.add_scatter(
+        x=[min(sizes), max(sizes)],
+        y=[rate, rate],
+        mode="lines",
+        name=f"{escape(device.link_kind or 'link')}, {rate:g} GB/s per direction",
+        line={"color": INK, "dash": "dash", "width": 1.5},
+        hoverinfo="name",
+        row=1,
+        col=1,
+    )
+
+
+def _size_ticks(rows: Sequence[Row]) -> dict[str, object]:
+    """About six powers of two, named as sizes."""
+    sizes = [size for row in rows if (size := number(row, "size_bytes"))]
+    if not sizes:
+        return {}
+    low, high = floor(log2(min(sizes))), ceil(log2(max(sizes)))
+    step = max(1, ceil((high - low) / 6))
+    ticks = [2.0**power for power in range(low, high + 1, step)]
+    return {"tickvals": ticks, "ticktext": [format_bytes(tick) for tick in ticks]}
+
+
+def _hover(row: Row, run: RunInfo) -> str:
+    rate = number(row, "busbw_gb_s")
+    low, high = (format_time(number(row, key) or 0.0) for key in ("p10_s", "p99_s"))
+    lines = [
+        describe(row),
+        f"{format_time(number(row, 'time_s') or 0.0)}, {digits(rate)} GB/s busbw",
+        f"p10 {low}, p99 {high}, {row['n']} samples in {row['launches']} launches",
+        f"run {run.run_id}",
+    ]
+    return "<br>".join(escape(line) for line in lines)

@@ -1,0 +1,119 @@
+"""What the rows of one table say beyond nccl-tests' columns, as comment lines."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from stepmark.core.collectives import FACTS, Collective
+from stepmark.core.fit import MIN_POINTS, Segment, piecewise
+from stepmark.core.units import GB, format_bytes, format_time
+from stepmark.report.tables import Row, number, text
+
+# A rank is named if the others wait this share of the time and this long for it, in at least
+# this share of the sizes.
+WAIT_SHARE, WAIT_S, OF_SIZES = 0.05, 1e-6, 1 / 3
+
+MODES = {
+    "queued": "calls back to back on the stream, as nccl-tests",
+    "graph": "calls captured into one graph, as nccl-tests -G",
+    "blocking": "the host waits for each call, as nccl-tests -z",
+}
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """Comment lines below one table. Pairs have none: their matrix says it."""
+    ran = [row for row in rows if number(row, "time_s")]
+    if not ran or FACTS[Collective(text(ran[0], "collective"))].pair:
+        return []
+    lines = [_spread(ran), *straggler(ran), *fits(ran), _host(ran)]
+    return [f"# {line}" for line in lines if line]
+
+
+def setting_line(rows: Sequence[Row]) -> str:
+    """How the calls were made: mode and all that is not the default."""
+    row = rows[0]
+    mode, group = text(row, "mode"), number(row, "calls_per_group") or 1
+    api = "torch.distributed" if row["api"] == "torch" else "libnccl"
+    words = [f"mode {mode} ({MODES[mode]})", f"{api}, backend {row['backend']}"]
+    words += ["ranks not aligned"] if mode == "blocking" and not row["aligned"] else []
+    words += [f"{group:g} calls per group"] if group > 1 else []
+    words += [f"split {row['split']}, {row['num_ranks']} ranks each"] if row["split"] else []
+    words += [f"spread {row['spread']}"] if row["spread"] is not None else []
+    skew = number(row, "skew_s")
+    words += [f"last rank delayed by {format_time(skew)}"] if skew else []
+    words += [f"at most {row['max_ctas']} CTAs"] if row["max_ctas"] is not None else []
+    words += [f"beside {row['beside']}"] if row["beside"] else []
+    return f"# {'; '.join(words)}; time = median of the slowest rank"
+
+
+def straggler(rows: Sequence[Row]) -> list[str]:
+    """The rank that the others wait for, if it is one and costs something."""
+    known = [row for row in rows if row["waited_for_rank"] is not None]
+    if not known:
+        return []
+    sizes = {row["size_bytes"] for row in known}
+    costly = [
+        row
+        for row in known
+        if (wait := number(row, "waited_for_s") or 0.0) > WAIT_S
+        and wait > WAIT_SHARE * (number(row, "time_s") or 0.0)
+    ]
+    of_rank = Counter(
+        rank for rank, _ in {(row["waited_for_rank"], row["size_bytes"]) for row in costly}
+    )
+    rank, num_sizes = max(of_rank.items(), key=lambda item: item[1], default=(None, 0))
+    if num_sizes < OF_SIZES * len(sizes) or not num_sizes:
+        return ["no rank is waited for"]
+    held = [row for row in costly if row["waited_for_rank"] == rank]
+    worst = max(held, key=lambda row: number(row, "waited_for_s") or 0.0)
+    wait, time_s = number(worst, "waited_for_s") or 0.0, number(worst, "time_s") or 1.0
+    return [
+        f"rank {rank} is waited for in {num_sizes} of {len(sizes)} sizes, by up to "
+        f"{format_time(wait)} ({100 * wait / time_s:.0f} % of the time at "
+        f"{format_bytes(number(worst, 'size_bytes') or 0)})"
+    ]
+
+
+def fits(rows: Sequence[Row]) -> list[str]:
+    """time = alpha + S / beta of each placement, by segment of sizes."""
+    if text(rows[0], "collective") == Collective.BARRIER:
+        return []
+    lines = []
+    for placement in dict.fromkeys(text(row, "placement") for row in rows):
+        held = [row for row in rows if row["placement"] == placement]
+        points = [(number(row, "size_bytes") or 0, number(row, "time_s") or 0) for row in held]
+        segments = piecewise(points)
+        lines += [f"fit {placement}, {_segment(one)}" for one in segments]
+        if not segments:
+            lines.append(f"fit {placement}: none, it needs {MIN_POINTS} sizes")
+    return lines
+
+
+def _segment(one: Segment) -> str:
+    beta = one.fit.beta_bytes_per_s
+    line = format_time(one.fit.alpha_s)
+    line += " whatever the size" if beta is None else f" + size / {beta / GB:.4g} GB/s"
+    sizes = f"{format_bytes(one.first_bytes)} to {format_bytes(one.last_bytes)}"
+    return f"{sizes}: {line}, off by at most {100 * one.fit.worst_rel:.1f} %"
+
+
+def _spread(rows: Sequence[Row]) -> str:
+    samples = sorted(int(number(row, "n") or 0) for row in rows)
+    launches = int(max(number(row, "launches") or 0 for row in rows))
+    spreads = [s for row in rows if (s := number(row, "launch_spread_pct")) is not None]
+    counts = f"{samples[0]} to {samples[-1]}" if samples[0] != samples[-1] else f"{samples[0]}"
+    apart = f", medians of launches at most {max(spreads):.1f} % apart" if spreads else ""
+    plural = "es" if launches > 1 else ""
+    return f"{counts} samples each in {launches} launch{plural}{apart}"
+
+
+def _host(rows: Sequence[Row]) -> str:
+    issues = [value for row in rows if (value := number(row, "issue_s")) is not None]
+    lates = [value for row in rows if (value := number(row, "late_s")) is not None]
+    words = [f"host issues a call in {_range(issues)}"] if issues else []
+    words += [f"last rank starts {_range(lates)} after the first"] if lates else []
+    return "; ".join(words)
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = format_time(min(values)), format_time(max(values))
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,267 @@
+"""Rows of collectives as nccl-tests prints them, so that its readers read ours.
+
+Column layout and number rule of nccl-tests 2.17.4 and later (src/util.cu); what it has no
+column for stands in `#` lines below each table. time is the median over samples of the
+slowest rank, where nccl-tests has the mean.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from stepmark import __version__
+from stepmark.core.collectives import Collective, groups
+from stepmark.core.dtypes import DType
+from stepmark.core.record import RunInfo
+from stepmark.report.nccl_remarks import remarks, setting_line
+from stepmark.report.tables import Row, number, text
+
+TYPE_NAMES = {
+    DType.FP64: "double",
+    DType.FP32: "float",
+    DType.BF16: "bfloat16",
+    DType.FP16: "half",
+    DType.FP8_E4M3: "f8e4m3",
+    DType.FP8_E5M2: "f8e5m2",
+}
+_TEST_NAMES = {
+    Collective.ALL_TO_ALL: "alltoall_perf",
+    Collective.ALL_TO_ALL_V: "alltoallv_perf",
+}
+
+# A block has a header of its own; within it, a table per value of these.
+_BLOCK = (
+    *("collective", "num_ranks", "world_size", "split", "mode", "aligned", "api", "backend"),
+    *("device", "calls_per_group", "spread", "skew_s", "max_ctas", "beside"),
+)
+_TABLE = ("dtype", "redop", "root", "pair")
+PLACEMENTS = ("out-of-place", "in-place")
+NA_HALF = f"  {'N/A':>7}  {'N/A':>6}  {'N/A':>6}  {'N/A':>6}"
+
+_LEAD = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}"
+_HALF = "  {:>7}  {:>6}  {:>6}  {:>6}"
+_HEAD = (
+    _LEAD.format("", "", "", "", "")
+    + "           out-of-place                       in-place          ",
+    _LEAD.format("size", "count", "type", "redop", "root")
+    + 2 * _HALF.format("time", "algbw", "busbw", "#wrong")
+    + " ",
+    _LEAD.format("(B)", "(elements)", "", "", "")
+    + 2 * _HALF.format("(us)", "(GB/s)", "(GB/s)", "")
+    + " ",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """What nccl-tests' parameter line says. As asked for, or read from the rows."""
+
+    min_bytes: int
+    max_bytes: int
+    step: int
+    step_is_factor: bool
+    warmup_iters: int
+    iters: int
+    agg_iters: int
+    validation: int
+    graph: int
+
+
+def text_of(rows: Sequence[Row], run: RunInfo, *, parameters: Parameters | None = None) -> str:
+    """All rows: one complete output per collective and way of calling it."""
+    blocks = grouped(rows, _BLOCK)
+    return "\n".join(_block(held, run, parameters or parameters_of(held)) for held in blocks)
+
+
+def test_name(collective: str) -> str:
+    """The program of nccl-tests, or what it would be called."""
+    return _TEST_NAMES.get(Collective(collective), f"{collective}_perf")
+
+
+def type_name(dtype: str) -> str:
+    return TYPE_NAMES.get(DType(dtype), dtype)
+
+
+def grouped(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
+    """Rows that agree in all keys, in order of appearance."""
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    return list(found.values())
+
+
+def lines_of(rows: Sequence[Row]) -> list[dict[str, Row]]:
+    """The rows of one table by size: both placements side by side."""
+    joined: dict[tuple[float, float], dict[str, Row]] = {}
+    for row in rows:
+        size, count = number(row, "size_bytes") or 0, number(row, "count") or 0
+        joined.setdefault((size, count), {})[text(row, "placement")] = row
+    return [joined[size] for size in sorted(joined)]
+
+
+def tables_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """The tables of one block: rows of one type, operation, root and pair."""
+    return grouped(rows, _TABLE)
+
+
+def float_text(value: float, width: int) -> str:
+    """As many of two decimals as fit, else an exponent: nccl-tests' getFloatStr."""
+    for places in (2, 1, 0):
+        shown = f"{value:{width}.{places}f}"
+        if len(shown) <= width:
+            return shown
+    return f"{value:{width}.{1 if width >= 7 else 0}e}"
+
+
+def parameters_of(rows: Sequence[Row]) -> Parameters:
+    """Read from the rows of one block. One size alone has nccl-tests' default step."""
+    sizes = sorted({int(number(row, "size_bytes") or 0) for row in rows})
+    ratios = {high / low for low, high in pairwise(sizes) if low}
+    steps = {high - low for low, high in pairwise(sizes)} or {2**20}
+    is_factor = len(ratios) == 1 and len(sizes) > 2
+    ran = [row for row in rows if row["n"]]
+    is_graph = any(row["mode"] == "graph" for row in ran)
+    calls = min((int(number(row, "calls_per_sample") or 1) for row in ran), default=0)
+    samples = min((int(number(row, "n") or 0) for row in ran), default=0)
+    return Parameters(
+        min_bytes=sizes[0],
+        max_bytes=sizes[-1],
+        step=round(ratios.pop()) if is_factor else min(steps),
+        step_is_factor=is_factor,
+        warmup_iters=min((int(number(row, "warmup_calls") or 0) for row in ran), default=0),
+        iters=calls if is_graph else calls * samples,
+        agg_iters=int(number(rows[0], "calls_per_group") or 1),
+        validation=int(any(row["num_wrong"] is not None for row in ran)),
+        graph=samples if is_graph else 0,
+    )
+
+
+def _block(rows: Sequence[Row], run: RunInfo, parameters: Parameters) -> str:
+    name = test_name(text(rows[0], "collective"))
+    lines = [*_header(rows, run, parameters, name), *_HEAD]
+    tables = tables_of(rows)
+    for table in tables:
+        if len(tables) > 1:
+            lines.append(_table_line(table[0]))
+        for halves in lines_of(table):
+            lines += _size_lines(halves)
+        lines += remarks(table)
+    return "\n".join([*lines, *_footer(rows, name)]) + "\n"
+
+
+def _header(rows: Sequence[Row], run: RunInfo, parameters: Parameters, name: str) -> list[str]:
+    p = parameters
+    nccl = run.environment.versions.get("nccl")
+    library = f", nccl {nccl}" if nccl else ""
+    unit = "factor" if p.step_is_factor else "bytes"
+    return [
+        f"# stepmark {__version__}, torch {run.environment.torch}{library}; "
+        "layout of nccl-tests, run " + run.run_id,
+        f"# Collective test starting: {name}",
+        f"# nThread 1 nGpus 1 minBytes {p.min_bytes} maxBytes {p.max_bytes} "
+        f"step: {p.step}({unit}) warmup iters: {p.warmup_iters} iters: {p.iters} "
+        f"agg iters: {p.agg_iters} validation: {p.validation} graph: {p.graph} unalign: 0",
+        setting_line(rows),
+        "#",
+        "# Using devices",
+        *(_rank_line(found) for found in devices_of(rows, run)),
+        "#",
+    ]
+
+
+def devices_of(rows: Sequence[Row], run: RunInfo) -> list[Mapping[str, object]]:
+    """The devices of the ranks that take part, under the keys of nccl-tests' JSON.
+
+    No process id or PCI address is recorded: pid 0, which no process has, and n/a.
+    """
+    world = int(number(rows[0], "world_size") or 0)
+    split = text(rows[0], "split")
+    colour = {rank: index for index, one in enumerate(groups(world, split)) for rank in one}
+    alone = int(number(rows[0], "num_ranks") or 0)
+    last = world if split or rows[0]["pair"] else alone
+    return [
+        {
+            "rank": found.rank,
+            "group": colour.get(found.rank, 0),
+            "pid": 0,
+            "hostname": found.host or run.environment.host,
+            "device": found.index,
+            "device_hex": "n/a",
+            "device_info": found.name,
+        }
+        for found in run.environment.devices
+        if found.rank < last
+    ]
+
+
+def _rank_line(found: Mapping[str, object]) -> str:
+    return (
+        "#  Rank {rank:2} Group {group:2} Pid {pid:6} on {hostname:>10} device {device:2} "
+        "[{device_hex}] {device_info}"
+    ).format(**found)
+
+
+def _table_line(row: Row) -> str:
+    words = [type_name(text(row, "dtype"))]
+    words += [] if row["redop"] == "none" else [text(row, "redop")]
+    words += [] if row["root"] == -1 else [f"root {row['root']}"]
+    words += [f"pair {text(row, 'pair').replace('-', ' -> ')}"] if row["pair"] else []
+    return f"# {', '.join(words)}"
+
+
+def _size_lines(halves: Mapping[str, Row]) -> list[str]:
+    """The data line of a size, then a reason for each half that has no figures."""
+    held = [halves[placement] for placement in PLACEMENTS if placement in halves]
+    lines = []
+    if any(row["time_s"] for row in held):
+        cells = (_half(halves.get(placement)) for placement in PLACEMENTS)
+        lines.append(_lead(held[0]) + "".join(cells))
+    return lines + [
+        f"# {row['size_bytes']} {row['placement']} {row['status']}: {row['message']}"
+        for row in held
+        if row["message"]
+    ]
+
+
+def _lead(row: Row) -> str:
+    return (
+        f"{row['size_bytes']:12}  {row['count']:12}  {type_name(text(row, 'dtype')):>8}  "
+        f"{text(row, 'redop'):>6}  {row['root']:6}"
+    )
+
+
+def _half(row: Row | None) -> str:
+    time_s = number(row, "time_s") if row else None
+    if row is None or time_s is None:
+        return NA_HALF
+    wrong, rates = (
+        number(row, "num_wrong"),
+        (number(row, "algbw_gb_s"), number(row, "busbw_gb_s")),
+    )
+    algbw, busbw = ("N/A" if rate is None else float_text(rate, 6) for rate in rates)
+    # One column narrower where nothing was checked, as there.
+    shown = "    N/A" if wrong is None else f"  {wrong:>6g}"
+    return f"  {float_text(time_s * 1e6, 7)}  {algbw:>6}  {busbw:>6}{shown}"
+
+
+def out_of_bounds(rows: Sequence[Row]) -> int:
+    """Measurements with a wrong element."""
+    return sum(1 for row in rows if row["num_wrong"])
+
+
+def average_busbw(rows: Sequence[Row]) -> float | None:
+    """Unweighted, over sizes and placements: it depends on the sizes, and compares nothing."""
+    found = [rate for row in rows if (rate := number(row, "busbw_gb_s")) is not None]
+    return sum(found) / len(found) if found else None
+
+
+def _footer(rows: Sequence[Row], name: str) -> list[str]:
+    wrong, average = out_of_bounds(rows), average_busbw(rows)
+    return [
+        f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}",
+        f"# {'Avg bus bandwidth':<20} : {'N/A' if average is None else f'{average:g}'} ",
+        "#",
+        f"# Collective test concluded: {name}",
+        "#",
+        "",
+    ]

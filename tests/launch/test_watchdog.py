@@ -1,0 +1,67 @@
+"""A rank under an outer launcher that hangs: it ends by itself, and says where."""
+
+import subprocess
+import sys
+import time
+
+SCRIPT = """
+import sys, time
+from stepmark.launch.guard import Guard
+from stepmark.launch.watchdog import Watchdog
+
+def stuck_in_this_function():
+    time.sleep(100)
+
+def record(position):
+    print("recorded", position, flush=True)
+    if "fails" in sys.argv:
+        raise RuntimeError("disk full")
+
+guard: Guard = Watchdog(record)
+assert (guard.first, guard.run, guard.go_on_at(3)) == (0, None, False)
+for position in range(3):
+    guard.begin(position, 0.5)
+    time.sleep(0.3)
+    guard.idle(10.0)
+if "closed" in sys.argv:
+    guard.begin(3, 0.1)
+    guard.close()
+    time.sleep(0.6)
+    sys.exit(0)
+if "idle" in sys.argv:
+    guard.idle(0.3)
+else:
+    guard.begin(3, 0.3)
+stuck_in_this_function()
+"""
+
+
+def go(*words: str) -> tuple["subprocess.CompletedProcess[str]", float]:
+    began_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    return done, time.monotonic() - began_s
+
+
+def test_a_rank_that_hangs_records_it_and_ends() -> None:
+    done, took_s = go()
+    assert (done.returncode, done.stdout) == (3, "recorded 3\n")
+    assert "in stuck_in_this_function" in done.stderr
+    assert "hangs at position 3" in done.stderr
+    assert took_s < 5
+
+
+def test_it_ends_even_if_it_cannot_record() -> None:
+    done, _ = go("fails", "idle")
+    assert (done.returncode, done.stdout) == (3, "recorded None\n")
+    assert "disk full" in done.stderr
+
+
+def test_nothing_ends_a_rank_that_is_done() -> None:
+    done, _ = go("closed")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

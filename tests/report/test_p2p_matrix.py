@@ -1,0 +1,67 @@
+"""Every link is where it was measured, and the slow one is named."""
+
+import json
+from random import Random
+
+import pytest
+
+from stepmark.core.collectives import Collective
+from stepmark.report.collectives import rows
+from stepmark.report.p2p_matrix import PairMatrix, matrices, matrix_document, matrix_text
+
+from .comm_records import (
+    NUM_RANKS,
+    SLOW_PAIR,
+    comm_case,
+    comm_device,
+    comm_run,
+    flat,
+    pair_times,
+)
+
+
+def found() -> list[PairMatrix]:
+    return matrices(rows(pair_times(Random(3)), comm_run(), comm_device()))
+
+
+def test_a_third_of_the_rate_is_named() -> None:
+    bandwidth, latency = found()
+    ((source, destination, value),) = bandwidth.slow
+    assert (source, destination) == SLOW_PAIR
+    assert value == pytest.approx(bandwidth.median / 3, rel=0.03)
+    assert latency.slow == []
+    text = matrix_text(bandwidth)
+    assert f"slow: 3 -> 5 {value:.3g} GB/s, median {bandwidth.median:.3g}" in text
+    assert "no slow link" in matrix_text(latency)
+
+
+def test_every_pair_has_its_place_and_the_diagonal_none() -> None:
+    for matrix in found():
+        assert len(matrix.known) == NUM_RANKS * (NUM_RANKS - 1)
+        assert all(matrix.values[i][i] is None for i in range(NUM_RANKS))
+        lines = matrix_text(matrix).splitlines()[2 : 2 + NUM_RANKS]
+        assert [len(line.split()) for line in lines] == [NUM_RANKS + 1] * NUM_RANKS
+        assert json.loads(json.dumps(matrix_document(matrix)))["ranks"] == list(
+            range(NUM_RANKS)
+        )
+
+
+def test_direction_and_size() -> None:
+    records = [
+        flat(comm_case(Collective.P2P, size, num_ranks=2, world_size=4, pair=pair), time_s)
+        for size, pair, time_s in (
+            (2**20, (0, 2), 1e-3),
+            (2**28, (0, 2), 1e-3),
+            (2**28, (2, 0), 2e-3),
+        )
+    ]
+    (matrix,) = matrices(rows(records, comm_run(4)))
+    assert (matrix.size_bytes, matrix.ranks) == (2**28, (0, 2))
+    forth, back = matrix.values[0][1], matrix.values[1][0]
+    assert forth is not None
+    assert forth == pytest.approx(2**28 / 1e-3 / 1e9)
+    assert back == pytest.approx(forth / 2)
+
+
+def test_without_pairs_there_is_no_matrix() -> None:
+    assert matrices(rows([flat(comm_case(), 1e-3)], comm_run())) == []
