@@ -89,7 +89,8 @@ def main() -> None:
     guard = Heartbeat.from_environment()
     assert guard is not None
     guard.on_abort(lambda: f'{{"rank": {RANK}}}', lambda: say(folder, "aborted"))
-    say(folder, f"up {os.getpid()} {guard.first} {guard.run and guard.run.name}")
+    watch = os.environ["STEPMARK_WATCH"]
+    say(folder, f"up {os.getpid()} {guard.first} {guard.run and guard.run.name} {watch}")
     code = 0
     try:
         code = work(guard, folder, num_cases)

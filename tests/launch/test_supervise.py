@@ -1,6 +1,7 @@
 """Real ranks under a real torch.distributed.run that hang, stop, die, and go on."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ class Seen:
     def __init__(self) -> None:
         self.lost: list[Lost] = []
         self.runs: list[str | None] = []
+        self.written: list[Path] = []
         self.times_s: list[float] = []
 
     def __call__(self, lost: Lost, run: Path | None) -> None:
@@ -43,7 +45,13 @@ def go(
     seen = Seen()
     arguments = [str(folder), str(num_cases), *faults]
     code = supervise(
-        arguments, num_ranks, num_cases=num_cases, on_lost=seen, module=MODULE, start_s=start_s
+        arguments,
+        num_ranks,
+        num_cases=num_cases,
+        on_lost=seen,
+        on_run=seen.written.append,
+        module=MODULE,
+        start_s=start_s,
     )
     assert left_over(folder) == []
     return code, seen
@@ -74,12 +82,12 @@ def done(folder: Path, rank: int = 0) -> list[int]:
     return [int(words[0]) for _, words in told(folder, rank, "done")]
 
 
-def watch_folders() -> set[str]:
-    return {p.name for p in Path("/dev/shm").glob("stepmark-watch-*")}
+def watch_folders(folder: Path) -> list[Path]:
+    """Those of its crews that are still there."""
+    return [path for _, words in told(folder, 0, "up") if (path := Path(words[3])).exists()]
 
 
 def test_a_hang_a_stop_and_a_death_cost_one_case_each(tmp_path: Path) -> None:
-    before = watch_folders()
     faults = ["1:1:hang", "1:3:stop", "0:5:deaf", "2:5:deaf", "2:5:child", "2:5:kill"]
     code, seen = go(tmp_path, 3, 7, *faults)
     assert code == 3
@@ -87,6 +95,7 @@ def test_a_hang_a_stop_and_a_death_cost_one_case_each(tmp_path: Path) -> None:
     firsts = [(words[1], words[2]) for _, words in told(tmp_path, 0, "up")]
     assert firsts == [("0", "None"), ("2", "the-run"), ("4", "the-run"), ("6", "the-run")]
     assert seen.runs == ["the-run"] * 3
+    assert seen.written == [tmp_path / "the-run"]
     hang, stop, kill = seen.lost
     assert [lost.position for lost in seen.lost] == [1, 3, 5]
     assert [lost.cause for lost in seen.lost] == ["timeout", "timeout", "lost rank"]
@@ -106,7 +115,7 @@ def test_a_hang_a_stop_and_a_death_cost_one_case_each(tmp_path: Path) -> None:
     assert "was killed by signal 9 (SIGKILL)" in kill.message
     assert all("\n" not in lost.message for lost in seen.lost)
     assert len(told(tmp_path, 1, "aborted")) == 1, "only where it could run"
-    assert watch_folders() <= before
+    assert watch_folders(tmp_path) == []
     print_times(tmp_path, seen)
 
 
@@ -221,7 +230,8 @@ def test_a_signal_reaches_each_rank_once(
     assert process.returncode == expected, output
     assert time.monotonic() - began_s < 3
     assert output == ""
-    assert [len(told(tmp_path, rank, number.name)) for rank in (0, 1)] == [1, 1]
+    assert [len(told(tmp_path, rank, "SIGINT")) for rank in (0, 1)] == [1, 1]
+    assert [len(told(tmp_path, rank, "SIGTERM")) for rank in (0, 1)] == [0, 0]
     assert left_over(tmp_path) == []
 
 
@@ -246,6 +256,8 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
     while left_over(tmp_path) and time.monotonic() < end_s:
         time.sleep(0.02)
     assert left_over(tmp_path) == []
+    for path in watch_folders(tmp_path):  # there was nobody to remove it
+        shutil.rmtree(path)
 
 
 def test_an_interrupt_before_the_ranks_are_up_ends_it(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a reader needs to judge a figure: machine, devices, versions, variables, commit."""
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -64,6 +65,11 @@ def capture(devices: Sequence[DeviceInfo]) -> Environment:
 
 def local_device(device: torch.device, rank: int) -> DeviceInfo:
     """The device of this rank, as found."""
+    found = _local_device(device, rank)
+    return dataclasses.replace(found, pid=os.getpid())
+
+
+def _local_device(device: torch.device, rank: int) -> DeviceInfo:
     if device.type != "cuda":
         return DeviceInfo(
             rank=rank,
@@ -74,7 +80,18 @@ def local_device(device: torch.device, rank: int) -> DeviceInfo:
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     gpu = open_gpu(index)
-    return gpu.device_info(rank) if gpu else torch_device_info(index, rank)
+    info = gpu.device_info(rank) if gpu else torch_device_info(index, rank)
+    return dataclasses.replace(info, bus_id=_bus_id(index))
+
+
+def _bus_id(index: int) -> str:
+    """As nccl-tests prints it; "" where this torch does not tell."""
+    found = torch.cuda.get_device_properties(index)
+    parts = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in parts:
+        return ""
+    domain, bus, place = parts
+    return f"{domain:04x}:{bus:02x}:{place:02x}"
 
 
 def capabilities(device: torch.device) -> Capabilities:

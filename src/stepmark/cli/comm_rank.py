@@ -1,6 +1,7 @@
 """What one rank of `stepmark comm` does: join, measure its part, tell its guard."""
 
 import dataclasses
+import os
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 Places = list[tuple[int, CommCase]]
 # Joining and leaving: interpreters that start at different speeds, communicators that close.
 _SETUP_S = 120.0
-# A parent ends ranks that lost a peer within seconds.
-_UNTIL_ENDED_S = 30.0
+# So long the parent needs to see which rank died first.
+_UNTIL_SEEN_S = 0.5
 
 
 def work(
@@ -36,15 +37,16 @@ def work(
     heartbeat = Heartbeat.from_environment()
     guard = heartbeat or Watchdog(part.on_timeout)
     if heartbeat:
-        # torchrun sends it to the peers of a rank that died. The parent, who sees who it was,
-        # ends them; to interrupt them it sends SIGINT.
+        # A launcher sends it to the peers of a rank that died. The parent, who sees who it
+        # was, ends them; to interrupt them it sends SIGINT.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     guard.idle(_SETUP_S)
     try:
         return part.run(session.make_rig(device), guard)
     except LostPeersError as error:
-        if heartbeat:
-            time.sleep(_UNTIL_ENDED_S)
+        if heartbeat:  # an exit code left behind would say that all is told
+            time.sleep(_UNTIL_SEEN_S)
+            os._exit(3)
         part.on_lost(str(error))
         raise
     finally:

@@ -30,7 +30,7 @@ def write(path: Path, target: Path | None = None) -> Path:
     seen = view(path)
     page = target or path / "report.html"
     try:
-        write_html(seen.run, seen.records, seen.rows, seen.device, page)
+        write_html(seen.run, seen.records, seen.rows, seen.device, page, seen.comm_rows)
     except OSError as error:
         raise ConfigError(
             "out", page, f"a file that can be written ({error.strerror})"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from stepmark.core.record import RunInfo
+    from stepmark.cli.view import View
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -48,17 +48,21 @@ def show(
 ) -> None:
     """The rows of one run."""
     from stepmark.cli.view import console  # noqa: PLC0415
-    from stepmark.report.printing import print_rows  # noqa: PLC0415
+    from stepmark.report import comm_printing, printing  # noqa: PLC0415
     from stepmark.store.codec import to_plain  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
 
-    rows, info = _rows_of(runs, run)
+    seen = _view(runs, run)
+    rows, info = seen.rows + seen.comm_rows, seen.run
     if json:
         write_json({"run": to_plain(info), "rows": rows}, json, info.run_id)
     if csv:
         write_csv(rows, csv, info.run_id)
     if "-" not in (json, csv):
-        print_rows(rows, console())
+        if seen.rows or not seen.comm_rows:
+            printing.print_rows(seen.rows, console())
+        if seen.comm_rows:
+            comm_printing.wide(seen.comm_rows, console())
 
 
 @app.command()
@@ -74,7 +78,8 @@ def export(
     """Write a run's rows for another tool."""
     from stepmark.store import export as exports  # noqa: PLC0415
 
-    rows, info = _rows_of(runs, run)
+    seen = _view(runs, run)
+    rows, info = seen.rows + seen.comm_rows, seen.run
     exports.export(rows, info, Path(path), to)
     if path != "-":
         typer.echo(f"{len(rows)} rows of {info.run_id} to {to}: {path}", err=True)
@@ -95,12 +100,11 @@ def sql(
     _deliver(rows, json=json, csv=csv, name="query")
 
 
-def _rows_of(runs: Path, name: str) -> "tuple[Rows, RunInfo]":
+def _view(runs: Path, name: str) -> "View":
     from stepmark.cli.view import view  # noqa: PLC0415
     from stepmark.store.runs import find_run  # noqa: PLC0415
 
-    seen = view(find_run(runs, name))
-    return seen.rows, seen.run
+    return view(find_run(runs, name))
 
 
 def _run_row(path: Path) -> dict[str, object]:

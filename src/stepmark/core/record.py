@@ -170,6 +170,8 @@ class DeviceInfo:
     persistence: bool | None = None
     pcie: str = ""
     host: str = ""
+    pid: int = 0  # of the rank; 0 unknown
+    bus_id: str = ""  # PCI domain:bus:device, as 0000:0f:00
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

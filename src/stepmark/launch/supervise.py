@@ -40,6 +40,7 @@ def supervise(
     *,
     num_cases: int,
     on_lost: Callable[[Lost, Path | None], None],
+    on_run: Callable[[Path], None] | None = None,
     module: str = "stepmark",
     poll_s: float = 0.1,
     start_s: float = START_S,
@@ -48,15 +49,19 @@ def supervise(
 
     A case that hangs or loses a rank ends these ranks; on_lost gets it with the run directory,
     if rank 0 told of one, and new ranks begin at the next case. When on_lost is called no rank
-    lives; rank 0 may have recorded the case itself, in its last seconds. SIGINT and SIGTERM go
-    to every rank once; a second one kills. Call from the main thread.
+    lives; rank 0 may have recorded the case itself, in its last seconds. on_run gets the run
+    directory once, when the ranks that wrote it have ended. After SIGINT or SIGTERM every rank
+    gets one SIGINT and 10 s; a second one kills. Call from the main thread.
     """
     first, in_row, codes = 0, 0, [0]
     run: Path | None = None
     with _signals() as signals:
         while True:
             crew = Crew(arguments, num_ranks, module=module, first=first, run=run)
-            end, run = _lead(crew, signals, poll_s, start_s)
+            end, found = _lead(crew, signals, poll_s, start_s)
+            if on_run and found and found != run:
+                on_run(found)
+            run = found
             match end:
                 case _Interrupted(number):
                     return 128 + number
@@ -112,7 +117,7 @@ def _watch(
 def _interrupted(crew: Crew, signals: list[int], poll_s: float) -> _Interrupted:
     """Ranks that have not come up have nothing to keep: they are killed at once."""
     if crew.beats:
-        crew.send(signal.Signals(signals[0]), crew.working())
+        crew.send(signal.SIGINT, crew.working())
         end_s = time.monotonic() + _INTERRUPT_S
         while len(signals) == 1 and crew.working() and time.monotonic() < end_s:
             time.sleep(poll_s)

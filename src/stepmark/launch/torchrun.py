@@ -23,7 +23,7 @@ def run(arguments: Sequence[str], num_ranks: int) -> int:
     with tempfile.TemporaryDirectory(prefix="stepmark-") as folder:
         exit_file = Path(folder) / "exit"
         process = agent.start(
-            agent.command(arguments, num_ranks),
+            agent.command(arguments, num_ranks, options=[f"--log-dir={folder}/torchrun"]),
             agent.environment(num_ranks, {EXIT_FILE: str(exit_file)}),
             death=signal.SIGTERM,  # the launcher passes it on to the ranks
         )

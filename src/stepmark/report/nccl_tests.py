@@ -172,7 +172,7 @@ def _header(rows: Sequence[Row], run: RunInfo, parameters: Parameters, name: str
 def devices_of(rows: Sequence[Row], run: RunInfo) -> list[Mapping[str, object]]:
     """The devices of the ranks that take part, under the keys of nccl-tests' JSON.
 
-    No process id or PCI address is recorded: pid 0, which no process has, and n/a.
+    A CPU has no PCI address: 0000:00:00, so that parsers that expect one go on.
     """
     world = int(number(rows[0], "world_size") or 0)
     split = text(rows[0], "split")
@@ -183,10 +183,10 @@ def devices_of(rows: Sequence[Row], run: RunInfo) -> list[Mapping[str, object]]:
         {
             "rank": found.rank,
             "group": colour.get(found.rank, 0),
-            "pid": 0,
+            "pid": found.pid,
             "hostname": found.host or run.environment.host,
             "device": found.index,
-            "device_hex": "n/a",
+            "device_hex": found.bus_id or "0000:00:00",
             "device_info": found.name,
         }
         for found in run.environment.devices

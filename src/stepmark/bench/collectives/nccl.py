@@ -1,0 +1,379 @@
+"""Collectives straight from the NCCL (or RCCL) that torch has loaded, by ctypes.
+
+A communicator of our own, so that nothing of torch.distributed is in the time, and all types,
+reductions and placements that the library has can be measured. Numbers and layouts are those
+of src/nccl.h.in of NVIDIA/nccl 2.28; RCCL has the same.
+"""
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepmark.bench.collectives.values import PREMUL_FACTOR, narrow
+from stepmark.core.collectives import FACTS, Collective, RedOp
+from stepmark.core.comm_case import CommCase
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+
+# Value of rank 0, given to all: rank 0 passes bytes, the others None.
+Share = Callable[[bytes | None], bytes]
+# A function of the library with its arguments; returns an ncclResult_t.
+Call = Callable[[], int]
+
+_SONAMES = ("libnccl.so.2", "librccl.so.1")
+_DTYPE = {
+    DType.INT8: 0,
+    DType.UINT8: 1,
+    DType.INT32: 2,
+    DType.UINT32: 3,
+    DType.INT64: 4,
+    DType.UINT64: 5,
+    DType.FP16: 6,
+    DType.FP32: 7,
+    DType.FP64: 8,
+    DType.BF16: 9,
+    DType.FP8_E4M3: 10,
+    DType.FP8_E5M2: 11,
+}
+_REDOP = {RedOp.SUM: 0, RedOp.PROD: 1, RedOp.MAX: 2, RedOp.MIN: 3, RedOp.AVG: 4}
+_WHOLE = {
+    Collective.ALL_REDUCE: "ncclAllReduce",
+    Collective.REDUCE_SCATTER: "ncclReduceScatter",
+    Collective.REDUCE: "ncclReduce",
+    Collective.ALL_GATHER: "ncclAllGather",
+    Collective.BROADCAST: "ncclBroadcast",
+}
+_SCALAR_ON_HOST = 1
+_MAGIC = 0xCAFEBEEF
+_UNDEFINED = -(2**31)
+
+
+class NcclError(RuntimeError):
+    """A call that the library refused: its name, what the code means, the last error's text."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", c_char * 128),)
+
+
+class _Config(ctypes.Structure):
+    """ncclConfig_t up to where we need it: the library fills what lies behind `size`."""
+
+    _fields_ = (
+        ("size", c_size_t),
+        ("magic", c_uint),
+        ("version", c_uint),
+        ("blocking", c_int),
+        ("cga_cluster_size", c_int),
+        ("min_ctas", c_int),
+        ("max_ctas", c_int),
+        ("net_name", c_char_p),
+        ("split_share", c_int),
+        ("traffic_class", c_int),
+    )
+
+
+def find_library(maps: Path = Path("/proc/self/maps")) -> str:
+    """Path of the library in this process, else a name that the loader knows.
+
+    Raises ConfigError where there is none.
+    """
+    names = ("libnccl.so", "librccl.so")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        path = line.split(maxsplit=5)[-1]
+        if path.rpartition("/")[2].startswith(names):
+            return path
+    for name in _SONAMES:
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return name
+    raise ConfigError("api", "nccl", "torch: this torch has no libnccl or librccl loaded")
+
+
+@functools.lru_cache(maxsize=4)
+def load(path: str) -> ctypes.CDLL:
+    """The library, with the argument types of what is not prepared beforehand.
+
+    A CDLL releases the interpreter's lock during calls, so that another thread can abort.
+    """
+    library = ctypes.CDLL(path)
+    library.ncclGetErrorString.restype = c_char_p
+    library.ncclGetLastError.restype = c_char_p
+    library.ncclGetLastError.argtypes = [c_void_p]
+    place: list[Any] = [POINTER(c_void_p), c_int, _UniqueId, c_int]
+    library.ncclCommInitRank.argtypes = place
+    library.ncclCommInitRankConfig.argtypes = [*place, POINTER(_Config)]
+    library.ncclRedOpCreatePreMulSum.argtypes = [
+        POINTER(c_int),
+        c_void_p,
+        c_int,
+        c_int,
+        c_void_p,
+    ]
+    library.ncclRedOpDestroy.argtypes = [c_int, c_void_p]
+    library.ncclCommDestroy.argtypes = [c_void_p]
+    library.ncclCommAbort.argtypes = [c_void_p]
+    return library
+
+
+def version(path: str | None = None) -> str:
+    """For example "2.28.9". Raises ConfigError without a library."""
+    code = _version_code(load(path or find_library()))
+    # Until 2.8 the code had one digit for the minor version.
+    major = 10_000 if code >= 10_000 else 1000
+    return f"{code // major}.{code % major // 100}.{code % 100}"
+
+
+def _version_code(library: ctypes.CDLL) -> int:
+    code = c_int()
+    _succeed(library, "ncclGetVersion", library.ncclGetVersion(byref(code)), None)
+    return code.value
+
+
+def _succeed(library: ctypes.CDLL, name: str, result: int, comm: c_void_p | None) -> None:
+    """Raises NcclError unless the result is ncclSuccess."""
+    if result:
+        meaning = library.ncclGetErrorString(result) or b"unknown"
+        last = (library.ncclGetLastError(comm) or b"").decode(errors="replace").strip()
+        text = f"{name}: {meaning.decode(errors='replace')} ({result})"
+        raise NcclError(f"{text}: {last}" if last else text)
+
+
+class Communicator:
+    """This rank in an NCCL communicator. Every member makes it at the same time.
+
+    max_ctas: thread blocks that it may use; None: as many as the library likes. The current
+    CUDA device becomes the rank's.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        index: int,
+        share: Share,
+        max_ctas: int | None = None,
+        path: str | None = None,
+    ) -> None:
+        self._library: Any = load(path or find_library())
+        self._num_ranks, self._index = num_ranks, index
+        self._comm = c_void_p()
+        self._premul: dict[DType, int] = {}
+        unique = _UniqueId()
+        if index == 0:
+            self._do("ncclGetUniqueId", byref(unique))
+        sent = share(bytes(unique) if index == 0 else None)
+        unique = _UniqueId.from_buffer_copy(sent)
+        place = (byref(self._comm), num_ranks, unique, index)
+        if max_ctas is None:
+            self._do("ncclCommInitRank", *place)
+        else:
+            self._do("ncclCommInitRankConfig", *place, byref(self._config(max_ctas)))
+
+    def bind(
+        self, case: CommCase, index: int, send: torch.Tensor, recv: torch.Tensor, stream: int
+    ) -> Callable[[], None]:
+        """The call, ready to be made on a stream; `index` as in the case's buffers.
+
+        In place is what the pointers say. It keeps the tensors. Raises ConfigError for a
+        ping-pong in a group, whose second half would not wait for the first.
+        """
+        assert (case.num_ranks, index) == (self._num_ranks, self._index)
+        if case.calls_per_group > 1 and case.collective is Collective.PING_PONG:
+            raise ConfigError("m", case.calls_per_group, "1 for ping_pong")
+        calls = _Calls(self._library, self._comm, case, index, send, recv, stream)
+        if case.redop is not RedOp.NONE:
+            calls.redop = c_int(self._redop(case.redop, case.dtype))
+        steps = list(calls.steps())
+        if case.calls_per_group > 1:
+            steps = calls.group(steps * case.calls_per_group)
+        return self._issue(steps, (send, recv, calls.token))
+
+    def abort(self) -> None:
+        """End whatever hangs in it; to be called from another thread."""
+        comm, self._comm = self._comm, c_void_p()
+        if comm:
+            self._library.ncclCommAbort(comm)
+
+    def close(self) -> None:
+        """Every member calls it, with nothing under way. Bound calls must not be made again."""
+        for op in self._premul.values():
+            self._library.ncclRedOpDestroy(op, self._comm)
+        self._premul = {}
+        comm, self._comm = self._comm, c_void_p()
+        if comm:
+            self._succeed("ncclCommDestroy", self._library.ncclCommDestroy(comm))
+
+    def _issue(self, steps: list[Call], keep: object) -> Callable[[], None]:
+        if len(steps) == 1:
+            (only,) = steps
+
+            def issue_one(keep: object = keep) -> None:
+                if result := only():
+                    self._fail(steps, 0, result)
+
+            return issue_one
+
+        def issue(keep: object = keep) -> None:
+            for step in steps:
+                if result := step():
+                    self._fail(steps, steps.index(step), result)
+
+        return issue
+
+    def _fail(self, steps: list[Call], at: int, result: int) -> None:
+        """Leave the groups that are open, then raise."""
+        names = [step.func.__name__ for step in steps[: at + 1]]  # type: ignore[attr-defined]
+        try:
+            self._succeed(names[-1], result)
+        finally:
+            opened = names[:-1].count("ncclGroupStart")
+            for _ in range(opened - names.count("ncclGroupEnd")):
+                self._library.ncclGroupEnd()
+
+    def _redop(self, redop: RedOp, dtype: DType) -> int:
+        if redop is not RedOp.MULSUM:
+            return _REDOP[redop]
+        if dtype not in self._premul:
+            factor = narrow(torch.tensor([PREMUL_FACTOR], dtype=torch.float64), dtype)
+            op = c_int()
+            where = (factor.data_ptr(), _DTYPE[dtype], _SCALAR_ON_HOST, self._comm)
+            self._do("ncclRedOpCreatePreMulSum", byref(op), *where)
+            self._premul[dtype] = op.value
+        return self._premul[dtype]
+
+    def _config(self, max_ctas: int) -> _Config:
+        return _Config(
+            size=ctypes.sizeof(_Config),
+            magic=_MAGIC,
+            version=_version_code(self._library),
+            blocking=_UNDEFINED,
+            cga_cluster_size=_UNDEFINED,
+            min_ctas=_UNDEFINED,
+            max_ctas=max_ctas,
+            net_name=None,
+            split_share=_UNDEFINED,
+            traffic_class=_UNDEFINED,
+        )
+
+    def _do(self, name: str, *arguments: object) -> None:
+        self._succeed(name, getattr(self._library, name)(*arguments))
+
+    def _succeed(self, name: str, result: int) -> None:
+        _succeed(self._library, name, result, self._comm)
+
+
+class _Calls:
+    """The library's calls for one case on one rank, their arguments ready."""
+
+    def __init__(
+        self,
+        library: Any,
+        comm: c_void_p,
+        case: CommCase,
+        index: int,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        stream: int,
+    ) -> None:
+        self._library, self._case, self._index = library, case, index
+        self._send, self._recv = send.data_ptr(), recv.data_ptr()
+        self._kind = c_int(_DTYPE[case.dtype])
+        self._end = (c_void_p(comm.value), c_void_p(stream))
+        self.redop = c_int()
+        is_barrier = case.collective is Collective.BARRIER
+        self.token = torch.zeros(1, device=send.device) if is_barrier else None
+
+    def group(self, calls: list[Call]) -> list[Call]:
+        """All of these as one. Groups may nest."""
+        start, end = self._library.ncclGroupStart, self._library.ncclGroupEnd
+        return [functools.partial(start), *calls, functools.partial(end)]
+
+    def steps(self) -> list[Call]:
+        """In the order in which they are made."""
+        case, facts = self._case, FACTS[self._case.collective]
+        if self.token is not None:
+            self._send = self._recv = self.token.data_ptr()
+            one = (c_size_t(1), c_int(_DTYPE[DType.FP32]), c_int(_REDOP[RedOp.SUM]))
+            return [self._whole("ncclAllReduce", *one)]
+        if name := _WHOLE.get(case.collective):
+            redop = [self.redop] if facts.reduces else []
+            root = [c_int(case.root)] if facts.rooted else []
+            return [self._whole(name, c_size_t(case.count), self._kind, *redop, *root)]
+        moves = list(self._moves())
+        in_turn = len(moves) == 1 or case.collective is Collective.PING_PONG
+        return moves if in_turn else self.group(moves)
+
+    def _moves(self) -> Iterator[Call]:  # noqa: PLR0912, a row per collective
+        """Sends and receives, those to oneself included, as nccl-tests groups them."""
+        n, c, me, root = self._case.num_ranks, self._case.count, self._index, self._case.root
+        others = [rank for rank in range(n) if rank != root]
+        match self._case.collective:
+            case Collective.ALL_TO_ALL:
+                yield from self._exchange([c] * n, [c] * n)
+            case Collective.ALL_TO_ALL_V:
+                counts = self._case.counts
+                yield from self._exchange(counts[me], [row[me] for row in counts])
+            case Collective.GATHER:
+                yield self._to(root, c)
+                yield from (self._from(r, c, r * c) for r in range(n) if me == root)
+            case Collective.SCATTER:
+                yield from (self._to(r, c, r * c) for r in range(n) if me == root)
+                yield self._from(root, c)
+            case Collective.SENDRECV:
+                yield self._to((me + 1) % n, c)
+                yield self._from((me - 1) % n, c)
+            case Collective.P2P:
+                yield self._from(0, c) if me else self._to(1, c)
+            case Collective.P2P_BOTH:
+                yield self._to(1 - me, c)
+                yield self._from(1 - me, c)
+            case Collective.PING_PONG if me:  # what arrived goes back
+                yield self._from(0, c)
+                yield self._move("ncclSend", self._recv, 0, c, 0)
+            case Collective.PING_PONG:
+                yield self._to(1, c)
+                yield self._from(1, c)
+            case Collective.INCAST if me != root:
+                yield self._to(root, c)
+            case Collective.INCAST:
+                yield from (self._from(r, c, at * c) for at, r in enumerate(others))
+            case Collective.MULTICAST if me != root:
+                yield self._from(root, c)
+            case Collective.MULTICAST:
+                yield from (self._to(r, c, at * c) for at, r in enumerate(others))
+
+    def _exchange(self, sent: Any, received: Any) -> Iterator[Call]:
+        """With every rank; empty parts are left out on both sides."""
+        out_at = itertools.accumulate(sent, initial=0)
+        in_at = itertools.accumulate(received, initial=0)
+        for peer, (out, out_of, into, into_at) in enumerate(
+            zip(sent, out_at, received, in_at, strict=False)
+        ):
+            if out:
+                yield self._to(peer, out, out_of)
+            if into:
+                yield self._from(peer, into, into_at)
+
+    def _whole(self, name: str, *middle: object) -> Call:
+        buffers = (c_void_p(self._send), c_void_p(self._recv))
+        return functools.partial(getattr(self._library, name), *buffers, *middle, *self._end)
+
+    def _to(self, peer: int, count: int, at: int = 0) -> Call:
+        return self._move("ncclSend", self._send, peer, count, at)
+
+    def _from(self, peer: int, count: int, at: int = 0) -> Call:
+        return self._move("ncclRecv", self._recv, peer, count, at)
+
+    def _move(self, name: str, buffer: int, peer: int, count: int, at: int) -> Call:
+        where = c_void_p(buffer + at * self._case.dtype.itemsize)
+        what = (where, c_size_t(count), self._kind, c_int(peer))
+        return functools.partial(getattr(self._library, name), *what, *self._end)
