@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from stepmark.bench.agree import agreed
+from stepmark.bench.collectives.nccl_api import NcclCommunicator
 from stepmark.bench.collectives.torch_api import TorchCommunicator
 from stepmark.bench.ranks import Ranks
 from stepmark.core.collectives import Api
@@ -60,7 +61,5 @@ class Communicators:
 
     def _make(self, case: CommCase, members: list[tuple[int, ...]]) -> Communicator:
         if case.api is Api.NCCL:
-            from stepmark.bench.collectives import nccl  # noqa: PLC0415
-
-            return nccl.NcclCommunicator(self._ranks, members, case.max_ctas)
+            return NcclCommunicator(self._ranks, members, case.max_ctas)
         return TorchCommunicator(self._ranks, members, case.backend, case.max_ctas)

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stepmark.bench.collectives.data import PREMUL_FACTOR
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.comm_case import CommCase
 
 Issue = Callable[[], object]
-
-PREMUL_FACTOR = 2.0
 
 # torch 2.13 renamed these two; 2.11 knows the former names only.
 _all_gather_tensor: Any = (
