@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from stepmark.bench.collectives import timing
 from stepmark.bench.operators.call import Call
 from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.rig import Rig
@@ -21,12 +22,18 @@ from stepmark.core.ops import FAMILY_OF
 from stepmark.core.ops.shorthand import from_shorthand
 
 _ALONE_S = 0.3
+_MARK_S = 0.5e-3
+_MOST_MARKS = 300
 
 
 class Company(Protocol):
     """Compute, started before a batch of collectives and stopped after it."""
 
     backend_run: str
+
+    @property
+    def longest_s(self) -> float:
+        """For how long it can be kept going."""
 
     def alone(self) -> list[float]:
         """Seconds per call with nothing beside it."""
@@ -52,6 +59,8 @@ def make(beside: str, rig: Rig) -> Company:
 
 class ThreadCompany:
     """Compute in a thread of this process; torch releases the interpreter meanwhile."""
+
+    longest_s = math.inf
 
     def __init__(self, call: Call) -> None:
         self._call, self.backend_run = call.run, call.backend_run
@@ -91,33 +100,38 @@ class ThreadCompany:
 
 
 class StreamCompany:
-    """Compute queued on a stream of its own."""
+    """Compute queued on a stream of its own; short calls are replayed many at a time.
+
+    A device takes about a thousand launches ahead, and the host must not wait for it: so a
+    mark stands behind about half a millisecond of work, and at most so many are queued.
+    """
 
     def __init__(self, call: Call) -> None:
         self._call, self.backend_run = call.run, call.backend_run
         self._stream = torch.cuda.Stream()
         self._marks: list[torch.cuda.Event] = []
-        self._call_s = 0.0
+        self._calls_per_mark = 1
         with torch.cuda.stream(self._stream):
             for _ in range(3):
                 self._call()
+            torch.cuda.synchronize()
+            self._mark_s = min(self._between(self._queue(5)))
+            self._calls_per_mark = max(1, math.ceil(_MARK_S / self._mark_s))
+            if self._calls_per_mark > 1:
+                graph = timing.capture(self._call, self._calls_per_mark)
+                self._call = graph.replay
+                self._mark_s *= self._calls_per_mark
         torch.cuda.synchronize()
-        self._call_s = sorted(self.alone())[0]
+
+    @property
+    def longest_s(self) -> float:
+        return _MOST_MARKS * self._mark_s
 
     def alone(self) -> list[float]:
-        self.start(_ALONE_S)
-        torch.cuda.synchronize()
-        return self._between(self._marks)
+        return self._between(self._queue(self._marks_for(_ALONE_S)))
 
     def start(self, cover_s: float) -> None:
-        count = math.ceil(cover_s / self._call_s) + 2 if self._call_s else 5
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(min(count, 4096) + 1)]
-        with torch.cuda.stream(self._stream):
-            marks[0].record()
-            for mark in marks[1:]:
-                self._call()
-                mark.record()
-        self._marks = marks
+        self._marks = self._queue(self._marks_for(cover_s))
 
     def stop(self, span: tuple[Any, Any]) -> list[float] | None:
         covered = not self._marks[-1].query()
@@ -132,8 +146,21 @@ class StreamCompany:
         ]
         return self._between(within)
 
-    @staticmethod
-    def _between(marks: list[torch.cuda.Event]) -> list[float]:
+    def _marks_for(self, seconds: float) -> int:
+        return min(_MOST_MARKS, math.ceil(seconds / self._mark_s) + 1)
+
+    def _queue(self, count: int) -> list[torch.cuda.Event]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        with torch.cuda.stream(self._stream):
+            marks[0].record()
+            for mark in marks[1:]:
+                self._call()
+                mark.record()
+        return marks
+
+    def _between(self, marks: list[torch.cuda.Event]) -> list[float]:
+        torch.cuda.synchronize()
         return [
-            before.elapsed_time(after) * 1e-3 for before, after in itertools.pairwise(marks)
+            before.elapsed_time(after) * 1e-3 / self._calls_per_mark
+            for before, after in itertools.pairwise(marks)
         ]

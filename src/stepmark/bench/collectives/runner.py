@@ -8,31 +8,27 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from stepmark.bench.agree import CaseFailedError, agreed
-from stepmark.bench.collectives import buffers
+from stepmark.bench.collectives import buffers, sampling
 from stepmark.bench.collectives.communicators import Communicators
-from stepmark.bench.collectives.company import Company
-from stepmark.bench.collectives.timing import Timer
 from stepmark.bench.collectives.torch_api import unsupported
 from stepmark.bench.collectives.trial import Trial, backend_run, place
 from stepmark.bench.rig import Rig, own_stream, release
-from stepmark.bench.stopping import Effort, is_enough
+from stepmark.bench.stopping import Effort
 from stepmark.bench.telemetry import Sampler
 from stepmark.core.collectives import Api
 from stepmark.core.comm_case import CommCase
 from stepmark.core.record import Arrivals, Beside, Measured, Record, Samples, Skipped
-from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.stats import summarize
 from stepmark.core.units import format_bytes
 
 # A second of samples in at least five batches: what repeats is the batch, as with operators.
 DEFAULT = Effort(sample_s=1.0, soak_s=0.0, target_ci_rel=0.005, min_batches=5)
-_BATCH_S = 0.1
-_MOST_SAMPLES = 1000  # of a batch
 # What a check takes beside the buffers, at most.
 _CHECK_BYTES = 2**29
 
@@ -54,16 +50,6 @@ class Options:
     checks: int = 1
     timeout_s: float = 60.0
     launch: int = 1
-
-
-@dataclass(slots=True, kw_only=True)
-class Taken:
-    """What sampling gives this rank. late_s is of all ranks, by batch."""
-
-    seconds: list[float] = field(default_factory=list)
-    late_s: list[list[float]] = field(default_factory=list)
-    issue_s: list[float] = field(default_factory=list)
-    together_s: list[float] = field(default_factory=list)
 
 
 def run(
@@ -150,7 +136,8 @@ def _measure(
     alone_s = agreed(ranks, lambda: guest.alone() if guest else [])
     sampler, begin = Sampler(rig.device_index), time.monotonic()
     with sampler:
-        taken = _collect(timer, guest, estimate_s * k, rig, effort, options, k)
+        wanted = math.ceil(options.iterations / k) if options.iterations else None
+        taken = sampling.collect(ranks, timer, guest, estimate_s * k, effort, wanted)
     each = [value / trial.operations_per_call for value in taken.seconds]
     issue_s = summarize(taken.issue_s).median if taken.issue_s else 0.0
     everyone = ranks.gather(
@@ -187,49 +174,6 @@ def _measure(
         ),
         beside=beside if case.beside else None,
     )
-
-
-def _collect(
-    timer: Timer,
-    guest: Company | None,
-    sample_s: float,
-    rig: Rig,
-    effort: Effort,
-    options: Options,
-    calls_per_sample: int,
-) -> Taken:
-    """Sample in batches until rank 0, seeing all ranks' maxima, says that it is enough."""
-    ranks, taken, batches = rig.ranks, Taken(), list[list[float]]()
-    wanted = math.ceil(options.iterations / calls_per_sample) if options.iterations else None
-    length = min(_BATCH_S, effort.sample_s / effort.min_batches)
-    count = max(
-        1, min(_MOST_SAMPLES, wanted or _MOST_SAMPLES, int(length / max(sample_s, 1e-9)))
-    )
-    cover, begin = 1.5, time.monotonic()
-
-    def enough() -> bool:
-        if wanted is not None:
-            return sum(map(len, batches)) >= wanted
-        return is_enough(batches, time.monotonic() - begin, effort)
-
-    while True:  # rank 0 ends it, for all
-        if guest:
-            guest.start(cover * count * sample_s + 5e-3)
-        batch = agreed(ranks, lambda: timer.sample(count))
-        together = guest.stop(batch.span or (0.0, 0.0)) if guest else []
-        found = ranks.gather((batch.seconds, batch.began_s, together is not None))
-        if not all(one[2] for one in found):
-            # Somewhere the compute ended first: this batch was not measured beside it.
-            cover *= 2
-            continue
-        taken.seconds += batch.seconds
-        taken.issue_s.append(batch.issue_s)
-        taken.together_s += together or []
-        first = min(one[1] for one in found if one[0])
-        taken.late_s.append([max(0.0, one[1] - first) for one in found])
-        batches.append(slowest_per_sample([one[0] for one in found if one[0]]))
-        if ranks.decide(enough):
-            return taken
 
 
 def _peak_memory(rig: Rig) -> int | None:
