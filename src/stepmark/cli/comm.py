@@ -264,24 +264,57 @@ def _effort(values: Values) -> "Effort":
 def as_parent(plan: "Plan", launches: int, values: Values, world_size: int) -> int:
     """Start ranks on this host, watch them from outside, show what they measured."""
     from stepmark.cli import comm_output  # noqa: PLC0415
+
+    code, run = watched(sys.argv[1:], positions(plan.cases, launches), world_size)
+    return comm_output.deliver(run, values, code) if run else code
+
+
+def beside_operators(names: list[str], values: dict[str, Any], run: Path) -> int:
+    """Collectives into a run that exists, for `stepmark run`; the exit code."""
+    from stepmark.cli import comm_plan  # noqa: PLC0415
+
+    world_size = int(values["nproc"])
+    plan = comm_plan.plan(names, values, values["device"], world_size)
+    arguments = as_arguments(names, values)
+    return watched(arguments, positions(plan.cases, 1), world_size, going_on=run)[0]
+
+
+def as_arguments(names: list[str], values: Values) -> list[str]:
+    """The command line that gives these values."""
+    words = ["comm", *names]
+    for flag in (*SWEEP, *WHAT, *WHO, *HOW, *OUTPUT):
+        value = values.get(flag.name)
+        if value is None or value is False:
+            continue
+        words.append(flag.names[0] if flag.names else "--" + flag.name.replace("_", "-"))
+        words += [] if value is True else [str(value)]
+    return words
+
+
+def watched(
+    arguments: list[str],
+    places: list[tuple[int, CommCase]],
+    world_size: int,
+    *,
+    going_on: Path | None = None,
+) -> tuple[int, Path | None]:
+    """Start ranks, record what they could not; the exit code and the run."""
     from stepmark.launch.supervise import supervise  # noqa: PLC0415
 
-    places = positions(plan.cases, launches)
-    runs: list[Path] = []
+    runs: list[Path] = [going_on] if going_on else []
 
     def on_lost(lost: "Lost", run: Path | None) -> None:
         record_lost(lost, run, places)
 
     code = supervise(
-        sys.argv[1:],
+        arguments,
         world_size,
         num_cases=len(places),
         on_lost=on_lost,
         on_run=runs.append,
+        going_on=going_on,
     )
-    if not runs:
-        return code
-    return comm_output.deliver(runs[-1], values, code)
+    return code, runs[-1] if runs else None
 
 
 def positions(cases: list[CommCase], launches: int) -> list[tuple[int, CommCase]]:

@@ -1,11 +1,18 @@
 """stepmark run: the main job. What this machine is, what it does, and a report."""
 
 import sys
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stepmark.core.units import parse_duration
+
+if TYPE_CHECKING:
+    from stepmark.core.case import Case
+
 GIB = 2**30
+NAMES = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
 def run(
@@ -22,13 +29,9 @@ def run(
         bool, typer.Option("--dry-run", help="list the cases, run none")
     ] = False,
 ) -> None:
-    """Doctor, every operator of a model's layer, summary and HTML report."""
-    from stepmark.cli import doctor, op, session  # noqa: PLC0415
-    from stepmark.cli import report as pages  # noqa: PLC0415
-    from stepmark.cli.view import console  # noqa: PLC0415
+    """Doctor, every operator of a model's layer, collectives, summary and HTML report."""
+    from stepmark.cli import comm, op, session  # noqa: PLC0415
     from stepmark.launch import torchrun  # noqa: PLC0415
-    from stepmark.report.printing import print_rows  # noqa: PLC0415
-    from stepmark.report.summary import terminal_summary  # noqa: PLC0415
 
     values = _values(model, device, nproc, budget, out)
     kind = session.device_type(values)
@@ -37,10 +40,37 @@ def run(
     cases = op.layer_cases(values, kind, ranks)
     if dry_run:
         op.listed(cases, values)
+        if asked := _collectives(values, kind):
+            typer.echo("then: stepmark " + " ".join(comm.as_arguments(NAMES, asked)), err=True)
         return
     session.check_outputs(values)
-    if ranks > 1 and not torchrun.is_rank():
-        raise typer.Exit(torchrun.run(sys.argv[1:], ranks))
+    if torchrun.is_rank():
+        raise typer.Exit(_as_rank(cases, values, kind))
+    code, path = _operators_of(cases, values, kind, ranks)
+    if path and code not in (2, 130, 143) and (asked := _collectives(values, kind)):
+        code = _worst(code, comm.beside_operators(NAMES, asked, path))
+    raise typer.Exit(_show(path, code) if path else code)
+
+
+def _operators_of(
+    cases: "list[Case]", values: dict[str, Any], kind: str, ranks: int
+) -> tuple[int, Path | None]:
+    """Here, or on ranks of this host; the exit code and the run they wrote."""
+    from stepmark.launch import torchrun  # noqa: PLC0415
+    from stepmark.store.runs import list_runs  # noqa: PLC0415
+
+    folder = Path(values["out"])
+    before = set(list_runs(folder)) if folder.is_dir() else set()
+    code = torchrun.run(sys.argv[1:], ranks) if ranks > 1 else _as_rank(cases, values, kind)
+    made = sorted(set(list_runs(folder)) - before)
+    return code, made[-1] if made else None
+
+
+def _as_rank(cases: "list[Case]", values: dict[str, Any], kind: str) -> int:
+    """Measure operators as one rank, or the only one. An outer launcher gets a page, too."""
+    from stepmark.cli import doctor, session  # noqa: PLC0415
+    from stepmark.launch import torchrun  # noqa: PLC0415
+
     rig = session.make_rig(kind)
     try:
         if rig.ranks.rank == 0:
@@ -49,11 +79,50 @@ def run(
     finally:
         rig.ranks.close()
     if outcome is None:
-        return
-    page = pages.write(outcome.path)
-    print_rows(outcome.view.rows, console())
-    terminal_summary(outcome.view.run, outcome.view.rows, console(), report=page)
-    raise typer.Exit(outcome.exit_code)
+        return 0
+    outer = torchrun.is_rank() and not torchrun.has_parent()
+    return _show(outcome.path, outcome.exit_code) if outer else outcome.exit_code
+
+
+def _show(path: Path, code: int) -> int:
+    """Tables, summary and page of a run; the exit code."""
+    from stepmark.cli import report, session  # noqa: PLC0415
+    from stepmark.cli.view import console, view  # noqa: PLC0415
+    from stepmark.report import comm_printing, comm_summary, printing, summary  # noqa: PLC0415
+
+    seen = view(path)
+    page = report.write(path)
+    printing.print_rows(seen.rows, console())
+    if seen.comm_rows:
+        comm_printing.wide(seen.comm_rows, console())
+    for line in comm_summary.comm_lines(seen.comm_rows):
+        console().print(line, markup=False, highlight=False, soft_wrap=True)
+    summary.terminal_summary(seen.run, seen.rows, console(), report=page)
+    return code or session.exit_code(seen)
+
+
+def _worst(*codes: int) -> int:
+    return max(codes, key=(0, 3, 1, 2, 143, 130).index)
+
+
+def _collectives(values: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Flags for this machine: all its accelerators, or two ranks of its CPU. None: empty."""
+    import torch  # noqa: PLC0415
+
+    count = torch.cuda.device_count() if kind == "cuda" else 2
+    if count < 2:
+        return {}
+    of_kind = {
+        "cuda": {"begin": "4K", "end": "1G", "factor": 8.0, "dtype": "bf16"},
+        "cpu": {"begin": "4K", "end": "4M", "factor": 32.0},
+    }
+    share_s = parse_duration(values["budget"] or "240s", "budget") / 4
+    return {
+        **of_kind[kind],
+        "device": kind,
+        "nproc": str(count),
+        "budget": f"{share_s:g}s",
+    }
 
 
 def _values(

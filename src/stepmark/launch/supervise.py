@@ -44,17 +44,19 @@ def supervise(
     module: str = "stepmark",
     poll_s: float = 0.1,
     start_s: float = START_S,
+    going_on: Path | None = None,
 ) -> int:
     """Run `python -m MODULE ARGUMENTS` on num_ranks local ranks; the worst exit code of all.
 
     A case that hangs or loses a rank ends these ranks; on_lost gets it with the run directory,
     if rank 0 told of one, and new ranks begin at the next case. When on_lost is called no rank
     lives; rank 0 may have recorded the case itself, in its last seconds. on_run gets the run
-    directory once, when the ranks that wrote it have ended. After SIGINT or SIGTERM every rank
-    gets one SIGINT and 10 s; a second one kills. Call from the main thread.
+    directory once, when the ranks that wrote it have ended; going_on is one that there is.
+    After SIGINT or SIGTERM every rank gets one SIGINT and 10 s; a second one kills. Call from
+    the main thread.
     """
     first, in_row, codes = 0, 0, [0]
-    run: Path | None = None
+    run = going_on
     with _signals() as signals:
         while True:
             crew = Crew(arguments, num_ranks, module=module, first=first, run=run)

@@ -55,6 +55,11 @@ def leave_exit_code(code: int) -> bool:
     return bool(path)
 
 
+def has_parent() -> bool:
+    """True in a rank that `run` or a supervising parent started."""
+    return EXIT_FILE in os.environ
+
+
 def is_first() -> bool:
     """True on rank 0, and in a process that is no rank."""
     return not is_rank() or os.environ["RANK"] == "0"

@@ -1,0 +1,163 @@
+"""nccl-tests and stepmark asked the same, in turn on the same machine: do the figures agree?
+
+    python recipes/beside_nccl_tests.py --binaries nccl-tests/build --out beside/
+
+nccl-tests runs with one thread per device (-t N -g 1), each program once per launch; then
+stepmark runs the same collectives, sizes and type; and so on, --launches times. Every output
+is kept in --out; what is there already is not run again. The table and side_by_side.json say,
+per size: nccl-tests' median, minimum and maximum over launches, ours, and whether ours is
+within 1 % of that median or inside that range. Environment such as NCCL_NVLS_ENABLE=0 and
+LD_LIBRARY_PATH (both must load the same libnccl) is the caller's.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PROGRAMS = {
+    "all_reduce": "all_reduce_perf",
+    "all_gather": "all_gather_perf",
+    "reduce_scatter": "reduce_scatter_perf",
+    "all_to_all": "alltoall_perf",
+    "sendrecv": "sendrecv_perf",
+}
+Key = tuple[str, str, int, str]  # mode, collective, bytes, placement
+
+
+def main() -> None:
+    asked = arguments()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    for launch in range(1, asked.launches + 1):
+        for mode in asked.modes.split(","):
+            for name in asked.collectives.split(","):
+                theirs(asked, mode, name, launch)
+            ours(asked, mode, launch)
+    rows = compared(asked.out)
+    (asked.out / "side_by_side.json").write_text(json.dumps(rows, indent=1))
+    show(rows)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--binaries", type=Path, required=True, help="nccl-tests' programs")
+    parser.add_argument("--out", type=Path, required=True, help="folder for all outputs")
+    parser.add_argument("--devices", type=int, required=True, help="how many")
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--modes", default="queued,graph")
+    parser.add_argument("--collectives", default=",".join(PROGRAMS))
+    parser.add_argument("--end", default="queued=4G,graph=16M", help="largest size by mode")
+    parser.add_argument("--iters", default="50", help="-n of both")
+    parser.add_argument("--graphs", default="5", help="-G of nccl-tests in graph mode")
+    return parser.parse_args()
+
+
+def largest(asked: argparse.Namespace, mode: str) -> str:
+    return dict(part.split("=") for part in asked.end.split(","))[mode]
+
+
+def common(asked: argparse.Namespace, mode: str) -> list[str]:
+    """What both programs are told."""
+    sizes = ["-b", "1K", "-e", largest(asked, mode), "-f", "4"]
+    return [*sizes, "-w", "5", "-c", "1", "-d", "bfloat16", "-n", asked.iters]
+
+
+def theirs(asked: argparse.Namespace, mode: str, name: str, launch: int) -> None:
+    command = [str(asked.binaries / PROGRAMS[name]), "-t", str(asked.devices), "-g", "1"]
+    command += common(asked, mode) + (["-G", asked.graphs] if mode == "graph" else [])
+    run(command, asked.out / f"nccl-tests-{mode}-{name}-{launch}.txt")
+
+
+def ours(asked: argparse.Namespace, mode: str, launch: int) -> None:
+    """Graphs hold the same kernels whoever issues them; libnccl has both placements."""
+    rows = asked.out / f"stepmark-{mode}-{launch}.json"
+    command = [sys.executable, "-m", "stepmark", "comm", *asked.collectives.split(",")]
+    command += [*common(asked, mode), "--nproc", str(asked.devices)]
+    command += ["--out", str(asked.out / "runs"), "--json", str(rows)]
+    command += ["-G", asked.graphs, "--api", "nccl"] if mode == "graph" else []
+    run(command, asked.out / f"stepmark-{mode}-{launch}.txt")
+
+
+def run(command: list[str], output: Path) -> None:
+    """Once: a finished output has its name."""
+    if output.exists():
+        return
+    begin = time.monotonic()
+    partial = output.with_suffix(".partial")
+    with partial.open("w") as file:
+        code = subprocess.run(
+            command, check=False, stdout=file, stderr=subprocess.STDOUT
+        ).returncode
+    say(f"{time.monotonic() - begin:6.1f} s, exit {code}: {' '.join(command)}")
+    if code:
+        say(partial.read_text()[-2000:])
+    else:
+        partial.rename(output)
+
+
+def compared(folder: Path) -> list[dict[str, Any]]:
+    others: dict[Key, list[float]] = {}
+    mine: dict[Key, list[float]] = {}
+    for file in sorted(folder.glob("nccl-tests-*.txt")):
+        _, _, mode, name, _ = file.stem.split("-")
+        for size, placement, seconds in parsed(file.read_text()):
+            others.setdefault((mode, name, size, placement), []).append(seconds)
+    for file in sorted(folder.glob("stepmark-*.json")):
+        mode = file.stem.split("-")[1]
+        for row in json.loads(file.read_text())["rows"]:
+            if row["time_s"]:
+                key = (mode, row["family"], row["size_bytes"], row["placement"])
+                mine.setdefault(key, []).append(row["time_s"])
+    return [verdict(key, others[key], mine[key]) for key in mine if key in others]
+
+
+def parsed(text: str) -> Iterator[tuple[int, str, float]]:
+    """(bytes, placement, seconds) of nccl-tests' table."""
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) == 13 and words[0].isdecimal():
+            yield int(words[0]), "out-of-place", float(words[5]) * 1e-6
+            yield int(words[0]), "in-place", float(words[9]) * 1e-6
+
+
+def verdict(key: Key, others: list[float], mine: list[float]) -> dict[str, Any]:
+    mode, name, size, placement = key
+    base, value = median(others), median(mine)
+    return {
+        "mode": mode,
+        "collective": name,
+        "size_bytes": size,
+        "placement": placement,
+        "nccl_tests_us": [second * 1e6 for second in others],
+        "stepmark_us": [second * 1e6 for second in mine],
+        "ratio": value / base,
+        "within_1_pct": abs(value / base - 1) <= 0.01,
+        "inside": min(others) <= value <= max(others),
+        "stepmark_spread": (max(mine) - min(mine)) / value,
+        "nccl_tests_spread": (max(others) - min(others)) / base,
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    say("| mode | collective | bytes | placement | nccl-tests us | ours us | ratio | agree |")
+    say("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        words = [row["mode"], row["collective"], row["size_bytes"], row["placement"]]
+        for who in ("nccl_tests", "stepmark"):
+            words.append(f"{median(row[who + '_us']):.2f} (+-{row[who + '_spread'] / 2:.1%})")
+        agree = "yes" if row["within_1_pct"] or row["inside"] else "no"
+        say("| " + " | ".join(map(str, [*words, f"{row['ratio']:.3f}", agree])) + " |")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
