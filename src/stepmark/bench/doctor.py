@@ -1,13 +1,15 @@
 """What this machine is, what would be measured here, what not, and why."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from stepmark.bench import amd
+from stepmark.bench.collectives.nccl import find_library
 from stepmark.bench.environment import capabilities, capture, compiler, local_device
 from stepmark.bench.nvidia import IDLE, Health, Links
 from stepmark.bench.operators.call import Capabilities, Impl
@@ -15,6 +17,7 @@ from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.telemetry import cpu_reading, open_gpu
 from stepmark.core.device import find_device
 from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
 from stepmark.core.ops import (
     Activation,
     Attention,
@@ -97,6 +100,16 @@ class Backend:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """Whether `stepmark comm` could go this way here."""
+
+    api: str
+    backend: str
+    reason: str | None  # why not
+    note: str = ""  # what it is, or "written, not run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """All that `stepmark doctor` reports."""
 
@@ -105,6 +118,7 @@ class Findings:
     peer_access: tuple[tuple[bool, ...], ...]  # [from][to]; a device reaches itself
     nics: tuple[Nic, ...]
     backends: tuple[Backend, ...]
+    transports: tuple[Transport, ...]
     shm_bytes: int | None
     compiler: str | None
     warnings: tuple[str, ...]
@@ -125,6 +139,7 @@ def examine() -> Findings:
         peer_access=peer_access(),
         nics=nics(Path("/sys/class")),
         backends=backends(IMPLS, capabilities(torch_devices[0])),
+        transports=tuple(transports()),
         shm_bytes=shm_bytes,
         compiler=compiler(),
         warnings=(*environment.warnings, *host, *found),
@@ -168,6 +183,25 @@ def backends(
         for op in SAMPLES[family]
         for name, impl in table.items()
     )
+
+
+def transports() -> Iterator[Transport]:
+    """The ways to run a collective: torch's back ends, and libnccl itself."""
+    count, hip = torch.cuda.device_count(), torch.version.hip is not None
+    few = None if count > 1 else f"{count} accelerators, and it takes two"
+    rocm = "RCCL: written, not run" if hip else ""
+    here = dist.is_available()
+    gloo = None if here and dist.is_gloo_available() else "not in this torch"
+    yield Transport(api="torch", backend="gloo", reason=gloo, note="on the CPU")
+    nccl = few if here and dist.is_nccl_available() else "not in this torch"
+    yield Transport(api="torch", backend="nccl", reason=nccl, note=rocm)
+    try:
+        path = find_library()
+    except ConfigError:
+        reason = "no libnccl or librccl in this torch"
+        yield Transport(api="nccl", backend="nccl", reason=reason)
+        return
+    yield Transport(api="nccl", backend="nccl", reason=few, note=rocm or path)
 
 
 def peer_access() -> tuple[tuple[bool, ...], ...]:

@@ -119,8 +119,7 @@ def clock_offset(
         if name in found:
             continue
         speaker = hosts.index(name)
-        mine = _exchange(rank, speaker, rounds) if rank in (0, speaker) else (0.0, 0.0)
-        box = [mine]
+        box = [_exchange(rank, speaker, rounds) if rank in (0, speaker) else (0.0, 0.0)]
         _reach(lambda: dist.broadcast_object_list(box, src=speaker))  # noqa: B023
         found[name] = box[0]
     return found[host]
@@ -132,13 +131,13 @@ def _exchange(rank: int, speaker: int, rounds: int) -> tuple[float, float]:
     for _ in range(rounds):
         stamps = torch.zeros(1, dtype=torch.float64)
         if rank == 0:
-            dist.recv(stamps, src=speaker)
+            _reach(lambda: dist.recv(stamps, src=speaker))  # noqa: B023  called at once
             stamps[0] = time.monotonic()
-            dist.send(stamps, dst=speaker)
+            _reach(lambda: dist.send(stamps, dst=speaker))  # noqa: B023
             continue
         sent = time.monotonic()
-        dist.send(stamps, dst=0)
-        dist.recv(stamps, src=0)
+        _reach(lambda: dist.send(stamps, dst=0))  # noqa: B023
+        _reach(lambda: dist.recv(stamps, src=0))  # noqa: B023
         back = time.monotonic()
         error = (back - sent) / 2
         if error < best[1]:

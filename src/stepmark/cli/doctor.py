@@ -113,6 +113,7 @@ def lines(findings: "Findings") -> Iterator[Line]:
         yield from device_lines(device)
     yield from fabric_lines(findings)
     yield from backend_lines(findings)
+    yield from transport_lines(findings)
     for text in findings.warnings:
         yield Line(section="Warnings", item="", mark=WARNING, detail=text)
     if not findings.warnings:
@@ -222,4 +223,15 @@ def backend_lines(findings: "Findings") -> Iterator[Line]:
             item=f"{found.family} {found.backend} {found.dtype}",
             mark=MISSING if found.reason else OK,
             detail=f"skipped: {found.reason}" if found.reason else "would be measured",
+        )
+
+
+def transport_lines(findings: "Findings") -> Iterator[Line]:
+    for found in findings.transports:
+        note = f" ({found.note})" if found.note else ""
+        yield Line(
+            section="Collectives",
+            item=f"--api {found.api} --backend {found.backend}",
+            mark=MISSING if found.reason else OK,
+            detail=f"skipped: {found.reason}" if found.reason else f"would be measured{note}",
         )

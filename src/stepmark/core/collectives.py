@@ -5,6 +5,7 @@ Sizes and factors are those of nccl-tests (doc/PERFORMANCE.md of NVIDIA/nccl-tes
 count argument there: elements per rank, per peer or in all, by collective.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -171,6 +172,8 @@ def sizes(begin: int, end: int, *, factor: float = 0.0, step: int = 0) -> list[i
     """
     if begin > end:
         raise ConfigError("begin", begin, f"at most the end, {end}")
+    if not math.isfinite(factor):
+        raise ConfigError("factor", factor, "a finite number")
     if factor <= 1 and step <= 0 and begin < end:
         raise ConfigError("factor", factor, "a factor above 1, or a step of at least a byte")
     found, size = [], begin

@@ -155,12 +155,14 @@ class CommCase:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def command(self) -> str:
-        """The shell command that measures this case alone."""
+        """The shell command that measures this case; `beside` compute, without it as well."""
         words = ["stepmark", "comm", self.family, "--dtype", self.dtype]
         if self.message_bytes and self.matrix is None:
             size = self.count * num_parts(self.collective, self.num_ranks)
             asked = str(size * self.dtype.itemsize)
             words += ["-b", asked, "-e", asked]
+        # A split and a pair say by themselves how many ranks a communicator has.
+        whole = bool(self.split or self.pair)
         flags: list[tuple[str, object, object]] = [
             ("--redop", self.redop, RedOp.NONE if self.redop is RedOp.NONE else RedOp.SUM),
             ("--root", self.root, 0 if FACTS[self.collective].rooted else -1),
@@ -170,7 +172,7 @@ class CommCase:
             ("--backend", self.backend, "nccl" if self.device == "cuda" else "gloo"),
             ("--device", self.device, None),
             ("--nproc", self.world_size, None),
-            ("--ranks", self.num_ranks, 2 if self.pair or self.split else self.world_size),
+            ("--ranks", None if whole else self.num_ranks, self.world_size),
             ("-m", self.calls_per_group, 1),
             ("--group-split", self.split, ""),
             ("--spread", self.spread, None if self.matrix else 1.0),
@@ -184,7 +186,7 @@ class CommCase:
         if self.pair:
             words += ["--pair", f"{self.pair[0]},{self.pair[1]}"]
         if self.skew_s:
-            words += ["--skew", f"{self.skew_s * 1e6:g}us"]
+            words += ["--skew", f"{self.skew_s!r}s"]  # every digit: it is of the identity
         if not self.aligned:
             words += ["--no-align"]
         return shlex.join(words)

@@ -41,7 +41,7 @@ class Company(Protocol):
     def start(self, cover_s: float) -> None:
         """Begin work that lasts at least `cover_s` seconds."""
 
-    def stop(self, span: tuple[Any, Any]) -> list[float] | None:
+    def stop(self, span: tuple[Any, Any] | None) -> list[float] | None:
         """Seconds of the calls within span; None if they ended before it."""
 
 
@@ -67,6 +67,7 @@ class ThreadCompany:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._times: list[tuple[float, float]] = []
+        self._error: Exception | None = None
         for _ in range(2):
             self._call()
 
@@ -85,18 +86,23 @@ class ThreadCompany:
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
-    def stop(self, span: tuple[Any, Any]) -> list[float] | None:
+    def stop(self, span: tuple[Any, Any] | None) -> list[float] | None:
         assert self._thread is not None
         self._stop.set()
         self._thread.join()
-        first, last = span
+        if self._error is not None:
+            raise self._error
+        first, last = span or (0.0, 0.0)
         return [end - start for start, end in self._times if first <= start and end <= last]
 
     def _work(self) -> None:
-        while not self._stop.is_set():
-            start = time.perf_counter()
-            self._call()
-            self._times.append((start, time.perf_counter()))
+        try:
+            while not self._stop.is_set():
+                start = time.perf_counter()
+                self._call()
+                self._times.append((start, time.perf_counter()))
+        except Exception as error:  # noqa: BLE001  raised by stop(), in the thread that asks
+            self._error = error
 
 
 class StreamCompany:
@@ -133,10 +139,10 @@ class StreamCompany:
     def start(self, cover_s: float) -> None:
         self._marks = self._queue(self._marks_for(cover_s))
 
-    def stop(self, span: tuple[Any, Any]) -> list[float] | None:
+    def stop(self, span: tuple[Any, Any] | None) -> list[float] | None:
         covered = not self._marks[-1].query()
         torch.cuda.synchronize()
-        if not covered:
+        if span is None or not covered:
             return None
         first, last = span
         within = [

@@ -6,7 +6,15 @@ import torch
 
 from stepmark.bench.collectives.nccl import Communicator
 from stepmark.bench.ranks import Ranks
+from stepmark.core.collectives import Collective
 from stepmark.core.comm_case import CommCase
+
+
+def unsupported(case: CommCase) -> str | None:
+    """Why libnccl cannot run this case, as far as can be told beforehand."""
+    if case.calls_per_group > 1 and case.collective is Collective.PING_PONG:
+        return "grouped, the way back of a ping_pong would not wait for the way there"
+    return None
 
 
 class NcclCommunicator:

@@ -7,16 +7,15 @@ can agree on each.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from stepmark.bench.agree import CaseFailedError, agreed
-from stepmark.bench.collectives import buffers, sampling
+from stepmark.bench.collectives import buffers, nccl_api, sampling, torch_api
 from stepmark.bench.collectives.communicators import Communicators
-from stepmark.bench.collectives.torch_api import unsupported
 from stepmark.bench.collectives.trial import Trial, backend_run, place
 from stepmark.bench.rig import Rig, own_stream, release
 from stepmark.bench.stopping import Effort
@@ -31,6 +30,12 @@ from stepmark.core.units import format_bytes
 DEFAULT = Effort(sample_s=1.0, soak_s=0.0, target_ci_rel=0.005, min_batches=5)
 # What a check takes beside the buffers, at most.
 _CHECK_BYTES = 2**29
+
+
+_UNSUPPORTED: dict[Api, Callable[[CommCase], str | None]] = {
+    Api.TORCH: torch_api.unsupported,
+    Api.NCCL: nccl_api.unsupported,
+}
 
 
 class Guard(Protocol):
@@ -91,8 +96,13 @@ def _run_case(
 ) -> Record:
     try:
         reasons = rig.ranks.gather(agreed(rig.ranks, lambda: _why_not(case, rig)))
-        if found := next((reason for reason in reasons if reason), None):
-            return Skipped(run_id=run_id, case=case, reason=found[0], needed_bytes=found[1])
+        for rank, found in enumerate(reasons):
+            if found:
+                where = f" (rank {rank})" if len(set(reasons)) > 1 else ""
+                text, needed = found
+                return Skipped(
+                    run_id=run_id, case=case, reason=text + where, needed_bytes=needed
+                )
         with own_stream(rig):
             trial = Trial(case, rig, communicators.get(case), options)
             return _measure(trial, case, rig, effort, options, run_id)
@@ -104,8 +114,7 @@ def _run_case(
 
 def _why_not(case: CommCase, rig: Rig) -> tuple[str, int | None] | None:
     """The reason why this rank cannot run the case, and the bytes it would need."""
-    reason = unsupported(case) if case.api is Api.TORCH else None
-    if reason:
+    if reason := _UNSUPPORTED[case.api](case):
         return reason, None
     seat = place(case, rig.ranks.rank)
     if seat is None:
@@ -140,16 +149,12 @@ def _measure(
         taken = sampling.collect(ranks, timer, guest, estimate_s * k, effort, wanted)
     each = [value / trial.operations_per_call for value in taken.seconds]
     issue_s = summarize(taken.issue_s).median if taken.issue_s else 0.0
+    beside = (alone_s, taken.together_s, guest.backend_run if guest else "")
     everyone = ranks.gather(
-        (each, check, sampler.telemetry(), issue_s, alone_s, taken.together_s)
+        (each, check, sampler.telemetry(), issue_s, beside, _peak_memory(rig))
     )
-    seconds, checks, telemetry, issues, alones, togethers = zip(
+    seconds, checks, telemetry, issues, besides, peaks = zip(
         *(everyone[rank] for rank in case.members), strict=True
-    )
-    beside = Beside(
-        alone_s=tuple(map(tuple, alones)),
-        together_s=tuple(map(tuple, togethers)),
-        backend_run=guest.backend_run if guest else "",
     )
     return Measured(
         run_id=run_id,
@@ -164,7 +169,7 @@ def _measure(
         checks=checks if options.checks else (),
         telemetry=telemetry,
         backend_run=backend_run(case),
-        peak_memory_bytes=_peak_memory(rig),
+        peak_memory_bytes=None if None in peaks else max(peaks),
         started_at=started_at,
         arrivals=Arrivals(
             late_s=tuple(tuple(batch[rank] for batch in taken.late_s) for rank in case.members),
@@ -172,7 +177,19 @@ def _measure(
             issue_s=issues,
             warmup_calls=options.warmups,
         ),
-        beside=beside if case.beside else None,
+        beside=_beside(besides) if case.beside else None,
+    )
+
+
+def _beside(of_ranks: Sequence[tuple[list[float], list[float], str]]) -> Beside | None:
+    """None where on some rank no call of the compute was as short as a batch."""
+    alones, togethers, backends = zip(*of_ranks, strict=True)
+    if not all(togethers):
+        return None
+    return Beside(
+        alone_s=tuple(map(tuple, alones)),
+        together_s=tuple(map(tuple, togethers)),
+        backend_run=backends[0],
     )
 
 

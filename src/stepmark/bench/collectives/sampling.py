@@ -38,13 +38,13 @@ def collect(
 ) -> Taken:
     """Sample until rank 0, seeing all ranks' maxima, says that it is enough.
 
-    sample_s: seconds of one sample, roughly, the same on every rank. wanted: so many samples.
+    sample_s: seconds of one sample, roughly, the same on every rank. wanted: exactly so many
+    samples.
     """
     taken, batches = Taken(), list[list[float]]()
     longest_s = min(ranks.gather(guest.longest_s if guest else math.inf))
     length_s = min(_BATCH_S, effort.sample_s / effort.min_batches, longest_s / 4)
-    count = max(1, min(_MOST_SAMPLES, int(length_s / max(sample_s, 1e-9))))
-    count = min(count, wanted or count)
+    most = max(1, min(_MOST_SAMPLES, int(length_s / max(sample_s, 1e-9))))
     stretch, tries, begin = 1.5, 0, time.monotonic()
 
     def enough() -> bool:
@@ -53,21 +53,35 @@ def collect(
         return is_enough(batches, time.monotonic() - begin, effort)
 
     while True:  # rank 0 ends it, for all
-        if guest:
-            guest.start(stretch * count * sample_s + _START_S)
-        batch = agreed(ranks, lambda: timer.sample(count))  # noqa: B023  called at once
-        together = guest.stop(batch.span or (0.0, 0.0)) if guest else []
+        count = most if wanted is None else min(most, wanted - sum(map(len, batches)))
+        cover_s = stretch * count * sample_s + _START_S
+        batch, together = agreed(ranks, lambda: _batch(timer, guest, count, cover_s))  # noqa: B023
         found = ranks.gather((batch.seconds, batch.began_s, together is not None))
         if not all(one[2] for one in found):
             # Somewhere the compute ended first, so this batch does not count.
             tries += 1
-            agreed(ranks, lambda: _give_up_after(tries))  # noqa: B023
-            stretch, count = _longer(stretch, count, longest_s / sample_s)
+            agreed(ranks, lambda: _give_up_after(tries))  # noqa: B023  called at once
+            stretch, most = _longer(stretch, count, longest_s / sample_s)
             continue
         _keep(taken, batch, together or [], [one[1] for one in found if one[0]], found)
         batches.append(slowest_per_sample([one[0] for one in found if one[0]]))
         if ranks.decide(enough):
             return taken
+
+
+def _batch(
+    timer: Timer, guest: Company | None, count: int, cover_s: float
+) -> tuple[Batch, list[float] | None]:
+    """Samples, and seconds of the calls beside them. The compute ends with the batch."""
+    if guest is None:
+        return timer.sample(count), []
+    guest.start(cover_s)
+    try:
+        batch = timer.sample(count)
+    except BaseException:
+        guest.stop(None)
+        raise
+    return batch, guest.stop(batch.span)
 
 
 def _keep(

@@ -83,7 +83,7 @@ class HostTimer:
         self.method = f"{name}/{VERSION}"
         self.calls_per_sample = calls_per_sample
         self._call, self._ranks, self._wait_s = Rotation(calls), ranks, wait_s
-        self._each = name == "blocking"
+        self._each, self._queued = name == "blocking", name == "queued"
 
     def sample(self, count: int) -> Batch:
         seconds: list[float] = []
@@ -92,6 +92,8 @@ class HostTimer:
             if self._each or i == 0:
                 self._ranks.align()
                 began_s = began_s or self._ranks.now()
+            if self._queued and i == 0:
+                self._call()  # whoever comes first waits here, as on a stream
             if self._wait_s:
                 _spin_host(self._wait_s)
             start = time.perf_counter()

@@ -18,7 +18,9 @@ def from_shorthand(text: str, dtype: DType, field: str = "with") -> Gemm | Copy 
     name, _, shape = text.strip().lower().partition(":")
     if name == "copy":
         num_bytes = parse_bytes(shape, field) if shape else 256 * MIB
-        return Copy(num_bytes=max(4, num_bytes // 4 * 4))
+        if num_bytes < 4:
+            raise ConfigError(field, text, "a copy of 4 bytes or more")
+        return Copy(num_bytes=num_bytes // 4 * 4)
     if name == "gemm":
         dims = _numbers(text, shape, (1, 3), field)
         m, n, k = dims * 3 if len(dims) == 1 else dims
