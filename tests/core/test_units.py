@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.units import format_bytes, format_time, parse_duration
+from stepmark.core.units import format_bytes, format_time, parse_bytes, parse_duration
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -68,3 +68,33 @@ def test_durations_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="budget") as caught:
         parse_duration(text, "budget")
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8", 8),
+        ("1K", 2**10),
+        ("1k", 2**10),
+        ("1.5M", 3 * 2**19),
+        ("4GiB", 2**32),
+        ("2 KB", 2**11),
+        ("1T", 2**40),
+        ("0", 0),
+        ("1e3", 1000),
+        (" 64B ", 64),
+    ],
+)
+def test_bytes(text: str, size: int) -> None:
+    assert parse_bytes(text, "begin") == size
+
+
+@pytest.mark.parametrize("text", ["", "K", "-1", "1X", "1KK", "nan", "inf", "1025T", "1,5M"])
+def test_bytes_that_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="begin"):
+        parse_bytes(text, "begin")
+
+
+@given(st.integers(0, 2**40))
+def test_plain_bytes_are_exact(size: int) -> None:
+    assert parse_bytes(str(size), "end") == size

@@ -1,6 +1,5 @@
 """stepmark comm NAME...: collectives, with nccl-tests' flags and table."""
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +9,11 @@ from stepmark.core.collectives import FACTS, Api, Collective, placements
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import MESSAGE_DTYPES
 from stepmark.core.errors import ConfigError
-from stepmark.core.units import parse_duration
 
 if TYPE_CHECKING:
-    from stepmark.bench.collectives.runner import Options
-    from stepmark.bench.stopping import Effort
-    from stepmark.cli.comm_plan import Plan
     from stepmark.launch.evidence import Lost
+
+Places = list[tuple[int, CommCase]]
 
 NAMES = (
     Flag(
@@ -68,7 +65,12 @@ WHAT = (
 )
 WHO = (
     Flag(name="device", kind=str, help="cuda or cpu; default cuda where there is one"),
-    Flag(name="nproc", kind=str, help="ranks [all accelerators; 2 on a CPU]"),
+    Flag(
+        name="nproc",
+        kind=str,
+        names=("--nproc", "-g"),
+        help="ranks [all accelerators; 2 on a CPU]",
+    ),
     Flag(name="ranks", kind=str, help="communicators over the first 2,4,8 ranks"),
     Flag(
         name="group_split",
@@ -124,7 +126,12 @@ HOW = (
         names=("--with",),
         help="compute beside: gemm:8192, copy:256M, attention:BxSxHxD",
     ),
-    Flag(name="timeout", kind=str, help="a case that takes longer has failed [60s]"),
+    Flag(
+        name="timeout",
+        kind=str,
+        names=("--timeout", "-T"),
+        help="a case that takes longer has failed [60s]",
+    ),
     Flag(name="budget", kind=str, help="time for all cases together, e.g. 60s"),
 )
 OUTPUT = (
@@ -174,7 +181,7 @@ def measure(values: dict[str, Any]) -> None:
     """Plan; then, started plainly, start ranks and watch them, or be one of them."""
     import typer  # noqa: PLC0415
 
-    from stepmark.cli import comm_output, comm_plan, session  # noqa: PLC0415
+    from stepmark.cli import comm_output, comm_plan, comm_values, session  # noqa: PLC0415
     from stepmark.launch import torchrun  # noqa: PLC0415
 
     names = values.pop("names") or []
@@ -183,21 +190,23 @@ def measure(values: dict[str, Any]) -> None:
         return
     if not names:
         raise ConfigError("collective", "none", "a name; `stepmark comm --list` shows them")
+    comm_values.check_calls(values)
     comm_output.check(values)
     device = session.device_type(values)
     world_size = session.num_ranks(_with_nproc(values, device), device)
     plan = comm_plan.plan(names, values, device, world_size)
-    _options(values, 1)
-    launches = _launches(values)
     if values.get("dry_run"):
         comm_output.listed(plan)
         return
     if torchrun.is_first():
         for note in plan.notes:
             sys.stderr.write(f"# {note}\n")
+    places = positions(plan.cases, values.get("launches") or 1)
     if torchrun.is_rank():
-        raise typer.Exit(as_rank(plan, launches, values, device))
-    raise typer.Exit(as_parent(plan, launches, values, world_size))
+        from stepmark.cli import comm_rank  # noqa: PLC0415
+
+        raise typer.Exit(comm_rank.work(places, values, device))
+    raise typer.Exit(as_parent(places, values, world_size))
 
 
 def table() -> str:
@@ -223,49 +232,11 @@ def _with_nproc(values: Values, device: str) -> Values:
     return values if values.get("nproc") else {**values, "nproc": default}
 
 
-def _options(values: Values, launch: int) -> "Options":
-    from stepmark.bench.collectives.runner import Options  # noqa: PLC0415
-
-    limits = {"iters": (1, 10**6), "warmup_iters": (0, 10**4), "check": (0, 1000)}
-    for name, (low, high) in limits.items():
-        value = values.get(name)
-        if value is not None and not low <= value <= high:
-            raise ConfigError(name.replace("_", "-"), value, f"from {low} to {high}")
-    timeout = values.get("timeout")
-    plain = Options()
-    return Options(
-        iterations=values.get("iters"),
-        warmups=_or(values.get("warmup_iters"), plain.warmups),
-        checks=_or(values.get("check"), plain.checks),
-        timeout_s=parse_duration(timeout, "timeout") if timeout else plain.timeout_s,
-        launch=launch,
-    )
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value
-
-
-def _launches(values: Values) -> int:
-    launches = _or(values.get("launches"), 1)
-    if not 1 <= launches <= 100:
-        raise ConfigError("launches", launches, "from 1 to 100")
-    return launches
-
-
-def _effort(values: Values) -> "Effort":
-    from stepmark.bench.collectives.runner import DEFAULT  # noqa: PLC0415
-
-    budget = values.get("budget")
-    total_s = parse_duration(budget, "budget") if budget else None
-    return dataclasses.replace(DEFAULT, total_s=total_s)
-
-
-def as_parent(plan: "Plan", launches: int, values: Values, world_size: int) -> int:
+def as_parent(places: Places, values: Values, world_size: int) -> int:
     """Start ranks on this host, watch them from outside, show what they measured."""
     from stepmark.cli import comm_output  # noqa: PLC0415
 
-    code, run = watched(sys.argv[1:], positions(plan.cases, launches), world_size)
+    code, run = watched(sys.argv[1:], places, world_size)
     return comm_output.deliver(run, values, code) if run else code
 
 
@@ -293,7 +264,7 @@ def as_arguments(names: list[str], values: Values) -> list[str]:
 
 def watched(
     arguments: list[str],
-    places: list[tuple[int, CommCase]],
+    places: Places,
     world_size: int,
     *,
     going_on: Path | None = None,
@@ -317,20 +288,27 @@ def watched(
     return code, runs[-1] if runs else None
 
 
-def positions(cases: list[CommCase], launches: int) -> list[tuple[int, CommCase]]:
+def positions(cases: list[CommCase], launches: int) -> Places:
     """(launch, case) by position: what parent and ranks call a case by."""
     return [(launch, case) for launch in range(1, launches + 1) for case in cases]
 
 
-def record_lost(lost: "Lost", run: Path | None, places: list[tuple[int, CommCase]]) -> None:
+def record_lost(lost: "Lost", run: Path | None, places: Places) -> None:
     """A case whose ranks hang or died is a record like any other, written for them."""
+    from stepmark.cli.progress import named  # noqa: PLC0415
     from stepmark.core.record import Failed  # noqa: PLC0415
     from stepmark.store.runs import RunWriter  # noqa: PLC0415
 
-    sys.stderr.write(f"stepmark: {lost.message}\n")
-    if run is None or lost.position is None:
+    if lost.position is None:
+        sys.stderr.write(f"stepmark: {lost.message}\n")
         return
     launch, case = places[lost.position]
+    sys.stderr.write(
+        f"[{lost.position + 1}/{len(places)}] {named(case)}: "
+        f"failed ({lost.cause}): {lost.message}\n"
+    )
+    if run is None:
+        return
     writer, _ = RunWriter.go_on(run)
     with writer:
         writer.append(
@@ -349,19 +327,6 @@ def record_lost(lost: "Lost", run: Path | None, places: list[tuple[int, CommCase
         folder.mkdir(exist_ok=True)
         for rank, text in lost.flight.items():
             (folder / f"flight-{lost.position}-rank{rank}.json").write_text(text)
-
-
-def as_rank(plan: "Plan", launches: int, values: Values, device: str) -> int:
-    """Measure as one of the ranks. The exit code of this rank."""
-    from stepmark.cli import comm_rank  # noqa: PLC0415
-
-    return comm_rank.work(
-        positions(plan.cases, launches),
-        values,
-        device,
-        effort=_effort(values),
-        options=_options(values, 1),
-    )
 
 
 command = as_command(

@@ -1,7 +1,9 @@
 """What `stepmark comm` shows: nccl-tests' table, wide columns, matrices, files."""
 
+import contextlib
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +23,19 @@ _PAIRS = ("p2p", "p2p_both", "ping_pong")
 def check(values: Values) -> None:
     """What can be refused before an hour of measuring is refused before."""
     from stepmark.cli import session  # noqa: PLC0415
+    from stepmark.launch import torchrun  # noqa: PLC0415
 
     session.check_outputs({**values, "style": None})
     style = values.get("style")
     if style and style not in _styles():
         raise ConfigError("style", style, f"one of {', '.join(_styles())}")
-    if (target := values.get("output_file")) and Path(target).suffix != ".json":
-        raise ConfigError("-J", target, "a name that ends in .json")
+    if target := values.get("output_file"):
+        if Path(target).suffix != ".json":
+            raise ConfigError("-J", target, "a name that ends in .json")
+        if not values.get("dry_run"):
+            session.make_folder("-J", Path(target).parent)
+    if (run := values.get("resume")) and not torchrun.is_rank():
+        session.run_to_resume(values, run)
 
 
 def _styles() -> dict[str, Callable[[Iterable[Record], RunInfo], dict[str, str]]]:
@@ -40,9 +48,10 @@ def listed(plan: "Plan") -> None:
     """--dry-run: the command of each case."""
     for note in plan.notes:
         sys.stderr.write(f"# {note}\n")
-    for case in plan.cases:
-        sys.stdout.write(case.command() + "\n")
-    sys.stderr.write(f"{len(plan.cases)} cases; none was run\n")
+    with _stdout():
+        sys.stdout.write("".join(case.command() + "\n" for case in plan.cases))
+    count = len(plan.cases)
+    sys.stderr.write(f"{count} case{'s' if count != 1 else ''}; none was run\n")
 
 
 def deliver(path: Path, values: Values, code: int) -> int:
@@ -51,18 +60,41 @@ def deliver(path: Path, values: Values, code: int) -> int:
     from stepmark.cli.view import view  # noqa: PLC0415
 
     seen = view(path)
-    _files(seen, values)
-    if "-" not in (values.get("json"), values.get("csv")):
-        _show(seen, values)
-    sys.stdout.flush()
+    with _stdout():
+        _files(seen, values)
+        if "-" not in (values.get("json"), values.get("csv")):
+            _show(seen, values)
     sys.stderr.write(f"run {path}\n")
-    if code in (130, 143):
-        word = "interrupted" if code == 130 else "terminated"
-        sys.stderr.write(
-            f"{word}; finished cases are kept; go on with: {seen.run.command} --resume {path}\n"
-        )
+    words = {130: "interrupted", 143: "terminated", 3: "not all cases were measured"}
+    if word := words.get(code):
+        sys.stderr.write(f"{word}; {resume_hint(seen.run.command, path)}\n")
     found = session.exit_code(seen)
     return min((code, found), key=(130, 143, 2, 1, 3, 0).index)
+
+
+@contextlib.contextmanager
+def _stdout() -> Iterator[None]:
+    """What is written is out at the end; a full disk is one line and no second try at exit."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader went away: main knows what to do
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # no real file, as in a test
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        where = error.filename or "stdout"
+        raise ConfigError(
+            "output", where, f"one that can be written ({error.strerror})"
+        ) from None
+
+
+def resume_hint(command: str, path: Path) -> str:
+    """What to do after an interrupt. How an outer launcher was called is not known."""
+    from stepmark.launch import torchrun  # noqa: PLC0415
+
+    same = "the same command and" if torchrun.is_rank() else command
+    return f"finished cases are kept; go on with: {same} --resume {path}"
 
 
 def _show(seen: "View", values: Values) -> None:

@@ -43,14 +43,14 @@ class Progress:
         sys.stderr.flush()
 
     def _show(self, record: Record) -> None:
-        text = f"{_named(record.case)}: {_outcome(record)}"
+        text = f"{named(record.case)}: {_outcome(record)}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=1, description=text)
         else:
             self.say(f"[{self._count}/{self._total}] {text}")
 
 
-def _named(case: AnyCase) -> str:
+def named(case: AnyCase) -> str:
     """What a line of progress calls a case."""
     from stepmark.report.tables import shape_text  # noqa: PLC0415
 

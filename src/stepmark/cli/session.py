@@ -43,15 +43,26 @@ class Outcome:
 
 def device_type(values: Values) -> str:
     """cuda or cpu; the accelerator where there is one."""
-    import torch  # noqa: PLC0415
-
     asked = values.get("device")
     if asked not in (None, "cuda", "cpu"):
         raise ConfigError("device", asked, "cuda or cpu")
+    if asked == "cpu" or (asked is None and not _has_driver()):
+        return "cpu"  # known without torch, which takes seconds to import
+    import torch  # noqa: PLC0415
+
     available = torch.cuda.is_available()
     if asked == "cuda" and not available:
         raise ConfigError("device", "cuda", "cpu, since torch finds no accelerator here")
     return asked or ("cuda" if available else "cpu")
+
+
+def _has_driver() -> bool:
+    """False only where no accelerator can be: Linux without the device file of any driver."""
+    if sys.platform != "linux":
+        return True
+    # Of NVIDIA, of AMD, of Tegra, of Windows' Linux. torch decides where there is one.
+    names = ("nvidia*", "kfd", "nvhost*", "nvmap", "dxg")
+    return any(next(Path("/dev").glob(name), None) for name in names)
 
 
 def num_ranks(values: Values, device: str) -> int:
@@ -59,14 +70,18 @@ def num_ranks(values: Values, device: str) -> int:
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     text = values.get("nproc") or "1"
-    import torch  # noqa: PLC0415
-
-    most = torch.cuda.device_count() if device == "cuda" else 1024
+    most = _num_accelerators() if device == "cuda" else 1024
     if text == "all":
         return most if device == "cuda" else 1
     if not text.isdecimal() or not 1 <= int(text) <= most:
         raise ConfigError("nproc", text, f"all, or from 1 to {most}")
     return int(text)
+
+
+def _num_accelerators() -> int:
+    import torch  # noqa: PLC0415
+
+    return torch.cuda.device_count()
 
 
 def effort(values: Values) -> "Effort":
@@ -162,18 +177,25 @@ def open_run(
     return Opened(run_id=run_id, writer=writer, done=done)
 
 
+def run_to_resume(values: Values, name: str) -> Path:
+    """The folder that --resume names. Raises ConfigError."""
+    from stepmark.store.runs import find_run  # noqa: PLC0415
+
+    return find_run(Path(values.get("out") or "runs"), name)
+
+
 def _open(
     values: Values, info: RunInfo, planned: "set[Done]", going_on: Path | None
 ) -> "tuple[RunWriter, set[Done]]":
     """One run is one plan."""
-    from stepmark.store.runs import RunWriter, find_run, read_run  # noqa: PLC0415
+    from stepmark.store.runs import RunWriter, read_run  # noqa: PLC0415
 
     if going_on is not None:
         return RunWriter.go_on(going_on)
     root = Path(values.get("out") or "runs")
     if not (name := values.get("resume")):
         return RunWriter.create(root, info), set()
-    path = find_run(root, name)
+    path = run_to_resume(values, name)
     force = bool(values.get("force"))
     writer, done = RunWriter.resume(path, info.environment, force=force)
     if not done <= planned and not force:
@@ -294,16 +316,18 @@ def check_outputs(values: Values) -> None:
     style = values.get("style")
     if style and style not in styles.STYLES:
         raise ConfigError("style", style, f"one of {', '.join(styles.STYLES)}")
+    if values.get("json") == values.get("csv") == "-":
+        raise ConfigError("csv", "-", "a path: stdout is already taken by --json")
     for name in ("json", "csv"):
         target = values.get(name)
         if not target or target == "-":
             continue
-        _make_folder(name, Path(target) if _is_folder(target) else Path(target).parent)
+        make_folder(name, Path(target) if _is_folder(target) else Path(target).parent)
     if out := values.get("out"):
-        _make_folder("out", Path(out))
+        make_folder("out", Path(out))
 
 
-def _make_folder(name: str, folder: Path) -> None:
+def make_folder(name: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:

@@ -27,8 +27,8 @@ class RankDiedError(Exception):
 class Pool:
     """`num_ranks` processes. After a death there is nothing to do but to close it."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._stderr = tempfile.TemporaryFile()
+    def __init__(self, num_ranks: int, device_type: str = "cpu") -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  close() closes it
         environment = os.environ | {
             "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
             "OMP_NUM_THREADS": "1",
@@ -39,11 +39,13 @@ class Pool:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._pending: dict[Any, int] = {}  # ranks that have not answered
+        self._gone: list[int] = []
         for rank in range(num_ranks):
             here, there = socket.socketpair()
+            module = ["-m", "tests.bench.collectives.pool"]
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "tests.bench.collectives.pool", str(there.fileno())],
+                    [sys.executable, *module, str(there.fileno()), device_type],
                     cwd=ROOT,
                     env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     pass_fds=[there.fileno()],
@@ -56,13 +58,13 @@ class Pool:
     @property
     def is_whole(self) -> bool:
         """Whether all ranks wait for the next function."""
-        return not self._pending and all(one.poll() is None for one in self._processes)
+        return not (self._pending or self._gone)
 
     def run(
         self,
         function: Callable[..., Any],
         *arguments: Any,
-        timeout_s: float = 60.0,
+        timeout_s: float = 30.0,
         dying: Sequence[int] = (),
     ) -> list[Any]:
         """What function(ranks, *arguments) returns, by rank. Runs it on all ranks at once.
@@ -86,6 +88,7 @@ class Pool:
                 try:
                     answers[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
+                    self._gone.append(rank)
                     if rank not in dying:
                         raise RankDiedError(f"rank {rank} died{self._said()}") from None
         broken = [answer for answer in answers if isinstance(answer, _Raised)]
@@ -121,10 +124,10 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, device_type: str) -> None:
     from stepmark.bench.ranks import join
 
-    ranks = join("cpu")
+    ranks = join(device_type)
     while True:
         try:
             module, name, arguments = pipe.recv()
@@ -140,4 +143,4 @@ def _serve(pipe: Connection) -> None:
 if __name__ == "__main__":
     # Under its own name, so that both ends know _Raised as the same class.
     serve = importlib.import_module("tests.bench.collectives.pool")
-    serve._serve(Connection(int(sys.argv[1])))
+    serve._serve(Connection(int(sys.argv[1])), sys.argv[2])

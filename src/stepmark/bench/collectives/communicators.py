@@ -1,5 +1,6 @@
 """Communicators by what they are made of, each made once per launch."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -37,14 +38,23 @@ class Communicators:
 
     def get(self, case: CommCase) -> Communicator:
         """For this case; every rank calls it. Raises CaseFailedError on all together."""
-        members = case.communicators
-        key = (case.api, case.backend, tuple(members), case.max_ctas)
+        members, key = case.communicators, self._key(case)
         if key not in self._made:
             if len(self._made) >= _MOST:
                 oldest = next(iter(self._made))
                 agreed(self._ranks, self._made.pop(oldest).close)
             self._made[key] = agreed(self._ranks, lambda: self._make(case, members))
         return self._made[key]
+
+    def forget(self, case: CommCase) -> None:
+        """After a failure: what carried this case is broken, perhaps. Every rank calls it."""
+        broken = self._made.pop(self._key(case), None)
+        if broken is not None:
+            with contextlib.suppress(Exception):
+                broken.abort()
+            with contextlib.suppress(Exception):
+                broken.close()
+        self._ranks.barrier()
 
     def abort(self) -> None:
         """End whatever hangs; to be called from another thread."""
@@ -58,6 +68,10 @@ class Communicators:
             one.close()
         self._made = {}
         self._ranks.barrier()
+
+    @staticmethod
+    def _key(case: CommCase) -> object:
+        return case.api, case.backend, tuple(case.communicators), case.max_ctas
 
     def _make(self, case: CommCase, members: list[tuple[int, ...]]) -> Communicator:
         if case.api is Api.NCCL:

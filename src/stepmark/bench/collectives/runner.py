@@ -5,7 +5,6 @@ can agree on each.
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from stepmark.bench.agree import CaseFailedError, agreed
 from stepmark.bench.collectives import buffers, nccl_api, sampling, torch_api
 from stepmark.bench.collectives.communicators import Communicators
 from stepmark.bench.collectives.trial import Trial, backend_run, place
-from stepmark.bench.rig import Rig, own_stream, release
+from stepmark.bench.rig import Rig, own_stream, quick_release, release
 from stepmark.bench.stopping import Effort
 from stepmark.bench.telemetry import Sampler
 from stepmark.core.collectives import Api
@@ -48,9 +47,13 @@ class Guard(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Beyond the cases. iterations: so many timed calls; None: until it is enough."""
+    """Beyond the cases. iterations: so many timed calls; None: until it is enough.
+
+    In graph mode iterations are captured and the graph is launched `graphs` times.
+    """
 
     iterations: int | None = None
+    graphs: int = 0
     warmups: int = 5
     checks: int = 1
     timeout_s: float = 60.0
@@ -74,16 +77,17 @@ def run(
     """
     todo = list(plan)
     begin = time.monotonic()
-    for done, (position, case) in enumerate(todo):
-        share = effort
-        if effort.total_s is not None:
-            left = max(0.0, begin + effort.total_s - time.monotonic()) / (len(todo) - done)
-            share = effort.shortened(max(rig.ranks.gather(left)))
-        guard.begin(position, options.timeout_s + share.sample_s)
-        record = _run_case(case, rig, share, options, communicators, run_id)
-        if rig.ranks.rank == 0:
-            sink(dataclasses.replace(record, launch=options.launch))
-        guard.idle(options.timeout_s)
+    with quick_release():
+        for done, (position, case) in enumerate(todo):
+            share = effort
+            if effort.total_s is not None:
+                left = max(0.0, begin + effort.total_s - time.monotonic()) / (len(todo) - done)
+                share = effort.shortened(max(rig.ranks.gather(left)))
+            guard.begin(position, options.timeout_s + share.sample_s)
+            record = _run_case(case, rig, share, options, communicators, run_id)
+            if rig.ranks.rank == 0:
+                sink(dataclasses.replace(record, launch=options.launch))
+            guard.idle(options.timeout_s)
 
 
 def _run_case(
@@ -107,6 +111,8 @@ def _run_case(
             trial = Trial(case, rig, communicators.get(case), options)
             return _measure(trial, case, rig, effort, options, run_id)
     except CaseFailedError as failed:
+        if failed.cause != "oom":
+            communicators.forget(case)
         return failed.record(run_id, case)
     finally:
         release(rig)
@@ -145,8 +151,7 @@ def _measure(
     alone_s = agreed(ranks, lambda: guest.alone() if guest else [])
     sampler, begin = Sampler(rig.device_index), time.monotonic()
     with sampler:
-        wanted = math.ceil(options.iterations / k) if options.iterations else None
-        taken = sampling.collect(ranks, timer, guest, estimate_s * k, effort, wanted)
+        taken = sampling.collect(ranks, timer, guest, estimate_s * k, effort, trial.samples(k))
     each = [value / trial.operations_per_call for value in taken.seconds]
     issue_s = summarize(taken.issue_s).median if taken.issue_s else 0.0
     beside = (alone_s, taken.together_s, guest.backend_run if guest else "")

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 # A sample should last this long, so that the two readings beside it do not weigh.
 _SAMPLE_S = 1e-3
 _MOST_CALLS = 100
+# Between two replays lies a launch, a few microseconds.
+_GRAPH_SAMPLE_S = 2e-3
+_MOST_CAPTURED = 500
+_FEWEST_GRAPHS = 5
 _MAX_SETS = 128
 NOT_CHECKED = Check(
     max_rel_err=0.0, tolerance=0.0, num_wrong=0, num_compared=0, reference="not checked"
@@ -109,11 +113,18 @@ class Trial:
         """Seconds per call, roughly. As many calls on every rank, or some would wait."""
         if not self._calls:
             return 0.0
+        call: Callable[[], object] = timing.Rotation(self._calls)
+        count, turns = 1, 3
+        if self._world_case.mode is Mode.GRAPH:
+            # Issued one by one, short calls would take their host's time.
+            call, count, turns = timing.capture(call, 20).replay, 20, 2
+            call()
+            self._wait()
         begin = time.perf_counter()
-        for i in range(3):
-            self._calls[i % len(self._calls)]()
+        for _ in range(turns):
+            call()
         self._wait()
-        return (time.perf_counter() - begin) / 3
+        return (time.perf_counter() - begin) / turns / count
 
     def timer(self, estimate_s: float) -> timing.Timer:
         """Equal estimates give all ranks the same k."""
@@ -155,11 +166,23 @@ class Trial:
         case = self._world_case
         if case.mode is Mode.BLOCKING or (case.skew_s and case.mode is not Mode.GRAPH):
             return 1
+        asked = self._options.iterations
+        if case.mode is Mode.GRAPH:
+            # As nccl-tests: -n calls are captured, and the graph is launched several times.
+            fitting = math.ceil(_GRAPH_SAMPLE_S / max(estimate_s, 1e-9))
+            return min(_MOST_CAPTURED, asked or max(1, fitting))
         k = max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
-        if self._options.iterations is not None:
-            # Few calls still give samples enough to show how they spread.
-            k = min(k, max(1, self._options.iterations // 5))
-        return k
+        # Few calls still give samples enough to show how they spread.
+        return k if asked is None else min(k, max(1, asked // 5))
+
+    def samples(self, calls_per_sample: int) -> int | None:
+        """How many are asked for; None: until it is enough."""
+        asked = self._options.iterations
+        if asked is None:
+            return None
+        if self._world_case.mode is Mode.GRAPH:
+            return max(_FEWEST_GRAPHS, self._options.graphs)
+        return math.ceil(asked / calls_per_sample)
 
     def _wait(self) -> None:
         if self._rig.ranks.device.type == "cuda":

@@ -1,0 +1,101 @@
+"""What does `stepmark comm` cost its host per call? An all-reduce of gloo on two ranks.
+
+A bare loop, `for _ in range(k): dist.all_reduce(t)`, and the runner's sampling of as many calls
+on the same tensor and group take turns in the same two ranks, in random order, so that both
+meet the same noise. Of each turn the slower rank's median counts. `wall` is all that the turn
+takes, what the runner decides and gathers between batches included, over the bare loop's.
+
+    torchrun --standalone --nproc-per-node 2 recipes/comm_overhead.py --rounds 200
+"""
+
+import argparse
+import functools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from stepmark.bench.collectives import sampling, timing
+from stepmark.bench.collectives.runner import DEFAULT
+from stepmark.bench.ranks import Ranks, join
+from stepmark.core.units import KIB, MIB, format_bytes
+
+SIZES = (KIB, MIB)
+SAMPLE_S = 1e-3  # of k calls, as in the runner
+TURN_S = 0.1  # a batch of the runner
+
+# A way of timing: samples, in seconds per call.
+Way = Callable[[], list[float]]
+
+
+def bare(t: torch.Tensor, k: int, num_samples: int) -> list[float]:
+    seconds = []
+    for _ in range(num_samples):
+        start = time.perf_counter()
+        for _ in range(k):
+            dist.all_reduce(t)
+        seconds.append((time.perf_counter() - start) / k)
+    return seconds
+
+
+def ours(ranks: Ranks, t: torch.Tensor, k: int, num_samples: int) -> list[float]:
+    call = functools.partial(dist.all_reduce, t)
+    timer = timing.HostTimer([call], ranks, k, name="queued", wait_s=0.0)
+    return sampling.collect(ranks, timer, None, SAMPLE_S, DEFAULT, num_samples).seconds
+
+
+def turn(ranks: Ranks, way: Way) -> tuple[float, float]:
+    """The slower rank's median per call, and seconds of the whole."""
+    ranks.align()
+    begin = time.perf_counter()
+    seconds = way()
+    wall_s = time.perf_counter() - begin
+    by_rank: list[tuple[float, float]] = ranks.gather((statistics.median(seconds), wall_s))
+    return max(median for median, _ in by_rank), max(wall for _, wall in by_rank)
+
+
+def compare(ranks: Ranks, size: int, rounds: int) -> str:
+    """One line: medians over rounds, and the quartiles of the ratio within a round."""
+    t = torch.zeros(size // 4)  # sums of zeros stay what they are
+    call_s = max(ranks.gather(statistics.median(bare(t, 1, 200))))
+    k, num_samples = max(1, round(SAMPLE_S / call_s)), max(1, round(TURN_S / SAMPLE_S))
+    ways: dict[str, Way] = {
+        "bare": lambda: bare(t, k, num_samples),
+        "ours": lambda: ours(ranks, t, k, num_samples),
+    }
+    order = random.Random(1)
+    found: list[dict[str, tuple[float, float]]] = []
+    for _ in range(rounds + 1):
+        names = order.sample(sorted(ways), 2)
+        found.append({name: turn(ranks, ways[name]) for name in names})
+    del found[0]  # warm-up
+    ratios = [one["ours"][0] / one["bare"][0] for one in found]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    walls = statistics.median(one["ours"][1] / one["bare"][1] for one in found)
+    medians = {name: statistics.median(one[name][0] for one in found) for name in ways}
+    return (
+        f"{format_bytes(size):>8}  k {k:3}  bare {medians['bare'] * 1e6:8.2f} us"
+        f"  runner {medians['ours'] * 1e6:8.2f} us"
+        f"  ratio {middle:.3f} (quartiles {low:.3f} to {high:.3f})  wall {walls:.3f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    arguments = parser.parse_args()
+    ranks = join("cpu")
+    for size in SIZES:
+        line = compare(ranks, size, arguments.rounds)
+        if ranks.rank == 0:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The runner on four ranks: how many samples, what breaks, what does not fit."""
+
+import statistics
+import time
+from typing import Any
+
+import pytest
+from tests.bench.collectives import on_ranks
+from tests.bench.collectives.cases import case_of
+from tests.bench.collectives.on_ranks import FEW
+from tests.bench.collectives.pool import Pool
+
+from stepmark.bench.collectives import torch_calls
+from stepmark.bench.collectives.runner import Options
+from stepmark.bench.collectives.torch_api import TorchCommunicator
+from stepmark.bench.ranks import Ranks
+from stepmark.bench.stopping import Effort
+from stepmark.core.collectives import Collective, Mode
+from stepmark.core.comm_case import CommCase
+from stepmark.core.record import Failed, Measured, Record, Skipped
+
+
+def records_of(pool: Pool, cases: list[CommCase], *more: Any, **place: Any) -> list[Record]:
+    records, *others = pool.run(on_ranks.measure_with, cases, more, place)
+    assert others == [[], [], []], "only rank 0 passes records on"
+    found: list[Record] = records
+    return found
+
+
+def one(pool: Pool, case: CommCase, *more: Any, **place: Any) -> Measured:
+    (record,) = records_of(pool, [case], *more, **place)
+    assert isinstance(record, Measured), record
+    return record
+
+
+# How many samples
+
+
+@pytest.mark.parametrize("iterations", [1, 7, 20, 101])
+def test_a_fixed_number_of_samples_is_exact_and_the_same_on_all_ranks(
+    pool: Pool, iterations: int
+) -> None:
+    samples = one(pool, case_of(), Options(iterations=iterations)).samples
+    counts = {len(seconds) for seconds in samples.seconds}
+    k = samples.calls_per_sample
+    assert counts == {-(-iterations // k)}
+    assert k <= max(1, iterations // 5), "at least five samples show how they spread"
+
+
+def test_calls_that_wait_are_samples_each(pool: Pool) -> None:
+    record = one(pool, case_of(mode=Mode.BLOCKING), Options(iterations=11))
+    assert record.samples.calls_per_sample == 1
+    assert [len(seconds) for seconds in record.samples.seconds] == [11] * 4
+
+
+def test_without_a_number_it_ends_within_its_time(pool: Pool) -> None:
+    begin = time.monotonic()
+    record = one(pool, case_of(), Options(), Effort(sample_s=0.3, target_ci_rel=1e-9))
+    assert 0.3 <= record.samples.wall_s < time.monotonic() - begin < 5
+    counts = {len(seconds) for seconds in record.samples.seconds}
+    assert len(counts) == 1
+    assert counts.pop() > 5
+
+
+def test_it_ends_as_soon_as_it_is_certain(pool: Pool) -> None:
+    easy = Effort(sample_s=30, target_ci_rel=10.0, min_batches=3)
+    record = one(pool, case_of(), Options(), easy)
+    assert record.arrivals is not None
+    assert {len(late) for late in record.arrivals.late_s} == {3}, "no more batches than asked"
+
+
+def test_a_record_holds_what_a_reader_needs(pool: Pool) -> None:
+    record = one(
+        pool, case_of(), Options(iterations=4, warmups=3, launch=2), cache_bytes=10_000
+    )
+    assert record.launch == 2
+    assert record.backend_run == "gloo"
+    assert record.samples.method == "queued/1"
+    assert record.samples.num_sets == 6  # twice the cache and one more
+    assert record.peak_memory_bytes is None
+    assert len(record.telemetry) == 4
+    arrivals = record.arrivals
+    assert arrivals is not None
+    assert arrivals.warmup_calls == 3
+    assert arrivals.error_s == 0.0
+    assert all(late >= 0 for late_s in arrivals.late_s for late in late_s)
+    assert min(late_s[0] for late_s in arrivals.late_s) == 0.0, "someone is first"
+    assert all(issue > 0 for issue in arrivals.issue_s)
+    assert all(value > 0 for seconds in record.samples.seconds for value in seconds)
+
+
+def test_no_check_is_no_check(pool: Pool) -> None:
+    assert one(pool, case_of(), Options(iterations=1, checks=0)).checks == ()
+
+
+# What is wrong, breaks or does not fit
+
+
+def one_element_is_changed(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
+    bind = TorchCommunicator.bind
+
+    def corrupting(self: Any, case: CommCase, index: int, send: Any, recv: Any) -> Any:
+        call = bind(self, case, index, send, recv)
+
+        def issue() -> None:
+            call()
+            recv[-1] += 1.0
+
+        return issue if ranks.rank == 2 else call
+
+    patch.setattr(TorchCommunicator, "bind", corrupting)
+
+
+@pytest.mark.parametrize("kind", [Collective.ALL_REDUCE, Collective.ALL_TO_ALL])
+def test_one_wrong_element_is_seen_where_it_is(pool: Pool, kind: Collective) -> None:
+    record = one(pool, case_of(kind), FEW, on_ranks.QUICK, one_element_is_changed)
+    assert [check.num_wrong for check in record.checks] == [0, 0, 1, 0]
+    assert record.num_wrong == 1
+
+
+@pytest.mark.parametrize(
+    "step", ["allocate", "bind", "warm_up", "estimate", "timer", "company"]
+)
+def test_a_rank_that_breaks_ends_the_case_for_all(pool: Pool, step: str) -> None:
+    change = on_ranks.Breaking(step, rank=2)
+    failed, measured = records_of(
+        pool, [case_of(size=1024), case_of(size=4096)], FEW, on_ranks.QUICK, change
+    )
+    assert isinstance(failed, Failed)
+    assert (failed.cause, failed.ranks) == ("error", (2,))
+    assert failed.message == f"no {step}"
+    assert "ValueError" in failed.traceback
+    assert isinstance(measured, Measured)
+    assert measured.num_wrong == 0
+
+
+def test_what_does_not_fit_is_skipped_with_its_bytes(pool: Pool) -> None:
+    cases = [case_of(size=2**20), case_of()]
+    skipped, measured = records_of(pool, cases, FEW, free_bytes=2**21)
+    assert isinstance(skipped, Skipped)
+    assert skipped.needed_bytes == 17 * 2**20  # the buffer, and what its check takes
+    assert skipped.reason == "needs 17 MiB, 2 MiB are free"
+    assert isinstance(measured, Measured)
+
+
+def test_who_has_no_room_is_named(pool: Pool) -> None:
+    case = case_of(Collective.GATHER, size=2**20, root=3)
+    (skipped,) = records_of(pool, [case], FEW, free_bytes=18 * 2**20)
+    assert isinstance(skipped, Skipped)
+    assert skipped.reason.endswith("(rank 3)")  # it alone receives
+
+
+def test_a_budget_is_shared_by_all_cases(pool: Pool) -> None:
+    cases = [case_of(size=1024 * i) for i in range(1, 5)]
+    begin = time.monotonic()
+    records = records_of(pool, cases, Options(), Effort(sample_s=30, total_s=1.0))
+    assert time.monotonic() - begin < 6  # not 120 s; a busy machine adds
+    assert all(isinstance(record, Measured) for record in records)
+
+
+# What a time is
+
+
+def sleeping(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
+    """Each call takes 4 ms and moves nothing."""
+    for kind in (Collective.PING_PONG, Collective.P2P):
+        patch.setitem(torch_calls._BINDERS, kind, lambda seat: lambda: time.sleep(4e-3))
+
+
+def test_a_ping_pongs_time_is_one_way(pool: Pool) -> None:
+    cases = [case_of(Collective.PING_PONG), case_of(Collective.P2P)]
+    options = Options(iterations=5, checks=0)
+    there_and_back, there = records_of(pool, cases, options, on_ranks.QUICK, sleeping)
+    assert isinstance(there, Measured)
+    assert isinstance(there_and_back, Measured)
+    for whole, half in zip(there.samples.seconds, there_and_back.samples.seconds, strict=True):
+        assert min(whole) >= 4e-3
+        assert 2e-3 <= min(half) < 4e-3
+
+
+@pytest.mark.parametrize("mode", [Mode.QUEUED, Mode.BLOCKING])
+def test_who_comes_last_waits_least(pool: Pool, mode: Mode) -> None:
+    """The first rank's time holds the skew, the last one's does not."""
+    record = one(pool, case_of(mode=mode, skew_s=10e-3), Options(iterations=15))
+    medians = [statistics.median(seconds) for seconds in record.samples.seconds]
+    assert medians[0] - medians[3] == pytest.approx(10e-3, abs=4e-3)
+    assert record.samples.calls_per_sample == 1

@@ -1,0 +1,113 @@
+"""`stepmark comm` as processes that a test can hurt."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from stepmark.launch import processes
+
+from .process import ROOT, environment, only_run
+
+LIMIT_S = 60.0
+
+
+class Running:
+    """A started command whose ranks can be found by rank."""
+
+    def __init__(self, *arguments: str, cwd: Path, torchrun: int = 0, module: str = "stepmark"):
+        """torchrun: so many ranks under a launcher of its own, as a user starts one."""
+        self.folder = cwd
+        launcher = [
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={torchrun}",
+            "-m",
+        ]
+        words = [*(launcher if torchrun else []), module, *arguments]
+        self._mark = f"STEPMARK_TEST={cwd}"
+        self._out, self._err = (cwd / "stdout").open("w"), (cwd / "stderr").open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *words],
+            cwd=cwd,
+            env=environment() | {"STEPMARK_TEST": str(cwd), "PYTHONPATH": _paths()},
+            stdout=self._out,
+            stderr=self._err,
+            process_group=0,  # as a shell starts it
+        )
+
+    def pids(self) -> dict[int, int]:
+        """Living ranks."""
+        found = {}
+        for process in processes.marked(self._mark):
+            words = processes.environment(process.pid)
+            rank = [word for word in words if word.startswith("RANK=")]
+            if rank and not process.ended:
+                found[int(rank[0].removeprefix("RANK="))] = process.pid
+        return found
+
+    def watch_folders(self) -> set[Path]:
+        """Where its ranks leave letters; a parent that is killed cannot remove it."""
+        words = [w for pid in self.pids().values() for w in processes.environment(pid)]
+        mark = "STEPMARK_WATCH="
+        return {Path(w.removeprefix(mark)) for w in words if w.startswith(mark)}
+
+    def left(self) -> list[int]:
+        """What still lives of it, the launcher too."""
+        return [one.pid for one in processes.marked(self._mark) if not one.ended]
+
+    def hurt(self, rank: int, number: signal.Signals, *, after: int) -> float:
+        """Send a signal to a rank in the middle of the case after so many records; when."""
+        self.wait_for(after)
+        time.sleep(0.3)  # a case takes a second
+        assert len(self.records()) == after, "the case was over before it could be hurt"
+        os.kill(self.pids()[rank], number)
+        return time.monotonic()
+
+    def records(self) -> list[dict[str, Any]]:
+        files = list(self.folder.glob("runs/*/records.jsonl"))
+        lines = files[0].read_text().split("\n")[:-1] if files else []
+        return [json.loads(line) for line in lines]
+
+    def wait_for(self, count: int) -> float:
+        """Until there are so many records; when that was."""
+        end_s = time.monotonic() + LIMIT_S
+        while len(self.records()) < count:
+            assert self.process.poll() is None, self.err()
+            assert time.monotonic() < end_s, f"no record {count} in {LIMIT_S} s: {self.err()}"
+            time.sleep(0.02)
+        return time.monotonic()
+
+    def end(self, limit_s: float = LIMIT_S) -> int:
+        """Its exit code; nothing of it is left."""
+        code = self.process.wait(limit_s)
+        self._out.close()
+        self._err.close()
+        end_s = time.monotonic() + 3
+        while self.left() and time.monotonic() < end_s:
+            time.sleep(0.02)
+        assert self.left() == []
+        return code
+
+    def out(self) -> str:
+        return (self.folder / "stdout").read_text()
+
+    def err(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def run(self) -> Path:
+        run: Path = only_run(self.folder / "runs")
+        return run
+
+
+def outcomes(records: list[dict[str, Any]]) -> list[str]:
+    """measured, or why not."""
+    return [str(record.get("cause") or record["kind"]) for record in records]
+
+
+def _paths() -> str:
+    return f"{ROOT / 'src'}:{ROOT}"

@@ -1,0 +1,32 @@
+"""stepmark whose rank 1 flips one bit of what it received, after every call.
+
+torchrun -m tests.cli.corrupting comm ...
+"""
+
+import os
+
+import torch
+
+from stepmark.bench.collectives.torch_api import TorchCommunicator
+from stepmark.bench.collectives.torch_calls import Issue
+from stepmark.cli.main import main
+from stepmark.core.comm_case import CommCase
+
+_bind = TorchCommunicator.bind
+
+
+def bind(
+    self: TorchCommunicator, case: CommCase, index: int, send: torch.Tensor, recv: torch.Tensor
+) -> Issue:
+    call = _bind(self, case, index, send, recv)
+
+    def spoiled() -> None:
+        call()
+        recv.view(torch.uint8)[0] ^= 1
+
+    return spoiled if os.environ["RANK"] == "1" else call
+
+
+if __name__ == "__main__":
+    TorchCommunicator.bind = bind  # type: ignore[method-assign]
+    main()

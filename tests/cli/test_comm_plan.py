@@ -1,0 +1,192 @@
+"""From flags to cases of communication: combinations, order, notes, what is refused."""
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cli import comm_output, comm_plan
+from stepmark.cli.comm_values import collective_name
+from stepmark.cli.main import status
+from stepmark.core.collectives import Api, Collective, Mode, RedOp
+from stepmark.core.comm_case import CommCase
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+
+KIB = 2**10
+
+
+def cases(names: str, n: int = 2, device: str = "cpu", **values: Any) -> list[CommCase]:
+    return planned(names, n, device, **values).cases
+
+
+def planned(names: str, n: int = 2, device: str = "cpu", **values: Any) -> comm_plan.Plan:
+    asked: Mapping[str, Any] = {"begin": "1K", "end": "1K"} | values
+    return comm_plan.plan(names.split(), asked, device, n)
+
+
+def refused(names: str, n: int = 2, device: str = "cpu", **values: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        planned(names, n, device, **values)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("alltoall_perf", "all_to_all"),
+        ("alltoallv", "all_to_all_v"),
+        ("all_to_allv", "all_to_all_v"),
+        ("all_reduce_perf", "all_reduce"),
+        ("All-Gather", "all_gather"),
+        ("reduce_scatter_base", "reduce_scatter"),
+        ("sendrecv_perf", "sendrecv"),
+        ("p2p-matrix", "p2p_matrix"),
+    ],
+)
+def test_other_tools_names(text: str, expected: str) -> None:
+    assert collective_name(text) == expected
+
+
+def test_the_sweep_is_that_of_nccl_tests() -> None:
+    found = [
+        case.message_bytes for case in cases("all_reduce", begin="8", end="1K", factor=2.0)
+    ]
+    assert found == [8, 16, 32, 64, 128, 256, 512, 1024]
+    by_step = cases("all_reduce", begin="1K", end="4K", step="1K")
+    assert [case.message_bytes for case in by_step] == [1024, 2048, 3072, 4096]
+    assert [case.message_bytes for case in cases("all_reduce", begin="4M", end=None)] == [2**22]
+    default = cases("all_reduce", begin=None, end=None)
+    assert [case.message_bytes for case in default] == [KIB * 4**i for i in range(7)]
+
+
+def test_order_is_ranks_collective_type_reduction_size_placement_company() -> None:
+    found = cases(
+        "all_gather all_reduce all_gather",
+        n=4,
+        ranks="2,4",
+        dtype="half,fp32",
+        end="2K",
+        factor=2.0,
+        beside="gemm:8",
+    )
+    keys = [(c.num_ranks, c.collective, c.dtype, c.count, c.in_place, c.beside) for c in found]
+    assert len(set(keys)) == len(keys) == 2 * 2 * 2 * 2 * 3
+    # each level changes only when all below it are through
+    for depth in range(1, 6):
+        heads = [key[:depth] for key in keys]
+        changes = [a for a, b in pairwise(heads) if a != b]
+        assert len(changes) == len(set(heads)) - 1, depth
+    assert keys[0] == (2, "all_gather", "fp16", 256, False, "")
+    assert [key[4:] for key in keys[:4]] == [
+        (False, ""),
+        (False, "gemm:8"),
+        (True, ""),
+        (True, "gemm:8"),
+    ]
+
+
+def test_a_case_is_planned_once() -> None:
+    assert len(cases("all_reduce all_reduce_perf", ranks="2,2", dtype="float,fp32")) == 1
+
+
+def test_trimmed_sizes_are_measured_once_and_said() -> None:
+    found = planned("all_gather", n=4, begin="16", end="128", step="16", placement="out")
+    assert [case.message_bytes for case in found.cases] == [64, 128]
+    (note,) = found.notes
+    assert note.startswith("all_gather: 6 sizes trimmed so that each of 4 parts is a multiple")
+
+
+def test_sizes_that_trim_to_nothing_are_refused_with_the_least_that_works() -> None:
+    error = refused("all_to_all", n=4, begin="1", end="32")
+    assert str(error) == "end: '32': at least 64 bytes for all_to_all of fp32"
+    assert cases("all_to_all", n=4, begin="64", end="64")
+    assert str(refused("all_reduce", begin="1", end="3")).startswith(
+        "end: '3': at least 4 bytes"
+    )
+    assert cases("all_reduce", begin="4", end="4")
+
+
+def test_all_types_and_reductions_leave_out_what_gloo_lacks_and_say_so() -> None:
+    found = planned("all_reduce", dtype="all", redop="all")
+    pairs = {(case.dtype, case.redop) for case in found.cases}
+    assert (DType.FP32, RedOp.AVG) in pairs
+    assert (DType.INT8, RedOp.SUM) in pairs
+    assert not {dtype for dtype, _ in pairs} & {DType.FP8_E4M3, DType.UINT32}
+    assert not {redop for _, redop in pairs} & {RedOp.MULSUM}
+    assert "left out: gloo has no fp8 collectives" in found.notes
+    assert len(set(found.notes)) == len(found.notes) > 5
+    assert refused("all_reduce", dtype="all", redop="mulsum").field == "dtype"
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"dtype": "fp8"}, "dtype"),
+        ({"dtype": "uint32"}, "dtype"),
+        ({"redop": "mulsum"}, "redop"),
+        ({"dtype": "int8", "redop": "avg"}, "redop"),
+        ({"agg_iters": 4}, "agg-iters"),
+        ({"dtype": "fp8", "agg_iters": 4}, "dtype"),
+    ],
+)
+def test_what_gloo_lacks_is_blamed_on_its_flag(values: dict[str, Any], field: str) -> None:
+    assert refused("all_reduce", **values).field == field
+
+
+def test_roots_pairs_and_groups() -> None:
+    assert [case.root for case in cases("broadcast", n=3, root="-1")] == [0, 1, 2]
+    assert [case.root for case in cases("broadcast all_reduce", n=3, root="2")] == [2, -1]
+    (pair,) = cases("p2p", n=4, pair="3,1")
+    assert (pair.members, pair.num_ranks, pair.world_size) == ((3, 1), 2, 4)
+    (both,) = cases("p2p", n=4, bidirectional=True)
+    assert both.collective is Collective.P2P_BOTH
+    (split,) = cases("all_reduce", n=4, group_split="MOD 2")
+    assert split.communicators == [(0, 2), (1, 3)]
+
+
+def test_a_matrix_of_pairs_has_both_figures_of_every_ordered_pair() -> None:
+    found = cases("p2p-matrix", n=3, begin="1M", end="1M")
+    wanted = {(i, j) for i in range(3) for j in range(3) if i != j}
+    for collective, size in ((Collective.P2P, 2**20), (Collective.PING_PONG, 8)):
+        held = [case for case in found if case.collective is collective]
+        assert {case.pair for case in held} == wanted
+        assert {case.message_bytes for case in held} == {size}
+    assert len(found) == 12
+    both = cases("p2p-matrix", n=2, bidirectional=True)
+    assert {case.collective for case in both} == {Collective.P2P_BOTH, Collective.PING_PONG}
+
+
+def test_spread_and_matrix_file(tmp_path: Path) -> None:
+    (even,) = cases("all_to_all_v", spread="0")
+    assert even.counts == ((128, 128), (128, 128))
+    file = tmp_path / "matrix"
+    file.write_text("0 40 7\n16 0 7\n7 7 7\n")
+    (case,) = cases("all_to_all_v", matrix=str(file))
+    assert case.counts == ((0, 8), (4, 0)), "the first two ranks; parts of 16 bytes"
+
+
+def test_modes() -> None:
+    assert [case.mode for case in cases("all_reduce", blocking=0, cudagraph=0)] == [Mode.QUEUED]
+    (free,) = cases("all_reduce", blocking=2)
+    assert (free.mode, free.aligned) == (Mode.BLOCKING, False)
+    (graph,) = cases("all_reduce", device="cuda", cudagraph=3)
+    assert (graph.mode, graph.backend, graph.api) == (Mode.GRAPH, "nccl", Api.TORCH)
+
+
+def test_every_case_prints_the_command_that_plans_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, but for the case without company that compute beside is compared with."""
+    found = cases("all_gather p2p broadcast", n=4, dtype="bf16", skew="50us", blocking=1)
+    found += cases("all_reduce", n=4, group_split="mod 2", redop="max", ranks=None)
+    found += cases("all_to_all_v", n=4, spread="0.5", beside="gemm:8")
+    planned_again: list[CommCase] = []
+    monkeypatch.setattr(comm_output, "listed", lambda plan: planned_again.extend(plan.cases))
+    for case in found:
+        assert status([*shlex.split(case.command())[1:], "--dry-run"]) == 0
+        without = [dataclasses.replace(case, beside="")] if case.beside else []
+        assert planned_again == [*without, case]
+        planned_again.clear()
