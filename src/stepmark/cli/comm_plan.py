@@ -133,7 +133,7 @@ def _forms(collective: Collective, values: Values, base: CommCase) -> Iterator[C
 
 def impossible(case: CommCase) -> tuple[str, object, str] | None:
     """field, value and why, for what no size will change."""
-    from stepmark.bench.collectives.torch_api import unsupported  # noqa: PLC0415
+    from stepmark.bench.collectives.offered import unsupported  # noqa: PLC0415
 
     if case.api is Api.NCCL or not (reason := unsupported(case)):
         return None

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from stepmark.bench.agree import CaseFailedError, agreed
-from stepmark.bench.collectives import buffers, nccl_api, sampling, torch_api
+from stepmark.bench.collectives import buffers, nccl_api, offered, sampling
 from stepmark.bench.collectives.communicators import Communicators
 from stepmark.bench.collectives.trial import Trial, backend_run, place
 from stepmark.bench.rig import Rig, own_stream, quick_release, release
@@ -32,7 +32,7 @@ _CHECK_BYTES = 2**29
 
 
 _UNSUPPORTED: dict[Api, Callable[[CommCase], str | None]] = {
-    Api.TORCH: torch_api.unsupported,
+    Api.TORCH: offered.unsupported,
     Api.NCCL: nccl_api.unsupported,
 }
 
