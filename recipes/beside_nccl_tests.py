@@ -52,6 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--modes", default="queued,graph")
     parser.add_argument("--collectives", default=",".join(PROGRAMS))
     parser.add_argument("--end", default="queued=4G,graph=16M", help="largest size by mode")
+    parser.add_argument("--api", default="nccl", help="of stepmark: torch or nccl")
     parser.add_argument("--iters", default="50", help="-n of both")
     parser.add_argument("--graphs", default="5", help="-G of nccl-tests in graph mode")
     return parser.parse_args()
@@ -74,12 +75,12 @@ def theirs(asked: argparse.Namespace, mode: str, name: str, launch: int) -> None
 
 
 def ours(asked: argparse.Namespace, mode: str, launch: int) -> None:
-    """Graphs hold the same kernels whoever issues them; libnccl has both placements."""
     rows = asked.out / f"stepmark-{mode}-{launch}.json"
     command = [sys.executable, "-m", "stepmark", "comm", *asked.collectives.split(",")]
     command += [*common(asked, mode), "--nproc", str(asked.devices)]
     command += ["--out", str(asked.out / "runs"), "--json", str(rows)]
-    command += ["-G", asked.graphs, "--api", "nccl"] if mode == "graph" else []
+    command += ["-G", asked.graphs] if mode == "graph" else []
+    command += ["--api", asked.api]
     run(command, asked.out / f"stepmark-{mode}-{launch}.txt")
 
 
