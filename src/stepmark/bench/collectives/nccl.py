@@ -49,6 +49,12 @@ _WHOLE = {
     Collective.ALL_GATHER: "ncclAllGather",
     Collective.BROADCAST: "ncclBroadcast",
 }
+# NCCL 2.28 and later; before, and in RCCL, sends and receives in a group do the same.
+_WHOLE_SINCE_2_28 = {
+    Collective.ALL_TO_ALL: "ncclAlltoAll",
+    Collective.GATHER: "ncclGather",
+    Collective.SCATTER: "ncclScatter",
+}
 _SCALAR_ON_HOST = 1
 _MAGIC = 0xCAFEBEEF
 _UNDEFINED = -(2**31)
@@ -304,10 +310,12 @@ class _Calls:
             self._send = self._recv = self.token.data_ptr()
             one = (c_size_t(1), c_int(_DTYPE[DType.FP32]), c_int(_REDOP[RedOp.SUM]))
             return [self._whole("ncclAllReduce", *one)]
-        if name := _WHOLE.get(case.collective):
+        name = _WHOLE.get(case.collective, "")
+        newer = _WHOLE_SINCE_2_28.get(case.collective, "")
+        if name or (newer and hasattr(self._library, newer)):
             redop = [self.redop] if facts.reduces else []
             root = [c_int(case.root)] if facts.rooted else []
-            return [self._whole(name, c_size_t(case.count), self._kind, *redop, *root)]
+            return [self._whole(name or newer, c_size_t(case.count), self._kind, *redop, *root)]
         moves = list(self._moves())
         in_turn = len(moves) == 1 or case.collective is Collective.PING_PONG
         return moves if in_turn else self.group(moves)
