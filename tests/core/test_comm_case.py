@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from stepmark.cli import comm as comm_command
 from stepmark.cli import comm_plan
+from stepmark.core.case import Label
 from stepmark.core.collectives import FACTS, Api, Collective, Mode, RedOp, busbw_factor
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import DType
@@ -82,12 +83,13 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def test_every_field_but_a_files_name_is_identity() -> None:
+def test_every_field_but_labels_and_a_files_name_is_identity() -> None:
     fields = {field.name for field in dataclasses.fields(CommCase)}
-    assert fields == CHANGES.keys() | {"matrix_file"}
+    assert fields == CHANGES.keys() | {"matrix_file", "labels"}
     changed = [dataclasses.replace(PLAIN, **{name: to}) for name, to in CHANGES.items()]
     assert len({case.case_id for case in [PLAIN, *changed]}) == len(CHANGES) + 1
     assert dataclasses.replace(PLAIN, matrix_file="x").case_id == PLAIN.case_id
+    assert dataclasses.replace(PLAIN, labels=(Label(role="x"),)).case_id == PLAIN.case_id
 
 
 # The command
@@ -98,6 +100,7 @@ FLAGS = [
     for group in (
         comm_command.NAMES,
         comm_command.SWEEP,
+        comm_command.OF_MODEL,
         comm_command.WHAT,
         comm_command.WHO,
         comm_command.HOW,

@@ -108,7 +108,7 @@ def comm_measured(
     )
 
 
-def flat(case: CommCase, time_s: float, n: int = 5, **more: object) -> Measured:
+def flat(case: CommCase, time_s: float, n: int = 8, **more: object) -> Measured:
     """The same time for every rank and sample."""
     seconds = [[time_s] * n] * len(case.members)
     return comm_measured(case, seconds, **more)  # type: ignore[arg-type]

@@ -164,8 +164,8 @@ def test_wrong_data_fails_and_a_gap_has_its_reason() -> None:
 
 
 def test_the_rank_that_is_waited_for_is_named_if_it_costs() -> None:
-    late = [[20e-6] * 5] * 7 + [[14e-6] * 5]
-    even = [[20e-6] * 5] * 8
+    late = [[20e-6] * 8] * 7 + [[14e-6] * 8]
+    even = [[20e-6] * 8] * 8
     cases = [comm_case(size=2**power) for power in (10, 12, 14)]
     (line,) = straggler(table([comm_measured(cases[0], late), flat(cases[1], 20e-6)]))
     assert (
@@ -203,7 +203,7 @@ def test_ways_of_calling_do_not_share_a_table() -> None:
     ]
     assert [len(found) for found in ranks] == [8, 8, 4, 8]
     assert [int(group) for _, group in ranks[3]] == [0, 1] * 4
-    assert "graph: 5" in blocks[1]
+    assert "graph: 8" in blocks[1]
 
 
 def test_pairs_share_one_header() -> None:

@@ -35,6 +35,16 @@ SWEEP = (
     Flag(name="step", kind=str, names=("-i", "--step"), help="add this many bytes per size"),
     Flag(name="factor", kind=float, names=("-f", "--factor"), help="multiply the size by [4]"),
 )
+OF_MODEL = (
+    Flag(name="model", kind=str, help="sizes that training these models sends, not a sweep"),
+    Flag(name="mbs", kind=str, names=("--mbs", "--bsz"), help="micro-batch: 1, 1,2 or 1-8 [1]"),
+    Flag(name="seq_len", kind=int, help="sequence length instead of the model's"),
+    Flag(
+        name="message",
+        kind=str,
+        help="only these of a model: activation, layer, moe_layer, dispatch",
+    ),
+)
 WHAT = (
     Flag(
         name="dtype",
@@ -206,7 +216,9 @@ def measure(values: dict[str, Any]) -> None:
         from stepmark.cli import comm_rank  # noqa: PLC0415
 
         raise typer.Exit(comm_rank.work(places, values, device))
-    raise typer.Exit(as_parent(places, values, world_size))
+    # Ranks get all that was decided here, whatever it was decided from.
+    told = as_arguments(names, {**values, "device": device, "nproc": str(world_size)})
+    raise typer.Exit(as_parent(told, places, values, world_size))
 
 
 def table() -> str:
@@ -232,11 +244,11 @@ def _with_nproc(values: Values, device: str) -> Values:
     return values if values.get("nproc") else {**values, "nproc": default}
 
 
-def as_parent(places: Places, values: Values, world_size: int) -> int:
+def as_parent(arguments: list[str], places: Places, values: Values, world_size: int) -> int:
     """Start ranks on this host, watch them from outside, show what they measured."""
     from stepmark.cli import comm_output  # noqa: PLC0415
 
-    code, run = watched(sys.argv[1:], places, world_size)
+    code, run = watched(arguments, places, world_size)
     return comm_output.deliver(run, values, code) if run else code
 
 
@@ -253,7 +265,7 @@ def beside_operators(names: list[str], values: dict[str, Any], run: Path) -> int
 def as_arguments(names: list[str], values: Values) -> list[str]:
     """The command line that gives these values."""
     words = ["comm", *names]
-    for flag in (*SWEEP, *WHAT, *WHO, *HOW, *OUTPUT):
+    for flag in (*SWEEP, *OF_MODEL, *WHAT, *WHO, *HOW, *OUTPUT):
         value = values.get(flag.name)
         if value is None or value is False:
             continue
@@ -334,6 +346,7 @@ command = as_command(
     "Measure collectives: nccl-tests' flags, table and figures; no MPI.",
     NAMES,
     SWEEP,
+    OF_MODEL,
     WHAT,
     WHO,
     HOW,

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from stepmark.cli import comm_values
+from stepmark.cli import comm_sizes, comm_values
 from stepmark.cli.comm_values import MATRIX_OF_PAIRS
 from stepmark.cli.options import Values
 from stepmark.core.collectives import (
@@ -155,17 +155,19 @@ def _sized(case: CommCase, values: Values, notes: list[str]) -> Iterator[CommCas
             return
         case = dataclasses.replace(case, spread=comm_values.spread(values))
     found, trimmed = dict[int, CommCase](), 0
-    for size in comm_values.sweep(values, case.device):
+    for label, size in comm_sizes.sizes_of(case, values):
         count = trimmed_count(case.collective, size, case.dtype.itemsize, case.num_ranks)
         one = dataclasses.replace(case, count=count)
         trimmed += one.message_bytes != size
         if count and one.message_bytes:
-            found.setdefault(count, one)
+            labels = found[count].labels if count in found else ()
+            labels += (label,) if label else ()
+            found[count] = dataclasses.replace(one, labels=labels)
     if not found:
         raise ConfigError("end", values.get("end") or values.get("begin"), _least(case))
     if trimmed and FACTS[case.collective].parts is not Parts.WHOLE:
         notes.append(
-            f"{case.collective}: {trimmed} sizes trimmed so that each of {case.num_ranks} "
+            f"{case.collective}: {trimmed} size{'s'[: trimmed > 1]} trimmed so that each of {case.num_ranks} "
             f"parts is a multiple of {ALIGN_BYTES} bytes; those left with nothing are not run"
         )
     yield from found.values()

@@ -13,14 +13,14 @@ from stepmark.core.collectives import (
     Mode,
     RedOp,
     groups,
+    parse_split,
     placements,
-    sizes,
 )
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType, parse_dtype
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops.shorthand import from_shorthand
-from stepmark.core.units import GIB, KIB, MIB, format_bytes, parse_bytes, parse_duration
+from stepmark.core.units import parse_duration
 
 E = TypeVar("E", Api, Mode)
 
@@ -95,7 +95,7 @@ def split(values: Values, n: int, world_size: int) -> tuple[str, int]:
     if len(sides) > 1 or sides == {1}:
         allowed = f"groups of {world_size} ranks that are of equal size, 2 ranks or more"
         raise ConfigError("group-split", asked, allowed)
-    return asked, sides.pop()
+    return " ".join(map(str, parse_split(asked))), sides.pop()
 
 
 def mode(values: Values, device: str) -> tuple[Mode, bool]:
@@ -118,7 +118,8 @@ def mode(values: Values, device: str) -> tuple[Mode, bool]:
     if found is Mode.GRAPH and device != "cuda":
         flag, value = ("-G", graph) if graph else ("mode", "graph")
         raise ConfigError(flag, value, "queued or blocking calls on a CPU, which has no graphs")
-    return found, not (blocking == 2 or values.get("no_align"))
+    free = blocking == 2 or (values.get("no_align") and found is Mode.BLOCKING)
+    return found, not free
 
 
 def api(values: Values, device: str) -> Api:
@@ -143,29 +144,6 @@ def skew_s(values: Values) -> float:
     if found > _MOST_SKEW_S:
         raise ConfigError("skew", text, f"at most {_MOST_SKEW_S:g}s")
     return found
-
-
-def sweep(values: Values, device: str) -> list[int]:
-    """-b to -e by -f or -i."""
-    lowest, highest = (KIB, GIB) if device == "cuda" else (KIB, 4 * MIB)
-    begin, end = values.get("begin"), values.get("end")
-    first = parse_bytes(begin, "begin") if begin else None
-    last = parse_bytes(end, "end") if end else None
-    low = first if first is not None else min(lowest, last or lowest)
-    high = last if last is not None else max(highest, low)
-    if low > high:
-        raise ConfigError("begin", begin, f"at most the end, {format_bytes(high)}")
-    if low == 0:
-        raise ConfigError("begin", begin, "at least 1 byte")
-    step = parse_bytes(values["step"], "step") if values.get("step") else 0
-    factor = values.get("factor")
-    if factor is not None and not math.isfinite(factor):
-        raise ConfigError("factor", factor, "a number above 1, such as 2")
-    if values.get("step") and not step and not factor:
-        raise ConfigError("step", values["step"], "at least 1 byte")
-    if not step and not factor:
-        factor = 4.0
-    return sizes(low, high, factor=float(factor or 0.0), step=step)
 
 
 def spread(values: Values) -> float:

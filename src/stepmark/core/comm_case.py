@@ -26,7 +26,7 @@ from stepmark.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommCase:
-    """One measurement of communication to make. Everything is its identity.
+    """One measurement of communication to make. Everything but labels is its identity.
 
     num_ranks is the size of each measured communicator, world_size the number of ranks that
     were started; ranks outside every communicator wait.
@@ -54,6 +54,7 @@ class CommCase:
     skew_s: float = 0.0  # the last rank arrives this much after the first
     max_ctas: int | None = None  # thread blocks a communicator may use
     beside: str = ""  # compute that runs at the same time, e.g. "gemm:8192"
+    labels: tuple[Label, ...] = ()  # messages of models that have this size; no identity
 
     def __post_init__(self) -> None:
         facts = FACTS[self.collective]
@@ -67,10 +68,6 @@ class CommCase:
     @property
     def family(self) -> str:
         return self.collective.value
-
-    @property
-    def labels(self) -> tuple[Label, ...]:
-        return ()
 
     @property
     def scale(self) -> str:
@@ -148,9 +145,9 @@ class CommCase:
 
     @property
     def case_id(self) -> str:
-        """SHA-256 of the canonical JSON of all fields but the matrix's file name."""
+        """SHA-256 of the canonical JSON of all fields but labels and the matrix's file."""
         identity = dataclasses.asdict(self)
-        del identity["matrix_file"]
+        del identity["matrix_file"], identity["labels"]
         text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

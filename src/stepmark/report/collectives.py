@@ -68,6 +68,10 @@ def _identity(case: CommCase, run: RunInfo) -> Row:
     """What was asked: all that does not depend on the outcome."""
     return {
         "family": case.family,
+        "model": _joined(label.model for label in case.labels),
+        "role": _joined(
+            label.role + (f" mbs {label.mbs}" if label.mbs else "") for label in case.labels
+        ),
         "collective": case.collective.value,
         "shape": shape_text(case),
         "size_bytes": case.message_bytes,
@@ -94,6 +98,10 @@ def _identity(case: CommCase, run: RunInfo) -> Row:
         "run_id": run.run_id,
         "command": case.command(),
     }
+
+
+def _joined(words: Iterable[str]) -> str | None:
+    return ", ".join(dict.fromkeys(words)) or None
 
 
 # Columns that only a measurement fills; every row has all of them.

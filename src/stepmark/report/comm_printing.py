@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PRINTED: tuple[Column, ...] = (
+    ("model", "model", False, 5),
+    ("role", "message", False, 0),
     ("collective", "collective", False, 0),
     ("size_bytes", "size", True, 0),
     ("dtype", "dtype", False, 3),
@@ -19,6 +21,7 @@ _PRINTED: tuple[Column, ...] = (
     ("num_ranks", "ranks", True, 4),
     ("mode", "mode", False, 4),
     ("api", "api", False, 6),
+    ("max_ctas", "CTAs", True, 0),
     ("beside", "beside", False, 1),
     ("time_s", "time", True, 0),
     ("p50_s", "p50", True, 6),

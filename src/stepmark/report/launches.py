@@ -89,7 +89,7 @@ class Launches:
         """The world rank that the others of its communicator wait for, and how long.
 
         Where no rank can finish before all have come, the last to come has the shortest time;
-        the median rank's time above its own is what it costs. None where ranks do not wait.
+        what the median of the others has above it is the cost. None where ranks do not wait.
         """
         if not FACTS[self.case.collective].synchronizing or len(self.rank_medians_s) < 2:
             return None
@@ -97,7 +97,8 @@ class Launches:
         found = []
         for ranks in self.case.communicators:
             last = min(ranks, key=of_rank.__getitem__)
-            found.append((median(of_rank[rank] for rank in ranks) - of_rank[last], last))
+            others = [of_rank[rank] for rank in ranks if rank != last]
+            found.append((median(others) - of_rank[last], last))
         cost, rank = max(found)
         return rank, cost
 

@@ -11,6 +11,8 @@ from stepmark.report.tables import Row, number, text
 # A rank is named if the others wait this share of the time and this long for it, in at least
 # this share of the sizes.
 WAIT_SHARE, WAIT_S, OF_SIZES = 0.05, 1e-6, 1 / 3
+# Of few samples some rank is always the fastest.
+FEWEST_SAMPLES = 8
 
 MODES = {
     "queued": "calls back to back on the stream, as nccl-tests",
@@ -47,7 +49,11 @@ def setting_line(rows: Sequence[Row]) -> str:
 
 def straggler(rows: Sequence[Row]) -> list[str]:
     """The rank that the others wait for, if it is one and costs something."""
-    known = [row for row in rows if row["waited_for_rank"] is not None]
+    known = [
+        row
+        for row in rows
+        if row["waited_for_rank"] is not None and (number(row, "n") or 0) >= FEWEST_SAMPLES
+    ]
     if not known:
         return []
     sizes = {row["size_bytes"] for row in known}

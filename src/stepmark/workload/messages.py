@@ -8,6 +8,7 @@ import math
 from stepmark.core.collectives import Collective
 from stepmark.core.model import ModelConfig
 
+ROLES = ("activation", "layer", "moe_layer", "dispatch")
 _GATHERED = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 _EXCHANGED = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
 

@@ -220,7 +220,8 @@ def issued(fake: Fake, case: CommCase, index: int) -> list[str]:
     lines = []
     for line in fake.lines:
         name, *words = line.split()
-        shown = [word(text, letter) for text, letter in zip(words, (HOT | NEWER)[name], strict=True)]
+        letters = (HOT | NEWER)[name]
+        shown = [word(text, letter) for text, letter in zip(words, letters, strict=True)]
         lines.append(" ".join([name.removeprefix("nccl"), *shown]))
     return lines
 
