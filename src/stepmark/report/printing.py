@@ -127,7 +127,7 @@ def _printed(row: Row, key: str) -> str:
     if key == "rank" and row.get("rank") is None and row["num_ranks"] != 1:
         return "all"
     if key == "role":
-        return text(row, "role") or text(row, "family")
+        return text(row, "role") or ("" if "collective" in row else text(row, "family"))
     if key == "status":
         above = "above limit" if row["over_limit"] else ""
         return above if row["status"] == "measured" else f"{row['status']} {above}".strip()
