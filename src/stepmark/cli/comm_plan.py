@@ -167,8 +167,9 @@ def _sized(case: CommCase, values: Values, notes: list[str]) -> Iterator[CommCas
         raise ConfigError("end", values.get("end") or values.get("begin"), _least(case))
     if trimmed and FACTS[case.collective].parts is not Parts.WHOLE:
         notes.append(
-            f"{case.collective}: {trimmed} size{'s'[: trimmed > 1]} trimmed so that each of {case.num_ranks} "
-            f"parts is a multiple of {ALIGN_BYTES} bytes; those left with nothing are not run"
+            f"{case.collective}: {trimmed} size{'s'[: trimmed > 1]} trimmed so that each of "
+            f"{case.num_ranks} parts is a multiple of {ALIGN_BYTES} bytes; those left with "
+            "nothing are not run"
         )
     yield from found.values()
 
