@@ -1,31 +1,68 @@
 """The command line: verbs, and how an error ends a process."""
 
+import importlib
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import typer
 
 from stepmark import __version__
-from stepmark.cli import check, comm, doctor, interrupts, op, report, run, runs
+from stepmark.cli import interrupts
 from stepmark.core.errors import StepmarkError
 from stepmark.launch import torchrun
 
-app = typer.Typer(
-    name="stepmark",
-    rich_markup_mode=None,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="How fast should this model train, how fast does it, and where does the time go?",
-)
-app.command("run")(run.run)
-app.command("doctor")(doctor.doctor)
-app.add_typer(op.app, name="op")
-app.command("comm")(comm.command)
-app.add_typer(runs.app, name="runs")
-app.command("report")(report.report)
-app.command("check")(check.check)
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """Where a verb lives and what `stepmark --help` says of it."""
+
+    module: str
+    name: str
+    help: str
+
+
+VERBS = {
+    "run": Verb("run", "run", "The main job: operators, collectives, summary and HTML report."),
+    "doctor": Verb("doctor", "doctor", "Show devices, peaks, health and what would run."),
+    "check": Verb("check", "check", "Measure a reference run's cases again; is any slower?"),
+    "report": Verb("report", "report", "Write report.html of a run."),
+    "comm": Verb("comm", "command", "Measure collectives: nccl-tests' flags, no MPI."),
+    "op": Verb("op", "app", "Measure operators: one family, or all of a model's layer."),
+    "runs": Verb("runs", "app", "List, show, export and query earlier runs."),
+}
+
+
+def app(arguments: list[str]) -> typer.Typer:
+    """The program with all verbs by name, and the flags of the one that is asked for.
+
+    Every other verb's module stays unread: together they take longer than the answer may.
+    """
+    made = typer.Typer(
+        name="stepmark",
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        help="How fast should this model train, how fast does it, and where does the time go?",
+    )
+    made.callback()(_options)
+    asked = next((word for word in arguments if not word.startswith("-")), "")
+    for name, verb in VERBS.items():
+        if name != asked:
+            made.command(name, help=verb.help)(_unread)
+            continue
+        found = getattr(importlib.import_module(f"stepmark.cli.{verb.module}"), verb.name)
+        if isinstance(found, typer.Typer):
+            made.add_typer(found, name=name)
+        else:
+            made.command(name)(found)
+    return made
+
+
+def _unread() -> None:
+    raise AssertionError("a verb that is asked for is read")
 
 
 def _version(asked: bool) -> None:
@@ -34,7 +71,6 @@ def _version(asked: bool) -> None:
         raise typer.Exit(0)
 
 
-@app.callback()
 def _options(
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="print the version"
@@ -53,7 +89,7 @@ def main() -> None:
 def status(arguments: list[str]) -> int:
     """The exit code of a command line."""
     try:
-        result: Any = app(arguments, standalone_mode=False)
+        result: Any = app(arguments)(arguments, standalone_mode=False)
     except StepmarkError as error:
         return _complain(str(error), error.exit_code)
     except typer.Exit as stop:
