@@ -36,7 +36,11 @@ SWEEP = (
     Flag(name="factor", kind=float, names=("-f", "--factor"), help="multiply the size by [4]"),
 )
 OF_MODEL = (
-    Flag(name="model", kind=str, help="sizes that training these models sends, not a sweep"),
+    Flag(
+        name="model",
+        kind=str,
+        help="message sizes of training these models, instead of a sweep",
+    ),
     Flag(name="mbs", kind=str, names=("--mbs", "--bsz"), help="micro-batch: 1, 1,2 or 1-8 [1]"),
     Flag(name="seq_len", kind=int, help="sequence length instead of the model's"),
     Flag(
@@ -208,7 +212,7 @@ def measure(values: dict[str, Any]) -> None:
     if values.get("dry_run"):
         comm_output.listed(plan)
         return
-    if torchrun.is_first():
+    if not torchrun.is_rank() or (torchrun.is_first() and not torchrun.has_parent()):
         for note in plan.notes:
             sys.stderr.write(f"# {note}\n")
     places = positions(plan.cases, values.get("launches") or 1)
@@ -223,7 +227,7 @@ def measure(values: dict[str, Any]) -> None:
 
 def table() -> str:
     """`comm --list`: every collective and what it can do."""
-    lines = [f"{'name':<14}{'busbw/algbw':<13}{'size counts':<16}{'torch':<14}nccl"]
+    lines = [f"{'name':<15}{'busbw/algbw':<13}{'size counts':<16}{'torch':<14}nccl"]
     for one in Collective:
         facts = FACTS[one]
         forms = {
@@ -231,10 +235,10 @@ def table() -> str:
             for api in Api
         }
         lines.append(
-            f"{one:<14}{facts.busbw:<13}{facts.parts:<16}"
+            f"{one:<15}{facts.busbw:<13}{facts.parts:<16}"
             f"{forms[Api.TORCH]:<14}{forms[Api.NCCL]}"
         )
-    lines.append("p2p-matrix    every ordered pair: bandwidth and latency, one pair at a time")
+    lines.append("p2p-matrix     every ordered pair: bandwidth and latency, one pair at a time")
     lines.append("out, in: of place. Reductions: sum, prod, min, max, avg, mulsum.")
     return "\n".join(lines)
 

@@ -107,7 +107,7 @@ def _show(seen: "View", values: Values) -> None:
     if values.get("wide"):
         comm_printing.wide(seen.comm_rows, console())
         return
-    matrices = [one for one in p2p_matrix.matrices(seen.comm_rows) if len(one.known) > 2]
+    matrices = [one for one in p2p_matrix.matrices(seen.comm_rows) if len(one.known) > 1]
     drawn = {one.family for one in matrices}
     for one in matrices:
         sys.stdout.write(p2p_matrix.matrix_text(one) + "\n")
@@ -132,4 +132,7 @@ def _files(seen: "View", values: Values) -> None:
         document = nccl_json.json_document(
             rows, seen.run, sys.argv, ended_at=datetime.now(UTC).isoformat(timespec="seconds")
         )
-        write_json(document, nccl_json.file_that_is_new(Path(target)))
+        file = nccl_json.file_that_is_new(Path(target))
+        write_json(document, file)
+        if file != Path(target):
+            sys.stderr.write(f"{target} exists: written to {file}\n")

@@ -1,5 +1,6 @@
 """stepmark runs: list, show, export and query what earlier runs measured."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from stepmark.cli.view import View
+    from stepmark.core.record import RunInfo
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -59,6 +61,7 @@ def show(
     if csv:
         write_csv(rows, csv, info.run_id)
     if "-" not in (json, csv):
+        _say_what(info)
         if seen.rows or not seen.comm_rows:
             printing.print_rows(seen.rows, console())
         if seen.comm_rows:
@@ -98,6 +101,16 @@ def sql(
     columns, found = query_runs(runs, query)
     rows: Rows = [dict(zip(columns, row, strict=True)) for row in found]
     _deliver(rows, json=json, csv=csv, name="query")
+
+
+def _say_what(info: "RunInfo") -> None:
+    found = info.environment
+    names = ", ".join(
+        f"{n} x {name}" for name, n in Counter(d.name for d in found.devices).items()
+    )
+    typer.echo(f"{info.run_id}  {info.command}")
+    commit = found.git_commit or "unknown"
+    typer.echo(f"{names}, torch {found.torch}, stepmark {found.stepmark}, commit {commit}\n")
 
 
 def _view(runs: Path, name: str) -> "View":

@@ -60,6 +60,7 @@ def shape_text(case: CommCase) -> str:
     words += [f"split {case.split}"] if case.split else []
     words += [case.mode.value] if case.mode.value != "queued" else []
     words += [f"beside {case.beside}"] if case.beside else []
+    words += [f"at most {case.max_ctas} CTAs"] if case.max_ctas else []
     words += [f"skew {case.skew_s * 1e6:g} us"] if case.skew_s else []
     return " ".join(words)
 
@@ -167,7 +168,8 @@ def _ranks(one: Launches) -> Row:
         "waited_for_rank": waited_for[0] if waited_for else None,
         "waited_for_s": waited_for[1] if waited_for else None,
         "late_s": one.late_s(),
-        "issue_s": one.issue_s(),
+        # A CPU's call returns when it is done: issuing it is the whole of it.
+        "issue_s": None if one.case.device == "cpu" else one.issue_s(),
         **_device_state(one, slowest, range(len(members))),
     }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
-from math import ceil, floor, log2
+from math import ceil, floor, log2, log10
 from typing import TYPE_CHECKING
 
 from stepmark.core.device import DeviceSpec
@@ -69,7 +69,7 @@ def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "
         _add_link(figure, device, rows)
     figure.update_xaxes(title="message size", type="log", **_size_ticks(rows))
     figure.update_yaxes(title="busbw (GB/s)", rangemode="tozero", row=1, col=1)
-    figure.update_yaxes(title="time (us)", type="log", dtick=1, row=1, col=2)
+    figure.update_yaxes(title="time (us)", type="log", **_time_ticks(rows), row=1, col=2)
     return styled(figure, height=400 + 20 * (len(curves) // 5))
 
 
@@ -100,7 +100,7 @@ def contention(rows: Sequence[Row], run: RunInfo) -> "Figure":
             )
     figure.add_hline(y=1, line={"color": INK, "dash": "dash", "width": 1})
     figure.update_xaxes(title="message size", type="log", **_size_ticks(held))
-    figure.update_yaxes(title="time together / alone")
+    figure.update_yaxes(title="time together / alone", type="log", dtick="D1")
     return styled(figure, height=360)
 
 
@@ -216,6 +216,17 @@ def _size_ticks(rows: Sequence[Row]) -> dict[str, object]:
     step = max(1, ceil((high - low) / 6))
     ticks = [2.0**power for power in range(low, high + 1, step)]
     return {"tickvals": ticks, "ticktext": [format_bytes(tick) for tick in ticks]}
+
+
+def _time_ticks(rows: Sequence[Row]) -> dict[str, object]:
+    """Microseconds at 1, 2 and 5 of each power of ten, or at the powers of a long range."""
+    times = [time_s * 1e6 for row in rows if (time_s := number(row, "time_s"))]
+    if not times:
+        return {}
+    low, high = floor(log10(min(times))), ceil(log10(max(times)))
+    digits_ = (1, 2, 5) if high - low <= 2 else (1,)
+    ticks = [digit * 10.0**power for power in range(low, high + 1) for digit in digits_]
+    return {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def _hover(row: Row, run: RunInfo) -> str:

@@ -1,5 +1,6 @@
 """The records of one case of communication, its launches taken together."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,7 +90,9 @@ class Launches:
         """The world rank that the others of its communicator wait for, and how long.
 
         Where no rank can finish before all have come, the last to come has the shortest time;
-        what the median of the others has above it is the cost. None where ranks do not wait.
+        what the median of the others has above it is the cost. None where ranks do not wait,
+        and where it is not the fastest more often than by chance: three standard deviations of
+        a binomial over all samples.
         """
         if not FACTS[self.case.collective].synchronizing or len(self.rank_medians_s) < 2:
             return None
@@ -98,9 +101,22 @@ class Launches:
         for ranks in self.case.communicators:
             last = min(ranks, key=of_rank.__getitem__)
             others = [of_rank[rank] for rank in ranks if rank != last]
-            found.append((median(others) - of_rank[last], last))
-        cost, rank = max(found)
-        return rank, cost
+            if self._is_beyond_chance(last, ranks):
+                found.append((median(others) - of_rank[last], last))
+        return max(found)[::-1] if found else None
+
+    def _is_beyond_chance(self, rank: int, among: tuple[int, ...]) -> bool:
+        """Whether this rank has the shortest time of a sample too often for luck."""
+        places = [self.case.members.index(one) for one in among]
+        mine = self.case.members.index(rank)
+        columns = [
+            column
+            for record in self.measured
+            for column in zip(*record.samples.seconds, strict=True)
+        ]
+        fastest = sum(min(column[i] for i in places) == column[mine] for column in columns)
+        n, p = len(columns), 1 / len(places)
+        return bool(fastest > n * p + 3 * math.sqrt(n * p * (1 - p)))
 
     def late_s(self, index: int | None = None) -> float | None:
         """How long after the first rank the last one (or this one) began a batch: a median.

@@ -11,8 +11,8 @@ from stepmark.report.tables import Row, number, text
 # A rank is named if the others wait this share of the time and this long for it, in at least
 # this share of the sizes.
 WAIT_SHARE, WAIT_S, OF_SIZES = 0.05, 1e-6, 1 / 3
-# Of few samples some rank is always the fastest.
-FEWEST_SAMPLES = 8
+# A line that misses a point by more than this says little.
+WORST_FIT = 0.3
 
 MODES = {
     "queued": "calls back to back on the stream, as nccl-tests",
@@ -26,7 +26,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     ran = [row for row in rows if number(row, "time_s")]
     if not ran or FACTS[Collective(text(ran[0], "collective"))].pair:
         return []
-    lines = [_spread(ran), *straggler(ran), *fits(ran), _host(ran)]
+    lines = [_spread(ran), *straggler(ran), *fits(ran), _host(ran), *_beside(ran)]
     return [f"# {line}" for line in lines if line]
 
 
@@ -35,7 +35,8 @@ def setting_line(rows: Sequence[Row]) -> str:
     row = rows[0]
     mode, group = text(row, "mode"), number(row, "calls_per_group") or 1
     api = "torch.distributed" if row["api"] == "torch" else "libnccl"
-    words = [f"mode {mode} ({MODES[mode]})", f"{api}, backend {row['backend']}"]
+    how = MODES[mode] if row["device"] != "cpu" else MODES[mode].replace(" on the stream", "")
+    words = [f"mode {mode} ({how})", f"{api}, backend {row['backend']}"]
     words += ["ranks not aligned"] if mode == "blocking" and not row["aligned"] else []
     words += [f"{group:g} calls per group"] if group > 1 else []
     words += [f"split {row['split']}, {row['num_ranks']} ranks each"] if row["split"] else []
@@ -49,14 +50,10 @@ def setting_line(rows: Sequence[Row]) -> str:
 
 def straggler(rows: Sequence[Row]) -> list[str]:
     """The rank that the others wait for, if it is one and costs something."""
-    known = [
-        row
-        for row in rows
-        if row["waited_for_rank"] is not None and (number(row, "n") or 0) >= FEWEST_SAMPLES
-    ]
-    if not known:
+    if not FACTS[Collective(text(rows[0], "collective"))].synchronizing:
         return []
-    sizes = {row["size_bytes"] for row in known}
+    known = [row for row in rows if row["waited_for_rank"] is not None]
+    sizes = {row["size_bytes"] for row in rows}
     costly = [
         row
         for row in known
@@ -88,9 +85,12 @@ def fits(rows: Sequence[Row]) -> list[str]:
         held = [row for row in rows if row["placement"] == placement]
         points = [(number(row, "size_bytes") or 0, number(row, "time_s") or 0) for row in held]
         segments = piecewise(points)
-        lines += [f"fit {placement}, {_segment(one)}" for one in segments]
         if not segments:
             lines.append(f"fit {placement}: none, it needs {MIN_POINTS} sizes")
+        elif max(one.fit.worst_rel for one in segments) > WORST_FIT:
+            lines.append(f"fit {placement}: none, no line comes within {WORST_FIT:.0%}")
+        else:
+            lines += [f"fit {placement}, {_segment(one)}" for one in segments]
     return lines
 
 
@@ -109,7 +109,24 @@ def _spread(rows: Sequence[Row]) -> str:
     counts = f"{samples[0]} to {samples[-1]}" if samples[0] != samples[-1] else f"{samples[0]}"
     apart = f", medians of launches at most {max(spreads):.1f} % apart" if spreads else ""
     plural = "es" if launches > 1 else ""
-    return f"{counts} samples each in {launches} launch{plural}{apart}"
+    many = "" if counts == "1" else "s"
+    return f"{counts} sample{many} each in {launches} launch{plural}{apart}"
+
+
+def _beside(rows: Sequence[Row]) -> list[str]:
+    """What collective and compute cost each other, size by size."""
+    return [
+        f"beside {row['beside']}, {format_bytes(number(row, 'size_bytes') or 0)}"
+        f" {row['placement']}: {_times(row, 'slowdown')} its time alone, the compute"
+        f" {_times(row, 'slowdown_beside')}"
+        for row in rows
+        if row["beside"]
+    ]
+
+
+def _times(row: Row, key: str) -> str:
+    value = number(row, key)
+    return "n/a" if value is None else f"x {value:.3g}"
 
 
 def _host(rows: Sequence[Row]) -> str:

@@ -11,6 +11,9 @@ from stepmark.report.tables import Row, number, text
 # A link this far under the median (over it, for a time) is named.
 SLOW = 0.9
 
+# Where issuing a call takes this share of it, its time is the host's.
+HOST_SHARE = 0.5
+
 _KINDS = {
     "p2p": ("bandwidth, one direction", "GB/s", True),
     "p2p_both": ("bandwidth per direction, both at once", "GB/s", True),
@@ -29,6 +32,9 @@ class PairMatrix:
     size_bytes: int
     setting: str  # dtype, mode and api
     ranks: tuple[int, ...]
+    # The best that each link reached: a slow one is slow even then.
+    best: tuple[tuple[float | None, ...], ...]
+    host_bound: bool  # issuing a call takes about as long as the call
     values: tuple[tuple[float | None, ...], ...]
 
     @property
@@ -47,11 +53,27 @@ class PairMatrix:
 
     @property
     def slow(self) -> list[tuple[int, int, float]]:
-        """Links worse than SLOW of the median, the worst first."""
+        """Links whose best sample is worse than SLOW of the median link, the worst first.
+
+        None of a latency that is its host's.
+        """
+        if self.host_bound:
+            return []
+        found = [
+            link
+            for link, best in zip(self.known, self._bests, strict=True)
+            if self._is_slow(best)
+        ]
+        return sorted(found, key=_value, reverse=not self.more_is_better)
+
+    @property
+    def _bests(self) -> list[float]:
+        return [value for line in self.best for value in line if value is not None]
+
+    def _is_slow(self, best: float) -> bool:
         if self.more_is_better:
-            return sorted((k for k in self.known if k[2] < SLOW * self.median), key=_value)
-        late = [k for k in self.known if k[2] * SLOW > self.median]
-        return sorted(late, key=_value, reverse=True)
+            return best < SLOW * self.median
+        return best * SLOW > self.median
 
 
 def _value(link: tuple[int, int, float]) -> float:
@@ -73,6 +95,8 @@ def _matrix(family: str, setting: str, held: Sequence[Row]) -> PairMatrix:
     sizes = [int(number(row, "size_bytes") or 0) for row in held]
     size = max(sizes) if more_is_better else min(sizes)
     cells: dict[tuple[int, int], float] = {}
+    bests: dict[tuple[int, int], float] = {}
+    issues = []
     for row in held:
         value = (
             number(row, "busbw_gb_s")
@@ -82,6 +106,11 @@ def _matrix(family: str, setting: str, held: Sequence[Row]) -> PairMatrix:
         if row["size_bytes"] == size and value is not None:
             source, destination = map(int, text(row, "pair").split("-"))
             cells[source, destination] = value
+            time_s, min_s = number(row, "time_s") or 0.0, number(row, "min_s") or 0.0
+            share = min_s / time_s if time_s else 1.0
+            bests[source, destination] = value / share if more_is_better else value * share
+            # One call goes there and back, the time is one way.
+            issues.append((number(row, "issue_s") or 0.0) / 2 / time_s if time_s else 0.0)
     ranks = tuple(sorted({rank for pair in cells for rank in pair}))
     return PairMatrix(
         family=family,
@@ -91,6 +120,8 @@ def _matrix(family: str, setting: str, held: Sequence[Row]) -> PairMatrix:
         size_bytes=size,
         setting=setting,
         ranks=ranks,
+        best=tuple(tuple(bests.get((i, j)) for j in ranks) for i in ranks),
+        host_bound=not more_is_better and median(issues) > HOST_SHARE,
         values=tuple(tuple(cells.get((i, j)) for j in ranks) for i in ranks),
     )
 
@@ -110,6 +141,8 @@ def matrix_text(found: PairMatrix) -> str:
 
 def slow_lines(found: PairMatrix) -> list[str]:
     middle = f"median {digits(found.median, 3)}"
+    if found.host_bound:
+        return [f"{middle} {found.unit}, which is the host's: --mode graph times the link"]
     return [
         f"slow: {source} -> {destination} {digits(value, 3)} {found.unit}, {middle}"
         for source, destination, value in found.slow

@@ -45,6 +45,8 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 COMM_COLUMNS: tuple[Column, ...] = (
+    ("model", "model", False),
+    ("role", "message", False),
     ("collective", "collective", False),
     ("size_bytes", "size", True),
     ("dtype", "dtype", False),
@@ -56,6 +58,10 @@ COMM_COLUMNS: tuple[Column, ...] = (
     ("mode", "mode", False),
     ("api", "api", False),
     ("backend", "backend", False),
+    ("root", "root", True),
+    ("spread", "spread", True),
+    ("skew_s", "skew", True),
+    ("max_ctas", "CTAs", True),
     ("beside", "beside", False),
     ("time_s", "time", True),
     ("time_min_s", "fastest rank", True),
@@ -77,8 +83,8 @@ COMM_COLUMNS: tuple[Column, ...] = (
     ("waited_for_s", "by", True),
     ("late_s", "start skew", True),
     ("issue_s", "issue", True),
-    ("slowdown", "/ alone", True),
-    ("slowdown_beside", "compute / alone", True),
+    ("slowdown", "x alone", True),
+    ("slowdown_beside", "compute x alone", True),
     ("clock_mhz", "MHz", True),
     ("power_w", "W", True),
     ("throttle", "throttled", False),

@@ -1,8 +1,9 @@
 """Records and runs to JSON and back. Raw data only; what is derived is drawn by report.
 
-An operator carries its `family`, a collective its name; `case_id` and `command` stand beside
-the case for readers without our code. JSON has no inf and no nan: such a float is written as
-the string "inf", "-inf" or "nan", and read back because the field is a float.
+An operator carries its `family`, a collective its name. Beside the case stand, for readers
+without our code, `case_id` and `command`, and a collective's size and busbw factor. JSON has
+no inf and no nan: such a float is written as the string "inf", "-inf" or "nan", and read back
+because the field is a float.
 """
 
 import dataclasses
@@ -32,7 +33,12 @@ KINDS: dict[str, type[Record]] = {"measured": Measured, "skipped": Skipped, "fai
 
 def encode(record: Record) -> bytes:
     """One line, newline included."""
-    plain = to_plain(record)
+    plain, beside = to_plain(record), {}
+    if isinstance(record.case, CommCase):
+        beside = {
+            "size_bytes": record.case.message_bytes,
+            "busbw_factor": record.case.busbw_factor,
+        }
     if isinstance(record.case, Case):
         plain["case"]["op"] = {"family": record.case.family, **plain["case"]["op"]}
     head = {
@@ -42,7 +48,7 @@ def encode(record: Record) -> bytes:
         "case_id": record.case.case_id,
         "command": record.case.command(),
     }
-    return msgspec.json.encode({**head, **plain}) + b"\n"
+    return msgspec.json.encode({**head, **beside, **plain}) + b"\n"
 
 
 def decode(line: bytes) -> Record:

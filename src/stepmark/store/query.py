@@ -41,7 +41,14 @@ SELECT
     record ->> '$.case_id' AS case_id,
     record -> '$.case.op' AS op,
     TRY_CAST(record ->> '$.case.count' AS BIGINT) AS count,
+    TRY_CAST(record ->> '$.size_bytes' AS BIGINT) AS size_bytes,
+    TRY_CAST(record ->> '$.size_bytes' AS DOUBLE)
+        * TRY_CAST(record ->> '$.busbw_factor' AS DOUBLE)
+        / list_aggregate(slowest, 'median') / 1e9 AS busbw_gb_s,
     record ->> '$.case.redop' AS redop,
+    TRY_CAST(record ->> '$.case.root' AS BIGINT) AS root,
+    TRY_CAST(record ->> '$.case.max_ctas' AS BIGINT) AS max_ctas,
+    nullif(record ->> '$.case.beside', '') AS beside,
     TRY_CAST(record ->> '$.case.in_place' AS BOOLEAN) AS in_place,
     record ->> '$.case.mode' AS mode,
     record ->> '$.case.api' AS api,
