@@ -161,6 +161,17 @@ def test_a_matrix_of_pairs_has_both_figures_of_every_ordered_pair() -> None:
     assert {case.collective for case in both} == {Collective.P2P_BOTH, Collective.PING_PONG}
 
 
+def test_latencies_of_a_matrix_of_pairs_come_from_graphs_where_there_are_any() -> None:
+    def modes(**values: Any) -> set[tuple[Collective, Mode]]:
+        found = cases("p2p-matrix", 3, "cuda", **values)
+        return {(case.collective, case.mode) for case in found}
+
+    graph = (Collective.PING_PONG, Mode.GRAPH)
+    assert modes() == {(Collective.P2P, Mode.QUEUED), graph}
+    assert (Collective.PING_PONG, Mode.QUEUED) in modes(mode="queued")
+    assert {case.mode for case in cases("p2p-matrix", 3)} == {Mode.QUEUED}
+
+
 def test_spread_and_matrix_file(tmp_path: Path) -> None:
     (even,) = cases("all_to_all_v", spread="0")
     assert even.counts == ((128, 128), (128, 128))

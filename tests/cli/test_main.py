@@ -1,6 +1,7 @@
 """The command line's manners: fast help, one line for bad input, clean stdout."""
 
 import contextlib
+import importlib
 import io
 import os
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ import pytest
 
 from stepmark import __version__
 from stepmark.bench import runner
+from stepmark.cli import main
 from stepmark.cli.main import status
 from stepmark.core.ops import FAMILIES
 
 from .process import stepmark
 
-VERBS = ["run", "doctor", "op", "runs", "report", "check"]
+VERBS = list(main.VERBS)
 GEMM = ["op", "gemm", "--m", "64", "--n", "64", "--k", "64"]
 ATTENTION = ["op", "attention", "--seq-q", "64", "--heads", "4", "--head-dim-qk", "16"]
 
@@ -242,3 +244,12 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert process.wait(60) == 0, errors
     assert "Traceback" not in errors
     assert "Exception" not in errors
+
+
+def test_the_list_of_verbs_is_that_of_their_modules() -> None:
+    """`stepmark --help` reads no verb: what it says of them stands in a table."""
+    for name, verb in main.VERBS.items():
+        found = getattr(importlib.import_module(f"stepmark.cli.{verb.module}"), verb.name)
+        assert callable(found), name
+    _, told, _ = called(["--help"])
+    assert all(f"  {name} " in told for name in VERBS)

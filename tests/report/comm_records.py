@@ -73,6 +73,7 @@ def comm_measured(
     launch: int = 1,
     num_wrong: int = 0,
     late_s: float = 2e-6,
+    issue_s: float = 8e-6,
     checked: bool = True,
     beside: Beside | None = None,
 ) -> Measured:
@@ -86,7 +87,7 @@ def comm_measured(
     arrivals = Arrivals(
         late_s=tuple((late_s * rank / max(1, num_ranks - 1),) * 3 for rank in range(num_ranks)),
         error_s=0.0,
-        issue_s=tuple(8e-6 + 1e-7 * rank for rank in range(num_ranks)),
+        issue_s=tuple(issue_s + 1e-7 * rank for rank in range(num_ranks)),
         warmup_calls=5,
     )
     return Measured(

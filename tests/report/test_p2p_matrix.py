@@ -1,11 +1,12 @@
 """Every link is where it was measured, and the slow one is named."""
 
 import json
+from itertools import permutations
 from random import Random
 
 import pytest
 
-from stepmark.core.collectives import Collective
+from stepmark.core.collectives import Collective, Mode
 from stepmark.report.collectives import rows
 from stepmark.report.p2p_matrix import PairMatrix, matrices, matrix_document, matrix_text
 
@@ -14,6 +15,7 @@ from .comm_records import (
     SLOW_PAIR,
     comm_case,
     comm_device,
+    comm_measured,
     comm_run,
     flat,
     pair_times,
@@ -33,6 +35,37 @@ def test_a_third_of_the_rate_is_named() -> None:
     text = matrix_text(bandwidth)
     assert f"slow: 3 -> 5 {value:.3g} GB/s, median {bandwidth.median:.3g}" in text
     assert "no slow link" in matrix_text(latency)
+
+
+def pings(mode: Mode, issue_s: float, times_s: list[float]) -> PairMatrix:
+    """Latencies of the six ordered pairs of three ranks; the last sample is the best."""
+    records = [
+        comm_measured(
+            comm_case(Collective.PING_PONG, 8, num_ranks=2, world_size=3, pair=pair, mode=mode),
+            [[time_s] * 7 + [min(time_s, 7e-6)]] * 2 if index else [[time_s] * 8] * 2,
+            issue_s=issue_s,
+        )
+        for index, (pair, time_s) in enumerate(
+            zip(permutations(range(3), 2), times_s, strict=True)
+        )
+    ]
+    (matrix,) = matrices(rows(records, comm_run(3)))
+    return matrix
+
+
+def test_a_latency_is_slow_if_its_best_sample_is() -> None:
+    """The first link never gets under 20 us; the second once reaches the others' 7 us."""
+    found = pings(Mode.GRAPH, 0.0, [20e-6, 20e-6, 7e-6, 7e-6, 7e-6, 7e-6])
+    assert [(source, target) for source, target, _ in found.slow] == [(0, 1)]
+
+
+def test_a_latency_of_the_host_is_not_judged() -> None:
+    """A ping-pong of 2 x 7 us whose call takes 12 us to issue."""
+    times_s = [20e-6, *[7e-6] * 5]
+    found = pings(Mode.QUEUED, 12e-6, times_s)
+    assert found.slow == []
+    assert "which is the host's" in matrix_text(found)
+    assert pings(Mode.GRAPH, 12e-6, times_s).slow, "a graph's calls take no host"
 
 
 def test_every_pair_has_its_place_and_the_diagonal_none() -> None:

@@ -145,6 +145,23 @@ def columns_of(record: Record) -> tuple[object, ...]:
     )
 
 
+def test_sizes_and_rates_of_collectives(tmp_path: Path) -> None:
+    """busbw = size x factor / time, as nccl-tests; size and factor from the case itself."""
+    with RunWriter.create(tmp_path, dataclasses.replace(INFO, run_id="a")) as writer:
+        for record in ALL:
+            writer.append(dataclasses.replace(record, run_id="a"))
+    _, found = sql(
+        tmp_path,
+        "SELECT case_id, size_bytes, busbw_gb_s, median_s FROM records WHERE median_s > 0",
+    )
+    by_id = {record.case.case_id: record.comm for record in ALL}
+    assert found
+    for case_id, size_bytes, busbw, median_s in found:
+        case = by_id[case_id]
+        assert size_bytes == case.message_bytes
+        assert busbw == pytest.approx(size_bytes * case.busbw_factor / median_s / 1e9)
+
+
 def test_columns_of_collectives(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path, dataclasses.replace(INFO, run_id="a")) as writer:
         for record in ALL:

@@ -189,8 +189,12 @@ def _matrix_of_pairs(
     big = values.get("begin") or values.get("end") or default
     asked = {**values, "begin": big, "end": values.get("end") or big}
     tiny = str(_LATENCY_BYTES)
+    # Issued one by one, so small a message takes its host's time.
+    asked_for = values.get("mode") or values.get("blocking")
+    mode = Mode.GRAPH if base.device == "cuda" and not asked_for else base.mode
     for source, target in itertools.permutations(range(base.num_ranks), 2):
         pair = dataclasses.replace(base, num_ranks=2, pair=(source, target))
         yield from _of_collective(collective, asked, pair, notes)
         sizes_of = {**values, "begin": tiny, "end": tiny}
-        yield from _of_collective(Collective.PING_PONG, sizes_of, pair, notes)
+        latency = dataclasses.replace(pair, mode=mode)
+        yield from _of_collective(Collective.PING_PONG, sizes_of, latency, notes)
