@@ -95,19 +95,7 @@ def test_every_field_but_labels_and_a_files_name_is_identity() -> None:
 # The command
 
 
-FLAGS = [
-    flag
-    for group in (
-        comm_command.NAMES,
-        comm_command.SWEEP,
-        comm_command.OF_MODEL,
-        comm_command.WHAT,
-        comm_command.WHO,
-        comm_command.HOW,
-        comm_command.OUTPUT,
-    )
-    for flag in group
-]
+FLAGS = [flag for group in (comm_command.NAMES, *comm_command.ALL) for flag in group]
 
 
 def values_of(command: str) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """stepmark comm NAME...: collectives, with nccl-tests' flags and table."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepmark.cli.options import Flag, Values, as_command
+from stepmark.cli.options import BUDGET, DEVICE, OUTPUT, Flag, Values, as_command
 from stepmark.core.collectives import FACTS, Api, Collective, placements
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import MESSAGE_DTYPES
@@ -78,7 +79,7 @@ WHAT = (
     Flag(name="matrix", kind=str, help="all_to_all_v: file of bytes from row to column"),
 )
 WHO = (
-    Flag(name="device", kind=str, help="cuda or cpu; default cuda where there is one"),
+    DEVICE,
     Flag(
         name="nproc",
         kind=str,
@@ -146,18 +147,9 @@ HOW = (
         names=("--timeout", "-T"),
         help="a case that takes longer has failed [60s]",
     ),
-    Flag(name="budget", kind=str, help="time for all cases together, e.g. 60s"),
+    BUDGET,
 )
-OUTPUT = (
-    Flag(name="out", kind=str, help="folder for run directories [runs]"),
-    Flag(name="resume", kind=str, help="go on with this run: skip measured, retry failed"),
-    Flag(
-        name="force",
-        kind=bool,
-        default=False,
-        names=("--force",),
-        help="resume although the environment differs",
-    ),
+SHOWN = (
     Flag(
         name="wide",
         kind=bool,
@@ -165,8 +157,6 @@ OUTPUT = (
         names=("--wide",),
         help="p50, p99, min, max, spread, slowest rank, % of link",
     ),
-    Flag(name="json", kind=str, help="rows as JSON; - = stdout"),
-    Flag(name="csv", kind=str, help="rows as CSV; - = stdout; a folder: one per collective"),
     Flag(
         name="output_file",
         kind=str,
@@ -175,13 +165,6 @@ OUTPUT = (
     ),
     Flag(name="style", kind=str, help="param: that tool's columns"),
     Flag(
-        name="dry_run",
-        kind=bool,
-        default=False,
-        names=("--dry-run",),
-        help="list the cases, run none",
-    ),
-    Flag(
         name="list_all",
         kind=bool,
         default=False,
@@ -189,6 +172,7 @@ OUTPUT = (
         help="what there is to measure",
     ),
 )
+ALL = (SWEEP, OF_MODEL, WHAT, WHO, HOW, OUTPUT, SHOWN)
 
 
 def measure(values: dict[str, Any]) -> None:
@@ -269,12 +253,13 @@ def beside_operators(names: list[str], values: dict[str, Any], run: Path) -> int
 def as_arguments(names: list[str], values: Values) -> list[str]:
     """The command line that gives these values."""
     words = ["comm", *names]
-    for flag in (*SWEEP, *OF_MODEL, *WHAT, *WHO, *HOW, *OUTPUT):
+    for flag in itertools.chain(*ALL):
         value = values.get(flag.name)
         if value is None or value is False:
             continue
         words.append(flag.names[0] if flag.names else "--" + flag.name.replace("_", "-"))
-        words += [] if value is True else [str(value)]
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        words += [] if value is True else [shown]
     return words
 
 
@@ -346,13 +331,5 @@ def record_lost(lost: "Lost", run: Path | None, places: Places) -> None:
 
 
 command = as_command(
-    measure,
-    "Measure collectives: nccl-tests' flags, table and figures; no MPI.",
-    NAMES,
-    SWEEP,
-    OF_MODEL,
-    WHAT,
-    WHO,
-    HOW,
-    OUTPUT,
+    measure, "Measure collectives: nccl-tests' flags, table and figures; no MPI.", NAMES, *ALL
 )

@@ -61,17 +61,7 @@ SELECT = (
     Flag(name="scale", kind=str, help="1/64: scaled-down shapes; tiny: a tiny model"),
     Flag(name="backend", kind=str, help="backend(s), comma-separated; default all that run"),
 )
-MEASURE = (
-    Flag(name="device", kind=str, help="cuda or cpu; default cuda where there is one"),
-    Flag(name="nproc", kind=str, default="1", help="devices measured at once: a number or all"),
-    Flag(
-        name="clock",
-        kind=str,
-        default="auto",
-        help="auto, event-rotate, event-flush, event-hot, graph-rotate",
-    ),
-    Flag(name="rate", kind=str, default="sustained", help="sustained or burst"),
-    Flag(name="budget", kind=str, help="time for all cases together, e.g. 60s"),
+OUTPUT = (
     Flag(name="out", kind=str, help="folder for run directories [runs]"),
     Flag(
         name="resume", kind=str, help="go on with this run: skip measured cases, retry failed"
@@ -84,8 +74,11 @@ MEASURE = (
         help="resume although the environment differs",
     ),
     Flag(name="json", kind=str, help="rows as JSON; - = stdout"),
-    Flag(name="csv", kind=str, help="rows as CSV; - = stdout; a folder: one file per model"),
-    Flag(name="style", kind=str, help="primus or param: that tool's columns"),
+    Flag(
+        name="csv",
+        kind=str,
+        help="rows as CSV; - = stdout; a folder: a file per model or collective",
+    ),
     Flag(
         name="dry_run",
         kind=bool,
@@ -93,6 +86,22 @@ MEASURE = (
         names=("--dry-run",),
         help="list the cases, run none",
     ),
+)
+DEVICE = Flag(name="device", kind=str, help="cuda or cpu; default cuda where there is one")
+BUDGET = Flag(name="budget", kind=str, help="time for all cases together, e.g. 60s")
+MEASURE = (
+    DEVICE,
+    Flag(name="nproc", kind=str, default="1", help="devices measured at once: a number or all"),
+    Flag(
+        name="clock",
+        kind=str,
+        default="auto",
+        help="auto, event-rotate, event-flush, event-hot, graph-rotate",
+    ),
+    Flag(name="rate", kind=str, default="sustained", help="sustained or burst"),
+    BUDGET,
+    *OUTPUT,
+    Flag(name="style", kind=str, help="primus or param: that tool's columns"),
 )
 
 
