@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.cli import comm_output, comm_plan
+from stepmark.cli import comm, comm_output, comm_plan
 from stepmark.cli.comm_values import collective_name
 from stepmark.cli.main import status
 from stepmark.core.collectives import Api, Collective, Mode, RedOp
@@ -201,3 +201,11 @@ def test_every_case_prints_the_command_that_plans_it(monkeypatch: pytest.MonkeyP
         without = [dataclasses.replace(case, beside="")] if case.beside else []
         assert planned_again == [*without, case]
         planned_again.clear()
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.5, 1.0000001234567])
+def test_ranks_get_a_factor_as_it_was_given(factor: float) -> None:
+    """Parent and ranks count cases by position: a rounded factor would shift them."""
+    words = comm.as_arguments(["all_reduce"], {"factor": factor, "out": "runs.0"})
+    assert float(words[words.index("-f") + 1]) == factor
+    assert words[words.index("--out") + 1] == "runs.0"

@@ -258,7 +258,8 @@ def as_arguments(names: list[str], values: Values) -> list[str]:
         if value is None or value is False:
             continue
         words.append(flag.names[0] if flag.names else "--" + flag.name.replace("_", "-"))
-        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        # Exactly: ranks plan from these words what their parent planned from the values.
+        shown = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
         words += [] if value is True else [shown]
     return words
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepmark.cli.options import Values
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, worst
 from stepmark.core.record import Record, RunInfo
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from stepmark.cli.view import View
 
 Rows = list[dict[str, Any]]
-_PAIRS = ("p2p", "p2p_both", "ping_pong")
 
 
 def check(values: Values) -> None:
@@ -68,8 +67,7 @@ def deliver(path: Path, values: Values, code: int) -> int:
     words = {130: "interrupted", 143: "terminated", 3: "not all cases were measured"}
     if word := words.get(code):
         sys.stderr.write(f"{word}; {resume_hint(seen.run.command, path)}\n")
-    found = session.exit_code(seen)
-    return min((code, found), key=(130, 143, 2, 1, 3, 0).index)
+    return worst(code, session.exit_code(seen))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stepmark.core.errors import worst
 from stepmark.core.units import parse_duration
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def run(
         raise typer.Exit(_as_rank(cases, values, kind))
     code, path = _operators_of(cases, values, kind, ranks)
     if path and code not in (2, 130, 143) and (asked := _collectives(values, kind)):
-        code = _worst(code, comm.beside_operators(NAMES, asked, path))
+        code = worst(code, comm.beside_operators(NAMES, asked, path))
     raise typer.Exit(_show(path, code) if path else code)
 
 
@@ -99,10 +100,6 @@ def _show(path: Path, code: int) -> int:
         console().print(line, markup=False, highlight=False, soft_wrap=True)
     summary.terminal_summary(seen.run, seen.rows, console(), report=page)
     return code or session.exit_code(seen)
-
-
-def _worst(*codes: int) -> int:
-    return max(codes, key=(0, 3, 1, 2, 143, 130).index)
 
 
 def _collectives(values: dict[str, Any], kind: str) -> dict[str, Any]:

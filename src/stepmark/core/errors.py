@@ -32,3 +32,12 @@ class ConfigError(StepmarkError):
 
 class CheckError(StepmarkError):
     """A figure that was measured fails a stated check."""
+
+
+# Of several exit codes the later one here stands for all: 130 and 143 are an interrupt.
+EXIT_CODES = (0, 3, 1, 2, 143, 130)
+
+
+def worst(*codes: int) -> int:
+    """The exit code of work whose parts ended with these."""
+    return max(codes, key=EXIT_CODES.index)

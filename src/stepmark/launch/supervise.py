@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from stepmark.core.errors import EXIT_CODES, worst
 from stepmark.launch import evidence
 from stepmark.launch.crew import Crew
 from stepmark.launch.evidence import Lost
@@ -20,7 +21,6 @@ _GRACE_S = 3.0  # after a death: rank 0 may be writing
 _LINGER_S = 10.0  # after rank 0 has left its exit code
 _INTERRUPT_S = 10.0  # to store what is finished after Ctrl-C
 _MAX_IN_ROW = 3
-_PRECEDENCE = (0, 3, 1, 2, 143, 130)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +79,10 @@ def supervise(
             if signals:
                 return 128 + signals[0]
             if following is None or following >= num_cases:
-                return max(codes, key=_PRECEDENCE.index)
+                return worst(*codes)
             if in_row == _MAX_IN_ROW:
                 _say(f"{in_row} cases in a row lost: {num_cases - following} left out")
-                return max(codes, key=_PRECEDENCE.index)
+                return worst(*codes)
             first = following
 
 
@@ -135,7 +135,7 @@ def _normal_end(crew: Crew, poll_s: float) -> _Ended | None:
     _wait_for_end(crew, _LINGER_S, poll_s)
     if late := crew.working():
         _say(f"{evidence.ranks_text(late)} did not end {_LINGER_S:.0f} s after rank 0; killed")
-    code = code if code in _PRECEDENCE else 3
+    code = code if code in EXIT_CODES else 3
     return _Ended(code=code, goes_on_at=crew.goes_on_at if code in (0, 1, 3) else None)
 
 

@@ -149,21 +149,3 @@ def slow_lines(found: PairMatrix) -> list[str]:
         f"slow: {source} -> {destination} {digits(value, 3)} {found.unit}, {middle}"
         for source, destination, value in found.slow
     ] or [f"no slow link, {middle} {found.unit}"]
-
-
-def matrix_document(found: PairMatrix) -> dict[str, object]:
-    """The matrix for a JSON file."""
-    return {
-        "family": found.family,
-        "title": found.title,
-        "unit": found.unit,
-        "size_bytes": found.size_bytes,
-        "setting": found.setting,
-        "ranks": list(found.ranks),
-        "values": [list(line) for line in found.values],
-        "median": found.median,
-        "slow": [
-            {"source": source, "destination": destination, "value": value}
-            for source, destination, value in found.slow
-        ],
-    }
