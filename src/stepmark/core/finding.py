@@ -1,0 +1,36 @@
+"""Something a reader of files noticed, with the lines that show it."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Severity(StrEnum):
+    """NOTE: worth knowing, or harmless although it looks bad. WARNING: likely costs speed, or
+    a figure to doubt. PROBLEM: the job fails, hangs or gives wrong data."""
+
+    NOTE = "note"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One line of a file. `line` counts from 1; 0 where the file has no lines."""
+
+    file: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """`rule` is a short stable name such as "net-socket"; `text` one sentence for people.
+
+    `evidence` holds the first lines that prove it, `count` how many lines there are in all.
+    """
+
+    rule: str
+    severity: Severity
+    text: str
+    evidence: tuple[Evidence, ...] = ()
+    count: int = 1
