@@ -1,0 +1,195 @@
+"""How many times as fast is B as A, and is it real? The launch is the unit.
+
+Samples of one launch are not independent: buffers, clocks, placement and neighbours are drawn
+once per launch. So each launch gives one number, its centre, and the interval is Student's t on
+the logarithms of the centres, with Welch's degrees of freedom (Biometrika 34, 1947), rounded
+down. Percentiles of a bootstrap over a handful of launches are too narrow
+(docs/adr/0008-students-t-over-launches.md).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import NormalDist, fmean, variance
+
+# Of intervals; a change below the floor is not reported, however certain.
+CONFIDENCE = 0.99
+EFFECT_FLOOR = 0.01
+_NORMAL = 1000  # degrees of freedom from which t is the normal distribution to four digits
+
+
+class Verdict(StrEnum):
+    """SAME: the whole interval lies within the floor, so no difference that counts."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    SAME = "same"
+    CANNOT_TELL = "cannot tell"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How much launches differ: standard deviation of the logarithm of a launch's centre.
+
+    `num_launches` is how many it was found from; None for one that a person states.
+    """
+
+    sd_log: float
+    num_launches: int | None
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """`speed` is B's speed over A's: 1.05 is 5 % faster. low and high span 99 %, if known."""
+
+    speed: float
+    low: float | None
+    high: float | None
+    verdict: Verdict
+    reason: str  # of "cannot tell"; else what the interval rests on
+    se_log: float | None = None
+    df: int | None = None  # of Student's t; None for the normal distribution
+
+    def p_slower(self, limit: float) -> float | None:
+        """One-sided p of "at most `limit` slower", as a share of the time (0.05: 5 %).
+
+        None where nothing is known of how launches differ.
+        """
+        if self.se_log is None:
+            return None
+        excess = -math.log(self.speed) - math.log1p(limit)
+        if self.se_log == 0:
+            return 0.0 if excess > 0 else 1.0
+        return 1 - t_cdf(excess / self.se_log, self.df)
+
+
+def ratio(
+    times_a: Sequence[float],
+    times_b: Sequence[float],
+    *,
+    spread: Spread | None = None,
+    floor: float = EFFECT_FLOOR,
+) -> Ratio:
+    """Compare centres of launches, in seconds (or, for a rate, its reciprocal); all above 0.
+
+    With two launches a side or more their own spread decides. With one on a side, `spread`
+    does; without it there is a ratio and no verdict.
+    """
+    logs_a, logs_b = ([math.log(value) for value in times] for times in (times_a, times_b))
+    log_speed = fmean(logs_a) - fmean(logs_b)
+    found = _error(logs_a, logs_b, spread)
+    if found is None:
+        return Ratio(
+            speed=math.exp(log_speed),
+            low=None,
+            high=None,
+            verdict=Verdict.CANNOT_TELL,
+            reason="one launch",
+        )
+    se_log, df, basis = found
+    half = t_quantile(0.5 + CONFIDENCE / 2, df) * se_log
+    speed, low, high = (math.exp(log_speed + part) for part in (0.0, -half, half))
+    verdict = _verdict(speed, low, high, floor)
+    return Ratio(
+        speed=speed,
+        low=low,
+        high=high,
+        verdict=verdict,
+        reason="within noise" if verdict is Verdict.CANNOT_TELL else basis,
+        se_log=se_log,
+        df=df,
+    )
+
+
+def _error(
+    logs_a: Sequence[float], logs_b: Sequence[float], spread: Spread | None
+) -> tuple[float, int | None, str] | None:
+    """Standard error of the difference of means, degrees of freedom, and whence."""
+    n_a, n_b = len(logs_a), len(logs_b)
+    if min(n_a, n_b) > 1:
+        part_a, part_b = variance(logs_a) / n_a, variance(logs_b) / n_b
+        return (
+            math.sqrt(part_a + part_b),
+            _welch(part_a, n_a, part_b, n_b),
+            f"{n_a} and {n_b} launches",
+        )
+    if spread is None:
+        return None
+    df = None if spread.num_launches is None else spread.num_launches - 1
+    return spread.sd_log * math.sqrt(1 / n_a + 1 / n_b), df, spread.source
+
+
+def _welch(part_a: float, n_a: int, part_b: float, n_b: int) -> int:
+    """Rounded down, and never under what the smaller side alone has: the safe side."""
+    total = part_a + part_b
+    if total == 0:
+        return min(n_a, n_b) - 1
+    return max(
+        min(n_a, n_b) - 1,
+        math.floor(total**2 / (part_a**2 / (n_a - 1) + part_b**2 / (n_b - 1))),
+    )
+
+
+def _verdict(speed: float, low: float, high: float, floor: float) -> Verdict:
+    if low > 1 and speed >= 1 + floor:
+        return Verdict.FASTER
+    if high < 1 and speed <= 1 / (1 + floor):
+        return Verdict.SLOWER
+    if 1 / (1 + floor) <= low and high <= 1 + floor:
+        return Verdict.SAME
+    return Verdict.CANNOT_TELL
+
+
+def spread_of(times: Sequence[float], source: str) -> Spread | None:
+    """Of the centres of launches; None for fewer than two."""
+    if len(times) < 2:
+        return None
+    logs = [math.log(value) for value in times]
+    return Spread(sd_log=math.sqrt(variance(logs)), num_launches=len(logs), source=source)
+
+
+def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
+    """Which hypotheses fall so that with probability alpha at most any falls wrongly.
+
+    Holm, Scandinavian Journal of Statistics 6, 1979.
+    """
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    fallen = [False] * len(p_values)
+    for place, index in enumerate(order):
+        if p_values[index] > alpha / (len(order) - place):
+            break
+        fallen[index] = True
+    return fallen
+
+
+def t_cdf(t: float, df: int | None) -> float:
+    """Student's distribution for whole degrees of freedom; the normal one for None.
+
+    Finite sums 26.7.3 and 26.7.4 of Abramowitz and Stegun, Handbook of Mathematical Functions.
+    """
+    if df is None or df >= _NORMAL:
+        return NormalDist().cdf(t)
+    angle = math.atan(abs(t) / math.sqrt(df))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = df % 2
+    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+    for power in range(2 + odd, df + 1, 2):
+        total += term
+        term *= (power - 1) / power * cosine**2
+    within = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return 0.5 + math.copysign(within / 2, t)
+
+
+def t_quantile(p: float, df: int | None) -> float:
+    """The t that a share p of the distribution lies below, for p from a half up."""
+    if df is None or df >= _NORMAL:
+        return NormalDist().inv_cdf(p)
+    low, high = 0.0, 1.0
+    while t_cdf(high, df) < p:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_cdf(middle, df) < p else (low, middle)
+    return high
