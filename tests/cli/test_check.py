@@ -19,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(folder: Path, run: Path) -> "subprocess.CompletedProcess[str]":
-    arguments = ["check", "--baseline", str(run), "--launches", "2", "--budget", "2s"]
+    arguments = ["check", "--baseline", str(run), "--launches", "4", "--budget", "4s"]
     # Other processes share this machine: only a factor counts here.
     return stepmark(*arguments, "--floor", "1", "--json", "-", cwd=folder)
 
@@ -40,7 +40,7 @@ def test_the_same_machine_passes(folder: Path) -> None:
     done = check(folder, run)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
-    assert row["verdict"] in ("same", "cannot tell")
+    assert not row["too_slow"]
     assert "0 of 1 cases slower" in done.stderr
 
 
@@ -49,8 +49,8 @@ def test_a_faster_baseline_fails(folder: Path, tmp_path: Path) -> None:
     done = check(folder, doctored(run, tmp_path / "fast", 0.01))
     assert done.returncode == 1, done.stderr
     (row,) = json.loads(done.stdout)
-    assert row["verdict"] == "slower"
-    assert row["ratio"] > 10
+    assert (row["verdict"], row["too_slow"]) == ("slower", True)
+    assert row["speed"] < 0.1
 
 
 def test_a_slower_baseline_passes(folder: Path, tmp_path: Path) -> None:

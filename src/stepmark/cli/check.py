@@ -10,7 +10,6 @@ from stepmark.core.units import parse_duration
 
 if TYPE_CHECKING:
     from stepmark.core.record import Measured
-    from stepmark.store.compare import Verdict
 
 
 def check(
@@ -21,9 +20,9 @@ def check(
     budget: Annotated[str, typer.Option("--budget", help="time in all")] = "10m",
     launches: Annotated[
         int, typer.Option("--launches", help="times each case is measured")
-    ] = 3,
+    ] = 5,
     floor: Annotated[
-        float, typer.Option("--floor", help="smallest slowdown that counts")
+        float, typer.Option("--floor", help="slowdown that is still accepted")
     ] = 0.03,
     json: Annotated[
         str | None, typer.Option("--json", help="verdicts as JSON; - = stdout")
@@ -34,8 +33,10 @@ def check(
 ) -> None:
     """Measure a reference run's cases again; exit 1 if any is slower beyond noise."""
     from stepmark.cli import session  # noqa: PLC0415
-    from stepmark.core.record import Measured  # noqa: PLC0415
-    from stepmark.store.compare import judge  # noqa: PLC0415
+    from stepmark.cli.sides import side_of_runs  # noqa: PLC0415
+    from stepmark.cli.view import console  # noqa: PLC0415
+    from stepmark.report import comparison as drawn  # noqa: PLC0415
+    from stepmark.store.compare import Options, compare  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
     from stepmark.store.runs import find_run  # noqa: PLC0415
 
@@ -52,7 +53,7 @@ def check(
     device = session.device_type(values)
     seconds = parse_duration(budget, "budget") / launches
     rig = session.make_rig(device)
-    found: dict[str, list[Measured]] = {}
+    paths: list[Path] = []
     code = 0
     for number in range(launches):
         outcome = session.measure(
@@ -63,25 +64,23 @@ def check(
         )
         assert outcome is not None
         code = max(code, outcome.exit_code)
-        for record in outcome.view.records:
-            if isinstance(record, Measured):
-                found.setdefault(record.case.case_id, []).append(record)
         if outcome.exit_code in (130, 143):
             raise typer.Exit(outcome.exit_code)
-    verdicts = [
-        (reference[case_id], judge(reference[case_id], measured, floor))
-        for case_id, measured in found.items()
-    ]
-    rows = [_row(record, verdict) for record, verdict in verdicts]
+        paths.append(outcome.path)
+    # Means: under a power cap the clock hops between a few states, and a median hops with it.
+    options = Options(statistic="mean", fail_if_slower=floor)
+    sides = [side_of_runs("reference", [path]), side_of_runs("now", paths)]
+    comparison = compare(sides, options)
+    rows = drawn.rows(comparison)
     if json:
         write_json(rows, json, "check")
     if csv:
         write_csv(rows, csv, "check")
-    slower = [verdict for _, verdict in verdicts if verdict.verdict == "slower"]
     if "-" not in (json, csv):
-        _print(rows)
-    missing = len(reference) - len(found)
-    text = f"{len(slower)} of {len(rows)} cases slower than {path.name}"
+        drawn.printed(comparison, console())
+    missing = len(reference) - len(rows)
+    slower = len(comparison.too_slow or ())
+    text = f"{slower} of {len(rows)} cases slower than {path.name}"
     typer.echo(text + (f"; {missing} could not be measured" if missing else ""), err=True)
     raise typer.Exit(1 if slower else 3 if missing else code)
 
@@ -104,35 +103,3 @@ def _reference(path: Path) -> "dict[str, Measured]":
     if any(record.case.num_ranks > 1 for record in found.values()):
         raise ConfigError("baseline", path, "a run of one rank")
     return found
-
-
-def _row(record: "Measured", verdict: "Verdict") -> dict[str, object]:
-    from stepmark.report.tables import shape_text  # noqa: PLC0415
-
-    return {
-        "family": record.case.family,
-        "shape": shape_text(record.operator.op),
-        "dtype": str(record.case.dtype),
-        "backend": record.case.backend,
-        "pass": str(getattr(record.operator.op, "phase", "")),
-        "ratio": verdict.ratio,
-        "low": verdict.low,
-        "high": verdict.high,
-        "noise": verdict.noise,
-        "verdict": verdict.verdict,
-        "case_id": verdict.case_id,
-    }
-
-
-def _print(rows: list[dict[str, object]]) -> None:
-    for row in rows:
-        ratios = f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
-        words = (
-            row["verdict"],
-            ratios,
-            row["family"],
-            row["shape"],
-            row["dtype"],
-            row["backend"],
-        )
-        typer.echo("  ".join(str(word) for word in words))

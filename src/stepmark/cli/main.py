@@ -27,6 +27,7 @@ VERBS = {
     "run": Verb("run", "run", "The main job: operators, collectives, summary and HTML report."),
     "doctor": Verb("doctor", "doctor", "Show devices, peaks, health and what would run."),
     "check": Verb("check", "check", "Measure a reference run's cases again; is any slower?"),
+    "compare": Verb("compare", "compare", "Runs, nccl-tests files, CSVs: ratios and verdicts."),
     "report": Verb("report", "report", "Write report.html of a run."),
     "comm": Verb("comm", "command", "Measure collectives: nccl-tests' flags, no MPI."),
     "op": Verb("op", "app", "Measure operators: one family, or all of a model's layer."),

@@ -39,6 +39,8 @@ class Side:
 
     name: str
     series: tuple[Series, ...]
+    # What it ran on and under (device, versions, variables); a difference is said, not refused.
+    context: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # how it was read
 
 
@@ -55,7 +57,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One thing that the baseline and at least one other side measured. Cells by side's name."""
+    """What the baseline and at least one other side measured. Cells by side's name."""
 
     fields: Fields
     size_bytes: int | None

@@ -16,6 +16,8 @@ from statistics import NormalDist, fmean, variance
 # Of intervals; a change below the floor is not reported, however certain.
 CONFIDENCE = 0.99
 EFFECT_FLOOR = 0.01
+# An interval that only just leaves 1 out does so by chance in one of a hundred comparisons.
+_MARGIN = 0.1  # of the floor, by which it must clear 1
 _NORMAL = 1000  # degrees of freedom from which t is the normal distribution to four digits
 
 
@@ -90,7 +92,10 @@ def ratio(
         )
     se_log, df, basis = found
     half = t_quantile(0.5 + CONFIDENCE / 2, df) * se_log
-    speed, low, high = (math.exp(log_speed + part) for part in (0.0, -half, half))
+    # Of two launches that differ wildly, an interval can pass what a float holds.
+    speed, low, high = (
+        math.exp(max(-700.0, min(700.0, log_speed + part))) for part in (0.0, -half, half)
+    )
     verdict = _verdict(speed, low, high, floor)
     return Ratio(
         speed=speed,
@@ -133,9 +138,10 @@ def _welch(part_a: float, n_a: int, part_b: float, n_b: int) -> int:
 
 
 def _verdict(speed: float, low: float, high: float, floor: float) -> Verdict:
-    if low > 1 and speed >= 1 + floor:
+    margin = 1 + _MARGIN * floor
+    if low > margin and speed >= 1 + floor:
         return Verdict.FASTER
-    if high < 1 and speed <= 1 / (1 + floor):
+    if high < 1 / margin and speed <= 1 / (1 + floor):
         return Verdict.SLOWER
     if 1 / (1 + floor) <= low and high <= 1 + floor:
         return Verdict.SAME

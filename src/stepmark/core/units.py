@@ -54,3 +54,16 @@ def parse_bytes(text: str, field: str) -> int:
     if not 0 <= num_bytes <= 2**50:
         raise ConfigError(field, text, "a size from 0 to 1024T")
     return int(num_bytes)
+
+
+def parse_share(text: str, field: str) -> float:
+    """Read '5%' or '0.05' as a fraction; above 0 and under 1."""
+    squeezed = text.strip()
+    try:
+        number = float(squeezed.removesuffix("%"))
+    except ValueError:
+        raise ConfigError(field, text, "a share such as 5% or 0.05") from None
+    share = number / 100 if squeezed.endswith("%") else number
+    if not 0 < share < 1:
+        raise ConfigError(field, text, "a share above 0 and under 100%")
+    return share

@@ -59,7 +59,7 @@ def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "
                 name=name,
                 legendgroup=str(index),
                 showlegend=column == 1,
-                **_line(index),
+                **curve_style(index),
                 text=[_hover(row, run) for row in held],
                 hovertemplate="%{text}<extra></extra>",
                 row=1,
@@ -67,7 +67,7 @@ def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "
             )
     if device and device.link_bytes_per_s and any(row["pct_link"] for row in rows):
         _add_link(figure, device, rows)
-    figure.update_xaxes(title="message size", type="log", **_size_ticks(rows))
+    figure.update_xaxes(title="message size", type="log", **size_ticks(_sizes(rows)))
     figure.update_yaxes(title="busbw (GB/s)", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title="time (us)", type="log", **_time_ticks(rows), row=1, col=2)
     return styled(figure, height=400 + 20 * (len(curves) // 5))
@@ -88,7 +88,7 @@ def contention(rows: Sequence[Row], run: RunInfo) -> "Figure":
             ("slowdown_beside", compute, "dash"),
         ):
             known = [row for row in curve if row[key] is not None]
-            style = _line(index)
+            style = curve_style(index)
             style["line"] = {"color": COLOURS[index % len(COLOURS)], "dash": dash}
             figure.add_scatter(
                 x=[number(row, "size_bytes") for row in known],
@@ -99,7 +99,7 @@ def contention(rows: Sequence[Row], run: RunInfo) -> "Figure":
                 hovertemplate="%{y:.3f} x<br>%{text}<extra></extra>",
             )
     figure.add_hline(y=1, line={"color": INK, "dash": "dash", "width": 1})
-    figure.update_xaxes(title="message size", type="log", **_size_ticks(held))
+    figure.update_xaxes(title="message size", type="log", **size_ticks(_sizes(held)))
     figure.update_yaxes(title="time together / alone", type="log", dtick="D1")
     return styled(figure, height=360)
 
@@ -182,7 +182,7 @@ def _word(row: Row, key: str) -> str:
             return f"{key} {row[key]}" if row[key] is not None else ""
 
 
-def _line(index: int) -> dict[str, object]:
+def curve_style(index: int) -> dict[str, object]:
     """Colour by curve; dash and symbol too, so that curves on one another are told apart."""
     colour = COLOURS[index % len(COLOURS)]
     return {
@@ -207,15 +207,18 @@ def _add_link(figure: "Figure", device: DeviceSpec, rows: Sequence[Row]) -> None
     )
 
 
-def _size_ticks(rows: Sequence[Row]) -> dict[str, object]:
-    """About six powers of two, named as sizes."""
-    sizes = [size for row in rows if (size := number(row, "size_bytes"))]
+def size_ticks(sizes: Sequence[float]) -> dict[str, object]:
+    """About six powers of two, named as sizes, for a logarithmic axis of bytes."""
     if not sizes:
         return {}
     low, high = floor(log2(min(sizes))), ceil(log2(max(sizes)))
     step = max(1, ceil((high - low) / 6))
     ticks = [2.0**power for power in range(low, high + 1, step)]
     return {"tickvals": ticks, "ticktext": [format_bytes(tick) for tick in ticks]}
+
+
+def _sizes(rows: Sequence[Row]) -> list[float]:
+    return [size for row in rows if (size := number(row, "size_bytes"))]
 
 
 def _time_ticks(rows: Sequence[Row]) -> dict[str, object]:

@@ -28,10 +28,8 @@ def write_html(
     target: Path,
     comm_rows: Sequence[Row] = (),
 ) -> None:
-    """Write the report of a run; a reader never sees half a file."""
-    partial = target.with_name(target.name + ".partial")
-    partial.write_text(html(run, records, rows, device, comm_rows), encoding="utf-8")
-    partial.replace(target)
+    """Write the report of a run."""
+    write_page(html(run, records, rows, device, comm_rows), target)
 
 
 def html(
@@ -42,32 +40,45 @@ def html(
     comm_rows: Sequence[Row] = (),
 ) -> str:
     """The whole document: operators (rows) and collectives (comm_rows)."""
-    from plotly.offline import get_plotlyjs  # noqa: PLC0415
-
     body = "\n".join(
         (
-            _section("Summary", _summary(run, rows, device, comm_rows)),
+            section("Summary", _summary(run, rows, device, comm_rows)),
             *_figure_sections(run, rows, device),
             *_comm_sections(run, comm_rows, device),
-            _section("Measurements", table(rows) if rows or not comm_rows else ""),
-            _section("Collectives", table(comm_rows, COMM_COLUMNS) if comm_rows else ""),
-            _section("Skipped and failed", _unmeasured(records, [*rows, *comm_rows])),
-            _section("Environment", _environment(run)),
+            section("Measurements", table(rows) if rows or not comm_rows else ""),
+            section("Collectives", table(comm_rows, COMM_COLUMNS) if comm_rows else ""),
+            section("Skipped and failed", _unmeasured(records, [*rows, *comm_rows])),
+            section("Environment", _environment(run)),
         )
     )
-    title = escape(f"stepmark {run.run_id}")
+    lead = f"{escape(run.created_at)} &middot; <code>{escape(run.command)}</code>"
+    return document(f"stepmark {run.run_id}", lead, body)
+
+
+def document(title: str, lead: str, body: str) -> str:
+    """A page that needs nothing else. `title` is text; `lead` and `body` are HTML."""
+    from plotly.offline import get_plotlyjs  # noqa: PLC0415
+
+    shown = escape(title)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{shown}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<style>{STYLE}</style>\n<script>{get_plotlyjs()}</script></head>\n"
-        f"<body><main><h1>{title}</h1>\n"
-        f'<p class="quiet">{escape(run.created_at)} &middot; <code>{escape(run.command)}</code>'
-        f"</p>\n{body}\n</main>\n<script>{SCRIPT}</script></body></html>\n"
+        f'<body><main><h1>{shown}</h1>\n<p class="quiet">{lead}</p>\n{body}\n</main>\n'
+        f"<script>{SCRIPT}</script></body></html>\n"
     )
 
 
-def _section(title: str, content: str) -> str:
+def write_page(text: str, target: Path) -> None:
+    """A reader never sees half a file."""
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(target)
+
+
+def section(title: str, content: str) -> str:
+    """Title is HTML; nothing for no content."""
     return f"<section><h2>{title}</h2>\n{content}</section>" if content else ""
 
 
@@ -126,7 +137,7 @@ def _figure_sections(run: RunInfo, rows: Sequence[Row], device: DeviceSpec | Non
         ),
     )
     return [
-        _figure_section(title, note, figure)
+        figure_section(title, note, figure)
         for title, note, figure in drawn
         if any(trace.type == "bar" or trace.mode == "markers" for trace in figure.data)
     ]
@@ -136,18 +147,19 @@ def _comm_sections(
     run: RunInfo, comm_rows: Sequence[Row], device: DeviceSpec | None
 ) -> list[str]:
     return [
-        _figure_section(title, note, figure)
+        figure_section(title, note, figure)
         for title, note, figure in comm_figures.drawn(comm_rows, run, device)
     ]
 
 
-def _figure_section(title: str, note: str, figure: "Figure") -> str:
+def figure_section(title: str, note: str, figure: "Figure") -> str:
+    """A plot under its title (text) and a note."""
     plot = figure.to_html(
         full_html=False,
         include_plotlyjs=False,
         config={"displaylogo": False, "responsive": True, "displayModeBar": False},
     )
-    return _section(escape(title), f'<p class="quiet">{escape(note)}</p>{plot}')
+    return section(escape(title), f'<p class="quiet">{escape(note)}</p>{plot}')
 
 
 def _unmeasured(records: Sequence[Record], rows: Sequence[Row]) -> str:

@@ -1,74 +1,367 @@
-"""Is a machine slower than a reference run? A verdict per case, never from one launch alone."""
+"""Sides joined line by line, each ratio judged. What may not be paired is refused.
+
+A field that is one value on each side and the same tells nothing apart; one that varies within
+a side is part of a line's name; one that differs between sides, constant in each, is what is
+compared, or a reason to refuse.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
 
-from stepmark.core.record import Measured
-from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.comparison import Cell, Comparison, Line, Overall, Series, Side
+from stepmark.core.errors import ConfigError
+from stepmark.core.ratio import (
+    CONFIDENCE,
+    EFFECT_FLOOR,
+    Ratio,
+    Spread,
+    holm,
+    ratio,
+    spread_of,
+)
+from stepmark.core.units import format_bytes
 
-# A change smaller than this is not reported, however certain.
-EFFECT_FLOOR = 0.01
-MIN_SAMPLES = 5
+# Of these a difference makes figures incomparable; --force compares all the same.
+STRICT = ("method", "rate_kind", "num_ranks", "world_size", "dtype", "unit", "skew_s", "beside")
+# These always name a line: their difference is no difference of settings.
+NAMING = ("family", "shape", "label", "phase", "placement", "pair")
+# Sizes of other numbers of ranks, rounded to whole parts, are still the same size.
+SAME_SIZE = 0.01
+
+STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "mean": fmean}
+
+Value = str | int | float | bool | None
+Key = tuple[tuple[str, Value], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """`ratio` = mean time now / then; above 1 is slower. low and high span the launches."""
+class Options:
+    """How sides are compared. `noise` is a relative standard deviation of one launch."""
 
-    case_id: str
-    ratio: float
-    low: float
-    high: float
-    noise: float  # relative; the larger of that of the samples and of the launches
-    verdict: str  # "slower", "faster", "same", "cannot tell", "other method"
+    floor: float = EFFECT_FLOOR
+    noise: float | None = None
+    statistic: str = "median"  # of the samples of a launch
+    force: bool = False
+    fail_if_slower: float | None = None
+    smallest_bytes: int | None = None  # of the geometric mean
+    largest_bytes: int | None = None
+    recorded: tuple[Side, ...] = field(default=())  # with several launches: how these differ
 
 
-def judge(then: Measured, launches: Sequence[Measured], floor: float) -> Verdict:
-    """Slower only if every launch is, by more than floor, noise and the launches' spread.
-
-    A launch (fresh operands, a fresh soak) is the unit: samples of one launch are not
-    independent. Means are compared: under a power cap the clock hops between a few states, and
-    a median hops with it (docs/LOG.md) while work over time does not. Noise is two standard
-    errors of the noisiest mean, over ten blocks of its samples. How much launches of the
-    reference differ is not known; the spread of ours stands for it. Of fewer than five samples
-    nothing is concluded.
-    """
-    times = [slowest_per_sample(one.samples.seconds) for one in (then, *launches)]
-    base, *means = [summarize(seconds).mean for seconds in times]
-    ratios = sorted(mean / base for mean in means)
-    ratio = summarize(ratios).median
-    noise = max(*map(_block_noise, times), (ratios[-1] - ratios[0]) / ratio)
-    limit = max(EFFECT_FLOOR, floor, noise)
-    if any(one.samples.method != then.samples.method for one in launches):
-        word = "other method"
-    elif min(map(len, times)) < MIN_SAMPLES or len(launches) < 2:
-        word = "cannot tell"
-    elif ratios[0] > 1 + limit:
-        word = "slower"
-    elif ratios[-1] < 1 - limit:
-        word = "faster"
-    elif 1 - limit <= ratios[0] and ratios[-1] <= 1 + limit:
-        word = "same"
-    else:
-        word = "cannot tell"
-    return Verdict(
-        case_id=then.case.case_id,
-        ratio=ratio,
-        low=ratios[0],
-        high=ratios[-1],
-        noise=noise,
-        verdict=word,
+def compare(sides: Sequence[Side], options: Options) -> Comparison:
+    """Every other side against the first. Raises ConfigError where nothing can be paired."""
+    if len(sides) < 2:
+        raise ConfigError("sides", len(sides), "two or more")
+    if len({side.name for side in sides}) < len(sides):
+        names = ", ".join(side.name for side in sides)
+        raise ConfigError("sides", names, "different names, e.g. tcp=a.txt plugin=b.txt")
+    base, *others = sides
+    cells: dict[int, dict[str, Cell]] = {}
+    pairs: dict[str, list[tuple[Series, Series]]] = {}
+    notes = [f"{side.name}: {note}" for side in sides for note in side.notes]
+    notes += _context_notes(sides)
+    for other in others:
+        joined = _join(base, other, options.force)
+        notes += joined.notes
+        pairs[other.name] = []
+        for place, mine, theirs in joined.pairs:
+            held = cells.setdefault(place, {base.name: _cell(mine, None, options)})
+            held[other.name] = _cell(theirs, _judge(mine, theirs, options), options)
+            pairs[other.name].append((mine, theirs))
+    lines = tuple(_line(base.series[place], cells[place]) for place in sorted(cells))
+    overall = tuple(
+        found for name, held in pairs.items() if (found := _overall(name, held, options))
+    )
+    return Comparison(
+        names=tuple(side.name for side in sides),
+        lines=lines,
+        overall=overall,
+        notes=tuple(dict.fromkeys(notes)),
+        too_slow=_too_slow(lines, options),
+        settings=(
+            {}
+            if options.fail_if_slower is None
+            else {"fail_if_slower": f"{options.fail_if_slower:.3g}"}
+        ),
     )
 
 
-def _block_noise(seconds: Sequence[float], blocks: int = 10) -> float:
-    """Two standard errors of the mean, relative, from consecutive blocks of samples."""
-    size = max(1, len(seconds) // blocks)
-    means = [
-        fmean(seconds[i : i + size]) for i in range(0, size * (len(seconds) // size), size)
+def _context_notes(sides: Sequence[Side]) -> list[str]:
+    """Variables and versions that are not the same everywhere. Files tell of none."""
+    known = [side for side in sides if side.context]
+    notes = []
+    for name in dict.fromkeys(name for side in known for name in side.context):
+        values = [side.context.get(name, "unset") for side in known]
+        if len(set(values)) > 1:
+            told = ", ".join(f"{s.name} {v}" for s, v in zip(known, values, strict=True))
+            notes.append(f"{name} differs: {told}")
+    return notes
+
+
+def _line(series: Series, cells: Mapping[str, Cell]) -> Line:
+    return Line(
+        fields=series.fields,
+        size_bytes=series.size_bytes,
+        unit=series.unit,
+        busbw_factor=series.busbw_factor,
+        cells=cells,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Joined:
+    pairs: list[tuple[int, Series, Series]]  # the place among the base's series
+    notes: list[str]
+
+
+def _join(base: Side, other: Side, force: bool) -> _Joined:
+    notes, key_names = _key_names(base, other, force)
+    table = _by_key(other, key_names)
+    _by_key(base, key_names)
+    pairs = []
+    matched: set[int] = set()
+    for place, mine in enumerate(base.series):
+        theirs = _nearest(mine, table.get(_key(mine, key_names), []))
+        if theirs is not None:
+            pairs.append((place, mine, theirs))
+            matched.add(id(theirs))
+    if not pairs:
+        raise ConfigError(
+            "compare",
+            f"{base.name} with {other.name}",
+            f"something in common: {_about(base)}; {_about(other)}",
+        )
+    for side, left in (
+        (base, len(base.series) - len(pairs)),
+        (other, len(other.series) - len(matched)),
+    ):
+        if left:
+            against = other.name if side is base else base.name
+            notes.append(f"{left} of {len(side.series)} of {side.name} are not in {against}")
+    return _Joined(pairs=pairs, notes=notes)
+
+
+def _key_names(base: Side, other: Side, force: bool) -> tuple[list[str], list[str]]:
+    """Notes on what differs, and the fields that name a line."""
+    notes, names = [], []
+    for name in dict.fromkeys(key for s in (*base.series, *other.series) for key in s.fields):
+        mine, theirs = _values(base, name), _values(other, name)
+        if mine == theirs:
+            names.append(name)
+        elif not _stated(mine) or not _stated(theirs):
+            if _stated(mine) or _stated(theirs):
+                silent = other if _stated(mine) else base
+                notes.append(f"{silent.name} does not state {name}: taken as the same")
+        elif len(mine) == len(theirs) == 1 and name not in NAMING:
+            (a,), (b,) = mine, theirs
+            if name in STRICT and not force:
+                raise ConfigError(
+                    name, f"{base.name}: {a}, {other.name}: {b}", "the same, or --force"
+                )
+            notes.append(f"{name} differs: {base.name} {a}, {other.name} {b}")
+        else:
+            names.append(name)
+    return notes, names
+
+
+def _values(side: Side, name: str) -> set[Value]:
+    return {series.fields.get(name) for series in side.series}
+
+
+def _stated(values: set[Value]) -> bool:
+    return bool(values - {None, ""})
+
+
+def _key(series: Series, names: Iterable[str]) -> Key:
+    return tuple((name, series.fields.get(name)) for name in names)
+
+
+def _by_key(side: Side, names: Sequence[str]) -> dict[Key, list[Series]]:
+    """Raises ConfigError where two series of a side cannot be told apart."""
+    table: dict[Key, list[Series]] = {}
+    for series in side.series:
+        held = table.setdefault(_key(series, names), [])
+        for twin in held:
+            if twin.size_bytes == series.size_bytes:
+                name = _apart(twin, series)
+                raise ConfigError(
+                    name,
+                    f"{side.name} has {twin.fields.get(name)} and {series.fields.get(name)}",
+                    "one of them: the other side does not say which it is",
+                )
+        held.append(series)
+    return table
+
+
+def _apart(a: Series, b: Series) -> str:
+    return next((n for n in a.fields if a.fields.get(n) != b.fields.get(n)), "side")
+
+
+def _nearest(mine: Series, held: Sequence[Series]) -> Series | None:
+    """The partner of this size; else the one nearest to it, within SAME_SIZE."""
+    if mine.size_bytes is None:
+        return held[0] if held else None
+    size = mine.size_bytes
+    sized = [series for series in held if series.size_bytes is not None]
+    found = min(sized, key=lambda s: abs((s.size_bytes or 0) - size), default=None)
+    if found is None or abs((found.size_bytes or 0) - size) > SAME_SIZE * size:
+        return None
+    return found
+
+
+def _about(side: Side) -> str:
+    kinds = dict.fromkeys(
+        " ".join(
+            str(s.fields[name])
+            for name in ("family", "dtype", "placement")
+            if s.fields.get(name)
+        )
+        or s.unit
+        for s in side.series
+    )
+    sizes = [s.size_bytes for s in side.series if s.size_bytes is not None]
+    text = f"{side.name} has {', '.join(list(kinds)[:4])}"
+    if sizes:
+        text += f" from {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
+    return text
+
+
+def _centres(series: Series, statistic: str) -> dict[str, float]:
+    return {launch: STATISTICS[statistic](values) for launch, values in series.launches.items()}
+
+
+def _times(series: Series, statistic: str) -> dict[str, float]:
+    """Centres as times; of a rate, the time of one unit."""
+    centres = _centres(series, statistic)
+    return centres if series.is_time else {k: 1 / value for k, value in centres.items()}
+
+
+def _cell(series: Series, found: Ratio | None, options: Options) -> Cell:
+    centres = _centres(series, options.statistic)
+    logs = [math.log(value) for value in centres.values()]
+    return Cell(
+        value=math.exp(fmean(logs)) if logs else None,
+        below=series.below,
+        num_launches=len(centres),
+        num_values=sum(map(len, series.launches.values())),
+        ratio=found,
+    )
+
+
+def _judge(mine: Series, theirs: Series, options: Options) -> Ratio | None:
+    """None where a value is only bounded."""
+    if not mine.launches or not theirs.launches:
+        return None
+    times = [list(_times(series, options.statistic).values()) for series in (mine, theirs)]
+    if mine.unit != theirs.unit:
+        return None
+    found = ratio(*times, spread=_spread(mine, theirs, options), floor=options.floor)
+    values = [sum(map(len, series.launches.values())) for series in (mine, theirs)]
+    if found.low is None and max(values) == 1:
+        return _with_reason(found, "one value")
+    return found
+
+
+def _with_reason(found: Ratio, reason: str) -> Ratio:
+    return Ratio(
+        speed=found.speed, low=found.low, high=found.high, verdict=found.verdict, reason=reason
+    )
+
+
+def _spread(mine: Series, theirs: Series, options: Options) -> Spread | None:
+    """How launches of this differ, where a side has one launch only."""
+    if options.noise is not None:
+        return Spread(
+            sd_log=options.noise, num_launches=None, source=f"noise {options.noise:.2%} as told"
+        )
+    for side in options.recorded:
+        for series in side.series:
+            if _is_same_kind(series, mine) and len(series.launches) > 1:
+                times = list(_times(series, options.statistic).values())
+                return spread_of(times, f"{len(times)} launches of {side.name}")
+    for series in (mine, theirs):
+        if len(series.launches) > 1:
+            times = list(_times(series, options.statistic).values())
+            return spread_of(times, f"{len(times)} launches of the other side")
+    return None
+
+
+def _is_same_kind(recorded: Series, series: Series) -> bool:
+    names = (*STRICT, *NAMING)
+    return (
+        recorded.size_bytes == series.size_bytes
+        and recorded.unit == series.unit
+        and all(recorded.fields.get(name) == series.fields.get(name) for name in names)
+    )
+
+
+def _overall(
+    name: str, pairs: Sequence[tuple[Series, Series]], options: Options
+) -> Overall | None:
+    """Launches are the unit here too: each gives the mean of its logarithms over all lines."""
+    held = [
+        (mine, theirs)
+        for mine, theirs in pairs
+        if mine.launches
+        and theirs.launches
+        and mine.unit == theirs.unit
+        and _in_range(mine.size_bytes, options)
     ]
-    if len(means) < 2:
-        return 0.0
-    return 2 * stdev(means) / math.sqrt(len(means)) / fmean(means)
+    if not held:
+        return None
+    sides = [_pooled([pair[index] for pair in held], options.statistic) for index in (0, 1)]
+    spread = None
+    if options.noise is not None:  # of each line; lines of one launch may move together
+        spread = Spread(sd_log=options.noise, num_launches=None, source="noise as told")
+    elif max(map(len, sides)) > 1:
+        spread = spread_of(max(sides, key=len), "launches of the other side")
+    sizes = [mine.size_bytes for mine, _ in held if mine.size_bytes is not None]
+    found = ratio(*sides, spread=spread, floor=options.floor)
+    if found.low is None and all(len(s.launches) == 1 for pair in held for s in pair):
+        values = max(len(v) for pair in held for s in pair for v in s.launches.values())
+        found = _with_reason(found, "one value" if values == 1 else "one launch")
+    return Overall(
+        name=name,
+        ratio=found,
+        num_lines=len(held),
+        smallest_bytes=min(sizes, default=None),
+        largest_bytes=max(sizes, default=None),
+    )
+
+
+def _in_range(size: int | None, options: Options) -> bool:
+    if size is None:
+        return options.smallest_bytes is None and options.largest_bytes is None
+    low = options.smallest_bytes is None or size >= options.smallest_bytes
+    return low and (options.largest_bytes is None or size <= options.largest_bytes)
+
+
+def _pooled(held: Sequence[Series], statistic: str) -> list[float]:
+    """Geometric mean over the series, by launch; of all at once where they share none."""
+    centres = [_times(series, statistic) for series in held]
+    shared = [launch for launch in centres[0] if all(launch in one for one in centres)]
+    if not shared:
+        return [math.exp(fmean(fmean(map(math.log, one.values())) for one in centres))]
+    return [math.exp(fmean(math.log(one[launch]) for one in centres)) for launch in shared]
+
+
+def _too_slow(lines: Sequence[Line], options: Options) -> tuple[tuple[int, str], ...] | None:
+    """Lines whose interval's near end is past the limit, after Holm over all of them."""
+    limit = options.fail_if_slower
+    if limit is None:
+        return None
+    tested = [
+        (place, name, p)
+        for place, line in enumerate(lines)
+        for name, cell in line.cells.items()
+        if cell.ratio and (p := cell.ratio.p_slower(limit)) is not None
+    ]
+    # One-sided: the interval leaves half of what it leaves out on this side.
+    fallen = holm([p for *_, p in tested], (1 - CONFIDENCE) / 2)
+    return tuple(
+        (place, name)
+        for (place, name, _), is_slow in zip(tested, fallen, strict=True)
+        if is_slow
+    )

@@ -1,0 +1,259 @@
+"""A comparison to rows and to a table: what each side reached, the ratio, and is it real.
+
+`speed` is always B's speed over the baseline's: above 1 is faster.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stepmark.core.comparison import Cell, Comparison, Line, Overall
+from stepmark.core.ratio import Ratio, Verdict
+from stepmark.core.units import GB, format_bytes, format_time
+from stepmark.report.printing import digits
+from stepmark.report.tables import Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+# Fields in the order in which they are read; all others follow.
+_ORDER = ("family", "shape", "label", "phase", "dtype", "redop", "placement", "num_ranks")
+# Operators' shapes say these already.
+_IN_SHAPE = ("shape", "label")
+_STYLE = {Verdict.FASTER: "green", Verdict.SLOWER: "red"}
+
+
+def rows(comparison: Comparison) -> list[Row]:
+    """One flat row per line and side other than the baseline."""
+    base, *others = comparison.names
+    slow = set(comparison.too_slow or ())
+    table: list[Row] = []
+    for place, line in enumerate(comparison.lines):
+        for name in others:
+            if (cell := line.cells.get(name)) is None:
+                continue
+            row = _named(line) | {"baseline": base, "side": name}
+            row |= _values(line, line.cells[base], "baseline_")
+            row |= _values(line, cell, "") | _judged(cell.ratio)
+            if comparison.too_slow is not None:
+                row["too_slow"] = (place, name) in slow
+            table.append(row)
+    return table
+
+
+def overall_rows(comparison: Comparison) -> list[Row]:
+    """The geometric means: one row per side other than the baseline."""
+    return [
+        {
+            "baseline": comparison.names[0],
+            "side": one.name,
+            **_judged(one.ratio),
+            "num_lines": one.num_lines,
+            "smallest_bytes": one.smallest_bytes,
+            "largest_bytes": one.largest_bytes,
+        }
+        for one in comparison.overall
+    ]
+
+
+def _named(line: Line) -> Row:
+    names = (*(n for n in _ORDER if n in line.fields), *line.fields)
+    row: Row = {name: line.fields[name] for name in names}
+    return row | {"size_bytes": line.size_bytes}
+
+
+def _values(line: Line, cell: Cell, prefix: str) -> Row:
+    is_time = line.unit == "s"
+    found: Row = {
+        f"{prefix}time_s": cell.value if is_time else None,
+        f"{prefix}busbw_gb_s": busbw_gb_s(line, cell),
+        f"{prefix}rate": None if is_time else cell.value,
+        f"{prefix}below": cell.below,
+        f"{prefix}launches": cell.num_launches,
+        f"{prefix}values": cell.num_values,
+    }
+    return found
+
+
+def busbw_gb_s(line: Line, cell: Cell) -> float | None:
+    if line.unit == "busbw":
+        return None if cell.value is None else cell.value / GB
+    if not (line.unit == "s" and line.busbw_factor and line.size_bytes and cell.value):
+        return None
+    return line.size_bytes * line.busbw_factor / cell.value / GB
+
+
+def _judged(found: Ratio | None) -> Row:
+    if found is None:
+        return dict.fromkeys(("speed", "low", "high")) | {
+            "verdict": Verdict.CANNOT_TELL.value,
+            "reason": "printed as 0",
+        }
+    return {
+        "speed": found.speed,
+        "low": found.low,
+        "high": found.high,
+        "verdict": found.verdict.value,
+        "reason": found.reason,
+    }
+
+
+def printed(comparison: Comparison, console: "Console") -> None:
+    """Constants, a line per size or shape, geometric means, and what else is to be known."""
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    base, *others = comparison.names
+    constant, varying = split_fields(comparison.lines)
+    console.print(Text(headline(comparison, constant)), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    has_sizes = any(line.size_bytes is not None for line in comparison.lines)
+    heads = [*varying, *(["size"] if has_sizes else [])]
+    for head in heads:
+        table.add_column(head, justify="right" if head == "size" else "left", no_wrap=True)
+    for name in comparison.names:
+        table.add_column(name, justify="right", overflow="fold")
+    for name in others:
+        table.add_column(f"{name} / {base}", justify="right", overflow="fold")
+        table.add_column("", no_wrap=True)
+    for line in comparison.lines:
+        words = [_shown(line.fields.get(name)) for name in varying]
+        words += [_size(line)] if has_sizes else []
+        cells = [Text(word) for word in words]
+        cells += [Text(value_text(line, line.cells.get(name))) for name in comparison.names]
+        for name in others:
+            cells += _ratio_cells(line.cells.get(name))
+        table.add_row(*cells)
+    console.print(table)
+    for text in (*map(mean_text, comparison.overall), *closing(comparison)):
+        console.print(Text(text), soft_wrap=True)
+
+
+def split_fields(lines: Sequence[Line]) -> tuple[dict[str, object], list[str]]:
+    """Fields with one value, and the names of those that tell lines apart."""
+    names = dict.fromkeys(name for line in lines for name in line.fields)
+    constant: dict[str, object] = {}
+    varying = []
+    shaped = any(line.fields.get(name) for line in lines for name in _IN_SHAPE)
+    for name in (*(n for n in _ORDER if n in names), *(n for n in names if n not in _ORDER)):
+        values = {line.fields.get(name) for line in lines}
+        if len(values) == 1:
+            constant[name] = values.pop()
+        elif name in _ORDER or not shaped or name in ("backend", "rate_kind", "method"):
+            varying.append(name)
+    return constant, varying
+
+
+def headline(comparison: Comparison, constant: dict[str, object]) -> str:
+    words = [
+        _shown(constant[name])
+        for name in ("family", "shape", "label", "phase", "dtype", "redop", "placement")
+        if constant.get(name) not in (None, "", "none")
+    ]
+    if ranks := constant.get("num_ranks"):
+        words.append(f"{ranks} rank{'s' if ranks != 1 else ''}")
+    if method := constant.get("method"):
+        words.append(str(method))
+    units = {unit_text(line) for line in comparison.lines}
+    what = units.pop() if len(units) == 1 else "values with their units"
+    return ", ".join([*words, what]) + "; ratios are of speed: above 1 is faster"
+
+
+def unit_text(line: Line) -> str:
+    if line.unit == "busbw" or (line.unit == "s" and line.busbw_factor and line.size_bytes):
+        return "bus bandwidth in GB/s"
+    return "time" if line.unit == "s" else f"in {line.unit}"
+
+
+def _size(line: Line) -> str:
+    return "" if line.size_bytes is None else format_bytes(line.size_bytes)
+
+
+def _shown(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def value_text(line: Line, cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    scale = GB if line.unit == "busbw" else 1.0
+    if cell.value is None:
+        return "" if cell.below is None else f"< {cell.below / scale:g}"
+    busbw = busbw_gb_s(line, cell)
+    if busbw is not None:
+        return f"{busbw:.2f}"
+    return format_time(cell.value) if line.unit == "s" else digits(cell.value, 6)
+
+
+def _ratio_cells(cell: Cell | None) -> "list[Text]":
+    from rich.text import Text  # noqa: PLC0415
+
+    if cell is None:
+        return [Text(""), Text("")]
+    found = cell.ratio
+    if found is None:
+        return [Text(""), Text("cannot tell (printed as 0)")]
+    style = _STYLE.get(found.verdict, "")
+    return [Text(ratio_text(found)), Text(verdict_text(found), style=style)]
+
+
+def verdict_text(found: Ratio) -> str:
+    """The verdict, and why where nothing can be told."""
+    unsure = found.verdict is Verdict.CANNOT_TELL
+    return found.verdict.value + (f" ({found.reason})" if unsure else "")
+
+
+def ratio_text(found: Ratio) -> str:
+    """1.052 [1.031, 1.074]: the speed and its 99 % interval."""
+    if found.low is None or found.high is None:
+        return f"{found.speed:.3f}"
+    return f"{found.speed:.3f} [{_bound(found.low)}, {_bound(found.high)}]"
+
+
+def _bound(value: float) -> str:
+    return f"{value:.3f}" if 0.001 <= value < 1000 else f"{value:.0e}"
+
+
+def mean_text(one: Overall) -> str:
+    over = f"{one.num_lines} line{'s' if one.num_lines != 1 else ''}"
+    if one.smallest_bytes is not None and one.largest_bytes is not None:
+        over = (
+            f"{format_bytes(one.smallest_bytes)} to {format_bytes(one.largest_bytes)}, {over}"
+        )
+    mean = f"geometric mean {ratio_text(one.ratio)} over {over}"
+    return f"{one.name}: {mean}: {verdict_text(one.ratio)}"
+
+
+def closing(comparison: Comparison) -> list[str]:
+    """Chance, missing repeats, what differs, what is too slow."""
+    found = [
+        cell.ratio
+        for line in comparison.lines
+        for cell in line.cells.values()
+        if cell.ratio is not None
+    ]
+    judged = sum(one.low is not None for one in found)
+    said = []
+    if judged > 20:
+        said.append(f"of {judged} verdicts about {judged / 100:.1g} are wrong by chance")
+    if any(one.low is None for one in found):
+        said.append(
+            "no verdict without repeats: give several launches a side (A1,A2,A3), a run with "
+            "several (--spread RUN), or how much one varies (--noise 2%)"
+        )
+    said += comparison.notes
+    if comparison.too_slow is not None:
+        said += [_too_slow_text(comparison, place, name) for place, name in comparison.too_slow]
+        limit = float(comparison.settings["fail_if_slower"])
+        count = len(comparison.too_slow)
+        said.append(f"{count} of {judged} certainly slower by more than {limit:.1%}")
+    return said
+
+
+def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:
+    line = comparison.lines[place]
+    found = line.cells[name].ratio
+    words = [_shown(line.fields.get(n)) for n in ("family", "shape", "label", "placement")]
+    words.append(_size(line))
+    shown = "" if found is None else ratio_text(found)
+    return f"too slow: {name} {' '.join(word for word in words if word)}: {shown}"

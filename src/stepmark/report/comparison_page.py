@@ -1,0 +1,228 @@
+"""A comparison as a page: curves of every side, ratios with their intervals, all lines."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepmark.core.comparison import Comparison, Line
+from stepmark.core.ratio import EFFECT_FLOOR
+from stepmark.core.units import format_bytes
+from stepmark.report.comm_figures import curve_style, size_ticks
+from stepmark.report.comparison import (
+    busbw_gb_s,
+    closing,
+    headline,
+    mean_text,
+    ratio_text,
+    split_fields,
+    unit_text,
+    value_text,
+    verdict_text,
+)
+from stepmark.report.figures import INK, styled
+from stepmark.report.page import document, figure_section, section, write_page
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+# What divides lines into figures; size runs along the axis.
+_GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
+
+
+def write(comparison: Comparison, target: Path) -> None:
+    """Write the page. Raises OSError."""
+    write_page(html(comparison), target)
+
+
+def html(comparison: Comparison) -> str:
+    """The whole document."""
+    constant, varying = split_fields(comparison.lines)
+    said = [*map(mean_text, comparison.overall), *closing(comparison)]
+    summary = "".join(f"<p>{escape(text)}</p>" for text in said)
+    figures = [figure_section(title, note, figure) for title, note, figure in drawn(comparison)]
+    body = "\n".join(
+        (
+            section("Summary", summary),
+            *figures,
+            section("All lines", _table(comparison, varying)),
+        )
+    )
+    names = " and ".join([", ".join(comparison.names[:-1]), comparison.names[-1]])
+    return document(f"Comparison of {names}", escape(headline(comparison, constant)), body)
+
+
+def drawn(comparison: Comparison) -> list[tuple[str, str, "Figure"]]:
+    """Title, note and figure of each group of lines."""
+    base = comparison.names[0]
+    note = f"Right: speed over {base}, with 99 % intervals; the band is +-{EFFECT_FLOOR:.0%}."
+    sized: dict[tuple[str | int | float | None, ...], list[Line]] = {}
+    for line in comparison.lines:
+        if line.size_bytes:
+            key = tuple(line.fields.get(name) for name in _GROUP)
+            sized.setdefault(key, []).append(line)
+    found = []
+    for key, lines in sized.items():
+        if len(lines) > 1:
+            title = " ".join(str(word) for word in key[:4] if word not in (None, "", "none"))
+            title += f", {key[4]} ranks" if key[4] else ""
+            found.append((title or "values", note, over_size(lines, comparison.names)))
+    rest = [line for line in comparison.lines if not line.size_bytes]
+    if rest:
+        found.append(
+            ("Ratios", f"Speed over {base}, with 99 % intervals.", ratios(rest, comparison))
+        )
+    return found
+
+
+def over_size(lines: Sequence[Line], names: Sequence[str]) -> "Figure":
+    """Left: what each side reached. Right: its speed over the baseline's."""
+    from plotly.subplots import make_subplots  # noqa: PLC0415
+
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.09)
+    ordered = sorted(lines, key=lambda line: line.size_bytes or 0)
+    for index, name in enumerate(names):
+        held = [line for line in ordered if name in line.cells]
+        shown = [line for line in held if line.cells[name].value is not None]
+        figure.add_scatter(
+            x=[line.size_bytes for line in shown],
+            y=[_height(line, name) for line in shown],
+            name=escape(name),
+            legendgroup=name,
+            **curve_style(index),
+            text=[escape(_hover(line, name)) for line in shown],
+            hovertemplate="%{text}<extra></extra>",
+            row=1,
+            col=1,
+        )
+        _add_ratios(figure, held, name, index)
+    _add_band(figure, row=1, col=2)
+    sizes = [float(line.size_bytes or 1) for line in ordered]
+    figure.update_xaxes(title="size", type="log", **size_ticks(sizes))
+    figure.update_yaxes(title=unit_text(ordered[0]), type="log", dtick="D2", row=1, col=1)
+    figure.update_yaxes(
+        title=f"speed over {escape(names[0])}", range=_window(ordered), row=1, col=2
+    )
+    return styled(figure, height=420)
+
+
+def _window(lines: Sequence[Line]) -> list[float] | None:
+    """All speeds, and of very wide intervals as much as does not flatten the rest."""
+    found = [cell.ratio for line in lines for cell in line.cells.values() if cell.ratio]
+    if not found:
+        return None
+    slowest, fastest = min(r.speed for r in found), max(r.speed for r in found)
+    low = max(slowest / 2, min(r.low or r.speed for r in found))
+    high = min(fastest * 2, max(r.high or r.speed for r in found))
+    low, high = min(low, 1 / (1 + EFFECT_FLOOR)), max(high, 1 + EFFECT_FLOOR)
+    return [low - 0.05 * (high - low), high + 0.05 * (high - low)]
+
+
+def _height(line: Line, name: str) -> float | None:
+    cell = line.cells[name]
+    busbw = busbw_gb_s(line, cell)
+    return cell.value if busbw is None else busbw
+
+
+def _hover(line: Line, name: str) -> str:
+    cell = line.cells[name]
+    text = f"{name}, {format_bytes(line.size_bytes or 0)}: {value_text(line, cell)}"
+    if cell.ratio:
+        text += f", {ratio_text(cell.ratio)} {cell.ratio.verdict.value}"
+    return text
+
+
+def _add_ratios(figure: "Figure", held: Sequence[Line], name: str, index: int) -> None:
+    known = [(line, r) for line in held if (r := line.cells[name].ratio) is not None]
+    if not known:
+        return
+    figure.add_scatter(
+        x=[line.size_bytes for line, _ in known],
+        y=[r.speed for _, r in known],
+        error_y={
+            "type": "data",
+            "symmetric": False,
+            "array": [(r.high or r.speed) - r.speed for _, r in known],
+            "arrayminus": [r.speed - (r.low or r.speed) for _, r in known],
+            "thickness": 1,
+        },
+        name=escape(name),
+        legendgroup=name,
+        showlegend=False,
+        **curve_style(index),
+        text=[escape(_hover(line, name)) for line, _ in known],
+        hovertemplate="%{text}<extra></extra>",
+        row=1,
+        col=2,
+    )
+
+
+def _add_band(figure: "Figure", **place: int) -> None:
+    low, high = 1 / (1 + EFFECT_FLOOR), 1 + EFFECT_FLOOR
+    figure.add_hrect(
+        y0=low, y1=high, fillcolor=INK, opacity=0.25, line_width=0, layer="below", **place
+    )
+
+
+def ratios(lines: Sequence[Line], comparison: Comparison) -> "Figure":
+    """One row per line; a point with its interval for each side."""
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    _, varying = split_fields(comparison.lines)
+    labels = [_label(line, varying) or f"line {place}" for place, line in enumerate(lines, 1)]
+    figure = go.Figure()
+    for index, name in enumerate(comparison.names[1:], 1):
+        known = [
+            (label, line, r)
+            for label, line in zip(labels, lines, strict=True)
+            if (cell := line.cells.get(name)) and (r := cell.ratio) is not None
+        ]
+        style = curve_style(index) | {"mode": "markers"}
+        figure.add_scatter(
+            y=[label for label, *_ in known],
+            x=[r.speed for *_, r in known],
+            error_x={
+                "type": "data",
+                "symmetric": False,
+                "array": [(r.high or r.speed) - r.speed for *_, r in known],
+                "arrayminus": [r.speed - (r.low or r.speed) for *_, r in known],
+                "thickness": 1,
+            },
+            name=escape(name),
+            **style,
+            text=[escape(f"{label}: {_hover(line, name)}") for label, line, _ in known],
+            hovertemplate="%{text}<extra></extra>",
+        )
+    figure.add_vline(x=1, line={"color": INK, "dash": "dash", "width": 1})
+    figure.update_xaxes(title=f"speed over {escape(comparison.names[0])}")
+    figure.update_yaxes(automargin=True, autorange="reversed")
+    return styled(figure, height=160 + 24 * len(lines))
+
+
+def _label(line: Line, varying: Sequence[str]) -> str:
+    words = [line.fields.get(name) for name in varying]
+    return " ".join(str(word) for word in words if word not in (None, ""))
+
+
+def _table(comparison: Comparison, varying: Sequence[str]) -> str:
+    base, *others = comparison.names
+    heads = [*varying, "size", *comparison.names]
+    for name in others:
+        heads += [f"{name} / {base}", "verdict"]
+    lines = []
+    for line in comparison.lines:
+        words = ["" if (v := line.fields.get(n)) is None else str(v) for n in varying]
+        words.append("" if line.size_bytes is None else format_bytes(line.size_bytes))
+        words += [value_text(line, line.cells.get(name)) for name in comparison.names]
+        for name in others:
+            found = cell.ratio if (cell := line.cells.get(name)) else None
+            words += ["", ""] if found is None else [ratio_text(found), verdict_text(found)]
+        lines.append("".join(f"<td>{escape(word)}</td>" for word in words))
+    head = "".join(
+        f'<th scope="col"><button type="button">{escape(h)}</button></th>' for h in heads
+    )
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return (
+        f'<div class="box"><table><thead><tr>{head}</tr></thead>\n'
+        f"<tbody>{body}</tbody></table></div>"
+    )
