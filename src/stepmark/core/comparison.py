@@ -25,8 +25,6 @@ class Series:
     launches: Mapping[str, tuple[float, ...]]
     busbw_factor: float | None = None
     below: float | None = None
-    # One value per launch that was printed by a tool which keeps no samples.
-    printed: bool = False
 
     @property
     def is_time(self) -> bool:

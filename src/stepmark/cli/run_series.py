@@ -1,0 +1,103 @@
+"""Records of a run to series: what was measured, how, and the times of each launch."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from stepmark.core.case import Case
+from stepmark.core.comm_case import CommCase
+from stepmark.core.comparison import Fields, Series
+from stepmark.core.record import Measured, Record, RunInfo
+from stepmark.core.stats import slowest_per_sample
+from stepmark.report.tables import shape_text
+
+
+def context(info: RunInfo) -> dict[str, str]:
+    """What a run ran on and under: differences are what a comparison is about."""
+    found = info.environment
+    names = dict.fromkeys(device.name for device in found.devices)
+    libraries = {
+        name: value
+        for name, value in found.versions.items()
+        if name in ("cuda", "hip", "driver", "nccl", "rccl")
+    }
+    variables = {
+        name: value
+        for name, value in found.variables.items()
+        if not name.startswith(("TORCHELASTIC", "STEPMARK"))
+    }
+    return {"device": ", ".join(names), "torch": found.torch, **libraries, **variables}
+
+
+def series_of_records(
+    info: RunInfo, records: Iterable[Record]
+) -> tuple[list[Series], tuple[str, ...]]:
+    """The right results of a run, and notes on what is left out."""
+    held: dict[str, list[Measured]] = {}
+    wrong = 0
+    for record in records:
+        if isinstance(record, Measured) and record.samples.seconds:
+            wrong += bool(record.num_wrong)
+            if not record.num_wrong:
+                held.setdefault(record.case.case_id, []).append(record)
+    notes = (f"{wrong} wrong results are left out",) if wrong else ()
+    return [_of_records(info, found) for found in held.values()], notes
+
+
+def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
+    """Seconds of the slowest rank of each sample, by launch."""
+    case = records[0].case
+    method = records[0].samples.method
+    launches = {
+        f"{info.run_id}/{record.launch}": tuple(slowest_per_sample(record.samples.seconds))
+        for record in records
+    }
+    if isinstance(case, CommCase):
+        return Series(
+            fields=_comm_fields(case, method),
+            size_bytes=case.message_bytes,
+            launches=launches,
+            busbw_factor=case.busbw_factor or None,
+        )
+    return Series(fields=_op_fields(case, method), launches=launches)
+
+
+def _comm_fields(case: CommCase, method: str) -> Fields:
+    return {
+        "family": case.collective.value,
+        "dtype": case.dtype.value,
+        "redop": case.redop.value,
+        "root": case.root,
+        "placement": "in-place" if case.in_place else "out-of-place",
+        "num_ranks": case.num_ranks,
+        "world_size": case.world_size,
+        "method": method,
+        "api": case.api.value,
+        "backend": case.backend,
+        "calls_per_group": case.calls_per_group,
+        "split": case.split,
+        "pair": f"{case.pair[0]}-{case.pair[1]}" if case.pair else "",
+        "spread": case.spread,
+        "skew_s": case.skew_s,
+        "max_ctas": case.max_ctas,
+        "beside": case.beside,
+    }
+
+
+def _op_fields(case: Case, method: str) -> Fields:
+    op = dataclasses.asdict(case.op)
+    plain = {
+        name: value if isinstance(value, str | int | float | bool | None) else str(value)
+        for name, value in op.items()
+    }
+    return {
+        "family": case.family,
+        "shape": shape_text(case.op),
+        **plain,
+        "dtype": case.dtype.value,
+        "phase": str(plain.get("phase", "")),
+        "backend": case.backend,
+        "rate_kind": case.rate.value,
+        "num_ranks": case.num_ranks,
+        "scale": case.scale,
+        "method": method,
+    }

@@ -1,0 +1,146 @@
+"""Which series of two sides are of the same thing. What may not be paired is refused.
+
+A field that is one value on each side and the same tells nothing apart; one that varies within
+a side is part of a line's name; one that differs between sides, constant in each, is what is
+compared, or a reason to refuse.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from stepmark.core.comparison import Series, Side
+from stepmark.core.errors import ConfigError
+from stepmark.core.units import format_bytes
+
+# Of these a difference makes figures incomparable; --force compares all the same.
+STRICT = ("method", "rate_kind", "num_ranks", "world_size", "dtype", "skew_s", "beside")
+# These always name a line: their difference is no difference of settings.
+NAMING = ("family", "shape", "label", "phase", "placement", "pair")
+# What else is worth saying that a side leaves open.
+_TELLING = (*STRICT, *NAMING, "redop", "root", "api")
+# Sizes of other numbers of ranks, rounded to whole parts, are still the same size.
+SAME_SIZE = 0.01
+
+Value = str | int | float | bool | None
+Key = tuple[tuple[str, Value], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Pairs of series, and what is to be known of those that found none."""
+
+    pairs: list[tuple[int, Series, Series]]  # the place among the base's series
+    notes: list[str]
+
+
+def join(base: Side, other: Side, force: bool) -> Joined:
+    """Raises ConfigError where nothing fits, or what fits may not be compared."""
+    notes, key_names = _key_names(base, other, force)
+    table = _by_key(other, key_names)
+    _by_key(base, key_names)
+    pairs = []
+    matched: set[int] = set()
+    for place, mine in enumerate(base.series):
+        theirs = _nearest(mine, table.get(_key(mine, key_names), []))
+        if theirs is not None:
+            pairs.append((place, mine, theirs))
+            matched.add(id(theirs))
+    if not pairs:
+        raise ConfigError(
+            "compare",
+            f"{base.name} with {other.name}",
+            f"something in common: {_about(base)}; {_about(other)}",
+        )
+    for side, left in (
+        (base, len(base.series) - len(pairs)),
+        (other, len(other.series) - len(matched)),
+    ):
+        if left:
+            against = other.name if side is base else base.name
+            notes.append(f"{left} of {len(side.series)} of {side.name} are not in {against}")
+    return Joined(pairs=pairs, notes=notes)
+
+
+def _key_names(base: Side, other: Side, force: bool) -> tuple[list[str], list[str]]:
+    """Notes on what differs, and the fields that name a line."""
+    notes, names = [], []
+    for name in dict.fromkeys(key for s in (*base.series, *other.series) for key in s.fields):
+        mine, theirs = _values(base, name), _values(other, name)
+        if mine == theirs:
+            names.append(name)
+        elif not _stated(mine) or not _stated(theirs):
+            if name in _TELLING and (_stated(mine) or _stated(theirs)):
+                silent = other if _stated(mine) else base
+                notes.append(f"{silent.name} does not state {name}: taken as the same")
+        elif len(mine) == len(theirs) == 1 and name not in NAMING:
+            (a,), (b,) = mine, theirs
+            if name in STRICT and not force:
+                raise ConfigError(
+                    name, f"{base.name}: {a}, {other.name}: {b}", "the same, or --force"
+                )
+            notes.append(f"{name} differs: {base.name} {a}, {other.name} {b}")
+        else:
+            names.append(name)
+    return notes, names
+
+
+def _values(side: Side, name: str) -> set[Value]:
+    return {series.fields.get(name) for series in side.series}
+
+
+def _stated(values: set[Value]) -> bool:
+    return bool(values - {None, ""})
+
+
+def _key(series: Series, names: Iterable[str]) -> Key:
+    return (("unit", series.unit), *((name, series.fields.get(name)) for name in names))
+
+
+def _by_key(side: Side, names: Sequence[str]) -> dict[Key, list[Series]]:
+    """Raises ConfigError where two series of a side cannot be told apart."""
+    table: dict[Key, list[Series]] = {}
+    for series in side.series:
+        held = table.setdefault(_key(series, names), [])
+        for twin in held:
+            if twin.size_bytes == series.size_bytes:
+                name = _apart(twin, series)
+                raise ConfigError(
+                    name,
+                    f"{side.name} has {twin.fields.get(name)} and {series.fields.get(name)}",
+                    "one of them: the other side does not say which it is",
+                )
+        held.append(series)
+    return table
+
+
+def _apart(a: Series, b: Series) -> str:
+    return next((n for n in a.fields if a.fields.get(n) != b.fields.get(n)), "side")
+
+
+def _nearest(mine: Series, held: Sequence[Series]) -> Series | None:
+    """The partner of this size; else the one nearest to it, within SAME_SIZE."""
+    if mine.size_bytes is None:
+        return held[0] if held else None
+    size = mine.size_bytes
+    sized = [series for series in held if series.size_bytes is not None]
+    found = min(sized, key=lambda s: abs((s.size_bytes or 0) - size), default=None)
+    if found is None or abs((found.size_bytes or 0) - size) > SAME_SIZE * size:
+        return None
+    return found
+
+
+def _about(side: Side) -> str:
+    kinds = dict.fromkeys(
+        " ".join(
+            str(s.fields[name])
+            for name in ("family", "dtype", "placement")
+            if s.fields.get(name)
+        )
+        or ("times" if s.is_time else s.unit)
+        for s in side.series
+    )
+    sizes = [s.size_bytes for s in side.series if s.size_bytes is not None]
+    text = f"{side.name} has {', '.join(list(kinds)[:4])}"
+    if sizes:
+        text += f" from {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
+    return text
