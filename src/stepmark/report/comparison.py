@@ -113,20 +113,28 @@ def printed(comparison: Comparison, console: "Console") -> None:
         table.add_column(head, justify="right" if head == "size" else "left", no_wrap=True)
     for name in comparison.names:
         table.add_column(name, justify="right", overflow="fold")
+    judged = {name for name in others if _is_judged(comparison, name)}
     for name in others:
         table.add_column(f"{name} / {base}", justify="right", overflow="fold")
-        table.add_column("", no_wrap=True)
+        if name in judged:
+            table.add_column("", no_wrap=True)
     for line in comparison.lines:
         words = [_shown(line.fields.get(name)) for name in varying]
         words += [_size(line)] if has_sizes else []
         cells = [Text(word) for word in words]
         cells += [Text(value_text(line, line.cells.get(name))) for name in comparison.names]
         for name in others:
-            cells += _ratio_cells(line.cells.get(name))
+            cells += _ratio_cells(line.cells.get(name))[: 2 if name in judged else 1]
         table.add_row(*cells)
     console.print(table)
     for text in (*map(mean_text, comparison.overall), *closing(comparison)):
         console.print(Text(text), soft_wrap=True)
+
+
+def _is_judged(comparison: Comparison, name: str) -> bool:
+    """Whether anything is known of how this side's values vary; else ratios stand alone."""
+    cells = (line.cells.get(name) for line in comparison.lines)
+    return any(cell and cell.ratio and cell.ratio.low is not None for cell in cells)
 
 
 def split_fields(lines: Sequence[Line]) -> tuple[dict[str, object], list[str]]:
@@ -162,7 +170,7 @@ def headline(comparison: Comparison, constant: dict[str, object]) -> str:
 def unit_text(line: Line) -> str:
     if line.unit == "busbw" or (line.unit == "s" and line.busbw_factor and line.size_bytes):
         return "bus bandwidth in GB/s"
-    return "time" if line.unit == "s" else f"in {line.unit}"
+    return {"s": "time", "rate": "values as printed"}.get(line.unit, f"in {line.unit}")
 
 
 def _size(line: Line) -> str:

@@ -167,7 +167,10 @@ def _is_same_kind(recorded: Series, series: Series) -> bool:
 def _overall(
     name: str, pairs: Sequence[tuple[Series, Series]], options: Options
 ) -> Overall | None:
-    """Launches are the unit here too: each gives the mean of its logarithms over all lines."""
+    """Launches are the unit here too: each gives the mean of its logarithms over all lines.
+
+    None over lines of several units, such as a trainer's seconds and samples/s.
+    """
     held = [
         (mine, theirs)
         for mine, theirs in pairs
@@ -176,7 +179,7 @@ def _overall(
         and mine.unit == theirs.unit
         and _in_range(mine.size_bytes, options)
     ]
-    if not held:
+    if not held or len({mine.unit for mine, _ in held}) > 1:
         return None
     sides = [_pooled([pair[index] for pair in held], options.statistic) for index in (0, 1)]
     spread = None
