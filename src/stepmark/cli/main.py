@@ -32,6 +32,8 @@ VERBS = {
     "comm": Verb("comm", "command", "Measure collectives: nccl-tests' flags, no MPI."),
     "op": Verb("op", "app", "Measure operators: one family, or all of a model's layer."),
     "runs": Verb("runs", "app", "List, show, export and query earlier runs."),
+    "sweep": Verb("sweep", "command", "The same command under several settings, compared."),
+    "logs": Verb("logs", "logs", "Read NCCL logs, flight-recorder dumps, tables of results."),
 }
 
 

@@ -37,14 +37,19 @@ def join(base: Side, other: Side, force: bool) -> Joined:
     """Raises ConfigError where nothing fits, or what fits may not be compared."""
     notes, key_names = _key_names(base, other, force)
     table = _by_key(other, key_names)
-    _by_key(base, key_names)
     pairs = []
-    matched: set[int] = set()
+    matched: dict[int, Series] = {}
     for place, mine in enumerate(base.series):
-        theirs = _nearest(mine, table.get(_key(mine, key_names), []))
-        if theirs is not None:
-            pairs.append((place, mine, theirs))
-            matched.add(id(theirs))
+        held = table.get(_key(mine, key_names), [])
+        if (theirs := _nearest(mine, held)) is None:
+            continue
+        for twin in held:
+            if twin is not theirs and twin.size_bytes == theirs.size_bytes:
+                raise _ambiguous(other, twin, theirs)
+        if (before := matched.get(id(theirs))) is not None:
+            raise _ambiguous(base, before, mine)
+        pairs.append((place, mine, theirs))
+        matched[id(theirs)] = mine
     if not pairs:
         raise ConfigError(
             "compare",
@@ -97,20 +102,19 @@ def _key(series: Series, names: Iterable[str]) -> Key:
 
 
 def _by_key(side: Side, names: Sequence[str]) -> dict[Key, list[Series]]:
-    """Raises ConfigError where two series of a side cannot be told apart."""
     table: dict[Key, list[Series]] = {}
     for series in side.series:
-        held = table.setdefault(_key(series, names), [])
-        for twin in held:
-            if twin.size_bytes == series.size_bytes:
-                name = _apart(twin, series)
-                raise ConfigError(
-                    name,
-                    f"{side.name} has {twin.fields.get(name)} and {series.fields.get(name)}",
-                    "one of them: the other side does not say which it is",
-                )
-        held.append(series)
+        table.setdefault(_key(series, names), []).append(series)
     return table
+
+
+def _ambiguous(side: Side, one: Series, other: Series) -> ConfigError:
+    """Two series of a side fit the same one of the other."""
+    name = _apart(one, other)
+    values = " and ".join(str(series.fields.get(name)) for series in (one, other))
+    return ConfigError(
+        name, f"{side.name} has {values}", "one of them: the other side does not say which"
+    )
 
 
 def _apart(a: Series, b: Series) -> str:

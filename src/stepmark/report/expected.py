@@ -1,0 +1,155 @@
+"""How long messages should take by a measured curve of the same collective and ranks."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from statistics import median
+
+from stepmark.core.collectives import Collective, busbw_factor
+from stepmark.core.errors import ConfigError
+from stepmark.core.message import Histogram, MessageKind
+
+MEASURED = "measured"  # between two measured sizes, or at one
+BELOW = "below the smallest"  # whose time is an upper bound
+ABOVE = "extrapolated"  # with the bandwidth of the largest
+SCALED = "other number of ranks"
+# One side of a pair is held against a pair's transfer, else against the ring of sends.
+_PAIRS = ("p2p", "sendrecv")
+_SIDES = ("send", "recv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Times of one collective at ascending sizes; sizes as nccl-tests counts them."""
+
+    collective: str
+    num_ranks: int
+    points: tuple[tuple[int, float], ...]  # bytes, seconds
+    source: str
+
+    def time_s(self, num_bytes: int) -> tuple[float, str]:
+        """(seconds, how it is known). log-log between sizes; nothing beyond is hidden."""
+        sizes = [size for size, _ in self.points]
+        if num_bytes < sizes[0]:
+            return self.points[0][1], BELOW
+        if num_bytes > sizes[-1]:
+            size, seconds = self.points[-1]
+            return seconds * num_bytes / size, ABOVE
+        place = bisect_left(sizes, num_bytes)
+        high_size, high_s = self.points[place]
+        if high_size == num_bytes:
+            return high_s, MEASURED
+        low_size, low_s = self.points[place - 1]
+        share = log(num_bytes / low_size) / log(high_size / low_size)
+        return exp(log(low_s) + share * log(high_s / low_s)), MEASURED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """Seconds of one call."""
+
+    seconds: float
+    mark: str
+
+
+def curve_of(
+    collective: str, num_ranks: int, points: Iterable[tuple[int, float]], source: str
+) -> Curve | None:
+    """From any points; several at one size become their median. None without a usable one."""
+    by_size: dict[int, list[float]] = {}
+    for size, seconds in points:
+        if size > 0 and seconds > 0:
+            by_size.setdefault(size, []).append(seconds)
+    if not by_size:
+        return None
+    held = tuple((size, median(by_size[size])) for size in sorted(by_size))
+    return Curve(collective=collective, num_ranks=num_ranks, points=held, source=source)
+
+
+def expected(
+    histogram: Histogram, curves: Sequence[Curve], *, force: bool = False
+) -> dict[MessageKind, Expected]:
+    """Kinds that a curve covers. Raises ConfigError where none is covered, where the number
+    of ranks is unknown, and, without `force`, where the curve has another one."""
+    found = {}
+    for kind in histogram:
+        if not any(curve.collective in _names(kind) for curve in curves):
+            continue
+        if kind.message_bytes is None or (kind.num_ranks is None and not _is_side(kind)):
+            allowed = (
+                f"a number, --ranks N: what was read does not tell it for {kind.collective}"
+            )
+            raise ConfigError("ranks", "unknown", allowed)
+        if not kind.message_bytes:
+            continue
+        found[kind] = _one(kind, _chosen(kind, curves, force))
+    if not found:
+        names = sorted({curve.collective for curve in curves})
+        wanted = sorted({kind.collective for kind in histogram})
+        allowed = f"times of {', '.join(wanted)}; it has {', '.join(names) or 'none'}"
+        raise ConfigError("curve", _sources(curves), allowed)
+    return found
+
+
+def _is_side(kind: MessageKind) -> bool:
+    return kind.collective in _SIDES
+
+
+def _names(kind: MessageKind) -> tuple[str, ...]:
+    return _PAIRS if _is_side(kind) else (kind.collective,)
+
+
+def _chosen(kind: MessageKind, curves: Sequence[Curve], force: bool) -> Curve:
+    """Of the same number of ranks; with force the nearest in ratio."""
+    names = _names(kind)
+    held = [curve for curve in curves if curve.collective in names]
+    if _is_side(kind):
+        return min(held, key=lambda curve: names.index(curve.collective))
+    assert kind.num_ranks is not None
+    num_ranks = kind.num_ranks
+    same = [curve for curve in held if curve.num_ranks == num_ranks]
+    if same:
+        return same[0]
+    if not force:
+        known = ", ".join(str(curve.num_ranks) for curve in held)
+        allowed = f"{kind.collective} of {num_ranks} ranks, not of {known}; or --force"
+        raise ConfigError("curve", _sources(held), allowed)
+    return min(held, key=lambda curve: abs(log(curve.num_ranks / num_ranks)))
+
+
+def _one(kind: MessageKind, curve: Curve) -> Expected:
+    """At another number of ranks the bus bandwidth is taken over, which is a guess."""
+    assert kind.message_bytes
+    seconds, mark = curve.time_s(kind.message_bytes)
+    if _is_side(kind) or curve.num_ranks == kind.num_ranks:
+        return Expected(seconds=seconds, mark=mark)
+    assert kind.num_ranks
+    name = Collective(kind.collective)
+    theirs = busbw_factor(name, curve.num_ranks)
+    ratio = busbw_factor(name, kind.num_ranks) / theirs if theirs else 1.0
+    return Expected(seconds=seconds * ratio, mark=f"{mark}, {SCALED}")
+
+
+def _sources(curves: Sequence[Curve]) -> str:
+    return ", ".join(dict.fromkeys(curve.source for curve in curves)) or "empty"
+
+
+def totals(
+    histogram: Histogram, known: Mapping[MessageKind, Expected], num_ranks_seen: int
+) -> dict[str, float | int]:
+    """Over all kinds: seconds per rank, calls covered and not, calls beyond the curve."""
+    seconds = sum(histogram[kind].calls * one.seconds for kind, one in known.items())
+    covered = sum(histogram[kind].calls for kind in known)
+    calls = sum(tally.calls for tally in histogram.values())
+    return {
+        "seconds_per_rank": seconds / max(num_ranks_seen, 1),
+        "covered_calls": covered,
+        "uncovered_calls": calls - covered,
+        "extrapolated_calls": sum(
+            histogram[kind].calls for kind, one in known.items() if ABOVE in one.mark
+        ),
+        "below_calls": sum(
+            histogram[kind].calls for kind, one in known.items() if BELOW in one.mark
+        ),
+    }

@@ -1,0 +1,209 @@
+"""Histograms of messages to rows: bins, groupings, totals. No binning loses a call or a byte.
+
+A size is the message as nccl-tests counts it; where the number of ranks is unknown it is what
+one rank's call says, and the row says so ("per rank").
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stepmark.core.collectives import Collective, busbw_factor, num_parts
+from stepmark.core.errors import ConfigError
+from stepmark.core.message import Histogram, MessageKind, Tally
+from stepmark.core.units import GB, KIB, MIB, format_bytes, parse_bytes
+from stepmark.report.expected import Expected
+from stepmark.report.tables import Row
+
+BY = ("collective", "dtype", "group", "phase")
+MESSAGE, PER_RANK = "message", "per rank"
+PAIR_SIDES = ("send", "recv")
+# CrayPat's bins of message sizes.
+CRAYPAT = (16, 256, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
+POW2 = (1, *(2**power for power in range(1, 51)))
+FEW_SIZES = 16  # more distinct ones are binned unless asked otherwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bins:
+    """Lower edges, ascending, of all bins but the first; none: each size is its own bin."""
+
+    name: str
+    edges: tuple[int, ...]
+
+    def of(self, num_bytes: int) -> tuple[int, int | None]:
+        """[low, high) that a size falls into; high None: no end. Exact: low is the size."""
+        if self.name == "exact":
+            return num_bytes, num_bytes + 1
+        place = bisect_right(self.edges, num_bytes)
+        low = self.edges[place - 1] if place else 0
+        return low, self.edges[place] if place < len(self.edges) else None
+
+    def label(self, low: int, high: int | None) -> str:
+        """'256 B<=<4 KiB', '<16 B', '>=16 MiB'; of an exact bin its size in bytes."""
+        if self.name == "exact":
+            return str(low)
+        if high is None:
+            return f">={format_bytes(low)}"
+        return (
+            f"{format_bytes(low)}<=<{format_bytes(high)}" if low else f"<{format_bytes(high)}"
+        )
+
+
+def parse_bins(name: str) -> Bins:
+    """craypat, pow2, exact, or edges such as 1K,64K,1M. Raises ConfigError."""
+    named = {"craypat": CRAYPAT, "pow2": POW2, "exact": ()}
+    if name.strip().lower() in named:
+        return Bins(name=name.strip().lower(), edges=named[name.strip().lower()])
+    edges = tuple(parse_bytes(part, "bins") for part in name.split(",") if part.strip())
+    if not edges or list(edges) != sorted(set(edges)) or not edges[0]:
+        allowed = "craypat, pow2, exact, or ascending sizes above 0 such as 1K,64K,1M,16M"
+        raise ConfigError("bins", name, allowed)
+    return Bins(name="edges", edges=edges)
+
+
+def default_bins(histogram: Histogram) -> Bins:
+    """Each size on its own while they are few, else powers of two."""
+    sizes = {size_of(kind)[0] for kind in histogram}
+    return parse_bins("exact" if len(sizes) <= FEW_SIZES else "pow2")
+
+
+def parse_by(words: str) -> tuple[str, ...]:
+    """What to tell apart: collective,dtype,group,phase or fewer. Raises ConfigError."""
+    asked = [word.strip() for word in words.split(",") if word.strip()]
+    for word in asked:
+        if word not in BY:
+            raise ConfigError("by", word, f"some of {','.join(BY)}")
+    return tuple(key for key in BY if key in asked)
+
+
+def with_ranks(histogram: Histogram, num_ranks: int) -> Histogram:
+    """Kinds without a number of ranks get this one. Raises ConfigError below 1."""
+    if not 1 <= num_ranks <= 2**24:
+        raise ConfigError("ranks", num_ranks, "from 1 to 16777216")
+    found: dict[MessageKind, Tally] = {}
+    for kind, tally in histogram.items():
+        sized = kind if kind.num_ranks else _sized(kind, num_ranks)
+        found[sized] = _sum(found[sized], tally) if sized in found else tally
+    return found
+
+
+def _sized(kind: MessageKind, num_ranks: int) -> MessageKind:
+    parts = 1
+    if kind.collective not in PAIR_SIDES:
+        parts = num_parts(Collective(kind.collective), num_ranks)
+    known = kind.message_bytes
+    return replace(
+        kind,
+        num_ranks=num_ranks,
+        message_bytes=kind.call_bytes * parts if known is None else known,
+    )
+
+
+def _sum(one: Tally, other: Tally) -> Tally:
+    return Tally(
+        calls=one.calls + other.calls,
+        ranks=max(one.ranks, other.ranks),
+        timed_calls=one.timed_calls + other.timed_calls,
+        seconds=one.seconds + other.seconds,
+    )
+
+
+def size_of(kind: MessageKind) -> tuple[int, str]:
+    """(bytes, what they are)."""
+    if kind.message_bytes is None:
+        return kind.call_bytes, PER_RANK
+    return kind.message_bytes, MESSAGE
+
+
+def ranks_seen(histogram: Histogram) -> int:
+    """At least so many ranks wrote what was read."""
+    return max((tally.ranks for tally in histogram.values()), default=0)
+
+
+def rows(
+    histogram: Histogram,
+    *,
+    by: Sequence[str] = BY,
+    bins: Bins | None = None,
+    num_ranks_seen: int | None = None,
+    expected: Mapping[MessageKind, Expected] | None = None,
+) -> list[Row]:
+    """One row per bin and value of `by`. Per-rank figures are means over all ranks read."""
+    used = bins or default_bins(histogram)
+    seen = num_ranks_seen or ranks_seen(histogram) or 1
+    cells: dict[tuple[object, ...], list[tuple[MessageKind, Tally]]] = {}
+    for kind, tally in histogram.items():
+        size, what = size_of(kind)
+        key = (*(getattr(kind, word) for word in by), what, used.of(size)[0])
+        cells.setdefault(key, []).append((kind, tally))
+    made = []
+    for key in sorted(cells, key=lambda key: tuple(map(_sortable, key))):
+        low, high = used.of(size_of(cells[key][0][0])[0])
+        row: Row = dict(zip((*by, "size_is"), key, strict=False))
+        row |= {"bin": used.label(low, high), "from_bytes": low, "below_bytes": high}
+        row |= _counts(cells[key], seen)
+        made.append(row | (_times(cells[key], seen, expected) if expected is not None else {}))
+    return made
+
+
+def _sortable(value: object) -> tuple[int, str]:
+    """Numbers by size, among texts."""
+    return (value, "") if isinstance(value, int) else (0, str(value))
+
+
+def _counts(held: Sequence[tuple[MessageKind, Tally]], seen: int) -> Row:
+    calls = sum(tally.calls for _, tally in held)
+    num_bytes = sum(tally.calls * size_of(kind)[0] for kind, tally in held)
+    sizes = {kind.num_ranks for kind, _ in held}
+    timed = sum(tally.timed_calls for _, tally in held)
+    seconds = sum(tally.seconds for _, tally in held)
+    return {
+        "num_ranks": next(iter(sizes)) if len(sizes) == 1 else None,
+        "calls": calls,
+        "calls_per_rank": calls / seen,
+        "bytes": num_bytes,
+        "bytes_per_rank": num_bytes / seen,
+        "timed_calls": timed,
+        "time_s": seconds if timed else None,
+        "busbw_gb_s": _busbw(held),
+    }
+
+
+def _busbw(held: Sequence[tuple[MessageKind, Tally]]) -> float | None:
+    """Bytes x factor over time, of timed calls whose number of ranks is known."""
+    wire, seconds = 0.0, 0.0
+    for kind, tally in held:
+        if not tally.timed_calls or kind.message_bytes is None or not tally.seconds:
+            continue
+        if kind.collective in PAIR_SIDES:
+            factor = 1.0
+        elif kind.num_ranks:
+            factor = busbw_factor(Collective(kind.collective), kind.num_ranks)
+        else:
+            continue
+        wire += tally.timed_calls * kind.message_bytes * factor
+        seconds += tally.seconds
+    return wire / seconds / GB if seconds and wire else None
+
+
+def _times(
+    held: Sequence[tuple[MessageKind, Tally]],
+    seen: int,
+    expected: Mapping[MessageKind, Expected],
+) -> Row:
+    """What the calls of a row should take by a measured curve, and what they took."""
+    known = [(tally, expected[kind]) for kind, tally in held if kind in expected]
+    covered = sum(tally.calls for tally, _ in known)
+    total = sum(tally.calls * one.seconds for tally, one in known)
+    both = [(t, one) for t, one in known if t.timed_calls]
+    should = sum(tally.timed_calls * one.seconds for tally, one in both)
+    took = sum(tally.seconds for tally, _ in both)
+    marks = {one.mark for _, one in known}
+    return {
+        "expected_s": total if known else None,
+        "expected_per_rank_s": total / seen if known else None,
+        "covered_calls": covered,
+        "curve": ", ".join(sorted(marks)) if marks else "none",
+        "times_expected": took / should if should else None,
+    }

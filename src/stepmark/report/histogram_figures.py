@@ -1,0 +1,137 @@
+"""Histograms of messages as plotly figures and a page, in the manner of report/figures.py."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepmark.core.finding import Finding
+from stepmark.core.units import format_bytes
+from stepmark.report.figures import COLOURS, styled
+from stepmark.report.histogram import MESSAGE
+from stepmark.report.histogram_text import lines
+from stepmark.report.page_assets import SCRIPT, STYLE
+from stepmark.report.tables import Row, number, text
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+Drawn = tuple[str, str, "Figure"]  # title, note, figure
+
+
+def drawn(rows: Sequence[Row]) -> list[Drawn]:
+    """Calls and bytes by size, and time against the curve where both are known."""
+    if not rows:
+        return []
+    found = [
+        ("Calls by message size", _note(rows), bars(rows, "calls_per_rank", "calls per rank")),
+        ("Bytes by message size", _note(rows), bars(rows, "bytes_per_rank", "bytes per rank")),
+    ]
+    if any(number(row, "expected_per_rank_s") for row in rows):
+        note = "Calls times the time of one by the measured curve; overlap is not subtracted."
+        figure = bars(rows, "expected_per_rank_s", "expected seconds per rank")
+        found.append(("Expected time by message size", note, figure))
+    return found
+
+
+def bars(rows: Sequence[Row], key: str, title: str) -> "Figure":
+    """One bar per bin, stacked by collective and whatever else the rows tell apart."""
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    order = sorted({(number(row, "from_bytes") or 0.0, _bin(row)) for row in rows})
+    names = list(dict.fromkeys(name for _, name in order))
+    figure = go.Figure()
+    series = dict.fromkeys(_series(row) for row in rows)
+    for index, name in enumerate(series):
+        held = [row for row in rows if _series(row) == name]
+        figure.add_bar(
+            x=[_bin(row) for row in held],
+            y=[number(row, key) for row in held],
+            name=escape(name),
+            marker_color=COLOURS[index % len(COLOURS)],
+            # Above seven colours a pattern tells equal ones apart.
+            marker_pattern_shape=("", "/", "x", ".")[index // len(COLOURS) % 4],
+            hovertext=[_hover(row, name) for row in held],
+            hoverinfo="text",
+        )
+    figure.update_xaxes(
+        title="message size", type="category", categoryorder="array", categoryarray=names
+    )
+    figure.update_yaxes(title=title, rangemode="tozero")
+    figure.update_layout(barmode="stack")
+    return styled(figure, height=360 + 20 * (len(series) // 5))
+
+
+def page(title: str, sections: Sequence[tuple[str, Sequence[Row], Sequence[Finding]]]) -> str:
+    """One self-contained document: a heading per source, its findings, figures and rows."""
+    from plotly.offline import get_plotlyjs  # noqa: PLC0415
+
+    body = "\n".join(_source(name, rows, found) for name, rows, found in sections)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<style>{STYLE}</style>\n<script>{get_plotlyjs()}</script></head>\n"
+        f"<body><main><h1>{escape(title)}</h1>\n{body}\n</main>\n"
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def write_page(
+    title: str,
+    sections: Sequence[tuple[str, Sequence[Row], Sequence[Finding]]],
+    target: Path,
+) -> None:
+    """Write the page; a reader never sees half a file. Raises OSError."""
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(page(title, sections), encoding="utf-8")
+    partial.replace(target)
+
+
+def _source(name: str, rows: Sequence[Row], found: Sequence[Finding]) -> str:
+    parts = [f"<h2>{escape(name)}</h2>"]
+    parts += [
+        f'<p class="{"quiet" if one.severity == "note" else "warning"}">'
+        f"{escape(f'{one.severity}: {one.text}')}</p>"
+        for one in found
+    ]
+    for title, note, figure in drawn(rows):
+        plot = figure.to_html(
+            full_html=False,
+            include_plotlyjs=False,
+            config={"displaylogo": False, "responsive": True, "displayModeBar": False},
+        )
+        parts.append(f'<h2>{escape(title)}</h2><p class="quiet">{escape(note)}</p>{plot}')
+    if rows:
+        parts.append(f"<h2>Rows</h2><pre>{escape(chr(10).join(lines(rows)))}</pre>")
+    return f"<section>{''.join(parts)}</section>"
+
+
+def _note(rows: Sequence[Row]) -> str:
+    if all(row["size_is"] == MESSAGE for row in rows):
+        return "Sizes as nccl-tests counts them: the largest buffer of any rank."
+    return "The number of ranks is not known for all: those sizes are of one rank's part."
+
+
+def _bin(row: Row) -> str:
+    """A size of its own reads better with a unit, but two sizes may round to one."""
+    low, high = number(row, "from_bytes"), number(row, "below_bytes")
+    if low is None or high != low + 1:
+        return text(row, "bin")
+    return f"{format_bytes(low)}<br>{low:.0f} B" if low >= 1024 else format_bytes(low)
+
+
+def _series(row: Row) -> str:
+    words = (text(row, key) for key in ("collective", "dtype", "group", "phase"))
+    return " ".join(word for word in words if word) or "all"
+
+
+def _hover(row: Row, name: str) -> str:
+    said = [
+        name,
+        f"{text(row, 'bin')} ({text(row, 'size_is')})",
+        f"{number(row, 'calls_per_rank') or 0:.6g} calls per rank, {row['calls']} in all",
+        f"{format_bytes(number(row, 'bytes_per_rank') or 0)} per rank",
+    ]
+    return "<br>".join(escape(line) for line in said)

@@ -1,0 +1,41 @@
+"""Bytes of a file that may be gzipped, up to a bound: a small file can unpack to terabytes."""
+
+import gzip
+import zlib
+from pathlib import Path
+
+from stepmark.core.errors import ConfigError
+
+MAX_BYTES = 2**30
+_GZIP = b"\x1f\x8b"
+
+
+def read(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """The whole content, unpacked. Raises ConfigError; also for more than `limit` bytes."""
+    data = _take(path, limit + 1)
+    if len(data) > limit:
+        raise ConfigError("file", path, f"a file of at most {limit} bytes, unpacked")
+    if not data:
+        raise ConfigError("file", path, "a file with something in it")
+    return data
+
+
+def head(path: Path, limit: int = 65536) -> bytes:
+    """The first bytes, unpacked, to see what a file is. Raises ConfigError."""
+    return _take(path, limit)
+
+
+def _take(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as raw:
+            is_gzip = raw.read(2) == _GZIP
+            raw.seek(0)
+            if not is_gzip:
+                return raw.read(limit)
+            with gzip.GzipFile(fileobj=raw) as packed:
+                return packed.read(limit)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError("file", path, f"a whole gzip file ({error})") from None
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError("file", path, f"a file that can be read ({why})") from None

@@ -1,0 +1,207 @@
+"""stepmark compare: files, runs and tables side by side, as a user asks for it."""
+
+import csv
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+from tests.report.comm_records import comm_case, flat
+from tests.store.test_runs import INFO
+from typer.testing import CliRunner
+
+from stepmark.cli.main import app
+from stepmark.core.errors import ConfigError
+from stepmark.store.runs import RunWriter
+
+DATA = Path(__file__).parents[1] / "data"
+SLIDES = DATA / "readings" / "frontier-rccl-slides.txt"
+QUEUED = DATA / "nccl-tests" / "8xH200-all_reduce.txt"
+Rows = list[dict[str, object]]
+
+
+def call(*words: object, code: int = 0) -> str:
+    arguments = ["compare", *map(str, words)]
+    result = CliRunner().invoke(app(arguments), arguments, catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def document(*words: object, code: int = 0) -> dict[str, Rows]:
+    found: dict[str, Rows] = json.loads(call(*words, "--json", "-", code=code))
+    return found
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> list[Path]:
+    """The three 16-rank tables of the slides, each in a file of its own."""
+    from stepmark.trace.tables import find
+
+    lines = SLIDES.read_text().splitlines()
+    tables = [table for table in find(SLIDES) if table.num_ranks == 16 and not table.columns]
+    made = []
+    for name, table in zip(("no-plugin", "plugin", "plugin-gdr3"), tables[:3], strict=True):
+        made.append(tmp_path / f"{name}.txt")
+        made[-1].write_text("\n".join(lines[table.first_line - 1 : table.last_line]) + "\n")
+    return made
+
+
+def test_the_slides_own_comparison_is_found_again(cut: list[Path]) -> None:
+    """17 sizes; their table prints the in-place bus bandwidth with two decimals."""
+    printed = document(f"{SLIDES}:5")
+    found = document(*cut, "--placement", "in")
+    assert len(found["lines"]) == len(printed["lines"]) == 34
+    theirs = {(row["size_bytes"], str(row["side"])): row for row in printed["lines"]}
+    for row in found["lines"]:
+        names = {"plugin": "With Plugin", "plugin-gdr3": "With Plugin+GDR=3"}
+        other = theirs[(row["size_bytes"], names[str(row["side"])])]
+        assert row["busbw_gb_s"] == pytest.approx(other["rate"], rel=0.01)
+        assert row["baseline_busbw_gb_s"] == pytest.approx(other["baseline_rate"], rel=0.01)
+        assert row["num_ranks"] == 16
+        assert (row["low"], row["verdict"]) == (None, "cannot tell")
+
+
+def test_the_slides_statements_hold(cut: list[Path]) -> None:
+    """GDR over the plugin: under 10 % up to 4 MiB, over 25 % from 8 MiB."""
+    rows = document(cut[1], cut[2], "--placement", "in")["lines"]
+    for row in rows:
+        size, speed = row["size_bytes"], row["speed"]
+        assert isinstance(size, int)
+        assert isinstance(speed, float)
+        assert (speed > 1.25) if size >= 8 << 20 else (speed < 1.10)
+
+
+def test_applications_compare_the_same_way() -> None:
+    gptj = document(f"{SLIDES}:7", f"{SLIDES}:9")["lines"]
+    speed = {row["label"]: row["speed"] for row in gptj}
+    assert speed["train_samples_per_second"] == pytest.approx(72.106 / 36.372)
+    assert speed["train_runtime"] == pytest.approx(1126.1257 / 568.0539)
+    bigbird = document(f"{SLIDES}:10", f"{SLIDES}:12")["lines"]
+    speed = {row["label"]: row["speed"] for row in bigbird}
+    assert speed["train_samples_per_second"] == pytest.approx(942.769 / 920.145)
+    images = document(f"{SLIDES}:14")["lines"]
+    at_64 = [row["speed"] for row in images if "64 nodes" in str(row["label"])]
+    assert at_64 == pytest.approx([1.231, 1.310], abs=1e-3)
+
+
+def test_values_printed_as_zero_are_bounds() -> None:
+    rows = document(f"{SLIDES}:6")["lines"]
+    ring = [row for row in rows if str(row["side"]).endswith("Ring")]
+    assert [row["below"] for row in ring[:4]] == [0.005, 0.005, 0.005, None]
+    assert [row["speed"] for row in ring[:3]] == [None] * 3
+    assert "< 0.005" in call(f"{SLIDES}:6")
+
+
+def test_other_methods_need_force(tmp_path: Path) -> None:
+    graph = tmp_path / "graph.txt"
+    graph.write_text(QUEUED.read_text().replace("graph: 0", "graph: 5"))
+    with pytest.raises(ConfigError, match=r"queued.*graph.*--force"):
+        call(QUEUED, graph)
+    assert "method differs" in call(QUEUED, graph, "--force")
+
+
+def test_files_as_launches_give_verdicts(tmp_path: Path) -> None:
+    """Three files a side; one side's times are all 20 % longer."""
+    text = QUEUED.read_text()
+    for number in (1, 2, 3):
+        (tmp_path / f"a-{number}.txt").write_text(text)
+    slow = text.replace("  1354.02  198.25  346.94", f"  {1354.02 * 1.2:.2f}  165.21  289.12")
+    assert slow != text
+    for number in (1, 2, 3):
+        (tmp_path / f"b-{number}.txt").write_text(slow)
+    a, b = (f"{n}=" + ",".join(f"{tmp_path}/{n}-{i}.txt" for i in (1, 2, 3)) for n in "ab")
+    rows = document(a, b)["lines"]
+    slower = [row for row in rows if row["verdict"] == "slower"]
+    assert [(row["size_bytes"], row["placement"]) for row in slower] == [
+        (268435456, "out-of-place")
+    ]
+    failed = document(a, f"b={tmp_path}/b-*.txt", "--fail-if-slower", "5%", code=1)
+    assert [row["too_slow"] for row in failed["lines"]].count(True) == 1
+    assert document(a, b, "--fail-if-slower", "25%")["lines"]
+
+
+def test_noise_that_is_told_gives_an_interval(cut: list[Path]) -> None:
+    rows = document(cut[0], cut[1], "--placement", "in", "--noise", "2%")["lines"]
+    assert {row["verdict"] for row in rows} == {"faster"}
+
+
+def test_the_range_is_stated(cut: list[Path]) -> None:
+    text = call(*cut[:2], "--placement", "in", "--range", "1M-64M")
+    assert "over 1 MiB to 64 MiB, 7 lines" in text
+
+
+def test_another_baseline_inverts(cut: list[Path]) -> None:
+    there = document(*cut[:2], "--placement", "in")["lines"]
+    back = document(*cut[:2], "--placement", "in", "--baseline", "plugin")["lines"]
+    for one, other in zip(there, back, strict=True):
+        assert one["speed"] == pytest.approx(1 / float(str(other["speed"])))
+
+
+def run_of(root: Path, name: str, factor: float, launches: int) -> Path:
+    info = dataclasses.replace(INFO, run_id=name)
+    with RunWriter.create(root, info) as writer:
+        for launch in range(1, launches + 1):
+            time_s = 1e-3 * factor * (1 + launch * 1e-4)
+            writer.append(flat(comm_case(), time_s, launch=launch))
+    return root / name
+
+
+def test_runs_of_ours(tmp_path: Path) -> None:
+    a, b = run_of(tmp_path, "a", 1.0, 4), run_of(tmp_path, "b", 0.8, 4)
+    (row,) = document(a, b)["lines"]
+    assert (row["verdict"], row["launches"]) == ("faster", 4)
+    assert row["speed"] == pytest.approx(1.25)
+    (same,) = document("a", "copy=a", "--runs", tmp_path)["lines"]
+    assert same["verdict"] == "same"
+
+
+def test_one_launch_needs_a_spread(tmp_path: Path) -> None:
+    one, other = run_of(tmp_path, "one", 1.0, 1), run_of(tmp_path, "other", 0.8, 1)
+    (row,) = document(one, other)["lines"]
+    assert (row["verdict"], row["reason"]) == ("cannot tell", "one launch")
+    many = run_of(tmp_path, "many", 1.1, 5)
+    (row,) = document(one, other, "--spread", many)["lines"]
+    assert row["verdict"] == "faster"
+
+
+def test_a_run_beside_a_file_is_refused_and_forced(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "run", 1.0, 2)
+    with pytest.raises(ConfigError):
+        call(run, QUEUED)
+
+
+def test_csv_and_page(cut: list[Path], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    text = call(*cut, "--placement", "in", "--csv", "-", "--html", page)
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert len(rows) == 34
+    html = page.read_text()
+    assert "<h1>Comparison of no-plugin, plugin and plugin-gdr3</h1>" in html
+    assert html.count("plotly-graph-div") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["nowhere.txt", "b.txt"], "nowhere"),
+        ([f"{SLIDES}", f"{SLIDES}:3"], "one of its tables"),
+        ([f"{SLIDES}:99", f"{SLIDES}:3"], "a table of this file"),
+        ([f"{SLIDES}:2"], "two or more"),
+        ([f"{SLIDES}:2", f"{SLIDES}:7"], "something in common"),
+        ([f"{SLIDES}:1", f"{SLIDES}:2"], "num_ranks"),
+        ([f"{SLIDES}:2", f"{SLIDES}:3", "--baseline", "x"], "baseline"),
+        ([f"{SLIDES}:2", f"{SLIDES}:3", "--noise", "much"], "noise"),
+        ([f"{SLIDES}:2", f"{SLIDES}:3", "--range", "1M"], "range"),
+        ([f"{SLIDES}:2", f"{SLIDES}:3", "--range", "1G-1M"], "range"),
+        ([f"{SLIDES}:2", f"{SLIDES}:3", "--fail-if-slower", "200%"], "fail-if-slower"),
+        ([f"{SLIDES}:2", f"{SLIDES}:3", "--collective", "allsum"], "collective"),
+        ([f"{SLIDES}:2", f"{SLIDES}:3", "--placement", "up"], "placement"),
+        ([f"{SLIDES}:2", f"{SLIDES}:3", "--statistic", "mode"], "statistic"),
+        (["nothing-*.txt", f"{SLIDES}:3"], "pattern"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as error:
+        call(*words)
+    assert "\n" not in str(error.value)
