@@ -1,0 +1,264 @@
+"""What a debug log of NCCL or RCCL says, each statement with the lines that say it."""
+
+from dataclasses import dataclass
+
+from stepmark.core.finding import Evidence
+from stepmark.core.message import Histogram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """How often something was said, by how many processes, and the first lines that say it."""
+
+    lines: int
+    processes: int  # 0 where the lines do not name theirs
+    evidence: tuple[Evidence, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitTime:
+    """How long a communicator took to start on one rank; parts as NCCL names them."""
+
+    total_s: float
+    parts_s: tuple[tuple[str, float], ...]
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One rank of a communicator. `pointer` names the communicator inside its process."""
+
+    process: str  # host:pid
+    host: str
+    pointer: str
+    rank: int | None
+    local_rank: int | None = None
+    device: int | None = None
+    bus_id: str | None = None
+    started: Evidence | None = None
+    completed: bool = False
+    init: InitTime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelCounts:
+    """The line "24 coll channels, ..." of a communicator; None: not in that version's line."""
+
+    coll: int
+    collnet: int | None
+    nvls: int | None
+    p2p: int
+    p2p_per_peer: int | None
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """What the search for rings, trees and the like found: pattern number and path types."""
+
+    pattern: int
+    num_channels: int
+    bytes_per_s: float  # inside a node, NCCL's own figure
+    inter_bytes_per_s: float
+    path_intra: str  # LOC NVL NVB C2C PIX PXB P2C PXN PHB SYS NET DIS
+    path_inter: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communicator:
+    """`key`: the commId, or host:pid:pointer where no line gives it."""
+
+    key: str
+    num_ranks: int | None
+    num_nodes: int | None
+    local_ranks: int | None  # most on one node
+    members: tuple[Member, ...]
+    rings: tuple[tuple[tuple[int, ...], int], ...] = ()  # order of ranks -> channels
+    num_trees: int | None = None
+    channels: ChannelCounts | None = None
+    graphs: tuple[Graph, ...] = ()
+    known_by_id: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """How data goes from one rank to another, over how many channels.
+
+    kind: "P2P/CUMEM", "P2P/IPC", "P2P/direct pointer", "P2P/indirect", "SHM", "NET/IB",
+    "NET/AWS Libfabric", "COLLNET/SHARP", ...; same_host None: the log does not tell.
+    """
+
+    communicator: str
+    kind: str
+    source: int
+    target: int | None  # None: the network (COLLNET)
+    same_host: bool | None
+    channels: int
+    gdrdma: bool
+    pxn: bool
+    evidence: Evidence
+
+    @property
+    def is_net(self) -> bool:
+        return self.kind.startswith(("NET/", "COLLNET/"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NicUse:
+    """Channels of a rank through a network device; the index counts per host."""
+
+    communicator: str
+    rank: int
+    host: str
+    device: int
+    channels: int
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """One thing said of a plugin of one kind (NET, COLLNET, TUNER, PROFILER, ENV).
+
+    event: "asked" (name set by environment), "missing" (no such library), "symbol" (an API
+    version it lacks), "loaded", "internal" (NCCL's own instead), "failed" (did not start).
+    """
+
+    kind: str
+    event: str
+    name: str
+    api: int | None
+    seen: Seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """A network interface or adapter. role: "bootstrap", "socket", "ib", "oob"."""
+
+    role: str
+    name: str
+    address: str  # "" for adapters
+    hosts: tuple[str, ...]
+    seen: Seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuDirect:
+    """A line that GPUDirect RDMA is used or not. distance and level: of the path, or None."""
+
+    enabled: bool
+    net: str  # "" where the line does not name it
+    device: str
+    distance: str | None
+    level: str | None
+    seen: Seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A cell of NCCL's own table of what each algorithm should reach."""
+
+    communicator: str
+    collective: str
+    algorithm: str
+    protocol: str
+    latency_s: float
+    algbw_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How NCCL ran calls of a size. collective "": the version's line does not name it.
+
+    printed_bytes is the line's figure: per rank for all-gather and reduce-scatter from 2.24
+    on. message_bytes counts as nccl-tests; None where the number of ranks is unknown.
+    """
+
+    collective: str
+    printed_bytes: int
+    message_bytes: int | None
+    algorithm: str
+    protocol: str
+    channels: int | None
+    time_s: float | None  # NCCL's prediction, versions 2.21 to 2.23
+    calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """Lines that are alike but for numbers: warnings, or lines known as harmless."""
+
+    text: str
+    seen: Seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSide:
+    """What one rank issued at a place in its communicator's sequence."""
+
+    rank: int | None
+    process: str
+    call: str
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """The first place (from 0) where ranks of a communicator issued different collectives.
+
+    `sides`: one rank of each kind of call, the most frequent first. certain False: that the
+    ranks form one communicator is inferred, for want of lines of its start.
+    """
+
+    communicator: str
+    position: int
+    sides: tuple[CallSide, ...]
+    ranks: tuple[int, ...]  # how many ranks issued each
+    certain: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behind:
+    """A rank that issued fewer collectives than another one, as far as the log goes."""
+
+    communicator: str
+    issued: int
+    most: int
+    last: CallSide | None  # its own
+    missing: CallSide  # what a rank ahead issued next
+    rank: int | None
+    process: str
+    certain: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFacts:
+    """All that was read from the files of one job.
+
+    versions: (what, value) with what in nccl, rccl, cuda, cuda_driver, hip, rocm.
+    environment: (variable, value). networks: the one in use. nvls: support by True/False.
+    """
+
+    files: tuple[str, ...]
+    num_lines: int
+    hosts: tuple[str, ...]
+    processes: tuple[str, ...]
+    versions: dict[tuple[str, str], Seen]
+    environment: dict[tuple[str, str], Seen]
+    networks: dict[str, Seen]
+    nvls: dict[bool, Seen]
+    communicators: tuple[Communicator, ...]
+    transports: tuple[Transport, ...]
+    nics: tuple[NicUse, ...]
+    plugins: tuple[Plugin, ...]
+    interfaces: tuple[Interface, ...]
+    gpudirect: tuple[GpuDirect, ...]
+    predictions: tuple[Prediction, ...]
+    choices: tuple[Choice, ...]
+    warnings: tuple[Remark, ...]
+    harmless: tuple[Remark, ...]
+    p2p_disabled: tuple[Remark, ...]
+    messages: Histogram
+    mismatches: tuple[Mismatch, ...]
+    behind: tuple[Behind, ...]
+    unread_calls: int = 0  # lines of calls cut before their count or type
+    rounded_calls: int = 0  # counted at the next power of two, for want of memory

@@ -1,0 +1,282 @@
+"""A debug log's facts and findings: as lines for a terminal, and as flat rows."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from stepmark.core.finding import Finding
+from stepmark.core.log_facts import Communicator, LogFacts, Seen, Transport
+from stepmark.core.units import GB, format_bytes, format_time
+from stepmark.report.summary import LEAD
+from stepmark.report.tables import Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_MOST = 8
+
+
+def terminal_summary(facts: LogFacts, findings: Sequence[Finding], console: "Console") -> None:
+    """Print what a log says and what is wrong with it."""
+    for line in [*fact_lines(facts), *finding_lines(findings)]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def finding_lines(findings: Sequence[Finding]) -> list[str]:
+    """A line per finding, and below it the first line that shows it."""
+    lines = []
+    for one in findings:
+        lines.append(f"{one.severity:<{LEAD}}{one.text} [{one.rule}]")
+        for shown in one.evidence[:2]:
+            lines.append(f"{'':<{LEAD}}  {shown.file}:{shown.line}: {shown.text[:160]}")
+        if one.count > 2:
+            lines.append(f"{'':<{LEAD}}  {one.count} lines in all")
+    return lines
+
+
+def fact_lines(facts: LogFacts) -> list[str]:
+    """One fact per line, starting with what it is about, LEAD columns wide."""
+    return [f"{lead:<{LEAD}}{line}" for lead, line in _facts(facts)]
+
+
+def _facts(facts: LogFacts) -> Iterator[tuple[str, str]]:
+    yield (
+        "log",
+        f"{facts.num_lines} lines of {_number(len(facts.files), 'file')}, "
+        f"{_number(len(facts.processes), 'process')} on {_number(len(facts.hosts), 'host')}",
+    )
+    if facts.versions:
+        names = (f"{what} {value}" for what, value in facts.versions)
+        yield "versions", ", ".join(names)
+    if facts.networks:
+        yield "network", _counted(facts.networks)
+    for plugin in facts.plugins:
+        if plugin.event == "loaded":
+            api = f" (v{plugin.api})" if plugin.api else ""
+            yield "plugin", f"{plugin.kind} {plugin.name}{api}"
+    for role in dict.fromkeys(one.role for one in facts.interfaces):
+        held = [one for one in facts.interfaces if one.role == role]
+        shown = dict.fromkeys(f"{one.name} {one.address}".strip() for one in held)
+        yield "interface", f"{role}: {_some(shown)}"
+    for one in facts.communicators[:_MOST]:
+        yield "group", _communicator(one)
+    if len(facts.communicators) > _MOST:
+        yield "group", f"and {len(facts.communicators) - _MOST} more"
+    for kind, ways in _by_kind(facts.transports).items():
+        yield "transport", _transport(kind, ways)
+    if facts.nvls:
+        words = (f"{'' if has else 'not '}available" for has in facts.nvls)
+        yield "NVLS", ", ".join(words)
+    for (name, value), seen in facts.environment.items():
+        yield "variable", f"{name}={value} ({_number(seen.processes, 'process')})"
+    yield from (("tuning", line) for line in _choices(facts))
+    if facts.messages:
+        calls = sum(tally.calls for tally in facts.messages.values())
+        yield "calls", f"{calls} in {len(facts.messages)} kinds"
+
+
+def _number(many: int, noun: str) -> str:
+    ending = "" if many == 1 else "es" if noun.endswith("s") else "s"
+    return f"{many} {noun}{ending}"
+
+
+def _communicator(one: Communicator) -> str:
+    words = [one.key]
+    words += [f"{one.num_ranks} ranks"] if one.num_ranks else []
+    words += [_number(one.num_nodes, "node")] if one.num_nodes else []
+    if one.channels:
+        counts = one.channels
+        words.append(f"{counts.coll} coll, {counts.nvls or 0} nvls, {counts.p2p} p2p channels")
+    if one.rings:
+        words.append(
+            f"{sum(count for _, count in one.rings)} rings, {_number(len(one.rings), 'order')}"
+        )
+    times = [member.init.total_s for member in one.members if member.init]
+    words += [f"started in {format_time(max(times))}"] if times else []
+    return ", ".join(words)
+
+
+def _transport(kind: str, ways: Sequence[Transport]) -> str:
+    channels = sum(way.channels for way in ways)
+    text = f"{kind}: {_number(channels, 'connection')}, {_number(len(ways), 'pair')} of ranks"
+    where = {True: "inside hosts", False: "between hosts", None: "hosts unknown"}
+    sides = Counter({where[way.same_host]: 0 for way in ways})
+    for way in ways:
+        sides[where[way.same_host]] += way.channels
+    text += f" ({', '.join(f'{count} {side}' for side, count in sides.items())})"
+    direct = sum(way.channels for way in ways if way.gdrdma)
+    relayed = sum(way.channels for way in ways if way.pxn)
+    if kind.startswith(("NET/", "COLLNET/")):
+        text += f", {direct} with GPUDirect RDMA"
+    return text + (f", {relayed} by PXN" if relayed else "")
+
+
+def _by_kind(transports: Iterable[Transport]) -> dict[str, list[Transport]]:
+    held: dict[str, list[Transport]] = {}
+    for way in transports:
+        held.setdefault(way.kind, []).append(way)
+    return held
+
+
+def _choices(facts: LogFacts) -> Iterator[str]:
+    for one in facts.choices[:_MOST]:
+        size = one.printed_bytes if one.message_bytes is None else one.message_bytes
+        channels = f", {one.channels} channels" if one.channels else ""
+        yield (
+            f"{one.collective or 'call'} of {format_bytes(size)}: {one.algorithm} "
+            f"{one.protocol}{channels}, {one.calls} times"
+        )
+    if len(facts.choices) > _MOST:
+        yield f"and {len(facts.choices) - _MOST} more"
+
+
+def _counted(table: Mapping[str, Seen]) -> str:
+    return ", ".join(
+        f"{name} ({_number(seen.processes, 'process')})" for name, seen in table.items()
+    )
+
+
+def _some(words: Iterable[str]) -> str:
+    held = list(words)
+    more = f" and {len(held) - _MOST} more" if len(held) > _MOST else ""
+    return ", ".join(held[:_MOST]) + more
+
+
+def finding_rows(findings: Sequence[Finding]) -> list[Row]:
+    """One row per finding, with its first line."""
+    rows: list[Row] = []
+    for one in findings:
+        first = one.evidence[0] if one.evidence else None
+        rows.append(
+            {
+                "severity": one.severity.value,
+                "rule": one.rule,
+                "text": one.text,
+                "count": one.count,
+                "file": first.file if first else None,
+                "line": first.line if first else None,
+                "evidence": first.text if first else None,
+            }
+        )
+    return rows
+
+
+def fact_rows(facts: LogFacts) -> list[Row]:
+    """Everything that is said as a name and a value, one shape for all."""
+    rows = [
+        _row("version", what, value, seen) for (what, value), seen in facts.versions.items()
+    ]
+    rows += [
+        _row("variable", name, value, seen) for (name, value), seen in facts.environment.items()
+    ]
+    rows += [_row("network", "in use", name, seen) for name, seen in facts.networks.items()]
+    rows += [
+        _row("NVLS", "multicast", "available" if has else "not available", seen)
+        for has, seen in facts.nvls.items()
+    ]
+    rows += [
+        _row("plugin", f"{one.kind} {one.event}", _api(one.name, one.api), one.seen)
+        for one in facts.plugins
+    ]
+    rows += [
+        _row("interface", one.role, f"{one.name} {one.address}".strip(), one.seen)
+        for one in facts.interfaces
+    ]
+    rows += [
+        _row("GPUDirect", one.device, "enabled" if one.enabled else "disabled", one.seen)
+        for one in facts.gpudirect
+    ]
+    rows += [_row("warning", "", one.text, one.seen) for one in facts.warnings]
+    return rows
+
+
+def _api(name: str, api: int | None) -> str:
+    return f"{name} (v{api})".strip() if api else name
+
+
+def _row(about: str, name: str, value: str, seen: Seen) -> Row:
+    first = seen.evidence[0] if seen.evidence else None
+    return {
+        "about": about,
+        "name": name,
+        "value": value,
+        "lines": seen.lines,
+        "processes": seen.processes,
+        "file": first.file if first else None,
+        "line": first.line if first else None,
+    }
+
+
+def communicator_rows(facts: LogFacts) -> list[Row]:
+    """One row per rank of each communicator."""
+    return [
+        {
+            "communicator": one.key,
+            "num_ranks": one.num_ranks,
+            "num_nodes": one.num_nodes,
+            "rank": member.rank,
+            "local_rank": member.local_rank,
+            "process": member.process,
+            "host": member.host,
+            "device": member.device,
+            "bus_id": member.bus_id,
+            "coll_channels": one.channels.coll if one.channels else None,
+            "nvls_channels": one.channels.nvls if one.channels else None,
+            "p2p_channels": one.channels.p2p if one.channels else None,
+            "num_rings": sum(count for _, count in one.rings) or None,
+            "num_trees": one.num_trees,
+            "init_s": member.init.total_s if member.init else None,
+            **{f"init_{name}_s": s for name, s in (member.init.parts_s if member.init else ())},
+        }
+        for one in facts.communicators
+        for member in one.members
+    ]
+
+
+def transport_rows(facts: LogFacts) -> list[Row]:
+    """One row per pair of ranks and way between them."""
+    return [
+        {
+            "communicator": way.communicator,
+            "kind": way.kind,
+            "source": way.source,
+            "target": way.target,
+            "same_host": way.same_host,
+            "channels": way.channels,
+            "gdrdma": way.gdrdma,
+            "pxn": way.pxn,
+        }
+        for way in facts.transports
+    ]
+
+
+def choice_rows(facts: LogFacts) -> list[Row]:
+    """One row per size and algorithm that NCCL chose; size_bytes as nccl-tests counts it."""
+    return [
+        {
+            "collective": one.collective or None,
+            "size_bytes": one.message_bytes,
+            "printed_bytes": one.printed_bytes,
+            "algorithm": one.algorithm,
+            "protocol": one.protocol,
+            "channels": one.channels,
+            "predicted_s": one.time_s,
+            "calls": one.calls,
+        }
+        for one in facts.choices
+    ]
+
+
+def prediction_rows(facts: LogFacts) -> list[Row]:
+    """One row per cell of NCCL's own table."""
+    return [
+        {
+            "communicator": one.communicator,
+            "collective": one.collective,
+            "algorithm": one.algorithm,
+            "protocol": one.protocol,
+            "latency_s": one.latency_s,
+            "algbw_gb_s": one.algbw_bytes_per_s / GB,
+        }
+        for one in facts.predictions
+    ]

@@ -1,0 +1,196 @@
+"""Bad, mangled and long logs; and what is made of the facts for people and for files."""
+
+import gzip
+import random
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from stepmark.core.errors import ConfigError
+from stepmark.report.log_summary import (
+    choice_rows,
+    communicator_rows,
+    fact_lines,
+    fact_rows,
+    finding_lines,
+    finding_rows,
+    prediction_rows,
+    transport_rows,
+)
+from stepmark.trace import log_lines
+from stepmark.trace.diagnose import diagnose
+from stepmark.trace.nccl_log import looks_like_log, read_log
+
+from .nccl_lines import (
+    DATA,
+    FSDP8,
+    Issued,
+    coll,
+    fsdp8_lines,
+    info,
+)
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    bad = {
+        "empty": b"",
+        "blank": b"\n\n\n",
+        "prose": b"step 1 loss 2.3\n" * 100,
+        "binary": bytes(range(256)) * 500,
+        "cut.gz": gzip.compress(b"a:1:1 [0] NCCL INFO x\n" * 1000)[:40],
+    }
+    for name, data in bad.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ConfigError) as raised:
+            read_log([FSDP8[0], tmp_path / name])
+        assert name in str(raised.value).replace("...", "") or len(str(tmp_path)) > 60
+    with pytest.raises(ConfigError):
+        read_log([tmp_path / "absent"])
+    with pytest.raises(ConfigError):
+        read_log([tmp_path])
+    with pytest.raises(ConfigError):
+        read_log([])
+    with pytest.raises(ConfigError):
+        read_log(FSDP8[:1], num_ranks=0)
+
+
+def test_logs_are_known_by_their_head() -> None:
+    for path in DATA.glob("*.txt"):
+        if path.name != "mixed-147.txt":
+            assert looks_like_log(path.read_bytes()[:400]), path.name
+    assert looks_like_log(b"NCCL version 2.21.5+cuda12.4\n")
+    for head in (b"", b"# nccl-tests version 2.13\n", b"\0" * 100, b"NCCL is a library\n"):
+        assert not looks_like_log(head)
+
+
+def test_zeros_and_broken_text_do_not_stop_the_reader(tmp_path: Path) -> None:
+    path = tmp_path / "holes.log"
+    lines = [b"\0" * 500 + coll(0, Issued()).encode(), b"\xff\xfe" + info(0, "\x80x").encode()]
+    path.write_bytes(b"\n".join([*lines, coll(0, Issued()).encode()]))
+    facts = read_log([path])
+    assert sum(tally.calls for tally in facts.messages.values()) == 2
+
+
+def test_one_endless_line_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "endless.log"
+    path.write_bytes(b"a:1:1 [0] NCCL INFO x\n" + b"word:1:2 [0] " * 2_000_000)
+    begun = time.perf_counter()
+    read_log([path])
+    assert time.perf_counter() - begun < 20
+
+
+def mutated(rng: random.Random, line: bytes) -> bytes:
+    """A line with something wrong in it."""
+    kind, at = rng.randrange(6), rng.randrange(len(line) + 1)
+    if kind == 0:
+        return line[:at]
+    if kind == 1:
+        return line[:at] + bytes([rng.randrange(256)]) + line[at + 1 :]
+    if kind == 2:
+        return line[at:] + line[:at]
+    if kind == 3:
+        return line[:at] + line[rng.randrange(len(line) + 1) :]
+    words = line.split(b" ")
+    if kind == 4:
+        words.insert(
+            rng.randrange(len(words)), rng.choice((b"-1", b"9" * 30, b"0x", b"|", b"\0"))
+        )
+    else:
+        words[rng.randrange(len(words))] = rng.choice(words)
+    return b" ".join(words)
+
+
+def test_mangled_lines_raise_nothing_else(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    real = gzip.decompress(FSDP8[0].read_bytes()).split(b"\n")
+    seen: dict[bytes, list[bytes]] = {}
+    for line in real:
+        seen.setdefault(line[:45], []).append(line)
+    corpus = [line for lines in seen.values() for line in lines[:12] if line]
+    for path in DATA.glob("*.txt"):
+        corpus += [line for line in path.read_bytes().split(b"\n") if line]
+    read = 0
+    for _ in range(20):
+        lines = [mutated(rng, rng.choice(corpus)) for _ in range(400)]
+        path = tmp_path / "mangled.log"
+        path.write_bytes(b"\n".join(lines))
+        facts = read_log([path])
+        findings = diagnose(facts)
+        assert fact_lines(facts)
+        assert len(finding_rows(findings)) == len(findings) <= len(finding_lines(findings))
+        assert all(tally.calls > 0 for tally in facts.messages.values())
+        read += facts.num_lines
+    assert read >= 8000
+
+
+def test_rows_are_flat_and_alike() -> None:
+    facts = read_log(FSDP8)
+    for rows in (
+        *(fact_rows(facts), finding_rows(diagnose(facts)), communicator_rows(facts)),
+        *(transport_rows(facts), choice_rows(facts), prediction_rows(facts)),
+    ):
+        assert rows
+        assert len({tuple(row) for row in rows}) == 1
+        for row in rows:
+            assert all(
+                value is None or isinstance(value, str | int | float | bool)
+                for value in row.values()
+            )
+    text = "\n".join(fact_lines(facts))
+    assert "8 ranks, 1 node, 24 coll, 0 nvls, 32 p2p channels" in text
+    assert "P2P/CUMEM: 192 connections, 8 pairs of ranks (192 inside hosts)" in text
+
+
+def long_log(path: Path, num_bytes: int) -> None:
+    """Calls as in the sample, with addresses and opCounts that change."""
+    calls = [
+        line.encode()
+        for lines in fsdp8_lines()[:2]
+        for line in lines
+        if " opCount " in line or " Bytes -> " in line
+    ]
+    rng, size = random.Random(1), 0
+    with path.open("wb") as out:
+        while size < num_bytes:
+            for line in calls:
+                if b" opCount " in line:
+                    low, high = line.index(b" opCount "), line.index(b" count ")
+                    middle = b" opCount %x sendbuff %#x recvbuff %#x" % (
+                        size,
+                        rng.getrandbits(47),
+                        rng.getrandbits(47),
+                    )
+                    line = line[:low] + middle + line[high:]  # noqa: PLW2901
+                size += out.write(line + b"\n")
+
+
+def test_20_mb_in_less_than_a_second(tmp_path: Path) -> None:
+    path = tmp_path / "long.log"
+    long_log(path, 20_000_000)
+    seconds = []
+    for _ in range(2):
+        begun = time.perf_counter()
+        facts = read_log([path])
+        seconds.append(time.perf_counter() - begun)
+    assert sum(tally.calls for tally in facts.messages.values()) > 60_000
+    assert path.stat().st_size / min(seconds) > 25e6
+
+
+def test_memory_grows_by_a_few_bytes_per_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_lines, "BLOCK_BYTES", 256 * 1024)
+    peaks, calls = [], []
+    for num_bytes in (2_000_000, 10_000_000):
+        path = tmp_path / "long.log"
+        long_log(path, num_bytes)
+        tracemalloc.start()
+        facts = read_log([path])
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        calls.append(sum(tally.calls for tally in facts.messages.values()))
+    assert calls[1] > 4 * calls[0]
+    # 8 in the sequence, that as much again while it grows or is compared, in two copies.
+    assert peaks[1] - peaks[0] < 24 * (calls[1] - calls[0]) + 200_000
