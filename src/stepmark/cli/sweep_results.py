@@ -1,0 +1,261 @@
+"""A sweep from its first try to what it says: rounds, comparison, recommendation, files."""
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepmark.cli import sweep_run, sweep_tuner
+from stepmark.cli.options import Values
+from stepmark.cli.sweep_probe import ProbeError
+from stepmark.cli.sweep_run import Means
+from stepmark.core.comparison import Comparison, Series, Side
+from stepmark.core.errors import ConfigError, worst
+from stepmark.core.sweep import Setting, Sweep
+from stepmark.core.units import parse_duration, parse_share
+from stepmark.launch import child
+from stepmark.report import recommendation
+from stepmark.report.recommendation import Advice
+from stepmark.store.sweeps import Journal
+
+if TYPE_CHECKING:
+    from stepmark.cli.sweep_tuner import Request
+
+
+def check(values: Values) -> None:
+    """What can be refused before an hour of measuring is refused before."""
+    from stepmark.cli import session  # noqa: PLC0415
+
+    parse_share(values["min_gain"], "min-gain")
+    if values.get("budget"):
+        parse_duration(values["budget"], "budget")
+    if values.get("json") == values.get("csv") == "-":
+        raise ConfigError("csv", "-", "a path: stdout is already taken by --json")
+    if values.get("dry_run"):
+        return
+    for name in ("json", "csv", "html"):
+        if (target := values.get(name)) and target != "-":
+            session.make_folder(name, Path(target).parent)
+    session.make_folder("out", Path(values["out"]))
+
+
+def made(
+    sweep: Sweep,
+    path: Path | None,
+    asked: "Request | None",
+    values: Values,
+    base: Mapping[str, str],
+) -> int:
+    """Try what is missing, compare, recommend; the exit code."""
+    budget = values.get("budget")
+    means = Means(
+        base=base,
+        budget_s=parse_duration(budget, "budget") if budget else None,
+        say=_say,
+    )
+    for note in sweep.notes:
+        _say(f"# {note}")
+    with _journal(sweep, path, Path(values["out"])) as journal, child.catching() as signals:
+        number = sweep_run.make(journal, means, signals)
+        if number is None:
+            code = _show(journal, asked, values, means, signals)
+            number = signals[0] if signals else None
+        if number is not None:
+            word = "interrupted" if number == 2 else "terminated"
+            _say(f"{word}; go on with: stepmark sweep --resume {journal.path}")
+            return 128 + number
+    _say(f"sweep {journal.path}")
+    return code
+
+
+@contextmanager
+def _journal(sweep: Sweep, path: Path | None, out: Path) -> Iterator[Journal]:
+    with Journal.go_on(path) if path else Journal.create(out, sweep) as journal:
+        if journal.sweep != sweep:
+            journal.change(
+                repeats=sweep.repeats, timeout_s=sweep.timeout_s, baseline=sweep.baseline
+            )
+        yield journal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What a sweep comes to; nothing where less than two settings were measured."""
+
+    comparison: Comparison
+    advice: Advice
+
+
+def compared(path: Path, sweep: Sweep, min_gain: float) -> _Found | None:
+    """Settings that went well in all their rounds, against the baseline, by round."""
+    sides = {}
+    for setting in sweep.settings:
+        runs = [
+            path / "runs" / one.run
+            for one in sweep.tries
+            if one.setting == setting.name
+            and (one.round, one.setting) in sweep.done
+            and one.run
+        ]
+        if runs and setting.name not in sweep.failed:
+            sides[setting.name] = side_by_round(setting, runs)
+    if sweep.baseline not in sides or len(sides) < 2:
+        return None
+    base = sides.pop(sweep.baseline)
+    return of_sides([base, *sides.values()], sweep, min_gain)
+
+
+def of_sides(sides: list[Side], sweep: Sweep, min_gain: float) -> _Found:
+    """The baseline first."""
+    from stepmark.store.compare import Options, compare  # noqa: PLC0415
+
+    comparison = compare(sides, Options(force=True))
+    comparison = dataclasses.replace(comparison, notes=(*comparison.notes, *_notes(sweep)))
+    left_out = {
+        side.name: f"another method than {sides[0].name} ({shown})"
+        for side in sides[1:]
+        if (shown := ", ".join(sorted(_methods(side) - _methods(sides[0]))))
+    }
+    advice = recommendation.advise(comparison, min_gain=min_gain, left_out=left_out)
+    return _Found(comparison=comparison, advice=advice)
+
+
+def side_by_round(setting: Setting, runs: list[Path]) -> Side:
+    """Launches within one try share its moment: a try is one launch of the comparison."""
+    from stepmark.cli.sides import side_of_runs  # noqa: PLC0415
+
+    side = side_of_runs(setting.name, runs)
+    swept = {name for name, _ in setting.variables}  # the side's name says these
+    context = {name: value for name, value in side.context.items() if name not in swept}
+    return dataclasses.replace(side, series=tuple(map(_by_run, side.series)), context=context)
+
+
+def _by_run(series: Series) -> Series:
+    pooled: dict[str, tuple[float, ...]] = {}
+    for launch, values in series.launches.items():
+        run = launch.partition("/")[0]
+        pooled[run] = (*pooled.get(run, ()), *values)
+    return dataclasses.replace(series, launches=pooled)
+
+
+def _methods(side: Side) -> set[str]:
+    return {str(series.fields.get("method")) for series in side.series}
+
+
+def _notes(sweep: Sweep) -> list[str]:
+    changed = dict.fromkeys(
+        f"round {one.round}, {one.setting}: {what}"
+        for one in sweep.tries
+        for what in one.differs
+    )
+    return [*sweep.notes, *changed]
+
+
+def _show(
+    journal: Journal, asked: "Request | None", values: Values, means: Means, signals: list[int]
+) -> int:
+    sweep = journal.sweep
+    min_gain = parse_share(values["min_gain"], "min-gain")
+    found = compared(journal.path, sweep, min_gain)
+    code = 3 if sweep.failed else 0
+    failed = [
+        f"failed: {name} in round {one.round} after {one.seconds:.1f} s: {one.outcome}, "
+        f"exit code {one.exit_code}" + "".join(f"\n  {line}" for line in one.stderr)
+        for name, one in sweep.failed.items()
+    ]
+    if found is None:
+        for line in failed:
+            _say(line)
+        _say("nothing to compare: the baseline and another setting must be measured")
+        return 3
+    _files(found, sweep, values)
+    lines = [*failed, *_advised(found.advice, sweep)]
+    if "-" not in (values.get("json"), values.get("csv")):
+        _print(found.comparison, lines)
+    else:
+        for line in lines:
+            _say(line)
+    if asked is None:
+        return code
+    try:
+        said, tuned = sweep_tuner.emit(journal, found.advice, asked, means, signals)
+    except ProbeError:
+        if not signals:
+            raise
+        return code  # a probe that a signal ended
+    for line in said:
+        _say(line)
+    return worst(code, tuned)
+
+
+def _advised(advice: Advice, sweep: Sweep) -> list[str]:
+    base = next(one for one in sweep.settings if one.name == sweep.baseline)
+    exports = {one.name: export_lines(one, base) for one in sweep.settings}
+    lines = recommendation.text_of(advice, exports)
+    swept = {name for name, _ in sweep.settings[0].variables}
+    by_size = len({one.winner for one in advice.ranges}) > 1
+    if by_size and sweep.command[0] == "comm" and swept & set(sweep_tuner.CHOSEN):
+        lines.append("by size only a tuner plugin can set it: --emit-tuner FILE")
+    return lines
+
+
+def export_lines(setting: Setting, base: Setting) -> str:
+    """Shell lines that make a setting of what the baseline leaves."""
+    given = [f"{name}={shlex.quote(value)}" for name, value in setting.variables if value]
+    had = {name for name, value in base.variables if value}
+    unset = [name for name, value in setting.variables if not value and name in had]
+    flags = setting.command(())
+    lines = [f"export {' '.join(given)}"] if given else []
+    lines += [f"unset {' '.join(unset)}"] if unset else []
+    lines += [f"and in the command: {shlex.join(flags)}"] if flags else []
+    return "\n".join(lines)
+
+
+def _print(comparison: Comparison, lines: list[str]) -> None:
+    from stepmark.cli.view import console  # noqa: PLC0415
+    from stepmark.report.comparison import printed  # noqa: PLC0415
+
+    printed(comparison, console())
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+def _files(found: _Found, sweep: Sweep, values: Values) -> None:
+    from stepmark.report import comparison as drawn  # noqa: PLC0415
+    from stepmark.store.codec import to_plain  # noqa: PLC0415
+    from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
+
+    comparison = found.comparison
+    if target := values.get("csv"):
+        write_csv(drawn.rows(comparison), target, "sweep")
+    if target := values.get("json"):
+        document = {
+            "sweep": sweep.sweep_id,
+            "command": list(sweep.command),
+            "baseline": sweep.baseline,
+            "lines": drawn.rows(comparison),
+            "overall": drawn.overall_rows(comparison),
+            "recommended": found.advice.single,
+            "ranges": recommendation.rows(found.advice),
+            "failed": [to_plain(one) for one in sweep.failed.values()],
+            "notes": list(comparison.notes),
+        }
+        write_json(document, target, "sweep")
+    if target := values.get("html"):
+        from stepmark.report.comparison_page import write  # noqa: PLC0415
+
+        try:
+            write(comparison, Path(target))
+        except OSError as error:
+            raise ConfigError(
+                "html", target, f"a file that can be written ({error.strerror})"
+            ) from None
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

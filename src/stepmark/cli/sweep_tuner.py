@@ -1,0 +1,227 @@
+"""--emit-tuner: what NCCL runs under the winners, read from its log, as a tuner file."""
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from stepmark.cli.sweep_probe import Logged, Probe, ProbeError
+from stepmark.cli.sweep_run import Means
+from stepmark.core.errors import ConfigError
+from stepmark.core.record import RunInfo
+from stepmark.core.sweep import DEFAULT, Sweep, TunerChoice, cut
+from stepmark.report import tuner
+from stepmark.report.recommendation import Advice
+from stepmark.store.runs import read_run
+from stepmark.store.sweeps import Journal
+
+CHOSEN = ("NCCL_ALGO", "NCCL_PROTO")
+# What else a line of the file can express: the number of channels.
+_CARRIED = (
+    *CHOSEN,
+    *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
+)
+PLUGIN, CONFIG = "NCCL_TUNER_PLUGIN", "NCCL_TUNER_CONFIG_FILE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Where the file is to be, the plugin that reads it, and the command as comm's values."""
+
+    target: Path
+    plugin: str | None
+    values: Mapping[str, Any]
+    names: tuple[str, ...]  # collectives
+
+
+def request(target: str, plugin: str | None, sweep: Sweep, *, force: bool) -> Request:
+    """Refuses, before anything is measured, what no tuner file can say."""
+    if sweep.command[0] != "comm":
+        raise ConfigError("emit-tuner", sweep.command[0], "for comm")
+    values = _values_of(sweep.command)
+    names = tuple(values.pop("names") or ())
+    if others := [name for name in names if name not in tuner.COLLECTIVES]:
+        known = ", ".join(tuner.COLLECTIVES)
+        raise ConfigError("emit-tuner", ", ".join(others), f"for {known}")
+    variables = [name for name, _ in sweep.settings[0].variables]
+    if not set(variables) & set(CHOSEN) or sweep.settings[0].flags:
+        raise ConfigError(
+            "emit-tuner", "the sweep", f"one of {' or '.join(CHOSEN)}, without --set"
+        )
+    if others := [name for name in variables if name not in _CARRIED]:
+        raise ConfigError(
+            "emit-tuner",
+            ", ".join(others),
+            f"only variables a file can say: {', '.join(_CARRIED)}",
+        )
+    if any(note.startswith(f"{PLUGIN}=") for note in sweep.notes):
+        raise ConfigError("emit-tuner", PLUGIN, "a sweep measured without a tuner plugin")
+    path = Path(target)
+    if sweep.baseline != DEFAULT:
+        raise ConfigError("baseline", sweep.baseline, "the default, for a tuner file")
+    for name in ("group_split", "max_ctas", "ranks"):
+        if value := values.get(name):
+            raise ConfigError(
+                name, value, "left out, for a tuner file: one communicator of all"
+            )
+    if path.exists() and not force:
+        raise ConfigError("emit-tuner", path, "a file that does not exist yet, or --force")
+    if not path.resolve().parent.is_dir():
+        raise ConfigError("emit-tuner", path, "a file in a folder that exists")
+    return Request(target=path, plugin=plugin, values=values, names=names)
+
+
+def check_device(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError where NCCL does not run."""
+    from stepmark.cli import session  # noqa: PLC0415
+
+    if session.device_type(values) != "cuda":
+        raise ConfigError("emit-tuner", "cpu", "for accelerators: gloo has no tuner")
+
+
+def _values_of(command: Sequence[str]) -> dict[str, Any]:
+    """The flags of a comm command as its verb sees them."""
+    import typer  # noqa: PLC0415
+
+    from stepmark.cli import comm  # noqa: PLC0415
+    from stepmark.cli.options import as_command  # noqa: PLC0415
+
+    caught: list[dict[str, Any]] = []
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+    app.command()(as_command(caught.append, "", comm.NAMES, *comm.ALL))
+    app(list(command[1:]), standalone_mode=False)
+    return caught[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What a file is measured with, besides the settings."""
+
+    info: RunInfo
+    num_nodes: int
+    num_ranks: int
+
+
+def emit(
+    journal: Journal, advice: Advice, asked: Request, means: Means, signals: Sequence[int]
+) -> tuple[list[str], int]:
+    """Probe, write, and with a plugin verify; what to say and the exit code.
+
+    Raises ProbeError where NCCL's choices could not be read. No file is written where the
+    baseline stays: it would pin what NCCL does anyway.
+    """
+    winners = {pick.winner for pick in advice.picks if pick.winner}
+    if not winners:
+        return ["no tuner file: the default stays everywhere"], 0
+    place = _place(journal, advice)
+    every = tuple(tuner.COLLECTIVES)
+    probe = Probe(
+        journal=journal,
+        values=asked.values,
+        names=asked.names,
+        num_ranks=place.num_ranks,
+        means=means,
+        signals=signals,
+    )
+    # NCCL refuses a collective that has not the algorithm which a winner forces.
+    logged = {advice.baseline: probe.logged(advice.baseline, "default", every)}
+    for at, name in enumerate(sorted(winners), 1):
+        logged[name] = probe.logged(name, f"winner{at}", asked.names)
+    chosen = choose(logged, advice)
+    try:
+        found = tuner.rules(chosen, num_nodes=place.num_nodes, num_ranks=place.num_ranks)
+    except ConfigError as error:
+        raise ProbeError(str(error)) from None
+    _write(asked.target, tuner.text_of(found, _facts(journal.sweep, place)))
+    said = [f"tuner file: {asked.target} ({len(found)} lines)"]
+    if not asked.plugin:
+        return [*said, "not verified: no tuner plugin (--tuner-plugin PATH)"], 0
+    more = {PLUGIN: asked.plugin, CONFIG: str(asked.target.resolve())}
+    seen = probe.logged(advice.baseline, "verify", every, more)
+    wrong = _verified(found, chosen, seen, place)
+    shown = ", ".join(
+        f"{name} {count}" for name, count in Counter(name for name, _ in seen).items()
+    )
+    said.append(f"verified with {asked.plugin}, sizes seen: {shown}; {len(wrong)} not as told")
+    return said + wrong, 1 if wrong else 0
+
+
+def _verified(
+    found: Sequence[tuner.Rule], chosen: Sequence[TunerChoice], seen: Logged, place: "_Place"
+) -> list[str]:
+    """What NCCL did not do as the file says, and what it was not seen to do at all."""
+    missing = [one for one in chosen if (one.collective, one.size_bytes) not in seen]
+    return tuner.mismatches(
+        found, seen.values(), num_nodes=place.num_nodes, num_ranks=place.num_ranks
+    ) + [f"{one.collective} {one.size_bytes} bytes: not in NCCL's log" for one in missing]
+
+
+def choose(logged: Mapping[str, Logged], advice: Advice) -> list[TunerChoice]:
+    """At each size the winner's choice; the baseline's where none won or none was measured.
+
+    Lines that differ in placement or type share a size: it is won when one setting wins all.
+    """
+    won: dict[str, dict[int, set[str | None]]] = {}
+    for pick in advice.picks:
+        name, size = str(pick.line.fields.get("family")), pick.line.size_bytes
+        if size is not None:
+            won.setdefault(name, {}).setdefault(size, set()).add(pick.winner)
+    found = []
+    for collective, size in sorted({key for held in logged.values() for key in held}):
+        winner = _winner(won.get(collective, {}), size) or advice.baseline
+        if (choice := logged[winner].get((collective, size))) is not None:
+            found.append(choice)
+    return found
+
+
+def _winner(won: Mapping[int, set[str | None]], size: int) -> str | None:
+    """Between measured sizes the nearer one's; outside of them nothing is known."""
+    sizes = sorted(won)
+    if not sizes or not sizes[0] <= size <= sizes[-1]:
+        return None
+    at = sizes[0]
+    for smaller, larger in itertools.pairwise(sizes):
+        at = larger if size > cut(smaller, larger) else at
+    return next(iter(won[at])) if len(won[at]) == 1 else None
+
+
+def _place(journal: Journal, advice: Advice) -> _Place:
+    run = next(
+        one.run for one in journal.sweep.tries if (one.round, one.setting) in journal.sweep.done
+    )
+    info = read_run(journal.path / "runs" / run)
+    ranks = {pick.line.fields.get("num_ranks") for pick in advice.picks}
+    if len(ranks) != 1 or not isinstance(found := ranks.pop(), int):
+        raise ConfigError("emit-tuner", "several", "communicators of one number of ranks")
+    hosts = {one.host for one in info.environment.devices}
+    return _Place(info=info, num_nodes=max(1, len(hosts)), num_ranks=found)
+
+
+def _facts(sweep: Sweep, place: _Place) -> list[str]:
+    found = place.info.environment
+    devices = Counter(device.name for device in found.devices)
+    shown = ", ".join(f"{count} x {name}" for name, count in devices.items())
+    settings = "; ".join(one.name for one in sweep.settings)
+    nccl = found.versions.get("nccl") or found.versions.get("rccl") or "unknown"
+    return [
+        f"Written by stepmark {sweep.stepmark}, {datetime.now(UTC):%Y-%m-%d}, "
+        f"sweep {sweep.sweep_id}.",
+        f"Measured with NCCL {nccl} on {shown}: {place.num_ranks} ranks, "
+        f"{place.num_nodes} node{'s' if place.num_nodes > 1 else ''}.",
+        f"Command: stepmark {' '.join(sweep.command)}",
+        f"Settings: {settings}. Rounds: {sweep.repeats}.",
+    ]
+
+
+def _write(target: Path, text: str) -> None:
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        raise ConfigError(
+            "emit-tuner", target, f"a file that can be written ({error.strerror})"
+        ) from None

@@ -1,0 +1,129 @@
+"""One command in processes of its own, with a time limit; nothing of it outlives `run`."""
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from stepmark.launch import processes
+from stepmark.launch.death import tie_child
+
+MARK = "STEPMARK_CHILD"  # in the environment of the command and of all that it starts
+_POLL_S = 0.1
+_GRACE_S = 3.0  # past its limit: to end by itself what it has begun
+_INTERRUPT_S = 15.0  # after Ctrl-C; a supervising parent gives its ranks 10 s of these
+_KILL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a command ended."""
+
+    exit_code: int | None  # negative: the signal; None for what SIGKILL does not end
+    seconds: float
+    timed_out: bool = False
+    interrupted: bool = False
+    survivors: tuple[int, ...] = ()  # pids that SIGKILL did not end within 10 s
+
+
+@contextlib.contextmanager
+def catching() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM as they come, in place of what they did before. Main thread only."""
+    seen: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+
+    previous = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    out: Path,
+    err: Path,
+    limit_s: float,
+    signals: Sequence[int] = (),
+    grace_s: float = _GRACE_S,
+) -> Ended:
+    """Run it with its output in two files, and end it after limit_s.
+
+    `signals` is what `catching` gave: with a signal in it the command gets one SIGINT and
+    15 s; with a second one it is killed. Past its limit it gets SIGTERM, grace_s and SIGKILL.
+    It is in a session of its own, so a terminal's Ctrl-C reaches only us.
+    Raises OSError, as for a command that is not there.
+    """
+    token = secrets.token_hex(8)
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        started_s = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            env={**environment, MARK: token},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=tie_child(signal.SIGKILL),  # noqa: PLW1509, two system calls
+        )
+    timed_out = interrupted = False
+    try:
+        end_s = started_s + limit_s
+        while process.poll() is None and not signals and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+        interrupted = bool(signals)
+        timed_out = process.poll() is None and not interrupted
+        if timed_out:
+            _ask(process, signal.SIGTERM, grace_s, signals)
+        elif interrupted:
+            _ask(process, signal.SIGINT, _INTERRUPT_S, signals)
+    finally:
+        survivors = _kill(process, f"{MARK}={token}")
+    return Ended(
+        exit_code=process.poll(),
+        seconds=time.monotonic() - started_s,
+        timed_out=timed_out,
+        interrupted=interrupted,
+        survivors=survivors,
+    )
+
+
+def _ask(
+    process: "subprocess.Popen[bytes]",
+    number: signal.Signals,
+    limit_s: float,
+    signals: Sequence[int],
+) -> None:
+    """Only the command itself: what it started is its own to end."""
+    process.send_signal(number)
+    end_s, before = time.monotonic() + limit_s, max(1, len(signals))
+    while process.poll() is None and len(signals) <= before and time.monotonic() < end_s:
+        time.sleep(_POLL_S)
+
+
+def _kill(process: "subprocess.Popen[bytes]", mark: str) -> tuple[int, ...]:
+    """SIGKILL all that has our mark, in whatever session it is. Returns what survives 10 s."""
+    end_s = time.monotonic() + _KILL_S
+    while True:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        found = [one for one in processes.marked(mark) if not one.ended]
+        for one in found:
+            processes.send(one, signal.SIGKILL)
+        if process.poll() is not None and not found:
+            return ()
+        if time.monotonic() > end_s:
+            return tuple(one.pid for one in found)
+        time.sleep(0.02)

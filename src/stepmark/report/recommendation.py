@@ -1,0 +1,262 @@
+"""Which setting to use at which size, if any. Nothing is recommended that chance explains.
+
+A setting wins a line when it is faster than the baseline with certainty, after Holm's
+correction over all settings and lines, and by at least `min_gain`. Of several the fastest wins.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from stepmark.core.comparison import Comparison, Line
+from stepmark.core.ratio import CONFIDENCE, Ratio, Verdict, holm, t_cdf
+from stepmark.core.sweep import cut
+from stepmark.core.units import format_bytes
+
+# Fields that name a line, in the order in which they are read.
+_NAMING = ("family", "shape", "label", "phase", "dtype", "redop", "placement", "pair")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pick:
+    """A line and what won it; `winner` is None where the baseline stays.
+
+    `best` is the fastest setting that was seen, certain or not, and `reason` why it is not
+    the winner. Ratios are of its speed to the baseline's.
+    """
+
+    line: Line
+    winner: str | None
+    best: str | None
+    ratio: Ratio | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Neighbouring sizes with one winner, bounds inclusive; None for lines without a size."""
+
+    label: str
+    first_bytes: int | None
+    last_bytes: int | None
+    picks: tuple[Pick, ...]
+
+    @property
+    def winner(self) -> str | None:
+        return self.picks[0].winner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """`single` is a setting that wins somewhere and loses nowhere, if there is one."""
+
+    baseline: str
+    picks: tuple[Pick, ...]
+    ranges: tuple[Range, ...]
+    single: str | None
+    num_tests: int
+    min_gain: float
+    left_out: Mapping[str, str]  # settings that are not considered, and why
+
+
+def advise(
+    comparison: Comparison, *, min_gain: float, left_out: Mapping[str, str] | None = None
+) -> Advice:
+    """From ratios whose launches are rounds; with one round nothing is certain."""
+    out = left_out or {}
+    base, *others = comparison.names
+    considered = [name for name in others if name not in out]
+    tested = [
+        (place, name, p)
+        for place, line in enumerate(comparison.lines)
+        for name in considered
+        if (found := _ratio(line, name)) and (p := p_faster(found)) is not None
+    ]
+    fallen = holm([p for *_, p in tested], 1 - CONFIDENCE)
+    certain = {
+        (place, name)
+        for (place, name, _), is_faster in zip(tested, fallen, strict=True)
+        if is_faster
+    }
+    picks = tuple(
+        _pick(line, considered, {name for at, name in certain if at == place}, min_gain)
+        for place, line in enumerate(comparison.lines)
+    )
+    return Advice(
+        baseline=base,
+        picks=picks,
+        ranges=tuple(_ranges(picks)),
+        single=_single(picks, considered, min_gain),
+        num_tests=len(tested),
+        min_gain=min_gain,
+        left_out=out,
+    )
+
+
+def p_faster(found: Ratio) -> float | None:
+    """One-sided p of "not faster at all". None where nothing is known of the spread."""
+    if found.se_log is None:
+        return None
+    gain = math.log(found.speed)
+    if found.se_log == 0:
+        return 0.0 if gain > 0 else 1.0
+    return 1 - t_cdf(gain / found.se_log, found.df)
+
+
+def _ratio(line: Line, name: str) -> Ratio | None:
+    cell = line.cells.get(name)
+    return cell.ratio if cell else None
+
+
+def _pick(line: Line, names: Sequence[str], certain: set[str], min_gain: float) -> Pick:
+    ratios = {name: found for name in names if (found := _ratio(line, name))}
+    if not ratios:
+        return Pick(line=line, winner=None, best=None, ratio=None, reason="nothing to compare")
+    ranked = sorted(ratios, key=lambda name: ratios[name].speed, reverse=True)
+    for name in ranked:
+        if name in certain and ratios[name].speed >= 1 + min_gain:
+            return Pick(line=line, winner=name, best=name, ratio=ratios[name])
+    best = ranked[0]
+    reason = _why_not(ratios[best], best in certain, min_gain)
+    return Pick(line=line, winner=None, best=best, ratio=ratios[best], reason=reason)
+
+
+def _why_not(found: Ratio, is_certain: bool, min_gain: float) -> str:
+    if found.speed <= 1:
+        return "nothing was faster"
+    if is_certain or found.speed < 1 + min_gain:
+        return f"under {min_gain:.1%} faster"
+    if found.se_log is None:
+        return "one round: too few repeats"
+    if found.verdict is Verdict.FASTER:
+        return "not certain among so many comparisons: too few repeats"
+    return "within noise"
+
+
+def _single(picks: Sequence[Pick], names: Sequence[str], min_gain: float) -> str | None:
+    """Most lines won; then the highest mean speed."""
+    scored = []
+    for name in names:
+        ratios = [_ratio(pick.line, name) for pick in picks]
+        won = sum(pick.winner == name for pick in picks)
+        known = [found for found in ratios if found is not None]
+        if won and len(known) == len(ratios) and not any(_loses(r, min_gain) for r in known):
+            scored.append((won, sum(math.log(r.speed) for r in known), name))
+    return max(scored)[-1] if scored else None
+
+
+def _loses(found: Ratio, min_gain: float) -> bool:
+    """Surely slower, or seen to be slower by as much as a gain must be to count."""
+    return found.verdict is Verdict.SLOWER or found.speed * (1 + min_gain) < 1
+
+
+def _ranges(picks: Sequence[Pick]) -> list[Range]:
+    lines = [pick.line for pick in picks]
+    varying = [
+        name
+        for name in _NAMING
+        if name in ("family", "shape") or len({line.fields.get(name) for line in lines}) > 1
+    ]
+    groups: dict[str, list[Pick]] = {}
+    for pick in picks:
+        words = (pick.line.fields.get(name) for name in varying)
+        groups.setdefault(" ".join(str(w) for w in words if w not in (None, "")), []).append(
+            pick
+        )
+    return [one for label, held in groups.items() for one in _merged(label, held)]
+
+
+def _merged(label: str, picks: Sequence[Pick]) -> list[Range]:
+    sized = sorted(
+        (pick for pick in picks if pick.line.size_bytes is not None),
+        key=lambda pick: pick.line.size_bytes or 0,
+    )
+    made = [
+        Range(label=label, first_bytes=None, last_bytes=None, picks=(pick,))
+        for pick in picks
+        if pick.line.size_bytes is None
+    ]
+    if not sized:
+        return made
+    runs = [tuple(held) for _, held in groupby(sized, key=lambda pick: pick.winner)]
+    ends = [cut(_size(a[-1]), _size(b[0])) for a, b in pairwise(runs)] + [_size(sized[-1])]
+    first = _size(sized[0])
+    for held, last in zip(runs, ends, strict=True):
+        made.append(Range(label=label, first_bytes=first, last_bytes=last, picks=held))
+        first = last + 1
+    return made
+
+
+def _size(pick: Pick) -> int:
+    return pick.line.size_bytes or 0
+
+
+def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
+    """Lines for people. `exports` has, by setting, the shell lines that make it."""
+    said = [f"not considered: {name}: {why}" for name, why in advice.left_out.items()]
+    keep = "the default" if advice.baseline == "default" else advice.baseline
+    won = [pick for pick in advice.picks if pick.winner]
+    if not won:
+        tests = _count(advice.num_tests, "comparison")
+        said.append(f"keep {keep}: in {tests} nothing is certainly faster")
+        said += [f"  {_range_text(one, keep)}" for one in advice.ranges]
+        return said
+    if advice.single:
+        mine = [pick for pick in won if pick.winner == advice.single]
+        said.append(
+            f"recommended: faster on {len(mine)} of {_count(len(advice.picks), 'line')} "
+            f"({_gains(mine)}), on none more than {advice.min_gain:.1%} slower"
+        )
+        said += [f"  {line}" for line in exports[advice.single].splitlines()]
+    if not advice.single or len({pick.winner for pick in won}) > 1:
+        said.append(
+            "by size, what is certainly faster:" if not advice.single else "best by size:"
+        )
+        said += [f"  {_range_text(one, keep)}" for one in advice.ranges]
+    return said
+
+
+def _range_text(one: Range, keep: str) -> str:
+    span = ""
+    if one.first_bytes is not None and one.last_bytes is not None:
+        span = f" {format_bytes(one.first_bytes)} to {format_bytes(one.last_bytes)}"
+    head = f"{one.label}{span}: "
+    if one.winner:
+        return f"{head}{one.winner} ({_gains(one.picks)})"
+    best = max(one.picks, key=lambda pick: pick.ratio.speed if pick.ratio else 0.0)
+    if best.ratio is None:
+        return f"{head}keep {keep} ({best.reason})"
+    where = ""
+    if best.line.size_bytes is not None and len(one.picks) > 1:
+        where = f" at {format_bytes(best.line.size_bytes)}"
+    return f"{head}keep {keep} (best: {best.best} {best.ratio.speed:.3f}{where}; {best.reason})"
+
+
+def _gains(picks: Sequence[Pick]) -> str:
+    speeds = [pick.ratio.speed for pick in picks if pick.ratio]
+    low, high = min(speeds), max(speeds)
+    shown = f"{low - 1:+.1%}"
+    return shown if low == high else f"{shown} to {high - 1:+.1%}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def rows(advice: Advice) -> list[dict[str, object]]:
+    """One flat row per range, for files."""
+    return [
+        {
+            "label": one.label,
+            "first_bytes": one.first_bytes,
+            "last_bytes": one.last_bytes,
+            "setting": one.winner or advice.baseline,
+            "is_change": one.winner is not None,
+            "best": best.best,
+            "best_speed": best.ratio.speed if best.ratio else None,
+            "reason": best.reason,
+        }
+        for one in advice.ranges
+        for best in [max(one.picks, key=lambda p: p.ratio.speed if p.ratio else 0.0)]
+    ]

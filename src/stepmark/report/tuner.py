@@ -1,0 +1,229 @@
+"""The configuration file of NCCL's example tuner plugin, from what each size is to run with.
+
+Facts of the plugin and of NCCL's core (plugins/tuner/example/plugin.c, src/enqueue.cc of NCCL
+2.30): the first line that matches and that NCCL can run decides; bounds are inclusive; bytes
+are the largest buffer of any rank. A line is cut after 255 characters and the rest read as a
+line of its own, so comments are wrapped. A call that no line serves runs with one channel;
+0 channels leaves NCCL its own number, and algorithm and protocol cannot be left to it.
+"""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.sweep import TunerChoice, cut
+
+# Ours and the plugin's names.
+COLLECTIVES = {
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "all_gather": "allgather",
+    "reduce_scatter": "reducescatter",
+    "all_reduce": "allreduce",
+}
+ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
+PROTOCOLS = ("ll", "ll128", "simple")
+MOST_BYTES = 2**63 - 1
+ANY = -1
+NCCLS_OWN = 0  # channels
+_WIDTH = 96
+_FIELDS = (
+    "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,"
+    "numPipeOps,regBuff"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One line. `collective` as we name it; nodes and ranks may be ANY."""
+
+    collective: str
+    first_bytes: int
+    last_bytes: int
+    algorithm: str
+    protocol: str
+    num_channels: int
+    num_nodes: int
+    num_ranks: int
+
+    def serves(self, collective: str, num_bytes: int, num_nodes: int, num_ranks: int) -> bool:
+        return (
+            self.collective == collective
+            and self.first_bytes <= num_bytes <= self.last_bytes
+            and self.num_nodes in (ANY, num_nodes)
+            and self.num_ranks in (ANY, num_ranks)
+        )
+
+    def text(self) -> str:
+        bounds = f"{COLLECTIVES[self.collective]},{self.first_bytes},{self.last_bytes}"
+        how = f"{self.algorithm},{self.protocol},{self.num_channels}"
+        return f"{bounds},{how},{self.num_nodes},{self.num_ranks},{ANY},{ANY}"
+
+
+def spelled(name: str) -> str | None:
+    """An algorithm or protocol as the plugin writes it: NVLSTree, NVLS_TREE -> nvls_tree."""
+    squeezed = name.lower().replace("_", "")
+    known = {one.replace("_", ""): one for one in (*ALGORITHMS, *PROTOCOLS)}
+    return known.get(squeezed)
+
+
+def rules(choices: Iterable[TunerChoice], *, num_nodes: int, num_ranks: int) -> list[Rule]:
+    """All sizes of all five collectives; between two known sizes the nearer one's choice.
+
+    Behind them, for communicators of other sizes and for types and operations that an
+    algorithm does not serve: Ring, with NCCL's own number of channels.
+    Raises ConfigError for a collective of which nothing is known, and for unknown names.
+    """
+    known: dict[str, dict[int, TunerChoice]] = {name: {} for name in COLLECTIVES}
+    for one in choices:
+        if one.collective in known:
+            known[one.collective][one.size_bytes] = _checked(one)
+    if missing := [name for name, held in known.items() if not held]:
+        raise ConfigError(
+            "emit-tuner", ", ".join(missing), "collectives whose choice NCCL has logged"
+        )
+    measured = [
+        rule
+        for name, held in known.items()
+        for rule in _of_collective(name, held, num_nodes, num_ranks)
+    ]
+    return measured + _merged([_fallback(rule) for rule in measured])
+
+
+def _checked(one: TunerChoice) -> TunerChoice:
+    """The plugin reads a name that it does not know as another one, and says nothing."""
+    if one.algorithm not in ALGORITHMS or one.protocol not in PROTOCOLS:
+        shown = f"{one.algorithm}/{one.protocol}"
+        raise ConfigError("emit-tuner", shown, "algorithms and protocols of NCCL's tuner")
+    if one.num_channels < 1:
+        raise ConfigError("emit-tuner", one.num_channels, "at least 1 channel")
+    return one
+
+
+def _of_collective(
+    name: str, held: dict[int, TunerChoice], num_nodes: int, num_ranks: int
+) -> list[Rule]:
+    sizes = sorted(held)
+    ends = [*(cut(a, b) for a, b in pairwise(sizes)), MOST_BYTES]
+    found = [
+        Rule(
+            collective=name,
+            first_bytes=first,
+            last_bytes=last,
+            algorithm=held[size].algorithm,
+            protocol=held[size].protocol,
+            num_channels=held[size].num_channels,
+            num_nodes=num_nodes,
+            num_ranks=num_ranks,
+        )
+        for size, first, last in zip(
+            sizes, [0, *(end + 1 for end in ends[:-1])], ends, strict=True
+        )
+    ]
+    return _merged(found)
+
+
+def _fallback(rule: Rule) -> Rule:
+    """Ring runs every collective, type and operation; LL128 not everywhere."""
+    return replace(
+        rule,
+        algorithm="ring",
+        protocol="simple" if rule.protocol == "simple" else "ll",
+        num_channels=NCCLS_OWN,
+        num_nodes=ANY,
+        num_ranks=ANY,
+    )
+
+
+def _merged(found: Sequence[Rule]) -> list[Rule]:
+    made: list[Rule] = []
+    for rule in found:
+        before = made[-1] if made else None
+        if before and replace(before, last_bytes=rule.last_bytes) == replace(
+            rule, first_bytes=before.first_bytes
+        ):
+            made[-1] = replace(before, last_bytes=rule.last_bytes)
+        else:
+            made.append(rule)
+    return made
+
+
+def text_of(found: Sequence[Rule], facts: Sequence[str]) -> str:
+    """The file. `facts` are told in its head: what was measured, where, when."""
+    head = [
+        *facts,
+        "Use it with the NCCL and the machine that it was measured with.",
+        "A call that no line serves runs with ONE channel in the plugin as NCCL 2.30 ships it, "
+        "although its README says that the default is kept. So every collective and every "
+        "size has a line, and every line an explicit number of channels.",
+        "The last lines serve other communicators than the measured one, and types and "
+        "operations that an algorithm above cannot run. They are not measured: Ring, "
+        "0 = NCCL's own number of channels.",
+        _FIELDS,
+    ]
+    comments = [line for fact in head for line in textwrap.wrap(_plain(fact), _WIDTH - 2)]
+    lines = [f"# {line}" for line in comments] + [rule.text() for rule in found]
+    return "\n".join(lines) + "\n"
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def parse(text: str) -> list[Rule]:
+    """What the plugin makes of a file of ours. Raises ConfigError for other lines."""
+    ours = {theirs: name for name, theirs in COLLECTIVES.items()}
+    found = []
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        words = line.split(",")
+        try:
+            name, algorithm, protocol = ours[words[0]], words[3], words[4]
+            first, last, channels, nodes, ranks = (int(words[i]) for i in (1, 2, 5, 6, 7))
+        except (KeyError, ValueError, IndexError):
+            raise ConfigError("tuner file", line, _FIELDS) from None
+        found.append(
+            Rule(
+                collective=name,
+                first_bytes=first,
+                last_bytes=last,
+                algorithm=algorithm,
+                protocol=protocol,
+                num_channels=channels,
+                num_nodes=nodes,
+                num_ranks=ranks,
+            )
+        )
+    return found
+
+
+def first_match(
+    found: Iterable[Rule], collective: str, num_bytes: int, *, num_nodes: int, num_ranks: int
+) -> Rule | None:
+    """The line that decides, if NCCL can run what it says."""
+    asked = (collective, num_bytes, num_nodes, num_ranks)
+    return next((rule for rule in found if rule.serves(*asked)), None)
+
+
+def mismatches(
+    found: Sequence[Rule], seen: Iterable[TunerChoice], *, num_nodes: int, num_ranks: int
+) -> list[str]:
+    """Where NCCL, run with the file, did not do what its line says."""
+    said = []
+    for one in seen:
+        rule = first_match(
+            found, one.collective, one.size_bytes, num_nodes=num_nodes, num_ranks=num_ranks
+        )
+        if rule is None:
+            continue  # a collective that the tuner does not know
+        told = (rule.algorithm, rule.protocol, rule.num_channels)
+        if told != one.how:
+            shown = [f"{a}/{p} with {c} channels" for a, p, c in (told, one.how)]
+            said.append(
+                f"{one.collective} {one.size_bytes} bytes: the file says {shown[0]}, "
+                f"NCCL ran {shown[1]}"
+            )
+    return said

@@ -1,0 +1,112 @@
+"""Sweeps on disk: sweeps/<sweep_id>/{sweep.json, runs/, output/}. Tries are only ever added.
+
+sweep.json is written beside its place and renamed after each try, so a reader sees whole
+files, and a kill loses at most the try that it ended.
+"""
+
+import dataclasses
+import fcntl
+import os
+from pathlib import Path
+
+import msgspec
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.sweep import Sweep, Try
+
+FILE = "sweep.json"
+
+
+class Journal:
+    """The one process that goes on with a sweep. Holds a lock until closed."""
+
+    def __init__(self, path: Path, sweep: Sweep) -> None:
+        """Use `create` or `go_on`."""
+        self.path = path
+        self.sweep = sweep
+        self._fd = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise ConfigError("sweep", path, "a sweep that no other process makes") from None
+        except OSError:  # a file system without locks
+            pass
+
+    @classmethod
+    def create(cls, root: Path, sweep: Sweep) -> "Journal":
+        path = root / sweep.sweep_id
+        try:
+            (path / "runs").mkdir(parents=True)
+            (path / "output").mkdir()
+        except OSError as error:
+            raise ConfigError(
+                "out", path, f"a folder that can be made ({error.strerror})"
+            ) from None
+        journal = cls(path, sweep)
+        journal._write()
+        return journal
+
+    @classmethod
+    def go_on(cls, path: Path) -> "Journal":
+        return cls(path, read(path))
+
+    def add(self, one: Try) -> None:
+        """On disk when this returns."""
+        self.sweep = dataclasses.replace(self.sweep, tries=(*self.sweep.tries, one))
+        self._write()
+
+    def change(self, **fields: object) -> None:
+        """What may change between two starts: how often, how long."""
+        self.sweep = dataclasses.replace(self.sweep, **fields)  # type: ignore[arg-type]
+        self._write()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self) -> None:
+        text = msgspec.json.format(msgspec.json.encode(self.sweep), indent=1) + b"\n"
+        target = self.path / FILE
+        temporary = target.with_name(FILE + ".tmp")
+        try:
+            with temporary.open("wb") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(target)
+        except OSError as error:
+            raise ConfigError(
+                "out", target, f"a file that can be written ({error.strerror})"
+            ) from None
+
+
+def read(path: Path) -> Sweep:
+    """Raises ConfigError for what is no sweep of ours."""
+    file = path / FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Sweep)
+    except OSError as error:
+        raise ConfigError("sweep", file, f"a readable file ({error.strerror})") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError("sweep", file, f"a sweep ({error})") from None
+
+
+def find(root: Path, name: str) -> Path:
+    """A path, an id, the unique beginning of one, or "latest"."""
+    for path in (Path(name), root / name):
+        if name and (path / FILE).is_file():
+            return path
+    known = sorted(file.parent for file in root.glob(f"*/{FILE}"))
+    found = known[-1:] if name == "latest" else [p for p in known if p.name.startswith(name)]
+    if not name or len(found) != 1:
+        shown = ", ".join(path.name for path in known[-3:]) or f"none in {root}"
+        raise ConfigError("resume", name, f"one sweep; sweeps: {shown}")
+    return found[0]

@@ -1,0 +1,546 @@
+"""stepmark sweep: settings, order, what goes wrong, what is missing, what is recommended."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepmark.cli import sweep_probe, sweep_results, sweep_settings, sweep_tuner
+from stepmark.cli.sweep import refuse_ranks
+from stepmark.cli.sweep_run import Means, make, order_of
+from stepmark.cli.sweep_settings import settings, split_values
+from stepmark.core.errors import ConfigError
+from stepmark.core.sweep import Outcome, Setting, Sweep, TunerChoice
+from stepmark.launch import processes
+from stepmark.report.recommendation import Advice
+from stepmark.report.tuner import COLLECTIVES, first_match, parse
+from stepmark.store import sweeps
+from stepmark.store.sweeps import Journal
+
+from .process import ROOT, command, environment, stepmark
+
+PROGRAM = (sys.executable, "-m", "tests.cli.sweep_program")
+COMMAND = ("comm", "all_reduce", "-b", "64K")
+
+
+def names(*env: str, flags: tuple[str, ...] = (), default: bool = True) -> list[str]:
+    return [one.name for one in settings(env, flags, default=default, force=False)]
+
+
+def test_every_combination_once_and_the_default_first() -> None:
+    assert names("A=1,2", "B=x,y") == [
+        "default",
+        *("A=1 B=x", "A=1 B=y", "A=2 B=x", "A=2 B=y"),
+    ]
+    assert names("A=1,2", flags=("mode=graph",)) == [
+        "default",
+        *("A=1 --mode graph", "A=2 --mode graph"),
+    ]
+    assert names("A=1,2", default=False) == ["A=1", "A=2"]
+
+
+def test_an_empty_value_is_unset_and_all_unset_is_the_default() -> None:
+    assert names("A=,1", "B=,x") == ["default", "B=x", "A=1", "A=1 B=x"]
+    assert names("A=,1", default=False) == ["default", "A=1"]
+    (unset, _) = settings(["A=,1"], [], default=True, force=False)
+    assert sweep_settings.environment(unset, {"A": "9", "B": "8"}) == {"B": "8"}
+
+
+@given(st.lists(st.text(alphabet="a,\\;:^=", min_size=1), min_size=1))
+def test_values_survive_being_written(values: list[str]) -> None:
+    written = ",".join(value.replace("\\", "\\\\").replace(",", "\\,") for value in values)
+    assert split_values(written) == values
+
+
+def test_values_hold_what_nccl_wants() -> None:
+    assert split_values("ring;allreduce:tree,^nvls") == ["ring;allreduce:tree", "^nvls"]
+    assert split_values(r"mlx5_0\,mlx5_1,mlx5_2") == ["mlx5_0,mlx5_1", "mlx5_2"]
+
+
+@pytest.mark.parametrize(
+    ("env", "flags"),
+    [
+        ([], []),
+        (["A"], []),
+        (["=1"], []),
+        (["A B=1"], []),
+        (["A=1", "A=2"], []),
+        (["A=1,1"], []),
+        (["A="], []),
+        (["A=a\nb"], []),
+        (["RANK=1"], []),
+        (["STEPMARK_WATCH=1"], []),
+        ([], ["out=x"]),
+        ([], ["-mode=x"]),
+        ([f"A={','.join(map(str, range(64)))}"], []),
+    ],
+)
+def test_bad_settings_are_refused(env: list[str], flags: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        settings(env, flags, default=True, force=False)
+
+
+def test_many_settings_need_force() -> None:
+    many = [f"A={','.join(map(str, range(64)))}"]
+    assert len(settings(many, [], default=True, force=True)) == 65
+
+
+@given(st.integers(1, 64), st.integers(1, 50), st.integers())
+def test_every_round_is_a_permutation_and_seeds_reproduce(
+    count: int, number: int, seed: int
+) -> None:
+    order = order_of(count, number, order="interleaved", seed=seed)
+    assert sorted(order) == list(range(count))
+    assert order_of(count, number, order="interleaved", seed=seed) == order
+    assert order_of(count, number, order="fixed", seed=seed) == list(range(count))
+
+
+def test_orders_differ_between_rounds_and_seeds() -> None:
+    def orders(seed: int) -> list[tuple[int, ...]]:
+        return [tuple(order_of(6, n, order="interleaved", seed=seed)) for n in range(1, 9)]
+
+    assert len(set(orders(1))) >= 7
+    assert orders(1) != orders(2)
+    # No setting is bound to a place in its round.
+    first = Counter(order_of(6, n, order="interleaved", seed=5)[0] for n in range(600))
+    assert min(first.values()) > 60
+
+
+def sweep_of(*kinds: str, repeats: int = 2, timeout_s: float = 20.0) -> Sweep:
+    found = settings([f"KIND={','.join(kinds)}"], [], default=True, force=False)
+    return Sweep(
+        sweep_id="the-sweep",
+        created_at="2025-01-01T00:00:00+00:00",
+        stepmark="0.1.0",
+        command=COMMAND,
+        settings=tuple(found),
+        baseline="default",
+        repeats=repeats,
+        order="interleaved",
+        seed=1,
+        timeout_s=timeout_s,
+    )
+
+
+def means(folder: Path, said: list[str] | None = None, **more: object) -> Means:
+    base = environment() | {
+        "SWEEP_PROGRAM": str(folder),
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+    }
+    say = (said if said is not None else []).append
+    return Means(base=base, program=PROGRAM, say=say, **more)  # type: ignore[arg-type]
+
+
+def started(folder: Path) -> list[str]:
+    return [line.split()[0] for line in (folder / "started").read_text().splitlines()]
+
+
+def test_rounds_are_kept_compared_and_recommended(tmp_path: Path) -> None:
+    with Journal.create(tmp_path, sweep_of("fast", "slow", repeats=4)) as journal:
+        assert make(journal, means(tmp_path), []) is None
+        sweep = journal.sweep
+    assert sweeps.read(journal.path) == sweep
+    assert [one.round for one in sweep.tries] == [n for n in (1, 2, 3, 4) for _ in range(3)]
+    for number in (1, 2, 3, 4):
+        held = [one.setting for one in sweep.tries if one.round == number]
+        assert sorted(held) == ["KIND=fast", "KIND=slow", "default"]
+    assert {one.outcome for one in sweep.tries} == {Outcome.DONE}
+    assert len({one.run for one in sweep.tries}) == 12
+    assert all((journal.path / "runs" / one.run / "run.json").exists() for one in sweep.tries)
+    # KIND is swept: that it differs is no surprise.
+    assert {one.differs for one in sweep.tries} == {()}
+    found = sweep_results.compared(journal.path, sweep, 0.01)
+    assert found is not None
+    assert found.comparison.names == ("default", "KIND=fast", "KIND=slow")
+    cell = found.comparison.lines[0].cells["KIND=fast"]
+    # Two launches of one run are one round.
+    assert (cell.num_launches, cell.num_values) == (4, 40)
+    assert cell.ratio is not None
+    assert 1.2 < cell.ratio.speed < 1.3
+    assert found.advice.single == "KIND=fast"
+    assert (
+        sweep_results.export_lines(sweep.settings[1], sweep.settings[0]) == "export KIND=fast"
+    )
+
+
+def test_settings_that_go_wrong_are_recorded_and_left_out(tmp_path: Path) -> None:
+    wanted = sweep_of("broken", "wrong", "fast", repeats=3)
+    with Journal.create(tmp_path, wanted) as journal:
+        make(journal, means(tmp_path), [])
+        sweep = journal.sweep
+    count = Counter(started(tmp_path))
+    assert count == {"default": 3, "fast": 3, "broken": 1, "wrong": 1}
+    failed = sweep.failed
+    assert failed.keys() == {"KIND=broken", "KIND=wrong"}
+    assert failed["KIND=broken"].outcome is Outcome.FAILED
+    assert failed["KIND=broken"].exit_code == 3
+    assert failed["KIND=broken"].stderr == ("stepmark: it is", "broken")
+    assert failed["KIND=wrong"].outcome is Outcome.WRONG
+    found = sweep_results.compared(journal.path, sweep, 0.01)
+    assert found is not None
+    assert found.comparison.names == ("default", "KIND=fast")
+
+
+def test_a_setting_that_hangs_is_killed_with_its_grandchildren(tmp_path: Path) -> None:
+    with Journal.create(tmp_path, sweep_of("hang", timeout_s=1.5)) as journal:
+        make(journal, means(tmp_path), [])
+        sweep = journal.sweep
+    one = sweep.failed["KIND=hang"]
+    assert one.outcome is Outcome.TIMEOUT
+    assert 1.5 <= one.seconds < 6
+    assert Counter(started(tmp_path)) == {"default": 2, "hang": 1}
+    pid = int((tmp_path / "grandchild").read_text())
+    process = processes.look(pid)
+    assert process is None or process.ended
+    assert sweep_results.compared(journal.path, sweep, 0.01) is None
+
+
+def test_resume_makes_only_what_is_missing(tmp_path: Path) -> None:
+    with Journal.create(tmp_path, sweep_of("fast", "slow")) as journal:
+        make(journal, means(tmp_path), [])
+        tries = journal.sweep.tries
+        # As after a kill in the second round: two tries less, and one that was interrupted.
+        cut = dataclasses.replace(tries[4], outcome=Outcome.INTERRUPTED)
+        journal.change(tries=(*tries[:4], cut))
+    (tmp_path / "started").unlink()
+    with Journal.go_on(journal.path) as journal:
+        make(journal, means(tmp_path), [])
+        again = journal.sweep
+    order = [one.setting for one in tries[4:]]
+    assert [
+        f"KIND={kind}".replace("KIND=default", "default") for kind in started(tmp_path)
+    ] == order
+    assert [one.setting for one in again.tries if one.outcome is Outcome.DONE] == [
+        one.setting for one in tries
+    ]
+    with Journal.go_on(journal.path) as journal:
+        make(journal, means(tmp_path), [])
+        assert journal.sweep == again
+        journal.change(repeats=3)
+        make(journal, means(tmp_path), [])
+        assert len(journal.sweep.done) == 9
+
+
+def test_a_sweep_has_one_writer(tmp_path: Path) -> None:
+    with Journal.create(tmp_path, sweep_of("fast")) as journal:
+        with pytest.raises(ConfigError, match="no other process"):
+            Journal.go_on(journal.path)
+        with pytest.raises(ConfigError, match="can be made"):
+            Journal.create(tmp_path, sweep_of("fast"))
+
+
+def test_a_budget_ends_after_whole_rounds(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Journal.create(tmp_path, sweep_of("fast", repeats=50)) as journal:
+        make(journal, means(tmp_path, said, budget_s=0.01), [])
+        assert len(journal.sweep.tries) == 2
+    assert said[-1] == "budget: 1 of 50 rounds"
+
+
+def test_an_environment_that_changes_is_told(tmp_path: Path) -> None:
+    with Journal.create(tmp_path, sweep_of("fast", repeats=1)) as journal:
+        make(journal, means(tmp_path), [])
+        run = journal.path / "runs" / journal.sweep.tries[0].run / "run.json"
+        run.write_text(run.read_text().replace('"2.28.9"', '"2.27.3"'))
+        journal.change(repeats=2)
+        make(journal, means(tmp_path), [])
+        told = {one.differs for one in journal.sweep.tries if one.round == 2}
+    assert told == {("nccl: 2.27.3 -> 2.28.9",)}
+
+
+def test_another_method_is_shown_and_not_recommended(tmp_path: Path) -> None:
+    with Journal.create(tmp_path, sweep_of("fast", repeats=4)) as journal:
+        make(journal, means(tmp_path), [])
+    sweep = journal.sweep
+    for one in sweep.tries:
+        if one.setting == "KIND=fast":
+            file = journal.path / "runs" / one.run / "records.jsonl"
+            file.write_text(file.read_text().replace("comm-queued/1", "comm-graph/1"))
+    found = sweep_results.compared(journal.path, sweep, 0.01)
+    assert found is not None
+    assert found.advice.single is None
+    assert "comm-graph/1" in found.advice.left_out["KIND=fast"]
+    assert any("method differs" in note for note in found.comparison.notes)
+
+
+def test_notes_say_what_else_decides() -> None:
+    found = settings(["NCCL_ALGO=Ring"], [], default=True, force=False)
+    base = {"NCCL_ALGO": "Tree", "NCCL_DEBUG": "WARN", "HOME": "/nowhere"}
+    said = sweep_settings.notes(found, base | {"NCCL_CONF_FILE": "/nowhere"})
+    assert said[:2] == (
+        "NCCL_ALGO=Tree of your environment is overridden",
+        "NCCL_CONF_FILE=/nowhere is the same for all",
+    )
+    assert "NCCL_DEBUG=WARN is the same for all" in said
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"RANK": "0"}, {"OMPI_COMM_WORLD_RANK": "3"}, {"SLURM_STEP_NUM_TASKS": "8"}],
+)
+def test_under_a_launcher_it_refuses(variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="once"):
+        refuse_ranks(variables)
+    refuse_ranks({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+
+
+TARGET = ["--device", "cpu"]
+ONE, COMM = ["sweep", "--env", "A=1"], ["--", "comm", "all_reduce"]
+TUNE = ["sweep", "--env", "NCCL_ALGO=Ring", "--emit-tuner"]
+OP = ["--", "op", "gemm"]
+BAD = {
+    "nothing": ["sweep"],
+    "no command": ONE,
+    "no setting": ["sweep", *OP],
+    "unknown verb": [*ONE, "--", "oops"],
+    "verb that measures nothing": [*ONE, "--", "runs", "list"],
+    "twice": [*ONE, "--env", "A=2", *OP],
+    "no name": ["sweep", "--env", "=1", *OP],
+    "many": ["sweep", "--env", f"A={','.join(map(str, range(65)))}", *OP],
+    "repeats": [*ONE, "--repeats", "-1", *OP],
+    "order": [*ONE, "--order", "x", *OP],
+    "timeout": [*ONE, "--timeout", "x", *OP],
+    "gain": [*ONE, "--min-gain", "2", *OP],
+    "baseline": [*ONE, "--baseline", "A=3", *OP],
+    "own out": [*ONE, *COMM, "--out", "x"],
+    "flag twice": ["sweep", "--set", "mode=graph", *COMM, "--mode", "queued"],
+    "resume": ["sweep", "--resume", "latest"],
+    "flags of the command": [*ONE, "--", "comm", "oops", *TARGET],
+    "swept flag": ["sweep", "--set", "nproc=2,x", *COMM, *TARGET],
+    "tuner of op": [*TUNE, "t", *OP],
+    "tuner of other": [*ONE, "--emit-tuner", "t", *COMM],
+    "tuner on cpu": [*TUNE, "t", *COMM, *TARGET],
+    "tuner with another baseline": [*TUNE, "t", "--baseline", "NCCL_ALGO=Ring", *COMM],
+    "tuner of some ranks": [*TUNE, "t", *COMM, "--ranks", "2,4"],
+    "tuner of more variables": [*TUNE, "t", "--env", "NCCL_BUFFSIZE=1", *COMM],
+    "tuner exists": [*TUNE, "there", *COMM, *TARGET],
+}
+
+
+@pytest.mark.parametrize("arguments", BAD.values(), ids=list(BAD))
+def test_bad_input_is_one_line(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from stepmark.cli.main import status
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "there").touch()
+    assert status(arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("stepmark: ")
+    assert len(err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name != "sweeps"] == ["there"]
+    assert not list(tmp_path.glob("sweeps/*"))
+
+
+def test_dry_run_lists_every_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stepmark.cli.main import status
+
+    monkeypatch.chdir(tmp_path)
+    words = ["--env", "A=x;y,", "--set", "mode=graph", "--dry-run", "--repeats", "2"]
+    assert status(["sweep", *words, "--", "comm", "all_reduce", "-b", "1K"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    expected = [
+        "env 'A=x;y' stepmark comm all_reduce -b 1K --mode graph",
+        "env -u A stepmark comm all_reduce -b 1K",
+        "env -u A stepmark comm all_reduce -b 1K --mode graph",
+    ]
+    assert sorted(out[:3]) == sorted(out[3:]) == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+GEMM = ["op", "gemm", "--m", "256", "--n", "256", "--k", "256", "--device", "cpu"]
+
+
+@pytest.mark.slow
+def test_operators_for_real(tmp_path: Path) -> None:
+    words = ["--env", "UNREAD=1,2", "--no-default", "--repeats", "2"]
+    files = ["--json", "s.json", "--csv", "s.csv"]
+    done = stepmark("sweep", *words, *files, "--", *GEMM, "--budget", "1s", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "UNREAD=2" in done.stdout
+    document = json.loads((tmp_path / "s.json").read_text())
+    (line,) = document["lines"]
+    assert (line["baseline_launches"], line["launches"]) == (2, 2)
+    assert document["failed"] == []
+    # A variable that nothing reads: two rounds cannot make it faster.
+    assert document["recommended"] is None
+    assert (tmp_path / "s.csv").read_text().count("\n") == 2
+
+
+@pytest.mark.slow
+def test_collectives_for_real_after_an_interrupt(tmp_path: Path) -> None:
+    words = ["--env", "OMP_NUM_THREADS=1", "--repeats", "1"]
+    comm = ["comm", "all_reduce", "--device", "cpu", "--nproc", "2", "-b", "64K", "-e", "256K"]
+    process = subprocess.Popen(
+        command("sweep", *words, "--", *comm, "-n", "20"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    end_s = time.monotonic() + 60
+    while not list(tmp_path.glob("sweeps/*/output/*.err")):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    time.sleep(1.0)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    (folder,) = tmp_path.glob("sweeps/*")
+    assert f"--resume sweeps/{folder.name}" in err
+    (first,) = sweeps.read(folder).tries
+    assert first.outcome is Outcome.INTERRUPTED
+    done = stepmark("sweep", "--resume", folder.name, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(sweeps.read(folder).done) == 2
+    assert "keep the default" in done.stdout  # one round shows nothing
+    assert "OMP_NUM_THREADS=1 / default" in done.stdout
+
+
+def logged(**at: tuple[str, str, int]) -> sweep_probe.Logged:
+    """s1024=...: what all collectives run with at 1 KiB."""
+    return {
+        (name, int(key[1:])): TunerChoice(
+            collective=name,
+            size_bytes=int(key[1:]),
+            algorithm=how[0],
+            protocol=how[1],
+            num_channels=how[2],
+        )
+        for name in COLLECTIVES
+        for key, how in at.items()
+    }
+
+
+def test_the_file_says_what_won_and_the_default_elsewhere(tmp_path: Path) -> None:
+    with Journal.create(tmp_path, sweep_of("fast", "slow", repeats=4)) as journal:
+        make(journal, means(tmp_path), [])
+    found = sweep_results.compared(journal.path, journal.sweep, 0.01)
+    assert found is not None
+    ring, tree = ("ring", "simple", 4), ("tree", "ll", 8)
+    sizes = ("s1024", "s65536", "s524288", "s16777216", "s1073741824")
+    both = {
+        "default": logged(**dict.fromkeys(sizes, ring)),
+        "KIND=fast": logged(**dict.fromkeys(sizes, tree)),
+    }
+    chosen = sweep_tuner.choose(both, found.advice)
+    held = {one.size_bytes: one.how for one in chosen if one.collective == "all_reduce"}
+    # Measured from 64 KiB to 16 MiB, and nothing is known beyond.
+    assert held == {2**10: ring, 2**16: tree, 2**19: tree, 2**24: tree, 2**30: ring}
+    others = {one.how for one in chosen if one.collective != "all_reduce"}
+    assert others == {ring}
+
+
+def tuned(
+    folder: Path, plugin: str | None = None
+) -> tuple[list[str], int, sweep_tuner.Request]:
+    """A sweep in which Tree wins, and its tuner file."""
+    sweep = dataclasses.replace(
+        sweep_of("x", repeats=4),
+        settings=tuple(settings(["NCCL_ALGO=Tree"], [], default=True, force=False)),
+    )
+    asked = sweep_tuner.request(str(folder / "tuner.conf"), plugin, sweep, force=False)
+    with Journal.create(folder, sweep) as journal:
+        how = means(folder)
+        make(journal, how, [])
+        found = sweep_results.compared(journal.path, journal.sweep, 0.01)
+        assert found is not None
+        said, code = sweep_tuner.emit(journal, found.advice, asked, how, [])
+    return said, code, asked
+
+
+def test_a_tuner_file_has_the_winner_and_nccls_own_choices(tmp_path: Path) -> None:
+    said, code, asked = tuned(tmp_path)
+    assert (code, said[-1]) == (0, "not verified: no tuner plugin (--tuner-plugin PATH)")
+    text = asked.target.read_text()
+    assert "# Measured with NCCL 2.28.9 on 2 x Made Up 9000: 2 ranks, 1 node." in text
+    rules = parse(text)
+
+    def how(name: str, size: int) -> tuple[str, str, int]:
+        rule = first_match(rules, name, size, num_nodes=1, num_ranks=2)
+        assert rule is not None
+        return rule.algorithm, rule.protocol, rule.num_channels
+
+    assert how("all_reduce", 2**12) == ("ring", "ll", 2)
+    assert how("all_reduce", 2**20) == ("tree", "ll128", 16)
+    assert how("all_reduce", 2**33) == ("ring", "simple", 24)
+    # NCCL's log counts these per rank.
+    for name in ("all_gather", "reduce_scatter", "broadcast", "reduce"):
+        assert how(name, 2**15) == ("ring", "ll", 2)
+        assert how(name, 2**16) == ("ring", "simple", 24)
+
+
+def test_a_plugin_that_does_as_told_verifies(tmp_path: Path) -> None:
+    said, code, _ = tuned(tmp_path, "good.so")
+    assert code == 0
+    assert said[-1].startswith("verified with good.so, sizes seen: ")
+    assert "all_reduce 21" in said[-1]
+    assert said[-1].endswith("0 not as told")
+
+
+def test_one_channel_is_seen_and_is_a_failed_check(tmp_path: Path) -> None:
+    said, code, _ = tuned(tmp_path, "trap")
+    assert code == 1
+    assert any(
+        line.startswith("all_reduce 1048576 bytes: the file says tree/ll128 with 16 channels")
+        and line.endswith("tree/ll128 with 1 channels")
+        for line in said
+    )
+    assert {line.split()[0] for line in said[2:]} == set(COLLECTIVES)
+
+
+def test_without_a_log_no_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_probe, "_with_text", lambda folder: [])
+    with pytest.raises(sweep_probe.ProbeError, match="no choice with channels"):
+        tuned(tmp_path)
+    assert not (tmp_path / "tuner.conf").exists()
+
+
+def test_a_file_that_would_change_nothing_is_not_written(tmp_path: Path) -> None:
+    advice = Advice(
+        baseline="default",
+        picks=(),
+        ranges=(),
+        single=None,
+        num_tests=0,
+        min_gain=0.01,
+        left_out={},
+    )
+    asked = sweep_tuner.Request(target=tmp_path / "t", plugin=None, values={}, names=())
+    with Journal.create(tmp_path, sweep_of("fast")) as journal:
+        said, code = sweep_tuner.emit(journal, advice, asked, means(tmp_path), [])
+    assert (said, code) == (["no tuner file: the default stays everywhere"], 0)
+    assert not asked.target.exists()
+
+
+def test_a_setting_names_itself() -> None:
+    one = Setting(variables=(("A", "1"), ("B", "")), flags=(("n", "5"), ("mode", "graph")))
+    assert one.name == "A=1 -n 5 --mode graph"
+    assert one.command(("comm",)) == ["comm", "-n", "5", "--mode", "graph"]
+    base = Setting(variables=(("A", ""), ("B", "2")))
+    assert sweep_results.export_lines(one, base).splitlines() == [
+        "export A=1",
+        "unset B",
+        "and in the command: -n 5 --mode graph",
+    ]

@@ -1,0 +1,212 @@
+"""Nothing is recommended that chance explains; what is real and repeated is."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+
+from stepmark.core.comparison import Comparison, Series, Side
+from stepmark.core.ratio import Ratio, ratio
+from stepmark.report.recommendation import Advice, advise, p_faster, rows, text_of
+from stepmark.store.compare import Options, compare
+
+SIZES = [2**power for power in range(10, 30, 2)]
+Gain = Callable[[str, int], float]
+NOTHING: Gain = lambda name, size: 1.0  # noqa: E731
+
+
+def sides(
+    names: Sequence[str], random: Random, *, rounds: int, noise: float, gain: Gain = NOTHING
+) -> list[Side]:
+    """A round shifts all settings alike, as a drift does; each try has noise of its own."""
+    drift = [random.gauss(1, noise) for _ in range(rounds)]
+    return [
+        Side(
+            name=name,
+            series=tuple(
+                Series(
+                    fields={"family": "all_reduce", "placement": "in-place", "method": "m/1"},
+                    size_bytes=size,
+                    launches={
+                        f"{name}-{place}": (shift * random.gauss(1, noise) / gain(name, size),)
+                        for place, shift in enumerate(drift)
+                    },
+                )
+                for size in SIZES
+            ),
+        )
+        for name in names
+    ]
+
+
+NAMES = ["default", *"BCDEFG"]
+
+
+def advised(
+    seed: int,
+    *,
+    rounds: int,
+    noise: float = 0.01,
+    gain: Gain = NOTHING,
+    names: Sequence[str] = NAMES,
+) -> Advice:
+    found = sides(names, Random(seed), rounds=rounds, noise=noise, gain=gain)
+    return advise(compare(found, Options(force=True)), min_gain=0.01)
+
+
+def won(advice: Advice) -> list[str]:
+    return [pick.winner for pick in advice.picks if pick.winner]
+
+
+def test_noise_is_not_recommended() -> None:
+    # 300 sweeps of 6 settings, 10 sizes, 3 rounds: under 2 % may say anything at all.
+    false = sum(bool(won(advised(seed, rounds=3, noise=0.02))) for seed in range(300))
+    assert false <= 6
+
+
+def test_noise_is_not_recommended_with_more_rounds() -> None:
+    false = sum(bool(won(advised(seed, rounds=6, noise=0.02))) for seed in range(1000, 1100))
+    assert false <= 2
+
+
+def test_one_round_recommends_nothing() -> None:
+    advice = advised(1, rounds=1, gain=lambda name, size: 2.0 if name == "C" else 1.0)
+    assert won(advice) == []
+    assert advice.single is None
+    assert all(pick.reason == "one round: too few repeats" for pick in advice.picks)
+    assert advice.num_tests == 0
+
+
+def test_ten_percent_are_found() -> None:
+    def gain(name: str, size: int) -> float:
+        return 1.1 if name == "C" else 1.0
+
+    advice = advised(1, rounds=5, noise=0.004, gain=gain)
+    assert won(advice) == ["C"] * len(SIZES)
+    assert advice.single == "C"
+    (one,) = advice.ranges
+    assert (one.first_bytes, one.last_bytes) == (SIZES[0], SIZES[-1])
+    said = text_of(advice, {"C": "export X=C"})
+    assert said[0].startswith("recommended: faster on 10 of 10 lines (+")
+    assert said[1:] == ["  export X=C"]
+
+
+def test_three_rounds_find_what_is_large() -> None:
+    advice = advised(
+        1, rounds=3, noise=0.002, gain=lambda name, size: 1.5 if name == "C" else 1.0
+    )
+    assert won(advice).count("C") >= 8
+
+
+def test_a_gain_that_is_certain_but_small_is_not_recommended() -> None:
+    advice = advised(
+        1, rounds=8, noise=1e-5, gain=lambda name, size: 1.005 if name == "C" else 1.0
+    )
+    assert won(advice) == []
+    assert {pick.reason for pick in advice.picks} == {"under 1.0% faster"}
+    assert {pick.best for pick in advice.picks} == {"C"}
+
+
+def crossing(name: str, size: int) -> float:
+    """B is better below 64 KiB, C from 1 MiB on; each is worse where it is not better."""
+    if name == "B":
+        return 1.3 if size <= 2**16 else 0.7
+    if name == "C":
+        return 1.2 if size >= 2**20 else 0.8
+    return 1.0
+
+
+def test_sizes_with_one_winner_are_one_range() -> None:
+    advice = advised(2, rounds=5, noise=0.002, gain=crossing, names=["default", "B", "C"])
+    assert advice.single is None
+    ranges = [(one.winner, one.first_bytes, one.last_bytes) for one in advice.ranges]
+    # Cut at the geometric mean of the neighbours: 64 and 256 KiB, 256 KiB and 1 MiB.
+    assert ranges == [
+        ("B", 2**10, 2**17),
+        (None, 2**17 + 1, 2**19),
+        ("C", 2**19 + 1, 2**28),
+    ]
+    said = "\n".join(text_of(advice, {"B": "export X=B", "C": "export X=C"}))
+    assert "export" not in said
+    assert "all_reduce 1 KiB to 128 KiB: B (+" in said
+    assert "keep the default (best: " in said
+
+
+def test_ranges_hold_every_size_once() -> None:
+    for seed in range(20):
+        random = Random(seed)
+        table = {(n, s): random.choice([0.7, 1.0, 1.4]) for n in NAMES for s in SIZES}
+        advice = advised(seed, rounds=5, noise=0.001, gain=lambda n, s, t=table: t[n, s])  # type: ignore[misc]
+        held = [pick.line.size_bytes for one in advice.ranges for pick in one.picks]
+        assert held == SIZES
+        for one in advice.ranges:
+            assert {pick.winner for pick in one.picks} == {one.winner}
+            for pick in one.picks:
+                assert one.first_bytes <= pick.line.size_bytes <= one.last_bytes  # type: ignore[operator]
+        for before, after in zip(advice.ranges, advice.ranges[1:], strict=False):
+            assert before.winner != after.winner
+            assert after.first_bytes == (before.last_bytes or 0) + 1
+
+
+def test_a_setting_that_loses_somewhere_is_not_the_one() -> None:
+    def gain(name: str, size: int) -> float:
+        return 0.97 if size == SIZES[3] else 1.2
+
+    advice = advised(
+        3, rounds=5, noise=0.001, gain=lambda n, s: gain(n, s) if n == "B" else 1.0
+    )
+    assert advice.single is None
+    assert set(won(advice)) == {"B"}
+
+
+def test_what_is_left_out_wins_nothing() -> None:
+    found = sides(
+        NAMES[:3], Random(1), rounds=5, noise=0.001, gain=lambda n, s: 2.0 if n == "B" else 1.0
+    )
+    comparison: Comparison = compare(found, Options(force=True))
+    advice = advise(comparison, min_gain=0.01, left_out={"B": "another method"})
+    assert won(advice) == []
+    assert text_of(advice, {})[0] == "not considered: B: another method"
+
+
+def test_lines_without_a_size_are_ranges_of_their_own() -> None:
+    def side(name: str, speed: float) -> Side:
+        return Side(
+            name=name,
+            series=tuple(
+                Series(
+                    fields={"family": "gemm", "shape": shape, "method": "m/1"},
+                    launches={f"{name}{i}": (1e-3 / speed * (1 + i * 1e-4),) for i in range(4)},
+                )
+                for shape in ("8x8x8", "16x16x16")
+            ),
+        )
+
+    comparison = compare([side("default", 1.0), side("B", 1.5)], Options(force=True))
+    advice = advise(comparison, min_gain=0.01)
+    assert [(one.label, one.winner) for one in advice.ranges] == [
+        ("gemm 8x8x8", "B"),
+        ("gemm 16x16x16", "B"),
+    ]
+    assert [row["setting"] for row in rows(advice)] == ["B", "B"]
+
+
+@pytest.mark.parametrize(
+    ("speed", "low", "high"), [(1.5, 0.0, 0.01), (1.0, 0.49, 0.51), (0.7, 0.99, 1.0)]
+)
+def test_p_faster_falls_with_speed(speed: float, low: float, high: float) -> None:
+    times = (1.0, 1.01, 0.99, 1.005, 0.995)
+    found = ratio(times, [time / speed for time in times])
+    p = p_faster(found)
+    assert p is not None
+    assert low <= p <= high
+    slower = found.p_slower(0.0)
+    assert slower == pytest.approx(1 - p)
+
+
+def test_p_faster_of_equal_repeats() -> None:
+    def of(speed: float) -> Ratio:
+        return ratio((1.0, 1.0), (1 / speed, 1 / speed))
+
+    assert p_faster(of(2.0)) == 0.0
+    assert p_faster(of(1.0)) == 1.0
