@@ -358,6 +358,21 @@ def test_too_many_ranks_for_the_printed_digits_stay_unknown() -> None:
     assert any("2(n-1)/n fits" in note for note in table.notes)
 
 
+def test_rows_of_two_sizes_of_job_name_neither() -> None:
+    body = [row(2**p, "sum", "-1", factor=2 * 7 / 8) for p in range(20, 30)]
+    mixed = [row(2**p, "sum", "-1", factor=2 * 15 / 16) for p in range(20, 30)]
+    assert one("all_reduce_perf -g 1\n" + "\n".join(body), "x").num_ranks == 8
+    assert one("all_reduce_perf -g 1\n" + "\n".join(body + mixed), "x").num_ranks is None
+    nearly_all = [*body, row(2**30, "sum", "-1", factor=2 * 15 / 16)]
+    assert one("all_reduce_perf -g 1\n" + "\n".join(nearly_all), "x").num_ranks == 8
+
+
+def test_rows_behind_a_footer_are_another_output() -> None:
+    bare = "\n".join(row(size, "sum", "-1") for size in SIZES[:3])
+    tables = tables_of(f"{modern()}{bare}\n", "x")
+    assert [len(table.readings) for table in tables] == [2 * len(SIZES), 6]
+
+
 def test_a_title_is_no_place_for_the_environment() -> None:
     command = "WANDB_API_KEY=s3cret mpirun -x TOKEN=s3cret ./build/all_reduce_perf -b 8 -g 8"
     table = one(command + "\n" + HEAD + "\n" + "\n".join(row(s, "sum", "-1") for s in SIZES))

@@ -112,6 +112,20 @@ def test_rccls_csv_has_ranks_in_its_columns() -> None:
     assert (table.readings[0].placement, table.readings[0].dtype) == (IN_PLACE, "fp32")
 
 
+def test_several_gpus_of_a_rank_count_each() -> None:
+    text = RCCL_NODES + "0,AllGather,2,4,2,3,1048576,float,none,0,50,20,19,0\n"
+    (table,) = tables_of(text, "x")
+    assert (table.num_ranks, table.num_ranks_from) == (12, "4 ranks x 3 GPUs, its columns")
+
+
+def test_rows_of_single_ranks_are_no_second_measurement(tmp_path: Path) -> None:
+    flat = op_rows(full_run(), run_info())
+    measured = [row for row in flat if row["time_s"]]
+    write_csv([*measured, *(row | {"rank": 3} for row in measured)], tmp_path / "op.csv")
+    readings = [one for table in find(tmp_path / "op.csv") for one in table.readings]
+    assert len(readings) == sum(row["rank"] is None for row in measured)
+
+
 @pytest.mark.parametrize("as_list", [False, True])
 def test_rccls_json_is_lines_or_a_list(as_list: bool) -> None:
     results = [

@@ -149,6 +149,24 @@ def test_value_tables_in_every_dress_are_one(text: str, sizes: list[int]) -> Non
     assert table.readings[1].rate_below == 0.005
 
 
+@pytest.mark.parametrize(
+    ("above", "title"),
+    [
+        ("Two nodes\n\n", "Two nodes"),
+        ("## Two nodes\n\n", "Two nodes"),
+        ("**Two nodes**\n\n- a remark\n\n", "Two nodes"),
+        ("Two nodes\n\nA sentence of words.\n\n", "Two nodes"),
+        ("Two nodes\n\nwords of a text\nthat goes on\n\n", "Two nodes"),
+        ("words of a text\nthat goes on\n\n", ""),
+        ("- a remark\n\n", ""),
+        ("Two nodes\n\n" + "words of a text,\nmore\n\n" * 40, ""),
+    ],
+)
+def test_a_title_is_the_nearest_heading(above: str, title: str) -> None:
+    (table,) = tables_of(f"Before.\n\n{above}{VALUES}", "x")
+    assert table.title == title
+
+
 def test_a_markdown_rule_is_no_row() -> None:
     lines = [f"| {line.replace(chr(9), ' | ')} |" for line in VALUES.splitlines()]
     text = "\n".join([lines[0], "|---|---|---|", *lines[1:]])

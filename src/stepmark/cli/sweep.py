@@ -47,7 +47,7 @@ WHAT = (
     Flag(name="baseline", kind=str, help="setting to compare with [default, or the first]"),
 )
 HOW = (
-    Flag(name="repeats", kind=int, help="rounds: each measures every setting once [3]"),
+    Flag(name="repeats", kind=int, help="rounds: each measures every setting once [5]"),
     Flag(name="order", kind=str, help="interleaved (a new order each round) or fixed"),
     Flag(name="seed", kind=int, help="of the orders [random; it is kept]"),
     Flag(name="timeout", kind=str, help="a setting that takes longer is left out [10m]"),
@@ -152,7 +152,7 @@ def _new(values: Values, base: Mapping[str, str]) -> "Sweep":
         command=command,
         settings=tuple(found),
         baseline=sweep_settings.named(values.get("baseline"), found),
-        repeats=_repeats(values, 3),
+        repeats=_repeats(values, 5),
         order=_order(values),
         seed=secrets.randbelow(2**31) if seed is None else seed,
         timeout_s=_timeout_s(values, 600.0),

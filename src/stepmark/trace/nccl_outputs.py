@@ -74,7 +74,7 @@ class _Reader:
             tag, rest = split_prefix(line)
             if row := parse_row(rest, number):
                 self._add(row, tag)
-        elif self.waiting and self._continued(*reversed(split_prefix(line)), number):
+        elif self.waiting and self._continued(line, number):
             return
         elif _LOG not in line and _INTERESTING.search(line):
             tag, rest = split_prefix(line)
@@ -98,8 +98,9 @@ class _Reader:
         """Cells of a complete row, as far as known while reading."""
         return output.promised_width or max(len(output.rows[0].cells), _DEFAULT_WIDTH)
 
-    def _continued(self, line: str, tag: str, number: int) -> bool:
-        """Whether the line is the rest of the tag's last row."""
+    def _continued(self, prefixed: str, number: int) -> bool:
+        """Whether the line is the rest of its tag's last row."""
+        tag, line = split_prefix(prefixed)
         if number > self.waiting.get(tag, 0):
             self.waiting.pop(tag, None)
             return False

@@ -101,14 +101,17 @@ def _readings(rows: Sequence[Row], layout: Layout, output: Output, tool: str) ->
     placements = _placements(layout, columns + output.facts.placements)
     is_count = not _is_error_column(rows, layout, columns)
     rate_unit = float(GIB) if tool == "nccom-test" else GB
+    at = [layout.columns.index(name) for name in ("time", "algbw", "busbw")]
+    wrong_at = layout.columns.index("wrong") if is_count and "wrong" in layout.columns else None
+    width = len(layout.columns)
     found = []
     for row, cycle in zip(rows, _cycles(rows, output.num_openings > 1), strict=True):
         cells = row.cells[1:] if layout.has_root else row.cells
         root = value_of(row.cells[0]) if layout.has_root else None
-        width = len(layout.columns)
         for index, placement in enumerate(placements):
-            half = dict(zip(layout.columns, cells[index * width :], strict=False))
-            time, algbw, busbw = (value_of(half[key]) for key in ("time", "algbw", "busbw"))
+            half = cells[index * width : (index + 1) * width]
+            printed = half[at[0]], half[at[1]], half[at[2]]
+            time, algbw, busbw = map(value_of, printed)
             if time is None and algbw is None and busbw is None:
                 continue
             busbw_si = None if busbw is None else busbw * rate_unit
@@ -125,10 +128,10 @@ def _readings(rows: Sequence[Row], layout: Layout, output: Output, tool: str) ->
                     time_s=None if enqueue or not seconds or seconds < 0 else seconds,
                     algbw_bytes_per_s=None if algbw is None else algbw * rate_unit,
                     busbw_bytes_per_s=busbw_si,
-                    rate=busbw_si if enqueue else None,
-                    num_wrong=_num_wrong(half.get("wrong", "")) if is_count else None,
+                    rate=busbw_si if enqueue and busbw_si and busbw_si > 0 else None,
+                    num_wrong=None if wrong_at is None else _num_wrong(half[wrong_at]),
                     cycle=cycle,
-                    printed=(half["time"], half["algbw"], half["busbw"]),
+                    printed=printed,
                 )
             )
     return found

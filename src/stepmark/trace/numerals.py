@@ -6,6 +6,7 @@ import re
 # Bounded, so that a line of a million digits costs nothing.
 NUMBER = r"[+-]?(?:\d{1,20}(?:\.\d{0,25})?|\.\d{1,25})(?:[eE][+-]?\d{1,3})?"
 _NUMBER = re.compile(NUMBER)
+_LONGEST = 60
 _ABSENT = frozenset(("", "-", "--", "n/a", "na", "nan", "-nan", "inf", "-inf", "none", "null"))
 _GROUPED = re.compile(r"\d{1,3}(?:,\d{3}){1,6}(?:\.\d{1,15})?")
 
@@ -27,9 +28,12 @@ def is_cell(text: str) -> bool:
 
 def value_of(text: str) -> float | None:
     """The number, or None for one that is absent, not finite or no number."""
-    if _NUMBER.fullmatch(text) is None:
+    if len(text) > _LONGEST or "_" in text:
         return None
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        return None
     return value if math.isfinite(value) else None
 
 

@@ -4,6 +4,8 @@ Cells are separated by tabs, bars, commas or two spaces. The first column is a m
 or a label ("16 nodes, 128 ranks"), all others are figures under a heading. Sizes with a unit
 are binary, as nccl-tests reads them. What the figures are is taken only from what is said in
 the headings or beside the table; otherwise the unit is "" and the figures stand as printed.
+
+Over 250 lines: four ways to separate cells, and what each cell then is.
 """
 
 import csv
@@ -206,14 +208,16 @@ def _readings(
 ) -> Iterator[Reading]:
     """Row by row. A zero among figures with decimals is one that was rounded away."""
     half = _last_digit([cell for _, cells in found.rows for cell in cells[1:]])
+    times = [_TIME.search(unit) for unit in units]
+    seconds_each = [_SECONDS.get(time[1].lower(), 1.0) if time else 0.0 for time in times]
+    scales = [GB if unit in ("busbw", "algbw", "GB/s") else 1.0 for unit in units]
+    heads = list(zip(found.head[1:], units, seconds_each, scales, strict=True))
     for index, (line, cells) in enumerate(found.rows):
-        for column, unit, cell in zip(found.head[1:], units, cells[1:], strict=True):
+        for (column, unit, seconds, scale), cell in zip(heads, cells[1:], strict=True):
             value = value_of(ungrouped(cell))
-            if value is None:
+            if value is None or value < 0:
                 continue
-            scale = GB if unit in ("busbw", "algbw", "GB/s") else 1.0
-            time = _TIME.search(unit)
-            seconds = _SECONDS.get(time[1].lower(), 1.0) if time else 0.0
+            time = seconds > 0
             censored = value == 0 and not time
             yield Reading(
                 line=line,
