@@ -36,6 +36,7 @@ def check(
     from stepmark.cli.sides import side_of_runs  # noqa: PLC0415
     from stepmark.cli.view import console  # noqa: PLC0415
     from stepmark.report import comparison as drawn  # noqa: PLC0415
+    from stepmark.report.comparison_printing import printed  # noqa: PLC0415
     from stepmark.store.compare import Options, compare  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
     from stepmark.store.runs import find_run  # noqa: PLC0415
@@ -77,7 +78,7 @@ def check(
     if csv:
         write_csv(rows, csv, "check")
     if "-" not in (json, csv):
-        drawn.printed(comparison, console())
+        printed(comparison, console())
     missing = len(reference) - len(rows)
     slower = len(comparison.too_slow or ())
     text = f"{slower} of {len(rows)} cases slower than {path.name}"

@@ -65,7 +65,8 @@ def compare(
     ] = None,
 ) -> None:
     """Ratio of speeds per size or shape, its 99 % interval over launches, and a verdict."""
-    from stepmark.cli.sides import Told, sides  # noqa: PLC0415
+    from stepmark.cli.file_series import Told  # noqa: PLC0415
+    from stepmark.cli.sides import sides  # noqa: PLC0415
     from stepmark.store.compare import compare as compared  # noqa: PLC0415
 
     if placement not in _PLACEMENTS:
@@ -150,6 +151,7 @@ def deliver(
     """The table, unless stdout is asked for something else, and the files."""
     from stepmark.cli.view import console  # noqa: PLC0415
     from stepmark.report import comparison as drawn  # noqa: PLC0415
+    from stepmark.report.comparison_printing import printed  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
 
     if json == csv == "-":
@@ -174,4 +176,4 @@ def deliver(
                 "html", html, f"a file that can be written ({error.strerror})"
             ) from None
     if "-" not in (json, csv):
-        drawn.printed(comparison, console())
+        printed(comparison, console())

@@ -111,7 +111,8 @@ def measure(values: dict[str, Any]) -> None:
         return
     if asked:
         sweep_tuner.check_device(asked.values)
-    _check_command(sweep, base)
+    if not sweep.is_complete:  # a finished sweep may be looked at on another machine
+        _check_command(sweep, base)
     raise typer.Exit(sweep_results.made(sweep, path, asked, values, base))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,8 +172,8 @@ def _show(
             _say(line)
         _say("nothing to compare: the baseline and another setting must be measured")
         return 3
-    _files(found, sweep, values)
     lines = [*failed, *_advised(found.advice, sweep)]
+    _files(found, sweep, values, lines)
     if "-" not in (values.get("json"), values.get("csv")):
         _print(found.comparison, lines)
     else:
@@ -217,14 +217,14 @@ def export_lines(setting: Setting, base: Setting) -> str:
 
 def _print(comparison: Comparison, lines: list[str]) -> None:
     from stepmark.cli.view import console  # noqa: PLC0415
-    from stepmark.report.comparison import printed  # noqa: PLC0415
+    from stepmark.report.comparison_printing import printed  # noqa: PLC0415
 
     printed(comparison, console())
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
 
 
-def _files(found: _Found, sweep: Sweep, values: Values) -> None:
+def _files(found: _Found, sweep: Sweep, values: Values, lines: Sequence[str]) -> None:
     from stepmark.report import comparison as drawn  # noqa: PLC0415
     from stepmark.store.codec import to_plain  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
@@ -249,7 +249,7 @@ def _files(found: _Found, sweep: Sweep, values: Values) -> None:
         from stepmark.report.comparison_page import write  # noqa: PLC0415
 
         try:
-            write(comparison, Path(target))
+            write(comparison, Path(target), lines)
         except OSError as error:
             raise ConfigError(
                 "html", target, f"a file that can be written ({error.strerror})"

@@ -89,6 +89,16 @@ class Sweep:
         """Round and setting."""
         return {(one.round, one.setting) for one in self.tries if one.outcome is Outcome.DONE}
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every setting that did not go wrong was measured in every round."""
+        names = {setting.name for setting in self.settings} - set(self.failed)
+        return all(
+            (number, name) in self.done
+            for number in range(1, self.repeats + 1)
+            for name in names
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerChoice:

@@ -1,10 +1,9 @@
-"""A comparison to rows and to a table: what each side reached, the ratio, and is it real.
+"""A comparison to rows and to words: what each side reached, the ratio, and is it real.
 
 `speed` is always B's speed over the baseline's: above 1 is faster.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from stepmark.core.comparison import Cell, Comparison, Line, Overall
 from stepmark.core.ratio import Ratio, Verdict
@@ -12,15 +11,10 @@ from stepmark.core.units import GB, format_bytes, format_time
 from stepmark.report.printing import digits
 from stepmark.report.tables import Row
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
 # Fields in the order in which they are read; all others follow.
 _ORDER = ("family", "shape", "label", "phase", "dtype", "redop", "placement", "num_ranks")
 # Operators' shapes say these already.
 _IN_SHAPE = ("shape", "label")
-_STYLE = {Verdict.FASTER: "green", Verdict.SLOWER: "red"}
 
 
 def rows(comparison: Comparison) -> list[Row]:
@@ -98,45 +92,6 @@ def _judged(found: Ratio | None) -> Row:
     }
 
 
-def printed(comparison: Comparison, console: "Console") -> None:
-    """Constants, a line per size or shape, geometric means, and what else is to be known."""
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    base, *others = comparison.names
-    constant, varying = split_fields(comparison.lines)
-    console.print(Text(headline(comparison, constant)), soft_wrap=True)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    has_sizes = any(line.size_bytes is not None for line in comparison.lines)
-    heads = [*varying, *(["size"] if has_sizes else [])]
-    for head in heads:
-        table.add_column(head, justify="right" if head == "size" else "left", no_wrap=True)
-    for name in comparison.names:
-        table.add_column(name, justify="right", overflow="fold")
-    judged = {name for name in others if _is_judged(comparison, name)}
-    for name in others:
-        table.add_column(f"{name} / {base}", justify="right", overflow="fold")
-        if name in judged:
-            table.add_column("", no_wrap=True)
-    for line in comparison.lines:
-        words = [_shown(line.fields.get(name)) for name in varying]
-        words += [_size(line)] if has_sizes else []
-        cells = [Text(word) for word in words]
-        cells += [Text(value_text(line, line.cells.get(name))) for name in comparison.names]
-        for name in others:
-            cells += _ratio_cells(line.cells.get(name))[: 2 if name in judged else 1]
-        table.add_row(*cells)
-    console.print(table)
-    for text in (*map(mean_text, comparison.overall), *closing(comparison)):
-        console.print(Text(text), soft_wrap=True)
-
-
-def _is_judged(comparison: Comparison, name: str) -> bool:
-    """Whether anything is known of how this side's values vary; else ratios stand alone."""
-    cells = (line.cells.get(name) for line in comparison.lines)
-    return any(cell and cell.ratio and cell.ratio.low is not None for cell in cells)
-
-
 def split_fields(lines: Sequence[Line]) -> tuple[dict[str, object], list[str]]:
     """Fields with one value, and the names of those that tell lines apart."""
     names = dict.fromkeys(name for line in lines for name in line.fields)
@@ -147,14 +102,21 @@ def split_fields(lines: Sequence[Line]) -> tuple[dict[str, object], list[str]]:
         values = {line.fields.get(name) for line in lines}
         if len(values) == 1:
             constant[name] = values.pop()
+        elif name in ("redop", "root") and _follows_family(name, lines):
+            continue
         elif name in _ORDER or not shaped or name in ("backend", "rate_kind", "method"):
             varying.append(name)
     return constant, varying
 
 
+def _follows_family(name: str, lines: Sequence[Line]) -> bool:
+    pairs = {(line.fields.get("family"), line.fields.get(name)) for line in lines}
+    return len(pairs) == len({family for family, _ in pairs})
+
+
 def headline(comparison: Comparison, constant: dict[str, object]) -> str:
     words = [
-        _shown(constant[name])
+        shown(constant[name])
         for name in ("family", "shape", "label", "phase", "dtype", "redop", "placement")
         if constant.get(name) not in (None, "", "none")
     ]
@@ -173,11 +135,11 @@ def unit_text(line: Line) -> str:
     return {"s": "time", "rate": "values as printed"}.get(line.unit, f"in {line.unit}")
 
 
-def _size(line: Line) -> str:
+def size_text(line: Line) -> str:
     return "" if line.size_bytes is None else format_bytes(line.size_bytes)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     return "" if value is None else str(value)
 
 
@@ -191,18 +153,6 @@ def value_text(line: Line, cell: Cell | None) -> str:
     if busbw is not None:
         return f"{busbw:.2f}"
     return format_time(cell.value) if line.unit == "s" else digits(cell.value, 6)
-
-
-def _ratio_cells(cell: Cell | None) -> "list[Text]":
-    from rich.text import Text  # noqa: PLC0415
-
-    if cell is None:
-        return [Text(""), Text("")]
-    found = cell.ratio
-    if found is None:
-        return [Text(""), Text("cannot tell (printed as 0)")]
-    style = _STYLE.get(found.verdict, "")
-    return [Text(ratio_text(found)), Text(verdict_text(found), style=style)]
 
 
 def verdict_text(found: Ratio) -> str:
@@ -261,7 +211,7 @@ def closing(comparison: Comparison) -> list[str]:
 def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:
     line = comparison.lines[place]
     found = line.cells[name].ratio
-    words = [_shown(line.fields.get(n)) for n in ("family", "shape", "label", "placement")]
-    words.append(_size(line))
+    words = [shown(line.fields.get(n)) for n in ("family", "shape", "label", "placement")]
+    words.append(size_text(line))
     shown = "" if found is None else ratio_text(found)
     return f"too slow: {name} {' '.join(word for word in words if word)}: {shown}"

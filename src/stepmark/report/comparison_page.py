@@ -30,16 +30,17 @@ if TYPE_CHECKING:
 _GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
 
 
-def write(comparison: Comparison, target: Path) -> None:
+def write(comparison: Comparison, target: Path, lead: Sequence[str] = ()) -> None:
     """Write the page. Raises OSError."""
-    write_page(html(comparison), target)
+    write_page(html(comparison, lead), target)
 
 
-def html(comparison: Comparison) -> str:
-    """The whole document."""
+def html(comparison: Comparison, lead: Sequence[str] = ()) -> str:
+    """The whole document; `lead` are lines that come first, as a recommendation does."""
     constant, varying = split_fields(comparison.lines)
     said = [*map(mean_text, comparison.overall), *closing(comparison)]
-    summary = "".join(f"<p>{escape(text)}</p>" for text in said)
+    summary = f"<pre>{escape(chr(10).join(lead))}</pre>" if lead else ""
+    summary += "".join(f"<p>{escape(text)}</p>" for text in said)
     figures = [figure_section(title, note, figure) for title, note, figure in drawn(comparison)]
     body = "\n".join(
         (
