@@ -16,7 +16,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.store.runs import RunWriter
 
 DATA = Path(__file__).parents[1] / "data"
-SLIDES = DATA / "readings" / "frontier-rccl-slides.txt"
+SLIDES = DATA.parents[1] / "examples" / "frontier-rccl.txt"
 QUEUED = DATA / "nccl-tests" / "8xH200-all_reduce.txt"
 Rows = list[dict[str, object]]
 

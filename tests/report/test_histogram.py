@@ -171,6 +171,14 @@ def test_expected_time_is_count_times_time() -> None:
     assert (found["covered_calls"], found["uncovered_calls"]) == (33, 7)
 
 
+def test_both_directions_of_a_link_run_at_once() -> None:
+    curve = curve_of("sendrecv", 8, [(1024, 1e-5)], "made up")
+    assert curve is not None
+    held = {kind("send"): Tally(calls=5, ranks=1), kind("recv"): Tally(calls=3, ranks=1)}
+    found = totals(held, expected(held, [curve]), 1)
+    assert found["seconds_per_rank"] == pytest.approx(5e-5)
+
+
 def test_what_lies_beyond_the_curve_is_counted() -> None:
     curve = curve_of("all_reduce", 8, [(1024, 1e-5)], "made up")
     assert curve is not None

@@ -21,7 +21,7 @@ from stepmark.trace.validate import validate
 from .nccl_samples import FAMILIES, modern
 from .table_samples import RCCL_NODE, made_up_rows
 
-SLIDES = Path(__file__).parents[1] / "data" / "readings" / "frontier-rccl-slides.txt"
+SLIDES = Path(__file__).parents[2] / "examples" / "frontier-rccl.txt"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from stepmark.trace.validate import validate
 from .nccl_samples import FAMILIES, SIZES, modern
 
 DATA = Path(__file__).parents[1] / "data"
-SLIDES = DATA / "readings" / "frontier-rccl-slides.txt"
+SLIDES = DATA.parents[1] / "examples" / "frontier-rccl.txt"
 LOG = "node1:1:2 [0] NCCL INFO Channel 02/0 : 36[d9000] -> 45[de000] [send] via NET/Socket/4\n"
 VALUES = """Message Size\tNo Plugin\tWith Plugin
 65536\t0.85\t0

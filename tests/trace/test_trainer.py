@@ -8,7 +8,7 @@ import pytest
 from stepmark.core.reading import Table
 from stepmark.trace.tables import find, tables_of
 
-SLIDES = Path(__file__).parents[1] / "data" / "readings" / "frontier-rccl-slides.txt"
+SLIDES = Path(__file__).parents[2] / "examples" / "frontier-rccl.txt"
 RESULT = (
     "{'train_runtime': 1126.1257, 'train_samples_per_second': 36.372, "
     "'train_steps_per_second': 0.009, 'train_loss': 80.29, 'epoch': 0.09}"

@@ -15,7 +15,7 @@ from stepmark.trace.validate import validate
 
 from .nccl_samples import FAMILIES, FOOT, SIZES, average, half, modern, row
 
-SLIDES = Path(__file__).parents[1] / "data" / "readings" / "frontier-rccl-slides.txt"
+SLIDES = Path(__file__).parents[2] / "examples" / "frontier-rccl.txt"
 
 
 @pytest.fixture(name="slides", scope="module")
