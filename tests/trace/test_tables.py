@@ -253,7 +253,7 @@ def test_rows_and_listing_say_what_was_found(slides: Sequence[Table]) -> None:
     listing = out.getvalue()
     for table in slides:
         assert f":{table.index}  {table.title[:60]}" in listing
-    assert name_of(slides[1]).endswith("slides.txt:2")
+    assert name_of(slides[1]).endswith("rccl.txt:2")
     assert "ranks: 16 (busbw/algbw is 1.875: 2(n-1)/n with 16 ranks)" in listing
 
 

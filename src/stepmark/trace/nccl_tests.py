@@ -227,7 +227,7 @@ def _num_ranks(
     if num_ranks is not None:
         return num_ranks, reason, ()
     why = f" ({reason})" if reason else ""
-    return None, "", (f"the number of ranks is not known{why}: pass it",)
+    return None, "", (f"the number of ranks is not known{why} (compare --ranks N)",)
 
 
 def _missing_collective(readings: Sequence[Reading]) -> tuple[str, ...]:
@@ -235,7 +235,7 @@ def _missing_collective(readings: Sequence[Reading]) -> tuple[str, ...]:
     hint = ""
     if parts and parts > 1:
         hint = f"; size is {parts} x count: one of all_gather, all_to_all, gather, scatter"
-    return (f"the collective is not known: pass it{hint}",)
+    return (f"the collective is not known (compare --collective NAME){hint}",)
 
 
 def _lost(rows: Sequence[Row], kept: Sequence[Row], layout: Layout | None) -> list[str]:

@@ -123,8 +123,8 @@ def _table(
     )
     enqueue = any("cpu_time" in _object(one.get("out_of_place")) for one in results)
     notes = [note] if note else []
-    notes += [] if collective else ["the collective is not known: pass it"]
-    notes += [] if num_ranks else ["the number of ranks is not known: pass it"]
+    notes += [] if collective else ["the collective is not known (compare --collective NAME)"]
+    notes += [] if num_ranks else ["the number of ranks is not known (compare --ranks N)"]
     notes += ["times are those to enqueue (-C): they say nothing of busbw"] if enqueue else []
     return Table(
         file=file,

@@ -245,11 +245,11 @@ def _notes(
     if zeros:
         notes.append(f"{zeros} cells are 0: taken as below half of the last printed digit")
     if sized and not unit:
-        notes.append("what the figures are is not said: pass the unit (busbw for GB/s of it)")
+        notes.append("what the figures are is not said")
     if sized and not collective:
-        notes.append("the collective is not known: pass it")
+        notes.append("the collective is not known (compare --collective NAME)")
     if sized and num_ranks is None:
-        notes.append("the number of ranks is not known: pass it")
+        notes.append("the number of ranks is not known (compare --ranks N)")
     if sized and _SIZE_UNIT.search(found.head[0]):
         notes.append("sizes are taken as binary units")
     return tuple(notes)
