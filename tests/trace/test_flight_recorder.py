@@ -449,8 +449,8 @@ def test_mutated_dumps_never_break_the_reader() -> None:
     ("data", "words"),
     [
         (b"", "something in it"),
-        (b"\x1f\x8b\x08\x00", "whole gzip"),
-        (gzip.compress(b"x" * 1000)[:-9], "whole gzip"),
+        (b"\x1f\x8b\x08\x00", "complete gzip"),
+        (gzip.compress(b"x" * 1000)[:-9], "complete gzip"),
         (b"{", "whole dump"),
         (b"[1]", "mapping with entries"),
         (b'{"entries": 3}', "list of at most"),

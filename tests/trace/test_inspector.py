@@ -164,7 +164,7 @@ def test_files_without_operations_are_refused(tmp_path: Path, text: str) -> None
 def test_a_cut_gzip_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(json.dumps(header() | operation()).encode() * 99)[:-12])
-    with pytest.raises(ConfigError, match="whole gzip"):
+    with pytest.raises(ConfigError, match="complete gzip"):
         read_inspector([path])
 
 

@@ -5,8 +5,9 @@ import zlib
 from pathlib import Path
 
 from stepmark.core.errors import ConfigError
+from stepmark.core.units import GIB, MIB
 
-MAX_BYTES = 2**30
+MAX_BYTES = GIB
 _GZIP = b"\x1f\x8b"
 
 
@@ -14,9 +15,9 @@ def read(path: Path, limit: int = MAX_BYTES) -> bytes:
     """The whole content, unpacked. Raises ConfigError; also for more than `limit` bytes."""
     data = _take(path, limit + 1)
     if len(data) > limit:
-        raise ConfigError("file", path, f"a file of at most {limit} bytes, unpacked")
+        raise ConfigError("file", path, f"a file of at most {limit // MIB} MiB, unpacked")
     if not data:
-        raise ConfigError("file", path, "a file with something in it")
+        raise ConfigError("file", path, "a file with something in it; it is empty")
     return data
 
 
@@ -34,8 +35,12 @@ def _take(path: Path, limit: int) -> bytes:
                 return raw.read(limit)
             with gzip.GzipFile(fileobj=raw) as packed:
                 return packed.read(limit)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError("file", path, f"a whole gzip file ({error})") from None
-    except OSError as error:
-        why = error.strerror or error
+    except FileNotFoundError:
+        raise ConfigError("file", path, "a file that exists") from None
+    except IsADirectoryError:
+        raise ConfigError("file", path, "a file, not a folder") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise ConfigError("file", path, "a complete gzip file") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "no such name"
         raise ConfigError("file", path, f"a file that can be read ({why})") from None
