@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.launch import child, processes
+from stepmark.launch.signals import catching
 
 # A child of its own, and one that leaves the session as a launcher's ranks do.
 FAMILY = """
@@ -133,7 +134,7 @@ def test_a_second_signal_kills(tmp_path: Path) -> None:
 
 def test_signals_are_caught_and_given_back() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with child.catching() as seen:
+    with catching() as seen:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.01)
@@ -146,6 +147,7 @@ def test_it_dies_with_us(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from stepmark.launch import child
+from stepmark.launch.signals import catching
 folder = Path({str(tmp_path)!r})
 sleep = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 command = [sys.executable, "-c", sleep]

@@ -17,7 +17,7 @@ from stepmark.core.comparison import Comparison, Series, Side
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.sweep import Setting, Sweep
 from stepmark.core.units import parse_duration, parse_share
-from stepmark.launch import child
+from stepmark.launch.signals import catching
 from stepmark.report import recommendation
 from stepmark.report.recommendation import Advice
 from stepmark.store.sweeps import Journal
@@ -59,7 +59,7 @@ def made(
     )
     for note in sweep.notes:
         _say(f"# {note}")
-    with _journal(sweep, path, Path(values["out"])) as journal, child.catching() as signals:
+    with _journal(sweep, path, Path(values["out"])) as journal, catching() as signals:
         number = sweep_run.make(journal, means, signals)
         if number is None:
             code = _show(journal, asked, values, means, signals)

@@ -6,10 +6,9 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from stepmark.launch import processes
 from stepmark.launch.death import tie_child
@@ -30,22 +29,6 @@ class Ended:
     timed_out: bool = False
     interrupted: bool = False
     survivors: tuple[int, ...] = ()  # pids that SIGKILL did not end within 10 s
-
-
-@contextlib.contextmanager
-def catching() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM as they come, in place of what they did before. Main thread only."""
-    seen: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        seen.append(number)
-
-    previous = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield seen
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def run(

@@ -1,18 +1,17 @@
 """The parent of the ranks: sees them hang or die, kills them, goes on with new ones."""
 
-import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from stepmark.core.errors import EXIT_CODES, worst
 from stepmark.launch import evidence
 from stepmark.launch.crew import Crew
 from stepmark.launch.evidence import Lost
+from stepmark.launch.signals import catching
 
 __all__ = ["Lost", "supervise"]
 
@@ -57,7 +56,7 @@ def supervise(
     """
     first, in_row, codes = 0, 0, [0]
     run = going_on
-    with _signals() as signals:
+    with catching() as signals:
         while True:
             crew = Crew(arguments, num_ranks, module=module, first=first, run=run)
             end, found = _lead(crew, signals, poll_s, start_s)
@@ -211,22 +210,6 @@ def _wait_for_end(crew: Crew, limit_s: float, poll_s: float) -> None:
     while crew.working() and time.monotonic() < end_s:
         time.sleep(poll_s)
         crew.look()
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM as they come, in place of what they did before."""
-    seen: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        seen.append(number)
-
-    previous = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield seen
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _say(text: str) -> None:
