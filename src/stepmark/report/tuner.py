@@ -158,7 +158,7 @@ def text_of(found: Sequence[Rule], facts: Sequence[str]) -> str:
         "A call that no line serves runs with ONE channel in the plugin as NCCL 2.30 ships it, "
         "although its README says that the default is kept. So every collective and every "
         "size has a line, and every line an explicit number of channels.",
-        "Build the plugin from NCCL 2.30 (plugins/tuner/example), which serves 2.28 as well: that "
+        "Build the plugin from NCCL 2.30 (plugins/tuner/example), which serves 2.28, too: that "
         "of 2.28.9 crashes at the first call that a line serves, and 2.27.7 to 2.29.7 read "
         "alike.",
         "The last lines serve other communicators than the measured one, and types and "
