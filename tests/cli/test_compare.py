@@ -205,3 +205,48 @@ def test_bad_input_is_one_line(words: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match) as error:
         call(*words)
     assert "\n" not in str(error.value)
+
+
+def test_tables_of_one_file_are_launches_of_their_own(cut: list[Path]) -> None:
+    side = f"both={SLIDES}:3,{SLIDES}:4"
+    rows = document(f"{SLIDES}:2", side, "--placement", "in")["lines"]
+    assert {row["launches"] for row in rows} == {2}
+    with pytest.raises(ConfigError, match="once, not"):
+        call(f"{SLIDES}:2", f"both={SLIDES}:3,{SLIDES}:3")
+
+
+def test_wrong_rows_of_a_file_are_left_out(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.txt"
+    wrong.write_text(QUEUED.read_text().replace("319.09       0", "319.09       7"))
+    found = document(QUEUED, f"b={wrong}")
+    assert "b: 1 wrong results are left out" in found["notes"]
+    assert len(found["lines"]) == 23
+
+
+def test_a_gate_that_tests_nothing_does_not_pass(cut: list[Path]) -> None:
+    words = (*cut[:2], "--placement", "in", "--fail-if-slower", "5%")
+    text = call(*words, code=3)
+    assert "0 of 0 certainly slower by more than 5.0%; 17 without an interval" in text
+    call(*words, "--noise", "1%")
+
+
+def test_bounds_stay_bounds_when_launches_are_joined(tmp_path: Path) -> None:
+    """Printed as 0 once, as 0.1 the other time: not 0.1."""
+    for name, value in (("c1", "0.00"), ("c2", "0.10"), ("d", "0.20")):
+        (tmp_path / f"{name}.csv").write_text(f"size,a\n1024,{value}\n2048,1.00\n")
+    c = ",".join(f"{tmp_path}/c{n}.csv" for n in (1, 2))
+    rows = document(f"c={c}", f"d={tmp_path}/d.csv", "--unit", "rate")["lines"]
+    assert rows[0]["baseline_rate"] is None
+    assert rows[0]["baseline_below"] == 0.005
+
+
+def test_a_run_with_impossible_times_is_one_line(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "zero", 0.0, 1)
+    with pytest.raises(ConfigError, match="finite times above 0"):
+        call(run, run_of(tmp_path, "fine", 1.0, 1))
+
+
+def test_names_may_be_long_and_may_repeat(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        call("a" * 5000 + ".txt", QUEUED)
+    assert len(document(QUEUED, QUEUED, f"8xH200-all_reduce (2)={QUEUED}")["lines"]) == 48

@@ -13,7 +13,8 @@ from stepmark.core.ratio import Spread, Verdict, holm, ratio, spread_of, t_cdf, 
 # Table of t for 99.5 %, as printed in textbooks (e.g. NIST/SEMATECH e-Handbook, 1.3.6.7.2).
 PRINTED = {1: 63.657, 2: 9.925, 3: 5.841, 5: 4.032, 8: 3.355, 14: 2.977, 30: 2.75, 100: 2.626}
 
-times = st.lists(st.floats(0.5, 2), min_size=2, max_size=12)
+# Launches that differ: of values that are all alike nothing is concluded.
+times = st.lists(st.floats(0.5, 2), min_size=2, max_size=12).filter(lambda t: len(set(t)) > 1)
 
 
 @pytest.mark.parametrize(("df", "printed"), PRINTED.items())
@@ -74,6 +75,23 @@ def test_launches_that_differ_wildly_give_a_wide_interval_and_no_error() -> None
     assert found.verdict is Verdict.CANNOT_TELL
     assert found.high is not None
     assert found.high > 1e100
+
+
+def test_values_that_were_rounded_alike_prove_nothing() -> None:
+    """At 0.1 us, 10.1 and 9.9 may be 0.1 apart; two launches say nothing of the rest."""
+    assert ratio([10.1, 10.1], [9.9, 9.9]).reason == "identical values"
+    rounded = ratio([10.1, 10.1], [9.9, 9.9], rounding=(0.1 / 10.1, 0.1 / 9.9))
+    assert rounded.verdict is Verdict.CANNOT_TELL
+
+
+def test_rounding_alone_makes_no_verdicts() -> None:
+    """Equal sides, sd 0.5 %, printed to 1 % of the value."""
+    draw = random.Random(3)
+    called = 0
+    for _ in range(2000):
+        a, b = ([round(10 * math.exp(draw.gauss(0, 0.005)), 1) for _ in range(2)] for _ in "ab")
+        called += ratio(a, b, rounding=(0.01, 0.01)).verdict is not Verdict.CANNOT_TELL
+    assert called <= 20
 
 
 def test_one_launch_gives_a_ratio_and_no_verdict() -> None:

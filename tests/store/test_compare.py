@@ -1,5 +1,6 @@
 """Sides are joined by what they measured; what may not be paired is refused."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import pytest
@@ -211,3 +212,61 @@ def test_sides_need_names_of_their_own() -> None:
         compare([curve("a"), curve("a")], Options())
     with pytest.raises(ConfigError, match="two or more"):
         compare([curve("a")], Options())
+
+
+def test_exact_sizes_come_before_near_ones() -> None:
+    """Steps finer than 1 %, of which one side has every other."""
+    a = side("a", *(series(size, 1.0, 1.1) for size in range(1000, 1101, 4)))
+    b = side("b", *(series(size, 1.0, 1.1) for size in range(1000, 1101, 8)))
+    found = compare([a, b], Options())
+    assert [line.size_bytes for line in found.lines] == list(range(1000, 1101, 4))[::2]
+
+
+def test_figures_of_no_known_unit_have_no_direction() -> None:
+    a, b = (
+        side(name, series(1024, *v, unit="")) for name, v in (("a", (1, 1.1)), ("b", (2, 2.1)))
+    )
+    (line,) = compare([a, b], Options()).lines
+    ratio = line.cells["b"].ratio
+    assert ratio is not None
+    assert (ratio.verdict, ratio.reason) == (Verdict.CANNOT_TELL, "--unit rate or time")
+
+
+def test_a_record_that_says_less_still_counts() -> None:
+    sides = [single("a"), single("b", 0.9)]
+    sparse = side(
+        "record",
+        *(
+            Series(
+                fields={"family": "all_reduce", "placement": "in-place"},
+                size_bytes=one.size_bytes,
+                launches=one.launches,
+            )
+            for one in curve("x").series
+        ),
+    )
+    found = compare(sides, Options(recorded=(sparse,)))
+    assert only(found) == [Verdict.FASTER] * 3
+    assert found.overall[0].ratio.low is not None
+
+
+def test_what_had_no_effect_is_said() -> None:
+    other = Options(recorded=(curve("earlier", dtype="bf16"),))
+    assert "--spread has several launches of nothing" in " ".join(
+        compare([single("a"), single("b")], other).notes
+    )
+    both = compare([curve("a"), curve("b")], Options(noise=0.02))
+    assert any("--noise is not used" in note for note in both.notes)
+
+
+def test_rounding_widens_the_interval() -> None:
+    a, b = curve("a"), curve("b", 0.98)
+    coarse = [
+        Side(
+            name=one.name,
+            series=tuple(dataclasses.replace(s, rounding=0.05) for s in one.series),
+        )
+        for one in (a, b)
+    ]
+    assert only(compare([a, b], Options())) == [Verdict.FASTER] * 3
+    assert only(compare(coarse, Options())) == [Verdict.CANNOT_TELL] * 3

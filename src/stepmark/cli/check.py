@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, worst
 from stepmark.core.units import parse_duration
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ def check(
     ] = None,
 ) -> None:
     """Measure a reference run's cases again; exit 1 if any is slower beyond noise."""
-    from stepmark.cli import session  # noqa: PLC0415
     from stepmark.cli.sides import side_of_runs  # noqa: PLC0415
     from stepmark.cli.view import console  # noqa: PLC0415
     from stepmark.report import comparison as drawn  # noqa: PLC0415
@@ -43,31 +42,16 @@ def check(
 
     if not 2 <= launches <= 100:
         raise ConfigError("launches", launches, "from 2 to 100")
+    if json == csv == "-":
+        raise ConfigError("csv", "-", "a path: stdout is already taken by --json")
     if not 0 <= floor <= 1:
         raise ConfigError("floor", floor, "a fraction from 0 to 1")
     path = find_run(runs, baseline)
     reference = _reference(path)
-    values: dict[str, Any] = {
-        "out": str(runs / "checks"),
-        "device": next(iter(reference.values())).case.device,
-    }
-    device = session.device_type(values)
-    seconds = parse_duration(budget, "budget") / launches
-    rig = session.make_rig(device)
-    paths: list[Path] = []
-    code = 0
-    for number in range(launches):
-        outcome = session.measure(
-            [record.operator for record in reference.values()],
-            values | {"budget": f"{seconds}s"},
-            rig,
-            settings={"check_of": path.name, "launch": f"{number + 1}/{launches}"},
-        )
-        assert outcome is not None
-        code = max(code, outcome.exit_code)
-        if outcome.exit_code in (130, 143):
-            raise typer.Exit(outcome.exit_code)
-        paths.append(outcome.path)
+    paths, code, wrong = _measured(path.name, reference, runs, budget, launches)
+    if wrong >= set(reference):
+        typer.echo(f"all {len(wrong)} results are wrong", err=True)
+        raise typer.Exit(1)
     # Means: under a power cap the clock hops between a few states, and a median hops with it.
     options = Options(statistic="mean", fail_if_slower=floor)
     sides = [side_of_runs("reference", [path]), side_of_runs("now", paths)]
@@ -82,8 +66,45 @@ def check(
     missing = len(reference) - len(rows)
     slower = len(comparison.too_slow or ())
     text = f"{slower} of {len(rows)} cases slower than {path.name}"
-    typer.echo(text + (f"; {missing} could not be measured" if missing else ""), err=True)
-    raise typer.Exit(1 if slower else 3 if missing else code)
+    text += f"; {len(wrong)} with wrong results" if wrong else ""
+    text += f"; {missing} not compared" if missing else ""
+    typer.echo(text, err=True)
+    raise typer.Exit(worst(code, 1 if slower else 0, 3 if missing else 0))
+
+
+def _measured(
+    name: str, reference: "dict[str, Measured]", runs: Path, budget: str, launches: int
+) -> tuple[list[Path], int, set[str]]:
+    """Run folders, the worst exit code, and which cases gave wrong results."""
+    from stepmark.cli import session  # noqa: PLC0415
+    from stepmark.core.record import Measured  # noqa: PLC0415
+
+    values: dict[str, Any] = {
+        "out": str(runs / "checks"),
+        "device": next(iter(reference.values())).case.device,
+    }
+    seconds = parse_duration(budget, "budget") / launches
+    rig = session.make_rig(session.device_type(values))
+    paths: list[Path] = []
+    code, wrong = 0, set[str]()
+    for number in range(launches):
+        outcome = session.measure(
+            [record.operator for record in reference.values()],
+            values | {"budget": f"{seconds}s"},
+            rig,
+            settings={"check_of": name, "launch": f"{number + 1}/{launches}"},
+        )
+        assert outcome is not None
+        if outcome.exit_code in (130, 143):
+            raise typer.Exit(outcome.exit_code)
+        code = worst(code, outcome.exit_code)
+        paths.append(outcome.path)
+        wrong |= {
+            record.case.case_id
+            for record in outcome.view.records
+            if isinstance(record, Measured) and record.num_wrong
+        }
+    return paths, code, wrong
 
 
 def _reference(path: Path) -> "dict[str, Measured]":

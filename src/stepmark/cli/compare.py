@@ -40,6 +40,9 @@ def compare(
     ranks: Annotated[
         int | None, typer.Option("--ranks", help="number, for files that do not say it")
     ] = None,
+    unit: Annotated[
+        str | None, typer.Option("--unit", help="of figures that do not say it: rate or time")
+    ] = None,
     noise: Annotated[
         str | None,
         typer.Option("--noise", help="how much one launch varies (1 sd), e.g. 2%"),
@@ -71,8 +74,13 @@ def compare(
 
     if placement not in _PLACEMENTS:
         raise ConfigError("placement", placement, "in, out or both")
+    if unit not in (None, "rate", "time"):
+        raise ConfigError("unit", unit, "rate or time")
     told = Told(
-        collective=_collective(collective), num_ranks=ranks, placement=_PLACEMENTS[placement]
+        collective=_collective(collective),
+        num_ranks=ranks,
+        placement=_PLACEMENTS[placement],
+        unit=unit,
     )
     found = _with_baseline(sides(sources, runs, told), baseline)
     options = _options(
@@ -85,7 +93,16 @@ def compare(
     )
     comparison = compared(found, options)
     deliver(comparison, json=json, csv=csv, html=html)
-    raise typer.Exit(1 if comparison.too_slow else 0)
+    raise typer.Exit(_exit_code(comparison))
+
+
+def _exit_code(comparison: "Comparison") -> int:
+    """1 if something is too slow; 3 if that was asked and nothing could be tested."""
+    if comparison.too_slow is None:
+        return 0
+    cells = (cell for line in comparison.lines for cell in line.cells.values())
+    tested = any(cell.ratio and cell.ratio.se_log is not None for cell in cells)
+    return 1 if comparison.too_slow else 0 if tested else 3
 
 
 def _collective(text: str | None) -> str | None:

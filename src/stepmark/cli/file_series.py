@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.core.collectives import Collective, busbw_factor
-from stepmark.core.comparison import Series
+from stepmark.core.comparison import UNKNOWN, Series
 from stepmark.core.errors import ConfigError
 from stepmark.core.reading import Reading, Table
+from stepmark.trace.numerals import half_unit, value_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,7 @@ class Told:
     collective: str | None = None
     num_ranks: int | None = None
     placement: str | None = None  # the only one that is compared
+    unit: str | None = None  # "rate" or "time": of figures that say neither
 
 
 def listed(path: Path, tables: Sequence[Table]) -> str:
@@ -34,6 +36,8 @@ def series_of_tables(
         for reading in table.readings:
             # nccl-tests prints rows of size 0 where a message is too small to share out.
             if reading.size_bytes == 0 or (column and reading.column != column):
+                continue
+            if reading.num_wrong:
                 continue
             key = _reading_key(reading, table)
             first, readings = held.setdefault(key, (table, []))
@@ -59,7 +63,7 @@ def _of_readings(path: Path, table: Table, readings: Sequence[Reading], told: To
     times = tuple(r.time_s for r in readings if r.time_s is not None and r.time_s > 0)
     rates = tuple(r.rate for r in readings if r.rate is not None and r.rate > 0)
     values = times or rates
-    unit = "s" if times else table.unit or "rate"
+    unit = "s" if times else table.unit or told.unit or UNKNOWN
     return Series(
         fields={
             "family": collective,
@@ -73,10 +77,23 @@ def _of_readings(path: Path, table: Table, readings: Sequence[Reading], told: To
         },
         size_bytes=first.size_bytes,
         unit=unit,
-        launches={str(path): values} if values else {},
+        launches={f"{path}:{table.index}": values} if values else {},
         busbw_factor=_factor(collective, num_ranks) if times else None,
-        below=first.rate_below,
+        below=None if values else first.rate_below,
+        rounding=max(map(_rounding, readings)) if times else 0.0,
     )
+
+
+def _rounding(reading: Reading) -> float:
+    """Unit of the last printed digit of a time, over the time; 0 where it is not known."""
+    text = reading.printed[0] if reading.printed else ""
+    value = value_of(text) if text else None
+    return 2 * half_unit(text) / value if value else 0.0
+
+
+def num_wrong(tables: Sequence[Table]) -> int:
+    """Readings whose data was wrong: fast or not, they are not compared."""
+    return sum(bool(reading.num_wrong) for table in tables for reading in table.readings)
 
 
 def _factor(collective: str, num_ranks: int | None) -> float | None:

@@ -1,11 +1,13 @@
 """Records of a run to series: what was measured, how, and the times of each launch."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 from stepmark.core.case import Case
 from stepmark.core.comm_case import CommCase
 from stepmark.core.comparison import Fields, Series
+from stepmark.core.errors import ConfigError
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample
 from stepmark.report.tables import shape_text
@@ -32,13 +34,15 @@ def series_of_records(
     info: RunInfo, records: Iterable[Record]
 ) -> tuple[list[Series], tuple[str, ...]]:
     """The right results of a run, and notes on what is left out."""
-    held: dict[str, list[Measured]] = {}
+    held: dict[tuple[str, str], list[Measured]] = {}
     wrong = 0
     for record in records:
         if isinstance(record, Measured) and record.samples.seconds:
             wrong += bool(record.num_wrong)
             if not record.num_wrong:
-                held.setdefault(record.case.case_id, []).append(record)
+                # The automatic clock may choose another one in another launch.
+                key = (record.case.case_id, record.samples.method)
+                held.setdefault(key, []).append(record)
     notes = (f"{wrong} wrong results are left out",) if wrong else ()
     return [_of_records(info, found) for found in held.values()], notes
 
@@ -47,10 +51,7 @@ def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
     """Seconds of the slowest rank of each sample, by launch."""
     case = records[0].case
     method = records[0].samples.method
-    launches = {
-        f"{info.run_id}/{record.launch}": tuple(slowest_per_sample(record.samples.seconds))
-        for record in records
-    }
+    launches = {f"{info.run_id}/{record.launch}": _slowest(info, record) for record in records}
     if isinstance(case, CommCase):
         return Series(
             fields=_comm_fields(case, method),
@@ -59,6 +60,16 @@ def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
             busbw_factor=case.busbw_factor or None,
         )
     return Series(fields=_op_fields(case, method), launches=launches)
+
+
+def _slowest(info: RunInfo, record: Measured) -> tuple[float, ...]:
+    seconds = record.samples.seconds
+    lengths = {len(values) for values in seconds}
+    sound = all(math.isfinite(value) and value > 0 for values in seconds for value in values)
+    if len(lengths) != 1 or 0 in lengths or not sound:
+        allowed = f"as many finite times above 0 from every rank: {record.case.command()}"
+        raise ConfigError("samples", f"run {info.run_id}", allowed)
+    return tuple(slowest_per_sample(seconds))
 
 
 def _comm_fields(case: CommCase, method: str) -> Fields:
@@ -80,6 +91,8 @@ def _comm_fields(case: CommCase, method: str) -> Fields:
         "skew_s": case.skew_s,
         "max_ctas": case.max_ctas,
         "beside": case.beside,
+        "matrix": None if case.matrix is None else str(hash(case.matrix)),
+        "device_type": case.device,
     }
 
 
@@ -100,4 +113,6 @@ def _op_fields(case: Case, method: str) -> Fields:
         "num_ranks": case.num_ranks,
         "scale": case.scale,
         "method": method,
+        "clock": case.clock.value,
+        "device_type": case.device,
     }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.cli.file_series import Told, listed, series_of_tables
+from stepmark.cli.file_series import Told, listed, num_wrong, series_of_tables
 from stepmark.cli.run_series import context, series_of_records
 from stepmark.core.comparison import Series, Side
 from stepmark.core.errors import ConfigError
@@ -45,18 +45,36 @@ class _Source:
 
 def _split(word: str) -> tuple[str, list[str]]:
     """("tcp", ["a.txt", "b.txt"]) of "tcp=a.txt,b.txt"; a path that exists is left whole."""
-    if Path(word).exists():
+    if not word.strip():
+        raise ConfigError("compare", word, "a run or a file")
+    if _exists(word):
         return "", [word]
     name, equals, rest = word.partition("=")
     if not equals or "/" in name:
         name, rest = "", word
     if not rest:
         raise ConfigError("compare", word, "NAME=SOURCE")
-    return name, [rest] if Path(rest).exists() else [part for part in rest.split(",") if part]
+    return name, [rest] if _exists(rest) else [part for part in rest.split(",") if part]
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # many names with commas are longer than a name may be
+        return False
+
+
+def _check_name(text: str) -> None:
+    try:
+        Path(text).exists()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError("compare", text, f"a name that can be read ({reason})") from None
 
 
 def _expand(text: str) -> list[str]:
     """Files of a pattern or a folder; anything else is itself."""
+    _check_name(text)
     path = Path(text)
     if path.is_dir() and not (path / "run.json").is_file():
         inside = sorted(p for p in path.iterdir() if not p.name.startswith("."))
@@ -108,12 +126,14 @@ def _of_file(path: Path, number: int | None) -> _Source:
     name = path.name.removesuffix(".gz").removesuffix(path.suffix)
     name += f":{number}" if number is not None else ""
     columns = wide[0].columns if wide else ("",)
+    wrong = num_wrong(tables)
     return _Source(
         name=name,
         columns={
             column: lambda told, column=column: series_of_tables(path, tables, column, told)  # type: ignore[misc]
             for column in columns
         },
+        notes=(f"{wrong} wrong results are left out",) if wrong else (),
     )
 
 
@@ -141,14 +161,7 @@ def _pooled(name: str, read: Sequence[_Source], told: Told | None = None) -> Sid
             if told and told.placement and placed not in (None, told.placement):
                 continue
             key = (tuple(series.fields.items()), series.size_bytes, series.unit)
-            before = held.get(key)
-            held[key] = (
-                series
-                if before is None
-                else dataclasses.replace(
-                    series, launches={**before.launches, **series.launches}
-                )
-            )
+            held[key] = _merged(name, held[key], series) if key in held else series
     if not held:
         raise ConfigError("compare", name, "a source with at least one time or rate")
     contexts = [source.context for source in read]
@@ -160,13 +173,28 @@ def _pooled(name: str, read: Sequence[_Source], told: Told | None = None) -> Sid
     return Side(name=name, series=tuple(held.values()), context=under, notes=notes)
 
 
+def _merged(name: str, one: Series, other: Series) -> Series:
+    """A launch that was printed as 0 bounds the whole: a mean of the rest would flatter."""
+    if twice := one.launches.keys() & other.launches.keys():
+        raise ConfigError("compare", name, f"each launch once, not {sorted(twice)[0]} twice")
+    if not one.launches or not other.launches:
+        below = max(series.below or 0.0 for series in (one, other)) or None
+        return dataclasses.replace(one, launches={}, below=below)
+    return dataclasses.replace(
+        one,
+        launches={**one.launches, **other.launches},
+        rounding=max(one.rounding, other.rounding),
+    )
+
+
 def _distinct(found: Sequence[Side]) -> list[Side]:
     """Two sources of the same name get a number."""
-    seen: dict[str, int] = {}
-    made = []
+    taken = {side.name for side in found}
+    made: list[Side] = []
     for side in found:
-        seen[side.name] = seen.get(side.name, 0) + 1
-        count = seen[side.name]
-        name = side.name if count == 1 else f"{side.name} ({count})"
+        name, count = side.name, 1
+        while any(one.name == name for one in made) or (count > 1 and name in taken):
+            count += 1
+            name = f"{side.name} ({count})"
         made.append(dataclasses.replace(side, name=name))
     return made

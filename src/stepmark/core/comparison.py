@@ -7,6 +7,9 @@ from stepmark.core.ratio import Ratio
 
 # What a series is of, beside its size: a value may be text, a number, a flag, or None where its
 # source does not say. docs/definitions.md says which may differ between sides.
+# Units of figures that a source prints without saying what they are: less is better (as told),
+# and unknown.
+TIME, UNKNOWN = "time", ""
 Fields = Mapping[str, str | int | float | bool | None]
 
 
@@ -14,9 +17,9 @@ Fields = Mapping[str, str | int | float | bool | None]
 class Series:
     """One thing that one side measured: its values by launch.
 
-    Times in seconds (unit "s"), or rates, of which more is better. `busbw_factor` is that of a
-    collective: size / time x factor is the bus bandwidth. `below` bounds a rate that was
-    printed as 0; then there are no values.
+    Times in seconds (unit "s") or as printed (TIME), or rates, of which more is better.
+    `busbw_factor` is that of a collective: size / time x factor is the bus bandwidth. `below`
+    bounds a rate that was printed as 0; then there are no values.
     """
 
     fields: Fields
@@ -25,10 +28,12 @@ class Series:
     launches: Mapping[str, tuple[float, ...]]
     busbw_factor: float | None = None
     below: float | None = None
+    rounding: float = 0.0  # unit of the last printed digit, relative; 0 where not rounded
 
     @property
     def is_time(self) -> bool:
-        return self.unit == "s"
+        """Whether less is better."""
+        return self.unit in ("s", TIME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,4 +90,4 @@ class Comparison:
     notes: tuple[str, ...] = ()  # what differs, what had no partner, how sources were read
     # Lines (by place) and sides that are slower than allowed; None where nothing was asked.
     too_slow: tuple[tuple[int, str], ...] | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
+    fail_if_slower: float | None = None  # the limit, as a share of the time

@@ -62,8 +62,6 @@ class Ratio:
         if self.se_log is None:
             return None
         excess = -math.log(self.speed) - math.log1p(limit)
-        if self.se_log == 0:
-            return 0.0 if excess > 0 else 1.0
         return 1 - t_cdf(excess / self.se_log, self.df)
 
 
@@ -73,22 +71,24 @@ def ratio(
     *,
     spread: Spread | None = None,
     floor: float = EFFECT_FLOOR,
+    rounding: tuple[float, float] = (0.0, 0.0),
 ) -> Ratio:
     """Compare centres of launches, in seconds (or, for a rate, its reciprocal); all above 0.
 
     With two launches a side or more their own spread decides. With one on a side, `spread`
-    does; without it there is a ratio and no verdict.
+    does; without it there is a ratio and no verdict. `rounding` is the unit of the last digit
+    of each side's values, relative: values that were rounded alike are not alike.
     """
     logs_a, logs_b = ([math.log(value) for value in times] for times in (times_a, times_b))
     log_speed = fmean(logs_a) - fmean(logs_b)
-    found = _error(logs_a, logs_b, spread)
-    if found is None:
+    found = _error(logs_a, logs_b, spread, rounding)
+    if found is None or found[0] == 0:
         return Ratio(
             speed=math.exp(log_speed),
             low=None,
             high=None,
             verdict=Verdict.CANNOT_TELL,
-            reason="one launch",
+            reason="one launch" if found is None else "identical values",
         )
     se_log, df, basis = found
     half = t_quantile(0.5 + CONFIDENCE / 2, df) * se_log
@@ -109,12 +109,19 @@ def ratio(
 
 
 def _error(
-    logs_a: Sequence[float], logs_b: Sequence[float], spread: Spread | None
+    logs_a: Sequence[float],
+    logs_b: Sequence[float],
+    spread: Spread | None,
+    rounding: tuple[float, float],
 ) -> tuple[float, int | None, str] | None:
     """Standard error of the difference of means, degrees of freedom, and whence."""
     n_a, n_b = len(logs_a), len(logs_b)
     if min(n_a, n_b) > 1:
-        part_a, part_b = variance(logs_a) / n_a, variance(logs_b) / n_b
+        # A rounded value is uniform within its last digit: variance unit^2 / 12.
+        part_a, part_b = (
+            (variance(logs) + unit**2 / 12) / len(logs)
+            for logs, unit in ((logs_a, rounding[0]), (logs_b, rounding[1]))
+        )
         return (
             math.sqrt(part_a + part_b),
             _welch(part_a, n_a, part_b, n_b),

@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 
-from stepmark.core.comparison import Cell, Comparison, Line, Overall
+from stepmark.core.comparison import TIME, Cell, Comparison, Line, Overall
 from stepmark.core.ratio import Ratio, Verdict
 from stepmark.core.units import GB, format_bytes, format_time
 from stepmark.report.printing import digits
@@ -132,7 +132,8 @@ def headline(comparison: Comparison, constant: dict[str, object]) -> str:
 def unit_text(line: Line) -> str:
     if line.unit == "busbw" or (line.unit == "s" and line.busbw_factor and line.size_bytes):
         return "bus bandwidth in GB/s"
-    return {"s": "time", "rate": "values as printed"}.get(line.unit, f"in {line.unit}")
+    named = {"s": "time", "rate": "rates as printed", TIME: "times as printed"}
+    return named.get(line.unit, f"in {line.unit}" if line.unit else "values as printed")
 
 
 def size_text(line: Line) -> str:
@@ -193,7 +194,7 @@ def closing(comparison: Comparison) -> list[str]:
     judged = sum(one.low is not None for one in found)
     said = []
     if judged > 20:
-        said.append(f"of {judged} verdicts about {judged / 100:.1g} are wrong by chance")
+        said.append(f"of {judged} intervals at most about {judged / 100:.1g} are off by chance")
     if any(one.low is None for one in found):
         said.append(
             "no verdict without repeats: give several launches a side (A1,A2,A3), a run with "
@@ -202,9 +203,13 @@ def closing(comparison: Comparison) -> list[str]:
     said += comparison.notes
     if comparison.too_slow is not None:
         said += [_too_slow_text(comparison, place, name) for place, name in comparison.too_slow]
-        limit = float(comparison.settings["fail_if_slower"])
         count = len(comparison.too_slow)
-        said.append(f"{count} of {judged} certainly slower by more than {limit:.1%}")
+        limit = comparison.fail_if_slower or 0.0
+        left = len(found) - judged
+        said.append(
+            f"{count} of {judged} certainly slower by more than {limit:.1%}"
+            + (f"; {left} without an interval were not tested" if left else "")
+        )
     return said
 
 

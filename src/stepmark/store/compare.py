@@ -5,13 +5,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from stepmark.core.comparison import Cell, Comparison, Line, Overall, Series, Side
+from stepmark.core.comparison import (
+    UNKNOWN,
+    Cell,
+    Comparison,
+    Line,
+    Overall,
+    Series,
+    Side,
+)
 from stepmark.core.errors import ConfigError
 from stepmark.core.ratio import (
     CONFIDENCE,
     EFFECT_FLOOR,
     Ratio,
     Spread,
+    Verdict,
     holm,
     ratio,
     spread_of,
@@ -56,6 +65,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
             held[other.name] = _cell(theirs, _judge(mine, theirs, options), options)
             pairs[other.name].append((mine, theirs))
     lines = tuple(_line(base.series[place], cells[place]) for place in sorted(cells))
+    notes += _unused(lines, options)
     overall = tuple(
         found for name, held in pairs.items() if (found := _overall(name, held, options))
     )
@@ -65,11 +75,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
         overall=overall,
         notes=tuple(dict.fromkeys(notes)),
         too_slow=_too_slow(lines, options),
-        settings=(
-            {}
-            if options.fail_if_slower is None
-            else {"fail_if_slower": f"{options.fail_if_slower:.3g}"}
-        ),
+        fail_if_slower=options.fail_if_slower,
     )
 
 
@@ -122,18 +128,23 @@ def _judge(mine: Series, theirs: Series, options: Options) -> Ratio | None:
     if not mine.launches or not theirs.launches:
         return None
     times = [list(_times(series, options.statistic).values()) for series in (mine, theirs)]
-    if mine.unit != theirs.unit:
-        return None
-    found = ratio(*times, spread=_spread(mine, theirs, options), floor=options.floor)
+    found = ratio(
+        *times,
+        spread=_spread(mine, theirs, options),
+        floor=options.floor,
+        rounding=(mine.rounding, theirs.rounding),
+    )
+    if mine.unit == UNKNOWN:
+        return _ratio_only(found, "--unit rate or time")
     values = [sum(map(len, series.launches.values())) for series in (mine, theirs)]
     if found.low is None and max(values) == 1:
-        return _with_reason(found, "one value")
+        return _ratio_only(found, "one value")
     return found
 
 
-def _with_reason(found: Ratio, reason: str) -> Ratio:
+def _ratio_only(found: Ratio, reason: str) -> Ratio:
     return Ratio(
-        speed=found.speed, low=found.low, high=found.high, verdict=found.verdict, reason=reason
+        speed=found.speed, low=None, high=None, verdict=Verdict.CANNOT_TELL, reason=reason
     )
 
 
@@ -143,11 +154,10 @@ def _spread(mine: Series, theirs: Series, options: Options) -> Spread | None:
         return Spread(
             sd_log=options.noise, num_launches=None, source=f"noise {options.noise:.2%} as told"
         )
-    for side in options.recorded:
-        for series in side.series:
-            if _is_same_kind(series, mine) and len(series.launches) > 1:
-                times = list(_times(series, options.statistic).values())
-                return spread_of(times, f"{len(times)} launches of {side.name}")
+    if (known := _recorded(mine, options)) is not None:
+        name, one = known
+        times = list(_times(one, options.statistic).values())
+        return spread_of(times, f"{len(times)} launches of {name}")
     for series in (mine, theirs):
         if len(series.launches) > 1:
             times = list(_times(series, options.statistic).values())
@@ -156,12 +166,23 @@ def _spread(mine: Series, theirs: Series, options: Options) -> Spread | None:
 
 
 def _is_same_kind(recorded: Series, series: Series) -> bool:
-    names = (*STRICT, *NAMING)
-    return (
-        recorded.size_bytes == series.size_bytes
-        and recorded.unit == series.unit
-        and all(recorded.fields.get(name) == series.fields.get(name) for name in names)
+    """The same thing at the same size, as far as both say."""
+    same_size = recorded.size_bytes == series.size_bytes and recorded.unit == series.unit
+    stated = (
+        (recorded.fields.get(name), series.fields.get(name)) for name in (*STRICT, *NAMING)
     )
+    return same_size and all(
+        one == other or one in (None, "") or other in (None, "") for one, other in stated
+    )
+
+
+def _recorded(series: Series, options: Options) -> tuple[str, Series] | None:
+    """With the name of the side: what is on record of this, in several launches."""
+    for side in options.recorded:
+        for one in side.series:
+            if len(one.launches) > 1 and _is_same_kind(one, series):
+                return side.name, one
+    return None
 
 
 def _overall(
@@ -174,24 +195,19 @@ def _overall(
     held = [
         (mine, theirs)
         for mine, theirs in pairs
-        if mine.launches
-        and theirs.launches
-        and mine.unit == theirs.unit
-        and _in_range(mine.size_bytes, options)
+        if mine.launches and theirs.launches and _in_range(mine.size_bytes, options)
     ]
     if not held or len({mine.unit for mine, _ in held}) > 1:
         return None
     sides = [_pooled([pair[index] for pair in held], options.statistic) for index in (0, 1)]
-    spread = None
-    if options.noise is not None:  # of each line; lines of one launch may move together
-        spread = Spread(sd_log=options.noise, num_launches=None, source="noise as told")
-    elif max(map(len, sides)) > 1:
-        spread = spread_of(max(sides, key=len), "launches of the other side")
+    spread = _spread_of_mean(held, sides, options)
     sizes = [mine.size_bytes for mine, _ in held if mine.size_bytes is not None]
     found = ratio(*sides, spread=spread, floor=options.floor)
     if found.low is None and all(len(s.launches) == 1 for pair in held for s in pair):
         values = max(len(v) for pair in held for s in pair for v in s.launches.values())
-        found = _with_reason(found, "one value" if values == 1 else "one launch")
+        found = _ratio_only(found, "one value" if values == 1 else "one launch")
+    if held[0][0].unit == UNKNOWN:
+        found = _ratio_only(found, "--unit rate or time")
     return Overall(
         name=name,
         ratio=found,
@@ -199,6 +215,36 @@ def _overall(
         smallest_bytes=min(sizes, default=None),
         largest_bytes=max(sizes, default=None),
     )
+
+
+def _spread_of_mean(
+    held: Sequence[tuple[Series, Series]], sides: Sequence[Sequence[float]], options: Options
+) -> Spread | None:
+    if options.noise is not None:  # of each line; lines of one launch may move together
+        return Spread(sd_log=options.noise, num_launches=None, source="noise as told")
+    if max(map(len, sides)) > 1:
+        return spread_of(max(sides, key=len), "launches of the other side")
+    known = [_recorded(mine, options) for mine, _ in held]
+    if None in known:
+        return None
+    recorded = _pooled([one for _, one in filter(None, known)], options.statistic)
+    return spread_of(recorded, f"{len(recorded)} launches on record")
+
+
+def _unused(lines: Sequence[Line], options: Options) -> list[str]:
+    """What was asked for and had no effect."""
+    found = [cell.ratio for line in lines for cell in line.cells.values() if cell.ratio]
+    notes = []
+    if options.noise is not None and any("launches" in one.reason for one in found):
+        notes.append("--noise is not used where both sides have several launches")
+    if options.recorded and not any(_recorded_in(line, options) for line in lines):
+        notes.append("--spread has several launches of nothing that is compared")
+    return notes
+
+
+def _recorded_in(line: Line, options: Options) -> bool:
+    like = Series(fields=line.fields, size_bytes=line.size_bytes, unit=line.unit, launches={})
+    return _recorded(like, options) is not None
 
 
 def _in_range(size: int | None, options: Options) -> bool:

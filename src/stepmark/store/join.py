@@ -36,20 +36,8 @@ class Joined:
 def join(base: Side, other: Side, force: bool) -> Joined:
     """Raises ConfigError where nothing fits, or what fits may not be compared."""
     notes, key_names = _key_names(base, other, force)
-    table = _by_key(other, key_names)
-    pairs = []
-    matched: dict[int, Series] = {}
-    for place, mine in enumerate(base.series):
-        held = table.get(_key(mine, key_names), [])
-        if (theirs := _nearest(mine, held)) is None:
-            continue
-        for twin in held:
-            if twin is not theirs and twin.size_bytes == theirs.size_bytes:
-                raise _ambiguous(other, twin, theirs)
-        if (before := matched.get(id(theirs))) is not None:
-            raise _ambiguous(base, before, mine)
-        pairs.append((place, mine, theirs))
-        matched[id(theirs)] = mine
+    pairs = _pairs(base, other, key_names)
+    matched = {id(theirs) for _, _, theirs in pairs}
     if not pairs:
         raise ConfigError(
             "compare",
@@ -101,6 +89,28 @@ def _key(series: Series, names: Iterable[str]) -> Key:
     return (("unit", series.unit), *((name, series.fields.get(name)) for name in names))
 
 
+def _pairs(base: Side, other: Side, names: Sequence[str]) -> list[tuple[int, Series, Series]]:
+    """By key and size; what finds no partner of its size, by the nearest that is left."""
+    mine, theirs = _by_key(base, names), _by_key(other, names)
+    place = {id(series): number for number, series in enumerate(base.series)}
+    found: list[tuple[int, Series, Series]] = []
+    for key in mine.keys() & theirs.keys():
+        ours, others = _by_size(mine[key]), _by_size(theirs[key])
+        same: list[tuple[int | None, int | None]] = [
+            (size, size) for size in ours.keys() & others.keys()
+        ]
+        left = {size for size in others.keys() - ours.keys() if size is not None}
+        for size in sorted(size for size in ours.keys() - others.keys() if size is not None):
+            near = min(left, key=lambda one: abs(one - size), default=None)
+            if near is not None and abs(near - size) <= SAME_SIZE * size:
+                left.remove(near)
+                same.append((size, near))
+        for our_size, their_size in same:
+            one, other_one = _only(base, ours[our_size]), _only(other, others[their_size])
+            found.append((place[id(one)], one, other_one))
+    return sorted(found, key=lambda pair: pair[0])
+
+
 def _by_key(side: Side, names: Sequence[str]) -> dict[Key, list[Series]]:
     table: dict[Key, list[Series]] = {}
     for series in side.series:
@@ -108,29 +118,23 @@ def _by_key(side: Side, names: Sequence[str]) -> dict[Key, list[Series]]:
     return table
 
 
-def _ambiguous(side: Side, one: Series, other: Series) -> ConfigError:
-    """Two series of a side fit the same one of the other."""
-    name = _apart(one, other)
-    values = " and ".join(str(series.fields.get(name)) for series in (one, other))
-    return ConfigError(
-        name, f"{side.name} has {values}", "one of them: the other side does not say which"
-    )
-
-
-def _apart(a: Series, b: Series) -> str:
-    return next((n for n in a.fields if a.fields.get(n) != b.fields.get(n)), "side")
-
-
-def _nearest(mine: Series, held: Sequence[Series]) -> Series | None:
-    """The partner of this size; else the one nearest to it, within SAME_SIZE."""
-    if mine.size_bytes is None:
-        return held[0] if held else None
-    size = mine.size_bytes
-    sized = [series for series in held if series.size_bytes is not None]
-    found = min(sized, key=lambda s: abs((s.size_bytes or 0) - size), default=None)
-    if found is None or abs((found.size_bytes or 0) - size) > SAME_SIZE * size:
-        return None
+def _by_size(held: Sequence[Series]) -> dict[int | None, list[Series]]:
+    found: dict[int | None, list[Series]] = {}
+    for series in held:
+        found.setdefault(series.size_bytes, []).append(series)
     return found
+
+
+def _only(side: Side, held: Sequence[Series]) -> Series:
+    """Raises ConfigError where several series of a side fit the same one of the other."""
+    if len(held) > 1:
+        one, twin, *_ = held
+        differing = (n for n in one.fields if one.fields.get(n) != twin.fields.get(n))
+        name = next(differing, "compare")
+        values = f"{one.fields.get(name)} and {twin.fields.get(name)}"
+        allowed = "one of them: the other side does not say which"
+        raise ConfigError(name, f"{side.name} has {values}", allowed)
+    return held[0]
 
 
 def _about(side: Side) -> str:

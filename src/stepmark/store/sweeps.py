@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.sweep import Sweep, Try
+from stepmark.core.sweep import SCHEMA, Sweep, Try
 
 FILE = "sweep.json"
 
@@ -89,14 +89,39 @@ class Journal:
 
 
 def read(path: Path) -> Sweep:
-    """Raises ConfigError for what is no sweep of ours."""
+    """Raises ConfigError for what is no sweep of ours, or can be none."""
     file = path / FILE
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Sweep)
+        sweep = msgspec.json.decode(file.read_bytes(), type=Sweep)
     except OSError as error:
         raise ConfigError("sweep", file, f"a readable file ({error.strerror})") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError("sweep", file, f"a sweep ({error})") from None
+    if wrong := _wrong(sweep):
+        raise ConfigError("sweep", file, f"a sweep ({wrong})")
+    return sweep
+
+
+def _wrong(sweep: Sweep) -> str:
+    """What the types of sweep.json leave open and no sweep has; "" if there is nothing."""
+    names = [setting.name for setting in sweep.settings]
+    runs = [one.run for one in sweep.tries if not _is_folder_name(one.run)]
+    found = {
+        f"schema {sweep.schema}, known is {SCHEMA}": sweep.schema != SCHEMA,
+        "no command": not sweep.command,
+        "no settings": not names,
+        "two settings of one name": len(set(names)) < len(names),
+        f"baseline {sweep.baseline!r} is no setting": sweep.baseline not in names,
+        f"repeats {sweep.repeats}, at least 1": sweep.repeats < 1,
+        f"timeout_s {sweep.timeout_s}, above 0": not sweep.timeout_s > 0,
+        f"run {runs[:1]} is no folder name": bool(runs),
+    }
+    return next((text for text, is_wrong in found.items() if is_wrong), "")
+
+
+def _is_folder_name(run: str) -> bool:
+    """Of a folder right under runs/; "" where a try wrote none."""
+    return "/" not in run and run not in (".", "..") and (not run or run.isprintable())
 
 
 def find(root: Path, name: str) -> Path:
