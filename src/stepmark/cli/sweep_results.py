@@ -115,11 +115,7 @@ def of_sides(sides: list[Side], sweep: Sweep, min_gain: float) -> _Found:
 
     comparison = compare(sides, Options(force=True))
     comparison = dataclasses.replace(comparison, notes=(*comparison.notes, *_notes(sweep)))
-    left_out = {
-        side.name: f"another method than {sides[0].name} ({shown})"
-        for side in sides[1:]
-        if (shown := ", ".join(sorted(_methods(side) - _methods(sides[0]))))
-    }
+    left_out = {side.name: why for side in sides[1:] if (why := _unlike(sides[0], side))}
     advice = recommendation.advise(comparison, min_gain=min_gain, left_out=left_out)
     return _Found(comparison=comparison, advice=advice)
 
@@ -142,8 +138,21 @@ def _by_run(series: Series) -> Series:
     return dataclasses.replace(series, launches=pooled)
 
 
-def _methods(side: Side) -> set[str]:
-    return {str(series.fields.get("method")) for series in side.series}
+def _unlike(base: Side, side: Side) -> str:
+    """What was not measured as the baseline was, so that no gain follows; "" if all was."""
+    from stepmark.store.join import STRICT  # noqa: PLC0415
+
+    found = ((name, _stated(base, name), _stated(side, name)) for name in STRICT)
+    return ", ".join(
+        f"another {name} than {base.name} ({theirs}, not {mine})"
+        for name, mine, theirs in found
+        if mine != theirs
+    )
+
+
+def _stated(side: Side, name: str) -> str:
+    values = {series.fields.get(name) for series in side.series}
+    return " and ".join(sorted("none" if v in (None, "") else str(v) for v in values))
 
 
 def _notes(sweep: Sweep) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from stepmark.cli.sweep_settings import environment
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import Environment
-from stepmark.core.sweep import Outcome, Setting, Try
+from stepmark.core.sweep import Outcome, Setting, Sweep, Try
 from stepmark.launch import child
 from stepmark.store.runs import read_run
 from stepmark.store.sweeps import Journal
@@ -45,9 +45,10 @@ def order_of(num_settings: int, number: int, *, order: str, seed: int) -> list[i
 def make(journal: Journal, means: Means, signals: Sequence[int]) -> int | None:
     """What is missing of a sweep; the signal that ended it early, if one did.
 
-    A new round begins only when the budget holds one as long as the longest so far.
+    A new round begins only when the budget holds one as long as the longest so far, those
+    before a --resume among them.
     """
-    started_s, longest_s = time.monotonic(), 0.0
+    started_s, longest_s = time.monotonic(), _longest_s(journal.sweep)
     for number in range(1, journal.sweep.repeats + 1):
         round_s = time.monotonic()
         over = means.budget_s is not None and round_s - started_s + longest_s > means.budget_s
@@ -67,6 +68,15 @@ def make(journal: Journal, means: Means, signals: Sequence[int]) -> int | None:
                 return signals[0]
         longest_s = max(longest_s, time.monotonic() - round_s)
     return None
+
+
+def _longest_s(sweep: Sweep) -> float:
+    """Of the rounds so far, by their tries that ended on their own."""
+    rounds: dict[int, float] = {}
+    for one in sweep.tries:
+        if one.outcome is not Outcome.INTERRUPTED:
+            rounds[one.round] = rounds.get(one.round, 0.0) + one.seconds
+    return max(rounds.values(), default=0.0)
 
 
 def _missing(journal: Journal, number: int) -> list[Setting]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 DEFAULT = "default"
+SCHEMA = 1  # of sweep.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Sweep:
     timeout_s: float
     notes: tuple[str, ...] = ()
     tries: tuple[Try, ...] = ()
-    schema: int = field(default=1)
+    schema: int = field(default=SCHEMA)
 
     @property
     def failed(self) -> dict[str, Try]:

@@ -14,8 +14,9 @@ from stepmark.core.ratio import CONFIDENCE, Ratio, Verdict, holm, t_cdf
 from stepmark.core.sweep import cut
 from stepmark.core.units import format_bytes
 
-# Fields that name a line, in the order in which they are read.
-_NAMING = ("family", "shape", "label", "phase", "dtype", "redop", "placement", "pair")
+# Fields whose values speak for themselves, in the order in which they are read; of others a
+# label has the name too.
+_PLAIN = ("family", "shape", "label", "phase", "dtype", "redop", "placement", "pair")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ class Advice:
     """`single` is a setting that wins somewhere and loses nowhere, if there is one."""
 
     baseline: str
+    considered: tuple[str, ...]  # settings that could have won
     picks: tuple[Pick, ...]
     ranges: tuple[Range, ...]
     single: str | None
@@ -85,6 +87,7 @@ def advise(
     )
     return Advice(
         baseline=base,
+        considered=tuple(considered),
         picks=picks,
         ranges=tuple(_ranges(picks)),
         single=_single(picks, considered, min_gain),
@@ -152,19 +155,37 @@ def _loses(found: Ratio, min_gain: float) -> bool:
 
 
 def _ranges(picks: Sequence[Pick]) -> list[Range]:
-    lines = [pick.line for pick in picks]
-    varying = [
-        name
-        for name in _NAMING
-        if name in ("family", "shape") or len({line.fields.get(name) for line in lines}) > 1
-    ]
-    groups: dict[str, list[Pick]] = {}
+    """By all that tells lines apart but their size, so that no size is in two ranges."""
+    varying = _telling([pick.line for pick in picks])
+    groups: dict[tuple[object, ...], list[Pick]] = {}
     for pick in picks:
-        words = (pick.line.fields.get(name) for name in varying)
-        groups.setdefault(" ".join(str(w) for w in words if w not in (None, "")), []).append(
-            pick
-        )
-    return [one for label, held in groups.items() for one in _merged(label, held)]
+        key = (frozenset(pick.line.fields.items()), pick.line.unit)
+        groups.setdefault(key, []).append(pick)
+    return [
+        one for held in groups.values() for one in _merged(_label(held[0].line, varying), held)
+    ]
+
+
+def _telling(lines: Sequence[Line]) -> list[str]:
+    """The family, the shape, and what else tells lines apart that these do not."""
+    every = dict.fromkeys((*_PLAIN, *(name for line in lines for name in line.fields)))
+    found: list[str] = []
+    known = 0
+    for name in every:
+        count = len({tuple(line.fields.get(n) for n in (*found, name)) for line in lines})
+        if count > known or name in ("family", "shape"):
+            found.append(name)
+            known = count
+    return found
+
+
+def _label(line: Line, names: Sequence[str]) -> str:
+    held = ((name, line.fields.get(name)) for name in names)
+    return " ".join(
+        f"{value}" if name in _PLAIN else f"{name} {value}"
+        for name, value in held
+        if value not in (None, "")
+    )
 
 
 def _merged(label: str, picks: Sequence[Pick]) -> list[Range]:
@@ -197,16 +218,21 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
     said = [f"not considered: {name}: {why}" for name, why in advice.left_out.items()]
     keep = "the default" if advice.baseline == "default" else advice.baseline
     won = [pick for pick in advice.picks if pick.winner]
+    if not advice.considered:
+        why = "every other setting is left out"
+        return [*said, f"keep {keep}: nothing can be recommended because {why}"]
     if not won:
-        tests = _count(advice.num_tests, "comparison")
-        said.append(f"keep {keep}: in {tests} nothing is certainly faster")
+        tests = f"in {_count(advice.num_tests, 'comparison')} nothing is certainly faster"
+        if not advice.num_tests:
+            tests = "nothing can be recommended because nothing was repeated"
+        said.append(f"keep {keep}: {tests}")
         said += [f"  {_range_text(one, keep)}" for one in advice.ranges]
         return said
     if advice.single:
         mine = [pick for pick in won if pick.winner == advice.single]
         said.append(
             f"recommended: faster on {len(mine)} of {_count(len(advice.picks), 'line')} "
-            f"({_gains(mine)}), on none more than {advice.min_gain:.1%} slower"
+            f"({_gains(mine)}), seen more than {advice.min_gain:.1%} slower on none"
         )
         said += [f"  {line}" for line in exports[advice.single].splitlines()]
     if not advice.single or len({pick.winner for pick in won}) > 1:
