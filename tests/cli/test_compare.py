@@ -98,7 +98,10 @@ def test_other_methods_need_force(tmp_path: Path) -> None:
     graph.write_text(QUEUED.read_text().replace("graph: 0", "graph: 5"))
     with pytest.raises(ConfigError, match=r"queued.*graph.*--force"):
         call(QUEUED, graph)
-    assert "method differs" in call(QUEUED, graph, "--force")
+    text = call(QUEUED, graph, "--allow", "method")
+    assert "method differs" in text
+    assert "nccl-tests queued" not in text.splitlines()[0]
+    assert text == call(QUEUED, graph, "--force")
 
 
 def test_files_as_launches_give_verdicts(tmp_path: Path) -> None:
@@ -116,6 +119,7 @@ def test_files_as_launches_give_verdicts(tmp_path: Path) -> None:
     assert [(row["size_bytes"], row["placement"]) for row in slower] == [
         (268435456, "out-of-place")
     ]
+    assert "too slow: b all_reduce" in call(a, b, "--fail-if-slower", "5%", code=1)
     failed = document(a, f"b={tmp_path}/b-*.txt", "--fail-if-slower", "5%", code=1)
     assert [row["too_slow"] for row in failed["lines"]].count(True) == 1
     assert document(a, b, "--fail-if-slower", "25%")["lines"]
@@ -191,6 +195,7 @@ def test_csv_and_page(cut: list[Path], tmp_path: Path) -> None:
         ([f"{SLIDES}:2", f"{SLIDES}:7"], "something in common"),
         ([f"{SLIDES}:1", f"{SLIDES}:2"], "num_ranks"),
         ([f"{SLIDES}:2", f"{SLIDES}:3", "--baseline", "x"], "baseline"),
+        ([f"{SLIDES}:2", f"{SLIDES}:3", "--allow", "size"], "allow"),
         ([f"{SLIDES}:2", f"{SLIDES}:3", "--noise", "much"], "noise"),
         ([f"{SLIDES}:2", f"{SLIDES}:3", "--range", "1M"], "range"),
         ([f"{SLIDES}:2", f"{SLIDES}:3", "--range", "1G-1M"], "range"),

@@ -18,8 +18,9 @@ from stepmark.cli import sweep_probe, sweep_results, sweep_settings, sweep_tuner
 from stepmark.cli.sweep import refuse_ranks
 from stepmark.cli.sweep_run import Means, make, order_of
 from stepmark.cli.sweep_settings import settings, split_values
+from stepmark.core.comparison import Series, Side
 from stepmark.core.errors import ConfigError
-from stepmark.core.sweep import Outcome, Setting, Sweep, TunerChoice
+from stepmark.core.sweep import Outcome, Setting, Sweep, Try, TunerChoice
 from stepmark.launch import processes
 from stepmark.report.recommendation import Advice
 from stepmark.report.tuner import COLLECTIVES, first_match, parse
@@ -246,6 +247,68 @@ def test_a_budget_ends_after_whole_rounds(tmp_path: Path) -> None:
     assert said[-1] == "budget: 1 of 50 rounds"
 
 
+def test_a_resumed_sweep_knows_how_long_its_rounds_were(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Journal.create(tmp_path, sweep_of("fast")) as journal:
+        make(journal, means(tmp_path), [])
+        slow = [dataclasses.replace(one, seconds=30.0) for one in journal.sweep.tries]
+        cut = dataclasses.replace(slow[-1], outcome=Outcome.INTERRUPTED, seconds=1e6)
+        journal.change(tries=(*slow, cut), repeats=3)
+        make(journal, means(tmp_path, said, budget_s=59.0), [])  # a round took 2 x 30 s
+        assert len(journal.sweep.done) == 4
+        assert said == ["budget: 2 of 3 rounds"]
+        make(journal, means(tmp_path, said, budget_s=90.0), [])
+        assert len(journal.sweep.done) == 6
+
+
+def a_try(run: str) -> Try:
+    return Try(
+        round=1,
+        setting="default",
+        outcome=Outcome.DONE,
+        exit_code=0,
+        seconds=1.0,
+        started_at=0.0,
+        run=run,
+    )
+
+
+SPOILT: dict[str, dict[str, object]] = {
+    "schema 2": {"schema": 2},
+    "schema 0": {"schema": 0},
+    "no command": {"command": ()},
+    "no settings": {"settings": ()},
+    "two settings": {"settings": (Setting(), Setting())},
+    "baseline": {"baseline": "KIND=other"},
+    "repeats": {"repeats": 0},
+    "timeout_s": {"timeout_s": 0.0},
+    **{
+        f"run ['{run}']": {"tries": (a_try(run),)} for run in ("..", ".", "/etc", "a/b", "../x")
+    },
+    "run ['a": {"tries": (a_try("a\0b"),)},
+}
+
+
+@pytest.mark.parametrize(("told", "change"), SPOILT.items(), ids=list(map(repr, SPOILT)))
+def test_a_file_that_can_be_no_sweep_is_refused(
+    told: str, change: dict[str, object], tmp_path: Path
+) -> None:
+    sweep = dataclasses.replace(sweep_of("fast"), tries=(a_try("a-run"), a_try("")))
+    with Journal.create(tmp_path, sweep) as journal:
+        assert sweeps.read(journal.path) == sweep
+        journal.change(**change)
+    with pytest.raises(ConfigError) as caught:
+        sweeps.read(journal.path)
+    assert f"a sweep ({told}" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / sweeps.FILE).write_bytes(b'{"sweep_id": "\xff\xfe"}')
+    with pytest.raises(ConfigError, match="a sweep"):
+        sweeps.read(tmp_path)
+
+
 def test_an_environment_that_changes_is_told(tmp_path: Path) -> None:
     with Journal.create(tmp_path, sweep_of("fast", repeats=1)) as journal:
         make(journal, means(tmp_path), [])
@@ -270,6 +333,50 @@ def test_another_method_is_shown_and_not_recommended(tmp_path: Path) -> None:
     assert found.advice.single is None
     assert "comm-graph/1" in found.advice.left_out["KIND=fast"]
     assert any("method differs" in note for note in found.comparison.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "there"),
+    [
+        ("num_ranks", 8, 2),
+        ("world_size", 8, 2),
+        ("dtype", "float32", "bfloat16"),
+        ("skew_s", 0.0, 1e-3),
+        ("beside", "", "gemm"),
+        ("rate_kind", "flops", "bytes"),
+    ],
+)
+def test_what_is_not_the_same_measurement_is_not_recommended(
+    name: str, here: str | float, there: str | float
+) -> None:
+    def side(called: str, value: str | float, speed: float) -> Side:
+        fields = {"family": "all_reduce", "method": "m/1", name: value}
+        launches = {f"{called}{i}": (1e-3 / speed * (1 + i * 1e-4),) for i in range(4)}
+        return Side(
+            name=called, series=(Series(fields=fields, size_bytes=1024, launches=launches),)
+        )
+
+    sides = [side("default", here, 1.0), side("KIND=fast", there, 3.0)]
+    advice = sweep_results.of_sides(sides, sweep_of("fast"), 0.01).advice
+    shown = "none" if here == "" else here
+    assert advice.left_out == {
+        "KIND=fast": f"another {name} than default ({there}, not {shown})"
+    }
+    assert advice.single is None
+    same = [sides[0], side("KIND=fast", here, 3.0)]
+    assert sweep_results.of_sides(same, sweep_of("fast"), 0.01).advice.single == "KIND=fast"
+
+
+def test_the_page_says_what_failed_and_what_is_recommended(tmp_path: Path) -> None:
+    page = tmp_path / "s.html"
+    with Journal.create(tmp_path, sweep_of("broken", "fast", repeats=4)) as journal:
+        make(journal, means(tmp_path), [])
+    values = {"min_gain": "1%", "out": str(tmp_path), "html": str(page)}
+    assert sweep_results.made(journal.sweep, journal.path, None, values, {}) == 3
+    text = page.read_text()
+    assert "failed: KIND=broken in round " in text
+    assert "failed, exit code 3\n  stepmark: it is\n  broken\n" in text
+    assert "recommended: faster on 3 of 3 lines" in text
 
 
 def test_notes_say_what_else_decides() -> None:
@@ -520,6 +627,7 @@ def test_without_a_log_no_file_is_written(
 def test_a_file_that_would_change_nothing_is_not_written(tmp_path: Path) -> None:
     advice = Advice(
         baseline="default",
+        considered=(),
         picks=(),
         ranges=(),
         single=None,

@@ -1,14 +1,18 @@
 """Nothing is recommended that chance explains; what is real and repeated is."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stepmark.core.comparison import Comparison, Series, Side
-from stepmark.core.ratio import Ratio, ratio
-from stepmark.report.recommendation import Advice, advise, p_faster, rows, text_of
+from stepmark.core.ratio import ratio
+from stepmark.report.recommendation import Advice, Range, advise, p_faster, rows, text_of
 from stepmark.store.compare import Options, compare
+from stepmark.store.join import STRICT
 
 SIZES = [2**power for power in range(10, 30, 2)]
 Gain = Callable[[str, int], float]
@@ -51,7 +55,7 @@ def advised(
     names: Sequence[str] = NAMES,
 ) -> Advice:
     found = sides(names, Random(seed), rounds=rounds, noise=noise, gain=gain)
-    return advise(compare(found, Options(force=True)), min_gain=0.01)
+    return advise(compare(found, Options(allowed=STRICT)), min_gain=0.01)
 
 
 def won(advice: Advice) -> list[str]:
@@ -75,6 +79,9 @@ def test_one_round_recommends_nothing() -> None:
     assert advice.single is None
     assert all(pick.reason == "one round: too few repeats" for pick in advice.picks)
     assert advice.num_tests == 0
+    assert text_of(advice, {})[0] == (
+        "keep the default: nothing can be recommended because how repeats differ is not known"
+    )
 
 
 def test_ten_percent_are_found() -> None:
@@ -88,6 +95,7 @@ def test_ten_percent_are_found() -> None:
     assert (one.first_bytes, one.last_bytes) == (SIZES[0], SIZES[-1])
     said = text_of(advice, {"C": "export X=C"})
     assert said[0].startswith("recommended: faster on 10 of 10 lines (+")
+    assert said[0].endswith("), seen more than 1.0% slower on none")
     assert said[1:] == ["  export X=C"]
 
 
@@ -163,10 +171,14 @@ def test_what_is_left_out_wins_nothing() -> None:
     found = sides(
         NAMES[:3], Random(1), rounds=5, noise=0.001, gain=lambda n, s: 2.0 if n == "B" else 1.0
     )
-    comparison: Comparison = compare(found, Options(force=True))
+    comparison: Comparison = compare(found, Options(allowed=STRICT))
     advice = advise(comparison, min_gain=0.01, left_out={"B": "another method"})
     assert won(advice) == []
     assert text_of(advice, {})[0] == "not considered: B: another method"
+    advice = advise(comparison, min_gain=0.01, left_out={"B": "x", "C": "y"})
+    assert text_of(advice, {})[2:] == [
+        "keep the default: nothing can be recommended because every other setting is left out"
+    ]
 
 
 def test_lines_without_a_size_are_ranges_of_their_own() -> None:
@@ -182,13 +194,101 @@ def test_lines_without_a_size_are_ranges_of_their_own() -> None:
             ),
         )
 
-    comparison = compare([side("default", 1.0), side("B", 1.5)], Options(force=True))
+    comparison = compare([side("default", 1.0), side("B", 1.5)], Options(allowed=STRICT))
     advice = advise(comparison, min_gain=0.01)
     assert [(one.label, one.winner) for one in advice.ranges] == [
         ("gemm 8x8x8", "B"),
         ("gemm 16x16x16", "B"),
     ]
     assert [row["setting"] for row in rows(advice)] == ["B", "B"]
+
+
+FIELDS: dict[str, tuple[str | int | bool | None, ...]] = {
+    "family": ("broadcast", "reduce"),
+    "root": (0, 3),
+    "num_ranks": (2, 4),
+    "split": (None, "half"),
+    "api": ("torch", "raw"),
+    "placement": ("in-place", "out-of-place"),
+}
+
+
+@given(
+    st.lists(st.sampled_from(list(FIELDS)), min_size=1, max_size=3, unique=True),
+    st.lists(st.integers(1, 2**30), min_size=1, max_size=4, unique=True),
+    st.integers(0, 2**30),
+)
+def test_ranges_of_a_label_ascend_and_are_disjoint(
+    varied: list[str], sizes: list[int], seed: int
+) -> None:
+    random = Random(seed)
+    plain: dict[str, str | int | bool | None] = {"family": "broadcast", "method": "m/1"}
+    kinds = [
+        plain | dict(zip(varied, values, strict=True))
+        for values in itertools.product(*(FIELDS[name] for name in varied))
+    ]
+
+    def side(name: str) -> Side:
+        return Side(
+            name=name,
+            series=tuple(
+                Series(
+                    fields=fields,
+                    size_bytes=size,
+                    launches={
+                        f"{name}{i}": (speed * (1 + i * 1e-4),)
+                        for speed in [random.choice([0.5, 1.0, 2.0])]
+                        for i in range(4)
+                    },
+                )
+                for fields in kinds
+                for size in sizes
+            ),
+        )
+
+    advice = advise(
+        compare([side("default"), side("B")], Options(allowed=STRICT)), min_gain=0.01
+    )
+    by_label: dict[str, list[Range]] = {}
+    for one in advice.ranges:
+        by_label.setdefault(one.label, []).append(one)
+    assert len(by_label) == len(kinds)
+    for held in by_label.values():
+        assert len({frozenset(p.line.fields.items()) for one in held for p in one.picks}) == 1
+        bounds = [bound for one in held for bound in (one.first_bytes, one.last_bytes)]
+        assert all(a <= b for a, b in itertools.pairwise(bounds))  # type: ignore[operator]
+        for before, after in itertools.pairwise(held):
+            assert after.first_bytes == (before.last_bytes or 0) + 1
+
+
+def test_a_label_says_what_tells_lines_apart_and_no_more() -> None:
+    def side(name: str, speed: float) -> Side:
+        return Side(
+            name=name,
+            series=tuple(
+                Series(
+                    fields={"family": family, "redop": redop, "root": root, "num_ranks": 2},
+                    size_bytes=1024,
+                    launches={f"{name}{i}": (1 / speed * (1 + i * 1e-4),) for i in range(4)},
+                )
+                for family, redop, root in (
+                    ("all_reduce", "sum", None),
+                    ("reduce", "sum", 0),
+                    ("reduce", "sum", 1),
+                    ("broadcast", "none", 0),
+                )
+            ),
+        )
+
+    advice = advise(
+        compare([side("default", 1.0), side("B", 1.5)], Options(allowed=STRICT)), min_gain=0.01
+    )
+    assert [one.label for one in advice.ranges] == [
+        "all_reduce",
+        "reduce root 0",
+        "reduce root 1",
+        "broadcast root 0",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -204,9 +304,17 @@ def test_p_faster_falls_with_speed(speed: float, low: float, high: float) -> Non
     assert slower == pytest.approx(1 - p)
 
 
-def test_p_faster_of_equal_repeats() -> None:
-    def of(speed: float) -> Ratio:
-        return ratio((1.0, 1.0), (1 / speed, 1 / speed))
+def test_equal_repeats_are_not_certain() -> None:
+    """Values that were rounded alike say nothing of how they differ."""
 
-    assert p_faster(of(2.0)) == 0.0
-    assert p_faster(of(1.0)) == 1.0
+    def side(name: str, time_s: float) -> Side:
+        launches = {f"{name}{i}": (time_s,) for i in range(3)}
+        return Side(
+            name=name, series=(Series(fields={"family": "all_reduce"}, launches=launches),)
+        )
+
+    assert p_faster(ratio((1.0, 1.0), (0.5, 0.5))) is None
+    comparison = compare([side("default", 1.0), side("B", 0.5)], Options(allowed=STRICT))
+    (pick,) = advise(comparison, min_gain=0.01).picks
+    assert pick.winner is None
+    assert pick.reason == "identical repeats: nothing is known of how they differ"

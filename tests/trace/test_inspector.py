@@ -103,6 +103,19 @@ def test_every_operation_counts_once_whatever_the_files(tmp_path: Path) -> None:
     assert [tally.ranks for tally in whole.histogram.values()] == [4, 4]
 
 
+def test_ranks_of_one_process_are_all_counted(tmp_path: Path) -> None:
+    records = [header(rank) | operation() for rank in range(8)]
+    for record in records:
+        record["metadata"] = METADATA
+    facts = read(tmp_path, *records * 3)
+    assert facts.num_ranks_seen == 8
+    # A group of two numbers its ranks from 0 again: they are no further ranks.
+    small = [header(rank, 2) | operation() for rank in range(2)]
+    for record in small:
+        record |= {"metadata": METADATA, "header": record["header"] | {"id": "0xb"}}
+    assert read(tmp_path, *records, *small).num_ranks_seen == 8
+
+
 def test_times_of_two_clocks_are_not_added(tmp_path: Path) -> None:
     host = operation(us=900, coll_timing_source="kernel_cpu")
     facts = read(tmp_path, header() | operation(), header() | host)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from stepmark.core.errors import ConfigError
+from stepmark.core.log_facts import MAX_RANKS
 from stepmark.report.log_summary import (
     choice_rows,
     communicator_rows,
     fact_lines,
     fact_rows,
     finding_lines,
-    finding_rows,
     prediction_rows,
     transport_rows,
 )
@@ -28,8 +28,11 @@ from .nccl_lines import (
     FSDP8,
     Issued,
     coll,
+    facts_of,
     fsdp8_lines,
     info,
+    pointer,
+    start,
 )
 
 
@@ -119,7 +122,7 @@ def test_mangled_lines_raise_nothing_else(tmp_path: Path) -> None:
         facts = read_log([path])
         findings = diagnose(facts)
         assert fact_lines(facts)
-        assert len(finding_rows(findings)) == len(findings) <= len(finding_lines(findings))
+        assert len(findings) <= len(finding_lines(findings))
         assert all(tally.calls > 0 for tally in facts.messages.values())
         read += facts.num_lines
     assert read >= 8000
@@ -128,7 +131,7 @@ def test_mangled_lines_raise_nothing_else(tmp_path: Path) -> None:
 def test_rows_are_flat_and_alike() -> None:
     facts = read_log(FSDP8)
     for rows in (
-        *(fact_rows(facts), finding_rows(diagnose(facts)), communicator_rows(facts)),
+        *(fact_rows(facts), communicator_rows(facts)),
         *(transport_rows(facts), choice_rows(facts), prediction_rows(facts)),
     ):
         assert rows
@@ -194,3 +197,57 @@ def test_memory_grows_by_a_few_bytes_per_call(
     assert calls[1] > 4 * calls[0]
     # 8 in the sequence, that as much again while it grows or is compared, in two copies.
     assert peaks[1] - peaks[0] < 24 * (calls[1] - calls[0]) + 200_000
+
+
+@pytest.mark.parametrize("num_ranks", [str(MAX_RANKS + 1), "000001000000"])
+def test_an_absurd_number_of_ranks_makes_a_line_unreadable(num_ranks: str) -> None:
+    at = pointer(0)
+    lines = [
+        f"comm {at} rank 0 nRanks {num_ranks} nNodes 1 localRanks 1 localRank 0",
+        f"ncclCommInitRank comm {at} rank 0 nranks {num_ranks} cudaDev 0 - Init START",
+        f"Init timings - ncclCommInitRank: rank 0 nranks {num_ranks} total 1.60 (kernels 0.4)",
+        f"ncclCommInitRank({at}, {num_ranks}, 0x1, 0, 0)",
+        f"Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM comm {at} nRanks {num_ranks}",
+    ]
+    said = [info(0, line) for line in lines]
+    said.append(said[3].replace("INFO", "CALL"))
+    for line in said:
+        found = facts_of([line]).communicators
+        assert not [one for one in found if one.num_ranks is not None], line
+
+
+def test_a_call_among_absurdly_many_ranks_counts_without_them() -> None:
+    facts = facts_of([coll(0, Issued(), num_ranks=MAX_RANKS + 1)])
+    ((kind, tally),) = facts.messages.items()
+    assert (kind.num_ranks, tally.calls) == (None, 1)
+
+
+def test_the_number_of_ranks_takes_no_memory() -> None:
+    tracemalloc.start()
+    (found,) = facts_of(
+        [
+            info(0, f"comm {pointer(0)} rank {rank} nRanks {2**22} cudaDev 0 busId 10")
+            for rank in (0, 7)
+        ]
+    ).communicators
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (found.num_ranks, found.num_nodes) == (2**22, None)
+    assert peak < 20e6
+
+
+@pytest.mark.parametrize(("ranks", "num_nodes"), [((0, 1), 1), ((0,), None), ((0, 2), None)])
+def test_nodes_are_counted_where_all_ranks_are_there(
+    ranks: tuple[int, ...], num_nodes: int | None
+) -> None:
+    lines = [start(rank)[0] for rank in ranks]
+    (found,) = facts_of(lines).communicators
+    assert found.num_nodes == num_nodes
+
+
+@pytest.mark.parametrize("digit", ["²", "٣", "①"])
+def test_digits_of_other_scripts_are_no_numbers(digit: str) -> None:
+    (choice,) = facts_of(
+        [info(0, f"AllReduce: 1024 Bytes -> Algo {digit} proto {digit}"), info(0, f"{digit} x")]
+    ).choices
+    assert (choice.algorithm, choice.protocol) == (digit, digit)

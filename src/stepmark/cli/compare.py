@@ -58,9 +58,11 @@ def compare(
         str | None,
         typer.Option("--fail-if-slower", help="exit 1 if any is, e.g. 5%, beyond noise"),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="pair other methods, ranks and types, too")
-    ] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", help="pair although this differs: method, num_ranks, dtype"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="pair whatever differs")] = False,
     json: Annotated[str | None, typer.Option("--json", help="rows as JSON; - = stdout")] = None,
     csv: Annotated[str | None, typer.Option("--csv", help="rows as CSV; - = stdout")] = None,
     html: Annotated[
@@ -86,7 +88,7 @@ def compare(
     options = _options(
         noise=noise,
         statistic=statistic,
-        force=force,
+        allowed=_allowed(allow or [], force),
         fail_if_slower=fail_if_slower,
         size_range=size_range,
         recorded=tuple(sides(spread or [], runs, told)),
@@ -117,6 +119,15 @@ def _collective(text: str | None) -> str | None:
     return known
 
 
+def _allowed(names: list[str], force: bool) -> tuple[str, ...]:
+    from stepmark.store.join import STRICT  # noqa: PLC0415
+
+    for name in names:
+        if name not in STRICT:
+            raise ConfigError("allow", name, f"one of {', '.join(STRICT)}")
+    return STRICT if force else tuple(names)
+
+
 def _with_baseline(found: "list[Side]", name: str | None) -> "list[Side]":
     """The baseline first."""
     if name is None:
@@ -131,7 +142,7 @@ def _options(
     *,
     noise: str | None,
     statistic: str,
-    force: bool,
+    allowed: tuple[str, ...],
     fail_if_slower: str | None,
     size_range: str | None,
     recorded: "tuple[Side, ...]",
@@ -152,7 +163,7 @@ def _options(
     return Options(
         noise=None if noise is None else parse_share(noise, "noise"),
         statistic=statistic,
-        force=force,
+        allowed=allowed,
         fail_if_slower=(
             None if fail_if_slower is None else parse_share(fail_if_slower, "fail-if-slower")
         ),

@@ -1,10 +1,13 @@
-"""A sweep from its first try to what it says: rounds, comparison, recommendation, files."""
+"""A sweep from its first try to what it says: rounds, comparison, recommendation, files.
 
+Over 250 lines: one path, from which nothing else takes a part.
+"""
+
+import contextlib
 import dataclasses
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +23,7 @@ from stepmark.core.units import parse_duration, parse_share
 from stepmark.launch.signals import catching
 from stepmark.report import recommendation
 from stepmark.report.recommendation import Advice
+from stepmark.store.join import STRICT
 from stepmark.store.sweeps import Journal
 
 if TYPE_CHECKING:
@@ -72,7 +76,7 @@ def made(
     return code
 
 
-@contextmanager
+@contextlib.contextmanager
 def _journal(sweep: Sweep, path: Path | None, out: Path) -> Iterator[Journal]:
     with Journal.go_on(path) if path else Journal.create(out, sweep) as journal:
         if journal.sweep != sweep:
@@ -92,7 +96,7 @@ class _Found:
 
 def compared(path: Path, sweep: Sweep, min_gain: float) -> _Found | None:
     """Settings that went well in all their rounds, against the baseline, by round."""
-    sides = {}
+    sides, empty = {}, []
     for setting in sweep.settings:
         runs = [
             path / "runs" / one.run
@@ -102,18 +106,24 @@ def compared(path: Path, sweep: Sweep, min_gain: float) -> _Found | None:
             and one.run
         ]
         if runs and setting.name not in sweep.failed:
-            sides[setting.name] = side_by_round(setting, runs)
+            try:
+                sides[setting.name] = side_by_round(setting, runs)
+            except ConfigError:  # there are runs, and all in them was skipped
+                empty.append(setting.name)
     if sweep.baseline not in sides or len(sides) < 2:
         return None
     base = sides.pop(sweep.baseline)
-    return of_sides([base, *sides.values()], sweep, min_gain)
+    found = of_sides([base, *sides.values()], sweep, min_gain)
+    notes = [f"{name}: nothing was measured" for name in empty]
+    comparison = dataclasses.replace(found.comparison, notes=(*found.comparison.notes, *notes))
+    return dataclasses.replace(found, comparison=comparison)
 
 
 def of_sides(sides: list[Side], sweep: Sweep, min_gain: float) -> _Found:
     """The baseline first."""
     from stepmark.store.compare import Options, compare  # noqa: PLC0415
 
-    comparison = compare(sides, Options(force=True))
+    comparison = compare(sides, Options(allowed=STRICT))
     comparison = dataclasses.replace(comparison, notes=(*comparison.notes, *_notes(sweep)))
     left_out = {side.name: why for side in sides[1:] if (why := _unlike(sides[0], side))}
     advice = recommendation.advise(comparison, min_gain=min_gain, left_out=left_out)
@@ -140,8 +150,6 @@ def _by_run(series: Series) -> Series:
 
 def _unlike(base: Side, side: Side) -> str:
     """What was not measured as the baseline was, so that no gain follows; "" if all was."""
-    from stepmark.store.join import STRICT  # noqa: PLC0415
-
     found = ((name, _stated(base, name), _stated(side, name)) for name in STRICT)
     return ", ".join(
         f"another {name} than {base.name} ({theirs}, not {mine})"

@@ -134,7 +134,7 @@ def _outcome(ended: child.Ended, run: str) -> Outcome:
         return Outcome.INTERRUPTED
     if ended.timed_out:
         return Outcome.TIMEOUT
-    if ended.exit_code == 1:  # docs: a measured check failed
+    if ended.exit_code == 1 and run:  # a measured check failed; a crash ends with 1, too
         return Outcome.WRONG
     return Outcome.DONE if ended.exit_code == 0 and run else Outcome.FAILED
 

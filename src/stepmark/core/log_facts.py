@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from stepmark.core.finding import Evidence
 from stepmark.core.message import Histogram
 
+# More than any job has: a larger number of ranks was misprinted or mangled.
+MAX_RANKS = 2**24
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:

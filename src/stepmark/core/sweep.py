@@ -24,7 +24,13 @@ class Setting:
 
     def command(self, command: tuple[str, ...]) -> list[str]:
         """The command with this setting's flags."""
-        words = [(flag_of(name), value) for name, value in self.flags if value]
+        # An operator's fields are long flags however short: op gemm --m 64.
+        is_op = command[:1] == ("op",)
+        words = [
+            (f"--{name}" if is_op else flag_of(name), value)
+            for name, value in self.flags
+            if value
+        ]
         return [*command, *(word for pair in words for word in pair)]
 
 

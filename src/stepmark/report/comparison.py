@@ -115,14 +115,20 @@ def _follows_family(name: str, lines: Sequence[Line]) -> bool:
 
 
 def headline(comparison: Comparison, constant: dict[str, object]) -> str:
+    # What differs between sides is below the table; the fields are the baseline's.
+    same = {
+        name: value
+        for name, value in constant.items()
+        if not any(note.startswith(f"{name} differs") for note in comparison.notes)
+    }
     words = [
-        shown(constant[name])
+        shown(same[name])
         for name in ("family", "shape", "label", "phase", "dtype", "redop", "placement")
-        if constant.get(name) not in (None, "", "none")
+        if same.get(name) not in (None, "", "none")
     ]
-    if ranks := constant.get("num_ranks"):
+    if ranks := same.get("num_ranks"):
         words.append(f"{ranks} rank{'s' if ranks != 1 else ''}")
-    if method := constant.get("method"):
+    if method := same.get("method"):
         words.append(str(method))
     units = {unit_text(line) for line in comparison.lines}
     what = units.pop() if len(units) == 1 else "values with their units"
@@ -195,6 +201,8 @@ def closing(comparison: Comparison) -> list[str]:
     said = []
     if judged > 20:
         said.append(f"of {judged} intervals at most about {judged / 100:.1g} are off by chance")
+    if any(one.df is not None and one.df < 3 and one.low is not None for one in found):
+        said.append("intervals of two or three launches are wide; five a side tell far more")
     if any(one.low is None for one in found):
         said.append(
             "no verdict without repeats: give several launches a side (A1,A2,A3), a run with "
@@ -218,5 +226,5 @@ def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:
     found = line.cells[name].ratio
     words = [shown(line.fields.get(n)) for n in ("family", "shape", "label", "placement")]
     words.append(size_text(line))
-    shown = "" if found is None else ratio_text(found)
-    return f"too slow: {name} {' '.join(word for word in words if word)}: {shown}"
+    speed = "" if found is None else ratio_text(found)
+    return f"too slow: {name} {' '.join(word for word in words if word)}: {speed}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from stepmark.core.collectives import Collective, busbw_factor, num_parts
 from stepmark.core.errors import ConfigError
+from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.core.units import GB, KIB, MIB, format_bytes, parse_bytes
 from stepmark.report.expected import Expected
@@ -79,7 +80,7 @@ def parse_by(words: str) -> tuple[str, ...]:
 
 def with_ranks(histogram: Histogram, num_ranks: int) -> Histogram:
     """Kinds without a number of ranks get this one. Raises ConfigError below 1."""
-    if not 1 <= num_ranks <= 2**24:
+    if not 1 <= num_ranks <= MAX_RANKS:
         raise ConfigError("ranks", num_ranks, "from 1 to 16777216")
     found: dict[MessageKind, Tally] = {}
     for kind, tally in histogram.items():

@@ -106,7 +106,7 @@ def _transport(kind: str, ways: Sequence[Transport]) -> str:
     text += f" ({', '.join(f'{count} {side}' for side, count in sides.items())})"
     direct = sum(way.channels for way in ways if way.gdrdma)
     relayed = sum(way.channels for way in ways if way.pxn)
-    if kind.startswith(("NET/", "COLLNET/")):
+    if ways[0].is_net:
         text += f", {direct} with GPUDirect RDMA"
     return text + (f", {relayed} by PXN" if relayed else "")
 
@@ -140,25 +140,6 @@ def _some(words: Iterable[str]) -> str:
     held = list(words)
     more = f" and {len(held) - _MOST} more" if len(held) > _MOST else ""
     return ", ".join(held[:_MOST]) + more
-
-
-def finding_rows(findings: Sequence[Finding]) -> list[Row]:
-    """One row per finding, with its first line."""
-    rows: list[Row] = []
-    for one in findings:
-        first = one.evidence[0] if one.evidence else None
-        rows.append(
-            {
-                "severity": one.severity.value,
-                "rule": one.rule,
-                "text": one.text,
-                "count": one.count,
-                "file": first.file if first else None,
-                "line": first.line if first else None,
-                "evidence": first.text if first else None,
-            }
-        )
-    return rows
 
 
 def fact_rows(facts: LogFacts) -> list[Row]:

@@ -37,7 +37,7 @@ class Options:
     floor: float = EFFECT_FLOOR
     noise: float | None = None
     statistic: str = "median"  # of the samples of a launch
-    force: bool = False
+    allowed: tuple[str, ...] = ()  # fields of join.STRICT that may differ
     fail_if_slower: float | None = None
     smallest_bytes: int | None = None  # of the geometric mean
     largest_bytes: int | None = None
@@ -57,7 +57,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
     notes = [f"{side.name}: {note}" for side in sides for note in side.notes]
     notes += _context_notes(sides)
     for other in others:
-        joined = join(base, other, options.force)
+        joined = join(base, other, options.allowed)
         notes += joined.notes
         pairs[other.name] = []
         for place, mine, theirs in joined.pairs:

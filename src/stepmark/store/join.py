@@ -12,7 +12,7 @@ from stepmark.core.comparison import Series, Side
 from stepmark.core.errors import ConfigError
 from stepmark.core.units import format_bytes
 
-# Of these a difference makes figures incomparable; --force compares all the same.
+# Of these a difference makes figures incomparable; --allow and --force compare all the same.
 STRICT = ("method", "rate_kind", "num_ranks", "world_size", "dtype", "skew_s", "beside")
 # These always name a line: their difference is no difference of settings.
 NAMING = ("family", "shape", "label", "phase", "placement", "pair")
@@ -33,9 +33,9 @@ class Joined:
     notes: list[str]
 
 
-def join(base: Side, other: Side, force: bool) -> Joined:
+def join(base: Side, other: Side, allowed: Sequence[str]) -> Joined:
     """Raises ConfigError where nothing fits, or what fits may not be compared."""
-    notes, key_names = _key_names(base, other, force)
+    notes, key_names = _key_names(base, other, allowed)
     pairs = _pairs(base, other, key_names)
     matched = {id(theirs) for _, _, theirs in pairs}
     if not pairs:
@@ -54,7 +54,7 @@ def join(base: Side, other: Side, force: bool) -> Joined:
     return Joined(pairs=pairs, notes=notes)
 
 
-def _key_names(base: Side, other: Side, force: bool) -> tuple[list[str], list[str]]:
+def _key_names(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[str], list[str]]:
     """Notes on what differs, and the fields that name a line."""
     notes, names = [], []
     for name in dict.fromkeys(key for s in (*base.series, *other.series) for key in s.fields):
@@ -67,10 +67,9 @@ def _key_names(base: Side, other: Side, force: bool) -> tuple[list[str], list[st
                 notes.append(f"{silent.name} does not state {name}: taken as the same")
         elif len(mine) == len(theirs) == 1 and name not in NAMING:
             (a,), (b,) = mine, theirs
-            if name in STRICT and not force:
-                raise ConfigError(
-                    name, f"{base.name}: {a}, {other.name}: {b}", "the same, or --force"
-                )
+            if name in STRICT and name not in allowed:
+                sides = f"the same in {base.name} and {other.name}"
+                raise ConfigError(name, f"{a} and {b}", f"{sides}; or --allow {name}, --force")
             notes.append(f"{name} differs: {base.name} {a}, {other.name} {b}")
         else:
             names.append(name)

@@ -21,10 +21,10 @@ import msgspec
 from stepmark.core.collectives import FACTS, Collective, num_parts
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Evidence, Finding, Severity
+from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.message import Histogram, MessageKind, Tally
 
 MAX_LINE_BYTES = 2**24
-MAX_RANKS = 2**24
 # NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES, unless it was set.
 DEFAULT_FLOOR_BYTES = 8192
 KERNEL_GPU = "kernel_gpu"  # the device's clock; the others are the host's
@@ -48,7 +48,7 @@ class InspectorFacts:
     """What the lines of one job say."""
 
     histogram: Histogram
-    num_ranks_seen: int  # (communicator's process) that wrote lines
+    num_ranks_seen: int  # that wrote lines
     timing_sources: dict[str, int]  # operations by clock; "" where the format has none
     algorithms: dict[tuple[str, str, str], int]  # (collective, algorithm, protocol), operations
     versions: tuple[str, ...]
@@ -83,7 +83,8 @@ class _State:
     """What is known after some lines; facts() closes it."""
 
     sums: dict[MessageKind, dict[str, _Sum]] = field(default_factory=dict)
-    seen: set[object] = field(default_factory=set)
+    # process -> communicator -> its ranks there
+    seen: dict[tuple[str, str], dict[str, set[int | None]]] = field(default_factory=dict)
     versions: dict[str, None] = field(default_factory=dict)
     dropped: dict[object, int] = field(default_factory=dict)
     algorithms: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -120,7 +121,7 @@ def _lines(path: Path) -> Iterator[bytes]:
             while line := source.readline(MAX_LINE_BYTES):
                 yield line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError("file", path, f"a whole gzip file ({error})") from None
+        raise ConfigError("file", path, f"a complete gzip file ({error})") from None
     except OSError as error:
         why = error.strerror or error
         raise ConfigError("file", path, f"a file that can be read ({why})") from None
@@ -207,7 +208,7 @@ def _add(state: _State, held: Mapping[str, Any], prefix: str, who: _Communicator
         one.timed += 1
         one.seconds += seconds
     one.ranks.add((who.process, who.rank))
-    state.seen.add(who.process if who.process[1] else (who.process, who.rank))
+    state.seen.setdefault(who.process, {}).setdefault(who.id, set()).add(who.rank)
     state.smallest = size if state.smallest is None else min(state.smallest, size)
     if algorithm := str(held.get(f"{prefix}_algo") or "")[:20]:
         protocol = str(held.get(f"{prefix}_proto") or "")[:20]
@@ -263,12 +264,19 @@ def _facts(state: _State) -> InspectorFacts:
         )
     return InspectorFacts(
         histogram=histogram,
-        num_ranks_seen=len(state.seen),
+        num_ranks_seen=_num_ranks_seen(state),
         timing_sources=dict(sources),
         algorithms=dict(state.algorithms),
         versions=tuple(state.versions),
         findings=tuple(_findings(state, sources, clock)),
     )
+
+
+def _num_ranks_seen(state: _State) -> int:
+    """A process has as many ranks as its communicator with the most: small groups number theirs
+    from 0 again.
+    """
+    return sum(max(map(len, groups.values())) for groups in state.seen.values())
 
 
 def _findings(state: _State, sources: Counter[str], clock: str) -> Iterator[Finding]:

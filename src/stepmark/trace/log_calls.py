@@ -14,7 +14,7 @@ from typing import NamedTuple
 from stepmark.core.collectives import FACTS, Collective, Parts, num_parts
 from stepmark.core.dtypes import DType
 from stepmark.core.finding import Evidence
-from stepmark.core.log_facts import ChannelCounts, Graph, InitTime
+from stepmark.core.log_facts import MAX_RANKS, ChannelCounts, Graph, InitTime
 from stepmark.core.message import Histogram, MessageKind, Tally
 
 _DTYPES = (
@@ -217,7 +217,10 @@ def parsed_coll(line: bytes) -> Parsed | None:
     name, order, count, dtype, op, root, pointer, num_ranks = found.groups()
     rank = _GLOBAL_RANK.search(line, found.end())
     call = _call(name, count, dtype, op, root)
-    return Parsed(call, pointer or b"", int(order, 16), _int(num_ranks), _int(rank and rank[1]))
+    ranks = _int(num_ranks)
+    if ranks is not None and ranks > MAX_RANKS:
+        ranks = None
+    return Parsed(call, pointer or b"", int(order, 16), ranks, _int(rank and rank[1]))
 
 
 def parsed_call(line: bytes) -> Parsed | None:

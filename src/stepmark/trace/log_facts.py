@@ -234,11 +234,7 @@ def _communicators(handles: Sequence[Handle]) -> tuple[Communicator, ...]:
 def _communicator(key: str, held: Sequence[Handle]) -> Communicator:
     num_ranks = _first(handle.num_ranks for handle in held)
     num_nodes = _first(handle.num_nodes for handle in held)
-    if (
-        num_nodes is None
-        and num_ranks
-        and {handle.rank for handle in held} == {*range(num_ranks)}
-    ):
+    if num_nodes is None and num_ranks and _has_all_ranks(held, num_ranks):
         num_nodes = len({handle.host for handle in held})
     rings: dict[tuple[int, ...], int] = {}
     for handle in held:
@@ -257,6 +253,12 @@ def _communicator(key: str, held: Sequence[Handle]) -> Communicator:
         graphs=tuple(dict.fromkeys(graphs)),
         known_by_id=held[0].comm_id is not None,
     )
+
+
+def _has_all_ranks(held: Sequence[Handle], num_ranks: int) -> bool:
+    ranks = {handle.rank for handle in held}
+    known = {rank for rank in ranks if rank is not None}
+    return len(known) == len(ranks) == num_ranks == max(known) + 1
 
 
 def _first(values: Iterable[int | None]) -> int | None:

@@ -2,7 +2,7 @@
 
 import re
 
-from stepmark.core.log_facts import ChannelCounts, Graph, InitTime
+from stepmark.core.log_facts import MAX_RANKS, ChannelCounts, Graph, InitTime
 from stepmark.trace.log_facts import Collector
 from stepmark.trace.log_said import Said
 
@@ -24,7 +24,7 @@ _LOADED = re.compile(
 _PROFILER_API = re.compile(r"ncclProfiler_v(\d{1,9})")
 _INTERFACE = re.compile(r"(?:\[\d+\])?([^\s:\[\];]+):([^\s<]+)<\d+>")
 _ADAPTER = re.compile(r"\[\d+\]([^\s:]+):\d+/(\w+)")
-_COMM = re.compile(r"comm (0x[0-9a-f]+) .*?rank (\d{1,9}) n[rR]anks (\d{1,9})")
+_COMM = re.compile(r"comm (0x[0-9a-f]+) .*?rank (\d{1,9}) n[rR]anks (\d{1,9})(?!\d)")
 _COMM_ID = re.compile(r"commId (0x[0-9a-f]+)")
 _DEVICE = re.compile(r"cudaDev (\d{1,9})")
 _BUS = re.compile(r"busId ([0-9a-f]+)")
@@ -179,6 +179,8 @@ def communicator(held: Collector, said: Said) -> None:
     if found is None:
         return
     pointer, rank, num_ranks = found.groups()
+    if int(num_ranks) > MAX_RANKS:
+        return
     comm_id = _COMM_ID.search(said.text)
     if "Init START" in said.text or "Init COMPLETE" in said.text:
         held.forget_cells()
@@ -203,7 +205,7 @@ def communicator(held: Collector, said: Said) -> None:
 def init_call(held: Collector, said: Said) -> None:
     """CALL line of ncclCommInitRank(comm, nranks, commId, rank, device)."""
     found = _INIT_CALL.search(said.text)
-    if found is None:
+    if found is None or int(found[2]) > MAX_RANKS:
         return
     held.forget_cells()
     pointer, num_ranks, comm_id, rank, device = found.groups()
@@ -215,7 +217,7 @@ def init_call(held: Collector, said: Said) -> None:
 def init_time(held: Collector, said: Said) -> None:
     """Init timings - ncclCommInitRank: rank 0 nranks 8 total 1.60 (kernels 0.43, ...)."""
     found = _INIT_TIME.match(said.text)
-    if found is None:
+    if found is None or int(found[2]) > MAX_RANKS:
         return
     rank, num_ranks, total, parts = found.groups()
     handle = held.handles.with_rank(said, int(rank), int(num_ranks))

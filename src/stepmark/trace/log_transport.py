@@ -2,6 +2,7 @@
 
 import re
 
+from stepmark.core.log_facts import MAX_RANKS
 from stepmark.trace.log_calls import Handle
 from stepmark.trace.log_facts import Collector
 from stepmark.trace.log_said import Link, Said
@@ -12,8 +13,7 @@ _VIA = re.compile(
 )
 _COLLNET = re.compile(r"^CollNet \d+(?:/\d+)? : (\d{1,9}) \[(send|receive)\] via COLLNET/(.+)$")
 _ORDER = re.compile(r"^Channel (\d{1,4})/(\d{1,4}) : +([\d ]+)$")
-_RANK_IN_RING = re.compile(r"^Ring \d+ : \d+ -> (\d{1,9}) -> \d+$")
-_TAIL = re.compile(r" comm (0x[0-9a-f]+) nRanks (\d{1,9})")
+_TAIL = re.compile(r" comm (0x[0-9a-f]+) nRanks (\d{1,9})(?!\d)")
 _NET = re.compile(r"^NET/(.+?)/(\d{1,9})(?:\((\d+)\))?((?:/.*)?)$")
 
 
@@ -31,6 +31,8 @@ def channel(held: Collector, said: Said) -> None:
         return
     source, target, side, way = found.groups()
     tail = _TAIL.search(way)
+    if tail and int(tail[2]) > MAX_RANKS:
+        return
     handle = held.handles.of(said, tail[1]) if tail else held.handles.latest(said)
     if handle is None:
         handle = held.handles.of(said, "")

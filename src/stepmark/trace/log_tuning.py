@@ -116,7 +116,7 @@ class Choices:
 
 def _known(name: str, names: Sequence[str] = _ALGORITHMS) -> str:
     """A name as we write it, of another spelling or of its number."""
-    if name.isdigit():
+    if name.isascii() and name.isdecimal():
         return names[int(name)] if len(name) == 1 and int(name) < len(names) else name
     return _NAME.get(name.upper().replace("_", ""), name)
 

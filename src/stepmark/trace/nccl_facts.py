@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DTYPE_ALIASES
 
-TOOLS = ("nccl-tests", "rccl-tests", "nccom-test", "stepmark")
-
 _NAMES = {collective.value.replace("_", ""): collective.value for collective in Collective} | {
     "bcast": "broadcast",
     "allr": "all_reduce",

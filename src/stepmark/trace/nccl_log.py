@@ -5,7 +5,6 @@ to call (who, which collective, from its count to its communicator), so its part
 apart once; other lines go by their first word.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,7 +37,6 @@ _MARKS = (b"NCCL INFO ", b"NCCL WARN ", b"NCCL CALL ", b"NCCL TRACE ")
 _VERSIONS = (b"NCCL version", b"RCCL version", b"HIP version", b"ROCm version")
 _MAX_CELLS = 100_000
 _MAX_LINES = 2**32 - 1
-_WORD = re.compile(rb"[\w/.\-]*")
 
 
 def looks_like_log(head: bytes) -> bool:
@@ -237,7 +235,7 @@ class _Reader:
             log_start.variable(self.held, said)
         elif " Bytes -> " in said.text:
             self._choice(said, line)
-        elif word.isdigit():
+        elif word.isascii() and word.isdecimal():
             log_start.channel_counts(self.held, said)
         elif "|" in said.text:
             handle = self.held.handles.latest(said)

@@ -4,8 +4,6 @@ Cells are separated by tabs, bars, commas or two spaces. The first column is a m
 or a label ("16 nodes, 128 ranks"), all others are figures under a heading. Sizes with a unit
 are binary, as nccl-tests reads them. What the figures are is taken only from what is said in
 the headings or beside the table; otherwise the unit is "" and the figures stand as printed.
-
-Over 250 lines: four ways to separate cells, and what each cell then is.
 """
 
 import csv
@@ -15,7 +13,8 @@ from dataclasses import dataclass
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.reading import Reading, Table
-from stepmark.core.units import GB, parse_bytes
+from stepmark.core.units import parse_bytes
+from stepmark.trace.figure_units import Meaning, meaning
 from stepmark.trace.headings import heading_above
 from stepmark.trace.nccl_facts import collective_in_text
 from stepmark.trace.numerals import (
@@ -34,21 +33,10 @@ _RULE = re.compile(r"[\s|:+=-]+")
 _ENDS = frozenset('0123456789|-\t *`"aAnN')
 _FIGURE = rf"(?:{NUMBER}|(?i:N/A|-?nan|--?))"
 _ALIGNED = re.compile(rf"\s*\d[\d.]{{0,19}}(?: ?[KMGT]i?B?)?(?:\s{{2,}}{_FIGURE})+\s*", re.I)
-_SIZE = re.compile(r"\d{1,19}|\d{1,6}(?:\.\d{1,3})?\s?[KMGT]i?B?", re.IGNORECASE)
+_SIZE = re.compile(r"\d{1,19}|\d{1,6}(?:\.\d{1,3})?\s?[KMGT]i?B?", re.IGNORECASE | re.ASCII)
 _SIZE_HEAD = re.compile(r"\b(?:size|bytes?|message|msg)\b|size", re.IGNORECASE)
 _SIZE_UNIT = re.compile(r"\(\s*([KMGT])i?B\s*\)", re.IGNORECASE)
 _RANKS = re.compile(r"\b(\d{1,7}) (?:ranks|GPUs|gpus|GCDs)\b")
-# Words -> unit; the first that fits. Times are values where less is better.
-_UNITS = (
-    (re.compile(r"bus ?_?(?:bw|bandwidth)", re.I), "busbw"),
-    (re.compile(r"alg(?:o(?:rithm)?)? ?_?(?:bw|bandwidth)", re.I), "algbw"),
-    (re.compile(r"\b(?:images?|img)s?(?:/| per )s", re.I), "images/s"),
-    (re.compile(r"\bsamples?(?:/| per )s", re.I), "samples/s"),
-    (re.compile(r"\btok(?:en)?s?(?:/| per )s", re.I), "tokens/s"),
-    (re.compile(r"\bG[Bb]/s|\bG[Bb]ps\b"), "GB/s"),
-)
-_TIME = re.compile(r"(?:time|latency|lat)\b.{0,12}?\(?\b(us|µs|ms|s|sec|seconds)\b", re.I)
-_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3}
 _BESIDE = 4  # lines below a table in which its unit may stand
 
 
@@ -148,14 +136,15 @@ def _table(found: _Found, lines: Sequence[str], file: str) -> Table | None:
         return None
     title = heading_above(lines, first)
     last_line = found.rows[-1][0]
-    beside = " ".join((title, *head, *lines[last_line : last_line + _BESIDE]))
-    units = [_unit(cell) or _unit(beside) for cell in head[1:]]
+    beside = " ".join(lines[last_line : last_line + _BESIDE])
+    meanings = [meaning(cell, (title, head[0]), beside) for cell in head[1:]]
     collective = collective_in_text(f"{title} {head[0]}")
     ranks = set(_RANKS.findall(title))
     num_ranks = int(ranks.pop()) if len(ranks) == 1 else None
-    readings = tuple(_readings(found, sizes, units))
-    kinds = {unit for unit in units if not _TIME.search(unit)}
+    readings = tuple(_readings(found, sizes, meanings))
+    kinds = {one.unit for one in meanings if one.seconds is None}
     unit = kinds.pop() if len(kinds) == 1 else ""
+    is_said = all(one.is_said for one in meanings)
     if not collective and sizes is None:
         collective = unit
     return Table(
@@ -172,7 +161,7 @@ def _table(found: _Found, lines: Sequence[str], file: str) -> Table | None:
         num_ranks_from=f"the heading {title!r}" if num_ranks else "",
         readings=readings,
         columns=tuple(head[1:]),
-        notes=_notes(found, unit, collective, num_ranks, sizes is not None),
+        notes=_notes(found, readings, is_said, collective, num_ranks, sizes is not None),
     )
 
 
@@ -181,7 +170,7 @@ def _sizes(found: _Found) -> list[int] | None:
     texts = [cells[0] for _, cells in found.rows]
     if not all(_SIZE.fullmatch(text) for text in texts):
         return None
-    plain = all(text.isdigit() for text in texts)
+    plain = all(text.isdecimal() for text in texts)
     named = _SIZE_HEAD.search(found.head[0]) is not None
     if plain and not named and not all(_is_power_of_two(int(text)) for text in texts):
         return None
@@ -196,39 +185,31 @@ def _is_power_of_two(value: int) -> bool:
     return value >= 1024 and value & (value - 1) == 0
 
 
-def _unit(text: str) -> str:
-    """What figures under these words are; "" where they do not say."""
-    if time := _TIME.search(text):
-        return time[0]
-    return next((unit for pattern, unit in _UNITS if pattern.search(text)), "")
-
-
 def _readings(
-    found: _Found, sizes: Sequence[int] | None, units: Sequence[str]
+    found: _Found, sizes: Sequence[int] | None, meanings: Sequence[Meaning]
 ) -> Iterator[Reading]:
     """Row by row. A zero among figures with decimals is one that was rounded away."""
     half = _last_digit([cell for _, cells in found.rows for cell in cells[1:]])
-    times = [_TIME.search(unit) for unit in units]
-    seconds_each = [_SECONDS.get(time[1].lower(), 1.0) if time else 0.0 for time in times]
-    scales = [GB if unit in ("busbw", "algbw", "GB/s") else 1.0 for unit in units]
-    heads = list(zip(found.head[1:], units, seconds_each, scales, strict=True))
+    heads = list(zip(found.head[1:], meanings, strict=True))
     for index, (line, cells) in enumerate(found.rows):
-        for (column, unit, seconds, scale), cell in zip(heads, cells[1:], strict=True):
+        for (column, said), cell in zip(heads, cells[1:], strict=True):
             value = value_of(ungrouped(cell))
             if value is None or value < 0:
                 continue
-            time = seconds > 0
-            censored = value == 0 and not time
+            is_time = said.seconds is not None
+            time = value * said.seconds if said.seconds else 0.0
+            censored = value == 0 and not is_time
+            rate = None if is_time or censored else value * said.scale
             yield Reading(
                 line=line,
                 label="" if sizes else cells[0],
                 column=column,
                 size_bytes=sizes[index] if sizes else None,
-                time_s=value * seconds if time and value > 0 else None,
-                algbw_bytes_per_s=value * scale if unit == "algbw" and not censored else None,
-                busbw_bytes_per_s=value * scale if unit == "busbw" and not censored else None,
-                rate=None if time or censored else value * scale,
-                rate_below=half * scale if censored else None,
+                time_s=time if time > 0 else None,
+                algbw_bytes_per_s=rate if said.unit == "algbw" else None,
+                busbw_bytes_per_s=rate if said.unit == "busbw" else None,
+                rate=rate,
+                rate_below=half * said.scale if censored else None,
             )
 
 
@@ -238,13 +219,20 @@ def _last_digit(cells: Sequence[str]) -> float:
 
 
 def _notes(
-    found: _Found, unit: str, collective: str, num_ranks: int | None, sized: bool
+    found: _Found,
+    readings: Sequence[Reading],
+    is_said: bool,
+    collective: str,
+    num_ranks: int | None,
+    sized: bool,
 ) -> tuple[str, ...]:
     notes = []
-    zeros = sum(value_of(cell) == 0 for _, cells in found.rows for cell in cells[1:])
-    if zeros:
+    if zeros := sum(one.rate_below is not None for one in readings):
         notes.append(f"{zeros} cells are 0: taken as below half of the last printed digit")
-    if sized and not unit:
+    zeros = sum(one.rate is one.rate_below is one.time_s is None for one in readings)
+    if zeros:
+        notes.append(f"{zeros} times are 0: left out")
+    if sized and not is_said:
         notes.append("what the figures are is not said")
     if sized and not collective:
         notes.append("the collective is not known (compare --collective NAME)")
