@@ -175,7 +175,7 @@ def test_a_markdown_rule_is_no_row() -> None:
 
 
 def test_a_unit_in_the_head_scales_and_a_time_is_no_rate() -> None:
-    text = "size\ttime (us)\tbusbw (GB/s)\n1024\t12.5\t0.15\n2048\t13\t0.3\n"
+    text = "size\ta (us)\tb busbw (GB/s)\n1024\t12.5\t0.15\n2048\t13\t0.3\n"
     (table,) = tables_of(text, "x")
     assert table.unit == "busbw"
     assert [(r.time_s, r.rate) for r in table.readings] == [

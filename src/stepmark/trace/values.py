@@ -9,7 +9,7 @@ the headings or beside the table; otherwise the unit is "" and the figures stand
 import csv
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.reading import Reading, Table
@@ -128,7 +128,29 @@ def _head(lines: Sequence[str], first: int, kind: str, width: int) -> list[str]:
     return cells
 
 
-def _table(found: _Found, lines: Sequence[str], file: str) -> Table | None:
+# A heading that names a figure and no setting: "time_us", "busbw (GB/s)".
+_FIGURE_HEAD = re.compile(
+    r"(time|latency|duration|algbw|busbw|bandwidth|bus ?bw|alg ?bw)"
+    r"[ _]*[\[(]?(ns|us|ms|s|g[bi]*/?p?s)?[\])]?",
+    re.IGNORECASE,
+)
+_TIMES = ("time", "latency", "duration")
+
+
+def _of_figures(found: _Found) -> _Found | None:
+    """A table whose columns are figures of one setting, cut to its time or first figure."""
+    figures = found.head[1:]
+    if len(figures) < 2 or not all(_FIGURE_HEAD.fullmatch(cell) for cell in figures):
+        return None
+    timed = (place for place, cell in enumerate(figures, 1) if cell.lower().startswith(_TIMES))
+    place = next(timed, 1)
+    rows = [(line, [cells[0], cells[place]]) for line, cells in found.rows]
+    return replace(found, head=[found.head[0], found.head[place]], rows=rows)
+
+
+def _table(whole: _Found, lines: Sequence[str], file: str) -> Table | None:
+    cut = _of_figures(whole)
+    found = cut or whole
     head, first = found.head, found.first_line + 1
     sizes = _sizes(found)
     aligned = "\t" not in lines[first] and "|" not in lines[first] and "," not in lines[first]
@@ -160,7 +182,7 @@ def _table(found: _Found, lines: Sequence[str], file: str) -> Table | None:
         num_ranks=num_ranks,
         num_ranks_from=f"the heading {title!r}" if num_ranks else "",
         readings=readings,
-        columns=tuple(head[1:]),
+        columns=() if cut else tuple(head[1:]),
         notes=_notes(found, readings, is_said, collective, num_ranks, sizes is not None),
     )
 
