@@ -80,8 +80,22 @@ def _histogram_text(each: Viewed, asked: Asked) -> Iterator[str]:
     if line := unknown_ranks(source.histogram):
         yield f"# {line}"
     yield from lines(each.rows)
+    if asked.steps:
+        yield _per_step(source, asked.steps)
     if each.totals is not None:
         yield from _curve_text(each.totals, asked)
+
+
+def _per_step(source: Source, steps: int) -> str:
+    from stepmark.core.units import format_bytes  # noqa: PLC0415
+
+    share = steps * max(source.num_ranks_seen, 1)
+    calls = sum(tally.calls for tally in source.histogram.values()) / share
+    num_bytes = sum(
+        tally.calls * (kind.call_bytes if kind.message_bytes is None else kind.message_bytes)
+        for kind, tally in source.histogram.items()
+    )
+    return f"# {calls:.4g} calls of {format_bytes(num_bytes / share)} per rank and step"
 
 
 def _curve_text(totals: dict[str, float | int], asked: Asked) -> Iterator[str]:

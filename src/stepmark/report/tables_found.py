@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from stepmark.core.collectives import Collective
 from stepmark.core.finding import Finding
 from stepmark.core.reading import Table
 from stepmark.core.units import format_bytes
@@ -56,7 +57,12 @@ def _row(table: Table, findings: Sequence[Finding]) -> Row:
         "method": table.method or None,
         "unit": table.unit or ("s" if timed else None),
         "columns": ", ".join(table.columns) or None,
-        "rows": len({one.line for one in table.readings}),
+        "rows": len(
+            {
+                (one.line, one.size_bytes, one.label, one.dtype, one.redop, one.root, one.cycle)
+                for one in table.readings
+            }
+        ),
         "readings": len(table.readings),
         "min_bytes": min(sizes, default=None),
         "max_bytes": max(sizes, default=None),
@@ -70,7 +76,8 @@ def _facts(row: Mapping[str, object]) -> list[str]:
     tool = " ".join(str(row[key]) for key in ("tool", "version", "method") if row[key])
     plural = "" if row["rows"] == 1 else "s"
     lines = [f"{tool}, {row['rows']} row{plural}{_range(row)}"]
-    for key, word in (("collective", "collective"), ("num_ranks", "ranks")):
+    what = "collective" if row["collective"] in list(Collective) else "figure"
+    for key, word in (("collective", what), ("num_ranks", "ranks")):
         if row[key] is not None:
             why = f" ({row[f'{key}_from']})" if row[f"{key}_from"] else ""
             lines.append(f"{word}: {row[key]}{why}")
