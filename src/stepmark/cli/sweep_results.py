@@ -108,14 +108,13 @@ def compared(path: Path, sweep: Sweep, min_gain: float) -> _Found | None:
         if runs and setting.name not in sweep.failed:
             try:
                 sides[setting.name] = side_by_round(setting, runs)
-            except ConfigError:  # there are runs, and all in them was skipped
-                empty.append(setting.name)
+            except ConfigError as error:  # as where all was skipped
+                empty.append(f"{setting.name} is left out: {error}")
     if sweep.baseline not in sides or len(sides) < 2:
         return None
     base = sides.pop(sweep.baseline)
     found = of_sides([base, *sides.values()], sweep, min_gain)
-    notes = [f"{name}: nothing was measured" for name in empty]
-    comparison = dataclasses.replace(found.comparison, notes=(*found.comparison.notes, *notes))
+    comparison = dataclasses.replace(found.comparison, notes=(*found.comparison.notes, *empty))
     return dataclasses.replace(found, comparison=comparison)
 
 

@@ -59,7 +59,7 @@ def _row(table: Table, findings: Sequence[Finding]) -> Row:
         "columns": ", ".join(table.columns) or None,
         "rows": len(
             {
-                (one.line, one.size_bytes, one.label, one.dtype, one.redop, one.root, one.cycle)
+                (one.line, one.size_bytes, one.dtype, one.redop, one.root, one.cycle)
                 for one in table.readings
             }
         ),
