@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from stepmark.core.comparison import Comparison, Line
-from stepmark.core.ratio import CONFIDENCE, Ratio, Verdict, holm, t_cdf
+from stepmark.core.ratio import CONFIDENCE, Ratio, Verdict, holm
 from stepmark.core.sweep import cut
 from stepmark.core.units import format_bytes
 
@@ -99,10 +99,9 @@ def advise(
 
 
 def p_faster(found: Ratio) -> float | None:
-    """One-sided p of "not faster at all". None where nothing is known of the spread."""
-    if found.se_log is None:
-        return None
-    return 1 - t_cdf(math.log(found.speed) / found.se_log, found.df)
+    """One-sided p of "not faster at all"; None where nothing is known of the spread."""
+    p_slower = found.p_slower(0.0)
+    return None if p_slower is None else 1 - p_slower
 
 
 def _ratio(line: Line, name: str) -> Ratio | None:
