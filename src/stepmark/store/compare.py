@@ -233,9 +233,11 @@ def _spread_of_mean(
 
 def _unused(lines: Sequence[Line], options: Options) -> list[str]:
     """What was asked for and had no effect."""
-    found = [cell.ratio for line in lines for cell in line.cells.values() if cell.ratio]
+    repeated = any(
+        sum(cell.num_launches > 1 for cell in line.cells.values()) > 1 for line in lines
+    )
     notes = []
-    if options.noise is not None and any("launches" in one.reason for one in found):
+    if options.noise is not None and repeated:
         notes.append("--noise is not used where both sides have several launches")
     if options.recorded and not any(_recorded_in(line, options) for line in lines):
         notes.append("--spread has several launches of nothing that is compared")

@@ -6,7 +6,6 @@ read, and is removed when the run is resumed.
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.record import Environment, Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample
 from stepmark.store import codec
+from stepmark.store.lock import hold
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,13 +46,7 @@ class RunWriter:
         """Use `create` or `resume`."""
         self.path = path
         self._fd = os.open(path / "records.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise ConfigError("run", path, "a run that no other process writes") from None
-        except OSError:  # a file system without locks
-            pass
+        hold(self._fd, "run", path, "a run that no other process writes")
 
     @classmethod
     def create(cls, root: Path, info: RunInfo) -> "RunWriter":

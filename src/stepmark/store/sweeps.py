@@ -5,7 +5,6 @@ files, and a kill loses at most the try that it ended.
 """
 
 import dataclasses
-import fcntl
 import os
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import msgspec
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.sweep import SCHEMA, Sweep, Try
+from stepmark.store.lock import hold
 
 FILE = "sweep.json"
 
@@ -25,13 +25,7 @@ class Journal:
         self.path = path
         self.sweep = sweep
         self._fd = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise ConfigError("sweep", path, "a sweep that no other process makes") from None
-        except OSError:  # a file system without locks
-            pass
+        hold(self._fd, "sweep", path, "a sweep that no other process makes")
 
     @classmethod
     def create(cls, root: Path, sweep: Sweep) -> "Journal":
