@@ -1,5 +1,6 @@
 """How a model is spread over ranks. World size is the product of the axes that multiply."""
 
+import math
 from dataclasses import dataclass, fields
 
 from stepmark.core.errors import ConfigError
@@ -17,6 +18,9 @@ class ParallelConfig:
     tp: int = 1
     ep: int = 1
     dp_shard: int = 1
+    dp_replicate: int = 1
+    pp: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -25,6 +29,16 @@ class ParallelConfig:
             if not whole or not 1 <= value <= 2**20:
                 name = field.name.replace("_", "-")
                 raise ConfigError(name, value, "a whole number from 1 to 1048576")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all; ep borrows some of dp_shard's."""
+        return math.prod((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
+
+    @property
+    def data_ranks(self) -> int:
+        """How many different micro-batches are worked on at a time."""
+        return self.dp_replicate * self.dp_shard
 
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError where this model cannot be divided so."""

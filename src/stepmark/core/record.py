@@ -4,11 +4,13 @@ from dataclasses import dataclass, field
 
 from stepmark.core.case import Case
 from stepmark.core.comm_case import CommCase
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import Training
 
-# 2: collectives (comm cases, launches).
-SCHEMA = 2
+# 2: collectives (comm cases, launches). 3: training.
+SCHEMA = 3
 
-AnyCase = Case | CommCase
+AnyCase = Case | CommCase | TrainCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,8 @@ class Check:
 
     Operators: against a higher-precision reference, max_rel_err = max over compared elements
     of |out - ref| / max(|ref|, rms(ref)). Collectives: against values computed from rank and
-    position, max_rel_err = max of |out - ref| / max(|ref|, 1).
+    position, max_rel_err = max of |out - ref| / max(|ref|, 1). Training: losses that are not
+    finite, and on real text a loss that does not fall, are wrong.
     """
 
     max_rel_err: float
@@ -95,6 +98,13 @@ class _OfCase:
             raise TypeError(f"{self.case.family} is no collective")
         return self.case
 
+    @property
+    def train(self) -> TrainCase:
+        """Raises TypeError for what is no training step."""
+        if not isinstance(self.case, TrainCase):
+            raise TypeError(f"{self.case.family} is no training step")
+        return self.case
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured(_OfCase):
@@ -111,6 +121,7 @@ class Measured(_OfCase):
     launch: int = 1  # of how many times communicators (and processes) were made anew
     arrivals: Arrivals | None = None  # collectives only
     beside: Beside | None = None
+    training: Training | None = None  # training steps only
     schema: int = SCHEMA
     kind: str = "measured"
 

@@ -1,0 +1,203 @@
+"""A case of training: one model, how it is spread over ranks, with which techniques."""
+
+import dataclasses
+import hashlib
+import json
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from stepmark.core.case import Label
+from stepmark.core.dtypes import DType
+from stepmark.core.model import ModelConfig
+from stepmark.core.parallel import ParallelConfig
+from stepmark.core.training import (
+    CompileScope,
+    DataParallel,
+    Fp8,
+    GradSync,
+    Precision,
+    Recompute,
+    Schedule,
+)
+
+# Of the model only what is computed is identity, of the case all but these.
+_NO_IDENTITY = ("labels", "model_file")
+_NO_IDENTITY_OF_MODEL = ("source", "aliases", "published_params", "published_active_params")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCase:
+    """One training step to measure. Everything but labels and model_file is its identity.
+
+    model.seq_len is the length that is trained. mbs is per data rank and micro-step.
+    """
+
+    model: ModelConfig
+    mbs: int = 1
+    parallel: ParallelConfig = ParallelConfig()
+    data_parallel: DataParallel = DataParallel.NONE
+    device: str = "cuda"
+    backend: str = "nccl"
+    schedule: Schedule = Schedule.STEP
+    grad_accum: int = 1  # micro-steps per optimizer step
+    grad_sync: GradSync = GradSync.EVERY
+    precision: Precision = Precision.AMP
+    fp8: Fp8 = Fp8.NONE
+    fp8_head: bool = False
+    fp8_all_gather: bool = False
+    compile: CompileScope = CompileScope.NONE
+    compile_mode: str = "default"
+    recompute: Recompute = Recompute.NONE
+    recompute_blocks: tuple[int, int] = (1, 1)  # q of every p, with BLOCKS
+    attention: str = "auto"  # of torch's scaled_dot_product_attention
+    loss_chunks: int = 1  # head and loss over so many parts of the tokens
+    cuda_graph: bool = False
+    lr: float = 3e-4
+    clip: float = 1.0  # gradient norm; 0 = no clipping
+    reshard: str = "yes"  # FSDP after forward: yes, no, or ranks to reshard over
+    prefetch: int = 1  # FSDP: groups gathered ahead
+    blocks_per_group: int = 1  # FSDP
+    reduce_dtype: DType = DType.FP32  # of gradients between data ranks
+    bucket_mb: int = 25  # DDP
+    async_tp: bool = False
+    pp_schedule: str = "1f1b"  # or interleaved
+    pp_microbatches: int = 0  # 0: as many as stages
+    data: str = "random"  # random, text, or the path of a text file
+    workers: int = 0  # processes of the data loader
+    seed: int = 0
+    scale: str = ""  # as asked: 1/8 or tiny
+    model_file: str = ""  # where the model was read from; for command() only
+    labels: tuple[Label, ...] = ()
+
+    @property
+    def family(self) -> str:
+        return "train"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.parallel.world_size
+
+    @property
+    def dtype(self) -> DType:
+        """Of the products: what a peak is looked up by."""
+        if self.fp8 is not Fp8.NONE:
+            return DType.FP8_E4M3
+        return DType.FP32 if self.precision is Precision.FP32 else DType.BF16
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of one forward and backward, over all ranks."""
+        return self.mbs * self.model.seq_len * self.parallel.data_ranks
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward and backward passes in one sample."""
+        return self.grad_accum if self.schedule is Schedule.STEP else 1
+
+    @property
+    def cycle(self) -> int:
+        """Samples from one optimizer step to the next."""
+        return 1 if self.schedule is Schedule.STEP else self.grad_accum
+
+    @property
+    def strategy(self) -> str:
+        """E.g. single, ddp, fsdp, hsdp, tp, fsdp x tp2."""
+        axes = self.parallel
+        name = self.data_parallel.value
+        if name == "fsdp" and axes.dp_replicate > 1:
+            name = "hsdp"
+        words = [] if self.data_parallel is DataParallel.NONE else [name]
+        for axis in ("tp", "pp", "cp", "ep"):
+            size = getattr(axes, axis)
+            words += [f"{axis}{size}"] if size > 1 else []
+        return " x ".join(words) or "single"
+
+    @property
+    def is_checkpointed(self) -> tuple[bool, ...]:
+        """By block: whether its activations are computed again in the backward pass."""
+        count = self.model.num_layers
+        match self.recompute:
+            case Recompute.NONE:
+                return (False,) * count
+            case Recompute.BLOCKS:
+                some, every = self.recompute_blocks
+                return tuple(index % every < some for index in range(count))
+            case _:
+                return (True,) * count
+
+    @property
+    def case_id(self) -> str:
+        """SHA-256 of the canonical JSON of what is measured and how."""
+        identity = dataclasses.asdict(self)
+        for name in _NO_IDENTITY:
+            del identity[name]
+        for name in _NO_IDENTITY_OF_MODEL:
+            del identity["model"][name]
+        text = json.dumps({"family": self.family, **identity}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def command(self) -> str:
+        """The shell command that measures this case alone."""
+        axes = self.parallel
+        words = ["stepmark", "train", self.model_file or self.model.name.partition("@")[0]]
+        words += ["--scale", self.scale] if self.scale else []
+        words += ["--strategy", self._strategy_flag, "--nproc", str(self.num_ranks)]
+        for axis in ("tp", "pp", "cp", "ep", "dp_replicate"):
+            if getattr(axes, axis) > 1:
+                words += ["--" + axis.replace("_", "-"), str(getattr(axes, axis))]
+        words += ["--mbs", str(self.mbs), "--seq-len", str(self.model.seq_len)]
+        words += self._techniques()
+        return shlex.join([*words, "--device", self.device])
+
+    @property
+    def _strategy_flag(self) -> str:
+        if self.data_parallel is not DataParallel.NONE:
+            return self.data_parallel.value
+        axes = self.parallel
+        return next((axis for axis in ("pp", "tp", "cp") if getattr(axes, axis) > 1), "single")
+
+    def _techniques(self) -> list[str]:
+        plain = {field.name: field.default for field in dataclasses.fields(self)}
+        words: list[str] = []
+        for name in _VALUES:
+            value: Any = getattr(self, name)
+            if value != plain[name] or name in _ALWAYS:
+                words += ["--" + name.replace("_", "-"), str(value)]
+        for name in ("fp8_head", "fp8_all_gather", "cuda_graph", "async_tp"):
+            words += ["--" + name.replace("_", "-")] if getattr(self, name) else []
+        if self.fp8 is not Fp8.NONE:
+            words += ["--fp8", "--fp8-recipe", self.fp8]
+            words += [] if self.fp8_all_gather else ["--no-fp8-all-gather"]
+        if self.compile is not CompileScope.NONE:
+            words += ["--compile", "--compile-scope", self.compile]
+        match self.recompute:
+            case Recompute.BLOCKS:
+                words += ["--sac", "{}/{}".format(*self.recompute_blocks)]
+            case Recompute.FULL | Recompute.OPS:
+                words += ["--sac", self.recompute]
+        if self.data == "text":
+            words += ["--text"]
+        elif self.data != "random":
+            words += ["--text-file", self.data]
+        return words
+
+
+# Flags of one value. Their default depends on the device or another flag where ALWAYS.
+_ALWAYS = ("precision", "schedule", "grad_accum", "reduce_dtype", "workers")
+_VALUES = (
+    *_ALWAYS,
+    "grad_sync",
+    "compile_mode",
+    "attention",
+    "loss_chunks",
+    "lr",
+    "clip",
+    "reshard",
+    "prefetch",
+    "blocks_per_group",
+    "bucket_mb",
+    "pp_schedule",
+    "pp_microbatches",
+    "seed",
+)
