@@ -39,16 +39,23 @@ def agreed(ranks: Ranks, step: Callable[[], T]) -> T:
         result = step()
     except LostPeersError:
         raise
-    except torch.OutOfMemoryError as error:
-        problem = ("oom", str(error).split("\n", maxsplit=1)[0], "")
     except Exception as error:  # noqa: BLE001  a broken case is a record, not the end
-        memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
-        memory = memory or "can't allocate memory" in str(error).lower()
-        first = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
-        problem = ("oom" if memory else "error", first, traceback.format_exc())
+        problem = cause_of(error)
     problems = ranks.gather(problem)
     broken = tuple(rank for rank, found in enumerate(problems) if found)
     if broken:
         cause, message, trace = problems[broken[0]]
         raise CaseFailedError(cause, message, broken, trace)
     return result  # type: ignore[return-value]
+
+
+def cause_of(error: Exception) -> tuple[str, str, str]:
+    """Cause as Failed has it, the first line of the message, and a traceback where it helps."""
+    text = str(error).strip()
+    first = text.split("\n", maxsplit=1)[0] or type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError):
+        return "oom", first, ""
+    memory = isinstance(error, MemoryError) or "out of memory" in text.lower()
+    memory = memory or "can't allocate memory" in text.lower()
+    trace = "".join(traceback.format_exception(error))
+    return "oom" if memory else "error", first, trace

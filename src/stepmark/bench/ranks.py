@@ -76,12 +76,16 @@ class Ranks:
         return time.monotonic() - self.offset_s
 
     def close(self) -> None:
-        if self.num_ranks > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def join(device_type: str) -> Ranks:
-    """Read RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; alone without them."""
+def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
+    """Read RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; alone without them.
+
+    for_meshes: device meshes will be made from the default group. It then has NCCL for device
+    tensors, while what is agreed on here stays on the CPU; and one rank has one, too.
+    """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -90,8 +94,10 @@ def join(device_type: str) -> Ranks:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     offset_s, error_s = 0.0, 0.0
+    if num_ranks > 1 or (for_meshes and "RANK" in os.environ):
+        both = for_meshes and device_type == "cuda"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if both else "gloo")
     if num_ranks > 1:
-        dist.init_process_group("gloo")
         offset_s, error_s = clock_offset(rank, num_ranks, _boot_id())
     return Ranks(
         rank=rank,

@@ -1,0 +1,67 @@
+"""One more sample, untimed: its messages, or its trace."""
+
+from pathlib import Path
+
+import torch
+
+from stepmark.bench.ranks import Ranks
+from stepmark.bench.training.loop import Loop
+from stepmark.bench.training.messages import MessageRecorder
+from stepmark.bench.training.profile import Profile
+from stepmark.core.message import MessageKind, Tally
+from stepmark.core.train_case import TrainCase
+
+_PROFILED = 3
+
+
+def messages(work: Loop, ranks: Ranks) -> tuple[tuple[MessageKind, Tally], ...]:
+    """What all ranks sent in one cycle, ranks counted together."""
+    recorder = MessageRecorder()
+    with recorder:
+        work.aside(on_phase=lambda name: setattr(recorder, "phase", name))
+    together: dict[MessageKind, Tally] = {}
+    for histogram in ranks.gather(recorder.histogram()):
+        for kind, tally in histogram:
+            held = together.get(kind, Tally(calls=0, ranks=0))
+            together[kind] = Tally(
+                calls=held.calls + tally.calls, ranks=held.ranks + tally.ranks
+            )
+    return tuple(together.items())
+
+
+def profile(
+    work: Loop, ranks: Ranks, case: TrainCase, folder: Path, chosen: bool
+) -> tuple[str, ...]:
+    """Kineto traces of three cycles on chosen ranks; the names of their files on every rank."""
+    name = f"train-{case.case_id[:16]}"
+    held = Profile(folder, name, ranks.rank) if chosen else None
+    if held:
+        held.start()
+    for _ in range(_PROFILED):
+        work.aside()
+        if held:
+            held.step()
+    files = held.stop() if held else ()
+    if held:
+        (folder / f"{name}-rank{ranks.rank}.txt").write_text(held.table())
+    return tuple(file for found in ranks.gather(tuple(files)) for file in found)
+
+
+_KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
+
+
+def attention_kernel(case: TrainCase, device: torch.device) -> str:
+    """Which of its kernels torch's scaled_dot_product_attention takes for these shapes."""
+    if case.attention != "auto":
+        return case.attention
+    model, tp = case.model, case.parallel.tp
+    low = torch.float32 if case.precision == "fp32" else torch.bfloat16
+    heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
+    shape = (case.mbs, heads, model.seq_len, model.d_qk)
+    query = torch.empty(shape, dtype=low, device=device, requires_grad=True)
+    key = torch.empty((case.mbs, kv_heads, *shape[2:]), dtype=low, device=device)
+    value = torch.empty((*key.shape[:3], model.d_v), dtype=low, device=device)
+    found = torch._fused_sdp_choice(
+        query, key, value, is_causal=True, enable_gqa=heads != kv_heads
+    )
+    return _KERNELS.get(int(found), str(found))

@@ -1,0 +1,123 @@
+"""From what the ranks saw to what is recorded, and whether the losses make sense."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stepmark.bench.training.loop import VERSION, Taken
+from stepmark.core.record import Check, Samples
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import Training
+
+# On text the mean loss must fall by this share from the first to the last fifth of samples.
+_MUST_FALL = 0.01
+_FEWEST = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Of one rank, between the first sample and the last."""
+
+    build_s: float
+    first_s: float
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    alloc_retries: int
+    recompiles: int
+    graph_breaks: int
+
+
+class State:
+    """Counts from its creation on: peaks of memory, and what torch.compile did."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs, self._retries = _num_graphs(), self._num_retries()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def since(self, build_s: float, first_s: float) -> Seen:
+        on_gpu, device = self._device.type == "cuda", self._device
+        return Seen(
+            build_s=build_s,
+            first_s=first_s,
+            allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+            reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
+            alloc_retries=self._num_retries() - self._retries,
+            recompiles=_num_graphs() - self._graphs,
+            graph_breaks=_num_breaks(),
+        )
+
+    def _num_retries(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+
+def _num_graphs() -> int:
+    from torch._dynamo.utils import counters  # noqa: PLC0415
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _num_breaks() -> int:
+    from torch._dynamo.utils import counters  # noqa: PLC0415
+
+    return sum(counters["graph_break"].values())
+
+
+def facts(
+    case: TrainCase, of_ranks: Sequence[Taken], seen: Sequence[Seen], loss: tuple[float, ...]
+) -> tuple[Samples, Training]:
+    """Steady samples, and what goes beside them. By rank."""
+    start = of_ranks[0].steady
+    count = (min(len(one.seconds) for one in of_ranks) - start) // case.cycle * case.cycle
+    end = start + count
+
+    def steady(name: str) -> tuple[tuple[float, ...], ...]:
+        found = tuple(tuple(getattr(one, name)[start:end]) for one in of_ranks)
+        return found if any(any(values) for values in found) else ()
+
+    samples = Samples(seconds=steady("seconds"), method=f"{_clock(case)}/{VERSION}")
+    return samples, Training(
+        tokens_per_sample=case.tokens_per_step * case.micro_steps,
+        cycle=case.cycle,
+        num_params=case.model.num_params,
+        warmup_s=tuple(tuple(one.seconds[:start]) for one in of_ranks),
+        loss=loss,
+        fwd_s=steady("fwd_s"),
+        bwd_s=steady("bwd_s"),
+        optim_s=steady("optim_s"),
+        data_s=steady("data_s"),
+        build_s=max(one.build_s for one in seen),
+        first_s=max(one.first_s for one in seen),
+        allocated_bytes=tuple(one.allocated_bytes for one in seen),
+        reserved_bytes=tuple(one.reserved_bytes for one in seen),
+        alloc_retries=tuple(one.alloc_retries for one in seen),
+        recompiles=max(one.recompiles for one in seen),
+        graph_breaks=max(one.graph_breaks for one in seen),
+    )
+
+
+def _clock(case: TrainCase) -> str:
+    return f"train-{case.schedule}-{'events' if case.device == 'cuda' else 'host'}"
+
+
+def judge(loss: Sequence[float], case: TrainCase) -> Check:
+    """Every loss is finite; on text it falls. num_wrong counts the losses that are not so."""
+    wrong = sum(not math.isfinite(one) for one in loss)
+    falls = case.data != "random" and len(loss) >= _FEWEST
+    ratio = 0.0
+    if falls and not wrong:
+        part = len(loss) // 5
+        ratio = sum(loss[-part:]) / sum(loss[:part])
+        wrong = part if ratio > 1 - _MUST_FALL else 0
+    return Check(
+        max_rel_err=ratio,
+        tolerance=1 - _MUST_FALL if falls else 0.0,
+        num_wrong=wrong,
+        num_compared=len(loss),
+        reference="finite; last fifth under the first" if falls else "finite",
+    )

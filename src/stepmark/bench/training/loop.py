@@ -1,0 +1,258 @@
+"""Samples of a training case, back to back: nothing waits for the device inside one.
+
+The host runs at most two samples ahead of the device. Between samples ranks tell each other
+what they have measured and decide together whether to go on; a busy device does not notice.
+"""
+
+import contextlib
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepmark.bench.ranks import Ranks
+from stepmark.bench.training.trainer import Trainer
+from stepmark.core.stats import slowest_per_sample
+from stepmark.core.steady import steady_from
+from stepmark.core.train_case import TrainCase
+
+VERSION = 1
+_AHEAD = 2
+# Ranks agree about this often.
+_AGREE_S = 0.5
+# So many times the wanted samples at most, until they are steady.
+_PATIENCE = 4
+_LISTS = ("seconds", "fwd_s", "bwd_s", "optim_s", "data_s", "losses")
+# What begins where a mark is set; a pipeline has no "fwd" mark, and its phases are mixed.
+_FOLLOWS = {"data": "forward", "fwd": "backward", "work": "optimizer"}
+
+
+@dataclass(slots=True)
+class Taken:
+    """What this rank saw, sample by sample, from the very first one."""
+
+    seconds: list[float] = field(default_factory=list)
+    fwd_s: list[float] = field(default_factory=list)
+    bwd_s: list[float] = field(default_factory=list)
+    optim_s: list[float] = field(default_factory=list)
+    data_s: list[float] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    first_s: float = 0.0
+    steady: int = 0  # index of the first steady sample
+    interrupted: bool = False
+
+    def without_losses(self) -> "Taken":
+        """For other ranks: no tensors."""
+        return replace(self, losses=[])
+
+
+class _Sample:
+    """Moments of one sample: (name, moment), the first one its start."""
+
+    def __init__(self, on_gpu: bool, on_phase: Callable[[str], None] | None) -> None:
+        self._on_gpu, self._on_phase = on_gpu, on_phase
+        self.marks: list[tuple[str, Any]] = []
+
+    def mark(self, name: str) -> None:
+        if self._on_phase and name in _FOLLOWS:
+            self._on_phase(_FOLLOWS[name])
+        if not self._on_gpu:
+            self.marks.append((name, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.marks.append((name, event))
+
+    def wait(self) -> None:
+        if self._on_gpu:
+            self.marks[-1][1].synchronize()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._on_gpu or bool(self.marks[-1][1].query())
+
+    def seconds(self, name: str = "") -> float:
+        """Of all of it, or summed over the phases of a name."""
+        if not name:
+            return self._between(0, len(self.marks) - 1)
+        return sum(
+            self._between(i - 1, i) for i, (found, _) in enumerate(self.marks) if found == name
+        )
+
+    def _between(self, first: int, last: int) -> float:
+        a, b = self.marks[first][1], self.marks[last][1]
+        return float(a.elapsed_time(b) * 1e-3 if self._on_gpu else b - a)
+
+
+class Loop:
+    """Takes samples of a case on this rank."""
+
+    def __init__(
+        self,
+        case: TrainCase,
+        trainer: Trainer,
+        batches: Iterator[tuple[Tensor, Tensor]],
+        ranks: Ranks,
+    ) -> None:
+        self._case, self._trainer, self._batches, self._ranks = case, trainer, batches, ranks
+        self._on_gpu = ranks.device.type == "cuda"
+        self.taken = Taken()
+        self._pending: list[_Sample] = []
+        self._everyone: list[list[float]] = [[] for _ in range(ranks.num_ranks)]
+        self._told = 0
+        self._count = 0  # micro-steps begun
+
+    def first(self) -> None:
+        """The first sample and its cycle, waited for: it compiles and allocates."""
+        begin = time.perf_counter()
+        self.sample()
+        self._settle(0)
+        self.taken.first_s = time.perf_counter() - begin
+        for _ in range(self._case.cycle - 1):
+            self.sample()
+        self._settle(0)
+
+    def run(self, wanted: int, end_s: float | None) -> None:
+        """Until `wanted` samples are steady on every rank, or time is up. Call `first` before.
+
+        end_s: on time.monotonic. Ctrl-C ends it on all ranks, with taken.interrupted set.
+        """
+        most = _PATIENCE * wanted + 16 * self._case.cycle
+        with _deferred_interrupt() as interrupts, _no_collection():
+            while True:
+                chunk = self._ranks.decide(lambda: self._chunk(wanted))
+                for _ in range(chunk):
+                    self.sample()
+                self._settle(_AHEAD)
+                stop = bool(interrupts)
+                late = end_s is not None and time.monotonic() > end_s
+                if self._is_over(wanted, most, interrupted=stop, late=late):
+                    break
+            self._settle(0)
+        self._tell(False, False)
+        self.taken.steady = self._steady(wanted)
+
+    def aside(self, on_phase: Callable[[str], None] | None = None) -> None:
+        """One cycle that is not recorded. on_phase hears of each phase as it begins."""
+        before = replace(self.taken)
+        held = {name: list(getattr(self.taken, name)) for name in _LISTS}
+        for _ in range(self._case.cycle):
+            self.sample(on_phase)
+        self._settle(0)
+        self.taken = replace(before, **held)
+
+    def sample(self, on_phase: Callable[[str], None] | None = None) -> None:
+        """Enqueue one sample."""
+        case = self._case
+        held = _Sample(self._on_gpu, on_phase)
+        held.mark("start")
+        data_s, losses = 0.0, []
+        for _ in range(case.micro_steps):
+            begin = time.perf_counter()
+            tokens, labels = next(self._batches)
+            data_s += time.perf_counter() - begin
+            if self._on_gpu:
+                tokens = tokens.to(self._ranks.device, non_blocking=True)
+                labels = labels.to(self._ranks.device, non_blocking=True)
+            held.mark("data")
+            self._count += 1
+            is_last = self._count % case.grad_accum == 0
+            loss = self._trainer.micro_step(tokens, labels, is_last=is_last, mark=held.mark)
+            held.mark("work")  # what has no marks of its own ends here
+            if loss is not None:
+                losses.append(loss.clone())
+        if self._count % case.grad_accum == 0:
+            self._trainer.optimizer_step()
+            held.mark("optim")
+        held.mark("end")
+        if losses:
+            self.taken.losses.append(torch.stack(losses).mean() if losses[1:] else losses[0])
+        self.taken.data_s.append(data_s)
+        self._pending.append(held)
+        self._settle(_AHEAD)
+
+    def _settle(self, ahead: int) -> None:
+        """Wait until at most `ahead` samples are unfinished; take the times of the others."""
+        while self._pending and (len(self._pending) > ahead or self._pending[0].is_done):
+            held = self._pending.pop(0)
+            held.wait()
+            self.taken.seconds.append(held.seconds())
+            self.taken.fwd_s.append(held.seconds("fwd"))
+            self.taken.bwd_s.append(held.seconds("bwd"))
+            self.taken.optim_s.append(held.seconds("optim"))
+
+    def _chunk(self, wanted: int) -> int:
+        """Samples until the next agreement: whole cycles, at most a quarter of the wanted."""
+        cycle = self._case.cycle
+        usual = sorted(self.taken.seconds)[len(self.taken.seconds) // 2]
+        fitting = round(_AGREE_S / max(usual * cycle, 1e-6))
+        return cycle * max(1, min(fitting, wanted // (4 * cycle)))
+
+    def _tell(self, stop: bool, late: bool) -> tuple[bool, bool]:
+        """All ranks learn of all new times, and whether any wants to stop or is late."""
+        new = self.taken.seconds[self._told :]
+        self._told = len(self.taken.seconds)
+        stops, lates = False, False
+        for rank, (times, stops_too, late_too) in enumerate(
+            self._ranks.gather((new, stop, late))
+        ):
+            self._everyone[rank] += times
+            stops, lates = stops or stops_too, lates or late_too
+        return stops, lates
+
+    def _is_over(self, wanted: int, most: int, *, interrupted: bool, late: bool) -> bool:
+        interrupted, late = self._tell(interrupted, late)
+        self.taken.interrupted = interrupted
+        slowest = self._slowest()
+        if interrupted or late or len(slowest) >= most:
+            return True
+        steady = steady_from(slowest, self._case.cycle)
+        return steady is not None and len(slowest) - steady >= wanted
+
+    def _steady(self, wanted: int) -> int:
+        """The first cycle is never steady; a case that never settles keeps its last samples."""
+        slowest, cycle = self._slowest(), self._case.cycle
+        found = steady_from(slowest, cycle)
+        if found is None:
+            found = max(0, len(slowest) - wanted) // cycle * cycle
+        return max(found, cycle if len(slowest) > cycle else 0)
+
+    def _slowest(self) -> list[float]:
+        count = min(map(len, self._everyone))
+        return slowest_per_sample([times[:count] for times in self._everyone])
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A garbage collection would land on one rank's sample."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
+def _deferred_interrupt() -> Iterator[list[int]]:
+    """Ctrl-C as a list: a rank that left alone would leave the others in a collective."""
+    seen: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)

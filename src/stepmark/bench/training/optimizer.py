@@ -1,0 +1,70 @@
+"""The update of a step: clip, AdamW, and gradients forgotten."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stepmark.bench.training import precision
+from stepmark.core.train_case import TrainCase
+
+
+class Update:
+    """Clip, AdamW, zero."""
+
+    def __init__(
+        self,
+        case: TrainCase,
+        models: Sequence[nn.Module],
+        *,
+        keeps_gradients: bool = False,
+        over_stages: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._case, self._models, self._keeps = case, models, keeps_gradients
+        self._over_stages = over_stages
+        self._parameters = [one for model in models for one in model.parameters()]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=case.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self._after = precision.after_optimizer(case)
+        if keeps_gradients:
+            for one in self._parameters:
+                one.grad = torch.zeros_like(one)
+
+    def __call__(self) -> None:
+        if self._case.clip:
+            clip_gradients(self._parameters, self._case.clip, self._over_stages)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=not self._keeps)
+        if self._after:
+            for model in self._models:
+                self._after(model)
+
+
+def clip_gradients(
+    parameters: Iterable[Tensor], most: float, more: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Scale gradients to a norm of at most `most`; the norm before that.
+
+    By mesh, since tensors of different meshes have no common norm. more: adds up the squares
+    of the norms of ranks that hold other parameters. Nothing waits for the device.
+    """
+    groups: dict[Any, list[Tensor]] = {}
+    for one in parameters:
+        if one.grad is not None:
+            mesh = one.grad.device_mesh if isinstance(one.grad, DTensor) else None
+            groups.setdefault(mesh, []).append(one.grad)
+    squares: list[Tensor] = []
+    for grads in groups.values():
+        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        squares.append(norm.float() ** 2)
+    square = torch.stack(squares).sum()
+    norm = (more(square) if more else square).sqrt()
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    for grads in groups.values():
+        local = [one.to_local() if isinstance(one, DTensor) else one for one in grads]
+        torch._foreach_mul_(local, factor)
+    return norm

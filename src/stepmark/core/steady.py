@@ -1,0 +1,31 @@
+"""Where a series of samples becomes steady: found from the samples, not assumed."""
+
+import math
+from collections.abc import Sequence
+
+
+def steady_from(seconds: Sequence[float], cycle: int = 1) -> int | None:
+    """Index of the first steady sample; None where at most half of them look steady.
+
+    MSER (K. P. White, "An effective truncation heuristic for bias reduction in simulation
+    output", Simulation 69(6), 1997): leave out as many from the start as make the standard
+    error of the mean of the rest smallest. Whole cycles are left out, so that samples with
+    and without an optimizer do not pass for a drift; an incomplete last cycle counts with
+    what is left.
+    """
+    num_cycles = len(seconds) // cycle
+    if num_cycles < 2:
+        return None
+    sums = [math.fsum(seconds[i * cycle : (i + 1) * cycle]) for i in range(num_cycles)]
+    # From the end, so that each truncation costs one addition (Welford's recurrence).
+    count, mean, squares = 0, 0.0, 0.0
+    error = [math.inf] * num_cycles
+    for index in range(num_cycles - 1, -1, -1):
+        count += 1
+        delta = sums[index] - mean
+        mean += delta / count
+        squares += delta * (sums[index] - mean)
+        error[index] = squares / count**2
+    # At least two must remain, or their error would be 0 for want of a second.
+    dropped = min(range(num_cycles - 1), key=error.__getitem__)
+    return dropped * cycle if dropped <= num_cycles // 2 else None
