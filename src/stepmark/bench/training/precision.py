@@ -67,6 +67,7 @@ def _take_rows(module: nn.Module) -> None:
 def _torchao() -> Any:
     """Its own kernels, which we do not use, log an error each where they do not load."""
     logging.getLogger("torchao").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it uses an old name
     import torchao.float8  # noqa: PLC0415
 
     return torchao.float8

@@ -1,0 +1,273 @@
+"""Every message that this rank sends, counted at the dispatcher: kind, size, group and phase.
+
+All of torch's communication goes through operators: calls of torch.distributed, FSDP2's in its
+hooks, the C++ reducer of DDP (as it runs, buckets as it made them), DTensor's functional
+collectives, and those that compiled code calls. Threads of autograd inherit the mode. Not
+seen: what a replayed CUDA graph issues, and libraries that call NCCL themselves
+(TransformerEngine's userbuffers, DeepEP).
+
+Sizes are counted as nccl-tests does; `core.collectives` has the rule. Over 250 lines because of
+the tables of torch's operators.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepmark.core.collectives import FACTS, Collective, Parts
+from stepmark.core.dtypes import MESSAGE_DTYPES, parse_dtype
+from stepmark.core.errors import ConfigError
+from stepmark.core.message import Histogram, MessageKind, Tally
+
+SEND, RECV = "send", "recv"
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+# Operators of those that move nothing.
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
+_BATCH_P2P = "batch_p2p_ops"
+
+# By how an operator takes its buffers. One buffer, of both directions:
+_IN_PLACE: dict[str, str] = {
+    "allreduce_": Collective.ALL_REDUCE,
+    "allreduce_coalesced_": Collective.ALL_REDUCE,
+    "broadcast_": Collective.BROADCAST,
+    "reduce_": Collective.REDUCE,
+    "barrier": Collective.BARRIER,
+    "monitored_barrier_": Collective.BARRIER,
+    "send": SEND,
+    "recv_": RECV,
+    "recv_any_source_": RECV,
+    "isend": SEND,
+    "irecv": RECV,
+}
+# First the outputs, then the inputs:
+_OUT_IN: dict[str, str] = {
+    "_allgather_base_": Collective.ALL_GATHER,
+    "allgather_": Collective.ALL_GATHER,
+    "allgather_coalesced_": Collective.ALL_GATHER,
+    "allgather_into_tensor_coalesced_": Collective.ALL_GATHER,
+    "_reduce_scatter_base_": Collective.REDUCE_SCATTER,
+    "reduce_scatter_": Collective.REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced_": Collective.REDUCE_SCATTER,
+    "alltoall_": Collective.ALL_TO_ALL,
+    "alltoall_base_": Collective.ALL_TO_ALL,
+    "gather_": Collective.GATHER,
+    "scatter_": Collective.SCATTER,
+}
+# First the inputs; the outputs are the result:
+_FUNCTIONAL: dict[str, str] = {
+    "all_reduce": Collective.ALL_REDUCE,
+    "all_reduce_": Collective.ALL_REDUCE,
+    "all_reduce_coalesced": Collective.ALL_REDUCE,
+    "all_reduce_coalesced_": Collective.ALL_REDUCE,
+    "all_gather_into_tensor": Collective.ALL_GATHER,
+    "all_gather_into_tensor_coalesced": Collective.ALL_GATHER,
+    "all_gather_into_tensor_out": Collective.ALL_GATHER,
+    "reduce_scatter_tensor": Collective.REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced": Collective.REDUCE_SCATTER,
+    "reduce_scatter_tensor_out": Collective.REDUCE_SCATTER,
+    "all_to_all_single": Collective.ALL_TO_ALL,
+    "shard_dim_alltoall": Collective.ALL_TO_ALL,
+    "broadcast": Collective.BROADCAST,
+    "broadcast_": Collective.BROADCAST,
+    "_low_contention_all_gather": Collective.ALL_GATHER,
+    "_low_contention_reduce_scatter": Collective.REDUCE_SCATTER,
+}
+# Async tensor parallelism: a product of the gathered input, or one whose result is scattered.
+_GATHERS_FIRST = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul")
+_SCATTERS_LAST = ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")
+
+# Types without a way of their own, which torch may name all the same.
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+Tensors = Sequence[torch.Tensor]
+
+
+class MessageRecorder(TorchDispatchMode):
+    """Records what is sent inside `with`, on this rank. Set .phase as the step goes on.
+
+    Compiled code stays compiled, and eager code runs as ever: memory is that of any step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # Compiled code with activation checkpointing runs some.
+        self.supports_higher_order_operators = True
+        self.phase = ""
+        self._seen: list[MessageKind] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Otherwise torch.compile would run everything eagerly here, with other messages."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
+        subclasses = {one for one in types if issubclass(one, torch.Tensor)} - _PLAIN
+        if FakeTensor in subclasses:  # a layout is being worked out: nothing moves
+            return func(*args, **kwargs)
+        if subclasses:
+            # DTensor and the like turn it into operators of plain tensors, which come here.
+            return NotImplemented
+        result = func(*args, **kwargs)
+        if getattr(func, "namespace", "") in _NAMESPACES:
+            name = func.name().partition("::")[2].partition(".")[0]
+            values = (*args, *kwargs.values())
+            # One operation of a list: a thread of autograd may be another one's.
+            self._seen.extend(_kinds(name, values, result, self.phase))
+        return result
+
+    def histogram(self) -> list[tuple[MessageKind, Tally]]:
+        """Calls of each kind, in the order of their first."""
+        counts = Counter(self._seen)
+        return [(kind, Tally(calls=calls, ranks=1)) for kind, calls in counts.items()]
+
+
+def merge(
+    by_rank: Iterable[Iterable[tuple[MessageKind, Tally]]],
+) -> tuple[tuple[MessageKind, Tally], ...]:
+    """All ranks' histograms as one, in the order of the first that has a kind."""
+    merged: Histogram = {}
+    for histogram in by_rank:
+        for kind, tally in histogram:
+            before = merged.get(kind, Tally(calls=0, ranks=0))
+            merged[kind] = Tally(
+                calls=before.calls + tally.calls,
+                ranks=before.ranks + tally.ranks,
+                timed_calls=before.timed_calls + tally.timed_calls,
+                seconds=before.seconds + tally.seconds,
+            )
+    return tuple(merged.items())
+
+
+def _kinds(name: str, values: Sequence[Any], result: Any, phase: str) -> Iterator[MessageKind]:
+    """The messages of one operator: of most one, of a batch of sends and receives each."""
+    if name in _SILENT:
+        return
+    group = next((found for value in values if (found := _group(value))), None)
+    if name == _BATCH_P2P:
+        for word, tensor in zip(values[0], values[3], strict=True):
+            side = SEND if "send" in word else RECV
+            yield _kind(side, [tensor], [tensor], group, phase)
+        return
+    first, second = (list(_tensors(value)) for value in (*values[:2], None, None)[:2])
+    results = list(_tensors(result))
+    if name in _IN_PLACE:
+        yield _kind(_IN_PLACE[name], first, first, group, phase)
+    elif name in _OUT_IN:
+        collective = _OUT_IN[name]
+        if collective == Collective.ALL_TO_ALL and _is_uneven(name, values, first, second):
+            collective = Collective.ALL_TO_ALL_V
+        yield _kind(collective, second, first, group, phase)
+    elif name in _FUNCTIONAL:
+        collective = _FUNCTIONAL[name]
+        if collective == Collective.ALL_TO_ALL and _is_uneven(name, values, (), ()):
+            collective = Collective.ALL_TO_ALL_V
+        yield _kind(collective, first, results, group, phase)
+    elif name in _GATHERS_FIRST:
+        yield _kind(Collective.ALL_GATHER, first, [], group, phase)
+    elif name in _SCATTERS_LAST:
+        yield _kind(Collective.REDUCE_SCATTER, [], results, group, phase)
+    elif group is not None:
+        # New or rare: under torch's name rather than lost.
+        yield _kind(name, first, first, group, phase)
+
+
+def _kind(
+    collective: str, sent: Tensors, received: Tensors, group: Any, phase: str
+) -> MessageKind:
+    ranks = group.size() if group else None
+    types = {tensor.dtype for tensor in (*sent, *received)}
+    if collective == Collective.BARRIER:  # the tensor only tells the device
+        sent, received, types = [], [], set()
+    call_bytes, message_bytes = _sized(collective, _bytes(sent), _bytes(received), ranks)
+    return MessageKind(
+        collective=str(collective),
+        dtype=_dtype(types.pop()) if len(types) == 1 else "",
+        group=_group_name(group) if group else "",
+        num_ranks=ranks,
+        phase=phase,
+        call_bytes=call_bytes,
+        message_bytes=message_bytes,
+    )
+
+
+def _sized(
+    collective: str, sent: int, received: int, ranks: int | None
+) -> tuple[int, int | None]:
+    """(bytes of the call's count, bytes of the largest buffer of any rank)."""
+    largest = max(sent, received)
+    if collective not in list(Collective):
+        return largest, largest if collective in (SEND, RECV) else None
+    if FACTS[Collective(collective)].parts is Parts.WHOLE:
+        return largest, largest
+    if collective in (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V):
+        return (largest // ranks if ranks else largest), largest
+    gathers = collective in (Collective.ALL_GATHER, Collective.GATHER)
+    part, whole = (sent, received) if gathers else (received, sent)
+    # Ranks other than the root lack the whole, but their part tells it.
+    return part, whole or (part * ranks if ranks else None)
+
+
+def _is_uneven(name: str, values: Sequence[Any], first: Tensors, second: Tensors) -> bool:
+    """Whether parts of an all-to-all differ in size."""
+    if name == "alltoall_":
+        return any(len({part.numel() for part in parts}) > 1 for parts in (first, second))
+    splits = [value for value in values if isinstance(value, list | tuple)]
+    return any(len(set(sizes)) > 1 for sizes in splits)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those of an argument, which may be lists of lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _bytes(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    """Our name where there is one, else torch's."""
+    try:
+        return parse_dtype(str(dtype), allowed=MESSAGE_DTYPES).value
+    except ConfigError:
+        return str(dtype).removeprefix("torch.")
+
+
+def _group(value: Any) -> Any:
+    """The process group that an argument is or names, else None."""
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    if isinstance(value, torch.ScriptObject):
+        is_group = "ProcessGroup" in value._type().qualified_name()
+        return dist.ProcessGroup.unbox(value) if is_group else None
+    if isinstance(value, str):
+        try:
+            # What type a name has depends on torch's version.
+            return _resolve_process_group(cast(Any, value))
+        except (RuntimeError, ValueError, KeyError):
+            return None  # the name of a reduction
+    return None
+
+
+def _group_name(group: Any) -> str:
+    """E.g. "mesh_tp": what it is for, which all ranks call alike, else its number."""
+    described = group.group_desc
+    return str(described if described not in ("", "undefined") else group.group_name)

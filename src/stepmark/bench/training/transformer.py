@@ -1,0 +1,190 @@
+"""One decoder for GPT-2, Llama, Mistral, Qwen, Mixtral and DeepSeek, written for one device.
+
+Parallelism, compilation and recomputation are put on from outside: linear layers are plain
+nn.Linear, blocks are named by their global index, and a range of them is a pipeline stage.
+
+B batch, T tokens, C hidden width, D rotary width of a head, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.bench.training.attention import KERNELS, Attention, rope_tables
+from stepmark.bench.training.experts import Experts
+from stepmark.bench.training.feed_forward import FeedForward
+from stepmark.bench.training.latent_attention import LatentAttention
+from stepmark.bench.training.loss import chunked_loss, mean_loss, summed_loss
+from stepmark.bench.training.norm import Norm
+from stepmark.core.errors import ConfigError
+from stepmark.core.model import ModelConfig
+
+
+class Embedding(nn.Module):
+    """x_BTC of tokens_BT in the dtype that is computed in, learned positions added."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.positions_T: Tensor
+        self.tokens = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.positions: nn.Embedding | None = None
+        if model.max_positions:
+            self.positions = nn.Embedding(model.max_positions, model.hidden_size)
+            # A buffer, so that context parallelism can give each rank its own positions.
+            self.register_buffer("positions_T", torch.empty(0), persistent=False)
+            self.seq_len = model.seq_len
+            self.fill_tables()
+
+    def fill_tables(self) -> None:
+        """Writes what a meta or empty device left out."""
+        if self.positions is not None:
+            device = self.positions_T.device
+            self.positions_T = torch.arange(self.seq_len, device=device)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTC: Tensor = self.tokens(tokens_BT)
+        if self.positions is not None:
+            x_BTC = x_BTC + self.positions(self.positions_T[: tokens_BT.shape[1]])
+        device = x_BTC.device.type
+        # fp32 tables would keep the residual stream of all blocks in fp32.
+        if torch.is_autocast_enabled(device):
+            x_BTC = x_BTC.to(torch.get_autocast_dtype(device))
+        return x_BTC
+
+
+class Block(nn.Module):
+    """Attention and MLP or experts, each on a norm and added to the residual stream."""
+
+    def __init__(self, model: ModelConfig, index: int, attention: str) -> None:
+        super().__init__()
+        self.attention_norm = Norm(model.norm, model.hidden_size)
+        self.attention: nn.Module = (
+            LatentAttention(model, model.mla, attention)
+            if model.mla
+            else Attention(model, attention)
+        )
+        self.ffn_norm = Norm(model.norm, model.hidden_size)
+        self.ffn: nn.Module = (
+            Experts(model, model.moe)
+            if model.moe and index >= model.moe.first_dense_layers
+            else FeedForward(
+                model.hidden_size,
+                model.ffn_hidden_size,
+                activation=model.activation,
+                bias=model.linear_bias,
+            )
+        )
+
+    def forward(
+        self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None
+    ) -> Tensor:
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), cos_TD, sin_TD)
+        out_BTC: Tensor = x_BTC + self.ffn(self.ffn_norm(x_BTC))
+        return out_BTC
+
+
+class Output(nn.Module):
+    """Last norm and head: logits, or with labels the loss."""
+
+    def __init__(self, model: ModelConfig, loss_chunks: int) -> None:
+        super().__init__()
+        self.norm = Norm(model.norm, model.hidden_size)
+        self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.loss_chunks = loss_chunks
+        self.summed_loss = summed_loss
+
+    def forward(self, x_BTC: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+        """logits_BTV, or the mean cross-entropy over labels other than -100, in fp32."""
+        h_BTC: Tensor = self.norm(x_BTC)
+        if labels_BT is not None and self.loss_chunks > 1:
+            return chunked_loss(
+                self.head,
+                h_BTC.flatten(0, 1),
+                labels_BT.flatten(),
+                num_chunks=self.loss_chunks,
+                summed=self.summed_loss,
+            )
+        logits_BTV: Tensor = self.head(h_BTC)
+        if labels_BT is None:
+            return logits_BTV
+        return mean_loss(logits_BTV.flatten(0, 1), labels_BT.flatten())
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """All as one graph; with chunks what is done for each, as gradients are taken there."""
+        if self.loss_chunks == 1:
+            super().compile(*args, **kwargs)
+            return
+        self.norm.compile(*args, **kwargs)
+        self.summed_loss = torch.compile(summed_loss, *args, **kwargs)
+
+
+class Transformer(nn.Module):
+    """The blocks of `layers`, by global index, with what stands before and after them.
+
+    The embedding is held where layers start at 0, the output where they end with the last.
+    Weights and tables hold values only after weights.init_weights.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        layers: range | None = None,
+        attention: str = "auto",
+        loss_chunks: int = 1,
+    ) -> None:
+        super().__init__()
+        self.cos_TD: Tensor | None
+        self.sin_TD: Tensor | None
+        layers = range(model.num_layers) if layers is None else layers
+        _check(model, layers, attention, loss_chunks)
+        self.model = model
+        self.embedding = Embedding(model) if layers.start == 0 else None
+        self.blocks = nn.ModuleDict(
+            {str(index): Block(model, index, attention) for index in layers}
+        )
+        is_last = layers.stop == model.num_layers
+        self.output = Output(model, loss_chunks) if is_last else None
+        self.register_buffer("cos_TD", None, persistent=False)
+        self.register_buffer("sin_TD", None, persistent=False)
+        if not model.max_positions:
+            self.cos_TD = self.sin_TD = torch.empty(0)
+        self.fill_tables()
+        self.tie()
+
+    def forward(self, x: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+        """x is tokens_BT where there is an embedding, else x_BTC of the stage before.
+
+        Returns x_BTC where there is no output; else logits_BTV, or with labels the loss.
+        """
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x, self.cos_TD, self.sin_TD)
+        if self.output is not None:
+            x = self.output(x, labels_BT)
+        return x
+
+    def fill_tables(self) -> None:
+        """Writes the rotary tables, fp32 whatever the weights' dtype, where they are."""
+        if self.cos_TD is not None:
+            width = self.model.mla.qk_rope_head_dim if self.model.mla else self.model.d_qk
+            device = self.cos_TD.device
+            self.cos_TD, self.sin_TD = rope_tables(self.model.seq_len, width, device)
+
+    def tie(self) -> None:
+        """Makes the head's weight the token table again, after it was moved or emptied."""
+        embedding, output = self.embedding, self.output
+        if self.model.tied_embeddings and embedding is not None and output is not None:
+            output.head.weight = embedding.tokens.weight
+
+
+def _check(model: ModelConfig, layers: range, attention: str, loss_chunks: int) -> None:
+    inside = 0 <= layers.start < layers.stop <= model.num_layers
+    if not inside or layers.step != 1:
+        raise ConfigError("layers", layers, f"a part of the {model.num_layers} layers")
+    if attention not in KERNELS:
+        raise ConfigError("attention", attention, f"one of {', '.join(KERNELS)}")
+    if loss_chunks < 1:
+        raise ConfigError("loss_chunks", loss_chunks, "an integer from 1")

@@ -1,0 +1,123 @@
+"""Floating-point operations of one token trained, in named conventions. Pure arithmetic.
+
+A multiply and an add are two; only matrix products count. The backward pass of a product has
+twice its FLOPs (of the data, of the weight). Sources:
+causal      products of the model once forward and backward; of attention's scores the half
+            under the diagonal: T^2 / 2 pairs per head and sequence, so a token sees T / 2 keys
+            (not (T + 1) / 2), as core/ops/attention.py and Megatron-Bridge do. That a fused
+            kernel computes q k.T again in its backward pass is not counted.
+torchtitan  6 (N - N_embedding) + 12 L H Dh T (torchtitan, models/utils.py): the whole square.
+            Where query and value heads differ in width, 12 Dh is 6 (d_qk + d_v), as there.
+palm-all    6 N + 12 L H Dh T with N of everything stored (appendix B of PaLM,
+            arXiv:2204.02311, with the embedding tables in N); of no meaning for experts.
+hfu         causal, and the forward products that checkpointing runs again (Korthikanti et
+            al., arXiv:2205.05198): of a checkpointed block all of them.
+"""
+
+from dataclasses import dataclass
+
+from stepmark.core.model import ModelConfig
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import Recompute
+
+CONVENTIONS = ("causal", "torchtitan", "palm-all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFlops:
+    """FLOPs per trained token, over all ranks that share its work."""
+
+    causal: float
+    torchtitan: float
+    palm_all: float | None  # None: the model has experts
+    hfu: float  # executed: causal and recompute
+
+
+def per_token(case: TrainCase) -> TokenFlops:
+    """What one token of this case costs."""
+    model = case.model
+    causal = 3 * forward(model)
+    return TokenFlops(
+        causal=causal,
+        torchtitan=torchtitan(model),
+        palm_all=palm_all(model),
+        hfu=causal + recomputed(case),
+    )
+
+
+def forward(model: ModelConfig) -> float:
+    """Products of one token's forward pass, the head included, the embedding lookup not."""
+    return 2 * model.num_active_matmul_params + model.num_layers * scores(model)
+
+
+def scores(model: ModelConfig) -> float:
+    """q k.T and p v of one token in one layer, forward, under the causal mask."""
+    pairs = model.seq_len**2 // 2
+    return 2 * pairs * model.num_heads * (model.d_qk + model.d_v) / model.seq_len
+
+
+def torchtitan(model: ModelConfig) -> float:
+    """Active parameters of experts; a table that is also the head counts once, as the head."""
+    used = model.num_active_params - model.num_embedding_params
+    return 6 * used + _square(model)
+
+
+def palm_all(model: ModelConfig) -> float | None:
+    return None if model.moe else 6 * model.num_params + _square(model)
+
+
+def _square(model: ModelConfig) -> float:
+    """Scores of all T keys, forward and backward: 12 L H Dh T where all heads are Dh wide."""
+    width = model.num_heads * (model.d_qk + model.d_v)
+    return 6 * model.num_layers * width * model.seq_len
+
+
+def recomputed(case: TrainCase) -> float:
+    """Forward products that the backward pass runs again, per token.
+
+    With OPS every second product of a block, the first being kept, and no attention.
+    """
+    model, total = case.model, 0.0
+    for index, again in enumerate(case.is_checkpointed):
+        if not again:
+            continue
+        is_moe = index >= model.num_dense_layers
+        if case.recompute is Recompute.OPS:
+            total += 2 * sum(block_products(model, moe=is_moe)[1::2])
+        else:
+            total += 2 * model.layer_matmul_params(is_moe, active=True) + scores(model)
+    return total
+
+
+def block_products(model: ModelConfig, *, moe: bool = False) -> list[int]:
+    """Weights that one token meets in each product of a block, in the order they run.
+
+    They add up to model.layer_matmul_params(moe, active=True).
+    """
+    return _attention_products(model) + _ffn_products(model, moe=moe)
+
+
+def _attention_products(model: ModelConfig) -> list[int]:
+    hidden, heads = model.hidden_size, model.num_heads
+    out = heads * model.d_v * hidden
+    if model.mla is None:
+        return [hidden * model.head_dim * (heads + 2 * model.num_kv_heads), out]
+    mla = model.mla
+    queries = [(mla.q_lora_rank or hidden) * heads * model.d_qk]
+    if mla.q_lora_rank:
+        queries = [hidden * mla.q_lora_rank, *queries]
+    kv_down = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    kv_up = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return [*queries, kv_down, kv_up, out]
+
+
+def _ffn_products(model: ModelConfig, *, moe: bool) -> list[int]:
+    """A dense layer: gate (of swiglu), up, down. Experts: router, routed, shared."""
+    hidden, matrices = model.hidden_size, 3 if model.activation == "swiglu" else 2
+    if not moe or model.moe is None:
+        return [hidden * model.ffn_hidden_size] * matrices
+    experts = model.moe
+    routed = [experts.top_k * hidden * experts.ffn_hidden_size] * matrices
+    has_shared = experts.num_shared_experts > 0
+    shared = [hidden * experts.shared_ffn_hidden_size] * (matrices if has_shared else 0)
+    return [hidden * experts.num_experts, *routed, *shared]

@@ -1,0 +1,279 @@
+"""How much device memory a training step needs: an estimate, to be held against measured peaks.
+
+Counts what torch's allocator hands out on the fullest rank: not the CUDA context, not NCCL's
+buffers, not fragmentation. Weights, gradients and AdamW's two moments are exact; activations
+follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv:2205.05198), section 4, with these changes:
+
+- no dropout, so no masks: their 34 bytes per token and hidden element become 32 for GPT;
+- attention keeps q, k, v, its output and one fp32 number per head, never the scores;
+- grouped heads: q, k and v have widths of their own; SwiGLU has three products, not two;
+- torch.compile keeps what its backward products read (outputs of norms and activation
+  functions), as eager code does, but computes SwiGLU's silu again.
+
+Over 250 lines because each part is a few lines with the reason for them.
+"""
+
+from dataclasses import dataclass, replace
+
+from stepmark.core.model import ModelConfig
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import CompileScope, DataParallel, Precision, Recompute
+
+_FP32 = 4
+_TOO_MANY = 2**24  # sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainMemory:
+    """Estimated bytes on the fullest rank, by what holds them."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int  # FSDP's whole groups, or autocast's bf16 copies of weights
+    activations_bytes: int  # kept from forward to backward
+    working_bytes: int  # of the one block whose backward pass runs
+    head_bytes: int  # logits, their log-softmax and gradient
+    holds_gradients: bool  # during the forward pass: accumulated, or DDP's buckets
+
+    @property
+    def total_bytes(self) -> int:
+        """The larger of two moments: as the backward pass begins, and as it ends."""
+        kept = self.weights_bytes + self.optimizer_bytes + self.gathered_bytes
+        held = self.gradients_bytes if self.holds_gradients else 0
+        begin = held + self.activations_bytes + max(self.head_bytes, self.working_bytes)
+        return kept + max(begin, self.gradients_bytes + self.working_bytes)
+
+
+def estimate(case: TrainCase) -> TrainMemory:
+    """Of the fullest rank; with a pipeline of the first or the last stage's."""
+    stages = {0, case.parallel.pp - 1}
+    found = [_of_stage(case, stage) for stage in sorted(stages)]
+    return max(found, key=lambda one: one.total_bytes)
+
+
+def largest_mbs(case: TrainCase, memory_bytes: int) -> int:
+    """The largest micro-batch whose estimate fits; 0 if not even one sequence does."""
+
+    def fits(mbs: int) -> bool:
+        return estimate(replace(case, mbs=mbs)).total_bytes <= memory_bytes
+
+    low, high = 0, 1
+    while high < _TOO_MANY and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _of_stage(case: TrainCase, stage: int) -> TrainMemory:
+    layers = _layers(case, stage)
+    is_last = stage == case.parallel.pp - 1
+    state = _stored_params(case, layers, stage) // _state_shards(case)
+    size = _FP32 if case.precision is not Precision.BF16 else 2
+    tokens = -(-case.mbs // _microbatches(case)) * case.model.seq_len // case.parallel.cp
+    # 1F1B: the first stage is as many microbatches ahead as there are stages.
+    in_flight = min(case.parallel.pp - stage, _microbatches(case))
+    kept = sum(_kept_per_token(case, index) for index in layers)
+    kept += 2 * case.model.hidden_size * _itemsize(case) if is_last else 0  # last norm, head
+    return TrainMemory(
+        weights_bytes=state * size,
+        gradients_bytes=state * size,
+        optimizer_bytes=state * 2 * size,
+        gathered_bytes=_gathered(case, layers, stage),
+        activations_bytes=tokens * in_flight * kept,
+        working_bytes=tokens * max((_working_per_token(case, i) for i in layers), default=0),
+        head_bytes=_head(case, tokens) if is_last else 0,
+        holds_gradients=case.grad_accum > 1 or case.data_parallel is DataParallel.DDP,
+    )
+
+
+def _microbatches(case: TrainCase) -> int:
+    if case.parallel.pp == 1:
+        return 1
+    return case.pp_microbatches or case.parallel.pp
+
+
+def _layers(case: TrainCase, stage: int) -> range:
+    """Blocks of the first or the last stage; the first stages have those left over."""
+    count, stages = case.model.num_layers, case.parallel.pp
+    some = -(-count // stages) if stage == 0 else count // stages
+    return range(some) if stage == 0 else range(count - some, count)
+
+
+def _is_moe(model: ModelConfig, index: int) -> bool:
+    return model.moe is not None and index >= model.moe.first_dense_layers
+
+
+def _expert_params(model: ModelConfig) -> int:
+    """Routed experts of one MoE layer: what expert parallelism divides."""
+    if model.moe is None:
+        return 0
+    matrices = 3 if model.activation == "swiglu" else 2
+    width = model.moe.num_experts * model.moe.ffn_hidden_size
+    return matrices * model.hidden_size * width
+
+
+def _layer_params(case: TrainCase, index: int, *, experts_over: int) -> int:
+    model = case.model
+    moe = _is_moe(model, index)
+    experts = _expert_params(model) if moe else 0
+    return model.layer_params(moe) - experts + experts // experts_over
+
+
+def _embedding_params(model: ModelConfig) -> int:
+    return model.vocab_size * model.hidden_size + model.max_positions * model.hidden_size
+
+
+def _stored_params(case: TrainCase, layers: range, stage: int) -> int:
+    """Of a stage, before tensor and data parallelism divide them."""
+    model = case.model
+    # FSDP divides experts by as many ranks in all as the rest: ep lies inside dp_shard.
+    over = 1 if case.data_parallel is DataParallel.FSDP else case.parallel.ep
+    total = sum(_layer_params(case, index, experts_over=over) for index in layers)
+    is_first, is_last = stage == 0, stage == case.parallel.pp - 1
+    total += _embedding_params(model) if is_first else 0
+    if is_last:
+        total += model.norm_params
+        total += 0 if is_first and model.tied_embeddings else model.head_params
+    return total
+
+
+def _state_shards(case: TrainCase) -> int:
+    sharded = case.data_parallel is DataParallel.FSDP
+    return case.parallel.tp * (case.parallel.dp_shard if sharded else 1)
+
+
+def _itemsize(case: TrainCase) -> int:
+    """Bytes of an activation."""
+    return _FP32 if case.precision is Precision.FP32 else 2
+
+
+def _gathered(case: TrainCase, layers: range, stage: int) -> int:
+    """Copies of weights beside the stored ones.
+
+    FSDP: of the groups that are whole at a time, each twice while it is copied out of the
+    buffer it was gathered into, and the gradients of one group in both dtypes. Autocast
+    keeps a bf16 copy of each weight until its backward pass, unless that casts again.
+    """
+    model, tp, size = case.model, case.parallel.tp, _itemsize(case)
+    per_layer = [_layer_params(case, i, experts_over=case.parallel.ep) // tp for i in layers]
+    table = model.head_params // tp
+    ends = (stage == 0) + (stage == case.parallel.pp - 1)
+    if case.data_parallel is DataParallel.FSDP:
+        group = max(per_layer, default=0) * case.blocks_per_group
+        group = min(group, sum(per_layer))
+        whole = min(group * (1 + max(1, case.prefetch)), sum(per_layer))
+        if case.reshard == "no":
+            whole = sum(per_layer)
+        # Of the output's group, that of the input is given back, unless they are one.
+        whole += table * (1 if ends else 0)
+        largest = max(group, table if ends else 0)
+        return size * (whole + group) + largest * (size + case.reduce_dtype.itemsize)
+    if case.precision is not Precision.AMP or case.compile is not CompileScope.NONE:
+        return 0
+    pairs = zip(layers, per_layer, strict=True)
+    cast = sum(params for index, params in pairs if not case.is_checkpointed[index])
+    return size * (cast + (table if stage == case.parallel.pp - 1 else 0))
+
+
+def _kept_per_token(case: TrainCase, index: int) -> int:
+    """Bytes of one block that wait for its backward pass."""
+    model, size, tp = case.model, _itemsize(case), case.parallel.tp
+    block_input = model.hidden_size * size // tp
+    if not case.is_checkpointed[index]:
+        return _block_per_token(case, index)
+    if case.recompute is not Recompute.OPS:
+        return block_input
+    # Attention with its statistics, and the outputs of every second product.
+    products = _qkv(model) + 2 * model.hidden_size + _ffn_products(model, index)
+    attention = model.num_heads * (model.d_v * size + _FP32)
+    return block_input + (attention + size * products // 2) // tp
+
+
+def _working_per_token(case: TrainCase, index: int) -> int:
+    """While a block's backward pass runs: what it computed again, and gradients inside it."""
+    model, size = case.model, _itemsize(case)
+    widths = 2 * model.hidden_size + _qkv(model) + model.num_heads * model.d_v
+    widths += 2 * _ffn_products(model, index)
+    gradients = size * widths // case.parallel.tp
+    if not case.is_checkpointed[index]:
+        return gradients
+    return gradients + _block_per_token(case, index)
+
+
+def _is_compiled(case: TrainCase) -> bool:
+    return case.compile is not CompileScope.NONE
+
+
+def _block_per_token(case: TrainCase, index: int) -> int:
+    """Activations of a whole block, per token, with sequence parallelism divided by tp."""
+    model, size, tp = case.model, _itemsize(case), case.parallel.tp
+    # Inputs of two norms, and their outputs, which products read: under tensor parallelism
+    # those are gathered, of all tokens.
+    norms = 2 * model.hidden_size
+    attention = _qkv(model) + _turned(model) + model.num_heads * model.d_v
+    ffn = _ffn_kept(model, index, is_compiled=_is_compiled(case))
+    statistics = _FP32 * (model.num_heads + (4 if model.norm == "layernorm" else 2))
+    return size * (norms + (norms + attention + ffn) // tp) + statistics // tp
+
+
+def _qkv(model: ModelConfig) -> int:
+    """Elements of q, k and v per token; with latent attention also what they come from."""
+    widths = model.num_heads * model.d_qk + model.num_kv_heads * (model.d_qk + model.d_v)
+    if model.mla:
+        # Before and after its norm.
+        widths += 2 * (model.mla.kv_lora_rank + (model.mla.q_lora_rank or 0))
+    return widths
+
+
+def _turned(model: ModelConfig) -> int:
+    """What q and k were made of by rotary positions: it shares its memory with v."""
+    if model.mla:
+        return model.num_heads * model.mla.qk_nope_head_dim
+    turns = model.max_positions == 0
+    return (model.num_heads + model.num_kv_heads) * model.d_qk if turns else 0
+
+
+def _ffn_products(model: ModelConfig, index: int) -> int:
+    """Elements that the products of a feed-forward layer return, without the last one's."""
+    matrices = 2 if model.activation == "swiglu" else 1
+    return matrices * _ffn_width(model, index)
+
+
+def _ffn_width(model: ModelConfig, index: int) -> int:
+    """Inner width that one token meets."""
+    if model.moe is None or not _is_moe(model, index):
+        return model.ffn_hidden_size
+    return model.moe.top_k * model.moe.ffn_hidden_size + model.moe.shared_ffn_hidden_size
+
+
+def _ffn_kept(model: ModelConfig, index: int, *, is_compiled: bool) -> int:
+    """SwiGLU: gate, up, their product, and eagerly silu(gate). GELU: what goes in and out.
+
+    Experts also keep each token's copies on their way in and out, and the router's scores.
+    """
+    matrices = 2 if model.activation == "gelu" else 3 if is_compiled else 4
+    kept = matrices * _ffn_width(model, index)
+    if model.moe is not None and _is_moe(model, index):
+        kept += 2 * model.moe.top_k * model.hidden_size + 4 * model.moe.num_experts
+    return kept
+
+
+def _head(case: TrainCase, tokens: int) -> int:
+    """Logits and loss as the backward pass begins.
+
+    Eagerly three fp32 tensors stand beside one another: log-softmax, its gradient and that of
+    the logits. Compiled: the logits and their gradient. In chunks: those of one, and the
+    summed gradient of the head beside that of a chunk.
+    """
+    size = _itemsize(case)
+    per_logit = 2 * size if _is_compiled(case) else 3 * _FP32
+    logits = -(-tokens // case.loss_chunks) * case.model.vocab_size * per_logit
+    if case.loss_chunks == 1:
+        return logits
+    stored = 2 if case.precision is Precision.BF16 else _FP32
+    sums = 2 * stored * case.model.head_params // case.parallel.tp
+    return logits + sums + tokens * case.model.hidden_size * size
