@@ -15,7 +15,7 @@ def report(
         Path | None, typer.Option("--out", help="file to write [RUN/report.html]")
     ] = None,
 ) -> None:
-    """Write report.html of a run: roofline, tables, commands, environment."""
+    """Write report.html of a run: roofline, tables, curves, commands, environment."""
     from stepmark.store.runs import find_run  # noqa: PLC0415
 
     typer.echo(write(find_run(runs, run), out))
@@ -30,7 +30,15 @@ def write(path: Path, target: Path | None = None) -> Path:
     seen = view(path)
     page = target or path / "report.html"
     try:
-        write_html(seen.run, seen.records, seen.rows, seen.device, page, seen.comm_rows)
+        write_html(
+            seen.run,
+            seen.records,
+            seen.rows,
+            seen.device,
+            page,
+            seen.comm_rows,
+            seen.train_rows,
+        )
     except OSError as error:
         raise ConfigError(
             "out", page, f"a file that can be written ({error.strerror})"

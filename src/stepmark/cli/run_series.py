@@ -10,7 +10,16 @@ from stepmark.core.comparison import Fields, Series
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import DataParallel, Recompute
 from stepmark.report.tables import shape_text
+
+# Fields of a training case that are taken as they are.
+_TRAIN_VALUES = (
+    *("compile_mode", "grad_sync", "attention", "loss_chunks", "cuda_graph", "clip", "reshard"),
+    *("prefetch", "blocks_per_group", "reduce_dtype", "bucket_mb", "async_tp", "pp_schedule"),
+    *("pp_microbatches", "data", "workers", "backend", "scale", "lr", "seed"),
+)
 
 
 def context(info: RunInfo) -> dict[str, str]:
@@ -48,9 +57,16 @@ def series_of_records(
 
 
 def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
-    """Seconds of the slowest rank of each sample, by launch."""
+    """Seconds of the slowest rank of each sample, by launch; of training, of each cycle."""
     case = records[0].case
     method = records[0].samples.method
+    if isinstance(case, TrainCase):
+        # A median of single samples would leave out an optimizer that only some of them have.
+        launches = {
+            f"{info.run_id}/{record.launch}": mean_of_cycles(_slowest(info, record), case.cycle)
+            for record in records
+        }
+        return Series(fields=_train_fields(case, method), launches=launches)
     launches = {f"{info.run_id}/{record.launch}": _slowest(info, record) for record in records}
     if isinstance(case, CommCase):
         return Series(
@@ -70,6 +86,42 @@ def _slowest(info: RunInfo, record: Measured) -> tuple[float, ...]:
         allowed = f"as many finite times above 0 from every rank: {record.case.command()}"
         raise ConfigError("samples", f"run {info.run_id}", allowed)
     return tuple(slowest_per_sample(seconds))
+
+
+def mean_of_cycles(seconds: Sequence[float], cycle: int) -> tuple[float, ...]:
+    """A sample's mean time in each whole cycle; the samples themselves without a whole one."""
+    whole = len(seconds) // cycle * cycle
+    return tuple(
+        math.fsum(seconds[first : first + cycle]) / cycle for first in range(0, whole, cycle)
+    ) or tuple(seconds)
+
+
+def _train_fields(case: TrainCase, method: str) -> Fields:
+    """No dtype: a difference of precision is one of technique, which may be compared."""
+    some, every = case.recompute_blocks
+    blocks = f" {some}/{every}" if case.recompute is Recompute.BLOCKS else ""
+    sharded = case.data_parallel is DataParallel.FSDP
+    return {
+        "family": case.family,
+        "model": case.model.name,
+        "num_ranks": case.num_ranks,
+        "mbs": case.mbs,
+        "seq_len": case.model.seq_len,
+        "schedule": case.schedule.value,
+        "grad_accum": case.grad_accum,
+        "method": method,
+        "strategy": case.strategy,
+        # The strategy names all other axes.
+        "dp_replicate": case.parallel.dp_replicate if sharded else None,
+        "precision": case.precision.value,
+        "fp8": case.fp8.value,
+        "fp8_head": case.fp8_head,
+        "fp8_all_gather": case.fp8_all_gather,
+        "compile": case.compile.value,
+        "recompute": case.recompute.value + blocks,
+        **{name: getattr(case, name) for name in _TRAIN_VALUES},
+        "device_type": case.device,
+    }
 
 
 def _comm_fields(case: CommCase, method: str) -> Fields:

@@ -50,22 +50,24 @@ def show(
 ) -> None:
     """The rows of one run."""
     from stepmark.cli.view import console  # noqa: PLC0415
-    from stepmark.report import comm_printing, printing  # noqa: PLC0415
+    from stepmark.report import comm_printing, printing, training_printing  # noqa: PLC0415
     from stepmark.store.codec import to_plain  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
 
     seen = _view(runs, run)
-    rows, info = seen.rows + seen.comm_rows, seen.run
+    rows, info = seen.rows + seen.comm_rows + seen.train_rows, seen.run
     if json:
         write_json({"run": to_plain(info), "rows": rows}, json, info.run_id)
     if csv:
         write_csv(rows, csv, info.run_id)
     if "-" not in (json, csv):
         _say_what(info)
-        if seen.rows or not seen.comm_rows:
+        if seen.rows or not rows:
             printing.print_rows(seen.rows, console())
         if seen.comm_rows:
             comm_printing.wide(seen.comm_rows, console())
+        if seen.train_rows:
+            training_printing.print_training(seen.train_rows, console())
 
 
 @app.command()
@@ -82,7 +84,7 @@ def export(
     from stepmark.store import export as exports  # noqa: PLC0415
 
     seen = _view(runs, run)
-    rows, info = seen.rows + seen.comm_rows, seen.run
+    rows, info = seen.rows + seen.comm_rows + seen.train_rows, seen.run
     exports.export(rows, info, Path(path), to)
     if path != "-":
         typer.echo(f"{len(rows)} rows of {info.run_id} to {to}: {path}", err=True)

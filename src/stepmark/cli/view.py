@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample, summarize
-from stepmark.report import collectives, tables
+from stepmark.report import collectives, tables, training
 from stepmark.store.runs import latest, list_runs, read_records, read_run, read_samples
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class View:
     records: list[Record]
     rows: list[dict[str, object]]  # operators
     comm_rows: list[dict[str, object]]
+    train_rows: list[dict[str, object]]
     device: DeviceSpec | None
 
 
@@ -51,6 +52,7 @@ def of_records(run: RunInfo, records: list[Record]) -> View:
         records=records,
         rows=rows,
         comm_rows=collectives.rows(records, run, device),
+        train_rows=training.rows(records, run, device),
         device=device,
     )
 

@@ -12,7 +12,16 @@ from stepmark.report.printing import digits
 from stepmark.report.tables import Row
 
 # Fields in the order in which they are read; all others follow.
-_ORDER = ("family", "shape", "label", "phase", "dtype", "redop", "placement", "num_ranks")
+_ORDER = (
+    *("family", "shape", "label", "phase", "dtype", "redop", "placement", "num_ranks"),
+    # Of a training step.
+    *("model", "strategy", "mbs", "seq_len", "schedule"),
+    *("precision", "fp8", "fp8_head", "compile", "recompute"),
+)
+_HEAD = (
+    *("family", "model", "strategy", "shape", "label", "phase", "dtype", "redop"),
+    "placement",
+)
 # Operators' shapes say these already.
 _IN_SHAPE = ("shape", "label")
 
@@ -121,11 +130,9 @@ def headline(comparison: Comparison, constant: dict[str, object]) -> str:
         for name, value in constant.items()
         if not any(note.startswith(f"{name} differs") for note in comparison.notes)
     }
-    words = [
-        shown(same[name])
-        for name in ("family", "shape", "label", "phase", "dtype", "redop", "placement")
-        if same.get(name) not in (None, "", "none")
-    ]
+    words = [shown(same[name]) for name in _HEAD if same.get(name) not in (None, "", "none")]
+    if same.get("mbs") is not None and same.get("seq_len") is not None:
+        words.append(f"mbs {same['mbs']} seq {same['seq_len']}")
     if ranks := same.get("num_ranks"):
         words.append(f"{ranks} rank{'s' if ranks != 1 else ''}")
     if method := same.get("method"):
@@ -224,7 +231,7 @@ def closing(comparison: Comparison) -> list[str]:
 def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:
     line = comparison.lines[place]
     found = line.cells[name].ratio
-    words = [shown(line.fields.get(n)) for n in ("family", "shape", "label", "placement")]
+    words = [shown(line.fields.get(n)) for n in _HEAD if n not in ("phase", "dtype", "redop")]
     words.append(size_text(line))
     speed = "" if found is None else ratio_text(found)
     return f"too slow: {name} {' '.join(word for word in words if word)}: {speed}"

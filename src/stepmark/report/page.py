@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from stepmark.core.device import DeviceSpec
 from stepmark.core.record import DeviceInfo, Failed, Record, RunInfo
 from stepmark.core.units import format_bytes
-from stepmark.report import comm_figures, figures
+from stepmark.report import comm_figures, figures, training_figures
 from stepmark.report.comm_summary import comm_lines
 from stepmark.report.page_assets import SCRIPT, STYLE
-from stepmark.report.page_table import COMM_COLUMNS, table
+from stepmark.report.page_table import COMM_COLUMNS, TRAIN_COLUMNS, table
 from stepmark.report.printing import describe
 from stepmark.report.summary import LEAD, summary_lines
 from stepmark.report.tables import Row, text
+from stepmark.report.training_summary import train_lines
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -27,9 +28,10 @@ def write_html(
     device: DeviceSpec | None,
     target: Path,
     comm_rows: Sequence[Row] = (),
+    train_rows: Sequence[Row] = (),
 ) -> None:
     """Write the report of a run."""
-    write_page(html(run, records, rows, device, comm_rows), target)
+    write_page(html(run, records, rows, device, comm_rows, train_rows), target)
 
 
 def html(
@@ -38,16 +40,19 @@ def html(
     rows: Sequence[Row],
     device: DeviceSpec | None,
     comm_rows: Sequence[Row] = (),
+    train_rows: Sequence[Row] = (),
 ) -> str:
-    """The whole document: operators (rows) and collectives (comm_rows)."""
+    """The whole document: operators (rows), collectives (comm_rows), training (train_rows)."""
+    beside = [*comm_rows, *train_rows]
     body = "\n".join(
         (
-            section("Summary", _summary(run, rows, device, comm_rows)),
+            section("Summary", _summary(run, rows, device, comm_rows, train_rows)),
+            *_train_sections(records, train_rows),
             *_figure_sections(run, rows, device),
             *_comm_sections(run, comm_rows, device),
-            section("Measurements", table(rows) if rows or not comm_rows else ""),
+            section("Measurements", table(rows) if rows or not beside else ""),
             section("Collectives", table(comm_rows, COMM_COLUMNS) if comm_rows else ""),
-            section("Skipped and failed", _unmeasured(records, [*rows, *comm_rows])),
+            section("Skipped and failed", _unmeasured(records, [*rows, *beside])),
             section("Environment", _environment(run)),
         )
     )
@@ -83,18 +88,24 @@ def section(title: str, content: str) -> str:
 
 
 def _summary(
-    run: RunInfo, rows: Sequence[Row], device: DeviceSpec | None, comm_rows: Sequence[Row]
+    run: RunInfo,
+    rows: Sequence[Row],
+    device: DeviceSpec | None,
+    comm_rows: Sequence[Row],
+    train_rows: Sequence[Row],
 ) -> str:
     known = "from data sheet" if device else "device unknown: shares are of measured ceilings"
     rates = dict.fromkeys(text(row, "rate") for row in rows)
     found = run.environment
     versions = ", ".join(f"{name} {value}" for name, value in found.versions.items())
     said = summary_lines(run, rows)
-    if comm_rows and not rows:
+    nothing_else = not comm_rows and not train_rows
+    if not rows and not nothing_else:
         said = said[:1]  # the device; there is nothing to count
-    said += comm_lines(comm_rows)
+    said += comm_lines(comm_rows) + train_lines(train_rows)
     lines = [(line[:LEAD].strip(), line[LEAD:]) for line in said]
-    lines += [("peaks", known), ("rate", "; ".join(rates))] if rows or not comm_rows else []
+    lines += [("peaks", known)] if rows or train_rows or nothing_else else []
+    lines += [("rate", "; ".join(rates))] if rows or nothing_else else []
     lines += [
         ("versions", f"torch {found.torch}, {versions}".rstrip(", ")),
         ("power", "; ".join(dict.fromkeys(_power(one) for one in found.devices)) or "unknown"),
@@ -150,6 +161,16 @@ def _comm_sections(
         figure_section(title, note, figure)
         for title, note, figure in comm_figures.drawn(comm_rows, run, device)
     ]
+
+
+def _train_sections(records: Sequence[Record], train_rows: Sequence[Row]) -> list[str]:
+    if not train_rows:
+        return []
+    figures_ = [
+        figure_section(title, note, figure)
+        for title, note, figure in training_figures.drawn(records)
+    ]
+    return [section("Training", table(train_rows, TRAIN_COLUMNS)), *figures_]
 
 
 def figure_section(title: str, note: str, figure: "Figure") -> str:

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 _TIMES = {
     *("time_s", "mean_s", "p10_s", "p50_s", "p90_s", "p99_s", "min_s", "max_s", "time_min_s"),
     *("waited_for_s", "late_s", "issue_s", "skew_s", "beside_alone_s", "beside_together_s"),
+    *("fwd_s", "bwd_s", "optim_s", "other_s", "data_s", "data_max_s", "build_s", "first_s"),
 }
 
 
 _FORMATS = {
     "max_rel_err": ".1e",
     "vs_median_rank": ".3f",
+    "fwd_vs_median_rank": ".3f",
     "slowdown": ".3f",
     "slowdown_beside": ".3f",
 }

@@ -1,9 +1,10 @@
 """Records and runs to JSON and back. Raw data only; what is derived is drawn by report.
 
-An operator carries its `family`, a collective its name. Beside the case stand, for readers
-without our code, `case_id` and `command`, and a collective's size and busbw factor. JSON has
-no inf and no nan: such a float is written as the string "inf", "-inf" or "nan", and read back
-because the field is a float.
+An operator carries its `family`, a collective its name, a training step its model. Beside the
+case stand, for readers without our code, `case_id` and `command`, a collective's size and
+busbw factor, and the strategy and number of ranks of a training step. JSON has no inf and no
+nan: such a float is written as the string "inf", "-inf" or "nan", and read back because the
+field is a float.
 """
 
 import dataclasses
@@ -27,18 +28,22 @@ from stepmark.core.record import (
     RunInfo,
     Skipped,
 )
+from stepmark.core.train_case import TrainCase
 
 KINDS: dict[str, type[Record]] = {"measured": Measured, "skipped": Skipped, "failed": Failed}
 
 
 def encode(record: Record) -> bytes:
     """One line, newline included."""
-    plain, beside = to_plain(record), {}
+    plain = to_plain(record)
+    beside: dict[str, Any] = {}
     if isinstance(record.case, CommCase):
         beside = {
             "size_bytes": record.case.message_bytes,
             "busbw_factor": record.case.busbw_factor,
         }
+    if isinstance(record.case, TrainCase):
+        beside = {"strategy": record.case.strategy, "num_ranks": record.case.num_ranks}
     if isinstance(record.case, Case):
         plain["case"]["op"] = {"family": record.case.family, **plain["case"]["op"]}
     head = {
@@ -63,13 +68,16 @@ def decode(line: bytes) -> Record:
 
 
 def _case(plain: Any) -> AnyCase:
-    """An operator's case has an op, a collective's names the collective."""
+    """An operator's case has an op, a collective's names the collective, training a model."""
     if isinstance(plain, dict) and "collective" in plain:
         comm: CommCase = _build(CommCase, plain, {})
         return comm
+    if isinstance(plain, dict) and "model" in plain and "data_parallel" in plain:
+        train: TrainCase = _build(TrainCase, plain, {})
+        return train
     op = plain.get("op") if isinstance(plain, dict) else None
     if not isinstance(plain, dict) or not isinstance(op, dict):
-        raise ConfigError("case", plain, "an object with an op or a collective")
+        raise ConfigError("case", plain, "an object with an op, a collective or a model")
     family = FAMILIES.get(str(op.get("family")))
     if family is None:
         raise ConfigError("family", op.get("family"), f"one of {', '.join(FAMILIES)}")

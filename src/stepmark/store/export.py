@@ -22,6 +22,9 @@ Kind = Literal["csv", "json", "parquet", "tensorboard", "wandb", "mlflow"]
 # Columns that name a row in a tracker.
 NAMING = ("family", "model", "role", "pass", "shape", "dtype", "backend", "rate", "rank")
 
+# Trackers allow 240 to 250 characters; case and column follow.
+_LONGEST_STEM = 180
+
 
 def export(rows: list[Row], run: RunInfo, target: Path, kind: str) -> None:
     """Write a run's rows; a file for csv, json, parquet, a folder for the trackers."""
@@ -194,7 +197,8 @@ def _scalars(rows: list[Row]) -> dict[str, float]:
     """Every finite number as {"gemm/llama-3.1-8b/.../column": value}; runs share the names."""
     scalars: dict[str, float] = {}
     for row in rows:
-        stem = "/".join(str(row[key]) for key in NAMING if row.get(key) not in (None, ""))
+        named = "/".join(str(row[key]) for key in NAMING if row.get(key) not in (None, ""))
+        stem = named[:_LONGEST_STEM]  # or a long list of techniques would cut off the column
         case_id = str(row.get("case_id", ""))[:8]
         stem = f"{stem}/{case_id}" if case_id else stem
         for column, value in row.items():

@@ -13,9 +13,13 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.units import format_bytes
 
 # Of these a difference makes figures incomparable; --allow and --force compare all the same.
-STRICT = ("method", "rate_kind", "num_ranks", "world_size", "dtype", "skew_s", "beside")
+STRICT = (
+    *("method", "rate_kind", "num_ranks", "world_size", "dtype", "skew_s", "beside"),
+    # Of a training step: what its tokens are.
+    *("mbs", "seq_len", "schedule", "grad_accum"),
+)
 # These always name a line: their difference is no difference of settings.
-NAMING = ("family", "shape", "label", "phase", "placement", "pair")
+NAMING = ("family", "shape", "label", "model", "phase", "placement", "pair")
 # What else is worth saying that a side leaves open.
 _TELLING = (*STRICT, *NAMING, "redop", "root", "api")
 # Sizes of other numbers of ranks, rounded to whole parts, are still the same size.

@@ -22,22 +22,46 @@ WITH parsed AS (
 ), summarized AS (
     -- The slowest rank of each sample: what a job that waits for all would see.
     SELECT *, [list_max([rank[i] for rank in seconds]) for i in range(1, len(seconds[1]) + 1)]
-        AS slowest FROM parsed
+        AS slowest,
+        TRY_CAST(record ->> '$.training.cycle' AS BIGINT) AS cycle,
+        TRY_CAST(record ->> '$.training.tokens_per_sample' AS DOUBLE) AS tokens_per_sample
+    FROM parsed
 )
 SELECT
     record ->> '$.run_id' AS run_id,
     record ->> '$.kind' AS kind,
-    coalesce(record ->> '$.case.op.family', record ->> '$.case.collective') AS family,
-    record ->> '$.case.labels[0].model' AS model,
+    coalesce(
+        record ->> '$.case.op.family',
+        record ->> '$.case.collective',
+        CASE WHEN (record -> '$.case.data_parallel') IS NOT NULL THEN 'train' END
+    ) AS family,
+    coalesce(record ->> '$.case.model.name', record ->> '$.case.labels[0].model') AS model,
     record ->> '$.case.labels[0].role' AS role,
     coalesce(record ->> '$.case.op.phase', record ->> '$.case.labels[0].phase') AS phase,
     coalesce(record ->> '$.case.op.dtype', record ->> '$.case.dtype') AS dtype,
     record ->> '$.case.backend' AS backend,
     record ->> '$.case.device' AS device,
-    TRY_CAST(record ->> '$.case.num_ranks' AS BIGINT) AS num_ranks,
+    TRY_CAST(coalesce(record ->> '$.case.num_ranks', record ->> '$.num_ranks') AS BIGINT)
+        AS num_ranks,
     record ->> '$.case.clock' AS clock,
     record ->> '$.case.rate' AS rate,
     record ->> '$.case.scale' AS scale,
+    record ->> '$.strategy' AS strategy,
+    TRY_CAST(record ->> '$.case.mbs' AS BIGINT) AS mbs,
+    TRY_CAST(record ->> '$.case.model.seq_len' AS BIGINT) AS seq_len,
+    record ->> '$.case.schedule' AS schedule,
+    TRY_CAST(record ->> '$.case.grad_accum' AS BIGINT) AS grad_accum,
+    record ->> '$.case.precision' AS precision,
+    record ->> '$.case.fp8' AS fp8,
+    record ->> '$.case.compile' AS compile,
+    record ->> '$.case.recompute' AS recompute,
+    -- Whole cycles from one optimizer step to the next, so that the optimizer has its share.
+    CASE WHEN len(slowest) >= cycle THEN
+        tokens_per_sample * (len(slowest) // cycle * cycle)
+        / list_sum(slowest[1:len(slowest) // cycle * cycle]) END AS tokens_per_s,
+    -- A loss that is not finite is written as text.
+    TRY_CAST(record ->> '$.training.loss[0]' AS DOUBLE) AS loss_first,
+    TRY_CAST(record ->> '$.training.loss[#-1]' AS DOUBLE) AS loss_last,
     record ->> '$.case_id' AS case_id,
     record -> '$.case.op' AS op,
     TRY_CAST(record ->> '$.case.count' AS BIGINT) AS count,

@@ -1,0 +1,162 @@
+"""Training to plotly figures, in the manner of report/figures.py: samples, phases, loss."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from stepmark.core.record import Measured, Record
+from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import Schedule
+from stepmark.core.units import format_time
+from stepmark.report.figures import COLOURS, INK, SYMBOLS, styled
+from stepmark.report.training_phases import PHASES, mean_phases
+from stepmark.report.training_words import shape_text
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+# More cases have no figure of their own; the table has them.
+MAX_CASES = 6
+# More ranks are drawn as the slowest of each sample alone.
+MAX_RANKS = 16
+_NAMES = {"fwd_s": "forward", "bwd_s": "backward", "optim_s": "optimizer", "other_s": "other"}
+_DASHES = ("solid", "dash", "dot", "dashdot")
+
+Drawn = tuple[str, str, "Figure"]  # title, note, figure
+
+
+def drawn(records: Sequence[Record]) -> list[Drawn]:
+    """All figures of the training of a run; none for what was not measured."""
+    ran = [
+        one
+        for one in records
+        if isinstance(one, Measured)
+        and isinstance(one.case, TrainCase)
+        and one.samples.seconds
+        and one.samples.seconds[0]
+    ]
+    more = f" {len(ran) - MAX_CASES} more cases are not drawn." if len(ran) > MAX_CASES else ""
+    found: list[Drawn] = []
+    for record in ran[:MAX_CASES]:
+        note = f"Shaded: warm-up, left out of all rates; it may pass the upper edge.{more}"
+        found.append((f"Samples: {_name(record)}", note, samples(record)))
+    if any(mean_phases(record, 0) for record in ran):
+        note = (
+            "Mean sample of the slowest rank over whole cycles, so that the optimizer counts."
+        )
+        found.append(("Phases of a sample", note, phase_bars(ran)))
+    if any(record.training and record.training.loss for record in ran):
+        note = "Loss of each sample from the very first one, mean over ranks."
+        found.append(("Loss", note, losses(ran)))
+    return found
+
+
+def samples(record: Measured) -> "Figure":
+    """A line per rank over the samples, warm-up included and shaded."""
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    figure = go.Figure()
+    warmup = record.training.warmup_s if record.training else ()
+    dropped = len(warmup[0]) if warmup else 0
+    for index, (name, values) in enumerate(_by_rank(record)):
+        figure.add_scatter(
+            x=list(range(len(values))),
+            y=[value * 1e3 for value in values],
+            name=name,
+            **_style(index),
+            text=[f"{name}, sample {i}: {format_time(v)}" for i, v in enumerate(values)],
+            hovertemplate="%{text}<extra></extra>",
+        )
+    if dropped:
+        edges = {"x0": -0.5, "x1": dropped - 0.5}
+        figure.add_vrect(**edges, fillcolor=INK, opacity=0.2, line_width=0)
+    is_micro = record.train.schedule is Schedule.MICRO
+    figure.update_xaxes(title="micro-step" if is_micro else "step")
+    # A first sample that compiles takes a hundred others: it must not flatten them.
+    top = 1.25e3 * max(map(max, record.samples.seconds))
+    figure.update_yaxes(title="ms", range=[0, top])
+    return styled(figure, height=340)
+
+
+def _by_rank(record: Measured) -> list[tuple[str, list[float]]]:
+    warmup = record.training.warmup_s if record.training else ()
+    seconds = record.samples.seconds
+    before = warmup or ((),) * len(seconds)
+    if len(seconds) > MAX_RANKS:
+        slowest = slowest_per_sample(before) + slowest_per_sample(seconds)
+        return [(f"slowest of {len(seconds)} ranks", slowest)]
+    return [
+        (f"rank {rank}", [*early, *values])
+        for rank, (early, values) in enumerate(zip(before, seconds, strict=True))
+    ]
+
+
+def phase_bars(ran: Sequence[Measured]) -> "Figure":
+    """One bar per case, its phases stacked; they add up to the mean sample."""
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    bars = []
+    for record in ran:
+        medians = [summarize(values).median for values in record.samples.seconds]
+        if found := mean_phases(record, medians.index(max(medians))):
+            bars.append((record, found))
+    names = _unique([_name(record) for record, _ in bars])
+    figure = go.Figure()
+    for index, phase in enumerate(PHASES):
+        figure.add_bar(
+            orientation="h",
+            y=[escape(name) for name in names],
+            x=[found[phase] * 1e3 for _, found in bars],
+            name=_NAMES[phase],
+            marker_color=COLOURS[index],
+            hovertext=[f"{_NAMES[phase]} {format_time(found[phase])}" for _, found in bars],
+            hoverinfo="text",
+        )
+    figure.update_layout(barmode="stack")
+    figure.update_xaxes(title="ms")
+    figure.update_yaxes(automargin=True, autorange="reversed")
+    return styled(figure, height=170 + 26 * len(bars))
+
+
+def losses(ran: Sequence[Measured]) -> "Figure":
+    """A curve per case. What is not finite is a gap."""
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    told = [(record, record.training.loss) for record in ran if record.training]
+    held = [(record, loss) for record, loss in told if loss]
+    names = _unique([_name(record) for record, _ in held])
+    figure = go.Figure()
+    for index, ((_, loss), name) in enumerate(zip(held, names, strict=True)):
+        figure.add_scatter(
+            x=list(range(len(loss))),
+            y=list(loss),
+            name=escape(name),
+            **_style(index),
+            hovertemplate="%{x}: %{y:.4f}<extra></extra>",
+        )
+    figure.update_xaxes(title="sample")
+    figure.update_yaxes(title="loss")
+    return styled(figure, height=340 + 20 * len(held))
+
+
+def _style(index: int) -> dict[str, object]:
+    """Colour, dash and symbol together tell lines apart."""
+    colour = COLOURS[index % len(COLOURS)]
+    return {
+        "mode": "lines+markers",
+        "line": {"color": colour, "width": 1.5, "dash": _DASHES[index % len(_DASHES)]},
+        "marker": {"color": colour, "symbol": SYMBOLS[index % len(SYMBOLS)], "size": 5},
+    }
+
+
+def _name(record: Measured) -> str:
+    return f"{record.train.model.name} {shape_text(record.train)}"
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Bars of one name would be drawn over each other."""
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
+        for index, name in enumerate(names)
+    ]

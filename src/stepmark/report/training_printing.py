@@ -1,0 +1,200 @@
+"""Rows of training on a terminal: a block per case, a table where there are several."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stepmark.core.units import format_time
+from stepmark.report.printing import Column, digits, print_rows
+from stepmark.report.tables import Row, number, text
+from stepmark.report.training_remarks import remarks, title
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PRINTED: tuple[Column, ...] = (
+    ("model", "model", False, 0),
+    ("scale", "scale", False, 4),
+    ("strategy", "strategy", False, 0),
+    ("num_ranks", "ranks", True, 0),
+    ("mbs", "mbs", True, 0),
+    ("seq_len", "seq", True, 5),
+    ("techniques", "techniques", False, 0),
+    ("time_s", "sample", True, 0),
+    ("spread_pct", "+- %", True, 3),
+    ("n", "n", True, 6),
+    ("tokens_per_s_gpu", "tokens/s/GPU", True, 0),
+    ("tflops", "causal", True, 0),
+    ("tflops_torchtitan", "torchtitan", True, 2),
+    ("tflops_palm_all", "palm-all", True, 1),
+    ("mfu_pct", "MFU %", True, 0),
+    ("mfu_fp8_pct", "of FP8 %", True, 4),
+    ("pct_ceiling", "% ceiling", True, 5),
+    ("allocated_gib", "GiB", True, 2),
+    ("loss_last", "loss", True, 3),
+    ("status", "status", False, 0),
+)
+
+_RANKS: tuple[Column, ...] = (
+    ("rank", "rank", True, 0),
+    ("time_s", "sample", True, 0),
+    ("vs_median_rank", "/ median", True, 0),
+    ("fwd_s", "fwd", True, 2),
+    ("bwd_s", "bwd", True, 2),
+    ("optim_s", "optim", True, 2),
+    ("other_s", "other", True, 3),
+    ("data_s", "data wait", True, 3),
+    ("allocated_gib", "GiB", True, 1),
+    ("reserved_gib", "reserved", True, 4),
+    ("clock_mhz", "MHz", True, 1),
+    ("power_w", "W", True, 1),
+    ("throttle", "throttled", False, 1),
+)
+
+_CONVENTIONS = (
+    ("causal", "tflops", "mfu_pct"),
+    ("torchtitan", "tflops_torchtitan", "mfu_torchtitan_pct"),
+    ("palm-all", "tflops_palm_all", "mfu_palm_all_pct"),
+    ("hfu", "tflops_hfu", "hfu_pct"),
+)
+
+
+def print_training(
+    rows: Sequence[Row], console: "Console", per_rank: Sequence[Row] = ()
+) -> None:
+    """A block for each case, with a line per rank where `per_rank` rows are given; then a
+    table of all cases if there are several, else what was skipped or failed."""
+    for row in rows:
+        if number(row, "time_s") is None:
+            continue
+        for line in block(row):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        key = (row["case_id"], row["launch"])
+        if own := [one for one in per_rank if (one["case_id"], one["launch"]) == key]:
+            print_rows(own, console, _RANKS)
+        console.print()
+    table = rows if len(rows) > 1 else [row for row in rows if number(row, "time_s") is None]
+    print_rows(table, console, _PRINTED)
+
+
+def block(row: Row) -> list[str]:
+    """Lines about one case that ran."""
+    lines = (
+        ("sample", _sample(row)),
+        ("tokens/s", _tokens(row)),
+        ("TFLOP/s", _flops(row)),
+        ("phases", _phases(row)),
+        ("memory", _memory(row)),
+        ("device", _device(row)),
+        ("loss", _loss(row)),
+        ("start", _start(row)),
+        ("ranks", _ranks(row)),
+        *(("remark", line) for line in remarks(row)),
+    )
+    return [title(row), *(f"  {lead:<10}{line}" for lead, line in lines if line)]
+
+
+def _time(row: Row, key: str) -> str:
+    value = number(row, key)
+    return "n/a" if value is None else format_time(value)
+
+
+def _sample(row: Row) -> str:
+    what = "forward and backward" if row["schedule"] == "micro" else "optimizer step"
+    if row["schedule"] == "step" and row["grad_accum"] != 1:
+        what += f" of {row['grad_accum']} micro-steps"
+    spread = ", ".join(f"{name} {_time(row, f'{name}_s')}" for name in ("p10", "p90", "min"))
+    spread += f", max {_time(row, 'max_s')}"
+    return f"{_time(row, 'time_s')} per {what} ({spread}); {_counts(row)}"
+
+
+def _counts(row: Row) -> str:
+    dropped = number(row, "warmup_samples")
+    plural = "" if row["n"] == 1 else "s"
+    found = f"{row['n']} sample{plural}"
+    return found if dropped is None else f"{found} after {dropped:.0f} of warm-up"
+
+
+def _tokens(row: Row) -> str:
+    typical = f"{_count(number(row, 'tokens_per_s_gpu_median'))} by the median"
+    if row["tokens_per_s_gpu"] is None:
+        return f"{typical}, per GPU"
+    per_gpu, total = (_count(number(row, f"tokens_per_s{end}")) for end in ("_gpu", ""))
+    return f"{per_gpu} per GPU, {total} in all; {typical}"
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "n/a"
+    return f"{value:,.0f}" if value >= 1000 else digits(value)
+
+
+def _flops(row: Row) -> str:
+    if row["tflops"] is None:
+        return ""
+    words = []
+    for name, key, share in _CONVENTIONS:
+        value, pct = number(row, key), number(row, share)
+        if key == "tflops_hfu" and value == number(row, "tflops"):
+            continue  # nothing is computed twice
+        shown = "n/a" if value is None else digits(value)
+        words.append(f"{name} {shown}" + ("" if pct is None else f" ({pct:.1f} %)"))
+    return f"{', '.join(words)} per GPU; {_against(row)}"
+
+
+def _against(row: Row) -> str:
+    """What the shares are of."""
+    peak = number(row, "peak_tflops")
+    words = ["peak n/a" if peak is None else f"of {digits(peak)} ({row['peak_dtype']} peak)"]
+    if (share := number(row, "mfu_fp8_pct")) is not None:
+        words.append(f"causal is {share:.1f} % of the FP8 peak")
+    if (share := number(row, "pct_ceiling")) is not None:
+        words.append(f"{share:.1f} % of the measured matmul ceiling")
+    return ", ".join(words)
+
+
+def _phases(row: Row) -> str:
+    named = (("forward", "fwd_s"), ("backward", "bwd_s"), ("optimizer", "optim_s"))
+    words = [
+        f"{name} {_time(row, key)}"
+        for name, key in (*named, ("other", "other_s"), ("batch waited for", "data_s"))
+        if row[key] is not None
+    ]
+    return ", ".join(words)
+
+
+def _memory(row: Row) -> str:
+    allocated, reserved = number(row, "allocated_gib"), number(row, "reserved_gib")
+    if allocated is None:
+        return ""
+    whole = number(row, "memory_gib")
+    of = "" if whole is None else f" of {digits(whole)}"
+    held = "" if reserved is None else f", {digits(reserved)} reserved{of}"
+    return f"{digits(allocated)} GiB allocated at most{held}"
+
+
+def _device(row: Row) -> str:
+    clock, power = number(row, "clock_mhz"), number(row, "power_w")
+    words = [f"{clock:.0f} MHz"] if clock is not None else []
+    words += [f"{power:.0f} W"] if power is not None else []
+    words += [f"attention {row['attention_run']}"] if row["attention_run"] else []
+    return ", ".join(words)
+
+
+def _loss(row: Row) -> str:
+    first, last = number(row, "loss_first"), number(row, "loss_last")
+    if first is None or last is None:
+        return ""
+    data = text(row, "data_run") or text(row, "data")
+    return f"{first:.4f} -> {last:.4f} ({data})"
+
+
+def _start(row: Row) -> str:
+    named = (("model and optimizer", "build_s"), ("first sample", "first_s"))
+    return ", ".join(f"{name} {_time(row, key)}" for name, key in named if row[key])
+
+
+def _ranks(row: Row) -> str:
+    ratio = number(row, "vs_median_rank")
+    if ratio is None:
+        return ""
+    return f"slowest is rank {row['slowest_rank']}, {ratio:.3f} x the median rank"
