@@ -1,20 +1,14 @@
 """stepmark comm NAME...: collectives, with nccl-tests' flags and table."""
 
-import itertools
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from stepmark.cli import options
 from stepmark.cli.options import BUDGET, DEVICE, OUTPUT, Flag, Values, as_command
 from stepmark.core.collectives import FACTS, Api, Collective, placements
-from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import MESSAGE_DTYPES
 from stepmark.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from stepmark.launch.evidence import Lost
-
-Places = list[tuple[int, CommCase]]
 
 NAMES = (
     Flag(
@@ -179,7 +173,13 @@ def measure(values: dict[str, Any]) -> None:
     """Plan; then, started plainly, start ranks and watch them, or be one of them."""
     import typer  # noqa: PLC0415
 
-    from stepmark.cli import comm_output, comm_plan, comm_values, session  # noqa: PLC0415
+    from stepmark.cli import (  # noqa: PLC0415
+        comm_output,
+        comm_plan,
+        comm_values,
+        rank_parent,
+        session,
+    )
     from stepmark.launch import torchrun  # noqa: PLC0415
 
     names = values.pop("names") or []
@@ -199,14 +199,15 @@ def measure(values: dict[str, Any]) -> None:
     if not torchrun.is_rank() or (torchrun.is_first() and not torchrun.has_parent()):
         for note in plan.notes:
             sys.stderr.write(f"# {note}\n")
-    places = positions(plan.cases, values.get("launches") or 1)
+    places = rank_parent.positions(plan.cases, values.get("launches") or 1)
     if torchrun.is_rank():
         from stepmark.cli import comm_rank  # noqa: PLC0415
 
         raise typer.Exit(comm_rank.work(places, values, device))
     # Ranks get all that was decided here, whatever it was decided from.
     told = as_arguments(names, {**values, "device": device, "nproc": str(world_size)})
-    raise typer.Exit(as_parent(told, places, values, world_size))
+    deliver = comm_output.deliver
+    raise typer.Exit(rank_parent.as_parent(told, places, values, world_size, deliver))
 
 
 def table() -> str:
@@ -232,103 +233,20 @@ def _with_nproc(values: Values, device: str) -> Values:
     return values if values.get("nproc") else {**values, "nproc": default}
 
 
-def as_parent(arguments: list[str], places: Places, values: Values, world_size: int) -> int:
-    """Start ranks on this host, watch them from outside, show what they measured."""
-    from stepmark.cli import comm_output  # noqa: PLC0415
-
-    code, run = watched(arguments, places, world_size)
-    return comm_output.deliver(run, values, code) if run else code
-
-
 def beside_operators(names: list[str], values: dict[str, Any], run: Path) -> int:
     """Collectives into a run that exists, for `stepmark run`; the exit code."""
-    from stepmark.cli import comm_plan  # noqa: PLC0415
+    from stepmark.cli import comm_plan, rank_parent  # noqa: PLC0415
 
     world_size = int(values["nproc"])
     plan = comm_plan.plan(names, values, values["device"], world_size)
     arguments = as_arguments(names, values)
-    return watched(arguments, positions(plan.cases, 1), world_size, going_on=run)[0]
+    places = rank_parent.positions(plan.cases, 1)
+    return rank_parent.watched(arguments, places, world_size, going_on=run)[0]
 
 
 def as_arguments(names: list[str], values: Values) -> list[str]:
     """The command line that gives these values."""
-    words = ["comm", *names]
-    for flag in itertools.chain(*ALL):
-        value = values.get(flag.name)
-        if value is None or value is False:
-            continue
-        words.append(flag.names[0] if flag.names else "--" + flag.name.replace("_", "-"))
-        # Exactly: ranks plan from these words what their parent planned from the values.
-        shown = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
-        words += [] if value is True else [shown]
-    return words
-
-
-def watched(
-    arguments: list[str],
-    places: Places,
-    world_size: int,
-    *,
-    going_on: Path | None = None,
-) -> tuple[int, Path | None]:
-    """Start ranks, record what they could not; the exit code and the run."""
-    from stepmark.launch.supervise import supervise  # noqa: PLC0415
-
-    runs: list[Path] = [going_on] if going_on else []
-
-    def on_lost(lost: "Lost", run: Path | None) -> None:
-        record_lost(lost, run, places)
-
-    code = supervise(
-        arguments,
-        world_size,
-        num_cases=len(places),
-        on_lost=on_lost,
-        on_run=runs.append,
-        going_on=going_on,
-    )
-    return code, runs[-1] if runs else None
-
-
-def positions(cases: list[CommCase], launches: int) -> Places:
-    """(launch, case) by position: what parent and ranks call a case by."""
-    return [(launch, case) for launch in range(1, launches + 1) for case in cases]
-
-
-def record_lost(lost: "Lost", run: Path | None, places: Places) -> None:
-    """A case whose ranks hang or died is a record like any other, written for them."""
-    from stepmark.cli.progress import named  # noqa: PLC0415
-    from stepmark.core.record import Failed  # noqa: PLC0415
-    from stepmark.store.runs import RunWriter  # noqa: PLC0415
-
-    if lost.position is None:
-        sys.stderr.write(f"stepmark: {lost.message}\n")
-        return
-    launch, case = places[lost.position]
-    sys.stderr.write(
-        f"[{lost.position + 1}/{len(places)}] {named(case)}: "
-        f"failed ({lost.cause}): {lost.message}\n"
-    )
-    if run is None:
-        return
-    writer, _ = RunWriter.go_on(run)
-    with writer:
-        writer.append(
-            Failed(
-                run_id=run.name,
-                case=case,
-                cause=lost.cause,
-                message=lost.message,
-                ranks=lost.ranks,
-                traceback=lost.stacks,
-                launch=launch,
-            )
-        )
-    if lost.flight:
-        folder = run / "traces"
-        folder.mkdir(exist_ok=True)
-        for rank, text in lost.flight.items():
-            (folder / f"flight-{lost.position}-rank{rank}.json").write_text(text)
+    return options.as_arguments(["comm", *names], values, *ALL)
 
 
 command = as_command(

@@ -30,6 +30,7 @@ VERBS = {
     "compare": Verb("compare", "compare", "Runs, nccl-tests files, CSVs: ratios and verdicts."),
     "report": Verb("report", "report", "Write report.html of a run."),
     "comm": Verb("comm", "command", "Measure collectives: nccl-tests' flags, no MPI."),
+    "train": Verb("train", "command", "Measure training steps: single, DDP, FSDP, TP, PP."),
     "op": Verb("op", "app", "Measure operators: one family, or all of a model's layer."),
     "runs": Verb("runs", "app", "List, show, export and query earlier runs."),
     "sweep": Verb("sweep", "command", "The same command under several settings, compared."),

@@ -3,7 +3,7 @@ groups below; a handler gets them as one mapping."""
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -141,6 +141,23 @@ def as_command(
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     command.__doc__ = doc
     return command
+
+
+def as_arguments(words: Iterable[str], values: Values, *groups: tuple[Flag, ...]) -> list[str]:
+    """The command line that gives these values: words first, then flags."""
+    found = list(words)
+    for flag in (flag for group in groups for flag in group if not flag.argument):
+        value = values.get(flag.name)
+        if value is None or (value is False and flag.default is False):
+            continue
+        on, _, off = (flag.names or ("--" + flag.name.replace("_", "-"),))[0].partition("/")
+        if isinstance(value, bool):
+            found.append(on if value else off)
+            continue
+        # Exactly: ranks plan from these words what their parent planned from the values.
+        shown = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+        found += [on, shown]
+    return found
 
 
 def whole_numbers(text: str, field: str) -> list[int]:

@@ -133,7 +133,8 @@ def _member(kind: Any, text: str | None, field: str, default: Any) -> Any:
 
 
 def models(values: Values, tp: int = 1) -> list[ModelConfig]:
-    """Built-in models by name, a Hugging Face config.json, or Primus' list of models."""
+    """Built-in models by name, or files: a config.json of Hugging Face or llm-train-bench, or
+    Primus' list of models."""
     found: list[ModelConfig] = []
     for word in words(values.get("model")):
         path = Path(word)
@@ -148,7 +149,12 @@ def models(values: Values, tp: int = 1) -> list[ModelConfig]:
 
 
 def _models_of_file(path: Path) -> list[ModelConfig]:
-    from stepmark.workload.formats import huggingface, primus  # noqa: PLC0415
+    from stepmark.workload.formats import (  # noqa: PLC0415
+        huggingface,
+        llm_train_bench,
+        primus,
+        strict_json,
+    )
 
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -158,6 +164,8 @@ def _models_of_file(path: Path) -> list[ModelConfig]:
         raise ConfigError("model", file, f"a readable file ({error.strerror})") from None
     if start == b"[":
         return list(primus.read_model_configs(file))
+    if llm_train_bench.is_config(strict_json.read_json(file)):
+        return [llm_train_bench.read_config(file)]
     return [huggingface.read_config(file)]
 
 

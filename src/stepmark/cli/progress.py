@@ -7,6 +7,7 @@ from stepmark.core.case import Case
 from stepmark.core.collectives import RedOp
 from stepmark.core.comm_case import CommCase
 from stepmark.core.record import AnyCase, Failed, Measured, Record, Skipped
+from stepmark.core.train_case import TrainCase
 from stepmark.core.units import format_bytes, format_time
 
 if TYPE_CHECKING:
@@ -52,8 +53,11 @@ class Progress:
 
 def named(case: AnyCase) -> str:
     """What a line of progress calls a case."""
+    from stepmark.report import training_words  # noqa: PLC0415
     from stepmark.report.tables import shape_text  # noqa: PLC0415
 
+    if isinstance(case, TrainCase):
+        return f"{case.family} {case.model.name} {training_words.shape_text(case)}"
     if isinstance(case, CommCase):
         words = [case.family, format_bytes(case.message_bytes), case.dtype]
         words += [str(case.redop)] if case.redop is not RedOp.NONE else []

@@ -30,8 +30,8 @@ def run(
         bool, typer.Option("--dry-run", help="list the cases, run none")
     ] = False,
 ) -> None:
-    """Doctor, every operator of a model's layer, collectives, summary and HTML report."""
-    from stepmark.cli import comm, op, session  # noqa: PLC0415
+    """Doctor, operators of a model's layer, collectives, training steps, summary, HTML."""
+    from stepmark.cli import comm, op, run_training, session, train  # noqa: PLC0415
     from stepmark.launch import torchrun  # noqa: PLC0415
 
     values = _values(model, device, nproc, budget, out)
@@ -41,8 +41,12 @@ def run(
     cases = op.layer_cases(values, kind, ranks)
     if dry_run:
         op.listed(cases, values)
-        if asked := _collectives(values, kind):
-            typer.echo("then: stepmark " + " ".join(comm.as_arguments(NAMES, asked)), err=True)
+        then = (
+            [comm.as_arguments(NAMES, asked)] if (asked := _collectives(values, kind)) else []
+        )
+        then += [train.as_arguments(how)] if (how := run_training.flags(values, kind)) else []
+        for words in then:
+            typer.echo("then: stepmark " + " ".join(words), err=True)
         return
     session.check_outputs(values)
     if torchrun.is_rank():
@@ -50,6 +54,8 @@ def run(
     code, path = _operators_of(cases, values, kind, ranks)
     if path and code not in (2, 130, 143) and (asked := _collectives(values, kind)):
         code = worst(code, comm.beside_operators(NAMES, asked, path))
+    if path and code not in (2, 130, 143) and (how := run_training.flags(values, kind)):
+        code = worst(code, train.beside_operators(how, path))
     raise typer.Exit(_show(path, code) if path else code)
 
 
@@ -89,14 +95,24 @@ def _show(path: Path, code: int) -> int:
     """Tables, summary and page of a run; the exit code."""
     from stepmark.cli import report, session  # noqa: PLC0415
     from stepmark.cli.view import console, view  # noqa: PLC0415
-    from stepmark.report import comm_printing, comm_summary, printing, summary  # noqa: PLC0415
+    from stepmark.report import (  # noqa: PLC0415
+        comm_printing,
+        comm_summary,
+        printing,
+        summary,
+        training_printing,
+        training_summary,
+    )
 
     seen = view(path)
     page = report.write(path)
     printing.print_rows(seen.rows, console())
     if seen.comm_rows:
         comm_printing.wide(seen.comm_rows, console())
-    for line in comm_summary.comm_lines(seen.comm_rows):
+    if seen.train_rows:
+        training_printing.print_training(seen.train_rows, console())
+    lines = comm_summary.comm_lines(seen.comm_rows)
+    for line in (*lines, *training_summary.train_lines(seen.train_rows)):
         console().print(line, markup=False, highlight=False, soft_wrap=True)
     summary.terminal_summary(seen.run, seen.rows, console(), report=page)
     return code or session.exit_code(seen)

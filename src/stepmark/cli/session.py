@@ -91,8 +91,8 @@ def effort(values: Values) -> "Effort":
     return Effort(total_s=None if budget is None else parse_duration(budget, "budget"))
 
 
-def make_rig(device: str) -> "Rig":
-    """This rank's device, ready to measure."""
+def make_rig(device: str, *, for_meshes: bool = False) -> "Rig":
+    """This rank's device, ready to measure; for_meshes as in bench/ranks.py."""
     import psutil  # noqa: PLC0415
     import torch  # noqa: PLC0415
 
@@ -100,7 +100,7 @@ def make_rig(device: str) -> "Rig":
     from stepmark.bench.ranks import join  # noqa: PLC0415
     from stepmark.bench.rig import Rig  # noqa: PLC0415
 
-    ranks = join(device)
+    ranks = join(device, for_meshes=for_meshes)
     if device == "cuda":
         cache = torch.cuda.get_device_properties(ranks.device).L2_cache_size
         return Rig(
@@ -265,7 +265,7 @@ def exit_code(seen: "View") -> int:
     """1 for wrong results or figures above a binding limit, 3 for failed cases, else 0."""
     if any(isinstance(r, Measured) and r.num_wrong for r in seen.records):
         return 1
-    if any(row.get("over_limit") for row in (*seen.rows, *seen.comm_rows)):
+    if any(row.get("over_limit") for row in (*seen.rows, *seen.comm_rows, *seen.train_rows)):
         return 1
     return 3 if any(isinstance(r, Failed) for r in seen.records) else 0
 
@@ -293,14 +293,14 @@ def deliver(outcome: Outcome, values: Values) -> None:
 
     seen = outcome.view
     json, csv = values.get("json"), values.get("csv")
-    by_model = _by_model(seen.rows)
+    grouped = by_model(seen.rows)
     if style := values.get("style"):
         made = styles.STYLES[style](seen.records, seen.run)
         sys.stdout.write(styles.as_text(made))
     if json:
-        write_tables(by_model if _is_folder(json) else {"rows": seen.rows}, json, "json")
+        write_tables(grouped if _is_folder(json) else {"rows": seen.rows}, json, "json")
     if csv:
-        write_tables(by_model if _is_folder(csv) else {"rows": seen.rows}, csv, "csv")
+        write_tables(grouped if _is_folder(csv) else {"rows": seen.rows}, csv, "csv")
     if not style and "-" not in (json, csv):
         printing.print_rows(seen.rows, console())
     sys.stderr.write(f"run {outcome.path}\n")
@@ -346,7 +346,8 @@ def _is_folder(target: str) -> bool:
     return target.endswith("/") or Path(target).is_dir()
 
 
-def _by_model(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def by_model(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """By a name that a file can have: of the model, or of the family."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         name = str(row.get("model") or row.get("family"))

@@ -30,9 +30,7 @@ def apply(model: Transformer, meshes: Meshes) -> None:
         experts.dispatch = AllToAll(mesh.get_group())
 
 
-def shard_experts(
-    model: Transformer, case: TrainCase, meshes: Meshes, **options: Any
-) -> None:
+def shard_experts(model: Transformer, case: TrainCase, meshes: Meshes, **options: Any) -> None:
     """FSDP of the experts held, over the ranks that hold the same. Call before their blocks."""
     whole = meshes.experts()
     mesh: DeviceMesh = (
@@ -44,6 +42,8 @@ def shard_experts(
         held: Any = fully_shard(experts.held, mesh=mesh, **options)
         # Gradients here are sums over the tokens of ep ranks; all others are means over all.
         held.set_gradient_divide_factor(float(case.parallel.data_ranks))
+        if case.backend == "gloo":  # it cannot scale while it sums
+            held.set_force_sum_reduction_for_comms(True)
 
 
 def _of(model: Transformer) -> list[Experts]:

@@ -6,7 +6,7 @@ import torch
 
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training.loop import Loop
-from stepmark.bench.training.messages import MessageRecorder
+from stepmark.bench.training.messages import MessageRecorder, merge
 from stepmark.bench.training.profile import Profile
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.train_case import TrainCase
@@ -19,14 +19,7 @@ def messages(work: Loop, ranks: Ranks) -> tuple[tuple[MessageKind, Tally], ...]:
     recorder = MessageRecorder()
     with recorder:
         work.aside(on_phase=lambda name: setattr(recorder, "phase", name))
-    together: dict[MessageKind, Tally] = {}
-    for histogram in ranks.gather(recorder.histogram()):
-        for kind, tally in histogram:
-            held = together.get(kind, Tally(calls=0, ranks=0))
-            together[kind] = Tally(
-                calls=held.calls + tally.calls, ranks=held.ranks + tally.ranks
-            )
-    return tuple(together.items())
+    return merge(ranks.gather(recorder.histogram()))
 
 
 def profile(

@@ -29,7 +29,6 @@ _AHEAD = 2
 _AGREE_S = 0.5
 # So many times the wanted samples at most, until they are steady.
 _PATIENCE = 4
-_LISTS = ("seconds", "fwd_s", "bwd_s", "optim_s", "data_s", "losses")
 # What begins where a mark is set; a pipeline has no "fwd" mark, and its phases are mixed.
 _FOLLOWS = {"data": "forward", "fwd": "backward", "work": "optimizer"}
 
@@ -141,12 +140,12 @@ class Loop:
 
     def aside(self, on_phase: Callable[[str], None] | None = None) -> None:
         """One cycle that is not recorded. on_phase hears of each phase as it begins."""
-        before = replace(self.taken)
-        held = {name: list(getattr(self.taken, name)) for name in _LISTS}
+        before = self.taken
+        self.taken = Taken()
         for _ in range(self._case.cycle):
             self.sample(on_phase)
         self._settle(0)
-        self.taken = replace(before, **held)
+        self.taken = before
 
     def sample(self, on_phase: Callable[[str], None] | None = None) -> None:
         """Enqueue one sample."""
@@ -214,10 +213,11 @@ class Loop:
         if interrupted or late or len(slowest) >= most:
             return True
         steady = steady_from(slowest, self._case.cycle)
-        return steady is not None and len(slowest) - steady >= wanted
+        # The first cycle compiles and allocates: it is never steady.
+        return steady is not None and len(slowest) - max(steady, self._case.cycle) >= wanted
 
     def _steady(self, wanted: int) -> int:
-        """The first cycle is never steady; a case that never settles keeps its last samples."""
+        """A case that never settles keeps its last samples."""
         slowest, cycle = self._slowest(), self._case.cycle
         found = steady_from(slowest, cycle)
         if found is None:

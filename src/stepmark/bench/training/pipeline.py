@@ -52,7 +52,7 @@ class Pipelined:
         built = [parallelize(case, meshes, device, layers[stage]) for stage in mine]
         self.models: list[nn.Module] = [one.model for one in built]
         self._autocast = precision.autocast(case)
-        stages = [
+        stages: list[Any] = [
             PipelineStage(one.call, index, num_stages, device, group=group)
             for index, one in zip(mine, built, strict=True)
         ]

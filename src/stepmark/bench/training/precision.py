@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.bench.training.attention import Attention
 from stepmark.core.dtypes import DType
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel, Fp8, Precision
@@ -47,6 +48,8 @@ def apply_fp8(model: nn.Module, case: TrainCase) -> None:
     for module in model.modules():
         if type(module).__name__ == "Float8Linear":
             _take_rows(module)
+        if isinstance(module, Attention):
+            module.joins_gradients = True
 
 
 def _take_rows(module: nn.Module) -> None:
@@ -55,13 +58,12 @@ def _take_rows(module: nn.Module) -> None:
     Its backward pass flattens its input and takes the scale again. The compiler sees that both
     scales are one only where there was nothing to flatten.
     """
-    of_rows = module.forward
+    of_rows: Callable[[Tensor], Tensor] = module.forward
 
-    def forward(x: Tensor) -> Tensor:
-        rows: Tensor = of_rows(x.flatten(0, -2))
-        return rows.unflatten(0, x.shape[:-1])
+    def forward(x: Tensor) -> Any:
+        return of_rows(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _torchao() -> Any:

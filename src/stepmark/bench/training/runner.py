@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import torch
 
 from stepmark.bench.agree import CaseFailedError, agreed
+from stepmark.bench.ranks import Ranks
 from stepmark.bench.rig import Rig, release
 from stepmark.bench.telemetry import Sampler
 from stepmark.bench.training import alarm, data, extras, loop, refusals, trainer
 from stepmark.bench.training.facts import State, facts, judge
-from stepmark.bench.training.mesh import place_of
+from stepmark.bench.training.mesh import Place, place_of
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.record import Failed, Measured, Record, Skipped
 from stepmark.core.train_case import TrainCase
@@ -21,6 +22,8 @@ from stepmark.core.train_memory import largest_mbs
 from stepmark.core.training import CompileScope, Schedule
 
 _STEPS, _CYCLES = 30, 10
+# Of a device's memory: the rest is the context, NCCL's buffers and what lies between tensors.
+_USABLE = 0.93
 
 
 class Guard(Protocol):
@@ -158,7 +161,7 @@ def _with_estimate(record: Failed, case: TrainCase, rig: Rig) -> Failed:
     if record.cause != "oom" or rig.ranks.device.type != "cuda":
         return record
     total = torch.cuda.get_device_properties(rig.ranks.device).total_memory
-    most = min(largest_mbs(case, total), case.mbs - 1)
+    most = min(largest_mbs(case, int(total * _USABLE)), case.mbs - 1)
     hint = (
         f"about --mbs {most} should fit (estimate)"
         if most
@@ -196,39 +199,43 @@ def _measure(
             work.run(_wanted(case, options), end_s)
 
     all_ranks(steady)
-    taken = work.taken
-    seen = state.since(build_s, taken.first_s)
+    seen = state.since(build_s, work.taken.first_s)
     messages: tuple[tuple[MessageKind, Tally], ...] = ()
     traces: tuple[str, ...] = ()
-    if options.messages and not taken.interrupted:
+    if options.messages and not work.taken.interrupted:
         messages = all_ranks(lambda: extras.messages(work, ranks))
-    if options.profile and folder and not taken.interrupted:
+    if options.profile and folder and not work.taken.interrupted:
         chosen = ranks.rank in options.profile_ranks
         traces = all_ranks(lambda: extras.profile(work, ranks, case, folder, chosen))
-    has_loss = place.tp == 0 and place.cp == 0
-    losses = ranks.gather([float(one) for one in taken.losses] if has_loss else [])
-    everyone = ranks.gather((taken.without_losses(), sampler.telemetry(), seen))
+    everyone = ranks.gather((work.taken.without_losses(), sampler.telemetry(), seen))
     of_ranks, telemetry, states = zip(*everyone, strict=True)
-    loss = tuple(sum(one) / len(one) for one in zip(*filter(None, losses), strict=False))
+    loss = _mean_losses(work.taken, ranks, place)
     samples, training = facts(case, of_ranks, states, loss)
-    record = Measured(
+    return Measured(
         run_id=run_id,
         case=case,
         samples=replace(samples, wall_s=time.monotonic() - begin),
         checks=(judge(loss, case),),
         telemetry=telemetry,
-        backend_run=training.attention_run,
+        backend_run=(kernel := extras.attention_kernel(case, ranks.device)),
         peak_memory_bytes=max(filter(None, training.allocated_bytes), default=None),
         started_at=started_at,
         training=replace(
             training,
-            attention_run=extras.attention_kernel(case, ranks.device),
+            attention_run=kernel,
             data=data.describe(case),
             messages=messages,
             traces=traces,
         ),
-    )
-    return record, taken.interrupted
+    ), work.taken.interrupted
+
+
+def _mean_losses(taken: loop.Taken, ranks: Ranks, place: Place) -> tuple[float, ...]:
+    """By sample, over data ranks; ranks that share a micro-batch have the same one."""
+    is_speaker = place.tp == 0 and place.cp == 0
+    everyone = ranks.gather([float(one) for one in taken.losses] if is_speaker else [])
+    columns = zip(*filter(None, everyone), strict=False)
+    return tuple(sum(column) / len(column) for column in columns)
 
 
 def _wanted(case: TrainCase, options: Options) -> int:

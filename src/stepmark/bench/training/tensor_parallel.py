@@ -6,19 +6,19 @@ them, divide heads and widths, and scatter the sum (Korthikanti et al., arXiv:22
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
+from stepmark.bench.training.transformer import Transformer
 from stepmark.core.model import ModelConfig
 from stepmark.core.train_case import TrainCase
 
@@ -52,7 +52,7 @@ class _Whole(ParallelStyle):
         return module
 
 
-def apply(model: nn.Module, case: TrainCase, mesh: DeviceMesh) -> None:
+def apply(model: Transformer, case: TrainCase, mesh: DeviceMesh) -> None:
     """Shard a Transformer's parameters over `mesh`, in place."""
     if case.async_tp:
         _enable_async(mesh)
@@ -75,8 +75,13 @@ def _embedding(embedding: nn.Module, mesh: DeviceMesh) -> None:
     if getattr(embedding, "positions", None) is not None:
         plan["positions"] = _Whole(Replicate())
     parallelize_module(embedding, mesh, plan)
-    scatter = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-    parallelize_module(embedding, mesh, scatter)
+
+    def scatter(_module: nn.Module, _inputs: Any, x: Tensor) -> Tensor:
+        whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        # A copy, not a view: FSDP warns of views that leave its modules.
+        return whole.redistribute(mesh, [Shard(1)]).to_local().clone()
+
+    embedding.register_forward_hook(scatter)
 
 
 def _block_plan(model: ModelConfig) -> dict[str, ParallelStyle]:

@@ -68,7 +68,7 @@ class Plain:
             shards_of_sequence(self._case, self._meshes, tokens, labels),
         ):
             with self._autocast(), self._fp8():
-                loss = self._built.call(tokens, labels)
+                loss: Tensor = self._built.call(tokens, labels)
             mark("fwd")
             (loss / self._case.grad_accum).backward()
             mark("bwd")

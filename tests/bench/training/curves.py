@@ -1,0 +1,112 @@
+"""Ways to spread a small model over four ranks, and the losses that each gives."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepmark.bench.ranks import Ranks
+from stepmark.bench.training import trainer
+from stepmark.bench.training.mesh import place_of
+from stepmark.core.model import ModelConfig, find_model
+from stepmark.core.parallel import ParallelConfig
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import DataParallel, GradSync, Precision, Recompute, Schedule
+
+GLOBAL_BATCH, STEPS = 8, 6
+
+
+def small(name: str, layers: int = 4) -> ModelConfig:
+    return replace(find_model(name).tiny(), num_layers=layers, seq_len=16)
+
+
+LLAMA, GPT2, MIXTRAL = small("llama-3.1-8b"), small("gpt2-125m"), small("mixtral-8x7b", 2)
+QWEN3, DEEPSEEK = small("qwen3-8b", 2), small("deepseek-v2-lite", 2)
+
+
+def case(model: ModelConfig, **values: Any) -> TrainCase:
+    return TrainCase(
+        model=model, device="cpu", backend="gloo", precision=Precision.FP32, lr=3e-3, **values
+    )
+
+
+def spread(model: ModelConfig, data_parallel: str, values: Any = None, **axes: int) -> TrainCase:
+    parallel = ParallelConfig(**axes)
+    mbs = GLOBAL_BATCH // parallel.data_ranks
+    return case(
+        model,
+        parallel=parallel,
+        data_parallel=DataParallel(data_parallel),
+        mbs=mbs,
+        **(values or {}),
+    )
+
+
+_ACCUMULATED = {"schedule": Schedule.STEP, "grad_accum": 2, "grad_sync": GradSync.LAST}
+CASES = {
+    "ddp": spread(LLAMA, "ddp", dp_replicate=4),
+    "ddp, tied": spread(GPT2, "ddp", dp_replicate=4),
+    "ddp, accumulated": spread(LLAMA, "ddp", _ACCUMULATED, dp_replicate=4),
+    "fsdp": spread(LLAMA, "fsdp", dp_shard=4),
+    "fsdp, accumulated": spread(LLAMA, "fsdp", _ACCUMULATED, dp_shard=4),
+    "fsdp, groups": spread(
+        GPT2, "fsdp", {"blocks_per_group": 3, "reshard": "no", "prefetch": 2}, dp_shard=4
+    ),
+    "fsdp, checkpointed": spread(
+        LLAMA,
+        "fsdp",
+        {"recompute": Recompute.BLOCKS, "recompute_blocks": (1, 2), "reshard": "2"},
+        dp_shard=4,
+    ),
+    "hsdp": spread(LLAMA, "fsdp", dp_replicate=2, dp_shard=2),
+    "tp": spread(LLAMA, "fsdp", tp=2, dp_shard=2),
+    "tp, tied": spread(GPT2, "fsdp", tp=2, dp_shard=2),
+    "tp, qk norm": spread(QWEN3, "fsdp", tp=2, dp_shard=2),
+    "pp": spread(LLAMA, "none", pp=4),
+    "pp x fsdp": spread(LLAMA, "fsdp", pp=2, dp_shard=2),
+    "pp x tp": spread(LLAMA, "none", pp=2, tp=2),
+    "pp, interleaved": spread(
+        LLAMA, "fsdp", {"pp_schedule": "interleaved"}, pp=2, dp_shard=2
+    ),
+    "ep": spread(MIXTRAL, "fsdp", ep=4, dp_shard=4),
+    "ep x fsdp": spread(MIXTRAL, "fsdp", ep=2, dp_shard=4),
+    "ep x hsdp": spread(MIXTRAL, "fsdp", ep=2, dp_replicate=2, dp_shard=2),
+    "ep, mla": spread(DEEPSEEK, "fsdp", ep=2, dp_shard=4),
+}
+
+
+def alone(spread_case: TrainCase) -> TrainCase:
+    """The same global batch on one rank."""
+    values = {"grad_accum": spread_case.grad_accum, "schedule": spread_case.schedule}
+    return case(spread_case.model, mbs=GLOBAL_BATCH, **values)
+
+
+def losses(of: TrainCase, ranks: Ranks) -> list[float]:
+    """Of each sample, mean over data ranks. Every rank calls it."""
+    made = trainer.make(of, ranks.device)
+    place = place_of(ranks.rank, of.parallel)
+    batches = _batches(of, place.data_rank)
+    mine: list[list[Tensor]] = []
+    for step in range(STEPS * of.grad_accum):
+        tokens, labels = next(batches)
+        is_last = (step + 1) % of.grad_accum == 0
+        loss = made.micro_step(tokens, labels, is_last=is_last, mark=lambda _name: None)
+        if loss is not None:
+            mine.append([loss.clone()])
+        if is_last:
+            made.optimizer_step()
+    told = [one for one in ranks.gather([float(one) for (one,) in mine]) if one]
+    return [sum(column) / len(column) for column in zip(*told, strict=True)]
+
+
+def _batches(of: TrainCase, data_rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same micro-batches in every step, so that each update shows in the loss."""
+    rows = slice(data_rank * of.mbs, (data_rank + 1) * of.mbs)
+    for index in itertools.count():
+        generator = torch.Generator().manual_seed(index % of.grad_accum)
+        shape = (GLOBAL_BATCH, of.model.seq_len + 1)
+        tokens = torch.randint(0, of.model.vocab_size, shape, generator=generator)[rows]
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,0 +1,72 @@
+"""However a model is spread over ranks, it learns the same."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepmark.bench.ranks import Ranks
+
+from .curves import CASES, alone, losses
+
+ROOT = Path(__file__).parents[3]
+# fp32 sums in another order; AdamW's first steps are sign-like and amplify that.
+TOLERANCE = 2e-4
+# A token whose experts score nearly alike may then go to another one.
+TOLERANCE_OF_EXPERTS = 1e-3
+
+
+@pytest.fixture(scope="module")
+def spread() -> dict[str, list[float]]:
+    """All cases in one launch of four ranks."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "4", "-m", "tests.bench.training.curves_on_ranks"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@cache
+def reference(name: str) -> list[float]:
+    one = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cpu"))
+    return losses(alone(CASES[name]), one)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_curve_is_that_of_one_process(
+    name: str, spread: dict[str, list[float]]
+) -> None:
+    limit = TOLERANCE_OF_EXPERTS if CASES[name].model.moe else TOLERANCE
+    assert spread[name] == pytest.approx(reference(name), rel=limit)
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp, tied", "ep"])
+def test_the_curve_would_tell_a_step_that_does_nothing(name: str) -> None:
+    """Every step moves the loss by far more than the tolerance."""
+    want = reference(name)
+    frozen = losses_without_update(name)
+    assert len(set(frozen)) == 1
+    falls = [(a - b) / b for a, b in itertools.pairwise(want)]
+    assert min(falls) > 10 * TOLERANCE_OF_EXPERTS
+
+
+def losses_without_update(name: str) -> list[float]:
+    from dataclasses import replace
+
+    one = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cpu"))
+    return losses(replace(alone(CASES[name]), lr=0.0), one)

@@ -1,0 +1,144 @@
+"""`stepmark train` as a user starts it: what it measures, keeps and says; ranks that break."""
+
+import csv
+import json
+import os
+import re
+import shlex
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from stepmark.cli.main import status
+from stepmark.store.runs import read_records
+
+from .comm_process import Running, outcomes
+from .process import lines, only_run, stepmark
+
+TINY = ["--device", "cpu", "--scale", "tiny"]
+# A case is over when its share of the budget is; no case gets its samples.
+ENDLESS = ["--steps", "1000000", "--budget"]
+
+
+def test_one_rank_is_measured_shown_and_written(tmp_path: Path) -> None:
+    words = ["train", "gpt2-125m", "--strategy", "single", "--steps", "5", *TINY]
+    done = stepmark(*words, "--json", "rows.json", "--csv", "rows.csv", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path / "runs")
+    (record,) = read_records(run)
+    assert record.train.model.num_layers == 2
+    (line,) = lines(run)
+    assert len(line["samples"]["seconds"]) == 1
+    assert len(line["samples"]["seconds"][0]) >= 5
+    assert line["training"]["num_params"] == record.train.model.num_params
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    (same,) = csv.DictReader((tmp_path / "rows.csv").read_text().splitlines())
+    assert row["strategy"] == same["strategy"] == "single"
+    assert row["tokens_per_s_gpu"] > 0
+    assert float(same["tflops"]) > 0
+    assert "gpt2-125m@tiny" in done.stdout
+    assert "tokens/s" in done.stdout
+    assert re.search(r"^\[1/1\] train gpt2-125m@tiny single mbs 1", done.stderr, re.M)
+    assert done.stderr.splitlines()[-1].startswith("run ")
+
+
+def test_two_ranks_of_each_strategy_learn_a_text_and_tell_their_messages(
+    tmp_path: Path,
+) -> None:
+    words = ["train", "llama-3.1-8b", "--strategy", "ddp,fsdp", "--nproc", "2", *TINY]
+    words += ["--text", "--steps", "16", "--lr", "0.003", "--messages", "--out", "."]
+    done = stepmark(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = lines(only_run(tmp_path))
+    assert outcomes(found) == ["measured"] * 2
+    for line, collectives in zip(
+        found, ({"all_reduce"}, {"all_gather", "reduce_scatter"}), strict=True
+    ):
+        assert len(line["samples"]["seconds"]) == 2
+        losses = line["training"]["loss"]
+        assert losses[-1] < losses[0] - 0.5
+        sent = {kind["collective"] for kind, _ in line["training"]["messages"]}
+        assert collectives <= sent
+    first, second = (line["training"]["loss"][0] for line in found)
+    assert first == pytest.approx(second, rel=1e-5), "the same weights and data"
+    assert done.stdout.count("messages of one sample, not timed:") == 2
+
+
+def test_a_rank_killed_in_a_step_costs_one_case(tmp_path: Path) -> None:
+    words = ["train", "gpt2-125m", "--strategy", "ddp", *TINY, "--mbs", "1,2,4"]
+    running = Running(*words, *ENDLESS, "6s", cwd=tmp_path)
+    running.hurt(1, signal.SIGKILL, after=1)
+    assert running.end() == 3, running.err()
+    records = running.records()
+    assert outcomes(records) == ["measured", "lost rank", "measured"]
+    assert [record["case"]["mbs"] for record in records] == [1, 2, 4]
+    assert records[1]["ranks"] == [1]
+    assert "was killed by signal 9 (SIGKILL)" in records[1]["message"]
+    said = "[2/3] train gpt2-125m@tiny ddp x2 mbs 2 seq 64: fp32: failed (lost rank): rank 1"
+    assert said in running.err()
+    assert "Traceback" not in running.err()
+
+
+def test_an_interrupt_keeps_the_steps_measured_and_resume_goes_on(tmp_path: Path) -> None:
+    words = ["train", "gpt2-125m", "--strategy", "fsdp", *TINY, "--mbs", "1,2,4"]
+    words += [*ENDLESS, "6s"]
+    running = Running(*words, cwd=tmp_path)
+    running.wait_for(1)
+    time.sleep(1)  # a case takes two
+    os.killpg(running.process.pid, signal.SIGINT)
+    assert running.end(15) == 130, running.err()
+    kept = running.records()
+    assert outcomes(kept) == ["measured"] * 2
+    counts = [len(record["samples"]["seconds"][0]) for record in kept]
+    assert 0 < counts[1] < counts[0], "the second was cut short"
+    assert "mbs 2" in running.out()
+    said = re.search(
+        r"interrupted; finished cases are kept; go on with: stepmark (.*)", running.err()
+    )
+    assert said
+    assert set(shlex.split(said[1])) == {*words, "--nproc", "2", "--resume", str(running.run())}
+
+    running = Running(*words, "--resume", running.run().name, cwd=tmp_path)
+    assert running.end() == 0, running.err()
+    assert [record["case"]["mbs"] for record in running.records()] == [1, 2, 4]
+    assert running.records()[:2] == kept
+
+
+def test_a_broken_rank_costs_its_case_and_new_ranks_go_on(tmp_path: Path) -> None:
+    words = ["train", "gpt2-125m", "--strategy", "ddp", *TINY, "--mbs", "2-4"]
+    words += ["--steps", "3", "--timeout", "60s"]
+    running = Running(*words, cwd=tmp_path, module="tests.cli.failing")
+    assert running.end() == 3, running.err()
+    records = running.records()
+    assert outcomes(records) == ["error", "error", "measured"]
+    made, stuck = records[:2]
+    assert made["message"] == "broken while it is made"
+    assert stuck["message"] == "broken in the backward pass"
+    assert made["ranks"] == stuck["ranks"] == [1]
+    assert "tests/cli/failing.py" in made["traceback"]
+    assert "Traceback" not in running.err()
+
+
+def test_under_torchrun_it_is_one_rank(tmp_path: Path) -> None:
+    words = ["train", "gpt2-125m", *TINY, "--strategy", "fsdp", "--steps", "3"]
+    running = Running(*words, cwd=tmp_path, torchrun=2)
+    assert running.end() == 0, running.err()
+    assert outcomes(running.records()) == ["measured"]
+    assert running.out().count("fsdp x2 mbs 1 seq 64") == 1
+    assert running.err().count("run ") == 1
+
+
+def test_a_sweep_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    words = ["sweep", "--set", "sac=none,full", "--no-default", "--repeats", "1", "--dry-run"]
+    assert status([*words, "--", "train", "llama-3.1-8b", *TINY, "--steps", "3"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 2
+    assert all("stepmark train llama-3.1-8b" in line for line in told)
+    assert {line.partition("--sac")[2].strip(" =") for line in told} == {"none", "full"}

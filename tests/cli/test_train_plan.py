@@ -1,0 +1,555 @@
+"""From the flags of `stepmark train` to cases: what is planned, what is refused, and why."""
+
+import dataclasses
+import itertools
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from stepmark.cli import (
+    delivery,
+    options,
+    run_training,
+    train,
+    train_flags,
+    train_plan,
+    train_rank,
+    train_refusals,
+    train_spread,
+)
+from stepmark.cli.main import status
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.model import find_model
+from stepmark.core.parallel import ParallelConfig
+from stepmark.core.train_case import TrainCase
+from stepmark.core.train_memory import estimate
+from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision, Recompute
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GPT = ["gpt2-125m", "--device", "cpu"]
+LLAMA = ["llama-3.1-8b", "--device", "cpu"]
+MOE = ["qwen3-30b-a3b", "--device", "cpu"]
+TINY = ["--scale", "tiny"]
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert not (tmp_path / "runs").exists(), "a plan must not start a run"
+
+
+def plan(words: list[str]) -> list[TrainCase]:
+    """The cases of a command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        found: list[TrainCase] = []
+        patch.setattr(delivery, "listed", found.extend)
+        assert status(["train", *words, "--dry-run"]) == 0
+        return found
+
+
+def one(words: list[str]) -> TrainCase:
+    (case,) = plan(words)
+    return case
+
+
+def test_a_plain_command_is_one_rank_on_a_cpu() -> None:
+    case = one(GPT)
+    assert (case.num_ranks, case.strategy, case.mbs) == (1, "single", 1)
+    assert (case.precision, case.reduce_dtype, case.workers) == ("fp32", "fp32", 0)
+    assert (case.device, case.backend) == ("cpu", "gloo")
+    assert (case.schedule, case.grad_accum, case.grad_sync) == ("step", 1, "every")
+    assert (case.compile, case.fp8, case.recompute) == ("none", "none", "none")
+    assert (case.data, case.attention, case.clip, case.lr) == ("random", "auto", 1.0, 3e-4)
+
+
+def test_defaults_on_accelerators() -> None:
+    values = {"model": "llama-3.1-8b"}
+    (case,) = train_plan.cases(values, "cuda", 8)
+    assert (case.strategy, case.parallel) == ("fsdp", ParallelConfig(dp_shard=8))
+    assert (case.precision, case.reduce_dtype, case.workers) == ("amp", "bf16", 2)
+    assert (case.device, case.backend) == ("cuda", "nccl")
+    assert train_spread.default_nproc(values, "cuda") == "all"
+    assert train_spread.default_nproc({**values, "strategy": "single"}, "cuda") == "1"
+    (ddp,) = train_plan.cases({**values, "strategy": "ddp"}, "cuda", 8)
+    assert ddp.reduce_dtype == "fp32"
+    (low,) = train_plan.cases({**values, "strategy": "ddp", "precision": "bf16"}, "cuda", 8)
+    assert low.reduce_dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("words", "axes", "strategy"),
+    [
+        ("--strategy single", {}, "single"),
+        ("--nproc 1", {}, "single"),
+        ("--nproc 4", {"dp_shard": 4}, "fsdp"),
+        ("--strategy ddp", {"dp_replicate": 2}, "ddp"),
+        ("--strategy ddp --nproc 4", {"dp_replicate": 4}, "ddp"),
+        ("--strategy fsdp", {"dp_shard": 2}, "fsdp"),
+        (
+            "--strategy fsdp --nproc 8 --dp-replicate 2",
+            {"dp_replicate": 2, "dp_shard": 4},
+            "hsdp",
+        ),
+        ("--strategy fsdp --dp-replicate 2 --nproc 4 --reshard yes", {}, "hsdp"),
+        ("--strategy tp --nproc 4", {"tp": 4}, "tp4"),
+        ("--tp 2 --nproc 2", {"tp": 2}, "tp2"),
+        ("--strategy tp", {"tp": 2}, "tp2"),
+        ("--strategy tp --pp 2 --nproc 4", {"tp": 2, "pp": 2}, "tp2 x pp2"),
+        ("--strategy pp --tp 2 --nproc 4", {"tp": 2, "pp": 2}, "tp2 x pp2"),
+        ("--strategy fsdp --tp 2 --nproc 8", {"tp": 2, "dp_shard": 4}, "fsdp x tp2"),
+        ("--strategy fsdp --tp 2", {"tp": 2, "dp_shard": 2}, "fsdp x tp2"),
+        ("--strategy fsdp --pp 2 --nproc 4", {"pp": 2, "dp_shard": 2}, "fsdp x pp2"),
+    ],
+)
+def test_how_ranks_are_divided(words: str, axes: dict[str, int], strategy: str) -> None:
+    case = one([*LLAMA, *shlex.split(words)])
+    assert case.strategy == strategy
+    for axis, size in axes.items():
+        assert getattr(case.parallel, axis) == size
+    assert case.parallel.world_size == case.num_ranks
+
+
+@given(
+    strategy=st.sampled_from(train_spread.STRATEGIES),
+    world=st.integers(1, 64),
+    sizes=st.fixed_dictionaries(
+        {},
+        optional={name: st.integers(1, 8) for name in ("tp", "pp", "cp", "ep", "dp_replicate")},
+    ),
+)
+def test_all_ranks_are_used_or_the_flags_refused(
+    strategy: str, world: int, sizes: dict[str, int]
+) -> None:
+    try:
+        _, parallel = train_spread.spread({"strategy": strategy, **sizes}, world)
+    except ConfigError:
+        assume(False)
+    assert parallel.world_size == world
+    for name, size in sizes.items():
+        if size > 1:
+            assert getattr(parallel, name) == size, name
+    assert (strategy == "fsdp") == (parallel.dp_shard > 1)
+
+
+def test_batches_and_models_make_cases() -> None:
+    found = plan(["gpt2-125m", "llama-3.1-8b", "--device", "cpu", "--bsz", "1-2,4"])
+    keys = [(case.model.name, case.mbs) for case in found]
+    assert keys == list(itertools.product(("gpt2-125m", "llama-3.1-8b"), (1, 2, 4)))
+    by_flag = plan(["--model", "gpt2-125m,llama-3.1-8b", "--mbs", "1,2,2,4", *GPT[1:]])
+    assert [case.case_id for case in by_flag] == [case.case_id for case in found]
+
+
+def test_several_strategies_are_cases_of_one_run() -> None:
+    found = plan([*LLAMA, "--strategy", "ddp,fsdp,tp"])
+    assert [(case.strategy, case.num_ranks) for case in found] == [
+        *(("ddp", 2), ("fsdp", 2), ("tp2", 2))
+    ]
+
+
+def test_find_batch_tries_rising_batches() -> None:
+    found = [case.mbs for case in plan([*LLAMA, "--find-batch"])]
+    assert found == sorted(found)
+    assert found[0] == 1
+    assert len(found) > 8
+    assert [c.mbs for c in plan([*LLAMA, "--find-batch", "--mbs", "8,2"])] == [2, 8]
+    piped = plan([*LLAMA, "--find-batch", "--strategy", "pp", "--nproc", "4"])
+    assert all(case.mbs % 4 == 0 for case in piped)
+
+
+def test_files_are_models_and_the_command_names_them() -> None:
+    for file, seq_len in (
+        ("llm-train-bench/gpt2-1.5b.json", 1024),
+        ("hf/llama-3.1-8b/config.json", 8192),
+    ):
+        case = one([str(EXAMPLES / file), "--device", "cpu"])
+        assert (case.model_file, case.model.seq_len) == (str(EXAMPLES / file), seq_len)
+        assert str(EXAMPLES / file) in case.command()
+    folder = one([str(EXAMPLES / "hf/llama-3.1-8b"), "--device", "cpu"])
+    assert folder.model.num_params == find_model("llama-3.1-8b").num_params
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--sac none", (Recompute.NONE, (1, 1))),
+        ("--sac full", (Recompute.FULL, (1, 1))),
+        ("--sac ops", (Recompute.OPS, (1, 1))),
+        ("--sac 1/4", (Recompute.BLOCKS, (1, 4))),
+        ("--sac 2/4", (Recompute.BLOCKS, (2, 4))),
+        ("--sac 1/1", (Recompute.FULL, (1, 1))),
+        ("--sac-freq 1/4", (Recompute.BLOCKS, (1, 4))),
+        ("--sac_freq 1/1", (Recompute.NONE, (1, 1))),
+    ],
+)
+def test_which_blocks_are_computed_again(
+    words: str, expected: tuple[Recompute, tuple[int, int]]
+) -> None:
+    case = one([*LLAMA, *words.split()])
+    assert (case.recompute, case.recompute_blocks) == expected
+
+
+def test_flags_of_llm_train_bench() -> None:
+    ours = "--mbs 4 --workers 3 --grad-accum 4 --fp8 --compile --compile-mode reduce-overhead"
+    ours += " --strategy fsdp --sac 1/4 --steps 8"
+    for dash in "-_":
+        theirs = f"--bsz 4 --n{dash}workers 3 --grad{dash}acc{dash}steps 4 --use{dash}fp8"
+        theirs += f" --pt{dash}compile --compile{dash}mode reduce-overhead --strategy fsdp"
+        theirs += f" --sac{dash}freq 1/4 --n{dash}steps 8"
+        found = one([*LLAMA, *theirs.split()])
+        assert found == one([*LLAMA, *ours.split()])
+    assert (found.compile, found.fp8, found.precision) == ("block", "tensorwise", "amp")
+    assert found.fp8_all_gather
+    assert not found.fp8_head
+
+
+def test_micro_has_eight_steps_to_the_optimizer() -> None:
+    case = one([*LLAMA, "--schedule", "micro"])
+    assert (case.grad_accum, case.cycle, case.micro_steps) == (8, 8, 1)
+    assert one([*LLAMA, "--schedule", "micro", "--grad-accum", "2"]).cycle == 2
+
+
+# The law of TrainCase.command(): its words plan the same case.
+SPREADS = (
+    "--strategy single",
+    "--strategy ddp --nproc 4",
+    "--strategy fsdp --nproc 4",
+    "--strategy fsdp --nproc 8 --dp-replicate 2 --tp 2",
+    "--strategy tp --nproc 2",
+    "--strategy pp --nproc 2 --mbs 4",
+    "--strategy pp --nproc 4 --tp 2 --pp-schedule interleaved --pp-microbatches 4 --mbs 8",
+    "--strategy fsdp --nproc 8 --tp 2 --pp 2 --mbs 2",
+)
+ANY = (
+    *("", "--sac full", "--sac ops", "--sac 1/4", "--sac 3/8", "--text", "--scale 1/8"),
+    *("--fp8", "--fp8 --fp8-head", "--fp8 --fp8-recipe rowwise", "--precision bf16"),
+    *("--fp8 --no-fp8-all-gather --precision bf16", "--compile", "--compile-scope model"),
+    *("--compile --compile-mode max-autotune", "--attention flash", "--lr 1e-05"),
+    *("--lr 0.1", "--clip 0", "--clip 0.25", "--seed 7", "--workers 5", "--seq-len 512"),
+    *("--grad-accum 4", "--grad-accum 4 --grad-sync last", "--schedule micro", "--mbs 24"),
+    *("--reduce-dtype fp32", "--reduce-dtype bf16", "--cuda-graph", "--loss-chunks 4"),
+    *("--reshard no", "--reshard 2", "--prefetch 3", "--blocks-per-group 4"),
+    *("--bucket-mb 100", "--compile --async-tp"),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    model=st.sampled_from(["llama-3.1-8b", "gpt2-1.5b", "gpt2-125m", "qwen3-8b"]),
+    spread=st.sampled_from(SPREADS),
+    flags=st.lists(st.sampled_from(ANY), max_size=4),
+)
+def test_the_words_of_a_command_plan_the_same_case(
+    model: str, spread: str, flags: list[str]
+) -> None:
+    words = [model, *spread.split(), *" ".join(flags).split(), "--device", "cpu"]
+    try:
+        (case,) = [again(words)]
+    except ConfigError:
+        assume(False)
+    program, verb, *told = shlex.split(case.command())
+    assert (program, verb) == ("stepmark", "train")
+    assert again(told) == dataclasses.replace(case)
+    assert again(told).case_id == case.case_id
+
+
+def again(words: list[str]) -> TrainCase:
+    """As `plan`, but errors are raised."""
+    values = parsed(words)
+    device = values["device"]
+    values["nproc"] = train_spread.default_nproc(values, device)
+    (case,) = train_plan.cases(values, device, int(values["nproc"]))
+    return case
+
+
+GIVEN: dict[str, Any] = {}
+APP = typer.Typer()
+APP.command()(options.as_command(GIVEN.update, "", train_flags.MODELS, *train_flags.ALL))
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """The values that a command line gives."""
+    GIVEN.clear()
+    APP(words, standalone_mode=False)
+    return train.with_models(GIVEN)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("flags", ANY)
+def test_most_single_techniques_go_with_every_spread(spread: str, flags: str) -> None:
+    """Each is planned, or refused for a reason that names it or what it needs."""
+    words = ["llama-3.1-8b", *spread.split(), *flags.split(), "--device", "cpu"]
+    asked = {word.removeprefix("--") for word in flags.split() if word.startswith("--")}
+    try:
+        case = again(words)
+    except ConfigError as error:
+        refused = error.field
+    else:
+        refused = ""
+        assert again(shlex.split(case.command())[2:]).case_id == case.case_id
+    assert refused in {"", *asked} | ({"mbs", "fp8-all-gather"} if flags else set())
+
+
+def test_ranks_plan_what_their_parent_planned() -> None:
+    words = [*GPT, "--strategy", "fsdp", "--nproc", "2", "--lr", "1e-5", "--fp8"]
+    words += ["--no-fp8-all-gather", "--sac", "1/2", "--text", "--bsz", "1-3"]
+    values = parsed(words)
+    told = train.as_arguments({**values, "device": "cpu", "nproc": "2"})
+    assert told[0] == "train"
+    assert plan(told[1:]) == plan(words)
+    assert "--no-fp8-all-gather" in told
+    assert "--fp8-head" not in told
+
+
+REFUSED = [
+    # who takes part
+    (LLAMA, "--strategy magic", "strategy: 'magic': one of single, ddp, fsdp, tp, pp, cp"),
+    (LLAMA, "--strategy single --nproc 2", "nproc: '2': 1 with --strategy single"),
+    (LLAMA, "--strategy single --tp 2", "nproc: '1': a multiple of 2: tp 2"),
+    (LLAMA, "--strategy ddp --nproc 1", "strategy: 'ddp': at least 2 data ranks, not 1"),
+    (
+        LLAMA,
+        "--strategy fsdp --tp 2 --nproc 2",
+        "strategy: 'fsdp': at least 2 data ranks beside tp 2, not 1",
+    ),
+    (LLAMA, "--nproc 3 --tp 2", "nproc: '3': a multiple of 2: tp 2"),
+    (LLAMA, "--strategy tp --tp 2 --nproc 8", "tp: '2': 8: what 8 ranks leave for it"),
+    (LLAMA, "--strategy tp --nproc 1", "strategy: 'tp': one that divides 1 ranks"),
+    (LLAMA, "--tp 0", "tp: '0': a whole number from 1"),
+    (LLAMA, "--nproc 0", "nproc: '0': all, or from 1 to 1024"),
+    (LLAMA, "--strategy ddp --nproc 4 --dp-replicate 2", "dp-replicate: '2': 4 with ddp"),
+    (LLAMA, "--strategy fsdp --nproc 4 --dp-replicate 3", "dp-replicate: '3': a divisor of 4"),
+    (LLAMA, "--strategy fsdp --nproc 4 --dp-replicate 4", "dp-replicate: '4': a divisor of 4"),
+    (LLAMA, "--strategy tp --nproc 2 --dp-replicate 2", "dp-replicate: '2': 1 with tp"),
+    # models
+    ([], "--device cpu", "model: 'missing': a name, or a file"),
+    (["lama-3", "--device", "cpu"], "", "model: 'lama-3': did you mean"),
+    (LLAMA, "--model gpt2-125m", "model: 'gpt2-125m': given once"),
+    (LLAMA, "--seq-len 0", "seq-len: '0': from 1 to 16777216"),
+    (GPT, "--seq-len 2048", "seq-len: '2048': from 1 to 1024 for gpt2-125m"),
+    (LLAMA, "--scale 2", "scale: '2': above 0 and at most 1"),
+    (LLAMA, "--mbs 0", "mbs: '0': a rising range from 1"),
+    # axes and models
+    (LLAMA, "--strategy tp --nproc 16", "tp: '16': a divisor of llama-3.1-8b's kv_heads (8)"),
+    (GPT, "--strategy tp --nproc 5", "tp: '5': a divisor of gpt2-125m's heads (12)"),
+    (LLAMA, "--strategy tp --nproc 4 --seq-len 510", "tp: '4': a divisor of the sequence"),
+    (MOE, "--strategy tp --nproc 2", "tp: '2': 1, since qwen3-30b-a3b has experts"),
+    (LLAMA, "--strategy cp --nproc 2", "cp: '2': 1: context parallelism is not written yet"),
+    (LLAMA, "--strategy ddp --nproc 4 --tp 2", "tp: '2': 1 with ddp; --strategy fsdp"),
+    (LLAMA, "--strategy ddp --nproc 4 --pp 2 --mbs 2", "pp: '2': 1 with ddp; --strategy fsdp"),
+    (LLAMA, "--strategy fsdp --nproc 4 --ep 2", "ep: '2': 1, since llama-3.1-8b has no expert"),
+    (MOE, "--strategy fsdp --nproc 4 --ep 3", "ep: '3': a divisor of 4 FSDP ranks"),
+    (MOE, "--strategy ddp --nproc 4 --ep 2", "ep: '2': 1, or --strategy fsdp"),
+    (MOE, "--strategy fsdp --nproc 256 --ep 256", "ep: '256': a divisor of 128 experts"),
+    (LLAMA, "--strategy pp --nproc 64", "pp: '64': at most 32: llama-3.1-8b has 32 layers"),
+    (
+        LLAMA,
+        "--strategy pp --nproc 32 --pp-schedule interleaved",
+        "pp: '32': at most 16: llama-3.1-8b has 32 layers for 64 stages",
+    ),
+    (GPT, "--strategy pp --nproc 2", "pp: '2': 1, since the first and last stage"),
+    (LLAMA, "--strategy pp --nproc 4 --mbs 6", "mbs: '6': a multiple of 4 pipeline micro"),
+    (LLAMA, "--pp-microbatches 4", "pp-microbatches: '4': only with pipeline stages (--pp)"),
+    (LLAMA, "--pp-schedule interleaved", "pp-schedule: 'interleaved': only with pipeline"),
+    (LLAMA, "--strategy pp --nproc 2 --pp-schedule gpipe", "pp-schedule: 'gpipe': one of 1f1b"),
+    (LLAMA, "--async-tp", "async-tp: 'True': only with tensor parallelism (--tp)"),
+    (LLAMA, "--strategy tp --nproc 2 --async-tp", "async-tp: 'yes': only with --compile"),
+    # techniques
+    (["llama-3.1-70b-proxy-1l", *GPT[1:]], "--sac full", "sac: 'full': none: llama-3.1-70b-pr"),
+    (["llama-3.1-70b-proxy-1l", *GPT[1:]], "--sac 1/1", "sac: 'full': none: llama-3.1-70b-pr"),
+    (LLAMA, "--sac half", "sac: 'half': none, full, ops, or q/p"),
+    (LLAMA, "--sac 2/1", "sac: '2/1': none, full, ops, or q/p with 1 <= q <= p"),
+    (LLAMA, "--sac 0/4", "sac: '0/4': none, full, ops, or q/p"),
+    (LLAMA, "--sac 1/", "sac: '1/': none, full, ops, or q/p"),
+    (LLAMA, "--sac -1/4", "sac: '-1/4': none, full, ops, or q/p"),
+    (LLAMA, "--sac 1/64", "sac: '1/64': q/p with p at most 32, the number of layers"),
+    (LLAMA, "--sac-freq full", "sac-freq: 'full': q/p with 1 <= q <= p"),
+    (LLAMA, "--sac 1/4 --sac-freq 1/4", "sac-freq: '1/4': without --sac"),
+    (LLAMA, "--precision fp64", "precision: 'fp64': one of amp, bf16, fp32"),
+    (LLAMA, "--fp8 --precision fp32", "fp8: 'tensorwise': only with --precision amp or bf16"),
+    (LLAMA, "--fp8 --fp8-recipe block", "fp8-recipe: 'block': one of tensorwise, rowwise, te"),
+    (LLAMA, "--fp8-recipe rowwise", "fp8-recipe: 'rowwise': only with --fp8"),
+    (LLAMA, "--fp8-head", "fp8-head: 'True': only with --fp8"),
+    (LLAMA, "--no-fp8-all-gather", "fp8-all-gather: 'False': only with --fp8"),
+    (LLAMA, "--fp8 --fp8-all-gather", "fp8-all-gather: 'yes': only with --strategy fsdp"),
+    (
+        LLAMA,
+        "--strategy fsdp --fp8 --fp8-recipe rowwise --fp8-all-gather",
+        "fp8-all-gather: 'yes': only with --fp8-recipe tensorwise",
+    ),
+    (LLAMA, "--strategy tp --nproc 2 --fp8 --fp8-recipe te", "tp: '2': 1 with --fp8-recipe te"),
+    (GPT, "--fp8 --seq-len 1000 --mbs 1", "fp8: 'tensorwise': widths of multiples of 16: toke"),
+    (LLAMA, "--compile-scope model", "compile-scope: 'model': only with --compile"),
+    (LLAMA, "--compile-mode default", "compile-mode: 'default': only with --compile"),
+    (LLAMA, "--compile --compile-mode fast", "compile-mode: 'fast': one of default, reduce-"),
+    (LLAMA, "--compile --compile-scope layer", "compile-scope: 'layer': one of block, model"),
+    (LLAMA, "--compile-fallback", "compile-fallback: 'yes': only with --compile"),
+    (LLAMA, "--attention magic", "attention: 'magic': one of auto, cudnn, flash"),
+    (LLAMA, "--strategy ddp --cuda-graph", "cuda-graph: 'yes': only with --strategy single"),
+    (
+        LLAMA,
+        "--cuda-graph --compile --compile-mode reduce-overhead",
+        "compile-mode: 'reduce-overhead': without --cuda-graph",
+    ),
+    (LLAMA, "--loss-chunks 3", "loss-chunks: '3': a divisor of 8192 tokens"),
+    (LLAMA, "--loss-chunks 0", "loss-chunks: '0': from 1 to 65536"),
+    (LLAMA, "--strategy pp --nproc 2 --loss-chunks 2", "loss-chunks: '2': 1 with a pipeline"),
+    # gradients
+    (LLAMA, "--schedule cycle", "schedule: 'cycle': one of step, micro"),
+    (LLAMA, "--grad-accum 0", "grad-accum: '0': from 1 to 65536"),
+    (LLAMA, "--grad-sync never", "grad-sync: 'never': one of every, last"),
+    (LLAMA, "--grad-accum 2 --grad-sync last", "grad-sync: 'last': every, with one data rank"),
+    (LLAMA, "--strategy ddp --grad-sync last", "grad-sync: 'last': every, with one micro-step"),
+    (LLAMA, "--reduce-dtype bf16", "reduce-dtype: 'bf16': only with several data ranks"),
+    (LLAMA, "--strategy ddp --reduce-dtype fp16", "reduce-dtype: 'fp16': fp32 or bf16"),
+    (
+        LLAMA,
+        "--strategy ddp --precision bf16 --reduce-dtype fp32",
+        "reduce-dtype: 'fp32': bf16: ddp reduces gradients as they are",
+    ),
+    (LLAMA, "--lr 0", "lr: '0.0': from 1e-12 to 10"),
+    (LLAMA, "--lr nan", "lr: 'nan': from 1e-12 to 10"),
+    (LLAMA, "--clip -1", "clip: '-1.0': from 0 to 1e+06"),
+    (LLAMA, "--bucket-mb 50", "bucket-mb: '50': only with --strategy ddp"),
+    (LLAMA, "--strategy ddp --bucket-mb 0", "bucket-mb: '0': from 1 to"),
+    (LLAMA, "--reshard no", "reshard: 'no': only with --strategy fsdp"),
+    (LLAMA, "--strategy ddp --reshard no", "reshard: 'no': only with --strategy fsdp"),
+    (
+        LLAMA,
+        "--strategy fsdp --nproc 8 --reshard 3",
+        "reshard: '3': one of yes, no, 2, 4 for 8",
+    ),
+    (
+        LLAMA,
+        "--strategy fsdp --nproc 8 --reshard 8",
+        "reshard: '8': one of yes, no, 2, 4 for 8",
+    ),
+    (LLAMA, "--prefetch 2", "prefetch: '2': only with --strategy fsdp"),
+    (LLAMA, "--strategy fsdp --blocks-per-group 64", "blocks-per-group: '64': at most 32"),
+    # data
+    ([*LLAMA, "--scale", "1/1024"], "--text", "text: 'text': random data: llama"),
+    (LLAMA, "--text-file none.txt", "text-file: 'none.txt': a file that can be read"),
+    (LLAMA, "--text --text-file none.txt", "text-file: 'none.txt': without --text"),
+    (LLAMA, "--workers -1", "workers: '-1': from 0 to 256"),
+    (LLAMA, "--seed -1", "seed: '-1': from 0 to"),
+    # how
+    (LLAMA, "--steps 0", "steps: '0': a whole number from 1"),
+    (LLAMA, "--schedule micro --steps 12", "steps: '12': a multiple of 8: whole optimizer"),
+    (LLAMA, "--launches 0", "launches: '0': a whole number from 1"),
+    (LLAMA, "--timeout soon", "timeout: 'soon': a duration such as"),
+    (LLAMA, "--budget 0s", "budget: '0s': a duration above 0"),
+    (LLAMA, "--profile-ranks 0", "profile-ranks: '0': only with --profile"),
+    (LLAMA, "--profile --profile-ranks 1", "profile-ranks: '1': ranks from 0 to 0"),
+    (LLAMA, "--profile --profile-ranks a", "profile-ranks: 'a': ranks from 0 to 0"),
+    (LLAMA, "--find-batch --mbs 4", "mbs: '4': several with --find-batch"),
+    (
+        ["gpt2-125m", *LLAMA],
+        "--find-batch",
+        "find-batch: 'gpt2-125m single, llama-3.1-8b single': one model",
+    ),
+    (LLAMA, "--find-batch --strategy ddp,fsdp", "find-batch: 'llama-3.1-8b ddp, llama-3.1-8b"),
+]
+
+
+@pytest.mark.parametrize(("model", "flags", "said"), REFUSED)
+def test_refused_in_one_line(
+    model: list[str], flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = status(["train", *model, *flags.split()])
+    told = capsys.readouterr()
+    assert code == 2, told.err
+    assert told.out == ""
+    assert len(told.err.splitlines()) == 1
+    assert told.err.startswith(f"stepmark: {said}"), told.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"hidden_size": 4104}, "hidden_size is 4104"),
+        ({"ffn_hidden_size": 14344}, "ffn_hidden_size of a rank is 14344"),
+        ({"head_dim": 65, "num_heads": 4, "num_kv_heads": 4}, "q, k and v of a rank is 780"),
+        ({"vocab_size": 50257}, "vocab_size of a rank is 50257"),
+    ],
+)
+def test_fp8_needs_widths_of_multiples_of_16(changes: dict[str, Any], what: str) -> None:
+    model = find_model("llama-3.1-8b")
+    case = TrainCase(model=model, fp8=Fp8.TENSORWISE, fp8_head=True)
+    train_refusals.check(case, {})
+    broken = dataclasses.replace(case, model=dataclasses.replace(model, **changes))
+    with pytest.raises(ConfigError, match=what):
+        train_refusals.check(broken, {})
+
+
+def test_a_dry_run_prints_a_command_per_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(["train", *GPT, *TINY, "--mbs", "1,2", "--dry-run"]) == 0
+    told = capsys.readouterr()
+    lines = told.out.splitlines()
+    assert [shlex.split(line)[:3] for line in lines] == [["stepmark", "train", "gpt2-125m"]] * 2
+    assert told.err == "2 cases; none was run\n"
+
+
+def test_the_runner_gets_what_was_asked() -> None:
+    asked = parsed([*GPT, "--steps", "7", "--timeout", "2m", "--budget", "30s", "--messages"])
+    told = train_rank.options(asked, 3, 0.5, 2)
+    assert (told.steps, told.timeout_s, told.budget_s, told.launch) == (7, 120.0, 15.0, 3)
+    assert (told.messages, told.profile, told.find_batch) == (True, False, False)
+    plain = train_rank.options(parsed(GPT), 1, 1.0, 1)
+    assert (plain.steps, plain.timeout_s, plain.budget_s) == (None, 600.0, None)
+    profiled = parsed([*GPT, "--profile", "--profile-ranks", "1,0", "--strategy", "ddp"])
+    assert train_rank.options(profiled, 1, 1.0, 2).profile_ranks == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "gib", "model", "strategy"),
+    [
+        (8, 139, "llama-3.1-8b", "fsdp"),
+        (8, 16, "gpt2-1.5b", "fsdp"),
+        (1, 80, "gpt2-1.5b", "single"),
+        (1, 12, "gpt2-125m", "single"),
+    ],
+)
+def test_the_main_job_trains_what_fits(
+    num_ranks: int, gib: int, model: str, strategy: str
+) -> None:
+    found = run_training.that_fits("llama-3.1-8b", num_ranks, gib * 2**30)
+    assert (found["model"], found["strategy"]) == (model, strategy)
+    (case,) = train_plan.cases(found, "cuda", num_ranks)
+    assert estimate(case).total_bytes < gib * 2**30
+    assert run_training.that_fits("llama-3.1-8b", num_ranks, 2**28) == {}
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys\nfrom stepmark.cli.main import status\nstatus(['train', '--help'])\n"
+    code += "assert not {'torch', 'numpy', 'rich', 'msgspec', 'psutil'} & set(sys.modules)"
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        check=True,
+        text=True,
+        capture_output=True,
+    )
+    assert "--n_workers" in done.stdout
+
+
+def test_enums_of_a_case_are_members() -> None:
+    """Text that equals a member would not survive the store."""
+    case = one([*LLAMA, "--strategy", "fsdp", "--fp8", "--compile", "--sac", "ops"])
+    assert isinstance(case.data_parallel, DataParallel)
+    assert isinstance(case.precision, Precision)
+    assert isinstance(case.fp8, Fp8)
+    assert isinstance(case.compile, CompileScope)
+    assert isinstance(case.recompute, Recompute)
+    assert isinstance(case.reduce_dtype, DType)
