@@ -25,6 +25,7 @@ GPT2, PROXY, LLAMA = "gpt2-1.5b", "llama-3.1-70b-proxy-1l", "llama-3.1-8b"
 BATCH = {GPT2: 8, PROXY: 2, LLAMA: 1}
 COMPILE = ("--compile",)
 # Both that project and TransformerEngine's LayerNormLinear have Llama's head in FP8.
+BF16 = ("--precision", "bf16")
 FP8 = (*COMPILE, "--fp8", "--fp8-head")
 SOURCES = {
     "H100": "https://github.com/kimbochen/llm-train-bench (README), one or eight H100 SXM",
@@ -89,16 +90,30 @@ def _rows() -> list[Row]:
     best = ("--compile-scope", "model")
     return [
         *rows,
-        Row(name="gpt2-best-bf16", model=GPT2, strategy="single", mbs=40, flags=(*COMPILE, *best)),
+        Row(
+            name="gpt2-single-pc-weights-bf16",
+            model=GPT2,
+            strategy="single",
+            flags=(*COMPILE, *best, *BF16),
+            note="bf16 weights",
+        ),
+        Row(
+            name="gpt2-best-bf16",
+            model=GPT2,
+            strategy="single",
+            mbs=48,
+            flags=(*COMPILE, *best, *BF16),
+            note="bf16 weights",
+        ),
         Row(
             name="gpt2-best-fp8",
             model=GPT2,
             strategy="single",
             mbs=48,
-            flags=FP8,
+            flags=(*FP8, *BF16),
             document=630.1,
             published_on="H200",
-            note="there bsz 38",
+            note="bf16 weights; there bsz 38",
         ),
         Row(
             name="8b-fsdp-fp8",
@@ -129,7 +144,7 @@ def command(row: Row, schedule: str, given: argparse.Namespace) -> list[str]:
     words = [sys.executable, "-m", "stepmark", "train", row.model, "--strategy", row.strategy]
     words += ["--nproc", count, "--mbs", str(row.mbs or BATCH[row.model])]
     words += ["--schedule", schedule, "--steps", "80" if schedule == "micro" else "10"]
-    words += [*row.flags, "--out", str(given.out / "runs")]
+    words += [*row.flags, *given.more.split(), "--out", str(given.out / "runs")]
     if given.device == "cpu":
         words = ["1/2" if word in ("1/4", "1/8") else word for word in words]  # two layers
         words += ["--device", "cpu", "--scale", "tiny", "--precision", "bf16"]
@@ -205,6 +220,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression over row names")
     parser.add_argument("--schedules", default="micro,step")
     parser.add_argument("--nproc", default="all", help="ranks of ddp and fsdp [all GPUs]")
+    parser.add_argument("--more", default="", help="further flags of stepmark train")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--resume", action="store_true", help="skip rows that are there")
     parser.add_argument("--print", action="store_true", help="only print the table")

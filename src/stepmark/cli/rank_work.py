@@ -1,7 +1,8 @@
 """What one rank of a supervised verb does: join, measure its part, tell its guard.
 
 Shared by the verbs whose cases every rank takes part in; a verb says how the cases of one
-launch are measured and how a run is shown.
+launch are measured and how a run is shown. Over 250 lines because every way in which a rank
+can be cut short needs the same few facts: its plan, its position, where records go.
 """
 
 import dataclasses

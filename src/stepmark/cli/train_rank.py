@@ -28,7 +28,7 @@ def work(places: Places, values: Values, device: str) -> int:
     def known_as(case: AnyCase) -> tuple[str, ...]:
         if not values.get("compile_fallback") or not isinstance(case, TrainCase):
             return (case.case_id,)
-        eager = dataclasses.replace(case, compile=CompileScope.NONE)
+        eager = dataclasses.replace(case, compile=CompileScope.NONE, compile_mode="default")
         return case.case_id, eager.case_id
 
     verb = Verb(

@@ -11,7 +11,7 @@ from stepmark.bench.training.profile import Profile
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.train_case import TrainCase
 
-_PROFILED = 3
+_PROFILED = 3  # samples
 
 
 def messages(work: Loop, ranks: Ranks) -> tuple[tuple[MessageKind, Tally], ...]:
@@ -25,12 +25,12 @@ def messages(work: Loop, ranks: Ranks) -> tuple[tuple[MessageKind, Tally], ...]:
 def profile(
     work: Loop, ranks: Ranks, case: TrainCase, folder: Path, chosen: bool
 ) -> tuple[str, ...]:
-    """Kineto traces of three cycles on chosen ranks; the names of their files on every rank."""
+    """Kineto traces of a few samples, whole cycles, on chosen ranks; all files' names."""
     name = f"train-{case.case_id[:16]}"
     held = Profile(folder, name, ranks.rank) if chosen else None
     if held:
         held.start()
-    for _ in range(_PROFILED):
+    for _ in range(max(1, _PROFILED // case.cycle)):
         work.aside()
         if held:
             held.step()

@@ -126,7 +126,8 @@ def _ddp(
         process_group=meshes.replicas(),
         gradient_as_bucket_view=True,
         bucket_cap_mb=case.bucket_mb,
-        init_sync=False,  # every rank drew the same weights
+        init_sync=False,  # every rank drew the same weights and made the same tables
+        broadcast_buffers=False,
     )
     if case.reduce_dtype != "fp32" and case.precision is not Precision.BF16:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (  # noqa: PLC0415

@@ -131,7 +131,7 @@ def _run_case(
         may = options.compile_fallback and case.compile is not CompileScope.NONE
         if may and error.cause == "error":
             release(rig)
-            case = replace(case, compile=CompileScope.NONE)
+            case = replace(case, compile=CompileScope.NONE, compile_mode="default")
             return _run_case(
                 case, rig, options, position, end_s, run_id=run_id, stuck=stuck, folder=folder
             )
