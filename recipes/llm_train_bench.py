@@ -15,6 +15,7 @@ in every micro-step, as there. Beside: the median micro-step, and every step wit
 import argparse
 import json
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -144,6 +145,10 @@ def command(row: Row, schedule: str, given: argparse.Namespace) -> list[str]:
     words = [sys.executable, "-m", "stepmark", "train", row.model, "--strategy", row.strategy]
     words += ["--nproc", count, "--mbs", str(row.mbs or BATCH[row.model])]
     words += ["--schedule", schedule, "--steps", "80" if schedule == "micro" else "10"]
+    # That project trains Llama at 4096 tokens. Its DDP has torch's buckets of 25 MB; larger ones
+    # keep NCCL nearer to its peak.
+    words += ["--seq-len", "4096"] if row.model != GPT2 else []
+    words += ["--bucket-mb", "250"] if row.strategy == "ddp" else []
     words += [*row.flags, *given.more.split(), "--out", str(given.out / "runs")]
     if given.device == "cpu":
         words = ["1/2" if word in ("1/4", "1/8") else word for word in words]  # two layers
@@ -158,7 +163,13 @@ def measure(row: Row, schedule: str, given: argparse.Namespace) -> None:
         return
     told = [*command(row, schedule, given), "--json", str(file)]
     sys.stderr.write(" ".join(told[1:]) + "\n")
-    code = subprocess.run(told, check=False).returncode
+    with subprocess.Popen(told) as child:
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)
+            child.wait()
+            raise
     if code in (130, 143):
         raise KeyboardInterrupt
     if code:
@@ -228,6 +239,7 @@ def main() -> None:
     given.nproc = "2" if given.device == "cpu" and given.nproc == "all" else given.nproc
     rows = [row for row in _rows() if re.search(given.only, row.name)]
     given.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the row's ranks, too
     try:
         for row in [] if given.print else rows:
             for schedule in given.schedules.split(","):
