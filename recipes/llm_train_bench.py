@@ -145,8 +145,8 @@ def command(row: Row, schedule: str, given: argparse.Namespace) -> list[str]:
     words = [sys.executable, "-m", "stepmark", "train", row.model, "--strategy", row.strategy]
     words += ["--nproc", count, "--mbs", str(row.mbs or BATCH[row.model])]
     words += ["--schedule", schedule, "--steps", "80" if schedule == "micro" else "10"]
-    # That project trains Llama at 4096 tokens. Its DDP has torch's buckets of 25 MB; larger ones
-    # keep NCCL nearer to its peak.
+    # That project trains Llama at 4096 tokens. Its DDP has torch's buckets of 25 MB; larger
+    # ones keep NCCL nearer to its peak.
     words += ["--seq-len", "4096"] if row.model != GPT2 else []
     words += ["--bucket-mb", "250"] if row.strategy == "ddp" else []
     words += [*row.flags, *given.more.split(), "--out", str(given.out / "runs")]
@@ -163,7 +163,8 @@ def measure(row: Row, schedule: str, given: argparse.Namespace) -> None:
         return
     told = [*command(row, schedule, given), "--json", str(file)]
     sys.stderr.write(" ".join(told[1:]) + "\n")
-    with subprocess.Popen(told) as child:
+    # In a session of its own it gets one signal, from us: a second one would kill it.
+    with subprocess.Popen(told, start_new_session=True) as child:
         try:
             code = child.wait()
         except KeyboardInterrupt:

@@ -18,14 +18,13 @@ def steady_from(seconds: Sequence[float], cycle: int = 1) -> int | None:
         return None
     sums = [math.fsum(seconds[i * cycle : (i + 1) * cycle]) for i in range(num_cycles)]
     # From the end, so that each truncation costs one addition (Welford's recurrence).
-    count, mean, squares = 0, 0.0, 0.0
+    mean, squares = 0.0, 0.0
     error = [math.inf] * num_cycles
-    for index in range(num_cycles - 1, -1, -1):
-        count += 1
-        delta = sums[index] - mean
+    for count, one in enumerate(reversed(sums), 1):
+        delta = one - mean
         mean += delta / count
-        squares += delta * (sums[index] - mean)
-        error[index] = squares / count**2
+        squares += delta * (one - mean)
+        error[num_cycles - count] = squares / count**2
     # At least two must remain, or their error would be 0 for want of a second.
     dropped = min(range(num_cycles - 1), key=error.__getitem__)
     return dropped * cycle if dropped <= num_cycles // 2 else None

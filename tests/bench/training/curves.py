@@ -33,7 +33,9 @@ def case(model: ModelConfig, **values: Any) -> TrainCase:
     )
 
 
-def spread(model: ModelConfig, data_parallel: str, values: Any = None, **axes: int) -> TrainCase:
+def spread(
+    model: ModelConfig, data_parallel: str, values: Any = None, **axes: int
+) -> TrainCase:
     parallel = ParallelConfig(**axes)
     mbs = GLOBAL_BATCH // parallel.data_ranks
     return case(
@@ -68,9 +70,7 @@ CASES = {
     "pp": spread(LLAMA, "none", pp=4),
     "pp x fsdp": spread(LLAMA, "fsdp", pp=2, dp_shard=2),
     "pp x tp": spread(LLAMA, "none", pp=2, tp=2),
-    "pp, interleaved": spread(
-        LLAMA, "fsdp", {"pp_schedule": "interleaved"}, pp=2, dp_shard=2
-    ),
+    "pp, interleaved": spread(LLAMA, "fsdp", {"pp_schedule": "interleaved"}, pp=2, dp_shard=2),
     "ep": spread(MIXTRAL, "fsdp", ep=4, dp_shard=4),
     "ep x fsdp": spread(MIXTRAL, "fsdp", ep=2, dp_shard=4),
     "ep x hsdp": spread(MIXTRAL, "fsdp", ep=2, dp_replicate=2, dp_shard=2),

@@ -35,6 +35,7 @@ def spread() -> dict[str, list[float]]:
         capture_output=True,
         text=True,
         timeout=400,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])

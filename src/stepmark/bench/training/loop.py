@@ -27,8 +27,8 @@ VERSION = 1
 _AHEAD = 2
 # Ranks agree about this often.
 _AGREE_S = 0.5
-# So many times the wanted samples at most, until they are steady.
-_PATIENCE = 4
+# So many times the wanted samples at most, and some cycles, until they are steady.
+_PATIENCE, _MORE_CYCLES = 2, 4
 # What begins where a mark is set; a pipeline has no "fwd" mark, and its phases are mixed.
 _FOLLOWS = {"data": "forward", "fwd": "backward", "work": "optimizer"}
 
@@ -123,7 +123,7 @@ class Loop:
 
         end_s: on time.monotonic. Ctrl-C ends it on all ranks, with taken.interrupted set.
         """
-        most = _PATIENCE * wanted + 16 * self._case.cycle
+        most = _PATIENCE * wanted + _MORE_CYCLES * self._case.cycle
         with _deferred_interrupt() as interrupts, _no_collection():
             while True:
                 chunk = self._ranks.decide(lambda: self._chunk(wanted))
@@ -188,11 +188,9 @@ class Loop:
             self.taken.optim_s.append(held.seconds("optim"))
 
     def _chunk(self, wanted: int) -> int:
-        """Samples until the next agreement: whole cycles, at most a quarter of the wanted."""
-        cycle = self._case.cycle
+        """Samples until the next agreement, at most a quarter of the wanted."""
         usual = sorted(self.taken.seconds)[len(self.taken.seconds) // 2]
-        fitting = round(_AGREE_S / max(usual * cycle, 1e-6))
-        return cycle * max(1, min(fitting, wanted // (4 * cycle)))
+        return max(1, min(round(_AGREE_S / max(usual, 1e-6)), wanted // 4))
 
     def _tell(self, stop: bool, late: bool) -> tuple[bool, bool]:
         """All ranks learn of all new times, and whether any wants to stop or is late."""
@@ -222,7 +220,7 @@ class Loop:
         found = steady_from(slowest, cycle)
         if found is None:
             found = max(0, len(slowest) - wanted) // cycle * cycle
-        return max(found, cycle if len(slowest) > cycle else 0)
+        return max(found, cycle) if len(slowest) >= 2 * cycle else 0
 
     def _slowest(self) -> list[float]:
         count = min(map(len, self._everyone))

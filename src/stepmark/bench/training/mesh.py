@@ -63,20 +63,15 @@ class Meshes:
         return self._whole[name]
 
     def data(self) -> DeviceMesh:
-        """For FSDP: (dp_shard), or (dp_replicate, dp_shard) for HSDP. cp shards, too."""
+        """For FSDP: (dp_shard), or (dp_replicate, dp_shard) for HSDP."""
         assert self._whole is not None, "FSDP needs a process group"
-        names: list[str] = ["dp_replicate"] if self._parallel.dp_replicate > 1 else []
-        shard = "dp_shard"
-        if self._parallel.cp > 1:
-            shard = "dp_shard_cp"
-            self._whole["dp_shard", "cp"]._flatten(shard)
-        return self._whole[(*names, shard)] if names else self._whole[shard]
+        if self._parallel.dp_replicate > 1:
+            return self._whole["dp_replicate", "dp_shard"]
+        return self._whole["dp_shard"]
 
     def replicas(self) -> "dist.ProcessGroup":
         """For DDP: all that hold the same weights."""
         assert self._whole is not None, "DDP needs a process group"
-        if self._parallel.cp > 1:
-            return self._whole["dp_replicate", "cp"]._flatten("dp_replicate_cp").get_group()
         return self._whole["dp_replicate"].get_group()
 
     def experts(self) -> DeviceMesh:

@@ -1,7 +1,7 @@
 """One micro-step and one optimizer step of a case, as calls that enqueue work and return."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -41,16 +41,16 @@ def make(case: TrainCase, device: torch.device) -> Trainer:
     if case.parallel.pp > 1:
         return pipeline.Pipelined(case, meshes, device)
     built = parallelize(case, meshes, device)
-    plain = Plain(case, built, meshes)
+    plain = Plain(case, built)
     return Graphed(plain, case, device) if case.cuda_graph else plain
 
 
 class Plain:
     """Forward and backward on every rank."""
 
-    def __init__(self, case: TrainCase, built: Parallelized, meshes: Meshes) -> None:
+    def __init__(self, case: TrainCase, built: Parallelized) -> None:
         self.models: list[nn.Module] = [built.model]
-        self._case, self._built, self._meshes = case, built, meshes
+        self._case, self._built = case, built
         self._autocast = precision.autocast(case)
         self._fp8 = precision.fp8_region(case)
         # Graphs write gradients where they were when captured.
@@ -63,10 +63,7 @@ class Plain:
         hold = self._case.grad_sync is GradSync.LAST and not is_last
         if self._case.compile_mode == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
-        with (
-            self._built.hold_gradients() if hold else contextlib.nullcontext(),
-            shards_of_sequence(self._case, self._meshes, tokens, labels),
-        ):
+        with self._built.hold_gradients() if hold else contextlib.nullcontext():
             with self._autocast(), self._fp8():
                 loss: Tensor = self._built.call(tokens, labels)
             mark("fwd")
@@ -76,21 +73,6 @@ class Plain:
 
     def optimizer_step(self) -> None:
         self._update()
-
-
-@contextlib.contextmanager
-def shards_of_sequence(
-    case: TrainCase, meshes: Meshes, tokens: Tensor, labels: Tensor
-) -> Iterator[None]:
-    """Context parallelism: within, each rank holds its part of every sequence."""
-    mesh = meshes.axis("cp")
-    if mesh is None:
-        yield
-        return
-    from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415
-
-    with context_parallel(mesh, buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
-        yield
 
 
 class Graphed:
