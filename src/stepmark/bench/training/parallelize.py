@@ -159,7 +159,8 @@ def _fsdp(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
     if embedding is not None and output is not None and case.model.tied_embeddings:
         fully_shard([embedding, output], reshard_after_forward=False, **options)
     elif embedding is not None:
-        fully_shard(embedding, reshard_after_forward=reshard, **options)
+        looked_up: Any = fully_shard(embedding, reshard_after_forward=reshard, **options)
+        looked_up.set_unshard_in_backward(False)  # a lookup's gradient needs no table
     for first in range(0, len(blocks), case.blocks_per_group):
         group = blocks[first : first + case.blocks_per_group]
         fully_shard(
