@@ -234,6 +234,7 @@ SPREADS = (
 ANY = (
     *("", "--sac full", "--sac ops", "--sac 1/4", "--sac 3/8", "--text", "--scale 1/8"),
     *("--fp8", "--fp8 --fp8-head", "--fp8 --fp8-recipe rowwise", "--precision bf16"),
+    "--precision master",
     *("--fp8 --no-fp8-all-gather --precision bf16", "--compile", "--compile-scope model"),
     *("--compile --compile-mode max-autotune", "--attention flash", "--lr 1e-05"),
     *("--lr 0.1", "--clip 0", "--clip 0.25", "--seed 7", "--workers 5", "--seq-len 512"),
@@ -376,8 +377,17 @@ REFUSED = [
     (LLAMA, "--sac 1/64", "sac: '1/64': q/p with p at most 32, the number of layers"),
     (LLAMA, "--sac-freq full", "sac-freq: 'full': q/p with 1 <= q <= p"),
     (LLAMA, "--sac 1/4 --sac-freq 1/4", "sac-freq: '1/4': without --sac"),
-    (LLAMA, "--precision fp64", "precision: 'fp64': one of amp, bf16, fp32"),
-    (LLAMA, "--fp8 --precision fp32", "fp8: 'tensorwise': only with --precision amp or bf16"),
+    (
+        LLAMA,
+        "--strategy fsdp --nproc 2 --precision master",
+        "precision: 'master': amp with fsdp",
+    ),
+    (LLAMA, "--precision fp64", "precision: 'fp64': one of amp, master, bf16, fp32"),
+    (
+        LLAMA,
+        "--fp8 --precision fp32",
+        "fp8: 'tensorwise': only with --precision amp, master or bf16",
+    ),
     (LLAMA, "--fp8 --fp8-recipe block", "fp8-recipe: 'block': one of tensorwise, rowwise, te"),
     (LLAMA, "--fp8-recipe rowwise", "fp8-recipe: 'rowwise': only with --fp8"),
     (LLAMA, "--fp8-head", "fp8-head: 'True': only with --fp8"),

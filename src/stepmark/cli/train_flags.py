@@ -77,7 +77,8 @@ NUMBERS = (
     Flag(
         name="precision",
         kind=str,
-        help="amp (fp32 weights, bf16 compute), bf16, fp32 [amp; fp32 on a CPU]",
+        help="amp (fp32 weights, autocast to bf16), master (the same with bf16 copies that "
+        "the optimizer renews), bf16, fp32 [amp; fp32 on a CPU]",
     ),
     Flag(
         name="reduce_dtype",

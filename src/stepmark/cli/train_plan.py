@@ -154,13 +154,14 @@ def _scope(values: Values) -> CompileScope:
 def _reduce_dtype(
     values: Values, strategy: str, precision: Precision, parallel: ParallelConfig
 ) -> DType:
-    """As llm-train-bench's: bf16 for FSDP, fp32 for DDP."""
+    """As llm-train-bench's: bf16 for FSDP, fp32 for DDP of fp32 weights."""
     if (text := values.get("reduce_dtype")) is not None:
         found = parse_dtype(text)
         if found not in (DType.FP32, DType.BF16):
             raise ConfigError("reduce-dtype", text, "fp32 or bf16")
         return found
-    low = precision is Precision.BF16 or (precision is Precision.AMP and strategy == "fsdp")
+    low = precision in (Precision.BF16, Precision.MASTER)
+    low = low or (precision is Precision.AMP and strategy == "fsdp")
     return DType.BF16 if low and parallel.data_ranks > 1 else DType.FP32
 
 

@@ -175,8 +175,14 @@ def _numbers(case: TrainCase) -> Iterator[ConfigError]:
     if case.parallel.data_ranks == 1 and reduced != "fp32":
         yield ConfigError("reduce-dtype", reduced, "only with several data ranks")
     is_ddp = case.data_parallel is DataParallel.DDP
-    if is_ddp and case.precision is Precision.BF16 and reduced == "fp32":
+    if is_ddp and case.precision in (Precision.BF16, Precision.MASTER) and reduced == "fp32":
         yield ConfigError("reduce-dtype", reduced, "bf16: ddp reduces gradients as they are")
+    if case.precision is Precision.MASTER:
+        if case.data_parallel is DataParallel.FSDP:
+            allowed = "amp with fsdp, whose shards are fp32 and gathered in bf16"
+            yield ConfigError("precision", "master", allowed)
+        if case.cuda_graph or case.compile_mode == "reduce-overhead":
+            yield ConfigError("precision", "master", "amp or bf16 with CUDA graphs")
     tokens = case.mbs * case.model.seq_len
     if tokens % case.loss_chunks:
         yield ConfigError("loss-chunks", case.loss_chunks, f"a divisor of {tokens} tokens")
@@ -186,7 +192,7 @@ def _fp8(case: TrainCase) -> Iterator[ConfigError]:
     if case.fp8 is Fp8.NONE:
         return
     if case.precision is Precision.FP32:
-        yield ConfigError("fp8", case.fp8, "only with --precision amp or bf16")
+        yield ConfigError("fp8", case.fp8, "only with --precision amp, master or bf16")
     if case.fp8_all_gather and case.data_parallel is not DataParallel.FSDP:
         yield ConfigError("fp8-all-gather", "yes", "only with --strategy fsdp")
     if case.fp8_all_gather and case.fp8 is not Fp8.TENSORWISE:

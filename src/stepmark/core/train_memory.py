@@ -21,6 +21,14 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, DataParallel, Precision, Recompute
 
 _FP32 = 4
+# Bytes per parameter of weights, of gradients, and of each of AdamW's two moments. With masters
+# both weights and gradients exist in bf16 and in fp32.
+_BYTES = {
+    Precision.AMP: (4, 4, 4),
+    Precision.MASTER: (2 + 4, 2 + 4, 4),
+    Precision.BF16: (2, 2, 2),
+    Precision.FP32: (4, 4, 4),
+}
 _TOO_MANY = 2**24  # sequences
 
 
@@ -72,16 +80,16 @@ def _of_stage(case: TrainCase, stage: int) -> TrainMemory:
     layers = _layers(case, stage)
     is_last = stage == case.parallel.pp - 1
     state = _stored_params(case, layers, stage) // _state_shards(case)
-    size = _FP32 if case.precision is not Precision.BF16 else 2
+    stored, added_up, moment = _BYTES[case.precision]
     tokens = -(-case.mbs // _microbatches(case)) * case.model.seq_len // case.parallel.cp
     # 1F1B: the first stage is as many microbatches ahead as there are stages.
     in_flight = min(case.parallel.pp - stage, _microbatches(case))
     kept = sum(_kept_per_token(case, index) for index in layers)
     kept += 2 * case.model.hidden_size * _itemsize(case) if is_last else 0  # last norm, head
     return TrainMemory(
-        weights_bytes=state * size,
-        gradients_bytes=state * size,
-        optimizer_bytes=state * 2 * size,
+        weights_bytes=state * stored,
+        gradients_bytes=state * added_up,
+        optimizer_bytes=state * 2 * moment,
         gathered_bytes=_gathered(case, layers, stage),
         activations_bytes=tokens * in_flight * kept,
         working_bytes=tokens * max((_working_per_token(case, i) for i in layers), default=0),
@@ -274,6 +282,7 @@ def _head(case: TrainCase, tokens: int) -> int:
     logits = -(-tokens // case.loss_chunks) * case.model.vocab_size * per_logit
     if case.loss_chunks == 1:
         return logits
-    stored = 2 if case.precision is Precision.BF16 else _FP32
+    low = case.precision in (Precision.BF16, Precision.MASTER)
+    stored = 2 if low else _FP32
     sums = 2 * stored * case.model.head_params // case.parallel.tp
     return logits + sums + tokens * case.model.hidden_size * size

@@ -18,6 +18,9 @@ class Precision(StrEnum):
     """amp: fp32 weights, bf16 compute (autocast; under FSDP its mixed-precision policy)."""
 
     AMP = "amp"
+    # bf16 weights beside fp32 ones that the optimizer updates; gradients added up in fp32:
+    # autocast's arithmetic with one cast per optimizer step instead of per micro-step.
+    MASTER = "master"
     BF16 = "bf16"  # weights, gradients and optimizer state too
     FP32 = "fp32"
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from stepmark.bench.training import precision
 from stepmark.core.train_case import TrainCase
+from stepmark.core.training import Precision
 
 
 class Update:
@@ -24,23 +25,67 @@ class Update:
     ) -> None:
         self._case, self._models, self._keeps = case, models, keeps_gradients
         self._over_stages = over_stages
-        self._parameters = [one for model in models for one in model.parameters()]
+        self._parameters = [
+            one for model in models for one in model.parameters() if one.requires_grad
+        ]
+        has_masters = case.precision is Precision.MASTER
+        self._masters = Masters(self._parameters) if has_masters else None
+        self._updated = self._masters.weights if self._masters else self._parameters
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=case.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+            self._updated, lr=case.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         self._after = precision.after_optimizer(case)
         if keeps_gradients:
             for one in self._parameters:
                 one.grad = torch.zeros_like(one)
 
+    def collect(self) -> None:
+        """After every backward pass: take the gradients from where they are added up."""
+        if self._masters:
+            self._masters.collect()
+
     def __call__(self) -> None:
         if self._case.clip:
-            clip_gradients(self._parameters, self._case.clip, self._over_stages)
+            clip_gradients(self._updated, self._case.clip, self._over_stages)
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=not self._keeps)
+        if self._masters:
+            self._masters.publish()
+        else:
+            self._optimizer.zero_grad(set_to_none=not self._keeps)
         if self._after:
             for model in self._models:
                 self._after(model)
+
+
+class Masters:
+    """fp32 weights and gradients beside a model's bf16 ones (Megatron-LM's main parameters)."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self.weights = [one.detach().float() for one in parameters]
+        for one in self.weights:
+            one.grad = torch.zeros_like(one)
+
+    def collect(self) -> None:
+        """Add the model's gradients to the fp32 ones, and forget them."""
+        found = [
+            (master.grad, one.grad)
+            for master, one in zip(self.weights, self._parameters, strict=True)
+            if one.grad is not None
+        ]
+        sums, grads = zip(*found, strict=True)
+        torch._foreach_add_(_local(sums), _local(grads))
+        for one in self._parameters:
+            one.grad = None
+
+    def publish(self) -> None:
+        """What was updated becomes the model's; gradients start at 0."""
+        torch._foreach_copy_(_local(self._parameters), _local(self.weights))
+        torch._foreach_zero_(_local([one.grad for one in self.weights]))
+
+
+def _local(tensors: Sequence[Any]) -> list[Tensor]:
+    return [one.to_local() if isinstance(one, DTensor) else one.detach() for one in tensors]
 
 
 def clip_gradients(
@@ -65,6 +110,5 @@ def clip_gradients(
     norm = (more(square) if more else square).sqrt()
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     for grads in groups.values():
-        local = [one.to_local() if isinstance(one, DTensor) else one for one in grads]
-        torch._foreach_mul_(local, factor)
+        torch._foreach_mul_(_local(grads), factor)
     return norm

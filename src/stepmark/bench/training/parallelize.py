@@ -129,7 +129,7 @@ def _ddp(
         init_sync=False,  # every rank drew the same weights and made the same tables
         broadcast_buffers=False,
     )
-    if case.reduce_dtype != "fp32" and case.precision is not Precision.BF16:
+    if case.reduce_dtype != "fp32" and case.precision in (Precision.AMP, Precision.FP32):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (  # noqa: PLC0415
             bf16_compress_hook,
         )

@@ -78,6 +78,7 @@ class Pipelined:
         more: dict[str, Any] = {"target": labels, "losses": losses} if self._is_last else {}
         with self._autocast():
             self._schedule.step(*inputs, **more)
+        self._update.collect()
         if not self._is_last:
             return None
         return torch.stack([one.detach() for one in losses]).mean() * self._case.grad_accum

@@ -16,6 +16,7 @@ from stepmark.core.training import DataParallel, Fp8, Precision
 
 WEIGHTS = {
     Precision.AMP: torch.float32,
+    Precision.MASTER: torch.bfloat16,
     Precision.BF16: torch.bfloat16,
     Precision.FP32: torch.float32,
 }

@@ -36,7 +36,7 @@ class Trainer(Protocol):
 
 def make(case: TrainCase, device: torch.device) -> Trainer:
     """The trainer of this rank. Every rank calls it."""
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("highest")  # fp32 is not TF32
     meshes = Meshes(case)
     if case.parallel.pp > 1:
         return pipeline.Pipelined(case, meshes, device)
@@ -68,6 +68,7 @@ class Plain:
                 loss: Tensor = self._built.call(tokens, labels)
             mark("fwd")
             (loss / self._case.grad_accum).backward()
+            self._update.collect()
             mark("bwd")
         return loss.detach()
 

@@ -1,0 +1,83 @@
+"""The update: clipping, and fp32 weights beside bf16 ones."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stepmark.bench.ranks import Ranks
+from stepmark.bench.training.optimizer import Masters, clip_gradients
+from stepmark.core.model import ModelConfig
+from stepmark.core.training import Precision, Schedule
+
+from .curves import GPT2, LLAMA, case, losses
+
+ALONE = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cpu"))
+
+
+def parameters(values: list[list[float]]) -> list[Tensor]:
+    made = []
+    for grads in values:
+        one = torch.zeros(len(grads), requires_grad=True)
+        one.grad = torch.tensor(grads)
+        made.append(one)
+    return made
+
+
+finite = st.floats(-1e3, 1e3, width=32)
+
+
+@given(st.lists(st.lists(finite, min_size=1, max_size=5), min_size=1, max_size=4))
+def test_clipping_is_torchs(values: list[list[float]]) -> None:
+    mine, theirs = parameters(values), parameters(values)
+    norm = clip_gradients(mine, 1.0)
+    want = torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+    assert torch.allclose(norm, want)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.allclose(a.grad, b.grad)
+
+
+def test_other_stages_count_in_the_norm() -> None:
+    one = parameters([[3.0]])
+    norm = clip_gradients(one, 1.0, lambda square: square + 16)
+    assert norm.item() == pytest.approx(5)
+    assert one[0].grad is not None
+    assert one[0].grad.item() == pytest.approx(3 / 5)
+
+
+def test_small_gradients_add_up_in_masters() -> None:
+    """In bf16 256 + 1 is 256 again."""
+    weight = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    masters = Masters([weight])
+    for value in (256.0, 1.0, 1.0):
+        weight.grad = torch.full((1,), value, dtype=torch.bfloat16)
+        masters.collect()
+        assert weight.grad is None
+    (master,) = masters.weights
+    assert master.grad is not None
+    assert master.grad.item() == 258
+    master.data.fill_(0.5)
+    masters.publish()
+    assert weight.item() == 0.5
+    assert master.grad.item() == 0
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_masters_learn_as_autocast_does(model: ModelConfig) -> None:
+    """The same weights in the products; norms are bf16 instead of fp32."""
+    of = case(model, mbs=8, grad_accum=2, schedule=Schedule.STEP)
+    amp, master, frozen = (
+        losses(replace(of, precision=precision, lr=lr), ALONE)
+        for precision, lr in (
+            (Precision.AMP, of.lr),
+            (Precision.MASTER, of.lr),
+            (Precision.MASTER, 0.0),
+        )
+    )
+    assert master == pytest.approx(amp, rel=1e-3)
+    assert frozen[-1] > 1.1 * master[-1]
