@@ -171,8 +171,10 @@ def measure(row: Row, schedule: str, given: argparse.Namespace) -> None:
         except KeyboardInterrupt:
             child.send_signal(signal.SIGINT)
             child.wait()
+            file.unlink(missing_ok=True)
             raise
     if code in (130, 143):
+        file.unlink(missing_ok=True)  # of fewer samples than a row has
         raise KeyboardInterrupt
     if code:
         sys.stderr.write(f"{row.name}: exit code {code}\n")
@@ -242,15 +244,18 @@ def main() -> None:
     rows = [row for row in _rows() if re.search(given.only, row.name)]
     given.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the row's ranks, too
+    code = 0
     try:
         for row in [] if given.print else rows:
             for schedule in given.schedules.split(","):
                 measure(row, schedule, given)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; go on with --resume\n")
+        code = 130
     text = table(_rows() if given.print else rows, given)
     (given.out / "table.md").write_text(table(_rows(), given))
     sys.stdout.write(text)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -414,6 +414,12 @@ REFUSED = [
     ),
     (LLAMA, "--loss-chunks 3", "loss-chunks: '3': a divisor of 8192 tokens"),
     (LLAMA, "--loss-chunks 0", "loss-chunks: '0': from 1 to 65536"),
+    (LLAMA, "--strategy tp --nproc 2 --loss-chunks 2", "loss-chunks: '2': 1 with tp"),
+    (
+        LLAMA,
+        "--strategy pp --nproc 2 --pp-microbatches 1",
+        "pp-microbatches: '1': at least 2, the number of stages",
+    ),
     (LLAMA, "--strategy pp --nproc 2 --loss-chunks 2", "loss-chunks: '2': 1 with a pipeline"),
     # gradients
     (LLAMA, "--schedule cycle", "schedule: 'cycle': one of step, micro"),
@@ -428,8 +434,8 @@ REFUSED = [
         "--strategy ddp --precision bf16 --reduce-dtype fp32",
         "reduce-dtype: 'fp32': bf16: ddp reduces gradients as they are",
     ),
-    (LLAMA, "--lr 0", "lr: '0.0': from 1e-12 to 10"),
-    (LLAMA, "--lr nan", "lr: 'nan': from 1e-12 to 10"),
+    (LLAMA, "--lr 0", "lr: '0.0': from 1e-12 to 1e+12"),
+    (LLAMA, "--lr nan", "lr: 'nan': from 1e-12 to 1e+12"),
     (LLAMA, "--clip -1", "clip: '-1.0': from 0 to 1e+06"),
     (LLAMA, "--bucket-mb 50", "bucket-mb: '50': only with --strategy ddp"),
     (LLAMA, "--strategy ddp --bucket-mb 0", "bucket-mb: '0': from 1 to"),

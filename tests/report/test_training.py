@@ -25,6 +25,7 @@ from stepmark.report.tables import Row, number
 from stepmark.report.training import per_rank_rows, rows
 from stepmark.report.training_drift import drift
 from stepmark.report.training_phases import PHASES, mean_phases
+from stepmark.report.training_printing import best_batches
 from stepmark.report.training_remarks import remarks
 from stepmark.report.training_words import shape_text, techniques
 
@@ -105,7 +106,30 @@ def test_without_a_whole_cycle_there_is_no_rate_and_a_reason() -> None:
 def test_each_sample_counts_with_its_slowest_rank() -> None:
     row = row_of(train_measured(fsdp(2), [[1.0, 2.0, 1.0, 2.0], [2.0, 1.0, 2.0, 1.0]]))
     assert (row["time_s"], row["min_s"]) == (2.0, 2.0)
-    assert row["tokens_per_s"] == pytest.approx(2 * 2 * 4096 / 2.0)
+
+
+def test_a_rate_is_of_the_rank_that_took_longest_for_all() -> None:
+    """Ranks that take turns at being slow spent 6 s each, not 8."""
+    row = row_of(train_measured(fsdp(2), [[1.0, 2.0, 1.0, 2.0], [2.0, 1.0, 2.0, 1.0]]))
+    assert row["tokens_per_s"] == pytest.approx(2 * 2 * 4096 * 4 / 6.0)
+
+
+def test_the_best_batch_is_named() -> None:
+    table = [
+        row_of(flat(TrainCase(model=model("llama-3.1-8b"), mbs=mbs), seconds))
+        for mbs, seconds in ((1, 1.0), (2, 1.2), (4, 4.4))
+    ]
+    (line,) = best_batches(table)
+    assert line.startswith("best mbs 2: ")
+    assert best_batches(table[:1]) == []
+
+
+def test_a_straggler_is_last_more_often_than_by_chance() -> None:
+    few = row_of(train_measured(fsdp(2), [[2.0, 2.0, 1.0], [1.0, 1.0, 2.0]]))
+    assert few["vs_median_rank"] == pytest.approx(2 / 1.5)
+    assert not any("straggler" in line for line in remarks(few))
+    always = row_of(train_measured(fsdp(2), [[2.0] * 20, [1.0] * 20]))
+    assert any("straggler: rank 0" in line for line in remarks(always))
 
 
 def test_conventions_and_recompute_in_one_row() -> None:

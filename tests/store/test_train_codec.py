@@ -432,9 +432,13 @@ def test_other_models_are_never_paired() -> None:
 def test_a_compared_value_is_the_mean_of_a_whole_cycle(
     cycles: list[list[float]], rest: list[float]
 ) -> None:
-    found = mean_of_cycles([value for cycle in cycles for value in cycle] + rest, 4)
+    slow = [value for cycle in cycles for value in cycle] + rest
+    quick = [value / 2 for value in slow]
+    found = mean_of_cycles([quick, slow], 4)
     assert found == pytest.approx([sum(cycle) / 4 for cycle in cycles])
-    assert mean_of_cycles(rest, 4) == tuple(rest)
+    assert mean_of_cycles([quick[:3], slow[:3]], 4) == tuple(slow[:3])
+    turns = [[1.0, 3.0], [3.0, 1.0]]  # who is last of each sample is nobody's time
+    assert mean_of_cycles(turns, 2) == (2.0,)
 
 
 def test_runs_show_export_and_report_have_training(tmp_path: Path) -> None:

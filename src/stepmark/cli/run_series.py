@@ -63,7 +63,7 @@ def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
     if isinstance(case, TrainCase):
         # A median of single samples would leave out an optimizer that only some of them have.
         launches = {
-            f"{info.run_id}/{record.launch}": mean_of_cycles(_slowest(info, record), case.cycle)
+            f"{info.run_id}/{record.launch}": mean_of_cycles(_sound(info, record), case.cycle)
             for record in records
         }
         return Series(fields=_train_fields(case, method), launches=launches)
@@ -79,21 +79,29 @@ def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
 
 
 def _slowest(info: RunInfo, record: Measured) -> tuple[float, ...]:
+    return tuple(slowest_per_sample(_sound(info, record)))
+
+
+def _sound(info: RunInfo, record: Measured) -> tuple[tuple[float, ...], ...]:
     seconds = record.samples.seconds
     lengths = {len(values) for values in seconds}
     sound = all(math.isfinite(value) and value > 0 for values in seconds for value in values)
     if len(lengths) != 1 or 0 in lengths or not sound:
         allowed = f"as many finite times above 0 from every rank: {record.case.command()}"
         raise ConfigError("samples", f"run {info.run_id}", allowed)
-    return tuple(slowest_per_sample(seconds))
+    return seconds
 
 
-def mean_of_cycles(seconds: Sequence[float], cycle: int) -> tuple[float, ...]:
-    """A sample's mean time in each whole cycle; the samples themselves without a whole one."""
-    whole = len(seconds) // cycle * cycle
+def mean_of_cycles(seconds: Sequence[Sequence[float]], cycle: int) -> tuple[float, ...]:
+    """A sample's mean time in each whole cycle, of the rank that took longest for it.
+
+    The slowest of each sample without a whole cycle.
+    """
+    whole = len(seconds[0]) // cycle * cycle
     return tuple(
-        math.fsum(seconds[first : first + cycle]) / cycle for first in range(0, whole, cycle)
-    ) or tuple(seconds)
+        max(math.fsum(values[first : first + cycle]) for values in seconds) / cycle
+        for first in range(0, whole, cycle)
+    ) or tuple(slowest_per_sample(seconds))
 
 
 def _train_fields(case: TrainCase, method: str) -> Fields:

@@ -174,7 +174,7 @@ HOW = (
         name="steps",
         kind=int,
         names=("--steps", "--n-steps", "--n_steps"),
-        help="measured samples [30; with --schedule micro 10 optimizer steps' worth]",
+        help="steady samples, at least [30; with --schedule micro 10 optimizer steps' worth]",
     ),
     BUDGET,
     Flag(name="timeout", kind=str, help="a case that takes longer has failed [600s]"),

@@ -169,8 +169,14 @@ def _data(values: Values) -> str:
     if path := values.get("text_file"):
         if values.get("text"):
             raise ConfigError("text-file", path, "without --text, which is one of its own")
-        if not Path(path).is_file():
+        try:
+            size = Path(path).stat().st_size if Path(path).is_file() else None
+        except OSError:
+            size = None
+        if size is None:
             raise ConfigError("text-file", path, "a file that can be read")
+        if not size:
+            raise ConfigError("text-file", path, "a file with text in it")
         return str(path)
     return "text" if values.get("text") else "random"
 

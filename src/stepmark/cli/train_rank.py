@@ -9,7 +9,7 @@ from stepmark.cli.options import Values
 from stepmark.cli.rank_parent import Places
 from stepmark.cli.rank_work import Now, Scene, Verb
 from stepmark.cli.train_output import TRACES
-from stepmark.core.record import AnyCase
+from stepmark.core.record import AnyCase, Failed
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope
 from stepmark.core.units import parse_duration
@@ -69,14 +69,32 @@ def _measure(
     scene.guard.on_abort(dump_flight_recorder, lambda: None)
     folder: Path = ranks.decide(lambda: scene.run and scene.run.absolute() / TRACES)
     if values.get("profile"):
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    how = options(values, launch, scene.share, ranks.num_ranks)
+    if how.find_batch:
+        largest = ranks.decide(lambda: scene.run and _too_large(scene.run))
+        how = dataclasses.replace(how, too_large_mbs=largest)
     return runner.run(
         plan,
         scene.rig,
-        options(values, launch, scene.share, ranks.num_ranks),
+        how,
         scene.guard,
         run_id=scene.run_id,
         sink=scene.sink,
         stuck=scene.stuck,
         folder=folder,
+    )
+
+
+def _too_large(run: Path) -> int | None:
+    """The smallest micro-batch that ran out of memory on ranks before these."""
+    from stepmark.store.runs import read_records  # noqa: PLC0415
+
+    return min(
+        (
+            record.train.mbs
+            for record in read_records(run)
+            if isinstance(record, Failed) and record.cause == "oom"
+        ),
+        default=None,
     )

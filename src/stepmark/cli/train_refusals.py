@@ -19,7 +19,7 @@ _BYTES = 256  # tokens of a text
 _RANGES: dict[str, tuple[float, float]] = {
     "grad_accum": (1, 65536),
     "loss_chunks": (1, 65536),
-    "lr": (1e-12, 10.0),
+    "lr": (1e-12, 1e12),
     "clip": (0.0, 1e6),
     "prefetch": (1, 1024),
     "blocks_per_group": (1, 1024),
@@ -151,6 +151,9 @@ def _pipeline(case: TrainCase) -> Iterator[ConfigError]:
         allowed = f"1, since the first and last stage of {model.name} would share a table"
         yield ConfigError("pp", pp, allowed)
     parts = case.pp_microbatches or stages
+    if parts < stages:
+        allowed = f"at least {stages}, the number of stages"
+        yield ConfigError("pp-microbatches", parts, allowed)
     if case.mbs % parts:
         yield ConfigError("mbs", case.mbs, f"a multiple of {parts} pipeline microbatches")
     if case.loss_chunks > 1:
@@ -183,6 +186,8 @@ def _numbers(case: TrainCase) -> Iterator[ConfigError]:
             yield ConfigError("precision", "master", allowed)
         if case.cuda_graph or case.compile_mode == "reduce-overhead":
             yield ConfigError("precision", "master", "amp or bf16 with CUDA graphs")
+    if case.loss_chunks > 1 and case.parallel.tp > 1:
+        yield ConfigError("loss-chunks", case.loss_chunks, "1 with tp")
     tokens = case.mbs * case.model.seq_len
     if tokens % case.loss_chunks:
         yield ConfigError("loss-chunks", case.loss_chunks, f"a divisor of {tokens} tokens")

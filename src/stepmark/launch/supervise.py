@@ -133,7 +133,7 @@ def _normal_end(crew: Crew, poll_s: float) -> _Ended | None:
         return None
     _wait_for_end(crew, _LINGER_S, poll_s)
     if late := crew.working():
-        _say(f"{evidence.ranks_text(late)} did not end {_LINGER_S:.0f} s after rank 0; killed")
+        _say(f"{evidence.ranks_text(late)} still there {_LINGER_S:.0f} s after the end; killed")
     code = code if code in EXIT_CODES else 3
     return _Ended(code=code, goes_on_at=crew.goes_on_at if code in (0, 1, 3) else None)
 

@@ -5,7 +5,7 @@ each sample; phases, clock and power of the rank that is slowest over all sample
 """
 
 from collections.abc import Iterable, Sequence
-from math import sqrt
+from math import isfinite, sqrt
 from statistics import median
 
 from stepmark.core.case import Case
@@ -97,8 +97,15 @@ _UNMEASURED: Row = dict.fromkeys(
         *("fwd_s", "bwd_s", "optim_s", "other_s", "data_s", "data_max_s"),
         *("allocated_gib", "reserved_gib", "memory_gib", "alloc_retries"),
         *("clock_mhz", "power_w", "throttle", "loss_first", "loss_last", "num_wrong"),
+        *("loss_falls", "interrupted"),
         *("warmup_samples", "drift_pct", "build_s", "first_s", "recompiles", "graph_breaks"),
-        *("slowest_rank", "vs_median_rank", "slow_fwd_rank", "fwd_vs_median_rank"),
+        *(
+            "slowest_rank",
+            "vs_median_rank",
+            "is_straggler",
+            "slow_fwd_rank",
+            "fwd_vs_median_rank",
+        ),
         *("num_params", "attention_run", "backend_run", "data_run", "method", "over_limit"),
         *("message",),
     )
@@ -126,9 +133,17 @@ def _measured(record: Measured, against: Yardstick) -> Row:
     slowest = medians.index(max(medians))
     row |= _times(slowest_per_sample(seconds)) | _device_state(record, slowest)
     if len(seconds) > 1:
-        row |= {"slowest_rank": slowest, "vs_median_rank": _ratio(medians, slowest)}
+        row |= {
+            "slowest_rank": slowest,
+            "vs_median_rank": _ratio(medians, slowest),
+            "is_straggler": _is_often_last(seconds, slowest),
+        }
     if record.training:
-        row |= _told(record.training, against.run) | phases(record, slowest)
+        row |= _told(
+            record.training,
+            against.run,
+            wrong=bool(num_wrong) and record.train.data != "random",
+        ) | phases(record, slowest)
         row |= _slow_forward(record.training) | _drift(record, record.training)
         row |= rates(record, record.training, against)
     return row
@@ -168,7 +183,7 @@ def _device_state(record: Measured, shown: int, rank: int | None = None) -> Row:
     }
 
 
-def _told(told: Training, run: RunInfo) -> Row:
+def _told(told: Training, run: RunInfo, *, wrong: bool) -> Row:
     """What needs no arithmetic; memory of the rank with most of it."""
     sizes = [one.memory_bytes for one in run.environment.devices if one.memory_bytes]
     return {
@@ -176,6 +191,8 @@ def _told(told: Training, run: RunInfo) -> Row:
         "reserved_gib": _gib(told.reserved_bytes),
         "memory_gib": min(sizes) / GIB if sizes and told.reserved_bytes else None,
         "alloc_retries": sum(told.alloc_retries) if told.alloc_retries else None,
+        "loss_falls": False if wrong and all(map(isfinite, told.loss)) else None,
+        "interrupted": told.interrupted or None,
         "loss_first": told.loss[0] if told.loss else None,
         "loss_last": told.loss[-1] if told.loss else None,
         "warmup_samples": len(told.warmup_s[0]) if told.warmup_s else 0,
@@ -210,12 +227,17 @@ def _slow_forward(told: Training) -> Row:
         return {}
     medians = [median(values) for values in told.fwd_s]
     slow = medians.index(max(medians))
-    columns = list(zip(*told.fwd_s, strict=True))
-    slowest = sum(column[slow] == max(column) for column in columns)
-    n, p = len(columns), 1 / len(medians)
-    if slowest <= n * p + 3 * sqrt(n * p * (1 - p)):
+    if not _is_often_last(told.fwd_s, slow):
         return {}
     return {"slow_fwd_rank": slow, "fwd_vs_median_rank": _ratio(medians, slow)}
+
+
+def _is_often_last(seconds: Sequence[Sequence[float]], rank: int) -> bool:
+    """Whether this rank takes longest more often than by chance."""
+    columns = list(zip(*seconds, strict=True))
+    count = sum(column[rank] == max(column) for column in columns)
+    n, p = len(columns), 1 / len(seconds)
+    return bool(count > n * p + 3 * sqrt(n * p * (1 - p)))
 
 
 def _of_rank(record: Measured, rank: int) -> Row:

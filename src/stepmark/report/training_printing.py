@@ -50,6 +50,8 @@ _RANKS: tuple[Column, ...] = (
     ("throttle", "throttled", False, 1),
 )
 
+_BUT_BATCH = ("model", "scale", "strategy", "num_ranks", "seq_len", "techniques")
+
 _CONVENTIONS = (
     ("causal", "tflops", "mfu_pct"),
     ("torchtitan", "tflops_torchtitan", "mfu_torchtitan_pct"),
@@ -74,6 +76,28 @@ def print_training(
         console.print()
     table = rows if len(rows) > 1 else [row for row in rows if number(row, "time_s") is None]
     print_rows(table, console, _PRINTED)
+    for line in best_batches(rows):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def best_batches(rows: Sequence[Row]) -> list[str]:
+    """The micro-batch with the most tokens per second, of cases that differ in nothing else."""
+    alike: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        if row["status"] == "measured" and number(row, "tokens_per_s_gpu"):
+            key = tuple(row[name] for name in _BUT_BATCH)
+            alike.setdefault(key, []).append(row)
+    lines = []
+    for held in alike.values():
+        if len({row["mbs"] for row in held}) < 2:
+            continue
+        best = max(held, key=lambda row: number(row, "tokens_per_s_gpu") or 0.0)
+        rate = digits(number(best, "tokens_per_s_gpu"))
+        lines.append(
+            f"best mbs {best['mbs']}: {rate} tokens/s per GPU "
+            f"({best['model']} {best['strategy']} {best['techniques']})"
+        )
+    return lines
 
 
 def block(row: Row) -> list[str]:

@@ -1,6 +1,7 @@
 """Tokens and FLOPs per second of a training record, and their share of a peak."""
 
 from dataclasses import dataclass
+from math import fsum
 from statistics import median
 
 from stepmark.core.device import DeviceSpec
@@ -25,14 +26,16 @@ class Yardstick:
 
 def rates(record: Measured, told: Training, against: Yardstick) -> Row:
     """Tokens and FLOPs per second, over whole cycles, so that the optimizer has its share."""
-    case, slowest = record.train, slowest_per_sample(record.samples.seconds)
+    case, seconds = record.train, record.samples.seconds
+    slowest = slowest_per_sample(seconds)
     cycles = len(slowest) // told.cycle
     typical_s = median(slowest)
     row: Row = {"whole_cycles": cycles}
     if typical_s:
         typical = told.tokens_per_sample / typical_s / case.num_ranks
         row["tokens_per_s_gpu_median"] = typical
-    total_s = sum(slowest[: cycles * told.cycle])
+    # Ranks may take turns at being the slowest: a sum over these would be nobody's time.
+    total_s = max(fsum(values[: cycles * told.cycle]) for values in seconds)
     if not total_s:
         return row
     per_gpu = told.tokens_per_sample * told.cycle * cycles / total_s / case.num_ranks

@@ -16,7 +16,14 @@ def remarks(row: Row) -> list[str]:
     if number(row, "time_s") is None:
         return []
     said = (
-        *(_wrong(row), _above_limit(row), _drifts(row), _retries(row), _near_limit(row)),
+        *(
+            _wrong(row),
+            _interrupted(row),
+            _above_limit(row),
+            _drifts(row),
+            _retries(row),
+            _near_limit(row),
+        ),
         *(_slow_rank(row), _slow_forward(row), _throttled(row), _data(row)),
         *(_recompiled(row), _cycle(row), _nominal(row)),
     )
@@ -26,7 +33,15 @@ def remarks(row: Row) -> list[str]:
 def _wrong(row: Row) -> str:
     if not number(row, "num_wrong"):
         return ""
-    return f"wrong: {row['num_wrong']} losses are not finite, or do not fall on text"
+    if row["loss_falls"] is False:
+        return "wrong: the loss on text does not fall"
+    return f"wrong: {row['num_wrong']} losses are not finite"
+
+
+def _interrupted(row: Row) -> str:
+    return f"interrupted: {row['n']} samples so far; --resume measures anew" * bool(
+        row["interrupted"]
+    )
 
 
 def _above_limit(row: Row) -> str:
@@ -56,7 +71,7 @@ def _near_limit(row: Row) -> str:
 
 def _slow_rank(row: Row) -> str:
     ratio = number(row, "vs_median_rank") or 0.0
-    if ratio <= SLOW_RANK:
+    if ratio <= SLOW_RANK or not row["is_straggler"]:
         return ""
     return f"straggler: rank {row['slowest_rank']} takes {ratio:.3f} x the median rank's time"
 

@@ -90,7 +90,7 @@ class RunWriter:
             except BaseException:
                 writer.close()
                 raise
-        return writer, {(r.case.case_id, r.launch) for r in records if isinstance(r, Measured)}
+        return writer, {(r.case.case_id, r.launch) for r in records if _is_done(r)}
 
     def append(self, record: Record) -> None:
         """On disk when this returns. Raises StoreError, and leaves whole lines only."""
@@ -176,6 +176,12 @@ def read_samples(path: Path, record: Measured) -> "np.ndarray":
         return np.asarray(np.load(file, allow_pickle=False))
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError("samples", file, f"a readable .npy ({error})") from None
+
+
+def _is_done(record: Record) -> bool:
+    """A training case cut short by Ctrl-C keeps its samples, and is measured again."""
+    cut = isinstance(record, Measured) and record.training and record.training.interrupted
+    return isinstance(record, Measured) and not cut
 
 
 def latest(records: Iterable[Record]) -> list[Record]:

@@ -1,6 +1,7 @@
 """Ways to spread a small model over four ranks, and the losses that each gives."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import trainer
 from stepmark.bench.training.mesh import place_of
+from stepmark.bench.training.optimizer import clip_gradients
 from stepmark.core.model import ModelConfig, find_model
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.train_case import TrainCase
@@ -68,6 +70,7 @@ CASES = {
     "tp, tied": spread(GPT2, "fsdp", tp=2, dp_shard=2),
     "tp, qk norm": spread(QWEN3, "fsdp", tp=2, dp_shard=2),
     "pp": spread(LLAMA, "none", pp=4),
+    "pp, accumulated": spread(LLAMA, "none", {"grad_accum": 2}, pp=4),
     "pp x fsdp": spread(LLAMA, "fsdp", pp=2, dp_shard=2),
     "pp x tp": spread(LLAMA, "none", pp=2, tp=2),
     "pp, interleaved": spread(LLAMA, "fsdp", {"pp_schedule": "interleaved"}, pp=2, dp_shard=2),
@@ -82,6 +85,21 @@ def alone(spread_case: TrainCase) -> TrainCase:
     """The same global batch on one rank."""
     values = {"grad_accum": spread_case.grad_accum, "schedule": spread_case.schedule}
     return case(spread_case.model, mbs=GLOBAL_BATCH, **values)
+
+
+def first_norm(of: TrainCase, ranks: Ranks) -> float:
+    """Of all gradients before the first update. Every rank calls it.
+
+    AdamW's steps do not tell of a gradient that is wrong by a factor; its norm does.
+    """
+    made: Any = trainer.make(of, ranks.device)
+    batches = _batches(of, place_of(ranks.rank, of.parallel).data_rank)
+    for step in range(of.grad_accum):
+        tokens, labels = next(batches)
+        is_last = step + 1 == of.grad_accum
+        made.micro_step(tokens, labels, is_last=is_last, mark=lambda _name: None)
+    update = made._update
+    return float(clip_gradients(update._updated, math.inf, update._over_stages))
 
 
 def losses(of: TrainCase, ranks: Ranks) -> list[float]:

@@ -13,7 +13,7 @@ import torch
 
 from stepmark.bench.ranks import Ranks
 
-from .curves import CASES, alone, losses
+from .curves import CASES, alone, first_norm, losses
 
 ROOT = Path(__file__).parents[3]
 # fp32 sums in another order; AdamW's first steps are sign-like and amplify that.
@@ -23,7 +23,7 @@ TOLERANCE_OF_EXPERTS = 1e-3
 
 
 @pytest.fixture(scope="module")
-def spread() -> dict[str, list[float]]:
+def spread() -> dict[str, tuple[list[float], float]]:
     """All cases in one launch of four ranks."""
     done = subprocess.run(
         [
@@ -38,22 +38,31 @@ def spread() -> dict[str, list[float]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, tuple[list[float], float]] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+ALONE = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cpu"))
 
 
 @cache
 def reference(name: str) -> list[float]:
-    one = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cpu"))
-    return losses(alone(CASES[name]), one)
+    return losses(alone(CASES[name]), ALONE)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_curve_is_that_of_one_process(
-    name: str, spread: dict[str, list[float]]
+    name: str, spread: dict[str, tuple[list[float], float]]
 ) -> None:
     limit = TOLERANCE_OF_EXPERTS if CASES[name].model.moe else TOLERANCE
-    assert spread[name] == pytest.approx(reference(name), rel=limit)
+    assert spread[name][0] == pytest.approx(reference(name), rel=limit)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_have_the_norm_of_one_process(
+    name: str, spread: dict[str, tuple[list[float], float]]
+) -> None:
+    assert spread[name][1] == pytest.approx(first_norm(alone(CASES[name]), ALONE), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp, tied", "ep"])
@@ -69,5 +78,4 @@ def test_the_curve_would_tell_a_step_that_does_nothing(name: str) -> None:
 def losses_without_update(name: str) -> list[float]:
     from dataclasses import replace
 
-    one = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cpu"))
-    return losses(replace(alone(CASES[name]), lr=0.0), one)
+    return losses(replace(alone(CASES[name]), lr=0.0), ALONE)

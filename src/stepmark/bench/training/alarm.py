@@ -1,5 +1,6 @@
 """A rank that failed tells the others, who may hang in a collective that it never joins."""
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from stepmark.bench.ranks import Ranks
 _POLL_S = 0.25
 # So long a rank that does not hang needs to notice by itself: everyone meets in `agreed`.
 _GRACE_S = 3.0
+# Every rank makes the same alarms one after the other; an old problem rings none of the new.
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,7 @@ class Alarm:
         self._left = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: Any = None
+        self._key = f"stepmark/alarm/{next(_numbers)}"
 
     def __enter__(self) -> Self:
         if self._ranks.num_ranks > 1:
@@ -81,10 +85,6 @@ class Alarm:
                 raise
 
         return watched
-
-    @property
-    def _key(self) -> str:
-        return f"stepmark/alarm/{self._position}"
 
     def _watch(self) -> None:
         while not self._left.wait(_POLL_S):

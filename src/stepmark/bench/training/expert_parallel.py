@@ -42,7 +42,9 @@ def shard_experts(model: Transformer, case: TrainCase, meshes: Meshes, **options
         held: Any = fully_shard(experts.held, mesh=mesh, **options)
         # Gradients here are sums over the tokens of ep ranks; all others are means over all.
         held.set_gradient_divide_factor(float(case.parallel.data_ranks))
-        if case.backend == "gloo":  # it cannot scale while it sums
+        # gloo cannot scale while it sums. Over one rank there is no sum, and torch would divide
+        # twice.
+        if case.backend == "gloo" and whole["dp_shard_same"].size() > 1:
             held.set_force_sum_reduction_for_comms(True)
 
 

@@ -14,19 +14,27 @@ from stepmark.core.train_case import TrainCase
 _PROFILED = 3  # samples
 
 
-def messages(work: Loop, ranks: Ranks) -> tuple[tuple[MessageKind, Tally], ...]:
+def messages(
+    work: Loop, ranks: Ranks, case: TrainCase
+) -> tuple[tuple[MessageKind, Tally], ...]:
     """What all ranks sent in one cycle, ranks counted together."""
     recorder = MessageRecorder()
+
+    def begins(phase: str) -> None:
+        # A pipeline's forward and backward passes cannot be told apart.
+        mixed = case.parallel.pp > 1 and phase == "forward"
+        recorder.phase = "" if mixed else phase
+
     with recorder:
-        work.aside(on_phase=lambda name: setattr(recorder, "phase", name))
+        work.aside(on_phase=begins)
     return merge(ranks.gather(recorder.histogram()))
 
 
 def profile(
-    work: Loop, ranks: Ranks, case: TrainCase, folder: Path, chosen: bool
+    work: Loop, ranks: Ranks, case: TrainCase, folder: Path, *, chosen: bool, launch: int
 ) -> tuple[str, ...]:
     """Kineto traces of a few samples, whole cycles, on chosen ranks; all files' names."""
-    name = f"train-{case.case_id[:16]}"
+    name = f"train-{case.case_id[:16]}" + (f"-launch{launch}" if launch > 1 else "")
     held = Profile(folder, name, ranks.rank) if chosen else None
     if held:
         held.start()
@@ -44,16 +52,22 @@ _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"
 
 
 def attention_kernel(case: TrainCase, device: torch.device) -> str:
-    """Which of its kernels torch's scaled_dot_product_attention takes for these shapes."""
+    """Which of its kernels torch's scaled_dot_product_attention takes for these shapes.
+
+    "" where a full device has no room to ask.
+    """
     if case.attention != "auto":
         return case.attention
     model, tp = case.model, case.parallel.tp
     low = torch.float32 if case.precision == "fp32" else torch.bfloat16
     heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
     shape = (case.mbs, heads, model.seq_len, model.d_qk)
-    query = torch.empty(shape, dtype=low, device=device, requires_grad=True)
-    key = torch.empty((case.mbs, kv_heads, *shape[2:]), dtype=low, device=device)
-    value = torch.empty((*key.shape[:3], model.d_v), dtype=low, device=device)
+    try:
+        query = torch.empty(shape, dtype=low, device=device, requires_grad=True)
+        key = torch.empty((case.mbs, kv_heads, *shape[2:]), dtype=low, device=device)
+        value = torch.empty((*key.shape[:3], model.d_v), dtype=low, device=device)
+    except torch.OutOfMemoryError:
+        return ""
     found = torch._fused_sdp_choice(
         query, key, value, is_causal=True, enable_gqa=heads != kv_heads
     )

@@ -2,6 +2,7 @@
 
 The host runs at most two samples ahead of the device. Between samples ranks tell each other
 what they have measured and decide together whether to go on; a busy device does not notice.
+Over 250 lines because taking a sample and deciding on the next share the same few lists.
 """
 
 import contextlib
@@ -135,7 +136,9 @@ class Loop:
                 if self._is_over(wanted, most, interrupted=stop, late=late):
                     break
             self._settle(0)
-        self._tell(False, False)
+            # One that came after the last agreement counts, too.
+            stopped, _ = self._tell(bool(interrupts), False)
+        self.taken.interrupted |= stopped
         self.taken.steady = self._steady(wanted)
 
     def aside(self, on_phase: Callable[[str], None] | None = None) -> None:

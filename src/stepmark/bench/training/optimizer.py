@@ -74,7 +74,7 @@ class Masters:
             if one.grad is not None
         ]
         sums, grads = zip(*found, strict=True)
-        torch._foreach_add_(_local(sums), _local(grads))
+        torch._foreach_add_(_local(sums), _local(_laid_as(sums, grads)))
         for one in self._parameters:
             one.grad = None
 
@@ -84,8 +84,18 @@ class Masters:
         torch._foreach_zero_(_local([one.grad for one in self.weights]))
 
 
+def _laid_as(those: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    """Gradients of a table that tensor parallelism divides come whole."""
+    found: list[Any] = []
+    for that, one in zip(those, tensors, strict=True):
+        differs = isinstance(one, DTensor) and one.placements != that.placements
+        found.append(one.redistribute(placements=that.placements) if differs else one)
+    return found
+
+
 def _local(tensors: Sequence[Any]) -> list[Tensor]:
-    return [one.to_local() if isinstance(one, DTensor) else one.detach() for one in tensors]
+    with torch.no_grad():  # what is written to must be no view of a graph
+        return [one.to_local() if isinstance(one, DTensor) else one.detach() for one in tensors]
 
 
 def clip_gradients(

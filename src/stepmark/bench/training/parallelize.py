@@ -1,6 +1,7 @@
 """A model made ready to train, always in one order: FP8, TP, checkpointing, compile, DP."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -120,15 +121,18 @@ def _ddp(
     call: nn.Module, case: TrainCase, meshes: Meshes, device: torch.device
 ) -> DistributedDataParallel:
     ids = [device.index] if device.type == "cuda" else None
-    wrapped = DistributedDataParallel(
-        call,
-        device_ids=ids,
-        process_group=meshes.replicas(),
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=case.bucket_mb,
-        init_sync=False,  # every rank drew the same weights and made the same tables
-        broadcast_buffers=False,
-    )
+    with warnings.catch_warnings():
+        # torch 2.13 has two flags for it, torch 2.11 only this one.
+        warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+        wrapped = DistributedDataParallel(
+            call,
+            device_ids=ids,
+            process_group=meshes.replicas(),
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=case.bucket_mb,
+            init_sync=False,  # every rank drew the same weights and made the same tables
+            broadcast_buffers=False,
+        )
     if case.reduce_dtype != "fp32" and case.precision in (Precision.AMP, Precision.FP32):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (  # noqa: PLC0415
             bf16_compress_hook,

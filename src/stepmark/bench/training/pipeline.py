@@ -62,12 +62,15 @@ class Pipelined:
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             flat = logits.flatten(0, 1).float()
-            return functional.cross_entropy(flat, labels.flatten()) / case.grad_accum
+            mean = functional.cross_entropy(flat, labels.flatten())
+            return mean / (case.grad_accum * count)
 
+        # Scaled by torch, gradients of earlier micro-steps would be divided once more.
+        how: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
         if per_rank == 1:
-            self._schedule: Any = Schedule1F1B(stages[0], count, loss_fn=loss)
+            self._schedule: Any = Schedule1F1B(stages[0], count, **how)
         else:
-            self._schedule = ScheduleInterleaved1F1B(stages, count, loss_fn=loss)
+            self._schedule = ScheduleInterleaved1F1B(stages, count, **how)
         self._update = Update(case, self.models, over_stages=self._sum_over_stages)
 
     def micro_step(
@@ -81,7 +84,7 @@ class Pipelined:
         self._update.collect()
         if not self._is_last:
             return None
-        return torch.stack([one.detach() for one in losses]).mean() * self._case.grad_accum
+        return torch.stack([one.detach() for one in losses]).sum() * self._case.grad_accum
 
     def optimizer_step(self) -> None:
         self._update()

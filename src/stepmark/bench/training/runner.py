@@ -1,4 +1,7 @@
-"""Runs training cases one after the other; each record goes to a sink at once."""
+"""Runs training cases one after the other; each record goes to a sink at once.
+
+Over 250 lines because the ways in which a case can end are told apart in one place.
+"""
 
 import time
 from collections.abc import Callable, Iterable
@@ -13,7 +16,7 @@ from stepmark.bench.ranks import Ranks
 from stepmark.bench.rig import Rig, release
 from stepmark.bench.telemetry import Sampler
 from stepmark.bench.training import alarm, data, extras, loop, refusals, trainer
-from stepmark.bench.training.facts import State, facts, judge
+from stepmark.bench.training.facts import State, facts, forget_counts, judge
 from stepmark.bench.training.mesh import Place, place_of
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.record import Failed, Measured, Record, Skipped
@@ -46,6 +49,7 @@ class Options:
     profile: bool = False
     profile_ranks: tuple[int, ...] = (0,)
     find_batch: bool = False  # cases are one model by rising mbs
+    too_large_mbs: int | None = None  # find_batch: ran out of memory on earlier ranks
     compile_fallback: bool = False
 
 
@@ -70,7 +74,7 @@ def run(
     """
     todo = list(plan)
     begin = time.monotonic()
-    too_large: TrainCase | None = None
+    too_large = options.too_large_mbs
     for done, (position, case) in enumerate(todo):
         guard.begin(position, options.timeout_s + (options.budget_s or 0.0))
         end_s = None
@@ -78,7 +82,8 @@ def run(
             left = max(0.0, begin + options.budget_s - time.monotonic()) / (len(todo) - done)
             end_s = time.monotonic() + min(rig.ranks.gather(left))
         if options.find_batch and too_large is not None:
-            record: Record = _ruled_out(case, too_large, run_id)
+            reason = f"mbs {too_large} ran out of memory already"
+            record: Record = Skipped(run_id=run_id, case=case, reason=reason)
             interrupted = False
         else:
             record, interrupted = _run_case(
@@ -87,21 +92,25 @@ def run(
         if rig.ranks.rank == 0:
             sink(replace(record, launch=options.launch))
         guard.idle(options.timeout_s)
+        _forget(rig)
         if interrupted:
             raise KeyboardInterrupt
         if isinstance(record, Failed):
             if record.cause == "oom":
-                too_large = case
+                too_large = case.mbs
             if not (options.find_batch and too_large) and done + 1 < len(todo):
                 return position + 1
-            release(rig)
     return None
 
 
-def _ruled_out(case: TrainCase, too_large: TrainCase, run_id: str) -> Skipped:
-    return Skipped(
-        run_id=run_id, case=case, reason=f"mbs {too_large.mbs} ran out of memory already"
-    )
+def _forget(rig: Rig) -> None:
+    """Leave nothing of a case to the next: its memory, its compiled code, what was counted.
+
+    Of one function torch compiles eight variants at most, then runs it as it is.
+    """
+    torch.compiler.reset()
+    forget_counts()
+    release(rig)
 
 
 def _run_case(
@@ -129,13 +138,14 @@ def _run_case(
             return _measure(case, rig, options, end_s, bell, run_id=run_id, folder=folder)
     except CaseFailedError as error:
         may = options.compile_fallback and case.compile is not CompileScope.NONE
-        if may and error.cause == "error":
-            release(rig)
-            case = replace(case, compile=CompileScope.NONE, compile_mode="default")
-            return _run_case(
-                case, rig, options, position, end_s, run_id=run_id, stuck=stuck, folder=folder
-            )
-        return _with_estimate(error.record(run_id, case), case, rig), False
+        if not may or error.cause != "error":
+            return _with_estimate(error.record(run_id, case), case, rig), False
+    # Not in the handler: the error holds the model that failed.
+    _forget(rig)
+    case = replace(case, compile=CompileScope.NONE, compile_mode="default")
+    return _run_case(
+        case, rig, options, position, end_s, run_id=run_id, stuck=stuck, folder=folder
+    )
 
 
 def _stuck(
@@ -203,10 +213,14 @@ def _measure(
     messages: tuple[tuple[MessageKind, Tally], ...] = ()
     traces: tuple[str, ...] = ()
     if options.messages and not work.taken.interrupted:
-        messages = all_ranks(lambda: extras.messages(work, ranks))
+        messages = all_ranks(lambda: extras.messages(work, ranks, case))
     if options.profile and folder and not work.taken.interrupted:
         chosen = ranks.rank in options.profile_ranks
-        traces = all_ranks(lambda: extras.profile(work, ranks, case, folder, chosen))
+        traces = all_ranks(
+            lambda: extras.profile(
+                work, ranks, case, folder, chosen=chosen, launch=options.launch
+            )
+        )
     everyone = ranks.gather((work.taken.without_losses(), sampler.telemetry(), seen))
     of_ranks, telemetry, states = zip(*everyone, strict=True)
     loss = _mean_losses(work.taken, ranks, place)
@@ -223,6 +237,7 @@ def _measure(
         training=replace(
             training,
             attention_run=kernel,
+            interrupted=work.taken.interrupted,
             data=data.describe(case),
             messages=messages,
             traces=traces,

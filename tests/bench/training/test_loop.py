@@ -1,0 +1,230 @@
+"""The loop on a clock and a trainer without work: how many samples, which of them count."""
+
+import itertools
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepmark.bench.ranks import Ranks
+from stepmark.bench.training import loop
+from stepmark.bench.training.loop import Loop
+from stepmark.core.model import find_model
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import Schedule
+
+ALONE = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cpu"))
+# Powers of two, so that sums are exact.
+FWD_S, BWD_S, OPTIM_S, DATA_S = 0.25, 0.5, 0.125, 0.0625
+COMPILES_S = 64.0
+
+
+class FakeClock:
+    """The module `time`, which moves when a trainer says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class FakeTrainer:
+    """Takes made-up times; `during` is called in each micro-step with its number from 1."""
+
+    def __init__(
+        self, clock: FakeClock, during: Callable[[int], None] = lambda _number: None
+    ) -> None:
+        self.models: list[nn.Module] = []
+        self._clock, self._during = clock, during
+        self.micro_steps: list[bool] = []  # is_last of each
+        self.updates_after: list[int] = []  # micro-steps
+
+    def micro_step(
+        self, tokens: Tensor, labels: Tensor, *, is_last: bool, mark: Callable[[str], None]
+    ) -> Tensor | None:
+        self.micro_steps.append(is_last)
+        count = len(self.micro_steps)
+        self._clock.now_s += FWD_S + (COMPILES_S if count == 1 else 0.0)
+        mark("fwd")
+        self._clock.now_s += BWD_S
+        mark("bwd")
+        self._during(count)
+        return torch.tensor(float(count))
+
+    def optimizer_step(self) -> None:
+        self._clock.now_s += OPTIM_S
+        self.updates_after.append(len(self.micro_steps))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    found = FakeClock()
+    monkeypatch.setattr(loop, "time", found)
+    return found
+
+
+def case(**more: Any) -> TrainCase:
+    model = find_model("gpt2-125m").tiny()
+    return TrainCase(model=model, device="cpu", backend="gloo", **more)
+
+
+def micro(grad_accum: int = 4) -> TrainCase:
+    return case(schedule=Schedule.MICRO, grad_accum=grad_accum)
+
+
+def batches(clock: FakeClock) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in itertools.count():
+        clock.now_s += DATA_S
+        yield torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
+
+
+def made(clock: FakeClock, of: TrainCase, trainer: FakeTrainer, ranks: Any = ALONE) -> Loop:
+    return Loop(of, trainer, batches(clock), ranks)
+
+
+def ran(
+    clock: FakeClock, of: TrainCase, trainer: FakeTrainer, wanted: int, end_s: float | None
+) -> loop.Taken:
+    work = made(clock, of, trainer)
+    work.first()
+    work.run(wanted, end_s)
+    return work.taken
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 5, 30])
+def test_every_step_has_its_phases_and_they_add_up(clock: FakeClock, wanted: int) -> None:
+    taken = ran(clock, case(grad_accum=3), FakeTrainer(clock), wanted, None)
+    assert taken.steady == 1, "the first one compiles"
+    assert len(taken.seconds) - taken.steady >= wanted
+    assert set(taken.seconds[1:]) == {3 * (DATA_S + FWD_S + BWD_S) + OPTIM_S}
+    assert taken.seconds[0] == taken.seconds[1] + COMPILES_S == taken.first_s
+    assert set(taken.fwd_s[1:]) == {3 * FWD_S}
+    assert set(taken.bwd_s) == {3 * BWD_S}
+    assert set(taken.optim_s) == {OPTIM_S}
+    assert set(taken.data_s) == {3 * DATA_S}
+    assert [float(one) for one in taken.losses[:2]] == [2.0, 5.0], "means of three"
+
+
+def test_of_micro_steps_every_fourth_has_the_optimizer(clock: FakeClock) -> None:
+    trainer = FakeTrainer(clock)
+    taken = ran(clock, micro(), trainer, 8, None)
+    assert taken.steady == 4, "the whole first cycle is warm-up"
+    assert len(taken.seconds) >= 4 + 8
+    have = [index % 4 == 3 for index in range(len(taken.seconds))]
+    assert trainer.micro_steps == have
+    assert [value > 0 for value in taken.optim_s] == have
+    assert trainer.updates_after == list(range(4, len(have) + 1, 4))
+    assert len(taken.losses) == len(taken.fwd_s) == len(taken.data_s) == len(taken.seconds)
+
+
+def test_a_slow_start_is_warm_up_and_more_samples_follow(clock: FakeClock) -> None:
+    def slow_at_first(number: int) -> None:
+        clock.now_s += 3.0 if number <= 6 else 0.0
+
+    taken = ran(clock, case(), FakeTrainer(clock, slow_at_first), 10, None)
+    assert taken.steady == 6
+    assert len(taken.seconds) >= 16
+
+
+def test_what_never_settles_ends_and_keeps_its_last_samples(clock: FakeClock) -> None:
+    def ever_slower(number: int) -> None:
+        clock.now_s += number
+
+    taken = ran(clock, case(), FakeTrainer(clock, ever_slower), 10, None)
+    assert 24 <= len(taken.seconds) <= 24 + 10 // 4
+    assert len(taken.seconds) - taken.steady == 10
+
+
+def test_time_that_is_up_ends_it(clock: FakeClock) -> None:
+    one_s = DATA_S + FWD_S + BWD_S + OPTIM_S
+    taken = ran(clock, case(), FakeTrainer(clock), 1000, COMPILES_S + 20 * one_s)
+    assert 20 <= len(taken.seconds) <= 22
+    assert not taken.interrupted
+
+
+def test_time_that_was_up_before_still_gives_a_steady_sample(clock: FakeClock) -> None:
+    taken = ran(clock, micro(), FakeTrainer(clock), 8, 0.0)
+    assert 4 < len(taken.seconds) <= 8
+    taken = ran(clock, case(), FakeTrainer(clock), 8, 0.0)
+    assert (len(taken.seconds), taken.steady) == (2, 1)
+
+
+def test_ctrl_c_ends_it_after_the_sample_and_keeps_all(clock: FakeClock) -> None:
+    def interrupted(number: int) -> None:
+        if number == 7:
+            signal.raise_signal(signal.SIGINT)
+
+    trainer = FakeTrainer(clock, interrupted)
+    taken = ran(clock, case(), trainer, 8, None)
+    assert taken.interrupted
+    assert 7 <= len(taken.seconds) <= 8
+    assert len(taken.losses) == len(trainer.micro_steps) == len(taken.seconds)
+
+
+class LateInterrupt:
+    """A rank alone, to which Ctrl-C comes while it agrees for the last time."""
+
+    rank, num_ranks, device = 0, 1, torch.device("cpu")
+
+    def gather(self, value: Any) -> list[Any]:
+        _times, _stop, late = value
+        if late:
+            signal.raise_signal(signal.SIGINT)
+        return [value]
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        return decision()
+
+
+def test_ctrl_c_after_the_last_agreement_is_not_lost(clock: FakeClock) -> None:
+    work = made(clock, case(), FakeTrainer(clock), LateInterrupt())
+    work.first()
+    work.run(8, 0.0)
+    assert work.taken.interrupted
+
+
+class OtherRank:
+    """Two ranks, of which the other is half as fast and may want to stop."""
+
+    rank, num_ranks, device = 0, 2, torch.device("cpu")
+
+    def __init__(self, stops_at: int) -> None:
+        self._stops_at, self._told = stops_at, 0
+
+    def gather(self, value: Any) -> list[Any]:
+        times, _stop, late = value
+        self._told += len(times)
+        return [value, ([2 * one for one in times], self._told >= self._stops_at, late)]
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        return decision()
+
+
+def test_one_rank_that_is_interrupted_stops_all(clock: FakeClock) -> None:
+    work = made(clock, case(), FakeTrainer(clock), OtherRank(stops_at=5))
+    work.first()
+    work.run(100, None)
+    assert work.taken.interrupted
+    assert 5 <= len(work.taken.seconds) < 30
+
+
+def test_a_cycle_aside_is_whole_untold_and_says_its_phases(clock: FakeClock) -> None:
+    trainer = FakeTrainer(clock)
+    work = made(clock, micro(), trainer)
+    work.first()
+    work.run(4, None)
+    before = (list(work.taken.seconds), list(work.taken.losses))
+    count, updates = len(trainer.micro_steps), len(trainer.updates_after)
+    phases: list[str] = []
+    work.aside(phases.append)
+    assert (work.taken.seconds, work.taken.losses) == before
+    assert len(trainer.micro_steps) == count + 4
+    assert len(trainer.updates_after) == updates + 1
+    assert phases == ["forward", "backward", "optimizer"] * 4

@@ -1,0 +1,462 @@
+"""The runner with a trainer without work: which record comes of a case, and what follows."""
+
+import math
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.bench import fakes
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from stepmark.bench.ranks import Ranks
+from stepmark.bench.rig import Rig
+from stepmark.bench.training import alarm, extras, refusals, runner, trainer
+from stepmark.bench.training.runner import Options
+from stepmark.core.model import find_model
+from stepmark.core.record import Failed, Measured, Record, Skipped
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import CompileScope, Schedule
+
+OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
+Losses = Callable[[int], float]
+
+
+class Held(nn.Module):
+    """A model that only a collection of garbage frees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.itself = [self]
+
+
+class FakeTrainer:
+    """Losses by the number of the micro-step from 1."""
+
+    def __init__(self, losses: Losses) -> None:
+        self.models: list[nn.Module] = [Held()]
+        self._losses, self._count = losses, 0
+
+    def micro_step(
+        self, tokens: Tensor, labels: Tensor, *, is_last: bool, mark: Callable[[str], None]
+    ) -> Tensor | None:
+        self._count += 1
+        mark("fwd")
+        time.sleep(1e-4)
+        mark("bwd")
+        return torch.tensor(self._losses(self._count))
+
+    def optimizer_step(self) -> None:
+        """Nothing to update."""
+
+
+class Guard:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, float]] = []
+
+    def begin(self, position: int, limit_s: float) -> None:
+        self.begun.append((position, limit_s))
+
+    def idle(self, limit_s: float) -> None:
+        """Not looked at."""
+
+
+def case(mbs: int = 1, **more: Any) -> TrainCase:
+    model = find_model("gpt2-125m").tiny()
+    return TrainCase(model=model, mbs=mbs, device="cpu", backend="gloo", **more)
+
+
+Install = Callable[..., list[TrainCase]]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Trainers of these losses, or that raise `breaks(case)`; the cases made come back."""
+
+    def put(
+        losses: Losses = lambda _number: 2.0,
+        breaks: Callable[[TrainCase], Exception | None] = lambda _case: None,
+        reason: Callable[[TrainCase], str | None] = lambda _case: None,
+    ) -> list[TrainCase]:
+        made: list[TrainCase] = []
+
+        def make(of: TrainCase, _device: torch.device) -> FakeTrainer:
+            made.append(of)
+            found = FakeTrainer(losses)
+            if problem := breaks(of):
+                raise problem
+            return found
+
+        monkeypatch.setattr(trainer, "make", make)
+        monkeypatch.setattr(refusals, "why_not", lambda of, _rig: reason(of))
+        return made
+
+    return put
+
+
+def run(
+    cases: list[TrainCase], options: Options | None = None, rig: Rig | None = None
+) -> tuple[list[Any], int | None]:
+    """Records, and the position returned; the first case has position 3."""
+    records: list[Record] = []
+
+    def stuck(record: Failed, position: int) -> None:
+        raise AssertionError((record, position))
+
+    position = runner.run(
+        list(enumerate(cases, 3)),
+        rig or fakes.rig(),
+        options or Options(steps=3),
+        Guard(),
+        run_id="r",
+        sink=records.append,
+        stuck=stuck,
+    )
+    return records, position
+
+
+# What a record says
+
+
+def test_a_case_that_runs_is_measured(install: Install) -> None:
+    install()
+    (record,), position = run([case(mbs=2, grad_accum=3)], Options(steps=4, launch=5))
+    assert isinstance(record, Measured)
+    assert position is None
+    told = record.training
+    assert told is not None
+    (seconds,) = record.samples.seconds
+    assert len(seconds) >= 4
+    assert len(told.loss) == len(seconds) + len(told.warmup_s[0])
+    assert told.tokens_per_sample == 3 * 2 * record.train.model.seq_len
+    assert (record.launch, record.samples.method) == (5, "train-step-host/1")
+    assert record.num_wrong == 0
+    assert record.peak_memory_bytes is None
+    assert told.allocated_bytes == (None,)
+    assert 0 < told.build_s < told.build_s + told.first_s < record.samples.wall_s
+
+
+@pytest.mark.parametrize("steps", [None, 8])
+def test_micro_steps_come_in_whole_cycles(install: Install, steps: int | None) -> None:
+    install()
+    of = case(schedule=Schedule.MICRO, grad_accum=4)
+    (record,), _ = run([of], Options(steps=steps))
+    (seconds,) = record.samples.seconds
+    assert len(seconds) % 4 == 0
+    assert len(seconds) >= (steps or 40)
+    has_optim = [value > 0 for value in record.training.optim_s[0]]
+    assert has_optim == [False, False, False, True] * (len(seconds) // 4)
+    assert len(record.training.warmup_s[0]) % 4 == 0
+
+
+def test_what_is_refused_is_skipped_and_the_next_runs(install: Install) -> None:
+    made = install(reason=lambda of: "too odd" if of.mbs == 1 else None)
+    (skipped, measured), position = run([case(1), case(2)])
+    assert isinstance(skipped, Skipped)
+    assert skipped.reason == "too odd"
+    assert isinstance(measured, Measured)
+    assert position is None
+    assert [of.mbs for of in made] == [2]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_wrong(install: Install, bad: float) -> None:
+    install(losses=lambda number: bad if number == 2 else 2.0)
+    (record,), _ = run([case()])
+    assert record.num_wrong == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "factor", "is_wrong"),
+    [("text", 1.0, True), ("text", 0.97, False), ("text", 1.03, True), ("random", 1.0, False)],
+)
+def test_on_text_the_loss_must_fall(
+    install: Install, data: str, factor: float, is_wrong: bool
+) -> None:
+    install(losses=lambda number: 5.0 * factor**number)
+    (record,), _ = run([case(data=data)], Options(steps=12))
+    assert bool(record.num_wrong) == is_wrong
+
+
+def test_too_few_losses_prove_nothing(install: Install) -> None:
+    install(losses=lambda _number: 5.0)
+    (record,), _ = run([case(data="text")], Options(steps=2))
+    assert len(record.training.loss) < 10
+    assert record.num_wrong == 0
+
+
+def test_rank_0_alone_passes_records_on(install: Install) -> None:
+    made = install()
+    other = Ranks(rank=1, num_ranks=1, local_rank=1, device=torch.device("cpu"))
+    records, position = run([case()], rig=fakes.rig(other))
+    assert (records, position, len(made)) == ([], None, 1)
+
+
+# What breaks
+
+
+def test_after_an_error_new_ranks_go_on(install: Install) -> None:
+    made = install(breaks=lambda of: ValueError("no such thing") if of.mbs == 2 else None)
+    records, position = run([case(1), case(2), case(3)])
+    assert [record.kind for record in records] == ["measured", "failed"]
+    failed = records[1]
+    assert (failed.cause, failed.message, failed.ranks) == ("error", "no such thing", (0,))
+    assert "ValueError" in failed.traceback
+    assert position == 5
+    assert [of.mbs for of in made] == [1, 2]
+
+
+def test_an_error_of_the_last_case_needs_no_new_ranks(install: Install) -> None:
+    install(breaks=lambda _case: ValueError("no such thing"))
+    (record,), position = run([case()])
+    assert isinstance(record, Failed)
+    assert position is None
+
+
+def test_without_find_batch_larger_ones_are_tried(install: Install) -> None:
+    install(breaks=lambda of: OOM if of.mbs == 2 else None)
+    records, position = run([case(1), case(2), case(4)])
+    assert records[-1].cause == "oom"
+    assert "\n" not in records[-1].message
+    assert position == 5
+
+
+def test_find_batch_tries_nothing_larger_than_what_did_not_fit(install: Install) -> None:
+    made = install(breaks=lambda of: OOM if of.mbs >= 4 else None)
+    records, position = run(
+        [case(mbs) for mbs in (1, 2, 4, 8, 16)], Options(steps=3, find_batch=True)
+    )
+    kinds = [record.kind for record in records]
+    assert kinds == ["measured", "measured", "failed", "skipped", "skipped"]
+    assert records[2].cause == "oom"
+    assert {one.reason for one in records[3:]} == {"mbs 4 ran out of memory already"}
+    assert position is None
+    assert [of.mbs for of in made] == [1, 2, 4]
+
+
+def test_find_batch_does_not_take_an_error_for_a_lack_of_memory(install: Install) -> None:
+    install(breaks=lambda of: ValueError("odd") if of.mbs == 2 else None)
+    records, position = run([case(1), case(2), case(4)], Options(steps=3, find_batch=True))
+    assert [record.kind for record in records] == ["measured", "failed"]
+    assert position == 5
+
+
+def test_no_room_to_ask_for_a_kernel_costs_only_its_name(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+
+    def full(*_sizes: Any, **_how: Any) -> Tensor:
+        raise OOM
+
+    monkeypatch.setattr(extras, "torch", SimpleNamespace(**{**vars(torch), "empty": full}))
+    (record,), _ = run([case()])
+    assert isinstance(record, Measured)
+    assert record.backend_run == ""
+
+
+# Interrupts and budgets
+
+
+def test_ctrl_c_stops_after_the_record(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    records: list[Record] = []
+
+    def interrupted(work: Any, _wanted: int, _end_s: float | None) -> None:
+        work.sample()
+        work.taken.interrupted = True
+
+    monkeypatch.setattr("stepmark.bench.training.loop.Loop.run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(
+            [(0, case(1)), (1, case(2))],
+            fakes.rig(),
+            Options(messages=True),
+            Guard(),
+            run_id="r",
+            sink=records.append,
+            stuck=lambda *_: None,
+        )
+    (record,) = records
+    assert isinstance(record, Measured)
+    assert len(record.samples.seconds[0]) == 2
+    assert record.training is not None
+    assert record.training.messages == (), "no more work after Ctrl-C"
+
+
+def test_a_budget_is_shared_and_ends_each_case(install: Install) -> None:
+    install()
+    begin = time.monotonic()
+    records, _ = run([case(1), case(2)], Options(steps=10**6, budget_s=1.0))
+    assert time.monotonic() - begin < 20
+    counts = [len(one.samples.seconds[0]) for one in records]
+    assert all(0 < count < 10**6 for count in counts)
+
+
+# What one case leaves to the next
+
+
+def test_a_case_begins_without_the_model_of_the_one_before(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    make = trainer.make
+    models: list[weakref.ref[nn.Module]] = []
+    alive: list[int] = []
+
+    def counting(of: TrainCase, device: torch.device) -> Any:
+        alive.append(sum(one() is not None for one in models))
+        found = make(of, device)
+        models.append(weakref.ref(found.models[0]))
+        return found
+
+    monkeypatch.setattr(trainer, "make", counting)
+    run([case(1), case(2), case(3)])
+    assert alive == [0, 0, 0]
+
+
+def test_compiled_code_of_earlier_cases_is_forgotten(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch compiles eight variants of a function; a ninth would run as it is, silently."""
+    install()
+    seen: list[str] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: seen.append("reset"))
+    run([case(1), case(2)])
+    assert seen == ["reset", "reset"]
+
+
+def compiled(mbs: int = 1) -> TrainCase:
+    return case(mbs, compile=CompileScope.BLOCK)
+
+
+def no_compile(of: TrainCase) -> Exception | None:
+    return RuntimeError("no compiler") if of.compile is not CompileScope.NONE else None
+
+
+def test_what_does_not_compile_fails(install: Install) -> None:
+    install(breaks=no_compile)
+    (record,), _ = run([compiled()])
+    assert (record.kind, record.message) == ("failed", "no compiler")
+
+
+def test_or_runs_eagerly_where_asked_and_says_so(install: Install) -> None:
+    made = install(breaks=no_compile)
+    (record,), position = run([compiled()], Options(steps=3, compile_fallback=True))
+    assert isinstance(record, Measured)
+    assert position is None
+    assert record.case == replace(compiled(), compile=CompileScope.NONE)
+    assert [of.compile for of in made] == [CompileScope.BLOCK, CompileScope.NONE]
+
+
+def test_memory_that_runs_out_is_no_reason_to_run_eagerly(install: Install) -> None:
+    made = install(breaks=lambda _case: OOM)
+    (record,), _ = run([compiled()], Options(steps=3, compile_fallback=True))
+    assert record.cause == "oom"
+    assert len(made) == 1
+
+
+def test_the_eager_run_begins_without_the_model_that_failed(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def losses(_number: int) -> float:
+        if current[-1].compile is not CompileScope.NONE:
+            raise RuntimeError("no compiler")
+        return 2.0
+
+    current = install(losses=losses)
+    make = trainer.make
+    models: list[weakref.ref[nn.Module]] = []
+    alive: list[int] = []
+
+    def counting(of: TrainCase, device: torch.device) -> Any:
+        alive.append(sum(one() is not None for one in models))
+        found = make(of, device)
+        models.append(weakref.ref(found.models[0]))
+        return found
+
+    monkeypatch.setattr(trainer, "make", counting)
+    (record,), _ = run([compiled()], Options(steps=3, compile_fallback=True))
+    assert isinstance(record, Measured)
+    assert alive == [0, 0]
+
+
+# The alarm
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    store = HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(alarm, "_POLL_S", 0.01)
+    monkeypatch.setattr(alarm, "_GRACE_S", 0.05)
+    return Ranks(rank=0, num_ranks=2, local_rank=0, device=torch.device("cpu"))
+
+
+def broken() -> None:
+    raise ValueError("odd")
+
+
+def test_an_alarm_rings_where_a_rank_does_not_leave(two_ranks: Ranks) -> None:
+    told: list[alarm.Problem] = []
+    with alarm.Alarm(two_ranks, 7, told.append) as bell:
+        with pytest.raises(ValueError, match="odd"):
+            bell.raised_by(broken)()
+        time.sleep(0.5)
+    (problem,) = told
+    assert (problem.rank, problem.position, problem.cause) == (0, 7, "error")
+    assert problem.message == "odd"
+
+
+def test_a_problem_of_the_first_try_does_not_ring_in_the_second(two_ranks: Ranks) -> None:
+    told: list[alarm.Problem] = []
+    with pytest.raises(ValueError, match="odd"), alarm.Alarm(two_ranks, 7, told.append) as bell:
+        bell.raised_by(broken)()
+    with alarm.Alarm(two_ranks, 7, told.append):
+        time.sleep(0.5)
+    assert told == []
+
+
+# Traces
+
+
+def test_traces_of_two_launches_have_names_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class FakeProfile:
+        def __init__(self, _folder: Path, name: str, rank: int) -> None:
+            self._file = f"{name}-rank{rank}.json.gz"
+
+        def start(self) -> None:
+            """Nothing to record."""
+
+        def step(self) -> None:
+            """Nothing to record."""
+
+        def stop(self) -> tuple[str, ...]:
+            return (self._file,)
+
+        def table(self) -> str:
+            return ""
+
+    monkeypatch.setattr(extras, "Profile", FakeProfile)
+    alone = fakes.rig().ranks
+    work: Any = SimpleNamespace(aside=lambda: None)
+    names = [
+        extras.profile(work, alone, case(), tmp_path, chosen=True, launch=launch)
+        for launch in (1, 2, 3)
+    ]
+    assert len(set(names)) == 3
+    tables = {path.name.removesuffix(".txt") for path in tmp_path.glob("*.txt")}
+    assert tables == {file.removesuffix(".json.gz") for (file,) in names}
