@@ -89,10 +89,10 @@ def run(
             record, interrupted = _run_case(
                 case, rig, options, position, end_s, run_id=run_id, stuck=stuck, folder=folder
             )
+        _forget(rig)  # a rank that dies in this still dies in a case
         if rig.ranks.rank == 0:
             sink(replace(record, launch=options.launch))
         guard.idle(options.timeout_s)
-        _forget(rig)
         if interrupted:
             raise KeyboardInterrupt
         if isinstance(record, Failed):
