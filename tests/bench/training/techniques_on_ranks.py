@@ -1,0 +1,128 @@
+"""Run by test_techniques under torchrun with two gloo ranks: what each technique learns.
+
+Prints, by name of a case, its losses, the kinds of its layers and of an FP8 weight, and
+how many bytes of gradients two micro-steps reduce.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tests.bench.training.curves import losses, small, spread
+
+from stepmark.bench.ranks import Ranks, join
+from stepmark.bench.training import trainer
+from stepmark.bench.training.messages import MessageRecorder
+from stepmark.bench.training.weights import canonical_name
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import CompileScope, Fp8, GradSync, Precision, Recompute
+
+MODEL = small("llama-3.1-8b", 2)
+HALF: dict[str, Any] = {"recompute": Recompute.BLOCKS, "recompute_blocks": (1, 2)}
+FULL: dict[str, Any] = {"recompute": Recompute.FULL}
+OPS: dict[str, Any] = {"recompute": Recompute.OPS}
+CHUNKS: dict[str, Any] = {"loss_chunks": 4}
+TWICE: dict[str, Any] = {"grad_accum": 2}
+LAST: dict[str, Any] = {**TWICE, "grad_sync": GradSync.LAST}
+AMP: dict[str, Any] = {"precision": Precision.AMP}
+BF16: dict[str, Any] = {"precision": Precision.BF16}
+FP8: dict[str, Any] = {**AMP, "fp8": Fp8.TENSORWISE}
+BLOCKS: dict[str, Any] = {"compile": CompileScope.BLOCK}
+
+# What changes nothing but the order of sums, and what it is to be like.
+EXACT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sac 1/2": (HALF, {}),
+    "sac full": (FULL, {}),
+    "sac ops": (OPS, {}),
+    "chunks": (CHUNKS, {}),
+    "chunks, sac ops": (CHUNKS | OPS, {}),
+    "reduced at the last": (LAST, TWICE),
+    "reduced at the last, sac full, chunks": (LAST | FULL | CHUNKS, TWICE),
+}
+ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "amp": (AMP, {}),
+    "bf16": (BF16, {}),
+    "bf16, sac ops, chunks": (BF16 | OPS | CHUNKS, {}),
+}
+# Of FSDP alone.
+OF_FSDP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp8": (FP8, AMP),
+    "fp8 all-gather": (FP8 | {"fp8_all_gather": True}, AMP),
+    "fp8 all-gather and head": (FP8 | {"fp8_all_gather": True, "fp8_head": True}, AMP),
+    "compile, sac ops": (BLOCKS | OPS, {}),
+}
+LAYOUTS = {"ddp": {"dp_replicate": 2}, "fsdp": {"dp_shard": 2}}
+
+
+def cases() -> dict[str, TrainCase]:
+    """By layout and technique, "fsdp: amp"; what that is compared with is "fsdp: like amp"."""
+    found: dict[str, TrainCase] = {}
+    for layout, axes in LAYOUTS.items():
+        techniques = EXACT | ROUNDED | (OF_FSDP if layout == "fsdp" else {})
+        for name, (values, like) in techniques.items():
+            plain = spread(MODEL, layout, **axes)
+            found[f"{layout}: {name}"] = replace(plain, **values)
+            found[f"{layout}: like {name}"] = replace(plain, **like)
+    return found
+
+
+def kinds(case: TrainCase, ranks: Ranks) -> dict[str, str]:
+    """Of layers by name, and of what FSDP holds of the first product's weight."""
+    (model,) = trainer.make(case, ranks.device).models
+    found = {canonical_name(name): part for name, part in model.named_modules()}
+    weight: Any = found["blocks.0.attention.qkv"].weight
+    held = type(weight.to_local() if hasattr(weight, "to_local") else weight).__name__
+    return {name: type(part).__name__ for name, part in found.items()} | {"held": held}
+
+
+def reduced_bytes(case: TrainCase, ranks: Ranks) -> int:
+    """Of gradients, in the backward passes of one optimizer step."""
+    made = trainer.make(case, ranks.device)
+    tokens = torch.zeros((case.mbs, case.model.seq_len), dtype=torch.int64)
+
+    def step(recorder: MessageRecorder) -> None:
+        def mark(name: str) -> None:
+            recorder.phase = "backward" if name == "fwd" else ""
+
+        with recorder:
+            for index in range(case.grad_accum):
+                is_last = index + 1 == case.grad_accum
+                made.micro_step(tokens, tokens, is_last=is_last, mark=mark)
+            made.optimizer_step()
+
+    for _ in range(2):  # DDP's first pass finds its buckets
+        step(recorder := MessageRecorder())
+    return sum(
+        kind.call_bytes * tally.calls
+        for kind, tally in recorder.histogram()
+        if kind.phase == "backward" and kind.collective in ("all_reduce", "reduce_scatter")
+    )
+
+
+def main() -> None:
+    ranks = join("cpu", for_meshes=True)
+    curves: dict[str, list[float]] = {}
+    known: dict[str, list[float]] = {}
+    for name, case in cases().items():
+        if case.case_id not in known:
+            known[case.case_id] = losses(case, ranks)
+        curves[name] = known[case.case_id]
+    layers = {name: kinds(case, ranks) for name, case in cases().items() if case.fp8 != "none"}
+    reduced = {
+        f"{layout}: {sync.value}": reduced_bytes(
+            replace(spread(MODEL, layout, **axes), grad_accum=2, grad_sync=sync), ranks
+        )
+        for layout, axes in LAYOUTS.items()
+        for sync in GradSync
+    }
+    if ranks.rank == 0:
+        told = {"curves": curves, "kinds": layers, "reduced": reduced}
+        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.flush()
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
