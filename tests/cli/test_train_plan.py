@@ -414,6 +414,7 @@ REFUSED = [
     ),
     (LLAMA, "--loss-chunks 3", "loss-chunks: '3': a divisor of 8192 tokens"),
     (LLAMA, "--loss-chunks 0", "loss-chunks: '0': from 1 to 65536"),
+    (LLAMA, "--strategy tp --nproc 2 --compile --sac full", "sac: 'full': ops with tp and"),
     (LLAMA, "--strategy tp --nproc 2 --loss-chunks 2", "loss-chunks: '2': 1 with tp"),
     (
         LLAMA,

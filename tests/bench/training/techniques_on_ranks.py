@@ -53,6 +53,10 @@ OF_FSDP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8 all-gather and head": (FP8 | {"fp8_all_gather": True, "fp8_head": True}, AMP),
     "compile, sac ops": (BLOCKS | OPS, {}),
 }
+MASTER: dict[str, Any] = {"precision": Precision.MASTER}
+OF_DDP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "master, reduced at the last": (MASTER | LAST, MASTER | TWICE),
+}
 LAYOUTS = {"ddp": {"dp_replicate": 2}, "fsdp": {"dp_shard": 2}}
 
 
@@ -60,7 +64,7 @@ def cases() -> dict[str, TrainCase]:
     """By layout and technique, "fsdp: amp"; what that is compared with is "fsdp: like amp"."""
     found: dict[str, TrainCase] = {}
     for layout, axes in LAYOUTS.items():
-        techniques = EXACT | ROUNDED | (OF_FSDP if layout == "fsdp" else {})
+        techniques = EXACT | ROUNDED | (OF_FSDP if layout == "fsdp" else OF_DDP)
         for name, (values, like) in techniques.items():
             plain = spread(MODEL, layout, **axes)
             found[f"{layout}: {name}"] = replace(plain, **values)

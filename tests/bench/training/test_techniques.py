@@ -65,6 +65,13 @@ def test_blocks_compiled_and_recomputed_learn_the_same(told: Told) -> None:
     assert curves["fsdp: compile, sac ops"] == pytest.approx(want, rel=TOLERANCE)
 
 
+def test_masters_take_gradients_once_they_are_reduced(told: Told) -> None:
+    """Held ones add up in bf16; each rank's own would be off by far more."""
+    curves = told["curves"]
+    want = curves["ddp: like master, reduced at the last"]
+    assert curves["ddp: master, reduced at the last"] == pytest.approx(want, rel=1.5e-3)
+
+
 @pytest.mark.parametrize(
     "name",
     [f"{layout}: {name}" for layout in LAYOUTS for name in ROUNDED]

@@ -68,7 +68,8 @@ class Plain:
                 loss: Tensor = self._built.call(tokens, labels)
             mark("fwd")
             (loss / self._case.grad_accum).backward()
-            self._update.collect()
+            if not hold:  # else they are yet to be reduced
+                self._update.collect()
             mark("bwd")
         return loss.detach()
 
