@@ -210,17 +210,7 @@ def _measure(
 
     all_ranks(steady)
     seen = state.since(build_s, work.taken.first_s)
-    messages: tuple[tuple[MessageKind, Tally], ...] = ()
-    traces: tuple[str, ...] = ()
-    if options.messages and not work.taken.interrupted:
-        messages = all_ranks(lambda: extras.messages(work, ranks, case))
-    if options.profile and folder and not work.taken.interrupted:
-        chosen = ranks.rank in options.profile_ranks
-        traces = all_ranks(
-            lambda: extras.profile(
-                work, ranks, case, folder, chosen=chosen, launch=options.launch
-            )
-        )
+    messages, traces = all_ranks(lambda: _aside(work, ranks, case, options, folder))
     everyone = ranks.gather((work.taken.without_losses(), sampler.telemetry(), seen))
     of_ranks, telemetry, states = zip(*everyone, strict=True)
     loss = _mean_losses(work.taken, ranks, place)
@@ -243,6 +233,20 @@ def _measure(
             traces=traces,
         ),
     ), work.taken.interrupted
+
+
+def _aside(
+    work: loop.Loop, ranks: Ranks, case: TrainCase, options: Options, folder: Path | None
+) -> tuple[tuple[tuple[MessageKind, Tally], ...], tuple[str, ...]]:
+    """Messages and files of traces, where they were asked for and nobody wants to stop."""
+    messages: tuple[tuple[MessageKind, Tally], ...] = ()
+    traces: tuple[str, ...] = ()
+    if options.messages and not work.taken.interrupted:
+        messages = extras.messages(work, ranks, case)
+    if options.profile and folder and not work.taken.interrupted:
+        chosen = ranks.rank in options.profile_ranks
+        traces = extras.profile(work, ranks, case, folder, chosen=chosen, launch=options.launch)
+    return messages, traces
 
 
 def _mean_losses(taken: loop.Taken, ranks: Ranks, place: Place) -> tuple[float, ...]:
