@@ -220,6 +220,11 @@ def test_micro_has_eight_steps_to_the_optimizer() -> None:
     assert one([*LLAMA, "--schedule", "micro", "--grad-accum", "2"]).cycle == 2
 
 
+def test_both_schedules_are_two_cases() -> None:
+    found = plan([*LLAMA, "--schedule", "micro,step"])
+    assert [(case.schedule, case.grad_accum) for case in found] == [("micro", 8), ("step", 1)]
+
+
 # The law of TrainCase.command(): its words plan the same case.
 SPREADS = (
     "--strategy single",
@@ -473,9 +478,10 @@ REFUSED = [
     (
         ["gpt2-125m", *LLAMA],
         "--find-batch",
-        "find-batch: 'gpt2-125m single, llama-3.1-8b single': one model",
+        "find-batch: 'gpt2-125m single step, llama-3.1-8b single step': one model",
     ),
-    (LLAMA, "--find-batch --strategy ddp,fsdp", "find-batch: 'llama-3.1-8b ddp, llama-3.1-8b"),
+    (LLAMA, "--find-batch --strategy ddp,fsdp", "find-batch: 'llama-3.1-8b ddp step, llama-3"),
+    (LLAMA, "--find-batch --schedule step,micro", "find-batch: 'llama-3.1-8b single micro, ll"),
 ]
 
 

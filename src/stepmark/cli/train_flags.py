@@ -59,7 +59,7 @@ STEP = (
     Flag(
         name="schedule",
         kind=str,
-        help="what is timed: step (with optimizer) or micro (optimizer every Nth) [step]",
+        help="timed is: step (with optimizer), micro (optimizer every Nth), or both [step]",
     ),
     Flag(
         name="grad_accum",

@@ -1,6 +1,7 @@
 """From the flags of `stepmark train` to its cases."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -38,16 +39,18 @@ _PLAIN = (
 
 
 def cases(values: Values, device: str, world_size: int) -> list[TrainCase]:
-    """Every strategy, model and micro-batch that the flags name. Raises ConfigError."""
+    """All strategies, models, batches and schedules that the flags name. Raises ConfigError."""
     train_refusals.check_flags(values)
     found: dict[str, TrainCase] = {}
-    for strategy in strategies_of(values):
-        for case in _of_strategy({**values, "strategy": strategy}, device, world_size):
+    schedules = words(values.get("schedule")) or [Schedule.STEP.value]
+    for strategy, schedule in itertools.product(strategies_of(values), schedules):
+        one = {**values, "strategy": strategy, "schedule": schedule}
+        for case in _of_strategy(one, device, world_size):
             found.setdefault(case.case_id, case)
-    kinds = {(case.model.name, case.strategy) for case in found.values()}
+    kinds = {(case.model.name, case.strategy, case.schedule) for case in found.values()}
     if values.get("find_batch") and len(kinds) > 1:
         named = ", ".join(sorted(" ".join(kind) for kind in kinds))
-        raise ConfigError("find-batch", named, "one model and one strategy")
+        raise ConfigError("find-batch", named, "one model, one strategy and one schedule")
     return list(found.values())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.bench.training import fp8_layout
 from stepmark.bench.training.attention import Attention
 from stepmark.core.dtypes import DType
 from stepmark.core.train_case import TrainCase
@@ -71,8 +72,9 @@ def _torchao() -> Any:
     """Its own kernels, which we do not use, log an error each where they do not load."""
     logging.getLogger("torchao").setLevel(logging.CRITICAL)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it uses an old name
-    import torchao.float8  # noqa: PLC0415
+    import torchao.float8.float8_ops  # noqa: PLC0415
 
+    fp8_layout.lay_out(torchao.float8.float8_ops)
     return torchao.float8
 
 

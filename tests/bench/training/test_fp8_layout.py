@@ -1,0 +1,121 @@
+"""Operands of FP8 products laid out for the tensor cores: torchao's, but for who copies."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepmark.bench.training import fp8_layout
+from stepmark.bench.training.attention import join
+from stepmark.bench.training.feed_forward import activate
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU"
+))]  # fmt: skip
+SHAPES = [(1, 1), (16, 48), (257, 300), (1000, 17), (64, 4096)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_transposed_is_the_transpose(
+    device: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x = torch.randn(shape, device=device).to(dtype)
+
+    y = fp8_layout.transposed(x)
+
+    assert y.dtype is dtype
+    assert y.is_contiguous()
+    assert torch.equal(y.view(torch.uint8), x.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_transposed_takes_a_part_of_a_matrix(device: str) -> None:
+    x = torch.randn((32, 64), device=device).to(torch.float8_e4m3fn)[:, 16:48]
+
+    y = fp8_layout.transposed(x)
+
+    assert torch.equal(y.view(torch.uint8), x.view(torch.uint8).t())
+
+
+def test_the_operator_is_one_that_compile_can_trace() -> None:
+    x = torch.zeros((8, 24), dtype=torch.uint8)
+    torch.library.opcheck(fp8_layout.transposed, (x,))
+
+
+class Ops:
+    """What lay_out needs of torchao.float8.float8_ops, and whether its copies were needed."""
+
+    @staticmethod
+    def is_row_major(stride: tuple[int, int]) -> bool:
+        return stride[0] > stride[1] and stride[1] == 1
+
+    @staticmethod
+    def preprocess_addmm(a: Any, b: Any) -> tuple[Tensor, Any, Tensor, Any]:
+        assert Ops.is_row_major(a._data.stride())
+        assert not Ops.is_row_major(b._data.stride())
+        return a._data, a._scale, b._data, b._scale
+
+
+@pytest.mark.parametrize(("a_is_turned", "b_is_turned"), [*itertools.product([0, 1], repeat=2)])
+def test_torchao_finds_nothing_left_to_copy(
+    a_is_turned: int, b_is_turned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    float8 = pytest.importorskip("torchao.float8.float8_training_tensor").Float8TrainingTensor
+    monkeypatch.setattr(Ops, "preprocess_addmm", staticmethod(Ops.preprocess_addmm))
+    fp8_layout.lay_out(Ops)
+
+    def operand(turned: int, shape: tuple[int, int], scale: float) -> Any:
+        data = torch.randn(shape[::-1] if turned else shape).to(torch.float8_e4m3fn)
+        return float8(data.t() if turned else data, torch.tensor(scale), torch.bfloat16, None)
+
+    a, b = operand(a_is_turned, (16, 32), 2.0), operand(b_is_turned, (32, 48), 4.0)
+    a_data, a_scale, b_data, b_scale = Ops.preprocess_addmm(a, b)
+
+    assert (a_scale, b_scale) == (2.0, 4.0)
+    assert torch.equal(a_data.view(torch.uint8), a._data.view(torch.uint8))
+    assert torch.equal(b_data.view(torch.uint8), b._data.view(torch.uint8))
+
+
+def test_laying_out_twice_is_laying_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ops, "preprocess_addmm", staticmethod(Ops.preprocess_addmm))
+
+    fp8_layout.lay_out(Ops)
+    first = Ops.preprocess_addmm
+    fp8_layout.lay_out(Ops)
+
+    assert Ops.preprocess_addmm is first
+
+
+def test_torchao_has_what_is_replaced() -> None:
+    """A version without it would run, slower, and say nothing."""
+    float8_ops = pytest.importorskip("torchao.float8.float8_ops")
+
+    assert callable(float8_ops.preprocess_addmm)
+    assert callable(float8_ops.is_row_major)
+
+
+@pytest.mark.parametrize("is_permuted", [False, True])
+def test_join_is_cat(is_permuted: bool) -> None:
+    shapes = [(2, 3, 4, width, 8) for width in (5, 1, 1)]
+    parts = [torch.randn(shape) for shape in shapes]
+    if is_permuted:  # as gradients of heads-first attention come
+        parts = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in parts]
+
+    assert torch.equal(join(parts, -2), torch.cat(parts, -2))
+
+
+def test_compiled_gelu_is_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.linspace(-12, 12, 4001, requires_grad=True)
+    want = torch.nn.functional.gelu(x.double(), approximate="tanh")
+    (want_grad,) = torch.autograd.grad(want.sum(), x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+
+    got = activate(None, x)
+    (got_grad,) = torch.autograd.grad(got.sum(), x)
+
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got_grad, want_grad, rtol=1e-5, atol=2e-6)
