@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from stepmark.bench.training import fp8_layout
-from stepmark.bench.training.attention import join
-from stepmark.bench.training.feed_forward import activate
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU"
@@ -98,24 +96,23 @@ def test_torchao_has_what_is_replaced() -> None:
     assert callable(float8_ops.is_row_major)
 
 
-@pytest.mark.parametrize("is_permuted", [False, True])
-def test_join_is_cat(is_permuted: bool) -> None:
-    shapes = [(2, 3, 4, width, 8) for width in (5, 1, 1)]
-    parts = [torch.randn(shape) for shape in shapes]
-    if is_permuted:  # as gradients of heads-first attention come
-        parts = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in parts]
+def test_a_bias_in_the_product_is_a_bias_after_it() -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    from stepmark.bench.training import fp8_bias
 
-    assert torch.equal(join(parts, -2), torch.cat(parts, -2))
+    torch.manual_seed(0)
+    x = torch.randn(32, 64, requires_grad=True)
+    config = float8.Float8LinearConfig(emulate=True)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48))
+    float8.convert_to_float8_training(model, config=config)
+    (layer,) = model.children()
+    assert isinstance(layer, torch.nn.Linear)
+    parameters = [x, *layer.parameters()]
 
+    want = layer(x)
+    got = fp8_bias.multiply(layer, x)
 
-def test_compiled_gelu_is_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.linspace(-12, 12, 4001, requires_grad=True)
-    want = torch.nn.functional.gelu(x.double(), approximate="tanh")
-    (want_grad,) = torch.autograd.grad(want.sum(), x)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-
-    got = activate(None, x)
-    (got_grad,) = torch.autograd.grad(got.sum(), x)
-
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got_grad, want_grad, rtol=1e-5, atol=2e-6)
+    assert torch.equal(got, want)
+    grads = [torch.autograd.grad(one.square().sum(), parameters) for one in (got, want)]
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -13,7 +13,8 @@ from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from stepmark.bench.training.feed_forward import FeedForward, activate
+from stepmark.bench.training.activation import activate
+from stepmark.bench.training.feed_forward import FeedForward
 from stepmark.core.model import ModelConfig, MoeConfig
 
 # (rows_MC, ends_E) -> out_MC; rows of expert e lie from ends_E[e - 1] to ends_E[e].

@@ -6,19 +6,19 @@ TB/s on an H200, fused by Inductor with the cast 1.4 TB/s. This kernel moves 2.9
 and leaves Inductor casts that write as they read.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stepmark.bench.training.triton_found import HAS_TRITON
+
 
 @torch.library.custom_op("stepmark::transposed", mutates_args=())
 def transposed(x: Tensor) -> Tensor:
     """x.t() with rows in one piece; x is a matrix of one-byte numbers."""
-    if x.is_cuda and importlib.util.find_spec("triton") is not None:
-        # Triton is there only where it can run, and slow to import.
-        from stepmark.bench.training.transpose_kernel import transpose  # noqa: PLC0415
+    if x.is_cuda and HAS_TRITON:
+        from stepmark.bench.training.triton_kernels import transpose  # noqa: PLC0415
 
         return transpose(x.contiguous())
     return x.t().clone(memory_format=torch.contiguous_format)  # never x itself

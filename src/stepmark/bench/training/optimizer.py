@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stepmark.bench.training import precision
+from stepmark.bench.training.triton_found import HAS_TRITON
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Precision
 
@@ -74,7 +75,7 @@ class Masters:
             if one.grad is not None
         ]
         sums, grads = zip(*found, strict=True)
-        torch._foreach_add_(_local(sums), _local(_laid_as(sums, grads)))
+        _add_all(_local(sums), _local(_laid_as(sums, grads)))
         for one in self._parameters:
             one.grad = None
 
@@ -82,6 +83,25 @@ class Masters:
         """What was updated becomes the model's; gradients start at 0."""
         torch._foreach_copy_(_local(self._parameters), _local(self.weights))
         torch._foreach_zero_(_local([one.grad for one in self.weights]))
+
+
+def _add_all(sums: list[Tensor], grads: list[Tensor]) -> None:
+    """sums += grads. For two dtypes torch has kernels of half the rate of memory only."""
+    small: list[tuple[Tensor, Tensor]] = []
+    for total, grad in zip(sums, grads, strict=True):
+        if HAS_TRITON and _is_large(total) and grad.is_contiguous():
+            from stepmark.bench.training.triton_kernels import add_into  # noqa: PLC0415
+
+            add_into(total, grad)
+        else:
+            small.append((total, grad))
+    if small:
+        torch._foreach_add_(*zip(*small, strict=True))
+
+
+def _is_large(total: Tensor) -> bool:
+    """Too large to be worth more for sharing a launch with others."""
+    return total.is_cuda and total.numel() >= 2**18 and total.is_contiguous()
 
 
 def _laid_as(those: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from stepmark.bench.training import fp8_layout
 from stepmark.bench.training.attention import Attention
+from stepmark.bench.training.feed_forward import FeedForward
 from stepmark.core.dtypes import DType
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel, Fp8, Precision
@@ -49,18 +51,24 @@ def apply_fp8(model: nn.Module, case: TrainCase) -> None:
     )
     for module in model.modules():
         if type(module).__name__ == "Float8Linear":
-            _take_rows(module)
+            _take_rows(module, joins_bias=case.fp8 is Fp8.TENSORWISE and case.parallel.tp == 1)
         if isinstance(module, Attention):
             module.joins_gradients = True
+        if isinstance(module, FeedForward):
+            module.settles_gradients = True
 
 
-def _take_rows(module: nn.Module) -> None:
+def _take_rows(module: Any, *, joins_bias: bool) -> None:
     """Give torchao's layer rows instead of sequences of them.
 
     Its backward pass flattens its input and takes the scale again. The compiler sees that both
     scales are one only where there was nothing to flatten.
     """
     of_rows: Callable[[Tensor], Tensor] = module.forward
+    if joins_bias and module.bias is not None:
+        from stepmark.bench.training import fp8_bias  # noqa: PLC0415
+
+        of_rows = functools.partial(fp8_bias.multiply, module)
 
     def forward(x: Tensor) -> Any:
         return of_rows(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
