@@ -10,6 +10,7 @@ TFLOP/s per GPU as that project counts them (palm-all), tokens of whole cycles o
 micro-steps over their time, so that one optimizer step in eight counts; gradients are reduced
 in every micro-step, as there. Beside: the median micro-step, and every step with its optimizer
 (schedule step). Document figures: its README, one H100 SXM or eight, rounded there to 10.
+Over 250 lines: the rows are written out.
 """
 
 import argparse
@@ -18,16 +19,22 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 GPT2, PROXY, LLAMA = "gpt2-1.5b", "llama-3.1-70b-proxy-1l", "llama-3.1-8b"
-BATCH = {GPT2: 8, PROXY: 2, LLAMA: 1}
+BATCH = {GPT2: 8, PROXY: 2, LLAMA: 4}
+MP: tuple[str, ...] = ()
 COMPILE = ("--compile",)
+WHOLE = (*COMPILE, "--compile-scope", "model")
+FP8_BLOCKS = (*COMPILE, "--fp8")
 # Both that project and TransformerEngine's LayerNormLinear have Llama's head in FP8.
+FP8 = (*FP8_BLOCKS, "--fp8-head")
 MASTER = ("--precision", "master")
-FP8 = (*COMPILE, "--fp8", "--fp8-head")
+CAST_ONCE = "weights cast once per optimizer step"
+REDUCED_IN_BF16 = f"{CAST_ONCE}, gradients reduced in bf16"
 SOURCES = {
     "H100": "https://github.com/kimbochen/llm-train-bench (README), one or eight H100 SXM",
     "H200": "https://github.com/ROCm/TransformerEngine/issues/72 and /79, H200, FP8",
@@ -48,103 +55,90 @@ class Row:
     note: str = ""
 
 
-def _rows() -> list[Row]:
-    figures = {
-        (GPT2, "single"): (350, 400, 400),
-        (GPT2, "ddp"): (325, 360, 350),
-        (GPT2, "fsdp"): (320, 330, 250),
-        (PROXY, "single"): (700, 790, 1200),
-        (PROXY, "ddp"): (600, 650, 950),
-        (PROXY, "fsdp"): (650, 680, 1000),
-    }
-    short = {GPT2: "gpt2", PROXY: "proxy", LLAMA: "8b"}
-    rows = [
+# TFLOP/s there; None: crashes.
+_PUBLISHED: tuple[tuple[str, str, str, tuple[str, ...], float | None], ...] = (
+    ("gpt2-single-mp", GPT2, "single", MP, 350),
+    ("gpt2-single-pc", GPT2, "single", COMPILE, 400),
+    ("gpt2-single-fp8", GPT2, "single", FP8, 400),
+    ("gpt2-ddp-mp", GPT2, "ddp", MP, 325),
+    ("gpt2-ddp-pc", GPT2, "ddp", COMPILE, 360),
+    ("gpt2-ddp-fp8", GPT2, "ddp", FP8, 350),
+    ("gpt2-fsdp-mp", GPT2, "fsdp", MP, 320),
+    ("gpt2-fsdp-pc", GPT2, "fsdp", COMPILE, 330),
+    ("gpt2-fsdp-fp8", GPT2, "fsdp", FP8, 250),
+    ("proxy-single-mp", PROXY, "single", MP, 700),
+    ("proxy-single-pc", PROXY, "single", COMPILE, 790),
+    ("proxy-single-fp8", PROXY, "single", FP8, 1200),
+    ("proxy-ddp-mp", PROXY, "ddp", MP, 600),
+    ("proxy-ddp-pc", PROXY, "ddp", COMPILE, 650),
+    ("proxy-ddp-fp8", PROXY, "ddp", FP8, 950),
+    ("proxy-fsdp-mp", PROXY, "fsdp", MP, 650),
+    ("proxy-fsdp-pc", PROXY, "fsdp", COMPILE, 680),
+    ("proxy-fsdp-fp8", PROXY, "fsdp", FP8, 1000),
+    ("gpt2-fsdp-sac", GPT2, "fsdp", ("--sac", "1/8"), 320),
+    ("gpt2-fsdp-sac-pc", GPT2, "fsdp", ("--sac", "1/8", *COMPILE), 330),
+    ("8b-fsdp-sac", LLAMA, "fsdp", ("--sac", "1/4"), 330),
+    ("8b-fsdp-sac-pc", LLAMA, "fsdp", ("--sac", "1/4", *COMPILE), None),
+)
+# Beside them; no such cell there.
+_FURTHER: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
+    ("gpt2-single-pc-master", GPT2, "single", (*WHOLE, *MASTER), CAST_ONCE),
+    ("gpt2-ddp-pc-master", GPT2, "ddp", (*COMPILE, *MASTER), REDUCED_IN_BF16),
+    ("proxy-single-fp8-head-bf16", PROXY, "single", FP8_BLOCKS, "beside proxy-single-fp8"),
+    ("proxy-ddp-fp8-head-bf16", PROXY, "ddp", FP8_BLOCKS, "beside proxy-ddp-fp8"),
+    ("proxy-fsdp-fp8-head-bf16", PROXY, "fsdp", FP8_BLOCKS, "beside proxy-fsdp-fp8"),
+)
+ROWS = (
+    *(
         Row(
-            name=f"{short[model]}-{strategy}-{technique}",
+            name=name,
             model=model,
             strategy=strategy,
             flags=flags,
             document=document,
-        )
-        for (model, strategy), of_cell in figures.items()
-        for technique, flags, document in zip(
-            ("mp", "pc", "fp8"), ((), COMPILE, FP8), of_cell, strict=True
-        )
-    ]
-    rows += [
-        Row(
-            name=f"{short[model]}-fsdp-sac{'-pc' if flags else ''}",
-            model=model,
-            strategy="fsdp",
-            flags=("--sac", share, *flags),
-            mbs=mbs,
-            document=document,
             note="" if document else "crashes there",
         )
-        for model, share, mbs, flags, document in (
-            (GPT2, "1/8", 8, (), 320),
-            (GPT2, "1/8", 8, COMPILE, 330),
-            (LLAMA, "1/4", 4, (), 330),
-            (LLAMA, "1/4", 4, COMPILE, None),
-        )
-    ]
-    best = ("--compile-scope", "model")
-    return [
-        *rows,
-        Row(
-            name="gpt2-single-pc-master",
-            model=GPT2,
-            strategy="single",
-            flags=(*COMPILE, *best, *MASTER),
-            note="weights cast once per optimizer step",
-        ),
-        Row(
-            name="gpt2-best-bf16",
-            model=GPT2,
-            strategy="single",
-            mbs=48,
-            flags=(*COMPILE, *best, *MASTER),
-            note="weights cast once per optimizer step",
-        ),
-        Row(
-            name="gpt2-best-fp8",
-            model=GPT2,
-            strategy="single",
-            mbs=48,
-            flags=(*FP8, *MASTER),
-            document=630.1,
-            published_on="H200",
-            note="weights cast once per optimizer step; there bsz 38",
-        ),
-        Row(
-            name="8b-fsdp-fp8",
-            model=LLAMA,
-            strategy="fsdp",
-            mbs=4,
-            flags=FP8,
-            document=897.6,
-            published_on="H200",
-        ),
-        *(
-            Row(
-                name=f"{row.name}-head-bf16",
-                model=row.model,
-                strategy=row.strategy,
-                flags=(*COMPILE, "--fp8"),
-                note="beside the row above",
-            )
-            for row in rows
-            if row.name.startswith("proxy") and row.name.endswith("fp8")
-        ),
-    ]
+        for name, model, strategy, flags, document in _PUBLISHED
+    ),
+    *(
+        Row(name=name, model=model, strategy=strategy, flags=flags, note=note)
+        for name, model, strategy, flags, note in _FURTHER
+    ),
+    Row(
+        name="gpt2-best-bf16",
+        model=GPT2,
+        strategy="single",
+        mbs=40,
+        flags=(*WHOLE, *MASTER),
+        note=CAST_ONCE,
+    ),
+    Row(
+        name="gpt2-best-fp8",
+        model=GPT2,
+        strategy="single",
+        mbs=48,
+        flags=(*FP8, *MASTER),
+        document=630.1,
+        published_on="H200",
+        note=f"{CAST_ONCE}; there bsz 38",
+    ),
+    Row(
+        name="8b-fsdp-fp8",
+        model=LLAMA,
+        strategy="fsdp",
+        flags=FP8,
+        document=897.6,
+        published_on="H200",
+    ),
+)
 
 
-def command(row: Row, schedule: str, given: argparse.Namespace) -> list[str]:
-    """The stepmark train command of a row."""
+def command(row: Row, given: argparse.Namespace) -> list[str]:
+    """The stepmark train command of a row: all schedules in the same processes."""
     count = "1" if row.strategy == "single" else str(given.nproc)
     words = [sys.executable, "-m", "stepmark", "train", row.model, "--strategy", row.strategy]
     words += ["--nproc", count, "--mbs", str(row.mbs or BATCH[row.model])]
-    words += ["--schedule", schedule, "--steps", "80" if schedule == "micro" else "10"]
+    words += ["--schedule", given.schedules]
     # That project trains Llama at 4096 tokens. Its DDP has torch's buckets of 25 MB; larger
     # ones keep NCCL nearer to its peak.
     words += ["--seq-len", "4096"] if row.model != GPT2 else []
@@ -157,12 +151,12 @@ def command(row: Row, schedule: str, given: argparse.Namespace) -> list[str]:
     return words
 
 
-def measure(row: Row, schedule: str, given: argparse.Namespace) -> None:
-    """Run one row; its rows of figures go to a file of its own."""
-    file = _file(row, schedule, given)
+def measure(row: Row, given: argparse.Namespace) -> None:
+    """Run one row; its figures go to a file of its own."""
+    file = _file(row, given)
     if given.resume and file.exists():
         return
-    told = [*command(row, schedule, given), "--json", str(file)]
+    told = [*command(row, given), "--json", str(file)]
     sys.stderr.write(" ".join(told[1:]) + "\n")
     # In a session of its own it gets one signal, from us: a second one would kill it.
     with subprocess.Popen(told, start_new_session=True) as child:
@@ -180,22 +174,19 @@ def measure(row: Row, schedule: str, given: argparse.Namespace) -> None:
         sys.stderr.write(f"{row.name}: exit code {code}\n")
 
 
-def _file(row: Row, schedule: str, given: argparse.Namespace) -> Path:
+def _file(row: Row, given: argparse.Namespace) -> Path:
     folder: Path = given.out
-    return folder / f"{row.name}.{schedule}.json"
+    return folder / f"{row.name}.json"
 
 
-def _figures(row: Row, schedule: str, given: argparse.Namespace) -> dict[str, Any]:
-    file = _file(row, schedule, given)
-    if not file.exists():
-        return {"message": "not run"}
-    told = json.loads(file.read_text())
-    found = told["rows"] if isinstance(told, dict) else told
-    last: dict[str, Any] = next((one for one in found if one.get("rank") is None), {})
-    return last
+def _figures(row: Row, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """By schedule, over all ranks."""
+    file = _file(row, given)
+    told = json.loads(file.read_text())["rows"] if file.exists() else []
+    return {one["schedule"]: one for one in told if one.get("rank") is None}
 
 
-def table(rows: list[Row], given: argparse.Namespace) -> str:
+def table(rows: Sequence[Row], given: argparse.Namespace) -> str:
     """Markdown."""
     lines = [
         "| row | ranks | mbs | document | here | / document | causal | median ms "
@@ -203,7 +194,8 @@ def table(rows: list[Row], given: argparse.Namespace) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        found, step = (_figures(row, schedule, given) for schedule in ("micro", "step"))
+        figures = _figures(row, given)
+        found, step = figures.get("micro", {"message": "not run"}), figures.get("step", {})
         here = found.get("tflops_palm_all")
         ratio = f"{here / row.document:.2f}" if here and row.document else ""
         cells = [
@@ -241,19 +233,18 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="only print the table")
     given = parser.parse_args()
     given.nproc = "2" if given.device == "cpu" and given.nproc == "all" else given.nproc
-    rows = [row for row in _rows() if re.search(given.only, row.name)]
+    rows = [row for row in ROWS if re.search(given.only, row.name)]
     given.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the row's ranks, too
     code = 0
     try:
         for row in [] if given.print else rows:
-            for schedule in given.schedules.split(","):
-                measure(row, schedule, given)
+            measure(row, given)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; go on with --resume\n")
         code = 130
-    text = table(_rows() if given.print else rows, given)
-    (given.out / "table.md").write_text(table(_rows(), given))
+    text = table(ROWS if given.print else rows, given)
+    (given.out / "table.md").write_text(table(ROWS, given))
     sys.stdout.write(text)
     sys.exit(code)
 

@@ -3,389 +3,314 @@
     python recipes/technique_table.py --out techniques.md              # CPU or GPUs
     python recipes/technique_table.py --layouts fsdp,tp --only fp8,head
     python recipes/technique_table.py --layouts fsdp-tp --nproc 4
+    python recipes/technique_table.py --jobs 12 --limit 480            # on a large machine
+    python recipes/technique_table.py --jobs 12 --resume               # the rest, what broke
 
-A cell is V when two optimizer steps ran, the technique is seen to be in force, and the losses
-before, between and after them are those of the same layout in fp32 without it, but for the
-tolerance. It is a reason where planning or the machine refuses the pair, X with the error where
-it broke. A pair of one kind (two precisions) is no pair. A technique that needs another
-brings it: FP8 head means FP8 products, too. On a CPU torchao emulates FP8.
+What V, a reason and X mean: technique_cells.py. A pair of one kind (two precisions) is no pair.
+A technique that needs another brings it: FP8 head means FP8 products, too. On a CPU torchao
+emulates FP8.
 
-Ranks of a layout start once, and again after a cell that broke. Beside --out FILE.md are
-FILE.json and what the ranks said, FILE.log. Over 250 lines: cells, what ranks do and tables.
+Cells are dealt out to sets of ranks, of which --jobs work at once; where a set has fewer ranks
+than there are GPUs, the sets are spread over them. Ranks start again after a cell that broke.
+Beside --out FILE.md are FILE.json, both renewed as cells end, and FILE.logs/ with what each set
+said. Exit code 1 where a cell asked for is X or was not run. Over 250 lines: sets and tables.
 """
 
 import argparse
 import collections
-import faulthandler
 import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import technique_cells
 import torch
-from torch import Tensor
-from torch._dynamo.utils import counters
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from technique_cells import LAYOUTS, TECHNIQUES, Cell, Setting, cell_of, pairs
 
-from stepmark.bench.rig import Rig, release
-from stepmark.bench.training import trainer
-from stepmark.bench.training.mesh import place_of
-from stepmark.bench.training.refusals import why_not
-from stepmark.bench.training.weights import canonical_name
-from stepmark.cli.session import make_rig
-from stepmark.cli.train_plan import cases
-from stepmark.core.errors import ConfigError
-from stepmark.core.train_case import TrainCase
-
-LIMIT_S = 300  # of one cell
-ROWS, STEPS = 4, 2  # sequences per data rank and optimizer step; steps before the last loss
-BASE: dict[str, Any] = {"scale": "tiny", "mbs": str(ROWS), "lr": 3e-3}
-# Of the loss. fp32 sums in another order; bf16 has 8 bits, FP8 3 or 4.
-TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
-TOLERANCE_BF16, TOLERANCE_FP8 = 5e-3, 0.02
-
-# What heads its column -> what it is, and its flags of `stepmark train`.
-TECHNIQUES: dict[str, tuple[str, dict[str, Any]]] = {
-    "amp": ("bf16 autocast", {"precision": "amp"}),
-    "bf16": ("bf16 weights", {"precision": "bf16"}),
-    "mast": ("bf16 weights, fp32 masters", {"precision": "master"}),
-    "blk": ("compile, block by block", {"compile": True, "compile_scope": "block"}),
-    "mod": ("compile, whole model", {"compile": True, "compile_scope": "model"}),
-    "ro": ("reduce-overhead", {"compile": True, "compile_mode": "reduce-overhead"}),
-    "cg": ("CUDA graph", {"cuda_graph": True}),
-    "fp8": ("FP8 tensorwise", {"fp8": True, "fp8_recipe": "tensorwise"}),
-    "row": ("FP8 rowwise", {"fp8": True, "fp8_recipe": "rowwise"}),
-    "head": ("FP8 head", {"fp8": True, "fp8_head": True}),
-    "gath": ("FP8 all-gather", {"fp8": True, "fp8_all_gather": True}),
-    "1/2": ("SAC, 1 of 2 blocks", {"sac": "1/2"}),
-    "full": ("SAC, every block", {"sac": "full"}),
-    "ops": ("SAC, per operator", {"sac": "ops"}),
-    "chk": ("loss in 4 chunks", {"loss_chunks": 4}),
-    "acc": ("accumulation over 2, gradients reduced at the last", {"grad_accum": 2}),
-}
-CUDA_ONLY = ("ro", "cg")
-# Name -> its letter in the joint table, ranks (None: --nproc), flags.
-LAYOUTS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
-    "single": ("S", 1, {"strategy": "single"}),
-    "ddp": ("D", None, {"strategy": "ddp"}),
-    "fsdp": ("F", None, {"strategy": "fsdp"}),
-    "tp": ("T", None, {"strategy": "tp"}),
-    "pp": ("P", None, {"strategy": "pp"}),
-    "fsdp-tp": ("2", None, {"strategy": "fsdp", "tp": 2}),
-}
-DEFAULT_LAYOUTS = "single,ddp,fsdp,tp,pp"
-Cell = tuple[str, str]  # marks; twice the same: that technique alone
+DEFAULT_LAYOUTS = "single,ddp,fsdp,tp,pp,cp"
+POLL_S = 1.0
+GOOD, REFUSED, BROKEN, NOT_RUN = "V", "refused", "X", "not run"
+Row = dict[str, Any]  # mark, text and, of V, losses and command
+Found = dict[str, dict[Cell, Row]]  # by layout
+OPEN: Row = {"mark": NOT_RUN, "text": NOT_RUN}
 
 
 def main() -> None:
     asked = arguments()
-    if asked.ranks_write:
-        work_in_ranks(asked)
-        return
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for layout in asked.layouts.split(","):
-        begin = time.monotonic()
-        found[layout] = run_layout(asked, layout)
-        sys.stderr.write(f"{layout}: {time.monotonic() - begin:.0f} s\n")
-        asked.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        text = markdown(asked, found)
-        asked.out.write_text(text)
-    sys.stdout.write(text)
-    sys.exit(1 if any(one["mark"] == "X" for rows in found.values() for one in rows) else 0)
+    about = {"device": asked.device, "model": asked.model, "nproc": asked.nproc}
+    results = Results(asked.out, about, resume=asked.resume)
+    todo = {name: results.open(name, asked.cells) for name in asked.layouts}
+    stop = threading.Event()
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    ends_at = time.time() + asked.limit
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        done = [pool.submit(one.work, results, stop, ends_at) for one in rank_sets(todo, asked)]
+    for one in done:
+        one.result()  # raises what a thread raised
+    sys.stdout.write(asked.out.read_text())
+    marks = {results.mark(name, cell) for name in todo for cell in asked.cells}
+    sys.exit(1 if marks & {BROKEN, NOT_RUN} else 0)
 
 
 def arguments() -> argparse.Namespace:
-    ranks = int(os.environ.get("WORLD_SIZE", "2"))  # torchrun takes --nproc for its own
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    """As given, but layouts as a list and, added, the cells."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("techniques.md"))
     parser.add_argument("--layouts", default=DEFAULT_LAYOUTS, help=", ".join(LAYOUTS))
     parser.add_argument("--only", default="", help="cells with one of these marks")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--nproc", type=int, default=ranks, help="but for single")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks [2]; single has one")
     parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--ranks-write", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=1, help="sets of ranks at once [1]")
+    parser.add_argument("--limit", type=float, default=math.inf, help="s; begin no cell after")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep V and refusals of FILE.json"
+    )
     asked = parser.parse_args()
-    for text, known in ((asked.layouts, LAYOUTS), (asked.only, TECHNIQUES)):
-        if unknown := set(filter(None, text.split(","))) - known.keys():
+    asked.layouts, asked.only = asked.layouts.split(","), [*filter(None, asked.only.split(","))]
+    for words, known in ((asked.layouts, LAYOUTS), (asked.only, TECHNIQUES)):
+        if unknown := set(words) - known.keys():
             parser.error(f"{', '.join(unknown)}: not one of {', '.join(known)}")
+    if asked.jobs < 1 or asked.nproc < 1:
+        parser.error("--jobs and --nproc are 1 or more")
     if asked.device == "auto":
         asked.device = "cuda" if torch.cuda.is_available() else "cpu"
+    asked.cells = pairs(asked.device, asked.only)
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
     return asked
 
 
-def cells(asked: argparse.Namespace) -> list[Cell]:
-    """The upper triangle with its diagonal, without pairs of one kind."""
-    usable = [one for one in TECHNIQUES if asked.device == "cuda" or one not in CUDA_ONLY]
-    only = set(filter(None, asked.only.split(",")))
-    return [
-        cell
-        for cell in itertools.combinations_with_replacement(usable, 2)
-        if not is_one_kind(cell) and (not only or only & set(cell))
+# Sets of ranks
+
+
+def dealt(todo: dict[str, list[Cell]], jobs: int) -> list[tuple[str, list[Cell]]]:
+    """(layout, some of its cells): each cell once, neighbours in different slices."""
+    slices = [
+        (name, cells[first::jobs]) for name, cells in todo.items() for first in range(jobs)
     ]
+    return [(name, cells) for name, cells in slices if cells]
 
 
-def is_one_kind(cell: Cell) -> bool:
-    a, b = (TECHNIQUES[mark][1] for mark in cell)
-    return any(a[name] != b[name] for name in a.keys() & b.keys())
+def rank_sets(todo: dict[str, list[Cell]], asked: argparse.Namespace) -> Iterator["RankSet"]:
+    gpus = visible_gpus() if asked.device == "cuda" else []
+    cores = len(os.sched_getaffinity(0))
+    for number, (layout, cells) in enumerate(dealt(todo, asked.jobs)):
+        ranks = ranks_of(layout, asked.nproc)
+        variables = {
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cores // (asked.jobs * ranks))),
+            **os.environ,
+        }
+        if ranks < len(gpus):
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(turn(gpus, ranks, number))
+        setting = Setting(
+            layout=layout, num_ranks=ranks, device=asked.device, model=asked.model
+        )
+        log = asked.out.with_suffix(".logs") / f"{layout}-{number}.log"
+        yield RankSet(setting=setting, cells=cells, variables=variables, log=log)
 
 
-def planned(asked: argparse.Namespace, layout: str, cell: Cell | None) -> TrainCase:
-    """The case of a cell; of None, the layout in fp32. Raises ConfigError."""
-    _, _, spread = LAYOUTS[layout]
-    values = {"model": asked.model, **BASE, **spread}
-    for mark in cell or ():
-        values |= TECHNIQUES[mark][1]
-    fp8 = "fp8" in values
-    values.setdefault("precision", "amp" if fp8 else "fp32")
-    if fp8 and layout.startswith("fsdp"):
-        values.setdefault("fp8_all_gather", False)
-    if "grad_accum" in values:
-        values["mbs"] = str(ROWS // values["grad_accum"])
-        if layout in ("ddp", "fsdp", "fsdp-tp"):
-            values["grad_sync"] = "last"
-    return cases(values, asked.device, ranks_of(asked, layout))[0]
+def ranks_of(layout: str, nproc: int) -> int:
+    return LAYOUTS[layout][1] or nproc
 
 
-def ranks_of(asked: argparse.Namespace, layout: str) -> int:
-    _, ranks, _ = LAYOUTS[layout]
-    return ranks or asked.nproc
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",")[:count] if given else [str(index) for index in range(count)]
 
 
-# In the parent
+def turn(gpus: Sequence[str], ranks: int, number: int) -> list[str]:
+    """GPUs of one set: those after the GPUs of the set before it."""
+    return [gpus[(number * ranks + index) % len(gpus)] for index in range(ranks)]
 
 
-def run_layout(asked: argparse.Namespace, layout: str) -> list[dict[str, Any]]:
-    """What became of every cell; starts ranks until none is left."""
-    todo = cells(asked)
-    found: dict[int, dict[str, Any]] = {}
-    said = asked.out.with_suffix(".ranks")
-    while len(found) < len(todo):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSet:
+    """Ranks that work through some cells of one layout."""
+
+    setting: Setting
+    cells: list[Cell]
+    variables: dict[str, str]  # of their environment
+    log: Path
+
+    def work(self, results: "Results", stop: threading.Event, ends_at: float) -> None:
+        """Starts ranks until no cell is left, or the time is over."""
+        layout = self.setting.layout
+        left = self.cells
+        while left and not stop.is_set() and time.time() < ends_at:
+            code, lines = self._start(left, results, stop, ends_at)
+            left = results.left(layout, self.cells)
+            if stop.is_set():
+                return
+            if lines is None:
+                text = f"{layout} does not train at all, see {self.log.parent.name}/"
+                results.take(layout, [broken(cell, text) for cell in left])
+            elif code and left and not any(line["ended"] for line in lines):
+                results.take(
+                    layout, [broken(left[0], f"ranks ended with {code}, see {self.log.name}")]
+                )
+            left = results.left(layout, self.cells)
+            done = len(self.cells) - len(left)
+            sys.stderr.write(f"{self.log.stem}: {done} of {len(self.cells)} cells\n")
+
+    def _start(
+        self, cells: list[Cell], results: "Results", stop: threading.Event, ends_at: float
+    ) -> tuple[int, list[Row] | None]:
+        """Exit code of ranks for these cells, and what they said."""
+        setting, said = self.setting, self.log.with_suffix(f".{os.getpid()}.said")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(setting.num_ranks), technique_cells.__file__]
+        command += ["--layout", setting.layout, "--device", setting.device]
+        command += ["--model", setting.model, "--until", str(ends_at), "--said", str(said)]
+        command += ["--cells", ",".join("+".join(cell) for cell in cells)]
+        self.log.parent.mkdir(exist_ok=True)
+        # In a session of their own they get one signal, from us.
+        with (
+            self.log.open("a") as log,
+            subprocess.Popen(
+                command,
+                env=self.variables,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            ) as child,
+        ):
+            while child.poll() is None and not stop.wait(POLL_S):
+                results.take(setting.layout, told(said) or [])
+            child.terminate()  # if it has not ended
+            code = child.wait()
+        lines = told(said)
         said.unlink(missing_ok=True)
-        code = start_ranks(asked, layout, len(found), said)
-        ready, *told = said.read_text().splitlines() or [""]
-        if not ready:
-            raise SystemExit(f"{layout} does not train at all: see {asked.out.stem}.log")
-        lines = [json.loads(one) for one in told]
-        for line in lines:
-            found.setdefault(line["position"], line)  # the first rank that broke knows why
-        if code and not any(line["ended"] for line in lines):
-            found[len(found)] = {"mark": "X", "text": f"ranks ended with {code}, see the log"}
-        sys.stderr.write(f"{layout}: {len(found)} of {len(todo)} cells\n")
-    said.unlink()
-    return [{**found[index], "cell": cell} for index, cell in enumerate(todo)]
+        results.take(setting.layout, lines or [])
+        return code, lines
 
 
-def start_ranks(asked: argparse.Namespace, layout: str, first: int, said: Path) -> int:
-    """Exit code of the ranks, which go on from cell `first`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks_of(asked, layout)), __file__]
-    command += ["--ranks-write", str(said), "--first", str(first), "--layouts", layout]
-    command += ["--device", asked.device, "--model", asked.model, "--only", asked.only]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    said.touch()
-    with asked.out.with_suffix(".log").open("a") as log:
-        log.write(f"--- {layout} from {first}\n")
-        log.flush()
-        return subprocess.run(
-            command, check=False, env=environment, stdout=log, stderr=subprocess.STDOUT
-        ).returncode
+def told(said: Path) -> list[Row] | None:
+    """Lines of the ranks as far as they are whole; None before they have trained at all."""
+    text = said.read_text() if said.exists() else ""
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    return [json.loads(line) for line in whole[1:]] if whole else None
 
 
-# In the ranks
+def broken(cell: Cell, text: str) -> Row:
+    return {"cell": "+".join(cell), "mark": BROKEN, "text": text}
 
 
-def work_in_ranks(asked: argparse.Namespace) -> None:
-    """Cells from asked.first on. A rank that broke says so and ends them all."""
-
-    rig, layout = make_rig(asked.device, for_meshes=True), asked.layouts
-    want = Attempt(rig, planned(asked, layout, None)).losses()
-    if want[0] - want[-1] < 2 * TOLERANCE_FP8 * want[0]:
-        raise SystemExit(f"{layout} learns too little for the tolerances: {want}")
-    if rig.ranks.rank == 0:
-        asked.ranks_write.write_text("ready\n")
-    for position, cell in list(enumerate(cells(asked)))[asked.first :]:
-        begin = time.monotonic()
-        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-        line: dict[str, Any] = {"position": position, "ended": False}
-        try:
-            line |= outcome(asked, rig, cell, want)
-        except Exception as error:  # noqa: BLE001  the next cell is to be run, too
-            traceback.print_exc()
-            line |= {"mark": "X", "text": first_line(error), "ended": True}
-        line["wall_s"] = round(time.monotonic() - begin, 1)
-        if line["ended"] or rig.ranks.rank == 0:
-            with asked.ranks_write.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        if line["ended"]:
-            os._exit(1)  # no other rank can be reached any more
-    faulthandler.cancel_dump_traceback_later()
-    rig.ranks.close()
+# Results
 
 
-def first_line(error: Exception) -> str:
-    """Or two, where the first one ends in a colon."""
-    lines = [*filter(None, f"{type(error).__name__}: {error}".split("\n")), ""]
-    return " ".join(lines[: 1 + lines[0].endswith(":")])[:300]
+class Results:
+    """What became of the cells, in files from the first one on. For several threads."""
 
+    def __init__(self, out: Path, about: dict[str, Any], *, resume: bool) -> None:
+        """about: device, model, nproc. Raises SystemExit where earlier cells are of others."""
+        self._out, self._about = out, about
+        self._lock = threading.Lock()
+        self.found: Found = {}
+        file = out.with_suffix(".json")
+        if not resume or not file.exists():
+            return
+        earlier = json.loads(file.read_text())
+        if earlier.get("about") != about:
+            raise SystemExit(f"{file} is of {earlier.get('about')}, not {about}")
+        for layout, rows in earlier["layouts"].items():
+            self.found[layout] = {cell_of(row["cell"]): row for row in rows}
 
-def outcome(
-    asked: argparse.Namespace, rig: Rig, cell: Cell, want: list[float]
-) -> dict[str, Any]:
-    """Mark, text and losses of a cell. Every rank calls it."""
-    try:
-        case = planned(asked, asked.layouts, cell)
-    except ConfigError as error:
-        return {"mark": "refused", "text": str(error)}
-    if reason := next(filter(None, rig.ranks.gather(why_not(case, rig))), None):
-        return {"mark": "refused", "text": reason}
-    attempt = Attempt(rig, case)
-    got = attempt.losses()
-    missing = next(filter(None, rig.ranks.gather(attempt.not_in_force())), "")
-    most = tolerance(case)
-    off = math.nan
-    if all(map(math.isfinite, got)):
-        off = max(abs(a - b) / b for a, b in zip(got, want, strict=True))
-    if not off <= most:
-        missing = missing or f"loss is off by {off:.2g}, more than {most:g}"
-    if case.precision != "fp32" and got == want:
-        missing = missing or f"losses are those of fp32, not {case.precision}"
-    return {
-        "mark": "X" if missing else "V",
-        "text": missing,
-        "losses": got,
-        "off": off if math.isfinite(off) else None,
-        "graph_breaks": attempt.graph_breaks,
-        "command": case.command(),
-    }
+    def open(self, layout: str, cells: Iterable[Cell]) -> list[Cell]:
+        """Those that are to be run: not V or refused by now. Their rows say so."""
+        rows = self.found.setdefault(layout, {})
+        again = [cell for cell in cells if self.mark(layout, cell) not in (GOOD, REFUSED)]
+        for cell in again:
+            rows[cell] = {"cell": "+".join(cell), **OPEN}
+        self._write()
+        return again
 
+    def mark(self, layout: str, cell: Cell) -> str:
+        return str(self.found[layout].get(cell, OPEN)["mark"])
 
-def tolerance(case: TrainCase) -> float:
-    if case.fp8 != "none":
-        return TOLERANCE_FP8
-    return TOLERANCE[case.device] if case.precision == "fp32" else TOLERANCE_BF16
+    def left(self, layout: str, cells: Iterable[Cell]) -> list[Cell]:
+        """Those without an outcome."""
+        return [cell for cell in cells if self.mark(layout, cell) == NOT_RUN]
 
+    def take(self, layout: str, lines: Iterable[Row]) -> None:
+        """The first line of a cell counts: the first rank that broke knows why."""
+        with self._lock:
+            before = len(self.left(layout, self.found[layout]))
+            for line in lines:
+                cell = cell_of(line["cell"])
+                if self.mark(layout, cell) == NOT_RUN:
+                    self.found[layout][cell] = line
+            if len(self.left(layout, self.found[layout])) < before:
+                self._write()
 
-class Attempt:
-    """A case trained for STEPS optimizer steps on this rank."""
-
-    def __init__(self, rig: Rig, case: TrainCase) -> None:
-        self._rig, self._case = rig, case
-        self.graphs = self.graph_breaks = 0
-        self._models: list[Any] = []
-
-    def losses(self) -> list[float]:
-        """Before, between and after the steps, mean over the global batch; on every rank."""
-        release(self._rig)
-        torch._dynamo.reset()
-        counters.clear()
-        made = trainer.make(self._case, self._rig.ranks.device)
-        found = [self._step(made) for _ in range(STEPS + 1)]
-        self._models = made.models
-        self.graphs = counters["stats"]["unique_graphs"]
-        self.graph_breaks = sum(counters["graph_break"].values())
-        return found
-
-    def _step(self, made: trainer.Trainer) -> float:
-        case, ranks = self._case, self._rig.ranks
-        place = place_of(ranks.rank, case.parallel)
-        tokens, labels = batch(case, place.data_rank)
-        mine: list[Any] = []
-        for index in range(case.grad_accum):
-            rows = slice(index * case.mbs, (index + 1) * case.mbs)
-            loss = made.micro_step(
-                tokens[rows].to(ranks.device),
-                labels[rows].to(ranks.device),
-                is_last=index == case.grad_accum - 1,
-                mark=lambda _name: None,
-            )
-            mine += [] if loss is None else [loss.clone()]
-        made.optimizer_step()
-        told = [one for some in ranks.gather([float(one) for one in mine]) for one in some]
-        return float(sum(told) / len(told))
-
-    def not_in_force(self) -> str:
-        """A technique that was asked for and is not to be seen on this rank, or ""."""
-        case = self._case
-        layers = {
-            canonical_name(name): module
-            for model in self._models
-            for name, module in model.named_modules()
-        }
-        kinds = {name: type(module).__name__ for name, module in layers.items()}
-        scaled = [part for name, part in layers.items() if kinds[name] == "Float8Linear"]
-        weights = [getattr(one.weight, "_local_tensor", one.weight) for one in scaled]
-        held = [type(one).__name__ for one in weights]
-        head = ("Float8Linear" if case.fp8_head else "Linear", None)  # of another stage
-        modules = itertools.chain(*(model.modules() for model in self._models))
-        wrapped = sum(isinstance(module, CheckpointWrapper) for module in modules)
-        blocks = {name.split(".")[1] for name in kinds if name.startswith("blocks.")}
-        seen = {
-            "FP8": bool(scaled) == (case.fp8 != "none"),
-            "the head's format": kinds.get("output.head") in head,
-            "FP8 all-gather": any("Float8Cast" in one for one in held) == case.fp8_all_gather,
-            "checkpointing": wrapped == sum(case.is_checkpointed[int(one)] for one in blocks),
-            "compile": (self.graphs > 0) == (case.compile != "none"),
-        }
-        return ", ".join(f"{name} is not as asked" for name, so in seen.items() if not so)
-
-
-def batch(case: TrainCase, data_rank: int) -> tuple[Tensor, Tensor]:
-    """The same ROWS sequences in every step, so that each step shows in the next loss."""
-    generator = torch.Generator().manual_seed(data_rank)
-    shape = (ROWS, case.model.seq_len + 1)
-    tokens = torch.randint(0, case.model.vocab_size, shape, generator=generator)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    def _write(self) -> None:
+        layouts = {name: list(rows.values()) for name, rows in self.found.items()}
+        told = json.dumps({"about": self._about, "layouts": layouts}, indent=1) + "\n"
+        text = markdown(self.found, self._about["nproc"])
+        for file, content in ((self._out.with_suffix(".json"), told), (self._out, text)):
+            fresh = file.with_name(f"{file.name}.new")
+            fresh.write_text(content)
+            fresh.replace(file)  # whole at any time
 
 
 # The tables
 
 
-def markdown(asked: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> str:
+def markdown(found: Found, nproc: int) -> str:
     """All layouts as one table, then each its own; reasons below them."""
     notes: dict[str, str] = {}
-    joint = {cell: joined(found, cell, notes) for cell in cells(asked)}
+    cells = [cell for cell in pairs("cuda") if any(cell in rows for rows in found.values())]
     named = ", ".join(f"{LAYOUTS[one][0]} {one}" for one in found)
     lines = [f"All layouts ({named}). V: all of them; letters: these.", ""]
-    lines += table(asked, joint)
+    lines += table({cell: joined(found, cell, notes) for cell in cells})
     for layout, rows in found.items():
-        own = {row["cell"]: shown(row, notes) for row in rows}
-        counts = collections.Counter(row["mark"] for row in rows)
+        own = {cell: rows.get(cell, OPEN) for cell in cells}
+        counts = collections.Counter(row["mark"] for row in own.values())
         said = ", ".join(f"{count} {mark}" for mark, count in sorted(counts.items()))
-        lines += ["", f"{layout}, {ranks_of(asked, layout)} ranks: {said}.", ""]
-        lines += table(asked, own)
+        lines += ["", f"{layout}, {ranks_of(layout, nproc)} ranks: {said}.", ""]
+        lines += table({cell: shown(row, notes) for cell, row in own.items()})
     lines += ["", *(f"{note}: {text}  " for text, note in notes.items())]
     lines += ["", "; ".join(f"{mark} = {name}" for mark, (name, _) in TECHNIQUES.items())]
     return "\n".join(lines) + "\n"
 
 
-def joined(found: dict[str, list[dict[str, Any]]], cell: Cell, notes: dict[str, str]) -> str:
-    rows = {name: row for name, rows in found.items() for row in rows if row["cell"] == cell}
-    good = [LAYOUTS[name][0] for name, row in rows.items() if row["mark"] == "V"]
+def joined(found: Found, cell: Cell, notes: dict[str, str]) -> str:
+    rows = {name: of_cells.get(cell, OPEN) for name, of_cells in found.items()}
+    good = [LAYOUTS[name][0] for name, row in rows.items() if row["mark"] == GOOD]
     if len(good) == len(rows):
-        return "V"
-    others = [shown(row, notes) for row in rows.values() if row["mark"] != "V"]
+        return GOOD
+    others = [shown(row, notes) for row in rows.values() if row["mark"] != GOOD]
     return " ".join(["".join(good), *dict.fromkeys(others)]).strip()
 
 
-def shown(row: dict[str, Any], notes: dict[str, str]) -> str:
-    """V; the note that says why it was refused; X and the note that says how it broke."""
-    if row["mark"] == "V":
-        return "V"
+def shown(row: Row, notes: dict[str, str]) -> str:
+    """V; not run; the note that says why it was refused; X and the note how it broke."""
+    if row["mark"] in (GOOD, NOT_RUN):
+        return str(row["mark"])
     note = notes.setdefault(row["text"], f"r{1 + len(notes)}")
-    return note if row["mark"] == "refused" else f"X {note}"
+    return note if row["mark"] == REFUSED else f"{BROKEN} {note}"
 
 
-def table(asked: argparse.Namespace, texts: dict[Cell, str]) -> Iterator[str]:
-    used = set(itertools.chain(*cells(asked)))
+def table(texts: dict[Cell, str]) -> Iterator[str]:
+    used = set(itertools.chain(*texts))
     marks = [mark for mark in TECHNIQUES if mark in used]
     yield "| | " + " | ".join(marks) + " |"
     yield "|---|" + "---|" * len(marks)

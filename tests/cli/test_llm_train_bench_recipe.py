@@ -25,23 +25,25 @@ def loaded() -> ModuleType:
 
 
 RECIPE = loaded()
-ROWS = RECIPE._rows()
+ROWS = RECIPE.ROWS
 
 
 def given(out: Path) -> argparse.Namespace:
-    return argparse.Namespace(out=out, device="cpu", nproc="2", more="", resume=False)
+    return argparse.Namespace(
+        out=out, device="cpu", nproc="2", more="", resume=False, schedules="micro,step"
+    )
 
 
-@pytest.mark.parametrize("schedule", ["micro", "step"])
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 def test_a_row_is_planned(
-    row: object, schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    row: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = RECIPE.command(row, schedule, given(tmp_path))
+    words = RECIPE.command(row, given(tmp_path))
     assert status([*words[3:], "--dry-run"]) == 0, capsys.readouterr().err
     planned = capsys.readouterr().out.splitlines()
-    assert len(planned) == 1
-    assert f"--schedule {schedule}" in planned[0]
+    assert len(planned) == 2
+    for schedule, line in zip(("micro", "step"), planned, strict=True):
+        assert f"--schedule {schedule}" in line
 
 
 def test_names_are_unique_and_all_cells_of_the_document_are_there() -> None:
@@ -53,6 +55,9 @@ def test_names_are_unique_and_all_cells_of_the_document_are_there() -> None:
 def test_the_table_shows_what_was_measured(tmp_path: Path) -> None:
     row = ROWS[0]
     found = {"rank": None, "num_ranks": 1, "mbs": 8, "tflops_palm_all": 700.0, "time_s": 0.1}
-    (tmp_path / f"{row.name}.micro.json").write_text(json.dumps({"rows": [found]}))
+    told = [found | {"schedule": "micro"}, found | {"schedule": "step", "tflops_palm_all": 5.0}]
+    (tmp_path / f"{row.name}.json").write_text(json.dumps({"rows": told}))
     line = RECIPE.table([row], given(tmp_path)).splitlines()[2]
-    assert line.startswith(f"| {row.name} | 1 | 8 | 350 (H100) | 700.0 | 2.00 |  | 100.0 |")
+    assert line.startswith(
+        f"| {row.name} | 1 | 8 | 350 (H100) | 700.0 | 2.00 |  | 100.0 | 5.0 |"
+    )
