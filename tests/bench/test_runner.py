@@ -1,16 +1,13 @@
 """The runner on a fake clock: when it stops, what it records, what it survives."""
 
 import itertools
-import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from tests.bench.on_ranks import said_on_ranks
 
 from stepmark.bench import runner
 from stepmark.bench.stopping import Effort
@@ -321,22 +318,5 @@ def test_operand_sets_pass_twice_the_cache(
 
 def test_two_ranks_agree() -> None:
     """On a skip, on a failure of one, on wrong data; uneven ranks take as many samples."""
-    script = Path(__file__).with_name("two_ranks.py")
-    root = Path(__file__).parents[2]
-    environment = os.environ | {
-        "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", str(script)),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "both ranks are done" in done.stdout
+    said = said_on_ranks("tests.bench.two_ranks", 2, timeout_s=120)
+    assert "both ranks are done" in said

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+from stepmark.core.collectives import FACTS, Collective, Parts
+
+SEND, RECV = "send", "recv"  # the sides of a pair, beside the names of collectives
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageKind:
@@ -31,3 +35,29 @@ class Tally:
 
 
 Histogram = dict[MessageKind, Tally]
+
+
+def sized(
+    collective: str, sent: int, received: int, num_ranks: int | None
+) -> tuple[int, int | None]:
+    """(call_bytes, message_bytes) of a call in which this rank sends and receives bytes.
+
+    As nccl-tests counts (`*GetCollByteCount` in its sources; core.collectives): the count is a
+    rank's part of a collective that splits its buffer, else the buffer. message_bytes is None
+    where neither buffer nor num_ranks tells it, and of names unknown here.
+    """
+    largest = max(sent, received)
+    if collective == SEND:
+        return sent, sent
+    if collective == RECV:
+        return received, received
+    if collective not in list(Collective):
+        return largest, None
+    if FACTS[Collective(collective)].parts is Parts.WHOLE:
+        return largest, largest
+    if collective in (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V):
+        return (largest // num_ranks if num_ranks else largest), largest
+    gathers = collective in (Collective.ALL_GATHER, Collective.GATHER)
+    part, whole = (sent, received) if gathers else (received, sent)
+    # Ranks other than the root lack the whole, but their part tells it.
+    return part, whole or (part * num_ranks if num_ranks else None)

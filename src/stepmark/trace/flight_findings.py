@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from stepmark.core.finding import Evidence, Finding, Severity
+from stepmark.core.message import RECV, SEND
 from stepmark.trace.flight_groups import (
     Shared,
     Step,
@@ -22,7 +23,6 @@ from stepmark.trace.flight_groups import (
     signature,
     total,
 )
-from stepmark.trace.flight_messages import RECV, SEND
 from stepmark.trace.flight_operation import Dump, Operation
 
 _CAVEAT = (

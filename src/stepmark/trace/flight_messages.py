@@ -3,13 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from stepmark.core.collectives import FACTS, Collective, Parts
+from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import MESSAGE_DTYPES, parse_dtype
 from stepmark.core.errors import ConfigError
-from stepmark.core.message import Histogram, MessageKind, Tally
+from stepmark.core.message import RECV, SEND, Histogram, MessageKind, Tally, sized
 from stepmark.trace.flight_operation import Dump, Group, Operation, Shapes
 
-SEND, RECV = "send", "recv"
 _COLLECTIVES: dict[str, Collective] = {
     **dict.fromkeys(
         # A barrier of NCCL is an all-reduce of one element.
@@ -127,7 +126,10 @@ def message_kind(operation: Operation, group: Group) -> MessageKind | str:
     shapes = operation.inputs or operation.outputs or ()
     types = {known[0] for _, word in shapes if (known := dtype_of(word))}
     dtype = types.pop() if len(types) == 1 else ""
-    name, call_bytes, message_bytes = _sized(name, sent or 0, received or 0, ranks)
+    sent, received = sent or 0, received or 0
+    if name == Collective.ALL_TO_ALL and _is_uneven(sent, received, ranks):
+        name = Collective.ALL_TO_ALL_V.value
+    call_bytes, message_bytes = sized(name, sent, received, ranks)
     label = f"{group.name} {group.description}".strip()
     return MessageKind(
         collective=name,
@@ -140,24 +142,6 @@ def message_kind(operation: Operation, group: Group) -> MessageKind | str:
     )
 
 
-def _sized(
-    name: str, sent: int, received: int, ranks: int | None
-) -> tuple[str, int, int | None]:
-    """(collective, bytes of the call's count, bytes of the largest buffer of any rank)."""
-    if name == SEND:
-        return name, sent, sent
-    if name == RECV:
-        return name, received, received
-    largest = max(sent, received)
-    if FACTS[Collective(name)].parts is Parts.WHOLE:
-        return name, largest, largest
-    if name in (Collective.ALL_GATHER, Collective.GATHER):
-        # Not the root: it has no output, but its part tells the root's.
-        whole = received or (sent * ranks if ranks else None)
-        return name, sent, whole
-    if name in (Collective.REDUCE_SCATTER, Collective.SCATTER):
-        whole = sent or (received * ranks if ranks else None)
-        return name, received, whole
-    even = sent == received and ranks is not None and sent % ranks == 0
-    name = name if even or ranks is None else Collective.ALL_TO_ALL_V.value
-    return name, largest // ranks if ranks else largest, largest
+def _is_uneven(sent: int, received: int, num_ranks: int | None) -> bool:
+    """Whether the sizes of an all-to-all tell that its parts differ."""
+    return num_ranks is not None and (sent != received or sent % num_ranks != 0)

@@ -1,22 +1,15 @@
 """Messages of a step on two real ranks: counts and bytes as the laws of each technique say."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from tests.bench.on_ranks import said_on_ranks
 from torch._prims.rng_prims import run_and_save_rng_state
 
 from stepmark.bench.training import messages
 from stepmark.bench.training.messages import MessageRecorder, merge
-from stepmark.core.collectives import Collective, num_parts
 from stepmark.core.message import MessageKind, Tally
-from stepmark.trace import flight_messages
 
 KIND = MessageKind(
     collective="all_reduce",
@@ -30,25 +23,8 @@ KIND = MessageKind(
 
 
 def test_on_two_ranks() -> None:
-    script = Path(__file__).with_name("messages_on_ranks.py")
-    root = Path(__file__).parents[3]
-    environment = os.environ | {
-        "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", str(script)),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "both ranks are done" in done.stdout
+    said = said_on_ranks("tests.bench.training.messages_on_ranks", 2, timeout_s=120)
+    assert "both ranks are done" in said
 
 
 def test_without_messages_there_is_no_histogram() -> None:
@@ -75,37 +51,6 @@ def test_merging_adds_calls_and_ranks() -> None:
         (other, Tally(calls=1, ranks=1)),
     )
     assert merge([]) == ()
-
-
-SIZED = [
-    *(Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE, Collective.BARRIER),
-    *(Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL),
-    *(Collective.GATHER, Collective.SCATTER, "send", "recv"),
-]
-
-
-@given(st.sampled_from(SIZED), st.integers(0, 2**40), st.integers(1, 4096))
-def test_sizes_are_those_of_the_flight_recorder(collective: str, part: int, ranks: int) -> None:
-    """Both rooms name one call alike; parts times ranks is the message, as nccl-tests says."""
-    whole = part * ranks
-    sent, received = {
-        Collective.ALL_GATHER: (part, whole),
-        Collective.GATHER: (part, whole),
-        Collective.REDUCE_SCATTER: (whole, part),
-        Collective.SCATTER: (whole, part),
-        Collective.ALL_TO_ALL: (whole, whole),
-    }.get(collective, (part, part))  # type: ignore[call-overload]
-    found = messages._sized(collective, sent, received, ranks)
-    assert (collective, *found) == flight_messages._sized(collective, sent, received, ranks)
-    parts = 1 if collective in ("send", "recv") else num_parts(Collective(collective), ranks)
-    assert found == (part, part * parts)
-
-
-@given(st.sampled_from([Collective.GATHER, Collective.SCATTER]), st.integers(1, 2**40))
-def test_ranks_beside_the_root_know_the_whole(collective: str, part: int) -> None:
-    sent, received = (part, 0) if collective == Collective.GATHER else (0, part)
-    assert messages._sized(collective, sent, received, 8) == (part, 8 * part)
-    assert messages._sized(collective, sent, received, None) == (part, None)
 
 
 class FakeGroup:

@@ -2,20 +2,16 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from tests.bench.on_ranks import said_on_ranks
 
 from stepmark.bench.ranks import Ranks
 
 from .curves import CASES, alone, first_norm, losses
 
-ROOT = Path(__file__).parents[3]
 # fp32 sums in another order; AdamW's first steps are sign-like and amplify that.
 TOLERANCE = 2e-4
 # A token whose experts score nearly alike may then go to another one.
@@ -25,20 +21,8 @@ TOLERANCE_OF_EXPERTS = 1e-3
 @pytest.fixture(scope="module")
 def spread() -> dict[str, tuple[list[float], float]]:
     """All cases in one launch of four ranks."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "4", "-m", "tests.bench.training.curves_on_ranks"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, tuple[list[float], float]] = json.loads(done.stdout.splitlines()[-1])
+    said = said_on_ranks("tests.bench.training.curves_on_ranks", 4, timeout_s=400)
+    found: dict[str, tuple[list[float], float]] = json.loads(said.splitlines()[-1])
     return found
 
 

@@ -1,17 +1,14 @@
 """A technique changes how a step is computed, not what is learned; and it is in force."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.bench.on_ranks import said_on_ranks
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepmark.bench.ranks import Ranks
@@ -22,7 +19,6 @@ from stepmark.core.training import GradSync, Recompute
 from .curves import LLAMA, alone, losses, spread
 from .techniques_on_ranks import EXACT, LAYOUTS, MODEL, OF_FSDP, ROUNDED
 
-ROOT = Path(__file__).parents[3]
 # Of the loss. fp32 sums in another order, not amplified yet in so few steps.
 TOLERANCE = 1e-5
 # 8 bits, or 4 and 3 in products: measured up to 0.4 %, while losses fall by 19 %.
@@ -34,20 +30,8 @@ Told = dict[str, Any]
 @pytest.fixture(scope="module")
 def told() -> Told:
     """All cases in one launch of two ranks."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "-m", "tests.bench.training.techniques_on_ranks"),
-        ],
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: Told = json.loads(done.stdout.splitlines()[-1])
+    said = said_on_ranks("tests.bench.training.techniques_on_ranks", 2, timeout_s=400)
+    found: Told = json.loads(said.splitlines()[-1])
     return found
 
 

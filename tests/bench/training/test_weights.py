@@ -1,13 +1,10 @@
 """Weights depend on the seed and their name: not on stages, wrappers, shards or processes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.bench.on_ranks import said_on_ranks
 from tests.bench.training.models import made
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -108,22 +105,5 @@ def test_tying_again() -> None:
 
 @pytest.mark.slow
 def test_on_four_ranks() -> None:
-    script = Path(__file__).with_name("weights_on_ranks.py")
-    root = Path(__file__).parents[3]
-    environment = os.environ | {
-        "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=4", str(script)),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "all ranks are done" in done.stdout
+    said = said_on_ranks("tests.bench.training.weights_on_ranks", 4, timeout_s=180)
+    assert "all ranks are done" in said

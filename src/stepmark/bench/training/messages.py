@@ -6,7 +6,7 @@ collectives, and those that compiled code calls. Threads of autograd inherit the
 seen: what a replayed CUDA graph issues, and libraries that call NCCL themselves
 (TransformerEngine's userbuffers, DeepEP).
 
-Sizes are counted as nccl-tests does; `core.collectives` has the rule. Over 250 lines because of
+Sizes are counted as nccl-tests does; `core.message` has the rule. Over 250 lines because of
 the tables of torch's operators.
 """
 
@@ -21,12 +21,11 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepmark.core.collectives import FACTS, Collective, Parts
+from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import MESSAGE_DTYPES, parse_dtype
 from stepmark.core.errors import ConfigError
-from stepmark.core.message import Histogram, MessageKind, Tally
+from stepmark.core.message import RECV, SEND, Histogram, MessageKind, Tally, sized
 
-SEND, RECV = "send", "recv"
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 # Operators of those that move nothing.
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
@@ -193,7 +192,7 @@ def _kind(
     types = {tensor.dtype for tensor in (*sent, *received)}
     if collective == Collective.BARRIER:  # the tensor only tells the device
         sent, received, types = [], [], set()
-    call_bytes, message_bytes = _sized(collective, _bytes(sent), _bytes(received), ranks)
+    call_bytes, message_bytes = sized(collective, _bytes(sent), _bytes(received), ranks)
     return MessageKind(
         collective=str(collective),
         dtype=_dtype(types.pop()) if len(types) == 1 else "",
@@ -203,23 +202,6 @@ def _kind(
         call_bytes=call_bytes,
         message_bytes=message_bytes,
     )
-
-
-def _sized(
-    collective: str, sent: int, received: int, ranks: int | None
-) -> tuple[int, int | None]:
-    """(bytes of the call's count, bytes of the largest buffer of any rank)."""
-    largest = max(sent, received)
-    if collective not in list(Collective):
-        return largest, largest if collective in (SEND, RECV) else None
-    if FACTS[Collective(collective)].parts is Parts.WHOLE:
-        return largest, largest
-    if collective in (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V):
-        return (largest // ranks if ranks else largest), largest
-    gathers = collective in (Collective.ALL_GATHER, Collective.GATHER)
-    part, whole = (sent, received) if gathers else (received, sent)
-    # Ranks other than the root lack the whole, but their part tells it.
-    return part, whole or (part * ranks if ranks else None)
 
 
 def _is_uneven(name: str, values: Sequence[Any], first: Tensors, second: Tensors) -> bool:
