@@ -1,5 +1,7 @@
 """stepmark whose rank 1 breaks: while it makes the model of mbs 2, in a backward pass of mbs 3.
 
+From mbs 8 on it runs out of memory in a forward pass.
+
 python -m tests.cli.failing train ...
 """
 
@@ -24,6 +26,8 @@ def make(case: TrainCase, device: torch.device) -> Any:
         raise RuntimeError("broken while it is made")
     if case.mbs == 3:
         made.micro_step = _broken
+    if case.mbs >= 8:
+        made.micro_step = _too_large
     return made
 
 
@@ -31,6 +35,12 @@ def _broken(
     tokens: Tensor, labels: Tensor, *, is_last: bool, mark: Callable[[str], None]
 ) -> Tensor:
     raise RuntimeError("broken in the backward pass")
+
+
+def _too_large(
+    tokens: Tensor, labels: Tensor, *, is_last: bool, mark: Callable[[str], None]
+) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
 
 if __name__ == "__main__":

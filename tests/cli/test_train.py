@@ -7,11 +7,16 @@ import re
 import shlex
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.report.train_records import flat, single
 
 from stepmark.cli.main import status
+from stepmark.cli.train_output import found_batch
+from stepmark.core.record import Failed, Record
+from stepmark.core.train_case import TrainCase
 from stepmark.store.runs import read_records
 
 from .comm_process import Running, outcomes
@@ -20,6 +25,10 @@ from .process import lines, only_run, stepmark
 TINY = ["--device", "cpu", "--scale", "tiny"]
 # A case is over when its share of the budget is; no case gets its samples.
 ENDLESS = ["--steps", "1000000", "--budget"]
+
+
+def failed(case: TrainCase, cause: str) -> Failed:
+    return Failed(run_id="r", case=case, cause=cause, message="as it may be", ranks=())
 
 
 def test_one_rank_is_measured_shown_and_written(tmp_path: Path) -> None:
@@ -120,6 +129,36 @@ def test_a_broken_rank_costs_its_case_and_new_ranks_go_on(tmp_path: Path) -> Non
     assert made["ranks"] == stuck["ranks"] == [1]
     assert "tests/cli/failing.py" in made["traceback"]
     assert "Traceback" not in running.err()
+
+
+def test_a_batch_that_is_too_large_ends_a_search_well(tmp_path: Path) -> None:
+    """In each launch; new ranks, since one hung in a collective, try nothing larger."""
+    words = ["train", "gpt2-125m", "--strategy", "ddp", *TINY, "--mbs", "1,8,16"]
+    words += ["--find-batch", "--steps", "3", "--launches", "2", "--timeout", "60s"]
+    running = Running(*words, cwd=tmp_path, module="tests.cli.failing")
+    assert running.end() == 0, running.err()
+    assert outcomes(running.records()) == ["measured", "oom", "skipped"] * 2
+    assert "not all cases were measured" not in running.err()
+
+
+MEASURED, TOO_LARGE = flat(single(), 0.9), failed(single(), "oom")
+
+
+@pytest.mark.parametrize(
+    ("records", "launches", "expected"),
+    [
+        ([MEASURED, TOO_LARGE], 1, True),
+        ([MEASURED], 1, False),  # so that another reason of exit code 3 stays one
+        ([TOO_LARGE], 1, False),
+        ([MEASURED, TOO_LARGE, failed(single(), "lost rank")], 1, False),
+        ([MEASURED, TOO_LARGE], 2, False),
+        ([MEASURED, TOO_LARGE, replace(MEASURED, launch=2)], 2, True),
+    ],
+)
+def test_a_search_has_found_a_batch(
+    records: list[Record], launches: int, expected: bool
+) -> None:
+    assert found_batch(records, launches) == expected
 
 
 def test_under_torchrun_it_is_one_rank(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 """What `stepmark train` shows: a block per case, its messages and profile, a table, files."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.cli import delivery, session
 from stepmark.cli.options import Values
-from stepmark.core.record import Measured
+from stepmark.core.record import Failed, Measured, Record
 from stepmark.launch import torchrun
 
 if TYPE_CHECKING:
@@ -25,11 +25,26 @@ def check(values: Values) -> None:
 
 def deliver(path: Path, values: Values, code: int) -> int:
     """Show the run, write the files that were asked for; the exit code of it all."""
+    from stepmark.store.runs import read_records  # noqa: PLC0415
 
     def show(seen: "View", _values: Values) -> None:
         _show(seen, path)
 
-    return delivery.deliver(path, values, code, files=_files, show=show)
+    launches = values.get("launches") or 1
+    found = values.get("find_batch") and found_batch(read_records(path), launches)
+    # What was too large is how the search ended.
+    code = delivery.deliver(
+        path, values, 0 if found and code == 3 else code, files=_files, show=show
+    )
+    return 0 if found and code == 3 else code
+
+
+def found_batch(records: Iterable[Record], launches: int) -> bool:
+    """Whether each launch has measured a batch, and nothing failed but for lack of memory."""
+    known = list(records)
+    measured = {record.launch for record in known if isinstance(record, Measured)}
+    causes = {record.cause for record in known if isinstance(record, Failed)}
+    return measured >= set(range(1, launches + 1)) and causes == {"oom"}
 
 
 def _show(seen: "View", path: Path) -> None:

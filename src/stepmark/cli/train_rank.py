@@ -72,7 +72,7 @@ def _measure(
         folder.mkdir(parents=True, exist_ok=True)
     how = options(values, launch, scene.share, ranks.num_ranks)
     if how.find_batch:
-        largest = ranks.decide(lambda: scene.run and _too_large(scene.run))
+        largest = ranks.decide(lambda: scene.run and _too_large(scene.run, launch))
         how = dataclasses.replace(how, too_large_mbs=largest)
     return runner.run(
         plan,
@@ -86,15 +86,15 @@ def _measure(
     )
 
 
-def _too_large(run: Path) -> int | None:
-    """The smallest micro-batch that ran out of memory on ranks before these."""
+def _too_large(run: Path, launch: int) -> int | None:
+    """The smallest micro-batch that ran out of memory on ranks of this launch before these."""
     from stepmark.store.runs import read_records  # noqa: PLC0415
 
     return min(
         (
             record.train.mbs
             for record in read_records(run)
-            if isinstance(record, Failed) and record.cause == "oom"
+            if isinstance(record, Failed) and (record.launch, record.cause) == (launch, "oom")
         ),
         default=None,
     )
