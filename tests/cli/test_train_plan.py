@@ -111,6 +111,18 @@ def test_defaults_on_accelerators() -> None:
         ("--strategy fsdp --tp 2 --nproc 8", {"tp": 2, "dp_shard": 4}, "fsdp x tp2"),
         ("--strategy fsdp --tp 2", {"tp": 2, "dp_shard": 2}, "fsdp x tp2"),
         ("--strategy fsdp --pp 2 --nproc 4", {"pp": 2, "dp_shard": 2}, "fsdp x pp2"),
+        ("--strategy cp", {"cp": 2}, "ddp x cp2"),
+        ("--strategy cp --nproc 4", {"cp": 4}, "ddp x cp4"),
+        ("--cp 2 --nproc 2", {"cp": 2}, "ddp x cp2"),
+        ("--strategy ddp --cp 2 --nproc 4", {"dp_replicate": 2, "cp": 2}, "ddp x cp2"),
+        ("--strategy fsdp --cp 2", {"dp_shard": 2, "cp": 2}, "fsdp x cp2"),
+        ("--strategy fsdp --cp 2 --nproc 2", {"dp_shard": 1, "cp": 2}, "fsdp x cp2"),
+        ("--tp 2 --cp 2 --nproc 4", {"dp_shard": 1, "tp": 2, "cp": 2}, "fsdp x tp2 x cp2"),
+        (
+            "--strategy fsdp --nproc 8 --dp-replicate 2 --cp 4",
+            {"dp_replicate": 2, "dp_shard": 1, "cp": 4},
+            "hsdp x cp4",
+        ),
     ],
 )
 def test_how_ranks_are_divided(words: str, axes: dict[str, int], strategy: str) -> None:
@@ -140,7 +152,8 @@ def test_all_ranks_are_used_or_the_flags_refused(
     for name, size in sizes.items():
         if size > 1:
             assert getattr(parallel, name) == size, name
-    assert (strategy == "fsdp") == (parallel.dp_shard > 1)
+    divides = parallel.dp_shard * parallel.cp > 1
+    assert divides if strategy == "fsdp" else parallel.dp_shard == 1
 
 
 def test_batches_and_models_make_cases() -> None:
@@ -235,6 +248,9 @@ SPREADS = (
     "--strategy pp --nproc 2 --mbs 4",
     "--strategy pp --nproc 4 --tp 2 --pp-schedule interleaved --pp-microbatches 4 --mbs 8",
     "--strategy fsdp --nproc 8 --tp 2 --pp 2 --mbs 2",
+    "--strategy cp --nproc 2",
+    "--strategy fsdp --nproc 4 --cp 2 --dp-replicate 2",
+    "--strategy fsdp --nproc 4 --cp 2 --tp 2",
 )
 ANY = (
     *("", "--sac full", "--sac ops", "--sac 1/4", "--sac 3/8", "--text", "--scale 1/8"),
@@ -351,7 +367,20 @@ REFUSED = [
     (GPT, "--strategy tp --nproc 5", "tp: '5': a divisor of gpt2-125m's heads (12)"),
     (LLAMA, "--strategy tp --nproc 4 --seq-len 510", "tp: '4': a divisor of the sequence"),
     (MOE, "--strategy tp --nproc 2", "tp: '2': 1, since qwen3-30b-a3b has experts"),
-    (LLAMA, "--strategy cp --nproc 2", "cp: '2': 1: context parallelism is not written yet"),
+    (LLAMA, "--strategy cp --nproc 2 --seq-len 510", "cp: '2': such that 4 equal parts make"),
+    (GPT, "--strategy fsdp --nproc 6 --cp 3", "cp: '3': such that 6 equal parts make the"),
+    (LLAMA, "--strategy tp --nproc 4 --cp 2", "cp: '2': 1 with tp or pp alone, which reduce"),
+    (LLAMA, "--strategy pp --nproc 4 --cp 2 --mbs 2", "cp: '2': 1 with tp or pp alone, which"),
+    (LLAMA, "--strategy cp --nproc 4 --tp 2", "tp: '2': 1 with ddp; --strategy fsdp"),
+    (LLAMA, "--strategy cp --nproc 2 --attention cudnn", "attention: 'cudnn': auto, flash, e"),
+    (LLAMA, "--strategy cp --nproc 2 --dp-replicate 2", "dp-replicate: '2': 1 with cp"),
+    (LLAMA, "--strategy cp --nproc 2 --seq-len 64 --loss-chunks 64", "loss-chunks: '64': a d"),
+    (
+        LLAMA,
+        "--tp 4 --cp 2 --nproc 8 --seq-len 20",
+        "tp: '4': a divisor of the sequence length 20 over 2 cp ranks",
+    ),
+    (MOE, "--strategy fsdp --nproc 4 --cp 2 --ep 3", "ep: '3': a divisor of 4 FSDP ranks"),
     (LLAMA, "--strategy ddp --nproc 4 --tp 2", "tp: '2': 1 with ddp; --strategy fsdp"),
     (LLAMA, "--strategy ddp --nproc 4 --pp 2 --mbs 2", "pp: '2': 1 with ddp; --strategy fsdp"),
     (LLAMA, "--strategy fsdp --nproc 4 --ep 2", "ep: '2': 1, since llama-3.1-8b has no expert"),

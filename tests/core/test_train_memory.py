@@ -134,6 +134,20 @@ def test_shards_divide_the_state(shards: int) -> None:
     assert many.activations_bytes == one.activations_bytes
 
 
+@pytest.mark.parametrize("cp", [2, 8])
+def test_ranks_of_a_sequence_divide_all_but_keys_and_values(cp: int) -> None:
+    """State as other FSDP ranks do; of activations k and v are gathered."""
+    one = estimate(case(model=LLAMA))
+    axes = ParallelConfig(cp=cp)
+    many = estimate(case(model=LLAMA, data_parallel=DataParallel.FSDP, parallel=axes))
+    assert many.weights_bytes == one.weights_bytes // cp
+    assert many.optimizer_bytes == one.optimizer_bytes // cp
+    assert many.head_bytes == one.head_bytes // cp
+    of_others = 4 * LLAMA.seq_len * (cp - 1) // cp * LLAMA.num_kv_heads * 2 * LLAMA.head_dim
+    kept = one.activations_bytes // cp + 2 * of_others * LLAMA.num_layers
+    assert many.activations_bytes == kept
+
+
 def test_ddp_has_a_whole_copy_and_holds_gradients() -> None:
     axes = ParallelConfig(dp_replicate=8)
     ddp = estimate(case(data_parallel=DataParallel.DDP, parallel=axes))

@@ -51,7 +51,7 @@ SPREAD = (
     ),
     Flag(name="tp", kind=int, help="tensor-parallel degree, with sequence parallelism [1]"),
     Flag(name="pp", kind=int, help="pipeline stages' ranks [1]"),
-    Flag(name="cp", kind=int, help="context-parallel degree [1]"),
+    Flag(name="cp", kind=int, help="context-parallel degree: ranks of a sequence [1]"),
     Flag(name="ep", kind=int, help="expert-parallel degree, within the FSDP ranks [1]"),
     Flag(name="dp_replicate", kind=int, help="fsdp: copies, each over the other ranks (HSDP)"),
 )

@@ -165,7 +165,7 @@ def _reduce_dtype(
         return found
     low = precision in (Precision.BF16, Precision.MASTER)
     low = low or (precision is Precision.AMP and strategy == "fsdp")
-    return DType.BF16 if low and parallel.data_ranks > 1 else DType.FP32
+    return DType.BF16 if low and parallel.gradient_ranks > 1 else DType.FP32
 
 
 def _data(values: Values) -> str:

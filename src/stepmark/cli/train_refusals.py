@@ -125,17 +125,33 @@ def _axes(case: TrainCase) -> Iterator[ConfigError]:
     if axes.tp > 1 and (model.moe or model.mla):
         what = "experts" if model.moe else "latent attention"
         yield ConfigError("tp", axes.tp, f"1, since {model.name} has {what}")
-    if model.seq_len % axes.tp:
-        yield ConfigError("tp", axes.tp, f"a divisor of the sequence length {model.seq_len}")
-    if axes.cp > 1:
-        # torch's context parallelism would leave rotary tables whole: wrong positions.
-        yield ConfigError("cp", axes.cp, "1: context parallelism is not written yet")
+    if model.seq_len // axes.cp % axes.tp:
+        allowed = f"a divisor of the sequence length {model.seq_len}"
+        allowed += f" over {axes.cp} cp ranks" if axes.cp > 1 else ""
+        yield ConfigError("tp", axes.tp, allowed)
+    yield from _context(case)
     for name, size in (("tp", axes.tp), ("pp", axes.pp)):
         if size > 1 and case.data_parallel is DataParallel.DDP:
             # Its buckets take no DTensors, and it reduces once per pass, not per microbatch.
             yield ConfigError(name, size, "1 with ddp; --strategy fsdp goes with it")
     if case.async_tp and case.compile == "none":
         yield ConfigError("async-tp", "yes", "only with --compile, which finds the pairs")
+
+
+def _context(case: TrainCase) -> Iterator[ConfigError]:
+    cp, seq_len = case.parallel.cp, case.model.seq_len
+    if cp == 1:
+        return
+    if case.data_parallel is DataParallel.NONE:
+        allowed = "1 with tp or pp alone, which reduce no gradients; --strategy fsdp does"
+        yield ConfigError("cp", cp, allowed)
+    if seq_len % (2 * cp):
+        allowed = f"such that {2 * cp} equal parts make the sequence length {seq_len}"
+        yield ConfigError("cp", cp, allowed)
+    if case.attention == "cudnn":
+        # Its operator has no causal mask that begins at the last key.
+        allowed = "auto, flash, efficient or math with cp, whose queries are the last of many"
+        yield ConfigError("attention", case.attention, allowed)
 
 
 def _pipeline(case: TrainCase) -> Iterator[ConfigError]:
@@ -178,7 +194,7 @@ def _recompute(case: TrainCase) -> Iterator[ConfigError]:
 
 def _numbers(case: TrainCase) -> Iterator[ConfigError]:
     reduced = case.reduce_dtype
-    if case.parallel.data_ranks == 1 and reduced != "fp32":
+    if case.parallel.gradient_ranks == 1 and reduced != "fp32":
         yield ConfigError("reduce-dtype", reduced, "only with several data ranks")
     is_ddp = case.data_parallel is DataParallel.DDP
     if is_ddp and case.precision in (Precision.BF16, Precision.MASTER) and reduced == "fp32":
@@ -191,7 +207,7 @@ def _numbers(case: TrainCase) -> Iterator[ConfigError]:
             yield ConfigError("precision", "master", "amp or bf16 with CUDA graphs")
     if case.loss_chunks > 1 and case.parallel.tp > 1:
         yield ConfigError("loss-chunks", case.loss_chunks, "1 with tp")
-    tokens = case.mbs * case.model.seq_len
+    tokens = case.mbs * case.model.seq_len // case.parallel.cp
     if tokens % case.loss_chunks:
         yield ConfigError("loss-chunks", case.loss_chunks, f"a divisor of {tokens} tokens")
 
@@ -216,6 +232,7 @@ def _fp8(case: TrainCase) -> Iterator[ConfigError]:
 def _widths(case: TrainCase) -> Iterator[tuple[str, int]]:
     """Of every product in FP8, on one rank."""
     model, tp = case.model, case.parallel.tp
+    tokens = case.mbs * model.seq_len // case.parallel.cp
     yield "hidden_size", model.hidden_size
     if model.mla is None:
         heads = model.num_heads + 2 * model.num_kv_heads
@@ -224,13 +241,13 @@ def _widths(case: TrainCase) -> Iterator[tuple[str, int]]:
     yield "ffn_hidden_size of a rank", model.ffn_hidden_size // tp
     if case.fp8_head:
         yield "vocab_size of a rank", model.vocab_size // tp
-        yield "tokens of a loss chunk", case.mbs * model.seq_len // case.loss_chunks
-    yield "tokens of a micro-batch", case.mbs * model.seq_len // case.parallel.cp
+        yield "tokens of a loss chunk", tokens // case.loss_chunks
+    yield "tokens of a micro-batch", tokens
 
 
 def _data_parallel(case: TrainCase) -> Iterator[ConfigError]:
     if case.grad_sync == "last":
-        if case.parallel.data_ranks == 1:
+        if case.parallel.gradient_ranks == 1:
             yield ConfigError("grad-sync", "last", "every, with one data rank")
         if case.grad_accum == 1:
             yield ConfigError("grad-sync", "last", "every, with one micro-step per optimizer")

@@ -59,8 +59,10 @@ def spread(values: Values, world_size: int) -> tuple[str, ParallelConfig]:
         named[strategy] = found
     data_ranks = world_size // math.prod(named.values())
     _check_ranks(strategy, named, data_ranks, world_size)
-    axes = _data_axes(strategy, data_ranks, given)
-    return strategy, ParallelConfig(**named, **axes)
+    axes = _data_axes(strategy, data_ranks, named["cp"], given)
+    # Weights are held whole and gradients reduced: what DDP does.
+    word = "ddp" if strategy == "cp" else strategy
+    return word, ParallelConfig(**named, **axes)
 
 
 def _degree(values: Values, axis: str) -> int | None:
@@ -74,6 +76,8 @@ def _default_strategy(named: dict[str, int], world_size: int) -> str:
     if world_size == 1:
         return "single"
     if math.prod(named.values()) == world_size:
+        if 1 < named["cp"] < world_size:
+            return "fsdp"  # tp and pp alone reduce no gradients
         return next(axis for axis in ("pp", "tp", "cp") if named[axis] > 1)
     return "fsdp"
 
@@ -90,13 +94,15 @@ def _check_ranks(
     if strategy in named and named[strategy] == 1:
         allowed = f"one that divides {world_size} ranks: {strategy} has 1 of them"
         raise ConfigError("strategy", strategy, allowed)
-    if strategy in _DATA and data_ranks == 1:
+    if strategy in _DATA and data_ranks * named["cp"] == 1:
         axes = _product(named)
         left = f" beside {axes}" if axes else ""
         raise ConfigError("strategy", strategy, f"at least 2 data ranks{left}, not 1")
 
 
-def _data_axes(strategy: str, data_ranks: int, given: dict[str, int | None]) -> dict[str, int]:
+def _data_axes(
+    strategy: str, data_ranks: int, cp: int, given: dict[str, int | None]
+) -> dict[str, int]:
     copies, ep = given["dp_replicate"], given["ep"] or 1
     if strategy != "fsdp":
         if copies not in (None, data_ranks):
@@ -105,10 +111,10 @@ def _data_axes(strategy: str, data_ranks: int, given: dict[str, int | None]) -> 
             raise ConfigError("ep", ep, "1, or --strategy fsdp, whose ranks it lies in")
         return {"dp_replicate": data_ranks}
     copies = copies or 1
-    if data_ranks % copies or copies == data_ranks:
+    if data_ranks % copies or copies == data_ranks * cp:
         allowed = f"a divisor of {data_ranks} data ranks that leaves 2 or more to shard over"
         raise ConfigError("dp-replicate", copies, allowed)
     shards = data_ranks // copies
-    if shards % ep:
-        raise ConfigError("ep", ep, f"a divisor of {shards} FSDP ranks")
+    if shards * cp % ep:
+        raise ConfigError("ep", ep, f"a divisor of {shards * cp} FSDP ranks")
     return {"dp_replicate": copies, "dp_shard": shards, "ep": ep}

@@ -40,6 +40,11 @@ class ParallelConfig:
         """How many different micro-batches are worked on at a time."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def gradient_ranks(self) -> int:
+        """Over how many gradients are averaged: data ranks, and those of one sequence."""
+        return self.data_ranks * self.cp
+
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError where this model cannot be divided so."""
         divides = [("heads", model.num_heads), ("vocab_size", model.vocab_size)]

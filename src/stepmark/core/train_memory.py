@@ -151,7 +151,7 @@ def _stored_params(case: TrainCase, layers: range, stage: int) -> int:
 
 def _state_shards(case: TrainCase) -> int:
     sharded = case.data_parallel is DataParallel.FSDP
-    return case.parallel.tp * (case.parallel.dp_shard if sharded else 1)
+    return case.parallel.tp * (case.parallel.dp_shard * case.parallel.cp if sharded else 1)
 
 
 def _itemsize(case: TrainCase) -> int:
@@ -197,7 +197,7 @@ def _kept_per_token(case: TrainCase, index: int) -> int:
         return block_input
     # Attention with its statistics, and the outputs of every second product.
     products = _qkv(model) + 2 * model.hidden_size + _ffn_products(model, index)
-    attention = model.num_heads * (model.d_v * size + _FP32)
+    attention = model.num_heads * (model.d_v * size + _FP32) + size * _kv_of_others(case)
     return block_input + (attention + size * products // 2) // tp
 
 
@@ -223,6 +223,7 @@ def _block_per_token(case: TrainCase, index: int) -> int:
     # those are gathered, of all tokens.
     norms = 2 * model.hidden_size
     attention = _qkv(model) + _turned(model) + model.num_heads * model.d_v
+    attention += _kv_of_others(case)
     ffn = _ffn_kept(model, index, is_compiled=_is_compiled(case))
     statistics = _FP32 * (model.num_heads + (4 if model.norm == "layernorm" else 2))
     return size * (norms + (norms + attention + ffn) // tp) + statistics // tp
@@ -235,6 +236,12 @@ def _qkv(model: ModelConfig) -> int:
         # Before and after its norm.
         widths += 2 * (model.mla.kv_lora_rank + (model.mla.q_lora_rank or 0))
     return widths
+
+
+def _kv_of_others(case: TrainCase) -> int:
+    """Elements of k and v per own token that context parallelism gathers from other ranks."""
+    model = case.model
+    return (case.parallel.cp - 1) * model.num_kv_heads * (model.d_qk + model.d_v)
 
 
 def _turned(model: ModelConfig) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import trainer
-from stepmark.bench.training.mesh import place_of
+from stepmark.bench.training.context_parallel import Share
+from stepmark.bench.training.mesh import Place, place_of
 from stepmark.bench.training.optimizer import clip_gradients
 from stepmark.core.model import ModelConfig, find_model
 from stepmark.core.parallel import ParallelConfig
@@ -78,6 +79,18 @@ CASES = {
     "ep x fsdp": spread(MIXTRAL, "fsdp", ep=2, dp_shard=4),
     "ep x hsdp": spread(MIXTRAL, "fsdp", ep=2, dp_replicate=2, dp_shard=2),
     "ep, mla": spread(DEEPSEEK, "fsdp", ep=2, dp_shard=4),
+    "cp": spread(LLAMA, "ddp", cp=4),
+    "cp, learned positions": spread(GPT2, "ddp", cp=4),
+    "cp, qk norm": spread(QWEN3, "ddp", cp=4),
+    "cp x ddp, accumulated": spread(LLAMA, "ddp", _ACCUMULATED, dp_replicate=2, cp=2),
+    "cp x fsdp": spread(LLAMA, "fsdp", dp_shard=2, cp=2),
+    "cp x fsdp, tied": spread(GPT2, "fsdp", {"reshard": "2"}, cp=4),
+    "cp x hsdp": spread(LLAMA, "fsdp", dp_replicate=2, cp=2),
+    "cp x tp": spread(LLAMA, "fsdp", cp=2, tp=2),
+    "cp x pp": spread(LLAMA, "fsdp", {"pp_schedule": "interleaved"}, cp=2, pp=2),
+    "cp, experts": spread(MIXTRAL, "ddp", dp_replicate=2, cp=2),
+    "cp x ep": spread(MIXTRAL, "fsdp", ep=2, dp_shard=2, cp=2),
+    "cp x ep, mla": spread(DEEPSEEK, "fsdp", ep=2, cp=4),
 }
 
 
@@ -93,7 +106,7 @@ def first_norm(of: TrainCase, ranks: Ranks) -> float:
     AdamW's steps do not tell of a gradient that is wrong by a factor; its norm does.
     """
     made: Any = trainer.make(of, ranks.device)
-    batches = _batches(of, place_of(ranks.rank, of.parallel).data_rank)
+    batches = _batches(of, place_of(ranks.rank, of.parallel))
     for step in range(of.grad_accum):
         tokens, labels = next(batches)
         is_last = step + 1 == of.grad_accum
@@ -105,8 +118,7 @@ def first_norm(of: TrainCase, ranks: Ranks) -> float:
 def losses(of: TrainCase, ranks: Ranks) -> list[float]:
     """Of each sample, mean over data ranks. Every rank calls it."""
     made = trainer.make(of, ranks.device)
-    place = place_of(ranks.rank, of.parallel)
-    batches = _batches(of, place.data_rank)
+    batches = _batches(of, place_of(ranks.rank, of.parallel))
     mine: list[list[Tensor]] = []
     for step in range(STEPS * of.grad_accum):
         tokens, labels = next(batches)
@@ -120,11 +132,13 @@ def losses(of: TrainCase, ranks: Ranks) -> list[float]:
     return [sum(column) / len(column) for column in zip(*told, strict=True)]
 
 
-def _batches(of: TrainCase, data_rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(of: TrainCase, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
     """The same micro-batches in every step, so that each update shows in the loss."""
-    rows = slice(data_rank * of.mbs, (data_rank + 1) * of.mbs)
+    rows = slice(place.data_rank * of.mbs, (place.data_rank + 1) * of.mbs)
+    share = Share(rank=place.cp, num_ranks=of.parallel.cp)
     for index in itertools.count():
         generator = torch.Generator().manual_seed(index % of.grad_accum)
         shape = (GLOBAL_BATCH, of.model.seq_len + 1)
         tokens = torch.randint(0, of.model.vocab_size, shape, generator=generator)[rows]
-        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        mine, following = (share.of(x, dim=1) for x in (tokens[:, :-1], tokens[:, 1:]))
+        yield mine.contiguous(), following.contiguous()

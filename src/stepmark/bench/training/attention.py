@@ -1,7 +1,7 @@
 """Causal self-attention with grouped heads, rotary positions and a choice of kernel.
 
-B batch, T tokens, C hidden width, H query heads, K key and value heads, G = H / K,
-D head width, E head width of values.
+B batch, T tokens, S tokens that keys are of, C hidden width, H query heads, K key and value
+heads, G = H / K, D head width, E head width of values.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalVariant
 
 from stepmark.bench.training.norm import Norm
 from stepmark.core.model import ModelConfig
@@ -26,6 +27,10 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+_WIDEST = 256  # head that the flash kernel takes
+
+# (q_BTHD, k_BTKD, v_BTKE, name of a kernel) -> y_BTHE, causal
+Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 
 
 def rope_tables(num_positions: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -47,34 +52,90 @@ def rotate(x_BTxD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x_BTxD.dtype)
 
 
-def causal_attention(q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, kernel: str) -> Tensor:
-    """softmax(q @ k.T / sqrt(D), causal) @ v as y_BTHE, by the kernel of that name."""
-    q, k, v = q_BTHD.transpose(1, 2), k_BTKD.transpose(1, 2), v_BTKE.transpose(1, 2)
+def causal_attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, kernel: str) -> Tensor:
+    """softmax(q @ k.T / sqrt(D), causal) @ v as y_BTHE, by the kernel of that name.
+
+    The last query stands at the last key: fewer queries than keys are the last ones.
+    """
+    q, k, v = q_BTHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKE.transpose(1, 2)
     width = v.shape[-1]
+    of_prefix = prefix_kernel(q, v, kernel) if q.shape[2] < k.shape[2] else ""
     is_grouped = q.shape[1] != k.shape[1]
     if is_grouped and kernel == "efficient":  # it knows no grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         is_grouped = False
-    if kernel == "flash" and width < q.shape[-1]:  # it knows one width only
+    if "flash" in (kernel, of_prefix) and width < q.shape[-1]:  # it knows one width only
         v = functional.pad(v, (0, q.shape[-1] - width))
+    if of_prefix:
+        return _of_prefix(q, k, v, of_prefix)[..., :width].transpose(1, 2)
+    is_square = q.shape[2] == k.shape[2]
     with _only(kernel):
         y = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=is_grouped
+            *(q, k, v),
+            attn_mask=None if is_square else _aligned_last(q, k),
+            is_causal=is_square,
+            enable_gqa=is_grouped,
         )
     return y[..., :width].transpose(1, 2)
+
+
+def prefix_kernel(q: Tensor, v: Tensor, kernel: str) -> str:
+    """Which kernel attends from the last queries to all keys: "flash", "efficient", or "".
+
+    "" is whichever takes a mask: its booleans are read, and products that they hide are
+    computed all the same. The two others skip these. Only their own operators align the
+    last query with the last key; is_causal of scaled_dot_product_attention aligns the first.
+    """
+    if not q.is_cuda or torch.version.hip or q.shape[-1] % 8 or v.shape[-1] % 8:
+        return ""
+    if kernel == "efficient":
+        return kernel
+    takes = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _WIDEST
+    return "flash" if takes and kernel in ("auto", "flash") else ""
+
+
+def _of_prefix(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, kernel: str) -> Tensor:
+    if kernel == "flash":
+        y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            q_BHTD, k_BKSD, v_BKSE, is_causal=True
+        )[0]
+        return y
+    q, k, v = (x.transpose(1, 2) for x in (q_BHTD, k_BKSD, v_BKSE))
+    y = torch.ops.aten._efficient_attention_forward(
+        *(q, k, v),
+        bias=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        dropout_p=0.0,
+        custom_mask_type=int(CausalVariant.LOWER_RIGHT),
+        compute_log_sumexp=True,
+    )[0]
+    return y.transpose(1, 2)
+
+
+def _aligned_last(q_BHTD: Tensor, k_BKSD: Tensor) -> Tensor:
+    """mask_TS: what each of the last queries may see."""
+    num_queries, num_keys = q_BHTD.shape[2], k_BKSD.shape[2]
+    mask_TS = torch.ones((num_queries, num_keys), dtype=torch.bool, device=q_BHTD.device)
+    return mask_TS.tril(num_keys - num_queries)
 
 
 @torch.library.custom_op("stepmark::join", mutates_args=())
 def join(parts: list[Tensor], dim: int) -> Tensor:
     """torch.cat along a negative dim from -3 on, but never fused with what reads its result."""
     # Of more than four dimensions CUDA copies the parts one by one, at half the rate.
-    rows = torch.cat([one.flatten(0, -4) for one in parts], dim)
-    return rows.unflatten(0, parts[0].shape[:-3])
+    rows = torch.cat([one.flatten(0, -4) for one in parts], dim).contiguous()
+    joined: Tensor = rows.unflatten(0, parts[0].shape[:-3])
+    return joined
 
 
 @join.register_fake
 def _(parts: list[Tensor], dim: int) -> Tensor:
-    return torch.cat(parts, dim)
+    shape = list(parts[0].shape)
+    shape[dim] = sum(one.shape[dim] for one in parts)
+    return parts[0].new_empty(shape)
 
 
 class _Split(Function):
@@ -112,6 +173,7 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig, kernel: str) -> None:
         super().__init__()
         self.kernel = kernel
+        self.attend: Attend = causal_attention  # of context parallelism another one
         self.joins_gradients = False  # True: worth it where qkv's gradient is cast to FP8
         self.head_dim = model.head_dim
         self.group_size = model.num_heads // model.num_kv_heads
@@ -136,7 +198,7 @@ class Attention(nn.Module):
         if cos_TD is not None and sin_TD is not None:
             q_BTKGD = rotate(q_BTKGD, cos_TD, sin_TD)
             k_BTKD = rotate(k_BTKD, cos_TD, sin_TD)
-        y_BTHD = causal_attention(
+        y_BTHD = self.attend(
             q_BTKGD.flatten(2, 3), k_BTKD.flatten(2, 3), v_BTKD.flatten(2, 3), self.kernel
         )
         out_BTC: Tensor = self.out(y_BTHD.flatten(2))

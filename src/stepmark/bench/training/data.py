@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from stepmark.bench.training import text
+from stepmark.bench.training.context_parallel import Share
 from stepmark.core.errors import ConfigError
 from stepmark.core.train_case import TrainCase
 
@@ -21,18 +22,22 @@ _BYTES = 256  # tokens of a byte tokenizer
 _PREFETCH = 2  # batches that each worker makes ahead
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+_WHOLE = Share(rank=0, num_ranks=1)
 
 
 class Sequences(IterableDataset[Batch]):
     """Whole micro-batches (tokens_BT, labels_BT) without end; labels are one token ahead."""
 
-    def __init__(self, case: TrainCase, data_rank: int, num_data_ranks: int) -> None:
+    def __init__(
+        self, case: TrainCase, data_rank: int, num_data_ranks: int, share: Share
+    ) -> None:
         self._vocab_size = case.model.vocab_size
         self._length = case.model.seq_len + 1
         self._mbs = case.mbs
         self._seed = case.seed
         self._data_rank = data_rank
         self._num_data_ranks = num_data_ranks
+        self._share = share
         self._text: torch.Tensor | None = None
         if case.data == RANDOM:
             return
@@ -59,7 +64,11 @@ class Sequences(IterableDataset[Batch]):
         for row, drawn_T in enumerate(drawn_BT):
             generator.manual_seed(_seed_of(self._seed, number + row))
             self._draw(drawn_T, generator)
-        return drawn_BT[:, :-1].contiguous(), drawn_BT[:, 1:].contiguous()
+        tokens_BT, labels_BT = drawn_BT[:, :-1], drawn_BT[:, 1:]
+        return (
+            self._share.of(tokens_BT, dim=1).contiguous(),
+            self._share.of(labels_BT, dim=1).contiguous(),
+        )
 
     def _draw(self, out_T: torch.Tensor, generator: torch.Generator) -> None:
         if self._text is None:
@@ -81,15 +90,20 @@ def _as_is(batch: Any) -> Any:
 
 
 def loader(
-    case: TrainCase, data_rank: int, num_data_ranks: int, device: torch.device
+    case: TrainCase,
+    data_rank: int,
+    num_data_ranks: int,
+    device: torch.device,
+    share: Share = _WHOLE,
 ) -> Iterator[Batch]:
     """Endless (tokens_BT, labels_BT), int64 on the CPU, pinned where the device is CUDA.
 
+    share: which tokens of each sequence a rank has, under context parallelism.
     Through a DataLoader with case.workers processes, which start here and end when the
     iterator is dropped. Raises ConfigError for a text that is not to be had.
     """
     batches = DataLoader(
-        Sequences(case, data_rank, num_data_ranks),
+        Sequences(case, data_rank, num_data_ranks, share),
         batch_size=None,
         collate_fn=_as_is,
         num_workers=case.workers,

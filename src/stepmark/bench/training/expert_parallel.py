@@ -41,7 +41,7 @@ def shard_experts(model: Transformer, case: TrainCase, meshes: Meshes, **options
     for experts in _of(model):
         held: Any = fully_shard(experts.held, mesh=mesh, **options)
         # Gradients here are sums over the tokens of ep ranks; all others are means over all.
-        held.set_gradient_divide_factor(float(case.parallel.data_ranks))
+        held.set_gradient_divide_factor(float(case.parallel.gradient_ranks))
         # gloo cannot scale while it sums. Over one rank there is no sum, and torch would divide
         # twice.
         if case.backend == "gloo" and whole["dp_shard_same"].size() > 1:

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from stepmark.bench.ranks import Ranks
+from stepmark.bench.training.attention import prefix_kernel
 from stepmark.bench.training.loop import Loop
 from stepmark.bench.training.messages import MessageRecorder, merge
 from stepmark.bench.training.profile import Profile
@@ -54,21 +55,29 @@ _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"
 def attention_kernel(case: TrainCase, device: torch.device) -> str:
     """Which of its kernels torch's scaled_dot_product_attention takes for these shapes.
 
-    "" where a full device has no room to ask.
+    Under context parallelism that of queries which are the last of a sequence. "" where a
+    full device has no room to ask.
     """
     if case.attention != "auto":
         return case.attention
-    model, tp = case.model, case.parallel.tp
+    model, tp, cp = case.model, case.parallel.tp, case.parallel.cp
     low = torch.float32 if case.precision == "fp32" else torch.bfloat16
     heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
-    shape = (case.mbs, heads, model.seq_len, model.d_qk)
+    length = model.seq_len if cp == 1 else model.seq_len // (2 * cp)
+    shape = (case.mbs, heads, length, model.d_qk)
     try:
         query = torch.empty(shape, dtype=low, device=device, requires_grad=True)
-        key = torch.empty((case.mbs, kv_heads, *shape[2:]), dtype=low, device=device)
+        key = torch.empty(
+            (case.mbs, kv_heads, model.seq_len, model.d_qk), dtype=low, device=device
+        )
         value = torch.empty((*key.shape[:3], model.d_v), dtype=low, device=device)
+        if cp > 1 and (kernel := prefix_kernel(query, value, "auto")):
+            return kernel
+        shape_of_mask = (length, model.seq_len)
+        mask = torch.empty(shape_of_mask, dtype=torch.bool, device=device) if cp > 1 else None
     except torch.OutOfMemoryError:
         return ""
     found = torch._fused_sdp_choice(
-        query, key, value, is_causal=True, enable_gqa=heads != kv_heads
+        query, key, value, mask, is_causal=cp == 1, enable_gqa=heads != kv_heads
     )
     return _KERNELS.get(int(found), str(found))

@@ -9,7 +9,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from stepmark.bench.training.attention import causal_attention, rotate
+from stepmark.bench.training.attention import Attend, causal_attention, rotate
 from stepmark.bench.training.norm import Norm
 from stepmark.core.model import MlaConfig, ModelConfig
 
@@ -21,6 +21,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.mla = mla
         self.kernel = kernel
+        self.attend: Attend = causal_attention  # of context parallelism another one
         hidden, heads = model.hidden_size, model.num_heads
         q_width = heads * model.d_qk
         self.q: nn.Module = (
@@ -48,7 +49,7 @@ class LatentAttention(nn.Module):
         k_BT1R = rotate(k_BTR, cos_TR, sin_TR).unsqueeze(2)
         k_BTHD = torch.cat((k_BTHN, k_BT1R.expand(-1, -1, k_BTHN.shape[2], -1)), dim=-1)
 
-        y_BTHE = causal_attention(q_BTHD, k_BTHD, v_BTHE, self.kernel)
+        y_BTHE = self.attend(q_BTHD, k_BTHD, v_BTHE, self.kernel)
         out_BTC: Tensor = self.out(y_BTHE.flatten(2))
         return out_BTC
 

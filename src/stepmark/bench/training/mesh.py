@@ -39,46 +39,58 @@ class Meshes:
     """Sub-meshes by axis; None for an axis of one rank."""
 
     def __init__(self, case: TrainCase) -> None:
-        parallel = case.parallel
-        self._whole = (
-            init_device_mesh(
-                case.device,
-                tuple(getattr(parallel, axis) for axis in AXES),
-                mesh_dim_names=AXES,
-            )
-            if dist.is_initialized()
-            else None
-        )
-        self._parallel = parallel
+        axes = self._parallel = case.parallel
         self._device = case.device
         self._experts: DeviceMesh | None = None
-        if self._whole is not None and parallel.tp > 1 and parallel.dp_shard > 1:
+        self._context: DeviceMesh | None = None
+        self._whole: DeviceMesh | None = None
+        # Ranks of one sequence divide weights, too: gradients of its parts are summed anyway.
+        self._shards = "dp_shard" if axes.cp == 1 else "dp_shard_cp"
+        if not dist.is_initialized():
+            return
+        shards = {self._shards: axes.dp_shard * axes.cp}
+        self._whole = self._made(
+            pp=axes.pp, dp_replicate=axes.dp_replicate, **shards, tp=axes.tp
+        )
+        if axes.tp > 1 and self._whole[self._shards].size() > 1:
             # Norms over both axes then take one collective instead of two.
-            names = [n for n in ("dp_replicate", "dp_shard") if getattr(parallel, n) > 1]
-            self._whole[(*names, "tp")]._flatten("_".join((*names, "tp")))
+            names = ["dp_replicate"] if axes.dp_replicate > 1 else []
+            names += [self._shards, "tp"]
+            self._whole[tuple(names)]._flatten("_".join(names))
+        if axes.cp > 1:
+            outside = axes.pp * axes.data_ranks
+            self._context = self._made(outside_cp=outside, cp=axes.cp, inside_cp=axes.tp)["cp"]
 
     def axis(self, name: str) -> DeviceMesh | None:
         if self._whole is None or getattr(self._parallel, name) == 1:
             return None
-        return self._whole[name]
+        return self._context if name == "cp" else self._whole[name]
 
     def data(self) -> DeviceMesh:
-        """For FSDP: (dp_shard), or (dp_replicate, dp_shard) for HSDP."""
+        """For FSDP: the ranks that weights are divided over; before them HSDP's replicas."""
         assert self._whole is not None, "FSDP needs a process group"
         if self._parallel.dp_replicate > 1:
-            return self._whole["dp_replicate", "dp_shard"]
-        return self._whole["dp_shard"]
+            return self._whole["dp_replicate", self._shards]
+        return self._whole[self._shards]
 
     def replicas(self) -> "dist.ProcessGroup":
         """For DDP: all that hold the same weights."""
         assert self._whole is not None, "DDP needs a process group"
+        if self._parallel.cp > 1:
+            both = self._whole["dp_replicate", self._shards]
+            return both._flatten("dp_replicate_cp").get_group()
         return self._whole["dp_replicate"].get_group()
 
     def experts(self) -> DeviceMesh:
-        """The data-parallel ranks with dp_shard split into ep and those of the same experts."""
+        """The ranks that FSDP shards over, split into ep and those of the same experts."""
         if self._experts is None:
             axes = self._parallel
-            shape = (axes.pp, axes.dp_replicate, axes.dp_shard // axes.ep, axes.ep)
-            names = ("pp", "dp_replicate", "dp_shard_same", "ep")
-            self._experts = init_device_mesh(self._device, shape, mesh_dim_names=names)
+            same = axes.dp_shard * axes.cp // axes.ep
+            self._experts = self._made(
+                pp=axes.pp, dp_replicate=axes.dp_replicate, dp_shard_same=same, ep=axes.ep
+            )
         return self._experts
+
+    def _made(self, **axes: int) -> DeviceMesh:
+        """All ranks divided, the last axis running fastest."""
+        return init_device_mesh(self._device, tuple(axes.values()), mesh_dim_names=tuple(axes))

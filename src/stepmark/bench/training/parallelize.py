@@ -1,4 +1,4 @@
-"""A model made ready to train, always in one order: FP8, TP, checkpointing, compile, DP."""
+"""A model made ready to train, always in one order: FP8, TP, CP, recomputing, compile, DP."""
 
 import contextlib
 import warnings
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepmark.bench.training import (
     checkpointing,
+    context_parallel,
     expert_parallel,
     precision,
     tensor_parallel,
@@ -53,6 +54,8 @@ def parallelize(
         precision.apply_fp8(model, case)
     if (mesh := meshes.axis("tp")) is not None:
         tensor_parallel.apply(model, case, mesh)
+    if (mesh := meshes.axis("cp")) is not None:
+        context_parallel.apply(model, mesh)
     if case.parallel.ep > 1:
         expert_parallel.apply(model, meshes)
     checkpointing.apply(model.blocks, case)

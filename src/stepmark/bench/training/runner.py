@@ -16,6 +16,7 @@ from stepmark.bench.ranks import Ranks
 from stepmark.bench.rig import Rig, release
 from stepmark.bench.telemetry import Sampler
 from stepmark.bench.training import alarm, data, extras, loop, refusals, trainer
+from stepmark.bench.training.context_parallel import Share
 from stepmark.bench.training.facts import State, facts, forget_counts, judge
 from stepmark.bench.training.mesh import Place, place_of
 from stepmark.core.message import MessageKind, Tally
@@ -42,7 +43,9 @@ class Options:
     """Beyond the cases. steps: steady samples wanted; None: 30, or 10 whole cycles."""
 
     steps: int | None = None
-    budget_s: float | None = None  # for the samples of all cases together
+    # For all cases together, by the wall clock: building, compiling and warm-up count. A case
+    # whose share they used up still takes its first cycle and a few samples.
+    budget_s: float | None = None
     timeout_s: float = 600.0
     launch: int = 1
     messages: bool = False
@@ -197,7 +200,8 @@ def _measure(
 
     made: trainer.Trainer = all_ranks(lambda: trainer.make(case, ranks.device))
     place = place_of(ranks.rank, case.parallel)
-    batches = data.loader(case, place.data_rank, case.parallel.data_ranks, ranks.device)
+    share = Share(rank=place.cp, num_ranks=case.parallel.cp)
+    batches = data.loader(case, place.data_rank, case.parallel.data_ranks, ranks.device, share)
     build_s = time.monotonic() - begin
     work = loop.Loop(case, made, batches, ranks)
     all_ranks(work.first)
@@ -250,9 +254,8 @@ def _aside(
 
 
 def _mean_losses(taken: loop.Taken, ranks: Ranks, place: Place) -> tuple[float, ...]:
-    """By sample, over data ranks; ranks that share a micro-batch have the same one."""
-    is_speaker = place.tp == 0 and place.cp == 0
-    everyone = ranks.gather([float(one) for one in taken.losses] if is_speaker else [])
+    """By sample, over data ranks and parts of a sequence; tp ranks have the same one."""
+    everyone = ranks.gather([float(one) for one in taken.losses] if place.tp == 0 else [])
     columns = zip(*filter(None, everyone), strict=False)
     return tuple(sum(column) / len(column) for column in columns)
 

@@ -6,6 +6,7 @@ nn.Linear, blocks are named by their global index, and a range of them is a pipe
 B batch, T tokens, C hidden width, D rotary width of a head, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ from stepmark.bench.training.norm import Norm
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
 
+# Of a table by position those of the tokens here: context parallelism gives each rank its own.
+Rows = Callable[[Tensor], Tensor]
+
+
+def _all_rows(table: Tensor) -> Tensor:
+    return table
+
 
 class Embedding(nn.Module):
     """x_BTC of tokens_BT in the dtype that is computed in, learned positions added."""
@@ -29,9 +37,9 @@ class Embedding(nn.Module):
         self.positions_T: Tensor
         self.tokens = nn.Embedding(model.vocab_size, model.hidden_size)
         self.positions: nn.Embedding | None = None
+        self.own_rows: Rows = _all_rows
         if model.max_positions:
             self.positions = nn.Embedding(model.max_positions, model.hidden_size)
-            # A buffer, so that context parallelism can give each rank its own positions.
             self.register_buffer("positions_T", torch.empty(0), persistent=False)
             self.seq_len = model.seq_len
             self.fill_tables()
@@ -40,7 +48,7 @@ class Embedding(nn.Module):
         """Writes what a meta or empty device left out."""
         if self.positions is not None:
             device = self.positions_T.device
-            self.positions_T = torch.arange(self.seq_len, device=device)
+            self.positions_T = self.own_rows(torch.arange(self.seq_len, device=device))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTC: Tensor = self.tokens(tokens_BT)
@@ -140,6 +148,7 @@ class Transformer(nn.Module):
         layers = range(model.num_layers) if layers is None else layers
         _check(model, layers, attention, loss_chunks)
         self.model = model
+        self.own_rows: Rows = _all_rows
         self.embedding = Embedding(model) if layers.start == 0 else None
         self.blocks = nn.ModuleDict(
             {str(index): Block(model, index, attention) for index in layers}
@@ -171,7 +180,8 @@ class Transformer(nn.Module):
         if self.cos_TD is not None:
             width = self.model.mla.qk_rope_head_dim if self.model.mla else self.model.d_qk
             device = self.cos_TD.device
-            self.cos_TD, self.sin_TD = rope_tables(self.model.seq_len, width, device)
+            cos_TD, sin_TD = rope_tables(self.model.seq_len, width, device)
+            self.cos_TD, self.sin_TD = self.own_rows(cos_TD), self.own_rows(sin_TD)
 
     def tie(self) -> None:
         """Makes the head's weight the token table again, after it was moved or emptied."""

@@ -1,0 +1,77 @@
+"""Run by test_context_parallel under torchrun with two gloo ranks that share each sequence.
+
+Prints, by name of a case, its losses and the first norm of its gradients; and what a step of
+attention sends, as (calls, bytes of a call) by phase and collective.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tests.bench.training.curves import GPT2, LLAMA, first_norm, losses, spread
+from tests.bench.training.techniques_on_ranks import AMP, BLOCKS, FP8, FULL, HALF, OPS
+
+from stepmark.bench.ranks import Ranks, join
+from stepmark.bench.training import trainer
+from stepmark.bench.training.messages import MessageRecorder
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import CompileScope
+
+MODEL: dict[str, Any] = {"compile": CompileScope.MODEL}
+CASES = {
+    "plain": spread(LLAMA, "ddp", cp=2),
+    "recomputed": spread(LLAMA, "ddp", FULL, cp=2),
+    "sac ops": spread(LLAMA, "fsdp", OPS, cp=2),
+    "chunks": spread(GPT2, "fsdp", {"loss_chunks": 4}, cp=2),
+    "compiled blocks": spread(LLAMA, "fsdp", BLOCKS, cp=2),
+    "compiled blocks, learned positions": spread(GPT2, "ddp", BLOCKS, cp=2),
+    "compiled blocks, sac 1/2": spread(LLAMA, "fsdp", BLOCKS | HALF, cp=2),
+    "compiled model": spread(LLAMA, "ddp", MODEL, cp=2),
+}
+ROUNDED = {
+    "amp": replace(spread(LLAMA, "ddp", cp=2), **AMP),
+    "amp of shards": replace(spread(LLAMA, "fsdp", cp=2), **AMP),
+    "fp8": replace(spread(LLAMA, "fsdp", cp=2), **FP8, fp8_all_gather=True),
+}
+TOLD = ("plain", "recomputed")
+
+
+def sent(case: TrainCase, ranks: Ranks) -> dict[str, tuple[int, int]]:
+    """By phase and collective: calls, and bytes that this rank gives to one or gets of it."""
+    made = trainer.make(case, ranks.device)
+    shape = (case.mbs, case.model.seq_len // case.parallel.cp)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    recorder = MessageRecorder()
+
+    def mark(name: str) -> None:
+        recorder.phase = "backward" if name == "fwd" else ""
+
+    with recorder:
+        recorder.phase = "forward"
+        made.micro_step(tokens, tokens, is_last=True, mark=mark)
+    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for kind, tally in recorder.histogram():
+        if kind.collective in ("all_gather", "reduce_scatter"):
+            name = f"{kind.phase} {kind.collective}"
+            found[name] = found[name][0] + tally.calls, kind.call_bytes
+    return found
+
+
+def main() -> None:
+    ranks = join("cpu", for_meshes=True)
+    told: dict[str, Any] = {}
+    for name, case in (CASES | ROUNDED).items():
+        torch.compiler.reset()
+        told[name] = losses(case, ranks), first_norm(case, ranks)
+    messages = {name: sent(CASES[name], ranks) for name in TOLD}
+    if ranks.rank == 0:
+        sys.stdout.write(json.dumps({"learned": told, "sent": messages}) + "\n")
+        sys.stdout.flush()
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
