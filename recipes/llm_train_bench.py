@@ -139,10 +139,13 @@ def command(row: Row, given: argparse.Namespace) -> list[str]:
     words = [sys.executable, "-m", "stepmark", "train", row.model, "--strategy", row.strategy]
     words += ["--nproc", count, "--mbs", str(row.mbs or BATCH[row.model])]
     words += ["--schedule", given.schedules]
-    # That project trains Llama at 4096 tokens. Its DDP has torch's buckets of 25 MB; larger
-    # ones keep NCCL nearer to its peak.
+    # That project trains Llama at 4096 tokens.
     words += ["--seq-len", "4096"] if row.model != GPT2 else []
+    # It has torch's buckets of 25 MB and gathers block by block. Larger messages keep NCCL
+    # nearer to its peak, and fewer of them the host ahead of the GPUs.
     words += ["--bucket-mb", "250"] if row.strategy == "ddp" else []
+    small_blocks = row.model == GPT2 and row.strategy == "fsdp" and given.device == "cuda"
+    words += ["--blocks-per-group", "4"] if small_blocks else []
     words += [*row.flags, *given.more.split(), "--out", str(given.out / "runs")]
     if given.device == "cpu":
         words = [word for word in words if word not in MASTER]
