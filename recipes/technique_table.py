@@ -100,9 +100,13 @@ def arguments() -> argparse.Namespace:
 
 
 def dealt(todo: dict[str, list[Cell]], jobs: int) -> list[tuple[str, list[Cell]]]:
-    """(layout, some of its cells): each cell once, neighbours in different slices."""
+    """(layout, some of its cells): each cell once, neighbours in different slices.
+
+    At least as many as jobs, but no more than that takes: ranks are slow to start.
+    """
+    share = -(-jobs // max(1, sum(map(bool, todo.values()))))
     slices = [
-        (name, cells[first::jobs]) for name, cells in todo.items() for first in range(jobs)
+        (name, cells[first::share]) for name, cells in todo.items() for first in range(share)
     ]
     return [(name, cells) for name, cells in slices if cells]
 
