@@ -446,6 +446,17 @@ REFUSED = [
         "--cuda-graph --compile --compile-mode reduce-overhead",
         "compile-mode: 'reduce-overhead': without --cuda-graph",
     ),
+    (
+        LLAMA,
+        "--strategy pp --nproc 2 --compile --compile-mode reduce-overhead",
+        "compile-mode: 'reduce-overhead': default with a pipeline",
+    ),
+    (
+        LLAMA,
+        "--strategy fsdp --nproc 2 --grad-accum 2 --grad-sync last --compile "
+        "--compile-mode max-autotune",
+        "compile-mode: 'max-autotune': default with fsdp and --grad-sync last",
+    ),
     (LLAMA, "--loss-chunks 3", "loss-chunks: '3': a divisor of 8192 tokens"),
     (LLAMA, "--loss-chunks 0", "loss-chunks: '0': from 1 to 65536"),
     (LLAMA, "--strategy tp --nproc 2 --compile --sac full", "sac: 'full': ops with tp and"),

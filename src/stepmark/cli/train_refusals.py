@@ -203,7 +203,7 @@ def _numbers(case: TrainCase) -> Iterator[ConfigError]:
         if case.data_parallel is DataParallel.FSDP:
             allowed = "amp with fsdp, whose shards are fp32 and gathered in bf16"
             yield ConfigError("precision", "master", allowed)
-        if case.cuda_graph or case.compile_mode == "reduce-overhead":
+        if case.cuda_graph or case.compiles_graphs:
             yield ConfigError("precision", "master", "amp or bf16 with CUDA graphs")
     if case.loss_chunks > 1 and case.parallel.tp > 1:
         yield ConfigError("loss-chunks", case.loss_chunks, "1 with tp")
@@ -263,12 +263,21 @@ def _data_parallel(case: TrainCase) -> Iterator[ConfigError]:
 
 
 def _graphs(case: TrainCase) -> Iterator[ConfigError]:
-    if not case.cuda_graph:
-        return
-    if case.num_ranks > 1:
+    if case.cuda_graph and case.num_ranks > 1:
         yield ConfigError("cuda-graph", "yes", "only with --strategy single")
-    if case.compile_mode in ("reduce-overhead", "max-autotune"):
+    if not case.compiles_graphs:
+        return
+    allowed = ""
+    if case.cuda_graph:
         allowed = "without --cuda-graph: both capture graphs"
+    # A replay overwrites what the one before it returned.
+    elif case.parallel.pp > 1:
+        allowed = "default with a pipeline, which has several passes under way"
+    elif case.data_parallel is DataParallel.FSDP and case.grad_sync == "last":
+        allowed = (
+            "default with fsdp and --grad-sync last, which keeps gradients of several passes"
+        )
+    if allowed:
         yield ConfigError("compile-mode", case.compile_mode, allowed)
 
 

@@ -114,6 +114,11 @@ class TrainCase:
         return " x ".join(words) or "single"
 
     @property
+    def compiles_graphs(self) -> bool:
+        """Whether torch.compile captures CUDA graphs, as these modes do."""
+        return self.compile_mode in ("reduce-overhead", "max-autotune")
+
+    @property
     def is_checkpointed(self) -> tuple[bool, ...]:
         """By block: whether its activations are computed again in the backward pass."""
         count = self.model.num_layers

@@ -27,6 +27,12 @@ def _format(case: TrainCase, rig: Rig) -> str | None:
         return _te(case)
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed: pip install torchao (extra fp8)"
+    is_compiled = case.compile is not CompileScope.NONE
+    if on_gpu and case.fp8 is Fp8.ROWWISE and case.parallel.cp > 1 and is_compiled:
+        # torch 2.11 on H200, recipes/technique_table.py; why is not known.
+        return (
+            "wrong gradients with cp, --fp8-recipe rowwise and --compile: without one of them"
+        )
     if on_gpu and not rig.capabilities.is_rocm and rig.capabilities.capability < (8, 9):
         found = ".".join(map(str, rig.capabilities.capability))
         return f"FP8 products need compute capability 8.9, this device has {found}"

@@ -54,14 +54,14 @@ class Plain:
         self._autocast = precision.autocast(case)
         self._fp8 = precision.fp8_region(case)
         # Graphs write gradients where they were when captured.
-        keeps = case.cuda_graph or case.compile_mode == "reduce-overhead"
+        keeps = case.cuda_graph or case.compiles_graphs
         self._update = Update(case, self.models, keeps_gradients=keeps)
 
     def micro_step(
         self, tokens: Tensor, labels: Tensor, *, is_last: bool, mark: Mark
     ) -> Tensor | None:
         hold = self._case.grad_sync is GradSync.LAST and not is_last
-        if self._case.compile_mode == "reduce-overhead":
+        if self._case.compiles_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         with self._built.hold_gradients() if hold else contextlib.nullcontext():
             with self._autocast(), self._fp8():
