@@ -275,7 +275,7 @@ def _graphs(case: TrainCase) -> Iterator[ConfigError]:
         allowed = "default with a pipeline, which has several passes under way"
     elif case.data_parallel is DataParallel.FSDP and case.grad_sync == "last":
         allowed = (
-            "default with fsdp and --grad-sync last, which keeps gradients of several passes"
+            "default with fsdp and --grad-sync last, whose gradients wait"
         )
     if allowed:
         yield ConfigError("compile-mode", case.compile_mode, allowed)
