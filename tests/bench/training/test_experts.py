@@ -11,6 +11,7 @@ from tests.bench.training.models import batch, made
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stepmark.bench.training.expert_parallel import AllToAll
 from stepmark.bench.training.experts import (
     Compute,
     Experts,
@@ -194,3 +195,8 @@ def test_all_experts_learn() -> None:
     assert module.held.gate.grad is not None
     assert (module.held.gate.grad.flatten(1).norm(dim=1) > 0).all()
     assert not isinstance(transformer.blocks["0"].ffn, Experts), "the first layer is dense"
+
+
+def test_dynamo_does_not_look_into_the_exchange() -> None:
+    """It would compile the split sizes of every step anew, then give up."""
+    assert getattr(AllToAll.__call__, "_torchdynamo_disable", False)

@@ -56,11 +56,13 @@ class AllToAll:
     """A Dispatch: rows to the ranks of their experts and back.
 
     The host reads how many rows go where, as NCCL needs to be told: one wait per layer.
+    Dynamo would compile every step's numbers anew.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._num_ranks = group, dist.get_world_size(group)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, rows_MC: Tensor, ends_E: Tensor, compute: Compute) -> Tensor:
         sent_RL = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).view(self._num_ranks, -1)
         got_RL = torch.empty_like(sent_RL)
