@@ -274,9 +274,7 @@ def _graphs(case: TrainCase) -> Iterator[ConfigError]:
     elif case.parallel.pp > 1:
         allowed = "default with a pipeline, which has several passes under way"
     elif case.data_parallel is DataParallel.FSDP and case.grad_sync == "last":
-        allowed = (
-            "default with fsdp and --grad-sync last, whose gradients wait"
-        )
+        allowed = "default with fsdp and --grad-sync last, whose gradients wait"
     if allowed:
         yield ConfigError("compile-mode", case.compile_mode, allowed)
 
