@@ -43,14 +43,15 @@ class TrainMemory:
     activations_bytes: int  # kept from forward to backward
     working_bytes: int  # of the one block whose backward pass runs
     head_bytes: int  # logits, their log-softmax and gradient
-    holds_gradients: bool  # during the forward pass: accumulated, or DDP's buckets
+    held_bytes: int  # of gradients in the forward pass: added up, DDP's buckets, masters'
 
     @property
     def total_bytes(self) -> int:
         """The larger of two moments: as the backward pass begins, and as it ends."""
         kept = self.weights_bytes + self.optimizer_bytes + self.gathered_bytes
-        held = self.gradients_bytes if self.holds_gradients else 0
-        begin = held + self.activations_bytes + max(self.head_bytes, self.working_bytes)
+        begin = (
+            self.held_bytes + self.activations_bytes + max(self.head_bytes, self.working_bytes)
+        )
         return kept + max(begin, self.gradients_bytes + self.working_bytes)
 
 
@@ -94,8 +95,17 @@ def _of_stage(case: TrainCase, stage: int) -> TrainMemory:
         activations_bytes=tokens * in_flight * kept,
         working_bytes=tokens * max((_working_per_token(case, i) for i in layers), default=0),
         head_bytes=_head(case, tokens) if is_last else 0,
-        holds_gradients=case.grad_accum > 1 or case.data_parallel is DataParallel.DDP,
+        held_bytes=state * _held(case),
     )
+
+
+def _held(case: TrainCase) -> int:
+    """Bytes of gradients per parameter that exist in the forward pass."""
+    is_ddp = case.data_parallel is DataParallel.DDP
+    found = _BYTES[case.precision][1]
+    if case.precision is Precision.MASTER:  # in fp32 always, in bf16 only in DDP's buckets
+        return found if is_ddp else _FP32
+    return found if is_ddp or case.grad_accum > 1 else 0
 
 
 def _microbatches(case: TrainCase) -> int:
