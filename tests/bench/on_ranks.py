@@ -26,5 +26,5 @@ def said_on_ranks(module: str, num_ranks: int, *, timeout_s: float) -> str:
         timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, f"{done.stdout[-500:]}\n{done.stderr[-4000:]}"
     return done.stdout

@@ -125,11 +125,11 @@ def _axes(case: TrainCase) -> Iterator[ConfigError]:
     if axes.tp > 1 and (model.moe or model.mla):
         what = "experts" if model.moe else "latent attention"
         yield ConfigError("tp", axes.tp, f"1, since {model.name} has {what}")
+    yield from _context(case)
     if model.seq_len // axes.cp % axes.tp:
         allowed = f"a divisor of the sequence length {model.seq_len}"
         allowed += f" over {axes.cp} cp ranks" if axes.cp > 1 else ""
         yield ConfigError("tp", axes.tp, allowed)
-    yield from _context(case)
     for name, size in (("tp", axes.tp), ("pp", axes.pp)):
         if size > 1 and case.data_parallel is DataParallel.DDP:
             # Its buckets take no DTensors, and it reduces once per pass, not per microbatch.

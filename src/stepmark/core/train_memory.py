@@ -105,7 +105,8 @@ def _held(case: TrainCase) -> int:
     found = _BYTES[case.precision][1]
     if case.precision is Precision.MASTER:  # in fp32 always, in bf16 only in DDP's buckets
         return found if is_ddp else _FP32
-    return found if is_ddp or case.grad_accum > 1 else 0
+    is_graphed = case.cuda_graph or case.compiles_graphs  # which write where they wrote before
+    return found if is_ddp or is_graphed or case.grad_accum > 1 else 0
 
 
 def _microbatches(case: TrainCase) -> int:

@@ -46,14 +46,14 @@ def gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
     if x.is_cuda and HAS_TRITON:
         from stepmark.bench.training import triton_kernels  # noqa: PLC0415
 
-        return triton_kernels.gelu_backward(grad, x)
+        return triton_kernels.gelu_backward(grad.contiguous(), x.contiguous())
     found: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
-    return found
+    return found.contiguous()
 
 
 @gelu_backward.register_fake
 def _(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @torch.library.custom_op("stepmark::swiglu_backward", mutates_args=())
@@ -62,13 +62,16 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     if gate.is_cuda and HAS_TRITON:
         from stepmark.bench.training import triton_kernels  # noqa: PLC0415
 
-        return triton_kernels.swiglu_backward(grad, gate, up)
-    return torch.ops.aten.silu_backward(grad * up, gate), grad * functional.silu(gate)
+        return triton_kernels.swiglu_backward(
+            grad.contiguous(), gate.contiguous(), up.contiguous()
+        )
+    of_gate: Tensor = torch.ops.aten.silu_backward(grad * up, gate)
+    return of_gate.contiguous(), (grad * functional.silu(gate)).contiguous()
 
 
 @swiglu_backward.register_fake
 def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gate), torch.empty_like(up)
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
 class _SettledGelu(Function):
@@ -80,7 +83,7 @@ class _SettledGelu(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        found: Tensor = gelu_backward(grads[0].contiguous(), x)
+        found: Tensor = gelu_backward(grads[0], x)
         return found
 
 
@@ -93,7 +96,7 @@ class _SettledSwiglu(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        found: tuple[Tensor, Tensor] = swiglu_backward(grads[0].contiguous(), gate, up)
+        found: tuple[Tensor, Tensor] = swiglu_backward(grads[0], gate, up)
         return found
 
 

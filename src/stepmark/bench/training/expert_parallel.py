@@ -56,7 +56,7 @@ class AllToAll:
     """A Dispatch: rows to the ranks of their experts and back.
 
     The host reads how many rows go where, as NCCL needs to be told: one wait per layer.
-    Dynamo would compile every step's numbers anew.
+    Dynamo would compile these numbers anew for every layer, until it gives up.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -29,7 +29,7 @@ def _format(case: TrainCase, rig: Rig) -> str | None:
         return "torchao is not installed: pip install torchao (extra fp8)"
     is_compiled = case.compile is not CompileScope.NONE
     if on_gpu and case.fp8 is Fp8.ROWWISE and case.parallel.cp > 1 and is_compiled:
-        # torch 2.11 on H200, recipes/technique_table.py; why is not known.
+        # torch 2.11 on H200, recipes/technique_table.py; why is not known, perhaps a race.
         return (
             "wrong gradients with cp, --fp8-recipe rowwise and --compile: without one of them"
         )
@@ -64,6 +64,9 @@ def _device(case: TrainCase, rig: Rig) -> str | None:
         if case.async_tp:
             return "asynchronous tensor parallelism needs CUDA devices (symmetric memory)"
         return _CPU_LACKS.get(case.attention)
+    odd = case.model.d_qk % 8 or case.model.d_v % 8 or rig.capabilities.is_rocm
+    if case.parallel.cp > 1 and case.attention == "flash" and odd:
+        return "flash attention takes no mask, which cp needs here: --attention auto"
     if case.precision is not Precision.FP32 and not torch.cuda.is_bf16_supported():
         return "this device has no bf16"
     return None
