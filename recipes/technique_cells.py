@@ -2,8 +2,9 @@
 
 A cell is V when two optimizer steps ran (with CUDA graphs five), FP8 layers, recomputed blocks
 and compiled graphs are seen where they were asked for and nowhere else, and the losses before,
-between and after them are those of the same layout in fp32 without it, but for the tolerance. It is a reason where planning or the machine refuses the pair, X with the error where
-it broke. Over 250 lines: the tables of techniques and layouts stand beside what ranks do.
+between and after them are those of the same layout in fp32 without it, but for the tolerance.
+It is a reason where planning or the machine refuses the pair, X with the error where it broke.
+Over 250 lines: the tables of techniques and layouts stand beside what ranks do.
 """
 
 import argparse
