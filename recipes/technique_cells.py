@@ -27,8 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from stepmark.bench.rig import Rig, release
 from stepmark.bench.training import trainer
-from stepmark.bench.training.context_parallel import Share
-from stepmark.bench.training.mesh import place_of
+from stepmark.bench.training.mesh import Share, place_of
 from stepmark.bench.training.refusals import why_not
 from stepmark.bench.training.weights import canonical_name
 from stepmark.cli.session import make_rig

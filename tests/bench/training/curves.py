@@ -11,8 +11,7 @@ from torch import Tensor
 
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import trainer
-from stepmark.bench.training.context_parallel import Share
-from stepmark.bench.training.mesh import Place, place_of
+from stepmark.bench.training.mesh import Place, Share, place_of
 from stepmark.bench.training.optimizer import clip_gradients
 from stepmark.core.model import ModelConfig, find_model
 from stepmark.core.parallel import ParallelConfig

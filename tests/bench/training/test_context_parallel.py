@@ -17,7 +17,8 @@ from torch.nn import functional
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import context_parallel, data
 from stepmark.bench.training.attention import _of_prefix, causal_attention, prefix_kernel
-from stepmark.bench.training.context_parallel import Gathered, Share
+from stepmark.bench.training.context_parallel import Gathered
+from stepmark.bench.training.mesh import Share
 
 from .context_on_ranks import CASES, ROUNDED
 from .curves import LLAMA, alone, case, first_norm, losses

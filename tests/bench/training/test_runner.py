@@ -307,10 +307,8 @@ def test_a_budget_is_shared_and_ends_each_case(install: Install) -> None:
 # What one case leaves to the next
 
 
-def test_a_case_begins_without_the_model_of_the_one_before(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install()
+def models_alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """To be filled: as each case begins, how many models of earlier ones are still there."""
     make = trainer.make
     models: list[weakref.ref[nn.Module]] = []
     alive: list[int] = []
@@ -322,6 +320,14 @@ def test_a_case_begins_without_the_model_of_the_one_before(
         return found
 
     monkeypatch.setattr(trainer, "make", counting)
+    return alive
+
+
+def test_a_case_begins_without_the_model_of_the_one_before(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    alive = models_alive(monkeypatch)
     run([case(1), case(2), case(3)])
     assert alive == [0, 0, 0]
 
@@ -376,17 +382,7 @@ def test_the_eager_run_begins_without_the_model_that_failed(
         return 2.0
 
     current = install(losses=losses)
-    make = trainer.make
-    models: list[weakref.ref[nn.Module]] = []
-    alive: list[int] = []
-
-    def counting(of: TrainCase, device: torch.device) -> Any:
-        alive.append(sum(one() is not None for one in models))
-        found = make(of, device)
-        models.append(weakref.ref(found.models[0]))
-        return found
-
-    monkeypatch.setattr(trainer, "make", counting)
+    alive = models_alive(monkeypatch)
     (record,), _ = run([compiled()], Options(steps=3, compile_fallback=True))
     assert isinstance(record, Measured)
     assert alive == [0, 0]

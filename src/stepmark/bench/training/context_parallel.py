@@ -10,7 +10,6 @@ width, E head width of values.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,32 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stepmark.bench.training.attention import Attention, causal_attention
 from stepmark.bench.training.latent_attention import LatentAttention
+from stepmark.bench.training.mesh import Share
 from stepmark.bench.training.transformer import Embedding, Transformer
 
 # torch 2.13 has a new name for it, torch 2.11 only the old one.
 _all_gather: Callable[[Tensor, int, Any], Tensor] = getattr(
     collectives, "all_gather_single_autograd", None
 ) or getattr(collectives, "all_gather_tensor_autograd")  # noqa: B009
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """Which tokens of a sequence are a rank's."""
-
-    rank: int
-    num_ranks: int
-
-    @property
-    def chunks(self) -> tuple[int, int]:
-        """Of twice as many as there are ranks."""
-        return self.rank, 2 * self.num_ranks - 1 - self.rank
-
-    def of(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of x, whose dimension dim is a whole sequence."""
-        if self.num_ranks == 1:
-            return x
-        parts = x.chunk(2 * self.num_ranks, dim)
-        return torch.cat([parts[chunk] for chunk in self.chunks], dim)
 
 
 def apply(model: Transformer, mesh: DeviceMesh) -> None:

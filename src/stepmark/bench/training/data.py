@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from stepmark.bench.training import text
-from stepmark.bench.training.context_parallel import Share
+from stepmark.bench.training.mesh import Share
 from stepmark.core.errors import ConfigError
 from stepmark.core.train_case import TrainCase
 

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stepmark.core.parallel import ParallelConfig
@@ -33,6 +35,29 @@ def place_of(rank: int, parallel: ParallelConfig) -> Place:
         rank //= size
     data_rank = found["dp_replicate"] * parallel.dp_shard + found["dp_shard"]
     return Place(**found, data_rank=data_rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Which tokens of a sequence are a rank's, where context parallelism divides it.
+
+    One part from the head and one from the tail, so that all see as many keys.
+    """
+
+    rank: int
+    num_ranks: int
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """Of twice as many as there are ranks."""
+        return self.rank, 2 * self.num_ranks - 1 - self.rank
+
+    def of(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of x, whose dimension dim is a whole sequence."""
+        if self.num_ranks == 1:
+            return x
+        parts = x.chunk(2 * self.num_ranks, dim)
+        return torch.cat([parts[chunk] for chunk in self.chunks], dim)
 
 
 class Meshes:

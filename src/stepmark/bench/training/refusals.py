@@ -5,6 +5,7 @@ import importlib.util
 import torch
 
 from stepmark.bench.rig import Rig
+from stepmark.bench.training.triton_found import HAS_TRITON
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Fp8, Precision
 
@@ -52,7 +53,7 @@ def _compiler(case: TrainCase, rig: Rig) -> str | None:
         return None
     if case.device == "cpu" and not rig.capabilities.has_compiler:
         return "torch.compile needs a C++ compiler: none of $CXX, c++, g++, clang++ is here"
-    if case.device == "cuda" and importlib.util.find_spec("triton") is None:
+    if case.device == "cuda" and not HAS_TRITON:
         return "torch.compile needs triton, which is not installed"
     return None
 

@@ -16,9 +16,8 @@ from stepmark.bench.ranks import Ranks
 from stepmark.bench.rig import Rig, release
 from stepmark.bench.telemetry import Sampler
 from stepmark.bench.training import alarm, data, extras, loop, refusals, trainer
-from stepmark.bench.training.context_parallel import Share
 from stepmark.bench.training.facts import State, facts, forget_counts, judge
-from stepmark.bench.training.mesh import Place, place_of
+from stepmark.bench.training.mesh import Place, Share, place_of
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.record import Failed, Measured, Record, Skipped
 from stepmark.core.train_case import TrainCase
