@@ -22,6 +22,7 @@ from stepmark.core.record import DeviceInfo, Environment
 
 PREFIXES = (
     *("NCCL_", "RCCL_", "CUDA_", "HIP_", "ROCR_", "HSA_", "TORCH_", "PYTORCH_"),
+    *("TORCHINDUCTOR_", "TORCHDYNAMO_"),
     *("OMP_", "MKL_", "GLOO_", "SLURM_"),
 )
 SECRET_NAMES = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "JWT", "AUTH")
