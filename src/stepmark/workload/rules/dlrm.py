@@ -1,0 +1,286 @@
+"""A recommender trained as facebookresearch/dlrm does it: tables over ranks, MLPs on all.
+
+Each rank holds some embedding tables and looks them up for the whole batch; one all-to-all
+turns tables x all samples into all tables x own samples, its backward turns the gradients
+round. The two MLPs are wrapped in DistributedDataParallel, each by itself. Sources, at commit
+0eb05fd: extend_distributed.py (get_split_lengths, All2All_Req, All2All_Wait: one
+all_to_all_single, backward as well), dlrm_s_pytorch.py (distributed_forward: lookups, exchange
+begun, bottom MLP beside it, wait, interaction, top MLP). Its messages on two and four ranks
+are these (tests/data/dlrm).
+
+Over 250 lines because of the two passes of each part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from stepmark.core.collectives import Collective, RedOp
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Bmm, EmbeddingBag, Gemm, Layout, Optimizer, Phase
+from stepmark.core.workload import CommOp, ComputeOp, Group, Item, Kernel, Stage, Workload
+
+SOURCE = "facebookresearch/dlrm 0eb05fd: extend_distributed.py, dlrm_s_pytorch.py"
+_FIRST_BUCKET_BYTES = 2**20  # of torch's DistributedDataParallel
+_BUCKET_BYTES = 25 * 2**20
+_MAX_WIDTH = 2**24
+
+
+def _setting(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dlrm:
+    """facebookresearch/dlrm's own flags. Sizes are joined by "-", as there."""
+
+    arch_embedding_size: str = _setting("4-3-2", "rows of each table")
+    arch_sparse_feature_size: int = _setting(2, "width of a table's row")
+    arch_mlp_bot: str = _setting("4-3-2", "bottom MLP: dense features to sparse feature size")
+    arch_mlp_top: str = _setting("4-2-1", "top MLP after the interaction's own width")
+    mini_batch_size: int = _setting(1, "samples per step over all ranks")
+    num_indices_per_lookup: int = _setting(10, "rows summed per sample and table")
+    dtype: DType = _setting(DType.FP32, "of weights, activations and messages")
+
+    def __post_init__(self) -> None:
+        for name in ("arch_embedding_size", "arch_mlp_bot", "arch_mlp_top"):
+            _sizes(name, getattr(self, name))
+        for name in ("arch_sparse_feature_size", "mini_batch_size", "num_indices_per_lookup"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= _MAX_WIDTH:
+                raise ConfigError(name, value, f"a whole number from 1 to {_MAX_WIDTH}")
+        if self.bottom[-1] != self.arch_sparse_feature_size:
+            raise ConfigError(
+                "arch_mlp_bot",
+                self.arch_mlp_bot,
+                f"ending in arch_sparse_feature_size ({self.arch_sparse_feature_size})",
+            )
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        return _sizes("arch_embedding_size", self.arch_embedding_size, low=1, high=2**40)
+
+    @property
+    def bottom(self) -> tuple[int, ...]:
+        return _sizes("arch_mlp_bot", self.arch_mlp_bot)
+
+    @property
+    def interaction_width(self) -> int:
+        """Products of all pairs of features, and the bottom MLP's result beside them."""
+        features = len(self.tables) + 1
+        return features * (features - 1) // 2 + self.arch_sparse_feature_size
+
+    @property
+    def top(self) -> tuple[int, ...]:
+        return (self.interaction_width, *_sizes("arch_mlp_top", self.arch_mlp_top))
+
+
+def _sizes(name: str, text: str, low: int = 1, high: int = 2**40) -> tuple[int, ...]:
+    words = text.split("-")
+    if not all(word.isdecimal() and low <= int(word) <= high for word in words):
+        raise ConfigError(name, text, 'whole numbers joined by "-", e.g. 512-256-64')
+    return tuple(map(int, words))
+
+
+def workload(settings: Dlrm, world_size: int) -> Workload:
+    """One step. Raises ConfigError for more ranks than tables, or where they do not divide."""
+    tables, batch = len(settings.tables), settings.mini_batch_size
+    if world_size > tables:
+        raise ConfigError("world-size", world_size, f"at most one rank per table ({tables})")
+    if batch % world_size:
+        raise ConfigError("mini_batch_size", batch, f"a multiple of {world_size} ranks")
+    most = -(-tables // world_size)
+    notes = []
+    if tables % world_size:
+        notes.append(
+            f"{tables} tables on {world_size} ranks: rank 0's part, {most} tables, is shown;"
+            f" the last ranks have {tables // world_size}"
+        )
+    return Workload(
+        name="dlrm",
+        rules="dlrm",
+        source=SOURCE,
+        world_size=world_size,
+        settings={name: getattr(settings, name) for name in Dlrm.__dataclass_fields__},
+        groups={"world": Group(digits=((world_size, 1),))},
+        blocks={"step": tuple(_step(settings, world_size, most))},
+        stages=(Stage(step="step"),),
+        notes=tuple(notes),
+    )
+
+
+def _step(settings: Dlrm, world_size: int, local_tables: int) -> list[Item]:
+    own = settings.mini_batch_size // world_size
+    bottom = _Mlp("bottom", settings.bottom, own, settings.dtype)
+    top = _Mlp("top", settings.top, own, settings.dtype)
+    alone = world_size == 1
+    exchange = [] if alone else [_exchange(settings, world_size, Phase.FWD, "exchange", "bags")]
+    turned = [] if alone else [_exchange(settings, world_size, Phase.BWD, "returned", "split")]
+    return [
+        *_bags(settings, local_tables, Phase.FWD),
+        *exchange,
+        *bottom.forward(),
+        *_interaction(settings, own, Phase.FWD, () if alone else ("exchange",)),
+        *top.forward(),
+        _kernel("loss", Phase.FWD, 3 * own, settings.dtype),
+        _kernel("loss", Phase.BWD, 3 * own, settings.dtype),
+        *top.backward(first=False, reduced=not alone),
+        *_interaction(settings, own, Phase.BWD, ()),
+        *turned,
+        *bottom.backward(first=True, reduced=not alone),
+        *_bags(settings, local_tables, Phase.BWD, () if alone else ("returned",)),
+        *_update(settings, local_tables, reduced=not alone),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bucket:
+    """Gradients reduced at once, and the linear layer whose gradient fills it last."""
+
+    layer: int
+    elements: int
+
+
+class _Mlp:
+    """Linear layers with an activation after each."""
+
+    def __init__(self, name: str, widths: Sequence[int], rows: int, dtype: DType) -> None:
+        self.name, self.rows, self.dtype = name, rows, dtype
+        self.layers = list(pairwise(widths))
+
+    def forward(self) -> list[Item]:
+        return [
+            item
+            for index, (k, n) in enumerate(self.layers)
+            for item in (
+                self._gemm(index, Phase.FWD, self.rows, n, k, Layout.NT),
+                self._activation(index, Phase.FWD, n),
+            )
+        ]
+
+    def backward(self, *, first: bool, reduced: bool) -> list[Item]:
+        """first: its input needs no gradient. reduced: buckets go out as they fill."""
+        found: list[Item] = []
+        buckets = {one.layer: one for one in self.buckets()} if reduced else {}
+        for index, (k, n) in reversed(list(enumerate(self.layers))):
+            found.append(self._activation(index, Phase.BWD, n))
+            if index or not first:
+                found.append(self._gemm(index, Phase.DGRAD, self.rows, k, n, Layout.NN))
+            name = f"{self.name}.{index}.wgrad"
+            found.append(self._gemm(index, Phase.WGRAD, n, k, self.rows, Layout.TN, name))
+            if bucket := buckets.get(index):
+                found.append(self._reduce(bucket, name))
+        return found
+
+    def buckets(self) -> list[_Bucket]:
+        """DistributedDataParallel's: from the last layer, the first bucket small.
+
+        A layer's bias and weight are ready at once; a bucket closes when it has its size.
+        """
+        found, held, limit = [], 0, _FIRST_BUCKET_BYTES
+        for index, (k, n) in reversed(list(enumerate(self.layers))):
+            for elements in (n, n * k):
+                held += elements
+                if held * self.dtype.itemsize >= limit:
+                    found.append(_Bucket(layer=index, elements=held))
+                    held, limit = 0, _BUCKET_BYTES
+        return found + ([_Bucket(layer=0, elements=held)] if held else [])
+
+    def _reduce(self, bucket: _Bucket, after: str) -> CommOp:
+        return CommOp(
+            collective=Collective.ALL_REDUCE,
+            dtype=self.dtype,
+            count=bucket.elements,
+            group="world",
+            phase=Phase.BWD,
+            module=self.name,
+            stream="dp",
+            name=f"{self.name}.reduced",
+            after=(after,),
+            redop=RedOp.SUM,
+        )
+
+    def _gemm(
+        self, index: int, phase: Phase, m: int, n: int, k: int, layout: Layout, name: str = ""
+    ) -> ComputeOp:
+        op = Gemm(m=m, n=n, k=k, dtype=self.dtype, layout=layout)
+        return ComputeOp(op=op, phase=phase, module=f"{self.name}.{index}", name=name)
+
+    def _activation(self, index: int, phase: Phase, width: int) -> ComputeOp:
+        return _kernel(f"{self.name}.{index}.relu", phase, 2 * self.rows * width, self.dtype)
+
+
+def _bags(settings: Dlrm, tables: int, phase: Phase, after: tuple[str, ...] = ()) -> list[Item]:
+    """Lookups of this rank's tables for all samples; the largest tables come first."""
+    found: list[Item] = []
+    for index, rows in enumerate(settings.tables[:tables]):
+        op = EmbeddingBag(
+            rows=rows,
+            dim=settings.arch_sparse_feature_size,
+            pooling=settings.num_indices_per_lookup,
+            batch=settings.mini_batch_size,
+            dtype=settings.dtype,
+            phase=phase,
+        )
+        named = "bags" if phase is Phase.FWD else ""
+        found.append(
+            ComputeOp(op=op, phase=phase, module=f"table.{index}", name=named, after=after)
+        )
+    return found
+
+
+def _exchange(settings: Dlrm, world_size: int, phase: Phase, name: str, after: str) -> CommOp:
+    """Rows of the tables here for all samples, against those of all tables for own samples.
+
+    Where tables are uneven the rank with most of them has the largest buffer.
+    """
+    tables = -(-len(settings.tables) // world_size)
+    elements = tables * settings.mini_batch_size * settings.arch_sparse_feature_size
+    even = len(settings.tables) % world_size == 0
+    return CommOp(
+        collective=Collective.ALL_TO_ALL if even else Collective.ALL_TO_ALL_V,
+        dtype=settings.dtype,
+        count=elements // world_size,
+        group="world",
+        phase=phase,
+        module="exchange",
+        stream="exchange",
+        name=name,
+        after=(after,),
+    )
+
+
+def _interaction(settings: Dlrm, rows: int, phase: Phase, after: tuple[str, ...]) -> list[Item]:
+    """z = T T^T per sample, T the features; backward dT = (dz + dz^T) T."""
+    features, width = len(settings.tables) + 1, settings.arch_sparse_feature_size
+    sizes = (features, features, width) if phase is Phase.FWD else (features, width, features)
+    m, n, k = sizes
+    layout = Layout.NT if phase is Phase.FWD else Layout.NN
+    product = Bmm(batch=rows, m=m, n=n, k=k, dtype=settings.dtype, layout=layout)
+    name = "split" if phase is Phase.BWD else ""
+    one = ComputeOp(op=product, phase=phase, module="interaction", name=name, after=after)
+    return [one] if phase is Phase.FWD else [one, one]
+
+
+def _update(settings: Dlrm, tables: int, *, reduced: bool) -> list[Item]:
+    """Plain SGD: the MLPs whole, of the tables the rows that were looked up."""
+    dense = sum(
+        k * n + n for widths in (settings.bottom, settings.top) for k, n in pairwise(widths)
+    )
+    rows = tables * settings.mini_batch_size * settings.num_indices_per_lookup
+    touched = rows * settings.arch_sparse_feature_size
+    waits = ("bottom.reduced", "top.reduced") if reduced else ()
+    op = Optimizer(num_params=dense, kind="sgd", dtype=settings.dtype)
+    return [
+        ComputeOp(op=op, phase=Phase.OPTIM, module="mlps", after=waits),
+        _kernel("tables", Phase.OPTIM, 3 * touched, settings.dtype),
+    ]
+
+
+def _kernel(module: str, phase: Phase, elements: int, dtype: DType) -> ComputeOp:
+    """Elementwise: so many elements read or written."""
+    name = module.rpartition(".")[2]
+    op = Kernel(name=name, flops=0, bytes_moved=elements * dtype.itemsize)
+    return ComputeOp(op=op, phase=phase, module=module)
