@@ -1,0 +1,113 @@
+"""Architectures outside the decoders of data/models: GPT-J and BigBird.
+
+Sizes and registration order: transformers 5, models/gptj and models/big_bird, whose default
+configurations are EleutherAI/gpt-j-6b and google/bigbird-roberta-base; parameter counts are
+theirs.
+"""
+
+from stepmark.workload.architecture import Architecture, Batch, Build, Piece, stored, unit
+
+
+def gpt_j_6b(batch: Batch) -> Architecture:
+    """6,050,882,784 parameters. Attention and MLP of a block share one norm and run apart."""
+    hidden, heads, ffn, vocab, layers = 4096, 16, 16384, 50400, 28
+    attention = [batch.linear(f"attn.{name}_proj", hidden, hidden) for name in "kvq"]
+    block = unit(
+        "transformer.h",
+        batch.norm("ln_1", hidden),
+        *attention,
+        batch.rope("attn.rope", heads, heads, 64),
+        batch.attention("attn.core", heads, hidden // heads),
+        batch.linear("attn.out_proj", hidden, hidden),
+        batch.linear("mlp.fc_in", ffn, hidden, bias=True),
+        batch.activation("mlp.act", ffn),
+        batch.linear("mlp.fc_out", hidden, ffn, bias=True),
+        batch.add("residual.attn", hidden),
+        batch.add("residual.mlp", hidden),
+        times=layers,
+    )
+    head = (
+        batch.norm("transformer.ln_f", hidden),
+        batch.linear("lm_head", vocab, hidden, bias=True),
+        batch.loss("loss", vocab),
+    )
+    return Architecture(
+        name="gpt-j-6b",
+        units=(
+            unit("embedding", batch.embedding("transformer.wte", vocab, hidden)),
+            block,
+            unit("head", *head),
+        ),
+        source="https://huggingface.co/EleutherAI/gpt-j-6b, models/gptj",
+    )
+
+
+def bigbird_roberta_base(batch: Batch) -> Architecture:
+    """128,111,286 parameters, block-sparse attention, masked-language head, table tied."""
+    hidden, heads, ffn, vocab, layers = 768, 12, 3072, 50358, 12
+    linears = [
+        batch.linear(f"attention.self.{name}", hidden, hidden, bias=True)
+        for name in ("query", "key", "value")
+    ]
+    block = unit(
+        "bert.encoder.layer",
+        *linears,
+        *_block_sparse(batch, heads, hidden // heads),
+        batch.linear("attention.output.dense", hidden, hidden, bias=True),
+        batch.add("attention.output.residual", hidden),
+        batch.norm("attention.output.LayerNorm", hidden),
+        batch.linear("intermediate.dense", ffn, hidden, bias=True),
+        batch.activation("intermediate.act", ffn),
+        batch.linear("output.dense", hidden, ffn, bias=True),
+        batch.add("output.residual", hidden),
+        batch.norm("output.LayerNorm", hidden),
+        times=layers,
+    )
+    embedding = unit(
+        "bert.embeddings",
+        batch.embedding("word_embeddings", vocab, hidden),
+        batch.embedding("position_embeddings", 4096, hidden),
+        batch.embedding("token_type_embeddings", 2, hidden),
+        batch.norm("LayerNorm", hidden),
+    )
+    head = unit(
+        "cls.predictions",
+        batch.linear("bert.pooler", hidden, hidden, bias=True, rows=batch.mbs),
+        stored("bias", vocab),
+        batch.linear("transform.dense", hidden, hidden, bias=True),
+        batch.activation("transform.act", hidden),
+        batch.norm("transform.LayerNorm", hidden),
+        Piece(parts=batch.linear("decoder", vocab, hidden).parts),  # the table is tied
+        batch.loss("loss", vocab),
+    )
+    return Architecture(
+        name="bigbird-roberta-base",
+        units=(embedding, block, head),
+        source="https://huggingface.co/google/bigbird-roberta-base, models/big_bird",
+    )
+
+
+def _block_sparse(batch: Batch, heads: int, head_dim: int) -> list[Piece]:
+    """Blocks of 64 (transformers, modeling_big_bird.py, bigbird_block_sparse_attention).
+
+    The first and last block see all keys; the second and the last but one 7 blocks; those
+    between a window of 3, both ends and 3 random ones. Short sequences are attended whole.
+    """
+    block, ends = 64, 4
+    if batch.seq_len <= (5 + 2 * 3) * block:
+        return [batch.attention("attention.core", heads, head_dim, causal=False)]
+    sizes = (
+        ("attention.ends", 2 * block, batch.seq_len),
+        ("attention.second", 2 * block, 7 * block),
+        ("attention.middle", batch.seq_len - ends * block, 8 * block),
+    )
+    return [
+        batch.attention(name, heads, head_dim, causal=False, seq_q=queries, seq_kv=keys)
+        for name, queries, keys in sizes
+    ]
+
+
+PUBLISHED: dict[str, Build] = {
+    "gpt-j-6b": gpt_j_6b,
+    "bigbird-roberta-base": bigbird_roberta_base,
+}
