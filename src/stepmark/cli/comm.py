@@ -43,6 +43,11 @@ OF_MODEL = (
         kind=str,
         help="only these of a model: activation, layer, moe_layer, dispatch",
     ),
+    Flag(
+        name="from_workload",
+        kind=str,
+        help="the distinct collectives of a workload file, instead of a sweep",
+    ),
 )
 WHAT = (
     Flag(
@@ -159,6 +164,12 @@ SHOWN = (
     ),
     Flag(name="style", kind=str, help="param: that tool's columns"),
     Flag(
+        name="print_as",
+        kind=str,
+        names=("--print",),
+        help="nccl-tests or rccl-tests: their commands for the same, run nothing",
+    ),
+    Flag(
         name="list_all",
         kind=bool,
         default=False,
@@ -177,6 +188,7 @@ def measure(values: dict[str, Any]) -> None:
         comm_output,
         comm_plan,
         comm_values,
+        comm_workload,
         rank_parent,
         session,
     )
@@ -186,13 +198,17 @@ def measure(values: dict[str, Any]) -> None:
     if values.get("list_all"):
         typer.echo(table())
         return
-    if not names:
+    if not names and not values.get("from_workload"):
         raise ConfigError("collective", "none", "a name; `stepmark comm --list` shows them")
     comm_values.check_calls(values)
+    if values.get("print_as"):
+        comm_workload.print_commands(names, values)
+        return
     comm_output.check(values)
     device = session.device_type(values)
     world_size = session.num_ranks(_with_nproc(values, device), device)
-    plan = comm_plan.plan(names, values, device, world_size)
+    planned = comm_workload.plan if values.get("from_workload") else comm_plan.plan
+    plan = planned(names, values, device, world_size)
     if values.get("dry_run"):
         comm_output.listed(plan)
         return

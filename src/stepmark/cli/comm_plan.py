@@ -59,7 +59,7 @@ def plan(names: list[str], values: Values, device: str, world_size: int) -> Plan
 def _of_name(
     name: str, values: Values, device: str, n: int, world_size: int, notes: list[str]
 ) -> Iterator[CommCase]:
-    base = _shared(values, device, n, world_size)
+    base = shared(values, device, n, world_size)
     collective = Collective.P2P if name == MATRIX_OF_PAIRS else Collective(name)
     if collective is Collective.P2P and values.get("bidirectional"):
         collective = Collective.P2P_BOTH
@@ -74,7 +74,7 @@ def _of_name(
     yield from _of_collective(collective, values, base, notes)
 
 
-def _shared(values: Values, device: str, n: int, world_size: int) -> CommCase:
+def shared(values: Values, device: str, n: int, world_size: int) -> CommCase:
     """What all cases of one communicator share; a barrier stands in for the collective."""
     split, n = comm_values.split(values, n, world_size)
     mode, aligned = comm_values.mode(values, device)

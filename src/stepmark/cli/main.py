@@ -32,6 +32,7 @@ VERBS = {
     "comm": Verb("comm", "command", "Measure collectives: nccl-tests' flags, no MPI."),
     "train": Verb("train", "command", "Measure training steps: single, DDP, FSDP, TP, PP."),
     "op": Verb("op", "app", "Measure operators: one family, or all of a model's layer."),
+    "workload": Verb("workload", "app", "What a step does: generate, show, convert, capture."),
     "runs": Verb("runs", "app", "List, show, export and query earlier runs."),
     "sweep": Verb("sweep", "command", "The same command under several settings, compared."),
     "logs": Verb("logs", "logs", "Read NCCL logs, flight-recorder dumps, tables of results."),

@@ -64,8 +64,8 @@ class FakeGroup:
 def kinds(
     monkeypatch: pytest.MonkeyPatch, name: str, values: tuple[object, ...], result: object
 ) -> list[tuple[str, str, int | None, int, int | None]]:
-    monkeypatch.setattr(messages, "_group", lambda v: FakeGroup() if v == "7" else None)
-    found = messages._kinds(name, values, result, "forward")
+    monkeypatch.setattr(messages, "group_of", lambda v: FakeGroup() if v == "7" else None)
+    found = messages.kinds(name, values, result, "forward")
     return [(k.collective, k.group, k.num_ranks, k.call_bytes, k.message_bytes) for k in found]
 
 

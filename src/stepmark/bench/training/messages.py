@@ -125,9 +125,13 @@ class MessageRecorder(TorchDispatchMode):
         if getattr(func, "namespace", "") in _NAMESPACES:
             name = func.name().partition("::")[2].partition(".")[0]
             values = (*args, *kwargs.values())
-            # One operation of a list: a thread of autograd may be another one's.
-            self._seen.extend(_kinds(name, values, result, self.phase))
+            self.note(name, values, result)
         return result
+
+    def note(self, name: str, values: Sequence[Any], result: Any) -> None:
+        """Takes down one operator that communicates, without its namespace."""
+        # One operation of a list: a thread of autograd may be another one's.
+        self._seen.extend(kinds(name, values, result, self.phase))
 
     def histogram(self) -> list[tuple[MessageKind, Tally]]:
         """Calls of each kind, in the order of their first."""
@@ -152,11 +156,11 @@ def merge(
     return tuple(merged.items())
 
 
-def _kinds(name: str, values: Sequence[Any], result: Any, phase: str) -> Iterator[MessageKind]:
+def kinds(name: str, values: Sequence[Any], result: Any, phase: str) -> Iterator[MessageKind]:
     """The messages of one operator: of most one, of a batch of sends and receives each."""
     if name in _SILENT:
         return
-    group = next((found for value in values if (found := _group(value))), None)
+    group = next((found for value in values if (found := group_of(value))), None)
     if name == _BATCH_P2P:
         for word, tensor in zip(values[0], values[3], strict=True):
             side = SEND if "send" in word else RECV
@@ -233,7 +237,7 @@ def _dtype(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
 
-def _group(value: Any) -> Any:
+def group_of(value: Any) -> Any:
     """The process group that an argument is or names, else None."""
     if isinstance(value, dist.ProcessGroup):
         return value

@@ -1,0 +1,119 @@
+"""Files of workloads: which formats there are, and which one a file is in.
+
+A format is a module here with `read(path)`, `write(workload, ...)`, `lost(workload)`, as far as
+it has them. Modules are imported when a file of theirs is met. The other modules here read
+models and shapes.
+"""
+
+import gzip
+import importlib
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from stepmark.core.errors import ConfigError
+
+_HEAD_BYTES = 4096
+_GZIP = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """module: of this folder. is_one: whether a file that begins so is one.
+
+    needs_times: a file cannot be without times of computation. picks: it holds the program of
+    one pipeline stage or of one rank, `write(workload, stage=...)` or `rank=...`.
+    """
+
+    module: str
+    help: str
+    suffix: str
+    is_one: Callable[[bytes], bool]
+    reads: bool = True
+    writes: bool = True
+    needs_times: bool = False
+    picks: str = ""
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(f"stepmark.workload.formats.{self.module}")
+
+
+def _json_with(*marks: bytes) -> Callable[[bytes], bool]:
+    """Begins as JSON and has all of these in its head."""
+    return lambda head: (
+        head.lstrip()[:1] in (b"{", b"[") and all(mark in head for mark in marks)
+    )
+
+
+def _line_with(*marks: bytes) -> Callable[[bytes], bool]:
+    """Its first line has all of these."""
+    return lambda head: all(mark in head.split(b"\n", 1)[0] for mark in marks)
+
+
+FORMATS: dict[str, Format] = {
+    "native": Format(
+        module="native",
+        help="stepmark's JSON: everything",
+        suffix=".json",
+        is_one=_json_with(b'"stepmark workload"'),
+    ),
+    "simai": Format(
+        module="simai",
+        help="SimAI's text of 12 columns",
+        suffix=".txt",
+        is_one=lambda head: head.startswith((b"HYBRID_TRANSFORMER", b"MICRO")),
+        needs_times=True,
+        picks="stage",
+    ),
+    "aicb": Format(
+        module="aicb",
+        help="AICB's CSV of a step's operations",
+        suffix=".csv",
+        is_one=_line_with(b"comm_type", b"comm_group"),
+        picks="stage",
+    ),
+    "param": Format(
+        module="param_trace",
+        help="PARAM's trace of one rank, for commsTraceReplay",
+        suffix=".json",
+        is_one=_json_with(b'"comms"'),
+        picks="rank",
+    ),
+    "csv": Format(
+        module="eyes",
+        help="a line per operation, for eyes and spreadsheets",
+        suffix=".csv",
+        is_one=lambda head: False,
+        reads=False,
+    ),
+}
+
+
+def find_format(name: str, *, to: bool) -> str:
+    """A name in FORMATS that can be written (to) or read. Raises ConfigError."""
+    key = name.strip().lower()
+    able = [one for one, found in FORMATS.items() if (found.writes if to else found.reads)]
+    if key not in able:
+        raise ConfigError("format", name, f"one of {', '.join(able)}")
+    return key
+
+
+def sniff(path: Path) -> str:
+    """The name in FORMATS of a file, by what it holds. Raises ConfigError."""
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(_HEAD_BYTES)
+        if head.startswith(_GZIP):
+            with gzip.open(path, "rb") as unpacked:
+                head = unpacked.read(_HEAD_BYTES)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("workload", path, f"a file that can be read ({reason})") from None
+    for name, found in FORMATS.items():
+        if found.reads and found.is_one(head):
+            return name
+    known = ", ".join(name for name, found in FORMATS.items() if found.reads)
+    what = "an empty file" if not head.strip() else "a file of unknown kind"
+    raise ConfigError("workload", path, f"a workload in one of these: {known}; this is {what}")

@@ -1,0 +1,108 @@
+"""Whose behaviour a workload follows: one module per framework, read when it is asked for.
+
+A module has a settings dataclass, whose fields are the framework's own parameters with their
+defaults, and `workload(job, settings)`, or `workload(settings, world_size)` where what is
+trained is no transformer. Settings become flags (docs/adr/0005).
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Where a framework's rules lie. module: of this folder; settings: its class there."""
+
+    module: str
+    settings: str
+    help: str
+    # The axis of the job's mesh that data-parallel ranks lie on when nobody says which.
+    data_axis: str = "dp_shard"
+    has_job: bool = True  # no: the settings say all but the number of ranks
+
+    def settings_class(self) -> Any:
+        return getattr(self._module(), self.settings)
+
+    def fields(self) -> dict[str, "dataclasses.Field[Any]"]:
+        """The settings by name."""
+        return {field.name: field for field in dataclasses.fields(self.settings_class())}
+
+    def function(self) -> Callable[..., Workload]:
+        found: Callable[..., Workload] = self._module().workload
+        return found
+
+    def _module(self) -> Any:
+        return importlib.import_module(f"stepmark.workload.rules.{self.module}")
+
+
+RULES: dict[str, Rule] = {
+    "megatron": Rule(
+        module="megatron.rule",
+        settings="Megatron",
+        help="Megatron-LM: tp, sequence parallelism, pp, vpp, cp, ep, distributed optimizer",
+    ),
+    "deepspeed": Rule(
+        module="deepspeed.rule", settings="DeepSpeed", help="DeepSpeed: ZeRO stage 0 to 3"
+    ),
+    "fsdp": Rule(
+        module="pytorch.fsdp",
+        settings="Fsdp",
+        help="PyTorch FSDP2 (fully_shard), also with dp-replicate, tp, pp, ep",
+    ),
+    "ddp": Rule(
+        module="pytorch.ddp",
+        settings="Ddp",
+        help="PyTorch DistributedDataParallel",
+        data_axis="dp_replicate",
+    ),
+    "tp": Rule(
+        module="pytorch.tp",
+        settings="Tp",
+        help="PyTorch tensor and sequence parallelism as torchtitan's",
+        data_axis="dp_replicate",
+    ),
+    "pp": Rule(
+        module="pytorch.pp",
+        settings="Pp",
+        help="PyTorch pipeline parallelism: 1F1B, interleaved",
+        data_axis="dp_replicate",
+    ),
+    "dlrm": Rule(
+        module="dlrm",
+        settings="Dlrm",
+        help="facebookresearch/dlrm: tables over ranks, MLPs on all",
+        has_job=False,
+    ),
+}
+
+_ALIASES = {
+    "megatronlm": "megatron",
+    "megatroncore": "megatron",
+    "mcore": "megatron",
+    "deepspeedzero": "deepspeed",
+    "zero": "deepspeed",
+    "fsdp2": "fsdp",
+    "fullyshard": "fsdp",
+    "hsdp": "fsdp",
+    "torchtp": "tp",
+    "torchpp": "pp",
+    "torchtitan": "fsdp",
+}
+
+
+def find_rule(name: str) -> str:
+    """The name in RULES of a framework; case and punctuation do not matter.
+
+    Raises ConfigError.
+    """
+    key = "".join(c for c in name.lower() if c.isalnum())
+    found = _ALIASES.get(key, key)
+    if found not in RULES:
+        raise ConfigError("framework", name, f"one of {', '.join(RULES)}")
+    return found

@@ -1,0 +1,237 @@
+"""What an operator of ATen computes, as one of our operators or a kernel of its own name.
+
+Matrix products, attention, norms and fused optimizers become operators; all others kernels
+with the bytes they must move. Views and allocations are no work.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from stepmark.core.dtypes import DType, parse_dtype
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops import (
+    Attention,
+    Bmm,
+    Gemm,
+    GroupedGemm,
+    Layout,
+    Norm,
+    Op,
+    Optimizer,
+    Phase,
+)
+from stepmark.core.workload import Kernel
+
+# Namespaces of work; the others are of the profiler, of the dispatcher and of communication.
+_COMPUTES = ("aten", "fsdp")
+# No work, beyond what schemas tell: new memory without values, and names of what there is.
+_FREE = frozenset(
+    {
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+        *("lift_fresh", "lift", "detach_", "_unsafe_view", "resize_", "set_", "record_stream"),
+        *("_local_scalar_dense", "is_same_size", "_has_same_storage_numel", "equal", "item"),
+    }
+)
+# Writes without reading what was there; the out= of others too.
+_ONLY_WRITES = frozenset({"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"})
+# Reads as many of the first operand's elements as it returns.
+_PICKS = frozenset({"embedding", "index_select", "gather", "index"})
+_OPTIMIZERS = {
+    "_fused_adamw_": "adamw",
+    "_fused_adam_": "adam",
+    "_fused_sgd_": "sgd",
+}
+_NORMS = {
+    "native_layer_norm": ("layernorm", Phase.FWD),
+    "native_layer_norm_backward": ("layernorm", Phase.BWD),
+    "_fused_rms_norm": ("rmsnorm", Phase.FWD),
+    "_fused_rms_norm_backward": ("rmsnorm", Phase.BWD),
+}
+_ATTENTION = ("_scaled_dot_product_", "_efficient_attention_", "_flash_attention_")
+Found = tuple[Op | Kernel, Phase | None]
+Arguments = Mapping[str, Any]
+
+
+def computed(
+    func: Any, args: tuple[Any, ...], kwargs: Arguments, result: Any, *, backward: bool
+) -> Found | None:
+    """The operation, and its phase where it tells more than the step's; None if no work."""
+    name = func._schema.name.partition("::")[2]
+    if func.namespace not in _COMPUTES or name in _FREE or _is_view(func):
+        return None
+    names = (one.name for one in func._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    try:
+        found = _operator(name, given, backward=backward)
+    except ConfigError:  # a type or a shape that the operator does not have
+        found = None
+    return found or (_kernel(func, name, args, kwargs, result), None)
+
+
+def _operator(name: str, given: Arguments, *, backward: bool) -> Found | None:
+    if name in _PRODUCTS:
+        return _PRODUCTS[name](given, backward)
+    if name.startswith(_ATTENTION):
+        return _attention(given, backward="backward" in name), None
+    if name in _NORMS:
+        kind, phase = _NORMS[name]
+        return _norm(given["input"], len(given["normalized_shape"]), kind, phase), None
+    if name in _OPTIMIZERS:
+        params = given["self"]
+        op = Optimizer(
+            num_params=sum(one.numel() for one in params),
+            kind=_OPTIMIZERS[name],
+            dtype=_dtype(params[0]),
+        )
+        return op, None
+    return None
+
+
+def _mm(a: Tensor, b: Tensor, backward: bool) -> Found:
+    """A weight's gradient has its first operand transposed, as x.T @ dy or dy.T @ x."""
+    layout = _layout(a, b)
+    op = Gemm(m=a.shape[0], n=b.shape[1], k=a.shape[1], dtype=_dtype(a), layout=layout)
+    if not backward:
+        return op, None
+    return op, Phase.WGRAD if layout.startswith("t") else Phase.DGRAD
+
+
+def _bmm(a: Tensor, b: Tensor) -> Found:
+    batch, m, k = a.shape
+    layout = _layout(a, b)
+    return Bmm(batch=batch, m=m, n=b.shape[2], k=k, dtype=_dtype(a), layout=layout), None
+
+
+def _scaled_mm(given: Arguments, backward: bool) -> Found:
+    a, b = given["self"], given["mat2"]
+    layout = _layout(a, b)
+    out = given.get("out_dtype")
+    op = Gemm(
+        m=a.shape[0],
+        n=b.shape[1],
+        k=a.shape[1],
+        dtype=_dtype(a),
+        layout=layout,
+        out_dtype=parse_dtype(str(out)) if out is not None else None,
+    )
+    return op, Phase.DGRAD if backward else None
+
+
+def _grouped_mm(given: Arguments, backward: bool) -> Found | None:
+    a, b = given["self"], given["mat2"]
+    if a.dim() == 2 and b.dim() == 3:
+        (num_groups, inner, outer), phase = b.shape, Phase.DGRAD if backward else Phase.FWD
+        n, k = (inner, outer) if backward else (outer, inner)
+        tokens = a.shape[0]
+    elif a.dim() == 2 and b.dim() == 2:
+        num_groups, phase = given["offs"].shape[0], Phase.WGRAD
+        (n, tokens), k = a.shape, b.shape[1]
+    else:
+        return None
+    op = GroupedGemm(
+        num_groups=num_groups, tokens=tokens, n=n, k=k, dtype=_dtype(a), phase=phase
+    )
+    return op, phase if backward else None
+
+
+_PRODUCTS: dict[str, Callable[[Arguments, bool], Found | None]] = {
+    "mm": lambda given, backward: _mm(given["self"], given["mat2"], backward),
+    "addmm": lambda given, backward: _mm(given["mat1"], given["mat2"], backward),
+    "bmm": lambda given, _: _bmm(given["self"], given["mat2"]),
+    "baddbmm": lambda given, _: _bmm(given["batch1"], given["batch2"]),
+    "_scaled_mm": _scaled_mm,
+    "_grouped_mm": _grouped_mm,
+}
+
+
+def _attention(given: Arguments, *, backward: bool) -> Attention:
+    q, k, v = given["query"], given["key"], given["value"]
+    return Attention(
+        batch=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        seq_q=q.shape[2],
+        seq_kv=k.shape[2],
+        head_dim_qk=q.shape[3],
+        head_dim_v=v.shape[3],
+        causal=bool(given.get("is_causal", False)),
+        dtype=_dtype(q),
+        phase=Phase.BWD if backward else Phase.FWD,
+    )
+
+
+def _norm(x: Tensor, num_dims: int, kind: str, phase: Phase) -> Norm:
+    hidden = 1
+    for size in x.shape[x.dim() - num_dims :]:
+        hidden *= size
+    return Norm(
+        tokens=x.numel() // hidden, hidden=hidden, kind=kind, dtype=_dtype(x), phase=phase
+    )
+
+
+def _layout(a: Tensor, b: Tensor) -> Layout:
+    """n: the last dimension is the one that lies densely."""
+    letters = ("n" if one.stride(-1) == 1 or one.stride(-2) != 1 else "t" for one in (a, b))
+    return Layout("".join(letters))
+
+
+def _dtype(tensor: Tensor) -> DType:
+    return parse_dtype(str(tensor.dtype))
+
+
+def _is_view(func: Any) -> bool:
+    """Whether all it returns is another look at its arguments, which it leaves as they are."""
+    returns = func._schema.returns
+    return bool(returns) and all(
+        one.alias_info is not None and not one.alias_info.is_write for one in returns
+    )
+
+
+def _kernel(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: Arguments, result: Any
+) -> Kernel:
+    count = flop_registry.get(func.overloadpacket)
+    flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+    moved = _bytes_moved(func, name, args, kwargs, result)
+    return Kernel(name=f"{func.namespace}.{name}", flops=flops, bytes_moved=moved)
+
+
+def _bytes_moved(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: Arguments, result: Any
+) -> int:
+    """Every operand read once, every result written once."""
+    if name == "all_gather_copy_in":  # it returns the buffer it writes a part of
+        return 2 * sum(map(_num_bytes, _tensors(args[0])))
+    total, seen = 0, set()
+    arguments = func._schema.arguments
+    for at, argument in enumerate(arguments):
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        tensors = list(_tensors(value))
+        if name in _PICKS and at == 0:
+            tensors = list(_tensors(result))
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        reads = not (writes and (argument.kwarg_only or name in _ONLY_WRITES))
+        total += (reads + writes) * sum(map(_num_bytes, tensors))
+        if writes:
+            seen |= {id(one) for one in tensors}
+    return total + sum(_num_bytes(one) for one in _tensors(result) if id(one) not in seen)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """An expanded tensor is no larger than what it expands."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    total: int = tensor.element_size()
+    for size in sizes:
+        total *= size
+    return total if tensor.numel() else 0
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)

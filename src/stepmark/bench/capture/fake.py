@@ -1,0 +1,90 @@
+"""One rank of a job that does not exist: fake tensors, fake process group, meshes all the same.
+
+A mesh is made of ranks' numbers, which fake tensors do not have, so DeviceMesh works outside
+of the fake mode.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from stepmark.core.errors import ConfigError
+
+# Methods of DeviceMesh that calculate with ranks' numbers.
+_OF_NUMBERS = (
+    "__init__",
+    "_get_mesh_tensor_from_full_mesh",
+    "_compute_coordinates_from_mesh",
+    "_init_process_groups",
+    "_init_one_process_group",
+    "from_group",
+    "_concatenate",
+    "_flatten",
+    "_create_flatten_mesh",
+    "_unflatten",
+    "_create_unflatten_mesh",
+    "__repr__",
+)
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
+    """This process as one rank. Yields the sizes of the meshes that are made inside.
+
+    Raises ConfigError where a real group is already there.
+    """
+    if dist.is_initialized():
+        raise ConfigError("capture", "a process group", "a process that has none yet")
+    seen = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    told = mock.patch.dict(os.environ, {name: str(value) for name, value in seen.items()})
+    mesh_sizes: list[int] = []
+    with told, contextlib.ExitStack() as stack:
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        for name in _OF_NUMBERS:
+            if name in vars(DeviceMesh):
+                around = _real(vars(DeviceMesh)[name], mesh_sizes)
+                stack.enter_context(mock.patch.object(DeviceMesh, name, around))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield mesh_sizes
+
+
+def _real(method: Any, mesh_sizes: list[int]) -> Any:
+    """A method, static or not, that runs outside of the fake mode."""
+    if isinstance(method, staticmethod):
+        return staticmethod(_outside(method.__func__))
+    if method is DeviceMesh.__init__:
+        return _initializing(method, mesh_sizes)
+    return _outside(method)
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _initializing(function: Callable[..., None], mesh_sizes: list[int]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def call(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        with unset_fake_temporarily():
+            # init_device_mesh passes all ranks in their order, made under the fake mode.
+            if isinstance(kwargs.get("_rank_map"), FakeTensor):
+                count = kwargs["_layout"].numel()
+                kwargs["_rank_map"] = torch.arange(count, dtype=torch.int)
+            function(mesh, *args, **kwargs)
+            mesh_sizes.append(mesh.size())
+
+    return call

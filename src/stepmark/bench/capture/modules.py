@@ -1,0 +1,171 @@
+"""Whose work an operator is: module, layer and micro-batch, also in the backward pass.
+
+Forward, a stack of the modules that are being called. Backward, the place where the operator's
+autograd node was made: nodes are numbered as they are made, so a list of the numbers at which
+places began tells each node's.
+"""
+
+import bisect
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+# What wrappers put into a module's name.
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+OUTSIDE = "step"  # the module of what no module does, as the loss
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """layer: the first number in the module's name, which then lacks it and what it numbers.
+
+    "model.layers.12.mlp.up" is layer 12 of "model.mlp.up".
+    """
+
+    module: str = OUTSIDE
+    layer: int | None = None
+    microbatch: int | None = None
+
+
+class Places:
+    """Follows the calls of all modules inside `with following()`."""
+
+    def __init__(self) -> None:
+        self.has_ddp = False
+        self._names: dict[nn.Module, tuple[str, int | None]] = {}
+        self._above: list[nn.Module] = []
+        self._calls: Counter[nn.Module] = Counter()
+        self._now = Place()
+        self._owner: Place | None = None
+        self._began: list[int] = []
+        self._places: list[Place] = []
+
+    @property
+    def inside_module(self) -> bool:
+        return bool(self._above)
+
+    @property
+    def num_microbatches(self) -> int:
+        """As often as the module called most often from outside of all modules."""
+        return max(self._calls.values(), default=1)
+
+    def name(self, root: nn.Module) -> None:
+        """Names of the modules in a model come from the outermost one that is named."""
+        inner = root
+        if isinstance(root, nn.parallel.DistributedDataParallel):
+            self.has_ddp, inner = True, root.module
+        for path, module in inner.named_modules(remove_duplicate=True):
+            self._names.setdefault(module, _named(path, module))
+        self._names.setdefault(root, self._names[inner])
+
+    def begin_step(self) -> None:
+        self._calls.clear()
+        self._began, self._places = [], []
+        self._enter(Place())
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        called = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            before = self._now
+            self._enter(self._called(module))
+            self._above.append(module)
+            try:
+                return called(module, *args, **kwargs)
+            finally:
+                self._above.pop()
+                # What follows the outermost call, as the loss, is of the same micro-batch.
+                self._enter(Place(before.module, before.layer, self._now.microbatch))
+
+        # Hooks belong to the module's call, and run inside this.
+        with mock.patch.object(nn.Module, "__call__", call):
+            yield
+
+    @contextlib.contextmanager
+    def owned_by(self, module: nn.Module) -> Iterator[None]:
+        """What runs inside is this module's work, wherever it is issued."""
+        before = self._owner
+        self._owner = self._place(module, self.here().microbatch)
+        try:
+            yield
+        finally:
+            self._owner = before
+
+    def here(self) -> Place:
+        if self._owner is not None:
+            return self._owner
+        if self._above and _in_backward():
+            return self._now  # computed again
+        if _in_backward():
+            return self._of_node()
+        return self._now
+
+    def _called(self, module: nn.Module) -> Place:
+        if module not in self._names:
+            self.name(module)
+        if self._above:
+            return self._place(module, self._now.microbatch)
+        if _in_backward():
+            return self._place(module, self._of_node().microbatch)
+        self._calls[module] += 1
+        return self._place(module, self._calls[module] - 1)
+
+    def _place(self, module: nn.Module, microbatch: int | None) -> Place:
+        name, layer = self._names.get(module, (type(module).__name__, None))
+        return Place(name, layer, microbatch)
+
+    def _enter(self, place: Place) -> None:
+        self._now = place
+        number = torch.autograd._get_sequence_nr()
+        if self._began and self._began[-1] == number:
+            self._places[-1] = place
+        else:
+            self._began.append(number)
+            self._places.append(place)
+
+    def _of_node(self) -> Place:
+        node = torch._C._current_autograd_node()
+        # Sums of gradients have no number of their own; nor has what runs after all nodes.
+        number = node._sequence_nr() if node is not None else -1
+        if number < 0 or number > self._began[-1] + 2**40:
+            return Place(microbatch=self._now.microbatch)
+        return self._places[max(0, bisect.bisect_right(self._began, number) - 1)]
+
+
+def modules_held(step: Callable[[], object]) -> Iterator[nn.Module]:
+    """Models that a function closes over or its object holds: outermost ones to be named."""
+    cells = getattr(step, "__closure__", None) or ()
+    owner = getattr(step, "__self__", step)
+    values = [cell.cell_contents for cell in cells if _is_filled(cell)]
+    for value in (*values, *vars(owner).values()) if hasattr(owner, "__dict__") else values:
+        if isinstance(value, nn.Module):
+            yield value
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _named(path: str, module: nn.Module) -> tuple[str, int | None]:
+    parts = [part for part in path.split(".") if part and part not in _WRAPPERS]
+    kind = type(module).__name__.removeprefix("FSDP")
+    number = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
+    if number is None:
+        return ".".join(parts) or kind, None
+    rest = (*parts[: max(0, number - 1)], *parts[number + 1 :])
+    return ".".join(rest) or kind, int(parts[number])
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

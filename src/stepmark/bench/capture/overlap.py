@@ -1,0 +1,161 @@
+"""Streams of FSDP2 and DDP, and what waits for what across them.
+
+Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (streams and events of
+FSDPCommContext) and _fsdp_collectives.py. Gathers and reductions of one group are on one
+stream here: a communicator runs them one after the other.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from stepmark.core.collectives import Collective
+from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation
+
+FSDP, HSDP, DDP = "fsdp", "hsdp", "dp"  # streams
+GATHER, COPY_OUT, GRADS, REDUCED = "gather", "copy_out", "grads", "reduced"
+
+
+class Overlap:
+    """Follows a step; gives operations their streams, names and what they wait for."""
+
+    def __init__(self) -> None:
+        self._stream = COMPUTE
+        self._within = ""  # which of FSDP2's calls
+        self._issued: dict[str, int] = {}  # how many operations of a name there were
+        self._gathers: dict[int, int] = {}  # the number of each parameter group's gather
+        self._copied_forward: int | None = None  # copy-out that the next gather waits for
+        self._gather_after: int | None = None
+        self._wait_for: set[str] = set()
+        self._copying: int | None = None
+        self._ddp_reduces = False
+        self._reducing = False  # FSDP2: since the backward pass began
+
+    @contextlib.contextmanager
+    def gathering(self, group: int, *, forward: bool) -> Iterator[None]:
+        """FSDPParamGroup.unshard: copy-in and gather, beside the computation."""
+        if not forward and self._copied_forward is not None:
+            self._gather_after, self._copied_forward = self._copied_forward, None
+        before = self._issued.get(GATHER, 0)
+        with self._in("gather", FSDP):
+            yield
+        if self._issued.get(GATHER, 0) > before:
+            self._gathers[group] = self._issued[GATHER]
+
+    @contextlib.contextmanager
+    def copying_out(self, group: int, *, forward: bool) -> Iterator[None]:
+        """FSDPParamGroup.wait_for_unshard: computation waits for the gather.
+
+        The next gather waits for this copy, in the forward pass for the one before it.
+        """
+        self._copying = self._gathers.pop(group, None)
+        waited = self._copying is not None
+        if waited and forward and self._copied_forward is not None:
+            self._gather_after = self._copied_forward
+            self._copied_forward = None
+        with self._in("copy out", COMPUTE):
+            yield
+        self._copying = None
+        if waited:
+            newest = self._issued.get(COPY_OUT)
+            if forward:
+                self._copied_forward = newest
+            else:
+                self._gather_after = newest
+
+    @contextlib.contextmanager
+    def reducing(self) -> Iterator[None]:
+        """FSDPParamGroup.post_backward: one reduction's buffer is held at a time."""
+        if self._reducing:
+            self._wait_for.add(REDUCED)
+        with self._in("reduce", COMPUTE):
+            yield
+
+    def wait_for_reductions(self) -> None:
+        """The end of the backward pass."""
+        if self._reducing:
+            self._wait_for.add(REDUCED)
+        self._reducing = False
+
+    def computing(self, op: ComputeOp, *, in_node: bool) -> ComputeOp:
+        """in_node: whether a node of autograd runs it."""
+        if self._ddp_reduces and not in_node:  # DDP's last callback, or what comes later
+            self._ddp_reduces = False
+            self._wait_for.add(REDUCED)
+        name = ""
+        after: tuple[str, ...] = ()
+        if self._within == "copy out":
+            name = COPY_OUT
+            if self._copying is not None:
+                after = (self._reference(GATHER, self._copying),)
+                self._copying = None
+        if self._stream == COMPUTE and self._wait_for:
+            after += tuple(sorted(self._wait_for))
+            self._wait_for.clear()
+        if name:
+            self._issued[name] = self._issued.get(name, 0) + 1
+        return replace(op, stream=self._stream, name=name, after=after)
+
+    def sending(
+        self, op: CommOp, before: Sequence[Operation], *, own: bool, ddp: bool
+    ) -> tuple[CommOp, Operation | None]:
+        """The operation on its stream, and the one before it if that must get a name.
+
+        own: called by FSDP2 itself if it is at work, not by DTensor on its behalf.
+        """
+        if ddp:
+            self._ddp_reduces = True
+            return self._reduction(op, before, DDP)
+        if not own:
+            return op, None
+        if self._within == "gather":
+            return self._gather(op), None
+        if self._within == "reduce" and self._stream == COMPUTE:
+            replicates = op.collective == Collective.ALL_REDUCE
+            self._stream = HSDP if replicates else FSDP
+            return self._reduction(op, before, self._stream)
+        if self._within == "reduce":  # the sum over replicas of what was scattered
+            self._stream = HSDP
+            self._count(REDUCED)
+            return replace(op, stream=HSDP, name=REDUCED, after=(REDUCED,)), None
+        return op, None
+
+    def _gather(self, op: CommOp) -> CommOp:
+        after: tuple[str, ...] = ()
+        if self._gather_after is not None:
+            after = (self._reference(COPY_OUT, self._gather_after),)
+        self._count(GATHER)
+        return replace(op, stream=FSDP, name=GATHER, after=after)
+
+    def _reduction(
+        self, op: CommOp, before: Sequence[Operation], stream: str
+    ) -> tuple[CommOp, Operation | None]:
+        """After the newest computation, which made the gradients."""
+        self._count(REDUCED)
+        self._reducing = True
+        last = before[-1] if before else None
+        named: Operation | None = None
+        after: tuple[str, ...] = ()
+        if isinstance(last, ComputeOp) and last.stream == COMPUTE:
+            name = last.name or GRADS
+            if not last.name:
+                self._count(GRADS)
+                named = replace(last, name=GRADS)
+            after = (name,)
+        return replace(op, stream=stream, name=REDUCED, after=after), named
+
+    def _count(self, name: str) -> None:
+        self._issued[name] = self._issued.get(name, 0) + 1
+
+    def _reference(self, name: str, number: int) -> str:
+        back = self._issued[name] - number
+        return f"{name}~{back}" if back else name
+
+    @contextlib.contextmanager
+    def _in(self, within: str, stream: str) -> Iterator[None]:
+        before = self._within, self._stream
+        self._within, self._stream = within, stream
+        try:
+            yield
+        finally:
+            self._within, self._stream = before

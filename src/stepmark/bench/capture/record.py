@@ -1,0 +1,231 @@
+"""Records what a rank computes and sends, below DTensor: shapes are local.
+
+FSDP2 and DDP issue communication on streams of their own, which the CPU does not have. Here
+they are told by whose calls it is: FSDP2's parameter groups (unshard, wait_for_unshard,
+post_backward, finalize_backward of torch.distributed.fsdp's FSDPParamGroup, whose CUDA events
+are followed) and the all-reduces that DDP's reducer calls.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepmark.bench.capture.compute import computed
+from stepmark.bench.capture.groups import Groups
+from stepmark.bench.capture.messages import NAMESPACES, communicated
+from stepmark.bench.capture.modules import Place, Places
+from stepmark.bench.capture.overlap import Overlap
+from stepmark.core.ops import Phase
+from stepmark.core.workload import CommOp, ComputeOp, Operation
+
+_PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
+# Of the first step only: an optimizer makes its state.
+_STATE = frozenset({"aten.zeros_like", "aten.zeros"})
+_DEVICE = torch.ops.prim.device.default
+
+
+class CaptureRecorder(TorchDispatchMode):
+    """What runs inside `with recording()`, in `operations`; begin_step() empties it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.supports_higher_order_operators = True
+        self.places = Places()
+        self.groups = Groups(rank)
+        self.operations: list[Operation] = []
+        self.reads: list[str] = []  # where values of tensors were read
+        self._silent = 0
+        self._in_optimizer = False
+        self._after_backward = False
+        self._overlap = Overlap()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to say so costs as much as the rest."""
+        return False
+
+    def begin_step(self) -> None:
+        self.operations = []
+        self.places.begin_step()
+        self._after_backward = False
+        self._overlap = Overlap()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        hooks = (
+            register_optimizer_step_pre_hook(lambda *_: self._optimizer(running=True)),
+            register_optimizer_step_post_hook(lambda *_: self._optimizer(running=False)),
+        )
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self.places.following())
+                for name, around in self._watched():
+                    stack.enter_context(mock.patch.object(*name, around))
+                stack.enter_context(self)
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # asked more often than all else together
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
+        if any(one not in _PLAIN and issubclass(one, Tensor) for one in types):
+            return NotImplemented  # DTensor makes operators of plain tensors of it
+        if func is torch.ops.aten._local_scalar_dense.default and not self._silent:
+            return self._value_of(args[0])
+        result = func(*args, **kwargs)
+        if not self._silent:
+            self._note(func, args, kwargs, result)
+        return result
+
+    def _note(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        if func.namespace in NAMESPACES:
+            name = func._schema.name.partition("::")[2]
+            values = (*args, *kwargs.values())
+            phase, place, again = self._where()
+            # The reducer calls c10d, DTensor the functional collectives.
+            ddp = self.places.has_ddp and name == "allreduce_" and phase is Phase.BWD
+            for one in communicated(name, values, result, self.groups, phase, place):
+                own = func.namespace == "c10d"
+                self._send(replace(one, recompute=again), own=own, ddp=ddp)
+            return
+        backward = torch._C._current_graph_task_id() != -1
+        found = computed(func, args, kwargs, result, backward=backward)
+        if found is None:
+            return
+        op, phase_told = found
+        phase, place, again = self._where()
+        if phase is Phase.OPTIM and getattr(op, "name", "") in _STATE:
+            return
+        made = ComputeOp(
+            op=op,
+            phase=phase_told if phase is Phase.BWD and phase_told else phase,
+            module=place.module,
+            layer=place.layer,
+            microbatch=place.microbatch,
+            recompute=again,
+        )
+        in_node = torch._C._current_autograd_node() is not None
+        self.operations.append(self._overlap.computing(made, in_node=in_node))
+
+    def _where(self) -> tuple[Phase, Place, bool]:
+        """Phase, place, and whether it is forward work done again."""
+        place = self.places.here()
+        if torch._C._current_graph_task_id() != -1:
+            self._after_backward = True
+            again = torch.is_grad_enabled()
+            return Phase.FWD if again else Phase.BWD, place, again
+        if self.places.inside_module:
+            self._after_backward = False
+        if self._in_optimizer or self._after_backward:
+            return Phase.OPTIM, Place("optimizer"), False
+        return Phase.FWD, place, False
+
+    def _send(self, op: CommOp, *, own: bool, ddp: bool) -> None:
+        op, before = self._overlap.sending(op, self.operations, own=own, ddp=ddp)
+        if before is not None:
+            self.operations[-1] = before
+        self.operations.append(op)
+
+    def _optimizer(self, *, running: bool) -> None:
+        self._in_optimizer = running
+
+    def _value_of(self, tensor: Tensor) -> float | int | bool:
+        """Fake tensors have no values: 1 stands for each that is read."""
+        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+            return torch.ops.aten._local_scalar_dense.default(tensor)  # type: ignore[no-any-return]
+        place = self.places.here().module
+        if place not in self.reads:
+            self.reads.append(place)
+        if tensor.dtype is torch.bool:
+            return True
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _watched(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
+        """Methods of torch to follow, each with what replaces it."""
+        watched = {
+            "unshard": self._overlap_unshard,
+            "wait_for_unshard": self._overlap_wait,
+            "post_backward": self._overlap_post_backward,
+            "finalize_backward": self._overlap_finalize,
+        }
+        for name, around in watched.items():
+            if hasattr(FSDPParamGroup, name):
+                yield (FSDPParamGroup, name), _around(getattr(FSDPParamGroup, name), around)
+        # DTensor works layouts out by running operators on whole shapes.
+        name = "_propagate_tensor_meta_non_cached"
+        if hasattr(ShardingPropagator, name):
+            original = getattr(ShardingPropagator, name)
+            yield (ShardingPropagator, name), _around(original, self._silence)
+
+    @contextlib.contextmanager
+    def _silence(self, *_: Any) -> Iterator[None]:
+        self._silent += 1
+        try:
+            yield
+        finally:
+            self._silent -= 1
+
+    @contextlib.contextmanager
+    def _overlap_unshard(self, group: Any, *_: Any) -> Iterator[None]:
+        forward = group._training_state.name == "FORWARD"
+        with (
+            self.places.owned_by(group.modules[0]),
+            self._overlap.gathering(id(group), forward=forward),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _overlap_wait(self, group: Any, *_: Any) -> Iterator[None]:
+        forward = group._training_state.name == "FORWARD"
+        with (
+            self.places.owned_by(group.modules[0]),
+            self._overlap.copying_out(id(group), forward=forward),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _overlap_post_backward(self, group: Any, *_: Any) -> Iterator[None]:
+        with self.places.owned_by(group.modules[0]), self._overlap.reducing():
+            yield
+
+    @contextlib.contextmanager
+    def _overlap_finalize(self, *_: Any) -> Iterator[None]:
+        self._overlap.wait_for_reductions()
+        yield
+
+
+def _around(original: Callable[..., Any], context: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context(*args):
+            return original(*args, **kwargs)
+
+    return call

@@ -1,0 +1,186 @@
+"""stepmark comm --from-workload and --print: a workload's collectives as cases, and cases as
+commands of nccl-tests and rccl-tests."""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+
+from stepmark.cli import comm_plan, comm_values
+from stepmark.cli.comm_plan import Plan
+from stepmark.cli.options import Values
+from stepmark.core.case import Label
+from stepmark.core.collectives import (
+    ALIGN_BYTES,
+    FACTS,
+    Api,
+    Collective,
+    Mode,
+    Parts,
+    placements,
+)
+from stepmark.core.comm_case import CommCase
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.units import format_bytes
+
+# What a workload says, so that no flag may say it, too.
+_SAID = (
+    *("begin", "end", "step", "factor", "model", "mbs", "seq_len", "message", "dtype", "redop"),
+    *("root", "pair", "bidirectional", "spread", "matrix", "ranks", "group_split"),
+)
+_PRINT_RANKS = 8  # of --print without --nproc
+_GPUS_PER_PROCESS = 8  # more ranks are started by mpirun
+_NO_PROGRAM = (
+    *(Collective.P2P_BOTH, Collective.PING_PONG, Collective.INCAST, Collective.MULTICAST),
+    Collective.BARRIER,
+)
+
+
+def plan(names: list[str], values: Values, device: str, world_size: int) -> Plan:
+    """The distinct collectives of a file; larger groups on the ranks there are. ConfigError."""
+    if world_size < 2:
+        raise ConfigError("nproc", world_size, "at least 2 ranks; one has nobody to talk to")
+    notes: list[str] = []
+    cases: dict[CommCase, CommCase] = {}
+    base = comm_plan.shared(values, device, world_size, world_size)
+    for true in _cases(names, values):
+        one = _placed(true, base, world_size, notes)
+        if one is None:
+            continue
+        if reason := comm_plan.impossible(one):
+            notes.append(f"left out: {_described(one)}: {reason[2]}")
+            continue
+        bare = replace(one, labels=())
+        held = cases[bare].labels if bare in cases else ()
+        cases[bare] = replace(one, labels=(*held, *one.labels))
+    if not cases:
+        allowed = f"a workload with collectives that run here; {'; '.join(notes)}"
+        raise ConfigError("from-workload", values["from_workload"], allowed)
+    return Plan(cases=list(cases.values()), notes=list(dict.fromkeys(notes)))
+
+
+def _cases(names: list[str], values: Values) -> Iterable[CommCase]:
+    """With their true groups, labelled with what they are of."""
+    from stepmark.cli import workload_cases, workload_files  # noqa: PLC0415
+
+    for flag in _SAID:
+        if values.get(flag):
+            shown = "given" if values[flag] is True else values[flag]
+            raise ConfigError(flag.replace("_", "-"), shown, "no --from-workload beside it")
+    wanted = [comm_values.collective_name(name) for name in names]
+    workload = workload_files.read(values["from_workload"])
+    found = workload_cases.messages(workload, wanted)
+    if not found:
+        allowed = f"a workload that has {' or '.join(wanted) or 'communication'}"
+        raise ConfigError("from-workload", values["from_workload"], allowed)
+    for one in found:
+        label = Label(
+            model=workload.name, role=", ".join(one.modules), count=max(one.calls.values())
+        )
+        yield replace(one.case, labels=(label,))
+
+
+def _placed(
+    true: CommCase, base: CommCase, world_size: int, notes: list[str]
+) -> CommCase | None:
+    """On this machine, called as the flags say."""
+    from stepmark.cli import workload_cases  # noqa: PLC0415
+
+    fitted = workload_cases.fitted(true, world_size)
+    if fitted is None:
+        notes.append(f"left out: {_described(true)}: too small for {world_size} ranks")
+        return None
+    if fitted is not true:
+        smaller = "" if fitted.message_bytes == true.message_bytes else " trimmed"
+        notes.append(
+            f"{_described(true)} is of {true.num_ranks} ranks: run{smaller} on {world_size}"
+        )
+    if base.mode is Mode.GRAPH and fitted.collective is Collective.BARRIER:
+        notes.append("left out: a barrier has no graph")
+        return None
+    return replace(
+        base,
+        collective=fitted.collective,
+        count=fitted.count,
+        dtype=fitted.dtype,
+        num_ranks=fitted.num_ranks,
+        redop=fitted.redop,
+        root=fitted.root,
+        in_place=placements(fitted.collective, base.api)[0],
+        pair=fitted.pair,
+        spread=fitted.spread,
+        labels=fitted.labels,
+    )
+
+
+def print_commands(names: list[str], values: Values) -> None:
+    """--print: on stdout a line per distinct message. Needs no device. Raises ConfigError."""
+    tool = str(values["print_as"]).strip().lower().replace("_", "-")
+    if tool not in ("nccl-tests", "rccl-tests"):
+        raise ConfigError("print", values["print_as"], "nccl-tests or rccl-tests")
+    for line in commands(_to_print(names, values), tool):
+        (sys.stderr if line.startswith("# left out") else sys.stdout).write(line + "\n")
+
+
+def _to_print(names: list[str], values: Values) -> Iterable[CommCase]:
+    if values.get("from_workload"):
+        yield from _cases(names, values)
+        return
+    asked = str(values.get("nproc") or _PRINT_RANKS)
+    if not asked.isdecimal() or not 2 <= int(asked) <= 2**20:
+        raise ConfigError("nproc", asked, "a number of ranks from 2")
+    kept = {**values, "api": Api.NCCL, "backend": None, "placement": None}
+    planned = comm_plan.plan(names, kept, "cuda", int(asked))
+    yield from planned.cases
+
+
+def commands(cases: Iterable[CommCase], tool: str) -> Iterable[str]:
+    """One line per program, size, type and group; both placements are one run there."""
+    lines: dict[str, dict[str, None]] = {}
+    for case in cases:
+        if case.collective in _NO_PROGRAM or case.split or case.matrix:
+            yield f"# left out: {_described(case)}: {tool} has no program for it"
+            continue
+        remarks = [
+            " ".join(f"{one.model} {one.role} x {one.count}".split()) for one in case.labels
+        ]
+        if _is_trimmed(case):
+            remarks.append(f"parts are trimmed to multiples of {ALIGN_BYTES} bytes")
+        lines.setdefault(command(case, tool), {}).update(dict.fromkeys(remarks))
+    for line, said in lines.items():
+        yield f"{line}  # {'; '.join(said)}" if said else line
+
+
+def command(case: CommCase, tool: str) -> str:
+    """-b and -e count the gathered buffer, as core.collectives does. More ranks than a node
+    usually has are started by mpirun, one per process."""
+    from stepmark.report.nccl_tests import test_name, type_name  # noqa: PLC0415
+
+    even_parts = case.collective is Collective.ALL_TO_ALL_V
+    name = "sendrecv_perf" if FACTS[case.collective].pair else test_name(case.collective)
+    ahead = []
+    if even_parts and tool == "nccl-tests" and case.spread is not None:
+        ahead = [f"NCCL_TESTS_ALLTOALLV_SPREAD={case.spread:g}"]
+    if even_parts and tool == "rccl-tests":
+        name = "alltoall_perf"  # its alltoallv has uneven parts only
+    many = case.num_ranks > _GPUS_PER_PROCESS
+    ahead += ["mpirun", "-np", str(case.num_ranks)] if many else []
+    words = [*ahead, name, "-b", str(case.message_bytes), "-e", str(case.message_bytes)]
+    words += ["-d", _RCCL_TYPES.get(case.dtype, "") if tool == "rccl-tests" else ""]
+    words[-1] = words[-1] or type_name(case.dtype)
+    words += ["-o", case.redop.value] if FACTS[case.collective].reduces else []
+    words += ["-r", str(case.root)] if FACTS[case.collective].rooted else []
+    return " ".join([*words, "-g", "1" if many else str(case.num_ranks)])
+
+
+# rccl-tests' README; nccl-tests calls them f8e4m3 and f8e5m2.
+_RCCL_TYPES = {DType.FP8_E4M3: "fp8_e4m3", DType.FP8_E5M2: "fp8_e5m2"}
+
+
+def _is_trimmed(case: CommCase) -> bool:
+    split = FACTS[case.collective].parts is not Parts.WHOLE
+    return split and bool(case.count * case.dtype.itemsize % ALIGN_BYTES)
+
+
+def _described(case: CommCase) -> str:
+    return f"{case.collective} of {format_bytes(case.message_bytes)} {case.dtype}"

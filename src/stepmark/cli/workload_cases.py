@@ -1,0 +1,176 @@
+"""The distinct collectives and operators of a workload, as cases that stepmark measures."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from stepmark.core.case import Case, Label
+from stepmark.core.collectives import (
+    ALIGN_BYTES,
+    FACTS,
+    Api,
+    Collective,
+    Parts,
+    placements,
+    trimmed_count,
+)
+from stepmark.core.comm_case import CommCase
+from stepmark.core.message import RECV, SEND
+from stepmark.core.ops import Attention, Bmm, Gemm, GroupedGemm, Op
+from stepmark.core.workload import CommOp, ComputeOp, Workload
+from stepmark.report.tables import Row, shape_text
+from stepmark.report.workload_tables import SETUP, pass_of, ranges
+
+# What a workload's speed hangs on; other operators are listed in show's tables.
+SHAPED = (Gemm, Bmm, GroupedGemm, Attention)
+
+
+@dataclass(slots=True, kw_only=True)
+class Message:
+    """One distinct collective. calls: per rank and step, by stage."""
+
+    case: CommCase
+    calls: dict[int, int]
+    passes: dict[str, None]
+    groups: dict[str, None]
+    modules: dict[str, None]
+
+
+def messages(workload: Workload, collectives: Iterable[str] = ()) -> list[Message]:
+    """Distinct collectives over all stages and the setup; of a pair of send and recv the send.
+
+    collectives: only these names, and send as p2p. All where none is named.
+    """
+    wanted = set(collectives)
+    found: dict[CommCase, Message] = {}
+    for stage, when, operation, calls in _communication(workload):
+        case = case_of(operation, workload.groups[operation.group].size)
+        if case is None or (wanted and case.collective not in wanted):
+            continue
+        held = found.setdefault(
+            case,
+            Message(case=case, calls=defaultdict(int), passes={}, groups={}, modules={}),
+        )
+        held.calls[stage] += calls
+        held.passes[when] = None
+        held.groups[operation.group] = None
+        held.modules[operation.module] = None
+    order = list(Collective)
+    return sorted(
+        found.values(),
+        key=lambda one: (
+            order.index(one.case.collective),
+            one.case.num_ranks,
+            one.case.dtype,
+            one.case.message_bytes,
+        ),
+    )
+
+
+def case_of(operation: CommOp, num_ranks: int) -> CommCase | None:
+    """Out of place where torch offers it, its group the whole world. None: nothing is sent."""
+    if operation.collective == RECV or not operation.count or num_ranks < 2:
+        return None
+    pair = operation.collective == SEND
+    collective = Collective.P2P if pair else Collective(operation.collective)
+    facts = FACTS[collective]
+    return CommCase(
+        collective=collective,
+        count=0 if collective is Collective.BARRIER else operation.count,
+        dtype=operation.dtype,
+        num_ranks=2 if pair else num_ranks,
+        world_size=2 if pair else num_ranks,
+        redop=operation.redop,
+        root=(operation.root or 0) if facts.rooted else -1,
+        in_place=placements(collective, Api.TORCH)[0],
+        pair=(0, 1) if facts.pair else None,
+        spread=0.0 if collective is Collective.ALL_TO_ALL_V else None,
+    )
+
+
+def fitted(case: CommCase, world_size: int) -> CommCase | None:
+    """The same message among at most so many ranks. None where that leaves nothing of it."""
+    if case.num_ranks <= world_size:
+        return case
+    size = case.message_bytes
+    count = trimmed_count(case.collective, size, case.dtype.itemsize, world_size)
+    if not count:
+        return None
+    root = min(case.root, world_size - 1)
+    return replace(case, count=count, num_ranks=world_size, world_size=world_size, root=root)
+
+
+def message_rows(workload: Workload, collectives: Iterable[str] = ()) -> list[Row]:
+    """One row per distinct collective, with the command that measures it."""
+    return [
+        {
+            "collective": one.case.collective.value,
+            "dtype": one.case.dtype.value,
+            "redop": one.case.redop.value if FACTS[one.case.collective].reduces else None,
+            "num_ranks": one.case.num_ranks,
+            "size_bytes": one.case.message_bytes,
+            "count": one.case.count,
+            "calls": max(one.calls.values()),
+            "stages": ranges(sorted(one.calls)),
+            "passes": ", ".join(one.passes),
+            "groups": ", ".join(one.groups),
+            "modules": ", ".join(one.modules),
+            "trimmed": _is_trimmed(one.case),
+            "command": one.case.command(),
+        }
+        for one in messages(workload, collectives)
+    ]
+
+
+def operator_rows(workload: Workload) -> list[Row]:
+    """One row per distinct product and attention, with the command that measures it."""
+    calls: dict[Op, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    labels: dict[Op, dict[Label, None]] = defaultdict(dict)
+    for stage in range(len(workload.stages)):
+        for operation, times in workload.tally(stage).items():
+            if isinstance(operation, ComputeOp) and isinstance(operation.op, SHAPED):
+                calls[operation.op][stage] += times
+                label = Label(role=operation.module, phase=operation.phase)
+                labels[operation.op][label] = None
+    rows: list[Row] = []
+    for op, by_stage in calls.items():
+        case = Case(op=op, backend=_BACKEND[type(op)])
+        row: Row = {
+            "family": case.family,
+            "shape": shape_text(op),
+            "dtype": case.dtype.value,
+            "passes": ", ".join(dict.fromkeys(str(one.phase) for one in labels[op])),
+            "flops": op.flops,
+            "calls": max(by_stage.values()),
+            "stages": ranges(sorted(by_stage)),
+            "modules": ", ".join(dict.fromkeys(one.role for one in labels[op])),
+            "command": _plain(case),
+        }
+        rows.append(row)
+    return rows
+
+
+# Any that the command then leaves out: stepmark op runs what there is.
+_BACKEND = {Gemm: "torch", Bmm: "torch", GroupedGemm: "torch", Attention: "torch"}
+
+
+def _plain(case: Case) -> str:
+    """The command without backend, device and rate, which are the machine's matter."""
+    return case.command().partition(" --backend ")[0]
+
+
+def _communication(workload: Workload) -> Iterable[tuple[int, str, CommOp, int]]:
+    for stage in range(len(workload.stages)):
+        for operation, calls in workload.tally(stage, setup=True).items():
+            if isinstance(operation, CommOp):
+                yield stage, SETUP, operation, calls
+        for operation, calls in workload.tally(stage).items():
+            if isinstance(operation, CommOp):
+                yield stage, pass_of(operation), operation, calls
+
+
+def _is_trimmed(case: CommCase) -> bool:
+    """Whether a size in bytes, given to -b, comes out smaller: parts are multiples of 16."""
+    return FACTS[case.collective].parts is not Parts.WHOLE and bool(
+        case.count * case.dtype.itemsize % ALIGN_BYTES
+    )

@@ -1,0 +1,92 @@
+"""stepmark workload show: tables and figures of a workload, or its distinct cases."""
+
+import sys
+from pathlib import Path
+
+from stepmark.cli import workload_cases, workload_files
+from stepmark.cli.options import Values
+from stepmark.core.errors import ConfigError
+from stepmark.core.workload import Workload
+from stepmark.report import workload_tables, workload_text
+from stepmark.report.tables import Row
+
+
+def show(workload: Workload, values: Values) -> None:
+    """As asked for by --stage, --distinct, --json, --csv and --html."""
+    stage = workload_files.pipeline_stage(workload, values)
+    tables = _distinct(workload) if values.get("distinct") else _tables(workload, stage)
+    _files(tables, values)
+    if target := values.get("html"):
+        _page(workload, stage, Path(target))
+    if "-" in (values.get("json"), values.get("csv")):
+        return
+    if values.get("distinct"):
+        lines = _distinct_lines(workload, tables)
+    else:
+        lines = workload_text.lines(workload, stage)
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+def _tables(workload: Workload, stage: int) -> dict[str, list[Row]]:
+    return {
+        "stages": workload_tables.stage_rows(workload),
+        "communication": workload_tables.collective_rows(workload, stage),
+        "computation": workload_tables.compute_rows(workload, stage),
+        "layers": workload_tables.layer_rows(workload, stage),
+    }
+
+
+def _distinct(workload: Workload) -> dict[str, list[Row]]:
+    return {
+        "collectives": workload_cases.message_rows(workload),
+        "operators": workload_cases.operator_rows(workload),
+    }
+
+
+def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[str]:
+    found = [f"# {line}" for line in workload_text.header(workload)]
+    found += [
+        "",
+        f"# {len(tables['collectives'])} distinct collectives; calls per rank and step",
+    ]
+    several = len(workload.stages) > 1
+    for kind in ("collectives", "operators"):
+        if kind == "operators":
+            count = len(tables[kind])
+            found += [
+                "",
+                f"# {count} distinct products and attentions; calls per rank and step",
+            ]
+        for row in tables[kind]:
+            where = f" in stage {row['stages']}" if several else ""
+            what = "".join(f" {row[key]}" for key in ("groups",) if row.get(key))
+            said = f"{row['calls']} calls{where},{what} {row['passes']}: {row['modules']}"
+            found.append(f"{row['command']}  # {' '.join(said.split())}")
+    if any(row["trimmed"] for row in tables["collectives"]):
+        found.append(
+            "# -b is trimmed, as in nccl-tests, where a part is no multiple of 16 bytes;"
+        )
+        found.append("# stepmark comm --from-workload FILE measures the sizes as they are")
+    return found
+
+
+def _files(tables: dict[str, list[Row]], values: Values) -> None:
+    from stepmark.store.export import write_tables  # noqa: PLC0415
+
+    if target := values.get("json"):
+        write_tables(tables, target, "json")
+    if target := values.get("csv"):
+        write_tables({name: rows for name, rows in tables.items() if rows}, target, "csv")
+
+
+def _page(workload: Workload, stage: int, target: Path) -> None:
+    from stepmark.report.page import write_page  # noqa: PLC0415
+    from stepmark.report.workload_page import page  # noqa: PLC0415
+
+    try:
+        write_page(page(workload, stage), target)
+    except OSError as error:
+        allowed = f"a file that can be written ({error.strerror})"
+        raise ConfigError("html", target, allowed) from None
+    sys.stderr.write(f"wrote {target}\n")

@@ -1,0 +1,220 @@
+"""A workload as text: what `stepmark workload show` prints."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from stepmark.core.units import format_bytes, format_time
+from stepmark.core.workload import Workload
+from stepmark.report import histogram_text, workload_pipeline
+from stepmark.report.histogram import rows as histogram_rows
+from stepmark.report.printing import digits
+from stepmark.report.tables import Row, number, text
+from stepmark.report.workload_tables import (
+    collective_rows,
+    compute_rows,
+    histogram,
+    layer_rows,
+    stage_rows,
+)
+
+Shown = Callable[[Row, str], str]
+_MOST_SHAPES = 24
+_MOST_STAGES = 8
+
+
+def header(workload: Workload) -> list[str]:
+    """What it is of, whose rules, which settings, and what one should know."""
+    model = workload.model
+    lines = [f"workload {workload.name}: {workload.rules}, {workload.world_size} ranks"]
+    lines += [f"rules    {workload.source}"] if workload.source else []
+    if model is not None:
+        lines.append(
+            f"model    {model.name}: {model.num_layers} layers, hidden {model.hidden_size}, "
+            f"heads {model.num_heads}/{model.num_kv_heads}, ffn {model.ffn_hidden_size}, "
+            f"vocabulary {model.vocab_size}, seq {model.seq_len}"
+        )
+    groups = (
+        f"{name} {group.size}" for name, group in workload.groups.items() if group.size > 1
+    )
+    lines.append(
+        f"spread   {_many(len(workload.stages), 'stage')}, "
+        f"{_many(workload.num_microbatches, 'micro-batch')} per step; "
+        f"groups: {', '.join(groups) or 'none'}"
+    )
+    if workload.settings:
+        said = (f"{name} {_word(value)}" for name, value in workload.settings.items())
+        lines.append(f"settings {', '.join(said)}")
+    lines += [f"note     {note}" for note in workload.notes]
+    return lines
+
+
+def lines(workload: Workload, stage: int) -> list[str]:
+    """Everything, each table under its heading."""
+    found = header(workload)
+    stages = stage_rows(workload)
+    found += _section("Stages (per rank and step)", _stage_lines(stages))
+    of_stage = f", stage {stage}" if len(workload.stages) > 1 else ""
+    found += _section(
+        f"Communication{of_stage} (per rank and step)",
+        aligned(collective_rows(workload, stage), _COLLECTIVES),
+    )
+    counted = histogram(workload, stage)
+    if counted:
+        table = histogram_rows(counted, by=("collective",))
+        found += _section(f"Sizes{of_stage}", histogram_text.lines(table))
+    computed = compute_rows(workload, stage)
+    more = len(computed) - _MOST_SHAPES
+    found += _section(
+        f"Computation{of_stage}",
+        [
+            *aligned(computed[:_MOST_SHAPES], _COMPUTE),
+            *([f"and {more} more; --json has all"] if more > 0 else []),
+        ],
+    )
+    found += _section(
+        f"Layers{of_stage} (bytes: messages)", aligned(layer_rows(workload, stage), _LAYERS)
+    )
+    return found + _section("Pipeline", workload_pipeline.text(workload))
+
+
+def aligned(rows: Sequence[Row], columns: Mapping[str, tuple[str, Shown]]) -> list[str]:
+    """Rows under headings, columns with nothing to say left out; numbers to the right."""
+    shown = {
+        key: [heading, *(form(row, key) for row in rows)]
+        for key, (heading, form) in columns.items()
+        if any(form(row, key) for row in rows)
+    }
+    right = {key for key in shown if any(number(row, key) is not None for row in rows)}
+    padded = []
+    for key, cells in shown.items():
+        width = max(map(len, cells))
+        padded.append([c.rjust(width) if key in right else c.ljust(width) for c in cells])
+    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+
+
+def _section(title: str, found: Sequence[str]) -> list[str]:
+    return ["", title, *found] if found else []
+
+
+def _stage_lines(stages: Sequence[Row]) -> list[str]:
+    """Stages one after the other that do alike are one line."""
+    unlike = ("stage", "which")
+    merged: list[tuple[list[int], Row]] = []
+    for row in stages:
+        index = row["stage"]
+        assert isinstance(index, int)
+        alike = merged and all(
+            merged[-1][1][key] == row[key] for key in row if key not in unlike
+        )
+        if alike and len(stages) > _MOST_STAGES:
+            merged[-1][0].append(index)
+        else:
+            merged.append(([index], row))
+    shown: list[Row] = [
+        row | {"stage": str(held[0]), "which": row["which"]}
+        if len(held) == 1
+        else row | {"stage": f"{held[0]}-{held[-1]}", "which": "each"}
+        for held, row in merged
+    ]
+    return aligned(shown, _STAGES)
+
+
+def _many(count: int, word: str) -> str:
+    plural = "es" if word.endswith("ch") else "s"
+    return f"{count} {word}{plural if count != 1 else ''}"
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "unset" if value is None else str(value)
+
+
+def _text(row: Row, key: str) -> str:
+    return text(row, key)
+
+
+def _bytes(row: Row, key: str) -> str:
+    value = number(row, key)
+    return "" if value is None else format_bytes(value)
+
+
+def _nonzero(form: Shown) -> Shown:
+    return lambda row, key: form(row, key) if number(row, key) else ""
+
+
+def _flops(row: Row, key: str) -> str:
+    value = number(row, key)
+    if value is None:
+        return ""
+    scale, unit = next(
+        ((scale, unit) for scale, unit in _FLOP_UNITS if value >= scale), (1.0, "")
+    )
+    return f"{digits(value / scale)} {unit}".rstrip()
+
+
+_FLOP_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def _percent(row: Row, key: str) -> str:
+    value = number(row, key)
+    return "" if value is None else f"{value:.1f}"
+
+
+def _time(row: Row, key: str) -> str:
+    value = number(row, key)
+    return "" if value is None else format_time(value)
+
+
+def _short(row: Row, key: str) -> str:
+    shown = text(row, key)
+    return shown if len(shown) <= 48 else shown[:45] + "..."
+
+
+_STAGES: dict[str, tuple[str, Shown]] = {
+    "stage": ("stage", _text),
+    "layers": ("layers", _text),
+    "which": ("which", _short),
+    "has": ("and", _text),
+    "operations": ("operations", _text),
+    "collectives": ("collectives", _nonzero(_text)),
+    "forward_flops": ("fwd FLOP", _flops),
+    "backward_flops": ("bwd FLOP", _flops),
+    "comm_bytes": ("messages", _nonzero(_bytes)),
+    "bus_bytes": ("on the bus", _nonzero(_bytes)),
+    "time_s": ("compute", _nonzero(_time)),
+}
+_COLLECTIVES: dict[str, tuple[str, Shown]] = {
+    "pass": ("pass", _text),
+    "collective": ("collective", _text),
+    "dtype": ("dtype", _text),
+    "group": ("group", _text),
+    "num_ranks": ("ranks", _text),
+    "size_bytes": ("size", _bytes),
+    "count": ("count", _text),
+    "calls": ("calls", _text),
+    "bytes": ("bytes", _bytes),
+    "bus_bytes": ("on the bus", _bytes),
+    "stream": ("stream", _text),
+    "modules": ("of", _short),
+}
+_COMPUTE: dict[str, tuple[str, Shown]] = {
+    "family": ("operator", _text),
+    "pass": ("pass", _text),
+    "shape": ("shape", _short),
+    "dtype": ("dtype", _text),
+    "calls": ("calls", _text),
+    "flops": ("FLOP", _nonzero(_flops)),
+    "pct_flops": ("%", _percent),
+    "bytes_moved": ("memory", _nonzero(_bytes)),
+    "time_s": ("time each", _time),
+    "modules": ("of", _short),
+}
+_LAYERS: dict[str, tuple[str, Shown]] = {
+    "layers": ("layers", _text),
+    "number": ("number", _text),
+    "forward_flops": ("fwd FLOP", _nonzero(_flops)),
+    "backward_flops": ("bwd FLOP", _nonzero(_flops)),
+    "forward_comm_bytes": ("fwd bytes", _nonzero(_bytes)),
+    "backward_comm_bytes": ("bwd bytes", _nonzero(_bytes)),
+    "optimizer_comm_bytes": ("optimizer bytes", _nonzero(_bytes)),
+}

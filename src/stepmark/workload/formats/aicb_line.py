@@ -1,0 +1,207 @@
+"""One line of AICB's CSV: an operation of rank 0, or the end of an iteration.
+
+Source: aliyun/aicb, log_analyzer/log.py (LogItem) and utils/utils.py (CommType, CommGroup).
+Sizes are bytes of the full tensor; of a computation, shapes of its two factors.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from stepmark.core.collectives import Collective, RedOp
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.message import RECV, SEND
+from stepmark.core.ops import Gemm, Layout, Phase
+from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Operation
+
+HEADER = (
+    "comm_type,comm_group,comm_group_size,msg_size,stage,dst,src,additional,"
+    "_elapsed_time,algbw,busbw,count"
+)
+COLUMNS = HEADER.split(",")
+EPOCH_END = "CommType.epoch_end,None,None,0,,None,None,,None,None,None,1"
+NONE = "None"
+END, COMPUTATION = "epoch_end", "computation"
+COLLECTIVES = {
+    "all_reduce": str(Collective.ALL_REDUCE),
+    "isend": SEND,
+    "irecv": RECV,
+    "broadcast": str(Collective.BROADCAST),
+    "all_gather": str(Collective.ALL_GATHER),
+    "reduce_scatter": str(Collective.REDUCE_SCATTER),
+    "barrier": str(Collective.BARRIER),
+    "reduce": str(Collective.REDUCE),
+    "all_to_all": str(Collective.ALL_TO_ALL),
+    "reduce_scatter_tensor": str(Collective.REDUCE_SCATTER),
+    "all_gather_into_tensor": str(Collective.ALL_GATHER),
+}
+GROUPS = {
+    "tp_group": "tp",
+    "dp_group": "dp",
+    "pp_group": "pp",
+    "ep_group": "ep",
+    "ep_dp_group": "ep_dp",
+    "ep_tp_group": "ep_tp",
+    "embedding_group": "embedding",
+    "all": "world",
+}
+_SHAPES = re.compile(r"\(\(([\d ]+)\) \(([\d ]+)\)\)")
+_LAYOUTS = {Phase.FWD: Layout.NT, Phase.DGRAD: Layout.NN, Phase.WGRAD: Layout.TN}
+_PHASES = (("forward", Phase.FWD), ("backward", Phase.BWD), ("step", Phase.OPTIM))
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce")
+_PEERS = {"next": 1, "prev": -1}
+_TYPE_OF = {ours: name for name, ours in reversed(COLLECTIVES.items())}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """The fields that say what runs; kind and group without their class names."""
+
+    kind: str
+    group: str  # "" of a computation and an end
+    group_size: int | None  # None: not in the line
+    size: str
+    stage: str
+    dst: int | None
+    src: int | None
+    additional: str
+    elapsed_ms: float | None
+
+
+def parse(text: str, where: str) -> Line:
+    """Raises ConfigError that starts with `where`."""
+    fields = text.rstrip("\r").split(",")
+    if len(fields) != len(COLUMNS):
+        allowed = f"{len(COLUMNS)} columns: {HEADER}"
+        raise ConfigError(where, f"{len(fields)} columns", allowed)
+    kind, group = fields[0].removeprefix("CommType."), fields[1].removeprefix("CommGroup.")
+    known = (*COLLECTIVES, COMPUTATION, END)
+    if kind not in known or not fields[0].startswith("CommType."):
+        raise ConfigError(
+            f"{where}, comm_type", fields[0], f"CommType. and one of {', '.join(known)}"
+        )
+    if kind in (COMPUTATION, END):
+        group = ""
+    elif group not in GROUPS:
+        raise ConfigError(
+            f"{where}, comm_group", fields[1], f"CommGroup. and one of {', '.join(GROUPS)}"
+        )
+    return Line(
+        kind=kind,
+        group=group,
+        group_size=_whole(fields[2], f"{where}, comm_group_size"),
+        size=fields[3],
+        stage=fields[4],
+        dst=_whole(fields[5], f"{where}, dst", low=0),
+        src=_whole(fields[6], f"{where}, src", low=0),
+        additional=fields[7],
+        elapsed_ms=None if fields[8] == NONE else number(fields[8], f"{where}, _elapsed_time"),
+    )
+
+
+def _whole(text: str, where: str, low: int = 1) -> int | None:
+    if text == NONE:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= low):
+        raise ConfigError(where, text, f"None or a whole number, {low} or more")
+    return int(text)
+
+
+def number(text: str, where: str) -> float:
+    """Finite and 0 or more. Raises ConfigError."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < 2**60:  # NaN is in no range
+        raise ConfigError(where, text, "a number, 0 or more")
+    return found
+
+
+def operation(line: Line, groups: Mapping[str, Group], where: str) -> Operation:
+    """Raises ConfigError that starts with `where`. Peers and roots are of the group."""
+    phase = next((one for start, one in _PHASES if line.stage.startswith(start)), Phase.STEP)
+    if line.kind == COMPUTATION:
+        return _computation(line, phase)
+    group = GROUPS[line.group]
+    if group not in groups:
+        raise ConfigError(
+            f"{where}, comm_group_size", NONE, f"known: no line tells the size of {line.group}"
+        )
+    collective = COLLECTIVES[line.kind]
+    peer = None
+    if collective in (SEND, RECV):
+        peer = _PEERS.get(line.additional.partition("_")[2])
+        if peer is None:
+            raise ConfigError(
+                f"{where}, additional",
+                line.additional,
+                "send_next, send_prev, recv_next or recv_prev",
+            )
+    op = CommOp(
+        collective=collective,
+        dtype=DType.UINT8,
+        count=1,
+        group=group,
+        phase=phase,
+        module=line.stage,
+        redop=RedOp.SUM if line.kind in _REDUCING else RedOp.NONE,
+        root=line.dst if collective == "reduce" else line.src,
+        peer=peer,
+    )
+    num_bytes = math.ceil(number(line.size, f"{where}, msg_size"))
+    parts = op.message_bytes(groups[group])
+    return replace(op, count=-(-num_bytes // parts))
+
+
+def _computation(line: Line, phase: Phase) -> ComputeOp:
+    """Shapes as AICB prints them are a matrix product; anything else is a name."""
+    shapes = _SHAPES.fullmatch(line.size)
+    if shapes and len(line.size) < 200:
+        first, second = ([int(one) for one in shape.split()] for shape in shapes.groups())
+        if phase is Phase.BWD:
+            phase = Phase.WGRAD if len(first) == 2 else Phase.DGRAD
+        if len(second) == 2 and first[-1:] == second[:1] and all((*first[:-1], *second)):
+            op = Gemm(
+                m=math.prod(first[:-1]),
+                k=second[0],
+                n=second[1],
+                layout=_LAYOUTS.get(phase, Layout.NT),
+            )
+            return ComputeOp(op=op, phase=phase, module=line.stage)
+    return ComputeOp(op=Kernel(name=line.size), phase=phase, module=line.stage)
+
+
+def text_of(op: Operation, stage: str, group: str, size: int) -> str:
+    """The line of an operation. stage, group: in AICB's words; size: of the group.
+
+    Raises ConfigError for what AICB has no line for.
+    """
+    if isinstance(op, ComputeOp):
+        shapes = _shapes(op)
+        return f"CommType.computation,None,None,{shapes},{stage},None,None,,None,None,None,1\n"
+    if op.collective not in _TYPE_OF and op.collective != Collective.ALL_TO_ALL_V:
+        raise ConfigError("collective", op.collective, f"one of {', '.join(_TYPE_OF)}")
+    kind = _TYPE_OF.get(op.collective, "all_to_all")
+    dst, src, additional = None, op.root, ""
+    if op.collective == Collective.REDUCE:
+        dst, src = op.root, None
+    if op.collective in (SEND, RECV):
+        additional = f"{op.collective}_{'next' if (op.peer or 0) > 0 else 'prev'}"
+    num_bytes = op.message_bytes(Group(digits=((size, 1),)))
+    return (
+        f"CommType.{kind},CommGroup.{group},{size},{num_bytes},{stage},{dst},{src},"
+        f"{additional},None,None,None,1\n"
+    )
+
+
+def _shapes(op: ComputeOp) -> str:
+    if isinstance(op.op, Kernel):
+        return op.op.name
+    if not isinstance(op.op, Gemm):
+        raise ConfigError("operator", op.module, "a matrix product")
+    m, n, k = op.op.m, op.op.n, op.op.k
+    first = f"({m} {k})" if op.phase is Phase.WGRAD else f"({m} 1 {k})"
+    return f"({first} ({k} {n}))"

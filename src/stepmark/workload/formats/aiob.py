@@ -1,0 +1,123 @@
+"""AIOB's profile: how long each part of a model's forward pass took, in microseconds.
+
+    train_iter:10
+    atten_qkv:
+        time_gpu_max: 1255
+        time_gpu_min: 862
+        time_gpu_avg: 889
+
+Source: aliyun/aicb, utils/utils.py (process_all_keys writes it, extract_averages reads it).
+Samples above three times the least are not in max and avg. The file names no model, device,
+type or shape, and has no backward pass.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepmark.core.errors import ConfigError
+from stepmark.workload.formats.source_file import read_lines
+
+_FIRST = re.compile(r"(train_iter):(\d{1,9})|(inference_term):(\w{1,40})")
+_SECTION = re.compile(r"(\w{1,80}):[ \t]*")
+_TIME = re.compile(
+    r"[ \t]+time_gpu_(max|min|avg):[ \t]*(\d{1,15}(?:\.\d{1,20})?(?:e-?\d{1,2})?)"
+)
+_TIMES = ("max", "min", "avg")
+_GRADIENTS = "param_time"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Seconds of one part of the model, over iterations."""
+
+    max_s: float
+    min_s: float
+    avg_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A file's parts, in its order. Of training the iterations, of inference the phase."""
+
+    parts: Mapping[str, Part]
+    iterations: int | None = None
+    inference_phase: str = ""
+
+    def attention_s(self) -> float | None:
+        """What AICB takes as attention: the norm before it included. None: no such part."""
+        return self._sum("atten", "layernorm")
+
+    def mlp_s(self) -> float | None:
+        """What AICB takes as the MLP: the norm before it included. None: no such part."""
+        return self._sum("mlp", "layernorm2")
+
+    def gradients_s(self) -> tuple[float, float] | None:
+        """AICB's (grad_forward, grad_backward): the least and the mean of param_time."""
+        part = self.parts.get(_GRADIENTS)
+        return (part.min_s, part.avg_s) if part else None
+
+    def _sum(self, word: str, norm: str) -> float | None:
+        found = [part.avg_s for name, part in self.parts.items() if word in name]
+        if not found:
+            return None
+        return sum(found) + (self.parts[norm].avg_s if norm in self.parts else 0.0)
+
+
+def read(path: Path) -> Profile:
+    """Raises ConfigError, with the line's number, for what is no such file."""
+    lines = read_lines(path, "AIOB profile")
+    first = _FIRST.fullmatch(lines[0].strip())
+    if not first:
+        raise ConfigError("line 1", lines[0], "train_iter:N or inference_term:PHASE")
+    found: dict[str, dict[str, float]] = {}
+    section = ""
+    for place, text in enumerate(lines[1:], start=2):
+        line = text.rstrip("\r")
+        if not line.strip():
+            continue
+        if opened := _SECTION.fullmatch(line):
+            section = opened[1]
+            if section in found:
+                raise ConfigError(f"line {place}", line, "a part that has not come before")
+            found[section] = {}
+        elif (time := _TIME.fullmatch(line)) and section and time[1] not in found[section]:
+            found[section][time[1]] = float(time[2]) * 1e-6
+        else:
+            raise ConfigError(f"line {place}", line, _ALLOWED)
+    if not found:
+        raise ConfigError(f"line {len(lines)}", "no part", _ALLOWED)
+    return Profile(
+        parts={name: _part(name, times) for name, times in found.items()},
+        iterations=int(first[2]) if first[1] else None,
+        inference_phase=first[4] or "",
+    )
+
+
+_ALLOWED = (
+    "a part's name and :, or once each below it time_gpu_max, _min and _avg: MICROSECONDS"
+)
+
+
+def write(profile: Profile) -> Iterator[str]:
+    """The text, a line at a time; equal times are written equally."""
+    if profile.iterations is None:
+        yield f"inference_term:{profile.inference_phase}\n"
+    else:
+        yield f"train_iter:{profile.iterations}\n"
+    for name, part in profile.parts.items():
+        yield f"{name}:\n"
+        for key in _TIMES:
+            seconds: float = getattr(part, f"{key}_s")
+            yield f"    time_gpu_{key}: {seconds * 1e6:.15g}\n"
+
+
+def _part(name: str, times: Mapping[str, float]) -> Part:
+    missing = [key for key in _TIMES if key not in times]
+    if missing:
+        raise ConfigError(name, f"no time_gpu_{missing[0]}", "a part with max, min and avg")
+    if not times["min"] <= times["avg"] <= times["max"]:
+        shown = " ".join(f"{times[key] * 1e6:g}" for key in ("min", "avg", "max"))
+        raise ConfigError(name, shown, "min <= avg <= max")
+    return Part(max_s=times["max"], min_s=times["min"], avg_s=times["avg"])

@@ -1,0 +1,234 @@
+"""Chakra execution traces (mlcommons/chakra), a file per rank, as ASTRA-sim is fed with them.
+
+Attributes have the names and types that the feeders of mlcommons/chakra (21585d8, src/feeder)
+and of ASTRA-sim (518bd51, astra-sim/workload/Workload.cc) read. Order on a stream and `after`
+are both data_deps: the older feeder follows no others. comm_size is the bytes of a rank's
+input, as ASTRA-sim's collective algorithms take it. Durations are whole microseconds, rounded
+so that the sum over a stream is right within one; time_s holds the exact ones. Reading is in
+chakra_reader.py.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from stepmark.core.collectives import Collective
+from stepmark.core.errors import ConfigError
+from stepmark.core.message import RECV, SEND
+from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Workload
+from stepmark.workload.durations import describe, family
+from stepmark.workload.formats.chakra_reader import GROUPS_FILE, read
+from stepmark.workload.formats.chakra_schema import (
+    COMM_TYPES,
+    VERSION,
+    NodeType,
+    classes,
+    framed,
+)
+from stepmark.workload.formats.ranks import Instances, Issued, check_rank
+from stepmark.workload.formats.walk import walk
+
+__all__ = ["comm_groups", "files", "is_one", "lost", "read", "write"]
+
+_GATHERED = (Collective.ALL_GATHER, Collective.GATHER)  # whose input is one part
+_TYPES = COMM_TYPES | {Collective.ALL_TO_ALL_V: COMM_TYPES[Collective.ALL_TO_ALL]}
+_PAIR = {SEND: NodeType.COMM_SEND, RECV: NodeType.COMM_RECV}
+_REFUSED = (Collective.REDUCE, Collective.GATHER, Collective.SCATTER, Collective.BARRIER)
+
+
+def is_one(head: bytes) -> bool:
+    """Whether a file that begins so is one: a short GlobalMetadata with a version or alone."""
+    return len(head) > 1 and (head[0] == 0 or (2 <= head[0] < 128 and head[1] in (0x0A, 0x12)))
+
+
+def write(workload: Workload, rank: int = 0) -> Iterator[bytes]:
+    """One step of one rank; ASTRA-sim wants `{name}.{rank}.et` of every rank.
+
+    Raises ConfigError for an unknown rank, for a collective that Chakra has not, and where
+    protobuf is not installed.
+    """
+    check_rank(workload, rank)
+    for block in workload.blocks.values():
+        for item in block:
+            if isinstance(item, CommOp) and item.collective not in (*_TYPES, *_PAIR):
+                allowed = f"one of {', '.join((*_TYPES, *_PAIR))}"
+                raise ConfigError("collective", item.collective, allowed)
+    classes()
+    return _file(workload, rank)
+
+
+def comm_groups(workload: Workload) -> Iterator[str]:
+    """ASTRA-sim's --comm-group-configuration: the ranks of each group that pg_name names."""
+    separator = "{\n"
+    for number, _, ranks in Instances(workload, first=1).members():
+        yield f'{separator}"{number}": [{", ".join(map(str, ranks))}]'
+        separator = ",\n"
+    yield "{}\n" if separator == "{\n" else "\n}\n"
+
+
+def files(
+    workload: Workload, ranks: Iterable[int] | None = None, name: str = "workload"
+) -> Iterator[tuple[str, Iterator[str] | Iterator[bytes]]]:
+    """Names and contents of what ASTRA-sim needs of a workload."""
+    yield GROUPS_FILE, comm_groups(workload)
+    for rank in range(workload.world_size) if ranks is None else ranks:
+        yield f"{name}.{rank}.et", write(workload, rank)
+
+
+def lost(workload: Workload) -> list[str]:
+    """What of this workload the format cannot say, or what ASTRA-sim does not take."""
+    ops = {one for stage in range(len(workload.stages)) for one in workload.tally(stage)}
+    comms = {one.collective for one in ops if isinstance(one, CommOp)}
+    found = ["operators' shapes (only FLOPs, bytes and a name), model and settings"]
+    untimed = sum(isinstance(one, ComputeOp) and one.time_s is None for one in ops)
+    if untimed:
+        found.append(f"a duration for {untimed} computations that have no time")
+    if any(one.time_s is not None and one.time_s * 1e6 % 1 for one in ops):
+        found.append("durations below a microsecond: rounded, exact in the attribute time_s")
+    if Collective.ALL_TO_ALL_V in comms:
+        found.append("uneven parts of an all_to_all_v: written as an all-to-all")
+    if refused := sorted(comms & set(_REFUSED)):
+        found.append(f"{', '.join(refused)}: in the file, but ASTRA-sim refuses them")
+    if Collective.BROADCAST in comms:
+        found.append("broadcast: in the file, but ASTRA-sim does not simulate it")
+    if any(stage.setup for stage in workload.stages):
+        found.append("what runs once before the first step")
+    return found
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Where a stream stands. Parts of one call start after what its first part does."""
+
+    before: list[int] = field(default_factory=list)
+    newest: list[int] = field(default_factory=list)
+    elapsed_us: float = 0.0
+
+    def follow(self, number: int, *, fused: bool) -> list[int]:
+        """Adds an operation; which ones it starts after."""
+        if fused and self.newest:
+            self.newest.append(number)
+        else:
+            self.before, self.newest = self.newest, [number]
+        return self.before
+
+    def spend(self, time_s: float) -> int:
+        began = round(self.elapsed_us)
+        self.elapsed_us += time_s * 1e6
+        return round(self.elapsed_us) - began
+
+
+def _file(workload: Workload, rank: int) -> Iterator[bytes]:
+    made = classes()
+    label = made.attribute(name="workload", string_val=workload.name)
+    yield framed(made.metadata(version=VERSION, attr=[label]).SerializeToString())
+    issued, streams = Issued(workload), dict[str, _Stream]()
+    places = _Places(made)
+    number = 0
+    parts = walk(workload, workload.stage_of(rank), _constant(workload, rank, made))
+    for operations, layer, microbatch in parts:
+        chunk = []
+        for (one, constant), own_layer, own_microbatch in operations:
+            if not constant:
+                continue
+            stream = streams.setdefault(one.stream, _Stream())
+            fused = isinstance(one, CommOp) and one.fused
+            deps = stream.follow(number, fused=fused)
+            if one.after:
+                deps = sorted({*deps, *issued.find(one.after)})
+            node = made.node(id=number, data_deps=deps)
+            if one.time_s is not None:
+                node.duration_micros = stream.spend(one.time_s)
+            data = constant + node.SerializeToString()
+            if own_layer is not None:
+                data += places.get("layer", own_layer + layer)
+            if own_microbatch is not None:
+                data += places.get("microbatch", own_microbatch + microbatch)
+            chunk.append(framed(data))
+            issued.note(one.name, number)
+            number += 1
+        yield b"".join(chunk)
+
+
+class _Places:
+    """Layers and micro-batches as serialized attributes: two parts of a message are one."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        self._known: dict[tuple[str, int], bytes] = {}
+
+    def get(self, name: str, value: int) -> bytes:
+        found = self._known.get((name, value))
+        if found is None:
+            one = self._made.attribute(name=name, int32_val=value)
+            found = self._known[name, value] = self._made.node(attr=[one]).SerializeToString()
+        return found
+
+
+def _constant(
+    workload: Workload, rank: int, made: Any
+) -> Callable[[Operation], tuple[Operation, bytes]]:
+    """An operation and what of its node is the same wherever it runs; b"" if it has no node."""
+    instances = Instances(workload, first=1)
+    tags = {name: index for index, name in enumerate(workload.groups)}
+
+    def constant(one: Operation) -> tuple[Operation, bytes]:
+        if isinstance(one, ComputeOp):
+            kind, what = NodeType.COMP, family(one.op)
+            values = _computation(one)
+        elif workload.groups[one.group].size == 1:
+            return one, b""
+        else:
+            kind, what = _PAIR.get(one.collective, NodeType.COMM_COLL), one.collective
+            values = _communication(one, workload, rank, instances, tags)
+        values |= {"phase.string": one.phase, "module.string": one.module}
+        values |= {"stream.string": one.stream}
+        if one.recompute:
+            values["recompute.bool"] = True
+        if one.time_s is not None:
+            values["time_s.double"] = one.time_s
+        node = made.node(name=f"{one.phase}.{one.module}.{what}", type=int(kind))
+        node.attr.extend(_attribute(made, key, value) for key, value in values.items())
+        return one, node.SerializeToString()
+
+    return constant
+
+
+def _attribute(made: Any, key: str, value: object) -> Any:
+    name, _, kind = key.rpartition(".")
+    return made.attribute(name=name, **{f"{kind}_val": value})
+
+
+def _computation(one: ComputeOp) -> dict[str, object]:
+    values: dict[str, object] = {"is_cpu_op.bool": False}
+    if one.op.flops is not None:
+        values["num_ops.int64"] = one.op.flops
+    if one.op.bytes_moved is not None:
+        values["tensor_size.uint64"] = one.op.bytes_moved
+    values["op.string"] = one.op.name if isinstance(one.op, Kernel) else describe(one.op)
+    return values
+
+
+def _communication(
+    one: CommOp, workload: Workload, rank: int, instances: Instances, tags: dict[str, int]
+) -> dict[str, object]:
+    group = workload.groups[one.group]
+    is_part = one.collective in (*_PAIR, *_GATHERED)
+    size = one.call_bytes() if is_part else one.message_bytes(group)
+    values: dict[str, object] = {"is_cpu_op.bool": False, "comm_size.int64": size}
+    if one.peer is None:
+        values["comm_type.int64"] = _TYPES[one.collective]
+        values["pg_name.string"] = str(instances.number(one.group, rank))
+        if one.root is not None:
+            values["root.int32"] = one.root
+        if one.redop != "none":
+            values["redop.string"] = one.redop
+    else:
+        ranks = group.members(rank)
+        peer = ranks[(ranks.index(rank) + one.peer) % len(ranks)]
+        source, target = (rank, peer) if one.collective == SEND else (peer, rank)
+        values |= {"comm_src.int32": source, "comm_dst.int32": target}
+        values["comm_tag.int32"] = tags[one.group]
+        if one.fused:
+            values["fused.bool"] = True
+    return values | {"dtype.string": one.dtype}

@@ -1,0 +1,109 @@
+"""The graph of a Chakra execution trace: its nodes, in an order that they can run in."""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepmark.core.errors import ConfigError
+from stepmark.workload.formats.chakra_schema import NodeType, classes, frames
+from stepmark.workload.formats.source_file import read_bytes
+
+WHAT = "Chakra trace"
+MEMORY = (NodeType.MEM_LOAD, NodeType.MEM_STORE)
+COMPUTES = (NodeType.COMP, *MEMORY)
+_DONE = (*COMPUTES, NodeType.COMM_SEND, NodeType.COMM_RECV, NodeType.COMM_COLL)
+
+Value = str | int | float | bool | bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What is read of a node."""
+
+    number: int
+    name: str
+    kind: NodeType
+    deps: tuple[int, ...]
+    time_s: float | None
+    values: Mapping[str, Value]
+
+
+def nodes(path: Path) -> list[Node]:
+    """The nodes of a file. Raises ConfigError."""
+    made = classes()
+    found = []
+    for index, data in enumerate(frames(read_bytes(path, WHAT), path.name)):
+        where = f"{path.name}: message {index}"
+        try:
+            message = (made.node if index else made.metadata).FromString(data)
+            if index:
+                found.append(_node(message, where))
+        except made.decode_error as error:
+            raise ConfigError(where, type(error).__name__, "a Chakra message") from None
+    return found
+
+
+def _node(message: Any, where: str) -> Node:
+    values: dict[str, Value] = {}
+    for one in message.attr:
+        held = one.WhichOneof("value")
+        if held is not None and not held.endswith("_list"):
+            values[one.name] = getattr(one, held)
+    kind = message.type
+    if kind not in set(NodeType):
+        raise ConfigError(f"{where}: type", kind, f"from 0 to {max(NodeType)}")
+    micros = message.duration_micros
+    exact = values.get("time_s")
+    return Node(
+        number=message.id,
+        name=message.name,
+        kind=NodeType(kind),
+        deps=(*message.data_deps, *message.ctrl_deps),
+        time_s=exact if isinstance(exact, float) else micros * 1e-6 if micros else None,
+        values=values,
+    )
+
+
+def in_order(found: Sequence[Node], file: str) -> list[Node]:
+    """By number as far as dependencies allow. Raises ConfigError for a circle or a gap."""
+    known = {one.number: one for one in found}
+    if len(known) != len(found):
+        raise ConfigError(file, f"{len(found) - len(known)} nodes", "nodes with different ids")
+    waiting = {one.number: len(set(one.deps)) for one in found}
+    children: dict[int, list[int]] = {}
+    for one in found:
+        for dep in set(one.deps):
+            if dep not in known:
+                raise ConfigError(f"{file}: node {one.number}", dep, "dependencies in the file")
+            children.setdefault(dep, []).append(one.number)
+    ready = [number for number, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+        number = heapq.heappop(ready)
+        ordered.append(known[number])
+        for child in children.get(number, ()):
+            waiting[child] -= 1
+            if not waiting[child]:
+                heapq.heappush(ready, child)
+    if len(ordered) != len(found):
+        raise ConfigError(
+            file, f"{len(found) - len(ordered)} nodes", "no circle of dependencies"
+        )
+    return ordered
+
+
+def is_done(one: Node) -> bool:
+    return one.kind in _DONE
+
+
+def through(ordered: Sequence[Node]) -> dict[int, tuple[int, ...]]:
+    """What each node waits for, past nodes that do nothing."""
+    done = {one.number: is_done(one) for one in ordered}
+    found: dict[int, tuple[int, ...]] = {}
+    for one in ordered:
+        deps = (((dep,) if done[dep] else found[dep]) for dep in one.deps)
+        found[one.number] = tuple(dict.fromkeys(number for some in deps for number in some))
+    return found

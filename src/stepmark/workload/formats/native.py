@@ -1,0 +1,314 @@
+"""Our own workload file: JSON, each distinct operation once, programs as they are nested.
+
+docs/workload-format.md describes it. What is read equals what was written.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from stepmark.core.collectives import RedOp
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig
+from stepmark.core.ops import FAMILIES, FAMILY_OF, Op, Phase
+from stepmark.core.workload import (
+    COMPUTE,
+    Block,
+    CommOp,
+    ComputeOp,
+    Group,
+    Kernel,
+    Operation,
+    Run,
+    Stage,
+    Workload,
+)
+from stepmark.workload.formats.source_file import read_bytes
+from stepmark.workload.formats.strict_json import convert, one_line
+
+SCHEMA = 1
+KIND = "stepmark workload"
+
+T = TypeVar("T")
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_COMM_ONLY = ("collective", "dtype", "count", "group", "redop", "root", "peer", "fused")
+
+
+class _Op(msgspec.Struct, forbid_unknown_fields=True):
+    """Either computation or communication."""
+
+    phase: Phase
+    module: str
+    compute: dict[str, Any] | None = None
+    collective: str | None = None
+    dtype: DType | None = None
+    count: _Natural | None = None
+    group: str | None = None
+    layer: int | None = None
+    microbatch: int | None = None
+    stream: str = COMPUTE
+    name: str = ""
+    after: tuple[str, ...] = ()
+    redop: RedOp = RedOp.NONE
+    root: _Natural | None = None
+    peer: int | None = None
+    fused: bool = False
+    recompute: bool = False
+    time_s: _Seconds | None = None
+
+
+class _Shift(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    layer: int = 0
+    layer_step: int = 0
+    microbatch: int = 0
+    microbatch_step: int = 0
+
+
+class _Run(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
+    block: str
+    times: _Positive = 1
+    shift: _Shift = _Shift()
+
+
+class _Stage(msgspec.Struct, forbid_unknown_fields=True):
+    step: str
+    setup: str = ""
+    layers: tuple[int, ...] = ()
+    has_embedding: bool = False
+    has_head: bool = False
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    schema: int
+    kind: str
+    name: str
+    rules: str
+    source: str
+    world_size: _Positive
+    num_microbatches: _Natural
+    model: dict[str, Any] | None
+    settings: dict[str, str | int | float | bool | None]
+    groups: dict[str, tuple[tuple[_Positive, _Positive], ...]]
+    ops: list[_Op]
+    blocks: dict[str, list[int | _Run]]
+    stages: list[_Stage]
+    notes: tuple[str, ...]
+    origin: dict[str, Any]
+
+
+def read(path: Path) -> Workload:
+    """Raises ConfigError for whatever is no workload."""
+    return decode(read_bytes(path, "workload"))
+
+
+def encode(workload: Workload) -> bytes:
+    """The whole file, a line per operation and per block."""
+    numbers: dict[Operation, int] = {}
+    blocks = {
+        name: [_item(item, numbers) for item in block]
+        for name, block in workload.blocks.items()
+    }
+    parts = {
+        "schema": str(SCHEMA).encode(),
+        "kind": _json(KIND),
+        "name": _json(workload.name),
+        "rules": _json(workload.rules),
+        "source": _json(workload.source),
+        "world_size": _json(workload.world_size),
+        "num_microbatches": _json(workload.num_microbatches),
+        "model": _json(workload.model and _bare(workload.model)),
+        "settings": _json(dict(workload.settings)),
+        "groups": _json({name: group.digits for name, group in workload.groups.items()}),
+        "ops": b"[\n" + b",\n".join(_json(_plain_op(op)) for op in numbers) + b"\n]",
+        "blocks": b"{\n"
+        + b",\n".join(_json(name) + b":" + _json(items) for name, items in blocks.items())
+        + b"\n}",
+        "stages": _json([_bare(stage) for stage in workload.stages]),
+        "notes": _json(workload.notes),
+        "origin": _json(dict(workload.origin)),
+    }
+    body = b",\n".join(_json(key) + b":" + value for key, value in parts.items())
+    return b"{" + body + b"}\n"
+
+
+def lost(workload: Workload) -> list[str]:
+    """Nothing: the format is the workload."""
+    return []
+
+
+def decode(data: bytes) -> Workload:
+    """Raises ConfigError, one line, for whatever `encode` would not have written."""
+    file = _file(data)
+    ops = [_operation(op, f"ops[{index}]") for index, op in enumerate(file.ops)]
+    workload = Workload(
+        name=file.name,
+        rules=file.rules,
+        source=file.source,
+        world_size=file.world_size,
+        num_microbatches=file.num_microbatches,
+        model=None if file.model is None else _model(file.model),
+        settings=file.settings,
+        groups={name: Group(digits=digits) for name, digits in file.groups.items()},
+        blocks={name: _block(name, items, ops) for name, items in file.blocks.items()},
+        stages=tuple(Stage(**msgspec.structs.asdict(stage)) for stage in file.stages),
+        notes=file.notes,
+        origin=file.origin,
+    )
+    try:
+        workload.check()
+    except RecursionError:
+        raise ConfigError("blocks", len(workload.blocks), "blocks nested less deeply") from None
+    return workload
+
+
+def _file(data: bytes) -> _File:
+    """Typed at once; where that fails, again as plain JSON for a message with the place."""
+    try:
+        plain = msgspec.json.decode(data)
+    except RecursionError:
+        raise ConfigError("workload", "too deeply nested", "JSON") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError("workload", one_line(data[:40]), f"JSON ({error})") from None
+    if not isinstance(plain, dict) or plain.get("kind") != KIND:
+        kind = plain.get("kind") if isinstance(plain, dict) else None
+        raise ConfigError("kind", one_line(kind), KIND)
+    schema = plain.get("schema")
+    if not isinstance(schema, int) or isinstance(schema, bool) or not 1 <= schema <= SCHEMA:
+        raise ConfigError(
+            "schema", one_line(schema), f"from 1 to {SCHEMA}; or a newer stepmark"
+        )
+    try:
+        return msgspec.convert(plain, type=_File, strict=True)
+    except msgspec.ValidationError:
+        pass
+    try:
+        return convert(plain, _File, "workload: ")
+    except ConfigError as error:  # the file's own keys are part of the message
+        field, allowed = (ascii(text[:300])[1:-1] for text in (error.field, error.allowed))
+        raise ConfigError(field, error.shown, allowed) from None
+
+
+def _item(item: Operation | Run, numbers: dict[Operation, int]) -> Any:
+    if not isinstance(item, Run):
+        return numbers.setdefault(item, len(numbers))
+    shift = {
+        name: value
+        for name in ("layer", "layer_step", "microbatch", "microbatch_step")
+        if (value := getattr(item, name))
+    }
+    return [item.block, item.times, shift] if shift else [item.block, item.times]
+
+
+def _plain_op(op: Operation) -> dict[str, Any]:
+    if isinstance(op, CommOp):
+        return _bare(op)
+    compute = {"kernel": op.op.name} if isinstance(op.op, Kernel) else {}
+    if not isinstance(op.op, Kernel):
+        compute = {"family": FAMILY_OF[type(op.op)]}
+    inner = {key: value for key, value in _bare(op.op).items() if key not in compute}
+    if isinstance(op.op, Kernel):
+        inner.pop("name")
+    return {"compute": compute | inner, **_bare(op, without="op")}
+
+
+def _bare(value: Any, *, without: str = "") -> dict[str, Any]:
+    """A dataclass as a dict, defaults left out."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        held = getattr(value, field.name)
+        if field.name != without and (
+            field.default is dataclasses.MISSING or held != field.default
+        ):
+            found[field.name] = _bare(held) if dataclasses.is_dataclass(held) else held
+    return found
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def _operation(op: _Op, where: str) -> Operation:
+    if (op.compute is None) is (op.collective is None):
+        raise ConfigError(where, one_line(None), "either compute or collective")
+    values = {
+        name: getattr(op, name)
+        for name in op.__struct_fields__
+        if name != "compute" and (op.compute is None or name not in _COMM_ONLY)
+    }
+    try:
+        if op.compute is not None:
+            return ComputeOp(op=_compute(op.compute), **values)
+        for name in ("dtype", "count", "group"):
+            if values[name] is None:
+                raise ConfigError(name, "missing", "a required field")
+        return CommOp(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}.{error.field}", error.shown, error.allowed) from None
+
+
+def _compute(plain: dict[str, Any]) -> Op | Kernel:
+    held = dict(plain)
+    if "kernel" in held:
+        made = {"name": held.pop("kernel"), **held}
+        return _dataclass(Kernel, made)
+    family = held.pop("family", None)
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ConfigError(
+            "family", one_line(family), f"one of {', '.join(FAMILIES)}, or kernel"
+        )
+    _known(FAMILIES[family], held)
+    try:
+        return FAMILIES[family](**held)
+    except TypeError:
+        needed = [
+            field.name
+            for field in dataclasses.fields(FAMILIES[family])
+            if field.default is dataclasses.MISSING
+        ]
+        raise ConfigError(family, ", ".join(held), f"all of {', '.join(needed)}") from None
+
+
+def _model(plain: dict[str, Any]) -> ModelConfig:
+    for name, kind in (("moe", MoeConfig), ("mla", MlaConfig)):
+        if isinstance(plain.get(name), dict):
+            _known(kind, plain[name])
+    return _dataclass(ModelConfig, plain)
+
+
+def _dataclass(kind: type[T], plain: dict[str, Any]) -> T:
+    _known(kind, plain)
+    try:
+        return msgspec.convert(plain, type=kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(kind.__name__, ", ".join(plain), str(error)) from None
+
+
+def _known(kind: type[Any], plain: Mapping[str, Any]) -> None:
+    names = [field.name for field in dataclasses.fields(kind)]
+    for key in plain:
+        if key not in names:
+            raise ConfigError(
+                ascii(key[:80])[1:-1], one_line(plain[key]), f"one of {', '.join(names)}"
+            )
+
+
+def _block(name: str, items: Iterable[int | _Run], ops: list[Operation]) -> Block:
+    found: list[Operation | Run] = []
+    for item in items:
+        if isinstance(item, _Run):
+            shift = msgspec.structs.asdict(item.shift)
+            found.append(Run(block=item.block, times=item.times, **shift))
+        elif 0 <= item < len(ops):
+            found.append(ops[item])
+        else:
+            raise ConfigError(
+                f"blocks.{name[:80]}", item, f"an operation from 0 to {len(ops) - 1}"
+            )
+    return tuple(found)

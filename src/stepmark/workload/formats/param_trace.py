@@ -1,0 +1,253 @@
+"""PARAM's "basic" trace of communication, a JSON file per rank, as commsTraceReplay takes it.
+
+Names and fields as facebookresearch/param reads them (1e115ff): train/comms/pt,
+commsTraceParser.py (_parseBasicTrace) and commsTraceReplay.py. Sizes are elements of one rank's
+input and output. A collective of the stream "compute" is waited for at once, another where an
+operation comes that starts after it. Of computation the format has products of two matrices
+and embedding lookups. Reading is in param_trace_reader.py.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from stepmark.core.collectives import Collective
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.message import RECV, SEND
+from stepmark.core.ops import EmbeddingBag, Gemm, Phase
+from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation, Workload
+from stepmark.workload.formats.param_trace_reader import read
+from stepmark.workload.formats.ranks import Instances, Issued, check_rank
+from stepmark.workload.formats.walk import walk
+
+__all__ = ["files", "lost", "read", "write"]
+
+# PARAM has no types of 8-bit floats and none of unsigned words: others of their size stand in.
+DTYPES = {
+    DType.FP64: "double",
+    DType.FP32: "float",
+    DType.TF32: "float",
+    DType.BF16: "bfloat16",
+    DType.FP16: "half",
+    DType.FP8_E4M3: "uint8",
+    DType.FP8_E5M2: "uint8",
+    DType.INT8: "int8",
+    DType.UINT8: "uint8",
+    DType.INT32: "int",
+    DType.UINT32: "int",
+    DType.INT64: "long",
+    DType.UINT64: "long",
+}
+_STAND_INS = (DType.FP8_E4M3, DType.FP8_E5M2, DType.UINT32, DType.UINT64)
+
+# PARAM's name, and parts of `count` that go in and come out: 0 stands for one of each rank.
+NAMES: dict[str, tuple[str, int, int]] = {
+    Collective.ALL_REDUCE: ("all_reduce", 1, 1),
+    Collective.ALL_GATHER: ("all_gather_base", 1, 0),
+    Collective.REDUCE_SCATTER: ("reduce_scatter_base", 0, 1),
+    Collective.ALL_TO_ALL: ("all_to_all", 0, 0),
+    Collective.ALL_TO_ALL_V: ("all_to_allv", 0, 0),
+    Collective.BROADCAST: ("broadcast", 1, 1),
+    Collective.REDUCE: ("reduce", 1, 1),
+    Collective.GATHER: ("gather", 1, 0),
+    Collective.SCATTER: ("scatter", 0, 1),
+    SEND: ("isend", 1, 1),
+    RECV: ("irecv", 1, 1),
+    Collective.BARRIER: ("barrier", 0, 0),
+}
+_BATCH = "batch_isend_irecv"
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """An operation's entry but for its request; "" where PARAM has none."""
+
+    operation: Operation
+    text: str
+
+    @property
+    def is_pair(self) -> bool:
+        return isinstance(self.operation, CommOp) and self.operation.collective in (SEND, RECV)
+
+
+def write(workload: Workload, rank: int = 0) -> Iterator[str]:
+    """One step of one rank, to be called `{rank}.json`; PARAM wants the file of every rank.
+
+    Each file declares all process groups, which every rank must create in the same order.
+    Raises ConfigError for an unknown rank and for a collective that PARAM has not.
+    """
+    check_rank(workload, rank)
+    for block in workload.blocks.values():
+        for item in block:
+            if isinstance(item, CommOp) and item.collective not in NAMES:
+                raise ConfigError("collective", item.collective, f"one of {', '.join(NAMES)}")
+    return _file(workload, rank)
+
+
+def files(
+    workload: Workload, ranks: Iterable[int] | None = None
+) -> Iterator[tuple[str, Iterator[str]]]:
+    """Names and contents for a folder that commsTraceReplay takes as --trace-path."""
+    for rank in range(workload.world_size) if ranks is None else ranks:
+        yield f"{rank}.json", write(workload, rank)
+
+
+def lost(workload: Workload) -> list[str]:
+    """What of this workload the format cannot say."""
+    tallies = [workload.tally(stage) for stage in range(len(workload.stages))]
+    comms = {one for tally in tallies for one in tally if isinstance(one, CommOp)}
+    unsaid = sum(
+        count
+        for tally in tallies
+        for one, count in tally.items()
+        if isinstance(one, ComputeOp) and _compute(one) is None
+    )
+    found = ["layers and micro-batches, times, model and settings"]
+    if unsaid:
+        found.append(f"{unsaid} computations that are no product or embedding lookup")
+    if stand_ins := sorted({one.dtype for one in comms} & set(_STAND_INS)):
+        found.append(f"{', '.join(stand_ins)}: written as another type of the same size")
+    if redops := sorted({one.redop for one in comms} - {"none", "sum"}):
+        found.append(f"reductions other than sum: {', '.join(redops)}")
+    if any(one.collective == Collective.ALL_TO_ALL_V for one in comms):
+        found.append("uneven parts of an all_to_all_v: written as equal ones")
+    if any(stage.setup for stage in workload.stages):
+        found.append("what runs once before the first step")
+    return found
+
+
+def _file(workload: Workload, rank: int) -> Iterator[str]:
+    instances = Instances(workload)
+    inits = [
+        _text({"comms": "init", "pg_id": number, "global_ranks": ranks}) + "}"
+        for number, _, ranks in instances.members()
+    ]
+    head = ",\n".join(inits)
+    yield "[\n" + head
+    separator = ",\n" if head else ""
+    queue = _Queue(workload)
+    stage = workload.stage_of(rank)
+    for operations, _, _ in walk(workload, stage, _lines(workload, rank, instances)):
+        entries = [entry for line, _, _ in operations for entry in queue.add(line)]
+        if entries:
+            yield separator + ",\n".join(entries)
+            separator = ",\n"
+    if entries := list(queue.flush()):
+        yield separator + ",\n".join(entries)
+    yield "\n]\n"
+
+
+class _Queue:
+    """Numbers requests, puts waits where they belong, joins the calls of a group."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._issued = Issued(workload)
+        self._outstanding: set[int] = set()
+        self._held: list[_Line] = []  # sends and receives that may be one call
+        self._next = 0
+
+    def add(self, line: _Line) -> Iterator[str]:
+        one = line.operation
+        joins = self._held and line.is_pair and isinstance(one, CommOp) and one.fused
+        if not joins:
+            yield from self.flush()
+        for request in self._issued.find(one.after):
+            if request in self._outstanding:
+                self._outstanding.discard(request)
+                yield _wait(request)
+        if line.is_pair:
+            self._held.append(line)
+        elif isinstance(one, CommOp):
+            yield from self._post([line], None)
+        elif line.text:
+            yield line.text + "}"
+
+    def flush(self) -> Iterator[str]:
+        if self._held:
+            held, self._held = self._held, []
+            yield from self._post(held, batch=len(held) > 1)
+
+    def _post(self, lines: Sequence[_Line], batch: bool | None) -> Iterator[str]:
+        first = self._next
+        use = "" if batch is None else f',"use_batch":{"true" if batch else "false"}'
+        for request, line in enumerate(lines, first):
+            yield f'{line.text}{use},"req":{request}}}'
+        self._next += len(lines)
+        if batch:
+            yield f'{{"comms":"{_BATCH}","req":{self._next}}}'
+            self._next += 1
+        for request, line in enumerate(lines, first):
+            one = line.operation
+            if self._issued.note(one.name, request) and one.stream != COMPUTE:
+                self._outstanding.add(request)
+            if one.stream == COMPUTE:
+                yield _wait(request)
+
+
+def _lines(workload: Workload, rank: int, instances: Instances) -> Callable[[Operation], _Line]:
+    def line(one: Operation) -> _Line:
+        if isinstance(one, ComputeOp):
+            entry = _compute(one)
+        elif workload.groups[one.group].size == 1:
+            entry = None
+        else:
+            entry = _communication(one, workload, rank, instances)
+        if entry is None:
+            return _Line(one, "")
+        return _Line(one, _text({**entry, "markers": [one.phase, one.module]}))
+
+    return line
+
+
+def _communication(
+    one: CommOp, workload: Workload, rank: int, instances: Instances
+) -> dict[str, Any]:
+    ranks = workload.groups[one.group].members(rank)
+    name, parts_in, parts_out = NAMES[one.collective]
+    entry: dict[str, Any] = {"comms": name, "pg_id": instances.number(one.group, rank)}
+    entry["world_size"] = len(ranks)
+    if one.collective == Collective.BARRIER:
+        return entry
+    entry["in_msg_size"] = (parts_in or len(ranks)) * one.count
+    entry["out_msg_size"] = (parts_out or len(ranks)) * one.count
+    entry["dtype"] = DTYPES[one.dtype]
+    if one.collective == Collective.ALL_TO_ALL_V:
+        entry["in_split"] = entry["out_split"] = [one.count] * len(ranks)
+    if one.root is not None:
+        entry["root"] = ranks[one.root]
+    if one.peer is not None:
+        peer = ranks[(ranks.index(rank) + one.peer) % len(ranks)]
+        sends = one.collective == SEND
+        entry["src_rank"], entry["dst_rank"] = (rank, peer) if sends else (peer, rank)
+    return entry
+
+
+def _compute(one: ComputeOp) -> dict[str, Any] | None:
+    op = one.op
+    if isinstance(op, Gemm) and not op.dtype.is_fp8:
+        dims = {"mm0_dim0": op.m, "mm0_dim1": op.k, "mm1_dim0": op.k, "mm1_dim1": op.n}
+        return {"compute": "gemm", "count": 1, **dims, "dtype": DTYPES[op.dtype]}
+    if isinstance(op, EmbeddingBag):
+        return {
+            "compute": "emb_lookup",
+            "count": 1,
+            "direction": "forward" if op.phase is Phase.FWD else "backward",
+            "emb_dim": op.dim,
+            "num_embs": op.rows,
+            "batch_size": op.batch,
+            "num_emb_tables": 1,
+            "bag_size": op.pooling,
+        }
+    return None
+
+
+def _wait(request: int) -> str:
+    return f'{{"comms":"wait","req":{request}}}'
+
+
+def _text(entry: dict[str, Any]) -> str:
+    """Without the last brace, so that a request can follow."""
+    return msgspec.json.encode(entry).decode()[:-1]

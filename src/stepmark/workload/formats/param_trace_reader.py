@@ -1,0 +1,212 @@
+"""Reads PARAM's "basic" traces: a folder of one JSON file per rank, or one file for all."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepmark.core.collectives import FACTS, Collective, RedOp
+from stepmark.core.errors import ConfigError
+from stepmark.core.message import RECV, SEND
+from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Group, Operation, Workload
+from stepmark.workload.formats.param_trace_entry import (
+    COMPUTATIONS,
+    NAMES,
+    SILENT,
+    Entry,
+    count_of,
+    dtype_of,
+    letters,
+    place,
+)
+from stepmark.workload.formats.ranks import group_of, name_of, stages_of
+from stepmark.workload.formats.source_file import read_bytes
+
+STREAM = "communication"  # of what is waited for later
+_WHAT = "PARAM trace"
+
+
+def read(path: Path) -> Workload:
+    """A folder with 0.json, 1.json, ..., or one file that all ranks follow.
+
+    Neighbouring ranks that do the same become one stage. Raises ConfigError for anything else.
+    """
+    if path.is_dir():
+        paths = _rank_files(path)
+        entries = [_entries(one) for one in paths]
+        world = len(paths)
+        programs = [
+            _Reader(found, one.name, world, rank).operations()
+            for rank, (one, found) in enumerate(zip(paths, entries, strict=True))
+        ]
+    else:
+        entries = [_entries(path)]
+        world = _world_size(entries[0])
+        programs = [_Reader(entries[0], path.name, world, None).operations()]
+    stages, blocks = stages_of([found for found, _ in programs])
+    groups = {name: group for _, used in programs for name, group in used.items()}
+    workload = Workload(
+        name=path.stem,
+        rules="param-trace",
+        source="facebookresearch/param, basic trace",
+        world_size=world,
+        groups=groups,
+        blocks=blocks,
+        stages=stages,
+    )
+    workload.check()
+    return workload
+
+
+def _rank_files(path: Path) -> list[Path]:
+    found = [path / f"{rank}.json" for rank in range(sum(1 for _ in path.glob("*.json")))]
+    absent = [one.name for one in found if not one.is_file()]
+    if absent or not found:
+        lacks = absent[0] if absent else "0.json"
+        raise ConfigError(_WHAT, path, f"a folder of 0.json, 1.json, ...: it has no {lacks}")
+    return found
+
+
+def _entries(path: Path) -> list[Entry]:
+    data = read_bytes(path, _WHAT)
+    try:
+        return msgspec.json.decode(data, type=list[Entry])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        reason = str(error) or "nested too deep"
+        raise ConfigError(_WHAT, path, f"a JSON list of comms and compute ({reason})") from None
+
+
+def _world_size(entries: Sequence[Entry]) -> int:
+    sizes = [one.world_size or 1 for one in entries]
+    last = [max(one.global_ranks) + 1 for one in entries if one.global_ranks]
+    pairs = [max(one.src_rank or 0, one.dst_rank or 0) + 1 for one in entries]
+    return max((*sizes, *last, *pairs), default=1)
+
+
+class _Reader:
+    """Entries of one rank as operations. rank None: of whichever rank."""
+
+    def __init__(
+        self, entries: Sequence[Entry], file: str, world_size: int, rank: int | None
+    ) -> None:
+        self._entries, self._file, self._world, self._rank = entries, file, world_size, rank
+        self._ranks = {
+            one.pg_id: tuple(one.global_ranks)
+            for one in entries
+            if one.comms == "init" and one.global_ranks
+        }
+        self._known: dict[int | None, str] = {}  # groups by pg_id
+        self.groups: dict[str, Group] = {}
+        self._awaited = {str(one.req) for one in entries if one.comms == "wait"}
+        self._later: dict[str, int] = {}  # requests that are waited for later, numbered
+        self._num_later = 0
+        self._due: int | None = None  # the newest of them that was waited for
+
+    def operations(self) -> tuple[list[Operation], dict[str, Group]]:
+        found: list[Operation] = []
+        for index, entry in enumerate(self._entries):
+            where = f"{self._file}[{index}]"
+            if entry.comms is None and entry.compute is None:
+                raise ConfigError(where, "neither", "comms or compute")
+            name = letters(entry.comms or "")
+            if name == "wait":
+                self._wait(str(entry.req))
+            elif entry.comms is None:
+                found += self._computations(entry, where)
+            elif name not in SILENT and (one := self._communication(entry, index, where)):
+                found.append(one)
+        return found, self.groups
+
+    def _wait(self, request: str) -> None:
+        if (number := self._later.pop(request, None)) is not None:
+            self._due = number if self._due is None else max(number, self._due)
+
+    def _after(self) -> tuple[str, ...]:
+        """What the next computation starts after."""
+        due, self._due = self._due, None
+        if due is None:
+            return ()
+        back = self._num_later - 1 - due
+        return (f"{STREAM}~{back}" if back else STREAM,)
+
+    def _communication(self, entry: Entry, index: int, where: str) -> CommOp | None:
+        name = letters(entry.comms or "")
+        if name not in NAMES:
+            raise ConfigError(f"{where}: comms", entry.comms, f"one of {', '.join(NAMES)}")
+        collective, counted = NAMES[name]
+        members = self._ranks.get(entry.pg_id)
+        if members is not None and self._rank is not None and self._rank not in members:
+            return None
+        pair = collective in (SEND, RECV)
+        group = self._group(None if pair else entry.pg_id, where)
+        later = self._is_awaited_later(entry, index)
+        after = () if later else self._after()
+        if later:
+            self._later[str(entry.req)] = self._num_later
+            self._num_later += 1
+        phase, module = place(entry)
+        size = self.groups[group].size
+        return CommOp(
+            collective=str(collective),
+            dtype=dtype_of(entry, where),
+            count=count_of(entry, counted, size, collective, where),
+            group=group,
+            phase=phase,
+            module=module,
+            stream=STREAM if later else COMPUTE,
+            name=STREAM if later else "",
+            after=after,
+            redop=RedOp.SUM
+            if not pair and FACTS[Collective(collective)].reduces
+            else RedOp.NONE,
+            root=self._root(entry, group) if not pair else None,
+            peer=self._peer(entry, where) if pair else None,
+            fused=bool(entry.use_batch) and self._follows_pair(index),
+        )
+
+    def _is_awaited_later(self, entry: Entry, index: int) -> bool:
+        if entry.req is None or str(entry.req) not in self._awaited:
+            return False
+        for at in range(index + 1, len(self._entries)):
+            one = self._entries[at]
+            name = letters(one.comms or "")
+            if name == "wait" and one.req == entry.req:
+                return False
+            if name not in SILENT and not (one.use_batch and entry.use_batch):
+                return True
+        return False
+
+    def _follows_pair(self, index: int) -> bool:
+        return index > 0 and bool(self._entries[index - 1].use_batch)
+
+    def _group(self, pg_id: int | None, where: str) -> str:
+        if pg_id not in self._known:
+            ranks = self._ranks.get(pg_id, tuple(range(self._world)))
+            group = group_of(ranks, f"{where}: global_ranks")
+            name = name_of(group, self._world)
+            self._known[pg_id] = name
+            self.groups[name] = group
+        return self._known[pg_id]
+
+    def _root(self, entry: Entry, group: str) -> int | None:
+        if entry.root is None:
+            return None
+        ranks = self._ranks.get(entry.pg_id, tuple(range(self._world)))
+        return ranks.index(entry.root) if entry.root in ranks else None
+
+    def _peer(self, entry: Entry, where: str) -> int:
+        if entry.src_rank is None or entry.dst_rank is None:
+            raise ConfigError(f"{where}: src_rank, dst_rank", "missing", "two ranks")
+        ahead = entry.dst_rank - entry.src_rank
+        sends = NAMES[letters(entry.comms or "")][0] == SEND
+        return (ahead if sends else -ahead) % self._world
+
+    def _computations(self, entry: Entry, where: str) -> Iterator[ComputeOp]:
+        build = COMPUTATIONS.get((entry.compute or "").lower())
+        if build is None:
+            allowed = f"one of {', '.join(COMPUTATIONS)}"
+            raise ConfigError(f"{where}: compute", entry.compute, allowed)
+        op = build(entry, where)
+        phase, module = place(entry)
+        for _ in range(entry.count):
+            yield ComputeOp(op=op, phase=phase, module=module, after=self._after())

@@ -1,0 +1,265 @@
+"""SimAI's workload text: one line of settings, the number of rows, then a row per layer.
+
+A file is read as one program: all rows forward, then all backward from the last, as SimAI runs
+them (HYBRID_TRANSFORMER_FWD_IN_BCKWD). Written again it is the same bytes. Generated workloads
+are written by simai_rows.py.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.workload import Block, Group, Run, Stage, Workload
+from stepmark.workload.fold import Repeat, fold
+from stepmark.workload.formats import simai_rows
+from stepmark.workload.formats.repeated_text import RepeatedText
+from stepmark.workload.formats.simai_row import Row, blocks_of, parse, row_of
+from stepmark.workload.formats.source_file import read_lines
+
+FORMAT = "simai"
+_LEAF = re.compile(r"row (\d+)\.fwd")
+_MICRO = "MICRO"  # of files that have one collective per row
+_POLICIES = ("HYBRID_TRANSFORMER_FWD_IN_BCKWD", "HYBRID_TRANSFORMER", _MICRO)
+_REQUIRED = ("model_parallel_NPU_group", "all_gpus")
+
+
+class _Origin(msgspec.Struct):
+    """What of a file is not in its operations."""
+
+    header: str
+    count: str
+    end: str
+    rows: dict[str, tuple[str, str]]  # by distinct row: as we would write it, as it was
+
+
+def read(path: Path, *, world_size: int | None = None) -> Workload:
+    """Raises ConfigError, with the line's number, for what is no such file.
+
+    world_size: where line 1 does not say, as in files of 2024.
+    """
+    lines = read_lines(path, "SimAI workload")
+    end = "\n" if lines[-1] == "" else ""
+    lines = lines[:-1] if end else lines
+    if len(lines) < 3:
+        raise ConfigError(path.name, f"{len(lines)} lines", "a header, a number of rows, rows")
+    header = _header(lines[0], world_size)
+    _check_count(lines[1], len(lines) - 2)
+    reader = _Reader(header)
+    numbers = [reader.number(text, place) for place, text in enumerate(lines[2:], start=3)]
+    reader.program(fold(numbers))
+    return Workload(
+        name=path.name.partition(".")[0],
+        rules=FORMAT,
+        source="SimAI workload text; sizes are bytes, element types are not in the file",
+        world_size=header["all_gpus"],
+        num_microbatches=reader.num_microbatches or header.get("ga", 1),
+        settings=header,
+        groups=reader.groups,
+        blocks=reader.blocks,
+        stages=(Stage(step="step"),),
+        notes=reader.notes(),
+        origin={
+            FORMAT: {"header": lines[0], "count": lines[1], "end": end, "rows": reader.raw}
+        },
+    )
+
+
+def write(workload: Workload, *, stage: int = 0) -> Iterator[str]:
+    """The text in pieces. Raises ConfigError where compute times are not known."""
+    if FORMAT not in workload.origin:
+        yield from simai_rows.write(workload, stage)
+        return
+    origin = _origin(workload)
+
+    def whole(name: str) -> str | None:
+        leaf = _LEAF.fullmatch(name)
+        return _row_text(workload, leaf[1], origin.rows) if leaf else None
+
+    text = RepeatedText(workload.blocks, lambda op: "", whole)
+    yield origin.header + "\n" + origin.count + "\n"
+    last = ""
+    for chunk in text.chunks("step.fwd"):
+        yield last
+        last = chunk
+    yield last if origin.end else last.removesuffix("\n")
+
+
+def lost(workload: Workload) -> list[str]:
+    """What the text cannot say of this workload, a line each."""
+    return [] if FORMAT in workload.origin else simai_rows.lost(workload)
+
+
+def _origin(workload: Workload) -> _Origin:
+    try:
+        found = msgspec.convert(workload.origin[FORMAT], type=_Origin)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"origin.{FORMAT}", "unreadable", str(error)) from None
+    if "step.fwd" not in workload.blocks:
+        raise ConfigError(
+            f"origin.{FORMAT}", "step.fwd", "a block, as reading SimAI text makes"
+        )
+    return found
+
+
+def _header(line: str, world_size: int | None) -> dict[str, int]:
+    policy, *words = line.split() or [""]
+    if policy not in _POLICIES:
+        raise ConfigError("line 1", policy, f"one of {', '.join(_POLICIES)}")
+    if len(words) % 2 or not (words or policy == _MICRO):
+        raise ConfigError("line 1", line, "a policy word, then names and numbers in pairs")
+    found: dict[str, int] = {"model_parallel_NPU_group": 1} if policy == _MICRO else {}
+    for word, text in zip(words[::2], words[1::2], strict=True):
+        name = word.removesuffix(":")
+        digits = text.removesuffix(".0")
+        if not digits.isascii() or not digits.isdecimal() or len(digits) > 18:
+            raise ConfigError(f"line 1, {name[:40]!a}", text, "a whole number, 0 or more")
+        found[name] = int(digits)
+    if world_size is not None:
+        found.setdefault("all_gpus", world_size)
+    for name in _REQUIRED:
+        if not found.get(name):
+            raise ConfigError(f"line 1, {name}", found.get(name, "missing"), "1 or more")
+    at_once = found["model_parallel_NPU_group"] * found.get("pp", 1)
+    if not at_once or found["all_gpus"] % at_once:
+        raise ConfigError("line 1, all_gpus", found["all_gpus"], f"a multiple of {at_once}")
+    return found
+
+
+def _check_count(text: str, rows: int) -> None:
+    digits = text.strip()
+    if not digits.isascii() or not digits.isdecimal() or int(digits[:18]) != rows:
+        raise ConfigError("line 2", text, f"the number of rows that follow, {rows}")
+
+
+def _groups(header: Mapping[str, int]) -> dict[str, Group]:
+    """Ranks of a tensor-parallel group are neighbours; then data, then pipeline."""
+    tp, ep = header["model_parallel_NPU_group"], header.get("ep", 1)
+    dp = header["all_gpus"] // (tp * header.get("pp", 1))
+    found = {"tp": Group(digits=((tp, 1),)), "dp": Group(digits=((dp, tp),))}
+    if ep and dp % ep == 0:
+        found["ep"] = Group(digits=((ep, tp),))
+        found["dp_ep"] = Group(digits=((dp // ep, tp * ep),))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Micro-batches begun so far, and layers begun in the newest of them."""
+
+    microbatch: int = 0
+    layer: int = 0
+
+
+class _Reader:
+    """Rows to blocks. Each distinct row is two blocks, and each repeat of rows two more."""
+
+    def __init__(self, header: Mapping[str, int]) -> None:
+        self.groups = _groups(header)
+        self.blocks: dict[str, Block] = {}
+        self.raw: dict[str, list[str]] = {}  # of rows that we would write in another way
+        self.rows: list[Row] = []
+        self.num_microbatches = 0
+        self._numbers: dict[str, int] = {}
+        self._lines: list[tuple[str, int]] = []
+        self._bodies: dict[Repeat[int], tuple[str, _Place]] = {}
+        self._num_repeats = 0
+
+    def number(self, text: str, place: int) -> int:
+        """Which distinct row this is."""
+        found = self._numbers.setdefault(text, len(self.rows))
+        if found == len(self.rows):
+            self.rows.append(parse(text, f"line {place}"))
+            self._lines.append((text, place))
+        return found
+
+    def program(self, folded: "tuple[int | Repeat[int], ...]") -> None:
+        """Fills blocks; the rows are known."""
+        layers = any(row.starts_layer for row in self.rows)
+        microbatches = any(row.starts_microbatch for row in self.rows)
+        for index, row in enumerate(self.rows):
+            text, place = self._lines[index]
+            fwd, bwd = blocks_of(
+                row, self.groups, f"line {place}", layers=layers, microbatches=microbatches
+            )
+            self.blocks[f"row {index}.fwd"], self.blocks[f"row {index}.bwd"] = fwd, bwd
+            ours = row_of(row.name, fwd, bwd, self.groups).line()
+            if ours != text + "\n" or not (fwd or bwd):
+                self.raw[str(index)] = [ours, text + "\n"]
+        self.num_microbatches = self._body("step", folded).microbatch
+        self.blocks["step"] = (Run(block="step.fwd"), Run(block="step.bwd"))
+
+    def _body(self, name: str, body: "tuple[int | Repeat[int], ...]") -> _Place:
+        """Two blocks; returns how far they count."""
+        place, found = _Place(), []
+        for item in body:
+            if isinstance(item, int):
+                row = self.rows[item]
+                if row.starts_microbatch:
+                    place = _Place(place.microbatch + 1, 0)
+                if row.starts_layer:
+                    place = replace(place, layer=place.layer + 1)
+                at = {"layer": place.layer - 1, "microbatch": place.microbatch - 1}
+                found.append((f"row {item}", 1, at, _Place()))
+                continue
+            if item not in self._bodies:
+                self._num_repeats += 1
+                inner = f"rows {self._num_repeats}"
+                self._bodies[item] = (inner, self._body(inner, item.body))
+            inner, step = self._bodies[item]
+            at = {
+                "layer": 0 if step.microbatch else place.layer,
+                "microbatch": place.microbatch,
+            }
+            if step.microbatch:
+                place = _Place(place.microbatch + item.times * step.microbatch, step.layer)
+                step = _Place(step.microbatch, 0)
+            else:
+                place = replace(place, layer=place.layer + item.times * step.layer)
+            found.append((inner, item.times, at, step))
+        self.blocks[f"{name}.fwd"] = tuple(_run(*one, backward=False) for one in found)
+        self.blocks[f"{name}.bwd"] = tuple(_run(*one, backward=True) for one in found[::-1])
+        return place
+
+    def notes(self) -> tuple[str, ...]:
+        cells = [cell for row in self.rows for cell in (row.fwd, row.dgrad, row.wgrad)]
+        if all(cell.compute_ns <= 1 for cell in cells):
+            return ("every compute time is 1 ns: AICB's filler where there is no profile",)
+        return ()
+
+
+def _run(block: str, times: int, at: dict[str, int], step: _Place, *, backward: bool) -> Run:
+    if not backward:
+        return Run(
+            block=f"{block}.fwd",
+            times=times,
+            layer_step=step.layer,
+            microbatch_step=step.microbatch,
+            **at,
+        )
+    return Run(
+        block=f"{block}.bwd",
+        times=times,
+        layer=at["layer"] + step.layer * (times - 1),
+        layer_step=-step.layer,
+        microbatch=at["microbatch"] + step.microbatch * (times - 1),
+        microbatch_step=-step.microbatch,
+    )
+
+
+def _row_text(workload: Workload, index: str, raw: Mapping[str, tuple[str, str]]) -> str:
+    """The row as it was, but for fields that have changed since."""
+    fwd, bwd = (workload.blocks.get(f"row {index}.{side}", ()) for side in ("fwd", "bwd"))
+    ours, text = raw.get(index, ("", ""))
+    modules = [op.module for op in (*fwd, *bwd) if not isinstance(op, Run)]
+    name = ours.split("\t")[0] if ours else (modules or [f"row{index}"])[0]
+    now = row_of(name, fwd, bwd, workload.groups).line()
+    if not ours:
+        return now
+    if now == ours:
+        return text
+    trio = zip(now.split(), ours.split(), text.split(), strict=False)
+    return "\t".join(old if new == then else new for new, then, old in trio) + "\n"

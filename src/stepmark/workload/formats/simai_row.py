@@ -1,0 +1,201 @@
+"""One row of SimAI's text: a layer's compute times and messages, by pass.
+
+Source: aliyun/SimAI (astra-sim-alibabacloud, Workload.cc) reads twelve fields; aliyun/aicb
+(SimAI_training_workload_generator.py) writes them. Sizes are bytes of the full tensor; times
+are nanoseconds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stepmark.core.collectives import Collective, RedOp
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Phase
+from stepmark.core.workload import Block, CommOp, ComputeOp, Group, Kernel, Operation
+
+NONE = "NONE"
+TYPES = {
+    "ALLREDUCE": Collective.ALL_REDUCE,
+    "ALLGATHER": Collective.ALL_GATHER,
+    "REDUCESCATTER": Collective.REDUCE_SCATTER,
+    "ALLTOALL": Collective.ALL_TO_ALL,
+    "BROADCAST": Collective.BROADCAST,
+}
+TYPE_OF = {str(collective): name for name, collective in TYPES.items()} | {
+    "all_to_all_v": "ALLTOALL"
+}
+SUFFIXES = {"": "tp", "_EP": "ep", "_DP_EP": "dp_ep"}  # in a wgrad column "" is dp
+FIELDS = 12
+_UPDATE = "100"
+_NAMES = ("fwd", "dgrad", "wgrad")
+_PHASES = (Phase.FWD, Phase.DGRAD, Phase.WGRAD)
+_LAYER_ROWS = ("attention", "mlp")
+_STARTS = ("attention_column", "attention_layer")
+_MICROBATCH_ROWS = ("embedding_layer", "final_column", "embedding_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Of one pass: compute, then a message. comm is a type with its suffix, or NONE."""
+
+    compute_ns: int = 0
+    comm: str = NONE
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one layer does in one micro-batch."""
+
+    name: str
+    fwd: Cell = Cell()
+    dgrad: Cell = Cell()
+    wgrad: Cell = Cell()
+
+    @property
+    def starts_layer(self) -> bool:
+        """A row that only adds a message backward belongs to the layer before it."""
+        return self.name in _STARTS and self.fwd != Cell()
+
+    @property
+    def starts_microbatch(self) -> bool:
+        return self.name == "embedding_layer"
+
+    def line(self) -> str:
+        """Twelve fields, as AICB writes them."""
+        fields = [self.name, "-1"]
+        for cell in (self.fwd, self.dgrad, self.wgrad):
+            fields += [str(cell.compute_ns), cell.comm, str(cell.num_bytes)]
+        return "\t".join([*fields, _UPDATE]) + "\n"
+
+
+def parse(text: str, where: str) -> Row:
+    """Raises ConfigError that starts with `where`."""
+    fields = text.split()
+    if len(fields) != FIELDS:
+        raise ConfigError(where, f"{len(fields)} fields", f"{FIELDS} fields, tab separated")
+    for index in (1, 11):
+        _whole(fields[index], f"{where}, field {index + 1}", low=-1)
+    cells = {}
+    for index, name in enumerate(_NAMES):
+        first = 2 + 3 * index
+        comm = fields[first + 1]
+        base, suffix = _split(comm)
+        if comm != NONE and (base not in TYPES or suffix not in SUFFIXES):
+            allowed = f"NONE or one of {', '.join(TYPES)}, with nothing, _EP or _DP_EP behind"
+            raise ConfigError(f"{where}, field {first + 2}", comm, allowed)
+        cells[name] = Cell(
+            compute_ns=_whole(fields[first], f"{where}, field {first + 1}"),
+            comm=comm,
+            num_bytes=_whole(fields[first + 2], f"{where}, field {first + 3}"),
+        )
+    return Row(name=fields[0], **cells)
+
+
+def _split(comm: str) -> tuple[str, str]:
+    base, mark, rest = comm.partition("_")
+    return base, mark + rest
+
+
+def _whole(text: str, where: str, low: int = 0) -> int:
+    """A whole number; AICB writes some as 33554432.0."""
+    digits = text.removesuffix(".0")
+    sign = digits.removeprefix("-")
+    if not (sign.isascii() and sign.isdecimal() and len(sign) < 19) or int(digits) < low:
+        raise ConfigError(where, text, f"a whole number, {low} or more")
+    return int(digits)
+
+
+def blocks_of(
+    row: Row, groups: Mapping[str, Group], where: str, *, layers: bool, microbatches: bool
+) -> tuple[Block, Block]:
+    """What the row does forward and backward. No compute where it takes 0 ns.
+
+    SimAI waits for messages of the first two passes; those of the third run beside.
+    """
+    in_layer = layers and row.name.startswith(_LAYER_ROWS)
+    in_microbatch = microbatches and (
+        row.name.startswith(_LAYER_ROWS) or row.name in _MICROBATCH_ROWS
+    )
+    found: list[list[Operation]] = []
+    for name, phase in zip(_NAMES, _PHASES, strict=True):
+        cell: Cell = getattr(row, name)
+        place = {
+            "phase": phase,
+            "module": row.name,
+            "layer": 0 if in_layer else None,
+            "microbatch": 0 if in_microbatch else None,
+        }
+        ops: list[Operation] = []
+        if cell.compute_ns:
+            ops.append(
+                ComputeOp(
+                    op=Kernel(name=row.name),
+                    time_s=cell.compute_ns * 1e-9,
+                    name="wgrad" if phase is Phase.WGRAD and cell.comm != NONE else "",
+                    **place,  # type: ignore[arg-type]
+                )
+            )
+        if cell.comm != NONE:
+            ops.append(_message(cell, groups, where, bool(cell.compute_ns), place))
+        found.append(ops)
+    return tuple(found[0]), (*found[1], *found[2])
+
+
+def _message(
+    cell: Cell,
+    groups: Mapping[str, Group],
+    where: str,
+    computed: bool,
+    place: Mapping[str, object],
+) -> CommOp:
+    base, suffix = _split(cell.comm)
+    beside = place["phase"] is Phase.WGRAD
+    group = "dp" if beside and not suffix else SUFFIXES[suffix]
+    if group not in groups:
+        raise ConfigError(where, cell.comm, "a group that the header's sizes make possible")
+    collective = TYPES[base]
+    parts = (
+        1 if collective in (Collective.ALL_REDUCE, Collective.BROADCAST) else groups[group].size
+    )
+    reduces = collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
+    return CommOp(
+        collective=str(collective),
+        dtype=DType.UINT8,
+        count=-(-cell.num_bytes // parts),
+        group=group,
+        redop=RedOp.SUM if reduces else RedOp.NONE,
+        root=0 if collective is Collective.BROADCAST else None,
+        stream=group if beside else "compute",
+        after=("wgrad",) if beside and computed else (),
+        **place,  # type: ignore[arg-type]
+    )
+
+
+def row_of(name: str, fwd: Block, bwd: Block, groups: Mapping[str, Group]) -> Row:
+    """The reverse of blocks_of. Raises ConfigError where a time is not known."""
+    cells: dict[Phase, Cell] = {}
+    for item in (*fwd, *bwd):
+        if isinstance(item, ComputeOp):
+            if item.time_s is None:
+                raise ConfigError("time_s", f"{item.module} {item.phase}", "a known time")
+            old = cells.get(item.phase, Cell())
+            cells[item.phase] = Cell(
+                compute_ns=old.compute_ns + round(item.time_s * 1e9), comm=old.comm
+            )
+        elif isinstance(item, CommOp):
+            old = cells.get(item.phase, Cell())
+            cells[item.phase] = Cell(
+                compute_ns=old.compute_ns,
+                comm=TYPE_OF[item.collective] + suffix_of(item.group),
+                num_bytes=item.message_bytes(groups[item.group]),
+            )
+    return Row(
+        name=name, **{key: cells.get(p, Cell()) for key, p in zip(_NAMES, _PHASES, strict=True)}
+    )
+
+
+def suffix_of(group: str) -> str:
+    """SimAI's mark of a group named as here."""
+    return next((suffix for suffix, name in SUFFIXES.items() if name == group), "")

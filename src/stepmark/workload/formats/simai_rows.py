@@ -1,0 +1,279 @@
+"""SimAI's rows of a generated workload: its first micro-batch as rows, written M times.
+
+Rows have AICB's names. Each carries one message per pass, so a layer with more takes more rows:
+both sides of an expert layer's exchange, or the gather that sequence parallelism repeats in the
+backward pass. Gradient traffic of the whole step stands in rows of its own at the start, as
+there; the pipeline is a number in the header.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from stepmark.core.collectives import Collective
+from stepmark.core.errors import ConfigError
+from stepmark.core.message import RECV, SEND
+from stepmark.core.ops import Phase
+from stepmark.core.workload import CommOp, ComputeOp, Operation, Run, Workload
+from stepmark.workload.formats.repeated_text import joined, repeated
+from stepmark.workload.formats.simai_row import NONE, TYPE_OF, Cell, Row
+
+_PASS = {"tp": "", "ep": "_EP"}  # groups of messages within a pass, and SimAI's suffix
+_GRADIENTS = {
+    **dict.fromkeys(("dp", "dp_cp", "intra_dp_cp", "dp_shard"), ""),
+    **dict.fromkeys(("expt_dp", "intra_expt_dp"), "_DP_EP"),
+}
+_GRADIENT_ROWS = {
+    "ALLGATHER": "grad_gather",
+    "REDUCESCATTER": "grad_param_comm",
+    "ALLREDUCE": "grad_param_comm",
+    "ALLGATHER_DP_EP": "moe_grad_norm1",
+    "REDUCESCATTER_DP_EP": "moe_grad_norm2",
+    "ALLREDUCE_DP_EP": "moe_grad_norm2",
+}
+_ROW_OUT = ("out", "down", "residual")  # roles behind the inner width: Megatron's row linears
+_VPP = ("virtual_pipeline_model_parallel_size", "vpp")
+_HEADER = (
+    "HYBRID_TRANSFORMER_FWD_IN_BCKWD model_parallel_NPU_group: {tp} ep: {ep} pp: {pp} "
+    "vpp: {vpp} ga: {ga} all_gpus: {world} checkpoints: 0 checkpoint_initiates: 0 "
+    "pp_comm: {pp_comm}\n"
+)
+
+
+def write(workload: Workload, stage: int = 0) -> Iterator[str]:
+    """The text in pieces. Raises ConfigError where compute times are not known."""
+    ops = list(first_microbatch(workload, stage))
+    _check_times(ops)
+    body = [one for one in ops if one.microbatch is not None]
+    rest = [one for one in ops if one.microbatch is None]
+    before = list(_gradient_rows(workload, stage))
+    inside = list(_microbatch_rows(workload, body))
+    after = list(_step_rows(workload, rest))
+    times = workload.num_microbatches
+    yield _header(workload, stage) + f"{len(before) + len(inside) * times + len(after)}\n"
+    text = "".join(row.line() for row in inside)
+    yield from joined(
+        [
+            *(row.line() for row in before),
+            *repeated(text, times),
+            *(row.line() for row in after),
+        ]
+    )
+
+
+def lost(workload: Workload) -> list[str]:
+    """What the text cannot say of this workload, a line each."""
+    found = [
+        "overlap: messages within a pass are waited for; streams and order inside a row go",
+        "element types: sizes are bytes",
+        "operators: a row has a time per pass, not shapes",
+        "gradient buckets: each kind of gradient message is summed into one row",
+    ]
+    ops = [op for stage in range(len(workload.stages)) for op in workload.tally(stage)]
+    if len(workload.stages) > 1:
+        found.append("stages: one is written; the pipeline is pp, vpp and pp_comm in line 1")
+    left = {
+        f"{op.collective} of {op.group} ({op.module})"
+        for op in ops
+        if isinstance(op, CommOp) and not _is_carried(op) and op.collective not in (SEND, RECV)
+    }
+    return [*found, *(f"left out: {one}" for one in sorted(left))]
+
+
+def first_microbatch(workload: Workload, stage: int) -> Iterator[Operation]:
+    """Operations of micro-batch 0 and of none, in issue order, without walking the others."""
+    spans: dict[str, tuple[int, int, bool]] = {}
+
+    def span(name: str) -> tuple[int, int, bool]:
+        """Least and largest micro-batch inside, and whether something belongs to none."""
+        if name not in spans:
+            lows, highs, loose = [], [], False
+            for item in workload.blocks[name]:
+                if isinstance(item, Run):
+                    low, high, inner = span(item.block)
+                    ends = (
+                        item.microbatch,
+                        item.microbatch + item.microbatch_step * (item.times - 1),
+                    )
+                    if low <= high:
+                        lows.append(low + min(ends))
+                        highs.append(high + max(ends))
+                    loose = loose or inner
+                elif item.microbatch is None:
+                    loose = True
+                else:
+                    lows.append(item.microbatch)
+                    highs.append(item.microbatch)
+            spans[name] = (min(lows, default=1), max(highs, default=0), loose)
+        return spans[name]
+
+    def walk(name: str, layer: int, microbatch: int) -> Iterator[Operation]:
+        for item in workload.blocks[name]:
+            if isinstance(item, Run):
+                low, high, loose = span(item.block)
+                for index in range(item.times):
+                    base = microbatch + item.microbatch + index * item.microbatch_step
+                    if loose or low + base <= 0 <= high + base:
+                        at = layer + item.layer + index * item.layer_step
+                        yield from walk(item.block, at, base)
+            elif item.microbatch is None or item.microbatch + microbatch == 0:
+                at_layer = None if item.layer is None else item.layer + layer
+                yield replace(
+                    item,
+                    layer=at_layer,
+                    microbatch=None if item.microbatch is None else 0,
+                )
+
+    yield from walk(workload.stages[stage].step, 0, 0)
+
+
+def _check_times(ops: Iterable[Operation]) -> None:
+    missing = sorted(
+        {
+            f"{op.module} {op.phase}"
+            for op in ops
+            if isinstance(op, ComputeOp) and op.time_s is None
+        }
+    )
+    if missing:
+        shown = f"{len(missing)} unknown, e.g. {', '.join(missing[:3])}"
+        raise ConfigError("time_s", shown, "known times of all computation (--compute-from)")
+
+
+def _is_carried(op: CommOp) -> bool:
+    """SimAI 1.6 and 1.7 take a broadcast for nothing."""
+    known = op.collective in TYPE_OF and op.collective != Collective.BROADCAST
+    return known and (op.group in _PASS or op.group in _GRADIENTS)
+
+
+def _header(workload: Workload, stage: int) -> str:
+    sizes = {name: group.size for name, group in workload.groups.items()}
+    sent = [
+        op.call_bytes()
+        for op in workload.tally(stage)
+        if isinstance(op, CommOp) and op.collective == SEND and op.phase is Phase.FWD
+    ]
+    chunks = [workload.settings.get(name) for name in _VPP]
+    return _HEADER.format(
+        tp=sizes.get("tp", 1),
+        ep=sizes.get("ep", 1),
+        pp=len(workload.stages),
+        vpp=next((one for one in chunks if isinstance(one, int) and one), 1),
+        ga=workload.num_microbatches,
+        world=workload.world_size,
+        pp_comm=max(sent, default=0),
+    )
+
+
+def _gradient_rows(workload: Workload, stage: int) -> Iterator[Row]:
+    sums: dict[str, int] = {}
+    for op, count in workload.tally(stage).items():
+        if isinstance(op, CommOp) and _is_carried(op) and op.group in _GRADIENTS:
+            comm = TYPE_OF[op.collective] + _GRADIENTS[op.group]
+            size = op.message_bytes(workload.groups[op.group])
+            sums[comm] = sums.get(comm, 0) + count * size
+    for comm in sorted(sums):
+        name = _GRADIENT_ROWS.get(comm, "grad_comm")
+        yield Row(name=name, wgrad=Cell(comm=comm, num_bytes=sums[comm]))
+
+
+def _step_rows(workload: Workload, ops: Sequence[Operation]) -> Iterator[Row]:
+    """What belongs to no micro-batch: the optimizer, its norm and the like, each by module."""
+    parts: dict[str, list[Operation]] = {}
+    for op in ops:
+        name = row_name(op.module, split=False, moe=False)
+        parts.setdefault("optimizer" if op.phase is Phase.OPTIM else name, []).append(op)
+    for name, found in parts.items():
+        for number, slot in enumerate(_slots(workload, found), start=1):
+            cell = Cell(
+                compute_ns=_ns(slot.dgrad_s + slot.wgrad_s),
+                comm=slot.comm,
+                num_bytes=slot.num_bytes,
+            )
+            yield Row(name=f"{name}{number}" if name == "optimizer" else name, fwd=cell)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    """Computation up to a message. What is no weight gradient counts as dgrad."""
+
+    dgrad_s: float = 0.0
+    wgrad_s: float = 0.0
+    comm: str = NONE
+    num_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Passes:
+    fwd: list[Operation] = field(default_factory=list)
+    bwd: list[Operation] = field(default_factory=list)
+
+
+def _microbatch_rows(workload: Workload, ops: Sequence[Operation]) -> Iterator[Row]:
+    gathers = {str(Collective.ALL_GATHER), str(Collective.REDUCE_SCATTER)}
+    split = any(
+        isinstance(op, CommOp) and op.group == "tp" and op.collective in gathers for op in ops
+    )
+    moe = {op.layer for op in ops if op.module.startswith(("mlp.router", "mlp.experts"))}
+    parts: dict[tuple[int | None, str], _Passes] = {}
+    for op in ops:
+        key = (op.layer, row_name(op.module, split=split, moe=op.layer in moe))
+        passes = parts.setdefault(key, _Passes())
+        forward = op.phase is Phase.FWD and not op.recompute
+        (passes.fwd if forward else passes.bwd).append(op)
+    for (_, name), passes in parts.items():
+        yield from _rows(workload, name, passes)
+
+
+def row_name(module: str, *, split: bool, moe: bool) -> str:
+    """AICB's name of the row that a module's operations are in. split: sequence parallelism."""
+    part, _, role = module.partition(".")
+    if part == "mlp" and moe:
+        return "mlp_moelayer"
+    if part in ("attention", "mlp"):
+        if not split:
+            return f"{part}_layer"
+        return f"{part}_row" if role in _ROW_OUT else f"{part}_column"
+    names = {"embedding": "embedding_layer", "head": "final_column", "loss": "cross_entropy"}
+    return names.get(part, "_".join(module.replace(".", " ").split()) or "unnamed")
+
+
+def _rows(workload: Workload, name: str, passes: _Passes) -> Iterator[Row]:
+    """Backward runs from the last row to the first, so its messages are placed from there."""
+    fwd, bwd = list(_slots(workload, passes.fwd)), list(_slots(workload, passes.bwd))
+    number = max(len(fwd), len(bwd))
+    fwd += [_Slot()] * (number - len(fwd))
+    bwd = bwd[::-1] + [_Slot()] * (number - len(bwd))
+    for index, (there, back) in enumerate(zip(fwd, bwd, strict=True), start=1):
+        yield Row(
+            name=f"{name}{index}" if name == "cross_entropy" else name,
+            fwd=Cell(compute_ns=_ns(there.dgrad_s), comm=there.comm, num_bytes=there.num_bytes),
+            dgrad=Cell(compute_ns=_ns(back.dgrad_s), comm=back.comm, num_bytes=back.num_bytes),
+            wgrad=Cell(compute_ns=_ns(back.wgrad_s)),
+        )
+
+
+def _slots(workload: Workload, ops: Sequence[Operation]) -> Iterator[_Slot]:
+    """Each ends with a message that SimAI has; computation behind the last joins it."""
+    found: list[_Slot] = []
+    now = _Slot()
+    for op in ops:
+        if isinstance(op, ComputeOp):
+            if op.phase is Phase.WGRAD:
+                now.wgrad_s += op.time_s or 0.0
+            else:
+                now.dgrad_s += op.time_s or 0.0
+        elif op.group in _PASS and _is_carried(op):
+            now.comm = TYPE_OF[op.collective] + _PASS[op.group]
+            now.num_bytes = op.message_bytes(workload.groups[op.group])
+            found.append(now)
+            now = _Slot()
+    if found:
+        found[-1].dgrad_s += now.dgrad_s
+        found[-1].wgrad_s += now.wgrad_s
+    elif now.dgrad_s or now.wgrad_s:
+        found.append(now)
+    yield from found
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

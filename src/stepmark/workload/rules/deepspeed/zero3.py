@@ -1,0 +1,248 @@
+"""What ZeRO stage 3 gathers and when: DeepSpeed's parameter coordinator, step by step.
+
+DeepSpeed 0.19.8, deepspeed/runtime/zero: partitioned_param_coordinator.py (fetch_sub_module,
+release_sub_module, __params_to_release, reset_step), parameter_offload.py (hooks,
+mark_persistent_parameters), stage3.py (step: all is partitioned, then what is persistent is
+gathered one by one).
+
+The order of modules is traced in the first two micro-batches and kept; what a module may
+release is worked out in the micro-batch after that and kept as well (__params_to_release is
+cached). So training is followed from its beginning until steps are equal.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from stepmark.workload.rules.deepspeed.modules import (
+    ENTER,
+    LEAVE,
+    Event,
+    Module,
+    Param,
+    backward,
+    forward,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Elements, under DeepSpeed's names less "stage3_"."""
+
+    prefetch_bucket_size: int
+    param_persistence_threshold: int
+    model_persistence_threshold: int
+    max_live_parameters: int
+    max_reuse_distance: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """What a module's hook does: gathers in order; `needs` the gather issued so many before.
+
+    needs counts the gathers issued since the one that this module waits for, its own prefetch
+    included: 0 is the newest. None: it waits for none.
+    """
+
+    gathers: tuple[int, ...] = ()  # elements, each parameter padded to the ranks
+    needs: int | None = None
+
+
+Pass = tuple[tuple[Event, Fetch], ...]  # of one micro-batch; ENTER alone fetches
+
+
+def persistent(params: Iterable[Param], limits: Limits) -> tuple[Param, ...]:
+    """Parameters that stay whole between steps."""
+    found: list[Param] = []
+    total = 0
+    for param in params:
+        if param.numel + total > limits.model_persistence_threshold:
+            continue
+        if param.numel <= limits.param_persistence_threshold:
+            found.append(param)
+            total += param.numel
+    return tuple(found)
+
+
+def steady_step(
+    root: Module,
+    params: tuple[Param, ...],
+    limits: Limits,
+    *,
+    ranks: int,
+    num_microbatches: int,
+) -> tuple[tuple[Pass, int], ...]:
+    """The micro-batches of a step as they are from the third step on: (pass, times)."""
+    coordinator = Coordinator(root=root, params=params, limits=limits, ranks=ranks)
+    found: tuple[tuple[Pass, int], ...] = ()
+    for _ in range(3):
+        found = _step(coordinator, num_microbatches)
+        coordinator.available = set(coordinator.kept)
+    return found
+
+
+def _step(coordinator: "Coordinator", num_microbatches: int) -> tuple[tuple[Pass, int], ...]:
+    """A micro-batch that begins as the traced one before it began is like it."""
+    found: list[tuple[Pass, int]] = []
+    begun: frozenset[int] | None = None
+    for index in range(num_microbatches):
+        begins, traced = frozenset(coordinator.available), coordinator.is_traced
+        if traced and begins == begun:
+            done, times = found[-1]
+            found[-1] = (done, times + num_microbatches - index)
+            break
+        found.append((coordinator.micro_batch(), 1))
+        begun = begins if traced else None
+    return tuple(found)
+
+
+@dataclass(slots=True, kw_only=True)
+class Coordinator:
+    """State of one rank. available: whole parameters, by index, between micro-batches."""
+
+    root: Module
+    params: tuple[Param, ...]
+    limits: Limits
+    ranks: int
+    available: set[int] = field(default_factory=set)
+    kept: frozenset[int] = frozenset()
+    is_traced: bool = False
+    events: tuple[Event, ...] = ()
+    order: tuple[Module, ...] = ()
+    trace: tuple[tuple[Param, int], ...] = ()  # (parameter, step of its use)
+    releases: dict[int, frozenset[int]] = field(default_factory=dict)  # by place in events
+    inflight: dict[int, int] = field(default_factory=dict)  # parameter: number of its gather
+    active: dict[int, int] = field(default_factory=dict)  # parameter: modules that use it
+    last_use: dict[int, int] = field(default_factory=dict)  # of those taken off the queue
+    queue: deque[tuple[Param, int]] = field(default_factory=deque)
+    step: int = 0  # modules entered
+    live: int = 0  # elements fetched and not released
+    issued: int = 0  # gathers
+
+    def __post_init__(self) -> None:
+        self.kept = frozenset(param.index for param in persistent(self.params, self.limits))
+        self.events = (*forward(self.root), *backward(self.root))
+        self.order = tuple(module for kind, module, _ in self.events if kind == ENTER)
+        self.trace = tuple(
+            (param, step)
+            for step, module in enumerate(self.order)
+            for param in sorted(module.params, key=lambda one: one.index)
+        )
+
+    def micro_batch(self) -> Pass:
+        """One forward and backward pass; the first of all is not traced yet."""
+        self.available -= self.inflight.keys()
+        self.inflight.clear()
+        self.active.clear()
+        self.last_use.clear()
+        self.queue = deque(self.trace)
+        self.step = self.live = self.issued = 0
+        found: list[tuple[Event, Fetch]] = []
+        for place, event in enumerate(self.events):
+            kind, module, _ = event
+            fetch = Fetch()
+            if kind == ENTER:
+                fetch = self._enter(module)
+            elif kind == LEAVE:
+                self._leave(module, place)
+            found.append((event, fetch))
+        self._release_leftovers()
+        self.is_traced = True
+        return tuple(found)
+
+    def _enter(self, module: Module) -> Fetch:
+        gathers = self._gather(module.params)
+        waited: int | None = None
+        for param in module.params:
+            self.active[param.index] = self.active.get(param.index, 0) + 1
+            if param.index in self.inflight:
+                waited = max(waited or 0, self.inflight.pop(param.index))
+                self.available.add(param.index)
+        if self.is_traced:
+            gathers += self._prefetch(module)
+        self.step += 1
+        needs = None if waited is None else self.issued - waited
+        return Fetch(gathers=tuple(gathers), needs=needs)
+
+    def _gather(self, params: Iterable[Param]) -> list[int]:
+        """Those neither here nor on their way, in one message."""
+        missing = [
+            param
+            for param in params
+            if param.index not in self.available and param.index not in self.inflight
+        ]
+        if not missing:
+            return []
+        self.issued += 1
+        for param in missing:
+            self.inflight[param.index] = self.issued
+            self.live += param.numel
+        return [sum(-(-param.numel // self.ranks) * self.ranks for param in missing)]
+
+    def _prefetch(self, module: Module) -> list[int]:
+        """What this module uses leaves the queue; what follows is gathered up to a bucket."""
+        used = {param.index for param in module.params if self._last(param.index) < self.step}
+        seen: set[int] = set()
+        while self.queue and len(seen) < len(used):
+            param, at = self.queue.popleft()
+            self.last_use[param.index] = at
+            seen.add(param.index)
+        if not self.limits.prefetch_bucket_size:
+            return []
+        room = min(
+            self.limits.max_live_parameters - self.live, self.limits.prefetch_bucket_size
+        )
+        wanted: dict[int, Param] = {}
+        numel = 0
+        while self.queue and numel < room:
+            param, at = self.queue.popleft()
+            self.last_use[param.index] = max(self._last(param.index), at)
+            is_away = param.index not in self.available and param.index not in self.inflight
+            if is_away and param.index not in wanted:
+                wanted[param.index] = param
+                numel += param.numel
+        return self._gather(wanted.values())
+
+    def _last(self, index: int) -> int:
+        return self.last_use.get(index, -1)
+
+    def _leave(self, module: Module, place: int) -> None:
+        for param in module.params:
+            self.active[param.index] -= 1
+        if not self.is_traced:
+            self._release(module.params)
+            return
+        if place not in self.releases:
+            self.releases[place] = self._releasable(module)
+        may = self.releases[place]
+        self._release(param for param in module.params if param.index in may)
+
+    def _releasable(self, module: Module) -> frozenset[int]:
+        """Not what stays, what a later use was skipped for, or what is used again soon."""
+        found = {
+            param.index
+            for param in module.params
+            if param.index not in self.kept and self._last(param.index) <= self.step
+        }
+        passed = 0
+        for later in self.order[self.step :]:
+            if passed >= self.limits.max_reuse_distance or not found:
+                break
+            for param in later.params:
+                found.discard(param.index)
+                passed += param.numel
+        return frozenset(found)
+
+    def _release(self, params: Iterable[Param]) -> None:
+        for param in params:
+            if param.index in self.available and not self.active.get(param.index):
+                self.available.discard(param.index)
+                self.live -= param.numel
+
+    def _release_leftovers(self) -> None:
+        """Modules whose input has no gradient: no hook runs after their backward pass."""
+        for kind, module, _ in self.events:
+            if kind == ENTER and not module.input_grad:
+                for param in module.params:
+                    self.active[param.index] = 0
+                self._release(param for param in module.params if param.index not in self.kept)

@@ -1,0 +1,164 @@
+"""Attention of a layer: grouped queries or latent, under tensor and context parallelism.
+
+Source: megatron-core 0.16.1, transformer/attention.py and multi_latent_attention.py, the latter
+with TransformerEngine's down projections, which all tp ranks hold whole. Context parallelism:
+TransformerEngine, pytorch/attention/dot_product_attention/context_parallel.py
+(AttnFuncWithCPAndKVP2P, AttnFuncWithCPAndKVAllGather).
+Compared with a run of megatron-core: attention over tp, with and without sequence parallelism
+(tests/data/megatron). Read only: latent attention and context parallelism.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from stepmark.core.collectives import Collective
+from stepmark.core.message import RECV, SEND
+from stepmark.core.ops import Attention, Gemm, Norm, Phase
+from stepmark.core.workload import CommOp, ComputeOp, Operation
+from stepmark.workload import decoder
+from stepmark.workload.decoder import Part
+from stepmark.workload.rules.megatron.layer import column, row
+from stepmark.workload.rules.megatron.settings import CpComm, Plan
+from stepmark.workload.rules.megatron.steps import Step, of_part
+
+
+def attention(plan: Plan) -> tuple[Step, ...]:
+    """norm, projections, core, out, residual of one layer."""
+    parts = {
+        part.module.removeprefix("attention."): part
+        for part in decoder.attention(plan.job, sequence_parallel=plan.sequence_parallel)
+    }
+    hidden = plan.model.hidden_size
+    found = [of_part(parts["norm"])]
+    if plan.model.mla is None:
+        found.append(column(plan, parts["qkv"], hidden))
+        found += [of_part(parts[name]) for name in ("q_norm", "k_norm") if name in parts]
+    else:
+        found += _latent(plan, parts)
+    if "rope" in parts:
+        found.append(of_part(parts["rope"]))
+    found.append(_core(plan, parts["core"]))
+    found.append(row(plan, parts["out"], hidden))
+    found.append(of_part(parts["residual"]))
+    return tuple(found)
+
+
+def _latent(plan: Plan, parts: dict[str, Part]) -> Iterator[Step]:
+    """Down projections whole on this rank's tokens; up projections over tp."""
+    mla = plan.model.mla
+    assert mla is not None
+    if "q_down" in parts:
+        yield of_part(_own_rows(plan, parts["q_down"]))
+    down = of_part(_own_rows(plan, parts["kv_down"]))
+    if plan.sequence_parallel:
+        shared = plan.tokens * mla.qk_rope_head_dim
+        of: dict[str, Any] = {"module": down.module, "layer": 0, "microbatch": 0}
+        made = plan.comms
+        ahead = made(Collective.ALL_GATHER, shared, "tp", phase=Phase.FWD, **of)
+        back = made(Collective.REDUCE_SCATTER, shared, "tp", phase=Phase.DGRAD, **of)
+        down = Step(module=down.module, fwd=(*down.fwd, *ahead), bwd=(*back, *down.bwd))
+    yield down
+    yield from (
+        of_part(_own_rows(plan, parts[name])) for name in ("q_norm", "kv_norm") if name in parts
+    )
+    if "q_up" in parts:
+        yield column(plan, parts["q_up"], mla.q_lora_rank or 0)
+    else:
+        yield column(plan, parts["q"], plan.model.hidden_size)
+    yield column(plan, parts["kv_up"], mla.kv_lora_rank)
+
+
+def _own_rows(plan: Plan, part: Part) -> Part:
+    """Of the sequence only what sequence parallelism leaves this rank."""
+
+    def smaller(op: ComputeOp) -> ComputeOp:
+        inner = op.op
+        if isinstance(inner, Norm):
+            return replace(op, op=replace(inner, tokens=plan.own_tokens))
+        assert isinstance(inner, Gemm)
+        if op.phase is Phase.WGRAD:
+            return replace(op, op=replace(inner, k=plan.own_tokens))
+        return replace(op, op=replace(inner, m=plan.own_tokens))
+
+    return replace(
+        part,
+        fwd=tuple(smaller(op) for op in part.fwd),
+        bwd=tuple(smaller(op) for op in part.bwd),
+    )
+
+
+def _core(plan: Plan, part: Part) -> Step:
+    """Scores and values, the other ranks' keys and values as cp brings them."""
+    cp = plan.size("cp")
+    if cp == 1:
+        return of_part(part)
+    heads = plan.model.num_heads if plan.model.mla else plan.model.num_kv_heads
+    own = plan.tokens * (heads // plan.tp)
+    widths = (plan.model.d_qk, plan.model.d_v)
+    if plan.settings.cp_comm_type is CpComm.ALL_GATHER:
+        return _gathered(plan, part, [own * width for width in widths])
+    return _ring(plan, part, own * sum(widths))
+
+
+def _gathered(plan: Plan, part: Part, own: list[int]) -> Step:
+    """Keys and values gathered, again in the backward pass; their gradients scattered."""
+    cp, made = plan.size("cp"), plan.comms
+    of: dict[str, Any] = {"module": part.module, "layer": 0, "microbatch": 0}
+
+    def both(kind: Collective, phase: Phase) -> tuple[CommOp, ...]:
+        return tuple(
+            op for elements in own for op in made(kind, cp * elements, "cp", phase=phase, **of)
+        )
+
+    return Step(
+        module=part.module,
+        fwd=(*both(Collective.ALL_GATHER, Phase.FWD), *part.fwd),
+        bwd=(
+            *both(Collective.ALL_GATHER, Phase.BWD),
+            *part.bwd,
+            *both(Collective.REDUCE_SCATTER, Phase.BWD),
+        ),
+    )
+
+
+def _ring(plan: Plan, part: Part, own: int) -> Step:
+    """Keys and values go round, each step's beside the scores of those that are here.
+
+    Backward their gradients go round too, one step behind: cp messages of which the first has
+    no gradients and the last nothing else. Steps are taken to be equally long; their sum is
+    exact.
+    """
+    cp, name = plan.size("cp"), "kv"
+    of: dict[str, Any] = {"module": part.module, "layer": 0, "microbatch": 0, "stream": "cp"}
+
+    def pass_on(elements: int, phase: Phase) -> tuple[CommOp, ...]:
+        sent = plan.comms(SEND, elements, "cp", peer=1, phase=phase, **of)
+        got = plan.comms(
+            RECV,
+            elements,
+            "cp",
+            peer=-1,
+            phase=phase,
+            fused=True,
+            name=name,
+            **of,
+        )
+        return (*sent, *got)
+
+    fwd: list[Operation] = []
+    bwd: list[Operation] = []
+    for index in range(cp):
+        moves = index < cp - 1
+        if moves:
+            fwd += pass_on(own, Phase.FWD)
+        came = f"{name}~1" if moves else name
+        fwd += [_piece(op, cp, (came,) if index else ()) for op in part.fwd]
+        bwd += pass_on(2 * own if 0 < index < cp - 1 else own, Phase.BWD)
+        bwd += [_piece(op, cp, (f"{name}~1",) if index else ()) for op in part.bwd]
+    return Step(module=part.module, fwd=tuple(fwd), bwd=tuple(bwd), pending=name)
+
+
+def _piece(op: ComputeOp, cp: int, after: tuple[str, ...]) -> ComputeOp:
+    assert isinstance(op.op, Attention)
+    return replace(op, op=replace(op.op, seq_kv=op.op.seq_kv // cp), after=after)

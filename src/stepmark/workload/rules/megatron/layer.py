@@ -1,0 +1,163 @@
+"""Linear layers, embedding and head under tensor and sequence parallelism.
+
+Source: megatron-core 0.16.1, tensor_parallel/layers.py (ColumnParallelLinear,
+RowParallelLinear, LinearWithGradAccumulationAndAsyncCommunication, VocabParallelEmbedding),
+tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py.
+Compared with a run of megatron-core, all but the fused loss and the data
+(tests/data/megatron).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from stepmark.core.collectives import Collective, RedOp
+from stepmark.core.dtypes import DType
+from stepmark.core.ops import Phase
+from stepmark.core.workload import CommOp, Operation
+from stepmark.workload import decoder
+from stepmark.workload.decoder import Part
+from stepmark.workload.rules.megatron.settings import Plan
+from stepmark.workload.rules.megatron.steps import Step, marked, of_part, split_backward
+
+
+def mlp(plan: Plan) -> tuple[Step, ...]:
+    """norm, up, activation, down, residual of a dense layer."""
+    norm, up, active, down, rest = decoder.mlp(
+        plan.job, sequence_parallel=plan.sequence_parallel
+    )
+    hidden = plan.model.hidden_size
+    return (
+        of_part(norm),
+        column(plan, up, hidden),
+        of_part(active),
+        row(plan, down, hidden),
+        of_part(rest),
+    )
+
+
+def column(plan: Plan, part: Part, width: int) -> Step:
+    """A linear layer with its output features over tp; width: of its input.
+
+    Under sequence parallelism the input is gathered, again for the weights' gradient beside
+    the data's, and the data's is scattered beside the weights'; else it is all-reduced there.
+    """
+    of_data, of_weights = split_backward(part)
+    made, rows = plan.comms, plan.tokens * width
+    module, first = part.module, part.fwd[0]
+    of: dict[str, Any] = {"layer": first.layer, "microbatch": first.microbatch}
+    if plan.size("tp") == 1:
+        return of_part(part)
+    if not plan.sequence_parallel:
+        reduce = made(Collective.ALL_REDUCE, rows, "tp", phase=Phase.DGRAD, module=module, **of)
+        name = f"{module}.reduce"
+        backward = (*of_data, *marked(reduce, stream="tp", name=name), *of_weights)
+        return Step(module=module, fwd=part.fwd, bwd=backward, pending=name)
+    gather, scatter = f"{module}.gather", f"{module}.scatter"
+    ahead = made(Collective.ALL_GATHER, rows, "tp", phase=Phase.FWD, module=module, **of)
+    again = made(Collective.ALL_GATHER, rows, "tp", phase=Phase.WGRAD, module=module, **of)
+    back = made(Collective.REDUCE_SCATTER, rows, "tp", phase=Phase.DGRAD, module=module, **of)
+    return Step(
+        module=module,
+        fwd=(*ahead, *part.fwd),
+        bwd=(
+            *marked(again, stream="tp", name=gather),
+            *of_data,
+            *marked(back, stream="tp", name=scatter),
+            *(replace(op, after=(gather,)) for op in of_weights),
+        ),
+        pending=scatter,
+    )
+
+
+def row(plan: Plan, part: Part, width: int) -> Step:
+    """A linear layer with its input features over tp; width: of its output."""
+    made, rows, first = plan.comms, plan.tokens * width, part.fwd[0]
+    of: dict[str, Any] = {"layer": first.layer, "microbatch": first.microbatch}
+    kind = Collective.REDUCE_SCATTER if plan.sequence_parallel else Collective.ALL_REDUCE
+    sums = made(kind, rows, "tp", phase=Phase.FWD, module=part.module, **of)
+    back: tuple[CommOp, ...] = ()
+    if plan.sequence_parallel:
+        back = made(
+            Collective.ALL_GATHER, rows, "tp", phase=Phase.DGRAD, module=part.module, **of
+        )
+    return Step(module=part.module, fwd=(*part.fwd, *sums), bwd=(*back, *part.bwd))
+
+
+def embedding(plan: Plan) -> Step:
+    """Rows of this rank's share of the vocabulary, summed over tp.
+
+    With learned positions the sum is whole even under sequence parallelism, and each rank then
+    keeps its part (language_model_embedding.py, reduce_scatter_embeddings).
+    """
+    part, rows = decoder.embedding(plan.job), plan.tokens * plan.model.hidden_size
+    scatters = plan.sequence_parallel and not plan.model.max_positions
+    kind = Collective.REDUCE_SCATTER if scatters else Collective.ALL_REDUCE
+    of: dict[str, Any] = {"module": part.module, "microbatch": 0}
+    ahead = plan.comms(kind, rows, "tp", phase=Phase.FWD, **of)
+    back: tuple[CommOp, ...] = ()
+    if plan.sequence_parallel:
+        back = plan.comms(Collective.ALL_GATHER, rows, "tp", phase=Phase.DGRAD, **of)
+    return Step(module=part.module, fwd=(*part.fwd, *ahead), bwd=(*back, *part.bwd))
+
+
+def head(plan: Plan) -> tuple[Step, ...]:
+    """Final norm, logits of this rank's share of the vocabulary, their loss.
+
+    The loss sums over tp: maximum, logit of the target, sum of exponentials, each one fp32 per
+    token; cross_entropy_loss_fusion sends the latter two in one.
+    """
+    norm, logits, loss = decoder.head(plan.job, sequence_parallel=plan.sequence_parallel)
+    sums: list[Operation] = []
+    sizes = [(1, RedOp.MAX), (1, RedOp.SUM), (1, RedOp.SUM)]
+    if plan.settings.cross_entropy_loss_fusion:
+        sizes = [(1, RedOp.MAX), (2, RedOp.SUM)]
+    for per_token, redop in sizes:
+        sums += plan.comms(
+            Collective.ALL_REDUCE,
+            per_token * plan.tokens,
+            "tp",
+            phase=Phase.FWD,
+            module=loss.module,
+            microbatch=0,
+            dtype=DType.FP32,
+            redop=redop,
+        )
+    return (
+        of_part(norm),
+        column(plan, logits, plan.model.hidden_size),
+        Step(module=loss.module, fwd=(*loss.fwd, *sums), bwd=loss.bwd),
+    )
+
+
+def data(plan: Plan, *, first: bool, last: bool) -> tuple[Operation, ...]:
+    """A micro-batch, from the tp rank that read it to the others, before cp divides it.
+
+    Source: get_batch_on_this_tp_rank, megatron/training/utils.py. Broadcasts of no elements,
+    which it makes for sequences that are not packed, are left out.
+    """
+    whole = plan.job.mbs * plan.model.seq_len
+    mask = whole * plan.model.seq_len
+    masked = plan.settings.create_attention_mask_in_dataloader
+    wanted: list[tuple[bool, int, DType]] = [
+        (first, whole, DType.INT64),  # tokens
+        (last, whole, DType.INT64),  # labels
+        (last, whole, DType.FP32),  # mask of the loss
+        (masked and (first or last), mask, DType.UINT8),
+        (first, whole, DType.INT64),  # positions
+        (first, 1, DType.INT64),  # how many packed sequences
+        (first or last, 1, DType.INT64),
+    ]
+    return tuple(
+        replace(op, root=0)
+        for asked, elements, dtype in wanted
+        if asked
+        for op in plan.comms(
+            Collective.BROADCAST,
+            elements,
+            "tp",
+            phase=Phase.FWD,
+            module="data",
+            microbatch=0,
+            dtype=dtype,
+        )
+    )

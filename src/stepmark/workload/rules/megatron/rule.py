@@ -1,0 +1,273 @@
+"""Megatron-LM: what one training step of each pipeline stage computes and communicates.
+
+Rules are those of megatron-core 0.16.1 and of megatron/training of NVIDIA/Megatron-LM,
+core_v0.16.1 (55ac7082517c3878ae653c07c09c534b8aed49f6), with TransformerEngine's layers where
+they differ from the local ones. Every module of rules/megatron names the files that it
+follows, and says what of it was compared with a run and what was only read.
+
+Chosen where Megatron-LM leaves a choice: routing is balanced; a step is not the first one,
+in which overlapped reductions wait for the end of the backward pass; the embedding's
+gradient is taken, so the first layer has a data gradient like any other.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from stepmark.core.message import RECV, SEND
+from stepmark.core.ops import Phase
+from stepmark.core.workload import COMPUTE, Block, CommOp, Item, Run, Stage, Workload
+from stepmark.workload.job import Job
+from stepmark.workload.pipeline import Act, Action, Pipeline, program
+from stepmark.workload.pipeline_schedules import schedule
+from stepmark.workload.rules.megatron.chunk import (
+    Library,
+    Segment,
+    backward_segments,
+    first_forward,
+    forward_segments,
+    is_moe,
+    last_backward,
+)
+from stepmark.workload.rules.megatron.finish import Owned, finish, wait
+from stepmark.workload.rules.megatron.gradients import (
+    Bucket,
+    buckets,
+    chunk_params,
+    gather,
+    reduce,
+    stream_of,
+)
+from stepmark.workload.rules.megatron.settings import Megatron, Plan, make_plan, padded
+from stepmark.workload.rules.megatron.split import Chunk, split
+from stepmark.workload.rules.megatron.steps import issued
+
+__all__ = ["Megatron", "padded", "workload"]
+
+_SOURCE = (
+    "NVIDIA/Megatron-LM core_v0.16.1 (55ac708): megatron/core/tensor_parallel/layers.py,"
+    " megatron/core/pipeline_parallel/schedules.py,"
+    " megatron/core/distributed/param_and_grad_buffer.py,"
+    " megatron/core/transformer/moe/token_dispatcher.py, megatron/training/training.py"
+)
+
+
+def workload(job: Job, settings: Megatron) -> Workload:
+    """One step of Megatron-LM's training. Raises ConfigError where Megatron-LM would refuse."""
+    plan = make_plan(job, settings)
+    parallel = plan.job.parallel
+    stages, notes = split(plan)
+    pipeline = Pipeline(
+        num_stages=parallel.pp,
+        num_microbatches=plan.job.num_microbatches,
+        num_chunks=settings.virtual_pipeline_model_parallel_size,
+        overlap=settings.overlap_p2p_comm,
+    )
+    if settings.sequence_parallel and plan.tp == 1:
+        notes = (*notes, "sequence_parallel has no effect with tp 1")
+    if plan.model.vocab_size != job.model.vocab_size:
+        sizes = f"{job.model.vocab_size} to {plan.model.vocab_size}"
+        notes = (*notes, f"vocabulary padded from {sizes}")
+    blocks: dict[str, Block] = {}
+    library = Library(plan, blocks)
+    made = [
+        _StageMaker(plan, pipeline, library, index, chunks).make()
+        for index, chunks in enumerate(stages)
+    ]
+    return Workload(
+        name=f"{job.model.name} on {parallel.world_size} ranks",
+        rules="megatron",
+        source=_SOURCE,
+        world_size=parallel.world_size,
+        num_microbatches=plan.job.num_microbatches,
+        model=plan.model,
+        settings=_asked(plan),
+        groups=plan.comms.groups,
+        blocks=blocks,
+        stages=tuple(made),
+        notes=notes,
+    )
+
+
+def _asked(plan: Plan) -> dict[str, str | int | float | bool | None]:
+    parallel = plan.job.parallel
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "num_distributed_optimizer_instances": parallel.dp_replicate,
+        "micro_batch_size": plan.job.mbs,
+        "global_batch_size": plan.job.mbs * plan.job.num_microbatches * parallel.data_ranks,
+        "seq_length": plan.model.seq_len,
+        **asdict(plan.settings),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _StageMaker:
+    """Puts the blocks of one stage into the library's workload."""
+
+    plan: Plan
+    pipeline: Pipeline
+    library: Library
+    index: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        return self.library.blocks
+
+    def make(self) -> Stage:
+        plan, index = self.plan, self.index
+        owned = self.owned()
+        step = f"stage{index}.step"
+        spans = schedule(
+            self.pipeline, index, gathers=self.aligned_gathers, reduces=self.aligned_reduces
+        )
+        self.passes(owned)
+        items = program(spans, self.lower(owned), self.blocks, f"stage{index}.")
+        self.blocks[f"stage{index}.finish"] = finish(plan, owned)
+        self.blocks[step] = (*items, Run(block=f"stage{index}.finish"))
+        return Stage(
+            step=step,
+            setup=self.setup(owned),
+            layers=tuple(layer for chunk in self.chunks for layer in chunk.layers),
+            has_embedding=any(chunk.has_embedding for chunk in self.chunks),
+            has_head=any(chunk.has_head for chunk in self.chunks),
+        )
+
+    @property
+    def aligned_gathers(self) -> bool:
+        settings = self.plan.settings
+        return (
+            settings.overlap_param_gather
+            and settings.align_param_gather
+            and self.pipeline.num_chunks > 1
+        )
+
+    @property
+    def aligned_reduces(self) -> bool:
+        """grad_sync_func; the first stage of plain 1F1B reduces in its last backward pass."""
+        settings = self.plan.settings
+        return (
+            settings.overlap_grad_reduce
+            and settings.align_grad_reduce
+            and (self.pipeline.num_chunks > 1 or self.index > 0)
+        )
+
+    def owned(self) -> Owned:
+        kinds = [[is_moe(self.plan, layer) for layer in chunk.layers] for chunk in self.chunks]
+        params = tuple(
+            chunk_params(self.plan, chunk, kind)
+            for chunk, kind in zip(self.chunks, kinds, strict=True)
+        )
+        return Owned(
+            params=params,
+            buckets=tuple(
+                buckets(self.plan, one, split=self.index == 0 and number == 0)
+                for number, one in enumerate(params)
+            ),
+            is_first=self.index == 0,
+            is_last=self.index == self.pipeline.num_stages - 1,
+            moe_layers=sum(map(sum, kinds)),
+        )
+
+    def passes(self, owned: Owned) -> None:
+        """Forward and backward blocks of the chunks, and those of their edges."""
+        settings = self.plan.settings
+        for number, chunk in enumerate(self.chunks):
+            ahead = forward_segments(self.library, chunk)
+            back = backward_segments(self.library, chunk)
+            self.put(f"forward{number}", ahead)
+            self.put(f"backward{number}", back)
+            if settings.overlap_param_gather and not self.aligned_gathers:
+                changed = first_forward(self.library, ahead, owned.buckets[number])
+                self.put(f"forward{number}.first", changed)
+            if settings.overlap_grad_reduce and not self.aligned_reduces:
+                changed = last_backward(self.library, back, owned.buckets[number])
+                self.put(f"backward{number}.last", changed)
+
+    def put(self, name: str, segments: list[Segment]) -> None:
+        self.blocks[f"stage{self.index}.{name}"] = self.library.runs(segments)
+
+    def lower(self, owned: Owned) -> Callable[[Action], tuple[Item, ...]]:
+        """What an action of the schedule is."""
+
+        def lowered(action: Action) -> tuple[Item, ...]:
+            match action.act:
+                case Act.FORWARD | Act.BACKWARD:
+                    return self.run(action, owned)
+                case Act.WAIT:
+                    return (wait(action.after, Phase.FWD, "pipeline"),)
+                case Act.REDUCE:
+                    return self.reduces(owned.buckets[action.chunk])
+                case Act.GATHER:
+                    return self.gathers(owned.buckets[action.chunk], action.chunk)
+                case _:
+                    return self.transfer(action)
+
+        return lowered
+
+    def run(self, action: Action, owned: Owned) -> tuple[Item, ...]:
+        name = f"stage{self.index}.{action.act}{action.chunk}"
+        edge = ".first" if action.act is Act.FORWARD else ".last"
+        if action.edge and name + edge in self.blocks:
+            name += edge
+        found = Run(block=name, microbatch=action.microbatch)
+        if not (action.edge and action.act is Act.FORWARD and self.aligned_gathers):
+            return (found,)
+        made = self.gathers(owned.buckets[action.chunk], action.chunk)
+        names = dict.fromkeys(op.name for op in made if isinstance(op, CommOp))
+        return (wait(tuple(names), Phase.FWD, "parameters"), found) if names else (found,)
+
+    def reduces(self, listed: tuple[Bucket, ...]) -> tuple[Item, ...]:
+        sent = (op for bucket in listed for op in reduce(self.plan, bucket, overlapped=True))
+        return issued(tuple(sent))
+
+    def gathers(self, listed: tuple[Bucket, ...], chunk: int) -> tuple[Item, ...]:
+        return tuple(
+            op
+            for bucket in listed
+            for op in gather(self.plan, bucket, name=f"{stream_of(bucket)}.parameters{chunk}")
+        )
+
+    def transfer(self, action: Action) -> tuple[Item, ...]:
+        """Hidden states of a micro-batch, or their gradients: this rank's part of both.
+
+        Source: get_tensor_shapes of schedules.py: sequence / cp, and / tp with sequence
+        parallelism.
+        """
+        sends = action.act in (Act.SEND_FORWARD, Act.SEND_BACKWARD)
+        ahead = action.act in (Act.SEND_FORWARD, Act.RECV_BACKWARD)
+        forward = action.act in (Act.SEND_FORWARD, Act.RECV_FORWARD)
+        return self.plan.comms(
+            SEND if sends else RECV,
+            self.plan.own_tokens * self.plan.model.hidden_size,
+            "pp",
+            phase=Phase.FWD if forward else Phase.DGRAD,
+            module="pipeline",
+            microbatch=action.microbatch,
+            stream=self.stream(sends=sends, ahead=ahead),
+            name=str(action.act),
+            peer=1 if ahead else -1,
+            fused=action.fused,
+        )
+
+    def stream(self, *, sends: bool, ahead: bool) -> str:
+        """A pair of stages has a communicator; the only pair of two has one per direction."""
+        if self.pipeline.num_chunks == 1 or not self.pipeline.overlap:
+            return COMPUTE
+        if self.pipeline.num_stages == 2:
+            return "pp.send" if sends else "pp.recv"
+        return "pp.next" if ahead else "pp.prev"
+
+    def setup(self, owned: Owned) -> str:
+        """First and last stage begin with the same embedding (language_module.py)."""
+        plan = self.plan
+        if not plan.model.tied_embeddings or not (owned.is_first or owned.is_last):
+            return ""
+        table = plan.model.vocab_size // plan.tp * plan.model.hidden_size
+        made = plan.comms("all_reduce", table, "embd", phase=Phase.OPTIM, module="embedding")
+        if made:
+            self.blocks["setup"] = made
+        return "setup" if made else ""

@@ -1,0 +1,304 @@
+"""Megatron-LM's parameters that shape a step, and what follows from them for a job.
+
+Names and defaults are those of megatron/training/arguments.py of core_v0.16.1.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.model import ModelConfig
+from stepmark.core.workload import Group
+from stepmark.workload.job import AXES, Comms, Job, mesh_groups
+
+
+class Dispatcher(StrEnum):
+    """How tokens come to their experts (megatron/core/transformer/moe/token_dispatcher.py)."""
+
+    ALLTOALL = "alltoall"
+    ALLGATHER = "allgather"
+
+
+class CpComm(StrEnum):
+    """How context-parallel ranks come to keys and values."""
+
+    P2P = "p2p"
+    ALL_GATHER = "all_gather"
+
+
+class Granularity(StrEnum):
+    """What the backward pass computes again."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class Balancing(StrEnum):
+    """Over which tokens the auxiliary loss of a router counts."""
+
+    AUX_LOSS = "aux_loss"
+    SEQ_AUX_LOSS = "seq_aux_loss"
+    GLOBAL_AUX_LOSS = "global_aux_loss"
+    NONE = "none"
+
+
+class RouterDtype(StrEnum):
+    """Of router and probabilities. model: as the activations."""
+
+    MODEL = "model"
+    FP32 = "fp32"
+    FP64 = "fp64"
+
+
+RECOMPUTE_MODULES = (
+    "core_attn",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "moe_act",
+    "shared_experts",
+)
+
+
+def _set(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Megatron:
+    """Parameters of Megatron-LM beside the model, the mesh and the batches."""
+
+    sequence_parallel: bool = _set(False, "norms and residuals on 1/tp of each sequence")
+    use_distributed_optimizer: bool = _set(False, "optimizer states over data ranks")
+    overlap_grad_reduce: bool = _set(False, "gradients are reduced during the backward pass")
+    overlap_param_gather: bool = _set(False, "parameters are gathered during the forward pass")
+    align_grad_reduce: bool = _set(True, "stages reduce a chunk's gradients at the same time")
+    align_param_gather: bool = _set(True, "interleaved stages gather parameters together")
+    ddp_bucket_size: int | None = _set(
+        None, "elements of a gradient bucket where overlapped; none: max(40M, 1M x dp x cp)"
+    )
+    ddp_pad_buckets_for_high_nccl_busbw: bool = _set(False, "buckets are multiples of 65536")
+    ddp_average_in_collective: bool = _set(False, "gradients are averaged, not scaled first")
+    grad_reduce_in_bf16: bool = _set(False, "gradients in bf16; else main gradients in fp32")
+    virtual_pipeline_model_parallel_size: int = _set(1, "model chunks per pipeline stage")
+    overlap_p2p_comm: bool = _set(True, "interleaved stages send beside the computation")
+    decoder_first_pipeline_num_layers: int | None = _set(None, "layers of the first stage")
+    decoder_last_pipeline_num_layers: int | None = _set(None, "layers of the last stage")
+    account_for_embedding_in_pipeline_split: bool = _set(
+        False, "the embedding takes a layer's place"
+    )
+    account_for_loss_in_pipeline_split: bool = _set(False, "the head takes a layer's place")
+    cp_comm_type: CpComm = _set(CpComm.P2P, "keys and values: p2p ring, or all_gather")
+    expert_tensor_parallel_size: int | None = _set(None, "tp of experts; none: tp")
+    moe_token_dispatcher_type: Dispatcher = _set(Dispatcher.ALLTOALL, "alltoall or allgather")
+    moe_expert_capacity_factor: float | None = _set(
+        None, "tokens an expert takes, of its even share; none: all (dropless)"
+    )
+    moe_pad_expert_input_to_capacity: bool = _set(False, "experts are filled up to capacity")
+    moe_router_dtype: RouterDtype = _set(RouterDtype.MODEL, "of router and probabilities")
+    moe_router_load_balancing_type: Balancing = _set(Balancing.AUX_LOSS, "auxiliary loss")
+    moe_aux_loss_coeff: float = _set(0.0, "0: no auxiliary loss")
+    recompute_granularity: Granularity = _set(Granularity.NONE, "none, selective, full")
+    recompute_modules: str = _set(
+        "core_attn", f"with selective, several by comma: {', '.join(RECOMPUTE_MODULES)}"
+    )
+    recompute_method: str = _set("uniform", "with full: uniform, or block")
+    recompute_num_layers: int = _set(
+        1, "with full: layers per checkpoint (uniform), or recomputed per chunk (block)"
+    )
+    cross_entropy_loss_fusion: bool = _set(False, "two of the loss's all-reduces in one")
+    calculate_per_token_loss: bool = _set(False, "gradients are divided by the tokens' count")
+    create_attention_mask_in_dataloader: bool = _set(
+        True, "the mask of each micro-batch is sent to all tp ranks"
+    )
+    make_vocab_size_divisible_by: int = _set(128, "the vocabulary is padded to this x tp")
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("ddp_bucket_size", 1),
+            ("virtual_pipeline_model_parallel_size", 1),
+            ("decoder_first_pipeline_num_layers", 0),
+            ("decoder_last_pipeline_num_layers", 0),
+            ("expert_tensor_parallel_size", 1),
+            ("recompute_num_layers", 1),
+            ("make_vocab_size_divisible_by", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(name, value, f"{low} or more")
+        factor = self.moe_expert_capacity_factor
+        if factor is not None and not 0 < factor < math.inf:
+            raise ConfigError("moe_expert_capacity_factor", factor, "above 0")
+        if self.recompute_method not in ("uniform", "block"):
+            raise ConfigError("recompute_method", self.recompute_method, "uniform or block")
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        """What validate_args of arguments.py asserts of pairs of parameters."""
+        if self.overlap_param_gather and not (
+            self.use_distributed_optimizer and self.overlap_grad_reduce
+        ):
+            raise ConfigError(
+                "overlap_param_gather",
+                True,
+                "only with use_distributed_optimizer and overlap_grad_reduce",
+            )
+        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
+            raise ConfigError(
+                "moe_pad_expert_input_to_capacity", True, "only with moe_expert_capacity_factor"
+            )
+        if self.calculate_per_token_loss and self.ddp_average_in_collective:
+            raise ConfigError(
+                "ddp_average_in_collective", True, "only without calculate_per_token_loss"
+            )
+        for word in self.modules:
+            if word not in RECOMPUTE_MODULES:
+                raise ConfigError(
+                    "recompute_modules", word, f"of {', '.join(RECOMPUTE_MODULES)}"
+                )
+        uneven = (
+            self.decoder_first_pipeline_num_layers is not None
+            or self.decoder_last_pipeline_num_layers is not None
+        )
+        accounts = (
+            self.account_for_embedding_in_pipeline_split
+            or self.account_for_loss_in_pipeline_split
+        )
+        if uneven and accounts:
+            raise ConfigError(
+                "account_for_*_in_pipeline_split", True, "without decoder_*_pipeline_num_layers"
+            )
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Recomputed ones, with selective."""
+        if self.recompute_granularity is not Granularity.SELECTIVE:
+            return ()
+        return tuple(word.strip() for word in self.recompute_modules.split(",") if word.strip())
+
+
+def padded(model: ModelConfig, settings: Megatron, tp: int) -> ModelConfig:
+    """Source: vocab_size_with_padding, megatron/training/tokenizer."""
+    multiple = settings.make_vocab_size_divisible_by * tp
+    return replace(model, vocab_size=math.ceil(model.vocab_size / multiple) * multiple)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A job under these settings, and the groups that its ranks communicate in."""
+
+    job: Job
+    settings: Megatron
+    comms: Comms
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.job.model
+
+    @property
+    def tp(self) -> int:
+        return self.job.parallel.tp
+
+    @property
+    def etp(self) -> int:
+        """Tensor parallelism of experts."""
+        return self.settings.expert_tensor_parallel_size or self.tp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.settings.sequence_parallel and self.tp > 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on one rank, before sequence parallelism divides them."""
+        return self.job.tokens
+
+    @property
+    def own_tokens(self) -> int:
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    def size(self, group: str) -> int:
+        return self.comms.groups[group].size
+
+    @property
+    def gradient_dtype(self) -> DType:
+        if self.settings.grad_reduce_in_bf16:
+            return self.job.dtype
+        return DType.FP32
+
+    @property
+    def probs_dtype(self) -> DType:
+        kind = self.settings.moe_router_dtype
+        return self.job.dtype if kind is RouterDtype.MODEL else DType(kind.value)
+
+
+def make_plan(job: Job, settings: Megatron) -> Plan:
+    """Raises ConfigError where Megatron-LM would refuse the job."""
+    model = padded(job.model, settings, job.parallel.tp)
+    job = replace(job, model=model)
+    parallel = job.parallel
+    plan = Plan(
+        job=job, settings=settings, comms=Comms(groups=groups(job, settings), dtype=job.dtype)
+    )
+    if model.moe and parallel.tp > 1 and not settings.sequence_parallel:
+        raise ConfigError("sequence_parallel", False, "true where experts meet tp > 1")
+    shared = parallel.cp * parallel.tp
+    if plan.sequence_parallel and model.seq_len % shared:
+        raise ConfigError("seq-len", model.seq_len, f"a multiple of cp x tp ({shared})")
+    if parallel.dp_replicate > 1 and not settings.use_distributed_optimizer:
+        raise ConfigError(
+            "dp-replicate", parallel.dp_replicate, "1 without use_distributed_optimizer"
+        )
+    if plan.model.moe and plan.model.moe.ffn_hidden_size % plan.etp:
+        raise ConfigError("expert_tensor_parallel_size", plan.etp, "a divisor of their width")
+    if settings.grad_reduce_in_bf16 and job.dtype is not DType.BF16:
+        raise ConfigError("grad_reduce_in_bf16", True, "with bf16 only")
+    return plan
+
+
+def groups(job: Job, settings: Megatron) -> dict[str, Group]:
+    """By Megatron's names (megatron/core/parallel_state.py, order tp-cp-ep-dp-pp).
+
+    dp_replicate: num_distributed_optimizer_instances. Experts have digits of their own: their
+    tp, ep and dp divide the ranks of a stage.
+    """
+    parallel = job.parallel
+    found = mesh_groups(
+        parallel,
+        {
+            "tp": ("tp",),
+            "cp": ("cp",),
+            "tp_cp": ("tp", "cp"),
+            "pp": ("pp",),
+            "mp": ("tp", "pp"),
+            "dp_cp": ("cp", "dp_shard", "dp_replicate"),
+            "intra_dp_cp": ("cp", "dp_shard"),
+            "instances": ("dp_replicate",),
+            "tp_dp_cp": ("tp", "cp", "dp_shard", "dp_replicate"),
+            "intra_dist_opt": ("tp", "cp", "dp_shard", "pp"),
+            "world": AXES,
+        },
+    )
+    per_stage = parallel.world_size // parallel.pp
+    last = max(1, parallel.pp - 1) * per_stage
+    found["embd"] = Group(digits=((min(2, parallel.pp), last),))
+    if job.model.moe is None:
+        return found
+    etp, ep = settings.expert_tensor_parallel_size or parallel.tp, parallel.ep
+    instance = per_stage // parallel.dp_replicate
+    if instance % (etp * ep):
+        raise ConfigError(
+            "ep", ep, f"with expert tp {etp} a divisor of tp x cp x dp ({instance})"
+        )
+    found["etp"] = Group(digits=((etp, 1),))
+    found["ep"] = Group(digits=((ep, etp),))
+    found["tp_ep"] = Group(digits=((etp * ep, 1),))
+    found["intra_expt_dp"] = Group(digits=((instance // (etp * ep), etp * ep),))
+    found["expt_dp"] = Group(digits=((per_stage // (etp * ep), etp * ep),))
+    found["expt_tp_pp"] = Group(digits=((etp, 1), (ep, etp), (parallel.pp, per_stage)))
+    return found

@@ -1,0 +1,86 @@
+"""Modules with the communication around them, and in which order their operations are issued.
+
+An asynchronous collective lies on a stream of its own; it starts after the computation that
+was issued before it, as NCCL's streams do, and what needs it waits by name.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stepmark.core.ops import Phase
+from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation
+from stepmark.workload.decoder import Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One module. pending: a collective of its backward that the next computation waits for."""
+
+    module: str
+    fwd: tuple[Operation, ...]
+    bwd: tuple[Operation, ...]
+    pending: str = ""
+
+
+def of_part(part: Part) -> Step:
+    """A module without communication."""
+    return Step(module=part.module, fwd=part.fwd, bwd=part.bwd)
+
+
+def forward(steps: Iterable[Step], *, again: bool = False) -> tuple[Operation, ...]:
+    """again: as the backward pass runs it a second time."""
+    found = [op for step in steps for op in step.fwd]
+    return issued([replace(op, recompute=True) for op in found] if again else found)
+
+
+def backward(
+    steps: Sequence[Step], recomputed: Mapping[str, str] | None = None
+) -> tuple[Operation, ...]:
+    """In reverse order of steps. recomputed: of modules, which group they are checkpointed in.
+
+    A group's forward operations run again before the first of its backward operations.
+    """
+    groups = recomputed or {}
+    found: list[Operation] = []
+    current, pending = "", ""
+    for index in range(len(steps) - 1, -1, -1):
+        step, group = steps[index], groups.get(steps[index].module, "")
+        own: list[Operation] = []
+        if group and group != current:
+            members = [one for one in steps[: index + 1] if groups.get(one.module) == group]
+            own += forward(members, again=True)
+        own += step.bwd
+        current = group
+        if pending and own:
+            own[0] = replace(own[0], after=(*own[0].after, pending))
+            pending = ""
+        found += own
+        pending = step.pending or pending
+    return issued(found)
+
+
+def issued(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """With a name on computation that an asynchronous collective is issued behind."""
+    found = list(operations)
+    last: int | None = None
+    for index, op in enumerate(found):
+        if isinstance(op, ComputeOp) and op.stream == COMPUTE:
+            last = index
+        elif op.stream != COMPUTE and not op.after and last is not None:
+            before = found[last]
+            if not before.name:
+                before = replace(before, name=f"{before.module}.{before.phase}")
+                found[last] = before
+            found[index] = replace(op, after=(before.name,))
+    return tuple(found)
+
+
+def split_backward(part: Part) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+    """Gradients of the data, and those of the weights."""
+    of_weights = tuple(op for op in part.bwd if op.phase is Phase.WGRAD)
+    return tuple(op for op in part.bwd if op.phase is not Phase.WGRAD), of_weights
+
+
+def marked(operations: Iterable[CommOp], **marks: str) -> tuple[CommOp, ...]:
+    """Asynchronous: with a stream and a name."""
+    return tuple(replace(op, **marks) for op in operations)  # type: ignore[arg-type]

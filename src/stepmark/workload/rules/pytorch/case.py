@@ -1,0 +1,125 @@
+"""The workload of a training case: which of PyTorch's rules it runs by, with which settings."""
+
+from dataclasses import replace
+
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision
+from stepmark.core.workload import Workload
+from stepmark.workload.job import Job
+from stepmark.workload.rules.pytorch import ddp, fsdp, pp, tp
+
+_COMPILED = "compiled: kernels are fused, communication is that of eager code"
+
+
+def of_case(case: TrainCase) -> Workload:
+    """One optimizer step of `stepmark train`. Raises ConfigError for what is not derived."""
+    if case.fp8 is not Fp8.NONE:
+        raise ConfigError("fp8", case.fp8, "none: its scales are not derived, capture them")
+    if case.async_tp:
+        raise ConfigError("async-tp", "yes", "no: its pieces are not derived, capture them")
+    if case.loss_chunks > 1:
+        raise ConfigError("loss-chunks", case.loss_chunks, "1: chunks are not derived")
+    job = job_of(case)
+    match case.data_parallel:
+        case DataParallel.FSDP:
+            made = fsdp.workload(job, _fsdp(case))
+        case DataParallel.DDP:
+            made = ddp.workload(job, _ddp(case))
+        case _ if case.parallel.pp > 1:
+            made = pp.workload(job, _pp(case))
+        case _:
+            made = tp.workload(job, _tp(case))
+    if case.compile is not CompileScope.NONE:
+        made = replace(made, notes=(*made.notes, _COMPILED))
+    return made
+
+
+def job_of(case: TrainCase) -> Job:
+    """A micro-batch of a pipeline is a part of a case's."""
+    parts = _parts(case)
+    if case.mbs % parts:
+        raise ConfigError("mbs", case.mbs, f"a multiple of {parts} pipeline microbatches")
+    return Job(
+        model=case.model,
+        parallel=case.parallel,
+        mbs=case.mbs // parts,
+        gbs=case.mbs * case.parallel.data_ranks * case.grad_accum,
+        dtype=DType.FP32 if case.precision is Precision.FP32 else DType.BF16,
+    )
+
+
+def _parts(case: TrainCase) -> int:
+    axes = case.parallel
+    if axes.pp == 1:
+        return 1
+    stages = 2 * axes.pp if case.pp_schedule == "interleaved" else axes.pp
+    return case.pp_microbatches or stages
+
+
+def _fsdp(case: TrainCase) -> fsdp.Fsdp:
+    kept = _model_weights(case)
+    return fsdp.Fsdp(
+        param_dtype=DType.BF16 if case.precision is Precision.AMP else kept,
+        reduce_dtype=case.reduce_dtype,
+        shard_dtype=kept,
+        reshard_after_forward=case.reshard,
+        prefetch=case.prefetch,
+        blocks_per_group=case.blocks_per_group,
+        ends=fsdp.Ends.APART,
+        grad_sync=case.grad_sync,
+        clip=case.clip > 0,
+        recompute=case.recompute,
+        recompute_some=case.recompute_blocks[0],
+        recompute_every=case.recompute_blocks[1],
+        pp_schedule=case.pp_schedule,
+        pp_microbatches=_parts(case),
+    )
+
+
+def _ddp(case: TrainCase) -> ddp.Ddp:
+    is_amp = case.precision is Precision.AMP
+    halved = case.reduce_dtype is not DType.FP32
+    return ddp.Ddp(
+        autocast=is_amp,
+        param_dtype=_model_weights(case),
+        masters=case.precision is Precision.MASTER,
+        compress_bf16=halved and case.precision in (Precision.AMP, Precision.FP32),
+        bucket_cap_mb=case.bucket_mb,
+        init_sync=False,
+        grad_sync=case.grad_sync,
+        clip=case.clip > 0,
+        recompute=case.recompute,
+        recompute_some=case.recompute_blocks[0],
+        recompute_every=case.recompute_blocks[1],
+    )
+
+
+def _tp(case: TrainCase) -> tp.Tp:
+    return tp.Tp(
+        param_dtype=_model_weights(case),
+        masters=case.precision is Precision.MASTER,
+        clip=case.clip > 0,
+        recompute=case.recompute,
+        recompute_some=case.recompute_blocks[0],
+        recompute_every=case.recompute_blocks[1],
+    )
+
+
+def _pp(case: TrainCase) -> pp.Pp:
+    return pp.Pp(
+        param_dtype=_model_weights(case),
+        masters=case.precision is Precision.MASTER,
+        clip=case.clip > 0,
+        recompute=case.recompute,
+        recompute_some=case.recompute_blocks[0],
+        recompute_every=case.recompute_blocks[1],
+        pp_schedule=case.pp_schedule,
+        pp_microbatches=_parts(case),
+    )
+
+
+def _model_weights(case: TrainCase) -> DType:
+    is_half = case.precision in (Precision.BF16, Precision.MASTER)
+    return DType.BF16 if is_half else DType.FP32

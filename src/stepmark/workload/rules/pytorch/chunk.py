@@ -1,0 +1,333 @@
+"""One model, or the part of it on a pipeline stage, pass by pass, with FSDP2 around its modules.
+
+fully_shard is called on the embedding and the output, or the root has both; on every
+blocks_per_group blocks; and with expert parallelism on the experts of each block before it
+(bench/training/parallelize.py: _fsdp). Without a Sharding the same passes run plain.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from stepmark.core.ops import Attention, Gemm, GroupedGemm, Phase
+from stepmark.core.training import Recompute
+from stepmark.core.workload import Block, ComputeOp, Item, Operation, Run
+from stepmark.workload.rules.pytorch.fsdp_order import Group, Order, Sharding, linked
+from stepmark.workload.rules.pytorch.params import Param
+from stepmark.workload.rules.pytorch.units import Unit
+
+BLOCKS = dict[str, Block]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is wrapped together. together: embedding and output are the root's own."""
+
+    sharding: Sharding | None = None
+    together: bool = True
+    blocks_per_group: int = 1
+    recompute: Recompute = Recompute.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A block at its place, and what of its experts is sharded apart."""
+
+    unit: Unit
+    index: int
+    is_checkpointed: bool = False
+    experts: Group | None = None
+
+
+class Chunk:
+    """Issues passes of the modules in `layers`, and of those before and after them.
+
+    blocks: where the bodies of modules are put, once for all chunks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layers: Sequence[Layer],
+        *,
+        blocks: BLOCKS,
+        embedding: Unit | None = None,
+        output: Unit | None = None,
+        suffix: str = "",
+    ) -> None:
+        self._plan, self.blocks, self._suffix = plan, blocks, suffix
+        self.embedding, self.output = embedding, output
+        how = plan.sharding
+        self._order = Order(how, suffix) if how else None
+        reshard = how.reshard if how else None
+        ends = [unit for unit in (embedding, output) if unit]
+        self._root = self._first = self._last = None
+        if plan.together and ends:
+            params = tuple(one for unit in ends for one in unit.params)
+            self._root = Group(module="root", params=params, reshard=None)
+        elif not plan.together:
+            if embedding:
+                self._first = Group(
+                    module="embedding",
+                    params=embedding.params,
+                    reshard=reshard,
+                    in_backward=False,
+                )
+            if output:
+                self._last = Group(module="output", params=output.params, reshard=None)
+        self.layers = [self._with_experts(one, reshard) for one in layers]
+        size = plan.blocks_per_group
+        self._groups: list[tuple[Group, list[Layer]]] = []
+        for first in range(0, len(self.layers), size):
+            members = self.layers[first : first + size]
+            group = Group(
+                module="blocks",
+                params=tuple(p for one in members for p in self._own(one)),
+                layer=members[0].index,
+                reshard=reshard,
+            )
+            self._groups.append((group, members))
+        linked([group for group, _ in self._groups], how.prefetch if how else 1)
+        for unit in (*ends, *(one.unit for one in self.layers)):
+            self._register(unit)
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """Of all modules. A tied table once."""
+        units = (self.embedding, *(one.unit for one in self.layers), self.output)
+        return tuple(param for unit in units if unit for param in unit.params)
+
+    def forward(self) -> Block:
+        segments = list(self._forward())
+        return folded(segments, self.blocks, f"fwd{self._suffix}")
+
+    def backward(self, *, reduces: bool = True, keeps: bool = False) -> Block:
+        """keeps: as in a pipeline, weights stay gathered and the step has more passes."""
+        segments = list(self._backward(reduces=reduces, keeps=keeps))
+        if self._order and not keeps:
+            self._order.end(self._all_groups())
+        return folded(segments, self.blocks, f"bwd{self._suffix}")
+
+    def gather(self) -> Block:
+        """All weights, ahead of the passes that need them: a pipeline's UNSHARD."""
+        if self._order:
+            for group in self._all_groups():
+                self._order.unshard(group, Phase.FWD, ())
+        return self._take()
+
+    def reduce(self) -> Block:
+        """All gradients, in the order of the modules: perform_reduce_grad of a stage."""
+        segments: list[tuple[Block, int]] = []
+        if self._order:
+            for group in self._all_groups():
+                self._order.post_backward(group)
+                segments.append((self._take(group.layer or 0), group.layer or 0))
+            self._order.end(self._all_groups())
+        return folded(segments, self.blocks, f"reduce{self._suffix}")
+
+    def _own(self, layer: Layer) -> tuple[Param, ...]:
+        return layer.unit.others if layer.experts else layer.unit.params
+
+    def _with_experts(self, layer: Layer, reshard: int | None) -> Layer:
+        if len(layer.unit.fwd) == 1:
+            return layer
+        group = Group(
+            module="experts",
+            params=layer.unit.experts,
+            layer=layer.index,
+            shards="expert_fsdp",
+            reshard=reshard,
+        )
+        return replace(layer, experts=group)
+
+    def _all_groups(self) -> list[Group]:
+        """As named_modules meets them."""
+        found = [one for one in (self._root, self._first) if one]
+        for group, members in self._groups:
+            found.append(group)
+            found += [one.experts for one in members if one.experts]
+        return [*found, self._last] if self._last else found
+
+    def _register(self, unit: Unit) -> None:
+        ways = {"fwd": unit.fwd, "bwd": unit.bwd}
+        if unit.name in ("block", "moe") and self._plan.recompute is not Recompute.NONE:
+            ways["again"] = again(unit, self._plan.recompute)
+        for way, pieces in ways.items():
+            for index, piece in enumerate(pieces):
+                self.blocks[_name(unit, way, index, len(pieces))] = piece
+
+    def _take(self, layer: int = 0) -> Block:
+        return self._order.take(layer) if self._order else ()
+
+    def _forward(self) -> Iterator[tuple[Block, int]]:
+        order = self._order
+        if order and self._root:
+            order.pre_forward(self._root)
+        if self.embedding:
+            if order and self._first:
+                order.pre_forward(self._first)
+            yield (*self._take(), _run(self.embedding, "fwd")), 0
+            if order and self._first:
+                order.post_forward(self._first)
+        for group, members in self._groups:
+            if order:
+                order.pre_forward(group)
+            yield self._passes(members, group, "fwd"), members[0].index
+            if order:
+                order.post_forward(group)
+        if self.output:
+            if order and self._last:
+                order.pre_forward(self._last)
+            yield (*self._take(), _run(self.output, "fwd")), 0
+            if order and self._last:
+                order.post_forward(self._last)
+        if order and self._root:
+            order.post_forward(self._root)
+
+    def _backward(self, *, reduces: bool, keeps: bool) -> Iterator[tuple[Block, int]]:
+        order = self._order
+
+        def leave(group: Group | None) -> None:
+            if order and group:
+                order.post_backward(group, reduces=reduces, keeps=keeps)
+
+        for group in (self._root, self._last):
+            if order and group:
+                order.pre_backward(group)
+        if self.output:
+            yield (*self._take(), _run(self.output, "bwd")), 0
+            leave(self._last)
+        before = self._take()
+        if before:
+            yield before, 0
+        for group, members in reversed(self._groups):
+            base = members[0].index
+            if order:
+                order.pre_backward(group)
+            passes = self._passes(members, group, "bwd", reduces=reduces, keeps=keeps)
+            leave(group)
+            yield (*passes, *self._take(base)), base
+        if order and self._first:
+            order.pre_backward(self._first)
+        if self.embedding:
+            yield (*self._take(), _run(self.embedding, "bwd")), 0
+        leave(self._first)
+        leave(self._root)
+        yield self._take(), 0
+
+    def _passes(
+        self,
+        members: Sequence[Layer],
+        group: Group,
+        way: str,
+        *,
+        reduces: bool = True,
+        keeps: bool = False,
+    ) -> Block:
+        """Blocks one after the other, the last one first if backward."""
+        base = members[0].index
+        found = [*self._take(base)]
+        for one in members if way == "fwd" else reversed(members):
+            layer = one.index - base
+            if way == "bwd" and one.is_checkpointed:
+                found += self._pieces(one, "again", layer, base)
+            found += self._pieces(one, way, layer, base, reduces=reduces, keeps=keeps)
+        return tuple(found)
+
+    def _pieces(
+        self,
+        one: Layer,
+        way: str,
+        layer: int,
+        base: int,
+        *,
+        reduces: bool = True,
+        keeps: bool = False,
+    ) -> Iterator[Item]:
+        unit, order, experts = one.unit, self._order, one.experts
+        pieces = unit.bwd if way == "bwd" else unit.fwd
+        for index in range(len(pieces)):
+            is_inside = index == 1
+            if order and experts and is_inside:
+                if way == "bwd":
+                    order.pre_backward(experts)
+                else:
+                    order.pre_forward(experts)
+                yield from self._take(base)
+            yield _run(unit, way, index, len(pieces), layer)
+            if order and experts and is_inside:
+                if way == "fwd":
+                    order.post_forward(experts)
+                elif way == "bwd":
+                    order.post_backward(experts, reduces=reduces, keeps=keeps)
+                yield from self._take(base)
+
+
+def folded(segments: Sequence[tuple[Block, int]], blocks: BLOCKS, way: str) -> Block:
+    """Equal segments of evenly spaced layers as one Run, of a block put into `blocks`."""
+    found: list[Item] = []
+    at = 0
+    while at < len(segments):
+        segment, first = segments[at]
+        step = segments[at + 1][1] - first if at + 1 < len(segments) else 0
+        times = 1
+        while step and segments[at + times : at + times + 1] == [
+            (segment, first + step * times)
+        ]:
+            times += 1
+        if times == 1:
+            found += [_at(item, first) for item in segment]
+        else:
+            name = next((name for name, block in blocks.items() if block == segment), "")
+            name = name or f"{way}.{len(blocks)}"
+            blocks[name] = segment
+            found.append(Run(block=name, times=times, layer=first, layer_step=step))
+        at += times
+    return tuple(found)
+
+
+def again(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]:
+    """What checkpointing runs again: up to the last input that its backward pass needs.
+
+    torch.utils.checkpoint stops early there: before the last product, whose own input is
+    known by then, and what follows it. Per operator (bench/training/checkpointing.py)
+    attention, communication and every second product are kept.
+    """
+    last = "mlp.shared_down" if any("shared" in p.part for p in unit.params) else "mlp.down"
+    ends = {last, "mlp.residual"}
+    products = 0
+    pieces: list[tuple[Operation, ...]] = []
+    for piece in unit.fwd:
+        found: list[Operation] = []
+        for one in piece:
+            is_compute = isinstance(one, ComputeOp)
+            if is_compute and isinstance(one.op, Gemm | GroupedGemm):
+                products += 1
+            if one.module in ends:
+                continue
+            if recompute is Recompute.OPS and (not is_compute or _is_kept(one, products)):
+                continue
+            found.append(replace(one, recompute=True))
+        pieces.append(tuple(found))
+    return tuple(pieces)
+
+
+def _is_kept(one: Operation, products: int) -> bool:
+    if not isinstance(one, ComputeOp):
+        return True
+    if isinstance(one.op, Gemm | GroupedGemm):
+        return products % 2 == 1
+    return isinstance(one.op, Attention)
+
+
+def _name(unit: Unit, way: str, index: int, pieces: int) -> str:
+    return f"{unit.name}.{way}" if pieces == 1 else f"{unit.name}.{way}.{index}"
+
+
+def _run(unit: Unit, way: str, index: int = 0, pieces: int = 1, layer: int = 0) -> Run:
+    return Run(block=_name(unit, way, index, pieces), layer=layer)
+
+
+def _at(item: Item, layer: int) -> Item:
+    if isinstance(item, Run):
+        return replace(item, layer=item.layer + layer)
+    return item if item.layer is None else replace(item, layer=item.layer + layer)

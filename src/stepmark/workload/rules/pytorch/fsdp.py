@@ -1,0 +1,132 @@
+"""FSDP2: fully_shard on every block and on the root, with tp, cp, ep and pp where asked for.
+
+Follows torch 2.13.0, torch/distributed/fsdp/_fully_shard, and the trainer of `stepmark train`
+(bench/training/parallelize.py), with whose real runs tests compare every message.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.training import GradSync, Recompute
+from stepmark.core.workload import Group, Workload
+from stepmark.workload.job import Comms, Job
+from stepmark.workload.rules.pytorch.fsdp_order import Sharding
+from stepmark.workload.rules.pytorch.step import SOURCE, Rule, Setting, Technique, build
+from stepmark.workload.rules.pytorch.units import groups_of
+
+
+class Ends(StrEnum):
+    """What wraps the embedding, the final norm and the head."""
+
+    ROOT = "root"  # the model itself: gathered once a pass
+    APART = "apart"  # the embedding and the output each, as `stepmark train` has it
+
+
+def setting(default: Any, text: str) -> Any:
+    """A field with its help."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fsdp:
+    """fully_shard and MixedPrecisionPolicy by their own names, and how a step runs."""
+
+    param_dtype: DType = setting(DType.BF16, "type that weights are gathered and used in")
+    reduce_dtype: DType = setting(DType.FP32, "type that gradients are reduced in")
+    shard_dtype: DType = setting(DType.FP32, "type of shards, which the optimizer updates")
+    reshard_after_forward: str = setting("yes", "yes, no, or ranks to reshard over")
+    prefetch: int = setting(1, "groups gathered ahead; 1 is torch's own way")
+    blocks_per_group: int = setting(1, "blocks that are gathered together")
+    ends: Ends = setting(Ends.ROOT, "embedding and output: root or apart")
+    grad_sync: GradSync = setting(GradSync.EVERY, "reduce with every micro-batch or the last")
+    clip: bool = setting(True, "gradients are clipped by their norm")
+    recompute: Recompute = setting(Recompute.NONE, "activation checkpointing: none, full, ...")
+    recompute_some: int = setting(1, "checkpointed blocks, with blocks")
+    recompute_every: int = setting(1, "of so many, with blocks")
+    pp_schedule: str = setting("1f1b", "1f1b or interleaved, two stages a rank")
+    pp_microbatches: int = setting(0, "of one pass through the pipeline; 0: all")
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch", "blocks_per_group", "recompute_some", "recompute_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "1 or more")
+        if self.pp_schedule not in ("1f1b", "interleaved"):
+            raise ConfigError("pp_schedule", self.pp_schedule, "1f1b or interleaved")
+
+
+def workload(job: Job, settings: Fsdp) -> Workload:
+    """A step with weights, gradients and optimizer state sharded. Raises ConfigError."""
+    groups = groups_of(job)
+    shards = groups["fsdp"].size
+    reshard = _reshard(settings.reshard_after_forward, shards)
+    if reshard:
+        groups |= _inner(job, groups, reshard)
+    layers = -(-job.model.num_layers // job.parallel.pp)
+    if settings.blocks_per_group > layers:
+        allowed = f"at most {layers} layers of a stage"
+        raise ConfigError("blocks_per_group", settings.blocks_per_group, allowed)
+    holds = settings.grad_sync is GradSync.LAST and job.parallel.pp == 1
+    sharding = Sharding(
+        comms=Comms(groups=groups, dtype=job.dtype),
+        gathered=settings.param_dtype,
+        reduced=settings.reduce_dtype,
+        reshard=reshard,
+        prefetch=settings.prefetch,
+        held=(holds and job.num_microbatches > 1) or job.parallel.pp > 1,
+    )
+    technique = Technique(
+        weights=settings.shard_dtype,
+        model_weights=settings.shard_dtype,
+        sharding=sharding,
+        together=settings.ends is Ends.ROOT,
+        blocks_per_group=settings.blocks_per_group,
+        recompute=settings.recompute,
+        recompute_blocks=(settings.recompute_some, settings.recompute_every),
+        holds=holds,
+        clips=settings.clip,
+        interleaved=settings.pp_schedule == "interleaved",
+        pp_microbatches=settings.pp_microbatches,
+    )
+    source = f"{SOURCE}, torch/distributed/fsdp/_fully_shard"
+    rule = Rule(name="fsdp", source=source, settings=said(settings))
+    return build(job, technique, rule)
+
+
+def said(settings: Any) -> dict[str, Setting]:
+    """Fields of a rule's settings as plain values."""
+    found: dict[str, Setting] = {}
+    for one in dataclasses.fields(settings):
+        value = getattr(settings, one.name)
+        found[one.name] = value.value if isinstance(value, StrEnum) else value
+    return found
+
+
+def _reshard(text: str, shards: int) -> int | None:
+    """0: over all shards again; None: not at all; else over so many ranks."""
+    if text in ("yes", "no"):
+        return 0 if text == "yes" else None
+    smaller = [n for n in range(2, shards) if shards % n == 0]
+    if not text.isdecimal() or int(text) not in smaller:
+        allowed = ", ".join(map(str, ("yes", "no", *smaller)))
+        raise ConfigError(
+            "reshard_after_forward", text, f"one of {allowed} for {shards} shards"
+        )
+    return int(text)
+
+
+def _inner(job: Job, groups: dict[str, Group], reshard: int) -> dict[str, Group]:
+    """The ranks that resharded weights are gathered from: consecutive ones of a group."""
+    axes = job.parallel
+    found = {"fsdp_inner": Group(digits=((reshard, axes.tp),))}
+    same = groups["expert_fsdp"].size
+    if axes.ep > 1 and same > 1:
+        if same % reshard:
+            raise ConfigError(
+                "reshard_after_forward", reshard, f"a divisor of {same} shards of experts"
+            )
+        found["expert_fsdp_inner"] = Group(digits=((reshard, axes.tp * axes.ep),))
+    return found

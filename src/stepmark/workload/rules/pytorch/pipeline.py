@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def passes(*a, **k):
+    raise NotImplementedError

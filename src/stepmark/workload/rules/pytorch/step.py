@@ -1,0 +1,325 @@
+"""A step of a PyTorch trainer: passes over micro-batches, then clipping and AdamW.
+
+As bench/training/trainer.py and optimizer.py run them (torch 2.13: nn/utils/clip_grad.py
+get_total_norm over DTensors, optim/adamw.py); pipelines are torch_pipeline's.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from stepmark.core.collectives import Collective
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Optimizer, Phase
+from stepmark.core.training import Recompute
+from stepmark.core.workload import (
+    Block,
+    ComputeOp,
+    Group,
+    Item,
+    Kernel,
+    Run,
+    Stage,
+    Workload,
+)
+from stepmark.workload.job import Comms, Job
+from stepmark.workload.rules.pytorch import pipeline
+from stepmark.workload.rules.pytorch.chunk import BLOCKS, Chunk, Layer, Plan
+from stepmark.workload.rules.pytorch.fsdp_order import REDUCE, REPLICATE, Sharding
+from stepmark.workload.rules.pytorch.params import Param
+from stepmark.workload.rules.pytorch.units import Maker, Unit, groups_of
+
+SOURCE = "PyTorch 2.13.0"
+Setting = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Technique:
+    """How a step runs, whatever the rule. weights: dtype of what the optimizer updates.
+
+    masters: fp32 weights beside the model's. buckets: makes DDP's chunk of a model.
+    """
+
+    weights: DType = DType.FP32
+    model_weights: DType = DType.FP32
+    sharding: Sharding | None = None
+    together: bool = True
+    blocks_per_group: int = 1
+    recompute: Recompute = Recompute.NONE
+    recompute_blocks: tuple[int, int] = (1, 1)
+    holds: bool = False  # gradients are reduced with the last micro-batch only
+    clips: bool = True
+    interleaved: bool = False
+    pp_microbatches: int = 0
+    buckets: Callable[[Chunk], Callable[[], Block]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What a workload says of where it is from."""
+
+    name: str
+    source: str
+    settings: Mapping[str, Setting]
+    notes: tuple[str, ...] = ()
+
+
+def build(job: Job, how: Technique, rule: Rule) -> Workload:
+    """The workload of a job. Raises ConfigError for what these rules do not know."""
+    groups = dict(how.sharding.comms.groups if how.sharding else groups_of(job))
+    if job.parallel.ep > 1 and how.sharding is None:
+        raise ConfigError("ep", job.parallel.ep, "1, or the fsdp rule, which shards experts")
+    blocks: BLOCKS = {}
+    stages = tuple(_stages(job, how, groups, blocks))
+    used = _used(blocks, stages)
+    return Workload(
+        name=job.model.name,
+        rules=rule.name,
+        source=rule.source,
+        world_size=job.parallel.world_size,
+        num_microbatches=job.num_microbatches,
+        model=job.model,
+        settings=dict(rule.settings),
+        groups={name: group for name, group in groups.items() if name in used},
+        blocks=blocks,
+        stages=stages,
+        notes=rule.notes,
+    )
+
+
+def _used(blocks: BLOCKS, stages: tuple[Stage, ...]) -> set[str]:
+    """Names of groups that communicate. Blocks that no stage runs are dropped."""
+    seen: set[str] = set()
+    groups: set[str] = set()
+    todo = [name for stage in stages for name in (stage.step, stage.setup) if name]
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for item in blocks[name]:
+            if isinstance(item, Run):
+                todo.append(item.block)
+            elif not isinstance(item, ComputeOp):
+                groups.add(item.group)
+    for name in set(blocks) - seen:
+        del blocks[name]
+    return groups
+
+
+def _stages(
+    job: Job, how: Technique, groups: dict[str, Group], blocks: BLOCKS
+) -> "list[Stage]":
+    count = job.parallel.pp
+    per_rank = 2 if how.interleaved and count > 1 else 1
+    chunks = _chunks(job, how, groups, blocks, count * per_rank)
+    comms = Comms(groups=groups, dtype=job.dtype)
+    found: list[Stage] = []
+    for stage in range(count):
+        mine = chunks[stage::count]
+        name = "step" if count == 1 else f"step.{stage}"
+        passes = (
+            _accumulated(job, how, mine[0], blocks)
+            if count == 1
+            else pipeline.passes(
+                job,
+                mine,
+                stage,
+                comms,
+                blocks,
+                interleaved=how.interleaved,
+                per_pass=how.pp_microbatches,
+            )
+        )
+        blocks[name] = (*passes, *_update(job, how, mine, comms))
+        found.append(
+            Stage(
+                step=name,
+                layers=tuple(one.index for chunk in mine for one in chunk.layers),
+                has_embedding=any(chunk.embedding for chunk in mine),
+                has_head=any(chunk.output for chunk in mine),
+            )
+        )
+    return found
+
+
+def _chunks(
+    job: Job, how: Technique, groups: dict[str, Group], blocks: BLOCKS, count: int
+) -> list[Chunk]:
+    """As even as can be, the first ones with what is left over (bench/training/pipeline.py)."""
+    model = job.model
+    if model.num_layers < count:
+        raise ConfigError(
+            "pp", job.parallel.pp, f"{model.num_layers} layers over {count} stages"
+        )
+    if model.tied_embeddings and count > 1:
+        raise ConfigError("pp", job.parallel.pp, f"1, since {model.name} ties its ends")
+    lookup = how.sharding.gathered if how.sharding else how.model_weights
+    maker = Maker(
+        job=job,
+        comms=Comms(groups=groups, dtype=job.dtype),
+        lookup_dtype=lookup,
+        apart=how.sharding is not None and job.parallel.ep > 1,
+    )
+    kinds: dict[bool, Unit] = {}
+    dense = model.num_dense_layers
+    for moe in (False, True):
+        if (moe and model.num_moe_layers) or (not moe and dense):
+            kinds[moe] = maker.block(moe=moe)
+    plan = Plan(
+        sharding=how.sharding,
+        together=how.together or model.tied_embeddings,
+        blocks_per_group=how.blocks_per_group,
+        recompute=how.recompute,
+    )
+    small, rest = divmod(model.num_layers, count)
+    ends = [0, *itertools.accumulate(small + (index < rest) for index in range(count))]
+    found: list[Chunk] = []
+    for index, (start, stop) in enumerate(itertools.pairwise(ends)):
+        layers = [
+            Layer(
+                unit=kinds[model.moe is not None and at >= dense],
+                index=at,
+                is_checkpointed=_is_checkpointed(how, at),
+            )
+            for at in range(start, stop)
+        ]
+        is_first, is_last = index == 0, index == count - 1
+        made = Chunk(
+            plan,
+            layers,
+            blocks=blocks,
+            embedding=maker.embedding() if is_first else None,
+            output=maker.output(has_table=is_first) if is_last else None,
+            suffix="" if count == 1 else f".{index}",
+        )
+        found.append(made)
+    return found
+
+
+def _is_checkpointed(how: Technique, layer: int) -> bool:
+    match how.recompute:
+        case Recompute.NONE:
+            return False
+        case Recompute.BLOCKS:
+            some, every = how.recompute_blocks
+            return layer % every < some
+        case _:
+            return True
+
+
+def _accumulated(job: Job, how: Technique, chunk: Chunk, blocks: BLOCKS) -> Block:
+    """Micro-batch after micro-batch."""
+    count = job.num_microbatches
+    reducing = how.buckets(chunk) if how.buckets else chunk.backward
+    collected = _collected(job, how, [chunk])
+    found: list[Item] = []
+    if how.holds and count > 1:
+        held = chunk.forward(), chunk.backward(reduces=False)
+        blocks["micro.held"] = (*held[0], *held[1])
+        found.append(Run(block="micro.held", times=count - 1, microbatch_step=1))
+    blocks["micro"] = (*chunk.forward(), *reducing(), *collected)
+    first = count - 1 if found else 0
+    times = 1 if found else count
+    found.append(
+        Run(block="micro", times=times, microbatch=first, microbatch_step=int(times > 1))
+    )
+    return tuple(found)
+
+
+def _collected(job: Job, how: Technique, chunks: list[Chunk]) -> Block:
+    """Of fp32 masters: gradients that are parts of a sum over tp are summed when taken."""
+    if how.weights is how.model_weights or how.sharding:
+        return ()
+    comms = Comms(groups=groups_of(job), dtype=how.model_weights)
+    return tuple(
+        made
+        for chunk in chunks
+        for one in chunk.params
+        if one.is_partial
+        for made in comms(
+            Collective.ALL_REDUCE,
+            one.numel,
+            "tp",
+            phase=Phase.BWD,
+            module=one.part,
+            microbatch=0,
+        )
+    )
+
+
+def _update(job: Job, how: Technique, chunks: list[Chunk], comms: Comms) -> Block:
+    """Clipping by the norm of all gradients, then AdamW on what this rank updates."""
+    every = [one for chunk in chunks for one in chunk.params]
+    trained = [one for one in every if one.is_trained and not one.is_copy]
+    # Without masters or FSDP, norms of a sequence's parts still have gradients that are parts.
+    partial = [one for one in trained if one.is_partial]
+    if how.sharding or how.weights is not how.model_weights:
+        partial = []
+
+    def summed(module: str) -> Block:
+        return tuple(
+            made
+            for one in partial
+            for made in comms(
+                Collective.ALL_REDUCE,
+                one.numel,
+                "tp",
+                phase=Phase.OPTIM,
+                module=module,
+                dtype=how.weights,
+            )
+        )
+
+    size = sum(_held(one, how) for one in trained)
+    found: list[Item] = []
+    if how.clips:
+        found += [*summed("clip"), *_norms(job, how, trained, comms)]
+        moved = 2 * size * how.weights.itemsize
+        found.append(_computed("clip", Kernel(name="scale", flops=0, bytes_moved=moved)))
+    found += summed("update")
+    adam = Optimizer(num_params=max(1, size), kind="adamw", dtype=how.weights)
+    update = _computed("update", adam)
+    if how.sharding:  # the end of a backward pass waits for what it has reduced
+        update = replace(update, name="update")
+    return (*found, update)
+
+
+def _held(one: Param, how: Technique) -> int:
+    if how.sharding is None:
+        return one.numel
+    group = "expert_fsdp" if one.is_expert and "ep" in how.sharding.comms.groups else "fsdp"
+    return one.shard(how.sharding.comms.groups[group].size)
+
+
+def _norms(job: Job, how: Technique, trained: list[Param], comms: Comms) -> list[Item]:
+    """One number per tensor is summed over the ranks that its gradient is divided over."""
+    apart = job.parallel.ep > 1
+    plain = [one for one in trained if not (apart and one.is_expert)]
+    moved = sum(_held(one, how) for one in trained) * how.weights.itemsize
+    squared = _computed("clip", Kernel(name="norms", flops=0, bytes_moved=moved))
+    waits = (REDUCE, REPLICATE) if how.sharding else ("bucket",) if how.buckets else ()
+    found: list[Item] = [replace(squared, after=waits)]
+    groups = ["fsdp_tp" if how.sharding else "tp"]
+    sets = [(len(plain), groups)]
+    if apart:
+        sets.append((len(trained) - len(plain), ["expert_fsdp", "ep"]))
+    for count, over in sets:
+        for group in over:
+            found += comms(
+                Collective.ALL_REDUCE,
+                count,
+                group,
+                phase=Phase.OPTIM,
+                module="clip",
+                dtype=how.weights,
+            )
+    found += comms(
+        Collective.ALL_REDUCE, 1, "pp", phase=Phase.OPTIM, module="clip", dtype=DType.FP32
+    )
+    return found
+
+
+def _computed(module: str, op: Kernel | Optimizer) -> ComputeOp:
+    return ComputeOp(op=op, phase=Phase.OPTIM, module=module)

@@ -1,0 +1,259 @@
+"""The parts of a plain PyTorch decoder with the communication inside them: tp, cp and ep.
+
+As `stepmark train` spreads it: bench/training/tensor_parallel.py (DTensor's ColwiseParallel,
+RowwiseParallel and SequenceParallel, torch 2.13, torch/distributed/tensor/parallel/style.py;
+torchtitan's plan for Llama but for the loss, whose logits are gathered here),
+context_parallel.py (keys and values gathered, arXiv:2407.21783, section 3.3.2) and
+expert_parallel.py. Backward each of these does its dual, where its forward pass was.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from stepmark.core.collectives import Collective
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Gemm, Phase
+from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Operation
+from stepmark.workload import decoder
+from stepmark.workload.decoder import Part
+from stepmark.workload.job import Comms, Job, mesh_groups
+from stepmark.workload.rules.pytorch.params import (
+    Param,
+    block_params,
+    embedding_params,
+    output_params,
+)
+
+Ops = tuple[Operation, ...]
+_DUAL = {
+    Collective.ALL_GATHER: Collective.REDUCE_SCATTER,
+    Collective.REDUCE_SCATTER: Collective.ALL_GATHER,
+    Collective.ALL_TO_ALL_V: Collective.ALL_TO_ALL_V,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """What is called as one module: the embedding, a block, the output.
+
+    fwd, bwd: in pieces, between which the module of the experts is entered and left: one
+    piece, or what comes before the experts, they themselves, and what comes after.
+    """
+
+    name: str
+    params: tuple[Param, ...]
+    fwd: tuple[Ops, ...]
+    bwd: tuple[Ops, ...]
+
+    @property
+    def experts(self) -> tuple[Param, ...]:
+        return tuple(one for one in self.params if one.is_expert)
+
+    @property
+    def others(self) -> tuple[Param, ...]:
+        return tuple(one for one in self.params if not one.is_expert)
+
+
+def groups_of(job: Job) -> dict[str, Group]:
+    """By axis, as bench/training/mesh.py divides the ranks."""
+    axes = job.parallel
+    shards = axes.dp_shard * axes.cp
+    if axes.ep > 1 and shards % axes.ep:
+        raise ConfigError("ep", axes.ep, f"a divisor of dp-shard x cp ({shards})")
+    if axes.tp > 1 and (job.model.moe or job.model.mla):
+        what = "experts" if job.model.moe else "latent attention"
+        raise ConfigError("tp", axes.tp, f"1, since {job.model.name} has {what}")
+    found = mesh_groups(
+        axes,
+        {
+            "tp": ("tp",),
+            "cp": ("cp",),
+            "pp": ("pp",),
+            "fsdp": ("cp", "dp_shard"),
+            "replicate": ("dp_replicate",),
+            "ddp": ("cp", "dp_shard", "dp_replicate"),
+            "fsdp_tp": ("tp", "cp", "dp_shard"),
+        },
+    )
+    found["ep"] = Group(digits=((axes.ep, axes.tp),))
+    found["expert_fsdp"] = Group(digits=((shards // axes.ep, axes.tp * axes.ep),))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maker:
+    """Makes units. lookup_dtype: of the embedding's rows, where tables are not cast before."""
+
+    job: Job
+    comms: Comms
+    lookup_dtype: DType
+    apart: bool = False  # experts as a module that is sharded on its own
+
+    def embedding(self) -> Unit:
+        """Rows of each rank's part of the table summed, then this rank's tokens taken."""
+        part = decoder.embedding(self.job)
+        size = self.job.tokens * self.job.model.hidden_size
+        reduced = self.comms(
+            Collective.ALL_REDUCE,
+            size,
+            "tp",
+            phase=Phase.FWD,
+            module="embedding",
+            dtype=self.lookup_dtype,
+            microbatch=0,
+        )
+        gathered = self.comms(
+            Collective.ALL_GATHER, size, "tp", phase=Phase.BWD, module="embedding", microbatch=0
+        )
+        return Unit(
+            name="embedding",
+            params=embedding_params(self.job),
+            fwd=((*part.fwd, *reduced),),
+            bwd=((*gathered, *part.bwd),),
+        )
+
+    def output(self, *, has_table: bool = False) -> Unit:
+        """Tokens gathered for the head, logits gathered for a loss that every rank takes."""
+        job = self.job
+        size = job.tokens * job.model.hidden_size
+        logits = self.comms(
+            Collective.ALL_GATHER,
+            job.tokens * job.model.vocab_size,
+            "tp",
+            phase=Phase.FWD,
+            module="head",
+            microbatch=0,
+        )
+        after = {"head.norm": self._pair(Collective.ALL_GATHER, size, "tp", "head.norm", None)}
+        norm, head, _ = decoder.head(job)
+        loss = decoder.head(_whole_vocabulary(job))[2]
+        fwd, bwd = _joined((norm, head, loss), after)
+        at = len(norm.fwd) + len(after["head.norm"][0]) + len(head.fwd)
+        return Unit(
+            name="output",
+            params=output_params(job, has_table=has_table),
+            fwd=((*fwd[:at], *logits, *fwd[at:]),),
+            bwd=(bwd,),
+        )
+
+    def block(self, *, moe: bool) -> Unit:
+        job = self.job
+        parts = tuple(decoder.layer(job, moe=moe))
+        after = self._inside(moe=moe)
+        pieces = [parts]
+        if moe and self.apart:
+            names = [part.module for part in parts]
+            first = names.index("mlp.router") + 1
+            last = names.index("mlp.experts_down") + 1
+            pieces = [parts[:first], parts[first:last], parts[last:]]
+        made = [_joined(piece, after) for piece in pieces]
+        fwd, bwd = [one for one, _ in made], [one for _, one in reversed(made)]
+        if len(pieces) > 1:
+            # What follows the experts in the forward pass is sent outside of them.
+            back, out = after["mlp.experts_down"], len(after["mlp.experts_down"][0])
+            fwd[1], fwd[2] = fwd[1][: len(fwd[1]) - out], (*back[0], *fwd[2])
+            bwd[0], bwd[1] = (*bwd[0], *back[1]), bwd[1][out:]
+        return Unit(
+            name="moe" if moe else "block",
+            params=block_params(job, moe=moe),
+            fwd=tuple(fwd),
+            bwd=tuple(bwd),
+        )
+
+    def _inside(self, *, moe: bool) -> dict[str, tuple[Ops, Ops]]:
+        """What follows a module's forward pass, and what precedes its backward pass."""
+        job = self.job
+        model, axes = job.model, job.parallel
+        size = job.tokens * model.hidden_size
+        gather, scatter = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
+        found = {
+            "attention.norm": self._pair(gather, size, "tp", "attention.norm"),
+            "attention.out": self._pair(scatter, size, "tp", "attention.out"),
+            "mlp.norm": self._pair(gather, size, "tp", "mlp.norm"),
+            "mlp.down": self._pair(scatter, size, "tp", "mlp.down"),
+        }
+        if axes.cp > 1:
+            heads = model.num_kv_heads // axes.tp
+            keys = job.tokens * axes.cp * heads * (model.d_qk + model.d_v)
+            found["attention.core:"] = self._pair(gather, keys, "cp", "attention.core")
+        if moe and axes.ep > 1 and model.moe:
+            rows = job.tokens * model.moe.top_k * model.hidden_size
+            sent = self._pair(Collective.ALL_TO_ALL_V, rows, "ep", "mlp.router")
+            counts = self.comms(
+                Collective.ALL_TO_ALL,
+                model.moe.num_experts,
+                "ep",
+                phase=Phase.FWD,
+                module="mlp.router",
+                dtype=DType.INT32,
+                layer=0,
+                microbatch=0,
+            )
+            found["mlp.router"] = ((*counts, *sent[0]), sent[1])
+            found["mlp.experts_down"] = self._pair(
+                Collective.ALL_TO_ALL_V, rows, "ep", "mlp.experts_down"
+            )
+        return found
+
+    def _pair(
+        self,
+        collective: Collective,
+        elements: int,
+        group: str,
+        module: str,
+        layer: int | None = 0,
+    ) -> tuple[Ops, Ops]:
+        """Forward, and its dual backward."""
+
+        def made(one: Collective, phase: Phase) -> tuple[CommOp, ...]:
+            return self.comms(
+                one, elements, group, phase=phase, module=module, layer=layer, microbatch=0
+            )
+
+        return made(collective, Phase.FWD), made(_DUAL[collective], Phase.BWD)
+
+
+def _whole_vocabulary(job: Job) -> Job:
+    """The loss is taken of all logits on every rank."""
+    return replace(job, parallel=replace(job.parallel, tp=1)) if job.parallel.tp > 1 else job
+
+
+def _joined(parts: Iterable[Part], after: dict[str, tuple[Ops, Ops]]) -> tuple[Ops, Ops]:
+    """Forward and backward operations of modules. A key that ends in ":" means before it."""
+    fwd: list[Operation] = []
+    bwd: list[Operation] = []
+    nothing: tuple[Ops, Ops] = ((), ())
+    for part in parts:
+        before, behind = after.get(f"{part.module}:", nothing), after.get(part.module, nothing)
+        own = tuple(op for one in part.fwd for op in _split(one))
+        fwd += [*before[0], *own, *behind[0]]
+        own = _weights_first(op for one in part.bwd for op in _split(one))
+        bwd[:0] = [*behind[1], *own, *before[1]]
+    return tuple(fwd), tuple(bwd)
+
+
+def _weights_first(ops: Iterable[ComputeOp]) -> tuple[ComputeOp, ...]:
+    """Product by product, as autograd's nodes run (torch 2.13, MmBackward0)."""
+    listed = tuple(ops)
+    weights = [op for op in listed if op.phase is Phase.WGRAD]
+    inputs = [op for op in listed if op.phase is Phase.DGRAD]
+    if len(weights) != len(inputs):
+        return listed
+    pairs = [op for pair in zip(weights, inputs, strict=True) for op in pair]
+    return (*pairs, *(op for op in listed if op.phase not in (Phase.WGRAD, Phase.DGRAD)))
+
+
+def _split(one: ComputeOp) -> tuple[ComputeOp, ...]:
+    """Gate and up are two linear layers, whose input gradients are added."""
+    role = one.module.rpartition(".")[2]
+    if role not in ("gate_up", "shared_gate_up") or not isinstance(one.op, Gemm):
+        return (one,)
+    op = one.op
+    if one.phase is Phase.DGRAD:
+        half = replace(op, k=op.k // 2)
+        moved = 3 * op.m * op.n * op.dtype.itemsize
+        add = replace(one, op=Kernel(name="add", flops=0, bytes_moved=moved), phase=Phase.BWD)
+        return (replace(one, op=half), replace(one, op=half), add)
+    half = replace(op, m=op.m // 2) if one.phase is Phase.WGRAD else replace(op, n=op.n // 2)
+    return (replace(one, op=half), replace(one, op=half))

@@ -1,0 +1,139 @@
+"""Small workloads written by hand: stages, nested runs, asynchronous collectives."""
+
+from stepmark.core.collectives import RedOp
+from stepmark.core.dtypes import DType
+from stepmark.core.ops import Attention, Gemm, Layout, Norm, Op, Optimizer, Phase
+from stepmark.core.workload import Block, CommOp, ComputeOp, Group, Kernel, Run, Stage, Workload
+
+HIDDEN, TOKENS = 64, 32
+QKV = Gemm(m=TOKENS, n=96, k=HIDDEN)
+QKV_DGRAD = Gemm(m=TOKENS, n=HIDDEN, k=96, layout=Layout.NN)
+QKV_WGRAD = Gemm(m=96, n=HIDDEN, k=TOKENS, layout=Layout.TN)
+ADD = Kernel(name="add", flops=0, bytes_moved=3 * TOKENS * HIDDEN * 2)
+
+
+def core(phase: Phase) -> Attention:
+    return Attention(
+        batch=1,
+        seq_q=TOKENS,
+        seq_kv=TOKENS,
+        heads=2,
+        kv_heads=2,
+        head_dim_qk=16,
+        head_dim_v=16,
+        phase=phase,
+    )
+
+
+def op(what: Op | Kernel, phase: Phase, module: str, **more: object) -> ComputeOp:
+    values = {"layer": 0, "microbatch": 0} | more
+    return ComputeOp(op=what, phase=phase, module=module, **values)  # type: ignore[arg-type]
+
+
+def tp_all_reduce(phase: Phase) -> CommOp:
+    return CommOp(
+        collective="all_reduce",
+        dtype=DType.BF16,
+        count=TOKENS * HIDDEN,
+        group="tp",
+        phase=phase,
+        module="attention.out",
+        layer=0,
+        microbatch=0,
+        redop=RedOp.SUM,
+    )
+
+
+def passed_on(collective: str, phase: Phase, peer: int) -> CommOp:
+    return CommOp(
+        collective=collective,
+        dtype=DType.BF16,
+        count=TOKENS * HIDDEN,
+        group="pp",
+        phase=phase,
+        module="pipeline",
+        microbatch=0,
+        peer=peer,
+    )
+
+
+def dp(collective: str, **more: object) -> CommOp:
+    values = {"stream": "dp", "redop": RedOp.NONE} | more
+    return CommOp(
+        collective=collective,
+        dtype=DType.FP32,
+        count=1000,
+        group="dp",
+        phase=Phase.OPTIM,
+        module="optimizer",
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def pipeline(*, stages: int = 2, microbatches: int = 3, layers: int = 2) -> Workload:
+    """tp 2 x dp 2 x stages ranks: all forward, then all backward, then the optimizer."""
+    blocks: dict[str, Block] = {
+        "layer fwd": (
+            op(Norm(tokens=TOKENS, hidden=HIDDEN), Phase.FWD, "attention.norm"),
+            op(QKV, Phase.FWD, "attention.qkv"),
+            op(core(Phase.FWD), Phase.FWD, "attention.core"),
+            tp_all_reduce(Phase.FWD),
+            op(ADD, Phase.FWD, "attention.residual"),
+        ),
+        "layer bwd": (
+            op(core(Phase.BWD), Phase.BWD, "attention.core"),
+            op(QKV_DGRAD, Phase.DGRAD, "attention.qkv"),
+            tp_all_reduce(Phase.DGRAD),
+            op(QKV_WGRAD, Phase.WGRAD, "attention.qkv", name="grads"),
+        ),
+    }
+    made = []
+    for stage in range(stages):
+        first, last = stage == 0, stage == stages - 1
+        run = {"times": layers, "layer": stage * layers}
+        before: Block = () if first else (passed_on("recv", Phase.FWD, stages - 1),)
+        behind: Block = () if last else (passed_on("send", Phase.FWD, 1),)
+        blocks[f"fwd {stage}"] = (
+            *before,
+            Run(block="layer fwd", layer_step=1, **run),
+            *behind,
+        )
+        before = () if last else (passed_on("recv", Phase.BWD, 1),)
+        behind = () if first else (passed_on("send", Phase.BWD, stages - 1),)
+        back = run | {"layer": stage * layers + layers - 1}
+        blocks[f"bwd {stage}"] = (
+            *before,
+            Run(block="layer bwd", layer_step=-1, **back),
+            *behind,
+        )
+        blocks[f"step {stage}"] = (
+            Run(block=f"fwd {stage}", times=microbatches, microbatch_step=1),
+            Run(block=f"bwd {stage}", times=microbatches, microbatch_step=1),
+            dp("reduce_scatter", name="reduced", after=("grads",), redop=RedOp.SUM),
+            ComputeOp(
+                op=Optimizer(num_params=1000),
+                phase=Phase.OPTIM,
+                module="optimizer",
+                after=("reduced",),
+                name="updated",
+            ),
+            dp("all_gather", after=("updated",)),
+        )
+        held = tuple(range(stage * layers, (stage + 1) * layers))
+        made.append(Stage(step=f"step {stage}", layers=held))
+    workload = Workload(
+        name="by hand",
+        rules="hand",
+        source="a test",
+        world_size=4 * stages,
+        num_microbatches=microbatches,
+        groups={
+            "tp": Group(digits=((2, 1),)),
+            "dp": Group(digits=((2, 2),)),
+            "pp": Group(digits=((stages, 4),)),
+        },
+        blocks=blocks,
+        stages=tuple(made),
+    )
+    workload.check()
+    return workload

@@ -1,0 +1,126 @@
+"""What is written is read back the same; what is broken is one line."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.workload import Run, Stage, Workload
+from stepmark.workload.formats import native
+
+from ...core.workload_samples import comm, compute, small, workloads
+from ..mutations import mutated, only_config_errors
+
+DOC = Path(__file__).parents[3] / "docs" / "workload-format.md"
+
+
+@given(workloads())
+def test_what_is_written_is_read_back(workload: Workload) -> None:
+    text = native.encode(workload)
+    assert native.decode(text) == workload
+    assert native.encode(native.decode(text)) == text
+
+
+def test_a_file_does_not_grow_with_microbatches(tmp_path: Path) -> None:
+    few, many = native.encode(small(2)), native.encode(small(2048))
+    assert len(many) - len(few) < 20
+    path = tmp_path / "w.json"
+    path.write_bytes(many)
+    assert native.read(path) == small(2048)
+
+
+def test_equal_operations_are_written_once() -> None:
+    workload = replace(small(), blocks={**small().blocks, "layer": (compute(),) * 100})
+    plain = json.loads(native.encode(workload))
+    assert len(plain["ops"]) < 10
+    assert plain["blocks"]["layer"] == [plain["blocks"]["layer"][0]] * 100
+
+
+def test_a_large_workload_is_fast() -> None:
+    """Sixteen stages of eight chunks, each of its own operations."""
+    blocks: dict[str, Any] = {}
+    for chunk in range(128):
+        ops = tuple(compute(f"{chunk}.{index}") for index in range(30))
+        blocks[f"chunk {chunk}"] = ops + tuple(comm(count=index) for index in range(10))
+    for stage in range(16):
+        blocks[f"step {stage}"] = tuple(
+            Run(block=f"chunk {stage + 16 * chunk}", times=8, microbatch_step=1)
+            for chunk in range(8)
+        )
+    stages = tuple(Stage(step=f"step {stage}") for stage in range(16))
+    workload = replace(small(), world_size=16384, blocks=blocks, stages=stages)
+    began = time.perf_counter()
+    assert native.decode(native.encode(workload)) == workload
+    assert time.perf_counter() - began < 1.0
+
+
+def test_any_broken_file_is_one_line(tmp_path: Path) -> None:
+    content = json.loads(native.encode(small()))
+    path = tmp_path / "w.json"
+    good, bad = only_config_errors(native.read, mutated(content, 1500, seed=1), path)
+    assert good > 20
+    assert bad > 500
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": 2}, "schema"),
+        ({"kind": "chakra"}, "stepmark workload"),
+        ({"colour": 1}, "colour"),
+        ({"world_size": 0}, "world_size"),
+        ({"blocks": {"step": [0]}}, "an operation from 0 to -1"),
+        ({"stages": [{"step": "nowhere"}]}, "nowhere"),
+        ({"ops": [{"phase": "fwd", "module": "m"}]}, "either compute or collective"),
+        ({"ops": [{"phase": "up", "module": "m", "compute": {"kernel": "k"}}]}, "up"),
+        (
+            {"ops": [{"phase": "fwd", "module": "m", "compute": {"kernel": "k", "n": 1}}]},
+            r"ops\[0\].n: '1': one of name, flops",
+        ),
+        (
+            {"ops": [{"phase": "fwd", "module": "m", "compute": {"family": "gem", "m": 1}}]},
+            "one of gemm",
+        ),
+        (
+            {"ops": [{"phase": "fwd", "module": "m", "compute": {"family": "gemm", "m": 1}}]},
+            "all of m, n, k",
+        ),
+        (
+            {"ops": [{"phase": "fwd", "module": "m", "collective": "all_reduce"}]},
+            r"ops\[0\].dtype",
+        ),
+    ],
+)
+def test_messages_name_the_place(change: dict[str, Any], words: str) -> None:
+    plain = {
+        "schema": 1,
+        "kind": "stepmark workload",
+        **dict.fromkeys(("name", "rules", "source"), "x"),
+        **{"world_size": 1, "num_microbatches": 1, "model": None},
+        **{"settings": {}, "groups": {}, "ops": [], "blocks": {"step": []}},
+        **{"stages": [{"step": "step"}], "notes": [], "origin": {}},
+    }
+    assert native.decode(json.dumps(plain).encode()).stages == (Stage(step="step"),)
+    with pytest.raises(ConfigError, match=words):
+        native.decode(json.dumps(plain | change).encode())
+
+
+def test_blocks_nested_too_deep_are_refused() -> None:
+    deep = {f"{index}": (Run(block=f"{index + 1}"),) for index in range(5000)}
+    workload = replace(
+        small(), blocks={**deep, "5000": ()}, stages=(Stage(step="0"),), world_size=4
+    )
+    with pytest.raises(ConfigError, match="nested less deeply"):
+        native.decode(native.encode(workload))
+
+
+def test_the_example_of_the_documentation_is_valid() -> None:
+    text = DOC.read_text().split("```json\n")[1].split("```")[0]
+    workload = native.decode(text.encode())
+    assert workload.num_operations() == 2 * (3 * 2 + 1)
+    assert native.decode(native.encode(workload)) == workload
