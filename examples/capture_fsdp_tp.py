@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -51,7 +50,7 @@ class Attention(nn.Module):
         q = rotated(self.wq(x).view(batch, seq, -1, self.head_dim).transpose(1, 2), cos, sin)
         k = rotated(self.wk(x).view(batch, seq, -1, self.head_dim).transpose(1, 2), cos, sin)
         v = self.wv(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(y.transpose(1, 2).reshape(batch, seq, -1))  # type: ignore[no-any-return]
 
 
@@ -63,7 +62,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -152,7 +151,9 @@ def build(config: Config = Config()) -> Callable[[], None]:
         for _ in range(config.num_microbatches):
             tokens = torch.randint(config.vocab_size, (1, config.seq_len + 1))
             logits = model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            loss = nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), tokens[:, 1:].flatten()
+            )
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,8 +1,9 @@
 """stepmark comm --from-workload and --print: a workload's collectives as cases, and cases as
 commands of nccl-tests and rccl-tests."""
 
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from stepmark.cli import comm_plan, comm_values
@@ -21,7 +22,7 @@ from stepmark.core.collectives import (
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.units import format_bytes
+from stepmark.core.units import format_bytes, parse_duration
 
 # What a workload says, so that no flag may say it, too.
 _SAID = (
@@ -67,7 +68,11 @@ def _cases(names: list[str], values: Values) -> Iterable[CommCase]:
         if values.get(flag):
             shown = "given" if values[flag] is True else values[flag]
             raise ConfigError(flag.replace("_", "-"), shown, "no --from-workload beside it")
-    wanted = [comm_values.collective_name(name) for name in names]
+    # A send and its receipt are p2p here; nccl-tests' program for it is sendrecv.
+    wanted = [
+        Collective.P2P if name == Collective.SENDRECV else name
+        for name in map(comm_values.collective_name, names)
+    ]
     workload = workload_files.read(values["from_workload"])
     found = workload_cases.messages(workload, wanted)
     if not found:
@@ -118,8 +123,30 @@ def print_commands(names: list[str], values: Values) -> None:
     tool = str(values["print_as"]).strip().lower().replace("_", "-")
     if tool not in ("nccl-tests", "rccl-tests"):
         raise ConfigError("print", values["print_as"], "nccl-tests or rccl-tests")
-    for line in commands(_to_print(names, values), tool):
+    for line in commands(_to_print(names, values), tool, _as_given(values)):
         (sys.stderr if line.startswith("# left out") else sys.stdout).write(line + "\n")
+
+
+def _as_given(values: Values) -> list[str]:
+    """Flags that both tools have under the same letters, where they were given."""
+    found = []
+    for name, letter in _LETTERS.items():
+        if values.get(name) is not None:
+            found += [letter, str(values[name])]
+    if values.get("timeout"):
+        seconds = math.ceil(parse_duration(values["timeout"], "timeout"))
+        found += ["-T", str(seconds)]
+    return found
+
+
+_LETTERS = {
+    "iters": "-n",
+    "warmup_iters": "-w",
+    "check": "-c",
+    "agg_iters": "-m",
+    "cudagraph": "-G",
+    "blocking": "-z",
+}
 
 
 def _to_print(names: list[str], values: Values) -> Iterable[CommCase]:
@@ -134,8 +161,11 @@ def _to_print(names: list[str], values: Values) -> Iterable[CommCase]:
     yield from planned.cases
 
 
-def commands(cases: Iterable[CommCase], tool: str) -> Iterable[str]:
-    """One line per program, size, type and group; both placements are one run there."""
+def commands(cases: Iterable[CommCase], tool: str, given: Sequence[str] = ()) -> Iterable[str]:
+    """One line per program, size, type and group; both placements are one run there.
+
+    given: more of the tool's flags, for every line.
+    """
     lines: dict[str, dict[str, None]] = {}
     for case in cases:
         if case.collective in _NO_PROGRAM or case.split or case.matrix:
@@ -146,7 +176,8 @@ def commands(cases: Iterable[CommCase], tool: str) -> Iterable[str]:
         ]
         if _is_trimmed(case):
             remarks.append(f"parts are trimmed to multiples of {ALIGN_BYTES} bytes")
-        lines.setdefault(command(case, tool), {}).update(dict.fromkeys(remarks))
+        line = " ".join([command(case, tool), *given])
+        lines.setdefault(line, {}).update(dict.fromkeys(remarks))
     for line, said in lines.items():
         yield f"{line}  # {'; '.join(said)}" if said else line
 

@@ -129,7 +129,11 @@ class _Command(typer.core.TyperCommand):
         try:
             return super().parse_args(ctx, [word for word in spelled if word])
         except Exception as error:
-            refuse_of_others(getattr(error, "option_name", ""))
+            option = getattr(error, "option_name", "")
+            if option and not any(
+                option in (*one.opts, *one.secondary_opts) for one in self.params
+            ):
+                refuse_of_others(option)
             raise
 
 
@@ -140,7 +144,7 @@ def refuse_of_others(option: str) -> None:
 
     name = option.lstrip("-").removeprefix("no-").replace("-", "_")
     owners = [framework for framework, rule in RULES.items() if name in rule.fields()]
-    if name and owners:
+    if owners:
         raise ConfigError(name, "given", f"only with --framework {' or '.join(owners)}")
 
 

@@ -48,7 +48,9 @@ def _opened(text: str) -> "Measured | Profile":
         from stepmark.workload.durations import Profile  # noqa: PLC0415
         from stepmark.workload.formats import aiob  # noqa: PLC0415
 
-        return Profile(sections=aiob.read(path).sections, name=f"AIOB profile {path.name}")
+        # AICB takes the mean over iterations, too.
+        sections = {name: part.avg_s for name, part in aiob.read(path).parts.items()}
+        return Profile(sections=sections, name=f"AIOB profile {path.name}")
     return _of_run(text)
 
 

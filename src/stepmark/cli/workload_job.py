@@ -93,7 +93,7 @@ def parallel_of(values: Values, rule: Rule) -> ParallelConfig:
     if not 1 <= world <= 2**24:
         raise ConfigError("world-size", world, "from 1 to 16777216")
     free = [name for name in _DATA_AXES if name not in given]
-    axis = rule.data_axis if rule.data_axis in free else (free[0] if free else "")
+    axis = rule.data_axis if rule.data_axis in ("", *free) else (free[0] if free else "")
     fixed = {name: getattr(asked, name) for name in (*_MODEL_AXES, *_DATA_AXES) if name != axis}
     at_once = asked.world_size
     if world % at_once or (not axis and world != at_once):
@@ -102,7 +102,8 @@ def parallel_of(values: Values, rule: Rule) -> ParallelConfig:
         below = world // at_once * at_once
         near = " or ".join(str(one) for one in (below, below + at_once) if one)
         if not axis:
-            allowed, near = f"the product of {words} ({at_once})", str(at_once)
+            allowed, near = f"the product of {words or 1} ({at_once})", str(at_once)
+            near += "" if rule.data_axis else "; --framework fsdp has data ranks, too"
         raise ConfigError("world-size", world, f"{allowed}, e.g. {near}")
     return replace(asked, **{axis: world // at_once}) if axis else asked
 

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from stepmark.cli import workload_cases, workload_files
 from stepmark.cli.options import Values
@@ -9,6 +10,12 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.workload import Workload
 from stepmark.report import workload_tables, workload_text
 from stepmark.report.tables import Row
+
+# Sizes among a framework's settings that no flag of its own stands for.
+_AXES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "num_distributed_optimizer_instances"),
+)
 
 
 def show(workload: Workload, values: Values) -> None:
@@ -23,9 +30,20 @@ def show(workload: Workload, values: Values) -> None:
     if values.get("distinct"):
         lines = _distinct_lines(workload, tables)
     else:
-        lines = workload_text.lines(workload, stage)
+        lines = workload_text.lines(workload, stage, _defaults(workload.rules))
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def _defaults(rules: str) -> dict[str, Any]:
+    """What the framework does unless told otherwise; of axes not used the size is 1."""
+    from stepmark.workload.rules import RULES  # noqa: PLC0415
+
+    if rules not in RULES:
+        return {}
+    fields = RULES[rules].fields().items()
+    said = {name: getattr(one.default, "value", one.default) for name, one in fields}
+    return dict.fromkeys(_AXES, 1) | said
 
 
 def _tables(workload: Workload, stage: int) -> dict[str, list[Row]]:
@@ -45,7 +63,8 @@ def _distinct(workload: Workload) -> dict[str, list[Row]]:
 
 
 def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[str]:
-    found = [f"# {line}" for line in workload_text.header(workload)]
+    head = workload_text.header(workload, _defaults(workload.rules))
+    found = [f"# {line}" for line in head]
     found += [
         "",
         f"# {len(tables['collectives'])} distinct collectives; calls per rank and step",
@@ -85,7 +104,7 @@ def _page(workload: Workload, stage: int, target: Path) -> None:
     from stepmark.report.workload_page import page  # noqa: PLC0415
 
     try:
-        write_page(page(workload, stage), target)
+        write_page(page(workload, stage, _defaults(workload.rules)), target)
     except OSError as error:
         allowed = f"a file that can be written ({error.strerror})"
         raise ConfigError("html", target, allowed) from None

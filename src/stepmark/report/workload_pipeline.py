@@ -1,9 +1,8 @@
 """The pipeline of a workload over time: which stage works on which micro-batch when.
 
 Time is in units: a forward of a stage's chunk takes one, its backward two, the optimizer one,
-transfers none. So the figure is of the schedule's order and its waits, not of speed. Where
-micro-batches repeat many times, a few of them are drawn. Over 250 lines: a program to pieces,
-pieces to times, times to text share their pieces' meaning.
+transfers none. So this is of the schedule's order and its waits, not of speed. Over 250 lines:
+a program to pieces and pieces to times share their pieces' meaning.
 """
 
 from collections import defaultdict
@@ -12,12 +11,11 @@ from dataclasses import dataclass, replace
 
 from stepmark.core.message import RECV, SEND
 from stepmark.core.workload import COMPUTE, Block, CommOp, ComputeOp, Operation, Run, Workload
-from stepmark.report.workload_tables import pass_of
+from stepmark.report.workload_tables import is_wait, pass_of
 
 UNITS = {"forward": 1, "backward": 2, "optimizer": 1}
-_KEPT = 4  # repeats of a steady state that are drawn
-MOST_PIECES = 200_000
-_WIDEST = 200
+_KEPT = 4  # repeats of a steady state that are drawn where all are too many
+_MOST_PIECES = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +28,20 @@ class Slot:
     layer: int | None  # the chunk's first
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """All stages' work in time. left_out: repeats of the steady state that are not in it."""
+
+    slots: tuple[Slot, ...]
+    num_stages: int
+    idle_percent: float  # of the whole step, until the last forward or backward ends
+    left_out: int = 0
+
+    @property
+    def end(self) -> int:
+        return max(slot.end for slot in self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +62,38 @@ class _Move:
 _Piece = _Work | _Move
 
 
+def timeline(workload: Workload, most: int) -> Timeline | str:
+    """All of it, or where that is more than so many slots, few repeats of the steady state.
+
+    A text says why there is none.
+    """
+    num_stages = len(workload.stages)
+    cut = workload if num_pieces(workload) <= most else shortened(workload, _KEPT)
+    if num_pieces(cut) > _MOST_PIECES:
+        return "too many micro-batches and stages to draw"
+    found = slots(cut)
+    if not found:
+        return "not drawn: by their order of transfers, stages wait for each other"
+    less = num_steady(workload) - num_steady(cut)
+    busy, end = _sums(found)
+    if less:  # each repeat adds as much as one more does
+        longer, later = _sums(slots(shortened(workload, _KEPT + 1)))
+        busy, end = busy + less * (longer - busy), end + less * (later - end)
+    return Timeline(
+        slots=found,
+        num_stages=num_stages,
+        idle_percent=100 * (1 - busy / (end * num_stages)) if end else 0.0,
+        left_out=less,
+    )
+
+
 def slots(workload: Workload) -> tuple[Slot, ...]:
     """All stages' work in time. () where stages would wait for each other for ever."""
-    cut = shortened(workload)
-    names = _transfer_names(cut)
+    names = _transfer_names(workload)
     known: dict[str, tuple[_Piece, ...]] = {}
     lanes = [
-        _Lane(index, _pieces(cut.blocks, stage.step, names, known))
-        for index, stage in enumerate(cut.stages)
+        _Lane(index, _pieces(workload.blocks, stage.step, names, known))
+        for index, stage in enumerate(workload.stages)
     ]
     sent: dict[tuple[int, int, str], list[int]] = defaultdict(list)
     moved = True
@@ -70,93 +106,83 @@ def slots(workload: Workload) -> tuple[Slot, ...]:
     return tuple(slot for lane in lanes for slot in lane.slots)
 
 
-def shortened(workload: Workload) -> Workload:
-    """With fewer repeats of its steady state: as many less in every stage."""
-    longest = []
-    for stage in workload.stages:
-        runs = [one for one in workload.blocks[stage.step] if isinstance(one, Run)]
-        repeats = [run.times for run in runs if run.microbatch_step]
-        longest.append(max(repeats, default=1))
-    less = min(longest) - _KEPT
+def shortened(workload: Workload, kept: int) -> Workload:
+    """With so many repeats of the steady state in the stage that has the fewest.
+
+    Every other stage has as many less.
+    """
+    less = num_steady(workload) - kept
     if less <= 0:
         return workload
+    found = [_steady(workload.blocks, stage.step) for stage in workload.stages]
     blocks = dict(workload.blocks)
     stages = []
-    for index, stage in enumerate(workload.stages):
-        items = list(blocks[stage.step])
-        place = next(
-            place
-            for place, one in enumerate(items)
-            if isinstance(one, Run) and one.microbatch_step and one.times == longest[index]
-        )
-        run = items[place]
-        assert isinstance(run, Run)
-        items[place] = replace(run, times=run.times - less)
+    for index, (stage, run) in enumerate(zip(workload.stages, found, strict=True)):
+        assert run is not None
         name = f"{stage.step}, shortened {index}"
-        blocks[name] = tuple(items)
+        blocks[name] = tuple(
+            replace(run, times=run.times - less) if one is run else one
+            for one in blocks[stage.step]
+        )
         stages.append(replace(stage, step=name))
     return replace(workload, blocks=blocks, stages=tuple(stages))
 
 
-def text(workload: Workload) -> list[str]:
-    """A line per stage, a cell per unit: f3 forward of micro-batch 3, b3 backward, o optimizer.
-
-    One line that says why, where there is none; nothing for one stage.
-    """
-    if len(workload.stages) == 1:
-        return []
-    if num_pieces(workload) > MOST_PIECES:
-        return ["too many micro-batches and stages to draw"]
-    found = slots(workload)
-    if not found:
-        return ["not drawn: by their order of transfers, stages wait for each other"]
-    end = max(slot.end for slot in found)
-    width = max(len(_cell(slot)) for slot in found)
-    label = len(f"stage {len(workload.stages) - 1}")
-    if label + 2 + end * (width + 1) > _WIDEST:
-        shown = f"{end} units wide: --html draws it"
-        return [f"{shown}; idle {idle_percent(found, len(workload.stages)):.1f} %"]
-    lines = []
-    for stage in range(len(workload.stages)):
-        cells = ["." * width] * end
-        for slot in found:
-            if slot.stage == stage:
-                for unit in range(slot.start, slot.end):
-                    cells[unit] = _cell(slot).ljust(width)
-        lines.append(f"{f'stage {stage}'.ljust(label)}  {' '.join(cells)}".rstrip())
-    cut = shortened(workload) is not workload
-    said = "f forward 1 unit, b backward 2, o optimizer; the number is the micro-batch"
-    said += "; repeats of the steady state left out" if cut else ""
-    return [*lines, f"{said}; idle {idle_percent(found, len(workload.stages)):.1f} %"]
+def num_steady(workload: Workload) -> int:
+    """Repeats of the steady state in the stage that has the fewest."""
+    found = (_steady(workload.blocks, stage.step) for stage in workload.stages)
+    return min(run.times if run else 0 for run in found)
 
 
-def idle_percent(found: Sequence[Slot], num_stages: int) -> float:
-    """Of all stages' time until the last forward or backward ends, in these units."""
+def _steady(blocks: Mapping[str, Block], step: str) -> Run | None:
+    """What of a step repeats forwards and backwards together, the longest of it."""
+    found = [
+        one
+        for one in blocks[step]
+        if isinstance(one, Run)
+        and one.microbatch_step
+        and {"forward", "backward"} <= _kinds(blocks, one.block, {})
+    ]
+    return max(found, key=lambda run: run.times, default=None)
+
+
+def _kinds(
+    blocks: Mapping[str, Block], block: str, known: dict[str, frozenset[str]]
+) -> frozenset[str]:
+    """Which passes a block computes."""
+    if block not in known:
+        held: set[str] = set()
+        for one in blocks[block]:
+            if isinstance(one, Run):
+                held |= _kinds(blocks, one.block, known)
+            elif isinstance(one, ComputeOp) and not is_wait(one):
+                held.add(pass_of(one))
+        known[block] = frozenset(held)
+    return known[block]
+
+
+def _sums(found: Sequence[Slot]) -> tuple[int, int]:
+    """Units of forwards and backwards over all stages, and when the last one ends."""
     work = [slot for slot in found if slot.kind != "optimizer"]
-    end = max((slot.end for slot in work), default=0)
-    busy = sum(slot.end - slot.start for slot in work)
-    return 100 * (1 - busy / (end * num_stages)) if end else 0.0
+    return sum(slot.end - slot.start for slot in work), max(
+        (one.end for one in work), default=0
+    )
 
 
 def num_pieces(workload: Workload) -> int:
     """How much there is to draw, about: forwards and backwards of chunks, all stages."""
-    cut = shortened(workload)
     known: dict[str, int] = {}
 
     def count(block: str) -> int:
         if block not in known:
-            held = [one for one in cut.blocks[block] if isinstance(one, Run)]
+            held = [one for one in workload.blocks[block] if isinstance(one, Run)]
             repeats = (run.times if run.microbatch_step else 1 for run in held)
             known[block] = 1 + sum(
                 times * count(run.block) for times, run in zip(repeats, held, strict=True)
             )
         return known[block]
 
-    return sum(count(stage.step) for stage in cut.stages)
-
-
-def _cell(slot: Slot) -> str:
-    return slot.kind[0] + ("" if slot.microbatch is None else str(slot.microbatch))
+    return sum(count(stage.step) for stage in workload.stages)
 
 
 class _Lane:
@@ -293,10 +319,10 @@ def _pieces(
 
 def _piece(item: Operation, names: frozenset[str]) -> Iterator[_Piece]:
     awaited = tuple(name for name in item.after if name.partition("~")[0] in names)
-    if isinstance(item, ComputeOp):
-        yield _Work(pass_of(item), item.microbatch, item.layer, awaited)
-    elif item.collective in (SEND, RECV):
+    if isinstance(item, CommOp) and item.collective in (SEND, RECV):
         yield _Move(item)
+    elif isinstance(item, ComputeOp) and not is_wait(item):
+        yield _Work(pass_of(item), item.microbatch, item.layer, awaited)
     elif awaited:
         yield _Work("", None, None, awaited)
 

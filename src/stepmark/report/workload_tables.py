@@ -70,7 +70,7 @@ def collective_rows(workload: Workload, stage: int) -> list[Row]:
         size = operation.message_bytes(group)
         key = (
             *(PASSES.index(when), operation.collective, operation.group, size),
-            *(operation.dtype, operation.redop, operation.stream),
+            *(operation.dtype.value, operation.redop.value, operation.stream),
         )
         row = found.setdefault(
             key,
@@ -119,13 +119,19 @@ def histogram(workload: Workload, stage: int) -> Histogram:
     return found
 
 
+def is_wait(operation: ComputeOp) -> bool:
+    """Whether it only stands for waiting: it computes and moves nothing."""
+    op = operation.op
+    return isinstance(op, Kernel) and op.flops == 0 and op.bytes_moved == 0
+
+
 def compute_rows(workload: Workload, stage: int) -> list[Row]:
     """One row per distinct operator and pass, most FLOPs first."""
     found: dict[tuple[Op | Kernel, Phase, bool], int] = Counter()
     modules: dict[tuple[Op | Kernel, Phase, bool], dict[str, None]] = defaultdict(dict)
     times: dict[tuple[Op | Kernel, Phase, bool], float | None] = {}
     for operation, calls in workload.tally(stage).items():
-        if isinstance(operation, ComputeOp):
+        if isinstance(operation, ComputeOp) and not is_wait(operation):
             key = (operation.op, operation.phase, operation.recompute)
             found[key] += calls
             modules[key][operation.module] = None
@@ -194,6 +200,15 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append([number, number])
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def members(text: str) -> list[int]:
+    """0,1,2,3,7 of 0-3,7."""
+    found: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        found += range(int(low), int(high or low) + 1)
+    return found
 
 
 def _communication(workload: Workload, stage: int) -> Iterable[tuple[str, CommOp, int]]:

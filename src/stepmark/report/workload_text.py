@@ -1,10 +1,11 @@
 """A workload as text: what `stepmark workload show` prints."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from stepmark.core.units import format_bytes, format_time
 from stepmark.core.workload import Workload
-from stepmark.report import histogram_text, workload_pipeline
+from stepmark.report import histogram_text, workload_pipeline_text
 from stepmark.report.histogram import rows as histogram_rows
 from stepmark.report.printing import digits
 from stepmark.report.tables import Row, number, text
@@ -17,15 +18,22 @@ from stepmark.report.workload_tables import (
 )
 
 Shown = Callable[[Row, str], str]
+Settings = Mapping[str, str | int | float | bool | None]
+NO_DEFAULTS: Settings = MappingProxyType({})
 _MOST_SHAPES = 24
 _MOST_STAGES = 8
+_OF_SEVERAL_RANKS = ("calls", "bytes", "size_is")  # of a histogram's columns
 
 
-def header(workload: Workload) -> list[str]:
-    """What it is of, whose rules, which settings, and what one should know."""
+def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
+    """What it is of, whose rules, which settings, and what one should know.
+
+    defaults: the framework's, of which only what differs is said.
+    """
     model = workload.model
     lines = [f"workload {workload.name}: {workload.rules}, {workload.world_size} ranks"]
-    lines += [f"rules    {workload.source}"] if workload.source else []
+    # What follows the version are the files that the rules were read from.
+    lines += [f"rules    {workload.source.partition(': ')[0]}"] if workload.source else []
     if model is not None:
         lines.append(
             f"model    {model.name}: {model.num_layers} layers, hidden {model.hidden_size}, "
@@ -40,16 +48,33 @@ def header(workload: Workload) -> list[str]:
         f"{_many(workload.num_microbatches, 'micro-batch')} per step; "
         f"groups: {', '.join(groups) or 'none'}"
     )
-    if workload.settings:
-        said = (f"{name} {_word(value)}" for name, value in workload.settings.items())
-        lines.append(f"settings {', '.join(said)}")
+    lines += _settings(workload.settings, defaults)
     lines += [f"note     {note}" for note in workload.notes]
     return lines
 
 
-def lines(workload: Workload, stage: int) -> list[str]:
+def _settings(settings: Settings, defaults: Settings) -> list[str]:
+    """Those that are no defaults, and how many are."""
+    if not settings:
+        return []
+    said = [
+        f"{name} {word(value)}"
+        for name, value in settings.items()
+        if name not in defaults or defaults[name] != value
+    ]
+    rest = len(settings) - len(said)
+    said += [f"{rest} {'more are' if said else 'are'} defaults"] if rest else []
+    return [f"settings {', '.join(said)}"]
+
+
+def lines(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> list[str]:
     """Everything, each table under its heading."""
-    found = header(workload)
+    return [*header(workload, defaults), *tables(workload, stage)]
+
+
+def tables(workload: Workload, stage: int) -> list[str]:
+    """Stages, communication, sizes, computation, layers and pipeline."""
+    found: list[str] = []
     stages = stage_rows(workload)
     found += _section("Stages (per rank and step)", _stage_lines(stages))
     of_stage = f", stage {stage}" if len(workload.stages) > 1 else ""
@@ -59,8 +84,14 @@ def lines(workload: Workload, stage: int) -> list[str]:
     )
     counted = histogram(workload, stage)
     if counted:
-        table = histogram_rows(counted, by=("collective",))
-        found += _section(f"Sizes{of_stage}", histogram_text.lines(table))
+        table = [
+            {key: value for key, value in row.items() if key not in _OF_SEVERAL_RANKS}
+            for row in histogram_rows(counted, by=("collective",))
+        ]
+        found += _section(
+            f"Sizes{of_stage} (bytes of a message, whatever its pass and group)",
+            histogram_text.lines(table),
+        )
     computed = compute_rows(workload, stage)
     more = len(computed) - _MOST_SHAPES
     found += _section(
@@ -71,9 +102,10 @@ def lines(workload: Workload, stage: int) -> list[str]:
         ],
     )
     found += _section(
-        f"Layers{of_stage} (bytes: messages)", aligned(layer_rows(workload, stage), _LAYERS)
+        f"Layers{of_stage} (each of them; bytes: messages)",
+        aligned(layer_rows(workload, stage), _LAYERS),
     )
-    return found + _section("Pipeline", workload_pipeline.text(workload))
+    return found + _section("Pipeline", workload_pipeline_text.lines(workload))
 
 
 def aligned(rows: Sequence[Row], columns: Mapping[str, tuple[str, Shown]]) -> list[str]:
@@ -123,7 +155,8 @@ def _many(count: int, word: str) -> str:
     return f"{count} {word}{plural if count != 1 else ''}"
 
 
-def _word(value: object) -> str:
+def word(value: object) -> str:
+    """A setting's value as people read it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "unset" if value is None else str(value)

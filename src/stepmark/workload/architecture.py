@@ -8,15 +8,15 @@ A function from a `Batch` to an `Architecture` is all that data-parallel rules n
         head = unit("head", batch.linear("head", 1000, 512), batch.loss("loss", 1000))
         return Architecture(name="mine", units=(table, block, head))
 
-Parameters are named and ordered as the framework registers them: buckets follow that order.
+`stepmark workload generate --model FILE.py:build` reads it: docs/howto/custom-models.md.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.model import ModelConfig
 from stepmark.core.ops import (
     Activation,
     Attention,
@@ -29,68 +29,89 @@ from stepmark.core.ops import (
     Phase,
     Rope,
 )
-from stepmark.core.workload import ComputeOp, Kernel
-from stepmark.workload.decoder import Part
+from stepmark.core.workload import Kernel
+from stepmark.workload.job import Job, Spread
+from stepmark.workload.units import Param, Piece, Unit, module, part, stored, unit
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Param:
-    """A stored tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A module: its parameters and what it does; either may be empty."""
-
-    params: tuple[Param, ...] = ()
-    parts: tuple[Part, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """Pieces that run one after the other, `times` times with parameters of their own.
-
-    What runs several times is a layer: FSDP gathers it as a group of its own.
-    """
-
-    name: str
-    pieces: tuple[Piece, ...]
-    times: int = 1
-
-    @property
-    def params(self) -> tuple[Param, ...]:
-        """Of one time."""
-        return tuple(chain.from_iterable(piece.params for piece in self.pieces))
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return tuple(chain.from_iterable(piece.parts for piece in self.pieces))
+__all__ = [
+    "Architecture",
+    "Batch",
+    "Build",
+    "OwnJob",
+    "Param",
+    "Piece",
+    "Unit",
+    "module",
+    "part",
+    "stored",
+    "unit",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A whole model."""
+    """A whole model. Raises ConfigError for what rules could not tell apart."""
 
     name: str
     units: tuple[Unit, ...]
     source: str = ""
 
+    def __post_init__(self) -> None:
+        if not self.units or not self.num_params:
+            raise ConfigError("units", len(self.units), "one or more, with parameters")
+        names = [one.name for one in self.units]
+        if len(set(names)) != len(names):
+            raise ConfigError("units", ", ".join(names), "names that differ")
+        once = [param.name for one in self.units if not one.is_layer for param in one.params]
+        if len(set(once)) != len(once):
+            raise ConfigError("parameters", ", ".join(once), "names that differ")
+        for used in self.uses:
+            if used not in once:
+                raise ConfigError("tied", used, f"one of {', '.join(once)}")
+
     @property
     def num_params(self) -> int:
-        return sum(
-            unit.times * sum(param.numel for param in unit.params) for unit in self.units
-        )
+        return sum(one.times * sum(param.numel for param in one.params) for one in self.units)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(one.times for one in self.units if one.is_layer)
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Names of tied parameters."""
+        return tuple(name for one in self.units for piece in one.walk() for name in piece.uses)
 
 
-def unit(name: str, *pieces: Piece, times: int = 1) -> Unit:
-    return Unit(name=name, pieces=pieces, times=times)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnJob(Spread):
+    """An architecture spread over data ranks. Raises ConfigError for any other axis."""
+
+    architecture: Architecture
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        Spread.__post_init__(self)
+        for axis in ("tp", "pp", "cp", "ep"):
+            if getattr(self.parallel, axis) > 1:
+                allowed = "1: an architecture of one's own is spread over data ranks alone"
+                raise ConfigError(axis, getattr(self.parallel, axis), allowed)
+
+    @property
+    def name(self) -> str:
+        return self.architecture.name
+
+    @property
+    def num_layers(self) -> int:
+        return self.architecture.num_layers
+
+    @property
+    def config(self) -> ModelConfig | None:
+        """Of no decoder that widths describe."""
+        return None
+
+
+AnyJob = Job | OwnJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +127,19 @@ class Batch:
         return self.mbs * self.seq_len
 
     def linear(
-        self, name: str, out: int, width: int, *, bias: bool = False, rows: int | None = None
+        self,
+        name: str,
+        out: int,
+        width: int,
+        *,
+        bias: bool = False,
+        rows: int | None = None,
+        tied: str = "",
     ) -> Piece:
-        """y = x W.T (+ b), W [out, width]; rows: tokens unless told."""
+        """y = x W.T (+ b), W [out, width]; rows: tokens unless told.
+
+        tied: name of the parameter of another unit that W is, e.g. "table.weight".
+        """
         m = rows or self.tokens
         products = (
             (Phase.FWD, m, out, width, Layout.NT),
@@ -119,31 +150,42 @@ class Batch:
             (phase, Gemm(m=m, n=n, k=k, dtype=self.dtype, layout=layout))
             for phase, m, n, k, layout in products
         ]
-        stored = [Param(name=f"{name}.weight", shape=(out, width))]
+        kept = [] if tied else [Param(name=f"{name}.weight", shape=(out, width), part=name)]
         if bias:
-            stored.append(Param(name=f"{name}.bias", shape=(out,)))
-        return Piece(params=tuple(stored), parts=(part(name, *operations),))
+            kept.append(Param(name=f"{name}.bias", shape=(out,), part=name))
+        return Piece(
+            name=name,
+            params=tuple(kept),
+            parts=(part(name, *operations),),
+            uses=(tied,) if tied else (),
+            is_linear=True,
+        )
 
-    def embedding(self, name: str, rows: int, dim: int, *, tied: bool = False) -> Piece:
-        """Lookup of each token; tied: the table is stored elsewhere."""
+    def embedding(self, name: str, rows: int, dim: int) -> Piece:
+        """Lookup of each token in a table [rows, dim]."""
         moved = self.tokens * dim * self.dtype.itemsize
-        stored = () if tied else (Param(name=f"{name}.weight", shape=(rows, dim)),)
         added = Kernel(name="embedding_backward", flops=0, bytes_moved=3 * moved)
-        looked_up = part(name, (Phase.FWD, Copy(num_bytes=moved)), (Phase.WGRAD, added))
-        return Piece(params=stored, parts=(looked_up,))
+        return Piece(
+            name=name,
+            params=(Param(name=f"{name}.weight", shape=(rows, dim), part=name),),
+            parts=(part(name, (Phase.FWD, Copy(num_bytes=moved)), (Phase.WGRAD, added)),),
+            has_input_grad=False,
+        )
 
     def norm(self, name: str, width: int, *, kind: str = "layernorm") -> Piece:
         """layernorm (weight and bias) or rmsnorm (weight) over the last dimension."""
-        stored = [Param(name=f"{name}.weight", shape=(width,))]
-        if kind == "layernorm":
-            stored.append(Param(name=f"{name}.bias", shape=(width,)))
+        names = ("weight", "bias") if kind == "layernorm" else ("weight",)
+        kept = [
+            Param(name=f"{name}.{one}", shape=(width,), part=name, is_norm=True)
+            for one in names
+        ]
         op = Norm(tokens=self.tokens, hidden=width, kind=kind, dtype=self.dtype)
-        return Piece(params=tuple(stored), parts=(part(name, *_both(op)),))
+        return Piece(name=name, params=tuple(kept), parts=(part(name, *_both(op)),))
 
     def activation(self, name: str, width: int, *, kind: str = "gelu") -> Piece:
         """gelu, or swiglu of a gate beside (width: of the result)."""
         op = Activation(tokens=self.tokens, width=width, kind=kind, dtype=self.dtype)
-        return Piece(parts=(part(name, *_both(op)),))
+        return _between(name, *_both(op))
 
     def rope(self, name: str, heads: int, kv_heads: int, rotated: int) -> Piece:
         op = Rope(
@@ -154,7 +196,7 @@ class Batch:
             head_dim=rotated,
             dtype=self.dtype,
         )
-        return Piece(parts=(part(name, *_both(op)),))
+        return _between(name, *_both(op))
 
     def attention(
         self,
@@ -179,36 +221,22 @@ class Batch:
             causal=causal,
             dtype=self.dtype,
         )
-        return Piece(parts=(part(name, *_both(op)),))
+        return _between(name, *_both(op))
 
     def add(self, name: str, width: int) -> Piece:
         """A sum of two tensors; backward, of two gradients."""
         moved = 3 * self.tokens * width * self.dtype.itemsize
         op = Kernel(name="add", flops=0, bytes_moved=moved)
-        return Piece(parts=(part(name, (Phase.FWD, op), (Phase.BWD, op)),))
+        return _between(name, (Phase.FWD, op), (Phase.BWD, op))
 
     def loss(self, name: str, vocab: int, *, rows: int | None = None) -> Piece:
         """Cross-entropy of logits over vocab classes."""
         op = CrossEntropy(tokens=rows or self.tokens, vocab=vocab, dtype=self.dtype)
-        return Piece(parts=(part(name, *_both(op)),))
+        return _between(name, *_both(op))
 
 
-def part(module: str, *operations: tuple[Phase, Op | Kernel]) -> Part:
-    """A module's operations, in the order they run: forward ones, then backward ones."""
-    made = [
-        ComputeOp(op=op, phase=phase, module=module, layer=0, microbatch=0)
-        for phase, op in operations
-    ]
-    return Part(
-        module=module,
-        fwd=tuple(one for one in made if one.phase is Phase.FWD),
-        bwd=tuple(one for one in made if one.phase is not Phase.FWD),
-    )
-
-
-def stored(name: str, *shape: int) -> Piece:
-    """A parameter that is only kept, or whose use another piece shows."""
-    return Piece(params=(Param(name=name, shape=shape),))
+def _between(name: str, *operations: tuple[Phase, Op | Kernel]) -> Piece:
+    return Piece(name=name, parts=(part(name, *operations),), is_module=False)
 
 
 def _both(

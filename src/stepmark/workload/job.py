@@ -13,13 +13,12 @@ from stepmark.core.workload import COMPUTE, CommOp, Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A model spread over ranks. gbs: sequences per optimizer step; model.seq_len tokens each.
+class Spread:
+    """Ranks and batches of whatever is trained. gbs: sequences per optimizer step.
 
     Raises ConfigError where batches do not divide; it names what would fit.
     """
 
-    model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     mbs: int = 1
     gbs: int | None = None  # None: one micro-batch per data rank
@@ -40,11 +39,6 @@ class Job:
                 f"a multiple of micro-batch x data ranks"
                 f" ({self.mbs} x {self.parallel.data_ranks} = {at_once}), e.g. {near}",
             )
-        if self.model.seq_len % (2 * self.parallel.cp if self.parallel.cp > 1 else 1):
-            raise ConfigError(
-                "seq-len", self.model.seq_len, f"a multiple of 2 x cp ({2 * self.parallel.cp})"
-            )
-        self.parallel.check(self.model)
 
     @property
     def num_microbatches(self) -> int:
@@ -52,6 +46,37 @@ class Job:
         if self.gbs is None:
             return 1
         return self.gbs // (self.mbs * self.parallel.data_ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Spread):
+    """A model spread over ranks; its sequences have model.seq_len tokens.
+
+    Raises ConfigError where they do not divide.
+    """
+
+    model: ModelConfig
+
+    def __post_init__(self) -> None:
+        Spread.__post_init__(self)
+        if self.model.seq_len % (2 * self.parallel.cp if self.parallel.cp > 1 else 1):
+            raise ConfigError(
+                "seq-len", self.model.seq_len, f"a multiple of 2 x cp ({2 * self.parallel.cp})"
+            )
+        self.parallel.check(self.model)
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.num_layers
+
+    @property
+    def config(self) -> ModelConfig | None:
+        """The decoder that is trained."""
+        return self.model
 
     @property
     def tokens(self) -> int:

@@ -25,6 +25,7 @@ class Act(StrEnum):
     WAIT = "wait"  # for the transfers named in `after`
     GATHER = "gather"  # of a chunk's parameters
     REDUCE = "reduce"  # of a chunk's gradients
+    RELEASE = "release"  # of a chunk's gathered parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,8 @@ class Pipeline:
         return min(warmup, self.num_microbatches * self.num_chunks)
 
 
-_OF_NONE = (Act.WAIT, Act.GATHER, Act.REDUCE)  # no micro-batch of their own
+# No micro-batch of their own.
+_OF_NONE = (Act.WAIT, Act.GATHER, Act.REDUCE, Act.RELEASE)
 Lower = Callable[[Action], tuple[Item, ...]]
 
 

@@ -5,37 +5,74 @@ configurations are EleutherAI/gpt-j-6b and google/bigbird-roberta-base; paramete
 theirs.
 """
 
-from stepmark.workload.architecture import Architecture, Batch, Build, Piece, stored, unit
+from stepmark.workload.architecture import (
+    Architecture,
+    Batch,
+    Build,
+    Piece,
+    module,
+    stored,
+    unit,
+)
 
 
 def gpt_j_6b(batch: Batch) -> Architecture:
-    """6,050,882,784 parameters. Attention and MLP of a block share one norm and run apart."""
-    hidden, heads, ffn, vocab, layers = 4096, 16, 16384, 50400, 28
-    attention = [batch.linear(f"attn.{name}_proj", hidden, hidden) for name in "kvq"]
+    """6,050,882,784 parameters."""
+    return gpt_j(batch, name="gpt-j-6b")
+
+
+def gpt_j(
+    batch: Batch,
+    *,
+    name: str,
+    hidden: int = 4096,
+    heads: int = 16,
+    rotated: int = 64,
+    ffn: int = 16384,
+    vocab: int = 50400,
+    layers: int = 28,
+) -> Architecture:
+    """Attention and MLP of a block share one norm and run apart."""
+    attention = module(
+        "attn",
+        *(batch.linear(f"attn.{one}_proj", hidden, hidden) for one in "qkv"),
+        batch.rope("attn.rope", heads, heads, rotated),
+        batch.attention("attn.core", heads, hidden // heads),
+        module("attn.attn_dropout"),
+        batch.linear("attn.out_proj", hidden, hidden),
+        module("attn.resid_dropout"),
+        registered=[f"attn.{one}_proj" for one in ("k", "v", "q", "out")],
+    )
+    mlp = module(
+        "mlp",
+        batch.linear("mlp.fc_in", ffn, hidden, bias=True),
+        module("mlp.act", batch.activation("mlp.gelu", ffn)),
+        batch.linear("mlp.fc_out", hidden, ffn, bias=True),
+        module("mlp.dropout"),
+    )
     block = unit(
         "transformer.h",
         batch.norm("ln_1", hidden),
-        *attention,
-        batch.rope("attn.rope", heads, heads, 64),
-        batch.attention("attn.core", heads, hidden // heads),
-        batch.linear("attn.out_proj", hidden, hidden),
-        batch.linear("mlp.fc_in", ffn, hidden, bias=True),
-        batch.activation("mlp.act", ffn),
-        batch.linear("mlp.fc_out", hidden, ffn, bias=True),
+        attention,
+        mlp,
         batch.add("residual.attn", hidden),
         batch.add("residual.mlp", hidden),
         times=layers,
+        within="transformer",
     )
-    head = (
-        batch.norm("transformer.ln_f", hidden),
-        batch.linear("lm_head", vocab, hidden, bias=True),
-        batch.loss("loss", vocab),
+    table = unit(
+        "embedding",
+        batch.embedding("transformer.wte", vocab, hidden),
+        module("transformer.drop"),
+        within="transformer",
     )
+    head = (batch.linear("lm_head", vocab, hidden, bias=True), batch.loss("loss", vocab))
     return Architecture(
-        name="gpt-j-6b",
+        name=name,
         units=(
-            unit("embedding", batch.embedding("transformer.wte", vocab, hidden)),
+            table,
             block,
+            unit("norm", batch.norm("transformer.ln_f", hidden), within="transformer"),
             unit("head", *head),
         ),
         source="https://huggingface.co/EleutherAI/gpt-j-6b, models/gptj",
@@ -43,7 +80,10 @@ def gpt_j_6b(batch: Batch) -> Architecture:
 
 
 def bigbird_roberta_base(batch: Batch) -> Architecture:
-    """128,111,286 parameters, block-sparse attention, masked-language head, table tied."""
+    """128,111,286 parameters, block-sparse attention, masked-language head, table tied.
+
+    The pooler, which the loss leaves out, counts as trained (find_unused_parameters of DDP).
+    """
     hidden, heads, ffn, vocab, layers = 768, 12, 3072, 50358, 12
     linears = [
         batch.linear(f"attention.self.{name}", hidden, hidden, bias=True)
@@ -73,11 +113,11 @@ def bigbird_roberta_base(batch: Batch) -> Architecture:
     head = unit(
         "cls.predictions",
         batch.linear("bert.pooler", hidden, hidden, bias=True, rows=batch.mbs),
-        stored("bias", vocab),
+        stored("bias", vocab, part="decoder"),
         batch.linear("transform.dense", hidden, hidden, bias=True),
         batch.activation("transform.act", hidden),
         batch.norm("transform.LayerNorm", hidden),
-        Piece(parts=batch.linear("decoder", vocab, hidden).parts),  # the table is tied
+        batch.linear("decoder", vocab, hidden, tied="word_embeddings.weight"),
         batch.loss("loss", vocab),
     )
     return Architecture(

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from stepmark.bench.capture.ddp import unread_shapes
+from stepmark.bench.capture.shortcuts import shortcuts
 from stepmark.core.errors import ConfigError
 
 # Methods of DeviceMesh that calculate with ranks' numbers.
@@ -54,6 +56,8 @@ def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
             if name in vars(DeviceMesh):
                 around = _real(vars(DeviceMesh)[name], mesh_sizes)
                 stack.enter_context(mock.patch.object(DeviceMesh, name, around))
+        stack.enter_context(shortcuts())
+        stack.enter_context(unread_shapes())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield mesh_sizes
 

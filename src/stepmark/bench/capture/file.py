@@ -15,9 +15,9 @@ _MODULE = "stepmark_captured"
 
 @contextlib.contextmanager
 def load(spec: str) -> Iterator[tuple[Callable[[], Any], str]]:
-    """The function and its file's path. The file's folder is importable inside, as for a script.
+    """The function and its file's path. The file's folder is importable inside.
 
-    Raises ConfigError for no such file or function; what the file's own code raises is passed on.
+    Raises ConfigError, also for what the file's own code raises.
     """
     path, name = _parsed(spec)
     sys.path.insert(0, str(path.parent))

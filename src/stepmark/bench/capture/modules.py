@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_sequence_nr
 
 # What wrappers put into a module's name.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
@@ -123,7 +124,7 @@ class Places:
 
     def _enter(self, place: Place) -> None:
         self._now = place
-        number = torch.autograd._get_sequence_nr()
+        number = _get_sequence_nr()
         if self._began and self._began[-1] == number:
             self._places[-1] = place
         else:

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepmark.bench.capture.compute import computed
+from stepmark.bench.capture.ddp import with_result
 from stepmark.bench.capture.groups import Groups
 from stepmark.bench.capture.messages import NAMESPACES, communicated
 from stepmark.bench.capture.modules import Place, Places
@@ -99,6 +100,8 @@ class CaptureRecorder(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and not self._silent:
             return self._value_of(args[0])
         result = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            result = with_result(result)
         if not self._silent:
             self._note(func, args, kwargs, result)
         return result

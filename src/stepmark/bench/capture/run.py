@@ -25,7 +25,15 @@ from stepmark.bench.capture.record import CaptureRecorder
 from stepmark.core.errors import ConfigError
 from stepmark.core.fold_items import fold
 from stepmark.core.message import RECV, SEND
-from stepmark.core.workload import CommOp, ComputeOp, Operation, Stage, Workload
+from stepmark.core.workload import (
+    Block,
+    CommOp,
+    ComputeOp,
+    Group,
+    Operation,
+    Stage,
+    Workload,
+)
 
 Step = Callable[[], object]
 MAX_WORLD_SIZE = 2**20
@@ -133,7 +141,7 @@ def _remarks(recorder: CaptureRecorder) -> list[str]:
 
 
 def _pipeline(captured: _Captured, world_size: int) -> tuple[int, int]:
-    """(number of stages, ranks of each), as far as groups of sends tell: 1 where nothing is sent.
+    """(number of stages, ranks of each) as groups of sends tell; 1 where nothing is sent.
 
     Raises ConfigError where stages are not the slowest digit of a rank's number.
     """
@@ -153,7 +161,10 @@ def _pipeline(captured: _Captured, world_size: int) -> tuple[int, int]:
 
 
 def _workload(found: Sequence[_Captured], *, world_size: int, rank: int, name: str) -> Workload:
-    blocks, stages, groups, notes = {}, [], {}, []
+    blocks: dict[str, Block] = {}
+    stages: list[Stage] = []
+    groups: dict[str, Group] = {}
+    notes: list[str] = []
     for number, captured in enumerate(found):
         mark = f"{number}" if len(found) > 1 else ""
         blocks |= fold(captured.step, f"step{mark}")

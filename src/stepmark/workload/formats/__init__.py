@@ -52,6 +52,33 @@ def _line_with(*marks: bytes) -> Callable[[bytes], bool]:
     return lambda head: all(mark in head.split(b"\n", 1)[0] for mark in marks)
 
 
+def _is_chakra(head: bytes) -> bool:
+    """Begins with a length and, filling it, fields 1 (text) and 2 (attributes) of GlobalMetadata.
+
+    Metadata of nothing are followed by a node that begins with its number or name.
+    """
+    length, at = _varint(head, 0)
+    end = at + length
+    if not length:
+        return head[:1] == b"\0" and head[2:3] in (b"\x08", b"\x12")
+    while at < min(end, len(head)):
+        if head[at] not in (0x0A, 0x12):
+            return False
+        size, begin = _varint(head, at + 1)
+        at = begin + size
+    return at == end if end <= len(head) else len(head) == _HEAD_BYTES
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of protobuf, and where it ends; as far as the data reach."""
+    value = 0
+    for shift, byte in enumerate(data[at : at + 5]):
+        value |= (byte & 127) << 7 * shift
+        if byte < 128:
+            return value, at + shift + 1
+    return value, len(data)
+
+
 FORMATS: dict[str, Format] = {
     "native": Format(
         module="native",
@@ -79,6 +106,13 @@ FORMATS: dict[str, Format] = {
         help="PARAM's trace of one rank, for commsTraceReplay",
         suffix=".json",
         is_one=_json_with(b'"comms"'),
+        picks="rank",
+    ),
+    "chakra": Format(
+        module="chakra",
+        help="Chakra execution trace of one rank, for ASTRA-sim",
+        suffix=".et",
+        is_one=_is_chakra,
         picks="rank",
     ),
     "csv": Format(

@@ -2,7 +2,7 @@
 
 Lines up to the first epoch_end are the set-up, then each iteration ends in one. A file that is
 read and written again is the same bytes. A physical run's log has the same columns with times:
-it is read as one step of median times; aicb_log.py keeps its lines.
+it is read as one step of median times, and is written without them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ import msgspec
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import Operation, Workload
 from stepmark.workload.formats import aicb_names
-from stepmark.workload.formats.aicb_line import EPOCH_END, HEADER
+from stepmark.workload.formats.aicb_line import EPOCH_END, HEADER, no_setup
 from stepmark.workload.formats.aicb_reader import FORMAT, Reader, line_of
 from stepmark.workload.formats.repeated_text import RepeatedText
 from stepmark.workload.formats.source_file import read_lines
@@ -43,7 +43,9 @@ def read(path: Path, *, group_sizes: Mapping[str, int] | None = None) -> Workloa
     lines = read_lines(path, "AICB workload")
     end = "\n" if lines[-1] == "" else ""
     reader = Reader(lines[:-1] if end else lines, dict(group_sizes or {}))
-    return reader.workload(path.name.partition(".")[0], end)
+    workload = reader.workload(path.name.partition(".")[0], end)
+    workload.check()
+    return workload
 
 
 def write(workload: Workload, *, stage: int = 0, computation: bool = True) -> Iterator[str]:
@@ -54,20 +56,26 @@ def write(workload: Workload, *, stage: int = 0, computation: bool = True) -> It
     if FORMAT in workload.origin:
         yield from _write_again(workload)
         return
-    line = aicb_names.Lines(workload, computation=computation)
     chosen = workload.stages[stage]
-    text = RepeatedText(workload.blocks, line)
     yield HEADER + "\n"
-    if chosen.setup:
-        yield from text.chunks(chosen.setup)
+    init = aicb_names.Lines(workload, computation=computation, setup=True)
+    before = RepeatedText(workload.blocks, init)
+    setup = "".join(before.chunks(chosen.setup)) if chosen.setup else ""
+    yield setup or no_setup(workload.world_size)
     yield EPOCH_END + "\n"
-    yield from text.chunks(chosen.step)
+    line = aicb_names.Lines(workload, computation=computation)
+    yield from RepeatedText(workload.blocks, line).chunks(chosen.step)
     yield EPOCH_END + "\n"
 
 
 def lost(workload: Workload) -> list[str]:
     """What the CSV cannot say of this workload, a line each."""
-    return [] if FORMAT in workload.origin else aicb_names.lost(workload)
+    if FORMAT not in workload.origin:
+        return aicb_names.lost(workload)
+    timed = any(
+        getattr(one, "time_s", None) for block in workload.blocks.values() for one in block
+    )
+    return ["times: a workload of AICB has none, only its log of a run"] if timed else []
 
 
 def _write_again(workload: Workload) -> Iterator[str]:

@@ -52,6 +52,8 @@ _LAYOUTS = {Phase.FWD: Layout.NT, Phase.DGRAD: Layout.NN, Phase.WGRAD: Layout.TN
 _PHASES = (("forward", Phase.FWD), ("backward", Phase.BWD), ("step", Phase.OPTIM))
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce")
 _PEERS = {"next": 1, "prev": -1}
+TRANSFERS = ("isend", "irecv")
+_GROUP_NAMES = {ours: name for name, ours in GROUPS.items()}
 _TYPE_OF = {ours: name for name, ours in reversed(COLLECTIVES.items())}
 
 
@@ -120,12 +122,27 @@ def number(text: str, where: str) -> float:
     return found
 
 
+def group_of(line: Line, groups: Mapping[str, Group]) -> str:
+    """Our name of a line's group: "dp", or "dp_4" where most of its name have another size.
+
+    AICB gives transfers a group of one rank.
+    """
+    name = GROUPS[line.group]
+    other = f"{name}_{line.group_size}"
+    return name if line.kind in TRANSFERS or other not in groups else other
+
+
+def aicb_group(name: str) -> str:
+    """AICB's name of a group named by group_of."""
+    return _GROUP_NAMES[name if name in _GROUP_NAMES else name.rpartition("_")[0]]
+
+
 def operation(line: Line, groups: Mapping[str, Group], where: str) -> Operation:
     """Raises ConfigError that starts with `where`. Peers and roots are of the group."""
     phase = next((one for start, one in _PHASES if line.stage.startswith(start)), Phase.STEP)
     if line.kind == COMPUTATION:
         return _computation(line, phase)
-    group = GROUPS[line.group]
+    group = group_of(line, groups)
     if group not in groups:
         raise ConfigError(
             f"{where}, comm_group_size", NONE, f"known: no line tells the size of {line.group}"
@@ -189,12 +206,31 @@ def text_of(op: Operation, stage: str, group: str, size: int) -> str:
     if op.collective == Collective.REDUCE:
         dst, src = op.root, None
     if op.collective in (SEND, RECV):
-        additional = f"{op.collective}_{'next' if (op.peer or 0) > 0 else 'prev'}"
+        where = direction(op.peer or 0, size)
+        if where is None:
+            raise ConfigError("peer", op.peer, "1 or -1: a neighbour in the pipeline")
+        additional = f"{op.collective}_{where}"
     num_bytes = op.message_bytes(Group(digits=((size, 1),)))
     return (
         f"CommType.{kind},CommGroup.{group},{size},{num_bytes},{stage},{dst},{src},"
         f"{additional},None,None,None,1\n"
     )
+
+
+def no_setup(world_size: int) -> str:
+    """A line to begin with: AICB's reader of mocked workloads drops the first one.
+
+    Source: aliyun/aicb, visualize/generate.py (custom_csv_reader, only_workload).
+    """
+    return f"CommType.barrier,CommGroup.all,{world_size},0,init,None,None,,None,None,None,1\n"
+
+
+def direction(peer: int, size: int) -> str | None:
+    """next or prev in a group of this size; None: the peer is no neighbour."""
+    for near in (peer, peer - size, peer + size):
+        if near in (1, -1):
+            return "next" if near == 1 else "prev"
+    return None
 
 
 def _shapes(op: ComputeOp) -> str:

@@ -6,14 +6,16 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.workload import Block, Group, Operation, Run, Stage, Workload
+from stepmark.core.workload import Block, ComputeOp, Group, Operation, Run, Stage, Workload
 from stepmark.workload.fold import Repeat, fold
 from stepmark.workload.formats.aicb_line import (
     END,
     EPOCH_END,
     GROUPS,
     HEADER,
+    TRANSFERS,
     Line,
+    aicb_group,
     operation,
     parse,
     text_of,
@@ -21,14 +23,13 @@ from stepmark.workload.formats.aicb_line import (
 
 FORMAT = "aicb"
 _EMBEDDING = "forward.MegatronEmbedding"
-_GROUP_NAMES = {ours: name for name, ours in GROUPS.items()}
 
 
 def line_of(op: Operation, groups: Mapping[str, Group]) -> str:
     """What we write for an operation that was read."""
-    group = getattr(op, "group", "")
-    size = groups[group].size if group else 0
-    return text_of(op, op.module, _GROUP_NAMES.get(group, group), size)
+    if isinstance(op, ComputeOp):
+        return text_of(op, op.module, "", 0)
+    return text_of(op, op.module, aicb_group(op.group), groups[op.group].size)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class Reader:
             blocks=self._blocks,
             stages=tuple(stages),
             notes=tuple(dict.fromkeys(self._notes)),
-            origin={} if timed else {FORMAT: origin},
+            origin={FORMAT: origin},
         )
 
     def _split(self, lines: Sequence[str]) -> Iterator[_Lines]:
@@ -123,17 +124,23 @@ class Reader:
 
     def _known_groups(self, sizes: dict[str, int]) -> dict[str, Group]:
         """AICB's order of ranks: tensor, data, pipeline; experts lie within data."""
-        known = dict(sizes)
+        known, others = dict(sizes), set[tuple[str, int]]()
         for line in self._parsed:
             if line.group and line.group_size:
                 name = GROUPS[line.group]
                 known[name] = max(known.get(name, 1), line.group_size)
+                if line.kind not in TRANSFERS:
+                    others.add((name, line.group_size))
         tp, dp, pp = (known.get(name, 1) for name in ("tp", "dp", "pp"))
         pp = max(pp, len(self._sections))
-        self._world = max(tp * dp * pp, known.get("world", 1))
+        self._world = max(tp * dp * pp, *known.values(), 1)
         strides = {"tp": 1, "dp": tp, "pp": tp * dp, "ep": tp, "world": 1, "embedding": tp * dp}
         strides |= {"ep_dp": tp * known.get("ep", 1), "ep_tp": 1}
-        return {name: Group(digits=((size, strides[name]),)) for name, size in known.items()}
+        found = {name: Group(digits=((size, strides[name]),)) for name, size in known.items()}
+        for name, size in sorted(others):
+            if size != known[name]:
+                found[f"{name}_{size}"] = Group(digits=((size, strides[name]),))
+        return found
 
     def _operation(self, index: int, *, timed: bool) -> Operation:
         op = operation(self._parsed[index], self._groups, f"line {self._places[index]}")
@@ -185,7 +192,8 @@ class Reader:
         self._notes.append(
             f"times are medians of {len(steps)} iterations, as the host saw them"
         )
-        return Stage(step=f"{prefix}step", setup=f"{prefix}setup"), []
+        names = [f"{prefix}setup", f"{prefix}step"]
+        return Stage(step=names[1], setup=names[0]), names
 
     def _timed(self, column: Sequence[int], ops: Sequence[Operation | None]) -> Operation:
         times = [self._parsed[one].elapsed_ms for one in column]

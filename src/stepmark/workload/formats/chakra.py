@@ -28,17 +28,12 @@ from stepmark.workload.formats.chakra_schema import (
 from stepmark.workload.formats.ranks import Instances, Issued, check_rank
 from stepmark.workload.formats.walk import walk
 
-__all__ = ["comm_groups", "files", "is_one", "lost", "read", "write"]
+__all__ = ["comm_groups", "files", "lost", "read", "write"]
 
 _GATHERED = (Collective.ALL_GATHER, Collective.GATHER)  # whose input is one part
 _TYPES = COMM_TYPES | {Collective.ALL_TO_ALL_V: COMM_TYPES[Collective.ALL_TO_ALL]}
 _PAIR = {SEND: NodeType.COMM_SEND, RECV: NodeType.COMM_RECV}
 _REFUSED = (Collective.REDUCE, Collective.GATHER, Collective.SCATTER, Collective.BARRIER)
-
-
-def is_one(head: bytes) -> bool:
-    """Whether a file that begins so is one: a short GlobalMetadata with a version or alone."""
-    return len(head) > 1 and (head[0] == 0 or (2 <= head[0] < 128 and head[1] in (0x0A, 0x12)))
 
 
 def write(workload: Workload, rank: int = 0) -> Iterator[bytes]:
@@ -202,7 +197,10 @@ def _attribute(made: Any, key: str, value: object) -> Any:
 def _computation(one: ComputeOp) -> dict[str, object]:
     values: dict[str, object] = {"is_cpu_op.bool": False}
     if one.op.flops is not None:
-        values["num_ops.int64"] = one.op.flops
+        # ASTRA-sim's roofline divides by it; with 1 its time is that of the bytes.
+        values["num_ops.int64"] = one.op.flops or 1
+        if not one.op.flops:
+            values["flops.int64"] = 0
     if one.op.bytes_moved is not None:
         values["tensor_size.uint64"] = one.op.bytes_moved
     values["op.string"] = one.op.name if isinstance(one.op, Kernel) else describe(one.op)

@@ -3,7 +3,7 @@
 Nodes run in the order of their numbers as far as their dependencies allow; those that neither
 compute nor communicate are left out, and what waits for them waits for what they wait for. A
 trace from elsewhere has no streams of ours: its computation is one stream, that of the CPU a
-second, its communication a third, each in order.
+second, its communication a third, each in order. Loads and stores are computation too.
 """
 
 import re
@@ -44,6 +44,10 @@ from stepmark.workload.formats.source_file import read_bytes
 
 GROUPS_FILE = "comm_groups.json"
 CPU, COMMUNICATION = "cpu", "communication"
+_CALLERS = (
+    "Of {} of {} files the ctrl_deps are left out: they go in a circle or out of the file, as "
+    "those of callers do."
+)
 
 
 @dataclass(slots=True)
@@ -64,10 +68,12 @@ def read(path: Path) -> Workload:
     groups = _groups(paths[0].parent)
     world = len(paths)
     used: dict[str, Group] = {}
-    programs = [
-        _Reader(one.name, world, rank, groups, used).operations(nodes(one))
-        for rank, one in enumerate(paths)
-    ]
+    programs = []
+    callers = 0
+    for rank, one in enumerate(paths):
+        ordered, controlled = in_order(nodes(one), one.name)
+        callers += not controlled
+        programs.append(_Reader(one.name, world, rank, groups, used).operations(ordered))
     stages, blocks = stages_of(programs)
     workload = Workload(
         name=paths[0].name.rsplit(".", 2)[0],
@@ -77,6 +83,7 @@ def read(path: Path) -> Workload:
         groups=used,
         blocks=blocks,
         stages=stages,
+        notes=(_CALLERS.format(callers, world),) if callers else (),
     )
     workload.check()
     return workload
@@ -124,8 +131,7 @@ class _Reader:
         self._groups: dict[str, str] = {}  # by pg_name
         self._streams: dict[str, _Stream] = {}
 
-    def operations(self, found: Sequence[Node]) -> list[Operation]:
-        ordered = in_order(found, self._file)
+    def operations(self, ordered: Sequence[Node]) -> list[Operation]:
         streams = {one.number: _stream(one) for one in ordered}
         waits = through(ordered)
         kept = [one for one in ordered if is_done(one)]
@@ -180,7 +186,7 @@ class _Reader:
         if one.kind in COMPUTES:
             op = Kernel(
                 name=str(values.get("op", one.name)),
-                flops=_whole(values, "num_ops"),
+                flops=_whole(values, "flops" if "flops" in values else "num_ops"),
                 bytes_moved=_whole(values, "tensor_size"),
             )
             return ComputeOp(op=op, **common)
@@ -236,6 +242,9 @@ class _Reader:
         if pg_name not in self._groups:
             if pg_name in self._ranks:
                 ranks: Sequence[int] = self._ranks[pg_name]
+                if self._rank not in ranks or not set(ranks) <= set(range(self._world)):
+                    allowed = f"ranks from 0 to {self._world - 1}, {self._rank} among them"
+                    raise ConfigError(f"{where}: pg_name", f"{pg_name}: {ranks}", allowed)
             elif pg_name in ("", "0"):
                 ranks = range(self._world)
             else:

@@ -52,6 +52,7 @@ _KINDS = (
     *("fixed32", "fixed64", "sfixed32", "sfixed64", "bool", "string", "bytes"),
 )
 _PACKAGE = "ChakraProtoMsg"
+_NODE_TYPE = "NodeType"
 _MAX_MESSAGE = 2**26
 
 
@@ -59,7 +60,7 @@ _MAX_MESSAGE = 2**26
 class _Field:
     name: str
     number: int
-    kind: str  # of _KINDS, or a message
+    kind: str  # of _KINDS, or a message, or _NODE_TYPE
     repeated: bool = False
 
 
@@ -86,7 +87,7 @@ _MESSAGES: dict[str, tuple[_Field, ...]] = {
     "Node": (
         _Field("id", 1, "uint64"),
         _Field("name", 2, "string"),
-        _Field("type", 3, "int32"),  # an enum, which is written alike
+        _Field("type", 3, _NODE_TYPE),
         _Field("ctrl_deps", 4, "uint64", True),
         _Field("data_deps", 5, "uint64", True),
         _Field("start_time_micros", 6, "uint64"),
@@ -98,7 +99,7 @@ _MESSAGES: dict[str, tuple[_Field, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Classes:
     """Message classes of the schema."""
 
@@ -124,15 +125,24 @@ def classes() -> Classes:
     file = descriptor_pb2.FileDescriptorProto(
         name="stepmark/chakra.proto", package=_PACKAGE, syntax="proto3"
     )
+    types = file.enum_type.add(name=_NODE_TYPE)
+    for kind in NodeType:
+        types.value.add(name=f"{kind.name}_NODE", number=kind)
     for name, fields in _MESSAGES.items():
         _describe(file.message_type.add(name=name), fields, descriptor_pb2.FieldDescriptorProto)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    made = [
-        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-        for name in ("GlobalMetadata", "Node", "AttributeProto")
-    ]
-    return Classes(*made, message.DecodeError)
+
+    def made(name: str) -> Any:
+        found = pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")
+        return message_factory.GetMessageClass(found)
+
+    return Classes(
+        metadata=made("GlobalMetadata"),
+        node=made("Node"),
+        attribute=made("AttributeProto"),
+        decode_error=message.DecodeError,
+    )
 
 
 def _describe(made: Any, fields: tuple[_Field, ...], kinds: Any) -> None:
@@ -145,7 +155,8 @@ def _describe(made: Any, fields: tuple[_Field, ...], kinds: Any) -> None:
         if field.kind in _KINDS:
             one.type = getattr(kinds, f"TYPE_{field.kind.upper()}")
         else:
-            one.type = kinds.TYPE_MESSAGE
+            is_enum = field.kind == _NODE_TYPE
+            one.type = kinds.TYPE_ENUM if is_enum else kinds.TYPE_MESSAGE
             one.type_name = f".{_PACKAGE}.{field.kind}"
         if is_attribute and field.number > 2:
             one.oneof_index = 0

@@ -17,65 +17,70 @@ from stepmark.core.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Where a framework's rules lie. module: of this folder; settings: its class there."""
+    """Where a framework's rules lie: a module here, and of its settings module and class."""
 
     module: str
     settings: str
     help: str
-    # The axis of the job's mesh that data-parallel ranks lie on when nobody says which.
+    # The axis of the job's mesh that data-parallel ranks lie on when nobody says which; "":
+    # there are none.
     data_axis: str = "dp_shard"
     has_job: bool = True  # no: the settings say all but the number of ranks
 
     def settings_class(self) -> Any:
-        return getattr(self._module(), self.settings)
+        module, _, name = self.settings.rpartition(".")
+        return getattr(_imported(module), name)
 
     def fields(self) -> dict[str, "dataclasses.Field[Any]"]:
         """The settings by name."""
         return {field.name: field for field in dataclasses.fields(self.settings_class())}
 
     def function(self) -> Callable[..., Workload]:
-        found: Callable[..., Workload] = self._module().workload
+        found: Callable[..., Workload] = _imported(self.module).workload
         return found
 
-    def _module(self) -> Any:
-        return importlib.import_module(f"stepmark.workload.rules.{self.module}")
+
+def _imported(module: str) -> Any:
+    return importlib.import_module(f"stepmark.workload.rules.{module}")
 
 
 RULES: dict[str, Rule] = {
     "megatron": Rule(
         module="megatron.rule",
-        settings="Megatron",
+        settings="megatron.settings.Megatron",
         help="Megatron-LM: tp, sequence parallelism, pp, vpp, cp, ep, distributed optimizer",
     ),
     "deepspeed": Rule(
-        module="deepspeed.rule", settings="DeepSpeed", help="DeepSpeed: ZeRO stage 0 to 3"
+        module="deepspeed.rule",
+        settings="deepspeed.rule.DeepSpeed",
+        help="DeepSpeed: ZeRO stage 0 to 3",
     ),
     "fsdp": Rule(
         module="pytorch.fsdp",
-        settings="Fsdp",
+        settings="pytorch.fsdp.Fsdp",
         help="PyTorch FSDP2 (fully_shard), also with dp-replicate, tp, pp, ep",
     ),
     "ddp": Rule(
         module="pytorch.ddp",
-        settings="Ddp",
+        settings="pytorch.ddp.Ddp",
         help="PyTorch DistributedDataParallel",
         data_axis="dp_replicate",
     ),
     "tp": Rule(
         module="pytorch.tp",
-        settings="Tp",
-        help="PyTorch tensor and sequence parallelism as torchtitan's",
-        data_axis="dp_replicate",
+        settings="pytorch.tp.Tp",
+        help="PyTorch tensor and sequence parallelism as torchtitan's, one data rank",
+        data_axis="",
     ),
     "pp": Rule(
         module="pytorch.pp",
-        settings="Pp",
-        help="PyTorch pipeline parallelism: 1F1B, interleaved",
-        data_axis="dp_replicate",
+        settings="pytorch.pp.Pp",
+        help="PyTorch pipeline parallelism: 1F1B, interleaved; one data rank",
+        data_axis="",
     ),
     "dlrm": Rule(
         module="dlrm",
-        settings="Dlrm",
+        settings="dlrm.Dlrm",
         help="facebookresearch/dlrm: tables over ranks, MLPs on all",
         has_job=False,
     ),
@@ -93,6 +98,7 @@ _ALIASES = {
     "torchtp": "tp",
     "torchpp": "pp",
     "torchtitan": "fsdp",
+    "deepseek": "megatron",  # AICB's word for DeepSeek's models under Megatron-LM
 }
 
 
@@ -104,5 +110,6 @@ def find_rule(name: str) -> str:
     key = "".join(c for c in name.lower() if c.isalnum())
     found = _ALIASES.get(key, key)
     if found not in RULES:
-        raise ConfigError("framework", name, f"one of {', '.join(RULES)}")
+        more = "; stepmark comm NAME measures a collective" if key == "collectivetest" else ""
+        raise ConfigError("framework", name, f"one of {', '.join(RULES)}{more}")
     return found

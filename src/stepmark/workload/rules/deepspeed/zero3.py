@@ -20,6 +20,7 @@ from stepmark.workload.rules.deepspeed.modules import (
     Event,
     Module,
     Param,
+    all_params,
     backward,
     forward,
 )
@@ -111,6 +112,7 @@ class Coordinator:
     order: tuple[Module, ...] = ()
     trace: tuple[tuple[Param, int], ...] = ()  # (parameter, step of its use)
     releases: dict[int, frozenset[int]] = field(default_factory=dict)  # by place in events
+    inside: dict[int, tuple[Param, ...]] = field(default_factory=dict)  # by a module's id
     inflight: dict[int, int] = field(default_factory=dict)  # parameter: number of its gather
     active: dict[int, int] = field(default_factory=dict)  # parameter: modules that use it
     last_use: dict[int, int] = field(default_factory=dict)  # of those taken off the queue
@@ -218,7 +220,12 @@ class Coordinator:
         self._release(param for param in module.params if param.index in may)
 
     def _releasable(self, module: Module) -> frozenset[int]:
-        """Not what stays, what a later use was skipped for, or what is used again soon."""
+        """Not what stays, what a later use was skipped for, or what is used again soon.
+
+        Modules ahead count with what is in them where this one is a leaf, and with only what
+        is directly theirs, of a leaf nothing, where it is not (iter_params in
+        __params_to_release).
+        """
         found = {
             param.index
             for param in module.params
@@ -228,10 +235,17 @@ class Coordinator:
         for later in self.order[self.step :]:
             if passed >= self.limits.max_reuse_distance or not found:
                 break
-            for param in later.params:
+            for param in self._ahead(later, whole=module.is_leaf):
                 found.discard(param.index)
                 passed += param.numel
         return frozenset(found)
+
+    def _ahead(self, later: Module, *, whole: bool) -> tuple[Param, ...]:
+        if not whole:
+            return () if later.is_leaf else later.params
+        if id(later) not in self.inside:
+            self.inside[id(later)] = all_params(later)
+        return self.inside[id(later)]
 
     def _release(self, params: Iterable[Param]) -> None:
         for param in params:

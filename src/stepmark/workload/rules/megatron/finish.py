@@ -99,7 +99,16 @@ def _gradients(plan: Plan, owned: Owned) -> list[Operation]:
     moe = plan.model.moe
     if moe is not None and moe.router_bias and owned.moe_layers:
         loads = owned.moe_layers * moe.num_experts
-        found += _small(plan, "tp_dp_cp", "expert_bias", RedOp.SUM, count=loads, phase=phase)
+        # The count is a buffer of the model, which is turned to 16 bits with its weights.
+        found += _small(
+            plan,
+            "tp_dp_cp",
+            "expert_bias",
+            RedOp.SUM,
+            count=loads,
+            dtype=plan.job.dtype,
+            phase=phase,
+        )
     if settings.calculate_per_token_loss:
         found += plan.comms(
             Collective.BROADCAST, 1, "pp", phase=phase, module="tokens", dtype=DType.INT32

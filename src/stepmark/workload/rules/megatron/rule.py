@@ -240,21 +240,25 @@ class _StageMaker:
         sends = action.act in (Act.SEND_FORWARD, Act.SEND_BACKWARD)
         ahead = action.act in (Act.SEND_FORWARD, Act.RECV_BACKWARD)
         forward = action.act in (Act.SEND_FORWARD, Act.RECV_FORWARD)
+        group, peer = "pp", 1 if ahead else -1
+        stream = self.stream(sends=sends, ahead=ahead)
+        if stream in ("pp.send", "pp.recv") and sends is bool(self.index % 2):
+            group, peer = "world", self.plan.job.parallel.world_size // 2
         return self.plan.comms(
             SEND if sends else RECV,
             self.plan.own_tokens * self.plan.model.hidden_size,
-            "pp",
+            group,
             phase=Phase.FWD if forward else Phase.DGRAD,
             module="pipeline",
             microbatch=action.microbatch,
-            stream=self.stream(sends=sends, ahead=ahead),
+            stream=stream,
             name=str(action.act),
-            peer=1 if ahead else -1,
+            peer=peer,
             fused=action.fused,
         )
 
     def stream(self, *, sends: bool, ahead: bool) -> str:
-        """A pair of stages has a communicator; the only pair of two has one per direction."""
+        """A pair of stages has a communicator; two stages use the world's for one direction."""
         if self.pipeline.num_chunks == 1 or not self.pipeline.overlap:
             return COMPUTE
         if self.pipeline.num_stages == 2:

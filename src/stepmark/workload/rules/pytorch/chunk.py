@@ -12,8 +12,7 @@ from stepmark.core.ops import Attention, Gemm, GroupedGemm, Phase
 from stepmark.core.training import Recompute
 from stepmark.core.workload import Block, ComputeOp, Item, Operation, Run
 from stepmark.workload.rules.pytorch.fsdp_order import Group, Order, Sharding, linked
-from stepmark.workload.rules.pytorch.params import Param
-from stepmark.workload.rules.pytorch.units import Unit
+from stepmark.workload.units import Param, Unit
 
 BLOCKS = dict[str, Block]
 
@@ -87,8 +86,10 @@ class Chunk:
             )
             self._groups.append((group, members))
         linked([group for group, _ in self._groups], how.prefetch if how else 1)
-        for unit in (*ends, *(one.unit for one in self.layers)):
+        for unit in ends:
             self._register(unit)
+        for unit in {one.unit.name: one.unit for one in self.layers}.values():
+            self._register(unit, is_layer=True)
 
     @property
     def params(self) -> tuple[Param, ...]:
@@ -147,9 +148,9 @@ class Chunk:
             found += [one.experts for one in members if one.experts]
         return [*found, self._last] if self._last else found
 
-    def _register(self, unit: Unit) -> None:
+    def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
         ways = {"fwd": unit.fwd, "bwd": unit.bwd}
-        if unit.name in ("block", "moe") and self._plan.recompute is not Recompute.NONE:
+        if is_layer and self._plan.recompute is not Recompute.NONE:
             ways["again"] = again(unit, self._plan.recompute)
         for way, pieces in ways.items():
             for index, piece in enumerate(pieces):
@@ -292,23 +293,39 @@ def again(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]
     known by then, and what follows it. Per operator (bench/training/checkpointing.py)
     attention, communication and every second product are kept.
     """
-    last = "mlp.shared_down" if any("shared" in p.part for p in unit.params) else "mlp.down"
-    ends = {last, "mlp.residual"}
+    stop, place = _last_needed(unit), 0
     products = 0
     pieces: list[tuple[Operation, ...]] = []
     for piece in unit.fwd:
         found: list[Operation] = []
         for one in piece:
-            is_compute = isinstance(one, ComputeOp)
-            if is_compute and isinstance(one.op, Gemm | GroupedGemm):
+            place += 1
+            if isinstance(one, ComputeOp) and isinstance(one.op, Gemm | GroupedGemm):
                 products += 1
-            if one.module in ends:
-                continue
-            if recompute is Recompute.OPS and (not is_compute or _is_kept(one, products)):
+            if place > stop or (recompute is Recompute.OPS and _is_kept(one, products)):
                 continue
             found.append(replace(one, recompute=True))
         pieces.append(tuple(found))
     return tuple(pieces)
+
+
+def _last_needed(unit: Unit) -> int:
+    """Forward operations up to the last product; with it where it is of experts.
+
+    Rows of experts are weighted and sent back after their last product.
+    """
+    ops = [one for piece in unit.fwd for one in piece]
+    products = [
+        (at, one)
+        for at, one in enumerate(ops)
+        if isinstance(one, ComputeOp) and isinstance(one.op, Gemm | GroupedGemm)
+    ]
+    if not products:
+        return len(ops)
+    last, product = products[-1]
+    if isinstance(product, ComputeOp) and isinstance(product.op, Gemm):
+        return last
+    return 1 + max(at for at, one in enumerate(ops) if one.module == product.module)
 
 
 def _is_kept(one: Operation, products: int) -> bool:

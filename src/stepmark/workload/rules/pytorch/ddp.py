@@ -15,12 +15,14 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync, Recompute
 from stepmark.core.workload import Block, CommOp, ComputeOp, Item, Operation, Run, Workload
-from stepmark.workload.job import Comms, Job
+from stepmark.workload.architecture import AnyJob
+from stepmark.workload.job import Comms
 from stepmark.workload.rules.pytorch.chunk import Chunk, folded
 from stepmark.workload.rules.pytorch.fsdp import said, setting
-from stepmark.workload.rules.pytorch.params import Param, ready_order
+from stepmark.workload.rules.pytorch.params import ready_order
 from stepmark.workload.rules.pytorch.step import SOURCE, Rule, Technique, build
-from stepmark.workload.rules.pytorch.units import Unit, groups_of
+from stepmark.workload.rules.pytorch.units import groups_of
+from stepmark.workload.units import Param, Unit
 
 MIB = 2**20
 _FIRST, _DEFAULT_MB = MIB, 25
@@ -56,7 +58,7 @@ class Ddp:
         return self.bucket_cap_mb * MIB, self.bucket_cap_mb * MIB
 
 
-def workload(job: Job, settings: Ddp) -> Workload:
+def workload(job: AnyJob, settings: Ddp) -> Workload:
     """A steady step; the start as setup. Raises ConfigError."""
     for name in ("tp", "pp", "ep"):
         if getattr(job.parallel, name) > 1:
@@ -88,9 +90,9 @@ class Reducing:
 
     def __call__(self) -> Block:
         chunk = self._chunk
-        assert chunk.output and chunk.embedding
         layers = [(one.unit, one.index, one.is_checkpointed) for one in chunk.layers]
-        units = [(chunk.output, None, False), *layers[::-1], (chunk.embedding, None, False)]
+        ends = [[(one, None, False)] if one else [] for one in (chunk.output, chunk.embedding)]
+        units = [*ends[0], *layers[::-1], *ends[1]]
         full = self._full([unit for unit, _, _ in units])
         segments: list[tuple[Block, int]] = []
         for number, (unit, layer, is_checkpointed) in enumerate(units):
@@ -99,7 +101,7 @@ class Reducing:
             for param, elements in full.get(number, ()):
                 place = max(done, _ready_at(body, param))
                 items += body[done:place]
-                if isinstance(items[-1], ComputeOp):
+                if items and isinstance(items[-1], ComputeOp):
                     items[-1] = replace(items[-1], name=_READY)
                 items += self._reduced(elements, unit, layer)
                 done = place

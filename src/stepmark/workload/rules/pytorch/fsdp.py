@@ -13,7 +13,8 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.training import GradSync, Recompute
 from stepmark.core.workload import Group, Workload
-from stepmark.workload.job import Comms, Job
+from stepmark.workload.architecture import AnyJob
+from stepmark.workload.job import Comms
 from stepmark.workload.rules.pytorch.fsdp_order import Sharding
 from stepmark.workload.rules.pytorch.step import SOURCE, Rule, Setting, Technique, build
 from stepmark.workload.rules.pytorch.units import groups_of
@@ -58,14 +59,14 @@ class Fsdp:
             raise ConfigError("pp_schedule", self.pp_schedule, "1f1b or interleaved")
 
 
-def workload(job: Job, settings: Fsdp) -> Workload:
+def workload(job: AnyJob, settings: Fsdp) -> Workload:
     """A step with weights, gradients and optimizer state sharded. Raises ConfigError."""
     groups = groups_of(job)
     shards = groups["fsdp"].size
     reshard = _reshard(settings.reshard_after_forward, shards)
     if reshard:
         groups |= _inner(job, groups, reshard)
-    layers = -(-job.model.num_layers // job.parallel.pp)
+    layers = -(-job.num_layers // job.parallel.pp)
     if settings.blocks_per_group > layers:
         allowed = f"at most {layers} layers of a stage"
         raise ConfigError("blocks_per_group", settings.blocks_per_group, allowed)
@@ -118,7 +119,7 @@ def _reshard(text: str, shards: int) -> int | None:
     return int(text)
 
 
-def _inner(job: Job, groups: dict[str, Group], reshard: int) -> dict[str, Group]:
+def _inner(job: AnyJob, groups: dict[str, Group], reshard: int) -> dict[str, Group]:
     """The ranks that resharded weights are gathered from: consecutive ones of a group."""
     axes = job.parallel
     found = {"fsdp_inner": Group(digits=((reshard, axes.tp),))}

@@ -16,7 +16,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.ops import Phase
 from stepmark.core.workload import CommOp, ComputeOp, Item, Kernel, Run
 from stepmark.workload.job import Comms
-from stepmark.workload.rules.pytorch.params import Param
+from stepmark.workload.units import Param
 
 GATHER, REDUCE, REPLICATE = "fsdp", "fsdp_reduce", "fsdp_replicate"
 _COPY_OUT = "copy_out"

@@ -5,40 +5,11 @@ and v in one matrix, of torchtitan's Llama: linear layers of gate and up apart, 
 without bias.
 """
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from stepmark.core.model import ModelConfig
 from stepmark.workload.job import Job
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Param:
-    """One tensor. part: the module of decoder.Part whose backward pass makes its gradient."""
-
-    name: str
-    shape: tuple[int, ...]  # on one rank of tp and ep
-    part: str
-    is_partial: bool = False  # under tp its gradient is a part of a sum over the ranks
-    is_trained: bool = True
-    is_expert: bool = False  # held by the ranks of ep
-    is_copy: bool = False  # the same tensor as another one that is here
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def padded(self, ranks: int) -> int:
-        """Elements of all shards together: rows are divided evenly, the last ones padded.
-
-        torch, _fsdp_param.py: _init_sharded_param; _fsdp_common.py: _get_dim0_padded_size.
-        """
-        return -(-self.shape[0] // ranks) * ranks * math.prod(self.shape[1:])
-
-    def shard(self, ranks: int) -> int:
-        """Elements of the first rank's shard, which no padding is in."""
-        return self.padded(ranks) // ranks
+from stepmark.workload.units import Param
 
 
 def embedding_params(job: Job) -> tuple[Param, ...]:
@@ -81,7 +52,7 @@ def _norm(name: str, part: str, model: ModelConfig) -> Iterator[Param]:
     names = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
     for one in names:
         shape = (model.hidden_size,)
-        yield Param(name=f"{name}.{one}", shape=shape, part=part, is_partial=True)
+        yield Param(name=f"{name}.{one}", shape=shape, part=part, is_partial=True, is_norm=True)
 
 
 def _linear(
@@ -182,7 +153,7 @@ def ready_order(params: tuple[Param, ...], *, autocast: bool) -> tuple[Param, ..
         if one.is_trained:
             by_module.setdefault(one.name.rpartition(".")[0], []).append(one)
     found: list[Param] = []
-    for module, members in reversed(by_module.items()):
-        in_order = module.endswith("norm") is not autocast and not module.endswith("held")
+    for members in reversed(by_module.values()):
+        in_order = members[0].is_norm is not autocast and not members[0].is_expert
         found += members if in_order else reversed(members)
     return tuple(found)

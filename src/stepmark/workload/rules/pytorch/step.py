@@ -23,12 +23,13 @@ from stepmark.core.workload import (
     Stage,
     Workload,
 )
+from stepmark.workload.architecture import AnyJob, OwnJob
 from stepmark.workload.job import Comms, Job
 from stepmark.workload.rules.pytorch import pipeline
 from stepmark.workload.rules.pytorch.chunk import BLOCKS, Chunk, Layer, Plan
 from stepmark.workload.rules.pytorch.fsdp_order import REDUCE, REPLICATE, Sharding
-from stepmark.workload.rules.pytorch.params import Param
-from stepmark.workload.rules.pytorch.units import Maker, Unit, groups_of
+from stepmark.workload.rules.pytorch.units import Maker, groups_of, of_architecture
+from stepmark.workload.units import Param, Unit
 
 SOURCE = "PyTorch 2.13.0"
 Setting = str | int | float | bool | None
@@ -65,7 +66,7 @@ class Rule:
     notes: tuple[str, ...] = ()
 
 
-def build(job: Job, how: Technique, rule: Rule) -> Workload:
+def build(job: AnyJob, how: Technique, rule: Rule) -> Workload:
     """The workload of a job. Raises ConfigError for what these rules do not know."""
     groups = dict(how.sharding.comms.groups if how.sharding else groups_of(job))
     if job.parallel.ep > 1 and how.sharding is None:
@@ -74,12 +75,12 @@ def build(job: Job, how: Technique, rule: Rule) -> Workload:
     stages = tuple(_stages(job, how, groups, blocks))
     used = _used(blocks, stages)
     return Workload(
-        name=job.model.name,
+        name=job.name,
         rules=rule.name,
         source=rule.source,
         world_size=job.parallel.world_size,
         num_microbatches=job.num_microbatches,
-        model=job.model,
+        model=job.config,
         settings=dict(rule.settings),
         groups={name: group for name, group in groups.items() if name in used},
         blocks=blocks,
@@ -109,11 +110,14 @@ def _used(blocks: BLOCKS, stages: tuple[Stage, ...]) -> set[str]:
 
 
 def _stages(
-    job: Job, how: Technique, groups: dict[str, Group], blocks: BLOCKS
+    job: AnyJob, how: Technique, groups: dict[str, Group], blocks: BLOCKS
 ) -> "list[Stage]":
     count = job.parallel.pp
     per_rank = 2 if how.interleaved and count > 1 else 1
-    chunks = _chunks(job, how, groups, blocks, count * per_rank)
+    if isinstance(job, OwnJob):
+        chunks = [_own_chunk(job, how, blocks)]
+    else:
+        chunks = _chunks(job, how, groups, blocks, count * per_rank)
     comms = Comms(groups=groups, dtype=job.dtype)
     found: list[Stage] = []
     for stage in range(count):
@@ -198,6 +202,22 @@ def _chunks(
     return found
 
 
+def _own_chunk(job: OwnJob, how: Technique, blocks: BLOCKS) -> Chunk:
+    """An architecture of the user's on one stage."""
+    made = of_architecture(job.architecture)
+    plan = Plan(
+        sharding=how.sharding,
+        together=how.together or bool(job.architecture.uses),
+        blocks_per_group=how.blocks_per_group,
+        recompute=how.recompute,
+    )
+    layers = [
+        Layer(unit=unit, index=at, is_checkpointed=_is_checkpointed(how, at))
+        for at, unit in enumerate(made.layers)
+    ]
+    return Chunk(plan, layers, blocks=blocks, embedding=made.embedding, output=made.output)
+
+
 def _is_checkpointed(how: Technique, layer: int) -> bool:
     match how.recompute:
         case Recompute.NONE:
@@ -209,7 +229,7 @@ def _is_checkpointed(how: Technique, layer: int) -> bool:
             return True
 
 
-def _accumulated(job: Job, how: Technique, chunk: Chunk, blocks: BLOCKS) -> Block:
+def _accumulated(job: AnyJob, how: Technique, chunk: Chunk, blocks: BLOCKS) -> Block:
     """Micro-batch after micro-batch."""
     count = job.num_microbatches
     reducing = how.buckets(chunk) if how.buckets else chunk.backward
@@ -228,7 +248,7 @@ def _accumulated(job: Job, how: Technique, chunk: Chunk, blocks: BLOCKS) -> Bloc
     return tuple(found)
 
 
-def _collected(job: Job, how: Technique, chunks: list[Chunk]) -> Block:
+def _collected(job: AnyJob, how: Technique, chunks: list[Chunk]) -> Block:
     """Of fp32 masters: gradients that are parts of a sum over tp are summed when taken."""
     if how.weights is how.model_weights or how.sharding:
         return ()
@@ -249,7 +269,7 @@ def _collected(job: Job, how: Technique, chunks: list[Chunk]) -> Block:
     )
 
 
-def _update(job: Job, how: Technique, chunks: list[Chunk], comms: Comms) -> Block:
+def _update(job: AnyJob, how: Technique, chunks: list[Chunk], comms: Comms) -> Block:
     """Clipping by the norm of all gradients, then AdamW on what this rank updates."""
     every = [one for chunk in chunks for one in chunk.params]
     trained = [one for one in every if one.is_trained and not one.is_copy]
@@ -293,7 +313,7 @@ def _held(one: Param, how: Technique) -> int:
     return one.shard(how.sharding.comms.groups[group].size)
 
 
-def _norms(job: Job, how: Technique, trained: list[Param], comms: Comms) -> list[Item]:
+def _norms(job: AnyJob, how: Technique, trained: list[Param], comms: Comms) -> list[Item]:
     """One number per tensor is summed over the ranks that its gradient is divided over."""
     apart = job.parallel.ep > 1
     plain = [one for one in trained if not (apart and one.is_expert)]

@@ -16,16 +16,16 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Operation
 from stepmark.workload import decoder
+from stepmark.workload.architecture import AnyJob, Architecture
 from stepmark.workload.decoder import Part
 from stepmark.workload.job import Comms, Job, mesh_groups
 from stepmark.workload.rules.pytorch.params import (
-    Param,
     block_params,
     embedding_params,
     output_params,
 )
+from stepmark.workload.units import Ops, Unit, weights_first
 
-Ops = tuple[Operation, ...]
 _DUAL = {
     Collective.ALL_GATHER: Collective.REDUCE_SCATTER,
     Collective.REDUCE_SCATTER: Collective.ALL_GATHER,
@@ -33,35 +33,13 @@ _DUAL = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """What is called as one module: the embedding, a block, the output.
-
-    fwd, bwd: in pieces, between which the module of the experts is entered and left: one
-    piece, or what comes before the experts, they themselves, and what comes after.
-    """
-
-    name: str
-    params: tuple[Param, ...]
-    fwd: tuple[Ops, ...]
-    bwd: tuple[Ops, ...]
-
-    @property
-    def experts(self) -> tuple[Param, ...]:
-        return tuple(one for one in self.params if one.is_expert)
-
-    @property
-    def others(self) -> tuple[Param, ...]:
-        return tuple(one for one in self.params if not one.is_expert)
-
-
-def groups_of(job: Job) -> dict[str, Group]:
+def groups_of(job: AnyJob) -> dict[str, Group]:
     """By axis, as bench/training/mesh.py divides the ranks."""
     axes = job.parallel
     shards = axes.dp_shard * axes.cp
     if axes.ep > 1 and shards % axes.ep:
         raise ConfigError("ep", axes.ep, f"a divisor of dp-shard x cp ({shards})")
-    if axes.tp > 1 and (job.model.moe or job.model.mla):
+    if isinstance(job, Job) and axes.tp > 1 and (job.model.moe or job.model.mla):
         what = "experts" if job.model.moe else "latent attention"
         raise ConfigError("tp", axes.tp, f"1, since {job.model.name} has {what}")
     found = mesh_groups(
@@ -79,6 +57,48 @@ def groups_of(job: Job) -> dict[str, Group]:
     found["ep"] = Group(digits=((axes.ep, axes.tp),))
     found["expert_fsdp"] = Group(digits=((shards // axes.ep, axes.tp * axes.ep),))
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """A model as what comes before its layers, they themselves, and what comes after them."""
+
+    embedding: Unit | None
+    layers: tuple[Unit, ...]  # each as often as it runs
+    output: Unit | None
+
+
+def of_architecture(made: Architecture) -> Ends:
+    """Units before the first and after the last layer are taken together.
+
+    A unit between two layers counts as a layer. Without layers all units come before.
+    """
+    places = [at for at, one in enumerate(made.units) if one.is_layer]
+    for at in places:
+        if made.units[at].name in ("embedding", "output"):
+            raise ConfigError("unit", made.units[at].name, "another name for a layer")
+    first, last = (places[0], places[-1] + 1) if places else (len(made.units),) * 2
+    layers = tuple(one for one in made.units[first:last] for _ in range(one.times))
+    return Ends(
+        embedding=_together("embedding", made.units[:first]),
+        layers=layers,
+        output=_together("output", made.units[last:]),
+    )
+
+
+def _together(name: str, units: tuple[Unit, ...]) -> Unit | None:
+    if not units:
+        return None
+    return Unit(
+        name=name,
+        params=tuple(param for one in units for param in one.params),
+        fwd=(tuple(_of_no_layer(op) for one in units for op in one.fwd[0]),),
+        bwd=(tuple(_of_no_layer(op) for one in reversed(units) for op in one.bwd[0]),),
+    )
+
+
+def _of_no_layer(op: Operation) -> Operation:
+    return replace(op, layer=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,20 +248,9 @@ def _joined(parts: Iterable[Part], after: dict[str, tuple[Ops, Ops]]) -> tuple[O
         before, behind = after.get(f"{part.module}:", nothing), after.get(part.module, nothing)
         own = tuple(op for one in part.fwd for op in _split(one))
         fwd += [*before[0], *own, *behind[0]]
-        own = _weights_first(op for one in part.bwd for op in _split(one))
+        own = weights_first(op for one in part.bwd for op in _split(one))
         bwd[:0] = [*behind[1], *own, *before[1]]
     return tuple(fwd), tuple(bwd)
-
-
-def _weights_first(ops: Iterable[ComputeOp]) -> tuple[ComputeOp, ...]:
-    """Product by product, as autograd's nodes run (torch 2.13, MmBackward0)."""
-    listed = tuple(ops)
-    weights = [op for op in listed if op.phase is Phase.WGRAD]
-    inputs = [op for op in listed if op.phase is Phase.DGRAD]
-    if len(weights) != len(inputs):
-        return listed
-    pairs = [op for pair in zip(weights, inputs, strict=True) for op in pair]
-    return (*pairs, *(op for op in listed if op.phase not in (Phase.WGRAD, Phase.DGRAD)))
 
 
 def _split(one: ComputeOp) -> tuple[ComputeOp, ...]:

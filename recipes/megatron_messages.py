@@ -1,0 +1,184 @@
+"""Which messages megatron-core 0.16.1 sends in a training step: what tests/data/megatron holds.
+
+Every case is a job and settings of the megatron rules, run by megatron-core itself on 2 or 4
+ranks (gloo on a CPU, NCCL with --device cuda): two steps to warm up, one recorded, message by
+message on every rank. A file per case is written.
+
+    pip install --no-deps megatron-core==0.16.1
+    python recipes/megatron_messages.py tests/data/megatron [CASE ...]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_cases import CASES, Case
+
+from stepmark.core.dtypes import MESSAGE_DTYPES, DType
+from stepmark.workload.rules.megatron.settings import Megatron
+
+LIMIT_S = 240  # of all cases of one number of ranks, per case
+WARM_UP = 2
+
+
+# Of one rank: setup and step, in the order of their messages (collective, dtype, count,
+# members, phase, peer).
+Recorded = dict[str, list[list[Any]]]
+
+
+def written(case: Case, by_rank: Sequence[Recorded], versions: Mapping[str, str]) -> str:
+    """Distinct messages once; each rank's in order as their numbers."""
+    groups: dict[str, int] = {}
+    rows: dict[str, int] = {}
+
+    def number(message: list[Any]) -> int:
+        collective, dtype, count, members, phase, peer = message
+        group = groups.setdefault(json.dumps(members), len(groups))
+        row = json.dumps([collective, dtype, count, group, phase, peer])
+        return rows.setdefault(row, len(rows))
+
+    told = {
+        "versions": versions,
+        "model": asdict(case.model),
+        "mesh": dict(case.mesh),
+        "mbs": case.job.mbs,
+        "gbs": case.job.gbs,
+        "dtype": str(case.dtype),
+        "settings": dict(case.settings),
+    }
+    programs = {
+        part: [[number(message) for message in one[part]] for one in by_rank]
+        for part in ("setup", "step")
+    }
+    lines = [f'"case": {json.dumps(told)}', f'"groups": [{", ".join(groups)}]']
+    lines.append('"messages": [\n' + ",\n".join(rows) + "\n]")
+    for part, numbers in programs.items():
+        shown = ",\n".join(json.dumps(one, separators=(",", ":")) for one in numbers)
+        lines.append(f'"{part}": [\n{shown}\n]')
+    return "{" + ",\n".join(lines) + "}\n"
+
+
+def record(case: Case) -> Recorded:
+    """This rank's messages of setup and one step; among one rank nothing is sent."""
+    import megatron_step as step  # noqa: PLC0415 - only ranks need it
+
+    from stepmark.bench.training.message_order import OrderedRecorder  # noqa: PLC0415
+
+    recorder, settings = OrderedRecorder(), Megatron(**case.settings)
+    step.join(case.job, settings)
+    with recorder:
+        trainee = step.build(case.job, settings, recorder)
+    setup = list(recorder.ordered)
+    for _ in range(WARM_UP + 1):
+        recorder.ordered.clear()
+        trainee.step(recorder)
+    parts = {"setup": setup, "step": recorder.ordered}
+    return {
+        part: [_row(message) for message in found if len(message.members) > 1]
+        for part, found in parts.items()
+    }
+
+
+def _row(message: Any) -> list[Any]:
+    kind = message.kind
+    dtype = "uint8" if kind.dtype == "bool" else kind.dtype
+    count = kind.call_bytes
+    if dtype in MESSAGE_DTYPES:
+        count //= DType(dtype).itemsize
+    phase = "backward" if message.in_backward else kind.phase
+    peer = None if message.peer is None else message.members[message.peer]
+    return [kind.collective, dtype, count, list(message.members), phase, peer]
+
+
+def rank_main(names: Sequence[str], directory: Path, device: str) -> None:
+    """All cases one after the other, each in groups of its own; rank 0 writes."""
+    import megatron_step as step  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        step.on_cpu()
+    step.stand_in()
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, rank == 0)
+    for name in names:
+        own = dist.PrefixStore(name, store)
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=own, rank=rank, world_size=world)
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, attempted(CASES[name]))
+        if rank == 0:
+            problem = next((one for one in found if isinstance(one, str)), "")
+            sys.stdout.write(f"{name}: {problem or [len(one['step']) for one in found]}\n")
+            sys.stdout.flush()
+            if not problem:
+                versions = {"megatron-core": step.version(), "torch": torch.__version__}
+                text = written(CASES[name], found, versions | {"backend": backend})
+                (directory / f"{name}.json").write_text(text)
+        step.leave()
+        dist.destroy_process_group()
+
+
+def attempted(case: Case) -> Recorded | str:
+    """Messages, or why there are none."""
+    try:
+        return record(case)
+    except Exception:  # noqa: BLE001 - the next case may work
+        return "\n".join(traceback.format_exc().splitlines()[-5:])
+
+
+def run(names: Sequence[str], world: int, port: int, args: argparse.Namespace) -> int:
+    """Ranks as processes. What hangs is ended."""
+    shared = {
+        "WORLD_SIZE": str(world),
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    command = [sys.executable, __file__, str(args.directory), *names, "--device", args.device]
+    crew = [
+        subprocess.Popen([*command, "--rank"], env={**os.environ, **shared, "RANK": str(rank)})
+        for rank in range(world)
+    ]
+    deadline = time.monotonic() + LIMIT_S + 20 * len(names)
+    while any(one.poll() is None for one in crew):
+        if time.monotonic() > deadline or any(one.poll() for one in crew):
+            for one in crew:
+                one.kill()
+        time.sleep(0.2)
+    return max(abs(one.returncode) for one in crew)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, help="only cases of so many")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    names = args.names or list(CASES)
+    if args.rank:
+        rank_main(names, args.directory, args.device)
+        return 0
+    status = 0
+    for number, world in enumerate((args.ranks and [args.ranks]) or (2, 4)):
+        chosen = [name for name in names if CASES[name].job.parallel.world_size == world]
+        if chosen:
+            status |= run(chosen, world, 29631 + number, args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

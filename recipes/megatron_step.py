@@ -1,0 +1,495 @@
+"""A training step of megatron-core as a job and the rules' settings describe it, on this rank.
+
+Started by megatron_messages.py. Layers are megatron-core's local ones; on a CPU what it asks of
+CUDA is answered by stand-ins, and so is what only TransformerEngine has: norms whose weights
+are marked for sequence parallelism, whole down projections of latent attention, attention over
+a part of the sequence (without its exchange of keys and values). Routing is made even.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer import (
+    MLATransformerConfig,
+    TransformerConfig,
+    multi_latent_attention,
+)
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from stepmark.bench.training.message_order import OrderedRecorder
+from stepmark.core.dtypes import DType
+from stepmark.workload.job import Job
+from stepmark.workload.rules.megatron.rule import Megatron
+from stepmark.workload.rules.megatron.settings import Balancing, Granularity, RouterDtype
+
+TORCH = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}
+
+
+class Stream:
+    """There is one stream, and it is in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+    def record_event(self, *_: Any) -> "Stream":
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def on_cpu() -> None:
+    """What megatron-core asks of CUDA, answered by the CPU."""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = cuda.empty_cache = lambda *_: None
+    cuda.is_available = lambda: False
+    cuda.Stream = cuda.Event = Stream
+    cuda.current_stream = cuda.default_stream = lambda *_: Stream()
+    cuda.stream = lambda *_: contextlib.nullcontext()
+    cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    for name in ("FloatTensor", "BFloat16Tensor", "HalfTensor", "IntTensor"):
+        setattr(cuda, name, getattr(torch, name))
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
+    tensor.record_stream = lambda self, *_: None
+    # Tensors are sorted by the name of their type.
+    kind = torch.Tensor.type
+    tensor.type = lambda self, *a, **k: (
+        kind(self, *a, **k) if a or k else kind(self).replace("torch.", "torch.cuda.")
+    )
+    for name in ("zeros", "ones", "empty", "tensor", "full", "arange"):
+        setattr(torch, name, _placed(getattr(torch, name)))
+    exchange: Any = token_dispatcher
+    exchange.maybe_move_tensor_to_cpu = _kept
+    states: Any = random
+    states.CudaRNGStatesTracker.fork = lambda self, *_, **__: contextlib.nullcontext()
+    states._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    states._set_cuda_rng_state = lambda *_, **__: None
+
+
+def _kept(found: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """How many rows go where, as the exchange wants them; they are on the CPU."""
+    return found.numpy() if as_numpy and isinstance(found, torch.Tensor) else found
+
+
+def _placed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+
+    return made
+
+
+class Norm(torch.nn.Module):
+    """As the fused ones: weights say that ranks have gradients of other tokens."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        layer_norm = config.normalization == "LayerNorm"
+        self.inner = (torch.nn.LayerNorm if layer_norm else torch.nn.RMSNorm)(hidden_size, eps)
+        for one in self.inner.parameters():
+            one.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Whole(torch.nn.Module):
+    """A linear layer that all ranks of tp hold whole."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(output_size, input_size) * 0.02)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.nn.functional.linear(x, self.weight), None
+
+
+class Grouped(SequentialMLP):
+    """Experts whose weights come in the order of TransformerEngine's grouped layers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        experts = self._modules.pop("local_experts")
+        for name in ("linear_fc1", "linear_fc2"):
+            self.add_module(name, torch.nn.ModuleList(getattr(one, name) for one in experts))
+        self.add_module("local_experts", experts)
+
+
+class NoFp8:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+class OwnPart(torch.nn.Module):
+    """Stands for attention: sees this rank's tokens only, and sends nothing."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
+        groups = query.shape[2] // value.shape[2]
+        found = value.repeat_interleave(groups, dim=2) + 0 * (
+            query.sum(-1, keepdim=True) + key.sum((2, 3), keepdim=True)
+        )
+        return found.flatten(2)
+
+
+def route_evenly() -> None:
+    """Token i goes to the experts i x top_k and following, whatever the router says."""
+    router: Any = TopKRouter
+    gating = router.gating
+
+    def even(self: Any, x: torch.Tensor) -> torch.Tensor:
+        logits = gating(self, x)
+        experts, top_k = self.config.num_moe_experts, self.topk
+        first = torch.arange(logits.numel() // experts, device=logits.device) * top_k
+        chosen = (first[:, None] + torch.arange(top_k, device=logits.device)) % experts
+        wanted = torch.nn.functional.one_hot(chosen, experts).sum(1).reshape(logits.shape)
+        return logits * 1e-3 + wanted.to(logits.dtype)
+
+    router.gating = even
+
+
+def _config(job: Job, settings: Megatron) -> Any:
+    model, parallel, dtype = job.model, job.parallel, TORCH[job.dtype]
+    vpp = settings.virtual_pipeline_model_parallel_size
+    beside = settings.overlap_p2p_comm and vpp > 1
+    full = settings.recompute_granularity is Granularity.FULL
+    granularity = (
+        None
+        if settings.recompute_granularity is Granularity.NONE
+        else str(settings.recompute_granularity)
+    )
+    common: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_heads,
+        "num_query_groups": model.num_kv_heads,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.ffn_hidden_size or model.moe.ffn_hidden_size,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": settings.expert_tensor_parallel_size or parallel.tp,
+        "sequence_parallel": settings.sequence_parallel and parallel.tp > 1,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": job.dtype is DType.BF16,
+        "fp16": job.dtype is DType.FP16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "gated_linear_unit": model.activation == "swiglu",
+        "activation_func": getattr(
+            torch.nn.functional, "silu" if model.activation == "swiglu" else "gelu"
+        ),
+        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "add_bias_linear": model.linear_bias,
+        "add_qkv_bias": model.qkv_bias,
+        "qk_layernorm": model.qk_norm or model.mla is not None,
+        "overlap_p2p_comm": beside,
+        "batch_p2p_comm": not beside,
+        "batch_p2p_sync": False,
+        "deallocate_pipeline_outputs": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "cross_entropy_loss_fusion": settings.cross_entropy_loss_fusion,
+        "calculate_per_token_loss": settings.calculate_per_token_loss,
+        "recompute_granularity": granularity,
+        "recompute_method": settings.recompute_method if full else None,
+        "recompute_num_layers": settings.recompute_num_layers if full else None,
+        "recompute_modules": list(settings.modules) or None,
+        "num_layers_in_first_pipeline_stage": settings.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": settings.decoder_last_pipeline_num_layers,
+        "account_for_embedding_in_pipeline_split": (
+            settings.account_for_embedding_in_pipeline_split
+        ),
+        "account_for_loss_in_pipeline_split": settings.account_for_loss_in_pipeline_split,
+        **_experts(job, settings),
+    }
+    if (mla := model.mla) is None:
+        return TransformerConfig(**common)
+    return MLATransformerConfig(
+        **common,
+        q_lora_rank=mla.q_lora_rank,
+        kv_lora_rank=mla.kv_lora_rank,
+        qk_head_dim=mla.qk_nope_head_dim,
+        qk_pos_emb_head_dim=mla.qk_rope_head_dim,
+        v_head_dim=mla.v_head_dim,
+        rope_type="rope",
+    )
+
+
+def _experts(job: Job, settings: Megatron) -> dict[str, Any]:
+    if (moe := job.model.moe) is None:
+        return {}
+    balancing, kind = settings.moe_router_load_balancing_type, settings.moe_router_dtype
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_token_dispatcher_type": str(settings.moe_token_dispatcher_type),
+        "moe_expert_capacity_factor": settings.moe_expert_capacity_factor,
+        "moe_pad_expert_input_to_capacity": settings.moe_pad_expert_input_to_capacity,
+        "moe_router_dtype": None if kind is RouterDtype.MODEL else str(kind),
+        "moe_router_load_balancing_type": str(balancing),
+        "moe_aux_loss_coeff": (
+            0.0 if balancing is Balancing.NONE else settings.moe_aux_loss_coeff
+        ),
+        "moe_router_enable_expert_bias": moe.router_bias,
+        "moe_router_score_function": "sigmoid" if moe.router_bias else "softmax",
+        "moe_grouped_gemm": False,
+    }
+
+
+def _block(job: Job, config: Any, chunk: int | None) -> TransformerBlockSubmodules:
+    """The layers of a model chunk."""
+    moe = job.model.moe
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    count = get_num_layers_to_build(config, vp_stage=chunk)
+    specs = []
+    for layer in range(first, first + count):
+        has_experts = moe is not None and layer >= moe.first_dense_layers
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=moe.num_experts if moe and has_experts else None,
+            moe_grouped_gemm=False,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=job.model.mla is not None,
+            normalization=config.normalization,
+        )
+        inner = spec.submodules
+        inner.input_layernorm = inner.pre_mlp_layernorm = Norm
+        attention = inner.self_attention.submodules
+        names = ("q_layernorm", "k_layernorm", "kv_layernorm") if config.qk_layernorm else ()
+        for name in names:
+            if hasattr(attention, name):
+                setattr(attention, name, Norm)
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            if hasattr(attention, name):
+                setattr(attention, name, Whole)
+        if has_experts:
+            inner.mlp.submodules.experts.module = Grouped
+        if job.parallel.cp > 1 or job.model.mla is not None:
+            attention.core_attention = OwnPart
+        specs.append(spec)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def stand_in() -> None:
+    """For what TransformerEngine has, and routing that is even."""
+    modules: Any = multi_latent_attention
+    modules.TELinear = Whole
+    states: Any = random
+    if not hasattr(states, "FP8GlobalStateManager"):
+        states.FP8GlobalStateManager = NoFp8
+        for name in ("activation_recompute_forward", "fp8_autocast"):
+            setattr(states, name, lambda **_: contextlib.nullcontext())
+        moe_utils.__dict__.setdefault("te_general_gemm", None)
+    route_evenly()
+
+
+@dataclass(frozen=True, slots=True)
+class Trainee:
+    """What trains. phases are put on the recorder as the step comes to them."""
+
+    job: Job
+    settings: Megatron
+    config: Any
+    chunks: list[Any]
+    optimizer: Any
+
+    def step(self, recorder: OrderedRecorder) -> None:
+        with recorder:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            recorder.phase = "schedule"
+            with phased(recorder):
+                schedules.get_forward_backward_func()(
+                    forward_step_func=self._forward,
+                    data_iterator=[None] * len(self.chunks),
+                    model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                    num_microbatches=self.job.num_microbatches,
+                    seq_length=self.job.model.seq_len,
+                    micro_batch_size=self.job.mbs,
+                    forward_only=False,
+                )
+            recorder.phase = "optimizer"
+            self.optimizer.step()
+
+    def _forward(self, _: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        model, length = self.job.model, self.job.model.seq_len // self.job.parallel.cp
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        place = dist.get_rank() // self.job.parallel.tp
+        tokens = torch.arange(self.job.mbs * length, device=device).view(-1, length)
+        tokens = (tokens * 7919 + 13 * place) % model.vocab_size
+        positions = torch.arange(length, device=device).expand(self.job.mbs, length)
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+
+        def total(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            count = torch.tensor(output.numel(), dtype=torch.int, device=device)
+            return output.float().sum(), count, {}
+
+        return chunk(tokens, positions, mask, labels=tokens), total
+
+
+@contextlib.contextmanager
+def phased(recorder: OrderedRecorder) -> Iterator[None]:
+    """Forward, backward and what follows them are told to the recorder."""
+    found: Any = schedules
+    names = {"forward_step": "forward", "backward_step": "backward"}
+    kept = {name: getattr(found, name) for name in names}
+    for name, phase in names.items():
+        setattr(found, name, within(recorder, phase, kept[name]))
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(found, name, function)
+
+
+def within(
+    recorder: OrderedRecorder, phase: str, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before, recorder.phase = recorder.phase, phase
+        try:
+            return function(*args, **kwargs)
+        finally:
+            recorder.phase = before
+
+    return called
+
+
+def join(job: Job, settings: Megatron) -> None:
+    """Megatron-core's groups; torch.distributed is up."""
+    parallel, vpp = job.parallel, settings.virtual_pipeline_model_parallel_size
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=parallel.dp_replicate,
+    )
+
+
+def leave() -> None:
+    """So that another case can join."""
+    parallel_state.destroy_model_parallel()
+
+
+def version() -> str:
+    return str(megatron.core.__version__)
+
+
+def build(job: Job, settings: Megatron, recorder: OrderedRecorder) -> Trainee:
+    """As megatron/training sets it up: model chunks in DDP, optimizer, what overlaps."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    if dist.get_backend() == "nccl":
+        random.model_parallel_cuda_manual_seed(0)
+    config = _config(job, settings)
+    vpp = settings.virtual_pipeline_model_parallel_size
+    chunks = [
+        _wrapped(job, settings, config, number if vpp > 1 else None) for number in range(vpp)
+    ]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-3,
+            bf16=job.dtype is DType.BF16,
+            fp16=job.dtype is DType.FP16,
+            loss_scale=1.0 if job.dtype is DType.FP16 else None,
+            params_dtype=TORCH[job.dtype],
+            use_distributed_optimizer=settings.use_distributed_optimizer,
+            overlap_param_gather=settings.overlap_param_gather,
+        ),
+        chunks,
+    )
+
+    def of_all(name: str) -> Any:
+        found = [getattr(chunk, name) for chunk in chunks]
+        return found if vpp > 1 else found[0]
+
+    if settings.overlap_grad_reduce:
+        config.no_sync_func = of_all("no_sync")
+        config.grad_sync_func = (
+            of_all("start_grad_sync") if settings.align_grad_reduce else None
+        )
+    if settings.overlap_param_gather and settings.align_param_gather and vpp > 1:
+        config.param_sync_func = of_all("start_param_sync")
+    config.finalize_model_grads_func = within(recorder, "gradients", finalize_model_grads)
+    config.grad_scale_func = optimizer.scale_loss
+    return Trainee(job, settings, config, chunks, optimizer)
+
+
+def _wrapped(job: Job, settings: Megatron, config: Any, chunk: int | None) -> Any:
+    """A model chunk in DDP."""
+    ends: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk}
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_block(job, config, chunk),
+        vocab_size=job.model.vocab_size,
+        max_sequence_length=job.model.max_positions or job.model.seq_len,
+        pre_process=parallel_state.is_pipeline_first_stage(**ends),
+        post_process=parallel_state.is_pipeline_last_stage(**ends),
+        vp_stage=chunk,
+        share_embeddings_and_output_weights=job.model.tied_embeddings,
+        position_embedding_type="learned_absolute" if job.model.max_positions else "rope",
+    )
+    gradients = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not settings.grad_reduce_in_bf16,
+        use_distributed_optimizer=settings.use_distributed_optimizer,
+        overlap_grad_reduce=settings.overlap_grad_reduce,
+        overlap_param_gather=settings.overlap_param_gather,
+        align_param_gather=settings.align_param_gather
+        and settings.virtual_pipeline_model_parallel_size > 1,
+        bucket_size=settings.ddp_bucket_size,
+        pad_buckets_for_high_nccl_busbw=settings.ddp_pad_buckets_for_high_nccl_busbw,
+        average_in_collective=settings.ddp_average_in_collective,
+        num_distributed_optimizer_instances=job.parallel.dp_replicate,
+    )
+    if dist.get_backend() == "nccl":
+        model = model.cuda()
+    if job.dtype is not DType.FP32:
+        model = Float16Module(config, model)
+    return DistributedDataParallel(config, gradients, model, disable_bucketing=bool(chunk))

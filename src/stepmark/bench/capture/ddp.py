@@ -1,0 +1,52 @@
+"""What DDP needs beyond fake tensors and a group that answers at once.
+
+Source: torch 2.13, csrc/distributed/c10d/reducer.cpp (verify_params_across_processes) and
+comm.cpp (results of hooks).
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work, _create_work_from_future
+from torch.nn.parallel import distributed
+
+_VERIFY = "_verify_param_shape_across_processes"
+
+
+def with_result(returned: Any) -> Any:
+    """What an operator of c10d returned, with the tensors as its work's result.
+
+    The fake group's work has none, which the hooks of DDP's buckets ask for.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        return returned
+    tensors, work = returned
+    if not isinstance(work, torch.ScriptObject):
+        return returned
+    future: Any = torch.futures.Future()
+    future.set_result(tensors if isinstance(tensors, list) else [tensors])
+    made: Work = _create_work_from_future(future)
+    return tensors, made.boxed()
+
+
+@contextlib.contextmanager
+def unread_shapes() -> Iterator[None]:
+    """DDP compares shapes by reading them out of tensors: here it only sends them."""
+    if not hasattr(distributed, _VERIFY):
+        yield
+        return
+    with mock.patch.object(distributed, _VERIFY, _sent):
+        yield
+
+
+def _sent(group: Any, params: Sequence[Tensor], logger: Any = None) -> None:
+    del logger
+    number = torch.zeros(1, dtype=torch.int64)
+    dist.all_gather([torch.zeros_like(number) for _ in range(group.size())], number, group=group)
+    sizes_and_strides = torch.zeros(sum(2 * one.dim() for one in params), dtype=torch.int64)
+    dist.broadcast(sizes_and_strides, group=group, group_src=0)

@@ -1,0 +1,166 @@
+"""A workload as plotly figures: pipeline, messages by size, computation by layer and stage."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from stepmark.core.units import TFLOP
+from stepmark.core.workload import Workload
+from stepmark.report import histogram_figures
+from stepmark.report.figures import COLOURS, styled
+from stepmark.report.histogram import rows as histogram_rows
+from stepmark.report.tables import Row, number, text
+from stepmark.report.workload_pipeline import Slot, Timeline
+from stepmark.report.workload_tables import histogram, layer_rows, members, stage_rows
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_KINDS = ("forward", "backward", "optimizer")
+_NUMBERED = 400  # slots with edges; of more, edges would be all one sees
+_PALE = 3  # from this chunk on, dark letters read better than white ones
+_GIB = 2**30
+
+
+def pipeline(found: Timeline) -> "Figure":
+    """Stages by time, a bar per forward and backward, lighter from chunk to chunk."""
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    chunk_of = _chunks(found.slots)
+    few = len(found.slots) <= _NUMBERED
+    figure = go.Figure()
+    for kind, colour in zip(_KINDS, COLOURS, strict=False):
+        # The legend has the first one's shade.
+        held = sorted(
+            (chunk_of.get((slot.stage, slot.layer), 0), place)
+            for place, slot in enumerate(found.slots)
+            if slot.kind == kind
+        )
+        if not held:
+            continue
+        own = [found.slots[place] for _, place in held]
+        figure.add_bar(
+            orientation="h",
+            y=[f"stage {slot.stage}" for slot in own],
+            base=[slot.start for slot in own],
+            x=[slot.end - slot.start for slot in own],
+            name=kind,
+            marker={
+                "color": [_lighter(colour, chunk) for chunk, _ in held],
+                "line": {"width": 0.5 if few else 0, "color": "rgba(255,255,255,0.6)"},
+            },
+            text=["" if one.microbatch is None else str(one.microbatch) for one in own],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            textfont={
+                "size": 11,
+                "color": ["white" if chunk < _PALE else "#222222" for chunk, _ in held],
+            },
+            hovertext=[_hover(slot) for slot in own],
+            hoverinfo="text",
+            offset=-0.45,
+            width=0.9,
+        )
+    names = [f"stage {stage}" for stage in range(found.num_stages)]
+    figure.update_yaxes(
+        autorange="reversed", type="category", categoryorder="array", categoryarray=names
+    )
+    figure.update_yaxes(showgrid=False)
+    figure.update_xaxes(title="time in units", range=[0, found.end])
+    figure.update_layout(barmode="overlay")
+    made = styled(figure, height=130 + 28 * found.num_stages)
+    return made.update_layout(uniformtext={"mode": "hide", "minsize": 8})
+
+
+def _chunks(slots: Iterable[Slot]) -> dict[tuple[int, int | None], int]:
+    """The how-manieth of its stage's chunks a slot's is."""
+    layers: dict[int, set[int]] = {}
+    for slot in slots:
+        if slot.layer is not None:
+            layers.setdefault(slot.stage, set()).add(slot.layer)
+    return {
+        (stage, layer): index
+        for stage, held in layers.items()
+        for index, layer in enumerate(sorted(held))
+    }
+
+
+def _lighter(colour: str, steps: int) -> str:
+    """Towards white, so that chunks side by side differ."""
+    share = 1 - 0.85**steps
+    parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+
+
+def _hover(slot: Slot) -> str:
+    words = [f"stage {slot.stage} {slot.kind}"]
+    words += [] if slot.microbatch is None else [f"micro-batch {slot.microbatch}"]
+    words += [] if slot.layer is None else [f"from layer {slot.layer}"]
+    return ", ".join(words)
+
+
+def sizes(workload: Workload, stage: int) -> list[tuple[str, "Figure"]]:
+    """Calls and bytes of a step by message size; none where nothing is communicated."""
+    counted = histogram(workload, stage)
+    if not counted:
+        return []
+    rows = [
+        row | {"gib": (number(row, "bytes_per_rank") or 0) / _GIB}
+        for row in histogram_rows(counted, by=("collective", "group"))
+    ]
+    return [
+        ("Calls by message size", histogram_figures.bars(rows, "calls_per_rank", "calls")),
+        ("Bytes by message size", histogram_figures.bars(rows, "gib", "GiB")),
+    ]
+
+
+def layers(workload: Workload) -> list[tuple[str, "Figure"]]:
+    """Computation and messages of each layer, where layers differ."""
+    held = [
+        row
+        for stage in range(len(workload.stages))
+        for row in layer_rows(workload, stage)
+        if number(row, "number")
+    ]
+    found = []
+    for title, keys, unit, of in (
+        ("Computation by layer", ("forward_flops", "backward_flops"), TFLOP, "TFLOP"),
+        (
+            "Messages by layer",
+            ("forward_comm_bytes", "backward_comm_bytes"),
+            _GIB,
+            "GiB of messages",
+        ),
+    ):
+        if len({tuple(row[key] for key in keys) for row in held}) > 1:
+            rows = [
+                row | {"layer": one} for row in held for one in members(text(row, "layers"))
+            ]
+            rows.sort(key=lambda row: number(row, "layer") or 0)
+            found.append((title, _bars(rows, keys, unit, of, "layer")))
+    return found
+
+
+def stages(workload: Workload) -> "Figure":
+    """Computation of one rank and step by pipeline stage."""
+    rows = stage_rows(workload)
+    return _bars(rows, ("forward_flops", "backward_flops"), TFLOP, "TFLOP", "stage")
+
+
+def _bars(
+    rows: Sequence[Row], keys: Sequence[str], unit: float, title: str, by: str
+) -> "Figure":
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    figure = go.Figure()
+    for index, key in enumerate(keys):
+        figure.add_bar(
+            x=[number(row, by) for row in rows],
+            y=[(number(row, key) or 0) / unit for row in rows],
+            name=key.split("_")[0],
+            marker_color=COLOURS[index],
+        )
+    figure.update_xaxes(title=by, dtick=1 if len(rows) <= 40 else None)
+    figure.update_yaxes(title=title, rangemode="tozero")
+    figure.update_layout(barmode="stack")
+    return styled(figure, height=300)

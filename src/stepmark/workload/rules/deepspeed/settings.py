@@ -1,0 +1,111 @@
+"""DeepSpeed's settings, checked as it checks them.
+
+DeepSpeed 0.19.8: deepspeed/runtime/zero/config.py, runtime/config.py, engine.py.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.workload.rules.deepspeed.zero3 import Limits
+
+_MOST = 2**63 - 1
+
+
+class Switch(StrEnum):
+    """auto: what DeepSpeed chooses by the stage."""
+
+    AUTO = "auto"
+    TRUE = "true"
+    FALSE = "false"
+
+
+def _setting(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeed:
+    """Settings under DeepSpeed's names, with its defaults. Sizes are elements."""
+
+    stage: int = _setting(3, "what is divided: 0 nothing, 1 optimizer, 2 gradients, 3 weights")
+    reduce_bucket_size: int = _setting(500_000_000, "gradients reduced at a time (stages 1-3)")
+    allgather_bucket_size: int = _setting(
+        500_000_000, "no effect: stages 1 and 2 gather all weights in one call"
+    )
+    overlap_comm: Switch = _setting(
+        Switch.AUTO, "reduce beside the backward pass; auto: stage 3 alone"
+    )
+    reduce_scatter: bool = _setting(True, "false: gradients are all-reduced at stage 3 as well")
+    contiguous_gradients: bool = _setting(True, "gradients copied into one buffer")
+    use_multi_rank_bucket_allreduce: bool = _setting(
+        True, "stages 1 and 2: all-reduce a bucket; false: reduce each slice to its owner"
+    )
+    round_robin_gradients: bool = _setting(False, "stages 1 and 2: parameters dealt to ranks")
+    compute_grad_norm: bool = _setting(True, "false: stages 1 and 2 take no norm")
+    gradient_clipping: float = _setting(1.0, "0: stage 0 in fp32 takes no norm")
+    check_grad_overflow: bool = _setting(True, "bf16 at stages 1 and 2: look for infinities")
+    grad_accum_dtype: str = _setting("", "fp32, bf16, fp16; empty: that of the weights")
+    communication_data_type: str = _setting("", "of gradients; empty: that of the weights")
+    sub_group_size: int = _setting(1_000_000_000, "stage 3: elements of a rank per norm")
+    stage3_prefetch_bucket_size: int = _setting(50_000_000, "weights gathered ahead of use")
+    stage3_param_persistence_threshold: int = _setting(
+        100_000, "parameters up to this stay whole"
+    )
+    stage3_model_persistence_threshold: int = _setting(_MOST, "as many as these together")
+    stage3_max_live_parameters: int = _setting(1_000_000_000, "no prefetch beyond these")
+    stage3_max_reuse_distance: int = _setting(
+        1_000_000_000, "weights used again within these are kept"
+    )
+    zero_init: bool = _setting(False, "stage 3: the model is built under deepspeed.zero.Init")
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+            raise ConfigError("stage", self.stage, "0, 1, 2 or 3")
+        for name in _SIZES:
+            value, low = getattr(self, name), name == "reduce_bucket_size"
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or not low <= value <= _MOST:
+                raise ConfigError(name, value, f"a whole number of {int(low)} or more")
+        if not 0 <= self.gradient_clipping < float("inf"):
+            raise ConfigError("gradient_clipping", self.gradient_clipping, "0 or more")
+        if self.allgather_bucket_size % 2:
+            raise ConfigError("allgather_bucket_size", self.allgather_bucket_size, "even")
+        for name in ("grad_accum_dtype", "communication_data_type"):
+            if getattr(self, name) not in ("", *TRAINED):
+                raise ConfigError(name, getattr(self, name), "fp32, bf16, fp16 or empty")
+        if not self.compute_grad_norm and (self.stage not in (1, 2) or self.gradient_clipping):
+            raise ConfigError(
+                "compute_grad_norm", False, "stage 1 or 2 with gradient_clipping of 0"
+            )
+
+    @property
+    def overlaps(self) -> bool:
+        if self.overlap_comm is Switch.AUTO:
+            return self.stage == 3
+        return self.overlap_comm is Switch.TRUE
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            prefetch_bucket_size=self.stage3_prefetch_bucket_size,
+            param_persistence_threshold=self.stage3_param_persistence_threshold,
+            model_persistence_threshold=self.stage3_model_persistence_threshold,
+            max_live_parameters=self.stage3_max_live_parameters,
+            max_reuse_distance=self.stage3_max_reuse_distance,
+        )
+
+
+TRAINED = (DType.FP32, DType.BF16, DType.FP16)
+_SIZES = (
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)

@@ -1,0 +1,145 @@
+"""Run by test_truth under torchrun with four gloo ranks: what torch itself says was sent.
+
+Prints a JSON line per rank: of each case the messages of its setup and of its third step. None
+of stepmark runs here. Names and sizes are those of torch's profiler, which sees the operators
+of c10d below all else; types and ranks those of gloo's flight recorder, which both list in the
+order of their calls. Sends and receives are not in the flight recorder, so lack a type.
+"""
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"
+import torch
+import torch.distributed as dist
+from tests.bench.capture.user_code import CASES
+from torch import nn
+from torch._C._distributed_c10d import _dump_fr_trace_json
+from torch.profiler import ProfilerActivity, profile, record_function
+
+# c10d's operators: ours, and which argument has a rank's part.
+OPERATORS = {
+    "allreduce_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_": ("all_gather", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+    "barrier": ("barrier", 0),
+}
+PAIRS = ("send", "recv")
+DTYPES = {"Float": "fp32", "BFloat16": "bf16", "Long": "int64"}
+# gloo reduces the whole and keeps a part; the flight recorder has what it does.
+GLOO = {"reduce_scatter": "all_reduce"}
+Message = dict[str, Any]
+
+
+def recorded(work: Callable[[], object]) -> list[Message]:
+    before = len(entries())
+    with tempfile.TemporaryDirectory() as folder:
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            with phases():
+                work()
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    events = sorted((one for one in events if "ts" in one), key=lambda one: one["ts"])
+    flights = iter(entries()[before:])
+    found = list(messages(events, flights))
+    rest = list(flights)
+    assert not rest, f"the profiler did not see {rest}"
+    return found
+
+
+def entries() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(_dump_fr_trace_json()).get("entries", [])
+    return found
+
+
+def phases() -> Any:
+    """Marks in the trace around backward passes, and around models' calls."""
+    backward, call = torch.autograd.backward, nn.Module.__call__
+
+    def marked_backward(*args: Any, **kwargs: Any) -> None:
+        with record_function("phase bwd"):
+            backward(*args, **kwargs)
+
+    def marked_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with record_function("phase fwd"):
+            return call(module, *args, **kwargs)
+
+    stack = mock.patch.multiple(nn.Module, __call__=marked_call)
+    stack.additional_patchers.append(mock.patch("torch.autograd.backward", marked_backward))
+    return stack
+
+
+def messages(events: list[dict[str, Any]], flights: Any) -> Any:
+    """A message's phase: of the outermost mark around it; after a backward pass optim."""
+    phase, ends, between = "fwd", 0.0, "fwd"
+    for event in events:
+        name, start = event.get("name", ""), event["ts"]
+        if start >= ends:
+            phase = between
+        if name.startswith("phase ") and start >= ends:
+            phase, ends = name.removeprefix("phase "), start + event["dur"]
+            between = "optim" if phase == "bwd" else "fwd"
+        space, _, operator = name.partition("::")
+        if event.get("cat") == "cpu_op" and space == "c10d" and operator in OPERATORS:
+            yield message(operator, event["args"], phase, flights)
+
+
+def message(operator: str, args: dict[str, Any], phase: str, flights: Any) -> Message:
+    collective, position = OPERATORS[operator]
+    dims = args["Input Dims"][position]
+    tensors = dims if args["Input type"][position] == "TensorList" else [dims]
+    count = 0 if collective == "barrier" else sum(map(math.prod, tensors))
+    found: Message = {"collective": collective, "count": count, "phase": phase}
+    if collective in PAIRS:
+        return found | {"peer": int(args["Concrete Inputs"][2])}
+    flight = next(flights)
+    said = flight["profiling_name"].removeprefix("gloo:")
+    assert said == GLOO.get(collective, collective), (said, operator)
+    ranks = ranks_of(flight["process_group"][0])
+    if collective == "all_to_all":
+        found["count"] //= len(ranks)
+    return found | {"dtype": DTYPES.get(str(*flight["input_dtypes"][:1])), "ranks": ranks}
+
+
+def ranks_of(name: str) -> list[int]:
+    groups = dist.distributed_c10d._world.pg_names
+    group = next(one for one, called in groups.items() if called == name)
+    return dist.get_process_group_ranks(group)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    found = {}
+    for name, build in CASES.items():
+        steps: list[Callable[[], None]] = []
+        setup = recorded(lambda build=build, steps=steps: steps.append(build()))  # type: ignore[misc]
+        (step,) = steps
+        step()
+        step()
+        found[name] = {"setup": setup, "step": recorded(step)}
+        dist.barrier()
+    for rank in range(dist.get_world_size()):
+        if rank == dist.get_rank():
+            sys.stdout.write(json.dumps({"rank": rank, "cases": found}) + "\n")
+            sys.stdout.flush()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
