@@ -4,8 +4,8 @@
         --out tests/data/deepspeed/messages.json
 
 Needs deepspeed (DS_BUILD_OPS=0 when it is installed from source), transformers and gloo; no
-GPU. Each case is a job of its own model, DeepSpeed settings and number of ranks; all cases of
-one number of ranks run in the same processes. Of rank 0 it keeps what deepspeed.initialize
+GPU. Each case is a job of its own model, DeepSpeed settings and number of ranks; some cases run
+in the same processes. Of rank 0 it keeps what deepspeed.initialize
 sends and the messages of the last of three steps, in their order, from torch's dispatcher.
 """
 
@@ -31,6 +31,7 @@ from deepspeed.accelerator import get_accelerator
 from stepmark.bench.training.messages import MessageRecorder
 
 STEPS = 3
+_AT_ONCE = 16  # cases
 _SEQUENCE = 16
 _TOKENS = 500
 _WIDTHS: dict[str, Any] = {
@@ -109,7 +110,10 @@ def main() -> None:
     cases: dict[str, dict[str, Any]] = json.loads(asked.cases.read_text())
     found: dict[str, dict[str, list[str]]] = {}
     for ranks in sorted({case["ranks"] for case in cases.values()}):
-        found |= recorded({name: one for name, one in cases.items() if one["ranks"] == ranks})
+        same = [name for name, one in cases.items() if one["ranks"] == ranks]
+        for at in range(0, len(same), _AT_ONCE):
+            found |= recorded({name: cases[name] for name in same[at : at + _AT_ONCE]})
+            say(f"{len(found)} of {len(cases)} cases")
     versions = {one.__name__: one.__version__ for one in (deepspeed, torch, transformers)}
     setups = {" ".join(one["setup"]): one["setup"] for one in found.values()}
     places = {key: index for index, key in enumerate(setups)}
@@ -125,27 +129,30 @@ def main() -> None:
 
 
 def recorded(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """All of one number of ranks."""
+    """Of one number of ranks, in the same processes."""
     ranks = next(iter(cases.values()))["ranks"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = mp.get_context("spawn")
-    answers: Any = context.SimpleQueue()
+    answer, told = context.Pipe(duplex=False)
     workers = [
-        context.Process(target=work, args=(rank, ranks, port, cases, answers))
+        context.Process(target=work, args=(rank, ranks, port, cases, told), daemon=True)
         for rank in range(ranks)
     ]
     for worker in workers:
         worker.start()
-    found: dict[str, dict[str, list[str]]] = answers.get()
+    while not answer.poll(1):
+        if any(worker.exitcode for worker in workers):
+            raise SystemExit(f"a rank ended with {[one.exitcode for one in workers]}")
+    found: dict[str, dict[str, list[str]]] = answer.recv()
     for worker in workers:
         worker.join()
     return found
 
 
 def work(
-    rank: int, ranks: int, port: int, cases: dict[str, dict[str, Any]], answers: Any
+    rank: int, ranks: int, port: int, cases: dict[str, dict[str, Any]], answer: Any
 ) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
@@ -167,7 +174,7 @@ def work(
         # Stage 3 puts its own in place of torch's and leaves it there.
         torch.nn.functional.linear = linear
     if rank == 0:
-        answers.put(found)
+        answer.send(found)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -232,6 +239,10 @@ def counted(lines: Any) -> list[str]:
     """Equal neighbours as one, "x3"."""
     found = [(line, len(list(same))) for line, same in groupby(lines)]
     return [line if times == 1 else f"{line} x{times}" for line, times in found]
+
+
+def say(text: str) -> None:
+    sys.stderr.write(text + "\n")
 
 
 if __name__ == "__main__":

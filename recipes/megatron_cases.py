@@ -109,6 +109,7 @@ CASES: dict[str, Case] = {
     "tp2-fused-loss": Case(mesh=TP2, settings={"cross_entropy_loss_fusion": True}),
     "tp2-fp16": Case(mesh=TP2, dtype=DType.FP16),
     "tp2-fp32": Case(mesh=TP2, dtype=DType.FP32),
+    "tp2-no-mask": Case(mesh=TP2, settings={"create_attention_mask_in_dataloader": False}),
     "tp2-sp-full": Case(
         model=deep(LLAMA, 3),
         mesh=TP2,
@@ -165,7 +166,10 @@ CASES: dict[str, Case] = {
         model=deep(LLAMA, 7),
         mesh={"pp": 4},
         microbatches=4,
-        settings={"decoder_first_pipeline_num_layers": 1},
+        settings={
+            "decoder_first_pipeline_num_layers": 1,
+            "decoder_last_pipeline_num_layers": 2,
+        },
     ),
     "pp2-per-token": Case(mesh=PP2, settings={"calculate_per_token_loss": True}),
     "pp2-dp2-tied": Case(
@@ -185,6 +189,12 @@ CASES: dict[str, Case] = {
     "tp2-sp-pp2": Case(mesh={"tp": 2, "pp": 2}, settings=SP),
     "pp2-vpp2": Case(model=deep(LLAMA, 4), mesh=PP2, microbatches=4, settings=VPP2),
     "pp2-vpp2-few": Case(model=deep(LLAMA, 4), mesh=PP2, microbatches=2, settings=VPP2),
+    "tp2-sp-pp2-vpp2": Case(
+        model=deep(LLAMA, 4),
+        mesh={"tp": 2, "pp": 2},
+        microbatches=4,
+        settings={**SP, **VPP2},
+    ),
     "pp4-vpp2": Case(
         model=deep(LLAMA, 8), mesh={"pp": 4}, microbatches=12, settings=VPP2
     ),
@@ -230,6 +240,15 @@ CASES: dict[str, Case] = {
     "ep2-allgather": Case(
         model=EXPERTS, mesh=EP2, settings={"moe_token_dispatcher_type": Dispatcher.ALLGATHER}
     ),
+    "ep2-full": Case(
+        model=EXPERTS,
+        mesh=EP2,
+        settings={**SHARDED, "recompute_granularity": Granularity.FULL},
+    ),
+    "ep2-instances2": Case(
+        model=EXPERTS, mesh={"ep": 2, "dp_shard": 2, "dp_replicate": 2}, settings=BOTH
+    ),
+    "cp2-ep2": Case(model=EXPERTS, mesh={"cp": 2, "ep": 2}, settings=SHARDED),
     "ep2-capacity": Case(
         model=EXPERTS, mesh=EP2, settings={"moe_expert_capacity_factor": 1.0}
     ),

@@ -4,12 +4,16 @@ Every case is a job and settings of the megatron rules, run by megatron-core its
 ranks (gloo on a CPU, NCCL with --device cuda): two steps to warm up, one recorded, message by
 message on every rank. A file per case is written.
 
-    pip install --no-deps megatron-core==0.16.1
+    pip install --no-deps megatron-core==0.16.1 einops six
     python recipes/megatron_messages.py tests/data/megatron [CASE ...]
+
+With --checkout a clone of Megatron-LM at core_v0.16.1 takes the step, so that what
+megatron/training sends is there, too: data to the ranks of tp, and reports.
 """
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -66,23 +70,27 @@ def written(case: Case, by_rank: Sequence[Recorded], versions: Mapping[str, str]
     return "{" + ",\n".join(lines) + "}\n"
 
 
-def record(case: Case) -> Recorded:
-    """This rank's messages of setup and one step; among one rank nothing is sent."""
+def record(case: Case, checkout: bool) -> Recorded:
+    """This rank's messages of setup and one step, but empty ones and those among one rank."""
     import megatron_step as step  # noqa: PLC0415 - only ranks need it
 
     from stepmark.bench.training.message_order import OrderedRecorder  # noqa: PLC0415
 
     recorder, settings = OrderedRecorder(), Megatron(**case.settings)
     step.join(case.job, settings)
-    with recorder:
-        trainee = step.build(case.job, settings, recorder)
+    trainee = step.build(case.job, settings, recorder)
     setup = list(recorder.ordered)
     for _ in range(WARM_UP + 1):
         recorder.ordered.clear()
-        trainee.step(recorder)
+        if checkout:
+            import megatron_training  # noqa: PLC0415
+
+            megatron_training.step(trainee, recorder)
+        else:
+            trainee.step(recorder)
     parts = {"setup": setup, "step": recorder.ordered}
     return {
-        part: [_row(message) for message in found if len(message.members) > 1]
+        part: [_row(one) for one in found if len(one.members) > 1 and one.kind.call_bytes]
         for part, found in parts.items()
     }
 
@@ -98,25 +106,31 @@ def _row(message: Any) -> list[Any]:
     return [kind.collective, dtype, count, list(message.members), phase, peer]
 
 
-def rank_main(names: Sequence[str], directory: Path, device: str) -> None:
+def rank_main(
+    names: Sequence[str], directory: Path, device: str, checkout: Path | None
+) -> None:
     """All cases one after the other, each in groups of its own; rank 0 writes."""
+    if checkout:
+        sys.path.insert(0, str(checkout))
+    import megatron_stand_ins  # noqa: PLC0415
     import megatron_step as step  # noqa: PLC0415
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
+    logging.disable(logging.WARNING)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
-        step.on_cpu()
-    step.stand_in()
+        megatron_stand_ins.on_cpu()
+    megatron_stand_ins.stand_in()
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, rank == 0)
     for name in names:
         own = dist.PrefixStore(name, store)
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=own, rank=rank, world_size=world)
         found: list[Any] = [None] * world
-        dist.all_gather_object(found, attempted(CASES[name]))
+        dist.all_gather_object(found, attempted(CASES[name], bool(checkout)))
         if rank == 0:
             problem = next((one for one in found if isinstance(one, str)), "")
             sys.stdout.write(f"{name}: {problem or [len(one['step']) for one in found]}\n")
@@ -129,10 +143,10 @@ def rank_main(names: Sequence[str], directory: Path, device: str) -> None:
         dist.destroy_process_group()
 
 
-def attempted(case: Case) -> Recorded | str:
+def attempted(case: Case, checkout: bool) -> Recorded | str:
     """Messages, or why there are none."""
     try:
-        return record(case)
+        return record(case, checkout)
     except Exception:  # noqa: BLE001 - the next case may work
         return "\n".join(traceback.format_exc().splitlines()[-5:])
 
@@ -147,6 +161,8 @@ def run(names: Sequence[str], world: int, port: int, args: argparse.Namespace) -
         "PYTHONWARNINGS": "ignore",
     }
     command = [sys.executable, __file__, str(args.directory), *names, "--device", args.device]
+    if args.checkout:
+        command += ["--checkout", str(args.checkout)]
     crew = [
         subprocess.Popen([*command, "--rank"], env={**os.environ, **shared, "RANK": str(rank)})
         for rank in range(world)
@@ -165,12 +181,13 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--checkout", type=Path, help="of Megatron-LM: megatron/training, too")
     parser.add_argument("--ranks", type=int, help="only cases of so many")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = args.names or list(CASES)
     if args.rank:
-        rank_main(names, args.directory, args.device)
+        rank_main(names, args.directory, args.device, args.checkout)
         return 0
     status = 0
     for number, world in enumerate((args.ranks and [args.ranks]) or (2, 4)):

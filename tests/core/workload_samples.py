@@ -113,6 +113,9 @@ def comms(draw: st.DrawFn) -> CommOp:
         module=draw(texts),
         layer=draw(relative),
         microbatch=draw(relative),
+        stream=draw(st.sampled_from(["compute", "dp"])),
+        name=draw(texts),
+        after=tuple(draw(st.lists(texts, max_size=2))),
         redop=draw(st.sampled_from(RedOp)),
         root=draw(st.none() | st.integers(0, 3)),
         peer=draw(st.integers(-2, 2)) if collective in (SEND, RECV) else None,
@@ -160,7 +163,13 @@ def workloads(draw: st.DrawFn) -> Workload:
         groups={"tp": Group(digits=((2, 1),)), "dp": Group(digits=((2, 2), (2, 4)))},
         blocks=blocks,
         stages=tuple(
-            Stage(step=draw(names), setup=draw(names), layers=(index,), has_head=bool(index))
+            Stage(
+                step=draw(names),
+                setup=draw(names | st.just("")),
+                layers=tuple(draw(st.lists(st.integers(0, 200), max_size=3))),
+                has_embedding=draw(st.booleans()),
+                has_head=bool(index),
+            )
             for index in range(num_stages)
         ),
         notes=tuple(draw(st.lists(texts, max_size=2))),

@@ -1,34 +1,52 @@
 """Architectures of one's own, and the published ones against transformers."""
 
+from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 
 import pytest
 
+from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Attention, CrossEntropy, Gemm, Phase
-from stepmark.workload.architecture import Architecture, Batch, unit
-from stepmark.workload.published import PUBLISHED
+from stepmark.core.parallel import ParallelConfig
+from stepmark.core.training import Recompute
+from stepmark.core.workload import CommOp, ComputeOp, Kernel, Workload
+from stepmark.workload.architecture import Architecture, Batch, OwnJob, unit
+from stepmark.workload.published import PUBLISHED, gpt_j
+from stepmark.workload.rules.deepspeed import rule as zero
+from stepmark.workload.rules.deepspeed.settings import DeepSpeed
+from stepmark.workload.rules.pytorch import ddp, fsdp
 
 
 def shapes(made: Architecture) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for one in made.units:
-        found += [param.shape for param in one.params] * one.times
+        found += [param.shape for param in one.registered_params] * one.times
     return found
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_those_of_transformers_in_its_order(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_params"), [("gpt-j-6b", 6_050_882_784), ("bigbird-roberta-base", 128_111_286)]
+)
+def test_published_models_have_as_many_parameters_as_transformers_counts(
+    name: str, num_params: int
+) -> None:
+    assert PUBLISHED[name](Batch(mbs=1, seq_len=128)).num_params == num_params
+
+
+def test_parameters_are_those_of_transformers_in_its_order() -> None:
     import torch
     import transformers
 
-    kinds = {
-        "gpt-j-6b": (transformers.GPTJForCausalLM, transformers.GPTJConfig),
-        "bigbird-roberta-base": (transformers.BigBirdForMaskedLM, transformers.BigBirdConfig),
-    }
-    model, config = kinds[name]
+    batch = Batch(mbs=1, seq_len=128)
+    config = transformers.GPTJConfig(n_layer=2)
     with torch.device("meta"):
-        real = [tuple(param.shape) for param in model(config()).parameters()]
-    assert shapes(PUBLISHED[name](Batch(mbs=1, seq_len=128))) == real
+        gpt_j_model = transformers.GPTJForCausalLM(config)
+        bigbird = transformers.BigBirdForMaskedLM(transformers.BigBirdConfig())
+    made = gpt_j(batch, name="two layers", layers=2)
+    assert shapes(made) == [tuple(one.shape) for one in gpt_j_model.parameters()]
+    made = PUBLISHED["bigbird-roberta-base"](batch)
+    assert shapes(made) == [tuple(one.shape) for one in bigbird.parameters()]
 
 
 @pytest.mark.parametrize(("name", "tied"), [("gpt-j-6b", 0), ("bigbird-roberta-base", 1)])
@@ -65,15 +83,199 @@ def test_block_sparse_attention_is_linear_in_the_sequence() -> None:
     assert pairs(8192) - pairs(4096) == 128 * 4096 + 4096 * 8 * 64
 
 
-def test_own_architecture() -> None:
-    batch = Batch(mbs=1, seq_len=8)
-    table = unit("embed", batch.embedding("table", 100, 16))
+def mine(batch: Batch, *, layers: int = 4, tied: bool = False) -> Architecture:
+    """Odd sizes: hardly a number of ranks divides them."""
+    table = unit("embed", batch.embedding("table", 101, 17))
     block = unit(
-        "layers", batch.norm("norm", 16), batch.linear("mlp", 16, 16, bias=True), times=4
+        "layers", batch.norm("norm", 17), batch.linear("mlp", 17, 17, bias=True), times=layers
     )
-    head = unit("head", batch.linear("head", 100, 16), batch.loss("loss", 100))
-    made = Architecture(name="mine", units=(table, block, head))
-    assert made.num_params == 1600 + 4 * (32 + 256 + 16) + 1600
+    head = unit(
+        "head",
+        batch.linear("head", 101, 17, tied="table.weight" if tied else ""),
+        batch.loss("loss", 101),
+    )
+    return Architecture(name="mine", units=(table, block, head))
+
+
+BATCH = Batch(mbs=1, seq_len=8)
+PARAMS = 2 * 101 * 17 + 4 * (2 * 17 + 17 * 17 + 17)
+
+
+def test_own_architecture() -> None:
+    made = mine(BATCH)
+    assert made.num_params == PARAMS
+    assert made.num_layers == 4
     last = made.units[-1].parts[-1]
     assert [op.phase for op in (*last.fwd, *last.bwd)] == [Phase.FWD, Phase.BWD]
     assert isinstance(last.fwd[0].op, CrossEntropy)
+
+
+def job(made: Architecture, ranks: int, *, replicas: int = 1, micro: int = 1) -> OwnJob:
+    parallel = ParallelConfig(dp_shard=ranks, dp_replicate=replicas)
+    gbs = ranks * replicas * micro
+    return OwnJob(architecture=made, seq_len=8, parallel=parallel, gbs=gbs)
+
+
+def sent(made: Workload) -> Counter[tuple[str, str]]:
+    """Elements of whole buffers by collective and group, of weights and gradients."""
+    found: Counter[tuple[str, str]] = Counter()
+    for op, times in made.tally().items():
+        if isinstance(op, CommOp) and op.phase is not Phase.OPTIM:
+            size = op.message_bytes(made.groups[op.group]) // op.dtype.itemsize
+            found[op.collective, op.group] += times * size
+    return found
+
+
+def padded(ranks: int) -> int:
+    """Rows of each tensor up to a multiple of the ranks."""
+    rows = [101 * 17, 101 * 17] + 4 * [17, 17, 17 * 17, 17]
+    widths = [17, 17] + 4 * [1, 1, 17, 1]
+    return sum(
+        -(-size // width // ranks) * ranks * width
+        for size, width in zip(rows, widths, strict=True)
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("micro", [1, 5])
+def test_fsdp_gathers_and_scatters_parameters_and_padding(ranks: int, micro: int) -> None:
+    made = fsdp.workload(job(mine(BATCH), ranks, micro=micro), fsdp.Fsdp())
+    made.check()
+    root = -(-101 // ranks) * ranks * 17 * 2
+    assert sent(made) == {
+        # The root stays gathered between the passes.
+        ("all_gather", "fsdp"): micro * (2 * padded(ranks) - root),
+        ("reduce_scatter", "fsdp"): micro * padded(ranks),
+    }
+
+
+def test_each_layer_of_fsdp_is_a_group_and_the_ends_are_one() -> None:
+    made = fsdp.workload(job(mine(BATCH), 2), fsdp.Fsdp())
+    scattered = [
+        op.layer
+        for op in made.expand()
+        if isinstance(op, CommOp) and op.collective == "reduce_scatter"
+    ]
+    assert scattered == [3, 2, 1, 0, None]
+
+
+def test_replicas_of_fsdp_reduce_their_shards() -> None:
+    made = fsdp.workload(job(mine(BATCH), 2, replicas=3), fsdp.Fsdp())
+    assert sent(made)["all_reduce", "replicate"] == padded(2) // 2
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("bucket_mb", [0, 1])
+def test_ddp_reduces_every_parameter_once(micro: int, bucket_mb: int) -> None:
+    wide = unit("layers", BATCH.linear("mlp", 1024, 1024, bias=True), times=6)
+    made = Architecture(name="wide", units=(wide,))
+    asked = job(made, 1, replicas=4, micro=micro)
+    found = ddp.workload(asked, ddp.Ddp(bucket_cap_mb=bucket_mb))
+    found.check()
+    assert sent(found) == {("all_reduce", "ddp"): micro * made.num_params}
+
+
+@pytest.mark.parametrize("framework", ["fsdp", "ddp", "deepspeed"])
+def test_a_tied_table_is_one_tensor(framework: str) -> None:
+    made = mine(BATCH, tied=True)
+    assert made.num_params == PARAMS - 101 * 17
+    asked = job(made, *((1,) if framework == "ddp" else (2,)), replicas=2)
+    settings = {
+        "fsdp": lambda: fsdp.workload(asked, fsdp.Fsdp(ends=fsdp.Ends.APART)),
+        "ddp": lambda: ddp.workload(asked, ddp.Ddp()),
+        "deepspeed": lambda: zero.workload(asked, DeepSpeed(stage=2)),
+    }
+    found = settings[framework]()
+    reduced = sum(
+        size for (collective, _), size in sent(found).items() if collective == "all_reduce"
+    )
+    scattered = sent(found)["reduce_scatter", "fsdp"]
+    assert (scattered or reduced) == (
+        padded(2) - 102 * 17 if framework == "fsdp" else made.num_params
+    )
+
+
+def is_of_fsdp(op: ComputeOp) -> bool:
+    """A copy into or out of a buffer, or a wait."""
+    return isinstance(op.op, Kernel) and op.op.name.startswith(("fsdp_", "wait"))
+
+
+@pytest.mark.parametrize("framework", ["fsdp", "ddp", "deepspeed"])
+def test_computation_is_the_architectures(framework: str) -> None:
+    """Of one micro-batch, whoever spreads it."""
+    made = PUBLISHED["gpt-j-6b"](Batch(mbs=2, seq_len=64))
+    asked = job(made, 4)
+    found = {
+        "fsdp": lambda: fsdp.workload(asked, fsdp.Fsdp()),
+        "ddp": lambda: ddp.workload(asked, ddp.Ddp()),
+        "deepspeed": lambda: zero.workload(asked, DeepSpeed()),
+    }[framework]()
+    wanted = Counter[tuple[object, Phase, str]]()
+    for one in made.units:
+        for part in one.parts:
+            for op in (*part.fwd, *part.bwd):
+                wanted[op.op, op.phase, op.module] += one.times
+    seen = Counter[tuple[object, Phase, str]]()
+    for op in found.expand():
+        if isinstance(op, ComputeOp) and op.phase is not Phase.OPTIM and not is_of_fsdp(op):
+            seen[op.op, op.phase, op.module] += 1
+    assert seen == wanted
+
+
+def test_recomputation_stops_before_the_last_product() -> None:
+    asked = job(PUBLISHED["gpt-j-6b"](BATCH), 4)
+    found = fsdp.workload(asked, fsdp.Fsdp(recompute=Recompute.FULL))
+    again = [op.module for op in found.expand() if isinstance(op, ComputeOp) and op.recompute]
+    assert len(again) == 28 * 9
+    assert again[:9] == [
+        "ln_1",
+        *(f"attn.{one}" for one in ("q_proj", "k_proj", "v_proj", "rope", "core", "out_proj")),
+        "mlp.fc_in",
+        "mlp.gelu",
+    ]
+
+
+def test_an_encoder_and_a_decoder_are_layers_one_after_the_other() -> None:
+    units = [
+        unit("embed", BATCH.embedding("table", 64, 16)),
+        unit("encoder", BATCH.linear("mlp", 16, 16), times=3),
+        unit("bridge", BATCH.linear("bridge", 32, 16)),
+        unit("decoder", BATCH.linear("mlp", 32, 32), times=2),
+    ]
+    made = Architecture(name="both", units=tuple(units))
+    found = fsdp.workload(job(made, 2), fsdp.Fsdp())
+    layers = {
+        op.layer for op in found.expand() if isinstance(op, ComputeOp) and op.module == "mlp"
+    }
+    assert layers == {0, 1, 2, 4, 5}
+    found = zero.workload(job(made, 2), DeepSpeed())
+    layers = {
+        op.layer for op in found.expand() if isinstance(op, ComputeOp) and op.module == "mlp"
+    }
+    assert layers == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Architecture(name="none", units=()),
+        lambda: Architecture(name="no weights", units=(unit("loss", BATCH.loss("loss", 8)),)),
+        lambda: Architecture(name="twice", units=(unit("a", BATCH.norm("n", 4)),) * 2),
+        lambda: unit("a", BATCH.norm("n", 4), BATCH.norm("n", 4)),
+        lambda: unit("a", BATCH.norm("n", 4), times=0),
+        lambda: unit("a", BATCH.norm("n", 4), BATCH.norm("m", 4), registered=("m",)),
+        lambda: unit("a", BATCH.norm("n", 4), registered=("n", "m")),
+        lambda: BATCH.linear("a", 0, 4),
+        lambda: Architecture(
+            name="tied", units=(unit("a", BATCH.linear("h", 8, 8, tied="lost.weight")),)
+        ),
+        lambda: OwnJob(
+            architecture=mine(BATCH), seq_len=8, parallel=ParallelConfig(tp=2, dp_shard=2)
+        ),
+        lambda: OwnJob(architecture=mine(BATCH), seq_len=8, mbs=2, gbs=3),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(wrong: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        wrong()
+    assert "\n" not in str(raised.value)

@@ -49,6 +49,6 @@ def test_time_is_linear() -> None:
         state = state * 6364136223846793005 % 2**64
         random.append(state >> 61)
     for items in (random, list(range(200_000)), ([1] + [2, 3] * 96) * 1000):
-        began = time.perf_counter()
+        began = time.process_time()
         fold(items)
-        assert time.perf_counter() - began < 5
+        assert time.process_time() - began < 5

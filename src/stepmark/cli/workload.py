@@ -10,7 +10,15 @@ import typer.main
 
 from stepmark.cli import workload_flags
 from stepmark.cli.options import Flag, as_command
-from stepmark.cli.workload_flags import COMPUTE_FROM, DISTINCT, OUT, RANK, STAGE, TABLES
+from stepmark.cli.workload_flags import (
+    COMPUTE_FROM,
+    DISTINCT,
+    LEFT_OUT,
+    OUT,
+    RANK,
+    STAGE,
+    TABLES,
+)
 
 _FILE = Flag(name="file", kind=str, help="workload, in any format", argument=True)
 _SHOW = (
@@ -19,6 +27,7 @@ _SHOW = (
     DISTINCT,
     Flag(name="html", kind=str, help="page with the figures; needs no network"),
     *TABLES,
+    *LEFT_OUT,
 )
 _CONVERT = (
     _FILE,
@@ -27,6 +36,7 @@ _CONVERT = (
     COMPUTE_FROM,
     Flag(name="stage", kind=int, help="pipeline stage, for formats of one stage [0]"),
     RANK,
+    *LEFT_OUT,
 )
 _CAPTURE = (
     Flag(name="file", kind=str, help="FILE.py:FUNCTION that builds the job", argument=True),
@@ -38,33 +48,39 @@ _CAPTURE = (
 
 def generate(values: dict[str, Any]) -> None:
     """From flags to a file, or to what show prints."""
-    from stepmark.cli import workload_files, workload_job  # noqa: PLC0415
+    from stepmark.cli import workload_files, workload_job, workload_show  # noqa: PLC0415
+    from stepmark.core.errors import ConfigError  # noqa: PLC0415
 
     workload_job.say_no_effect(values)
     made = workload_job.generate(values)
-    source = values.get("compute_from") or values.get("comp_filepath")
+    notes = made.notes
+    if values.get("comp_filepath") and not values.get("compute_from"):
+        made = workload_files.timed_as_aicb(made, values["comp_filepath"])
+    else:
+        made = workload_files.timed(made, values.get("compute_from"))
     if values.get("distinct") or not (values.get("out") or values.get("to")):
-        _show(workload_files.timed(made, source), values)
-        return
-    if any(values.get(kind) for kind in ("json", "csv")):
         _show(made, values)
-    for note in made.notes:
+        return
+    if (values.get("out") or "-") == "-" in (values.get("json"), values.get("csv")):
+        raise ConfigError("out", "-", "a file, as the tables go to stdout")
+    workload_show.write_tables(made, values)
+    for note in notes:
         sys.stderr.write(f"# {note}\n")
-    workload_files.deliver(workload_files.timed(made, source), values)
+    workload_files.deliver(made, values)
 
 
 def show(values: dict[str, Any]) -> None:
     """What a file says."""
     from stepmark.cli import workload_files  # noqa: PLC0415
 
-    _show(workload_files.read(_file(values)), values)
+    _show(workload_files.read(_file(values), values), values)
 
 
 def convert(values: dict[str, Any]) -> None:
     """From one format to another."""
     from stepmark.cli import workload_files  # noqa: PLC0415
 
-    read = workload_files.read(_file(values))
+    read = workload_files.read(_file(values), values)
     workload_files.deliver(workload_files.timed(read, values.get("compute_from")), values)
 
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from stepmark.cli.options import Values
@@ -20,10 +21,32 @@ if TYPE_CHECKING:
 AICB_FILLER = "fixed:1ns"
 
 
-def read(file: str) -> Workload:
-    """The workload in a file, whatever its format. Raises ConfigError."""
+def read(file: str, values: Values = MappingProxyType({})) -> Workload:
+    """The workload in a file, whatever its format. Raises ConfigError.
+
+    values: what the file leaves out, by --group-sizes (AICB) and --world-size (SimAI).
+    """
     path = Path(file)
-    found: Workload = FORMATS[sniff(path)].load().read(path)
+    kind = sniff(path)
+    more: dict[str, object] = {}
+    for name, of in (("group_sizes", "aicb"), ("world_size", "simai")):
+        if (value := values.get(name)) is None:
+            continue
+        if kind != of:
+            raise ConfigError(name.replace("_", "-"), value, f"nothing with a {kind} file")
+        more[name] = _group_sizes(value) if name == "group_sizes" else value
+    found: Workload = FORMATS[kind].load().read(path, **more)
+    return found
+
+
+def _group_sizes(text: str) -> dict[str, int]:
+    """ep=16,tp=2."""
+    found = {}
+    for word in text.split(","):
+        name, is_, size = word.partition("=")
+        if not is_ or not size.isdecimal() or not 1 <= len(size) <= 7 or not int(size):
+            raise ConfigError("group-sizes", text, "groups and their ranks, e.g. ep=16,tp=2")
+        found[name.strip().removesuffix("_group")] = int(size)
     return found
 
 
@@ -39,6 +62,25 @@ def timed(workload: Workload, source: str | None) -> Workload:
     found = [parse_source(word) for word in source.split(",")]
     opened = [_opened(one.text) if isinstance(one, Named) else one for one in found]
     return fill(workload, *opened)
+
+
+def timed_as_aicb(workload: Workload, profile: str) -> Workload:
+    """With times of an AIOB profile. What it does not time takes AICB's filler, named."""
+    from stepmark.workload.durations import Fixed, fill, parse_source  # noqa: PLC0415
+
+    filler = parse_source(AICB_FILLER)
+    assert isinstance(filler, Fixed)
+    found = fill(workload, _opened(profile), filler)
+    filled = {
+        item.module: None
+        for block in found.blocks.values()
+        for item in block
+        if isinstance(item, ComputeOp) and item.time_s == filler.time_s
+    }
+    if filled:
+        said = f"{AICB_FILLER} each, AICB's filler, for what {Path(profile).name} does not time"
+        sys.stderr.write(f"# {said}: {', '.join(filled)}\n")
+    return found
 
 
 def _opened(text: str) -> "Measured | Profile":
@@ -89,11 +131,28 @@ def deliver(workload: Workload, values: Values) -> None:
     module: Any = kind.load()
     for line in module.lost(workload):
         sys.stderr.write(f"# {name} cannot carry: {line}\n")
+    if kind.first and (target.endswith("/") or Path(target).is_dir()):
+        ranks = None if values.get("rank") is None else [picked["rank"]]
+        _write_folder(module.files(workload, ranks), Path(target))
+        return
     size = write_chunks(_chunks(module, workload, picked), target)
     if target != "-":
         held = "".join(f", {what} {number} alone" for what, number in picked.items())
         held = held if len(workload.stages) > 1 else ""
         sys.stderr.write(f"wrote {target}: {size:,} bytes{held}\n")
+
+
+def _write_folder(files: Iterable[tuple[str, Iterable[str | bytes]]], folder: Path) -> None:
+    """A file per rank, and what goes with them."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("out", folder, f"a folder ({error.strerror})") from None
+    count = size = 0
+    for name, chunks in files:
+        size += write_chunks(_bytes(chunks), str(folder / name))
+        count += 1
+    sys.stderr.write(f"wrote {folder}: {count} files, {size:,} bytes\n")
 
 
 def pipeline_stage(workload: Workload, values: Values) -> int:
@@ -133,8 +192,11 @@ def _lacks_times(workload: Workload) -> bool:
 def _chunks(module: Any, workload: Workload, picked: dict[str, int]) -> Iterable[bytes]:
     if hasattr(module, "encode"):
         return iter((module.encode(workload),))
-    found = module.write(workload, **picked)
-    return (chunk if isinstance(chunk, bytes) else chunk.encode() for chunk in found)
+    return _bytes(module.write(workload, **picked))
+
+
+def _bytes(chunks: Iterable[str | bytes]) -> Iterator[bytes]:
+    return (chunk if isinstance(chunk, bytes) else chunk.encode() for chunk in chunks)
 
 
 def write_chunks(chunks: Iterable[bytes], target: str) -> int:

@@ -13,7 +13,11 @@ from typing import Any
 from stepmark.cli.options import Flag
 
 MODEL = (
-    Flag(name="model", kind=str, help="model name or config.json (Hugging Face's)"),
+    Flag(
+        name="model",
+        kind=str,
+        help="model name, config.json (Hugging Face's) or FILE.py:function",
+    ),
     Flag(
         name="model_size",
         kind=str,
@@ -183,6 +187,14 @@ COMPUTE_FROM = Flag(
 FORMAT = Flag(name="to", kind=str, names=("--format", "--to"), help="of the file [native]")
 OUT = Flag(name="out", kind=str, names=("-o", "--out"), help="file to write; - = stdout")
 RANK = Flag(name="rank", kind=int, help="rank, for formats of one rank [the stage's first]")
+LEFT_OUT = (
+    Flag(
+        name="group_sizes",
+        kind=str,
+        help="ranks of groups that an AICB file does not tell, e.g. ep=16",
+    ),
+    Flag(name="world_size", kind=int, help="ranks in all, where a SimAI file does not tell"),
+)
 STAGE = Flag(name="stage", kind=int, help="pipeline stage [0]")
 DISTINCT = Flag(
     name="distinct",
@@ -244,7 +256,7 @@ def framework_of(args: Sequence[str]) -> str:
     """What the command line says of --framework, before it is parsed; "" for nothing."""
     (flag,) = WHAT
     found = ""
-    for word, after in zip(args, [*args[1:], ""], strict=True):
+    for word, after in zip(args, [*args[1:], ""], strict=False):
         name, is_, value = spelled(word, ()).partition("=")
         if name in flag.names:
             found = value if is_ else after
@@ -253,10 +265,9 @@ def framework_of(args: Sequence[str]) -> str:
 
 def with_bare_recompute(args: list[str]) -> list[str]:
     """AICB's --recompute has no value and means --recompute-activations; torch's has one."""
-    following = [*args[1:], "-"]
     return [
         "--recompute-activations" if word == "--recompute" and after.startswith("-") else word
-        for word, after in zip(args, following, strict=True)
+        for word, after in zip(args, [*args[1:], "-"], strict=False)
     ]
 
 

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from stepmark.cli import workload_aicb, workload_flags, workload_model
+from stepmark.cli import workload_aicb, workload_flags, workload_model, workload_own
 from stepmark.cli.options import Values
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import Workload
-from stepmark.workload.job import Job
+from stepmark.workload.architecture import AnyJob, Batch, OwnJob
+from stepmark.workload.job import Job, Spread
 from stepmark.workload.rules import RULES, Rule, find_rule
 
 _MODEL_AXES = ("tp", "pp", "cp")
@@ -29,16 +30,29 @@ def generate(values: Values) -> Workload:
     settings = settings_of(framework, values)
     if not rule.has_job:
         return _without_job(rule, settings, values)
-    chosen = workload_model.choose(values, framework, values.get("tp") or 1)
-    job = Job(
-        model=chosen.model,
-        parallel=parallel_of(values, rule),
-        mbs=1 if values.get("mbs") is None else values["mbs"],
-        gbs=values.get("gbs"),
-        dtype=parse_dtype(values["dtype"]) if values.get("dtype") else DType.BF16,
-    )
+    job, notes = _job(values, framework)
     made = rule.function()(job, settings)
-    return replace(made, notes=(*chosen.notes, *_of_scripts(values, rule), *made.notes))
+    return replace(made, notes=(*notes, *_of_scripts(values, rule), *made.notes))
+
+
+def _job(values: Values, framework: str) -> tuple[AnyJob, tuple[str, ...]]:
+    """What is trained, and what was decided for the user."""
+    spread: dict[str, Any] = {
+        "parallel": parallel_of(values, RULES[framework]),
+        "mbs": 1 if values.get("mbs") is None else values["mbs"],
+        "gbs": values.get("gbs"),
+        "dtype": parse_dtype(values["dtype"]) if values.get("dtype") else DType.BF16,
+    }
+    if not workload_own.is_own(values.get("model")):
+        chosen = workload_model.choose(values, framework, values.get("tp") or 1)
+        return Job(model=chosen.model, **spread), chosen.notes
+    Spread(**spread)  # refuses batches before the user's function sees them
+    length = workload_own.seq_len(values)
+    batch = Batch(mbs=spread["mbs"], seq_len=length, dtype=spread["dtype"])
+    made, notes = workload_own.choose(values, framework, batch)
+    if values.get("model_name"):
+        made = replace(made, name=values["model_name"])
+    return OwnJob(architecture=made, seq_len=length, **spread), notes
 
 
 def _of_scripts(values: Values, rule: Rule) -> tuple[str, ...]:

@@ -21,8 +21,7 @@ _AXES = (
 def show(workload: Workload, values: Values) -> None:
     """As asked for by --stage, --distinct, --json, --csv and --html."""
     stage = workload_files.pipeline_stage(workload, values)
-    tables = _distinct(workload) if values.get("distinct") else _tables(workload, stage)
-    _files(tables, values)
+    tables = write_tables(workload, values)
     if target := values.get("html"):
         _page(workload, stage, Path(target))
     if "-" in (values.get("json"), values.get("csv")):
@@ -33,6 +32,21 @@ def show(workload: Workload, values: Values) -> None:
         lines = workload_text.lines(workload, stage, _defaults(workload.rules))
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def write_tables(workload: Workload, values: Values) -> dict[str, list[Row]]:
+    """To --json and --csv, where they are given."""
+    from stepmark.store import export  # noqa: PLC0415
+
+    stage = workload_files.pipeline_stage(workload, values)
+    tables = _distinct(workload) if values.get("distinct") else _tables(workload, stage)
+    if target := values.get("json"):
+        export.write_tables(tables, target, "json")
+    if target := values.get("csv"):
+        export.write_tables(
+            {name: rows for name, rows in tables.items() if rows}, target, "csv"
+        )
+    return tables
 
 
 def _defaults(rules: str) -> dict[str, Any]:
@@ -88,15 +102,6 @@ def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[st
         )
         found.append("# stepmark comm --from-workload FILE measures the sizes as they are")
     return found
-
-
-def _files(tables: dict[str, list[Row]], values: Values) -> None:
-    from stepmark.store.export import write_tables  # noqa: PLC0415
-
-    if target := values.get("json"):
-        write_tables(tables, target, "json")
-    if target := values.get("csv"):
-        write_tables({name: rows for name, rows in tables.items() if rows}, target, "csv")
 
 
 def _page(workload: Workload, stage: int, target: Path) -> None:

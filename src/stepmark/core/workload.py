@@ -38,6 +38,11 @@ class Kernel:
     flops: int | None = None
     bytes_moved: int | None = None
 
+    @property
+    def is_wait(self) -> bool:
+        """Whether it only stands for waiting: it computes and moves nothing."""
+        return self.flops == 0 and self.bytes_moved == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:

@@ -121,8 +121,7 @@ def histogram(workload: Workload, stage: int) -> Histogram:
 
 def is_wait(operation: ComputeOp) -> bool:
     """Whether it only stands for waiting: it computes and moves nothing."""
-    op = operation.op
-    return isinstance(op, Kernel) and op.flops == 0 and op.bytes_moved == 0
+    return isinstance(operation.op, Kernel) and operation.op.is_wait
 
 
 def compute_rows(workload: Workload, stage: int) -> list[Row]:

@@ -94,7 +94,7 @@ class OwnJob(Spread):
         Spread.__post_init__(self)
         for axis in ("tp", "pp", "cp", "ep"):
             if getattr(self.parallel, axis) > 1:
-                allowed = "1: an architecture of one's own is spread over data ranks alone"
+                allowed = f"1: {self.name} is spread over data ranks alone"
                 raise ConfigError(axis, getattr(self.parallel, axis), allowed)
 
     @property

@@ -147,7 +147,7 @@ def fill(workload: Workload, *sources: Source) -> Workload:
         blocks={
             name: tuple(
                 replace(item, time_s=times[item.op, item.module, item.phase])
-                if isinstance(item, ComputeOp)
+                if isinstance(item, ComputeOp) and not _is_wait(item)
                 else item
                 for item in block
             )
@@ -216,8 +216,13 @@ def _computations(workload: Workload) -> list[tuple[Op | Kernel, str, Phase]]:
         (item.op, item.module, item.phase)
         for block in workload.blocks.values()
         for item in block
-        if isinstance(item, ComputeOp)
+        if isinstance(item, ComputeOp) and not _is_wait(item)
     ]
+
+
+def _is_wait(item: ComputeOp) -> bool:
+    """Waiting takes as long as what is waited for, whatever the source says."""
+    return isinstance(item.op, Kernel) and item.op.is_wait
 
 
 def _several_shapes(workload: Workload) -> set[tuple[str, Phase]]:

@@ -151,3 +151,4 @@ PUBLISHED: dict[str, Build] = {
     "gpt-j-6b": gpt_j_6b,
     "bigbird-roberta-base": bigbird_roberta_base,
 }
+SEQ_LENS = {"gpt-j-6b": 2048, "bigbird-roberta-base": 4096}  # positions of each

@@ -1,11 +1,13 @@
 """Run by test_truth under torchrun with four gloo ranks: what torch itself says was sent.
 
-Prints a JSON line per rank: of each case the messages of its setup and of its third step. None
-of stepmark runs here. Names and sizes are those of torch's profiler, which sees the operators
+Prints a JSON line per rank: of each case the messages of build() and of three steps. None of
+stepmark runs here. Names and sizes are those of torch's profiler, which sees the operators
 of c10d below all else; types and ranks those of gloo's flight recorder, which both list in the
-order of their calls. Sends and receives are not in the flight recorder, so lack a type.
+order of their calls. Sends and receives are not in the flight recorder, so lack a type; their
+phase is for the test to know.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from tests.bench.capture.user_code import CASES
 from torch import nn
 from torch._C._distributed_c10d import _dump_fr_trace_json
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.profiler import ProfilerActivity, profile, record_function
 
 # c10d's operators: ours, and which argument has a rank's part.
@@ -34,12 +37,13 @@ OPERATORS = {
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 0),
     "alltoall_base_": ("all_to_all", 1),
     "broadcast_": ("broadcast", 0),
+    "scatter_": ("scatter", 0),
     "send": ("send", 0),
     "recv_": ("recv", 0),
     "barrier": ("barrier", 0),
 }
 PAIRS = ("send", "recv")
-DTYPES = {"Float": "fp32", "BFloat16": "bf16", "Long": "int64"}
+DTYPES = {"Float": "fp32", "BFloat16": "bf16", "Long": "int64", "Int": "int32"}
 # gloo reduces the whole and keeps a part; the flight recorder has what it does.
 GLOO = {"reduce_scatter": "all_reduce"}
 Message = dict[str, Any]
@@ -66,21 +70,25 @@ def entries() -> list[dict[str, Any]]:
     return found
 
 
-def phases() -> Any:
-    """Marks in the trace around backward passes, and around models' calls."""
-    backward, call = torch.autograd.backward, nn.Module.__call__
-
-    def marked_backward(*args: Any, **kwargs: Any) -> None:
-        with record_function("phase bwd"):
-            backward(*args, **kwargs)
-
-    def marked_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with record_function("phase fwd"):
-            return call(module, *args, **kwargs)
-
-    stack = mock.patch.multiple(nn.Module, __call__=marked_call)
-    stack.additional_patchers.append(mock.patch("torch.autograd.backward", marked_backward))
+def phases() -> contextlib.ExitStack:
+    """Marks in the trace around backward passes, FSDP's part in them, and models' calls."""
+    stack = contextlib.ExitStack()
+    for owner, name, phase in (
+        (torch.autograd, "backward", "bwd"),
+        (FSDPParamGroup, "post_backward", "bwd"),
+        (nn.Module, "__call__", "fwd"),
+    ):
+        made = marked(getattr(owner, name), phase)
+        stack.enter_context(mock.patch.object(owner, name, made))
     return stack
+
+
+def marked(original: Callable[..., Any], phase: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(f"phase {phase}"):
+            return original(*args, **kwargs)
+
+    return call
 
 
 def messages(events: list[dict[str, Any]], flights: Any) -> Any:
@@ -105,14 +113,15 @@ def message(operator: str, args: dict[str, Any], phase: str, flights: Any) -> Me
     count = 0 if collective == "barrier" else sum(map(math.prod, tensors))
     found: Message = {"collective": collective, "count": count, "phase": phase}
     if collective in PAIRS:
-        return found | {"peer": int(args["Concrete Inputs"][2])}
+        return found | {"phase": "", "peer": int(args["Concrete Inputs"][2])}
     flight = next(flights)
     said = flight["profiling_name"].removeprefix("gloo:")
     assert said == GLOO.get(collective, collective), (said, operator)
     ranks = ranks_of(flight["process_group"][0])
     if collective == "all_to_all":
         found["count"] //= len(ranks)
-    return found | {"dtype": DTYPES.get(str(*flight["input_dtypes"][:1])), "ranks": ranks}
+    types = flight["output_dtypes"] or flight["input_dtypes"]
+    return found | {"dtype": DTYPES[types[0]] if types else "uint8", "ranks": ranks}
 
 
 def ranks_of(name: str) -> list[int]:
@@ -128,10 +137,7 @@ def main() -> None:
     for name, build in CASES.items():
         steps: list[Callable[[], None]] = []
         setup = recorded(lambda build=build, steps=steps: steps.append(build()))  # type: ignore[misc]
-        (step,) = steps
-        step()
-        step()
-        found[name] = {"setup": setup, "step": recorded(step)}
+        found[name] = [setup, *(recorded(steps[0]) for _ in range(3))]
         dist.barrier()
     for rank in range(dist.get_world_size()):
         if rank == dist.get_rank():

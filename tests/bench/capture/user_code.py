@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
@@ -78,7 +79,9 @@ def _mlp(num_layers: int) -> nn.Sequential:
 
 def ddp() -> Step:
     """Buckets of few layers, gradients of two micro-batches reduced once, a loss averaged."""
-    model = nn.parallel.DistributedDataParallel(_mlp(6), bucket_cap_mb=1.2 * WIDTH**2 * 4 / 2**20)
+    model = nn.parallel.DistributedDataParallel(
+        _mlp(6), bucket_cap_mb=1.2 * WIDTH**2 * 4 / 2**20
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
@@ -130,8 +133,8 @@ def pp() -> Step:
         rank,
         num_stages,
         torch.device("cpu"),
-        input_args=(torch.empty(2, WIDTH),),
-        output_args=(torch.empty(2, WIDTH),),
+        input_args=(torch.empty(2, WIDTH, requires_grad=rank > 0),),
+        output_args=(torch.empty(2, WIDTH, requires_grad=True),),
     )
     schedule = Schedule1F1B(stage, 6, loss_fn=lambda out, _: out.sum())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -149,4 +152,32 @@ def pp() -> Step:
     return step
 
 
-CASES = {one.__name__: one for one in (fsdp, fsdp_tp, hsdp, ddp, moe, pp)}
+def pp_fsdp() -> Step:
+    """Two ranks of two stages each, interleaved, sharded over two ranks."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
+    rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+    models = [_mlp(2) for _ in range(2)]
+    stages = []
+    for index, model in zip((rank, rank + 2), models, strict=True):
+        fully_shard(model, mesh=mesh["dp"])
+        given = torch.empty(2, WIDTH, requires_grad=index > 0)
+        made = torch.empty(2, WIDTH, requires_grad=True)
+        args: dict[str, Any] = {"input_args": (given,), "output_args": (made,), "group": group}
+        stages.append(PipelineStage(model, index, 4, torch.device("cpu"), **args))
+    schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=lambda out, _: out.sum())
+    parameters = [one for model in models for one in model.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def step() -> None:
+        if rank == 0:
+            schedule.step(torch.ones(8, WIDTH))
+        else:
+            schedule.step(target=torch.ones(8, WIDTH))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+CASES = {one.__name__: one for one in (fsdp, fsdp_tp, hsdp, ddp, moe, pp, pp_fsdp)}
+PIPELINES = ("pp", "pp_fsdp")

@@ -2,7 +2,7 @@
 
 from stepmark.core.collectives import RedOp
 from stepmark.core.dtypes import DType
-from stepmark.core.ops import Attention, Gemm, Layout, Norm, Op, Optimizer, Phase
+from stepmark.core.ops import Attention, EmbeddingBag, Gemm, Layout, Norm, Op, Optimizer, Phase
 from stepmark.core.workload import Block, CommOp, ComputeOp, Group, Kernel, Run, Stage, Workload
 
 HIDDEN, TOKENS = 64, 32
@@ -134,6 +134,51 @@ def pipeline(*, stages: int = 2, microbatches: int = 3, layers: int = 2) -> Work
         },
         blocks=blocks,
         stages=tuple(made),
+    )
+    workload.check()
+    return workload
+
+
+def message(collective: str, **more: object) -> CommOp:
+    values = {"dtype": DType.FP32, "count": 1024, "group": "all", "phase": Phase.FWD} | more
+    return CommOp(collective=collective, module=collective, **values)  # type: ignore[arg-type]
+
+
+def every_kind() -> Workload:
+    """Two ranks, every collective, calls in one, waits at once, later and never."""
+    gemm = Gemm(m=8, n=16, k=32, dtype=DType.FP32, layout=Layout.NN)
+    looked_up = EmbeddingBag(rows=1000, dim=64, pooling=20, batch=512)
+    swap = (message("send", peer=1), message("recv", peer=1, fused=True))
+    later = {"stream": "pp", "peer": 1}
+    block = (
+        message("all_reduce", redop=RedOp.SUM, dtype=DType.BF16),
+        message("all_gather", layer=3, microbatch=1),
+        message("reduce_scatter", redop=RedOp.SUM, phase=Phase.BWD, recompute=True),
+        message("broadcast", root=0, dtype=DType.INT64, count=7),
+        message("reduce", root=1, redop=RedOp.SUM),
+        message("all_to_all", dtype=DType.UINT8),
+        message("all_to_all_v", dtype=DType.FP16),
+        message("gather", root=1, dtype=DType.FP64),
+        message("scatter", root=0, dtype=DType.INT8),
+        message("barrier", count=0),
+        *swap,
+        message("send", name="sent", **later),
+        message("recv", fused=True, name="received", **later),
+        op(gemm, Phase.FWD, "one", after=("sent", "received"), time_s=2e-6),
+        message("all_reduce", stream="dp", name="reduced", redop=RedOp.SUM, dtype=DType.INT32),
+        message("all_gather", stream="dp", name="reduced"),
+        op(looked_up, Phase.FWD, "two", time_s=1.5e-6),
+        op(gemm, Phase.DGRAD, "three", after=("reduced~1",), recompute=True, time_s=0.25e-6),
+        op(ADD, Phase.STEP, "four", after=("reduced",), layer=None, microbatch=None),
+        message("reduce_scatter", stream="dp", redop=RedOp.SUM, phase=Phase.OPTIM),
+    )
+    workload = Workload(
+        name="every kind",
+        rules="hand",
+        world_size=2,
+        groups={"all": Group(digits=((2, 1),))},
+        blocks={"step": block},
+        stages=(Stage(step="step", layers=(0, 3)),),
     )
     workload.check()
     return workload

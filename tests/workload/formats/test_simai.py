@@ -107,9 +107,9 @@ def test_a_file_of_many_micro_batches_is_small(tmp_path: Path) -> None:
     for times in (2, 512):
         many = rows[: cut[0]] + body * times + rows[cut[1] + len(body) :]
         text = "\n".join([header, str(len(many)), *many]) + "\n"
-        began = time.perf_counter()
+        began = time.process_time()
         workload = read(tmp_path, text)
-        assert time.perf_counter() - began < 2
+        assert time.process_time() - began < 2
         assert workload.num_microbatches == times
         assert text_of(workload) == text
         sizes.append(len(native.encode(workload)))
@@ -133,7 +133,7 @@ def test_what_changed_since_is_written_and_the_rest_as_it_was(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "0 lines|1 lines"),
+        ("", "lines: '0'"),
         (f"{HEADER}\n2\n{ROW}\n", "line 2: '2': the number of rows that follow, 1"),
         (f"{HEADER}\nx\n{ROW}\n", "line 2: 'x'"),
         (f"{HEADER}\n1\n{ROW}\n\n", "line 2"),
@@ -164,6 +164,7 @@ def test_a_broken_file_is_one_line(tmp_path: Path, text: str, words: str) -> Non
     with pytest.raises(ConfigError, match=words) as caught:
         read(tmp_path, text)
     assert len(str(caught.value).splitlines()) == 1
+    assert str(caught.value).startswith(str(tmp_path))
 
 
 def test_any_broken_file_is_one_line_or_comes_back(tmp_path: Path) -> None:
@@ -174,9 +175,9 @@ def test_any_broken_file_is_one_line_or_comes_back(tmp_path: Path) -> None:
         assert text_of(simai.read(path)).encode() == path.read_bytes()
 
     path = tmp_path / "workload.txt"
-    good, bad = only_config_errors(there_and_back, broken(data, 1500, seed=3), path)
-    assert good > 50
-    assert bad > 500
+    good, bad = only_config_errors(there_and_back, broken(data, 400, seed=3), path)
+    assert good > 20
+    assert bad > 100
 
 
 @pytest.mark.parametrize("origin", [3, {"header": 1}, {**dict.fromkeys("abc", "")}])
@@ -199,6 +200,21 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
+def suffix_of(name: str, workload: Workload) -> tuple[str, str] | None:
+    """By name, or by being the same ranks; with DP in front of data-parallel ones."""
+    suffixes = {
+        **{"tp": ("", ""), "ep": ("", "_EP")},
+        **dict.fromkeys(("dp_cp", "intra_dp_cp"), ("DP", "")),
+        **dict.fromkeys(("expt_dp", "intra_expt_dp"), ("", "_DP_EP")),
+    }
+    if name in suffixes:
+        return suffixes[name]
+    members = workload.groups[name].members(0)
+    same = [one for one in suffixes if one in workload.groups]
+    found = [one for one in same if workload.groups[one].members(0) == members]
+    return suffixes[found[0]] if found else None
+
+
 @pytest.mark.parametrize("job", JOBS)
 def test_a_generated_file_sends_what_the_workload_sends(job: str) -> None:
     workload = megatron(**JOBS[job])
@@ -212,12 +228,11 @@ def test_a_generated_file_sends_what_the_workload_sends(job: str) -> None:
     for op in workload.expand():
         if not isinstance(op, CommOp) or op.collective in ("broadcast", "send", "recv"):
             continue
-        groups = {"tp": "", "ep": "_EP", "expt_dp": "_DP_EP", "intra_expt_dp": "_DP_EP"}
-        data = {"dp_cp": "", "intra_dp_cp": ""}
-        if op.group in groups or op.group in data:
-            suffix = (groups | data)[op.group]
-            key = ("DP" if op.group in data else "", TYPE_OF[op.collective] + suffix)
-            sent[key] += op.message_bytes(workload.groups[op.group])
+        key = suffix_of(op.group, workload)
+        if key is not None:
+            sent[key[0], TYPE_OF[op.collective] + key[1]] += op.message_bytes(
+                workload.groups[op.group]
+            )
     assert sums_of(rows) == sent
     assert sum(int(row[place]) for row in rows for place in (2, 5, 8)) == computed
 

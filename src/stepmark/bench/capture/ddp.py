@@ -5,7 +5,7 @@ comm.cpp (results of hooks).
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work, _create_work_from_future
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import distributed
 
 _VERIFY = "_verify_param_shape_across_processes"
@@ -34,6 +35,41 @@ def with_result(returned: Any) -> Any:
     return tensors, made.boxed()
 
 
+class Rebuilding:
+    """DDP makes its buckets anew before the second step, of numbers that it reads.
+
+    Inside, tensors of int32 are real; what the buckets hold is as fake as ever.
+    """
+
+    def __init__(self) -> None:
+        self._running = False
+
+    @contextlib.contextmanager
+    def __call__(self, *_: Any) -> Iterator[None]:
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def reads(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operator is one of those whose numbers are read."""
+        if not self._running:
+            return False
+        given = list(tensors(list(args)))
+        types = [one.dtype for one in given] or [kwargs.get("dtype")]
+        return types[0] is torch.int32 and not any(isinstance(one, FakeTensor) for one in given)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Those of an argument, which may be a list of lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors(one)
+
+
 @contextlib.contextmanager
 def unread_shapes() -> Iterator[None]:
     """DDP compares shapes by reading them out of tensors: here it only sends them."""
@@ -47,6 +83,8 @@ def unread_shapes() -> Iterator[None]:
 def _sent(group: Any, params: Sequence[Tensor], logger: Any = None) -> None:
     del logger
     number = torch.zeros(1, dtype=torch.int64)
-    dist.all_gather([torch.zeros_like(number) for _ in range(group.size())], number, group=group)
+    dist.all_gather(
+        [torch.zeros_like(number) for _ in range(group.size())], number, group=group
+    )
     sizes_and_strides = torch.zeros(sum(2 * one.dim() for one in params), dtype=torch.int64)
     dist.broadcast(sizes_and_strides, group=group, group_src=0)

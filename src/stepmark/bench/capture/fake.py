@@ -6,6 +6,7 @@ of the fake mode.
 
 import contextlib
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,6 +52,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
     mesh_sizes: list[int] = []
     with told, contextlib.ExitStack() as stack:
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        stack.callback(_forget)
         stack.callback(dist.destroy_process_group)
         for name in _OF_NUMBERS:
             if name in vars(DeviceMesh):
@@ -60,6 +62,15 @@ def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
         stack.enter_context(unread_shapes())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield mesh_sizes
+
+
+def _forget() -> None:
+    """DTensor keeps layouts with their meshes, which equal those of the next rank's groups."""
+    for one in gc.get_objects():
+        is_cache = isinstance(one, functools._lru_cache_wrapper)
+        if is_cache and str(one.__module__).startswith("torch.distributed"):
+            one.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _real(method: Any, mesh_sizes: list[int]) -> Any:

@@ -44,12 +44,18 @@ class Places:
         self._calls: Counter[nn.Module] = Counter()
         self._now = Place()
         self._owner: Place | None = None
+        self._num_again = 0  # calls of modules by the backward pass that are running
         self._began: list[int] = []
         self._places: list[Place] = []
 
     @property
     def inside_module(self) -> bool:
         return bool(self._above)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a backward pass is calling a module, to compute it again."""
+        return self._num_again > 0
 
     @property
     def num_microbatches(self) -> int:
@@ -75,13 +81,15 @@ class Places:
         called = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            before = self._now
+            before, again = self._now, in_backward()
             self._enter(self._called(module))
             self._above.append(module)
+            self._num_again += again
             try:
                 return called(module, *args, **kwargs)
             finally:
                 self._above.pop()
+                self._num_again -= again
                 # What follows the outermost call, as the loss, is of the same micro-batch.
                 self._enter(Place(before.module, before.layer, self._now.microbatch))
 
@@ -102,9 +110,7 @@ class Places:
     def here(self) -> Place:
         if self._owner is not None:
             return self._owner
-        if self._above and _in_backward():
-            return self._now  # computed again
-        if _in_backward():
+        if in_backward() and not self.recomputes:
             return self._of_node()
         return self._now
 
@@ -113,7 +119,7 @@ class Places:
             self.name(module)
         if self._above:
             return self._place(module, self._now.microbatch)
-        if _in_backward():
+        if in_backward():
             return self._place(module, self._of_node().microbatch)
         self._calls[module] += 1
         return self._place(module, self._calls[module] - 1)
@@ -168,5 +174,5 @@ def _named(path: str, module: nn.Module) -> tuple[str, int | None]:
     return ".".join(rest) or kind, int(parts[number])
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1

@@ -31,6 +31,11 @@ class Overlap:
         self._ddp_reduces = False
         self._reducing = False  # FSDP2: since the backward pass began
 
+    @property
+    def reduces(self) -> bool:
+        """Whether FSDP2 is reducing gradients, which pipelines have it do after all passes."""
+        return self._within == "reduce"
+
     @contextlib.contextmanager
     def gathering(self, group: int, *, forward: bool) -> Iterator[None]:
         """FSDPParamGroup.unshard: copy-in and gather, beside the computation."""

@@ -14,9 +14,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.optimizer import (
@@ -26,11 +27,12 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepmark.bench.capture.compute import computed
-from stepmark.bench.capture.ddp import with_result
+from stepmark.bench.capture.ddp import Rebuilding, tensors, with_result
 from stepmark.bench.capture.groups import Groups
 from stepmark.bench.capture.messages import NAMESPACES, communicated
-from stepmark.bench.capture.modules import Place, Places
+from stepmark.bench.capture.modules import Place, Places, in_backward
 from stepmark.bench.capture.overlap import Overlap
+from stepmark.bench.capture.pairs import Pairs
 from stepmark.core.ops import Phase
 from stepmark.core.workload import CommOp, ComputeOp, Operation
 
@@ -54,6 +56,8 @@ class CaptureRecorder(TorchDispatchMode):
         self._in_optimizer = False
         self._after_backward = False
         self._overlap = Overlap()
+        self._rebuilding = Rebuilding()
+        self._pairs = Pairs(rank)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -99,7 +103,11 @@ class CaptureRecorder(TorchDispatchMode):
             return NotImplemented  # DTensor makes operators of plain tensors of it
         if func is torch.ops.aten._local_scalar_dense.default and not self._silent:
             return self._value_of(args[0])
-        result = func(*args, **kwargs)
+        if self._rebuilding.reads(args, kwargs):
+            with unset_fake_temporarily():
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         if func.namespace == "c10d":
             result = with_result(result)
         if not self._silent:
@@ -117,10 +125,9 @@ class CaptureRecorder(TorchDispatchMode):
             ddp = self.places.has_ddp and name == "allreduce_" and phase is Phase.BWD
             for one in communicated(name, values, result, self.groups, phase, place):
                 own = func.namespace == "c10d"
-                self._send(replace(one, recompute=again), own=own, ddp=ddp)
+                self._send(replace(one, recompute=again), values, own=own, ddp=ddp)
             return
-        backward = torch._C._current_graph_task_id() != -1
-        found = computed(func, args, kwargs, result, backward=backward)
+        found = computed(func, args, kwargs, result, backward=in_backward())
         if found is None:
             return
         op, phase_told = found
@@ -141,9 +148,12 @@ class CaptureRecorder(TorchDispatchMode):
     def _where(self) -> tuple[Phase, Place, bool]:
         """Phase, place, and whether it is forward work done again."""
         place = self.places.here()
-        if torch._C._current_graph_task_id() != -1:
+        if self._overlap.reduces:
+            return Phase.BWD, place, False
+        if in_backward():
             self._after_backward = True
-            again = torch.is_grad_enabled()
+            # Functions of autograd disable gradients inside their forward pass.
+            again = torch.is_grad_enabled() or self.places.recomputes
             return Phase.FWD if again else Phase.BWD, place, again
         if self.places.inside_module:
             self._after_backward = False
@@ -151,7 +161,11 @@ class CaptureRecorder(TorchDispatchMode):
             return Phase.OPTIM, Place("optimizer"), False
         return Phase.FWD, place, False
 
-    def _send(self, op: CommOp, *, own: bool, ddp: bool) -> None:
+    def _send(self, op: CommOp, values: tuple[Any, ...], *, own: bool, ddp: bool) -> None:
+        if op.peer is not None:
+            outside = not self.places.inside_module and not in_backward()
+            tensor = next(tensors(values))
+            op = self._pairs.told(op, tensor, self.groups.groups[op.group], outside=outside)
         op, before = self._overlap.sending(op, self.operations, own=own, ddp=ddp)
         if before is not None:
             self.operations[-1] = before
@@ -182,6 +196,9 @@ class CaptureRecorder(TorchDispatchMode):
         for name, around in watched.items():
             if hasattr(FSDPParamGroup, name):
                 yield (FSDPParamGroup, name), _around(getattr(FSDPParamGroup, name), around)
+        yield from self._pairs.watched()
+        original = dist.Reducer._rebuild_buckets
+        yield (dist.Reducer, "_rebuild_buckets"), _around(original, self._rebuilding)
         # DTensor works layouts out by running operators on whole shapes.
         name = "_propagate_tensor_meta_non_cached"
         if hasattr(ShardingPropagator, name):

@@ -24,7 +24,8 @@ class Format:
     """module: of this folder. is_one: whether a file that begins so is one.
 
     needs_times: a file cannot be without times of computation. picks: it holds the program of
-    one pipeline stage or of one rank, `write(workload, stage=...)` or `rank=...`.
+    one pipeline stage or of one rank, `write(workload, stage=...)` or `rank=...`. first: that
+    of rank 0 in a folder of all ranks, which `files(workload, ranks)` fills.
     """
 
     module: str
@@ -35,6 +36,7 @@ class Format:
     writes: bool = True
     needs_times: bool = False
     picks: str = ""
+    first: str = ""
 
     def load(self) -> ModuleType:
         return importlib.import_module(f"stepmark.workload.formats.{self.module}")
@@ -53,7 +55,7 @@ def _line_with(*marks: bytes) -> Callable[[bytes], bool]:
 
 
 def _is_chakra(head: bytes) -> bool:
-    """Begins with a length and, filling it, fields 1 (text) and 2 (attributes) of GlobalMetadata.
+    """Begins with a length and, filling it, a GlobalMetadata: fields 1 and 2.
 
     Metadata of nothing are followed by a node that begins with its number or name.
     """
@@ -107,6 +109,7 @@ FORMATS: dict[str, Format] = {
         suffix=".json",
         is_one=_json_with(b'"comms"'),
         picks="rank",
+        first="0.json",
     ),
     "chakra": Format(
         module="chakra",
@@ -114,6 +117,7 @@ FORMATS: dict[str, Format] = {
         suffix=".et",
         is_one=_is_chakra,
         picks="rank",
+        first="*.0.et",
     ),
     "csv": Format(
         module="eyes",
@@ -135,7 +139,13 @@ def find_format(name: str, *, to: bool) -> str:
 
 
 def sniff(path: Path) -> str:
-    """The name in FORMATS of a file, by what it holds. Raises ConfigError."""
+    """The name in FORMATS of a file or of a folder of ranks, by what it holds.
+
+    Raises ConfigError.
+    """
+    for name, found in FORMATS.items():
+        if found.first and path.is_dir() and any(path.glob(found.first)):
+            return name
     try:
         with path.open("rb") as stream:
             head = stream.read(_HEAD_BYTES)

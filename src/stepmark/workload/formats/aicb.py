@@ -16,7 +16,7 @@ from stepmark.workload.formats import aicb_names
 from stepmark.workload.formats.aicb_line import EPOCH_END, HEADER, no_setup
 from stepmark.workload.formats.aicb_reader import FORMAT, Reader, line_of
 from stepmark.workload.formats.repeated_text import RepeatedText
-from stepmark.workload.formats.source_file import read_lines
+from stepmark.workload.formats.source_file import in_file, read_lines
 
 
 class _Section(msgspec.Struct):
@@ -42,9 +42,10 @@ def read(path: Path, *, group_sizes: Mapping[str, int] | None = None) -> Workloa
     """
     lines = read_lines(path, "AICB workload")
     end = "\n" if lines[-1] == "" else ""
-    reader = Reader(lines[:-1] if end else lines, dict(group_sizes or {}))
-    workload = reader.workload(path.name.partition(".")[0], end)
-    workload.check()
+    with in_file(path):
+        reader = Reader(lines[:-1] if end else lines, dict(group_sizes or {}))
+        workload = reader.workload(path.name.partition(".")[0], end)
+        workload.check()
     return workload
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.core.errors import ConfigError
-from stepmark.workload.formats.source_file import read_lines
+from stepmark.workload.formats.source_file import in_file, read_lines
 
 _FIRST = re.compile(r"(train_iter):(\d{1,9})|(inference_term):(\w{1,40})")
 _SECTION = re.compile(r"(\w{1,80}):[ \t]*")
@@ -68,6 +68,11 @@ class Profile:
 def read(path: Path) -> Profile:
     """Raises ConfigError, with the line's number, for what is no such file."""
     lines = read_lines(path, "AIOB profile")
+    with in_file(path):
+        return _parse(lines)
+
+
+def _parse(lines: list[str]) -> Profile:
     first = _FIRST.fullmatch(lines[0].strip())
     if not first:
         raise ConfigError("line 1", lines[0], "train_iter:N or inference_term:PHASE")
@@ -83,7 +88,7 @@ def read(path: Path) -> Profile:
                 raise ConfigError(f"line {place}", line, "a part that has not come before")
             found[section] = {}
         elif (time := _TIME.fullmatch(line)) and section and time[1] not in found[section]:
-            found[section][time[1]] = float(time[2]) * 1e-6
+            found[section][time[1]] = float(time[2]) / 1e6
         else:
             raise ConfigError(f"line {place}", line, _ALLOWED)
     if not found:

@@ -8,6 +8,7 @@ so that the sum over a stream is right within one; time_s holds the exact ones. 
 chakra_reader.py.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,9 @@ from stepmark.core.collectives import Collective
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Workload
-from stepmark.workload.durations import describe, family
-from stepmark.workload.formats.chakra_reader import GROUPS_FILE, read
+from stepmark.workload.durations import describe
+from stepmark.workload.formats.chakra_folder import GROUPS_FILE
+from stepmark.workload.formats.chakra_reader import read
 from stepmark.workload.formats.chakra_schema import (
     COMM_TYPES,
     VERSION,
@@ -73,22 +75,37 @@ def files(
 def lost(workload: Workload) -> list[str]:
     """What of this workload the format cannot say, or what ASTRA-sim does not take."""
     ops = {one for stage in range(len(workload.stages)) for one in workload.tally(stage)}
-    comms = {one.collective for one in ops if isinstance(one, CommOp)}
-    found = ["operators' shapes (only FLOPs, bytes and a name), model and settings"]
-    untimed = sum(isinstance(one, ComputeOp) and one.time_s is None for one in ops)
-    if untimed:
-        found.append(f"a duration for {untimed} computations that have no time")
-    if any(one.time_s is not None and one.time_s * 1e6 % 1 for one in ops):
+    computes = [one for one in ops if isinstance(one, ComputeOp)]
+    comms = [one for one in ops if isinstance(one, CommOp)]
+    used = {one.collective for one in comms}
+    found = [
+        "operators' shapes (only FLOPs, bytes and a name)",
+        "model, settings, notes and the number of micro-batches",
+    ]
+    if untimed := sum(one.time_s is None for one in computes):
+        found.append(f"{untimed} computations without a time: ASTRA-sim takes 1 ns")
+    if costless := sum(None in (one.op.flops, one.op.bytes_moved) for one in computes):
+        found.append(
+            f"{costless} computations without FLOPs or bytes: no roofline in ASTRA-sim"
+        )
+    if any(_is_fraction(one.time_s) for one in ops):
         found.append("durations below a microsecond: rounded, exact in the attribute time_s")
-    if Collective.ALL_TO_ALL_V in comms:
+    if Collective.ALL_TO_ALL_V in used:
         found.append("uneven parts of an all_to_all_v: written as an all-to-all")
-    if refused := sorted(comms & set(_REFUSED)):
+    if refused := sorted(used & set(_REFUSED)):
         found.append(f"{', '.join(refused)}: in the file, but ASTRA-sim refuses them")
-    if Collective.BROADCAST in comms:
-        found.append("broadcast: in the file, but ASTRA-sim does not simulate it")
+    if Collective.BROADCAST in used:
+        found.append("broadcast: in the file, but ASTRA-sim gives it its duration or 1 ns")
+    if any(workload.groups[one.group].size == 1 for one in comms):
+        found.append("communication of a rank with itself")
     if any(stage.setup for stage in workload.stages):
         found.append("what runs once before the first step")
     return found
+
+
+def _is_fraction(time_s: float | None) -> bool:
+    """Of microseconds."""
+    return time_s is not None and not math.isclose(time_s * 1e6, round(time_s * 1e6))
 
 
 @dataclass(slots=True)
@@ -169,8 +186,8 @@ def _constant(
 
     def constant(one: Operation) -> tuple[Operation, bytes]:
         if isinstance(one, ComputeOp):
-            kind, what = NodeType.COMP, family(one.op)
-            values = _computation(one)
+            what = one.op.name if isinstance(one.op, Kernel) else describe(one.op)
+            kind, values = NodeType.COMP, _computation(one, what)
         elif workload.groups[one.group].size == 1:
             return one, b""
         else:
@@ -182,7 +199,8 @@ def _constant(
             values["recompute.bool"] = True
         if one.time_s is not None:
             values["time_s.double"] = one.time_s
-        node = made.node(name=f"{one.phase}.{one.module}.{what}", type=int(kind))
+        name = f"{one.phase}.{one.module}.{what.partition(' ')[0]}"
+        node = made.node(name=name, type=int(kind))
         node.attr.extend(_attribute(made, key, value) for key, value in values.items())
         return one, node.SerializeToString()
 
@@ -194,7 +212,7 @@ def _attribute(made: Any, key: str, value: object) -> Any:
     return made.attribute(name=name, **{f"{kind}_val": value})
 
 
-def _computation(one: ComputeOp) -> dict[str, object]:
+def _computation(one: ComputeOp, what: str) -> dict[str, object]:
     values: dict[str, object] = {"is_cpu_op.bool": False}
     if one.op.flops is not None:
         # ASTRA-sim's roofline divides by it; with 1 its time is that of the bytes.
@@ -203,7 +221,7 @@ def _computation(one: ComputeOp) -> dict[str, object]:
             values["flops.int64"] = 0
     if one.op.bytes_moved is not None:
         values["tensor_size.uint64"] = one.op.bytes_moved
-    values["op.string"] = one.op.name if isinstance(one.op, Kernel) else describe(one.op)
+    values["op.string"] = what
     return values
 
 
@@ -227,6 +245,6 @@ def _communication(
         source, target = (rank, peer) if one.collective == SEND else (peer, rank)
         values |= {"comm_src.int32": source, "comm_dst.int32": target}
         values["comm_tag.int32"] = tags[one.group]
-        if one.fused:
-            values["fused.bool"] = True
+    if one.fused:
+        values["fused.bool"] = True
     return values | {"dtype.string": one.dtype}

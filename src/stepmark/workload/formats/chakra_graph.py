@@ -1,6 +1,7 @@
 """The graph of a Chakra execution trace: its nodes, in an order that they can run in."""
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,15 +58,17 @@ def _node(message: Any, where: str) -> Node:
         raise ConfigError(f"{where}: type", message.type, f"from 0 to {max(NodeType)}")
     if values.get("is_cpu_op") and "comm_size" not in values and kind in _DONE:
         kind = NodeType.COMP  # a call of the host that issues a collective, in a real trace
-    micros = message.duration_micros
-    exact = values.get("time_s")
+    exact, micros = values.get("time_s"), message.duration_micros
+    time_s = exact if isinstance(exact, float) else micros / 1e6 if micros else None
+    if time_s is not None and not 0 <= time_s < math.inf:
+        raise ConfigError(f"{where}: time_s", time_s, "seconds")
     return Node(
         number=message.id,
         name=message.name,
         kind=kind,
         deps=tuple(message.data_deps),
         controls=tuple(message.ctrl_deps),
-        time_s=exact if isinstance(exact, float) else micros * 1e-6 if micros else None,
+        time_s=time_s,
         values=values,
     )
 

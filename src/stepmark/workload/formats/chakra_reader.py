@@ -6,13 +6,10 @@ trace from elsewhere has no streams of ours: its computation is one stream, that
 second, its communication a third, each in order. Loads and stores are computation too.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from stepmark.core.collectives import Collective, RedOp, num_parts
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType, parse_dtype
@@ -28,9 +25,9 @@ from stepmark.core.workload import (
     Operation,
     Workload,
 )
+from stepmark.workload.formats.chakra_folder import GROUPS_FILE, groups, rank_files
 from stepmark.workload.formats.chakra_graph import (
     COMPUTES,
-    WHAT,
     Node,
     Value,
     in_order,
@@ -40,9 +37,7 @@ from stepmark.workload.formats.chakra_graph import (
 )
 from stepmark.workload.formats.chakra_schema import COLLECTIVE_OF, NodeType
 from stepmark.workload.formats.ranks import WORLD, group_of, name_of, stages_of
-from stepmark.workload.formats.source_file import read_bytes
 
-GROUPS_FILE = "comm_groups.json"
 CPU, COMMUNICATION = "cpu", "communication"
 _CALLERS = (
     "Of {} of {} files the ctrl_deps are left out: they go in a circle or out of the file, as "
@@ -52,10 +47,11 @@ _CALLERS = (
 
 @dataclass(slots=True)
 class _Stream:
-    """Named operations issued so far, and up to which of each other stream it has waited."""
+    """Calls so far, which of them each named operation is of, and what has been waited for."""
 
-    issued: int = 0
-    waited: dict[str, int] = field(default_factory=dict)
+    calls: int = 0
+    named: list[int] = field(default_factory=list)
+    waited: dict[str, int] = field(default_factory=dict)  # the last named one, by stream
 
 
 def read(path: Path) -> Workload:
@@ -64,8 +60,8 @@ def read(path: Path) -> Workload:
     comm_groups.json beside them says which ranks pg_name means. Neighbouring ranks that do the
     same become one stage. Raises ConfigError for anything that is no such trace.
     """
-    paths = _rank_files(path)
-    groups = _groups(paths[0].parent)
+    paths = rank_files(path)
+    named = groups(paths[0].parent)
     world = len(paths)
     used: dict[str, Group] = {}
     programs = []
@@ -73,7 +69,7 @@ def read(path: Path) -> Workload:
     for rank, one in enumerate(paths):
         ordered, controlled = in_order(nodes(one), one.name)
         callers += not controlled
-        programs.append(_Reader(one.name, world, rank, groups, used).operations(ordered))
+        programs.append(_Reader(one.name, world, rank, named, used).operations(ordered))
     stages, blocks = stages_of(programs)
     workload = Workload(
         name=paths[0].name.rsplit(".", 2)[0],
@@ -87,32 +83,6 @@ def read(path: Path) -> Workload:
     )
     workload.check()
     return workload
-
-
-def _rank_files(path: Path) -> list[Path]:
-    if path.is_dir():
-        first = sorted(path.glob("*.0.et"))
-        if len(first) != 1:
-            raise ConfigError(WHAT, path, f"a folder with one PREFIX.0.et: it has {len(first)}")
-        path = first[0]
-    if not (named := re.fullmatch(r"(.+)\.\d+\.et", path.name)):
-        raise ConfigError(WHAT, path, "a file PREFIX.RANK.et")
-    found: list[Path] = []
-    while (one := path.with_name(f"{named[1]}.{len(found)}.et")).is_file():
-        found.append(one)
-    if path not in found:
-        raise ConfigError(WHAT, path, f"a readable file, and those of all ranks from 0 ({one})")
-    return found
-
-
-def _groups(folder: Path) -> dict[str, list[int]]:
-    file = folder / GROUPS_FILE
-    if not file.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(read_bytes(file, WHAT), type=dict[str, list[int]])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ConfigError(WHAT, file, f'{{"1": [0, 1], ...}} ({error})') from None
 
 
 class _Reader:
@@ -149,9 +119,10 @@ class _Reader:
             deps = [(streams[dep], placed.get(dep)) for dep in waits[one.number]]
             after = self._after(stream, deps, name)
             operation = self._operation(one, f"{self._file}: node {one.number}")
+            stream.calls += not (isinstance(operation, CommOp) and operation.fused)
             if one.number in awaited:
-                placed[one.number] = stream.issued
-                stream.issued += 1
+                placed[one.number] = len(stream.named)
+                stream.named.append(stream.calls)
                 operation = replace(operation, name=name)
             made.append(replace(operation, stream=name, after=after))
         return made
@@ -159,17 +130,21 @@ class _Reader:
     def _after(
         self, own: _Stream, deps: Iterable[tuple[str, int | None]], name: str
     ) -> tuple[str, ...]:
-        """The newest of each other stream, unless this stream has waited for it before."""
-        newest: dict[str, int] = {}
+        """The newest call of each other stream, unless this one has waited for it before."""
+        places: dict[str, list[int]] = {}
         for stream, place in deps:
             if stream != name and place is not None:
-                newest[stream] = max(place, newest.get(stream, -1))
+                places.setdefault(stream, []).append(place)
         found = []
-        for stream, place in newest.items():
-            if place > own.waited.get(stream, -1):
-                own.waited[stream] = place
-                back = self._streams[stream].issued - 1 - place
-                found.append(f"{stream}~{back}" if back else stream)
+        for stream, known in places.items():
+            newest, named = max(known), self._streams[stream].named
+            if newest <= own.waited.get(stream, -1):
+                continue
+            own.waited[stream] = newest
+            for place in sorted(set(known)):
+                if named[place] == named[newest]:
+                    back = len(named) - 1 - place
+                    found.append(f"{stream}~{back}" if back else stream)
         return tuple(found)
 
     def _operation(self, one: Node, where: str) -> Operation:
@@ -184,12 +159,12 @@ class _Reader:
             "time_s": one.time_s,
         }
         if one.kind in COMPUTES:
-            op = Kernel(
-                name=str(values.get("op", one.name)),
-                flops=_whole(values, "flops" if "flops" in values else "num_ops"),
-                bytes_moved=_whole(values, "tensor_size"),
-            )
-            return ComputeOp(op=op, **common)
+            flops = _whole(values, "flops" if "flops" in values else "num_ops")
+            moved = _whole(values, "tensor_size")
+            if min(flops or 0, moved or 0) < 0:
+                raise ConfigError(f"{where}: num_ops, tensor_size", (flops, moved), "0 or more")
+            name = str(values.get("op", one.name))
+            return ComputeOp(op=Kernel(name=name, flops=flops, bytes_moved=moved), **common)
         dtype = DType.UINT8
         if "dtype" in values:
             dtype = parse_dtype(str(values["dtype"]), f"{where}: dtype", MESSAGE_DTYPES)
@@ -197,7 +172,8 @@ class _Reader:
         if num_bytes is None or num_bytes < 0:
             raise ConfigError(f"{where}: comm_size", num_bytes, "a number of bytes")
         build = self._collective if one.kind is NodeType.COMM_COLL else self._pair
-        return replace(build(one, where, dtype, num_bytes), **common)
+        fused = bool(one.values.get("fused", False))
+        return replace(build(one, where, dtype, num_bytes), fused=fused, **common)
 
     def _pair(self, one: Node, where: str, dtype: DType, num_bytes: int) -> CommOp:
         sends = one.kind is NodeType.COMM_SEND
@@ -214,7 +190,6 @@ class _Reader:
             phase=Phase.STEP,
             module="",
             peer=(other - self._rank) % self._world,
-            fused=bool(one.values.get("fused", False)),
         )
 
     def _collective(self, one: Node, where: str, dtype: DType, num_bytes: int) -> CommOp:

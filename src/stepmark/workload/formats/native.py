@@ -3,65 +3,30 @@
 docs/workload-format.md describes it. What is read equals what was written.
 """
 
-import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
-from stepmark.core.collectives import RedOp
-from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig
-from stepmark.core.ops import FAMILIES, FAMILY_OF, Op, Phase
 from stepmark.core.workload import (
-    COMPUTE,
     Block,
-    CommOp,
-    ComputeOp,
     Group,
-    Kernel,
     Operation,
     Run,
     Stage,
     Workload,
 )
-from stepmark.workload.formats.source_file import read_bytes
+from stepmark.workload.formats.native_op import OpFields, bare, model_of, operation, plain_op
+from stepmark.workload.formats.source_file import in_file, read_bytes
 from stepmark.workload.formats.strict_json import convert, one_line
 
 SCHEMA = 1
 KIND = "stepmark workload"
 
-T = TypeVar("T")
-
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0)]
-_COMM_ONLY = ("collective", "dtype", "count", "group", "redop", "root", "peer", "fused")
-
-
-class _Op(msgspec.Struct, forbid_unknown_fields=True):
-    """Either computation or communication."""
-
-    phase: Phase
-    module: str
-    compute: dict[str, Any] | None = None
-    collective: str | None = None
-    dtype: DType | None = None
-    count: _Natural | None = None
-    group: str | None = None
-    layer: int | None = None
-    microbatch: int | None = None
-    stream: str = COMPUTE
-    name: str = ""
-    after: tuple[str, ...] = ()
-    redop: RedOp = RedOp.NONE
-    root: _Natural | None = None
-    peer: int | None = None
-    fused: bool = False
-    recompute: bool = False
-    time_s: _Seconds | None = None
 
 
 class _Shift(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -96,7 +61,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     model: dict[str, Any] | None
     settings: dict[str, str | int | float | bool | None]
     groups: dict[str, tuple[tuple[_Positive, _Positive], ...]]
-    ops: list[_Op]
+    ops: list[OpFields]
     blocks: dict[str, list[int | _Run]]
     stages: list[_Stage]
     notes: tuple[str, ...]
@@ -105,7 +70,9 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 def read(path: Path) -> Workload:
     """Raises ConfigError for whatever is no workload."""
-    return decode(read_bytes(path, "workload"))
+    data = read_bytes(path, "workload")
+    with in_file(path):
+        return decode(data)
 
 
 def encode(workload: Workload) -> bytes:
@@ -123,14 +90,14 @@ def encode(workload: Workload) -> bytes:
         "source": _json(workload.source),
         "world_size": _json(workload.world_size),
         "num_microbatches": _json(workload.num_microbatches),
-        "model": _json(workload.model and _bare(workload.model)),
+        "model": _json(workload.model and bare(workload.model)),
         "settings": _json(dict(workload.settings)),
         "groups": _json({name: group.digits for name, group in workload.groups.items()}),
-        "ops": b"[\n" + b",\n".join(_json(_plain_op(op)) for op in numbers) + b"\n]",
+        "ops": b"[\n" + b",\n".join(_json(plain_op(op)) for op in numbers) + b"\n]",
         "blocks": b"{\n"
         + b",\n".join(_json(name) + b":" + _json(items) for name, items in blocks.items())
         + b"\n}",
-        "stages": _json([_bare(stage) for stage in workload.stages]),
+        "stages": _json([bare(stage) for stage in workload.stages]),
         "notes": _json(workload.notes),
         "origin": _json(dict(workload.origin)),
     }
@@ -146,14 +113,14 @@ def lost(workload: Workload) -> list[str]:
 def decode(data: bytes) -> Workload:
     """Raises ConfigError, one line, for whatever `encode` would not have written."""
     file = _file(data)
-    ops = [_operation(op, f"ops[{index}]") for index, op in enumerate(file.ops)]
+    ops = [operation(op, f"ops[{index}]") for index, op in enumerate(file.ops)]
     workload = Workload(
         name=file.name,
         rules=file.rules,
         source=file.source,
         world_size=file.world_size,
         num_microbatches=file.num_microbatches,
-        model=None if file.model is None else _model(file.model),
+        model=None if file.model is None else model_of(file.model),
         settings=file.settings,
         groups={name: Group(digits=digits) for name, digits in file.groups.items()},
         blocks={name: _block(name, items, ops) for name, items in file.blocks.items()},
@@ -206,97 +173,8 @@ def _item(item: Operation | Run, numbers: dict[Operation, int]) -> Any:
     return [item.block, item.times, shift] if shift else [item.block, item.times]
 
 
-def _plain_op(op: Operation) -> dict[str, Any]:
-    if isinstance(op, CommOp):
-        return _bare(op)
-    compute = {"kernel": op.op.name} if isinstance(op.op, Kernel) else {}
-    if not isinstance(op.op, Kernel):
-        compute = {"family": FAMILY_OF[type(op.op)]}
-    inner = {key: value for key, value in _bare(op.op).items() if key not in compute}
-    if isinstance(op.op, Kernel):
-        inner.pop("name")
-    return {"compute": compute | inner, **_bare(op, without="op")}
-
-
-def _bare(value: Any, *, without: str = "") -> dict[str, Any]:
-    """A dataclass as a dict, defaults left out."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(value):
-        held = getattr(value, field.name)
-        if field.name != without and (
-            field.default is dataclasses.MISSING or held != field.default
-        ):
-            found[field.name] = _bare(held) if dataclasses.is_dataclass(held) else held
-    return found
-
-
 def _json(value: Any) -> bytes:
     return msgspec.json.encode(value)
-
-
-def _operation(op: _Op, where: str) -> Operation:
-    if (op.compute is None) is (op.collective is None):
-        raise ConfigError(where, one_line(None), "either compute or collective")
-    values = {
-        name: getattr(op, name)
-        for name in op.__struct_fields__
-        if name != "compute" and (op.compute is None or name not in _COMM_ONLY)
-    }
-    try:
-        if op.compute is not None:
-            return ComputeOp(op=_compute(op.compute), **values)
-        for name in ("dtype", "count", "group"):
-            if values[name] is None:
-                raise ConfigError(name, "missing", "a required field")
-        return CommOp(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{where}.{error.field}", error.shown, error.allowed) from None
-
-
-def _compute(plain: dict[str, Any]) -> Op | Kernel:
-    held = dict(plain)
-    if "kernel" in held:
-        made = {"name": held.pop("kernel"), **held}
-        return _dataclass(Kernel, made)
-    family = held.pop("family", None)
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise ConfigError(
-            "family", one_line(family), f"one of {', '.join(FAMILIES)}, or kernel"
-        )
-    _known(FAMILIES[family], held)
-    try:
-        return FAMILIES[family](**held)
-    except TypeError:
-        needed = [
-            field.name
-            for field in dataclasses.fields(FAMILIES[family])
-            if field.default is dataclasses.MISSING
-        ]
-        raise ConfigError(family, ", ".join(held), f"all of {', '.join(needed)}") from None
-
-
-def _model(plain: dict[str, Any]) -> ModelConfig:
-    for name, kind in (("moe", MoeConfig), ("mla", MlaConfig)):
-        if isinstance(plain.get(name), dict):
-            _known(kind, plain[name])
-    return _dataclass(ModelConfig, plain)
-
-
-def _dataclass(kind: type[T], plain: dict[str, Any]) -> T:
-    _known(kind, plain)
-    try:
-        return msgspec.convert(plain, type=kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(kind.__name__, ", ".join(plain), str(error)) from None
-
-
-def _known(kind: type[Any], plain: Mapping[str, Any]) -> None:
-    names = [field.name for field in dataclasses.fields(kind)]
-    for key in plain:
-        if key not in names:
-            raise ConfigError(
-                ascii(key[:80])[1:-1], one_line(plain[key]), f"one of {', '.join(names)}"
-            )
 
 
 def _block(name: str, items: Iterable[int | _Run], ops: list[Operation]) -> Block:

@@ -5,10 +5,12 @@ commsTraceParser.py (_parseBasicTrace) and commsTraceReplay.py. Sizes are elemen
 input and output. A collective of the stream "compute" is waited for at once, another where an
 operation comes that starts after it. Of computation the format has products of two matrices
 and embedding lookups. Reading is in param_trace_reader.py.
+
+Messages of one call are posted one after the other, by source and destination, since
+commsTraceReplay waits for each (is_blocking) and posts those of a batch (use_batch) twice.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -19,8 +21,10 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import EmbeddingBag, Gemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation, Workload
+from stepmark.workload.formats.param_trace_entry import COMPUTATIONS, Entry
+from stepmark.workload.formats.param_trace_queue import Line, Queue
 from stepmark.workload.formats.param_trace_reader import read
-from stepmark.workload.formats.ranks import Instances, Issued, check_rank
+from stepmark.workload.formats.ranks import Instances, check_rank
 from stepmark.workload.formats.walk import walk
 
 __all__ = ["files", "lost", "read", "write"]
@@ -58,19 +62,6 @@ NAMES: dict[str, tuple[str, int, int]] = {
     RECV: ("irecv", 1, 1),
     Collective.BARRIER: ("barrier", 0, 0),
 }
-_BATCH = "batch_isend_irecv"
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """An operation's entry but for its request; "" where PARAM has none."""
-
-    operation: Operation
-    text: str
-
-    @property
-    def is_pair(self) -> bool:
-        return isinstance(self.operation, CommOp) and self.operation.collective in (SEND, RECV)
 
 
 def write(workload: Workload, rank: int = 0) -> Iterator[str]:
@@ -96,27 +87,48 @@ def files(
 
 
 def lost(workload: Workload) -> list[str]:
-    """What of this workload the format cannot say."""
+    """What of this workload the format cannot say, or what PARAM's replay does not do."""
     tallies = [workload.tally(stage) for stage in range(len(workload.stages))]
-    comms = {one for tally in tallies for one in tally if isinstance(one, CommOp)}
+    ops = {one for tally in tallies for one in tally}
+    comms = [one for one in ops if isinstance(one, CommOp)]
+    used = {one.collective for one in comms}
     unsaid = sum(
         count
         for tally in tallies
         for one, count in tally.items()
         if isinstance(one, ComputeOp) and _compute(one) is None
     )
-    found = ["layers and micro-batches, times, model and settings"]
+    found = ["layers, micro-batches, recomputation, times, model, settings and notes"]
     if unsaid:
         found.append(f"{unsaid} computations that are no product or embedding lookup")
+    if any(_is_narrowed(one) for one in ops):
+        found.append("layouts, scaling and output types of products, skew and type of lookups")
+    if any(one.stream != COMPUTE for one in ops):
+        found.append("streams: only where each message is waited for")
     if stand_ins := sorted({one.dtype for one in comms} & set(_STAND_INS)):
         found.append(f"{', '.join(stand_ins)}: written as another type of the same size")
     if redops := sorted({one.redop for one in comms} - {"none", "sum"}):
         found.append(f"reductions other than sum: {', '.join(redops)}")
-    if any(one.collective == Collective.ALL_TO_ALL_V for one in comms):
+    if Collective.ALL_TO_ALL_V in used:
         found.append("uneven parts of an all_to_all_v: written as equal ones")
+    if Collective.BROADCAST in used:
+        found.append("broadcast: in the file, but commsTraceReplay stops at one")
+    if any(one.root for one in comms):
+        found.append("roots: in the file, but commsTraceReplay takes rank 0")
+    if any(one.fused for one in comms):
+        found.append("which messages are one call")
+    if any(workload.groups[one.group].size == 1 for one in comms):
+        found.append("communication of a rank with itself")
     if any(stage.setup for stage in workload.stages):
         found.append("what runs once before the first step")
     return found
+
+
+def _is_narrowed(one: Operation) -> bool:
+    """Whether a computation's entry says less than what it is."""
+    if not isinstance(one, ComputeOp) or (entry := _compute(one)) is None:
+        return False
+    return COMPUTATIONS[entry["compute"]](Entry(**entry), "") != one.op
 
 
 def _file(workload: Workload, rank: int) -> Iterator[str]:
@@ -128,7 +140,7 @@ def _file(workload: Workload, rank: int) -> Iterator[str]:
     head = ",\n".join(inits)
     yield "[\n" + head
     separator = ",\n" if head else ""
-    queue = _Queue(workload)
+    queue = Queue(workload)
     stage = workload.stage_of(rank)
     for operations, _, _ in walk(workload, stage, _lines(workload, rank, instances)):
         entries = [entry for line, _, _ in operations for entry in queue.add(line)]
@@ -140,55 +152,8 @@ def _file(workload: Workload, rank: int) -> Iterator[str]:
     yield "\n]\n"
 
 
-class _Queue:
-    """Numbers requests, puts waits where they belong, joins the calls of a group."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._issued = Issued(workload)
-        self._outstanding: set[int] = set()
-        self._held: list[_Line] = []  # sends and receives that may be one call
-        self._next = 0
-
-    def add(self, line: _Line) -> Iterator[str]:
-        one = line.operation
-        joins = self._held and line.is_pair and isinstance(one, CommOp) and one.fused
-        if not joins:
-            yield from self.flush()
-        for request in self._issued.find(one.after):
-            if request in self._outstanding:
-                self._outstanding.discard(request)
-                yield _wait(request)
-        if line.is_pair:
-            self._held.append(line)
-        elif isinstance(one, CommOp):
-            yield from self._post([line], None)
-        elif line.text:
-            yield line.text + "}"
-
-    def flush(self) -> Iterator[str]:
-        if self._held:
-            held, self._held = self._held, []
-            yield from self._post(held, batch=len(held) > 1)
-
-    def _post(self, lines: Sequence[_Line], batch: bool | None) -> Iterator[str]:
-        first = self._next
-        use = "" if batch is None else f',"use_batch":{"true" if batch else "false"}'
-        for request, line in enumerate(lines, first):
-            yield f'{line.text}{use},"req":{request}}}'
-        self._next += len(lines)
-        if batch:
-            yield f'{{"comms":"{_BATCH}","req":{self._next}}}'
-            self._next += 1
-        for request, line in enumerate(lines, first):
-            one = line.operation
-            if self._issued.note(one.name, request) and one.stream != COMPUTE:
-                self._outstanding.add(request)
-            if one.stream == COMPUTE:
-                yield _wait(request)
-
-
-def _lines(workload: Workload, rank: int, instances: Instances) -> Callable[[Operation], _Line]:
-    def line(one: Operation) -> _Line:
+def _lines(workload: Workload, rank: int, instances: Instances) -> Callable[[Operation], Line]:
+    def line(one: Operation) -> Line:
         if isinstance(one, ComputeOp):
             entry = _compute(one)
         elif workload.groups[one.group].size == 1:
@@ -196,8 +161,9 @@ def _lines(workload: Workload, rank: int, instances: Instances) -> Callable[[Ope
         else:
             entry = _communication(one, workload, rank, instances)
         if entry is None:
-            return _Line(one, "")
-        return _Line(one, _text({**entry, "markers": [one.phase, one.module]}))
+            return Line(one, "", None)
+        pair = (entry["src_rank"], entry["dst_rank"]) if "src_rank" in entry else None
+        return Line(one, _text({**entry, "markers": [one.phase, one.module]}), pair)
 
     return line
 
@@ -222,6 +188,7 @@ def _communication(
         peer = ranks[(ranks.index(rank) + one.peer) % len(ranks)]
         sends = one.collective == SEND
         entry["src_rank"], entry["dst_rank"] = (rank, peer) if sends else (peer, rank)
+        entry["use_batch"] = False
     return entry
 
 
@@ -242,10 +209,6 @@ def _compute(one: ComputeOp) -> dict[str, Any] | None:
             "bag_size": op.pooling,
         }
     return None
-
-
-def _wait(request: int) -> str:
-    return f'{{"comms":"wait","req":{request}}}'
 
 
 def _text(entry: dict[str, Any]) -> str:

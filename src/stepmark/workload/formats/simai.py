@@ -18,7 +18,7 @@ from stepmark.workload.fold import Repeat, fold
 from stepmark.workload.formats import simai_rows
 from stepmark.workload.formats.repeated_text import RepeatedText
 from stepmark.workload.formats.simai_row import Row, blocks_of, parse, row_of
-from stepmark.workload.formats.source_file import read_lines
+from stepmark.workload.formats.source_file import in_file, read_lines
 
 FORMAT = "simai"
 _LEAF = re.compile(r"row (\d+)\.fwd")
@@ -42,17 +42,22 @@ def read(path: Path, *, world_size: int | None = None) -> Workload:
     world_size: where line 1 does not say, as in files of 2024.
     """
     lines = read_lines(path, "SimAI workload")
+    with in_file(path):
+        return _workload(lines, path.name.partition(".")[0], world_size)
+
+
+def _workload(lines: list[str], name: str, world_size: int | None) -> Workload:
     end = "\n" if lines[-1] == "" else ""
     lines = lines[:-1] if end else lines
     if len(lines) < 3:
-        raise ConfigError(path.name, f"{len(lines)} lines", "a header, a number of rows, rows")
+        raise ConfigError("lines", len(lines), "a header, a number of rows, rows")
     header = _header(lines[0], world_size)
     _check_count(lines[1], len(lines) - 2)
     reader = _Reader(header)
     numbers = [reader.number(text, place) for place, text in enumerate(lines[2:], start=3)]
     reader.program(fold(numbers))
     return Workload(
-        name=path.name.partition(".")[0],
+        name=name,
         rules=FORMAT,
         source="SimAI workload text; sizes are bytes, element types are not in the file",
         world_size=header["all_gpus"],

@@ -132,7 +132,7 @@ def blocks_of(
             ops.append(
                 ComputeOp(
                     op=Kernel(name=row.name),
-                    time_s=cell.compute_ns * 1e-9,
+                    time_s=cell.compute_ns / 1e9,
                     name="wgrad" if phase is Phase.WGRAD and cell.comm != NONE else "",
                     **place,  # type: ignore[arg-type]
                 )

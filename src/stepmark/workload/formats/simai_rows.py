@@ -7,21 +7,21 @@ there; the pipeline is a number in the header.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from stepmark.core.collectives import Collective
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Phase
 from stepmark.core.workload import CommOp, ComputeOp, Operation, Run, Workload
 from stepmark.workload.formats.repeated_text import joined, repeated
-from stepmark.workload.formats.simai_row import NONE, TYPE_OF, Cell, Row
+from stepmark.workload.formats.simai_layers import (
+    microbatch_rows,
+    row_name,
+    slots,
+)
+from stepmark.workload.formats.simai_messages import Messages
+from stepmark.workload.formats.simai_row import Cell, Row
 
-_PASS = {"tp": "", "ep": "_EP"}  # groups of messages within a pass, and SimAI's suffix
-_GRADIENTS = {
-    **dict.fromkeys(("dp", "dp_cp", "intra_dp_cp", "dp_shard"), ""),
-    **dict.fromkeys(("expt_dp", "intra_expt_dp"), "_DP_EP"),
-}
 _GRADIENT_ROWS = {
     "ALLGATHER": "grad_gather",
     "REDUCESCATTER": "grad_param_comm",
@@ -30,7 +30,8 @@ _GRADIENT_ROWS = {
     "REDUCESCATTER_DP_EP": "moe_grad_norm2",
     "ALLREDUCE_DP_EP": "moe_grad_norm2",
 }
-_ROW_OUT = ("out", "down", "residual")  # roles behind the inner width: Megatron's row linears
+# Modules whose sums over data-parallel ranks are no gradients.
+_SMALL = ("loss", "tokens", "norm", "clip", "gradient_norm", "overflow")
 _VPP = ("virtual_pipeline_model_parallel_size", "vpp")
 _HEADER = (
     "HYBRID_TRANSFORMER_FWD_IN_BCKWD model_parallel_NPU_group: {tp} ep: {ep} pp: {pp} "
@@ -46,8 +47,9 @@ def write(workload: Workload, stage: int = 0) -> Iterator[str]:
     body = [one for one in ops if one.microbatch is not None]
     rest = [one for one in ops if one.microbatch is None]
     before = list(_gradient_rows(workload, stage))
-    inside = list(_microbatch_rows(workload, body))
-    after = list(_step_rows(workload, rest))
+    messages = Messages(workload)
+    inside = list(microbatch_rows(messages, body))
+    after = list(_step_rows(messages, rest))
     times = workload.num_microbatches
     yield _header(workload, stage) + f"{len(before) + len(inside) * times + len(after)}\n"
     text = "".join(row.line() for row in inside)
@@ -71,10 +73,13 @@ def lost(workload: Workload) -> list[str]:
     ops = [op for stage in range(len(workload.stages)) for op in workload.tally(stage)]
     if len(workload.stages) > 1:
         found.append("stages: one is written; the pipeline is pp, vpp and pp_comm in line 1")
+    messages = Messages(workload)
     left = {
         f"{op.collective} of {op.group} ({op.module})"
         for op in ops
-        if isinstance(op, CommOp) and not _is_carried(op) and op.collective not in (SEND, RECV)
+        if isinstance(op, CommOp)
+        and op.collective not in (SEND, RECV)
+        and messages.in_pass(op) is messages.of_step(op) is None
     }
     return [*found, *(f"left out: {one}" for one in sorted(left))]
 
@@ -139,12 +144,6 @@ def _check_times(ops: Iterable[Operation]) -> None:
         raise ConfigError("time_s", shown, "known times of all computation (--compute-from)")
 
 
-def _is_carried(op: CommOp) -> bool:
-    """SimAI 1.6 and 1.7 take a broadcast for nothing."""
-    known = op.collective in TYPE_OF and op.collective != Collective.BROADCAST
-    return known and (op.group in _PASS or op.group in _GRADIENTS)
-
-
 def _header(workload: Workload, stage: int) -> str:
     sizes = {name: group.size for name, group in workload.groups.items()}
     sent = [
@@ -165,115 +164,25 @@ def _header(workload: Workload, stage: int) -> str:
 
 
 def _gradient_rows(workload: Workload, stage: int) -> Iterator[Row]:
-    sums: dict[str, int] = {}
+    messages = Messages(workload)
+    sums: dict[tuple[str, str], int] = {}
     for op, count in workload.tally(stage).items():
-        if isinstance(op, CommOp) and _is_carried(op) and op.group in _GRADIENTS:
-            comm = TYPE_OF[op.collective] + _GRADIENTS[op.group]
-            size = op.message_bytes(workload.groups[op.group])
-            sums[comm] = sums.get(comm, 0) + count * size
-    for comm in sorted(sums):
-        name = _GRADIENT_ROWS.get(comm, "grad_comm")
-        yield Row(name=name, wgrad=Cell(comm=comm, num_bytes=sums[comm]))
+        comm = messages.of_step(op) if isinstance(op, CommOp) else None
+        if comm is not None and isinstance(op, CommOp):
+            small = op.module in _SMALL
+            name = op.module if small else _GRADIENT_ROWS.get(comm, "grad_comm")
+            sums[comm, name] = sums.get((comm, name), 0) + count * messages.num_bytes(op)
+    for (comm, name), num_bytes in sorted(sums.items()):
+        yield Row(name=name, wgrad=Cell(comm=comm, num_bytes=num_bytes))
 
 
-def _step_rows(workload: Workload, ops: Sequence[Operation]) -> Iterator[Row]:
+def _step_rows(messages: Messages, ops: Sequence[Operation]) -> Iterator[Row]:
     """What belongs to no micro-batch: the optimizer, its norm and the like, each by module."""
     parts: dict[str, list[Operation]] = {}
     for op in ops:
         name = row_name(op.module, split=False, moe=False)
         parts.setdefault("optimizer" if op.phase is Phase.OPTIM else name, []).append(op)
     for name, found in parts.items():
-        for number, slot in enumerate(_slots(workload, found), start=1):
-            cell = Cell(
-                compute_ns=_ns(slot.dgrad_s + slot.wgrad_s),
-                comm=slot.comm,
-                num_bytes=slot.num_bytes,
-            )
+        for number, slot in enumerate(slots(messages, found), start=1):
+            cell = slot.cell(slot.dgrad_s + slot.wgrad_s)
             yield Row(name=f"{name}{number}" if name == "optimizer" else name, fwd=cell)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Slot:
-    """Computation up to a message. What is no weight gradient counts as dgrad."""
-
-    dgrad_s: float = 0.0
-    wgrad_s: float = 0.0
-    comm: str = NONE
-    num_bytes: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class _Passes:
-    fwd: list[Operation] = field(default_factory=list)
-    bwd: list[Operation] = field(default_factory=list)
-
-
-def _microbatch_rows(workload: Workload, ops: Sequence[Operation]) -> Iterator[Row]:
-    gathers = {str(Collective.ALL_GATHER), str(Collective.REDUCE_SCATTER)}
-    split = any(
-        isinstance(op, CommOp) and op.group == "tp" and op.collective in gathers for op in ops
-    )
-    moe = {op.layer for op in ops if op.module.startswith(("mlp.router", "mlp.experts"))}
-    parts: dict[tuple[int | None, str], _Passes] = {}
-    for op in ops:
-        key = (op.layer, row_name(op.module, split=split, moe=op.layer in moe))
-        passes = parts.setdefault(key, _Passes())
-        forward = op.phase is Phase.FWD and not op.recompute
-        (passes.fwd if forward else passes.bwd).append(op)
-    for (_, name), passes in parts.items():
-        yield from _rows(workload, name, passes)
-
-
-def row_name(module: str, *, split: bool, moe: bool) -> str:
-    """AICB's name of the row that a module's operations are in. split: sequence parallelism."""
-    part, _, role = module.partition(".")
-    if part == "mlp" and moe:
-        return "mlp_moelayer"
-    if part in ("attention", "mlp"):
-        if not split:
-            return f"{part}_layer"
-        return f"{part}_row" if role in _ROW_OUT else f"{part}_column"
-    names = {"embedding": "embedding_layer", "head": "final_column", "loss": "cross_entropy"}
-    return names.get(part, "_".join(module.replace(".", " ").split()) or "unnamed")
-
-
-def _rows(workload: Workload, name: str, passes: _Passes) -> Iterator[Row]:
-    """Backward runs from the last row to the first, so its messages are placed from there."""
-    fwd, bwd = list(_slots(workload, passes.fwd)), list(_slots(workload, passes.bwd))
-    number = max(len(fwd), len(bwd))
-    fwd += [_Slot()] * (number - len(fwd))
-    bwd = bwd[::-1] + [_Slot()] * (number - len(bwd))
-    for index, (there, back) in enumerate(zip(fwd, bwd, strict=True), start=1):
-        yield Row(
-            name=f"{name}{index}" if name == "cross_entropy" else name,
-            fwd=Cell(compute_ns=_ns(there.dgrad_s), comm=there.comm, num_bytes=there.num_bytes),
-            dgrad=Cell(compute_ns=_ns(back.dgrad_s), comm=back.comm, num_bytes=back.num_bytes),
-            wgrad=Cell(compute_ns=_ns(back.wgrad_s)),
-        )
-
-
-def _slots(workload: Workload, ops: Sequence[Operation]) -> Iterator[_Slot]:
-    """Each ends with a message that SimAI has; computation behind the last joins it."""
-    found: list[_Slot] = []
-    now = _Slot()
-    for op in ops:
-        if isinstance(op, ComputeOp):
-            if op.phase is Phase.WGRAD:
-                now.wgrad_s += op.time_s or 0.0
-            else:
-                now.dgrad_s += op.time_s or 0.0
-        elif op.group in _PASS and _is_carried(op):
-            now.comm = TYPE_OF[op.collective] + _PASS[op.group]
-            now.num_bytes = op.message_bytes(workload.groups[op.group])
-            found.append(now)
-            now = _Slot()
-    if found:
-        found[-1].dgrad_s += now.dgrad_s
-        found[-1].wgrad_s += now.wgrad_s
-    elif now.dgrad_s or now.wgrad_s:
-        found.append(now)
-    yield from found
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)

@@ -1,7 +1,9 @@
 """A file of foreign origin as bytes or lines: plain or gzip, or one ConfigError."""
 
+import contextlib
 import gzip
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from stepmark.core.errors import ConfigError
@@ -33,3 +35,12 @@ def read_lines(path: Path, what: str) -> list[str]:
         return read_bytes(path, what).decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(what, path, f"UTF-8 text (byte {error.start})") from None
+
+
+@contextlib.contextmanager
+def in_file(path: Path) -> Iterator[None]:
+    """Puts the file's name before what a ConfigError says of its content."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.field}", error.shown, error.allowed) from None

@@ -26,6 +26,7 @@ class Rule:
     # there are none.
     data_axis: str = "dp_shard"
     has_job: bool = True  # no: the settings say all but the number of ranks
+    has_own: bool = False  # takes architectures that are no decoders
 
     def settings_class(self) -> Any:
         module, _, name = self.settings.rpartition(".")
@@ -52,19 +53,22 @@ RULES: dict[str, Rule] = {
     ),
     "deepspeed": Rule(
         module="deepspeed.rule",
-        settings="deepspeed.rule.DeepSpeed",
+        settings="deepspeed.settings.DeepSpeed",
         help="DeepSpeed: ZeRO stage 0 to 3",
+        has_own=True,
     ),
     "fsdp": Rule(
         module="pytorch.fsdp",
         settings="pytorch.fsdp.Fsdp",
         help="PyTorch FSDP2 (fully_shard), also with dp-replicate, tp, pp, ep",
+        has_own=True,
     ),
     "ddp": Rule(
         module="pytorch.ddp",
         settings="pytorch.ddp.Ddp",
         help="PyTorch DistributedDataParallel",
         data_axis="dp_replicate",
+        has_own=True,
     ),
     "tp": Rule(
         module="pytorch.tp",

@@ -1,7 +1,6 @@
 """Every message of a step against those of a real DeepSpeed."""
 
 import pytest
-
 from tests.workload.rules.deepspeed import recorded as real
 
 

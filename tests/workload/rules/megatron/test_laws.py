@@ -1,5 +1,6 @@
 """What holds for every workload that the megatron rules make."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import settings as bounds
 
 from stepmark.core.message import RECV, SEND
+from stepmark.core.model import ModelConfig
 from stepmark.core.ops import GroupedGemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, Workload
 from stepmark.workload.job import Job
@@ -144,9 +146,8 @@ def _totals(program: Workload) -> Counter[tuple[str, str]]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("model", [DENSE, replace(DENSE, tied_embeddings=True)])
-def test_messages_of_tensor_parallelism(tp: int, model: object) -> None:
+def test_messages_of_tensor_parallelism(tp: int, model: ModelConfig) -> None:
     """2 all-reduces per layer and pass, one of the embedding, one of the head's input."""
-    assert isinstance(model, type(DENSE))
     job = make(model, tp=tp)
     program = workload(job, Megatron())
     rows, microbatches = job.tokens * model.hidden_size, job.num_microbatches
@@ -167,7 +168,7 @@ def test_sequence_parallelism_sends_as_much_forward(tp: int) -> None:
 
     def bus(settings: Megatron, phase: Phase) -> float:
         program = workload(job, settings)
-        return sum(
+        return math.fsum(
             op.bus_bytes(program.groups[op.group])
             for op in comms(program, 0)
             if op.group == "tp" and op.phase is phase and op.module not in ("data", "loss")
@@ -187,7 +188,7 @@ def test_optimizer_over_data_ranks_sends_what_an_all_reduce_sends() -> None:
 
     def bus(settings: Megatron) -> float:
         program = workload(job, settings)
-        return sum(
+        return math.fsum(
             op.bus_bytes(program.groups[op.group])
             for op in comms(program, 0, "gradients", "parameters")
         )
@@ -214,9 +215,9 @@ def test_recompute_runs_the_layers_forward_again() -> None:
 @pytest.mark.parametrize("model", [EXPERTS, LATENT])
 @pytest.mark.parametrize("dispatcher", list(Dispatcher))
 def test_tokens_reach_their_experts_and_come_back(
-    model: object, dispatcher: Dispatcher
+    model: ModelConfig, dispatcher: Dispatcher
 ) -> None:
-    assert isinstance(model, type(DENSE)) and model.moe is not None
+    assert model.moe is not None
     job = make(model, tp=2, dp_shard=4, ep=4)
     settings = replace(SP, moe_token_dispatcher_type=dispatcher)
     program = workload(job, settings)
@@ -239,18 +240,24 @@ def test_tokens_reach_their_experts_and_come_back(
     assert ways["mlp.combine fwd"] == ways["mlp.combine bwd"]
 
 
-def test_a_ring_sends_what_gathering_keys_and_values_sends() -> None:
-    job = make(cp=2)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_ring_sends_what_gathering_keys_and_values_sends(cp: int) -> None:
+    """Backward twice as much: keys and values again, and their gradients."""
+    job = make(cp=cp)
 
-    def bus(kind: CpComm) -> float:
+    def bus(kind: CpComm, phase: Phase) -> float:
         program = workload(job, Megatron(cp_comm_type=kind))
-        return sum(
+        return math.fsum(
             op.bus_bytes(program.groups[op.group])
             for op in comms(program, 0, "attention.core")
-            if op.phase is Phase.FWD and op.collective != RECV
+            if op.phase is phase and op.collective != RECV
         )
 
-    assert bus(CpComm.P2P) == bus(CpComm.ALL_GATHER) > 0
+    own = job.tokens * 2 * job.model.num_kv_heads * job.model.head_dim * 2
+    forward = own * (cp - 1) * job.model.num_layers * job.num_microbatches
+    for kind in CpComm:
+        assert bus(kind, Phase.FWD) == forward
+        assert bus(kind, Phase.BWD) == 2 * forward
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -278,7 +285,8 @@ def test_the_file_grows_with_neither_world_nor_layers(tp: int, pp: int) -> None:
 
 
 def test_stages_hold_all_layers_once() -> None:
-    program = workload(make(pp=4), Megatron(virtual_pipeline_model_parallel_size=2))
+    job = make(microbatches=4, pp=4)
+    program = workload(job, Megatron(virtual_pipeline_model_parallel_size=2))
     assert sorted(layer for one in program.stages for layer in one.layers) == list(range(8))
     assert [one.has_embedding for one in program.stages] == [True, False, False, False]
     assert [one.has_head for one in program.stages] == [False, False, False, True]

@@ -164,10 +164,17 @@ class Program:
         return (*found, *self._layers(passed))
 
     def _layers(self, passed: list[tuple[int, str]]) -> tuple[Item, ...]:
-        if not passed:
-            return ()
-        step = passed[1][0] - passed[0][0] if len(passed) > 1 else 1
-        return self._runs(fold([name for _, name in passed]), passed[0][0], step)
+        """Layers may turn round: a model may end with one."""
+        found: list[Item] = []
+        while passed:
+            step = passed[1][0] - passed[0][0] if len(passed) > 1 else 1
+            count = 1
+            while count < len(passed) and passed[count][0] - passed[count - 1][0] == step:
+                count += 1
+            names = [name for _, name in passed[:count]]
+            found += self._runs(fold(names), passed[0][0], step)
+            passed = passed[count:]
+        return tuple(found)
 
     def _runs(
         self, folded: tuple[str | Repeat[str], ...], at: int, step: int

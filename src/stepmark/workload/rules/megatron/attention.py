@@ -4,8 +4,8 @@ Source: megatron-core 0.16.1, transformer/attention.py and multi_latent_attentio
 with TransformerEngine's down projections, which all tp ranks hold whole. Context parallelism:
 TransformerEngine, pytorch/attention/dot_product_attention/context_parallel.py
 (AttnFuncWithCPAndKVP2P, AttnFuncWithCPAndKVAllGather).
-Compared with a run of megatron-core: attention over tp, with and without sequence parallelism
-(tests/data/megatron). Read only: latent attention and context parallelism.
+Compared with a run of megatron-core (tests/data/megatron), latent attention with a stand-in for
+those down projections. Read only: what context parallelism sends.
 """
 
 from collections.abc import Iterator

@@ -5,13 +5,15 @@ gradients reduced bucket by bucket beside the computation. Source: megatron-core
 distributed/distributed_data_parallel.py (_make_forward_pre_hook, _make_backward_post_hook),
 param_and_grad_buffer.py (finish_param_sync, register_grad_ready); recompute:
 transformer/transformer_block.py (_checkpointed_forward), attention.py, mlp.py, moe_layer.py,
-tensor_parallel/random.py. Compared with a run of megatron-core: buckets in the last backward
-pass (tests/data/megatron). Read only: recompute, overlapped gathers.
+tensor_parallel/random.py. Compared with a run of megatron-core (tests/data/megatron).
+
+Over 250 lines: what a step's first and last pass change refers to the plain ones throughout.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
 from stepmark.core.workload import Block, CommOp, Operation, Run
 from stepmark.workload.rules.megatron import attention as attention_steps
@@ -187,6 +189,10 @@ def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
     kinds = [_MOE if is_moe(library.plan, layer) else _DENSE for layer in chunk.layers]
     full = settings.recompute_granularity is Granularity.FULL
     size = settings.recompute_num_layers
+    if full and settings.recompute_method == "uniform" and len(kinds) % size:
+        raise ConfigError(
+            "recompute_num_layers", size, f"a divisor of a chunk's {len(kinds)} layers"
+        )
     found: list[Segment] = []
     if not full or settings.recompute_method == "block":
         for place, kind in enumerate(kinds):
@@ -237,9 +243,7 @@ def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
             inside = {
                 "core_attn": name == "attention.core",
                 "layernorm": name in ("attention.norm", "mlp.norm"),
-                "mla_up_proj": plan.model.mla is not None
-                and name
-                in ("attention.q_up", "attention.q", "attention.kv_up", "attention.rope"),
+                "mla_up_proj": plan.model.mla is not None and name in _LATENT_UP,
                 "mlp": name in ("mlp.up", "mlp.gate_up", "mlp.activation", "mlp.down"),
                 "moe": name.startswith("mlp.") and name not in kept and _has_router(steps),
                 "moe_act": name == "mlp.experts_activation",

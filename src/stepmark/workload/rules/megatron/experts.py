@@ -4,8 +4,7 @@ Source: megatron-core 0.16.1, transformer/moe/moe_layer.py, router.py, token_dis
 (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher), experts.py, shared_experts.py.
 Routing is balanced: what a rank sends and computes is the average, exact with experts that are
 filled up to capacity. Shared experts run before the routed ones (no moe_shared_expert_overlap).
-Compared with a run of megatron-core: both dispatchers with ep, dropless
-(tests/data/megatron). Read only: expert tensor parallelism, capacity, auxiliary losses.
+Compared with a run of megatron-core in which routing is even (tests/data/megatron).
 """
 
 import math

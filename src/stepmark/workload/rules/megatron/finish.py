@@ -3,8 +3,8 @@
 Source: megatron-core 0.16.1, distributed/finalize_model_grads.py, optimizer/optimizer.py,
 clip_grads.py, distrib_optimizer.py, transformer/moe/moe_utils.py (get_updated_expert_bias);
 train_step and training_log of megatron/training/training.py and utils.py of core_v0.16.1.
-Compared with a run of megatron-core: reductions, the norms' sum over tp, the tied embedding's,
-the gradient norm and gathers of parameters (tests/data/megatron). Read only: megatron/training.
+Compared with a run of Megatron-LM (tests/data/megatron), the learning rate's reduction as
+training_log begins with.
 """
 
 from collections.abc import Sequence

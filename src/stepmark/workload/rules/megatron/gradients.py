@@ -2,10 +2,9 @@
 
 Source: megatron-core 0.16.1, distributed/distributed_data_parallel.py and
 param_and_grad_buffer.py (_ParamAndGradBuffer, _ParamAndGradBucketGroup), and get_model of
-megatron/training/training.py. Parameters are in the order in which the local layer
-specification registers them. Compared with a run of megatron-core: number and sizes of
-buckets, reductions and gathers, with and without the distributed optimizer
-(tests/data/megatron). Read only: padding for busbw, several optimizer instances.
+megatron/training/training.py. Parameters are in the order in which the local
+layer specification registers them, experts' in that of grouped layers. Compared with a run of
+megatron-core (tests/data/megatron).
 """
 
 import math

@@ -3,8 +3,7 @@
 Source: megatron-core 0.16.1, tensor_parallel/layers.py (ColumnParallelLinear,
 RowParallelLinear, LinearWithGradAccumulationAndAsyncCommunication, VocabParallelEmbedding),
 tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py.
-Compared with a run of megatron-core, all but the fused loss and the data
-(tests/data/megatron).
+Compared with a run of Megatron-LM (tests/data/megatron).
 """
 
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """Megatron-LM's parameters that shape a step, and what follows from them for a job.
 
 Names and defaults are those of megatron/training/arguments.py of core_v0.16.1.
+Over 250 lines: a parameter, its meaning and what excludes it stand together.
 """
 
 import math

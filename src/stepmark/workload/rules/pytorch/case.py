@@ -9,6 +9,7 @@ from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision
 from stepmark.core.workload import Workload
 from stepmark.workload.job import Job
 from stepmark.workload.rules.pytorch import ddp, fsdp, pp, tp
+from stepmark.workload.rules.pytorch.schedules import Schedule
 
 _COMPILED = "compiled: kernels are fused, communication is that of eager code"
 
@@ -73,7 +74,7 @@ def _fsdp(case: TrainCase) -> fsdp.Fsdp:
         recompute=case.recompute,
         recompute_some=case.recompute_blocks[0],
         recompute_every=case.recompute_blocks[1],
-        pp_schedule=case.pp_schedule,
+        pp_schedule=Schedule(case.pp_schedule),
         pp_microbatches=_parts(case),
     )
 
@@ -115,7 +116,7 @@ def _pp(case: TrainCase) -> pp.Pp:
         recompute=case.recompute,
         recompute_some=case.recompute_blocks[0],
         recompute_every=case.recompute_blocks[1],
-        pp_schedule=case.pp_schedule,
+        pp_schedule=Schedule(case.pp_schedule),
         pp_microbatches=_parts(case),
     )
 

@@ -1,17 +1,25 @@
-"""One model, or the part of it on a pipeline stage, pass by pass, with FSDP2 around its modules.
+"""A model or a pipeline stage's part of it, pass by pass, with FSDP2 around its modules.
 
 fully_shard is called on the embedding and the output, or the root has both; on every
 blocks_per_group blocks; and with expert parallelism on the experts of each block before it
-(bench/training/parallelize.py: _fsdp). Without a Sharding the same passes run plain.
+(bench/training/parallelize.py: _fsdp). Without a Sharding the same passes run plain. Over 250
+lines: every call of FSDP has its place between the same few modules.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from stepmark.core.ops import Attention, Gemm, GroupedGemm, Phase
+from stepmark.core.ops import Phase
 from stepmark.core.training import Recompute
-from stepmark.core.workload import Block, ComputeOp, Item, Operation, Run
-from stepmark.workload.rules.pytorch.fsdp_order import Group, Order, Sharding, linked
+from stepmark.core.workload import Block, Item, Operation, Run
+from stepmark.workload.rules.pytorch.fsdp_order import (
+    PASSED,
+    Group,
+    Order,
+    Sharding,
+    linked,
+)
+from stepmark.workload.rules.pytorch.recompute import again
 from stepmark.workload.units import Param, Unit
 
 BLOCKS = dict[str, Block]
@@ -19,9 +27,13 @@ BLOCKS = dict[str, Block]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is wrapped together. together: embedding and output are the root's own."""
+    """What is wrapped together. together: embedding and output are the root's own.
+
+    marked: the ends of passes have a name, for what runs beside the computation.
+    """
 
     sharding: Sharding | None = None
+    marked: bool = False
     together: bool = True
     blocks_per_group: int = 1
     recompute: Recompute = Recompute.NONE
@@ -57,6 +69,7 @@ class Chunk:
         self.embedding, self.output = embedding, output
         how = plan.sharding
         self._order = Order(how, suffix) if how else None
+        self._unsharding = False  # all at once, ahead of a pass
         reshard = how.reshard if how else None
         ends = [unit for unit in (embedding, output) if unit]
         self._root = self._first = self._last = None
@@ -97,22 +110,56 @@ class Chunk:
         units = (self.embedding, *(one.unit for one in self.layers), self.output)
         return tuple(param for unit in units if unit for param in unit.params)
 
+    @property
+    def is_sharded(self) -> bool:
+        return self._order is not None
+
+    def state(self) -> tuple[object, ...]:
+        """Of FSDP: equal before two passes means that these are equal."""
+        return self._order.state(self._all_groups()) if self._order else ()
+
+    def open_passes(self) -> list[int]:
+        """How many forward passes of each group lie open, by what came before them."""
+        return [count for group in self._all_groups() for _, count in group.before]
+
+    def open_more(self, counts: Sequence[int]) -> None:
+        """As if more passes had run that leave the state as it is."""
+        more = iter(counts)
+        for group in self._all_groups():
+            group.before = [(other, count + next(more)) for other, count in group.before]
+
     def forward(self) -> Block:
-        segments = list(self._forward())
+        segments = [(self._opened(Phase.FWD), 0), *self._forward()]
         return folded(segments, self.blocks, f"fwd{self._suffix}")
 
     def backward(self, *, reduces: bool = True, keeps: bool = False) -> Block:
         """keeps: as in a pipeline, weights stay gathered and the step has more passes."""
-        segments = list(self._backward(reduces=reduces, keeps=keeps))
+        segments = [(self._opened(Phase.BWD), 0)]
+        segments += self._backward(reduces=reduces, keeps=keeps)
         if self._order and not keeps:
             self._order.end(self._all_groups())
+            segments.append((self._take(), 0))
         return folded(segments, self.blocks, f"bwd{self._suffix}")
 
     def gather(self) -> Block:
         """All weights, ahead of the passes that need them: a pipeline's UNSHARD."""
         if self._order:
+            self._unsharding = True
             for group in self._all_groups():
-                self._order.unshard(group, Phase.FWD, ())
+                self._order.unshard(group, Phase.FWD, (PASSED,))
+        return self._take()
+
+    def release(self) -> None:
+        """Weights given back between passes: a pipeline's RESHARD."""
+        for group in self._all_groups():
+            group.is_whole = group.is_inner = False
+
+    def _opened(self, phase: Phase) -> Block:
+        """What was gathered ahead is waited for as a whole (_assert_unsharded)."""
+        if self._order and self._unsharding:
+            for group in self._all_groups():
+                self._order.wait(group, phase)
+        self._unsharding = False
         return self._take()
 
     def reduce(self) -> Block:
@@ -123,6 +170,7 @@ class Chunk:
                 self._order.post_backward(group)
                 segments.append((self._take(group.layer or 0), group.layer or 0))
             self._order.end(self._all_groups())
+            segments.append((self._take(), 0))
         return folded(segments, self.blocks, f"reduce{self._suffix}")
 
     def _own(self, layer: Layer) -> tuple[Param, ...]:
@@ -154,13 +202,17 @@ class Chunk:
             ways["again"] = again(unit, self._plan.recompute)
         for way, pieces in ways.items():
             for index, piece in enumerate(pieces):
-                self.blocks[_name(unit, way, index, len(pieces))] = piece
+                is_end = self._plan.marked and way != "again" and index + 1 == len(pieces)
+                name = _name(unit, way, index, len(pieces))
+                self.blocks[name] = _marked(piece) if is_end else piece
 
     def _take(self, layer: int = 0) -> Block:
         return self._order.take(layer) if self._order else ()
 
     def _forward(self) -> Iterator[tuple[Block, int]]:
         order = self._order
+        if order:
+            order.begin()
         if order and self._root:
             order.pre_forward(self._root)
         if self.embedding:
@@ -286,54 +338,8 @@ def folded(segments: Sequence[tuple[Block, int]], blocks: BLOCKS, way: str) -> B
     return tuple(found)
 
 
-def again(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]:
-    """What checkpointing runs again: up to the last input that its backward pass needs.
-
-    torch.utils.checkpoint stops early there: before the last product, whose own input is
-    known by then, and what follows it. Per operator (bench/training/checkpointing.py)
-    attention, communication and every second product are kept.
-    """
-    stop, place = _last_needed(unit), 0
-    products = 0
-    pieces: list[tuple[Operation, ...]] = []
-    for piece in unit.fwd:
-        found: list[Operation] = []
-        for one in piece:
-            place += 1
-            if isinstance(one, ComputeOp) and isinstance(one.op, Gemm | GroupedGemm):
-                products += 1
-            if place > stop or (recompute is Recompute.OPS and _is_kept(one, products)):
-                continue
-            found.append(replace(one, recompute=True))
-        pieces.append(tuple(found))
-    return tuple(pieces)
-
-
-def _last_needed(unit: Unit) -> int:
-    """Forward operations up to the last product; with it where it is of experts.
-
-    Rows of experts are weighted and sent back after their last product.
-    """
-    ops = [one for piece in unit.fwd for one in piece]
-    products = [
-        (at, one)
-        for at, one in enumerate(ops)
-        if isinstance(one, ComputeOp) and isinstance(one.op, Gemm | GroupedGemm)
-    ]
-    if not products:
-        return len(ops)
-    last, product = products[-1]
-    if isinstance(product, ComputeOp) and isinstance(product.op, Gemm):
-        return last
-    return 1 + max(at for at, one in enumerate(ops) if one.module == product.module)
-
-
-def _is_kept(one: Operation, products: int) -> bool:
-    if not isinstance(one, ComputeOp):
-        return True
-    if isinstance(one.op, Gemm | GroupedGemm):
-        return products % 2 == 1
-    return isinstance(one.op, Attention)
+def _marked(piece: tuple[Operation, ...]) -> tuple[Operation, ...]:
+    return (*piece[:-1], *(replace(one, name=PASSED) for one in piece[-1:]))
 
 
 def _name(unit: Unit, way: str, index: int, pieces: int) -> str:

@@ -19,6 +19,7 @@ from stepmark.workload.architecture import AnyJob
 from stepmark.workload.job import Comms
 from stepmark.workload.rules.pytorch.chunk import Chunk, folded
 from stepmark.workload.rules.pytorch.fsdp import said, setting
+from stepmark.workload.rules.pytorch.fsdp_order import wait
 from stepmark.workload.rules.pytorch.params import ready_order
 from stepmark.workload.rules.pytorch.step import SOURCE, Rule, Technique, build
 from stepmark.workload.rules.pytorch.units import groups_of
@@ -108,6 +109,7 @@ class Reducing:
             whole = Run(block=f"{unit.name}.bwd")
             items += body[done:] if done else (whole,)
             segments.append((tuple(items), layer or 0))
+        segments.append(((wait((_BUCKET,), Phase.BWD),), 0))
         return folded(segments, chunk.blocks, "bwd")
 
     def _full(self, units: list[Unit]) -> dict[int, list[tuple[Param, int]]]:

@@ -16,7 +16,15 @@ from stepmark.core.workload import Group, Workload
 from stepmark.workload.architecture import AnyJob
 from stepmark.workload.job import Comms
 from stepmark.workload.rules.pytorch.fsdp_order import Sharding
-from stepmark.workload.rules.pytorch.step import SOURCE, Rule, Setting, Technique, build
+from stepmark.workload.rules.pytorch.schedules import Schedule
+from stepmark.workload.rules.pytorch.step import (
+    SOURCE,
+    Pipelined,
+    Rule,
+    Setting,
+    Technique,
+    build,
+)
 from stepmark.workload.rules.pytorch.units import groups_of
 
 
@@ -25,6 +33,16 @@ class Ends(StrEnum):
 
     ROOT = "root"  # the model itself: gathered once a pass
     APART = "apart"  # the embedding and the output each, as `stepmark train` has it
+
+
+RECOMPUTED = ("recompute_some", "recompute_every")
+
+
+def not_below(settings: Any, least: int, *names: str) -> None:
+    """Raises ConfigError where a setting of these names is less."""
+    for name in names:
+        if getattr(settings, name) < least:
+            raise ConfigError(name, getattr(settings, name), f"{least} or more")
 
 
 def setting(default: Any, text: str) -> Any:
@@ -48,15 +66,13 @@ class Fsdp:
     recompute: Recompute = setting(Recompute.NONE, "activation checkpointing: none, full, ...")
     recompute_some: int = setting(1, "checkpointed blocks, with blocks")
     recompute_every: int = setting(1, "of so many, with blocks")
-    pp_schedule: str = setting("1f1b", "1f1b or interleaved, two stages a rank")
+    pp_schedule: Schedule = setting(Schedule.ONE_F_ONE_B, "1f1b, interleaved or gpipe")
     pp_microbatches: int = setting(0, "of one pass through the pipeline; 0: all")
+    pp_stages: int = setting(2, "stages of a rank, with interleaved")
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "blocks_per_group", "recompute_some", "recompute_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "1 or more")
-        if self.pp_schedule not in ("1f1b", "interleaved"):
-            raise ConfigError("pp_schedule", self.pp_schedule, "1f1b or interleaved")
+        not_below(self, 1, "prefetch", "blocks_per_group", *RECOMPUTED, "pp_stages")
+        not_below(self, 0, "pp_microbatches")
 
 
 def workload(job: AnyJob, settings: Fsdp) -> Workload:
@@ -89,8 +105,11 @@ def workload(job: AnyJob, settings: Fsdp) -> Workload:
         recompute_blocks=(settings.recompute_some, settings.recompute_every),
         holds=holds,
         clips=settings.clip,
-        interleaved=settings.pp_schedule == "interleaved",
-        pp_microbatches=settings.pp_microbatches,
+        pipelined=Pipelined(
+            schedule=settings.pp_schedule,
+            num_microbatches=settings.pp_microbatches,
+            num_chunks=settings.pp_stages,
+        ),
     )
     source = f"{SOURCE}, torch/distributed/fsdp/_fully_shard"
     rule = Rule(name="fsdp", source=source, settings=said(settings))

@@ -19,6 +19,7 @@ from stepmark.workload.job import Comms
 from stepmark.workload.units import Param
 
 GATHER, REDUCE, REPLICATE = "fsdp", "fsdp_reduce", "fsdp_replicate"
+PASSED = "passed"  # the newest computation of a pass
 _COPY_OUT = "copy_out"
 
 
@@ -54,7 +55,25 @@ class Group:
     is_pending: bool = False
     is_inner: bool = False  # sharded over fewer ranks since the forward pass
     issued: int = 0  # number of its newest gather
-    places: list[int] = field(default_factory=list)  # in the order of forward passes
+    # By forward pass without its backward one: the group before, and how often in a row.
+    before: "list[tuple[Group | None, int]]" = field(default_factory=list)
+
+    def pushed(self, other: "Group | None", times: int = 1) -> None:
+        """After a forward pass that came behind the other one's."""
+        last, count = self.before[-1] if self.before else (None, 0)
+        if count and last is other:
+            self.before[-1] = other, count + times
+        else:
+            self.before.append((other, times))
+
+    def popped(self) -> "Group | None":
+        """What came before in the newest forward pass, which is forgotten."""
+        if not self.before:
+            return None
+        other, count = self.before.pop()
+        if count > 1:
+            self.before.append((other, count - 1))
+        return other
 
 
 class Order:
@@ -63,7 +82,8 @@ class Order:
     def __init__(self, sharding: Sharding, suffix: str = "") -> None:
         self._how, self._suffix = sharding, suffix
         self._gathers = 0
-        self._passed: list[Group] = []
+        self._newest: Group | None = None  # whose forward pass was the last
+        self._begins = False  # a forward pass of the whole model
         self.items: list[Item] = []
 
     def take(self, layer: int = 0) -> tuple[Item, ...]:
@@ -71,6 +91,19 @@ class Order:
         taken = tuple(_shifted(item, -layer) for item in self.items)
         self.items.clear()
         return taken
+
+    def begin(self) -> None:
+        """A forward pass: gathers wait for what was computed before (_root_pre_forward)."""
+        self._begins = True
+
+    def state(self, groups: Iterable[Group]) -> tuple[object, ...]:
+        """All that later calls depend on, but for how often passes lie open."""
+        found: list[object] = [self._newest]
+        for one in groups:
+            back = self._gathers - one.issued if one.is_pending else -1
+            others = tuple(other for other, _ in one.before)
+            found.append((one.is_whole, one.is_inner, back, others))
+        return tuple(found)
 
     def unshard(self, group: Group, phase: Phase, after: tuple[str, ...]) -> None:
         backward = phase is not Phase.FWD
@@ -112,7 +145,9 @@ class Order:
 
     def pre_forward(self, group: Group) -> None:
         # The buffer of the gather before the last is free once it was copied from.
-        self.unshard(group, Phase.FWD, (f"{_COPY_OUT}~1",))
+        after = (f"{_COPY_OUT}~1", PASSED) if self._begins else (f"{_COPY_OUT}~1",)
+        self._begins = False
+        self.unshard(group, Phase.FWD, after)
         self.wait(group, Phase.FWD)
         for other in group.ahead:
             self.unshard(other, Phase.FWD, (f"{_COPY_OUT}~1",))
@@ -121,8 +156,8 @@ class Order:
         if group.reshard is not None:
             group.is_whole = False
             group.is_inner = group.reshard > 0
-        group.places.append(len(self._passed))
-        self._passed.append(group)
+        group.pushed(self._newest)
+        self._newest = group
 
     def pre_backward(self, group: Group) -> None:
         self.unshard(group, Phase.BWD, (_COPY_OUT,))
@@ -130,8 +165,8 @@ class Order:
         if group.behind:
             for other in group.behind:
                 self.unshard(other, Phase.BWD, (_COPY_OUT,))
-        elif group.places and (place := group.places.pop()) > 0:
-            self.unshard(self._passed[place - 1], Phase.BWD, (_COPY_OUT,))
+        elif (before := group.popped()) is not None:
+            self.unshard(before, Phase.BWD, (_COPY_OUT,))
 
     def post_backward(self, group: Group, *, reduces: bool = True, keeps: bool = False) -> None:
         """keeps: weights stay, as in a pipeline."""
@@ -172,10 +207,17 @@ class Order:
         self._reduce(Collective.ALL_REDUCE, whole // ranks, group, "replicate", REPLICATE)
 
     def end(self, groups: Iterable[Group]) -> None:
-        """After a backward pass: what was recorded of the forward passes is forgotten."""
-        self._passed.clear()
+        """After the last backward pass: what was recorded of forward passes is forgotten.
+
+        The computation goes on when all gradients are reduced (finalize_backward).
+        """
+        self._newest = None
         for group in groups:
-            group.places.clear()
+            group.is_pending = False
+            group.before.clear()
+        sizes = [self._how.comms.groups[one].size for one in ("fsdp", "replicate")]
+        if max(sizes) > 1:
+            self.items.append(wait((self._named(REDUCE), self._named(REPLICATE)), Phase.BWD))
 
     def _reduce(
         self, collective: Collective, elements: int, group: Group, ranks: str, stream: str
@@ -220,8 +262,18 @@ class Order:
         self.items.append(op)
 
     def _named(self, name: str) -> str:
+        if name == PASSED:  # whatever it is a pass of
+            return name
         stem, mark, back = name.partition("~")
         return f"{stem}{self._suffix}{mark}{back}"
+
+
+def wait(after: tuple[str, ...], phase: Phase, module: str = "gradients") -> ComputeOp:
+    """The computation goes on when these are done; it takes no time itself."""
+    kernel = Kernel(name="wait", flops=0, bytes_moved=0)
+    return ComputeOp(
+        op=kernel, phase=phase, module=module, name=PASSED, after=after, time_s=0.0
+    )
 
 
 def linked(groups: Sequence[Group], prefetch: int) -> None:

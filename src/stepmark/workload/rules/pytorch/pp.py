@@ -6,12 +6,12 @@ With data ranks beside it, it is the fsdp rule. The schedules are in pipeline.
 from dataclasses import dataclass
 
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
 from stepmark.core.training import Recompute
 from stepmark.core.workload import Workload
 from stepmark.workload.job import Job
-from stepmark.workload.rules.pytorch.fsdp import said, setting
-from stepmark.workload.rules.pytorch.step import SOURCE, Rule, Technique, build
+from stepmark.workload.rules.pytorch.fsdp import RECOMPUTED, not_below, said, setting
+from stepmark.workload.rules.pytorch.schedules import Schedule
+from stepmark.workload.rules.pytorch.step import SOURCE, Pipelined, Rule, Technique, build
 from stepmark.workload.rules.pytorch.tp import alone
 
 
@@ -25,12 +25,13 @@ class Pp:
     recompute: Recompute = setting(Recompute.NONE, "activation checkpointing: none, full, ...")
     recompute_some: int = setting(1, "checkpointed blocks, with blocks")
     recompute_every: int = setting(1, "of so many, with blocks")
-    pp_schedule: str = setting("1f1b", "1f1b or interleaved, two stages a rank")
+    pp_schedule: Schedule = setting(Schedule.ONE_F_ONE_B, "1f1b, interleaved or gpipe")
     pp_microbatches: int = setting(0, "of one pass through the pipeline; 0: all")
+    pp_stages: int = setting(2, "stages of a rank, with interleaved")
 
     def __post_init__(self) -> None:
-        if self.pp_schedule not in ("1f1b", "interleaved"):
-            raise ConfigError("pp_schedule", self.pp_schedule, "1f1b or interleaved")
+        not_below(self, 1, *RECOMPUTED, "pp_stages")
+        not_below(self, 0, "pp_microbatches")
 
 
 def workload(job: Job, settings: Pp) -> Workload:
@@ -42,8 +43,11 @@ def workload(job: Job, settings: Pp) -> Workload:
         clips=settings.clip,
         recompute=settings.recompute,
         recompute_blocks=(settings.recompute_some, settings.recompute_every),
-        interleaved=settings.pp_schedule == "interleaved",
-        pp_microbatches=settings.pp_microbatches,
+        pipelined=Pipelined(
+            schedule=settings.pp_schedule,
+            num_microbatches=settings.pp_microbatches,
+            num_chunks=settings.pp_stages,
+        ),
     )
     source = f"{SOURCE}, torch/distributed/pipelining/schedules.py"
     return build(job, technique, Rule(name="pp", source=source, settings=said(settings)))

@@ -1,12 +1,12 @@
 """A step of a PyTorch trainer: passes over micro-batches, then clipping and AdamW.
 
 As bench/training/trainer.py and optimizer.py run them (torch 2.13: nn/utils/clip_grad.py
-get_total_norm over DTensors, optim/adamw.py); pipelines are torch_pipeline's.
+get_total_norm over DTensors, optim/adamw.py).
 """
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
@@ -27,7 +27,8 @@ from stepmark.workload.architecture import AnyJob, OwnJob
 from stepmark.workload.job import Comms, Job
 from stepmark.workload.rules.pytorch import pipeline
 from stepmark.workload.rules.pytorch.chunk import BLOCKS, Chunk, Layer, Plan
-from stepmark.workload.rules.pytorch.fsdp_order import REDUCE, REPLICATE, Sharding
+from stepmark.workload.rules.pytorch.fsdp_order import Sharding
+from stepmark.workload.rules.pytorch.schedules import Order, Schedule
 from stepmark.workload.rules.pytorch.units import Maker, groups_of, of_architecture
 from stepmark.workload.units import Param, Unit
 
@@ -51,9 +52,37 @@ class Technique:
     recompute_blocks: tuple[int, int] = (1, 1)
     holds: bool = False  # gradients are reduced with the last micro-batch only
     clips: bool = True
-    interleaved: bool = False
-    pp_microbatches: int = 0
+    pipelined: "Pipelined | None" = None
     buckets: Callable[[Chunk], Callable[[], Block]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined:
+    """How stages work together. num_microbatches: of one pass; 0: all of a step.
+
+    num_chunks: stages of a rank, where they are interleaved.
+    """
+
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    num_microbatches: int = 0
+    num_chunks: int = 2
+
+    def order(self, job: AnyJob) -> Order:
+        """Raises ConfigError."""
+        count = self.num_microbatches or job.num_microbatches
+        if job.num_microbatches % count:
+            raise ConfigError(
+                "pp_microbatches",
+                count,
+                f"a divisor of {job.num_microbatches} micro-batches of a step",
+            )
+        is_interleaved = self.schedule is Schedule.INTERLEAVED
+        return Order(
+            schedule=self.schedule,
+            num_ranks=job.parallel.pp,
+            num_microbatches=count,
+            num_chunks=self.num_chunks if is_interleaved else 1,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,30 +141,18 @@ def _used(blocks: BLOCKS, stages: tuple[Stage, ...]) -> set[str]:
 def _stages(
     job: AnyJob, how: Technique, groups: dict[str, Group], blocks: BLOCKS
 ) -> "list[Stage]":
-    count = job.parallel.pp
-    per_rank = 2 if how.interleaved and count > 1 else 1
+    comms = Comms(groups=groups, dtype=job.dtype)
     if isinstance(job, OwnJob):
         chunks = [_own_chunk(job, how, blocks)]
+        parts = [(chunks, _accumulated(job, how, chunks[0], blocks))]
+    elif job.parallel.pp == 1:
+        chunks = _chunks(job, how, groups, blocks, 1)
+        parts = [(chunks, _accumulated(job, how, chunks[0], blocks))]
     else:
-        chunks = _chunks(job, how, groups, blocks, count * per_rank)
-    comms = Comms(groups=groups, dtype=job.dtype)
+        parts = list(_pipelined(job, how, comms, blocks))
     found: list[Stage] = []
-    for stage in range(count):
-        mine = chunks[stage::count]
-        name = "step" if count == 1 else f"step.{stage}"
-        passes = (
-            _accumulated(job, how, mine[0], blocks)
-            if count == 1
-            else pipeline.passes(
-                job,
-                mine,
-                stage,
-                comms,
-                blocks,
-                interleaved=how.interleaved,
-                per_pass=how.pp_microbatches,
-            )
-        )
+    for stage, (mine, passes) in enumerate(parts):
+        name = "step" if len(parts) == 1 else f"step.{stage}"
         blocks[name] = (*passes, *_update(job, how, mine, comms))
         found.append(
             Stage(
@@ -148,15 +165,31 @@ def _stages(
     return found
 
 
+def _pipelined(
+    job: Job, how: Technique, comms: Comms, blocks: BLOCKS
+) -> Iterator[tuple[list[Chunk], Block]]:
+    """By rank of pp its parts of the model, and its passes of all micro-batches."""
+    order = (how.pipelined or Pipelined()).order(job)
+    chunks = _chunks(job, how, comms.groups, blocks, order.num_stages)
+    times, count = job.num_microbatches // order.num_microbatches, order.num_microbatches
+    for rank, spans in enumerate(pipeline.spans(order)):
+        mine = chunks[rank :: order.num_ranks]
+        stage = pipeline.Stage(job, mine, rank, comms=comms, blocks=blocks)
+        passes = (*stage.program(spans), *_collected(job, how, mine))
+        if times > 1:
+            blocks[f"pass.{rank}"] = passes
+            passes = (Run(block=f"pass.{rank}", times=times, microbatch_step=count),)
+        yield mine, passes
+
+
 def _chunks(
     job: Job, how: Technique, groups: dict[str, Group], blocks: BLOCKS, count: int
 ) -> list[Chunk]:
     """As even as can be, the first ones with what is left over (bench/training/pipeline.py)."""
     model = job.model
     if model.num_layers < count:
-        raise ConfigError(
-            "pp", job.parallel.pp, f"{model.num_layers} layers over {count} stages"
-        )
+        allowed = f"at most {model.num_layers} stages, the layers of {model.name}, not {count}"
+        raise ConfigError("pp", job.parallel.pp, allowed)
     if model.tied_embeddings and count > 1:
         raise ConfigError("pp", job.parallel.pp, f"1, since {model.name} ties its ends")
     lookup = how.sharding.gathered if how.sharding else how.model_weights
@@ -173,6 +206,7 @@ def _chunks(
             kinds[moe] = maker.block(moe=moe)
     plan = Plan(
         sharding=how.sharding,
+        marked=how.sharding is not None or job.parallel.pp > 1,
         together=how.together or model.tied_embeddings,
         blocks_per_group=how.blocks_per_group,
         recompute=how.recompute,
@@ -207,6 +241,7 @@ def _own_chunk(job: OwnJob, how: Technique, blocks: BLOCKS) -> Chunk:
     made = of_architecture(job.architecture)
     plan = Plan(
         sharding=how.sharding,
+        marked=how.sharding is not None or job.parallel.pp > 1,
         together=how.together or bool(job.architecture.uses),
         blocks_per_group=how.blocks_per_group,
         recompute=how.recompute,
@@ -300,10 +335,7 @@ def _update(job: AnyJob, how: Technique, chunks: list[Chunk], comms: Comms) -> B
         found.append(_computed("clip", Kernel(name="scale", flops=0, bytes_moved=moved)))
     found += summed("update")
     adam = Optimizer(num_params=max(1, size), kind="adamw", dtype=how.weights)
-    update = _computed("update", adam)
-    if how.sharding:  # the end of a backward pass waits for what it has reduced
-        update = replace(update, name="update")
-    return (*found, update)
+    return (*found, _computed("update", adam))
 
 
 def _held(one: Param, how: Technique) -> int:
@@ -318,9 +350,8 @@ def _norms(job: AnyJob, how: Technique, trained: list[Param], comms: Comms) -> l
     apart = job.parallel.ep > 1
     plain = [one for one in trained if not (apart and one.is_expert)]
     moved = sum(_held(one, how) for one in trained) * how.weights.itemsize
-    squared = _computed("clip", Kernel(name="norms", flops=0, bytes_moved=moved))
-    waits = (REDUCE, REPLICATE) if how.sharding else ("bucket",) if how.buckets else ()
-    found: list[Item] = [replace(squared, after=waits)]
+    squared = Kernel(name="norms", flops=0, bytes_moved=moved)
+    found: list[Item] = [_computed("clip", squared)]
     groups = ["fsdp_tp" if how.sharding else "tp"]
     sets = [(len(plain), groups)]
     if apart:

@@ -1,0 +1,79 @@
+"""Cases whose real messages are compared with the generated workload, by number of ranks."""
+
+from dataclasses import replace
+from typing import Any
+
+from tests.bench.training.curves import DEEPSEEK, GPT2, LLAMA, MIXTRAL, QWEN3, spread
+
+from stepmark.core.dtypes import DType
+from stepmark.core.model import ModelConfig
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import GradSync, Precision, Recompute
+
+# Rows that no number of ranks divides; gradients of more than one MiB.
+ODD = replace(LLAMA, num_layers=3, ffn_hidden_size=226, vocab_size=510)
+WIDE = replace(LLAMA, hidden_size=256, ffn_hidden_size=512, vocab_size=1024)
+DEEP = replace(LLAMA, num_layers=8)
+HEADS = replace(LLAMA, num_layers=2, num_kv_heads=4)
+MOE = replace(MIXTRAL, num_layers=2)
+
+AMP: dict[str, Any] = {"precision": Precision.AMP}
+TWICE: dict[str, Any] = {"grad_accum": 2}
+LAST: dict[str, Any] = {**TWICE, "grad_sync": GradSync.LAST}
+MASTER: dict[str, Any] = {"precision": Precision.MASTER}
+FULL: dict[str, Any] = {"recompute": Recompute.FULL}
+INTERLEAVED: dict[str, Any] = {"pp_schedule": "interleaved"}
+
+
+def made(
+    model: ModelConfig, data_parallel: str, *changes: dict[str, Any], **axes: int
+) -> TrainCase:
+    values = {name: value for one in changes for name, value in one.items()}
+    return replace(spread(model, data_parallel, **axes), **values)
+
+
+def parts(count: int) -> dict[str, Any]:
+    return {"pp_microbatches": count}
+
+
+# Torch's GPipe takes the place of 1F1B in these.
+GPIPE = ("gpipe", "gpipe x fsdp")
+
+CASES: dict[int, dict[str, TrainCase]] = {
+    2: {
+        "ddp": made(LLAMA, "ddp", dp_replicate=2),
+        "fsdp": made(LLAMA, "fsdp", AMP, dp_shard=2),
+        "fsdp without reshard": made(LLAMA, "fsdp", {"reshard": "no"}, dp_shard=2),
+        "tp": made(HEADS, "none", tp=2),
+        "1f1b": made(LLAMA, "none", parts(4), pp=2),
+        "interleaved": made(LLAMA, "none", INTERLEAVED, parts(8), pp=2),
+        "gpipe": made(LLAMA, "none", parts(4), pp=2),
+        "ep": made(MOE, "fsdp", ep=2, dp_shard=2),
+    },
+    4: {
+        "ddp in buckets": made(WIDE, "ddp", AMP, TWICE, {"bucket_mb": 1}, dp_replicate=4),
+        "ddp held": made(WIDE, "ddp", MASTER, LAST, {"bucket_mb": 1}, dp_replicate=4),
+        "ddp tied x cp": made(GPT2, "ddp", dp_replicate=2, cp=2),
+        "fsdp padded": made(ODD, "fsdp", AMP, TWICE, dp_shard=4),
+        "fsdp held": made(LLAMA, "fsdp", AMP, LAST, {"reduce_dtype": DType.BF16}, dp_shard=4),
+        "fsdp in groups": made(
+            LLAMA, "fsdp", {"reshard": "no", "blocks_per_group": 3, "prefetch": 2}, dp_shard=4
+        ),
+        "fsdp reshard over 2": made(ODD, "fsdp", FULL, {"reshard": "2"}, dp_shard=4),
+        "fsdp prefetch 3": made(DEEP, "fsdp", {"prefetch": 3}, dp_shard=4),
+        "hsdp": made(LLAMA, "fsdp", AMP, LAST, dp_replicate=2, dp_shard=2),
+        "fsdp x tp": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
+        "fsdp x tp, tied": made(replace(GPT2, num_layers=2), "fsdp", dp_shard=2, tp=2),
+        "fsdp x tp, qk norm": made(QWEN3, "fsdp", dp_shard=2, tp=2),
+        "tp with masters": made(HEADS, "none", MASTER, TWICE, tp=4),
+        "1f1b": made(DEEP, "none", parts(8), pp=4),
+        "1f1b x fsdp": made(DEEP, "fsdp", AMP, TWICE, parts(4), pp=2, dp_shard=2),
+        "1f1b x tp": made(HEADS, "none", parts(4), pp=2, tp=2),
+        "interleaved": made(DEEP, "none", INTERLEAVED, parts(8), pp=4),
+        "interleaved x fsdp": made(DEEP, "fsdp", INTERLEAVED, parts(4), pp=2, dp_shard=2),
+        "gpipe x fsdp": made(DEEP, "fsdp", {"reshard": "no"}, parts(4), pp=2, dp_shard=2),
+        "ep x fsdp": made(MOE, "fsdp", AMP, ep=2, dp_shard=4),
+        "ep x fsdp, latent attention": made(DEEPSEEK, "fsdp", FULL, ep=2, dp_shard=4),
+        "cp x fsdp": made(replace(LLAMA, num_layers=2), "fsdp", dp_shard=2, cp=2),
+    },
+}

@@ -1,0 +1,145 @@
+"""Run by test_workload_truth under torchrun: what the ranks of each case send in one step.
+
+Prints {case: [by rank [[collective, dtype, call bytes, message bytes, members, peer, phase]]]}.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tests.bench.training.curves import _batches
+from tests.bench.training.workload_cases import CASES, GPIPE
+from torch import Tensor
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from stepmark.bench.ranks import Ranks, join
+from stepmark.bench.training import pipeline, trainer
+from stepmark.bench.training.experts import Experts
+from stepmark.bench.training.mesh import place_of
+from stepmark.bench.training.message_order import OrderedRecorder
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import DataParallel
+
+_SIDES = ("send", "recv_", "isend", "irecv")
+Row = tuple[str, str, int, int | None, tuple[int, ...], int | None, str]
+
+
+class Recorder(OrderedRecorder):
+    """In a pipeline phases overlap: a transfer's is that of the stage's call that made it."""
+
+    def __init__(self, *, is_pipeline: bool) -> None:
+        super().__init__()
+        self.is_pipeline = is_pipeline
+        self.rows: list[Row] = []
+        self.by_buffer: dict[int, str] = {}
+
+    def note(self, name: str, values: Sequence[Any], result: Any) -> None:
+        first = len(self.ordered)
+        super().note(name, values, result)
+        for one in self.ordered[first:]:
+            phase = one.kind.phase
+            if self.is_pipeline and phase == "forward":
+                phase = "backward" if one.in_backward else phase
+                if name in _SIDES:
+                    phase = self.by_buffer[values[0][0].data_ptr()]
+            kind = one.kind
+            self.rows.append(
+                (
+                    kind.collective,
+                    kind.dtype,
+                    kind.call_bytes,
+                    kind.message_bytes,
+                    one.members,
+                    one.peer,
+                    phase,
+                )
+            )
+
+
+class Told:
+    """What stages say of their calls to the recorder of the moment."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder(is_pipeline=False)
+        for side in ("recv", "send"):
+            self._tagged(f"get_fwd_{side}_ops", "forward")
+            self._tagged(f"get_bwd_{side}_ops", "backward")
+        reduce = _PipelineStageBase.perform_reduce_grad
+
+        def reduced(stage: Any, factor: int) -> None:
+            self.recorder.phase = "backward"
+            reduce(stage, factor)
+            self.recorder.phase = "forward"
+
+        _PipelineStageBase.perform_reduce_grad = reduced  # type: ignore[method-assign]
+
+    def _tagged(self, name: str, phase: str) -> None:
+        made = getattr(_PipelineStageBase, name)
+
+        def tagged(stage: Any, microbatch: int) -> Any:
+            ops = made(stage, microbatch)
+            for op in ops:
+                self.recorder.by_buffer[op.tensor.data_ptr()] = phase
+            return ops
+
+        setattr(_PipelineStageBase, name, tagged)
+
+
+def evenly(self: Experts, x_NC: Tensor) -> tuple[Tensor, Tensor]:
+    """Every expert gets as many rows: what a workload says of all-to-all."""
+    rows = torch.arange(len(x_NC) * self.top_k, device=x_NC.device)
+    experts_NK = rows.view(-1, self.top_k) % self.num_experts
+    weights_NK = self.router(x_NC).float().softmax(dim=-1).gather(1, experts_NK)
+    return weights_NK / weights_NK.sum(dim=-1, keepdim=True), experts_NK
+
+
+def sent(case: TrainCase, ranks: Ranks, told: Told) -> list[Row]:
+    """In a steady step: the second one; DDP's buckets are those of the third."""
+    made = trainer.make(case, ranks.device)
+    batches = _batches(case, place_of(ranks.rank, case.parallel))
+
+    def step() -> Recorder:
+        recorder = told.recorder = Recorder(is_pipeline=case.parallel.pp > 1)
+
+        def mark(name: str) -> None:
+            recorder.phase = "backward" if name == "fwd" else "forward"
+
+        with recorder:
+            for index in range(case.grad_accum):
+                recorder.phase = "forward"
+                tokens, labels = next(batches)
+                is_last = index + 1 == case.grad_accum
+                made.micro_step(tokens, labels, is_last=is_last, mark=mark)
+            recorder.phase = "optimizer"
+            made.optimizer_step()
+        return recorder
+
+    for _ in range(2 if case.data_parallel is DataParallel.DDP else 1):
+        step()
+    return step().rows
+
+
+def main() -> None:
+    ranks = join("cpu", for_meshes=True)
+    Experts.route = evenly  # type: ignore[method-assign]
+    told = Told()
+    found: dict[str, list[list[Row]]] = {}
+    for name, case in CASES[ranks.num_ranks].items():
+        pipeline.Schedule1F1B = (  # type: ignore[attr-defined]
+            ScheduleGPipe if name in GPIPE else Schedule1F1B
+        )
+        found[name] = ranks.gather(sent(case, ranks, told))
+    if ranks.rank == 0:
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+    ranks.barrier()
+    # Threads of torch sometimes abort a process that ends by itself on a busy machine.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

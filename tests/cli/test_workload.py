@@ -1,0 +1,327 @@
+"""stepmark workload: what it makes, writes, shows and refuses, called as a user calls it."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cli import plan
+from stepmark.core.ops import Attention, Gemm
+from stepmark.core.workload import CommOp
+from stepmark.workload.formats import FORMATS
+from stepmark.workload.rules import RULES
+
+from .process import environment
+from .workload_program import AICB, Program, program, refused
+
+TINY = "--model llama-3.1-8b --scale tiny"
+SIMAI = sorted(AICB.glob("*/simai*"))
+# What each framework needs beside the model to run on ranks.
+FRAMEWORKS = {
+    "megatron": f"{TINY} --world-size 8 --tp 2 --pp 2 --sp --gbs 8",
+    "deepspeed": f"{TINY} --world-size 8",
+    "fsdp": f"{TINY} --world-size 8 --tp 2",
+    "ddp": f"{TINY} --world-size 4",
+    "tp": f"{TINY} --tp 2",
+    "pp": f"{TINY} --pp 2 --gbs 4",
+    "dlrm": "--world-size 2 --mini-batch-size 2",
+}
+
+
+@pytest.fixture(name="run")
+def _run(capsysbinary: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    return program(capsysbinary, tmp_path, monkeypatch)
+
+
+def test_llama_405b_on_16384_ranks(run: Program) -> None:
+    done = run(
+        "generate --model llama-3.1-405b --framework megatron --world-size 16384 --tp 8 "
+        "--pp 16 --vpp 8 --sp --gbs 2048 --mbs 1 -o w.json"
+    )
+    assert (done.code, done.out) == (0, b"")
+    assert "126 layers + embedding + head = 16 stages x 8 chunks x 1" in done.err
+    assert Path("w.json").stat().st_size < 2**20
+    shown = run("show w.json")
+    assert (shown.code, shown.err) == (0, "")
+    assert "16 stages, 16 micro-batches per step" in shown.text
+    # b s h bytes over tp: 8192 x 16384 x 2 / 8; whole sequences are gathered
+    assert "recv            bf16   pp        16     32 MiB   16777216" in shown.text
+    assert "all_gather      bf16   tp         8    256 MiB   16777216" in shown.text
+    # (pp - 1) / (vpp x micro-batches + pp - 1): arXiv 2104.04473, section 2.2
+    assert f"idle {100 * 15 / (8 * 16 + 15):.1f} %" in shown.text
+    said = next(line for line in shown.text.splitlines() if line.startswith("settings"))
+    assert "sequence_parallel yes" in said
+    assert "overlap" not in said
+    rules = next(line for line in shown.text.splitlines() if line.startswith("rules"))
+    assert rules.removeprefix("rules    ").startswith("NVIDIA/Megatron-LM core_v")
+    assert ".py" not in rules
+
+
+def test_the_tutorials_7b_as_simai_text(run: Program) -> None:
+    done = run(
+        "generate --frame Megatron --model_size 7 --world_size 4096 --tp_num 4 --pp_num 1 "
+        "--global_batch 8192 --micro_batch 1 --seq_length 4096 --swiglu --use_flash_attn "
+        "--format simai -o gpt7b.txt"
+    )
+    assert done.code == 0
+    head, count, *rows = Path("gpt7b.txt").read_text().splitlines()
+    assert head.startswith("HYBRID_TRANSFORMER_FWD_IN_BCKWD model_parallel_NPU_group: 4 ep: 1")
+    assert "ga: 8 all_gpus: 4096" in head
+    assert int(count) == len(rows)
+    assert {line.count("\t") for line in rows} == {11}
+    assert "--use_flash_attn: no effect" in done.err
+    assert "fixed:1ns each, AICB's filler" in done.err
+    assert "simai cannot carry: " in done.err
+
+
+@pytest.mark.parametrize("path", SIMAI, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_simai_files_come_back_byte_for_byte(run: Program, path: Path) -> None:
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    assert run("convert", path, "-o", "n.json").code == 0
+    back = run("convert n.json --to simai -o -")
+    assert (back.code, back.out) == (0, data)
+
+
+def test_distinct_messages_of_fsdp_are_commands(run: Program) -> None:
+    done = run("generate --model llama-3-70b --framework fsdp --world-size 8 --distinct")
+    assert done.code == 0
+    lines = [line for line in done.text.splitlines() if line.startswith("stepmark comm")]
+    # One layer: 855,654,400 parameters; both gathers of it are one message.
+    sizes = {line.split(" -b ")[1].split()[0]: line for line in lines}
+    assert "comm all_gather --dtype bf16" in sizes[str(8 * 106_956_800 * 2)]
+    assert "160 calls, fsdp forward, backward" in sizes[str(8 * 106_956_800 * 2)]
+    assert "comm reduce_scatter --dtype fp32" in sizes[str(8 * 106_956_800 * 4)]
+    assert "stepmark op gemm --m 8192 --n 8192 --k 28672 --dtype bf16  # 80 calls" in done.text
+
+
+def test_a_distinct_message_is_what_its_command_measures(run: Program) -> None:
+    Path("w.json").write_bytes(run.made(FRAMEWORKS["megatron"]).out)
+    rows = json.loads(run("show w.json --distinct --json -").out)["collectives"]
+    assert {row["collective"] for row in rows} >= {"all_reduce", "all_gather", "p2p"}
+    whole = run("--from-workload w.json --print nccl-tests", verb="comm").text.splitlines()
+    for row, line in zip(rows, whole, strict=True):
+        words = row["command"].removeprefix("stepmark comm ")
+        alone = run(f"{words} --print nccl-tests", verb="comm")
+        assert alone.text.strip() == line.partition("  # ")[0]
+
+
+def test_a_distinct_shape_is_what_its_command_measures(run: Program) -> None:
+    made = run.made(FRAMEWORKS["megatron"])
+    Path("w.json").write_bytes(made.out)
+    rows = json.loads(run("show w.json --distinct --json -").out)["operators"]
+    asked = set()
+    for row in rows:
+        _, _, family, *words = row["command"].split()
+        flags = {
+            name.removeprefix("--").replace("-", "_"): value
+            for name, value in zip(words[::2], words[1::2], strict=True)
+        }
+        flags |= {"phase": flags.pop("pass")} if "pass" in flags else {}
+        asked |= {op for _, op in plan.placed_ops(family, flags, "cuda")}
+    workload = made.workload
+    held = {one.op for stage in (0, 1) for one in workload.tally(stage) if hasattr(one, "op")}
+    assert asked == {op for op in held if isinstance(op, (Gemm, Attention))}
+
+
+@pytest.mark.parametrize("framework", RULES)
+def test_every_framework_makes_shows_and_converts(run: Program, framework: str) -> None:
+    made = run.made(f"--framework {framework} {FRAMEWORKS[framework]}")
+    workload = made.workload
+    workload.check()
+    assert workload.source
+    assert sum(isinstance(one, CommOp) for one in workload.tally(0))
+    Path("w.json").write_bytes(made.out)
+    assert run("convert w.json -o -").out == made.out
+    for name, kind in FORMATS.items():
+        if name == "chakra":
+            continue  # its package is optional
+        written = run(f"convert w.json --to {name} -o w{kind.suffix}")
+        assert written.code == 0, written.err
+        if kind.reads:
+            shown = run(f"show w{kind.suffix}")
+            assert shown.code == 0, shown.err
+            assert "Stages" in shown.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tutorial_gpt13b_tp8_pp1_w8_gbs2/mocked.csv",
+        "gpt175b_tp8_pp8_w1024_gbs1536_sp/mocked.csv.gz",
+        "ds_stage2_llama7b_w128/mocked.csv",
+        "tutorial_gpt13b_tp8_pp1_w8_gbs2/simai_aiob_example.txt",
+    ],
+)
+def test_show_of_files_of_others(run: Program, name: str) -> None:
+    done = run("show", AICB / name)
+    assert (done.code, done.err) == (0, "")
+    for title in ("Stages", "Communication", "Sizes"):
+        assert f"\n{title}" in done.text
+
+
+def test_what_a_file_leaves_out_can_be_said(run: Program) -> None:
+    log = AICB / "a100_log.csv.gz"
+    refused(run("show", log), "ep_group")
+    done = run("show --group-sizes ep=16", log)
+    assert done.code == 0
+    assert "all_to_all" in done.text
+    refused(run("show --group-sizes ep", log), "group-sizes", "ep=16")
+    refused(run("show --group-sizes ep=16", SIMAI[0]), "group-sizes", "simai")
+    refused(run("convert --world-size 8 -o -", log), "world-size", "aicb")
+
+
+def test_tables_as_json_and_csv(run: Program) -> None:
+    done = run(f"generate {FRAMEWORKS['megatron']} --json -")
+    tables = json.loads(done.out)
+    assert set(tables) == {"stages", "communication", "computation", "layers"}
+    assert [row["stage"] for row in tables["stages"]] == [0, 1]
+    Path("w.json").write_bytes(run.made(FRAMEWORKS["megatron"]).out)
+    assert json.loads(run("show w.json --json -").out) == tables
+    assert run("show w.json --csv folder/").code == 0
+    assert {path.name for path in Path("folder").iterdir()} == {f"{one}.csv" for one in tables}
+    last = json.loads(run("show w.json --json - --stage 1").out)
+    assert last["communication"] != tables["communication"]
+    refused(run("show w.json --csv one.csv"), "csv", "one.csv", "a folder")
+    both = run(f"generate {FRAMEWORKS['megatron']} --json - -o o.json")
+    assert json.loads(both.out) == tables
+    assert Path("o.json").read_bytes() == Path("w.json").read_bytes()
+
+
+def test_stdout_is_the_file_and_nothing_else(run: Program) -> None:
+    to_file = run(f"generate {FRAMEWORKS['fsdp']} -o w.json")
+    assert to_file.out == b""
+    assert "wrote w.json: " in to_file.err
+    assert run.made(FRAMEWORKS["fsdp"]).out == Path("w.json").read_bytes()
+    refused(run(f"generate {TINY} -o - --json -"), "out", "stdout")
+
+
+def test_an_output_file_is_replaced_whole_or_left(run: Program) -> None:
+    Path("w.json").write_text("of another day")
+    refused(run(f"generate {TINY} --tp 3 -o w.json"), "tp")
+    refused(run(f"generate {TINY} --compute-from none -o w.json"), "none")
+    assert Path("w.json").read_text() == "of another day"
+    assert run(f"generate {TINY} -o w.json").code == 0
+    assert run("show w.json").code == 0
+    assert [path.name for path in Path().iterdir()] == ["w.json"]
+
+
+@pytest.mark.parametrize("target", ["none/w.json", "folder", "w.json/x"])
+def test_what_cannot_be_written(run: Program, target: str) -> None:
+    Path("folder").mkdir()
+    Path("w.json").write_bytes(run.made(TINY).out)
+    for line in (f"generate {TINY} -o {target}", f"convert w.json -o {target}"):
+        refused(run(line), "out", target)
+    refused(run(f"show w.json --html {target}"), target)
+    if target != "folder":
+        refused(run(f"show w.json --json {target}/x.json"), "x.json")
+
+
+GARBAGE = {
+    "empty": b"",
+    "blank": b" \n\n",
+    "binary": bytes(range(256)) * 20,
+    "json": b'{"a": 1}',
+    "cut.json": b'{"schema":1,"kind":"stepmark workload","name":',
+    "wrong.json": b'{"schema":1,"kind":"stepmark workload"}',
+    "prose.txt": b"Dear reader,\n",
+    "head.txt": b"HYBRID_TRANSFORMER_FWD_IN_BCKWD\n",
+    "count.txt": b"HYBRID_TRANSFORMER_FWD_IN_BCKWD model_parallel_NPU_group: 1 ep: 1 pp: 1 "
+    b"vpp: 1 ga: 1 all_gpus: 1 checkpoints: 0 checkpoint_initiates: 0 pp_comm: 0\n9\n",
+    "aicb.csv": b"comm_type,comm_group\nCommType.nothing,CommGroup.x\n",
+    "cut.gz": gzip.compress(b"HYBRID_TRANSFORMER")[:-9],
+    "trace.json": b'[{"comms": 1}]',
+}
+
+
+@pytest.mark.parametrize("name", [*GARBAGE, "none.json", "."])
+def test_files_that_are_no_workloads(run: Program, name: str) -> None:
+    if name in GARBAGE:
+        Path(name).write_bytes(GARBAGE[name])
+    refused(run(f"show {name}"))
+    refused(run(f"convert {name} -o -"))
+    refused(
+        run(f"comm --from-workload {name} --print nccl-tests".partition(" ")[2], verb="comm")
+    )
+
+
+BAD = [
+    ("generate", "num-layers"),
+    ("generate --model lama-3", "lama-3"),
+    (f"generate {TINY} --framework magic", "megatron, deepspeed, fsdp"),
+    ("generate --framework collective_test", "stepmark comm"),
+    (f"generate {TINY} --nonsense 1", "--nonsense"),
+    (f"generate {TINY} --framework fsdp --vpp 2", "--vpp"),
+    (f"generate {TINY} --framework fsdp --virtual-pipeline-model-parallel-size 2", "megatron"),
+    (f"generate {TINY} --framework fsdp --recompute-granularity full", "megatron"),
+    (f"generate {TINY} --framework deepspeed --stage", "--stage"),
+    (f"generate {TINY} --framework deepspeed --stage 4", "stage"),
+    (f"generate {TINY} --framework deepspeed --reduce-bucket-size many", "whole number"),
+    (f"generate {TINY} --framework deepspeed --reduce-bucket-size 1.5", "whole number"),
+    (f"generate {TINY} --framework deepspeed --overlap-comm perhaps", "auto, true, false"),
+    (f"generate {TINY} --framework deepspeed --gradient-clipping x", "a number"),
+    (f"generate {TINY} --tp four", "--tp-num"),
+    (f"generate {TINY} --tp 3", "tp"),
+    (f"generate {TINY} --world-size 0", "world-size"),
+    (f"generate {TINY} --world-size 6 --tp 4", "e.g. 4 or 8"),
+    (f"generate {TINY} --framework tp --tp 2 --world-size 8", "--framework fsdp"),
+    (f"generate {TINY} --world-size 8 --gbs 12", "e.g. 8 or 16"),
+    (f"generate {TINY} --mbs 0", "mbs"),
+    (f"generate {TINY} --pp 3", "pp"),
+    (f"generate {TINY} --format docx -o x", "native, simai"),
+    (f"generate {TINY} --pp-rank 1 --format simai -o -", "pp-rank"),
+    (f"generate {TINY} --world-size 4 --rank 4 --format param -o -", "rank"),
+    (f"generate {TINY} --dtype int3", "int3"),
+    ("generate --model llama-3.1-8b -m 7", "not both"),
+    ("generate -m 8", "7, 13, 22"),
+    ("generate -m 270 --world-size 8", "--num-layers"),
+    ("generate --framework dlrm --model llama-3.1-8b", "nothing with dlrm"),
+    ("show", "a file"),
+    ("convert", "a file"),
+    ("nonsense", "nonsense"),
+]
+
+
+@pytest.mark.parametrize(("line", "word"), BAD, ids=[line for line, _ in BAD])
+def test_bad_input_is_one_line(run: Program, line: str, word: str) -> None:
+    refused(run(line), word)
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("framework", RULES)
+def test_help_lists_a_frameworks_settings(run: Program, framework: str) -> None:
+    done = run(f"generate --framework {framework} --help")
+    assert (done.code, done.err) == (0, "")
+    for name, field in RULES[framework].fields().items():
+        if name not in ("dtype", "make_vocab_size_divisible_by"):
+            assert f"--{name.replace('_', '-')}" in done.text, name
+            assert field.metadata["help"].split()[0] in done.text
+
+
+@pytest.mark.parametrize("verb", ["generate", "show", "convert", "capture"])
+def test_help_of_each_verb(run: Program, verb: str) -> None:
+    assert verb in run("--help").text
+    done = run(f"{verb} --help")
+    assert (done.code, done.err) == (0, "")
+    assert "--help" in done.text
+
+
+def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:
+    """A generator that takes seconds to start is no better than what it replaces."""
+    heavy = ["torch", "numpy", "plotly", "duckdb", "rich"]
+    code = (
+        "import sys; from stepmark.cli.main import status; "
+        f"status({['workload', 'generate', *TINY.split(), '-o', 'w.json']!r}); "
+        "status(['workload', 'show', 'w.json']); "
+        "status(['comm', '--from-workload', 'w.json', '--print', 'nccl-tests']); "
+        f"sys.exit(' '.join(name for name in {heavy!r} if name in sys.modules) or 0)"
+    )
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    assert b"Layers" in told.stdout

@@ -1,0 +1,148 @@
+"""Tables, text and page of a workload: sums agree with a walk through the step."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from plotly.offline import get_plotlyjs
+
+from stepmark.core.model import find_model
+from stepmark.core.ops import Phase
+from stepmark.core.parallel import ParallelConfig
+from stepmark.core.workload import CommOp, ComputeOp, Workload
+from stepmark.report import workload_tables as tables
+from stepmark.report import workload_text
+from stepmark.report.tables import Row
+from stepmark.report.workload_figures import layers, sizes
+from stepmark.report.workload_page import page
+from stepmark.workload.job import Job
+from stepmark.workload.rules.megatron import rule as megatron
+from stepmark.workload.rules.megatron.settings import Megatron
+
+
+def made(name: str = "deepseek-v3", pp: int = 2, num_layers: int = 8) -> Workload:
+    """With experts in all but the leading layers, so that layers differ."""
+    model = replace(find_model(name).tiny(), num_layers=num_layers)
+    job = Job(model=model, parallel=ParallelConfig(tp=2, pp=pp, dp_shard=2), gbs=8)
+    return megatron.workload(job, Megatron(sequence_parallel=True))
+
+
+@pytest.fixture(scope="module", name="workload")
+def _workload() -> Workload:
+    return made()
+
+
+def total(rows: list[Row], key: str) -> float:
+    return sum(float(str(row[key] or 0)) for row in rows)
+
+
+def test_tables_count_what_a_walk_counts(workload: Workload) -> None:
+    for stage in range(len(workload.stages)):
+        walked = list(workload.expand(stage))
+        own = tables.stage_rows(workload)[stage]
+        assert own["operations"] == len(walked)
+        sent = [one for one in walked if isinstance(one, CommOp)]
+        assert own["collectives"] == len(sent)
+        num_bytes = sum(one.message_bytes(workload.groups[one.group]) for one in sent)
+        assert own["comm_bytes"] == num_bytes
+        rows = [
+            row for row in tables.collective_rows(workload, stage) if row["pass"] != "setup"
+        ]
+        assert (total(rows, "calls"), total(rows, "bytes")) == (len(sent), num_bytes)
+        worked = [one for one in walked if isinstance(one, ComputeOp)]
+        flops = sum(one.op.flops or 0 for one in worked)
+        assert total(tables.compute_rows(workload, stage), "flops") == flops
+        tallied = tables.histogram(workload, stage)
+        assert sum(one.calls for one in tallied.values()) == len(sent)
+
+
+def test_layers_add_up_to_the_stage(workload: Workload) -> None:
+    for stage in range(len(workload.stages)):
+        walked: Counter[int | None] = Counter()
+        for one in workload.expand(stage):
+            if isinstance(one, ComputeOp) and tables.pass_of(one) == "forward":
+                walked[one.layer] += one.op.flops or 0
+        for row in tables.layer_rows(workload, stage):
+            held = tables.members(str(row["layers"])) if row["number"] else [None]
+            assert {walked[layer] for layer in held} == {row["forward_flops"]}
+        every = [
+            layer
+            for row in tables.layer_rows(workload, stage)
+            if row["number"]
+            for layer in tables.members(str(row["layers"]))
+        ]
+        assert sorted(every) == sorted(workload.stages[stage].layers)
+
+
+@pytest.mark.parametrize("numbers", [[0], [0, 1, 2, 3, 7], [1, 3, 5], [0, 1, 3, 4]])
+def test_ranges_and_back(numbers: list[int]) -> None:
+    assert tables.members(tables.ranges(numbers)) == numbers
+
+
+def test_only_settings_that_are_no_defaults_are_said(workload: Workload) -> None:
+    settings = {"a": 1, "b": None, "c": True, "d": "x"}
+    asked = replace(workload, settings=settings)
+
+    def said(defaults: dict[str, str | int | float | bool | None]) -> list[str]:
+        lines = workload_text.header(asked, defaults)
+        return [line[9:] for line in lines if line.startswith("settings")]
+
+    assert said({}) == ["a 1, b unset, c yes, d x"]
+    assert said({"a": 1, "c": False}) == ["b unset, c yes, d x, 1 more are defaults"]
+    assert said({"a": 1, "b": None, "c": True, "d": "x"}) == ["4 are defaults"]
+
+
+def test_the_page_holds_all_and_needs_no_network(workload: Workload) -> None:
+    text = page(workload, 1).replace(get_plotlyjs(), "")
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
+    assert titles == [
+        *("Workload", "Pipeline", "Computation by stage"),
+        *("Calls by message size", "Bytes by message size"),
+        *("Computation by layer", "Messages by layer", "Tables", "Settings"),
+    ]
+    assert "Stage 1." in text
+    assert "megatron/core/tensor_parallel" in text  # the sources, whole
+    for name in workload.settings:
+        assert f"<dt>{name}</dt>" in text
+    assert not re.search(r"(src|href)=.?https?://", text)
+    for line in workload_text.tables(workload, 1)[1:]:
+        assert line.replace("<", "&lt;").replace(">", "&gt;").replace("'", "&#x27;") in text
+
+
+def test_figures_say_what_the_tables_say(workload: Workload) -> None:
+    drawn = dict(sizes(workload, 0))
+    rows = [row for row in tables.collective_rows(workload, 0) if row["pass"] != "setup"]
+    calls = sum(sum(trace.y) for trace in drawn["Calls by message size"].data)
+    assert calls == total(rows, "calls")
+    gib = sum(sum(trace.y) for trace in drawn["Bytes by message size"].data)
+    assert gib * 2**30 == pytest.approx(total(rows, "bytes"))
+    forward = dict(layers(workload))["Computation by layer"].data[0]
+    assert list(forward.x) == list(range(8))  # both stages' layers
+    flops = sum(
+        one.op.flops or 0
+        for stage in (0, 1)
+        for one in workload.expand(stage)
+        if isinstance(one, ComputeOp) and one.phase is Phase.FWD and one.layer is not None
+    )
+    assert sum(forward.y) * 1e12 == pytest.approx(flops)
+
+
+def test_alike_layers_need_no_figure() -> None:
+    assert layers(made("llama-3.1-8b", pp=1, num_layers=4)) == []
+    text = page(made("llama-3.1-8b", pp=1, num_layers=4), 0)
+    assert "<h2>Pipeline</h2>" not in text
+
+
+def test_what_only_stands_for_waiting_is_in_no_table() -> None:
+    job = Job(
+        model=replace(find_model("llama-3.1-8b").tiny(), num_layers=8),
+        parallel=ParallelConfig(pp=2),
+        gbs=8,
+    )
+    workload = megatron.workload(job, Megatron(virtual_pipeline_model_parallel_size=2))
+    waits = [
+        one for one in workload.expand(0) if isinstance(one, ComputeOp) and tables.is_wait(one)
+    ]
+    assert waits
+    assert all(row["shape"] != "wait" for row in tables.compute_rows(workload, 0))

@@ -1,0 +1,220 @@
+"""What is written of a generated workload says what it does, in words that AICB can read."""
+
+import csv
+import io
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cli.workload_job import generate
+from stepmark.core.collectives import Collective
+from stepmark.core.ops import Gemm, Phase
+from stepmark.core.workload import CommOp, ComputeOp, Operation, Workload
+from stepmark.workload.formats import aicb
+from stepmark.workload.rules import RULES
+
+from .aicb_samples import megatron
+from .hand_made import passed_on, pipeline
+
+HEADER = (
+    "comm_type,comm_group,comm_group_size,msg_size,stage,dst,src,additional,"
+    "_elapsed_time,algbw,busbw,count"
+)
+# Of aliyun/aicb, utils/utils.py: CommType and CommGroup.
+TYPES = {
+    *("all_reduce", "isend", "irecv", "broadcast", "all_gather", "reduce_scatter", "barrier"),
+    *("reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "computation", "epoch_end"),
+    "all_to_all",
+}
+GROUPS = {
+    *("dp_group", "pp_group", "tp_group", "ep_group", "ep_dp_group", "ep_tp_group"),
+    *("embedding_group", "all"),
+}
+
+
+def text_of(workload: Workload, **more: Any) -> str:
+    return "".join(aicb.write(workload, **more))
+
+
+def read(tmp_path: Path, text: str) -> Workload:
+    path = tmp_path / "workload.csv"
+    path.write_text(text)
+    return aicb.read(path)
+
+
+GENERATED: dict[str, dict[str, Any]] = {
+    "plain": {"tp": 2, "dp_shard": 2, "gbs": 4},
+    "pipeline": {
+        **{"tp": 4, "dp_shard": 2, "pp": 4, "gbs": 8},
+        "settings": {
+            "sequence_parallel": True,
+            "use_distributed_optimizer": True,
+            "virtual_pipeline_model_parallel_size": 5,
+        },
+    },
+    "experts": {
+        **{"model": "mixtral-8x7b", "tp": 2, "ep": 4, "dp_shard": 8, "gbs": 8},
+        "settings": {"sequence_parallel": True, "overlap_grad_reduce": True},
+    },
+    "instances": {
+        **{"tp": 2, "dp_shard": 4, "dp_replicate": 2, "gbs": 8},
+        "settings": {"use_distributed_optimizer": True},
+    },
+}
+
+
+@pytest.fixture(scope="module", params=GENERATED)
+def generated(request: pytest.FixtureRequest) -> Workload:
+    return megatron(**GENERATED[request.param])
+
+
+def meaning(op: Operation, workload: Workload) -> tuple[object, ...]:
+    """All that a line says of an operation."""
+    if isinstance(op, ComputeOp):
+        assert isinstance(op.op, Gemm)
+        return op.op.m, op.op.n, op.op.k
+    group = workload.groups[op.group]
+    num_bytes = op.message_bytes(group)
+    kind = op.collective.removesuffix("_v")
+    way = None if op.peer is None else op.peer % group.size
+    return kind, group.size, num_bytes, op.root, way
+
+
+def carried(workload: Workload, stage: int) -> list[tuple[object, ...]]:
+    """All matrix products, and all messages that are not said to be left out."""
+    left = set(aicb.lost(workload))
+    return [
+        meaning(op, workload)
+        for op in workload.expand(stage)
+        if (isinstance(op, ComputeOp) and isinstance(op.op, Gemm))
+        or (isinstance(op, CommOp) and f"left out: {op.collective} of {op.group}" not in left)
+    ]
+
+
+def test_what_is_written_is_read_back(generated: Workload, tmp_path: Path) -> None:
+    for stage in {0, len(generated.stages) - 1}:
+        text = text_of(generated, stage=stage)
+        again = read(tmp_path, text)
+        assert [meaning(op, again) for op in again.expand()] == carried(generated, stage)
+        assert text_of(again) == text
+        assert again.world_size <= generated.world_size
+
+
+def test_forward_and_backward_are_told_apart(generated: Workload, tmp_path: Path) -> None:
+    again = read(tmp_path, text_of(generated))
+    for phase in (Phase.FWD, Phase.DGRAD, Phase.WGRAD):
+        products = [
+            [
+                meaning(op, one)
+                for op in one.expand()
+                if isinstance(op, ComputeOp) and isinstance(op.op, Gemm) and op.phase is phase
+            ]
+            for one in (generated, again)
+        ]
+        assert products[0] == products[1] != []
+
+
+def test_aicb_can_read_what_is_written(generated: Workload) -> None:
+    """As visualize/generate.py of AICB does: csv, enumerations by name, one line dropped."""
+    rows = list(csv.reader(io.StringIO(text_of(generated))))
+    assert ",".join(rows[0]) == HEADER
+    kinds = []
+    for row in rows[2:]:
+        assert len(row) == 12
+        named = dict(zip(rows[0], row, strict=True))
+        kinds.append(named["comm_type"].removeprefix("CommType."))
+        assert kinds[-1] in TYPES
+        if named["comm_group"] != "None":
+            assert named["comm_group"].removeprefix("CommGroup.") in GROUPS
+        for name in ("comm_group_size", "dst", "src"):
+            assert named[name] == "None" or int(named[name]) >= 0
+        assert float(named["count"]) == 1
+        if kinds[-1] == "computation":
+            assert "," not in named["msg_size"]
+        else:
+            assert float(named["msg_size"]) >= 0
+    # AICB takes what is before the first of these for set-up, and needs one more behind.
+    assert kinds.count("epoch_end") == 2
+    assert kinds[-1] == "epoch_end"
+
+
+def test_a_step_without_computation_has_the_same_messages(generated: Workload) -> None:
+    lines = text_of(generated).splitlines()
+    bare = text_of(generated, computation=False).splitlines()
+    assert bare == [one for one in lines if not one.startswith("CommType.computation")]
+    assert len(bare) < len(lines)
+
+
+FRAMEWORKS = {
+    "fsdp": {"all_gather", "reduce_scatter"},
+    "ddp": {"all_reduce"},
+    "tp": {"all_gather", "reduce_scatter"},
+    "deepspeed": {"all_gather", "reduce_scatter"},
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_no_framework_loses_its_messages(framework: str) -> None:
+    spread = {"tp": 4, "world_size": 4} if framework == "tp" else {"world_size": 8}
+    more = {"stage": 3} if framework == "deepspeed" else {}
+    workload = generate({"framework": framework, "model": "llama-3-8b", **spread, **more})
+    assert framework in RULES
+    text = text_of(workload)
+    for collective in FRAMEWORKS[framework]:
+        ours = sum(
+            1
+            for op in workload.expand()
+            if isinstance(op, CommOp) and op.collective == collective
+        )
+        body = text.partition("epoch_end")[2]
+        assert body.count(f"CommType.{collective},") == ours > 0
+    assert not [one for one in aicb.lost(workload) if one.startswith("left out: all_")]
+
+
+def test_what_has_no_line_is_named() -> None:
+    workload = megatron(**GENERATED["pipeline"])
+    lost = "\n".join(aicb.lost(workload))
+    assert "left out: all_reduce of mp" in lost
+    assert "left out: attention (attention.core)" in lost
+    assert "stages: one is written" in lost
+    uneven = aicb.lost(megatron(**GENERATED["experts"]))
+    assert any("all_to_all_v" in one for one in uneven)
+
+
+def test_a_transfer_goes_to_a_neighbour() -> None:
+    """3 stages, and the first one's gradients come from 1 ahead; 2 ahead is 1 before."""
+    text = text_of(pipeline(stages=3), stage=1)
+    ways = Counter(line.split(",")[7] for line in text.splitlines() if "pp_group" in line)
+    assert ways == dict.fromkeys(("recv_prev", "send_next", "recv_next", "send_prev"), 3)
+    far = passed_on("send", Phase.FWD, 2)
+    workload = pipeline(stages=4)
+    workload = replace(workload, blocks={**workload.blocks, "fwd 0": (far,)})
+    assert "left out: send of pp" in aicb.lost(workload)
+    assert "send_next" not in text_of(workload).partition("forward_step")[0]
+
+
+def test_groups_of_one_name_and_two_sizes_stay_two(tmp_path: Path) -> None:
+    workload = megatron(**GENERATED["instances"])
+    assert workload.groups["instances"].size == 2
+    again = read(tmp_path, text_of(workload))
+    sizes = {name: group.size for name, group in again.groups.items()}
+    assert (sizes["dp"], sizes["dp_4"], sizes["dp_2"]) == (8, 4, 2)
+
+
+def test_every_collective_has_a_type_or_is_named() -> None:
+    send = passed_on("send", Phase.FWD, 1)
+    workload = pipeline(stages=1)
+    for kind in Collective:
+        op = replace(send, collective=str(kind), peer=None, group="tp")
+        alone = replace(workload, blocks={**workload.blocks, "step 0": (op,)})
+        rows = text_of(alone).splitlines()[3:-1]
+        if kind.removesuffix("_v") not in TYPES:
+            assert rows == []
+            assert f"left out: {kind} of tp" in aicb.lost(alone)
+        else:
+            (row,) = rows
+            assert row.startswith(f"CommType.{kind.removesuffix('_v')},CommGroup.tp_group,2,")
+            assert row.split(",")[3] == str(op.message_bytes(workload.groups["tp"]))
