@@ -4,9 +4,9 @@
         --out tests/data/deepspeed/messages.json
 
 Needs deepspeed (DS_BUILD_OPS=0 when it is installed from source), transformers and gloo; no
-GPU. Each case is a job of its own model, DeepSpeed settings and number of ranks; some cases run
-in the same processes. Of rank 0 it keeps what deepspeed.initialize
-sends and the messages of the last of three steps, in their order, from torch's dispatcher.
+GPU. Each case is a job of its own model, DeepSpeed settings and number of ranks; some run in
+the same processes. Of rank 0 it keeps what deepspeed.initialize sends and the messages of the last
+of three steps, in their order, from torch's dispatcher.
 """
 
 import argparse

@@ -26,15 +26,12 @@ from typing import Any
 
 from megatron_cases import CASES, Case
 
-from stepmark.core.dtypes import MESSAGE_DTYPES, DType
 from stepmark.workload.rules.megatron.settings import Megatron
 
-LIMIT_S = 240  # of all cases of one number of ranks, per case
+LIMIT_S, LIMIT_PER_CASE_S = 240, 20
 WARM_UP = 2
 
-
-# Of one rank: setup and step, in the order of their messages (collective, dtype, count,
-# members, phase, peer).
+# Of one rank: messages of setup and step in order, matrix products of the step.
 Recorded = dict[str, list[list[Any]]]
 
 
@@ -67,43 +64,37 @@ def written(case: Case, by_rank: Sequence[Recorded], versions: Mapping[str, str]
     for part, numbers in programs.items():
         shown = ",\n".join(json.dumps(one, separators=(",", ":")) for one in numbers)
         lines.append(f'"{part}": [\n{shown}\n]')
+    products = [json.dumps(one["matmuls"], separators=(",", ":")) for one in by_rank]
+    first = [products.index(one) for one in products]
+    lines.append(
+        '"matmuls": [\n'
+        + ",\n".join(
+            one if first[rank] == rank else str(first[rank])
+            for rank, one in enumerate(products)
+        )
+        + "\n]"
+    )
     return "{" + ",\n".join(lines) + "}\n"
 
 
 def record(case: Case, checkout: bool) -> Recorded:
-    """This rank's messages of setup and one step, but empty ones and those among one rank."""
+    """What this rank does in setup and one step."""
     import megatron_step as step  # noqa: PLC0415 - only ranks need it
+    from megatron_recorder import Recorder  # noqa: PLC0415
 
-    from stepmark.bench.training.message_order import OrderedRecorder  # noqa: PLC0415
-
-    recorder, settings = OrderedRecorder(), Megatron(**case.settings)
+    recorder, settings = Recorder(), Megatron(**case.settings)
     step.join(case.job, settings)
     trainee = step.build(case.job, settings, recorder)
-    setup = list(recorder.ordered)
+    setup = recorder.messages()
     for _ in range(WARM_UP + 1):
-        recorder.ordered.clear()
+        recorder.clear()
         if checkout:
             import megatron_training  # noqa: PLC0415
 
             megatron_training.step(trainee, recorder)
         else:
             trainee.step(recorder)
-    parts = {"setup": setup, "step": recorder.ordered}
-    return {
-        part: [_row(one) for one in found if len(one.members) > 1 and one.kind.call_bytes]
-        for part, found in parts.items()
-    }
-
-
-def _row(message: Any) -> list[Any]:
-    kind = message.kind
-    dtype = "uint8" if kind.dtype == "bool" else kind.dtype
-    count = kind.call_bytes
-    if dtype in MESSAGE_DTYPES:
-        count //= DType(dtype).itemsize
-    phase = "backward" if message.in_backward else kind.phase
-    peer = None if message.peer is None else message.members[message.peer]
-    return [kind.collective, dtype, count, list(message.members), phase, peer]
+    return {"setup": setup, "step": recorder.messages(), "matmuls": recorder.matmuls()}
 
 
 def rank_main(
@@ -159,6 +150,7 @@ def run(names: Sequence[str], world: int, port: int, args: argparse.Namespace) -
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONWARNINGS": "ignore",
+        "TORCHDYNAMO_DISABLE": "1",
     }
     command = [sys.executable, __file__, str(args.directory), *names, "--device", args.device]
     if args.checkout:
@@ -167,7 +159,7 @@ def run(names: Sequence[str], world: int, port: int, args: argparse.Namespace) -
         subprocess.Popen([*command, "--rank"], env={**os.environ, **shared, "RANK": str(rank)})
         for rank in range(world)
     ]
-    deadline = time.monotonic() + LIMIT_S + 20 * len(names)
+    deadline = time.monotonic() + LIMIT_S + LIMIT_PER_CASE_S * len(names)
     while any(one.poll() is None for one in crew):
         if time.monotonic() > deadline or any(one.poll() for one in crew):
             for one in crew:

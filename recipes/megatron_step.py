@@ -32,9 +32,9 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron_recorder import Recorder
 from megatron_stand_ins import Grouped, Norm, OwnPart, Whole
 
-from stepmark.bench.training.message_order import OrderedRecorder
 from stepmark.core.dtypes import DType
 from stepmark.workload.job import Job
 from stepmark.workload.rules.megatron.rule import Megatron
@@ -44,47 +44,11 @@ TORCH = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torc
 
 
 def _config(job: Job, settings: Megatron) -> Any:
-    model, parallel, dtype = job.model, job.parallel, TORCH[job.dtype]
-    vpp = settings.virtual_pipeline_model_parallel_size
-    beside = settings.overlap_p2p_comm and vpp > 1
-    full = settings.recompute_granularity is Granularity.FULL
-    granularity = (
-        None
-        if settings.recompute_granularity is Granularity.NONE
-        else str(settings.recompute_granularity)
-    )
-    common: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_heads,
-        "num_query_groups": model.num_kv_heads,
-        "kv_channels": model.head_dim,
-        "ffn_hidden_size": model.ffn_hidden_size or model.moe.ffn_hidden_size,
+    """Everything that the settings say; fusions that need CUDA or other packages are off."""
+    common = {
         "use_cpu_initialization": True,
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
-        "context_parallel_size": parallel.cp,
-        "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": settings.expert_tensor_parallel_size or parallel.tp,
-        "sequence_parallel": settings.sequence_parallel and parallel.tp > 1,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "bf16": job.dtype is DType.BF16,
-        "fp16": job.dtype is DType.FP16,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "gated_linear_unit": model.activation == "swiglu",
-        "activation_func": getattr(
-            torch.nn.functional, "silu" if model.activation == "swiglu" else "gelu"
-        ),
-        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
-        "add_bias_linear": model.linear_bias,
-        "add_qkv_bias": model.qkv_bias,
-        "qk_layernorm": model.qk_norm or model.mla is not None,
-        "overlap_p2p_comm": beside,
-        "batch_p2p_comm": not beside,
-        "batch_p2p_sync": False,
         "deallocate_pipeline_outputs": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
@@ -94,19 +58,12 @@ def _config(job: Job, settings: Megatron) -> Any:
         "apply_rope_fusion": False,
         "cross_entropy_loss_fusion": settings.cross_entropy_loss_fusion,
         "calculate_per_token_loss": settings.calculate_per_token_loss,
-        "recompute_granularity": granularity,
-        "recompute_method": settings.recompute_method if full else None,
-        "recompute_num_layers": settings.recompute_num_layers if full else None,
-        "recompute_modules": list(settings.modules) or None,
-        "num_layers_in_first_pipeline_stage": settings.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": settings.decoder_last_pipeline_num_layers,
-        "account_for_embedding_in_pipeline_split": (
-            settings.account_for_embedding_in_pipeline_split
-        ),
-        "account_for_loss_in_pipeline_split": settings.account_for_loss_in_pipeline_split,
+        **_shape(job),
+        **_spread(job, settings),
+        **_recompute(settings),
         **_experts(job, settings),
     }
-    if (mla := model.mla) is None:
+    if (mla := job.model.mla) is None:
         return TransformerConfig(**common)
     return MLATransformerConfig(
         **common,
@@ -117,6 +74,62 @@ def _config(job: Job, settings: Megatron) -> Any:
         v_head_dim=mla.v_head_dim,
         rope_type="rope",
     )
+
+
+def _shape(job: Job) -> dict[str, Any]:
+    model, gated = job.model, job.model.activation == "swiglu"
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_heads,
+        "num_query_groups": model.num_kv_heads,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.ffn_hidden_size or model.moe.ffn_hidden_size,
+        "gated_linear_unit": gated,
+        "activation_func": getattr(torch.nn.functional, "silu" if gated else "gelu"),
+        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "add_bias_linear": model.linear_bias,
+        "add_qkv_bias": model.qkv_bias,
+        "qk_layernorm": model.qk_norm or model.mla is not None,
+        "bf16": job.dtype is DType.BF16,
+        "fp16": job.dtype is DType.FP16,
+        "params_dtype": TORCH[job.dtype],
+        "pipeline_dtype": TORCH[job.dtype],
+    }
+
+
+def _spread(job: Job, settings: Megatron) -> dict[str, Any]:
+    parallel, vpp = job.parallel, settings.virtual_pipeline_model_parallel_size
+    beside = settings.overlap_p2p_comm and vpp > 1
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": settings.expert_tensor_parallel_size or parallel.tp,
+        "sequence_parallel": settings.sequence_parallel and parallel.tp > 1,
+        "overlap_p2p_comm": beside,
+        "batch_p2p_comm": not beside,
+        "batch_p2p_sync": False,
+        "num_layers_in_first_pipeline_stage": settings.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": settings.decoder_last_pipeline_num_layers,
+        "account_for_embedding_in_pipeline_split": (
+            settings.account_for_embedding_in_pipeline_split
+        ),
+        "account_for_loss_in_pipeline_split": settings.account_for_loss_in_pipeline_split,
+    }
+
+
+def _recompute(settings: Megatron) -> dict[str, Any]:
+    kind = settings.recompute_granularity
+    full = kind is Granularity.FULL
+    return {
+        "recompute_granularity": None if kind is Granularity.NONE else str(kind),
+        "recompute_method": settings.recompute_method if full else None,
+        "recompute_num_layers": settings.recompute_num_layers if full else None,
+        "recompute_modules": list(settings.modules) or None,
+    }
 
 
 def _experts(job: Job, settings: Megatron) -> dict[str, Any]:
@@ -185,7 +198,7 @@ class Trainee:
     chunks: list[Any]
     optimizer: Any
 
-    def step(self, recorder: OrderedRecorder) -> None:
+    def step(self, recorder: Recorder) -> None:
         """megatron-core's part of a step, with data made here."""
         with recorder:
             for chunk in self.chunks:
@@ -222,7 +235,7 @@ class Trainee:
 
 
 @contextlib.contextmanager
-def phased(recorder: OrderedRecorder) -> Iterator[None]:
+def phased(recorder: Recorder) -> Iterator[None]:
     """Forward, backward and what follows them are told to the recorder."""
     found: Any = schedules
     names = {"forward_step": "forward", "backward_step": "backward"}
@@ -236,9 +249,7 @@ def phased(recorder: OrderedRecorder) -> Iterator[None]:
             setattr(found, name, function)
 
 
-def within(
-    recorder: OrderedRecorder, phase: str, function: Callable[..., Any]
-) -> Callable[..., Any]:
+def within(recorder: Recorder, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args: Any, **kwargs: Any) -> Any:
         before, recorder.phase = recorder.phase, phase
         try:
@@ -272,7 +283,7 @@ def version() -> str:
     return str(megatron.core.__version__)
 
 
-def build(job: Job, settings: Megatron, recorder: OrderedRecorder) -> Trainee:
+def build(job: Job, settings: Megatron, recorder: Recorder) -> Trainee:
     """As megatron/training sets it up: model chunks in DDP, optimizer, what overlaps."""
     torch.manual_seed(0)
     if dist.get_backend() == "nccl":

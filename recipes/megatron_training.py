@@ -13,9 +13,8 @@ from unittest.mock import MagicMock
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
+from megatron_recorder import Recorder
 from megatron_step import Trainee, phased, within
-
-from stepmark.bench.training.message_order import OrderedRecorder
 
 # Imports triton; used where results shall not depend on the batch.
 sys.modules["megatron.core.transformer.custom_layers.batch_invariant_kernels"] = MagicMock()
@@ -48,7 +47,7 @@ def arguments(trainee: Trainee) -> Arguments:
     )
 
 
-def step(trainee: Trainee, recorder: OrderedRecorder) -> None:
+def step(trainee: Trainee, recorder: Recorder) -> None:
     told: Any = global_vars
     told._GLOBAL_ARGS = arguments(trainee)
     told._GLOBAL_TIMERS = MagicMock()

@@ -191,6 +191,28 @@ def test_tables_as_json_and_csv(run: Program) -> None:
     assert Path("o.json").read_bytes() == Path("w.json").read_bytes()
 
 
+def test_one_stage_one_rank_or_all(run: Program) -> None:
+    Path("w.json").write_bytes(run.made(FRAMEWORKS["megatron"]).out)
+    first, last = (run(f"convert w.json --to aicb --stage {stage} -o -") for stage in (0, 1))
+    assert first.out != last.out
+    # The ranks of a stage do the same; of the second stage they begin at 4.
+    ranks = [run(f"convert w.json --to param --rank {rank} -o -").out for rank in (0, 4)]
+    assert run("convert w.json --to param --stage 1 -o -").out == ranks[1] != ranks[0]
+    assert run("convert w.json --to param -o all/").code == 0
+    held = {path.name: path.read_bytes() for path in Path("all").iterdir()}
+    assert sorted(held) == [f"{rank}.json" for rank in range(8)]
+    assert [held["0.json"], held["4.json"]] == ranks
+    assert "2 stages" in run("show all").text
+    said = run("convert w.json --to csv --stage 1 --rank 3 -o -").err
+    assert "--stage: no effect: csv holds all stages" in said
+    assert "--rank: no effect: csv holds all ranks" in said
+    assert "--rank: no effect" in run("convert w.json --to aicb --rank 3 -o -").err
+
+
+def test_a_profile_is_no_workload(run: Program) -> None:
+    refused(run("show", AICB / "aiob_example.txt"), "--compute-from")
+
+
 def test_stdout_is_the_file_and_nothing_else(run: Program) -> None:
     to_file = run(f"generate {FRAMEWORKS['fsdp']} -o w.json")
     assert to_file.out == b""

@@ -8,6 +8,7 @@ import pytest
 
 from stepmark.core.device import load_devices
 from stepmark.core.ops import Attention, Gemm, Phase
+from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.workload import ComputeOp, Kernel, Workload
 from stepmark.store.runs import read_records
@@ -65,7 +66,7 @@ def test_a_runs_medians_then_a_data_sheet(run: Program) -> None:
     measured = {
         record.operator.op: summarize(slowest_per_sample(record.samples.seconds)).median
         for record in read_records(RUN)
-        if record.kind == "measured"
+        if isinstance(record, Measured)
     }
     workload = run.made(f"{LLAMA} --compute-from {RUN},roofline:h200-sxm").workload
     for one in computed(workload):
@@ -78,7 +79,7 @@ def test_a_runs_medians_then_a_data_sheet(run: Program) -> None:
     assert down.time_s == min(
         summarize(slowest_per_sample(record.samples.seconds)).median
         for record in read_records(RUN)
-        if record.kind == "measured" and record.operator.op == down.op
+        if isinstance(record, Measured) and record.operator.op == down.op
     )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepmark.core.collectives import Collective
@@ -25,6 +25,7 @@ def stripped(op: Operation) -> Operation:
     )
 
 
+@settings(max_examples=50)
 @given(workloads())
 def test_counting_is_walking_without_places(workload: Workload) -> None:
     workload.check()

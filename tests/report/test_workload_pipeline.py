@@ -98,7 +98,7 @@ def test_nothing_is_drawn_of_one_stage() -> None:
 
 
 def test_what_is_too_wide_is_left_to_the_page() -> None:
-    (line,) = workload_pipeline_text.lines(job(8, 16, 3))
+    (line,) = workload_pipeline_text.lines(job(6, 6, 3))
     assert "units wide: --html draws it; idle " in line
 
 

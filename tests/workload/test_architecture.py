@@ -1,8 +1,10 @@
 """Architectures of one's own, and the published ones against transformers."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +99,7 @@ def mine(batch: Batch, *, layers: int = 4, tied: bool = False) -> Architecture:
     return Architecture(name="mine", units=(table, block, head))
 
 
+DATA = Path(__file__).parents[1] / "data" / "gpt-j"
 BATCH = Batch(mbs=1, seq_len=8)
 PARAMS = 2 * 101 * 17 + 4 * (2 * 17 + 17 * 17 + 17)
 
@@ -175,6 +178,40 @@ def test_ddp_reduces_every_parameter_once(micro: int, bucket_mb: int) -> None:
     assert sent(found) == {("all_reduce", "ddp"): micro * made.num_params}
 
 
+def tiny_gpt_j(width: int) -> Architecture:
+    return gpt_j(
+        Batch(mbs=1, seq_len=16),
+        name="tiny",
+        hidden=width,
+        heads=4,
+        rotated=8,
+        ffn=2 * width,
+        vocab=515,
+        layers=3,
+    )
+
+
+def lines(made: Workload) -> list[str]:
+    """Messages as tests/data/gpt-j has them."""
+    return [
+        f"{op.phase} {op.collective} {op.dtype} {op.call_bytes()}"
+        f" {op.message_bytes(made.groups[op.group])}"
+        for op in made.expand()
+        if isinstance(op, CommOp)
+    ]
+
+
+def test_messages_of_gpt_j_are_pytorchs() -> None:
+    real = json.loads((DATA / "messages.json").read_text())
+    made = fsdp.workload(job(tiny_gpt_j(64), 2), fsdp.Fsdp(clip=False))
+    assert lines(made) == real["fsdp"]
+    made = ddp.workload(
+        job(tiny_gpt_j(1024), 1, replicas=2), ddp.Ddp(autocast=False, clip=False)
+    )
+    # An architecture has no buffers.
+    assert lines(made) == [line for line in real["ddp"] if "broadcast" not in line]
+
+
 @pytest.mark.parametrize("framework", ["fsdp", "ddp", "deepspeed"])
 def test_a_tied_table_is_one_tensor(framework: str) -> None:
     made = mine(BATCH, tied=True)
@@ -195,9 +232,29 @@ def test_a_tied_table_is_one_tensor(framework: str) -> None:
     )
 
 
-def is_of_fsdp(op: ComputeOp) -> bool:
-    """A copy into or out of a buffer, or a wait."""
-    return isinstance(op.op, Kernel) and op.op.name.startswith(("fsdp_", "wait"))
+def test_a_backward_pass_goes_the_other_way_round() -> None:
+    """Weights' gradients first, as autograd's nodes of PyTorch run."""
+    found = ddp.workload(job(mine(BATCH, layers=1), 1), ddp.Ddp(autocast=False))
+    ops = [op for op in found.expand() if isinstance(op, ComputeOp)]
+    assert [(op.module, str(op.phase)) for op in ops if op.phase is not Phase.OPTIM] == [
+        ("table", "fwd"),
+        ("norm", "fwd"),
+        ("mlp", "fwd"),
+        ("head", "fwd"),
+        ("loss", "fwd"),
+        ("loss", "bwd"),
+        ("head", "wgrad"),
+        ("head", "dgrad"),
+        ("mlp", "wgrad"),
+        ("mlp", "dgrad"),
+        ("norm", "bwd"),
+        ("table", "wgrad"),
+    ]
+
+
+def is_of_framework(op: ComputeOp) -> bool:
+    """A copy into or out of a buffer, or a wait: no architecture has these."""
+    return isinstance(op.op, Kernel) and op.op.name not in ("add", "embedding_backward")
 
 
 @pytest.mark.parametrize("framework", ["fsdp", "ddp", "deepspeed"])
@@ -217,7 +274,11 @@ def test_computation_is_the_architectures(framework: str) -> None:
                 wanted[op.op, op.phase, op.module] += one.times
     seen = Counter[tuple[object, Phase, str]]()
     for op in found.expand():
-        if isinstance(op, ComputeOp) and op.phase is not Phase.OPTIM and not is_of_fsdp(op):
+        if (
+            isinstance(op, ComputeOp)
+            and op.phase is not Phase.OPTIM
+            and not is_of_framework(op)
+        ):
             seen[op.op, op.phase, op.module] += 1
     assert seen == wanted
 

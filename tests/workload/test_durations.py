@@ -2,16 +2,23 @@
 
 import math
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepmark.cli.workload_files import timed
+from stepmark.core.case import Case
 from stepmark.core.device import load_devices
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Copy, Gemm, Norm, Op, Phase
+from stepmark.core.record import Check, Environment, RunInfo, Samples
+from stepmark.core.record import Measured as Record
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Stage, Workload
+from stepmark.store.runs import RunWriter
 from stepmark.workload.durations import (
     Fixed,
     Measured,
@@ -96,6 +103,11 @@ class TestLaws:
         filled = fill(alone(*(op(one, Phase.FWD, "x") for one in ops)), Roofline(device=H100))
         by_hand = sum(2 * m * n * k for m, n, k in sizes) / 989.4e12
         assert total(filled) == pytest.approx(by_hand, rel=1e-12)
+
+    def test_thin_products_take_bytes_over_bandwidth(self) -> None:
+        moved = 2 * (4096 + 4096 * 4096 + 4096)
+        thin = roofline_time(Gemm(m=1, n=4096, k=4096), H100)
+        assert thin == pytest.approx(moved / 3.35e12, rel=1e-12)
 
     def test_what_computes_nothing_takes_bytes_over_bandwidth(self) -> None:
         norm = Norm(tokens=4096, hidden=8192)
@@ -204,6 +216,22 @@ class TestMissing:
                 Roofline(device=old),
             )
 
+    def test_what_costs_nothing_has_no_time_and_never_0(self) -> None:
+        assert roofline_time(Kernel(name="view", flops=0, bytes_moved=0), H100) is None
+        with pytest.raises(ConfigError, match="without a time are 1: gemm"):
+            fill(alone(op(QKV, Phase.FWD, "mlp.up")), profile(mlp_linear_1=0.0))
+
+    def test_waiting_is_not_timed(self) -> None:
+        waits = op(Kernel(name="wait", flops=0, bytes_moved=0), Phase.FWD, "x", time_s=0.0)
+        filled = fill(alone(waits, op(QKV, Phase.FWD, "x")), Fixed(time_s=1e-9))
+        assert times(filled) == [0.0, 1e-9]
+
+    def test_a_device_without_peaks_times_bytes_alone(self) -> None:
+        bare = replace(H100, peak_flops_per_s={})
+        assert roofline_time(Kernel(name="x", flops=5, bytes_moved=5), bare) is None
+        assert roofline_time(QKV, bare) is None
+        assert roofline_time(ADD, bare) == roofline_time(ADD, H100)
+
     def test_shapes_are_described_by_what_is_not_a_default(self) -> None:
         assert describe(QKV) == "gemm m=32 n=96 k=64 dtype=bf16"
         assert describe(QKV_WGRAD) == "gemm m=96 n=64 k=32 dtype=bf16 layout=tn"
@@ -251,3 +279,86 @@ class TestProfile:
         two = alone(op(QKV, Phase.FWD, "mlp.up"), op(QKV_DGRAD, Phase.FWD, "mlp.up"))
         with pytest.raises(ConfigError, match="without a time are 2"):
             fill(two, profile())
+
+
+RUN = "20261121-050000-ef56"
+UNKNOWN = Environment(
+    **dict.fromkeys(("host", "os", "kernel", "cpu", "python", "torch", "git_commit"), "x"),
+    **dict.fromkeys(("num_cores", "memory_bytes"), 1),
+    versions={},
+    devices=(),
+    stepmark="0",
+    variables={},
+)
+
+
+def record(
+    what: Op, *ranks: tuple[float, ...], backend: str = "torch", wrong: int = 0
+) -> Record:
+    checks = (
+        Check(max_rel_err=0, tolerance=1, num_wrong=wrong, num_compared=9, reference="x"),
+    )
+    return Record(
+        run_id=RUN,
+        case=Case(op=what, backend=backend, num_ranks=len(ranks)),
+        samples=Samples(seconds=ranks, method="graph-rotate/1"),
+        checks=checks,
+        telemetry=(),
+        backend_run=backend,
+        peak_memory_bytes=None,
+        started_at=0.0,
+    )
+
+
+def run(root: Path, *records: Record) -> str:
+    info = RunInfo(
+        run_id=RUN,
+        created_at="2026-11-21T05:00:00+00:00",
+        command="stepmark op gemm",
+        environment=UNKNOWN,
+        num_cases=len(records),
+    )
+    with RunWriter.create(root, info) as writer:
+        for one in records:
+            writer.append(one)
+    return str(root / RUN)
+
+
+class TestRun:
+    """--compute-from of what `stepmark op` measured."""
+
+    def test_the_median_of_the_slowest_rank(self, tmp_path: Path) -> None:
+        found = run(tmp_path, record(QKV, (1e-3, 3e-3, 2e-3), (2e-3, 1e-3, 2e-3)))
+        filled = timed(alone(op(QKV, Phase.FWD, "x")), found)
+        assert times(filled) == [2e-3]
+        assert filled.notes == (f"Compute times: run {RUN}.",)
+
+    def test_the_fastest_backend_whose_results_are_right(self, tmp_path: Path) -> None:
+        found = run(
+            tmp_path,
+            record(QKV, (4e-3,)),
+            record(QKV, (3e-3,), backend="triton"),
+            record(QKV, (1e-3,), backend="wrong", wrong=1),
+        )
+        assert times(timed(alone(op(QKV, Phase.FWD, "x")), found)) == [3e-3]
+
+    def test_shapes_that_were_not_run_are_named(self, tmp_path: Path) -> None:
+        found = run(tmp_path, record(QKV, (1e-3,)), record(QKV_WGRAD, (1e-3,)))
+        with pytest.raises(ConfigError, match="without a time are 6: norm tokens=32") as caught:
+            timed(pipeline(), found)
+        assert f"run {RUN}" in str(caught.value)
+        assert times(timed(pipeline(), f"{found}, fixed:1ns"))[:2] == [1e-9, 1e-3]
+
+    def test_a_profile_in_a_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "aiob.txt"
+        path.write_text(
+            "train_iter:2\natten_qkv:\n    time_gpu_max: 9\n    time_gpu_min: 7\n"
+            "    time_gpu_avg: 8\n"
+        )
+        filled = timed(alone(op(QKV, Phase.FWD, "attention.qkv")), str(path))
+        assert times(filled) == [pytest.approx(8e-6)]
+        assert filled.notes == ("Compute times: AIOB profile aiob.txt.",)
+
+    def test_what_is_neither_is_one_error(self) -> None:
+        with pytest.raises(ConfigError, match="no such run"):
+            timed(pipeline(), "no such run")

@@ -43,12 +43,12 @@ def test_a_loop_whose_items_come_more_than_once_is_found() -> None:
 
 
 def test_time_is_linear() -> None:
-    """200,000 items: random, all different, and a deep loop."""
+    """50,000 items: random, all different, and a deep loop."""
     state, random = 1, []
-    for _ in range(200_000):
+    for _ in range(50_000):
         state = state * 6364136223846793005 % 2**64
         random.append(state >> 61)
-    for items in (random, list(range(200_000)), ([1] + [2, 3] * 96) * 1000):
+    for items in (random, list(range(50_000)), ([1] + [2, 3] * 96) * 1000):
         began = time.process_time()
         fold(items)
-        assert time.process_time() - began < 5
+        assert time.process_time() - began < 1.5

@@ -1,5 +1,8 @@
 """stepmark workload capture FILE.py:FUNCTION: real code under fake tensors to a workload."""
 
+import contextlib
+import sys
+
 from stepmark.cli import workload_files
 from stepmark.cli.options import Values
 from stepmark.core.errors import ConfigError
@@ -17,7 +20,9 @@ def capture(target: str, values: Values) -> None:
         raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
     from stepmark.bench.capture.run import capture_file  # noqa: PLC0415
 
-    made = capture_file(target, world_size, rank)
+    # What the file prints is no part of the answer.
+    with contextlib.redirect_stdout(sys.stderr):
+        made = capture_file(target, world_size, rank)
     if values.get("out"):
         workload_files.deliver(made, values)
         return

@@ -122,6 +122,7 @@ def deliver(workload: Workload, values: Values) -> None:
     kind = FORMATS[name]
     target = values.get("out") or "-"
     picked = _picked(workload, values, kind)
+    _say_unused(values, name, kind)
     if kind.needs_times and _lacks_times(workload):
         workload = timed(workload, AICB_FILLER)
         sys.stderr.write(
@@ -153,6 +154,17 @@ def _write_folder(files: Iterable[tuple[str, Iterable[str | bytes]]], folder: Pa
         size += write_chunks(_bytes(chunks), str(folder / name))
         count += 1
     sys.stderr.write(f"wrote {folder}: {count} files, {size:,} bytes\n")
+
+
+def _say_unused(values: Values, name: str, kind: Format) -> None:
+    """--stage and --rank change nothing where all are written."""
+    # The stage of generate is ZeRO's.
+    for flag in ("pp_rank" if "pp_rank" in values else "stage", "rank"):
+        used = kind.picks == "rank" or (kind.picks == "stage" and flag != "rank")
+        if values.get(flag) not in (None, -1) and not used:
+            which = "stages" if flag != "rank" else "ranks"
+            said = f"{name} holds all {which}" if not kind.picks else f"{name} is of a stage"
+            sys.stderr.write(f"# --{flag.replace('_', '-')}: no effect: {said}\n")
 
 
 def pipeline_stage(workload: Workload, values: Values) -> int:

@@ -1,7 +1,8 @@
 """The flags of `stepmark workload generate`: ours, and AICB's spellings of the same.
 
 Every flag may be written with - or with _. The settings of the framework's rules are flags,
-too: their fields are read from the rules when the framework is known.
+too: their fields are read from the rules when the framework is known. Over 250 lines: flags are
+a table.
 """
 
 import dataclasses
@@ -185,7 +186,12 @@ COMPUTE_FROM = Flag(
     help="times of computation: a run, an AIOB file, roofline:DEVICE, fixed:1ns",
 )
 FORMAT = Flag(name="to", kind=str, names=("--format", "--to"), help="of the file [native]")
-OUT = Flag(name="out", kind=str, names=("-o", "--out"), help="file to write; - = stdout")
+OUT = Flag(
+    name="out",
+    kind=str,
+    names=("-o", "--out"),
+    help="file to write, - = stdout; a folder/: all ranks",
+)
 RANK = Flag(name="rank", kind=int, help="rank, for formats of one rank [the stage's first]")
 LEFT_OUT = (
     Flag(

@@ -1,10 +1,9 @@
 """Models that are no decoder of given widths: FILE.py:function, and published ones by name."""
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 from stepmark.cli import workload_flags
 from stepmark.cli.options import Values
@@ -35,10 +34,11 @@ def choose(
         if flag.name not in _TAKEN and values.get(flag.name) is not None:
             name = flag.name.replace("_", "-")
             raise ConfigError(name, values[flag.name], f"nothing with --model {text}")
-    notes: tuple[str, ...] = ()
+    made = PUBLISHED[text](batch) if text in PUBLISHED else _of_file(text, batch)
+    notes = [f"model of {made.source}"] if made.source else []
     if not values.get("seq_len") and text not in SEQ_LENS:
-        notes = (f"seq-len {batch.seq_len}, as none was given",)
-    return (PUBLISHED[text](batch) if text in PUBLISHED else _of_file(text, batch)), notes
+        notes.append(f"seq-len {batch.seq_len}, as none was given")
+    return made, tuple(notes)
 
 
 def seq_len(values: Values) -> int:
@@ -59,8 +59,12 @@ def _of_file(text: str, batch: Batch) -> Architecture:
     from stepmark.bench.capture.file import load, told  # noqa: PLC0415
 
     path = Path(_file_of(text)).resolve()
-    with _with_place(path), load(text) as (function, file), told(Path(text).name, file):
-        made = cast("Callable[[Batch], object]", function)(batch)
+    with (
+        _with_place(path),
+        load(text, arguments=1) as (function, file),
+        told(Path(text).name, file),
+    ):
+        made: object = function(batch)
     if not isinstance(made, Architecture):
         allowed = "a function of a Batch that returns an Architecture"
         raise ConfigError(Path(text).name, type(made).__name__, allowed)

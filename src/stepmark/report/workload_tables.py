@@ -2,6 +2,7 @@
 
 Counted through Workload.tally and its blocks, never by walking a step. All of it is of one
 rank and one optimizer step. Bytes of communication are messages as nccl-tests counts them.
+Over 250 lines: the tables share their sums.
 """
 
 from collections import Counter, defaultdict

@@ -1,4 +1,7 @@
-"""A workload as text: what `stepmark workload show` prints."""
+"""A workload as text: what `stepmark workload show` prints.
+
+Over 250 lines because of the tables of columns.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType

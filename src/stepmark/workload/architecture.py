@@ -31,7 +31,16 @@ from stepmark.core.ops import (
 )
 from stepmark.core.workload import Kernel
 from stepmark.workload.job import Job, Spread
-from stepmark.workload.units import Param, Piece, Unit, module, part, stored, unit
+from stepmark.workload.units import (
+    Param,
+    Piece,
+    Unit,
+    check_names,
+    module,
+    part,
+    stored,
+    unit,
+)
 
 __all__ = [
     "Architecture",
@@ -54,17 +63,14 @@ class Architecture:
 
     name: str
     units: tuple[Unit, ...]
-    source: str = ""
+    source: str = ""  # where its sizes are from, for the reader
 
     def __post_init__(self) -> None:
         if not self.units or not self.num_params:
             raise ConfigError("units", len(self.units), "one or more, with parameters")
-        names = [one.name for one in self.units]
-        if len(set(names)) != len(names):
-            raise ConfigError("units", ", ".join(names), "names that differ")
         once = [param.name for one in self.units if not one.is_layer for param in one.params]
-        if len(set(once)) != len(once):
-            raise ConfigError("parameters", ", ".join(once), "names that differ")
+        check_names("unit", [one.name for one in self.units])
+        check_names("parameter", once)
         for used in self.uses:
             if used not in once:
                 raise ConfigError("tied", used, f"one of {', '.join(once)}")

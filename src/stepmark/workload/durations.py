@@ -111,6 +111,7 @@ def parse_source(text: str) -> Fixed | Roofline | Named:
     A device is named as in hardware.toml or as it reports itself. Raises ConfigError.
     """
     kind, colon, value = text.strip().partition(":")
+    kind = kind.strip().lower()
     if kind == "fixed" and colon:
         return Fixed(time_s=_seconds(value, text))
     if kind == "roofline" and colon:
@@ -147,7 +148,7 @@ def fill(workload: Workload, *sources: Source) -> Workload:
         blocks={
             name: tuple(
                 replace(item, time_s=times[item.op, item.module, item.phase])
-                if isinstance(item, ComputeOp) and not _is_wait(item)
+                if isinstance(item, ComputeOp) and not is_wait(item)
                 else item
                 for item in block
             )
@@ -180,15 +181,16 @@ def shape(op: Op | Kernel, *, dtype: bool = True) -> str:
 def roofline_time(op: Op | Kernel, device: DeviceSpec) -> float | None:
     """Seconds that the device needs at least. None where its cost or a peak is not known.
 
-    A Kernel has no type: its FLOPs are held against the highest peak of the device.
+    A Kernel has no type: its FLOPs are held against the highest peak of the device. What
+    costs nothing at all has no time either.
     """
     if op.flops is None or op.bytes_moved is None or device.hbm_bytes_per_s is None:
         return None
     bound_s = op.bytes_moved / device.hbm_bytes_per_s
     if not op.flops:
-        return bound_s
+        return bound_s or None
     if isinstance(op, Kernel):
-        peak: float | None = max(device.peak_flops_per_s.values())
+        peak = max(device.peak_flops_per_s.values(), default=None)
     else:
         peak = device.peak(op.dtype)
     return None if peak is None else max(bound_s, op.flops / peak)
@@ -216,12 +218,12 @@ def _computations(workload: Workload) -> list[tuple[Op | Kernel, str, Phase]]:
         (item.op, item.module, item.phase)
         for block in workload.blocks.values()
         for item in block
-        if isinstance(item, ComputeOp) and not _is_wait(item)
+        if isinstance(item, ComputeOp) and not is_wait(item)
     ]
 
 
-def _is_wait(item: ComputeOp) -> bool:
-    """Waiting takes as long as what is waited for, whatever the source says."""
+def is_wait(item: ComputeOp) -> bool:
+    """Whether it only waits, which takes as long as what is waited for."""
     return isinstance(item.op, Kernel) and item.op.is_wait
 
 
@@ -254,7 +256,7 @@ def _section(profile: Profile, module: str, phase: Phase) -> float | None:
         return None
     for names in _SECTIONS.get(module, ()):
         if all(name in profile.sections for name in names):
-            return _PASSES[phase] * sum(profile.sections[name] for name in names)
+            return _PASSES[phase] * sum(profile.sections[name] for name in names) or None
     return None
 
 

@@ -6,6 +6,7 @@ PyTorch's rules take a unit's parameters and operations in a row.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -150,7 +151,7 @@ def unit(
     inside = tuple(piece for one in pieces for piece in one.walk())
     parts = [part for piece in inside for part in piece.parts]
     params = tuple(param for piece in inside for param in piece.params)
-    _check_names(name, [param.name for param in params])
+    check_names(f"{name}: parameter", [param.name for param in params])
     if order:
         _registered(name, pieces, order)
     return Unit(
@@ -228,7 +229,8 @@ def _has_params(piece: Piece) -> bool:
     return any(one.params for one in piece.walk())
 
 
-def _check_names(name: str, names: list[str]) -> None:
-    twice = next((one for one in names if names.count(one) > 1), None)
+def check_names(what: str, names: list[str]) -> None:
+    """Raises ConfigError where one comes twice."""
+    twice = next((one for one, count in Counter(names).items() if count > 1), None)
     if twice:
-        raise ConfigError(f"{name}: parameter", twice, "a name that no other parameter has")
+        raise ConfigError(what, twice, "a name that no other one has")

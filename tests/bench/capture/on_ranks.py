@@ -1,6 +1,6 @@
 """Run by test_truth under torchrun with four gloo ranks: what torch itself says was sent.
 
-Prints a JSON line per rank: of each case the messages of build() and of three steps. None of
+Prints a JSON line per rank: of each case the messages of its setup and of a step. None of
 stepmark runs here. Names and sizes are those of torch's profiler, which sees the operators
 of c10d below all else; types and ranks those of gloo's flight recorder, which both list in the
 order of their calls. Sends and receives are not in the flight recorder, so lack a type; their
@@ -21,7 +21,7 @@ from unittest import mock
 os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"
 import torch
 import torch.distributed as dist
-from tests.bench.capture.user_code import CASES
+from tests.bench.capture.user_code import CASES, NUM_WARM_UPS
 from torch import nn
 from torch._C._distributed_c10d import _dump_fr_trace_json
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -52,9 +52,9 @@ Message = dict[str, Any]
 def recorded(work: Callable[[], object]) -> list[Message]:
     before = len(entries())
     with tempfile.TemporaryDirectory() as folder:
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-            with phases():
-                work()
+        cpu = [ProfilerActivity.CPU]
+        with profile(activities=cpu, record_shapes=True) as profiler, phases():
+            work()
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     events = sorted((one for one in events if "ts" in one), key=lambda one: one["ts"])
@@ -137,7 +137,9 @@ def main() -> None:
     for name, build in CASES.items():
         steps: list[Callable[[], None]] = []
         setup = recorded(lambda build=build, steps=steps: steps.append(build()))  # type: ignore[misc]
-        found[name] = [setup, *(recorded(steps[0]) for _ in range(3))]
+        for _ in range(NUM_WARM_UPS.get(name, 0)):
+            setup += recorded(steps[0])
+        found[name] = {"setup": setup, "step": recorded(steps[0])}
         dist.barrier()
     for rank in range(dist.get_world_size()):
         if rank == dist.get_rank():

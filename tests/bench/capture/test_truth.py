@@ -3,13 +3,14 @@
 The real run is told by torch's profiler and gloo's flight recorder: see on_ranks.
 """
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.bench.capture.user_code import CASES, PIPELINES
+from tests.bench.capture.user_code import CASES, NUM_WARM_UPS, PIPELINES
 from tests.bench.on_ranks import said_on_ranks
 
 from stepmark.bench.capture.run import capture
@@ -19,9 +20,12 @@ from stepmark.core.workload import CommOp, Operation, Workload
 
 NUM_RANKS = 4
 Message = dict[str, Any]
-Real = dict[str, list[list[Message]]]
-# What runs once: with these the first two steps, too.
-WARMED_UP = ("ddp", *PIPELINES)
+Real = dict[str, dict[str, list[Message]]]
+
+
+@functools.cache
+def made_of(case: str, rank: int) -> Workload:
+    return capture(CASES[case], NUM_RANKS, rank)
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +36,25 @@ def real() -> dict[int, Real]:
     return {line["rank"]: line["cases"] for line in lines}
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("case", CASES)
+def test_every_case_sends_something(real: dict[int, Real]) -> None:
+    assert len(real) == NUM_RANKS
+    for cases in real.values():
+        assert cases.keys() == CASES.keys()
+        assert all(len(case["step"]) > 3 for case in cases.values())
+
+
+@pytest.mark.parametrize(
+    ("case", "rank"), [*((case, 0) for case in CASES), ("fsdp_tp", 3), ("pp_fsdp", 3)]
+)
 def test_captured_equals_real(case: str, rank: int, real: dict[int, Real]) -> None:
-    made = capture(CASES[case], NUM_RANKS, rank)
-    build, *steps = real[rank][case]
+    made = made_of(case, rank)
     stage = made.stage_of(rank) if case in PIPELINES else 0
-    assert captured(made, rank, made.expand(stage)) == steps[-1]
-    warm_ups = sum(steps[:-1], []) if case in WARMED_UP else []
+    assert captured(made, rank, made.expand(stage)) == real[rank][case]["step"]
     setup = captured(made, rank, made.expand(stage, setup=True))
-    # A build has no phases worth the name.
-    assert without_phase(setup) == without_phase([*build, *warm_ups])
+    # A setup has no phases worth the name.
+    assert without_phase(setup) == without_phase(real[rank][case]["setup"])
+    noted = any("the first 2 are part of the setup" in note for note in made.notes)
+    assert noted is (case in NUM_WARM_UPS)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +64,7 @@ def test_transfers_have_phase_and_microbatch(
     case: str, chunks: int, num_microbatches: int
 ) -> None:
     """Between two parts of the model each micro-batch goes forward, and its gradient back."""
-    made = capture(CASES[case], NUM_RANKS)
+    made = made_of(case, 0)
     num_stages = len(made.stages)
     for stage in range(num_stages):
         found = Counter(
@@ -68,8 +80,23 @@ def test_transfers_have_phase_and_microbatch(
             expected[SEND, Phase.FWD, number] = expected[RECV, Phase.BWD, number] = ahead
             expected[RECV, Phase.FWD, number] = expected[SEND, Phase.BWD, number] = behind
         assert found == +expected
-    # A batch of a send and a receive is one call.
-    assert any(isinstance(one, CommOp) and one.fused for one in made.expand())
+
+
+def test_a_batch_of_a_send_and_a_receive_is_one_call() -> None:
+    """In 1F1B's steady state, an activation and a gradient are exchanged at once."""
+    operations = list(made_of("pp", 0).expand(1))
+    fused = [at for at, one in enumerate(operations) if isinstance(one, CommOp) and one.fused]
+    assert fused
+    for at in fused:
+        pair = operations[at - 1 : at + 1]
+        assert {one.collective for one in pair if isinstance(one, CommOp)} == {SEND, RECV}
+
+
+def test_what_is_computed_again_is_forward_work() -> None:
+    found = [one for one in made_of("moe", 0).expand() if isinstance(one, CommOp)]
+    again = [one for one in found if one.recompute]
+    # Checkpointing stops before the second exchange, of which nothing is needed.
+    assert [(one.phase, one.layer) for one in again] == [(Phase.FWD, 0)]
 
 
 def captured(made: Workload, rank: int, operations: Iterator[Operation]) -> list[Message]:

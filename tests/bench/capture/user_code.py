@@ -22,7 +22,7 @@ Step = Callable[[], None]
 WIDTH = 24
 # Neither 50 nor 36 is a multiple of ranks: parameters are padded.
 SMALL = Config(
-    num_layers=3,
+    num_layers=2,
     hidden_size=32,
     ffn_hidden_size=36,
     num_heads=4,
@@ -39,7 +39,7 @@ def fsdp_tp() -> Step:
 
 
 def fsdp() -> Step:
-    """Parameters of a rank's own sizes, several micro-batches, bf16 weights, fp32 reductions."""
+    """Padded parameters, several micro-batches, bf16 weights, fp32 reductions."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     return _sharded(mesh["dp"], torch.bfloat16)
 
@@ -181,3 +181,5 @@ def pp_fsdp() -> Step:
 
 CASES = {one.__name__: one for one in (fsdp, fsdp_tp, hsdp, ddp, moe, pp, pp_fsdp)}
 PIPELINES = ("pp", "pp_fsdp")
+# Steps before all are the same: DDP makes new buckets, pipelines compare shapes.
+NUM_WARM_UPS = {"ddp": 2, "pp": 2, "pp_fsdp": 2}

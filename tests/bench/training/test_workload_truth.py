@@ -5,42 +5,65 @@ dispatcher is what the rules of PyTorch say, element for element and in the same
 """
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
-from tests.bench.on_ranks import said_on_ranks
-from tests.bench.training.workload_cases import CASES, GPIPE
+from tests.bench.on_ranks import ROOT
+from tests.bench.training.workload_cases import CASES, DDP, GPIPE
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from stepmark.core.ops import Phase
 from stepmark.core.train_case import TrainCase
 from stepmark.core.workload import CommOp, Workload
-from stepmark.workload.rules.pytorch.case import of_case
+from stepmark.workload.pipeline import Act
+from stepmark.workload.rules.pytorch import ddp, interleaved
+from stepmark.workload.rules.pytorch.case import ddp_settings, job_of, of_case
+from stepmark.workload.rules.pytorch.schedules import MOVED, Order, Schedule
 
 # collective, dtype, call bytes, message bytes, members, peer, phase
 Row = list[Any]
-NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 
 
-@cache
-def recorded(ranks: int) -> dict[str, list[list[Row]]]:
-    """All cases of so many ranks, in one launch."""
-    said = said_on_ranks("tests.bench.training.workload_on_ranks", ranks, timeout_s=300)
-    found: dict[str, list[list[Row]]] = json.loads(said.splitlines()[-1])
-    return found
+Recorded = dict[str, list[list[Row]]]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Recorded]:
+    """All cases by number of ranks, in one launch."""
+    folder = tmp_path_factory.mktemp("messages")
+    paths = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.training.workload_on_ranks", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {ranks: json.loads((folder / f"{ranks}.json").read_text()) for ranks in CASES}
 
 
 def generated(case: TrainCase, name: str = "") -> Workload:
-    made = of_case(replace(case, pp_schedule="gpipe") if name in GPIPE else case)
+    if name in DDP:
+        made = ddp.workload(job_of(case), replace(ddp_settings(case), **DDP[name]))
+    else:
+        made = of_case(replace(case, pp_schedule="gpipe") if name in GPIPE else case)
     made.check()
     return made
 
 
-def rows(made: Workload, rank: int) -> list[Row]:
+def rows(made: Workload, rank: int, *, setup: bool = False) -> list[Row]:
     return [
         row(one, made, rank)
-        for one in made.expand(made.stage_of(rank))
+        for one in made.expand(made.stage_of(rank), setup=setup)
         if isinstance(one, CommOp)
     ]
 
@@ -61,26 +84,114 @@ def row(one: CommOp, made: Workload, rank: int) -> Row:
     ]
 
 
-@pytest.mark.parametrize(("ranks", "name"), NAMES)
-def test_every_message_of_every_rank_is_the_real_one(ranks: int, name: str) -> None:
-    made = generated(CASES[ranks][name], name)
-    for rank, seen in enumerate(recorded(ranks)[name]):
-        assert rows(made, rank) == seen, f"rank {rank}"
+def compare(case: TrainCase, name: str, seen: list[list[Row]]) -> None:
+    made = generated(case, name)
+    assert len(seen) == made.world_size
+    for rank, messages in enumerate(seen):
+        assert rows(made, rank) == messages, f"rank {rank}"
 
 
-CHANGED: dict[str, tuple[int, dict[str, Any]]] = {
-    "ddp in buckets": (4, {"bucket_mb": 2}),
-    "fsdp padded": (4, {"reshard": "no"}),
-    "fsdp in groups": (4, {"blocks_per_group": 2}),
-    "fsdp prefetch 3": (4, {"prefetch": 2}),
-    "hsdp": (4, {"reshard": "no"}),
-    "1f1b x fsdp": (4, {"pp_schedule": "gpipe"}),
-    "interleaved": (4, {"pp_schedule": "1f1b"}),
+@pytest.mark.parametrize("name", CASES[2])
+def test_two_ranks_send_what_is_generated(name: str, recorded: dict[int, Recorded]) -> None:
+    compare(CASES[2][name], name, recorded[2][name])
+
+
+@pytest.mark.parametrize("name", CASES[4])
+def test_four_ranks_send_what_is_generated(name: str, recorded: dict[int, Recorded]) -> None:
+    compare(CASES[4][name], name, recorded[4][name])
+
+
+@pytest.mark.parametrize("name", DDP)
+def test_ddp_starts_with_what_is_generated(name: str, recorded: dict[int, Recorded]) -> None:
+    made = generated(CASES[2][name], name)
+    for rank, seen in enumerate(recorded[2][f"{name}, setup"]):
+        assert [one[:-1] for one in rows(made, rank, setup=True)] == [one[:-1] for one in seen]
+
+
+CHANGED: dict[str, dict[str, Any]] = {
+    "ddp in buckets": {"bucket_mb": 2},
+    "fsdp padded": {"reshard": "no"},
+    "fsdp in groups": {"blocks_per_group": 2},
+    "fsdp prefetch 3": {"prefetch": 2},
+    "hsdp": {"reshard": "no"},
+    "1f1b x fsdp": {"pp_schedule": "gpipe"},
+    "interleaved": {"pp_schedule": "1f1b"},
 }
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_the_comparison_would_tell_another_way_to_train(name: str) -> None:
-    ranks, changes = CHANGED[name]
-    other = generated(replace(CASES[ranks][name], **changes))
-    assert any(rows(other, rank) != seen for rank, seen in enumerate(recorded(ranks)[name]))
+def test_the_comparison_would_tell_another_way_to_train(
+    name: str, recorded: dict[int, Recorded]
+) -> None:
+    other = generated(replace(CASES[4][name], **CHANGED[name]))
+    assert any(rows(other, rank) != seen for rank, seen in enumerate(recorded[4][name]))
+
+
+ACTS = {
+    torch_schedules.FORWARD: Act.FORWARD,
+    torch_schedules.FULL_BACKWARD: Act.BACKWARD,
+    torch_schedules.UNSHARD: Act.GATHER,
+    torch_schedules.RESHARD: Act.RELEASE,
+    torch_schedules.REDUCE_GRAD: Act.REDUCE,
+    torch_schedules.SEND_F: Act.SEND_FORWARD,
+    torch_schedules.SEND_B: Act.SEND_BACKWARD,
+    torch_schedules.RECV_F: Act.RECV_FORWARD,
+    torch_schedules.RECV_B: Act.RECV_BACKWARD,
+}
+Done = tuple[Act, int, int | None]  # with chunk and micro-batch
+
+
+def torch_interleaved(ranks: int, count: int, chunks: int) -> list[list[Done]]:
+    """What ScheduleInterleaved1F1B would run, without stages."""
+    made: Any = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+    made.pp_group_size, made.n_local_stages, made._n_microbatches = ranks, chunks, count
+    made.number_of_rounds = max(1, count // ranks)
+    made.microbatches_per_round = count // made.number_of_rounds
+    orders = {
+        rank: torch_schedules._add_reduce_grad(
+            torch_schedules._add_unshard_reshard(made._calculate_single_rank_operations(rank)),
+            count,
+        )
+        for rank in range(ranks)
+    }
+    lowered = torch_schedules._add_send_recv(
+        orders,  # type: ignore[arg-type]
+        stage_to_rank=lambda stage: stage % ranks,
+        num_stages=ranks * chunks,
+    )
+    return [
+        [(ACTS[a.computation_type], a.stage_index // ranks, a.microbatch_index) for a in found]
+        for found in lowered.values()
+    ]
+
+
+def ours(ranks: int, count: int, chunks: int) -> Iterator[list[Done]]:
+    order = Order(
+        schedule=Schedule.INTERLEAVED,
+        num_ranks=ranks,
+        num_microbatches=count,
+        num_chunks=chunks,
+    )
+    for spans in interleaved.spans(order):
+        yield [
+            (
+                one.act,
+                one.chunk,
+                one.microbatch + time * span.step if one.act in MOVED else None,
+            )
+            for span in spans
+            for time in range(span.times)
+            for tick in span.ticks
+            for one in tick
+            if one.act is not Act.WAIT
+        ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
+def test_interleaved_stages_run_in_the_order_of_torch(ranks: int, chunks: int) -> None:
+    """Fewer micro-batches than ranks, rounds that are longer than ranks, and many rounds."""
+    for count in (1, ranks, 2 * ranks, 3 * ranks, 3 * ranks + 3, 7 * ranks):
+        if count % max(1, count // ranks) == 0:
+            found = list(ours(ranks, count, chunks))
+            assert found == torch_interleaved(ranks, count, chunks), count

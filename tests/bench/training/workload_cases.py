@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tests.bench.training.curves import DEEPSEEK, GPT2, LLAMA, MIXTRAL, QWEN3, spread
+from tests.bench.training.curves import DEEPSEEK, GPT2, LLAMA, MIXTRAL, spread
 
 from stepmark.core.dtypes import DType
 from stepmark.core.model import ModelConfig
@@ -15,7 +15,9 @@ ODD = replace(LLAMA, num_layers=3, ffn_hidden_size=226, vocab_size=510)
 WIDE = replace(LLAMA, hidden_size=256, ffn_hidden_size=512, vocab_size=1024)
 DEEP = replace(LLAMA, num_layers=8)
 HEADS = replace(LLAMA, num_layers=2, num_kv_heads=4)
+SHORT = replace(LLAMA, num_layers=2)
 MOE = replace(MIXTRAL, num_layers=2)
+TIED = replace(GPT2, num_layers=1)
 
 AMP: dict[str, Any] = {"precision": Precision.AMP}
 TWICE: dict[str, Any] = {"grad_accum": 2}
@@ -39,9 +41,17 @@ def parts(count: int) -> dict[str, Any]:
 # Torch's GPipe takes the place of 1F1B in these.
 GPIPE = ("gpipe", "gpipe x fsdp")
 
+# What these pass to torch's DistributedDataParallel beside what the trainer does.
+DDP: dict[str, dict[str, Any]] = {
+    "ddp as torch has it": {"init_sync": True, "gradient_as_bucket_view": False},
+    "ddp finding unused": {"init_sync": True, "find_unused_parameters": True},
+}
+
 CASES: dict[int, dict[str, TrainCase]] = {
     2: {
         "ddp": made(LLAMA, "ddp", dp_replicate=2),
+        "ddp as torch has it": made(WIDE, "ddp", {"bucket_mb": 1}, dp_replicate=2),
+        "ddp finding unused": made(WIDE, "ddp", {"bucket_mb": 1}, dp_replicate=2),
         "fsdp": made(LLAMA, "fsdp", AMP, dp_shard=2),
         "fsdp without reshard": made(LLAMA, "fsdp", {"reshard": "no"}, dp_shard=2),
         "tp": made(HEADS, "none", tp=2),
@@ -63,8 +73,7 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "fsdp prefetch 3": made(DEEP, "fsdp", {"prefetch": 3}, dp_shard=4),
         "hsdp": made(LLAMA, "fsdp", AMP, LAST, dp_replicate=2, dp_shard=2),
         "fsdp x tp": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
-        "fsdp x tp, tied": made(replace(GPT2, num_layers=2), "fsdp", dp_shard=2, tp=2),
-        "fsdp x tp, qk norm": made(QWEN3, "fsdp", dp_shard=2, tp=2),
+        "fsdp x tp, tied": made(TIED, "fsdp", FULL, dp_shard=2, tp=2),
         "tp with masters": made(HEADS, "none", MASTER, TWICE, tp=4),
         "1f1b": made(DEEP, "none", parts(8), pp=4),
         "1f1b x fsdp": made(DEEP, "fsdp", AMP, TWICE, parts(4), pp=2, dp_shard=2),
@@ -74,6 +83,6 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "gpipe x fsdp": made(DEEP, "fsdp", {"reshard": "no"}, parts(4), pp=2, dp_shard=2),
         "ep x fsdp": made(MOE, "fsdp", AMP, ep=2, dp_shard=4),
         "ep x fsdp, latent attention": made(DEEPSEEK, "fsdp", FULL, ep=2, dp_shard=4),
-        "cp x fsdp": made(replace(LLAMA, num_layers=2), "fsdp", dp_shard=2, cp=2),
+        "cp x fsdp": made(SHORT, "fsdp", dp_shard=2, cp=2),
     },
 }

@@ -1,23 +1,28 @@
-"""Run by test_workload_truth under torchrun: what the ranks of each case send in one step.
+"""Run by test_workload_truth: what gloo ranks send in one step of each case.
 
-Prints {case: [by rank [[collective, dtype, call bytes, message bytes, members, peer, phase]]]}.
+Writes FOLDER/{number of ranks}.json: {case: [by rank [collective, dtype, call bytes, message
+bytes, members, peer, phase] ...]}.
 """
 
 import json
 import os
+import signal
+import socket
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from tests.bench.training.curves import _batches
-from tests.bench.training.workload_cases import CASES, GPIPE
+from tests.bench.training.workload_cases import CASES, DDP, GPIPE
 from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from stepmark.bench.ranks import Ranks, join
-from stepmark.bench.training import pipeline, trainer
+from stepmark.bench.training import parallelize, pipeline, trainer
 from stepmark.bench.training.experts import Experts
 from stepmark.bench.training.mesh import place_of
 from stepmark.bench.training.message_order import OrderedRecorder
@@ -45,7 +50,7 @@ class Recorder(OrderedRecorder):
             if self.is_pipeline and phase == "forward":
                 phase = "backward" if one.in_backward else phase
                 if name in _SIDES:
-                    phase = self.by_buffer[values[0][0].data_ptr()]
+                    phase = self.by_buffer.get(values[0][0].data_ptr(), "")
             kind = one.kind
             self.rows.append(
                 (
@@ -61,10 +66,15 @@ class Recorder(OrderedRecorder):
 
 
 class Told:
-    """What stages say of their calls to the recorder of the moment."""
+    """What stages say of their calls to the recorder of the moment, and how DDP is called."""
 
     def __init__(self) -> None:
         self.recorder = Recorder(is_pipeline=False)
+        self.changes: dict[str, Any] = {}  # to how DDP is called
+        wrapped = parallelize.DistributedDataParallel  # type: ignore[attr-defined]
+        parallelize.DistributedDataParallel = (  # type: ignore[attr-defined]
+            lambda *args, **values: wrapped(*args, **(values | self.changes))
+        )
         for side in ("recv", "send"):
             self._tagged(f"get_fwd_{side}_ops", "forward")
             self._tagged(f"get_bwd_{side}_ops", "backward")
@@ -97,9 +107,10 @@ def evenly(self: Experts, x_NC: Tensor) -> tuple[Tensor, Tensor]:
     return weights_NK / weights_NK.sum(dim=-1, keepdim=True), experts_NK
 
 
-def sent(case: TrainCase, ranks: Ranks, told: Told) -> list[Row]:
-    """In a steady step: the second one; DDP's buckets are those of the third."""
-    made = trainer.make(case, ranks.device)
+def sent(case: TrainCase, ranks: Ranks, told: Told) -> tuple[list[Row], list[Row]]:
+    """While all is made, and in a steady step: the second; DDP's buckets are the third's."""
+    with Recorder(is_pipeline=False) as setup:
+        made = trainer.make(case, ranks.device)
     batches = _batches(case, place_of(ranks.rank, case.parallel))
 
     def step() -> Recorder:
@@ -120,25 +131,70 @@ def sent(case: TrainCase, ranks: Ranks, told: Told) -> list[Row]:
 
     for _ in range(2 if case.data_parallel is DataParallel.DDP else 1):
         step()
-    return step().rows
+    return setup.rows, step().rows
 
 
-def main() -> None:
+def job(num_ranks: int) -> dict[str, list[list[Row]]]:
+    """All cases of so many ranks, on this one."""
     ranks = join("cpu", for_meshes=True)
     Experts.route = evenly  # type: ignore[method-assign]
     told = Told()
     found: dict[str, list[list[Row]]] = {}
-    for name, case in CASES[ranks.num_ranks].items():
+    for name, case in CASES[num_ranks].items():
         pipeline.Schedule1F1B = (  # type: ignore[attr-defined]
             ScheduleGPipe if name in GPIPE else Schedule1F1B
         )
-        found[name] = ranks.gather(sent(case, ranks, told))
-    if ranks.rank == 0:
-        sys.stdout.write(json.dumps(found) + "\n")
-        sys.stdout.flush()
+        told.changes = DDP.get(name, {})
+        by_rank = ranks.gather(sent(case, ranks, told))
+        found[name] = [step for _, step in by_rank]
+        found[f"{name}, setup"] = [setup for setup, _ in by_rank]
     ranks.barrier()
-    # Threads of torch sometimes abort a process that ends by itself on a busy machine.
+    return found
+
+
+def forked(num_ranks: int, folder: Path) -> None:
+    """Runs a job in children of this process, which has read torch once for all of them."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    children: list[int] = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child == 0:
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+            os.environ.update(address | {name: str(place) for name, place in places.items()})
+            _child(num_ranks, folder / f"{num_ranks}.json" if rank == 0 else None)
+        children.append(child)
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status:
+            for other in children:  # they would wait for it
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"one of {num_ranks} ranks ended with {status}")
+
+
+def _child(num_ranks: int, out: Path | None) -> None:
+    """Ends without the threads of torch, which sometimes abort on a busy machine."""
+    try:
+        found = job(num_ranks)
+        if out:
+            out.write_text(json.dumps(found))
+    except Exception:  # noqa: BLE001  told by the exit code
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for num_ranks in CASES:
+        forked(num_ranks, folder)
 
 
 if __name__ == "__main__":

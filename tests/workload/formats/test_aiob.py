@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepmark.core.errors import ConfigError
@@ -37,28 +37,32 @@ def test_parts_are_seconds() -> None:
 
 def test_sums_are_those_of_aicb() -> None:
     """In nanoseconds what AICB's extract_averages gives for its own example."""
-    profile = aiob.read(EXAMPLE)
-    attention, mlp, gradients = profile.attention_s(), profile.mlp_s(), profile.gradients_s()
-    assert attention is not None
-    assert mlp is not None
-    assert gradients is not None
-    assert round(attention * 1e9) == 1_820_000
-    assert round(mlp * 1e9) == 2_478_000
-    assert round(profile.parts["Emb"].avg_s * 1e9) == 799_000
-    assert [round(one * 1e9) for one in gradients] == [16_647_000, 17_374_000]
+    parts = aiob.read(EXAMPLE).parts
+
+    def total(word: str, norm: str) -> int:
+        held = [part.avg_s for name, part in parts.items() if word in name]
+        return round((sum(held) + parts[norm].avg_s) * 1e9)
+
+    assert total("atten", "layernorm") == 1_820_000
+    assert total("mlp", "layernorm2") == 2_478_000
+    assert round(parts["Emb"].avg_s * 1e9) == 799_000
+    gradients = parts["param_time"]
+    assert (round(gradients.min_s * 1e9), round(gradients.avg_s * 1e9)) == (
+        16_647_000,
+        17_374_000,
+    )
 
 
-def test_what_a_profile_lacks_is_not_zero(tmp_path: Path) -> None:
+def test_a_profile_of_inference_has_a_phase(tmp_path: Path) -> None:
     profile = read(tmp_path, f"inference_term:decode\n{PART}")
     assert (profile.iterations, profile.inference_phase) == (None, "decode")
-    assert profile.attention_s() is None
-    assert profile.gradients_s() is None
-    assert profile.mlp_s() == pytest.approx(20.5e-6)
+    assert list(profile.parts) == ["mlp_gelu"]
 
 
 seconds = st.floats(1e-9, 10.0)
 
 
+@settings(max_examples=50)
 @given(
     st.dictionaries(
         st.from_regex(r"[a-zA-Z_0-9]{1,20}", fullmatch=True),
@@ -119,7 +123,7 @@ def test_any_broken_file_is_one_line_or_comes_back(tmp_path: Path) -> None:
         path.write_text(again)
         assert aiob.read(path) == profile
 
-    files: Iterator[bytes] = broken(EXAMPLE.read_bytes(), 300, seed=7)
+    files: Iterator[bytes] = broken(EXAMPLE.read_bytes(), 200, seed=7)
     good, bad = only_config_errors(there_and_back, files, tmp_path / "profile.txt")
     assert good > 10
-    assert bad > 100
+    assert bad > 60

@@ -203,10 +203,14 @@ class TestNodes:
         assert abs(sum(one.duration_micros for one in found) - sum(times) * 1e6) <= 0.5 + 1e-6
         assert [values(one)["time_s"] for one in found] == times
 
-    def test_what_astra_sim_divides_by_is_never_0(self) -> None:
-        found = [values(one) for one in decoded(every_kind())]
+    def test_what_astra_sim_divides_by_or_stops_at_is_never_0(self) -> None:
+        waits = op(Kernel(name="wait", flops=0, bytes_moved=0), Phase.FWD, "x")
+        block = (*every_kind().blocks["step"], waits)
+        found = [values(one) for one in decoded(replace(every_kind(), blocks={"step": block}))]
         assert {one["num_ops"] for one in found if "num_ops" in one} == {1, 2 * 8 * 16 * 32}
         assert {one["flops"] for one in found if "flops" in one} == {0}
+        assert sum(one.get("tensor_size", 0) > 1 for one in found) == 4
+        assert (found[-1]["tensor_size"], found[-1]["bytes_moved"]) == (1, 0)
 
     def test_unknown_costs_and_times_are_left_out(self) -> None:
         ops = (op(Kernel(name="x"), Phase.FWD, "x"),)

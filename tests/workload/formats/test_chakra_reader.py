@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepmark.cli import workload_files
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import CommOp, Kernel, Workload
 from stepmark.workload.formats import FORMATS, chakra, find_format, sniff
@@ -99,6 +100,12 @@ class TestOfOthers:
         found = chakra.read(saved(tmp_path, [comp(0), coll(1, ctrl_deps=[0])]))
         assert [one.after for one in found.expand()] == [(), ("compute",)]
         assert not found.notes
+
+    def test_of_a_stream_the_newest_is_waited_for_and_once(self, tmp_path: Path) -> None:
+        """Streams are in order, so who waits for a message has waited for those before."""
+        nodes = [coll(0), coll(1), comp(2, [0, 1]), comp(3, [0, 1]), comp(4, [0])]
+        found = chakra.read(saved(tmp_path, nodes))
+        assert [one.after for one in found.expand()][2:] == [("communication",), (), ()]
 
     def test_nodes_that_do_nothing_pass_on_what_they_wait_for(self, tmp_path: Path) -> None:
         nothing = node(1, NodeType.METADATA, [0])
@@ -215,6 +222,25 @@ class TestFormats:
         folder = saved(tmp_path, [comp(0)])
         assert sniff(folder) == sniff(folder / "t.0.et") == "chakra"
         assert sniff(DATA / "all_gather" / "all_gather.2.et") == "chakra"
+
+    @pytest.mark.parametrize("name", ["chakra", "param"])
+    def test_all_ranks_go_to_a_folder_and_come_from_it(
+        self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = tmp_path / "new" / "folder"
+        workload_files.deliver(every_kind(), {"to": name, "out": f"{folder}/"})
+        files = {"chakra": 3, "param": 2}[name]
+        assert f"wrote {folder}: {files} files" in capsys.readouterr().err
+        assert len(list(folder.iterdir())) == files
+        found = workload_files.read(str(folder))
+        assert (found.rules, found.world_size) == ({"param": "param-trace"}.get(name, name), 2)
+        workload_files.deliver(every_kind(), {"to": name, "out": str(folder), "rank": 1})
+        assert f"{files - 1} files" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="rank: '2'"):
+            workload_files.deliver(every_kind(), {"to": name, "out": str(folder), "rank": 2})
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match="a folder"):
+            workload_files.deliver(every_kind(), {"to": name, "out": f"{tmp_path}/file/"})
 
     @pytest.mark.parametrize(
         "metadata",

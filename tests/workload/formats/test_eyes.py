@@ -106,9 +106,6 @@ class TestRows:
         with pytest.raises(ConfigError, match="from 0 to 1"):
             eyes.write(pipeline(), stages=[2])
 
-    def test_says_what_has_no_column(self) -> None:
-        assert "model, settings and notes" in eyes.lost(pipeline())
-
     def test_long_steps_are_written_as_they_are_read(self) -> None:
         workload = pipeline(microbatches=2**40)
         began = time.monotonic()

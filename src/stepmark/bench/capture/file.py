@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,18 +12,35 @@ from typing import Any
 from stepmark.core.errors import ConfigError
 
 _MODULE = "stepmark_captured"
+_NUM_LETTERS = 300  # of an error's message
+_NO_VALUES = "while captured, tensors have shapes and no values"
+_NO_GPU = "capturing needs no GPU and sees none: use the device type cpu"
+_HINTS = {  # by what an error says, in small letters
+    "datadependentoutput": _NO_VALUES,
+    "dynamicoutputshape": f"a size that depends on values: {_NO_VALUES}",
+    "data is not allocated": _NO_VALUES,
+    "numpy() is not supported": _NO_VALUES,
+    "default process group twice": "it is there already: leave init_process_group out",
+    "support for cuda": _NO_GPU,
+    "not compiled with cuda": _NO_GPU,
+    "no nvidia driver": _NO_GPU,
+    "_cuda_setdevice": _NO_GPU,
+    "pipeliningmetadata": "no shapes are sent here: give the stage input_args, output_args",
+    "bigger than default world size": "see --world-size",
+}
 
 
 @contextlib.contextmanager
-def load(spec: str) -> Iterator[tuple[Callable[[], Any], str]]:
+def load(spec: str, *, arguments: int = 0) -> Iterator[tuple[Callable[..., Any], str]]:
     """The function and its file's path. The file's folder is importable inside.
 
-    Raises ConfigError, also for what the file's own code raises.
+    arguments: how many it is called with. Raises ConfigError, also for what the file's own code
+    raises.
     """
     path, name = _parsed(spec)
     sys.path.insert(0, str(path.parent))
     try:
-        yield _function(path, name), str(path)
+        yield _function(path, name, arguments), str(path)
     finally:
         sys.path.remove(str(path.parent))
         sys.modules.pop(_MODULE, None)
@@ -42,7 +60,7 @@ def _parsed(spec: str) -> tuple[Path, str]:
     return path, name
 
 
-def _function(path: Path, name: str) -> Callable[[], Any]:
+def _function(path: Path, name: str, arguments: int) -> Callable[..., Any]:
     made = importlib.util.spec_from_file_location(_MODULE, path)
     if made is None or made.loader is None:
         raise ConfigError("file", path, "a Python file")
@@ -61,8 +79,19 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
             f", e.g. {', '.join(own[-5:])}" if own else ""
         )
         raise ConfigError("function", name, offered)
-    function: Callable[[], Any] = found
+    if not _takes(found, arguments):
+        count = f"{arguments} argument" if arguments else "no argument"
+        raise ConfigError("function", name, f"a function that is called with {count}")
+    function: Callable[..., Any] = found
     return function
+
+
+def _takes(function: Callable[..., Any], arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -73,9 +102,7 @@ def told(name: str, file: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            name, _place(error, file), f"code that runs: {_said(error)}"
-        ) from error
+        raise ConfigError(name, _place(error, file), f"raised {_said(error)}") from error
 
 
 def _place(error: BaseException, file: str) -> str:
@@ -87,9 +114,10 @@ def _place(error: BaseException, file: str) -> str:
 
 
 def _said(error: BaseException) -> str:
-    """Its kind and first words."""
-    kind = type(error).__name__
-    if kind == "DataDependentOutputException":
-        return f"{kind}: {error}: values of tensors do not exist here"
-    words = " ".join(str(error).split())
-    return f"{kind}: {words[:300]}" if words else kind
+    """Its kind and first words, and what they mean here."""
+    kind, words = type(error).__name__, " ".join(str(error).split())
+    said = f"{kind}: {words[:_NUM_LETTERS]}" if words else kind
+    hint = next(
+        (hint for sign, hint in _HINTS.items() if sign in f"{kind} {words}".lower()), ""
+    )
+    return f"{said} ({hint})" if hint else said

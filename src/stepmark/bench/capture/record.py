@@ -30,7 +30,7 @@ from stepmark.bench.capture.compute import computed
 from stepmark.bench.capture.ddp import Rebuilding, tensors, with_result
 from stepmark.bench.capture.groups import Groups
 from stepmark.bench.capture.messages import NAMESPACES, communicated
-from stepmark.bench.capture.modules import Place, Places, in_backward
+from stepmark.bench.capture.modules import OUTSIDE, Place, Places, in_backward
 from stepmark.bench.capture.overlap import Overlap
 from stepmark.bench.capture.pairs import Pairs
 from stepmark.core.ops import Phase
@@ -55,6 +55,7 @@ class CaptureRecorder(TorchDispatchMode):
         self._silent = 0
         self._in_optimizer = False
         self._after_backward = False
+        self._num_updated = 0  # operations up to the last update of parameters
         self._overlap = Overlap()
         self._rebuilding = Rebuilding()
         self._pairs = Pairs(rank)
@@ -68,6 +69,7 @@ class CaptureRecorder(TorchDispatchMode):
         self.operations = []
         self.places.begin_step()
         self._after_backward = False
+        self._num_updated = 0
         self._overlap = Overlap()
 
     @contextlib.contextmanager
@@ -156,6 +158,8 @@ class CaptureRecorder(TorchDispatchMode):
             again = torch.is_grad_enabled() or self.places.recomputes
             return Phase.FWD if again else Phase.BWD, place, again
         if self.places.inside_module:
+            if self._after_backward:
+                self._begin_forward()
             self._after_backward = False
         if self._in_optimizer or self._after_backward:
             return Phase.OPTIM, Place("optimizer"), False
@@ -171,8 +175,16 @@ class CaptureRecorder(TorchDispatchMode):
             self.operations[-1] = before
         self.operations.append(op)
 
+    def _begin_forward(self) -> None:
+        """What followed the last backward pass, but for updates of parameters, belongs here."""
+        at = len(self.operations)
+        while at > self._num_updated and self.operations[at - 1].phase is Phase.OPTIM:
+            at -= 1
+            self.operations[at] = replace(self.operations[at], phase=Phase.FWD, module=OUTSIDE)
+
     def _optimizer(self, *, running: bool) -> None:
         self._in_optimizer = running
+        self._num_updated = len(self.operations)
 
     def _value_of(self, tensor: Tensor) -> float | int | bool:
         """Fake tensors have no values: 1 stands for each that is read."""

@@ -9,7 +9,7 @@ The contract: a function, by any name, without arguments. It is called when torc
 is up; it makes its mesh (device type "cpu"), model and optimizer and returns a function of no
 arguments that does one training step: forward, loss, backward, optimizer.step(). It does not
 call init_process_group and does not compile. Values of tensors do not exist: one that is read
-(loss.item()) is 1. DDP sets its buckets in the first step, so with DDP the second is recorded.
+(loss.item()) is 1. With DDP and pipelines, whose first steps differ, the third is recorded.
 """
 
 import contextlib
@@ -82,12 +82,14 @@ def capture(
 class _Captured:
     """One rank's operations of setup and step, and what was noticed."""
 
-    def __init__(self, recorder: CaptureRecorder, setup: Sequence[Operation]) -> None:
+    def __init__(
+        self, recorder: CaptureRecorder, setup: Sequence[Operation], num_warm_ups: int
+    ) -> None:
         self.setup = tuple(one for one in setup if isinstance(one, CommOp))
         self.step = tuple(recorder.operations)
         self.groups = recorder.groups.groups
         self.num_microbatches = recorder.places.num_microbatches
-        self.notes = [*recorder.groups.notes, *_remarks(recorder)]
+        self.notes = [*recorder.groups.notes, *_remarks(recorder, num_warm_ups)]
 
 
 def _captured(
@@ -111,17 +113,18 @@ def _captured(
         setup = recorder.operations
         recorder.begin_step()
         step()
-        for _ in range(_num_warm_ups(recorder)):
+        num_warm_ups = _num_warm_ups(recorder)
+        for _ in range(num_warm_ups):
             setup = [*setup, *recorder.operations]
             recorder.begin_step()
             step()
-    captured = _Captured(recorder, setup)
+    captured = _Captured(recorder, setup, num_warm_ups)
     _check(captured, world_size, mesh_sizes, name)
     return captured
 
 
 def _num_warm_ups(recorder: CaptureRecorder) -> int:
-    """DDP makes its buckets anew in its second step; pipelines agree on shapes in their first."""
+    """DDP makes its buckets anew in the second step, pipelines agree on shapes in the first."""
     sends = any(
         isinstance(one, CommOp) and one.collective in (SEND, RECV)
         for one in recorder.operations
@@ -138,14 +141,17 @@ def _check(captured: _Captured, world_size: int, mesh_sizes: Sequence[int], name
         )
 
 
-def _remarks(recorder: CaptureRecorder) -> list[str]:
+def _remarks(recorder: CaptureRecorder, num_warm_ups: int) -> list[str]:
     found = []
     if recorder.reads:
         found.append(
             f"values of tensors are read in {', '.join(recorder.reads)}: each is taken for 1"
         )
-    if recorder.places.has_ddp:
-        found.append("DDP: the second step is recorded, the first is part of the setup")
+    if num_warm_ups:
+        found.append(
+            f"step {num_warm_ups + 1} is recorded,"
+            f" the first {num_warm_ups} are part of the setup"
+        )
     return found
 
 

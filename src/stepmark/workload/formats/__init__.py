@@ -160,4 +160,6 @@ def sniff(path: Path) -> str:
             return name
     known = ", ".join(name for name, found in FORMATS.items() if found.reads)
     what = "an empty file" if not head.strip() else "a file of unknown kind"
+    if head.startswith((b"train_iter:", b"inference_term:")):
+        what = "AIOB's profile, which --compute-from takes"
     raise ConfigError("workload", path, f"a workload in one of these: {known}; this is {what}")

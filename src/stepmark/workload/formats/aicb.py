@@ -73,9 +73,8 @@ def lost(workload: Workload) -> list[str]:
     """What the CSV cannot say of this workload, a line each."""
     if FORMAT not in workload.origin:
         return aicb_names.lost(workload)
-    timed = any(
-        getattr(one, "time_s", None) for block in workload.blocks.values() for one in block
-    )
+    ops = (item for block in workload.blocks.values() for item in block)
+    timed = any(getattr(op, "time_s", None) is not None for op in ops)
     return ["times: a workload of AICB has none, only its log of a run"] if timed else []
 
 

@@ -144,9 +144,8 @@ def operation(line: Line, groups: Mapping[str, Group], where: str) -> Operation:
         return _computation(line, phase)
     group = group_of(line, groups)
     if group not in groups:
-        raise ConfigError(
-            f"{where}, comm_group_size", NONE, f"known: no line tells the size of {line.group}"
-        )
+        allowed = f"known: no line tells the size of {line.group} (--group-sizes {group}=N)"
+        raise ConfigError(f"{where}, comm_group_size", NONE, allowed)
     collective = COLLECTIVES[line.kind]
     peer = None
     if collective in (SEND, RECV):

@@ -124,6 +124,9 @@ class Reader:
 
     def _known_groups(self, sizes: dict[str, int]) -> dict[str, Group]:
         """AICB's order of ranks: tensor, data, pipeline; experts lie within data."""
+        for name in sizes:
+            if name not in GROUPS.values():
+                raise ConfigError("group-sizes", name, f"one of {', '.join(GROUPS.values())}")
         known, others = dict(sizes), set[tuple[str, int]]()
         for line in self._parsed:
             if line.group and line.group_size:

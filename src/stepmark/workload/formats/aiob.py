@@ -25,7 +25,6 @@ _TIME = re.compile(
     r"[ \t]+time_gpu_(max|min|avg):[ \t]*(\d{1,15}(?:\.\d{1,20})?(?:e-?\d{1,2})?)"
 )
 _TIMES = ("max", "min", "avg")
-_GRADIENTS = "param_time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,25 +43,6 @@ class Profile:
     parts: Mapping[str, Part]
     iterations: int | None = None
     inference_phase: str = ""
-
-    def attention_s(self) -> float | None:
-        """What AICB takes as attention: the norm before it included. None: no such part."""
-        return self._sum("atten", "layernorm")
-
-    def mlp_s(self) -> float | None:
-        """What AICB takes as the MLP: the norm before it included. None: no such part."""
-        return self._sum("mlp", "layernorm2")
-
-    def gradients_s(self) -> tuple[float, float] | None:
-        """AICB's (grad_forward, grad_backward): the least and the mean of param_time."""
-        part = self.parts.get(_GRADIENTS)
-        return (part.min_s, part.avg_s) if part else None
-
-    def _sum(self, word: str, norm: str) -> float | None:
-        found = [part.avg_s for name, part in self.parts.items() if word in name]
-        if not found:
-            return None
-        return sum(found) + (self.parts[norm].avg_s if norm in self.parts else 0.0)
 
 
 def read(path: Path) -> Profile:

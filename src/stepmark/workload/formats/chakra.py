@@ -9,32 +9,22 @@ chakra_reader.py.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from stepmark.core.collectives import Collective
 from stepmark.core.errors import ConfigError
-from stepmark.core.message import RECV, SEND
-from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Workload
-from stepmark.workload.durations import describe
+from stepmark.core.workload import CommOp, ComputeOp, Workload
+from stepmark.workload.durations import is_wait
 from stepmark.workload.formats.chakra_folder import GROUPS_FILE
+from stepmark.workload.formats.chakra_node import PAIR, TYPES, Places, constant
 from stepmark.workload.formats.chakra_reader import read
-from stepmark.workload.formats.chakra_schema import (
-    COMM_TYPES,
-    VERSION,
-    NodeType,
-    classes,
-    framed,
-)
+from stepmark.workload.formats.chakra_schema import VERSION, classes, framed
 from stepmark.workload.formats.ranks import Instances, Issued, check_rank
 from stepmark.workload.formats.walk import walk
 
 __all__ = ["comm_groups", "files", "lost", "read", "write"]
 
-_GATHERED = (Collective.ALL_GATHER, Collective.GATHER)  # whose input is one part
-_TYPES = COMM_TYPES | {Collective.ALL_TO_ALL_V: COMM_TYPES[Collective.ALL_TO_ALL]}
-_PAIR = {SEND: NodeType.COMM_SEND, RECV: NodeType.COMM_RECV}
 _REFUSED = (Collective.REDUCE, Collective.GATHER, Collective.SCATTER, Collective.BARRIER)
 
 
@@ -44,14 +34,18 @@ def write(workload: Workload, rank: int = 0) -> Iterator[bytes]:
     Raises ConfigError for an unknown rank, for a collective that Chakra has not, and where
     protobuf is not installed.
     """
+    return _checked(workload, rank, Instances(workload, first=1))
+
+
+def _checked(workload: Workload, rank: int, instances: Instances) -> Iterator[bytes]:
     check_rank(workload, rank)
     for block in workload.blocks.values():
         for item in block:
-            if isinstance(item, CommOp) and item.collective not in (*_TYPES, *_PAIR):
-                allowed = f"one of {', '.join((*_TYPES, *_PAIR))}"
+            if isinstance(item, CommOp) and item.collective not in (*TYPES, *PAIR):
+                allowed = f"one of {', '.join((*TYPES, *PAIR))}"
                 raise ConfigError("collective", item.collective, allowed)
     classes()
-    return _file(workload, rank)
+    return _file(workload, rank, instances)
 
 
 def comm_groups(workload: Workload) -> Iterator[str]:
@@ -68,8 +62,9 @@ def files(
 ) -> Iterator[tuple[str, Iterator[str] | Iterator[bytes]]]:
     """Names and contents of what ASTRA-sim needs of a workload."""
     yield GROUPS_FILE, comm_groups(workload)
+    instances = Instances(workload, first=1)
     for rank in range(workload.world_size) if ranks is None else ranks:
-        yield f"{name}.{rank}.et", write(workload, rank)
+        yield f"{name}.{rank}.et", _checked(workload, rank, instances)
 
 
 def lost(workload: Workload) -> list[str]:
@@ -82,7 +77,7 @@ def lost(workload: Workload) -> list[str]:
         "operators' shapes (only FLOPs, bytes and a name)",
         "model, settings, notes and the number of micro-batches",
     ]
-    if untimed := sum(one.time_s is None for one in computes):
+    if untimed := sum(one.time_s is None and not is_wait(one) for one in computes):
         found.append(f"{untimed} computations without a time: ASTRA-sim takes 1 ns")
     if costless := sum(None in (one.op.flops, one.op.bytes_moved) for one in computes):
         found.append(
@@ -118,7 +113,7 @@ class _Stream:
 
     def follow(self, number: int, *, fused: bool) -> list[int]:
         """Adds an operation; which ones it starts after."""
-        if fused and self.newest:
+        if fused:
             self.newest.append(number)
         else:
             self.before, self.newest = self.newest, [number]
@@ -130,18 +125,19 @@ class _Stream:
         return round(self.elapsed_us) - began
 
 
-def _file(workload: Workload, rank: int) -> Iterator[bytes]:
+def _file(workload: Workload, rank: int, instances: Instances) -> Iterator[bytes]:
     made = classes()
     label = made.attribute(name="workload", string_val=workload.name)
     yield framed(made.metadata(version=VERSION, attr=[label]).SerializeToString())
     issued, streams = Issued(workload), dict[str, _Stream]()
-    places = _Places(made)
+    places = Places(made)
     number = 0
-    parts = walk(workload, workload.stage_of(rank), _constant(workload, rank, made))
+    make = constant(workload, rank, instances, made)
+    parts = walk(workload, workload.stage_of(rank), make)
     for operations, layer, microbatch in parts:
         chunk = []
-        for (one, constant), own_layer, own_microbatch in operations:
-            if not constant:
+        for (one, said), own_layer, own_microbatch in operations:
+            if not said:
                 continue
             stream = streams.setdefault(one.stream, _Stream())
             fused = isinstance(one, CommOp) and one.fused
@@ -151,7 +147,7 @@ def _file(workload: Workload, rank: int) -> Iterator[bytes]:
             node = made.node(id=number, data_deps=deps)
             if one.time_s is not None:
                 node.duration_micros = stream.spend(one.time_s)
-            data = constant + node.SerializeToString()
+            data = said + node.SerializeToString()
             if own_layer is not None:
                 data += places.get("layer", own_layer + layer)
             if own_microbatch is not None:
@@ -160,91 +156,3 @@ def _file(workload: Workload, rank: int) -> Iterator[bytes]:
             issued.note(one.name, number)
             number += 1
         yield b"".join(chunk)
-
-
-class _Places:
-    """Layers and micro-batches as serialized attributes: two parts of a message are one."""
-
-    def __init__(self, made: Any) -> None:
-        self._made = made
-        self._known: dict[tuple[str, int], bytes] = {}
-
-    def get(self, name: str, value: int) -> bytes:
-        found = self._known.get((name, value))
-        if found is None:
-            one = self._made.attribute(name=name, int32_val=value)
-            found = self._known[name, value] = self._made.node(attr=[one]).SerializeToString()
-        return found
-
-
-def _constant(
-    workload: Workload, rank: int, made: Any
-) -> Callable[[Operation], tuple[Operation, bytes]]:
-    """An operation and what of its node is the same wherever it runs; b"" if it has no node."""
-    instances = Instances(workload, first=1)
-    tags = {name: index for index, name in enumerate(workload.groups)}
-
-    def constant(one: Operation) -> tuple[Operation, bytes]:
-        if isinstance(one, ComputeOp):
-            what = one.op.name if isinstance(one.op, Kernel) else describe(one.op)
-            kind, values = NodeType.COMP, _computation(one, what)
-        elif workload.groups[one.group].size == 1:
-            return one, b""
-        else:
-            kind, what = _PAIR.get(one.collective, NodeType.COMM_COLL), one.collective
-            values = _communication(one, workload, rank, instances, tags)
-        values |= {"phase.string": one.phase, "module.string": one.module}
-        values |= {"stream.string": one.stream}
-        if one.recompute:
-            values["recompute.bool"] = True
-        if one.time_s is not None:
-            values["time_s.double"] = one.time_s
-        name = f"{one.phase}.{one.module}.{what.partition(' ')[0]}"
-        node = made.node(name=name, type=int(kind))
-        node.attr.extend(_attribute(made, key, value) for key, value in values.items())
-        return one, node.SerializeToString()
-
-    return constant
-
-
-def _attribute(made: Any, key: str, value: object) -> Any:
-    name, _, kind = key.rpartition(".")
-    return made.attribute(name=name, **{f"{kind}_val": value})
-
-
-def _computation(one: ComputeOp, what: str) -> dict[str, object]:
-    values: dict[str, object] = {"is_cpu_op.bool": False}
-    if one.op.flops is not None:
-        # ASTRA-sim's roofline divides by it; with 1 its time is that of the bytes.
-        values["num_ops.int64"] = one.op.flops or 1
-        if not one.op.flops:
-            values["flops.int64"] = 0
-    if one.op.bytes_moved is not None:
-        values["tensor_size.uint64"] = one.op.bytes_moved
-    values["op.string"] = what
-    return values
-
-
-def _communication(
-    one: CommOp, workload: Workload, rank: int, instances: Instances, tags: dict[str, int]
-) -> dict[str, object]:
-    group = workload.groups[one.group]
-    is_part = one.collective in (*_PAIR, *_GATHERED)
-    size = one.call_bytes() if is_part else one.message_bytes(group)
-    values: dict[str, object] = {"is_cpu_op.bool": False, "comm_size.int64": size}
-    if one.peer is None:
-        values["comm_type.int64"] = _TYPES[one.collective]
-        values["pg_name.string"] = str(instances.number(one.group, rank))
-        if one.root is not None:
-            values["root.int32"] = one.root
-        if one.redop != "none":
-            values["redop.string"] = one.redop
-    else:
-        ranks = group.members(rank)
-        peer = ranks[(ranks.index(rank) + one.peer) % len(ranks)]
-        source, target = (rank, peer) if one.collective == SEND else (peer, rank)
-        values |= {"comm_src.int32": source, "comm_dst.int32": target}
-        values["comm_tag.int32"] = tags[one.group]
-    if one.fused:
-        values["fused.bool"] = True
-    return values | {"dtype.string": one.dtype}

@@ -160,7 +160,7 @@ class _Reader:
         }
         if one.kind in COMPUTES:
             flops = _whole(values, "flops" if "flops" in values else "num_ops")
-            moved = _whole(values, "tensor_size")
+            moved = _whole(values, "bytes_moved" if "bytes_moved" in values else "tensor_size")
             if min(flops or 0, moved or 0) < 0:
                 raise ConfigError(f"{where}: num_ops, tensor_size", (flops, moved), "0 or more")
             name = str(values.get("op", one.name))

@@ -31,7 +31,11 @@ def write(workload: Workload, stages: Sequence[int] | None = None) -> Iterator[s
 
 def lost(workload: Workload) -> list[str]:
     """What stands in no column."""
-    found = ["model, settings and notes", "which ranks form a group", "roots, peers and redops"]
+    found = [
+        "model, settings, notes and the number of micro-batches",
+        "which ranks form a group",
+        "roots, peers, reductions, what is recomputed, which messages are one call",
+    ]
     if any(stage.setup for stage in workload.stages):
         found.append("what runs once before the first step")
     return found

@@ -45,6 +45,7 @@ class OpFields(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def plain_op(op: Operation) -> dict[str, Any]:
+    """As JSON, defaults left out."""
     if isinstance(op, CommOp):
         return bare(op)
     compute = {"kernel": op.op.name} if isinstance(op.op, Kernel) else {}
@@ -69,8 +70,13 @@ def bare(value: Any, *, without: str = "") -> dict[str, Any]:
 
 
 def operation(op: OpFields, where: str) -> Operation:
+    """Raises ConfigError that starts with `where`."""
     if (op.compute is None) is (op.collective is None):
         raise ConfigError(where, one_line(None), "either compute or collective")
+    for field in msgspec.structs.fields(op) if op.compute is not None else ():
+        value = getattr(op, field.name)
+        if field.name in _COMM_ONLY and value != field.default:
+            raise ConfigError(f"{where}.{field.name}", value, "nothing beside compute")
     values = {
         name: getattr(op, name)
         for name in op.__struct_fields__
@@ -110,6 +116,7 @@ def _compute(plain: dict[str, Any]) -> Op | Kernel:
 
 
 def model_of(plain: dict[str, Any]) -> ModelConfig:
+    """Raises ConfigError for unknown names, wrong types and impossible models."""
     for name, kind in (("moe", MoeConfig), ("mla", MlaConfig)):
         if isinstance(plain.get(name), dict):
             _known(kind, plain[name])

@@ -21,6 +21,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import EmbeddingBag, Gemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation, Workload
+from stepmark.workload.durations import is_wait
 from stepmark.workload.formats.param_trace_entry import COMPUTATIONS, Entry
 from stepmark.workload.formats.param_trace_queue import Line, Queue
 from stepmark.workload.formats.param_trace_reader import read
@@ -96,7 +97,7 @@ def lost(workload: Workload) -> list[str]:
         count
         for tally in tallies
         for one, count in tally.items()
-        if isinstance(one, ComputeOp) and _compute(one) is None
+        if isinstance(one, ComputeOp) and _compute(one) is None and not is_wait(one)
     )
     found = ["layers, micro-batches, recomputation, times, model, settings and notes"]
     if unsaid:

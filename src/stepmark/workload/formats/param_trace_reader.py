@@ -83,6 +83,10 @@ def _world_size(entries: Sequence[Entry]) -> int:
     return max((*sizes, *last, *pairs), default=1)
 
 
+def _is_posted(entry: Entry) -> bool:
+    return letters(entry.comms or "") in ("isend", "irecv")
+
+
 class _Reader:
     """Entries of one rank as operations. rank None: of whichever rank."""
 
@@ -161,10 +165,11 @@ class _Reader:
             else RedOp.NONE,
             root=self._root(entry, group) if not pair else None,
             peer=self._peer(entry, where) if pair else None,
-            fused=bool(entry.use_batch) and self._follows_pair(index),
+            fused=index > 0 and _is_posted(entry) and _is_posted(self._entries[index - 1]),
         )
 
     def _is_awaited_later(self, entry: Entry, index: int) -> bool:
+        """Messages that are posted in a row and waited for then are not."""
         if entry.req is None or str(entry.req) not in self._awaited:
             return False
         for at in range(index + 1, len(self._entries)):
@@ -172,12 +177,9 @@ class _Reader:
             name = letters(one.comms or "")
             if name == "wait" and one.req == entry.req:
                 return False
-            if name not in SILENT and not (one.use_batch and entry.use_batch):
+            if name not in SILENT and not (_is_posted(one) and _is_posted(entry)):
                 return True
         return False
-
-    def _follows_pair(self, index: int) -> bool:
-        return index > 0 and bool(self._entries[index - 1].use_batch)
 
     def _group(self, pg_id: int | None, where: str) -> str:
         if pg_id not in self._known:

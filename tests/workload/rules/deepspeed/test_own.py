@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.workload.rules.deepspeed.recorded import MODELS
 
 from stepmark.core.collectives import Collective
 from stepmark.core.model import ModelConfig
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import CommOp
-from stepmark.workload.architecture import Architecture, Batch, OwnJob, unit
+from stepmark.workload.architecture import Architecture, Batch, OwnJob, module, unit
 from stepmark.workload.job import Job
 from stepmark.workload.rules.deepspeed.rule import workload
 from stepmark.workload.rules.deepspeed.settings import DeepSpeed
@@ -37,9 +38,9 @@ def example() -> Any:
     made = importlib.util.spec_from_file_location("llama_workload", EXAMPLE)
     assert made
     assert made.loader
-    module = importlib.util.module_from_spec(made)
-    made.loader.exec_module(module)
-    return module
+    found = importlib.util.module_from_spec(made)
+    made.loader.exec_module(found)
+    return found
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -65,6 +66,44 @@ def test_the_llama_of_the_example_is_the_built_in_one(settings: DeepSpeed) -> No
 
 def test_the_example_has_the_parameters_of_llama_2_7b() -> None:
     assert example().llama_7b(BATCH).num_params == 6_738_415_616
+
+
+def qwen2(batch: Batch) -> Architecture:
+    """Biases of q, k and v, fewer key and value heads, a tied table."""
+    attention = module(
+        "attention",
+        batch.linear("attention.q", 64, 64, bias=True),
+        batch.linear("attention.k", 32, 64, bias=True),
+        batch.linear("attention.v", 32, 64, bias=True),
+        batch.rope("attention.rope", 4, 2, 16),
+        batch.attention("attention.core", 4, 16, kv_heads=2),
+        batch.linear("attention.out", 64, 64),
+    )
+    layer = unit(
+        "layers",
+        batch.norm("attention.norm", 64, kind="rmsnorm"),
+        attention,
+        batch.add("attention.residual", 64),
+        batch.norm("mlp.norm", 64, kind="rmsnorm"),
+        example().mlp(batch, 64, 224),
+        batch.add("mlp.residual", 64),
+        times=3,
+        registered=("attention", "mlp", "attention.norm", "mlp.norm"),
+        within="model",
+    )
+    table = batch.embedding("embedding", 515, 64)
+    first = unit("embed", table, module("rotary", in_backward=False), within="model")
+    norm = unit("norm", batch.norm("head.norm", 64, kind="rmsnorm"), within="model")
+    tied = batch.linear("head", 515, 64, tied="embedding.weight")
+    head = unit("head", tied, batch.loss("loss", 515))
+    return Architecture(name="qwen2", units=(first, layer, norm, head))
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, DeepSpeed(stage=3, zero_init=True)])
+def test_biases_and_a_tied_table_are_as_in_the_built_in_one(settings: DeepSpeed) -> None:
+    mine = workload(OwnJob(architecture=qwen2(BATCH), seq_len=16, **SPREAD), settings)
+    theirs = workload(Job(model=MODELS["qwen2-tied"], **SPREAD), settings)
+    assert mine.blocks == theirs.blocks
 
 
 @pytest.mark.parametrize("stage", [2, 3])

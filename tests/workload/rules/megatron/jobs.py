@@ -58,8 +58,6 @@ LATENT = replace(
         first_dense_layers=1,
     ),
 )
-# The vocabulary then needs no padding up to tp 4.
-UNPADDED = {"make_vocab_size_divisible_by": 128}
 
 
 def make(
@@ -83,7 +81,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, Megatron]:
     sharded = draw(st.booleans())
     reduced = draw(st.booleans())
     settings: dict[str, Any] = {
-        # Without it Megatron-LM takes no experts over tp, and tp ranks share latent parts.
+        # Without it there are no experts over tp, and tp ranks repeat latent attention's parts.
         "sequence_parallel": model.moe is not None or draw(st.booleans()),
         "use_distributed_optimizer": sharded,
         "overlap_grad_reduce": reduced,

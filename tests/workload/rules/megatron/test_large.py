@@ -69,7 +69,7 @@ def test_llama_405b_on_more_than_100000_ranks() -> None:
 
 @pytest.fixture(scope="module")
 def deepseek() -> Workload:
-    job = make(find_model("deepseek-v3"), mbs=1, microbatches=2, tp=2, ep=64, dp_shard=64)
+    job = make(find_model("deepseek-v3"), mbs=1, microbatches=2, tp=2, ep=64, dp_shard=128)
     return workload(job, SHARDED)
 
 
@@ -120,10 +120,9 @@ def test_deepseek_v3_reduces_all_its_parameters(deepseek: Workload) -> None:
     for op in comms(deepseek, 0, "gradients"):
         reduced[op.group] += op.count * deepseek.groups[op.group].size
     ranks_of_experts = deepseek.groups["tp_ep"].size
-    experts = 3 * moe.num_experts * moe.ffn_hidden_size * model.hidden_size * 58
-    # The 128 ranks of tp 2 x dp 64 hold every expert but once: nothing to reduce.
-    assert "intra_expt_dp" not in reduced
     assert ranks_of_experts == 128
+    experts = 3 * moe.num_experts * moe.ffn_hidden_size * model.hidden_size * 58
+    assert experts <= reduced["intra_expt_dp"] * ranks_of_experts < experts * 1.001
     dense = model.num_params - experts - moe.num_experts * 58
     whole = dense - sum(_divided(deepseek))
     mine = whole + sum(_divided(deepseek)) // 2

@@ -26,7 +26,7 @@ from .jobs import BIASED, DENSE, EXPERTS, LATENT, comms, computes, jobs, make, m
 SP = Megatron(sequence_parallel=True)
 
 
-@bounds(max_examples=60, deadline=None)
+@bounds(max_examples=35, deadline=None)
 @given(jobs())
 def test_flops_are_two_per_token_and_active_parameter(made: tuple[Job, Megatron]) -> None:
     """Backward twice that: the embedding's gradient is taken, so the first layer's too."""
@@ -38,7 +38,7 @@ def test_flops_are_two_per_token_and_active_parameter(made: tuple[Job, Megatron]
     assert found[Phase.DGRAD] + found[Phase.WGRAD] == 2 * found[Phase.FWD]
 
 
-@bounds(max_examples=60, deadline=None)
+@bounds(max_examples=35, deadline=None)
 @given(jobs())
 def test_every_wait_has_something_to_wait_for(made: tuple[Job, Megatron]) -> None:
     job, settings = made
@@ -53,7 +53,7 @@ def test_every_wait_has_something_to_wait_for(made: tuple[Job, Megatron]) -> Non
             issued[op.name] += 1
 
 
-@bounds(max_examples=60, deadline=None)
+@bounds(max_examples=35, deadline=None)
 @given(jobs())
 def test_neighbours_send_what_the_others_receive(made: tuple[Job, Megatron]) -> None:
     """In one order, with one size and micro-batch."""
@@ -81,7 +81,7 @@ def test_neighbours_send_what_the_others_receive(made: tuple[Job, Megatron]) -> 
         assert sum(map(len, sent.values())) == boundaries
 
 
-@bounds(max_examples=60, deadline=None)
+@bounds(max_examples=35, deadline=None)
 @given(jobs())
 def test_every_gradient_is_reduced_once(made: tuple[Job, Megatron]) -> None:
     """Over all ranks of a data group: padded where the optimizer is distributed, else exact."""
@@ -180,6 +180,36 @@ def test_sequence_parallelism_sends_as_much_forward(tp: int) -> None:
     again = (2 * job.model.num_layers + 1) * job.num_microbatches
     gathered = job.tokens * job.model.hidden_size * 2 * (tp - 1) / tp
     assert bus(ours, Phase.WGRAD) == pytest.approx(again * gathered)
+
+
+def test_a_linear_layers_collectives_run_beside_its_gradients() -> None:
+    """Its input is gathered beside the data's gradient, which is scattered beside the other."""
+    program = workload(make(tp=2), SP)
+    found: list[str] = []
+    for op in program.expand():
+        if op.module == "mlp.gate_up" and op.layer == 0 and op.microbatch == 0:
+            words = f"{op.collective} {op.stream}" if isinstance(op, CommOp) else "gemm"
+            found.append(f"{op.phase} {words} {' '.join(op.after)}".strip())
+    assert found == [
+        "fwd all_gather compute",
+        "fwd gemm",
+        "wgrad all_gather tp mlp.activation.bwd",
+        "dgrad gemm",
+        "dgrad reduce_scatter tp mlp.gate_up.dgrad",
+        "wgrad gemm mlp.gate_up.gather",
+    ]
+    plain = workload(make(tp=2), Megatron())
+    backward = [
+        (op.phase, isinstance(op, CommOp), op.stream)
+        for op in plain.expand()
+        if (op.module, op.layer, op.microbatch) == ("mlp.gate_up", 0, 0)
+    ]
+    assert backward == [
+        (Phase.FWD, False, COMPUTE),
+        (Phase.DGRAD, False, COMPUTE),
+        (Phase.DGRAD, True, "tp"),
+        (Phase.WGRAD, False, COMPUTE),
+    ]
 
 
 def test_optimizer_over_data_ranks_sends_what_an_all_reduce_sends() -> None:

@@ -143,7 +143,7 @@ def test_only_what_has_an_effect_is_noted() -> None:
     assert workload(make(), Megatron()).notes == ()
 
 
-@bounds(max_examples=150, deadline=None)
+@bounds(max_examples=100, deadline=None)
 @given(
     st.sampled_from((DENSE, EXPERTS, LATENT)),
     st.fixed_dictionaries(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import typing
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -15,9 +16,9 @@ import pytest
 from stepmark.core.dtypes import DType
 from stepmark.core.message import RECV, SEND
 from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig
-from stepmark.core.ops import Phase
+from stepmark.core.ops import Gemm, GroupedGemm, Phase
 from stepmark.core.parallel import ParallelConfig
-from stepmark.core.workload import COMPUTE, CommOp, Workload
+from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Workload
 from stepmark.workload.job import Job
 from stepmark.workload.rules.megatron.rule import Megatron, workload
 
@@ -128,18 +129,49 @@ def matched(ours: Iterator[Sent], truth: Sequence[Sent]) -> list[Sent]:
     ]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_matrix_products_are_those_of_megatron_core(name: str) -> None:
+    """Rows, columns and width of every linear layer's, forward, backward and recomputed."""
+    golden = read(name)
+    workload = made(golden["case"])
+    for rank in range(workload.world_size):
+        told = golden["matmuls"][rank]
+        told = golden["matmuls"][told] if isinstance(told, int) else told
+        truth = {(phase, *mnk): calls for phase, *mnk, calls in told}
+        assert products(workload, workload.stage_of(rank)) == truth, f"rank {rank}"
+
+
+def products(workload: Workload, stage: int) -> Counter[tuple[str, int, int, int]]:
+    """An expert's product is one of its own there."""
+    found: Counter[tuple[str, int, int, int]] = Counter()
+    for op in workload.expand(stage):
+        if not isinstance(op, ComputeOp):
+            continue
+        forward = op.phase is Phase.FWD and not op.recompute
+        phase, inner = "forward" if forward else "backward", op.op
+        if isinstance(inner, Gemm):
+            found[phase, inner.m, inner.n, inner.k] += 1
+        elif isinstance(inner, GroupedGemm):
+            rows = inner.tokens // inner.num_groups
+            shape = {
+                Phase.FWD: (rows, inner.n, inner.k),
+                Phase.DGRAD: (rows, inner.k, inner.n),
+                Phase.WGRAD: (inner.n, inner.k, rows),
+            }[op.phase]
+            found[phase, *shape] += inner.num_groups
+    return found
+
+
 def test_all_ways_to_train_are_there() -> None:
     """A mesh axis, a setting or a model that no golden has would be unchecked."""
     told = [read(name)["case"] for name in CASES]
-    assert len(told) == 62
+    assert len(told) == 67
     meshes = {axis for case in told for axis, size in case["mesh"].items() if size > 1}
     assert meshes == {"tp", "pp", "cp", "ep", "dp_shard", "dp_replicate"}
     seen = {name for case in told for name in case["settings"]}
     unseen = {field.name for field in dataclasses.fields(Megatron)} - seen
     assert unseen == {
         "cp_comm_type",
-        "create_attention_mask_in_dataloader",
         "ddp_average_in_collective",  # gloo does not average
-        "decoder_last_pipeline_num_layers",
         "make_vocab_size_divisible_by",
     }

@@ -27,7 +27,7 @@ def of_case(case: TrainCase) -> Workload:
         case DataParallel.FSDP:
             made = fsdp.workload(job, _fsdp(case))
         case DataParallel.DDP:
-            made = ddp.workload(job, _ddp(case))
+            made = ddp.workload(job, ddp_settings(case))
         case _ if case.parallel.pp > 1:
             made = pp.workload(job, _pp(case))
         case _:
@@ -79,7 +79,7 @@ def _fsdp(case: TrainCase) -> fsdp.Fsdp:
     )
 
 
-def _ddp(case: TrainCase) -> ddp.Ddp:
+def ddp_settings(case: TrainCase) -> ddp.Ddp:
     is_amp = case.precision is Precision.AMP
     halved = case.reduce_dtype is not DType.FP32
     return ddp.Ddp(
@@ -88,6 +88,7 @@ def _ddp(case: TrainCase) -> ddp.Ddp:
         masters=case.precision is Precision.MASTER,
         compress_bf16=halved and case.precision in (Precision.AMP, Precision.FP32),
         bucket_cap_mb=case.bucket_mb,
+        gradient_as_bucket_view=True,
         init_sync=False,
         grad_sync=case.grad_sync,
         clip=case.clip > 0,

@@ -19,7 +19,7 @@ from stepmark.workload.rules.pytorch.fsdp_order import (
     Sharding,
     linked,
 )
-from stepmark.workload.rules.pytorch.recompute import again
+from stepmark.workload.rules.pytorch.recompute import again, ahead
 from stepmark.workload.units import Param, Unit
 
 BLOCKS = dict[str, Block]
@@ -137,7 +137,7 @@ class Chunk:
         segments = [(self._opened(Phase.BWD), 0)]
         segments += self._backward(reduces=reduces, keeps=keeps)
         if self._order and not keeps:
-            self._order.end(self._all_groups())
+            self._order.end(self._all_groups(), reduces=reduces)
             segments.append((self._take(), 0))
         return folded(segments, self.blocks, f"bwd{self._suffix}")
 
@@ -199,7 +199,9 @@ class Chunk:
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
         ways = {"fwd": unit.fwd, "bwd": unit.bwd}
         if is_layer and self._plan.recompute is not Recompute.NONE:
-            ways["again"] = again(unit, self._plan.recompute)
+            early, (first, *others) = ahead(unit), again(unit, self._plan.recompute)
+            ways["again"] = ((*unit.bwd[0][:early], *first), *others)
+            ways["rest"] = (unit.bwd[0][early:], *unit.bwd[1:])
         for way, pieces in ways.items():
             for index, piece in enumerate(pieces):
                 is_end = self._plan.marked and way != "again" and index + 1 == len(pieces)
@@ -281,9 +283,11 @@ class Chunk:
         found = [*self._take(base)]
         for one in members if way == "fwd" else reversed(members):
             layer = one.index - base
+            mine = way
             if way == "bwd" and one.is_checkpointed:
                 found += self._pieces(one, "again", layer, base)
-            found += self._pieces(one, way, layer, base, reduces=reduces, keeps=keeps)
+                mine = "rest"
+            found += self._pieces(one, mine, layer, base, reduces=reduces, keeps=keeps)
         return tuple(found)
 
     def _pieces(
@@ -297,11 +301,12 @@ class Chunk:
         keeps: bool = False,
     ) -> Iterator[Item]:
         unit, order, experts = one.unit, self._order, one.experts
-        pieces = unit.bwd if way == "bwd" else unit.fwd
+        is_backward = way in ("bwd", "rest")
+        pieces = unit.bwd if is_backward else unit.fwd
         for index in range(len(pieces)):
             is_inside = index == 1
             if order and experts and is_inside:
-                if way == "bwd":
+                if is_backward:
                     order.pre_backward(experts)
                 else:
                     order.pre_forward(experts)
@@ -310,7 +315,7 @@ class Chunk:
             if order and experts and is_inside:
                 if way == "fwd":
                     order.post_forward(experts)
-                elif way == "bwd":
+                elif is_backward:
                     order.post_backward(experts, reduces=reduces, keeps=keeps)
                 yield from self._take(base)
 

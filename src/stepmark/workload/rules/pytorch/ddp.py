@@ -4,23 +4,28 @@ torch 2.13.0: nn/parallel/distributed.py (_BucketCapacityConfig, _ddp_init_helpe
 torch/csrc/distributed/c10d/reducer.cpp (compute_bucket_assignment_by_size, rebuild_buckets,
 mark_bucket_ready). A step that is described is a steady one: the first step reduces all
 gradients in one bucket at its end, the second one has buckets in the order in which gradients
-became ready. The first bucket holds 1 MiB only where no size is given.
+became ready. With find_unused_parameters they stay in the order of the modules, and which
+ones were used is reduced as well. The first bucket holds 1 MiB only where no size is given.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync, Recompute
-from stepmark.core.workload import Block, CommOp, ComputeOp, Item, Operation, Run, Workload
+from stepmark.core.workload import Block, ComputeOp, Item, Kernel, Operation, Run, Workload
 from stepmark.workload.architecture import AnyJob
 from stepmark.workload.job import Comms
+from stepmark.workload.rules.pytorch.buckets import closed, completed, filled, ready_at
 from stepmark.workload.rules.pytorch.chunk import Chunk, folded
-from stepmark.workload.rules.pytorch.fsdp import said, setting
+from stepmark.workload.rules.pytorch.fsdp import checked, said, setting
 from stepmark.workload.rules.pytorch.fsdp_order import wait
 from stepmark.workload.rules.pytorch.params import ready_order
+from stepmark.workload.rules.pytorch.recompute import ahead
 from stepmark.workload.rules.pytorch.step import SOURCE, Rule, Technique, build
 from stepmark.workload.rules.pytorch.units import groups_of
 from stepmark.workload.units import Param, Unit
@@ -40,6 +45,8 @@ class Ddp:
     masters: bool = setting(False, "fp32 weights for the optimizer beside the model's")
     compress_bf16: bool = setting(False, "bf16_compress_hook: gradients travel as bf16")
     bucket_cap_mb: int = setting(0, "MiB of a bucket; 0: 25 after a first one of 1")
+    find_unused_parameters: bool = setting(False, "buckets stay as made, one message more")
+    gradient_as_bucket_view: bool = setting(False, "gradients are not copied out of buckets")
     init_sync: bool = setting(True, "rank 0's weights are broadcast at the start")
     grad_sync: GradSync = setting(GradSync.EVERY, "reduce with every micro-batch or the last")
     clip: bool = setting(True, "gradients are clipped by their norm")
@@ -50,6 +57,7 @@ class Ddp:
     def __post_init__(self) -> None:
         if self.bucket_cap_mb < 0:
             raise ConfigError("bucket_cap_mb", self.bucket_cap_mb, "0 or more")
+        checked(self)
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -77,6 +85,7 @@ def workload(job: AnyJob, settings: Ddp) -> Workload:
         recompute=settings.recompute,
         recompute_blocks=(settings.recompute_some, settings.recompute_every),
         buckets=reducing,
+        setup=(lambda chunk: reducing(chunk).setup()) if settings.init_sync else None,
     )
     source = f"{SOURCE}, torch/nn/parallel/distributed.py, c10d/reducer.cpp"
     rule = Rule(name="ddp", source=source, settings=said(settings))
@@ -89,64 +98,137 @@ class Reducing:
     def __init__(self, chunk: Chunk, settings: Ddp, comms: Comms) -> None:
         self._chunk, self._settings, self._comms = chunk, settings, comms
 
-    def __call__(self) -> Block:
+    @property
+    def _units(self) -> list[tuple[Unit, int | None, bool]]:
+        """In the order of the forward pass, with layer and whether it is checkpointed."""
         chunk = self._chunk
         layers = [(one.unit, one.index, one.is_checkpointed) for one in chunk.layers]
-        ends = [[(one, None, False)] if one else [] for one in (chunk.output, chunk.embedding)]
-        units = [*ends[0], *layers[::-1], *ends[1]]
-        full = self._full([unit for unit, _, _ in units])
+        first, last = (
+            [(one, None, False)] if one else [] for one in (chunk.embedding, chunk.output)
+        )
+        return [*first, *layers, *last]
+
+    def __call__(self) -> Block:
+        full = self._full()
         segments: list[tuple[Block, int]] = []
-        for number, (unit, layer, is_checkpointed) in enumerate(units):
+        for number, (unit, layer, is_checkpointed) in reversed(list(enumerate(self._units))):
             items: list[Item] = [Run(block=f"{unit.name}.again")] if is_checkpointed else []
-            body, done = unit.bwd[0], 0
+            early = ahead(unit) if is_checkpointed else 0
+            body, done = unit.bwd[0], early
             for param, elements in full.get(number, ()):
-                place = max(done, _ready_at(body, param))
+                place = max(done, ready_at(body, param))
                 items += body[done:place]
-                if items and isinstance(items[-1], ComputeOp):
-                    items[-1] = replace(items[-1], name=_READY)
                 items += self._reduced(elements, unit, layer)
                 done = place
-            whole = Run(block=f"{unit.name}.bwd")
-            items += body[done:] if done else (whole,)
+            whole = Run(block=f"{unit.name}.rest" if is_checkpointed else f"{unit.name}.bwd")
+            items += body[done:] if done > early else (whole,)
             segments.append((tuple(items), layer or 0))
-        segments.append(((wait((_BUCKET,), Phase.BWD),), 0))
-        return folded(segments, chunk.blocks, "bwd")
+        segments.append((tuple(self._end()), 0))
+        return folded(segments, self._chunk.blocks, "bwd")
 
-    def _full(self, units: list[Unit]) -> dict[int, list[tuple[Param, int]]]:
-        """By number of a unit the parameters that complete a bucket, and its elements."""
-        found: dict[int, list[tuple[Param, int]]] = {}
-        limit, following = self._settings.limits
-        elements = 0
-        last: tuple[int, Param] | None = None
-        for number, unit in enumerate(units):
-            for param in ready_order(unit.params, autocast=self._settings.autocast):
-                elements += param.numel
-                last = number, param
-                if elements * self._settings.param_dtype.itemsize >= limit:
-                    found.setdefault(number, []).append((param, elements))
-                    elements, limit = 0, following
-        if elements and last:
-            found.setdefault(last[0], []).append((last[1], elements))
-        return found
+    def setup(self) -> Block:
+        """Shapes are compared with rank 0's, whose weights are broadcast.
 
-    def _reduced(self, elements: int, unit: Unit, layer: int | None) -> tuple[CommOp, ...]:
+        torch/csrc/distributed/c10d/reducer.cpp: verify_params_across_processes;
+        torch/distributed/utils.py: _sync_module_states. Buffers are left out.
+        """
+        params = [one for unit, _, _ in self._units for one in unit.params]
+        ranks = self._comms.groups["ddp"].size
+        shapes = sum(2 * len(one.shape) for one in params if one.is_trained)  # and strides
+        sent = [(Collective.ALL_GATHER, ranks, DType.INT64)]
+        sent.append((Collective.BROADCAST, shapes, DType.INT64))
+        dtype = self._settings.param_dtype
+        for bucket in filled(params, dtype.itemsize, (_BUFFER_BYTES,)):
+            elements = sum(one.numel for one in bucket)
+            sent.append((Collective.BROADCAST, elements, dtype))
+        return tuple(
+            replace(made, root=0) if kind is Collective.BROADCAST else made
+            for kind, elements, one in sent
+            for made in self._comms(
+                kind, elements, "ddp", phase=Phase.OPTIM, module="parameters", dtype=one
+            )
+        )
+
+    def _full(self) -> dict[int, list[tuple[Param, int]]]:
+        """By number of a unit the parameters that complete a bucket, and its elements.
+
+        A bucket is reduced when the ones before it are.
+        """
+        units = [unit for unit, _, _ in self._units]
+        ready = [
+            (number, one)
+            for number, unit in reversed(list(enumerate(units)))
+            for one in ready_order(unit.params, autocast=self._settings.autocast)
+        ]
+        order = ready
+        if self._settings.find_unused_parameters:  # buckets are not made anew
+            order = [
+                (number, one)
+                for number, unit in enumerate(units)
+                for one in unit.params
+                if one.is_trained
+            ]
+        size = self._settings.param_dtype.itemsize
+        sizes = [one.numel for _, one in order]
+        buckets = [
+            [order[at] for at in bucket] for bucket in closed(sizes, size, self._limits)
+        ]
+        if self._settings.find_unused_parameters:
+            buckets.reverse()
+        return completed(ready, buckets)
+
+    @property
+    def _limits(self) -> tuple[int, int]:
+        return self._settings.limits
+
+    def _reduced(self, elements: int, unit: Unit, layer: int | None) -> tuple[Item, ...]:
+        """Gradients are divided by the ranks on their way into the bucket."""
         settings = self._settings
-        return self._comms(
+        wire = DType.BF16 if settings.compress_bf16 else settings.param_dtype
+        where: dict[str, Any] = {
+            "module": unit.name,
+            "layer": None if layer is None else 0,
+            "microbatch": 0,
+        }
+        made = self._comms(
             Collective.ALL_REDUCE,
             elements,
             "ddp",
             phase=Phase.BWD,
-            module=unit.name,
-            dtype=DType.BF16 if settings.compress_bf16 else settings.param_dtype,
-            layer=None if layer is None else 0,
-            microbatch=0,
+            dtype=wire,
             stream=_STREAM,
             name=_BUCKET,
             after=(_READY,),
+            **where,
         )
+        if not made:
+            return ()
+        moved = elements * (settings.param_dtype.itemsize + wire.itemsize)
+        scale = Kernel(name="bucket_scale", flops=elements, bytes_moved=moved)
+        return (ComputeOp(op=scale, phase=Phase.BWD, name=_READY, **where), *made)
 
-
-def _ready_at(body: tuple[Operation, ...], param: Param) -> int:
-    """Behind the last operation of the parameter's module."""
-    places = [at for at, one in enumerate(body, 1) if one.module == param.part]
-    return places[-1] if places else len(body)
+    def _end(self) -> Iterator[Item]:
+        """finalize_backward: all buckets are waited for, and copied where they are no views."""
+        settings = self._settings
+        params = [one for unit, _, _ in self._units for one in unit.params if one.is_trained]
+        if self._comms.groups["ddp"].size == 1:
+            return
+        if settings.find_unused_parameters:
+            yield from self._comms(
+                Collective.ALL_REDUCE,
+                len(params),
+                "ddp",
+                phase=Phase.BWD,
+                module="used",
+                dtype=DType.INT32,
+                microbatch=0,
+                stream=_STREAM,
+                name=_BUCKET,
+            )
+        yield wait((_BUCKET,), Phase.BWD)
+        if settings.compress_bf16 or not settings.gradient_as_bucket_view:
+            read = 2 if settings.compress_bf16 else settings.param_dtype.itemsize
+            elements = sum(one.numel for one in params)
+            moved = elements * (read + settings.param_dtype.itemsize)
+            copy = Kernel(name="bucket_copy_out", flops=0, bytes_moved=moved)
+            yield ComputeOp(op=copy, phase=Phase.BWD, module="gradients", microbatch=0)

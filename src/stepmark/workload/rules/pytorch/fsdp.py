@@ -35,14 +35,25 @@ class Ends(StrEnum):
     APART = "apart"  # the embedding and the output each, as `stepmark train` has it
 
 
-RECOMPUTED = ("recompute_some", "recompute_every")
-
-
 def not_below(settings: Any, least: int, *names: str) -> None:
     """Raises ConfigError where a setting of these names is less."""
     for name in names:
         if getattr(settings, name) < least:
             raise ConfigError(name, getattr(settings, name), f"{least} or more")
+
+
+def checked(settings: Any) -> None:
+    """Raises ConfigError for recompute_* and pp_* that mean nothing."""
+    not_below(settings, 1, "recompute_some", "recompute_every")
+    if settings.recompute_some > settings.recompute_every:
+        raise ConfigError(
+            "recompute_some",
+            settings.recompute_some,
+            f"at most recompute_every ({settings.recompute_every})",
+        )
+    if hasattr(settings, "pp_stages"):
+        not_below(settings, 1, "pp_stages")
+        not_below(settings, 0, "pp_microbatches")
 
 
 def setting(default: Any, text: str) -> Any:
@@ -71,8 +82,8 @@ class Fsdp:
     pp_stages: int = setting(2, "stages of a rank, with interleaved")
 
     def __post_init__(self) -> None:
-        not_below(self, 1, "prefetch", "blocks_per_group", *RECOMPUTED, "pp_stages")
-        not_below(self, 0, "pp_microbatches")
+        not_below(self, 1, "prefetch", "blocks_per_group")
+        checked(self)
 
 
 def workload(job: AnyJob, settings: Fsdp) -> Workload:

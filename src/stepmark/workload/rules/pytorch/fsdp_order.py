@@ -193,7 +193,7 @@ class Order:
         if ranks * comms.groups["replicate"].size > 1:
             read = sum(one.numel for one in trained) * how.gathered.itemsize
             written = whole * how.reduced.itemsize
-            after = (self._named(REDUCE),)
+            after = (self._named(REDUCE if ranks > 1 else REPLICATE),)
             copied = "reduce_copy_in"
             self._copy(
                 "fsdp_reduce_copy_in",
@@ -206,7 +206,7 @@ class Order:
         self._reduce(Collective.REDUCE_SCATTER, whole, group, group.shards, REDUCE)
         self._reduce(Collective.ALL_REDUCE, whole // ranks, group, "replicate", REPLICATE)
 
-    def end(self, groups: Iterable[Group]) -> None:
+    def end(self, groups: Iterable[Group], *, reduces: bool = True) -> None:
         """After the last backward pass: what was recorded of forward passes is forgotten.
 
         The computation goes on when all gradients are reduced (finalize_backward).
@@ -215,9 +215,10 @@ class Order:
         for group in groups:
             group.is_pending = False
             group.before.clear()
-        sizes = [self._how.comms.groups[one].size for one in ("fsdp", "replicate")]
-        if max(sizes) > 1:
-            self.items.append(wait((self._named(REDUCE), self._named(REPLICATE)), Phase.BWD))
+        streams, ranks = {"fsdp": REDUCE, "replicate": REPLICATE}, self._how.comms.groups
+        names = [self._named(name) for one, name in streams.items() if ranks[one].size > 1]
+        if names and reduces:
+            self.items.append(wait(tuple(names), Phase.BWD))
 
     def _reduce(
         self, collective: Collective, elements: int, group: Group, ranks: str, stream: str

@@ -9,7 +9,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.training import Recompute
 from stepmark.core.workload import Workload
 from stepmark.workload.job import Job
-from stepmark.workload.rules.pytorch.fsdp import RECOMPUTED, not_below, said, setting
+from stepmark.workload.rules.pytorch.fsdp import checked, said, setting
 from stepmark.workload.rules.pytorch.schedules import Schedule
 from stepmark.workload.rules.pytorch.step import SOURCE, Pipelined, Rule, Technique, build
 from stepmark.workload.rules.pytorch.tp import alone
@@ -30,8 +30,7 @@ class Pp:
     pp_stages: int = setting(2, "stages of a rank, with interleaved")
 
     def __post_init__(self) -> None:
-        not_below(self, 1, *RECOMPUTED, "pp_stages")
-        not_below(self, 0, "pp_microbatches")
+        checked(self)
 
 
 def workload(job: Job, settings: Pp) -> Workload:

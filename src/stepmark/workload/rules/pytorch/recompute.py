@@ -56,3 +56,28 @@ def _is_kept(one: Operation, products: int) -> bool:
     if isinstance(one.op, Gemm | GroupedGemm):
         return products % 2 == 1
     return isinstance(one.op, Attention)
+
+
+def ahead(unit: Unit) -> int:
+    """Backward operations before those of the last product, which need nothing kept.
+
+    Blocks are computed again when the first kept tensor is asked for.
+    """
+    products = [one for piece in unit.fwd for one in piece if _is_product(one)]
+    if not products or not _is_plain(products[-1]):
+        return 0
+    module = products[-1].module
+    places = [
+        at
+        for at, one in enumerate(unit.bwd[0])
+        if one.module == module and isinstance(one, ComputeOp)
+    ]
+    return min(places, default=0)
+
+
+def _is_product(one: Operation) -> bool:
+    return isinstance(one, ComputeOp) and isinstance(one.op, Gemm | GroupedGemm)
+
+
+def _is_plain(one: Operation) -> bool:
+    return isinstance(one, ComputeOp) and isinstance(one.op, Gemm)

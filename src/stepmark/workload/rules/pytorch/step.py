@@ -40,7 +40,7 @@ Setting = str | int | float | bool | None
 class Technique:
     """How a step runs, whatever the rule. weights: dtype of what the optimizer updates.
 
-    masters: fp32 weights beside the model's. buckets: makes DDP's chunk of a model.
+    buckets: makes DDP's backward pass of a chunk; setup: what it sends before the first step.
     """
 
     weights: DType = DType.FP32
@@ -54,6 +54,7 @@ class Technique:
     clips: bool = True
     pipelined: "Pipelined | None" = None
     buckets: Callable[[Chunk], Callable[[], Block]] | None = None
+    setup: Callable[[Chunk], Block] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +155,13 @@ def _stages(
     for stage, (mine, passes) in enumerate(parts):
         name = "step" if len(parts) == 1 else f"step.{stage}"
         blocks[name] = (*passes, *_update(job, how, mine, comms))
+        setup = how.setup(mine[0]) if how.setup else ()
+        if setup:
+            blocks["setup"] = setup
         found.append(
             Stage(
                 step=name,
+                setup="setup" if setup else "",
                 layers=tuple(one.index for chunk in mine for one in chunk.layers),
                 has_embedding=any(chunk.embedding for chunk in mine),
                 has_head=any(chunk.output for chunk in mine),

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism through DTensor alone, on one data rank (torch 2.13.0).
 
 With data ranks beside it, it is the fsdp rule. The plan and its collectives are in
-torch_units: bench/training/tensor_parallel.py, torch/distributed/tensor/parallel/style.py.
+units: bench/training/tensor_parallel.py, torch/distributed/tensor/parallel/style.py.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.training import Recompute
 from stepmark.core.workload import Workload
 from stepmark.workload.job import Job
-from stepmark.workload.rules.pytorch.fsdp import said, setting
+from stepmark.workload.rules.pytorch.fsdp import checked, said, setting
 from stepmark.workload.rules.pytorch.step import SOURCE, Rule, Technique, build
 
 
@@ -25,6 +25,9 @@ class Tp:
     recompute: Recompute = setting(Recompute.NONE, "activation checkpointing: none, full, ...")
     recompute_some: int = setting(1, "checkpointed blocks, with blocks")
     recompute_every: int = setting(1, "of so many, with blocks")
+
+    def __post_init__(self) -> None:
+        checked(self)
 
 
 def workload(job: Job, settings: Tp) -> Workload:

@@ -4,7 +4,8 @@ As `stepmark train` spreads it: bench/training/tensor_parallel.py (DTensor's Col
 RowwiseParallel and SequenceParallel, torch 2.13, torch/distributed/tensor/parallel/style.py;
 torchtitan's plan for Llama but for the loss, whose logits are gathered here),
 context_parallel.py (keys and values gathered, arXiv:2407.21783, section 3.3.2) and
-expert_parallel.py. Backward each of these does its dual, where its forward pass was.
+expert_parallel.py. Backward each of these does its dual, where its forward pass was. Over
+250 lines because a decoder's units and those of any architecture come to the same.
 """
 
 from collections.abc import Iterable
@@ -42,6 +43,9 @@ def groups_of(job: AnyJob) -> dict[str, Group]:
     if isinstance(job, Job) and axes.tp > 1 and (job.model.moe or job.model.mla):
         what = "experts" if job.model.moe else "latent attention"
         raise ConfigError("tp", axes.tp, f"1, since {job.model.name} has {what}")
+    if isinstance(job, Job) and job.model.seq_len // axes.cp % axes.tp:
+        held = f"{axes.cp} x {axes.tp}" if axes.cp > 1 else str(axes.tp)
+        raise ConfigError("seq-len", job.model.seq_len, f"a multiple of cp x tp ({held})")
     found = mesh_groups(
         axes,
         {

@@ -1,0 +1,87 @@
+"""Groups found again from their ranks; stages found again from ranks' programs."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Phase
+from stepmark.core.workload import Group, Stage, Workload
+from stepmark.workload.formats.ranks import (
+    WORLD,
+    Instances,
+    base,
+    group_of,
+    name_of,
+    stages_of,
+)
+
+from .hand_made import QKV, message, op, pipeline
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[Group, int]:
+    """Some digits of a mesh's rank numbers, and how many ranks there are."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    strides = [math.prod(sizes[:at]) for at in range(len(sizes))]
+    chosen = draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
+    digits = zip(sizes, strides, chosen, strict=True)
+    kept = tuple((size, stride) for size, stride, is_in in digits if is_in)
+    return Group(digits=kept or ((1, 1),)), math.prod(sizes)
+
+
+@given(groups())
+@settings(max_examples=60)
+def test_a_group_is_found_from_the_ranks_of_any_member(made: tuple[Group, int]) -> None:
+    group, world = made
+    for rank in {0, world // 2, world - 1}:
+        ranks = group.members(rank)
+        found = group_of(ranks, "x")
+        assert found.size == group.size
+        assert found.members(rank) == tuple(sorted(ranks))
+        assert base(group, rank) == min(ranks)
+    assert (name_of(group, world) == WORLD) is (group.size == world)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 3), (1, 2), (0, 0), (0, 1, 2, 4, 5, 7)])
+def test_ranks_that_are_no_grid_are_refused(ranks: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="a regular grid"):
+        group_of(ranks, "x")
+
+
+@given(groups())
+@settings(max_examples=60)
+def test_every_rank_is_in_one_communicator_of_a_group(made: tuple[Group, int]) -> None:
+    group, world = made
+    workload = Workload(name="w", rules="r", world_size=world, groups={"g": group})
+    instances = Instances(workload)
+    members = list(instances.members())
+    assert [number for number, _, _ in members] == list(range(len(members)))
+    if group.size == 1:
+        assert not members
+        return
+    seen = sorted(rank for _, _, ranks in members for rank in ranks)
+    assert seen == list(range(world))
+    for number, name, ranks in members:
+        assert all(instances.number(name, rank) == number for rank in ranks)
+
+
+def test_equal_neighbours_are_a_stage_where_stages_are_equally_large() -> None:
+    one, two = [message("all_reduce")], [op(QKV, Phase.FWD, "x", layer=4)]
+    stages, blocks = stages_of([one, one, two, two])
+    assert stages == (Stage(step="step 0"), Stage(step="step 1", layers=(4,)))
+    assert blocks["step 0"] == tuple(one)
+    assert len(stages_of([one, two, two, two])[0]) == 4
+    assert len(stages_of([one, two, one, two])[0]) == 4
+
+
+def test_repeats_are_folded() -> None:
+    program = list(pipeline(microbatches=64, layers=4).expand())
+    stages, blocks = stages_of([program])
+    found = Workload(
+        name="w", rules="r", groups=pipeline().groups, blocks=blocks, stages=stages
+    )
+    assert list(found.expand()) == program
+    assert sum(len(block) for block in blocks.values()) < len(program) / 10

@@ -1,0 +1,159 @@
+"""What PyTorch's rules do not know or cannot divide is one line that names the field."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.model import find_model
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import Fp8
+from stepmark.workload.rules.pytorch import ddp, fsdp, pp, tp
+from stepmark.workload.rules.pytorch.case import of_case
+from stepmark.workload.rules.pytorch.ddp import Ddp
+from stepmark.workload.rules.pytorch.fsdp import Fsdp
+from stepmark.workload.rules.pytorch.pp import Pp
+from stepmark.workload.rules.pytorch.schedules import Schedule
+from stepmark.workload.rules.pytorch.tp import Tp
+
+from .jobs import BIASED, DENSE, EXPERTS, make
+
+FUNCTIONS: dict[type, Any] = {
+    Fsdp: fsdp.workload,
+    Ddp: ddp.workload,
+    Tp: tp.workload,
+    Pp: pp.workload,
+}
+INTERLEAVED = Pp(pp_schedule=Schedule.INTERLEAVED)
+
+CASES: list[tuple[Any, dict[str, int], Any, str]] = [
+    (
+        Fsdp(reshard_after_forward="3"),
+        {"dp_shard": 8},
+        DENSE,
+        "reshard_after_forward: '3': one of yes, no, 2, 4 for 8 shards",
+    ),
+    (Fsdp(reshard_after_forward="8"), {"dp_shard": 8}, DENSE, "reshard_after_forward: '8'"),
+    (
+        Fsdp(reshard_after_forward="maybe"),
+        {"dp_shard": 2},
+        DENSE,
+        "reshard_after_forward: 'maybe'",
+    ),
+    (
+        Fsdp(reshard_after_forward="4"),
+        {"dp_shard": 8, "ep": 4},
+        EXPERTS,
+        "reshard_after_forward: '4': a divisor of 2 shards of experts",
+    ),
+    (
+        Fsdp(blocks_per_group=9),
+        {"dp_shard": 2},
+        DENSE,
+        "blocks_per_group: '9': at most 8 layers",
+    ),
+    (Fsdp(), {"dp_shard": 4, "ep": 2, "tp": 2}, EXPERTS, "tp: '2': 1, since small has experts"),
+    (Fsdp(), {"dp_shard": 2, "ep": 8}, EXPERTS, r"ep: '8': a divisor of dp-shard x cp \(2\)"),
+    (
+        Fsdp(),
+        {"dp_shard": 2, "pp": 2, "microbatches": 2},
+        BIASED,
+        "pp: '2': 1, since small ties its ends",
+    ),
+    (
+        Fsdp(),
+        {"dp_shard": 2, "pp": 16, "microbatches": 16},
+        DENSE,
+        "pp: '16': at most 8 stages",
+    ),
+    (Ddp(), {"dp_replicate": 2, "tp": 2}, DENSE, "tp: '2': 1, or the fsdp rule"),
+    (Ddp(), {"dp_replicate": 2, "pp": 2}, DENSE, "pp: '2': 1, or the fsdp rule"),
+    (
+        Ddp(),
+        {"dp_replicate": 1, "dp_shard": 2, "ep": 2},
+        EXPERTS,
+        "ep: '2': 1, or the fsdp rule",
+    ),
+    (Tp(), {"tp": 2, "dp_shard": 2}, DENSE, "dp-shard: '2': 1, or the fsdp rule"),
+    (Tp(), {"pp": 2, "microbatches": 2}, DENSE, "pp: '2': 1, or the pp rule"),
+    (Tp(), {"tp": 8}, DENSE, r"tp: '8': a divisor of small's kv_heads \(4\)"),
+    (
+        Tp(),
+        {"tp": 4},
+        replace(DENSE, seq_len=62),
+        r"seq-len: '62': a multiple of cp x tp \(4\)",
+    ),
+    (Pp(), {"pp": 2, "dp_replicate": 2}, DENSE, "dp-replicate: '2': 1, or the fsdp rule"),
+    (
+        Pp(),
+        {"pp": 4, "microbatches": 2},
+        DENSE,
+        r"pp_microbatches: '2': at least pp \(4\) with 1f1b",
+    ),
+    (
+        Pp(pp_microbatches=3),
+        {"pp": 2, "microbatches": 8},
+        DENSE,
+        "pp_microbatches: '3': a divisor of 8 micro-batches",
+    ),
+    (
+        INTERLEAVED,
+        {"pp": 4, "microbatches": 9},
+        DENSE,
+        "pp_microbatches: '9': a multiple of its rounds",
+    ),
+    (
+        replace(INTERLEAVED, pp_stages=3),
+        {"pp": 4, "microbatches": 8},
+        DENSE,
+        "pp: '4': at most 8 stages, the layers of small, not 12",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "mesh", "model", "said"), CASES)
+def test_what_does_not_fit_is_one_line(
+    settings: Any, mesh: dict[str, int], model: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as found:
+        FUNCTIONS[type(settings)](make(model, **mesh), settings)
+    assert "\n" not in str(found.value)
+
+
+SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
+    (Fsdp, {"prefetch": 0}, "prefetch: '0': 1 or more"),
+    (Fsdp, {"blocks_per_group": 0}, "blocks_per_group: '0': 1 or more"),
+    (Fsdp, {"recompute_some": 3, "recompute_every": 2}, "recompute_some: '3': at most"),
+    (Fsdp, {"pp_microbatches": -1}, "pp_microbatches: '-1': 0 or more"),
+    (Pp, {"pp_stages": 0}, "pp_stages: '0': 1 or more"),
+    (Ddp, {"bucket_cap_mb": -1}, "bucket_cap_mb: '-1': 0 or more"),
+    (Ddp, {"recompute_every": 0}, "recompute_every: '0': 1 or more"),
+    (Tp, {"recompute_some": 0}, "recompute_some: '0': 1 or more"),
+]
+
+
+@pytest.mark.parametrize(("kind", "values", "said"), SETTINGS)
+def test_settings_that_mean_nothing_are_refused(
+    kind: Any, values: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kind(**values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fp8": Fp8.ROWWISE}, "fp8"),
+        ({"async_tp": True}, "async-tp"),
+        ({"loss_chunks": 4}, "loss-chunks: '4'"),
+        (
+            {"mbs": 3, "parallel": make(pp=2, microbatches=2).parallel},
+            "mbs: '3': a multiple of 2",
+        ),
+    ],
+)
+def test_cases_of_the_trainer_that_are_not_derived(changes: dict[str, Any], said: str) -> None:
+    plain = TrainCase(model=find_model("llama-3.1-8b").tiny())
+    with pytest.raises(ConfigError, match=said):
+        of_case(replace(plain, **changes))
