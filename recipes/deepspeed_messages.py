@@ -117,15 +117,21 @@ def main() -> None:
     versions = {one.__name__: one.__version__ for one in (deepspeed, torch, transformers)}
     setups = {" ".join(one["setup"]): one["setup"] for one in found.values()}
     places = {key: index for index, key in enumerate(setups)}
-    made = {
-        "versions": versions,
-        "setups": list(setups.values()),
-        "steps": {
-            name: {"setup": places[" ".join(one["setup"])], "step": one["step"]}
-            for name, one in ((name, found[name]) for name in cases)
-        },
+    steps = {
+        name: {"setup": places[" ".join(found[name]["setup"])], "step": found[name]["step"]}
+        for name in cases
     }
-    asked.out.write_text(json.dumps(made, indent=0) + "\n")
+    asked.out.write_text(written(versions, list(setups.values()), steps))
+
+
+def written(versions: object, setups: list[list[str]], steps: dict[str, Any]) -> str:
+    """JSON with a line for each list of messages."""
+    first = ",\n".join(json.dumps(one) for one in setups)
+    second = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in steps.items())
+    return (
+        f'{{"versions": {json.dumps(versions)},\n"setups": [\n{first}\n],\n'
+        f'"steps": {{\n{second}\n}}}}\n'
+    )
 
 
 def recorded(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, list[str]]]:

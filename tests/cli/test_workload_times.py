@@ -12,6 +12,7 @@ from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.workload import ComputeOp, Kernel, Workload
 from stepmark.store.runs import read_records
+from stepmark.workload.formats import aiob, native
 
 from .process import ROOT
 from .workload_program import AICB, Program, program, refused
@@ -102,6 +103,24 @@ def test_an_aiob_profile_for_simai(run: Program) -> None:
     simai = run(f"generate {GPT} --comp_filepath {PROFILE} --format simai -o -")
     rows = [line.split("\t") for line in simai.text.splitlines()[2:]]
     assert {row[2] for row in rows if row[0] == "embedding_layer"} == {"799000"}
+
+
+def test_times_as_an_aiob_profile(run: Program) -> None:
+    """What was filled in from a profile comes back; and what is written can be filled in."""
+    Path("w.json").write_bytes(run.made(f"{GPT} --comp_filepath {PROFILE}").out)
+    written = run("convert w.json --to aiob -o back.txt")
+    assert "left out: mlp.residual" in written.err
+    before, after = aiob.read(PROFILE).parts, aiob.read(Path("back.txt")).parts
+    assert len(after) > 8
+    for name, part in after.items():
+        assert part.avg_s == pytest.approx(before[name].avg_s)
+    again = run.made(f"{GPT} --comp_filepath back.txt").workload
+    first = native.decode(Path("w.json").read_bytes())
+    assert [one.time_s for one in computed(again)] == pytest.approx(
+        [one.time_s for one in computed(first)]
+    )
+    Path("none.json").write_bytes(run.made(GPT).out)
+    refused(run("convert none.json --to aiob -o -"), "compute-from")
 
 
 def test_convert_fills_in_times_too(run: Program) -> None:

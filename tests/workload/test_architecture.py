@@ -234,17 +234,22 @@ def test_a_tied_table_is_one_tensor(framework: str) -> None:
 
 def test_a_backward_pass_goes_the_other_way_round() -> None:
     """Weights' gradients first, as autograd's nodes of PyTorch run."""
-    found = ddp.workload(job(mine(BATCH, layers=1), 1), ddp.Ddp(autocast=False))
+    table, block, head = mine(BATCH, layers=1).units
+    last = unit("last", BATCH.norm("last", 17))
+    made = Architecture(name="mine", units=(table, block, last, head))
+    found = ddp.workload(job(made, 1), ddp.Ddp(autocast=False))
     ops = [op for op in found.expand() if isinstance(op, ComputeOp)]
     assert [(op.module, str(op.phase)) for op in ops if op.phase is not Phase.OPTIM] == [
         ("table", "fwd"),
         ("norm", "fwd"),
         ("mlp", "fwd"),
+        ("last", "fwd"),
         ("head", "fwd"),
         ("loss", "fwd"),
         ("loss", "bwd"),
         ("head", "wgrad"),
         ("head", "dgrad"),
+        ("last", "bwd"),
         ("mlp", "wgrad"),
         ("mlp", "dgrad"),
         ("norm", "bwd"),

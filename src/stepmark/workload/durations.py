@@ -251,6 +251,12 @@ def _time(
             return None if (module, phase) in shared else _section(source, module, phase)
 
 
+def section_of(module: str) -> str:
+    """AIOB's section of one of our modules. "" where it has none of its own."""
+    names = _SECTIONS.get(module, ((),))[0]
+    return names[0] if names else ""
+
+
 def _section(profile: Profile, module: str, phase: Phase) -> float | None:
     if phase not in _PASSES:
         return None

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from tests.bench.capture.user_code import CASES, SMALL, Config, Llama, Step
+from tests.bench.capture.example import Config, Llama
+from tests.bench.capture.user_code import CASES, SMALL, Step
 from torch import nn
 from torch.utils.flop_counter import (
     FlopCounterMode,

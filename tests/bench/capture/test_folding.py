@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 import pytest
-from tests.bench.capture.user_code import Config, Step, build_llama
+from tests.bench.capture.example import Config, build
+from tests.bench.capture.user_code import Step
 
 from stepmark.bench.capture import run
 from stepmark.bench.capture.run import capture
@@ -14,7 +15,7 @@ from stepmark.workload.formats import native
 
 
 def llama(num_layers: int, num_microbatches: int) -> Step:
-    return build_llama(
+    return build(
         Config(
             num_layers=num_layers,
             hidden_size=32,

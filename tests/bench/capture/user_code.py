@@ -1,22 +1,18 @@
 """Training scripts as users write them, small, for four ranks. None knows of stepmark."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from tests.bench.capture.example import Config, Llama
+from tests.bench.capture.example import build as build_llama
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
-from capture_fsdp_tp import Config, Llama
-from capture_fsdp_tp import build as build_llama
 
 Step = Callable[[], None]
 WIDTH = 24
@@ -51,7 +47,7 @@ def hsdp() -> Step:
     return _sharded(mesh, torch.float32)
 
 
-def _sharded(mesh: dist.DeviceMesh, dtype: torch.dtype) -> Step:
+def _sharded(mesh: DeviceMesh, dtype: torch.dtype) -> Step:
     model = Llama(SMALL)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in model.layers:
@@ -105,9 +101,12 @@ class Experts(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        here = funcol.all_to_all_single_autograd(tokens, None, None, dist.group.WORLD)
-        done = self.down(torch.relu(self.up(here)))
-        return funcol.all_to_all_single_autograd(done, None, None, dist.group.WORLD)
+        return exchanged(self.down(torch.relu(self.up(exchanged(tokens)))))
+
+
+def exchanged(tokens: Tensor) -> Tensor:
+    group = dist.distributed_c10d._get_default_group()
+    return funcol.all_to_all_single_autograd(tokens, None, None, group)
 
 
 def moe() -> Step:
@@ -157,7 +156,7 @@ def pp_fsdp() -> Step:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
     rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
     models = [_mlp(2) for _ in range(2)]
-    stages = []
+    stages: list[Any] = []
     for index, model in zip((rank, rank + 2), models, strict=True):
         fully_shard(model, mesh=mesh["dp"])
         given = torch.empty(2, WIDTH, requires_grad=index > 0)

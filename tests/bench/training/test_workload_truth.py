@@ -14,17 +14,25 @@ from typing import Any
 
 import pytest
 from tests.bench.on_ranks import ROOT
-from tests.bench.training.workload_cases import CASES, DDP, GPIPE
+from tests.bench.training.workload_cases import CASES, DDP, GPIPE, TABLE_AGAIN, TITAN
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from stepmark.core.ops import Phase
 from stepmark.core.train_case import TrainCase
+from stepmark.core.training import DataParallel
 from stepmark.core.workload import CommOp, Workload
 from stepmark.workload.pipeline import Act
-from stepmark.workload.rules.pytorch import ddp, interleaved
-from stepmark.workload.rules.pytorch.case import ddp_settings, job_of, of_case
+from stepmark.workload.rules.pytorch import ddp, fsdp, interleaved, tp
+from stepmark.workload.rules.pytorch.case import (
+    ddp_settings,
+    fsdp_settings,
+    job_of,
+    of_case,
+    tp_settings,
+)
 from stepmark.workload.rules.pytorch.schedules import MOVED, Order, Schedule
+from stepmark.workload.rules.pytorch.units import TpPlan
 
 # collective, dtype, call bytes, message bytes, members, peer, phase
 Row = list[Any]
@@ -54,6 +62,16 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Recorded]:
 def generated(case: TrainCase, name: str = "") -> Workload:
     if name in DDP:
         made = ddp.workload(job_of(case), replace(ddp_settings(case), **DDP[name]))
+    elif name in TABLE_AGAIN:
+        settings = replace(fsdp_settings(case), embedding_in_backward=True)
+        made = fsdp.workload(job_of(case), settings)
+    elif name in TITAN:
+        titan = {"tp_plan": TpPlan.TORCHTITAN}
+        made = (
+            fsdp.workload(job_of(case), replace(fsdp_settings(case), **titan))
+            if case.data_parallel is DataParallel.FSDP
+            else tp.workload(job_of(case), replace(tp_settings(case), **titan))
+        )
     else:
         made = of_case(replace(case, pp_schedule="gpipe") if name in GPIPE else case)
     made.check()

@@ -47,6 +47,10 @@ DDP: dict[str, dict[str, Any]] = {
     "ddp finding unused": {"init_sync": True, "find_unused_parameters": True},
 }
 
+# FSDP2 as it is without set_unshard_in_backward(False), and torchtitan's plan for tp.
+TABLE_AGAIN = ("fsdp with the table again",)
+TITAN = ("tp of torchtitan", "fsdp x tp of torchtitan")
+
 CASES: dict[int, dict[str, TrainCase]] = {
     2: {
         "ddp": made(LLAMA, "ddp", dp_replicate=2),
@@ -55,6 +59,8 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "fsdp": made(LLAMA, "fsdp", AMP, dp_shard=2),
         "fsdp without reshard": made(LLAMA, "fsdp", {"reshard": "no"}, dp_shard=2),
         "tp": made(HEADS, "none", tp=2),
+        "fsdp with the table again": made(SHORT, "fsdp", dp_shard=2),
+        "tp of torchtitan": made(HEADS, "none", TWICE, tp=2),
         "1f1b": made(LLAMA, "none", parts(4), pp=2),
         "interleaved": made(LLAMA, "none", INTERLEAVED, parts(8), pp=2),
         "gpipe": made(LLAMA, "none", parts(4), pp=2),
@@ -74,6 +80,7 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "hsdp": made(LLAMA, "fsdp", AMP, LAST, dp_replicate=2, dp_shard=2),
         "fsdp x tp": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
         "fsdp x tp, tied": made(TIED, "fsdp", FULL, dp_shard=2, tp=2),
+        "fsdp x tp of torchtitan": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
         "tp with masters": made(HEADS, "none", MASTER, TWICE, tp=4),
         "1f1b": made(DEEP, "none", parts(8), pp=4),
         "1f1b x fsdp": made(DEEP, "fsdp", AMP, TWICE, parts(4), pp=2, dp_shard=2),

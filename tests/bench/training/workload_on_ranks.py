@@ -4,6 +4,7 @@ Writes FOLDER/{number of ranks}.json: {case: [by rank [collective, dtype, call b
 bytes, members, peer, phase] ...]}.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -16,16 +17,27 @@ from typing import Any
 
 import torch
 from tests.bench.training.curves import _batches
-from tests.bench.training.workload_cases import CASES, DDP, GPIPE
+from tests.bench.training.workload_cases import CASES, DDP, GPIPE, TABLE_AGAIN, TITAN
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from stepmark.bench.ranks import Ranks, join
-from stepmark.bench.training import parallelize, pipeline, trainer
+from stepmark.bench.training import parallelize, pipeline, tensor_parallel, trainer
 from stepmark.bench.training.experts import Experts
 from stepmark.bench.training.mesh import place_of
 from stepmark.bench.training.message_order import OrderedRecorder
+from stepmark.bench.training.transformer import Transformer
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel
 
@@ -71,6 +83,8 @@ class Told:
     def __init__(self) -> None:
         self.recorder = Recorder(is_pipeline=False)
         self.changes: dict[str, Any] = {}  # to how DDP is called
+        self.set_unshard = FSDPModule.set_unshard_in_backward
+        self.tensor_parallel = tensor_parallel.apply
         wrapped = parallelize.DistributedDataParallel  # type: ignore[attr-defined]
         parallelize.DistributedDataParallel = (  # type: ignore[attr-defined]
             lambda *args, **values: wrapped(*args, **(values | self.changes))
@@ -97,6 +111,20 @@ class Told:
             return ops
 
         setattr(_PipelineStageBase, name, tagged)
+
+
+def titan(model: Transformer, case: TrainCase, mesh: DeviceMesh) -> None:
+    """torchtitan's plan, which divides the embedding's rows and the loss, too."""
+    if model.embedding is not None:
+        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        parallelize_module(model.embedding, mesh, {"tokens": rows})
+    for block in model.blocks.values():
+        parallelize_module(block, mesh, tensor_parallel._block_plan(case.model))
+    if model.output is not None:
+        head = ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        )
+        parallelize_module(model.output, mesh, {"norm": SequenceParallel(), "head": head})
 
 
 def evenly(self: Experts, x_NC: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +173,12 @@ def job(num_ranks: int) -> dict[str, list[list[Row]]]:
             ScheduleGPipe if name in GPIPE else Schedule1F1B
         )
         told.changes = DDP.get(name, {})
-        by_rank = ranks.gather(sent(case, ranks, told))
+        FSDPModule.set_unshard_in_backward = (  # type: ignore[method-assign]
+            (lambda _module, _on: None) if name in TABLE_AGAIN else told.set_unshard
+        )
+        tensor_parallel.apply = titan if name in TITAN else told.tensor_parallel
+        with loss_parallel() if name in TITAN else contextlib.nullcontext():
+            by_rank = ranks.gather(sent(case, ranks, told))
         found[name] = [step for _, step in by_rank]
         found[f"{name}, setup"] = [setup for setup, _ in by_rank]
     ranks.barrier()

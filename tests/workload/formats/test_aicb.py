@@ -201,6 +201,15 @@ def test_iterations_that_differ_are_one_step(tmp_path: Path) -> None:
     assert "3 iterations of the file, which differ" in " ".join(workload.notes)
 
 
+def test_a_size_that_is_no_whole_number_is_rounded_up(tmp_path: Path) -> None:
+    """AICB counts DeepSeek's dispatched bytes in floats."""
+    text = "\n".join([HEADER, SUM.replace(",64,", ",64.25,"), END, ""])
+    workload = read(tmp_path, text)
+    (op,) = _sums(workload)
+    assert op.message_bytes(workload.groups["tp"]) == 65
+    assert text_of(workload) == text
+
+
 def _sums(workload: Workload, stage: int = 0) -> list[CommOp]:
     return [op for op in workload.expand(stage) if isinstance(op, CommOp)]
 

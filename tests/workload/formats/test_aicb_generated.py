@@ -14,9 +14,11 @@ import pytest
 from stepmark.cli.workload_job import generate
 from stepmark.core.collectives import Collective
 from stepmark.core.ops import Gemm, Phase
-from stepmark.core.workload import CommOp, ComputeOp, Operation, Workload
+from stepmark.core.workload import CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.workload.formats import aicb
+from stepmark.workload.formats.aicb_names import group_names
 from stepmark.workload.rules import RULES
+from stepmark.workload.rules.megatron.settings import Granularity
 
 from .aicb_samples import megatron
 from .hand_made import passed_on, pipeline
@@ -234,6 +236,27 @@ def test_groups_of_one_name_and_two_sizes_stay_two(tmp_path: Path) -> None:
     again = read(tmp_path, text_of(workload))
     sizes = {name: group.size for name, group in again.groups.items()}
     assert (sizes["dp"], sizes["dp_4"], sizes["dp_2"]) == (8, 4, 2)
+
+
+def test_groups_are_known_by_name_or_by_their_ranks() -> None:
+    digits = {
+        **{"tp": ((2, 1),), "dp": ((4, 2),), "cp": ((2, 4),)},
+        **{"same as tp": ((1, 4), (2, 1)), "same as dp": ((2, 2), (2, 4))},
+        **{"everybody": ((2, 1), (4, 2)), "dp in another order": ((2, 4), (2, 2))},
+    }
+    groups = {name: Group(digits=one) for name, one in digits.items()}
+    assert group_names(replace(pipeline(), world_size=8, groups=groups)) == {
+        **{"tp": "tp_group", "dp": "dp_group", "everybody": "all"},
+        **{"same as tp": "tp_group", "same as dp": "dp_group"},
+    }
+
+
+def test_what_is_recomputed_is_backward() -> None:
+    workload = megatron(tp=2, gbs=1, settings={"recompute_granularity": Granularity.FULL})
+    rows = [line.split(",") for line in text_of(workload, computation=False).splitlines()]
+    sums = Counter(row[4] for row in rows if row[0].endswith("all_reduce"))
+    assert sums["forward.MegatronRowLinear"] == 2 * 40
+    assert sums["backward.MegatronRowLinear"] == 2 * 40
 
 
 def test_every_collective_has_a_type_or_is_named() -> None:

@@ -107,7 +107,8 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Generate:
 
     def made(job: str) -> str:
         path = folder / f"{job}.txt"
-        words = [*command(job, "mocked"), "--to", "simai", "-o", str(path)]
+        file = "experts" if job.startswith("mixtral") else "mocked"
+        words = [*command(job, file), "--to", "simai", "-o", str(path)]
         if not path.exists():
             assert status(["workload", "generate", *words]) == 0
         return path.read_text()
@@ -152,3 +153,21 @@ def test_the_header_is_aicbs(job: str, generate: Generate) -> None:
     assert (theirs[there], ours[there]) == (str(JOBS[job].layers), "1")
     theirs[there] = "1"
     assert [word.removesuffix(".0") for word in theirs] == ours
+
+
+def test_an_expert_layer_sends_what_aicbs_does(generate: Generate) -> None:
+    """But for the counts, which AICB gathers in the wrong group, and probabilities."""
+    job, layers, microbatches = "mixtral_tp2_ep4_w32_gbs32", 4, 2
+    (path,) = (path for path in SIMAI if path.parent.name == job)
+    theirs, ours = (
+        [row for row in rows_of(text) if row.name == "mlp_moelayer"]
+        for text in (content(path).decode(), generate(job))
+    )
+    counts = Row("mlp_moelayer", ("ALLGATHER", 2 * 4 * 8 * 2))
+    routed = 2048 // 2 * 2  # tokens of a rank, each to two experts
+    sizes = {2 * routed, 2 * routed * 2}
+    assert [row for row in theirs if row != counts] == [
+        row for row in ours if row.fwd[1] not in sizes
+    ]
+    assert theirs.count(counts) == layers * microbatches
+    assert len(ours) - len(theirs) == layers * microbatches  # two rows more, one less

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Work, _create_work_from_future
+from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import distributed
 
@@ -31,8 +31,8 @@ def with_result(returned: Any) -> Any:
         return returned
     future: Any = torch.futures.Future()
     future.set_result(tensors if isinstance(tensors, list) else [tensors])
-    made: Work = _create_work_from_future(future)
-    return tensors, made.boxed()
+    make: Any = vars(c10d)["_create_work_from_future"]  # torch's stubs lack it
+    return tensors, make(future).boxed()
 
 
 class Rebuilding:
@@ -57,8 +57,8 @@ class Rebuilding:
         if not self._running:
             return False
         given = list(tensors(list(args)))
-        types = [one.dtype for one in given] or [kwargs.get("dtype")]
-        return types[0] is torch.int32 and not any(isinstance(one, FakeTensor) for one in given)
+        dtype = given[0].dtype if given else kwargs.get("dtype")
+        return dtype is torch.int32 and not any(isinstance(one, FakeTensor) for one in given)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -14,8 +14,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Reducer
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -209,8 +209,8 @@ class CaptureRecorder(TorchDispatchMode):
             if hasattr(FSDPParamGroup, name):
                 yield (FSDPParamGroup, name), _around(getattr(FSDPParamGroup, name), around)
         yield from self._pairs.watched()
-        original = dist.Reducer._rebuild_buckets
-        yield (dist.Reducer, "_rebuild_buckets"), _around(original, self._rebuilding)
+        rebuilt = _around(Reducer._rebuild_buckets, self._rebuilding)
+        yield (Reducer, "_rebuild_buckets"), rebuilt
         # DTensor works layouts out by running operators on whole shapes.
         name = "_propagate_tensor_meta_non_cached"
         if hasattr(ShardingPropagator, name):

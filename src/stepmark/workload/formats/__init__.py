@@ -119,6 +119,13 @@ FORMATS: dict[str, Format] = {
         picks="rank",
         first="*.0.et",
     ),
+    "aiob": Format(
+        module="aiob_profile",
+        help="AIOB's profile: forward times of a model's parts",
+        suffix=".txt",
+        is_one=lambda head: False,
+        reads=False,
+    ),
     "csv": Format(
         module="eyes",
         help="a line per operation, for eyes and spreadsheets",

@@ -121,18 +121,9 @@ class Bucket:
         return Message(collective=Collective.REDUCE_SCATTER, elements=padded)
 
     def _owned(self, shares: Shares) -> Iterator[tuple[int, int]]:
-        """Slices by owner; neighbours of one owner are one."""
-        before: tuple[int, int] | None = None
+        """(owner, elements) of what lies on one rank each."""
         for param in self.params:
-            for owner, numel in shares.slices(param):
-                if before and before[0] == owner:
-                    before = (owner, before[1] + numel)
-                    continue
-                if before:
-                    yield before
-                before = (owner, numel)
-        if before:
-            yield before
+            yield from shares.slices(param)
 
     def _cut(self, numels: Iterable[int], root: int | None = None) -> Iterator[Message]:
         """Slices together until they are more than a bucket: only a large parameter's are."""

@@ -10,9 +10,7 @@ from stepmark.core.workload import Operation
 from stepmark.workload.units import Param
 
 
-def closed(
-    sizes: Sequence[int], itemsize: int, limits: tuple[int, ...]
-) -> Iterator[list[int]]:
+def closed(sizes: Sequence[int], itemsize: int, limits: tuple[int, ...]) -> Iterator[list[int]]:
     """Places of tensors by bucket: each is closed by the tensor that reaches its limit.
 
     limits: of the first ones in bytes; the last stands for all others

@@ -10,6 +10,7 @@ from stepmark.core.workload import Workload
 from stepmark.workload.job import Job
 from stepmark.workload.rules.pytorch import ddp, fsdp, pp, tp
 from stepmark.workload.rules.pytorch.schedules import Schedule
+from stepmark.workload.rules.pytorch.units import TpPlan
 
 _COMPILED = "compiled: kernels are fused, communication is that of eager code"
 
@@ -25,13 +26,13 @@ def of_case(case: TrainCase) -> Workload:
     job = job_of(case)
     match case.data_parallel:
         case DataParallel.FSDP:
-            made = fsdp.workload(job, _fsdp(case))
+            made = fsdp.workload(job, fsdp_settings(case))
         case DataParallel.DDP:
             made = ddp.workload(job, ddp_settings(case))
         case _ if case.parallel.pp > 1:
-            made = pp.workload(job, _pp(case))
+            made = pp.workload(job, pp_settings(case))
         case _:
-            made = tp.workload(job, _tp(case))
+            made = tp.workload(job, tp_settings(case))
     if case.compile is not CompileScope.NONE:
         made = replace(made, notes=(*made.notes, _COMPILED))
     return made
@@ -59,7 +60,7 @@ def _parts(case: TrainCase) -> int:
     return case.pp_microbatches or stages
 
 
-def _fsdp(case: TrainCase) -> fsdp.Fsdp:
+def fsdp_settings(case: TrainCase) -> fsdp.Fsdp:
     kept = _model_weights(case)
     return fsdp.Fsdp(
         param_dtype=DType.BF16 if case.precision is Precision.AMP else kept,
@@ -69,6 +70,8 @@ def _fsdp(case: TrainCase) -> fsdp.Fsdp:
         prefetch=case.prefetch,
         blocks_per_group=case.blocks_per_group,
         ends=fsdp.Ends.APART,
+        embedding_in_backward=False,
+        tp_plan=TpPlan.WHOLE,
         grad_sync=case.grad_sync,
         clip=case.clip > 0,
         recompute=case.recompute,
@@ -98,8 +101,9 @@ def ddp_settings(case: TrainCase) -> ddp.Ddp:
     )
 
 
-def _tp(case: TrainCase) -> tp.Tp:
+def tp_settings(case: TrainCase) -> tp.Tp:
     return tp.Tp(
+        tp_plan=TpPlan.WHOLE,
         param_dtype=_model_weights(case),
         masters=case.precision is Precision.MASTER,
         clip=case.clip > 0,
@@ -109,8 +113,9 @@ def _tp(case: TrainCase) -> tp.Tp:
     )
 
 
-def _pp(case: TrainCase) -> pp.Pp:
+def pp_settings(case: TrainCase) -> pp.Pp:
     return pp.Pp(
+        tp_plan=TpPlan.WHOLE,
         param_dtype=_model_weights(case),
         masters=case.precision is Precision.MASTER,
         clip=case.clip > 0,

@@ -29,12 +29,14 @@ BLOCKS = dict[str, Block]
 class Plan:
     """What is wrapped together. together: embedding and output are the root's own.
 
-    marked: the ends of passes have a name, for what runs beside the computation.
+    table_again: the embedding's table is gathered for its backward pass, too. marked: the ends
+    of passes have a name, for what runs beside the computation.
     """
 
     sharding: Sharding | None = None
     marked: bool = False
     together: bool = True
+    table_again: bool = True
     blocks_per_group: int = 1
     recompute: Recompute = Recompute.NONE
 
@@ -82,7 +84,7 @@ class Chunk:
                     module="embedding",
                     params=embedding.params,
                     reshard=reshard,
-                    in_backward=False,
+                    in_backward=plan.table_again,
                 )
             if output:
                 self._last = Group(module="output", params=output.params, reshard=None)

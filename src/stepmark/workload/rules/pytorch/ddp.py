@@ -17,7 +17,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync, Recompute
-from stepmark.core.workload import Block, ComputeOp, Item, Kernel, Operation, Run, Workload
+from stepmark.core.workload import Block, ComputeOp, Item, Kernel, Run, Workload
 from stepmark.workload.architecture import AnyJob
 from stepmark.workload.job import Comms
 from stepmark.workload.rules.pytorch.buckets import closed, completed, filled, ready_at
@@ -26,7 +26,8 @@ from stepmark.workload.rules.pytorch.fsdp import checked, said, setting
 from stepmark.workload.rules.pytorch.fsdp_order import wait
 from stepmark.workload.rules.pytorch.params import ready_order
 from stepmark.workload.rules.pytorch.recompute import ahead
-from stepmark.workload.rules.pytorch.step import SOURCE, Rule, Technique, build
+from stepmark.workload.rules.pytorch.step import SOURCE, Rule, build
+from stepmark.workload.rules.pytorch.technique import Technique
 from stepmark.workload.rules.pytorch.units import groups_of
 from stepmark.workload.units import Param, Unit
 
@@ -170,9 +171,7 @@ class Reducing:
             ]
         size = self._settings.param_dtype.itemsize
         sizes = [one.numel for _, one in order]
-        buckets = [
-            [order[at] for at in bucket] for bucket in closed(sizes, size, self._limits)
-        ]
+        buckets = [[order[at] for at in bucket] for bucket in closed(sizes, size, self._limits)]
         if self._settings.find_unused_parameters:
             buckets.reverse()
         return completed(ready, buckets)

@@ -17,15 +17,9 @@ from stepmark.workload.architecture import AnyJob
 from stepmark.workload.job import Comms
 from stepmark.workload.rules.pytorch.fsdp_order import Sharding
 from stepmark.workload.rules.pytorch.schedules import Schedule
-from stepmark.workload.rules.pytorch.step import (
-    SOURCE,
-    Pipelined,
-    Rule,
-    Setting,
-    Technique,
-    build,
-)
-from stepmark.workload.rules.pytorch.units import groups_of
+from stepmark.workload.rules.pytorch.step import SOURCE, Rule, Setting, build
+from stepmark.workload.rules.pytorch.technique import Pipelined, Technique
+from stepmark.workload.rules.pytorch.units import TpPlan, groups_of
 
 
 class Ends(StrEnum):
@@ -72,6 +66,10 @@ class Fsdp:
     prefetch: int = setting(1, "groups gathered ahead; 1 is torch's own way")
     blocks_per_group: int = setting(1, "blocks that are gathered together")
     ends: Ends = setting(Ends.ROOT, "embedding and output: root or apart")
+    embedding_in_backward: bool = setting(
+        True, "with ends apart: set_unshard_in_backward of the embedding"
+    )
+    tp_plan: TpPlan = setting(TpPlan.TORCHTITAN, "embedding and loss: torchtitan or whole")
     grad_sync: GradSync = setting(GradSync.EVERY, "reduce with every micro-batch or the last")
     clip: bool = setting(True, "gradients are clipped by their norm")
     recompute: Recompute = setting(Recompute.NONE, "activation checkpointing: none, full, ...")
@@ -110,6 +108,8 @@ def workload(job: AnyJob, settings: Fsdp) -> Workload:
         weights=settings.shard_dtype,
         model_weights=settings.shard_dtype,
         sharding=sharding,
+        plan=settings.tp_plan,
+        table_again=settings.embedding_in_backward,
         together=settings.ends is Ends.ROOT,
         blocks_per_group=settings.blocks_per_group,
         recompute=settings.recompute,

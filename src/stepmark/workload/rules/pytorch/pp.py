@@ -11,8 +11,10 @@ from stepmark.core.workload import Workload
 from stepmark.workload.job import Job
 from stepmark.workload.rules.pytorch.fsdp import checked, said, setting
 from stepmark.workload.rules.pytorch.schedules import Schedule
-from stepmark.workload.rules.pytorch.step import SOURCE, Pipelined, Rule, Technique, build
+from stepmark.workload.rules.pytorch.step import SOURCE, Rule, build
+from stepmark.workload.rules.pytorch.technique import Pipelined, Technique
 from stepmark.workload.rules.pytorch.tp import alone
+from stepmark.workload.rules.pytorch.units import TpPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,7 @@ class Pp:
 
     param_dtype: DType = setting(DType.FP32, "type of the model's weights; fp32 is autocast")
     masters: bool = setting(False, "fp32 weights for the optimizer beside the model's")
+    tp_plan: TpPlan = setting(TpPlan.TORCHTITAN, "embedding and loss: torchtitan or whole")
     clip: bool = setting(True, "gradients are clipped by their norm")
     recompute: Recompute = setting(Recompute.NONE, "activation checkpointing: none, full, ...")
     recompute_some: int = setting(1, "checkpointed blocks, with blocks")
@@ -39,6 +42,7 @@ def workload(job: Job, settings: Pp) -> Workload:
     technique = Technique(
         weights=DType.FP32 if settings.masters else settings.param_dtype,
         model_weights=settings.param_dtype,
+        plan=settings.tp_plan,
         clips=settings.clip,
         recompute=settings.recompute,
         recompute_blocks=(settings.recompute_some, settings.recompute_every),

@@ -1,24 +1,21 @@
 """A step of a PyTorch trainer: passes over micro-batches, then clipping and AdamW.
 
-As bench/training/trainer.py and optimizer.py run them (torch 2.13: nn/utils/clip_grad.py
-get_total_norm over DTensors, optim/adamw.py).
+As bench/training/trainer.py runs them.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from stepmark.core.collectives import Collective
-from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import Optimizer, Phase
+from stepmark.core.ops import Phase
 from stepmark.core.training import Recompute
 from stepmark.core.workload import (
     Block,
     ComputeOp,
     Group,
     Item,
-    Kernel,
     Run,
     Stage,
     Workload,
@@ -27,63 +24,13 @@ from stepmark.workload.architecture import AnyJob, OwnJob
 from stepmark.workload.job import Comms, Job
 from stepmark.workload.rules.pytorch import pipeline
 from stepmark.workload.rules.pytorch.chunk import BLOCKS, Chunk, Layer, Plan
-from stepmark.workload.rules.pytorch.fsdp_order import Sharding
-from stepmark.workload.rules.pytorch.schedules import Order, Schedule
+from stepmark.workload.rules.pytorch.technique import Pipelined, Technique
 from stepmark.workload.rules.pytorch.units import Maker, groups_of, of_architecture
-from stepmark.workload.units import Param, Unit
+from stepmark.workload.rules.pytorch.update import update
+from stepmark.workload.units import Unit
 
 SOURCE = "PyTorch 2.13.0"
 Setting = str | int | float | bool | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Technique:
-    """How a step runs, whatever the rule. weights: dtype of what the optimizer updates.
-
-    buckets: makes DDP's backward pass of a chunk; setup: what it sends before the first step.
-    """
-
-    weights: DType = DType.FP32
-    model_weights: DType = DType.FP32
-    sharding: Sharding | None = None
-    together: bool = True
-    blocks_per_group: int = 1
-    recompute: Recompute = Recompute.NONE
-    recompute_blocks: tuple[int, int] = (1, 1)
-    holds: bool = False  # gradients are reduced with the last micro-batch only
-    clips: bool = True
-    pipelined: "Pipelined | None" = None
-    buckets: Callable[[Chunk], Callable[[], Block]] | None = None
-    setup: Callable[[Chunk], Block] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipelined:
-    """How stages work together. num_microbatches: of one pass; 0: all of a step.
-
-    num_chunks: stages of a rank, where they are interleaved.
-    """
-
-    schedule: Schedule = Schedule.ONE_F_ONE_B
-    num_microbatches: int = 0
-    num_chunks: int = 2
-
-    def order(self, job: AnyJob) -> Order:
-        """Raises ConfigError."""
-        count = self.num_microbatches or job.num_microbatches
-        if job.num_microbatches % count:
-            raise ConfigError(
-                "pp_microbatches",
-                count,
-                f"a divisor of {job.num_microbatches} micro-batches of a step",
-            )
-        is_interleaved = self.schedule is Schedule.INTERLEAVED
-        return Order(
-            schedule=self.schedule,
-            num_ranks=job.parallel.pp,
-            num_microbatches=count,
-            num_chunks=self.num_chunks if is_interleaved else 1,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +101,7 @@ def _stages(
     found: list[Stage] = []
     for stage, (mine, passes) in enumerate(parts):
         name = "step" if len(parts) == 1 else f"step.{stage}"
-        blocks[name] = (*passes, *_update(job, how, mine, comms))
+        blocks[name] = (*passes, *update(job, how, mine, comms))
         setup = how.setup(mine[0]) if how.setup else ()
         if setup:
             blocks["setup"] = setup
@@ -202,6 +149,7 @@ def _chunks(
         job=job,
         comms=Comms(groups=groups, dtype=job.dtype),
         lookup_dtype=lookup,
+        plan=how.plan,
         apart=how.sharding is not None and job.parallel.ep > 1,
     )
     kinds: dict[bool, Unit] = {}
@@ -212,6 +160,7 @@ def _chunks(
     plan = Plan(
         sharding=how.sharding,
         marked=how.sharding is not None or job.parallel.pp > 1,
+        table_again=how.table_again,
         together=how.together or model.tied_embeddings,
         blocks_per_group=how.blocks_per_group,
         recompute=how.recompute,
@@ -247,6 +196,7 @@ def _own_chunk(job: OwnJob, how: Technique, blocks: BLOCKS) -> Chunk:
     plan = Plan(
         sharding=how.sharding,
         marked=how.sharding is not None or job.parallel.pp > 1,
+        table_again=how.table_again,
         together=how.together or bool(job.architecture.uses),
         blocks_per_group=how.blocks_per_group,
         recompute=how.recompute,
@@ -307,75 +257,3 @@ def _collected(job: AnyJob, how: Technique, chunks: list[Chunk]) -> Block:
             microbatch=0,
         )
     )
-
-
-def _update(job: AnyJob, how: Technique, chunks: list[Chunk], comms: Comms) -> Block:
-    """Clipping by the norm of all gradients, then AdamW on what this rank updates."""
-    every = [one for chunk in chunks for one in chunk.params]
-    trained = [one for one in every if one.is_trained and not one.is_copy]
-    # Without masters or FSDP, norms of a sequence's parts still have gradients that are parts.
-    partial = [one for one in trained if one.is_partial]
-    if how.sharding or how.weights is not how.model_weights:
-        partial = []
-
-    def summed(module: str) -> Block:
-        return tuple(
-            made
-            for one in partial
-            for made in comms(
-                Collective.ALL_REDUCE,
-                one.numel,
-                "tp",
-                phase=Phase.OPTIM,
-                module=module,
-                dtype=how.weights,
-            )
-        )
-
-    size = sum(_held(one, how) for one in trained)
-    found: list[Item] = []
-    if how.clips:
-        found += [*summed("clip"), *_norms(job, how, trained, comms)]
-        moved = 2 * size * how.weights.itemsize
-        found.append(_computed("clip", Kernel(name="scale", flops=0, bytes_moved=moved)))
-    found += summed("update")
-    adam = Optimizer(num_params=max(1, size), kind="adamw", dtype=how.weights)
-    return (*found, _computed("update", adam))
-
-
-def _held(one: Param, how: Technique) -> int:
-    if how.sharding is None:
-        return one.numel
-    group = "expert_fsdp" if one.is_expert and "ep" in how.sharding.comms.groups else "fsdp"
-    return one.shard(how.sharding.comms.groups[group].size)
-
-
-def _norms(job: AnyJob, how: Technique, trained: list[Param], comms: Comms) -> list[Item]:
-    """One number per tensor is summed over the ranks that its gradient is divided over."""
-    apart = job.parallel.ep > 1
-    plain = [one for one in trained if not (apart and one.is_expert)]
-    moved = sum(_held(one, how) for one in trained) * how.weights.itemsize
-    squared = Kernel(name="norms", flops=0, bytes_moved=moved)
-    found: list[Item] = [_computed("clip", squared)]
-    groups = ["fsdp_tp" if how.sharding else "tp"]
-    sets = [(len(plain), groups)]
-    if apart:
-        sets.append((len(trained) - len(plain), ["expert_fsdp", "ep"]))
-    for count, over in sets:
-        for group in over:
-            found += comms(
-                Collective.ALL_REDUCE,
-                count,
-                group,
-                phase=Phase.OPTIM,
-                module="clip",
-                dtype=how.weights,
-            )
-    found += comms(
-        Collective.ALL_REDUCE, 1, "pp", phase=Phase.OPTIM, module="clip", dtype=DType.FP32
-    )
-    return found
-
-
-def _computed(module: str, op: Kernel | Optimizer) -> ComputeOp:
-    return ComputeOp(op=op, phase=Phase.OPTIM, module=module)

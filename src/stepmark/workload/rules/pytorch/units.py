@@ -10,8 +10,9 @@ expert_parallel.py. Backward each of these does its dual, where its forward pass
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
-from stepmark.core.collectives import Collective
+from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Gemm, Phase
@@ -32,6 +33,15 @@ _DUAL = {
     Collective.REDUCE_SCATTER: Collective.ALL_GATHER,
     Collective.ALL_TO_ALL_V: Collective.ALL_TO_ALL_V,
 }
+
+
+class TpPlan(StrEnum):
+    """What differs between plans: the ends of the model."""
+
+    # The embedding's rows scattered over the sequence; loss_parallel, which leaves logits
+    # divided (torchtitan, models/llama3/parallelize.py: apply_non_moe_tp).
+    TORCHTITAN = "torchtitan"
+    WHOLE = "whole"  # rows reduced for all tokens; logits gathered: `stepmark train`
 
 
 def groups_of(job: AnyJob) -> dict[str, Group]:
@@ -113,13 +123,15 @@ class Maker:
     comms: Comms
     lookup_dtype: DType
     apart: bool = False  # experts as a module that is sharded on its own
+    plan: TpPlan = TpPlan.TORCHTITAN
 
     def embedding(self) -> Unit:
-        """Rows of each rank's part of the table summed, then this rank's tokens taken."""
+        """Rows of each rank's part of the table summed, for all tokens or this rank's."""
         part = decoder.embedding(self.job)
         size = self.job.tokens * self.job.model.hidden_size
+        is_whole = self.plan is TpPlan.WHOLE
         reduced = self.comms(
-            Collective.ALL_REDUCE,
+            Collective.ALL_REDUCE if is_whole else Collective.REDUCE_SCATTER,
             size,
             "tp",
             phase=Phase.FWD,
@@ -138,27 +150,43 @@ class Maker:
         )
 
     def output(self, *, has_table: bool = False) -> Unit:
-        """Tokens gathered for the head, logits gathered for a loss that every rank takes."""
+        """Tokens gathered for the head; the loss of gathered logits, or of divided ones."""
         job = self.job
         size = job.tokens * job.model.hidden_size
-        logits = self.comms(
-            Collective.ALL_GATHER,
-            job.tokens * job.model.vocab_size,
+        after = {"head.norm": self._pair(Collective.ALL_GATHER, size, "tp", "head.norm", None)}
+        norm, head, loss = decoder.head(job)
+        if self.plan is TpPlan.WHOLE:
+            loss = decoder.head(_whole_vocabulary(job))[2]
+            logits = job.tokens * job.model.vocab_size
+            after["head"] = self._of_loss(Collective.ALL_GATHER, logits, job.dtype), ()
+        else:
+            after["loss"] = (
+                (
+                    *self._of_loss(Collective.ALL_REDUCE, job.tokens, DType.FP32, RedOp.MAX),
+                    *self._of_loss(Collective.ALL_REDUCE, job.tokens, DType.FP32),
+                    *self._of_loss(Collective.ALL_REDUCE, job.tokens, DType.FP32),
+                ),
+                (),
+            )
+        fwd, bwd = _joined((norm, head, loss), after)
+        params = output_params(job, has_table=has_table)
+        return Unit(name="output", params=params, fwd=(fwd,), bwd=(bwd,))
+
+    def _of_loss(
+        self, collective: Collective, elements: int, dtype: DType, redop: RedOp | None = None
+    ) -> Ops:
+        """torch/distributed/tensor/parallel/loss.py: maximum, sum of exponentials, and the
+        label's logit of each token; backward there is none.
+        """
+        return self.comms(
+            collective,
+            elements,
             "tp",
             phase=Phase.FWD,
-            module="head",
+            module="head" if collective is Collective.ALL_GATHER else "loss",
+            dtype=dtype,
             microbatch=0,
-        )
-        after = {"head.norm": self._pair(Collective.ALL_GATHER, size, "tp", "head.norm", None)}
-        norm, head, _ = decoder.head(job)
-        loss = decoder.head(_whole_vocabulary(job))[2]
-        fwd, bwd = _joined((norm, head, loss), after)
-        at = len(norm.fwd) + len(after["head.norm"][0]) + len(head.fwd)
-        return Unit(
-            name="output",
-            params=output_params(job, has_table=has_table),
-            fwd=((*fwd[:at], *logits, *fwd[at:]),),
-            bwd=(bwd,),
+            redop=redop,
         )
 
     def block(self, *, moe: bool) -> Unit:
