@@ -5,8 +5,8 @@
 
 Needs deepspeed (DS_BUILD_OPS=0 when it is installed from source), transformers and gloo; no
 GPU. Each case is a job of its own model, DeepSpeed settings and number of ranks; some run in
-the same processes. Of rank 0 it keeps what deepspeed.initialize sends and the messages of the last
-of three steps, in their order, from torch's dispatcher.
+the same processes. What is kept is rank 0's: the messages of deepspeed.initialize and of the
+last of three steps, in their order, from torch's dispatcher.
 """
 
 import argparse
@@ -114,7 +114,8 @@ def main() -> None:
         for at in range(0, len(same), _AT_ONCE):
             found |= recorded({name: cases[name] for name in same[at : at + _AT_ONCE]})
             say(f"{len(found)} of {len(cases)} cases")
-    versions = {one.__name__: one.__version__ for one in (deepspeed, torch, transformers)}
+    kinds = (deepspeed, torch, transformers)
+    versions = {one.__name__: one.__version__.strip() for one in kinds}
     setups = {" ".join(one["setup"]): one["setup"] for one in found.values()}
     places = {key: index for index, key in enumerate(setups)}
     steps = {

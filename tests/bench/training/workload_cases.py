@@ -12,7 +12,7 @@ from stepmark.core.training import GradSync, Precision, Recompute
 
 # Rows that no number of ranks divides; gradients of more than one MiB.
 ODD = replace(LLAMA, num_layers=3, ffn_hidden_size=226, vocab_size=510)
-WIDE = replace(LLAMA, hidden_size=256, ffn_hidden_size=512, vocab_size=1024)
+WIDE = replace(LLAMA, num_layers=2, hidden_size=256, ffn_hidden_size=512, vocab_size=1024)
 DEEP = replace(LLAMA, num_layers=8)
 HEADS = replace(LLAMA, num_layers=2, num_kv_heads=4)
 SHORT = replace(LLAMA, num_layers=2)
@@ -83,11 +83,11 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "fsdp x tp of torchtitan": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
         "tp with masters": made(HEADS, "none", MASTER, TWICE, tp=4),
         "1f1b": made(DEEP, "none", parts(8), pp=4),
-        "1f1b x fsdp": made(DEEP, "fsdp", AMP, TWICE, parts(4), pp=2, dp_shard=2),
+        "1f1b x fsdp": made(LLAMA, "fsdp", AMP, TWICE, parts(4), pp=2, dp_shard=2),
         "1f1b x tp": made(HEADS, "none", parts(4), pp=2, tp=2),
         "interleaved": made(DEEP, "none", INTERLEAVED, parts(8), pp=4),
         "interleaved x fsdp": made(DEEP, "fsdp", INTERLEAVED, parts(4), pp=2, dp_shard=2),
-        "gpipe x fsdp": made(DEEP, "fsdp", {"reshard": "no"}, parts(4), pp=2, dp_shard=2),
+        "gpipe x fsdp": made(LLAMA, "fsdp", {"reshard": "no"}, parts(4), pp=2, dp_shard=2),
         "ep x fsdp": made(MOE, "fsdp", AMP, ep=2, dp_shard=4),
         "ep x fsdp, latent attention": made(DEEPSEEK, "fsdp", FULL, ep=2, dp_shard=4),
         "cp x fsdp": made(SHORT, "fsdp", dp_shard=2, cp=2),

@@ -49,6 +49,13 @@ def test_equal_operations_are_written_once() -> None:
     assert plain["blocks"]["layer"] == [plain["blocks"]["layer"][0]] * 100
 
 
+def test_defaults_are_left_out() -> None:
+    plain = json.loads(native.encode(small()))
+    assert plain["ops"][0].keys() == {"compute", "phase", "module", "layer", "microbatch"}
+    assert plain["ops"][0]["compute"] == {"family": "gemm", "m": 64, "n": 48, "k": 32}
+    assert plain["blocks"]["step 1"][0] == ["second", 4, {"microbatch_step": 1}]
+
+
 def test_a_large_workload_is_fast() -> None:
     """Sixteen stages of eight chunks, each of its own operations."""
     blocks: dict[str, Any] = {}
@@ -85,6 +92,13 @@ def test_any_broken_file_is_one_line(tmp_path: Path) -> None:
         ({"colour": 1}, "colour"),
         ({"world_size": 0}, "world_size"),
         ({"blocks": {"step": [0]}}, "an operation from 0 to -1"),
+        (
+            {
+                "ops": [{"phase": "fwd", "module": "m", "compute": {"kernel": "k"}}],
+                "blocks": {"step": [-1]},
+            },
+            "blocks.step: '-1': an operation from 0 to 0",
+        ),
         ({"stages": [{"step": "nowhere"}]}, "nowhere"),
         ({"ops": [{"phase": "fwd", "module": "m"}]}, "either compute or collective"),
         ({"ops": [{"phase": "up", "module": "m", "compute": {"kernel": "k"}}]}, "up"),
