@@ -214,11 +214,16 @@ def test_a_profile_is_no_workload(run: Program) -> None:
 
 
 def test_stdout_is_the_file_and_nothing_else(run: Program) -> None:
-    to_file = run(f"generate {FRAMEWORKS['fsdp']} -o w.json")
+    sharded = f"--framework fsdp {FRAMEWORKS['fsdp']}"
+    to_file = run(f"generate {sharded} -o w.json")
     assert to_file.out == b""
     assert "wrote w.json: " in to_file.err
-    assert run.made(FRAMEWORKS["fsdp"]).out == Path("w.json").read_bytes()
-    refused(run(f"generate {TINY} -o - --json -"), "out", "stdout")
+    assert run.made(sharded).out == Path("w.json").read_bytes()
+    for more in ("--json -", "--csv -", "--distinct"):
+        refused(run(f"generate {TINY} -o - {more}"), "out", "stdout")
+    both = run(f"generate {sharded} -o again.json --distinct")
+    assert "stepmark comm all_gather" in both.text
+    assert Path("again.json").read_bytes() == Path("w.json").read_bytes()
 
 
 def test_an_output_file_is_replaced_whole_or_left(run: Program) -> None:

@@ -100,7 +100,12 @@ def test_a_name_of_aicbs_means_what_ours_means(
     assert one.out == other.out
     assert "no effect" not in one.err
     if theirs not in ("--frame Megatron", "--frame DeepSeek"):  # what is the default anyway
-        assert one.out != run.made(base).out
+        if base not in _BASES:
+            _BASES[base] = run.made(base).out
+        assert one.out != _BASES[base]
+
+
+_BASES: dict[str, bytes] = {}
 
 
 def test_experts_of_the_script(run: Program) -> None:
@@ -119,7 +124,8 @@ def test_the_others_say_that_they_have_no_effect(run: Program, framework: str) -
     base = f"--framework {framework} {DENSE}"
     plain = run.made(base)
     words = [f"--{name}" + ("" if _is_switch(run, framework, name) else " 1") for name in there]
-    done = run.made(f"{base} {' '.join(words)}")
+    dashed = [word.replace("_", "-") for word in words]
+    done = run.made(f"{base} {' '.join(words if framework != 'fsdp' else dashed)}")
     assert done.out == plain.out
     said = re.findall(r"^# --(\w+): no effect: (.+)$", done.err, re.M)
     assert dict(said) == there
@@ -135,13 +141,6 @@ def _is_switch(run: Program, framework: str, name: str) -> bool:
 
 
 _HELP: dict[str, str] = {}
-
-
-@pytest.mark.parametrize("name", NO_EFFECT)
-def test_every_parameter_is_known_with_dashes_too(run: Program, name: str) -> None:
-    for spelled in (name, name.replace("_", "-")):
-        found = run(f"generate --framework ddp {DENSE} --{spelled}", "0", "-o", "-")
-        assert "No such option" not in found.err
 
 
 TUTORIAL = [

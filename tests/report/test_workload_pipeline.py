@@ -14,10 +14,12 @@ from stepmark.core.ops import Gemm, Phase
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import CommOp, ComputeOp, Group, Item, Kernel, Stage, Workload
 from stepmark.report import workload_figures, workload_pipeline_text
-from stepmark.report.workload_pipeline import Timeline, num_steady, shortened, slots, timeline
+from stepmark.report.workload_lanes import slots
+from stepmark.report.workload_pipeline import Timeline, num_steady, shortened, timeline
 from stepmark.workload.job import Job
 from stepmark.workload.rules.megatron import rule as megatron
 from stepmark.workload.rules.megatron.settings import Megatron
+from stepmark.workload.rules.pytorch import fsdp
 
 GEMM = Gemm(m=8, n=8, k=8, dtype=DType.BF16)
 ALL = 10**6
@@ -153,6 +155,22 @@ def test_stages_that_wait_for_each_other_are_not_drawn() -> None:
     assert timeline(pair(both, both), ALL) == (
         "not drawn: by their order of transfers, stages wait for each other"
     )
+
+
+def test_transfers_within_a_stage_are_no_transfers_between_stages() -> None:
+    """A ring of context-parallel ranks passes keys and values on in every layer."""
+    model = replace(find_model("llama-3.1-8b").tiny(), num_layers=4)
+    ranks = ParallelConfig(pp=2, cp=2)
+    ring = megatron.workload(Job(model=model, parallel=ranks, gbs=3), Megatron())
+    assert any(isinstance(one, CommOp) and one.group == "cp" for one in ring.tally(0))
+    assert workload_pipeline_text.lines(ring) == workload_pipeline_text.lines(job(2, 3))
+
+
+def test_what_follows_the_last_backward_pass_is_no_other_one() -> None:
+    model = replace(find_model("llama-3.1-8b").tiny(), num_layers=4)
+    ranks = ParallelConfig(pp=2, dp_shard=2)
+    sharded = fsdp.workload(Job(model=model, parallel=ranks, gbs=6), fsdp.Fsdp())
+    assert workload_pipeline_text.lines(sharded) == workload_pipeline_text.lines(job(2, 3))
 
 
 def test_a_receipt_is_waited_for_where_its_name_is() -> None:

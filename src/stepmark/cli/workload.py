@@ -58,15 +58,19 @@ def generate(values: dict[str, Any]) -> None:
         made = workload_files.timed_as_aicb(made, values["comp_filepath"])
     else:
         made = workload_files.timed(made, values.get("compute_from"))
-    if values.get("distinct") or not (values.get("out") or values.get("to")):
+    if not (values.get("out") or values.get("to")):
         _show(made, values)
         return
-    if (values.get("out") or "-") == "-" in (values.get("json"), values.get("csv")):
+    tables_on_stdout = values.get("distinct") or "-" in (values.get("json"), values.get("csv"))
+    if tables_on_stdout and (values.get("out") or "-") == "-":
         raise ConfigError("out", "-", "a file, as the tables go to stdout")
-    workload_show.write_tables(made, values)
     for note in notes:
         sys.stderr.write(f"# {note}\n")
     workload_files.deliver(made, values)
+    if values.get("distinct"):
+        _show(made, values)
+    else:
+        workload_show.write_tables(made, values)
 
 
 def show(values: dict[str, Any]) -> None:

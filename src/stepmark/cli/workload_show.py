@@ -35,7 +35,7 @@ def show(workload: Workload, values: Values) -> None:
 
 
 def write_tables(workload: Workload, values: Values) -> dict[str, list[Row]]:
-    """To --json and --csv, where they are given."""
+    """To --json and --csv, where they are given; what they say."""
     from stepmark.store import export  # noqa: PLC0415
 
     stage = workload_files.pipeline_stage(workload, values)

@@ -9,7 +9,8 @@ from stepmark.report import histogram_figures
 from stepmark.report.figures import COLOURS, styled
 from stepmark.report.histogram import rows as histogram_rows
 from stepmark.report.tables import Row, number, text
-from stepmark.report.workload_pipeline import Slot, Timeline
+from stepmark.report.workload_lanes import Slot
+from stepmark.report.workload_pipeline import Timeline
 from stepmark.report.workload_tables import histogram, layer_rows, members, stage_rows
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """The pipeline of a workload as text: a line per stage, a cell per unit of time."""
 
 from stepmark.core.workload import Workload
-from stepmark.report.workload_pipeline import Slot, Timeline, timeline
+from stepmark.report.workload_lanes import Slot
+from stepmark.report.workload_pipeline import Timeline, timeline
 
 _MOST_SLOTS = 2000
 _WIDEST = 200  # characters

@@ -34,7 +34,9 @@ def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
     defaults: the framework's, of which only what differs is said.
     """
     model = workload.model
-    lines = [f"workload {workload.name}: {workload.rules}, {workload.world_size} ranks"]
+    ranks = f"{workload.world_size} ranks"
+    name = workload.name.removesuffix(f" on {ranks}")
+    lines = [f"workload {name}: {workload.rules}, {ranks}"]
     # What follows the version are the files that the rules were read from.
     lines += [f"rules    {workload.source.partition(': ')[0]}"] if workload.source else []
     if model is not None:

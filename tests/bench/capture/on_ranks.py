@@ -1,4 +1,4 @@
-"""Run by test_truth under torchrun with four gloo ranks: what torch itself says was sent.
+"""Run by test_truth, on four gloo ranks of its own: what torch itself says was sent.
 
 Prints a JSON line per rank: of each case the messages of its setup and of a step. None of
 stepmark runs here. Names and sizes are those of torch's profiler, which sees the operators
@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"
+os.environ |= {"TORCH_FR_BUFFER_SIZE": "20000", "OMP_NUM_THREADS": "1"}
 import torch
 import torch.distributed as dist
 from tests.bench.capture.user_code import CASES, NUM_WARM_UPS
 from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.multiprocessing.spawn import start_processes
 from torch.profiler import ProfilerActivity, profile, record_function
 
 # c10d's operators: ours, and which argument has a rank's part.
@@ -46,6 +47,7 @@ PAIRS = ("send", "recv")
 DTYPES = {"Float": "fp32", "BFloat16": "bf16", "Long": "int64", "Int": "int32"}
 # gloo reduces the whole and keeps a part; the flight recorder has what it does.
 GLOO = {"reduce_scatter": "all_reduce"}
+NUM_RANKS = 4
 Message = dict[str, Any]
 
 
@@ -131,8 +133,10 @@ def ranks_of(name: str) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def rank_main(rank: int, store: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS
+    )
     torch.manual_seed(0)
     found = {}
     for name, build in CASES.items():
@@ -142,8 +146,8 @@ def main() -> None:
             setup += recorded(steps[0])
         found[name] = {"setup": setup, "step": recorded(steps[0])}
         dist.barrier()
-    for rank in range(dist.get_world_size()):
-        if rank == dist.get_rank():
+    for turn in range(NUM_RANKS):
+        if turn == rank:
             sys.stdout.write(json.dumps({"rank": rank, "cases": found}) + "\n")
             sys.stdout.flush()
         dist.barrier()
@@ -151,4 +155,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        # Forks, as importing torch four times would take longer than all the rest.
+        start_processes(rank_main, (f"{folder}/store",), NUM_RANKS, start_method="fork")

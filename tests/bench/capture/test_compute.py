@@ -1,13 +1,13 @@
 """What a captured step computes: laws of products, and torch's own counter of FLOPs."""
 
-import functools
 import math
 from collections import Counter
 
 import pytest
 import torch
 from tests.bench.capture.example import Config, Llama
-from tests.bench.capture.user_code import CASES, SMALL, Step
+from tests.bench.capture.made import made_of
+from tests.bench.capture.user_code import SMALL, Step
 from torch import nn
 from torch.utils.flop_counter import (
     FlopCounterMode,
@@ -37,10 +37,9 @@ def plain() -> Step:
     return step
 
 
-@functools.cache
 def sharded() -> Workload:
     """FSDP2 x TP with sequence parallelism: two by two ranks, two micro-batches, AdamW."""
-    return capture(CASES["fsdp_tp"], 4)
+    return made_of("fsdp_tp")
 
 
 def computed(made: Workload) -> list[ComputeOp]:

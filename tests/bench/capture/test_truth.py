@@ -3,36 +3,41 @@
 The real run is told by torch's profiler and gloo's flight recorder: see on_ranks.
 """
 
-import functools
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.bench.capture.made import NUM_RANKS, made_of
 from tests.bench.capture.user_code import CASES, NUM_WARM_UPS, PIPELINES
-from tests.bench.on_ranks import said_on_ranks
+from tests.bench.on_ranks import ROOT
 
-from stepmark.bench.capture.run import capture
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Phase
 from stepmark.core.workload import CommOp, Operation, Workload
 
-NUM_RANKS = 4
 Message = dict[str, Any]
 Real = dict[str, dict[str, list[Message]]]
-
-
-@functools.cache
-def made_of(case: str, rank: int) -> Workload:
-    return capture(CASES[case], NUM_RANKS, rank)
 
 
 @pytest.fixture(scope="module")
 def real() -> dict[int, Real]:
     """By rank."""
-    said = said_on_ranks("tests.bench.capture.on_ranks", NUM_RANKS, timeout_s=240)
-    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.capture.on_ranks"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["rank"]: line["cases"] for line in lines}
 
 

@@ -9,6 +9,7 @@ import torch.distributed._functional_collectives as funcol
 from tests.bench.capture.example import Config, Llama
 from tests.bench.capture.example import build as build_llama
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
@@ -37,18 +38,21 @@ def fsdp_tp() -> Step:
 def fsdp() -> Step:
     """Padded parameters, several micro-batches, bf16 weights, fp32 reductions."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return _sharded(mesh["dp"], torch.bfloat16)
+    return _sharded(Llama(SMALL), mesh["dp"], torch.bfloat16)
 
 
 def hsdp() -> Step:
+    """Shards on two ranks, copies on two; layers are computed again."""
     mesh = init_device_mesh(
         "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
     )
-    return _sharded(mesh, torch.float32)
-
-
-def _sharded(mesh: DeviceMesh, dtype: torch.dtype) -> Step:
     model = Llama(SMALL)
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = checkpoint_wrapper(layer)
+    return _sharded(model, mesh, torch.float32)
+
+
+def _sharded(model: Llama, mesh: DeviceMesh, dtype: torch.dtype) -> Step:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -47,6 +47,8 @@ DDP: dict[str, dict[str, Any]] = {
     "ddp finding unused": {"init_sync": True, "find_unused_parameters": True},
 }
 
+# The embedding and the output in the model's own group.
+WITH_ROOT = ("fsdp with a root", "1f1b x fsdp with a root")
 # FSDP2 as it is without set_unshard_in_backward(False), and torchtitan's plan for tp.
 TABLE_AGAIN = ("fsdp with the table again",)
 TITAN = ("tp of torchtitan", "fsdp x tp of torchtitan")
@@ -60,6 +62,7 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "fsdp without reshard": made(LLAMA, "fsdp", {"reshard": "no"}, dp_shard=2),
         "tp": made(HEADS, "none", tp=2),
         "fsdp with the table again": made(SHORT, "fsdp", dp_shard=2),
+        "fsdp with a root": made(SHORT, "fsdp", AMP, TWICE, dp_shard=2),
         "tp of torchtitan": made(HEADS, "none", TWICE, tp=2),
         "1f1b": made(LLAMA, "none", parts(4), pp=2),
         "interleaved": made(LLAMA, "none", INTERLEAVED, parts(8), pp=2),
@@ -84,7 +87,8 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "tp with masters": made(HEADS, "none", MASTER, TWICE, tp=4),
         "1f1b": made(DEEP, "none", parts(8), pp=4),
         "1f1b x fsdp": made(LLAMA, "fsdp", AMP, TWICE, parts(4), pp=2, dp_shard=2),
-        "1f1b x tp": made(HEADS, "none", parts(4), pp=2, tp=2),
+        "1f1b x fsdp with a root": made(SHORT, "fsdp", parts(4), pp=2, dp_shard=2),
+        "1f1b x tp with masters": made(HEADS, "none", MASTER, TWICE, parts(4), pp=2, tp=2),
         "interleaved": made(DEEP, "none", INTERLEAVED, parts(8), pp=4),
         "interleaved x fsdp": made(DEEP, "fsdp", INTERLEAVED, parts(4), pp=2, dp_shard=2),
         "gpipe x fsdp": made(LLAMA, "fsdp", {"reshard": "no"}, parts(4), pp=2, dp_shard=2),

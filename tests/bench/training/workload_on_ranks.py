@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from tests.bench.training.curves import _batches
-from tests.bench.training.workload_cases import CASES, DDP, GPIPE, TABLE_AGAIN, TITAN
+from tests.bench.training.workload_cases import CASES, DDP, GPIPE, TABLE_AGAIN, TITAN, WITH_ROOT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import Replicate, Shard
@@ -35,11 +35,12 @@ from torch.distributed.tensor.parallel import (
 from stepmark.bench.ranks import Ranks, join
 from stepmark.bench.training import parallelize, pipeline, tensor_parallel, trainer
 from stepmark.bench.training.experts import Experts
-from stepmark.bench.training.mesh import place_of
+from stepmark.bench.training.mesh import Meshes, place_of
 from stepmark.bench.training.message_order import OrderedRecorder
+from stepmark.bench.training.optimizer import Update
 from stepmark.bench.training.transformer import Transformer
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import DataParallel
+from stepmark.core.training import DataParallel, Precision
 
 _SIDES = ("send", "recv_", "isend", "irecv")
 Row = tuple[str, str, int, int | None, tuple[int, ...], int | None, str]
@@ -85,6 +86,7 @@ class Told:
         self.changes: dict[str, Any] = {}  # to how DDP is called
         self.set_unshard = FSDPModule.set_unshard_in_backward
         self.tensor_parallel = tensor_parallel.apply
+        self.fsdp = parallelize._fsdp
         wrapped = parallelize.DistributedDataParallel  # type: ignore[attr-defined]
         parallelize.DistributedDataParallel = (  # type: ignore[attr-defined]
             lambda *args, **values: wrapped(*args, **(values | self.changes))
@@ -92,14 +94,18 @@ class Told:
         for side in ("recv", "send"):
             self._tagged(f"get_fwd_{side}_ops", "forward")
             self._tagged(f"get_bwd_{side}_ops", "backward")
-        reduce = _PipelineStageBase.perform_reduce_grad
+        self._in_backward(_PipelineStageBase, "perform_reduce_grad")
+        self._in_backward(Update, "collect")
 
-        def reduced(stage: Any, factor: int) -> None:
-            self.recorder.phase = "backward"
-            reduce(stage, factor)
-            self.recorder.phase = "forward"
+    def _in_backward(self, owner: Any, name: str) -> None:
+        called = getattr(owner, name)
 
-        _PipelineStageBase.perform_reduce_grad = reduced  # type: ignore[method-assign]
+        def in_backward(one: Any, *args: Any) -> None:
+            before, self.recorder.phase = self.recorder.phase, "backward"
+            called(one, *args)
+            self.recorder.phase = before
+
+        setattr(owner, name, in_backward)
 
     def _tagged(self, name: str, phase: str) -> None:
         made = getattr(_PipelineStageBase, name)
@@ -111,6 +117,19 @@ class Told:
             return ops
 
         setattr(_PipelineStageBase, name, tagged)
+
+
+def of_root(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
+    """fully_shard as torch's tutorial calls it: on every block, then on the model."""
+    is_amp = case.precision is Precision.AMP
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if is_amp else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    for block in model.blocks.values():
+        fully_shard(block, mesh=meshes.data(), mp_policy=policy)
+    fully_shard(model, mesh=meshes.data(), mp_policy=policy)
 
 
 def titan(model: Transformer, case: TrainCase, mesh: DeviceMesh) -> None:
@@ -176,6 +195,7 @@ def job(num_ranks: int) -> dict[str, list[list[Row]]]:
         FSDPModule.set_unshard_in_backward = (  # type: ignore[method-assign]
             (lambda _module, _on: None) if name in TABLE_AGAIN else told.set_unshard
         )
+        parallelize._fsdp = of_root if name in WITH_ROOT else told.fsdp
         tensor_parallel.apply = titan if name in TITAN else told.tensor_parallel
         with loss_parallel() if name in TITAN else contextlib.nullcontext():
             by_rank = ranks.gather(sent(case, ranks, told))

@@ -5,11 +5,11 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepmark.core.workload import Operation, Workload
+from stepmark.core.workload import Operation, Run, Workload
 from stepmark.workload.formats import repeated_text
 from stepmark.workload.formats.repeated_text import RepeatedText, joined, repeated
 
-from ...core.workload_samples import workloads
+from ...core.workload_samples import compute, workloads
 
 
 def line(op: Operation) -> str:
@@ -17,7 +17,7 @@ def line(op: Operation) -> str:
 
 
 @settings(max_examples=60)
-@given(workloads(), st.integers(0, 30), st.integers(1, 30))
+@given(workloads(), st.sampled_from([0, 3, 12]), st.integers(1, 30))
 def test_text_is_that_of_every_operation(workload: Workload, kept: int, chunk: int) -> None:
     with mock.patch.multiple(repeated_text, _BLOCK=kept, _CHUNK=chunk):
         text = RepeatedText(workload.blocks, line)
@@ -25,6 +25,18 @@ def test_text_is_that_of_every_operation(workload: Workload, kept: int, chunk: i
             pieces = list(text.chunks(stage.step))
             assert "".join(pieces) == "".join(map(line, workload.expand(number)))
             assert all(len(piece) >= chunk for piece in pieces[:-1])
+
+
+def test_nested_repeats_are_whole_however_little_is_kept() -> None:
+    blocks = {
+        "inner": (compute("a"), compute("b")),
+        "middle": (Run(block="inner", times=3), compute("c")),
+        "outer": (compute("d"), Run(block="middle", times=2), Run(block="inner", times=2)),
+    }
+    wanted = "d\n" + ("a\nb\n" * 3 + "c\n") * 2 + "a\nb\n" * 2
+    for kept in range(len(wanted) + 1):
+        with mock.patch.multiple(repeated_text, _BLOCK=kept, _CHUNK=5):
+            assert "".join(RepeatedText(blocks, line).chunks("outer")) == wanted
 
 
 @given(st.text(max_size=9), st.integers(1, 50), st.integers(1, 30))

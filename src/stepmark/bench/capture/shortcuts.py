@@ -5,6 +5,7 @@ distributed/tensor/_sharding_prop.py. Where another version lacks a name it take
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,19 @@ def shortcuts() -> Iterator[None]:
             original = getattr(module, name, None)
             if original is not None:
                 stack.enter_context(mock.patch.object(module, name, made(original)))
+        stack.enter_context(_rare_collections())
         yield
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Almost all of the millions of objects live as long as the model does."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 20, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _Chunks:

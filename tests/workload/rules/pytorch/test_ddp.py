@@ -16,7 +16,9 @@ from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.rules.pytorch import ddp
+from stepmark.workload.rules.pytorch.buckets import completed
 from stepmark.workload.rules.pytorch.ddp import MIB, Ddp
+from stepmark.workload.units import Param
 
 from .jobs import BIASED, DENSE, EXPERTS, comms, make
 
@@ -121,3 +123,20 @@ def test_the_start_sends_all_weights_from_rank_0() -> None:
     assert {(one.collective, one.root) for one in sent} == {(Collective.BROADCAST, 0)}
     assert sum(one.count for one in sent) == WIDE.num_params
     assert not generated(init_sync=False).stages[0].setup
+
+
+@given(st.permutations(range(9)), st.permutations(range(9)), st.integers(1, 9))
+def test_buckets_go_one_after_the_other_once_all_their_gradients_are_there(
+    ready: list[int], order: list[int], size: int
+) -> None:
+    params = [Param(name=str(at), shape=(2**at,), part="") for at in range(9)]
+    buckets = [order[at : at + size] for at in range(0, 9, size)]
+    found = completed(
+        [(0, params[at]) for at in ready], [[(0, params[at]) for at in one] for one in buckets]
+    )
+    assert [elements for _, elements in found[0]] == [
+        sum(2**at for at in one) for one in buckets
+    ]
+    places = [ready.index(int(param.name)) for param, _ in found[0]]
+    needed = [max(ready.index(at) for at in one) for one in buckets]
+    assert places == [max(needed[: count + 1]) for count in range(len(needed))]

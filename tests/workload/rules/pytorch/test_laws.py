@@ -19,7 +19,7 @@ from stepmark.core.training import GradSync
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Run, Workload
 from stepmark.workload.formats import native
 from stepmark.workload.job import Job
-from stepmark.workload.rules.pytorch import ddp, fsdp, pp, tp
+from stepmark.workload.rules.pytorch import ddp, fsdp, pipeline, pp, tp
 from stepmark.workload.rules.pytorch.ddp import Ddp
 from stepmark.workload.rules.pytorch.fsdp import Fsdp
 from stepmark.workload.rules.pytorch.schedules import Schedule
@@ -342,6 +342,18 @@ def test_a_pipelines_gradients_are_reduced_once_a_pass() -> None:
             if one.collective == Collective.REDUCE_SCATTER and one.module == "blocks"
         )
         assert scattered == Counter(dict.fromkeys(made.stages[stage].layers, 4))
+
+
+@bounds(max_examples=20, deadline=None)
+@given(jobs())
+def test_what_is_the_same_again_is_what_going_on_would_give(made: tuple[Job, Fsdp]) -> None:
+    """Passes of a pipeline that are repeated against all of them one by one."""
+    repeated = fsdp.workload(*made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline.Stage, "_skipped", lambda *_args: 0)
+        single = fsdp.workload(*made)
+    for stage in range(len(repeated.stages)):
+        assert list(repeated.expand(stage)) == list(single.expand(stage))
 
 
 def test_blocks_of_runs_are_shared() -> None:

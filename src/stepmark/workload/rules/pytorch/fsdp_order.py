@@ -5,7 +5,8 @@ The states and hooks of torch 2.13, torch/distributed/fsdp/_fully_shard: _fsdp_p
 _backward_prefetch), _fsdp_state.py (_pre_forward, _pre_backward,
 _root_post_backward_final_callback) and _fsdp_collectives.py (foreach_all_gather,
 foreach_reduce). Streams are theirs: gathers on "fsdp", reductions on "fsdp_reduce", those
-over replicas on "fsdp_replicate"; copies in and out of their buffers on "compute".
+over replicas on "fsdp_replicate"; copies in and out of their buffers on "compute". Over 250
+lines: one state machine, whose methods are torch's calls.
 """
 
 from collections.abc import Iterable, Sequence

@@ -3,7 +3,7 @@
 torch 2.13, torch/distributed/pipelining/schedules.py: ScheduleInterleaved1F1B
 (_get_1f1b_rank_ops, _add_unshard_reshard, _add_reduce_grad, _add_send_recv). Its order is
 worked out for a few rounds of micro-batches: one round more puts the same actions in at the
-same place, so more rounds are more of the same. Over 250 lines with the greedy walk of torch.
+same place, so more rounds are more of the same.
 """
 
 from collections.abc import Iterator

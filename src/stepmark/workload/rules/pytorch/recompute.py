@@ -8,6 +8,18 @@ from stepmark.core.workload import ComputeOp, Operation
 from stepmark.workload.units import Unit
 
 
+def is_checkpointed(recompute: Recompute, blocks: tuple[int, int], layer: int) -> bool:
+    """blocks: so many of so many, where recompute says blocks."""
+    match recompute:
+        case Recompute.NONE:
+            return False
+        case Recompute.BLOCKS:
+            some, every = blocks
+            return layer % every < some
+        case _:
+            return True
+
+
 def again(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]:
     """What checkpointing runs again: up to the last input that its backward pass needs.
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from stepmark.core.collectives import Collective
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
-from stepmark.core.training import Recompute
 from stepmark.core.workload import (
     Block,
     ComputeOp,
@@ -24,6 +23,7 @@ from stepmark.workload.architecture import AnyJob, OwnJob
 from stepmark.workload.job import Comms, Job
 from stepmark.workload.rules.pytorch import pipeline
 from stepmark.workload.rules.pytorch.chunk import BLOCKS, Chunk, Layer, Plan
+from stepmark.workload.rules.pytorch.recompute import is_checkpointed
 from stepmark.workload.rules.pytorch.technique import Pipelined, Technique
 from stepmark.workload.rules.pytorch.units import Maker, groups_of, of_architecture
 from stepmark.workload.rules.pytorch.update import update
@@ -153,9 +153,8 @@ def _chunks(
         apart=how.sharding is not None and job.parallel.ep > 1,
     )
     kinds: dict[bool, Unit] = {}
-    dense = model.num_dense_layers
     for moe in (False, True):
-        if (moe and model.num_moe_layers) or (not moe and dense):
+        if (moe and model.num_moe_layers) or (not moe and model.num_dense_layers):
             kinds[moe] = maker.block(moe=moe)
     plan = Plan(
         sharding=how.sharding,
@@ -171,9 +170,9 @@ def _chunks(
     for index, (start, stop) in enumerate(itertools.pairwise(ends)):
         layers = [
             Layer(
-                unit=kinds[model.moe is not None and at >= dense],
+                unit=kinds[model.moe is not None and at >= model.num_dense_layers],
                 index=at,
-                is_checkpointed=_is_checkpointed(how, at),
+                is_checkpointed=is_checkpointed(how.recompute, how.recompute_blocks, at),
             )
             for at in range(start, stop)
         ]
@@ -202,21 +201,14 @@ def _own_chunk(job: OwnJob, how: Technique, blocks: BLOCKS) -> Chunk:
         recompute=how.recompute,
     )
     layers = [
-        Layer(unit=unit, index=at, is_checkpointed=_is_checkpointed(how, at))
+        Layer(
+            unit=unit,
+            index=at,
+            is_checkpointed=is_checkpointed(how.recompute, how.recompute_blocks, at),
+        )
         for at, unit in enumerate(made.layers)
     ]
     return Chunk(plan, layers, blocks=blocks, embedding=made.embedding, output=made.output)
-
-
-def _is_checkpointed(how: Technique, layer: int) -> bool:
-    match how.recompute:
-        case Recompute.NONE:
-            return False
-        case Recompute.BLOCKS:
-            some, every = how.recompute_blocks
-            return layer % every < some
-        case _:
-            return True
 
 
 def _accumulated(job: AnyJob, how: Technique, chunk: Chunk, blocks: BLOCKS) -> Block:
@@ -230,8 +222,7 @@ def _accumulated(job: AnyJob, how: Technique, chunk: Chunk, blocks: BLOCKS) -> B
         blocks["micro.held"] = (*held[0], *held[1])
         found.append(Run(block="micro.held", times=count - 1, microbatch_step=1))
     blocks["micro"] = (*chunk.forward(), *reducing(), *collected)
-    first = count - 1 if found else 0
-    times = 1 if found else count
+    first, times = (count - 1, 1) if found else (0, count)
     found.append(
         Run(block="micro", times=times, microbatch=first, microbatch_step=int(times > 1))
     )
