@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from stepmark.core.workload import CommOp
 from stepmark.workload.formats import FORMATS
 from stepmark.workload.rules import RULES
 
-from .process import environment
+from .process import environment, stepmark
 from .workload_program import AICB, Program, program, refused
 
 TINY = "--model llama-3.1-8b --scale tiny"
@@ -334,6 +335,20 @@ def test_help_of_each_verb(run: Program, verb: str) -> None:
     done = run(f"{verb} --help")
     assert (done.code, done.err) == (0, "")
     assert "--help" in done.text
+
+
+def test_a_file_is_made_in_half_a_second(tmp_path: Path) -> None:
+    """In CPU time of the process, the start of Python included."""
+    words = "workload generate --model llama-3.1-70b --framework fsdp --world-size 64 -o w.json"
+
+    def seconds() -> float:
+        begin = os.times()
+        assert stepmark(*words.split(), cwd=tmp_path).returncode == 0
+        end = os.times()
+        spent = end.children_user + end.children_system
+        return spent - begin.children_user - begin.children_system
+
+    assert min(seconds() for _ in range(5)) < 0.5
 
 
 def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from stepmark.core.collectives import (
     Api,
     Collective,
     Parts,
+    RedOp,
     placements,
     trimmed_count,
 )
@@ -69,10 +70,12 @@ def messages(workload: Workload, collectives: Iterable[str] = ()) -> list[Messag
 
 def case_of(operation: CommOp, num_ranks: int) -> CommCase | None:
     """Out of place where torch offers it, its group the whole world. None: nothing is sent."""
-    if operation.collective == RECV or not operation.count or num_ranks < 2:
+    if operation.collective == RECV or num_ranks < 2:
         return None
     pair = operation.collective == SEND
     collective = Collective.P2P if pair else Collective(operation.collective)
+    if not operation.count and collective is not Collective.BARRIER:
+        return None
     facts = FACTS[collective]
     return CommCase(
         collective=collective,
@@ -80,12 +83,19 @@ def case_of(operation: CommOp, num_ranks: int) -> CommCase | None:
         dtype=operation.dtype,
         num_ranks=2 if pair else num_ranks,
         world_size=2 if pair else num_ranks,
-        redop=operation.redop,
+        redop=_redop(operation, collective),
         root=(operation.root or 0) if facts.rooted else -1,
         in_place=placements(collective, Api.TORCH)[0],
         pair=(0, 1) if facts.pair else None,
         spread=0.0 if collective is Collective.ALL_TO_ALL_V else None,
     )
+
+
+def _redop(operation: CommOp, collective: Collective) -> RedOp:
+    """Other tools' files do not say how a reduction reduces: then it sums."""
+    if not FACTS[collective].reduces:
+        return RedOp.NONE
+    return RedOp.SUM if operation.redop is RedOp.NONE else operation.redop
 
 
 def fitted(case: CommCase, world_size: int) -> CommCase | None:

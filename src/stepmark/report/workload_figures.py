@@ -8,15 +8,16 @@ from stepmark.core.workload import Workload
 from stepmark.report import histogram_figures
 from stepmark.report.figures import COLOURS, styled
 from stepmark.report.histogram import rows as histogram_rows
-from stepmark.report.tables import Row, number, text
+from stepmark.report.tables import Row, number
 from stepmark.report.workload_lanes import Slot
 from stepmark.report.workload_pipeline import Timeline
-from stepmark.report.workload_tables import histogram, layer_rows, members, stage_rows
+from stepmark.report.workload_tables import alike_layers, histogram, stage_rows
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _KINDS = ("forward", "backward", "optimizer")
+_PASSES = ("forward", "backward")
 _NUMBERED = 400  # slots with edges; of more, edges would be all one sees
 _PALE = 3  # from this chunk on, dark letters read better than white ones
 _GIB = 2**30
@@ -117,28 +118,24 @@ def sizes(workload: Workload, stage: int) -> list[tuple[str, "Figure"]]:
 
 def layers(workload: Workload) -> list[tuple[str, "Figure"]]:
     """Computation and messages of each layer, where layers differ."""
-    held = [
-        row
+    held = {
+        layer: sums
         for stage in range(len(workload.stages))
-        for row in layer_rows(workload, stage)
-        if number(row, "number")
-    ]
+        for alike, sums in alike_layers(workload, stage)
+        for layer in alike
+        if layer is not None
+    }
     found = []
-    for title, keys, unit, of in (
-        ("Computation by layer", ("forward_flops", "backward_flops"), TFLOP, "TFLOP"),
-        (
-            "Messages by layer",
-            ("forward_comm_bytes", "backward_comm_bytes"),
-            _GIB,
-            "GiB of messages",
-        ),
+    for title, what, unit, of in (
+        ("Computation by layer", "flops", TFLOP, "TFLOP"),
+        ("Messages by layer", "comm_bytes", _GIB, "GiB of messages"),
     ):
-        if len({tuple(row[key] for key in keys) for row in held}) > 1:
-            rows = [
-                row | {"layer": one} for row in held for one in members(text(row, "layers"))
-            ]
-            rows.sort(key=lambda row: number(row, "layer") or 0)
-            found.append((title, _bars(rows, keys, unit, of, "layer")))
+        rows: list[Row] = []
+        for layer in sorted(held):
+            row: Row = {when: held[layer][when, what] for when in _PASSES}
+            rows.append(row | {"layer": layer})
+        if len({tuple(row[when] for when in _PASSES) for row in rows}) > 1:
+            found.append((title, _bars(rows, _PASSES, unit, of, "layer")))
     return found
 
 

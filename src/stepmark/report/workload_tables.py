@@ -163,17 +163,8 @@ def layer_rows(workload: Workload, stage: int) -> list[Row]:
 
     The row without layers is of what belongs to none: embedding, head, optimizer.
     """
-    sums = _by_layer(workload, workload.stages[stage].step, {})
-    order = sorted(sums, key=lambda layer: (layer is None, layer or 0))
-    merged: list[tuple[list[int | None], Sums]] = []
-    for layer in order:
-        alike = [held for held, other in merged if layer is not None and other == sums[layer]]
-        if alike:
-            alike[0].append(layer)
-        else:
-            merged.append(([layer], sums[layer]))
     rows: list[Row] = []
-    for layers, held in merged:
+    for layers, held in alike_layers(workload, stage):
         known = [layer for layer in layers if layer is not None]
         row: Row = {
             "layers": ranges(known) if known else "none",
@@ -191,6 +182,19 @@ def layer_rows(workload: Workload, stage: int) -> list[Row]:
     return rows
 
 
+def alike_layers(workload: Workload, stage: int) -> list[tuple[list[int | None], Sums]]:
+    """Layers that do the same, and the sums of one of them; None is what belongs to none."""
+    sums = _by_layer(workload, workload.stages[stage].step, {})
+    merged: list[tuple[list[int | None], Sums]] = []
+    for layer in sorted(sums, key=lambda layer: (layer is None, layer or 0)):
+        alike = [held for held, other in merged if layer is not None and other == sums[layer]]
+        if alike:
+            alike[0].append(layer)
+        else:
+            merged.append(([layer], sums[layer]))
+    return merged
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """0-3,7 of 0,1,2,3,7."""
     parts: list[list[int]] = []
@@ -200,15 +204,6 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append([number, number])
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
-
-
-def members(text: str) -> list[int]:
-    """0,1,2,3,7 of 0-3,7."""
-    found: list[int] = []
-    for part in text.split(","):
-        low, _, high = part.partition("-")
-        found += range(int(low), int(high or low) + 1)
-    return found
 
 
 def _communication(workload: Workload, stage: int) -> Iterable[tuple[str, CommOp, int]]:

@@ -8,7 +8,7 @@ import pytest
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import find_model
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import Fp8
+from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision
 from stepmark.workload.rules.pytorch import ddp, fsdp, pp, tp
 from stepmark.workload.rules.pytorch.case import of_case
 from stepmark.workload.rules.pytorch.ddp import Ddp
@@ -148,6 +148,10 @@ def test_settings_that_mean_nothing_are_refused(
         ({"async_tp": True}, "async-tp"),
         ({"loss_chunks": 4}, "loss-chunks: '4'"),
         (
+            {"precision": Precision.MASTER, "data_parallel": DataParallel.FSDP},
+            "precision: 'master': amp with fsdp",
+        ),
+        (
             {"mbs": 3, "parallel": make(pp=2, microbatches=2).parallel},
             "mbs: '3': a multiple of 2",
         ),
@@ -157,3 +161,11 @@ def test_cases_of_the_trainer_that_are_not_derived(changes: dict[str, Any], said
     plain = TrainCase(model=find_model("llama-3.1-8b").tiny())
     with pytest.raises(ConfigError, match=said):
         of_case(replace(plain, **changes))
+
+
+def test_compiled_cases_say_what_is_not_shown() -> None:
+    plain = TrainCase(model=find_model("llama-3.1-8b").tiny())
+    compiled = of_case(replace(plain, compile=CompileScope.BLOCK))
+    assert of_case(plain).notes == ()
+    assert [note.startswith("compiled") for note in compiled.notes] == [True]
+    assert compiled.blocks == of_case(plain).blocks

@@ -23,6 +23,9 @@ def of_case(case: TrainCase) -> Workload:
         raise ConfigError("async-tp", "yes", "no: its pieces are not derived, capture them")
     if case.loss_chunks > 1:
         raise ConfigError("loss-chunks", case.loss_chunks, "1: chunks are not derived")
+    is_sharded = case.data_parallel is DataParallel.FSDP
+    if case.precision is Precision.MASTER and is_sharded:
+        raise ConfigError("precision", case.precision, "amp with fsdp: its shards are fp32")
     job = job_of(case)
     match case.data_parallel:
         case DataParallel.FSDP:
