@@ -10,6 +10,7 @@ import typer
 
 from stepmark import __version__
 from stepmark.cli import interrupts
+from stepmark.cli.quick_help import Group
 from stepmark.core.errors import StepmarkError
 from stepmark.launch import torchrun
 
@@ -46,6 +47,7 @@ def app(arguments: list[str]) -> typer.Typer:
     """
     made = typer.Typer(
         name="stepmark",
+        cls=Group,
         rich_markup_mode=None,
         add_completion=False,
         pretty_exceptions_enable=False,

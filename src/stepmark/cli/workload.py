@@ -10,6 +10,7 @@ import typer.main
 
 from stepmark.cli import workload_flags
 from stepmark.cli.options import Flag, as_command
+from stepmark.cli.quick_help import Group
 from stepmark.cli.workload_flags import (
     COMPUTE_FROM,
     DISTINCT,
@@ -194,7 +195,7 @@ _COMMANDS: dict[str, tuple[str, Any]] = {
 }
 
 
-class _Verbs(typer.core.TyperGroup):
+class _Verbs(Group):
     """Builds the flags of the command that is asked for, and of no other."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

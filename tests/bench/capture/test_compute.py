@@ -94,6 +94,17 @@ def test_flops_equal_those_of_torchs_counter() -> None:
     assert counted.total() == counter.get_total_flops()
 
 
+def test_gradients_of_weights_sum_over_tokens() -> None:
+    products = {
+        (one.phase, one.op.m, one.op.k)
+        for one in computed(sharded())
+        if isinstance(one.op, Gemm)
+    }
+    tokens = SMALL.seq_len
+    for phase, m, k in products:
+        assert (k if phase is Phase.WGRAD else m) == tokens
+
+
 def attentions(operations: list[ComputeOp]) -> list[Attention]:
     return [one.op for one in operations if isinstance(one.op, Attention)]
 

@@ -8,6 +8,7 @@ gradient's reduction follows its computation, and the end of the backward pass w
 import functools
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from tests.bench.capture.made import made_of
@@ -19,6 +20,7 @@ from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation
 
 BACKWARD = (Phase.BWD, Phase.DGRAD, Phase.WGRAD)
 SHARDED = ("fsdp", "fsdp_tp", "hsdp")
+SCATTER = Collective.REDUCE_SCATTER
 
 
 @functools.cache
@@ -93,7 +95,7 @@ def test_a_reduction_follows_its_gradients(case: str) -> None:
     reductions = [
         (one, other)
         for one, other in waits(case)
-        if isinstance(one, CommOp) and one.collective == Collective.REDUCE_SCATTER
+        if isinstance(one, CommOp) and one.collective == SCATTER
     ]
     assert len(reductions) == (SMALL.num_layers + 1) * SMALL.num_microbatches
     for one, other in reductions:
@@ -102,6 +104,37 @@ def test_a_reduction_follows_its_gradients(case: str) -> None:
         assert other.stream == COMPUTE
         assert other.phase in BACKWARD
         assert other.microbatch == one.microbatch
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_gathers_hold_no_more_than_two_buffers(case: str) -> None:
+    """A gather waits for the last copy-out in the backward pass, else for the one before."""
+    after = {id(one): other for one, other in waits(case) if one.stream == "fsdp"}
+    copied: list[Operation] = []
+    for one in operations(case):
+        if isinstance(one, ComputeOp) and one.name == "copy_out" and one.after:
+            copied.append(one)
+        if isinstance(one, CommOp) and one.collective == Collective.ALL_GATHER and copied:
+            if one.stream != "fsdp":
+                continue
+            is_last = Phase.BWD in (one.phase, copied[-1].phase)
+            if is_last or len(copied) > 1:
+                assert after[id(one)] is copied[-1 if is_last else -2]
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_a_reduction_waits_until_the_one_before_has_given_its_buffer_back(case: str) -> None:
+    """The computation does, that fills the buffer; not for the sum over copies."""
+    found = operations(case)
+    reductions = [
+        at
+        for at, one in enumerate(found)
+        if isinstance(one, CommOp) and (one.collective, one.stream) == (SCATTER, "fsdp")
+    ]
+    waiting = [(place(found, one), place(found, other)) for one, other in waits(case)]
+    for first, second in pairwise(reductions):
+        if found[first].microbatch == found[second].microbatch:
+            assert any(first < one < second and other == first for one, other in waiting)
 
 
 def test_copies_are_summed_after_their_shards() -> None:
@@ -113,7 +146,7 @@ def test_copies_are_summed_after_their_shards() -> None:
     assert len(found) == (SMALL.num_layers + 1) * SMALL.num_microbatches
     for one, other in found:
         assert isinstance(other, CommOp)
-        assert other.collective == Collective.REDUCE_SCATTER
+        assert other.collective == SCATTER
         assert one.collective == Collective.ALL_REDUCE
         assert (one.layer, one.module) == (other.layer, other.module)
         assert one.count == other.count

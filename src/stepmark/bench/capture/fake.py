@@ -6,7 +6,6 @@ of the fake mode.
 
 import contextlib
 import functools
-import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepmark.bench.capture.ddp import unread_shapes
@@ -52,7 +52,8 @@ def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
     mesh_sizes: list[int] = []
     with told, contextlib.ExitStack() as stack:
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        stack.callback(_forget)
+        # DTensor keeps layouts with their meshes, which equal those of another rank.
+        stack.callback(_clear_sharding_prop_cache)
         stack.callback(dist.destroy_process_group)
         for name in _OF_NUMBERS:
             if name in vars(DeviceMesh):
@@ -62,19 +63,6 @@ def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
         stack.enter_context(unread_shapes())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield mesh_sizes
-
-
-def _forget() -> None:
-    """DTensor keeps layouts with their meshes, which equal those of the next rank's groups."""
-    for one in gc.get_objects():
-        # By type, as proxies of what is gone answer to isinstance with an error.
-        if type(one) is functools._lru_cache_wrapper and _is_distributed(one):
-            one.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
-
-
-def _is_distributed(cache: Any) -> bool:
-    return str(getattr(cache, "__module__", "")).startswith("torch.distributed")
 
 
 def _real(method: Any, mesh_sizes: list[int]) -> Any:

@@ -30,6 +30,7 @@ class Overlap:
         self._copying: int | None = None
         self._ddp_reduces = False
         self._reducing = False  # FSDP2: since the backward pass began
+        self._scattered = 0  # the number of the newest reduction, its sum over replicas aside
 
     @property
     def reduces(self) -> bool:
@@ -72,7 +73,7 @@ class Overlap:
     def reducing(self) -> Iterator[None]:
         """FSDPParamGroup.post_backward: one reduction's buffer is held at a time."""
         if self._reducing:
-            self._wait_for.add(REDUCED)
+            self._wait_for.add(self._reference(REDUCED, self._scattered))
         with self._in("reduce", COMPUTE):
             yield
 
@@ -137,7 +138,7 @@ class Overlap:
     ) -> tuple[CommOp, Operation | None]:
         """After the newest computation, which made the gradients."""
         self._count(REDUCED)
-        self._reducing = True
+        self._reducing, self._scattered = True, self._issued[REDUCED]
         last = before[-1] if before else None
         named: Operation | None = None
         after: tuple[str, ...] = ()
