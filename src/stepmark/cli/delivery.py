@@ -29,7 +29,7 @@ def deliver(
     from stepmark.cli.view import view  # noqa: PLC0415
 
     seen = view(path)
-    with _stdout():
+    with whole_stdout():
         files(seen, values)
         if "-" not in (values.get("json"), values.get("csv")):
             show(seen, values)
@@ -44,14 +44,14 @@ def listed(cases: Sequence[CommCase | TrainCase], notes: Sequence[str] = ()) -> 
     """--dry-run: the command of each case."""
     for note in notes:
         sys.stderr.write(f"# {note}\n")
-    with _stdout():
+    with whole_stdout():
         sys.stdout.write("".join(case.command() + "\n" for case in cases))
     count = len(cases)
     sys.stderr.write(f"{count} case{'s' if count != 1 else ''}; none was run\n")
 
 
 @contextlib.contextmanager
-def _stdout() -> Iterator[None]:
+def whole_stdout() -> Iterator[None]:
     """What is written is out at the end; a full disk is one line and no second try at exit."""
     try:
         yield

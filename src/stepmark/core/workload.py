@@ -24,6 +24,10 @@ from stepmark.core.model import ModelConfig
 from stepmark.core.ops import Op, Phase
 
 COMPUTE = "compute"  # the stream of computation
+# Streams of what PyTorch sends beside it. FSDP2 gathers and scatters over one process group,
+# whose kernels NCCL runs in the order of their calls whatever CUDA streams they are on; the sum
+# over the replicas of HSDP is of another group.
+FSDP, FSDP_REPLICATE, DDP = "fsdp", "fsdp_replicate", "dp"
 COMMUNICATIONS = (*(str(one) for one in Collective), SEND, RECV)
 
 

@@ -74,7 +74,7 @@ class _Lane:
         self._next = 0
         self._now = 0
         self._taken: dict[tuple[int, int, str], int] = defaultdict(int)
-        self._done: set[tuple[str, int | None, int | None]] = set()
+        self._has_passes: set[str] = set()  # kinds of them that are of a micro-batch
         self._pending: list[tuple[tuple[int, int, str], int]] = []  # receipts waited for
         # By the transfer's name: the (pair and phase, number) that its receipt waits for.
         self._receipts: dict[str, list[tuple[tuple[int, int, str], int] | None]] = defaultdict(
@@ -127,12 +127,14 @@ class _Lane:
                 return False
             ready = max(ready, sent[pair][number])
         self._now = ready
-        # What comes back to a micro-batch in the same direction is no pass through the chunk,
-        # e.g. the reduction of all gradients at the end.
-        place = (piece.kind, piece.microbatch, piece.layer)
-        if piece.kind not in UNITS or (place in self._done and piece.microbatch is not None):
+        # What is of no micro-batch where others are is no pass through the chunk, e.g. the
+        # reduction of all gradients at the end.
+        if piece.microbatch is not None:
+            self._has_passes.add(piece.kind)
+        elif piece.kind in self._has_passes:
             return True
-        self._done.add(place)
+        if piece.kind not in UNITS:
+            return True
         end = self._now + UNITS[piece.kind]
         self.slots.append(
             Slot(

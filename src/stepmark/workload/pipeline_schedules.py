@@ -22,7 +22,8 @@ def schedule(
     """A stage's ticks in order.
 
     gathers, reduces: with the places where parameters of chunks are gathered and gradients
-    reduced along with the schedule (param_sync_func, grad_sync_func).
+    reduced along with the schedule (param_sync_func, grad_sync_func). Plain 1F1B gathers
+    nothing, whatever is asked: its schedule does not call param_sync_func.
     """
     if pipeline.num_chunks > 1:
         return _Interleaved(pipeline, stage, gathers, reduces).spans()
@@ -36,13 +37,12 @@ def _plain(pipeline: Pipeline, stage: int, reduces: bool) -> Iterator[Span]:
     remaining = total - warmup
 
     def prev(sent: int | None, received: int | None) -> Tick:
-        return (
-            () if first else _transfers({Act.SEND_BACKWARD: sent, Act.RECV_FORWARD: received})
-        )
+        own = {"send_backward": _only(sent), "recv_forward": _only(received)}
+        return () if first else _moves(True, **own)
 
     def next_(sent: int | None, received: int | None) -> Tick:
-        wanted = {Act.SEND_FORWARD: sent, Act.RECV_BACKWARD: received}
-        return () if last else _transfers(wanted)
+        own = {"send_forward": _only(sent), "recv_backward": _only(received)}
+        return () if last else _moves(True, **own)
 
     def steady(index: int) -> Tick:
         ahead = warmup + index
@@ -81,13 +81,22 @@ _SINGLE = (
 )
 
 
-def _transfers(wanted: dict[Act, int | None]) -> Tick:
-    """Of one chunk and in one call. None: not this one."""
-    found = [(act, wanted[act]) for act in _BATCHED if wanted.get(act) is not None]
+def _moves(batched: bool, parity: int = 0, **wanted: tuple[int, int] | None) -> Tick:
+    """Transfers of (chunk, micro-batch), by the names of their acts. None: not this one.
+
+    batched: in one call; else in the order of a stage whose number is even, or odd.
+    """
+    order = _BATCHED if batched else _SINGLE[parity]
+    found = [(act, where) for act in order if (where := wanted.get(act)) is not None]
     return tuple(
-        Action(act=act, microbatch=microbatch or 0, fused=index > 0)
-        for index, (act, microbatch) in enumerate(found)
+        Action(act=act, chunk=chunk, microbatch=microbatch, fused=batched and index > 0)
+        for index, (act, (chunk, microbatch)) in enumerate(found)
     )
+
+
+def _only(microbatch: int | None) -> tuple[int, int] | None:
+    """Of the one chunk that a stage has."""
+    return None if microbatch is None else (0, microbatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +174,7 @@ class _Interleaved:
         return None if ends else (chunk, microbatch)
 
     def moves(self, *, batched: bool, **wanted: tuple[int, int] | None) -> Tick:
-        order = _BATCHED if batched else _SINGLE[self.stage % 2]
-        found = [(act, where) for act in order if (where := wanted.get(act)) is not None]
-        return tuple(
-            Action(act=act, chunk=where[0], microbatch=where[1], fused=batched and index > 0)
-            for index, (act, where) in enumerate(found)
-        )
+        return _moves(batched, self.stage % 2, **wanted)
 
     def awaited(self, **wanted: tuple[int, int] | None) -> Tick:
         """Transfers that the stage waits for at once."""

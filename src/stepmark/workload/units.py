@@ -110,6 +110,11 @@ class Unit:
     registered: tuple[str, ...] = ()
 
     @property
+    def experts_at(self) -> int | None:
+        """Which piece of fwd, and of bwd, the module of the experts is; None: not apart."""
+        return 1 if len(self.fwd) == 3 else None
+
+    @property
     def experts(self) -> tuple[Param, ...]:
         return tuple(one for one in self.params if one.is_expert)
 

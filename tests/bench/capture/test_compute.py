@@ -162,8 +162,11 @@ def test_the_optimizer_updates_this_ranks_parameters() -> None:
         elif param.dim() > 1:
             rows //= SMALL.tp
         expected += math.ceil(rows / 2) * rest
-    (op,) = {one.op for one in computed(sharded()) if isinstance(one.op, Optimizer)}
+    updates = [one for one in computed(sharded()) if one.phase is Phase.OPTIM]
+    (op,) = {one.op for one in updates if isinstance(one.op, Optimizer)}
     assert (op.num_params, op.kind) == (expected, "adamw")
+    # Its state is made in the first step only.
+    assert not any("zeros" in one.op.name for one in updates if isinstance(one.op, Kernel))
 
 
 def test_phases_follow_each_other_and_the_clip_is_optim() -> None:

@@ -204,20 +204,20 @@ def _bytes_moved(
 ) -> int:
     """Every operand read once, every result written once."""
     if name == "all_gather_copy_in":  # it returns the buffer it writes a part of
-        return 2 * sum(map(_num_bytes, _tensors(args[0])))
+        return 2 * sum(map(_num_bytes, tensors(args[0])))
     total, seen = 0, set()
     arguments = func._schema.arguments
     for at, argument in enumerate(arguments):
         value = args[at] if at < len(args) else kwargs.get(argument.name)
-        tensors = list(_tensors(value))
+        operands = list(tensors(value))
         if name in _PICKS and at == 0:
-            tensors = list(_tensors(result))
+            operands = list(tensors(result))
         writes = argument.alias_info is not None and argument.alias_info.is_write
         reads = not (writes and (argument.kwarg_only or name in _ONLY_WRITES))
-        total += (reads + writes) * sum(map(_num_bytes, tensors))
+        total += (reads + writes) * sum(map(_num_bytes, operands))
         if writes:
-            seen |= {id(one) for one in tensors}
-    return total + sum(_num_bytes(one) for one in _tensors(result) if id(one) not in seen)
+            seen |= {id(one) for one in operands}
+    return total + sum(_num_bytes(one) for one in tensors(result) if id(one) not in seen)
 
 
 def _num_bytes(tensor: Tensor) -> int:
@@ -229,9 +229,10 @@ def _num_bytes(tensor: Tensor) -> int:
     return total if tensor.numel() else 0
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Those of an argument, which may be a list of lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for one in value:
-            yield from _tensors(one)
+            yield from tensors(one)

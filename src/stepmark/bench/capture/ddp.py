@@ -16,6 +16,8 @@ from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import distributed
 
+from stepmark.bench.capture.compute import tensors
+
 _VERIFY = "_verify_param_shape_across_processes"
 
 
@@ -59,15 +61,6 @@ class Rebuilding:
         given = list(tensors(list(args)))
         dtype = given[0].dtype if given else kwargs.get("dtype")
         return dtype is torch.int32 and not any(isinstance(one, FakeTensor) for one in given)
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Those of an argument, which may be a list of lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors(one)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ FSDP2 and DDP issue communication on streams of their own, which the CPU does no
 they are told by whose calls it is: FSDP2's parameter groups (unshard, wait_for_unshard,
 post_backward, finalize_backward of torch.distributed.fsdp's FSDPParamGroup, whose CUDA events
 are followed) and the all-reduces that DDP's reducer calls.
+
+Over 250 lines because one mode of the dispatcher must see everything.
 """
 
 import contextlib
@@ -26,8 +28,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepmark.bench.capture.compute import computed
-from stepmark.bench.capture.ddp import Rebuilding, tensors, with_result
+from stepmark.bench.capture.compute import computed, tensors
+from stepmark.bench.capture.ddp import Rebuilding, with_result
 from stepmark.bench.capture.groups import Groups
 from stepmark.bench.capture.messages import NAMESPACES, communicated
 from stepmark.bench.capture.modules import OUTSIDE, Place, Places, in_backward

@@ -147,8 +147,9 @@ class Chunk:
         """All weights, ahead of the passes that need them: a pipeline's UNSHARD."""
         if self._order:
             self._unsharding = True
-            for group in self._all_groups():
-                self._order.unshard(group, Phase.FWD, (PASSED,))
+            with self._order.of_all():
+                for group in self._all_groups():
+                    self._order.unshard(group, Phase.FWD, (PASSED,))
         return self._take()
 
     def release(self) -> None:
@@ -169,7 +170,8 @@ class Chunk:
         segments: list[tuple[Block, int]] = []
         if self._order:
             for group in self._all_groups():
-                self._order.post_backward(group)
+                with self._order.of_all():
+                    self._order.post_backward(group)
                 segments.append((self._take(group.layer or 0), group.layer or 0))
             self._order.end(self._all_groups())
             segments.append((self._take(), 0))
@@ -179,7 +181,7 @@ class Chunk:
         return layer.unit.others if layer.experts else layer.unit.params
 
     def _with_experts(self, layer: Layer, reshard: int | None) -> Layer:
-        if len(layer.unit.fwd) == 1:
+        if layer.unit.experts_at is None:
             return layer
         group = Group(
             module="experts",
@@ -306,7 +308,7 @@ class Chunk:
         is_backward = way in ("bwd", "rest")
         pieces = unit.bwd if is_backward else unit.fwd
         for index in range(len(pieces)):
-            is_inside = index == 1
+            is_inside = index == unit.experts_at
             if order and experts and is_inside:
                 if is_backward:
                     order.pre_backward(experts)

@@ -17,7 +17,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync, Recompute
-from stepmark.core.workload import Block, ComputeOp, Item, Kernel, Run, Workload
+from stepmark.core.workload import DDP, Block, ComputeOp, Item, Kernel, Run, Workload
 from stepmark.workload.architecture import AnyJob
 from stepmark.workload.job import Comms
 from stepmark.workload.rules.pytorch.buckets import closed, completed, filled, ready_at
@@ -34,7 +34,7 @@ from stepmark.workload.units import Param, Unit
 MIB = 2**20
 _FIRST, _DEFAULT_MB = MIB, 25
 _BUFFER_BYTES = 250 * MIB  # of the broadcast of parameters
-_STREAM, _BUCKET, _READY = "dp", "bucket", "ready"
+_BUCKET, _READY = "bucket", "ready"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,7 @@ class Reducing:
             "ddp",
             phase=Phase.BWD,
             dtype=wire,
-            stream=_STREAM,
+            stream=DDP,
             name=_BUCKET,
             after=(_READY,),
             **where,
@@ -221,7 +221,7 @@ class Reducing:
                 module="used",
                 dtype=DType.INT32,
                 microbatch=0,
-                stream=_STREAM,
+                stream=DDP,
                 name=_BUCKET,
             )
         yield wait((_BUCKET,), Phase.BWD)

@@ -4,24 +4,26 @@ The states and hooks of torch 2.13, torch/distributed/fsdp/_fully_shard: _fsdp_p
 (unshard, wait_for_unshard, pre_forward, post_forward, pre_backward, post_backward,
 _backward_prefetch), _fsdp_state.py (_pre_forward, _pre_backward,
 _root_post_backward_final_callback) and _fsdp_collectives.py (foreach_all_gather,
-foreach_reduce). Streams are theirs: gathers on "fsdp", reductions on "fsdp_reduce", those
-over replicas on "fsdp_replicate"; copies in and out of their buffers on "compute". Over 250
-lines: one state machine, whose methods are torch's calls.
+foreach_reduce). Gathers and reductions are on one stream though torch has two: they share a
+process group, whose kernels run one after the other (core/workload.py). Copies in and out of
+their buffers are on "compute". Over 250 lines: one state machine, whose methods are torch's
+calls.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import Phase
-from stepmark.core.workload import CommOp, ComputeOp, Item, Kernel, Run
+from stepmark.core.workload import FSDP, FSDP_REPLICATE, CommOp, ComputeOp, Item, Kernel, Run
 from stepmark.workload.job import Comms
 from stepmark.workload.units import Param
 
-GATHER, REDUCE, REPLICATE = "fsdp", "fsdp_reduce", "fsdp_replicate"
+GATHER, REDUCE, REPLICATE = "fsdp", "fsdp_reduce", "fsdp_replicate"  # what others wait for
 PASSED = "passed"  # the newest computation of a pass
-_COPY_OUT = "copy_out"
+_COPY_IN, _COPY_OUT = "reduce_copy_in", "copy_out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,17 @@ class Order:
         self._gathers = 0
         self._newest: Group | None = None  # whose forward pass was the last
         self._begins = False  # a forward pass of the whole model
+        self._microbatch: int | None = 0
         self.items: list[Item] = []
+
+    @contextlib.contextmanager
+    def of_all(self) -> Iterator[None]:
+        """What is issued inside belongs to no micro-batch, but to all of them."""
+        self._microbatch = None
+        try:
+            yield
+        finally:
+            self._microbatch = 0
 
     def take(self, layer: int = 0) -> tuple[Item, ...]:
         """What was issued since the last call, layers relative to this one."""
@@ -121,8 +133,8 @@ class Order:
             module=group.module,
             dtype=self._how.gathered,
             layer=group.layer,
-            microbatch=0,
-            stream=GATHER,
+            microbatch=self._microbatch,
+            stream=FSDP,
             name=self._named(GATHER),
             after=tuple(self._named(one) for one in after),
         )
@@ -187,7 +199,7 @@ class Order:
                     module=one.part,
                     dtype=how.reduced if how.held else how.gathered,
                     layer=group.layer,
-                    microbatch=0,
+                    microbatch=self._microbatch,
                 )
         ranks = comms.groups[group.shards].size
         whole = sum(one.padded(ranks) for one in trained)
@@ -195,17 +207,10 @@ class Order:
             read = sum(one.numel for one in trained) * how.gathered.itemsize
             written = whole * how.reduced.itemsize
             after = (self._named(REDUCE if ranks > 1 else REPLICATE),)
-            copied = "reduce_copy_in"
-            self._copy(
-                "fsdp_reduce_copy_in",
-                read + written,
-                group,
-                Phase.BWD,
-                after=after,
-                name=copied,
-            )
-        self._reduce(Collective.REDUCE_SCATTER, whole, group, group.shards, REDUCE)
-        self._reduce(Collective.ALL_REDUCE, whole // ranks, group, "replicate", REPLICATE)
+            kernel = "fsdp_reduce_copy_in"
+            self._copy(kernel, read + written, group, Phase.BWD, after=after, name=_COPY_IN)
+        self._reduce(Collective.REDUCE_SCATTER, whole, group)
+        self._reduce(Collective.ALL_REDUCE, whole // ranks, group)
 
     def end(self, groups: Iterable[Group], *, reduces: bool = True) -> None:
         """After the last backward pass: what was recorded of forward passes is forgotten.
@@ -221,25 +226,22 @@ class Order:
         if names and reduces:
             self.items.append(wait(tuple(names), Phase.BWD))
 
-    def _reduce(
-        self, collective: Collective, elements: int, group: Group, ranks: str, stream: str
-    ) -> None:
-        how = self._how
-        before = (
-            REDUCE if stream == REPLICATE and how.comms.groups[group.shards].size > 1 else ""
-        )
+    def _reduce(self, collective: Collective, elements: int, group: Group) -> None:
+        """Scattered over the shards, or what was scattered summed over the replicas."""
+        how, scatters = self._how, collective is Collective.REDUCE_SCATTER
+        is_second = not scatters and how.comms.groups[group.shards].size > 1
         self.items += how.comms(
             collective,
             elements,
-            ranks,
+            group.shards if scatters else "replicate",
             phase=Phase.BWD,
             module=group.module,
             dtype=how.reduced,
             layer=group.layer,
-            microbatch=0,
-            stream=stream,
-            name=self._named(stream),
-            after=(self._named(before or "reduce_copy_in"),),
+            microbatch=self._microbatch,
+            stream=FSDP if scatters else FSDP_REPLICATE,
+            name=self._named(REDUCE if scatters else REPLICATE),
+            after=(self._named(REDUCE if is_second else _COPY_IN),),
         )
 
     def _copy(
@@ -257,7 +259,7 @@ class Order:
             phase=phase,
             module=group.module,
             layer=group.layer,
-            microbatch=0,
+            microbatch=self._microbatch,
             name=self._named(name),
             after=after,
         )

@@ -127,7 +127,7 @@ def _pipelined(
     for rank, spans in enumerate(pipeline.spans(order)):
         mine = chunks[rank :: order.num_ranks]
         stage = pipeline.Stage(job, mine, rank, comms=comms, blocks=blocks)
-        passes = (*stage.program(spans), *_collected(job, how, mine))
+        passes = (*stage.program(spans), *_collected(job, how, mine, None))
         if times > 1:
             blocks[f"pass.{rank}"] = passes
             passes = (Run(block=f"pass.{rank}", times=times, microbatch_step=count),)
@@ -215,7 +215,7 @@ def _accumulated(job: AnyJob, how: Technique, chunk: Chunk, blocks: BLOCKS) -> B
     """Micro-batch after micro-batch."""
     count = job.num_microbatches
     reducing = how.buckets(chunk) if how.buckets else chunk.backward
-    collected = _collected(job, how, [chunk])
+    collected = _collected(job, how, [chunk], 0)
     found: list[Item] = []
     if how.holds and count > 1:
         held = chunk.forward(), chunk.backward(reduces=False)
@@ -229,8 +229,13 @@ def _accumulated(job: AnyJob, how: Technique, chunk: Chunk, blocks: BLOCKS) -> B
     return tuple(found)
 
 
-def _collected(job: AnyJob, how: Technique, chunks: list[Chunk]) -> Block:
-    """Of fp32 masters: gradients that are parts of a sum over tp are summed when taken."""
+def _collected(
+    job: AnyJob, how: Technique, chunks: list[Chunk], microbatch: int | None
+) -> Block:
+    """Of fp32 masters: gradients that are parts of a sum over tp are summed when taken.
+
+    microbatch: None where they are taken after all.
+    """
     if how.weights is how.model_weights or how.sharding:
         return ()
     comms = Comms(groups=groups_of(job), dtype=how.model_weights)
@@ -245,6 +250,6 @@ def _collected(job: AnyJob, how: Technique, chunks: list[Chunk]) -> Block:
             "tp",
             phase=Phase.BWD,
             module=one.part,
-            microbatch=0,
+            microbatch=microbatch,
         )
     )
