@@ -1,10 +1,13 @@
 """stepmark workload: what it makes, writes, shows and refuses, called as a user calls it."""
 
 import gzip
+import io
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +175,16 @@ def test_what_a_file_leaves_out_can_be_said(run: Program) -> None:
     assert "all_to_all" in done.text
     refused(run("show --group-sizes ep", log), "group-sizes", "ep=16")
     refused(run("show --group-sizes ep=16", SIMAI[0]), "group-sizes", "simai")
-    refused(run("convert --world-size 8 -o -", log), "world-size", "aicb")
+    refused(run("convert --world-size 8 -o -", log), "world-size", "a file of format aicb")
+    told = AICB / "tutorial_gpt13b_tp8_pp1_w8_gbs2/simai_no_aiob.txt"
+    refused(run("show --world-size 3", told), "world-size: '3'", "as line 1 says")
+    assert run("show --world-size 8", told).out == run("show", told).out != b""
 
 
 def test_tables_as_json_and_csv(run: Program) -> None:
     done = run(f"generate {FRAMEWORKS['megatron']} --json -")
     tables = json.loads(done.out)
-    assert set(tables) == {"stages", "communication", "computation", "layers"}
+    assert set(tables) == {"stages", "communication", "sizes", "computation", "layers"}
     assert [row["stage"] for row in tables["stages"]] == [0, 1]
     Path("w.json").write_bytes(run.made(FRAMEWORKS["megatron"]).out)
     assert json.loads(run("show w.json --json -").out) == tables
@@ -207,7 +213,135 @@ def test_one_stage_one_rank_or_all(run: Program) -> None:
     said = run("convert w.json --to csv --stage 1 --rank 3 -o -").err
     assert "--stage: no effect: csv holds all stages" in said
     assert "--rank: no effect: csv holds all ranks" in said
-    assert "--rank: no effect" in run("convert w.json --to aicb --rank 3 -o -").err
+    # Of a format of one stage --rank picks the rank's.
+    assert run("convert w.json --to aicb --rank 7 -o -").out == last.out
+    assert "stage 1 alone" in run("convert w.json --to aicb --rank 4 -o rank4.csv").err
+    refused(run("convert w.json --to aicb --rank 8 -o -"), "rank: '8'", "from 0 to 7")
+    for to in ("aicb", "param"):
+        line = f"convert w.json --to {to} --rank 3 --stage 1 -o -"
+        refused(run(line), "rank: '3'", "stage 1: 4 to 7")
+
+
+def test_a_stage_of_a_pipeline_goes_by_either_name(run: Program) -> None:
+    base = f"generate {FRAMEWORKS['megatron']} --format aicb -o -"
+    stages = [run(f"{base} --pp-rank {stage}").out for stage in (0, 1)]
+    assert [run(f"{base} --stage {stage}").out for stage in (0, 1)] == stages
+    assert stages[0] != stages[1] == run(f"{base} --stage 1 --pp-rank 1").out
+    assert "no effect" not in run(f"{base} --stage 1").err
+    assert "Computation, stage 1" in run(f"generate {FRAMEWORKS['megatron']} --stage 1").text
+    refused(run(f"{base} --stage 2"), "stage: '2'", "from 0 to 1")
+    refused(run(f"{base} --stage 1 --pp-rank 0"), "stage", "--pp-rank")
+    # Of DeepSpeed it is ZeRO's.
+    zero = run.made(f"--framework deepspeed {FRAMEWORKS['deepspeed']} --stage 1").workload
+    assert (zero.settings["stage"], len(zero.stages)) == (1, 1)
+
+
+@pytest.mark.parametrize("to", ["aicb", "simai"])
+def test_a_folder_of_stages(run: Program, to: str) -> None:
+    Path("w.json").write_bytes(run.made(FRAMEWORKS["megatron"]).out)
+    assert run(f"convert w.json --to {to} -o all/").code == 0
+    suffix = FORMATS[to].suffix
+    assert {path.name: path.read_bytes() for path in Path("all").iterdir()} == {
+        f"stage{stage}{suffix}": run(f"convert w.json --to {to} --stage {stage} -o -").out
+        for stage in (0, 1)
+    }
+    assert run(f"convert w.json --to {to} --stage 1 -o one/").code == 0
+    assert [path.name for path in Path("one").iterdir()] == [f"stage1{suffix}"]
+    # A file of theirs is one, whatever its stages.
+    theirs = AICB / "tutorial_gpt13b_tp8_pp1_w8_gbs2/mocked.csv"
+    refused(run("convert --to aicb -o none/", theirs), "out", "a file")
+    for one in ("native", "csv"):
+        refused(run(f"convert w.json --to {one} -o none/"), "out", "a file")
+    assert not Path("none").exists()
+
+
+def test_files_of_another_job_are_not_taken_for_ranks(run: Program) -> None:
+    job = f"generate {TINY} --framework fsdp"
+    assert run(f"{job} --world-size 8 --to param -o st/").code == 0
+    before = {path.name: path.read_bytes() for path in Path("st").iterdir()}
+    for more in ("--world-size 4 --to param", "--world-size 16 --to chakra"):
+        refused(run(f"{job} {more} -o st/"), "out", ".json", "of this workload")
+    refused(run(f"{job} --world-size 4 --to param --rank 0 -o st/"), "4.json and 3 more")
+    assert {path.name: path.read_bytes() for path in Path("st").iterdir()} == before
+    # All are replaced, or one of them.
+    assert run(f"{job} --world-size 8 --mbs 2 --to param -o st/").code == 0
+    assert Path("st/0.json").read_bytes() != before["0.json"]
+    assert run(f"{job} --world-size 8 --to param --rank 3 -o st/").code == 0
+    assert Path("st/3.json").read_bytes() == before["3.json"]
+    assert "8 ranks" in run("show st/").text
+    for absent in ("7.json", "3.json"):
+        Path("st", absent).unlink()
+        refused(run("show st/"), f"no {absent}")
+
+
+def test_one_rank_of_a_chakra_trace(run: Program) -> None:
+    pytest.importorskip("google.protobuf")
+    job = f"generate {TINY} --framework fsdp --to chakra"
+    assert run(f"{job} --world-size 2 -o ch/").code == 0
+    refused(run(f"{job} --world-size 1 -o ch/"), "workload.1.et")
+    groups = Path("ch/comm_groups.json").read_bytes()
+    refused(run(f"{job} --world-size 4 --rank 3 -o ch/"), "comm_groups.json")
+    assert run(f"{job} --world-size 2 --rank 1 -o ch/").code == 0
+    assert Path("ch/comm_groups.json").read_bytes() == groups
+    for name in ("g", "g.et", "g.1.et"):
+        refused(run(f"{job} --world-size 2 -o {name}"), "PREFIX.0.et")
+    for rank in (0, 1):
+        assert run(f"{job} --world-size 2 --rank {rank} -o g.{rank}.et").code == 0
+        if not rank:
+            refused(run("show g.0.et"), "there is no g.1.et")
+    assert run("show g.0.et").text.replace("g:", "workload:") == run("show ch/").text
+    # Its groups are not another's.
+    refused(run(f"{job} --world-size 4 -o h.0.et"), "comm_groups.json")
+    assert not Path("h.0.et").exists()
+
+
+def test_stdin_pipes_and_stdout(run: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = run.made(FRAMEWORKS["megatron"]).out
+    Path("w.json").write_bytes(data)
+    shown = run("show w.json").out
+
+    def given(line: str, text: bytes) -> Any:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        return run(line)
+
+    assert given("show -", data).out == shown
+    assert given("convert - -o -", data).out == data
+    refused(given("show -", b"Dear reader"), "workload: '-'", "unknown kind")
+    monkeypatch.setattr(sys, "stdin", None)
+    refused(run("show -"), "workload: '-'", "closed")
+    os.mkfifo("pipe")
+    writer = threading.Thread(target=Path("pipe").write_bytes, args=(data,))
+    writer.start()
+    assert run("show pipe").out == shown
+    writer.join()
+    assert run("show w.json --html page.html").code == 0
+    page = run("show w.json --html -").out  # figures have ids of chance
+    written = Path("page.html").read_bytes()
+    assert (page[:999], len(page)) == (written[:999], len(written))
+    assert page.endswith(b"</html>\n")
+    refused(run("show w.json --html - --json -"), "stdout")
+
+
+def test_a_full_stdout_is_one_line(run: Program, tmp_path: Path) -> None:
+    Path("w.json").write_bytes(run.made(TINY).out)
+    for line in (
+        *("show w.json", "show w.json --json -", "show w.json --html -"),
+        *("convert w.json -o -", f"generate {TINY}"),
+    ):
+        asked = ["workload", *line.split()]
+        code = f"import sys; from stepmark.cli.main import status; sys.exit(status({asked}))"
+        with Path("/dev/full").open("wb") as full:
+            told = subprocess.run(
+                [sys.executable, "-c", code],
+                cwd=tmp_path,
+                env=environment(),
+                stdout=full,
+                stderr=subprocess.PIPE,
+                check=False,
+            )
+        said = told.stderr.decode().splitlines()
+        assert (told.returncode, len(said)) == (2, 1), said
+        assert "No space left" in said[0]
 
 
 def test_a_profile_is_no_workload(run: Program) -> None:
@@ -307,6 +441,13 @@ BAD = [
     ("generate -m 8", "7, 13, 22"),
     ("generate -m 270 --world-size 8", "--num-layers"),
     ("generate --framework dlrm --model llama-3.1-8b", "nothing with dlrm"),
+    ("generate --model llama-3.1-8b --num-layers 1000003", "at most 100000"),
+    (f"generate {TINY} --to simai --format aicb -o x", "simai and aicb"),
+    (f"generate {TINY} --framework fsdp --recompute -o x", "full, blocks, ops"),
+    (f"generate {TINY} --framework fsdp --recompute", "full, blocks, ops"),
+    (f"generate {TINY} --pp 2 --vpp x", "'x': a whole number"),
+    ("capture x.py:f --world-size 0", "world-size: '0'"),
+    ("capture x.py:f", "missing"),
     ("show", "a file"),
     ("convert", "a file"),
     ("nonsense", "nonsense"),
@@ -327,6 +468,41 @@ def test_help_lists_a_frameworks_settings(run: Program, framework: str) -> None:
         if name not in ("dtype", "make_vocab_size_divisible_by"):
             assert f"--{name.replace('_', '-')}" in done.text, name
             assert field.metadata["help"].split()[0] in done.text
+
+
+def test_help_says_what_a_value_is(run: Program) -> None:
+    text = run("generate --framework megatron --help").text
+    for word in ("--vpp <int>", "--moe-aux-loss-coeff <float>", "--cp-comm-type <str>"):
+        assert word in text
+    zero = run("generate --framework deepspeed --help").text
+    assert re.findall(r"^  (--stage\b[^3].*?)  ", zero, re.M) == ["--stage, --zero-stage <int>"]
+
+
+def test_every_name_of_a_switch_has_an_opposite(run: Program) -> None:
+    base = f"generate {TINY} --world-size 2 --tp 2"
+    plain, split = run(f"{base} -o -").out, run(f"{base} --sp -o -").out
+    assert plain != split
+    for name in ("sequence-parallel", "sp", "enable-sequence-parallel", "sp-enable"):
+        assert run(f"{base} --{name} -o -").out == split
+        for opposite in (f"--no-{name}", f"--{name}=False"):
+            assert run(f"{base} --sp {opposite} -o -").out == plain
+
+
+@pytest.mark.parametrize("framework", [name for name, rule in RULES.items() if rule.has_job])
+def test_settings_hold_the_batches(run: Program, framework: str) -> None:
+    line = f"--framework {framework} {FRAMEWORKS[framework]} --mbs 2"
+    settings = run.made(f"{line} --gbs 32").workload.settings
+    mbs, gbs = (settings.get(f"{one}_batch_size") for one in ("micro", "global"))
+    assert (mbs or settings["mbs"], gbs or settings["gbs"]) == (2, 32)
+
+
+def test_the_preset_of_aicb_says_so(run: Program) -> None:
+    assert "published GPT-3 has 2048" in run("generate --model gpt-175b -o w.json").err
+    short = "--model gpt-175b --seq-len 2048 --max-positions 2048"
+    made = run.made(short)
+    assert "GPT-3" not in made.err
+    assert made.workload.model is not None
+    assert (made.workload.model.seq_len, made.workload.model.max_positions) == (2048, 2048)
 
 
 @pytest.mark.parametrize("verb", ["generate", "show", "convert", "capture"])

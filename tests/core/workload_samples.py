@@ -1,6 +1,7 @@
 """Workloads: one small and readable, and any that the types allow."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -95,7 +96,7 @@ computes = st.builds(
     microbatch=relative,
     stream=st.sampled_from(["compute", "dp"]),
     name=texts,
-    after=st.lists(texts, max_size=2).map(tuple),
+    after=st.lists(st.sampled_from(["", "~1"]), max_size=2).map(tuple),
     recompute=st.booleans(),
     time_s=times_s,
 )
@@ -115,9 +116,9 @@ def comms(draw: st.DrawFn) -> CommOp:
         microbatch=draw(relative),
         stream=draw(st.sampled_from(["compute", "dp"])),
         name=draw(texts),
-        after=tuple(draw(st.lists(texts, max_size=2))),
+        after=tuple(draw(st.lists(st.sampled_from(["", "~1"]), max_size=2))),
         redop=draw(st.sampled_from(RedOp)),
-        root=draw(st.none() | st.integers(0, 3)),
+        root=draw(st.none() | st.integers(0, 1)),
         peer=draw(st.integers(-2, 2)) if collective in (SEND, RECV) else None,
         fused=draw(st.booleans()),
         recompute=draw(st.booleans()),
@@ -143,8 +144,14 @@ assert isinstance(MODELS[2].moe, MoeConfig)
 def workloads(draw: st.DrawFn) -> Workload:
     """Blocks run only blocks before them, so none runs itself."""
     blocks: dict[str, Block] = {}
+    awaited = draw(st.text(min_size=1, max_size=6))
     for index in range(draw(st.integers(1, 5))):
-        items: list[Item] = draw(st.lists(computes | comms(), max_size=4))
+        items: list[Item] = [
+            replace(one, after=tuple(f"{awaited}{back}" for back in one.after))
+            for one in draw(st.lists(computes | comms(), max_size=4))
+        ]
+        if any(isinstance(one, ComputeOp | CommOp) and one.after for one in items):
+            items.append(compute(name=awaited))
         for name in draw(st.lists(st.sampled_from(list(blocks)), max_size=2)) if blocks else []:
             place = draw(st.integers(0, len(items)))
             items.insert(place, Run(block=name, **draw(runs)))

@@ -53,8 +53,30 @@ def test_tables_count_what_a_walk_counts(workload: Workload) -> None:
         worked = [one for one in walked if isinstance(one, ComputeOp)]
         flops = sum(one.op.flops or 0 for one in worked)
         assert total(tables.compute_rows(workload, stage), "flops") == flops
+        by_size = tables.size_rows(workload, stage)
+        assert (total(by_size, "calls"), total(by_size, "bytes")) == (len(sent), num_bytes)
+        for row in by_size:
+            assert row["bytes"] == row["calls"] * row["size_bytes"]  # type: ignore[operator]
         tallied = tables.histogram(workload, stage)
         assert sum(one.calls for one in tallied.values()) == len(sent)
+
+
+def test_bins_of_sizes_are_said(workload: Workload) -> None:
+    """Of more than 16 sizes; then the tables have each."""
+    few = workload_text.lines(workload, 0)
+    assert not any("in bins" in line for line in few)
+    (name, block), *_ = [
+        (name, block)
+        for name, block in workload.blocks.items()
+        if any(isinstance(one, CommOp) for one in block)
+    ]
+    sent = next(one for one in block if isinstance(one, CommOp))
+    many = tuple(replace(sent, count=3**power) for power in range(17))
+    held = replace(workload, blocks={**workload.blocks, name: (*block, *many)})
+    sizes = {row["size_bytes"] for row in tables.size_rows(held, 0)}
+    (said,) = [line for line in workload_text.lines(held, 0) if "in bins" in line]
+    assert said.startswith(f"{len(sizes)} sizes in bins, powers of two")
+    assert workload_text.lines(replace(held, world_size=1), 0)[0].endswith(", 1 rank")
 
 
 def test_layers_add_up_to_the_stage(workload: Workload) -> None:

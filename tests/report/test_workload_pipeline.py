@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,8 @@ from stepmark.report.workload_pipeline import Timeline, num_steady, shortened, t
 from stepmark.workload.job import Job
 from stepmark.workload.rules.megatron import rule as megatron
 from stepmark.workload.rules.megatron.settings import Megatron
-from stepmark.workload.rules.pytorch import fsdp
+from stepmark.workload.rules.pytorch import fsdp, pp
+from stepmark.workload.rules.pytorch.schedules import Schedule
 
 GEMM = Gemm(m=8, n=8, k=8, dtype=DType.BF16)
 ALL = 10**6
@@ -171,6 +173,30 @@ def test_what_follows_the_last_backward_pass_is_no_other_one() -> None:
     ranks = ParallelConfig(pp=2, dp_shard=2)
     sharded = fsdp.workload(Job(model=model, parallel=ranks, gbs=6), fsdp.Fsdp())
     assert workload_pipeline_text.lines(sharded) == workload_pipeline_text.lines(job(2, 3))
+    both = tuple(replace(worked(0), microbatch=one) for one in (None, 0, 1))
+    alone = drawn(pair((*both, moved(SEND), replace(worked(0), microbatch=None)), (worked(0),)))
+    assert [(one.stage, one.microbatch) for one in alone.slots] == [(0, 0), (0, 1), (1, 0)]
+
+
+@pytest.mark.parametrize("per_pass", [0, 4])
+@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"dp_shard": 2, "dp_replicate": 2, "tp": 2}])
+def test_shards_change_nothing_of_a_pipelines_figure(
+    schedule: Schedule, per_pass: int, axes: dict[str, int]
+) -> None:
+    """Gathers and reductions take no unit; gradients are reduced behind the last pass."""
+    model = replace(find_model("llama-3.1-8b").tiny(), num_layers=8)
+    asked: dict[str, Any] = {"pp_schedule": schedule, "pp_microbatches": per_pass}
+    ranks = ParallelConfig(pp=4, **axes)
+    shards = Job(model=model, parallel=ranks, gbs=8 * ranks.data_ranks)
+    sharded = drawn(fsdp.workload(shards, fsdp.Fsdp(**asked)))
+    whole = Job(model=model, parallel=ParallelConfig(pp=4), gbs=8)
+    plain = drawn(pp.workload(whole, pp.Pp(**asked)))
+    assert sharded.slots == plain.slots
+    assert sharded.idle_percent == plain.idle_percent
+    if schedule is not Schedule.INTERLEAVED:
+        micro = per_pass or 8
+        assert plain.idle_percent == pytest.approx(100 * 3 / (micro + 3))
 
 
 def test_a_receipt_is_waited_for_where_its_name_is() -> None:

@@ -24,13 +24,14 @@ class Flag:
     default: Any = None
     names: tuple[str, ...] = ()
     argument: bool = False
+    metavar: str | None = None  # of the value, where `kind` does not tell what it is
 
     def parameter(self) -> inspect.Parameter:
         names = self.names or ("--" + self.name.replace("_", "-"),)
         declared = (
             typer.Argument(help=self.help)
             if self.argument
-            else typer.Option(*names, help=self.help)
+            else typer.Option(*names, help=self.help, metavar=self.metavar)
         )
         hint: Any = (
             self.kind if self.kind is bool and self.default is not None else (self.kind | None)

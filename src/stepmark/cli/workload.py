@@ -1,7 +1,10 @@
-"""stepmark workload: generate, show, convert and capture what a training step does."""
+"""stepmark workload: generate, show, convert and capture what a training step does.
+
+Over 250 lines: four commands and what is particular about reading their flags.
+"""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -9,7 +12,7 @@ import typer.core
 import typer.main
 
 from stepmark.cli import workload_flags
-from stepmark.cli.options import Flag, as_command
+from stepmark.cli.options import Flag, Values, as_command
 from stepmark.cli.quick_help import Group
 from stepmark.cli.workload_flags import (
     COMPUTE_FROM,
@@ -21,12 +24,16 @@ from stepmark.cli.workload_flags import (
     TABLES,
 )
 
-_FILE = Flag(name="file", kind=str, help="workload, in any format", argument=True)
+_FILE = Flag(name="file", kind=str, help="workload, in any format; - = stdin", argument=True)
 _SHOW = (
     _FILE,
     STAGE,
     DISTINCT,
-    Flag(name="html", kind=str, help="page with the figures; needs no network"),
+    Flag(
+        name="html",
+        kind=str,
+        help="page with the figures; needs no network; - = stdout",
+    ),
     *TABLES,
     *LEFT_OUT,
 )
@@ -47,9 +54,14 @@ _CAPTURE = (
 )
 
 
-def generate(values: dict[str, Any]) -> None:
+def generate(values: Values) -> None:
     """From flags to a file, or to what show prints."""
-    from stepmark.cli import workload_files, workload_job, workload_show  # noqa: PLC0415
+    from stepmark.cli import (  # noqa: PLC0415
+        workload_files,
+        workload_job,
+        workload_output,
+        workload_show,
+    )
     from stepmark.core.errors import ConfigError  # noqa: PLC0415
 
     workload_job.say_no_effect(values)
@@ -67,47 +79,59 @@ def generate(values: dict[str, Any]) -> None:
         raise ConfigError("out", "-", "a file, as the tables go to stdout")
     for note in notes:
         sys.stderr.write(f"# {note}\n")
-    workload_files.deliver(made, values)
+    workload_output.deliver(made, values)
     if values.get("distinct"):
         _show(made, values)
     else:
         workload_show.write_tables(made, values)
 
 
-def show(values: dict[str, Any]) -> None:
+def show(values: Values) -> None:
     """What a file says."""
     from stepmark.cli import workload_files  # noqa: PLC0415
 
     _show(workload_files.read(_file(values), values), values)
 
 
-def convert(values: dict[str, Any]) -> None:
+def convert(values: Values) -> None:
     """From one format to another."""
-    from stepmark.cli import workload_files  # noqa: PLC0415
+    from stepmark.cli import workload_files, workload_output  # noqa: PLC0415
 
     read = workload_files.read(_file(values), values)
-    workload_files.deliver(workload_files.timed(read, values.get("compute_from")), values)
+    workload_output.deliver(workload_files.timed(read, values.get("compute_from")), values)
 
 
-def capture(values: dict[str, Any]) -> None:
+def capture(values: Values) -> None:
     """Run code on fake tensors and fake ranks; the only command here that loads torch."""
     from stepmark.cli import workload_capture  # noqa: PLC0415
 
     workload_capture.capture(_file(values), values)
 
 
-def _show(workload: Any, values: Mapping[str, Any]) -> None:
+def _show(workload: Any, values: Values) -> None:
     from stepmark.cli import workload_show  # noqa: PLC0415
 
     workload_show.show(workload, values)
 
 
-def _file(values: Mapping[str, Any]) -> str:
+def _file(values: Values) -> str:
     from stepmark.core.errors import ConfigError  # noqa: PLC0415
 
     if not values.get("file"):
         raise ConfigError("workload", "missing", "a file")
     return str(values["file"])
+
+
+def _command(handler: Callable[[Values], None], doc: str, *groups: tuple[Flag, ...]) -> Any:
+    """Whose output is out at the end, or one line says that it cannot be."""
+
+    def whole(values: Values) -> None:
+        from stepmark.cli.delivery import whole_stdout  # noqa: PLC0415
+
+        with whole_stdout():
+            handler(values)
+
+    return as_command(whole, doc, *groups)
 
 
 def _generate_command(args: list[str]) -> Any:
@@ -124,6 +148,8 @@ def _generate_command(args: list[str]) -> Any:
         workload_flags.WRITE,
         workload_flags.of_settings(RULES[framework].fields()),
     ]
+    if "stage" not in RULES[framework].fields():
+        groups.append((workload_flags.PIPELINE_STAGE,))
     taken = {name for group in groups for flag in group for name in workload_flags.words(flag)}
     groups.append(workload_aicb.flags(taken))
     listed = "; ".join(f"{name} ({rule.help})" for name, rule in RULES.items())
@@ -132,7 +158,7 @@ def _generate_command(args: list[str]) -> Any:
         f"- or with _. Frameworks: {listed}. --framework NAME --help shows a framework's "
         f"settings; these are {framework}'s."
     )
-    return as_command(generate, doc, *groups)
+    return _command(generate, doc, *groups)
 
 
 class _Command(typer.core.TyperCommand):
@@ -145,8 +171,13 @@ class _Command(typer.core.TyperCommand):
             if _is_switch(one)
             for name in (*one.opts, *one.secondary_opts)
         }
-        args = workload_flags.with_bare_recompute(args)
+        valued = {name for one in self.params if not _is_switch(one) for name in one.opts}
+        if "--recompute" not in valued:
+            args = workload_flags.with_bare_recompute(args)
+        elif workload_flags.with_bare_recompute(args) != args:
+            refuse_bare_recompute(args)
         spelled = [workload_flags.spelled(word, switches) for word in args]
+        workload_flags.refuse_two_formats(spelled)
         try:
             return super().parse_args(ctx, [word for word in spelled if word])
         except Exception as error:
@@ -169,6 +200,16 @@ def refuse_of_others(option: str) -> None:
         raise ConfigError(name, "given", f"only with --framework {' or '.join(owners)}")
 
 
+def refuse_bare_recompute(args: list[str]) -> None:
+    """AICB's has no value, this framework's has one: which is not guessed."""
+    from stepmark.core.errors import ConfigError  # noqa: PLC0415
+    from stepmark.workload.rules import RULES, find_rule  # noqa: PLC0415
+
+    framework = find_rule(workload_flags.framework_of(args))
+    allowed = f"of {framework} one of {workload_flags.kinds(RULES[framework].fields())}"
+    raise ConfigError("recompute", "no value", allowed)
+
+
 def _is_switch(parameter: Any) -> bool:
     return bool(getattr(parameter, "is_flag", False))
 
@@ -180,15 +221,15 @@ _COMMANDS: dict[str, tuple[str, Any]] = {
     ),
     "show": (
         "What is in a workload: messages, shapes, layers, pipeline.",
-        lambda args: as_command(show, "Show what is in a workload file.", _SHOW),
+        lambda args: _command(show, "Show what is in a workload file.", _SHOW),
     ),
     "convert": (
         "Between stepmark's, AICB's, SimAI's and others' files.",
-        lambda args: as_command(convert, "Write a workload in another format.", _CONVERT),
+        lambda args: _command(convert, "Write a workload in another format.", _CONVERT),
     ),
     "capture": (
         "From your own PyTorch code, run on fake tensors and fake ranks.",
-        lambda args: as_command(
+        lambda args: _command(
             capture, "Record what PyTorch code does: fake tensors, fake ranks.", _CAPTURE
         ),
     ),

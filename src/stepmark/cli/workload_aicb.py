@@ -175,7 +175,6 @@ _WITH_VALUE = {
     "test_comm": _SWEEP,
     "iter_num": _SWEEP,
     "multi_all_reduce_enable": _SWEEP,
-    "stage": "only DeepSpeed has ZeRO stages",
     "zero_stage": "only DeepSpeed has ZeRO stages",
     "reduce_bucket_size": "only DeepSpeed has it",
     "allgather_bucket_size": "only DeepSpeed has it",

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 
-from stepmark.cli import workload_files
+from stepmark.cli import workload_output
 from stepmark.cli.options import Values
 from stepmark.core.errors import ConfigError
 
@@ -15,7 +15,8 @@ def capture(target: str, values: Values) -> None:
         raise ConfigError("capture", target, "FILE.py:FUNCTION")
     world_size, rank = values.get("world_size"), values.get("rank") or 0
     if world_size is None or not 1 <= world_size <= 2**20:
-        raise ConfigError("world-size", world_size or "missing", "from 1 to 1048576")
+        shown = "missing" if world_size is None else world_size
+        raise ConfigError("world-size", shown, "from 1 to 1048576")
     if not 0 <= rank < world_size:
         raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
     from stepmark.bench.capture.run import capture_file  # noqa: PLC0415
@@ -24,7 +25,7 @@ def capture(target: str, values: Values) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         made = capture_file(target, world_size, rank)
     if values.get("out"):
-        workload_files.deliver(made, values)
+        workload_output.deliver(made, values)
         return
     from stepmark.cli import workload_show  # noqa: PLC0415
 

@@ -55,8 +55,11 @@ def _to_read_twice(file: str) -> Iterator[Path]:
         try:
             yield copy
         except ConfigError as error:
-            said = (text.replace(str(copy), file) for text in (error.field, error.shown))
-            raise ConfigError(*said, error.allowed.replace(str(copy), file)) from None
+            field, shown, allowed = (
+                text.replace(str(copy), file)
+                for text in (error.field, error.shown, error.allowed)
+            )
+            raise ConfigError(field, shown, allowed) from None
 
 
 def _copy(file: str, copy: Path) -> None:
@@ -64,8 +67,8 @@ def _copy(file: str, copy: Path) -> None:
     try:
         if file == "-" and sys.stdin is None:
             raise OSError(errno.EBADF, "it is closed")
-        opened = contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb")
-        with opened as source, copy.open("wb") as stream:
+        stdin = contextlib.nullcontext(sys.stdin.buffer) if file == "-" else None
+        with stdin or Path(file).open("rb") as source, copy.open("wb") as stream:
             while chunk := source.read(2**20):
                 size += len(chunk)
                 if size > _MOST_BYTES:

@@ -12,6 +12,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from stepmark.cli.options import Flag
+from stepmark.core.errors import ConfigError
 
 MODEL = (
     Flag(
@@ -64,13 +65,19 @@ MODEL = (
     Flag(
         name="linear_bias",
         kind=bool,
-        names=("--linear-bias/--no-linear-bias", "--add-bias-linear"),
+        names=(
+            "--linear-bias/--no-linear-bias",
+            "--add-bias-linear/--no-add-bias-linear",
+        ),
         help="biases of linear layers",
     ),
     Flag(
         name="untied",
         kind=bool,
-        names=("--untied/--tied", "--untie-embeddings-and-output-weights"),
+        names=(
+            "--untied/--tied",
+            "--untie-embeddings-and-output-weights/--no-untie-embeddings-and-output-weights",
+        ),
         help="head with weights of its own",
     ),
 )
@@ -105,7 +112,7 @@ EXPERTS = (
     Flag(
         name="moe_enable",
         kind=bool,
-        names=("--moe-enable/--no-moe-enable", "--moe-enabled"),
+        names=("--moe-enable/--no-moe-enable", "--moe-enabled/--no-moe-enabled"),
         help="AICB: the model has experts",
     ),
     Flag(name="q_lora_rank", kind=int, help="MLA: width queries are compressed to"),
@@ -157,7 +164,12 @@ SPREAD = (
         help="expert-parallel degree, within the data ranks [1]",
     ),
     Flag(name="dp_shard", kind=int, help="ranks that shard [what world-size leaves]"),
-    Flag(name="dp_replicate", kind=int, help="copies, each over the other ranks (HSDP)"),
+    Flag(
+        name="dp_replicate",
+        kind=int,
+        names=("--dp-replicate", "--num-distributed-optimizer-instances"),
+        help="copies, each over the other ranks (HSDP)",
+    ),
     Flag(
         name="gbs",
         kind=int,
@@ -202,6 +214,13 @@ LEFT_OUT = (
     Flag(name="world_size", kind=int, help="ranks in all, where a SimAI file does not tell"),
 )
 STAGE = Flag(name="stage", kind=int, help="pipeline stage [0]")
+# Of frameworks that have no ZeRO stages.
+PIPELINE_STAGE = Flag(
+    name="pipeline_stage",
+    kind=int,
+    names=("--stage",),
+    help="pipeline stage, as --pp-rank; of DeepSpeed it is ZeRO's",
+)
 DISTINCT = Flag(
     name="distinct",
     kind=bool,
@@ -217,7 +236,11 @@ WRITE = (
     FORMAT,
     OUT,
     COMPUTE_FROM,
-    Flag(name="comp_filepath", kind=str, help="AICB's name of --compute-from FILE"),
+    Flag(
+        name="comp_filepath",
+        kind=str,
+        help="AICB's --compute-from FILE; what that has not gets 1 ns, AICB's filler",
+    ),
     Flag(
         name="pp_rank",
         kind=int,
@@ -270,11 +293,27 @@ def framework_of(args: Sequence[str]) -> str:
 
 
 def with_bare_recompute(args: list[str]) -> list[str]:
-    """AICB's --recompute has no value and means --recompute-activations; torch's has one."""
+    """AICB's --recompute has no value and means --recompute-activations."""
     return [
         "--recompute-activations" if word == "--recompute" and after.startswith("-") else word
         for word, after in zip(args, [*args[1:], "-"], strict=False)
     ]
+
+
+def refuse_two_formats(args: Sequence[str]) -> None:
+    """--to and --format that differ: ConfigError. The last one of other flags wins."""
+    said: dict[str, str] = {}
+    for word, after in zip(args, [*args[1:], ""], strict=False):
+        name, is_, value = word.partition("=")
+        if name in FORMAT.names:
+            said[name] = value if is_ else after
+    if len(set(said.values())) > 1:
+        raise ConfigError("format", " and ".join(said.values()), "one format")
+
+
+def kinds(fields: Mapping[str, "dataclasses.Field[Any]"]) -> str:
+    """The words that a framework's --recompute takes."""
+    return ", ".join(one for one in kind_of(fields["recompute"]) if one != "none")
 
 
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none")
@@ -304,10 +343,13 @@ def _setting_flag(name: str, field: "dataclasses.Field[Any]") -> Flag:
     text = str(field.metadata.get("help", name))
     if kind_of(field) is bool:
         text += f" [{'yes' if field.default else 'no'}]"
-        return Flag(name=name, kind=bool, names=(f"--{dash}/--no-{dash}", *aliases), help=text)
+        switches = (f"{one}/--no-{one.removeprefix('--')}" for one in (f"--{dash}", *aliases))
+        return Flag(name=name, kind=bool, names=tuple(switches), help=text)
     if field.default not in (None, ""):
         text += f" [{field.default}]"
-    return Flag(name=name, kind=str, names=(f"--{dash}", *aliases), help=text)
+    shown = {int: "<int>", float: "<float>"}.get(kind_of(field), "<str>")
+    names = (f"--{dash}", *aliases)
+    return Flag(name=name, kind=str, names=names, help=text, metavar=shown)
 
 
 def kind_of(field: "dataclasses.Field[Any]") -> Any:

@@ -141,7 +141,8 @@ def say_no_effect(values: Values) -> None:
 
 def without_effect(values: Values) -> Iterator[str]:
     """Of AICB's parameters that were given and that the framework's rules do not have."""
-    own = RULES[find_rule(values.get("framework") or "megatron")].fields()
+    framework = find_rule(values.get("framework") or "megatron")
+    own = RULES[framework].fields()
     timed = values.get("comp_filepath") or values.get("compute_from")
     for name, why in workload_aicb.NO_EFFECT.items():
         if name in own or values.get(name) in (None, False):
@@ -149,6 +150,10 @@ def without_effect(values: Values) -> Iterator[str]:
         if timed and name in ("aiob", "aiob_enable"):
             continue
         if name in _RECOMPUTE and "recompute_granularity" in own:
+            continue
+        if name in _RECOMPUTE and "recompute" in own:
+            kinds = workload_flags.kinds(own)
+            yield f"--{name}: no effect: Megatron-LM's; of {framework} --recompute {kinds}"
             continue
         yield f"--{name}: no effect: {why}"
 
@@ -166,11 +171,15 @@ def _read(name: str, field: Any, value: Any) -> Any:
             return int(value) if value.lstrip("+-").isdecimal() else int(number)
         return kind(value.lower() if issubclass(kind, str) else value)
     except (ValueError, OverflowError):
-        raise ConfigError(_flag(name), value, _allowed(kind)) from None
+        raise ConfigError(_flag(name), value, _allowed(kind, field.default)) from None
 
 
-def _allowed(kind: Any) -> str:
-    words = {int: "a whole number such as 500000000 or 5e8", float: "a number"}
+_LARGE = 10**6  # elements, not layers
+
+
+def _allowed(kind: Any, default: Any) -> str:
+    is_large = isinstance(default, int) and default >= _LARGE
+    words = {int: "a whole number" + " such as 500000000 or 5e8" * is_large, float: "a number"}
     return words[kind] if kind in words else f"one of {', '.join(kind)}"
 
 

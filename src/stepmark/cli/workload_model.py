@@ -1,4 +1,7 @@
-"""Which model `stepmark workload generate` is about: a name, a file, AICB's size, or widths."""
+"""Which model `stepmark workload generate` is about: a name, a file, AICB's size, or widths.
+
+Over 250 lines: all that may replace a part of a model.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +16,11 @@ from stepmark.workload.job import with_seq_len
 _WIDTHS = ("num_layers", "hidden_size", "num_heads")
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _DEFAULT_SEQ_LEN = 2048  # AICB's
+_MOST_LAYERS = 100_000
+_NOTES = {
+    "gpt-175b": "gpt-175b is AICB's, of 4096 positions; the published GPT-3 has 2048 "
+    "(--seq-len 2048 --max-positions 2048)"
+}
 _VOCAB_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 
@@ -36,6 +44,10 @@ def choose(values: Values, framework: str, tp: int) -> Chosen:
         model = model.tiny() if text == "tiny" else model.scaled(factor(text), tp=tp)
     if seq_len := _positive(values, "seq_len"):
         model = with_seq_len(model, seq_len)
+    elif model.name in _NOTES:
+        notes.append(_NOTES[model.name])
+    if model.num_layers > _MOST_LAYERS:
+        raise ConfigError("num-layers", model.num_layers, f"at most {_MOST_LAYERS}")
     if values.get("model_name"):
         model = replace(model, name=values["model_name"])
     return Chosen(model=_padded(model, values, framework, tp, notes), notes=tuple(notes))
@@ -134,6 +146,8 @@ def _resized(model: ModelConfig, values: Values, notes: list[str]) -> ModelConfi
     if (positions := values.get("max_positions")) is not None:
         if model.max_positions or not positions:
             changes["max_positions"] = positions
+            if seq_len := _positive(values, "seq_len"):
+                changes["seq_len"] = seq_len  # the table may be too short for the model's
         else:
             notes.append("--max-position-embeddings: no effect, positions are rotary")
     if values.get("linear_bias") is not None:

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stepmark.cli import workload_cases, workload_files
+from stepmark.cli import workload_cases, workload_output
 from stepmark.cli.options import Values
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import Workload
@@ -20,25 +20,27 @@ _AXES = (
 
 def show(workload: Workload, values: Values) -> None:
     """As asked for by --stage, --distinct, --json, --csv and --html."""
-    stage = workload_files.pipeline_stage(workload, values)
+    stage = workload_output.pipeline_stage(workload, values)
+    targets = [values.get(name) for name in ("json", "csv", "html")]
+    if targets.count("-") > 1:
+        raise ConfigError("json, csv, html", "-", "stdout for one of them")
     tables = write_tables(workload, values)
     if target := values.get("html"):
-        _page(workload, stage, Path(target))
-    if "-" in (values.get("json"), values.get("csv")):
+        _page(workload, stage, target)
+    if "-" in targets:
         return
     if values.get("distinct"):
         lines = _distinct_lines(workload, tables)
     else:
         lines = workload_text.lines(workload, stage, _defaults(workload.rules))
     sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
 
 
 def write_tables(workload: Workload, values: Values) -> dict[str, list[Row]]:
     """To --json and --csv, where they are given; what they say."""
     from stepmark.store import export  # noqa: PLC0415
 
-    stage = workload_files.pipeline_stage(workload, values)
+    stage = workload_output.pipeline_stage(workload, values)
     tables = _distinct(workload) if values.get("distinct") else _tables(workload, stage)
     if target := values.get("json"):
         export.write_tables(tables, target, "json")
@@ -64,6 +66,7 @@ def _tables(workload: Workload, stage: int) -> dict[str, list[Row]]:
     return {
         "stages": workload_tables.stage_rows(workload),
         "communication": workload_tables.collective_rows(workload, stage),
+        "sizes": workload_tables.size_rows(workload, stage),
         "computation": workload_tables.compute_rows(workload, stage),
         "layers": workload_tables.layer_rows(workload, stage),
     }
@@ -104,12 +107,16 @@ def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[st
     return found
 
 
-def _page(workload: Workload, stage: int, target: Path) -> None:
+def _page(workload: Workload, stage: int, target: str) -> None:
     from stepmark.report.page import write_page  # noqa: PLC0415
     from stepmark.report.workload_page import page  # noqa: PLC0415
 
+    text = page(workload, stage, _defaults(workload.rules))
+    if target == "-":
+        sys.stdout.write(text)
+        return
     try:
-        write_page(page(workload, stage, _defaults(workload.rules)), target)
+        write_page(text, Path(target))
     except OSError as error:
         allowed = f"a file that can be written ({error.strerror})"
         raise ConfigError("html", target, allowed) from None

@@ -35,7 +35,8 @@ def page(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> st
         section("Tables", f"<pre>{escape(chr(10).join(said[1:]))}</pre>"),
         _settings(workload),
     ]
-    lead = f"{escape(workload.rules)}, {workload.world_size} ranks, one optimizer step"
+    ranks = f"{workload.world_size} rank{'s' if workload.world_size != 1 else ''}"
+    lead = f"{escape(workload.rules)}, {ranks}, one optimizer step"
     return document(f"stepmark workload {workload.name}", lead, "\n".join(parts))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.core.ops import FAMILY_OF, Op, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Run, Workload
+from stepmark.report.histogram import size_of
 from stepmark.report.tables import Row, shape_text
 
 SETUP = "setup"  # what runs once, before the first step
@@ -118,6 +119,19 @@ def histogram(workload: Workload, stage: int) -> Histogram:
         before = found[kind].calls if kind in found else 0
         found[kind] = Tally(calls=before + calls, ranks=1)
     return found
+
+
+def size_rows(workload: Workload, stage: int) -> list[Row]:
+    """One row per collective and size, whatever its pass and group."""
+    found: dict[tuple[str, int], Row] = {}
+    for kind, tally in histogram(workload, stage).items():
+        key = kind.collective, size_of(kind)[0]
+        row = found.setdefault(
+            key, {"collective": key[0], "size_bytes": key[1], "calls": 0, "bytes": 0}
+        )
+        row["calls"] = _int(row["calls"]) + tally.calls
+        row["bytes"] = _int(row["bytes"]) + tally.calls * key[1]
+    return [found[key] for key in sorted(found)]
 
 
 def is_wait(operation: ComputeOp) -> bool:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from stepmark.core.units import format_bytes, format_time
 from stepmark.core.workload import Workload
 from stepmark.report import histogram_text, workload_pipeline_text
+from stepmark.report.histogram import default_bins, size_of
 from stepmark.report.histogram import rows as histogram_rows
 from stepmark.report.printing import digits
 from stepmark.report.tables import Row, number, text
@@ -34,8 +35,8 @@ def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
     defaults: the framework's, of which only what differs is said.
     """
     model = workload.model
-    ranks = f"{workload.world_size} ranks"
-    name = workload.name.removesuffix(f" on {ranks}")
+    ranks = _many(workload.world_size, "rank")
+    name = workload.name.removesuffix(f" on {workload.world_size} ranks")
     lines = [f"workload {name}: {workload.rules}, {ranks}"]
     # What follows the version are the files that the rules were read from.
     lines += [f"rules    {workload.source.partition(': ')[0]}"] if workload.source else []
@@ -87,15 +88,9 @@ def tables(workload: Workload, stage: int) -> list[str]:
         f"Communication{of_stage} (per rank and step)",
         aligned(collective_rows(workload, stage), _COLLECTIVES),
     )
-    counted = histogram(workload, stage)
-    if counted:
-        table = [
-            {key: value for key, value in row.items() if key not in _OF_SEVERAL_RANKS}
-            for row in histogram_rows(counted, by=("collective",))
-        ]
+    if sizes := _size_lines(workload, stage):
         found += _section(
-            f"Sizes{of_stage} (bytes of a message, whatever its pass and group)",
-            histogram_text.lines(table),
+            f"Sizes{of_stage} (bytes of a message, whatever its pass and group)", sizes
         )
     computed = compute_rows(workload, stage)
     more = len(computed) - _MOST_SHAPES
@@ -111,6 +106,22 @@ def tables(workload: Workload, stage: int) -> list[str]:
         aligned(layer_rows(workload, stage), _LAYERS),
     )
     return found + _section("Pipeline", workload_pipeline_text.lines(workload))
+
+
+def _size_lines(workload: Workload, stage: int) -> list[str]:
+    """Calls by size; by powers of two where there are many sizes, and a line says so."""
+    counted = histogram(workload, stage)
+    if not counted:
+        return []
+    table = [
+        {key: value for key, value in row.items() if key not in _OF_SEVERAL_RANKS}
+        for row in histogram_rows(counted, by=("collective",))
+    ]
+    found = histogram_text.lines(table)
+    if default_bins(counted).name != "exact":
+        each = len({size_of(kind)[0] for kind in counted})
+        found.append(f"{each} sizes in bins, powers of two; --json and --csv have each")
+    return found
 
 
 def aligned(rows: Sequence[Row], columns: Mapping[str, tuple[str, Shown]]) -> list[str]:

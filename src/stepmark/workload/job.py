@@ -11,6 +11,14 @@ from stepmark.core.ops import Phase
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import COMPUTE, CommOp, Group
 
+TRAINED = (DType.FP32, DType.BF16, DType.FP16)  # types that rules know all messages of
+
+
+def check_trained(name: str, dtype: DType) -> None:
+    """Raises ConfigError for a type that no rule trains in."""
+    if dtype not in TRAINED:
+        raise ConfigError(name, dtype, "fp32, bf16 or fp16")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:

@@ -10,7 +10,7 @@ next one has been issued is left out: it is long done by then.
 Over 250 lines: one schedule is little more than its own special cases.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from stepmark.workload.pipeline import Act, Action, Pipeline, Span, Tick
@@ -38,11 +38,11 @@ def _plain(pipeline: Pipeline, stage: int, reduces: bool) -> Iterator[Span]:
 
     def prev(sent: int | None, received: int | None) -> Tick:
         own = {"send_backward": _only(sent), "recv_forward": _only(received)}
-        return () if first else _moves(True, **own)
+        return () if first else _moves(own)
 
     def next_(sent: int | None, received: int | None) -> Tick:
         own = {"send_forward": _only(sent), "recv_backward": _only(received)}
-        return () if last else _moves(True, **own)
+        return () if last else _moves(own)
 
     def steady(index: int) -> Tick:
         ahead = warmup + index
@@ -81,7 +81,9 @@ _SINGLE = (
 )
 
 
-def _moves(batched: bool, parity: int = 0, **wanted: tuple[int, int] | None) -> Tick:
+def _moves(
+    wanted: Mapping[str, tuple[int, int] | None], *, batched: bool = True, parity: int = 0
+) -> Tick:
     """Transfers of (chunk, micro-batch), by the names of their acts. None: not this one.
 
     batched: in one call; else in the order of a stage whose number is even, or odd.
@@ -174,7 +176,7 @@ class _Interleaved:
         return None if ends else (chunk, microbatch)
 
     def moves(self, *, batched: bool, **wanted: tuple[int, int] | None) -> Tick:
-        return _moves(batched, self.stage % 2, **wanted)
+        return _moves(wanted, batched=batched, parity=self.stage % 2)
 
     def awaited(self, **wanted: tuple[int, int] | None) -> Tick:
         """Transfers that the stage waits for at once."""

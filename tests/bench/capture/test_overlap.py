@@ -141,7 +141,7 @@ def test_copies_are_summed_after_their_shards() -> None:
     found = [
         (one, other)
         for one, other in waits("hsdp")
-        if isinstance(one, CommOp) and one.stream == "hsdp"
+        if isinstance(one, CommOp) and one.stream == "fsdp_replicate"
     ]
     assert len(found) == (SMALL.num_layers + 1) * SMALL.num_microbatches
     for one, other in found:
@@ -178,6 +178,27 @@ def test_buckets_of_ddp_are_reduced_beside_the_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_the_setup_waits_for_nothing_that_is_left_out_of_it(case: str) -> None:
+    """As the computation of DDP's two first steps is."""
+    found = list(made_of(case).expand(setup=True)) if made_of(case).stages[0].setup else []
+    names = {one.name for one in found}
+    assert {word.partition("~")[0] for one in found for word in one.after} <= names
+    if case == "ddp":
+        assert "reduced" in names
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_a_pipeline_does_between_passes_is_of_no_micro_batch(stage: int) -> None:
+    found = [
+        one
+        for one in made_of("pp_fsdp").expand(stage)
+        if isinstance(one, CommOp) and one.stream == "fsdp"
+    ]
+    assert {one.microbatch for one in found if one.collective == SCATTER} == {None}
+    assert sum(one.collective == SCATTER for one in found) == 2
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_only_asynchronous_work_lies_on_streams_of_its_own(case: str) -> None:
     streams = Counter(
         (one.stream, type(one).__name__) for one in operations(case) if one.stream != COMPUTE
@@ -185,7 +206,7 @@ def test_only_asynchronous_work_lies_on_streams_of_its_own(case: str) -> None:
     expected = {
         "fsdp": {"fsdp"},
         "fsdp_tp": {"fsdp"},
-        "hsdp": {"fsdp", "hsdp"},
+        "hsdp": {"fsdp", "fsdp_replicate"},
         "ddp": {"dp"},
         "pp_fsdp": {"fsdp"},
     }.get(case, set())

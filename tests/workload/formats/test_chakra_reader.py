@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepmark.cli import workload_files
+from stepmark.cli import workload_files, workload_output
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import CommOp, Kernel, Workload
 from stepmark.workload.formats import FORMATS, chakra, find_format, sniff
@@ -153,7 +153,7 @@ class TestRefused:
             ([node(0, NodeType.COMP, values={"time_s": float("nan")})], "time_s"),
             ([coll(0, pg_name="3")], "a group of comm_groups.json"),
             ([coll(0, pg_name="1")], "ranks from 0 to 1, 0 among them"),
-            ([coll(0, pg_name="2")], "ranks from 0 to 1, 0 among them"),
+            ([coll(0, pg_name="2")], "there is no t.2.et"),
             ([node(0, NodeType.COMM_SEND, values={"comm_size": 8, "comm_dst": 2})], "comm_dst"),
             ([node(0, NodeType.COMM_RECV, values={"comm_src": 1})], "comm_size"),
             ([MADE.node(id=0, type=8)], "type: '8': from 0 to 7"),
@@ -166,10 +166,17 @@ class TestRefused:
     def test_files_that_are_not_there(self, tmp_path: Path) -> None:
         assert "it has 0" in refused(tmp_path)
         assert "PREFIX.RANK.et" in refused(tmp_path / "x.et")
-        assert "from 0" in refused(tmp_path / "x.3.et")
+        assert "there is no x.3.et" in refused(tmp_path / "x.3.et")
         saved(tmp_path, [comp(0)])
         (tmp_path / "t.0.et").rename(tmp_path / "t.1.et")
-        assert "t.0.et" in refused(tmp_path / "t.1.et")
+        assert "there is no t.0.et" in refused(tmp_path / "t.1.et")
+
+    def test_a_gap_among_the_ranks_is_named(self, tmp_path: Path) -> None:
+        folder = saved(tmp_path, *([comp(0)] for _ in range(12)))
+        assert chakra.read(folder).world_size == 12
+        (folder / "t.3.et").unlink()
+        for path in (folder, folder / "t.0.et", folder / "t.11.et"):
+            assert "there is no t.3.et" in refused(path)
 
     @pytest.mark.parametrize("text", ["[]", '{"1": 2}', "{", "\xff", "[" * 10**5])
     def test_groups_that_are_none(self, text: str, tmp_path: Path) -> None:
@@ -228,19 +235,19 @@ class TestFormats:
         self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         folder = tmp_path / "new" / "folder"
-        workload_files.deliver(every_kind(), {"to": name, "out": f"{folder}/"})
+        workload_output.deliver(every_kind(), {"to": name, "out": f"{folder}/"})
         files = {"chakra": 3, "param": 2}[name]
         assert f"wrote {folder}: {files} files" in capsys.readouterr().err
         assert len(list(folder.iterdir())) == files
         found = workload_files.read(str(folder))
         assert (found.rules, found.world_size) == ({"param": "param-trace"}.get(name, name), 2)
-        workload_files.deliver(every_kind(), {"to": name, "out": str(folder), "rank": 1})
-        assert f"{files - 1} files" in capsys.readouterr().err
+        workload_output.deliver(every_kind(), {"to": name, "out": str(folder), "rank": 1})
+        assert f"{files - 1} file" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="rank: '2'"):
-            workload_files.deliver(every_kind(), {"to": name, "out": str(folder), "rank": 2})
+            workload_output.deliver(every_kind(), {"to": name, "out": str(folder), "rank": 2})
         (tmp_path / "file").touch()
         with pytest.raises(ConfigError, match="a folder"):
-            workload_files.deliver(every_kind(), {"to": name, "out": f"{tmp_path}/file/"})
+            workload_output.deliver(every_kind(), {"to": name, "out": f"{tmp_path}/file/"})
 
     @pytest.mark.parametrize(
         "metadata",

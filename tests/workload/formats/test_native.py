@@ -138,6 +138,24 @@ def test_messages_name_the_place(change: dict[str, Any], words: str) -> None:
         native.decode(json.dumps(plain | change).encode())
 
 
+@pytest.mark.parametrize(
+    ("found", "changed", "words"),
+    [
+        ('"root":0', '"root":77', "root: '77': a rank of the group, from 0 to 1"),
+        ('"peer":1', '"peer":1,"after":["x"]', "after: 'x': the name of an operation"),
+        ('"tp":[[2,1]]', '"tp":[[3,1]]', "group: .*digits that fit 4 ranks"),
+        ('"count":64', f'"count":{10**40}', r"ops\[1\].count: '1.*2\*\*63"),
+        ('"first",4,', f'"first",{10**12},', "one that ends: at most 2\\*\\*40 operations"),
+    ],
+)
+def test_contradictions_of_a_file_are_refused(found: str, changed: str, words: str) -> None:
+    text = native.encode(small()).decode()
+    assert found in text
+    with pytest.raises(ConfigError, match=words) as caught:
+        native.decode(text.replace(found, changed).encode())
+    assert "\n" not in str(caught.value)
+
+
 def test_a_message_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "w.json"
     for text in ("{", '{"kind":"stepmark workload","schema":9}', "\xff"):

@@ -168,7 +168,7 @@ class TestLaws:
         assert entries(replace(alone(*ops), groups=single)) == []
 
     def test_long_steps_are_written_as_they_are_read(self) -> None:
-        written = param_trace.write(pipeline(microbatches=2**40))
+        written = param_trace.write(pipeline(microbatches=2**32))
         assert sum(len(next(written)) for _ in range(100)) > 1000
 
 

@@ -45,6 +45,18 @@ def test_a_group_is_found_from_the_ranks_of_any_member(made: tuple[Group, int]) 
     assert (name_of(group, world) == WORLD) is (group.size == world)
 
 
+def test_first_and_last_stage_have_no_instances_in_between() -> None:
+    """Embedding groups of four stages of two ranks: no other rank is a member of any."""
+    workload = Workload(
+        name="ends", rules="x", world_size=8, groups={"ends": Group(digits=((2, 6),))}
+    )
+    instances = Instances(workload)
+    assert list(instances.members()) == [(0, "ends", (0, 6)), (1, "ends", (1, 7))]
+    assert [instances.number("ends", rank) for rank in (0, 1, 6, 7)] == [0, 1, 0, 1]
+    with pytest.raises(ConfigError, match="group ends: 'rank 2'"):
+        instances.number("ends", 2)
+
+
 @pytest.mark.parametrize("ranks", [(0, 1, 3), (1, 2), (0, 0), (0, 1, 2, 4, 5, 7)])
 def test_ranks_that_are_no_grid_are_refused(ranks: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="a regular grid"):

@@ -99,9 +99,12 @@ class Places:
 
     @contextlib.contextmanager
     def owned_by(self, module: nn.Module) -> Iterator[None]:
-        """What runs inside is this module's work, wherever it is issued."""
-        before = self._owner
-        self._owner = self._place(module, self.here().microbatch)
+        """What runs inside is this module's work, wherever it is issued.
+
+        Between passes, as a pipeline gathers and reduces, it is of no micro-batch.
+        """
+        before, between = self._owner, not (self.inside_module or in_backward())
+        self._owner = self._place(module, None if between else self.here().microbatch)
         try:
             yield
         finally:

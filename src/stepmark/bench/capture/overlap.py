@@ -1,18 +1,26 @@
 """Streams of FSDP2 and DDP, and what waits for what across them.
 
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (streams and events of
-FSDPCommContext) and _fsdp_collectives.py. Gathers and reductions of one group are on one
-stream here: a communicator runs them one after the other.
+FSDPCommContext) and _fsdp_collectives.py. Streams are those of core/workload.py: gathers and
+reductions share a process group, and so one.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from stepmark.core.collectives import Collective
-from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation
+from stepmark.core.workload import (
+    COMPUTE,
+    DDP,
+    FSDP,
+    FSDP_REDUCE,
+    FSDP_REPLICATE,
+    CommOp,
+    ComputeOp,
+    Operation,
+)
 
-FSDP, HSDP, DDP = "fsdp", "hsdp", "dp"  # streams
 GATHER, COPY_OUT, GRADS, REDUCED = "gather", "copy_out", "grads", "reduced"
 
 
@@ -29,6 +37,7 @@ class Overlap:
         self._wait_for: set[str] = set()
         self._copying: int | None = None
         self._ddp_reduces = False
+        self._scatters_on = FSDP
         self._reducing = False  # FSDP2: since the backward pass began
         self._scattered = 0  # the number of the newest reduction, its sum over replicas aside
 
@@ -70,8 +79,12 @@ class Overlap:
                 self._gather_after = newest
 
     @contextlib.contextmanager
-    def reducing(self) -> Iterator[None]:
-        """FSDPParamGroup.post_backward: one reduction's buffer is held at a time."""
+    def reducing(self, *, apart: bool = False) -> Iterator[None]:
+        """FSDPParamGroup.post_backward: one reduction's buffer is held at a time.
+
+        apart: gradients are scattered over a process group of their own.
+        """
+        self._scatters_on = FSDP_REDUCE if apart else FSDP
         if self._reducing:
             self._wait_for.add(self._reference(REDUCED, self._scattered))
         with self._in("reduce", COMPUTE):
@@ -102,10 +115,8 @@ class Overlap:
             self._issued[name] = self._issued.get(name, 0) + 1
         return replace(op, stream=self._stream, name=name, after=after)
 
-    def sending(
-        self, op: CommOp, before: Sequence[Operation], *, own: bool, ddp: bool
-    ) -> tuple[CommOp, Operation | None]:
-        """The operation on its stream, and the one before it if that must get a name.
+    def sending(self, op: CommOp, before: list[Operation], *, own: bool, ddp: bool) -> CommOp:
+        """The operation on its stream. What it waits for gets a name in `before`.
 
         own: called by FSDP2 itself if it is at work, not by DTensor on its behalf.
         """
@@ -113,18 +124,18 @@ class Overlap:
             self._ddp_reduces = True
             return self._reduction(op, before, DDP)
         if not own:
-            return op, None
+            return op
         if self._within == "gather":
-            return self._gather(op), None
+            return self._gather(op)
         if self._within == "reduce" and self._stream == COMPUTE:
             replicates = op.collective == Collective.ALL_REDUCE
-            self._stream = HSDP if replicates else FSDP
+            self._stream = FSDP_REPLICATE if replicates else self._scatters_on
             return self._reduction(op, before, self._stream)
         if self._within == "reduce":  # the sum over replicas of what was scattered
-            self._stream = HSDP
+            self._stream = FSDP_REPLICATE
             self._count(REDUCED)
-            return replace(op, stream=HSDP, name=REDUCED, after=(REDUCED,)), None
-        return op, None
+            return replace(op, stream=self._stream, name=REDUCED, after=(REDUCED,))
+        return op
 
     def _gather(self, op: CommOp) -> CommOp:
         after: tuple[str, ...] = ()
@@ -133,22 +144,19 @@ class Overlap:
         self._count(GATHER)
         return replace(op, stream=FSDP, name=GATHER, after=after)
 
-    def _reduction(
-        self, op: CommOp, before: Sequence[Operation], stream: str
-    ) -> tuple[CommOp, Operation | None]:
-        """After the newest computation, which made the gradients."""
+    def _reduction(self, op: CommOp, before: list[Operation], stream: str) -> CommOp:
+        """After the newest operation that the computation went through: gradients are there."""
         self._count(REDUCED)
         self._reducing, self._scattered = True, self._issued[REDUCED]
-        last = before[-1] if before else None
-        named: Operation | None = None
-        after: tuple[str, ...] = ()
-        if isinstance(last, ComputeOp) and last.stream == COMPUTE:
-            name = last.name or GRADS
-            if not last.name:
-                self._count(GRADS)
-                named = replace(last, name=GRADS)
-            after = (name,)
-        return replace(op, stream=stream, name=REDUCED, after=after), named
+        at = next(
+            (at for at in reversed(range(len(before))) if before[at].stream == COMPUTE), None
+        )
+        if at is None:
+            return replace(op, stream=stream, name=REDUCED)
+        if not before[at].name:
+            self._count(GRADS)
+            before[at] = replace(before[at], name=GRADS)
+        return replace(op, stream=stream, name=REDUCED, after=(before[at].name,))
 
     def _count(self, name: str) -> None:
         self._issued[name] = self._issued.get(name, 0) + 1

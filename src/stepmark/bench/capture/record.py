@@ -3,7 +3,7 @@
 FSDP2 and DDP issue communication on streams of their own, which the CPU does not have. Here
 they are told by whose calls it is: FSDP2's parameter groups (unshard, wait_for_unshard,
 post_backward, finalize_backward of torch.distributed.fsdp's FSDPParamGroup, whose CUDA events
-are followed) and the all-reduces that DDP's reducer calls.
+are followed) and those of DDP's reducer.
 
 Over 250 lines because one mode of the dispatcher must see everything.
 """
@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepmark.bench.capture.compute import computed, tensors
-from stepmark.bench.capture.ddp import Rebuilding, with_result
+from stepmark.bench.capture.ddp import Buckets, Rebuilding, with_result
 from stepmark.bench.capture.groups import Groups
 from stepmark.bench.capture.messages import NAMESPACES, communicated
 from stepmark.bench.capture.modules import OUTSIDE, Place, Places, in_backward
@@ -60,6 +60,7 @@ class CaptureRecorder(TorchDispatchMode):
         self._num_updated = 0  # operations up to the last update of parameters
         self._overlap = Overlap()
         self._rebuilding = Rebuilding()
+        self._buckets = Buckets()
         self._pairs = Pairs(rank)
 
     @classmethod
@@ -125,8 +126,7 @@ class CaptureRecorder(TorchDispatchMode):
             name = func._schema.name.partition("::")[2]
             values = (*args, *kwargs.values())
             phase, place, again = self._where()
-            # The reducer calls c10d, DTensor the functional collectives.
-            ddp = self.places.has_ddp and name == "allreduce_" and phase is Phase.BWD
+            ddp = self.places.has_ddp and phase is Phase.BWD and self._buckets.reduce()
             for one in communicated(name, values, result, self.groups, phase, place):
                 own = func.namespace == "c10d"
                 self._send(replace(one, recompute=again), values, own=own, ddp=ddp)
@@ -172,10 +172,7 @@ class CaptureRecorder(TorchDispatchMode):
             outside = not self.places.inside_module and not in_backward()
             tensor = next(tensors(values))
             op = self._pairs.told(op, tensor, self.groups.groups[op.group], outside=outside)
-        op, before = self._overlap.sending(op, self.operations, own=own, ddp=ddp)
-        if before is not None:
-            self.operations[-1] = before
-        self.operations.append(op)
+        self.operations.append(self._overlap.sending(op, self.operations, own=own, ddp=ddp))
 
     def _begin_forward(self) -> None:
         """What followed the last backward pass, but for updates of parameters, belongs here."""
@@ -211,6 +208,7 @@ class CaptureRecorder(TorchDispatchMode):
             if hasattr(FSDPParamGroup, name):
                 yield (FSDPParamGroup, name), _around(getattr(FSDPParamGroup, name), around)
         yield from self._pairs.watched()
+        yield from self._buckets.watched()
         rebuilt = _around(Reducer._rebuild_buckets, self._rebuilding)
         yield (Reducer, "_rebuild_buckets"), rebuilt
         # DTensor works layouts out by running operators on whole shapes.
@@ -247,7 +245,8 @@ class CaptureRecorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _overlap_post_backward(self, group: Any, *_: Any) -> Iterator[None]:
-        with self.places.owned_by(group.modules[0]), self._overlap.reducing():
+        apart = getattr(group.mesh_info, "reduce_scatter_process_group", None) is not None
+        with self.places.owned_by(group.modules[0]), self._overlap.reducing(apart=apart):
             yield
 
     @contextlib.contextmanager

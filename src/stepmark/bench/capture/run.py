@@ -15,6 +15,7 @@ call init_process_group and does not compile. Values of tensors do not exist: on
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -85,11 +86,21 @@ class _Captured:
     def __init__(
         self, recorder: CaptureRecorder, setup: Sequence[Operation], num_warm_ups: int
     ) -> None:
-        self.setup = tuple(one for one in setup if isinstance(one, CommOp))
+        self.setup = _communication(setup)
         self.step = tuple(recorder.operations)
         self.groups = recorder.groups.groups
         self.num_microbatches = recorder.places.num_microbatches
         self.notes = [*recorder.groups.notes, *_remarks(recorder, num_warm_ups)]
+
+
+def _communication(operations: Sequence[Operation]) -> tuple[CommOp, ...]:
+    """Alone, and so without waiting for what is no longer there."""
+    kept = [one for one in operations if isinstance(one, CommOp)]
+    names = {one.name for one in kept}
+    return tuple(
+        replace(one, after=tuple(name for name in one.after if name.partition("~")[0] in names))
+        for one in kept
+    )
 
 
 def _captured(

@@ -25,7 +25,8 @@ class Format:
 
     needs_times: a file cannot be without times of computation. picks: it holds the program of
     one pipeline stage or of one rank, `write(workload, stage=...)` or `rank=...`. first: that
-    of rank 0 in a folder of all ranks, which `files(workload, ranks)` fills.
+    of rank 0 in a folder of all ranks, which `files(workload, ranks)` fills. takes: files of a
+    folder that a reader takes for a part of the workload.
     """
 
     module: str
@@ -37,6 +38,7 @@ class Format:
     needs_times: bool = False
     picks: str = ""
     first: str = ""
+    takes: tuple[str, ...] = ()
 
     def load(self) -> ModuleType:
         return importlib.import_module(f"stepmark.workload.formats.{self.module}")
@@ -95,6 +97,7 @@ FORMATS: dict[str, Format] = {
         is_one=lambda head: head.startswith((b"HYBRID_TRANSFORMER", b"MICRO")),
         needs_times=True,
         picks="stage",
+        takes=("stage*.txt",),
     ),
     "aicb": Format(
         module="aicb",
@@ -102,6 +105,7 @@ FORMATS: dict[str, Format] = {
         suffix=".csv",
         is_one=_line_with(b"comm_type", b"comm_group"),
         picks="stage",
+        takes=("stage*.csv",),
     ),
     "param": Format(
         module="param_trace",
@@ -110,6 +114,7 @@ FORMATS: dict[str, Format] = {
         is_one=_json_with(b'"comms"'),
         picks="rank",
         first="0.json",
+        takes=("*.json",),
     ),
     "chakra": Format(
         module="chakra",
@@ -118,6 +123,7 @@ FORMATS: dict[str, Format] = {
         is_one=_is_chakra,
         picks="rank",
         first="*.0.et",
+        takes=("*.et", "0.json"),
     ),
     "aiob": Format(
         module="aiob_profile",

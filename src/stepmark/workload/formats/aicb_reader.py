@@ -139,6 +139,8 @@ class Reader:
         self._world = max(tp * dp * pp, *known.values(), 1)
         strides = {"tp": 1, "dp": tp, "pp": tp * dp, "ep": tp, "world": 1, "embedding": tp * dp}
         strides |= {"ep_dp": tp * known.get("ep", 1), "ep_tp": 1}
+        if tp * known.get("ep", 1) > self._world:  # experts are spread over tensor ranks, too
+            strides["ep"] = 1
         found = {name: Group(digits=((size, strides[name]),)) for name, size in known.items()}
         for name, size in sorted(others):
             if size != known[name]:

@@ -9,8 +9,10 @@ chakra_reader.py.
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from stepmark.core.collectives import Collective
 from stepmark.core.errors import ConfigError
@@ -23,7 +25,7 @@ from stepmark.workload.formats.chakra_schema import VERSION, classes, framed
 from stepmark.workload.formats.ranks import Instances, Issued, check_rank
 from stepmark.workload.formats.walk import walk
 
-__all__ = ["comm_groups", "files", "lost", "read", "write"]
+__all__ = ["beside", "comm_groups", "files", "lost", "read", "write"]
 
 _REFUSED = (Collective.REDUCE, Collective.GATHER, Collective.SCATTER, Collective.BARRIER)
 
@@ -65,6 +67,18 @@ def files(
     instances = Instances(workload, first=1)
     for rank in range(workload.world_size) if ranks is None else ranks:
         yield f"{name}.{rank}.et", _checked(workload, rank, instances)
+
+
+def beside(
+    workload: Workload, path: Path, rank: int = 0
+) -> Iterator[tuple[Path, Iterator[str]]]:
+    """What a file of one rank needs beside it to be read.
+
+    Raises ConfigError for a name that no reader takes as that rank's.
+    """
+    if not re.fullmatch(rf".+\.{rank}\.et", path.name):
+        raise ConfigError("out", path, f"a file PREFIX.{rank}.et, or a folder/ for all ranks")
+    yield path.with_name(GROUPS_FILE), comm_groups(workload)
 
 
 def lost(workload: Workload) -> list[str]:

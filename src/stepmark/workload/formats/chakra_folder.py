@@ -21,12 +21,19 @@ def rank_files(path: Path) -> list[Path]:
         path = first[0]
     if not (named := re.fullmatch(r"(.+)\.\d+\.et", path.name)):
         raise ConfigError(WHAT, path, "a file PREFIX.RANK.et")
-    found: list[Path] = []
-    while (one := path.with_name(f"{named[1]}.{len(found)}.et")).is_file():
-        found.append(one)
-    if path not in found:
-        raise ConfigError(WHAT, path, f"a readable file, and those of all ranks from 0 ({one})")
+    ranks = _ranks(path.parent, named[1])
+    found = [path.with_name(f"{named[1]}.{rank}.et") for rank in range(len(ranks))]
+    absent = [one.name for one in found if not one.is_file()]
+    if absent or path not in found:
+        lacks = absent[0] if absent else path.name
+        raise ConfigError(WHAT, path, f"with the files of all ranks: there is no {lacks}")
     return found
+
+
+def _ranks(folder: Path, prefix: str) -> list[int]:
+    """Those that have a file."""
+    matches = (re.fullmatch(r"(.+)\.(\d+)\.et", one.name) for one in folder.glob("*.et"))
+    return [int(one[2]) for one in matches if one and one[1] == prefix]
 
 
 def groups(folder: Path) -> dict[str, list[int]]:

@@ -4,6 +4,7 @@ Nodes run in the order of their numbers as far as their dependencies allow; thos
 compute nor communicate are left out, and what waits for them waits for what they wait for. A
 trace from elsewhere has no streams of ours: its computation is one stream, that of the CPU a
 second, its communication a third, each in order. Loads and stores are computation too.
+Over 250 lines: the checks of what foreign files say.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -217,6 +218,10 @@ class _Reader:
         if pg_name not in self._groups:
             if pg_name in self._ranks:
                 ranks: Sequence[int] = self._ranks[pg_name]
+                if max(ranks, default=0) >= self._world:
+                    absent = self._file.replace(f".{self._rank}.et", f".{self._world}.et")
+                    allowed = f"ranks that have a file: there is no {absent}"
+                    raise ConfigError(f"{where}: pg_name", f"{pg_name}: {ranks}", allowed)
                 if self._rank not in ranks or not set(ranks) <= set(range(self._world)):
                     allowed = f"ranks from 0 to {self._world - 1}, {self._rank} among them"
                     raise ConfigError(f"{where}: pg_name", f"{pg_name}: {ranks}", allowed)

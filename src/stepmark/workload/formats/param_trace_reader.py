@@ -184,6 +184,9 @@ class _Reader:
     def _group(self, pg_id: int | None, where: str) -> str:
         if pg_id not in self._known:
             ranks = self._ranks.get(pg_id, tuple(range(self._world)))
+            if max(ranks) >= self._world:
+                allowed = f"a folder of all ranks: there is no {self._world}.json"
+                raise ConfigError(f"{where}: global_ranks", ranks, allowed)
             group = group_of(ranks, f"{where}: global_ranks")
             name = name_of(group, self._world)
             self._known[pg_id] = name

@@ -16,15 +16,19 @@ class Instances:
 
     def __init__(self, workload: Workload, first: int = 0) -> None:
         self._groups = {name: one for name, one in workload.groups.items() if one.size > 1}
+        world = workload.world_size
         found = itertools.chain.from_iterable(
-            ((name, rank) for rank in range(workload.world_size) if base(group, rank) == rank)
+            ((name, rank) for rank in range(world - _reach(group)) if base(group, rank) == rank)
             for name, group in self._groups.items()
         )
         self._numbers = {key: number for number, key in enumerate(found, first)}
 
     def number(self, group: str, rank: int) -> int:
-        """Of the communicator of this group that rank is in."""
-        return self._numbers[group, base(self._groups[group], rank)]
+        """Of the communicator of this group that rank is in. Raises ConfigError for none."""
+        key = group, base(self._groups[group], rank)
+        if key not in self._numbers:
+            raise ConfigError(f"group {group}", f"rank {rank}", "ranks that all are members")
+        return self._numbers[key]
 
     def members(self) -> Iterator[tuple[int, str, tuple[int, ...]]]:
         """Number, group and ranks of each."""
@@ -66,6 +70,11 @@ class Issued:
 def base(group: Group, rank: int) -> int:
     """The first member of the group that rank is in."""
     return rank - sum(rank // stride % size * stride for size, stride in group.digits)
+
+
+def _reach(group: Group) -> int:
+    """From the first member to the last."""
+    return sum((size - 1) * stride for size, stride in group.digits)
 
 
 def check_rank(workload: Workload, rank: int) -> None:

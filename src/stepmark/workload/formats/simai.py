@@ -124,7 +124,9 @@ def _header(line: str, world_size: int | None) -> dict[str, int]:
             raise ConfigError(f"line 1, {name[:40]!a}", text, "a whole number, 0 or more")
         found[name] = int(digits)
     if world_size is not None:
-        found.setdefault("all_gpus", world_size)
+        said = found.setdefault("all_gpus", world_size)
+        if said != world_size:
+            raise ConfigError("world-size", world_size, f"{said}, as line 1 says, or not given")
     for name in _REQUIRED:
         if found.get(name, 0) < 1:
             raise ConfigError(f"line 1, {name}", found.get(name, "missing"), "1 or more")

@@ -13,6 +13,7 @@ from typing import Any
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import Workload
+from stepmark.workload.architecture import AnyJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,21 @@ class Rule:
         return {field.name: field for field in dataclasses.fields(self.settings_class())}
 
     def function(self) -> Callable[..., Workload]:
+        """What makes a workload; its settings have the batches, whatever the framework."""
         found: Callable[..., Workload] = _imported(self.module).workload
-        return found
+        return _with_batches(found) if self.has_job else found
+
+
+def _with_batches(function: Callable[..., Workload]) -> Callable[..., Workload]:
+    def made(job: AnyJob, settings: object) -> Workload:
+        workload = function(job, settings)
+        if "micro_batch_size" in workload.settings:  # Megatron-LM's own names
+            return workload
+        gbs = job.mbs * job.num_microbatches * job.parallel.data_ranks
+        batches = {"mbs": job.mbs, "gbs": gbs}
+        return dataclasses.replace(workload, settings={**batches, **workload.settings})
+
+    return made
 
 
 def _imported(module: str) -> Any:

@@ -12,7 +12,7 @@ from hypothesis import settings as bounds
 from stepmark.core.message import RECV, SEND
 from stepmark.core.model import ModelConfig
 from stepmark.core.ops import GroupedGemm, Phase
-from stepmark.core.workload import COMPUTE, CommOp, Workload
+from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.job import Job
 from stepmark.workload.rules.megatron.rule import Megatron, workload
 from stepmark.workload.rules.megatron.settings import (
@@ -268,6 +268,60 @@ def test_tokens_reach_their_experts_and_come_back(
         ways[f"{op.module} {op.phase}"] += op.count * parts
     assert ways["mlp.dispatch fwd"] == ways["mlp.dispatch bwd"]
     assert ways["mlp.combine fwd"] == ways["mlp.combine bwd"]
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+@pytest.mark.parametrize("ep", [4, 8])
+@pytest.mark.parametrize("dispatcher", list(Dispatcher))
+def test_rows_that_experts_compute_are_the_rows_that_are_put_in_order(
+    dispatcher: Dispatcher, ep: int, etp: int
+) -> None:
+    """All-gather: of all ranks. All-to-all: own ones; then by expert, if there are several."""
+    settings = replace(
+        SP, moe_token_dispatcher_type=dispatcher, expert_tensor_parallel_size=etp
+    )
+    job = make(EXPERTS, tp=2, dp_shard=8, ep=ep)
+    program = workload(job, settings)
+    (rows,) = {op.op.tokens for op in computes(program, 0) if isinstance(op.op, GroupedGemm)}
+    row_bytes = 2 * job.model.hidden_size * job.dtype.itemsize
+    found = Counter(
+        (op.op.name, op.op.bytes_moved // row_bytes)
+        for op in computes(program, 0)
+        if isinstance(op.op, Kernel)
+        and op.module in ("mlp.dispatch", "mlp.combine")
+        and op.op.bytes_moved
+    )
+    times = 5 * job.num_microbatches  # layers with experts
+    gathers = dispatcher is Dispatcher.ALLGATHER
+    own = rows if gathers else rows // etp
+    wanted = {("permute", own): 2 * times, ("unpermute", own): 2 * times}
+    if not gathers and ep < 8:
+        wanted["sort_chunks", rows] = 4 * times
+    assert found == wanted
+
+
+def test_the_order_of_an_experts_layer_is_that_of_the_dispatcher() -> None:
+    """Gathered over the experts' tp, then sorted by expert, computed, back before the sum."""
+    program = workload(make(EXPERTS, tp=2, dp_shard=4, ep=4), SP)
+    names = [
+        op.op.name
+        if isinstance(op, ComputeOp) and isinstance(op.op, Kernel)
+        else op.collective
+        if isinstance(op, CommOp)
+        else "experts"
+        for op in program.blocks["moe.forward"]
+        if isinstance(op, CommOp | ComputeOp)
+        and op.module.startswith(("mlp.dispatch", "mlp.combine", "mlp.experts_down"))
+    ]
+    assert names == [
+        "all_gather",
+        "permute",
+        *("all_to_all_v", "all_to_all_v", "all_gather", "all_gather"),
+        "sort_chunks",
+        "experts",
+        "sort_chunks",
+        *("reduce_scatter", "all_to_all_v", "unpermute"),
+    ]
 
 
 @pytest.mark.parametrize("cp", [2, 4])

@@ -1,5 +1,6 @@
 """What Megatron-LM would refuse, or cannot divide, is one line that says what would fit."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import settings as bounds
 from hypothesis import strategies as st
 
+from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import find_model
 from stepmark.core.parallel import ParallelConfig
@@ -17,9 +19,10 @@ from stepmark.workload.job import Job
 from stepmark.workload.rules.megatron.rule import Megatron, workload
 from stepmark.workload.rules.megatron.settings import CpComm, Granularity, RouterDtype
 
-from .jobs import DENSE, EXPERTS, LATENT, make
+from .jobs import DENSE, EXPERTS, LATENT, comms, make
 
 SP = {"sequence_parallel": True}
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 # Model, mesh, settings, and words that the refusal has to have.
 REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
     (DENSE, {"tp": 3}, {}, "tp.*3.*heads"),
@@ -32,12 +35,31 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
     (EXPERTS, {"ep": 4, "dp_shard": 2}, {}, "ep.*4.*tp x cp x dp \\(2\\)"),
     (EXPERTS, {"ep": 3, "dp_shard": 3}, {}, "ep.*3.*8 experts"),
     (EXPERTS, {"dp_shard": 2}, {"expert_tensor_parallel_size": 3}, "expert tp 3"),
-    (DENSE, {"dp_shard": 2, "dp_replicate": 2}, {}, "dp-replicate.*use_distributed_optimizer"),
-    (DENSE, {"pp": 4}, {"decoder_first_pipeline_num_layers": 1}, "first.*1.*3 other stages"),
+    (
+        DENSE,
+        {"dp_shard": 2, "dp_replicate": 2},
+        {},
+        "dp-replicate: '2': 1 without use_distributed_optimizer: give that, or dp-shard 4",
+    ),
+    (
+        DENSE,
+        {"pp": 4},
+        {FIRST: 1},
+        "^decoder_first_pipeline_num_layers: '1': what leaves 3 other stages",
+    ),
+    (DENSE, {"pp": 4}, {FIRST: 8}, "first.*'8': what leaves 3 other stages .* not none"),
+    (
+        DENSE,
+        {"pp": 4},
+        {FIRST: 1, LAST: 4},
+        "first.*'1': with decoder_last_pipeline_num_layers 4 what leaves 2 other",
+    ),
+    (DENSE, {"pp": 2}, {FIRST: 3, LAST: 4}, "with .*last.* 4 what adds up to 8 layers"),
+    (DENSE, {}, {LAST: 4}, "last.*'4': what adds up to 8 layers of 1 stages"),
     (
         replace(DENSE, num_layers=10),
         {"pp": 4},
-        {"decoder_first_pipeline_num_layers": 1, "virtual_pipeline_model_parallel_size": 2},
+        {FIRST: 1, "virtual_pipeline_model_parallel_size": 2},
         "virtual_pipeline_model_parallel_size.*2.*1 layers",
     ),
     (DENSE, {}, {"virtual_pipeline_model_parallel_size": 2}, "vpp.*one pipeline stage"),
@@ -84,6 +106,18 @@ def test_what_does_not_divide_is_refused(
         ({"overlap_param_gather": True}, "overlap_param_gather.*use_distributed_optimizer"),
         ({"moe_pad_expert_input_to_capacity": True}, "moe_expert_capacity_factor"),
         ({"moe_expert_capacity_factor": 0.0}, "above 0"),
+        ({"moe_expert_capacity_factor": math.nan}, "above 0"),
+        ({"moe_aux_loss_coeff": -1.0}, "moe_aux_loss_coeff: '-1.0': 0 or more"),
+        ({"moe_aux_loss_coeff": math.inf}, "0 or more"),
+        (
+            {
+                "moe_pad_expert_input_to_capacity": True,
+                "moe_expert_capacity_factor": -1.0,
+            },
+            "only with moe_expert_capacity_factor",
+        ),
+        ({FIRST: 0}, "decoder_first_pipeline_num_layers: '0': 1 or more"),
+        ({LAST: 0}, "decoder_last_pipeline_num_layers: '0': 1 or more"),
         ({"ddp_bucket_size": 0}, "ddp_bucket_size"),
         ({"recompute_method": "odd"}, "uniform or block"),
         (
@@ -91,11 +125,8 @@ def test_what_does_not_divide_is_refused(
             "recompute_modules.*x.*core_attn",
         ),
         (
-            {
-                "decoder_first_pipeline_num_layers": 1,
-                "account_for_loss_in_pipeline_split": True,
-            },
-            "account_for",
+            {LAST: 1, "account_for_loss_in_pipeline_split": True},
+            "^account_for_loss_in_pipeline_split: 'True': only without decoder_last_",
         ),
         (
             {"calculate_per_token_loss": True, "ddp_average_in_collective": True},
@@ -106,6 +137,38 @@ def test_what_does_not_divide_is_refused(
 def test_settings_that_exclude_each_other(settings: Mapping[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Megatron(**settings)
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DType) - {DType.FP32, DType.BF16, DType.FP16}))
+def test_only_types_that_are_modelled_are_taken(dtype: DType) -> None:
+    with pytest.raises(ConfigError, match=f"dtype: '{dtype}': fp32, bf16 or fp16"):
+        workload(replace(make(), dtype=dtype), Megatron())
+
+
+def test_a_capacity_below_zero_is_none() -> None:
+    assert Megatron(moe_expert_capacity_factor=-1.0) == Megatron()
+
+
+def test_what_does_not_divide_by_stages_has_a_way_out() -> None:
+    model = find_model("deepseek-v3")
+    with pytest.raises(ConfigError) as caught:
+        workload(make(model, pp=16), Megatron())
+    way = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, e.g. 1"
+    assert way in str(caught.value)
+    for name in (FIRST, LAST):
+        program = workload(make(model, pp=16), Megatron(**{name: 1}))
+        assert sorted(len(stage.layers) for stage in program.stages) == [1, *[4] * 15]
+
+
+@pytest.mark.parametrize(("layers", "pp", "chunks"), [(61, 16, 1), (29, 4, 1), (26, 4, 2)])
+def test_numbers_of_the_way_out_are_taken(layers: int, pp: int, chunks: int) -> None:
+    job = make(replace(DENSE, num_layers=layers), pp=pp, microbatches=pp)
+    settings = {"virtual_pipeline_model_parallel_size": chunks}
+    with pytest.raises(ConfigError) as caught:
+        workload(job, Megatron(**settings))
+    (number,) = re.findall(r"e\.g\. (\d+)$", str(caught.value))
+    program = workload(job, Megatron(**settings, **{LAST: int(number)}))
+    assert sum(len(stage.layers) for stage in program.stages) == layers
 
 
 def test_batches_of_a_tutorial_that_do_not_divide_name_what_would() -> None:
@@ -141,6 +204,48 @@ def test_only_what_has_an_effect_is_noted() -> None:
     assert program.model.vocab_size == 512
     assert program.notes == ("vocabulary padded from 500 to 512",)
     assert workload(make(), Megatron()).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "mesh", "settings", "noted"),
+    [
+        (131_072, {"tp": 2}, {}, "16 GiB"),
+        (32_768, {"tp": 2}, {}, "1 GiB"),
+        (16_384, {"tp": 2}, {}, ""),
+        (131_072, {}, {}, ""),
+        (131_072, {"tp": 2}, {"create_attention_mask_in_dataloader": False}, ""),
+    ],
+)
+def test_a_large_mask_is_noted(
+    seq_len: int, mesh: dict[str, int], settings: dict[str, Any], noted: str
+) -> None:
+    job = make(replace(DENSE, seq_len=seq_len), mbs=1, **mesh)
+    program = workload(job, Megatron(**settings))
+    largest = max((one.call_bytes() for one in comms(program, 0, "data")), default=0)
+    assert [f"mask, {largest / 2**30:g} GiB," in note for note in program.notes] == (
+        [True] if noted else []
+    )
+    assert all(
+        f" {noted}, is broadcast over tp; --no-create-attention-mask-in" in note
+        for note in program.notes
+    )
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_two_optimizers_gather_twice_and_say_so(ep: int, overlapped: bool) -> None:
+    """Every parameter once by all-gather, or twice where each of two optimizers gathers all."""
+    settings = {"use_distributed_optimizer": True, "overlap_grad_reduce": overlapped}
+    settings["overlap_param_gather"] = overlapped
+    program = workload(make(EXPERTS, ep=ep, dp_shard=4), Megatron(**settings))
+    sent = dict.fromkeys(("all_gather", "reduce_scatter"), 0)
+    for op in comms(program, 0, "gradients", "parameters"):
+        sent[op.collective] += op.count * program.groups[op.group].size
+    twice = ep > 1 and not overlapped
+    assert sent["all_gather"] == sent["reduce_scatter"] * (2 if twice else 1)
+    assert [note.startswith("parameters are gathered twice") for note in program.notes] == (
+        [True] if twice else []
+    )
 
 
 @bounds(max_examples=100, deadline=None)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import find_model
 from stepmark.core.train_case import TrainCase
@@ -130,6 +131,12 @@ SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
     (Ddp, {"bucket_cap_mb": -1}, "bucket_cap_mb: '-1': 0 or more"),
     (Ddp, {"recompute_every": 0}, "recompute_every: '0': 1 or more"),
     (Tp, {"recompute_some": 0}, "recompute_some: '0': 1 or more"),
+    (Fsdp, {"param_dtype": DType.INT8}, "param_dtype: 'int8': fp32, bf16 or fp16"),
+    (Fsdp, {"reduce_dtype": DType.FP8_E5M2}, "reduce_dtype: 'fp8_e5m2': fp32, bf16 or fp16"),
+    (Fsdp, {"shard_dtype": DType.INT64}, "shard_dtype: 'int64': fp32, bf16 or fp16"),
+    (Ddp, {"param_dtype": DType.UINT8}, "param_dtype: 'uint8': fp32, bf16 or fp16"),
+    (Tp, {"param_dtype": DType.TF32}, "param_dtype: 'tf32': fp32, bf16 or fp16"),
+    (Pp, {"param_dtype": DType.FP64}, "param_dtype: 'fp64': fp32, bf16 or fp16"),
 ]
 
 
@@ -139,6 +146,13 @@ def test_settings_that_mean_nothing_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         kind(**values)
+
+
+@pytest.mark.parametrize("settings", [Fsdp(), Ddp(), Tp(), Pp()])
+@pytest.mark.parametrize("dtype", [DType.FP8_E4M3, DType.TF32, DType.INT32])
+def test_types_of_activations_that_are_not_modelled(settings: Any, dtype: DType) -> None:
+    with pytest.raises(ConfigError, match=f"dtype: '{dtype}': fp32, bf16 or fp16"):
+        FUNCTIONS[type(settings)](replace(make(), dtype=dtype), settings)
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Optimizer, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Item, Operation, Stage, Workload
 from stepmark.workload.architecture import AnyJob, OwnJob
-from stepmark.workload.job import Comms, Job, mesh_groups
+from stepmark.workload.job import TRAINED, Comms, Job, mesh_groups
 from stepmark.workload.rules.deepspeed import huggingface, modules, own
 from stepmark.workload.rules.deepspeed.buckets import Bucket, Message, all_reduced, shares
 from stepmark.workload.rules.deepspeed.modules import COMPUTE, GRADS
-from stepmark.workload.rules.deepspeed.settings import TRAINED, DeepSpeed
+from stepmark.workload.rules.deepspeed.settings import DeepSpeed
 from stepmark.workload.rules.deepspeed.tape import Program, Tape, reduction
 from stepmark.workload.rules.deepspeed.zero3 import Fetch, Pass, persistent, steady_step
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
+from stepmark.workload.job import TRAINED
 from stepmark.workload.rules.deepspeed.zero3 import Limits
 
 _MOST = 2**63 - 1
@@ -100,7 +100,6 @@ class DeepSpeed:
         )
 
 
-TRAINED = (DType.FP32, DType.BF16, DType.FP16)
 _SIZES = (
     "reduce_bucket_size",
     "allgather_bucket_size",

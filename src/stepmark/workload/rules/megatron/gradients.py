@@ -8,8 +8,8 @@ megatron-core (tests/data/megatron).
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.ops import Phase
@@ -56,7 +56,7 @@ def layer_params(plan: Plan, *, moe: bool) -> tuple[Param, ...]:
     )
 
 
-def chunk_params(plan: Plan, chunk: Chunk, is_moe: Iterable[bool]) -> tuple[Param, ...]:
+def chunk_params(plan: Plan, chunk: Chunk, is_moe: Sequence[bool]) -> tuple[Param, ...]:
     """Of a model chunk, in the order of named_parameters. is_moe: of its layers."""
     model, found = plan.model, list[Param]()
     table = model.vocab_size // plan.tp * model.hidden_size
@@ -68,7 +68,7 @@ def chunk_params(plan: Plan, chunk: Chunk, is_moe: Iterable[bool]) -> tuple[Para
             found.append(Param(module="embedding", count=positions, place=EMBEDDING))
     kinds = {kind: layer_params(plan, moe=kind) for kind in set(is_moe)}
     for place, kind in enumerate(is_moe):
-        found += [_placed(param, place) for param in kinds[kind]]
+        found += [replace(param, place=place) for param in kinds[kind]]
     if chunk.has_head:
         whole = plan.sequence_parallel
         found.append(
@@ -77,16 +77,6 @@ def chunk_params(plan: Plan, chunk: Chunk, is_moe: Iterable[bool]) -> tuple[Para
         if shared or not model.tied_embeddings:
             found.append(Param(module="head", count=table, place=HEAD, own_bucket=shared))
     return tuple(found)
-
-
-def _placed(param: Param, place: int) -> Param:
-    return Param(
-        module=param.module,
-        count=param.count,
-        whole=param.whole,
-        expert=param.expert,
-        place=place,
-    )
 
 
 def _attention(plan: Plan) -> Iterator[Param]:

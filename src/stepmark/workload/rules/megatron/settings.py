@@ -13,7 +13,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
 from stepmark.core.workload import Group
-from stepmark.workload.job import AXES, Comms, Job, mesh_groups
+from stepmark.workload.job import AXES, Comms, Job, check_trained, mesh_groups
 
 
 class Dispatcher(StrEnum):
@@ -66,6 +66,10 @@ RECOMPUTE_MODULES = (
 )
 
 
+_UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
 def _set(default: Any, meaning: str) -> Any:
     return field(default=default, metadata={"help": meaning})
 
@@ -98,7 +102,7 @@ class Megatron:
     expert_tensor_parallel_size: int | None = _set(None, "tp of experts; none: tp")
     moe_token_dispatcher_type: Dispatcher = _set(Dispatcher.ALLTOALL, "alltoall or allgather")
     moe_expert_capacity_factor: float | None = _set(
-        None, "tokens an expert takes, of its even share; none: all (dropless)"
+        None, "tokens an expert takes, of its even share; none or below 0: all (dropless)"
     )
     moe_pad_expert_input_to_capacity: bool = _set(False, "experts are filled up to capacity")
     moe_router_dtype: RouterDtype = _set(RouterDtype.MODEL, "of router and probabilities")
@@ -123,8 +127,8 @@ class Megatron:
         for name, low in (
             ("ddp_bucket_size", 1),
             ("virtual_pipeline_model_parallel_size", 1),
-            ("decoder_first_pipeline_num_layers", 0),
-            ("decoder_last_pipeline_num_layers", 0),
+            ("decoder_first_pipeline_num_layers", 1),
+            ("decoder_last_pipeline_num_layers", 1),
             ("expert_tensor_parallel_size", 1),
             ("recompute_num_layers", 1),
             ("make_vocab_size_divisible_by", 1),
@@ -133,8 +137,13 @@ class Megatron:
             if value is not None and value < low:
                 raise ConfigError(name, value, f"{low} or more")
         factor = self.moe_expert_capacity_factor
-        if factor is not None and not 0 < factor < math.inf:
-            raise ConfigError("moe_expert_capacity_factor", factor, "above 0")
+        if factor is not None and factor < 0:  # as TransformerConfig.__post_init__
+            object.__setattr__(self, "moe_expert_capacity_factor", None)
+        elif factor is not None and not 0 < factor < math.inf:
+            allowed = "above 0; or below 0: all tokens"
+            raise ConfigError("moe_expert_capacity_factor", factor, allowed)
+        if not 0 <= self.moe_aux_loss_coeff < math.inf:
+            raise ConfigError("moe_aux_loss_coeff", self.moe_aux_loss_coeff, "0 or more")
         if self.recompute_method not in ("uniform", "block"):
             raise ConfigError("recompute_method", self.recompute_method, "uniform or block")
         self._check_pairs()
@@ -162,18 +171,10 @@ class Megatron:
                 raise ConfigError(
                     "recompute_modules", word, f"of {', '.join(RECOMPUTE_MODULES)}"
                 )
-        uneven = (
-            self.decoder_first_pipeline_num_layers is not None
-            or self.decoder_last_pipeline_num_layers is not None
-        )
-        accounts = (
-            self.account_for_embedding_in_pipeline_split
-            or self.account_for_loss_in_pipeline_split
-        )
+        uneven = [name for name in _UNEVEN if getattr(self, name) is not None]
+        accounts = [name for name in _ACCOUNTS if getattr(self, name)]
         if uneven and accounts:
-            raise ConfigError(
-                "account_for_*_in_pipeline_split", True, "without decoder_*_pipeline_num_layers"
-            )
+            raise ConfigError(accounts[0], True, f"only without {uneven[0]}")
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -239,7 +240,8 @@ class Plan:
 
 
 def make_plan(job: Job, settings: Megatron) -> Plan:
-    """Raises ConfigError where Megatron-LM would refuse the job."""
+    """Raises ConfigError where Megatron-LM would refuse the job, and for other types."""
+    check_trained("dtype", job.dtype)
     model = padded(job.model, settings, job.parallel.tp)
     job = replace(job, model=model)
     parallel = job.parallel
@@ -252,9 +254,10 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
     if plan.sequence_parallel and model.seq_len % shared:
         raise ConfigError("seq-len", model.seq_len, f"a multiple of cp x tp ({shared})")
     if parallel.dp_replicate > 1 and not settings.use_distributed_optimizer:
-        raise ConfigError(
-            "dp-replicate", parallel.dp_replicate, "1 without use_distributed_optimizer"
+        allowed = (
+            f"1 without use_distributed_optimizer: give that, or dp-shard {parallel.data_ranks}"
         )
+        raise ConfigError("dp-replicate", parallel.dp_replicate, allowed)
     if plan.model.moe and plan.model.moe.ffn_hidden_size % plan.etp:
         raise ConfigError("expert_tensor_parallel_size", plan.etp, "a divisor of their width")
     if settings.grad_reduce_in_bf16 and job.dtype is not DType.BF16:

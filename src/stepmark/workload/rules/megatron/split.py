@@ -1,14 +1,16 @@
 """Which layers each pipeline stage and model chunk has.
 
-Source: megatron-core 0.16.1, transformer/transformer_block.py (get_num_layers_to_build) and
-transformer_layer.py (get_transformer_layer_offset). Compared with
-a run of megatron-core (tests/data/megatron).
+Source: megatron-core 0.16.1, transformer/transformer_block.py (get_num_layers_to_build),
+transformer_layer.py (get_transformer_layer_offset) and transformer_config.py (which splits are
+refused). Compared with a run of megatron-core (tests/data/megatron).
 """
 
 from dataclasses import dataclass
 
 from stepmark.core.errors import ConfigError
 from stepmark.workload.rules.megatron.settings import Megatron, Plan
+
+_FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ def split(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...]]:
             )
         counted = total + embedding + loss
         if counted % places:
-            raise ConfigError("pp", pp, _allowed(total, chunks))
+            raise ConfigError("pp", pp, _allowed(total, pp, chunks))
         sizes = [[counted // places] * chunks for _ in range(pp)]
         sizes[0][0] -= embedding
         sizes[-1][-1] -= loss
@@ -70,19 +72,21 @@ def _is_uneven(settings: Megatron) -> bool:
 
 def _uneven(settings: Megatron, total: int, pp: int, chunks: int) -> list[list[int]]:
     """First and last stage as told, the others alike."""
-    told = {
-        0: settings.decoder_first_pipeline_num_layers,
-        pp - 1: settings.decoder_last_pipeline_num_layers,
-    }
-    known = {stage: size for stage, size in told.items() if size is not None}
-    rest, left = total - sum(known.values()), pp - len(known)
-    if rest < 0 or (rest % left if left else rest):
-        raise ConfigError(
-            "decoder_first/last_pipeline_num_layers",
-            " and ".join(map(str, known.values())),
-            f"what leaves {left} other stages equal parts of {total} layers",
-        )
-    per_stage = [known.get(stage, rest // left if left else 0) for stage in range(pp)]
+    first, last = (getattr(settings, name) for name in (_FIRST, _LAST))
+    given = {name: size for name, size in ((_FIRST, first), (_LAST, last)) if size is not None}
+    rest, left = total - sum(given.values()), pp - len(given)
+    if left < 0 or rest < 0 or bool(rest) != bool(left) or (left and rest % left):
+        (name, size), *other = given.items()
+        beside = "".join(f"with {one} {value} " for one, value in other)
+        allowed = f"what leaves {left} other stages equal parts of {total} layers, not none"
+        if left <= 0:
+            allowed = f"what adds up to {total} layers of {pp} stages"
+        raise ConfigError(name, size, beside + allowed)
+    per_stage = [rest // left if left else 0] * pp
+    if first is not None:
+        per_stage[0] = first
+    if last is not None:
+        per_stage[-1] = last
     for size in per_stage:
         if size % chunks:
             raise ConfigError(
@@ -109,7 +113,7 @@ def _numbered(sizes: list[list[int]]) -> tuple[tuple[Chunk, ...], ...]:
     return tuple(tuple(row) for row in found)
 
 
-def _allowed(total: int, chunks: int) -> str:
+def _allowed(total: int, pp: int, chunks: int) -> str:
     fits = [pp for pp in range(1, total + 1) if total % (pp * chunks) == 0]
     with_ends = [pp for pp in range(2, total + 3) if (total + 2) % (pp * chunks) == 0]
     words = f"a number whose product with vpp ({chunks}) divides {total} layers"
@@ -117,4 +121,14 @@ def _allowed(total: int, chunks: int) -> str:
     also = ", ".join(map(str, with_ends[:8]))
     if also:
         shown += f"; with embedding and head as a layer each {also}"
-    return f"{words} ({shown})"
+    return f"{words} ({shown}); or {_way_out(total, pp, chunks)}"
+
+
+def _way_out(total: int, pp: int, chunks: int) -> str:
+    """Flags that make an uneven split, with a number where one of them is enough."""
+    uneven = f"an uneven split by --{_FIRST} or --{_LAST}".replace("_", "-")
+    for size in range(-(-total // pp), 0, -1):
+        last = total - size * (pp - 1)
+        if last > 0 and last % chunks == 0 and size % chunks == 0:
+            return f"{uneven}, e.g. {last}"
+    return uneven

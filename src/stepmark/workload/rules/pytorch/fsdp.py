@@ -14,7 +14,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.training import GradSync, Recompute
 from stepmark.core.workload import Group, Workload
 from stepmark.workload.architecture import AnyJob
-from stepmark.workload.job import Comms
+from stepmark.workload.job import Comms, check_trained
 from stepmark.workload.rules.pytorch.fsdp_order import Sharding
 from stepmark.workload.rules.pytorch.schedules import Schedule
 from stepmark.workload.rules.pytorch.step import SOURCE, Rule, Setting, build
@@ -37,7 +37,10 @@ def not_below(settings: Any, least: int, *names: str) -> None:
 
 
 def checked(settings: Any) -> None:
-    """Raises ConfigError for recompute_* and pp_* that mean nothing."""
+    """Raises ConfigError for types, recompute_* and pp_* that mean nothing."""
+    for name in ("param_dtype", "reduce_dtype", "shard_dtype"):
+        if hasattr(settings, name):
+            check_trained(name, getattr(settings, name))
     not_below(settings, 1, "recompute_some", "recompute_every")
     if settings.recompute_some > settings.recompute_every:
         raise ConfigError(

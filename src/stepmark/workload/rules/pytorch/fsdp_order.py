@@ -5,7 +5,7 @@ The states and hooks of torch 2.13, torch/distributed/fsdp/_fully_shard: _fsdp_p
 _backward_prefetch), _fsdp_state.py (_pre_forward, _pre_backward,
 _root_post_backward_final_callback) and _fsdp_collectives.py (foreach_all_gather,
 foreach_reduce). Gathers and reductions are on one stream though torch has two: they share a
-process group, whose kernels run one after the other (core/workload.py). Copies in and out of
+process group, which does one at a time (core/workload.py). Copies in and out of
 their buffers are on "compute". Over 250 lines: one state machine, whose methods are torch's
 calls.
 """

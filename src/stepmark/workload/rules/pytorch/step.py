@@ -20,7 +20,7 @@ from stepmark.core.workload import (
     Workload,
 )
 from stepmark.workload.architecture import AnyJob, OwnJob
-from stepmark.workload.job import Comms, Job
+from stepmark.workload.job import Comms, Job, check_trained
 from stepmark.workload.rules.pytorch import pipeline
 from stepmark.workload.rules.pytorch.chunk import BLOCKS, Chunk, Layer, Plan
 from stepmark.workload.rules.pytorch.recompute import is_checkpointed
@@ -45,6 +45,7 @@ class Rule:
 
 def build(job: AnyJob, how: Technique, rule: Rule) -> Workload:
     """The workload of a job. Raises ConfigError for what these rules do not know."""
+    check_trained("dtype", job.dtype)
     groups = dict(how.sharding.comms.groups if how.sharding else groups_of(job))
     if job.parallel.ep > 1 and how.sharding is None:
         raise ConfigError("ep", job.parallel.ep, "1, or the fsdp rule, which shards experts")

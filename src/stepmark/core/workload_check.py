@@ -1,0 +1,162 @@
+"""What holds between the parts of a workload: names lead somewhere, ranks exist, it ends.
+
+Nothing is walked, so any number of repeats is checked in a moment.
+"""
+
+from dataclasses import dataclass, field
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.workload import CommOp, Group, Operation, Run, Workload
+
+# Operations of a program when it is walked. One of 2,048 micro-batches, 1,024 layers and 1,000
+# operations in each is 2**31; at a million operations a second 2**40 would take twelve days.
+MOST_OPERATIONS = 2**40
+MOST_BYTES = 2**63 - 1  # of a message's buffer: what a signed 64-bit size holds
+
+
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """Of a block and those it runs. length: operations; a block without any counts as one."""
+
+    length: int
+    names: frozenset[str]
+    awaited: frozenset[str]
+    groups: frozenset[str]
+
+
+def check(workload: Workload) -> None:
+    """Raises ConfigError where parts contradict each other."""
+    stages, world = workload.stages, workload.world_size
+    if not stages:
+        raise ConfigError("stages", 0, "one or more")
+    if world % len(stages):
+        raise ConfigError("stages", len(stages), f"a divisor of world_size ({world})")
+    for group in workload.groups.values():
+        if group.size > world:
+            raise ConfigError("group", group.digits, f"at most {world} ranks")
+    blocks = _Blocks(workload)
+    programs = [
+        (number, blocks.find(block))
+        for number, stage in enumerate(stages)
+        for block in (stage.step, stage.setup)
+        if block
+    ]
+    for block in workload.blocks:
+        blocks.find(block)
+    for _, program in programs:
+        for text in program.awaited:
+            if text not in program.names and awaited_name(text) not in program.names:
+                raise ConfigError("after", text, "the name of an operation of its program")
+    if workload.rules != "capture":  # its groups are those of the one rank that ran
+        _check_groups(workload, [(number, program.groups) for number, program in programs])
+
+
+def awaited_name(after: str) -> str:
+    """Of whom `after` tells: "gather" of "gather~1"."""
+    name, mark, back = after.rpartition("~")
+    return name if mark and back.isdecimal() else after
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """What is in blocks; each is looked into once."""
+
+    workload: Workload
+    _known: dict[str, _Inside] = field(default_factory=dict)
+    _above: set[str] = field(default_factory=set)
+    _checked: set[int] = field(default_factory=set)
+
+    def find(self, name: str) -> _Inside:
+        """Raises ConfigError."""
+        if name in self._known:
+            return self._known[name]
+        if name not in self.workload.blocks:
+            raise ConfigError("block", name, f"one of {len(self.workload.blocks)} blocks")
+        if name in self._above:
+            raise ConfigError("block", name, "one that does not run itself")
+        self._above.add(name)
+        self._known[name] = self._read(name)
+        self._above.discard(name)
+        return self._known[name]
+
+    def _read(self, name: str) -> _Inside:
+        length = 0
+        names, awaited, groups = set[str](), set[str](), set[str]()
+        for item in self.workload.blocks[name]:
+            if isinstance(item, Run):
+                inside = self.find(item.block)
+                length += item.times * max(1, inside.length)
+                names |= inside.names
+                awaited |= inside.awaited
+                groups |= inside.groups
+                continue
+            length += 1
+            names.add(item.name)
+            awaited.update(item.after)
+            if isinstance(item, CommOp):
+                groups.add(item.group)
+            self._check(item)
+        if length > MOST_OPERATIONS:
+            raise ConfigError("block", name, "one that ends: at most 2**40 operations")
+        return _Inside(length, frozenset(names - {""}), frozenset(awaited), frozenset(groups))
+
+    def _check(self, op: Operation) -> None:
+        if not isinstance(op, CommOp) or id(op) in self._checked:
+            return
+        self._checked.add(id(op))
+        groups = self.workload.groups
+        if op.group not in groups:
+            raise ConfigError("group", op.group, f"one of {', '.join(groups)}")
+        group = groups[op.group]
+        if op.root is not None and not 0 <= op.root < group.size:
+            allowed = f"a rank of the group, from 0 to {group.size - 1}"
+            raise ConfigError("root", op.root, allowed)
+        if op.message_bytes(group) > MOST_BYTES:
+            raise ConfigError("count", op.count, "a message of less than 2**63 bytes")
+
+
+def _check_groups(workload: Workload, used: list[tuple[int, frozenset[str]]]) -> None:
+    """That members of a group are ranks, whichever rank of a stage asks for them."""
+    world = workload.world_size
+    per_stage = world // len(workload.stages)
+    for name, group in workload.groups.items():
+        stages = {number for number, names in used if name in names}
+        ranks = [range(one * per_stage, (one + 1) * per_stage) for one in sorted(stages)]
+        if not _fits(group, world, ranks):
+            raise ConfigError("group", group.digits, f"digits that fit {world} ranks")
+
+
+def _fits(group: Group, world: int, users: list[range]) -> bool:
+    """Whether digits do not overlap and divide the world.
+
+    The slowest one need not if all members of its users are ranks: first and last of three
+    stages. One without users then has no second group.
+    """
+    size = stride = span = 1
+    for next_stride, next_size in sorted((stride, size) for size, stride in group.digits):
+        if next_size == 1:
+            continue
+        span = size * stride
+        if next_stride % span:
+            return False
+        size, stride = next_size, next_stride
+    if world % (size * stride) == 0:
+        return True
+    if not users:
+        return size * stride > world
+    return all(_last_member(size, stride, span, ranks) < world for ranks in users)
+
+
+def _last_member(size: int, stride: int, span: int, ranks: range) -> int:
+    """The largest rank of any group that these ranks are in.
+
+    size, stride: of the slowest digit; span: ranks that the faster ones take.
+    """
+    last = ranks[-1] // stride
+    places = [(last, ranks[-1] % stride)]
+    if ranks[0] < last * stride:
+        places.append((last - 1, stride - 1))
+    return max(
+        (at - at % size + size - 1) * stride + place // span * span + span - 1
+        for at, place in places
+    )
