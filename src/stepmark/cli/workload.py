@@ -56,12 +56,7 @@ _CAPTURE = (
 
 def generate(values: Values) -> None:
     """From flags to a file, or to what show prints."""
-    from stepmark.cli import (  # noqa: PLC0415
-        workload_files,
-        workload_job,
-        workload_output,
-        workload_show,
-    )
+    from stepmark.cli import workload_files, workload_job, workload_output  # noqa: PLC0415
     from stepmark.core.errors import ConfigError  # noqa: PLC0415
 
     workload_job.say_no_effect(values)
@@ -82,7 +77,9 @@ def generate(values: Values) -> None:
     workload_output.deliver(made, values)
     if values.get("distinct"):
         _show(made, values)
-    else:
+    elif values.get("json") or values.get("csv"):
+        from stepmark.cli import workload_show  # noqa: PLC0415
+
         workload_show.write_tables(made, values)
 
 
