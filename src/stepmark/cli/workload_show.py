@@ -97,7 +97,8 @@ def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[st
         for row in tables[kind]:
             where = f" in stage {row['stages']}" if several else ""
             what = "".join(f" {row[key]}" for key in ("groups",) if row.get(key))
-            said = f"{row['calls']} calls{where},{what} {row['passes']}: {row['modules']}"
+            calls = f"{row['calls']} call{'s' * (row['calls'] != 1)}"
+            said = f"{calls}{where},{what} {row['passes']}: {row['modules']}"
             found.append(f"{row['command']}  # {' '.join(said.split())}")
     if any(row["trimmed"] for row in tables["collectives"]):
         found.append(

@@ -36,8 +36,7 @@ def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
     """
     model = workload.model
     ranks = _many(workload.world_size, "rank")
-    name = workload.name.removesuffix(f" on {workload.world_size} ranks")
-    lines = [f"workload {name}: {workload.rules}, {ranks}"]
+    lines = [f"workload {workload.name}: {workload.rules}, {ranks}"]
     # What follows the version are the files that the rules were read from.
     lines += [f"rules    {workload.source.partition(': ')[0]}"] if workload.source else []
     if model is not None:

@@ -72,7 +72,7 @@ def workload(job: Job, settings: Megatron) -> Workload:
         for index, chunks in enumerate(stages)
     ]
     return Workload(
-        name=f"{job.model.name} on {parallel.world_size} ranks",
+        name=job.model.name,
         rules="megatron",
         source=_SOURCE,
         world_size=parallel.world_size,
