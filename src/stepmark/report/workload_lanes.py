@@ -195,6 +195,7 @@ class _Moves:
             if isinstance(one, CommOp)
             and one.collective in (SEND, RECV)
             and one.group in groups
+            and one.stream != COMPUTE  # waited for at once
         )
         return cls(groups, names)
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -97,3 +98,64 @@ def scattered_apart() -> Callable[[], None]:
         fully_shard(module, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
     vars(FSDPModule)["set_separate_reduce_scatter_group"](model)
     return lambda: model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def test_gathers_of_another_group_are_on_another_stream_after_the_gather_before() -> None:
+    """As of experts, whose group is smaller: torch has one stream for all gathers."""
+    found = list(capture(lambda: sharded((4,), inner=2), 4).expand())
+    for name in ("gather", "reduced"):
+        sent = [one for one in found if one.name == name]
+        streams = {one.group: one.stream for one in sent if isinstance(one, CommOp)}
+        assert len(streams) == 2
+        assert len(set(streams.values())) == 2
+        assert "fsdp" in streams.values()
+        if name == "gather":
+            for first, second in pairwise(sent):
+                assert ("gather" in second.after) is (first.stream != second.stream)
+
+
+def test_a_reduction_waits_for_no_sum_over_replicas() -> None:
+    """Torch's event for the next one is recorded ahead of the sum."""
+    found = list(capture(lambda: sharded((4, 1)), 4).expand())
+    sums = [at for at, one in enumerate(found) if one.name == "reduced"]
+    assert len(sums) == 3
+    assert {found[at].stream for at in sums} == {"fsdp_replicate"}
+    assert not any("reduced" in str(one.after) for one in found)
+
+
+def test_a_forward_pass_gathers_after_what_was_computed_before_it() -> None:
+    """Also where no reduction was waited for."""
+    found = list(capture(lambda: sharded((4,), passes=3), 4).expand())
+    gathers = [
+        at for at, one in enumerate(found) if (one.name, one.phase) == ("gather", Phase.FWD)
+    ]
+    microbatches = [found[at].microbatch for at in gathers]
+    starts = [gathers[microbatches.index(one)] for one in range(3)]
+    for at in starts[1:]:
+        newest = max(i for i in range(at) if found[i].stream == COMPUTE)
+        assert found[newest].name in found[at].after
+
+
+def sharded(mesh: tuple[int, ...], *, inner: int = 0, passes: int = 1) -> Callable[[], None]:
+    """Gradients are reduced after the last of so many passes.
+
+    inner: the ranks that the second of three layers is sharded over.
+    """
+    names = ("replicate", "shard")[-len(mesh) :]
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    if inner:
+        whole = init_device_mesh("cpu", (4 // inner, inner), mesh_dim_names=("ep", "expert"))
+        fully_shard(model[1], mesh=whole["expert"])
+    devices = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    for module in model:
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, mesh=devices)
+    outer = fully_shard(model, mesh=devices)
+
+    def step() -> None:
+        for index in range(passes):
+            outer.set_requires_gradient_sync(index + 1 == passes)
+            outer.set_is_last_backward(index + 1 == passes)
+            model(torch.ones(2, WIDTH)).sum().backward()
+
+    return step

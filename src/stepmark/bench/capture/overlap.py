@@ -1,8 +1,10 @@
 """Streams of FSDP2 and DDP, and what waits for what across them.
 
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (streams and events of
-FSDPCommContext) and _fsdp_collectives.py. Streams are those of core/workload.py: gathers and
-reductions share a process group, and so one.
+FSDPCommContext), _fsdp_state.py (_root_pre_forward) and _fsdp_collectives.py. Streams are those
+of core/workload.py: gathers and reductions that share a process group share one. Across groups
+torch keeps gathers in order, and reductions; of these the copies into their buffers wait for
+the one before.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ from stepmark.core.workload import (
 )
 
 GATHER, COPY_OUT, GRADS, REDUCED = "gather", "copy_out", "grads", "reduced"
+BEFORE = "before"  # computed before a forward pass, whose gathers wait for it
 
 
 class Overlap:
@@ -34,17 +37,27 @@ class Overlap:
         self._gathers: dict[int, int] = {}  # the number of each parameter group's gather
         self._copied_forward: int | None = None  # copy-out that the next gather waits for
         self._gather_after: int | None = None
+        self._pass_after: tuple[str, int] | None = None  # name and number, for the next gather
+        self._main: dict[str, str] = {}  # by kind of stream the first process group on one
+        self._gathered_on = ""  # stream of the newest gather
         self._wait_for: set[str] = set()
         self._copying: int | None = None
         self._ddp_reduces = False
-        self._scatters_on = FSDP
+        self._apart = False
         self._reducing = False  # FSDP2: since the backward pass began
-        self._scattered = 0  # the number of the newest reduction, its sum over replicas aside
+        self._scattered = 0  # the number of the newest reduce-scatter since then
 
     @property
     def reduces(self) -> bool:
         """Whether FSDP2 is reducing gradients, which pipelines have it do after all passes."""
         return self._within == "reduce"
+
+    def beginning(self, before: list[Operation]) -> None:
+        """FSDPState._root_pre_forward: the next gather waits for what is computed `before`."""
+        at = _newest_computed(before)
+        if at is not None:
+            name = self._told(before, at, BEFORE)
+            self._pass_after = name, self._issued[name]
 
     @contextlib.contextmanager
     def gathering(self, group: int, *, forward: bool) -> Iterator[None]:
@@ -84,8 +97,8 @@ class Overlap:
 
         apart: gradients are scattered over a process group of their own.
         """
-        self._scatters_on = FSDP_REDUCE if apart else FSDP
-        if self._reducing:
+        self._apart = apart
+        if self._scattered:
             self._wait_for.add(self._reference(REDUCED, self._scattered))
         with self._in("reduce", COMPUTE):
             yield
@@ -94,7 +107,7 @@ class Overlap:
         """The end of the backward pass."""
         if self._reducing:
             self._wait_for.add(REDUCED)
-        self._reducing = False
+        self._reducing, self._scattered = False, 0
 
     def computing(self, op: ComputeOp, *, in_node: bool) -> ComputeOp:
         """in_node: whether a node of autograd runs it."""
@@ -129,8 +142,12 @@ class Overlap:
             return self._gather(op)
         if self._within == "reduce" and self._stream == COMPUTE:
             replicates = op.collective == Collective.ALL_REDUCE
-            self._stream = FSDP_REPLICATE if replicates else self._scatters_on
-            return self._reduction(op, before, self._stream)
+            kind = FSDP_REDUCE if self._apart else FSDP
+            self._stream = FSDP_REPLICATE if replicates else self._stream_of(op, kind)
+            made = self._reduction(op, before, self._stream)
+            if not replicates:
+                self._scattered = self._issued[REDUCED]
+            return made
         if self._within == "reduce":  # the sum over replicas of what was scattered
             self._stream = FSDP_REPLICATE
             self._count(REDUCED)
@@ -138,25 +155,38 @@ class Overlap:
         return op
 
     def _gather(self, op: CommOp) -> CommOp:
-        after: tuple[str, ...] = ()
+        after: list[str] = []
+        if self._pass_after is not None:
+            after.append(self._reference(*self._pass_after))
+            self._pass_after = None
         if self._gather_after is not None:
-            after = (self._reference(COPY_OUT, self._gather_after),)
+            after.append(self._reference(COPY_OUT, self._gather_after))
+        stream = self._stream_of(op, FSDP)
+        if self._gathered_on not in ("", stream):
+            after.append(GATHER)
+        self._gathered_on = stream
         self._count(GATHER)
-        return replace(op, stream=FSDP, name=GATHER, after=after)
+        return replace(op, stream=stream, name=GATHER, after=tuple(dict.fromkeys(after)))
+
+    def _stream_of(self, op: CommOp, kind: str) -> str:
+        """Of the main process group, or one named after another: experts', or a smaller one."""
+        is_main = op.group == self._main.setdefault(kind, op.group)
+        return kind if is_main else f"{kind}_{op.group}"
 
     def _reduction(self, op: CommOp, before: list[Operation], stream: str) -> CommOp:
         """After the newest operation that the computation went through: gradients are there."""
         self._count(REDUCED)
-        self._reducing, self._scattered = True, self._issued[REDUCED]
-        at = next(
-            (at for at in reversed(range(len(before))) if before[at].stream == COMPUTE), None
-        )
-        if at is None:
-            return replace(op, stream=stream, name=REDUCED)
+        self._reducing = True
+        at = _newest_computed(before)
+        after = () if at is None else (self._told(before, at, GRADS),)
+        return replace(op, stream=stream, name=REDUCED, after=after)
+
+    def _told(self, before: list[Operation], at: int, name: str) -> str:
+        """The name of an operation, this one if it has none."""
         if not before[at].name:
-            self._count(GRADS)
-            before[at] = replace(before[at], name=GRADS)
-        return replace(op, stream=stream, name=REDUCED, after=(before[at].name,))
+            self._count(name)
+            before[at] = replace(before[at], name=name)
+        return before[at].name
 
     def _count(self, name: str) -> None:
         self._issued[name] = self._issued.get(name, 0) + 1
@@ -173,3 +203,9 @@ class Overlap:
             yield
         finally:
             self._within, self._stream = before
+
+
+def _newest_computed(before: list[Operation]) -> int | None:
+    return next(
+        (at for at in reversed(range(len(before))) if before[at].stream == COMPUTE), None
+    )

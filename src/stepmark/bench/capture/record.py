@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Reducer
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -204,6 +205,9 @@ class CaptureRecorder(TorchDispatchMode):
             "post_backward": self._overlap_post_backward,
             "finalize_backward": self._overlap_finalize,
         }
+        name = "_root_pre_forward"
+        if hasattr(FSDPState, name):
+            yield (FSDPState, name), _around(getattr(FSDPState, name), self._overlap_begin)
         for name, around in watched.items():
             if hasattr(FSDPParamGroup, name):
                 yield (FSDPParamGroup, name), _around(getattr(FSDPParamGroup, name), around)
@@ -224,6 +228,14 @@ class CaptureRecorder(TorchDispatchMode):
             yield
         finally:
             self._silent -= 1
+
+    @contextlib.contextmanager
+    def _overlap_begin(self, state: Any, *_: Any) -> Iterator[None]:
+        """Of the root only, and unless it is told what to wait for (set_post_optim_event)."""
+        shared = state._state_ctx
+        if shared.iter_forward_root is None and shared.post_optim_event is None:
+            self._overlap.beginning(self.operations)
+        yield
 
     @contextlib.contextmanager
     def _overlap_unshard(self, group: Any, *_: Any) -> Iterator[None]:

@@ -131,7 +131,10 @@ class _Plan:
                 ranks=self.ranks,
                 num_microbatches=times,
             )
-            tapes = [(self._record(one, reduces=True), count) for one, count in passes]
+            tapes = [
+                (self._record(one, reduces=True, follows=index > 0 or count > 1), count)
+                for index, (one, count) in enumerate(passes)
+            ]
         else:
             events = (*modules.forward(self.root), *modules.backward(self.root))
             one = tuple((event, Fetch()) for event in events)
@@ -142,13 +145,14 @@ class _Plan:
                 tapes = [(tapes[0][0], times - 1), last] if times > 1 else [last]
         return program.microbatches(tapes)
 
-    def _record(self, one: Pass, *, reduces: bool) -> Tape:
-        """One micro-batch. reduces: hooks of gradients fill buckets."""
+    def _record(self, one: Pass, *, reduces: bool, follows: bool = False) -> Tape:
+        """One micro-batch. reduces: hooks of gradients fill buckets. follows: another."""
         tape = Tape(
             parts=self.parts,
             comms=self.comms,
             overlaps=self.settings.overlaps,
-            holds=self.settings.stage < 3,
+            divided=self.settings.stage == 3,
+            follows=follows and any(kind == GRADS for (kind, _, _), _ in one),
         )
         bucket = self._bucket()
         for (kind, module, phase), fetch in one:

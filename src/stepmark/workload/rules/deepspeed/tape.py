@@ -1,12 +1,13 @@
 """One micro-batch written down op by op, and many of them folded into blocks.
 
-Streams as DeepSpeed has them: stage 3 gathers on a stream of its own; with overlap_comm
-gradients are reduced on one too, and stages 1 and 2 then hold computation until the bucket
-before is done (zero/stage_1_and_2.py: average_tensor). The last bucket of a backward pass is
-waited for on the host.
+What goes beside computation is on one stream, whatever CUDA streams DeepSpeed has: gathers of
+stage 3 and, with overlap_comm, reductions are of one group, whose communicator does one at a
+time (zero/stage3.py: _get_param_partition_group). Stages 1 and 2 then hold computation until
+the buckets before are done (zero/stage_1_and_2.py: average_tensor). The last bucket of a
+backward pass is waited for on the host.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -21,7 +22,10 @@ from stepmark.workload.rules.deepspeed.buckets import Message
 from stepmark.workload.rules.deepspeed.modules import Module
 from stepmark.workload.rules.deepspeed.zero3 import Fetch
 
-_DONE = "computed"  # name of computation that something waits for
+_DP = "dp"  # the group, and the stream of its communicator
+_GATHER, _REDUCE = "gather", "reduce"  # names of what is on it
+# Names of what gathers and reductions wait for: computation, reductions that it waits for.
+_COMPUTED, _REDUCED = "computed", "reduced"
 
 
 def reduction(comms: Comms, message: Message, dtype: DType) -> tuple[CommOp, ...]:
@@ -29,7 +33,7 @@ def reduction(comms: Comms, message: Message, dtype: DType) -> tuple[CommOp, ...
     made = comms(
         message.collective,
         message.elements,
-        "dp",
+        _DP,
         phase=Phase.BWD,
         module="gradients",
         dtype=dtype,
@@ -39,18 +43,24 @@ def reduction(comms: Comms, message: Message, dtype: DType) -> tuple[CommOp, ...
 
 @dataclass(slots=True, kw_only=True)
 class Tape:
-    """items: (layer, operation), the operation's own layer being 0 where it has one."""
+    """items: (layer, operation), the operation's own layer being 0 where it has one.
+
+    follows: gathers wait for the end of the micro-batch before, if there is one.
+    """
 
     parts: dict[str, Part]
     comms: Comms
     overlaps: bool
-    holds: bool  # computation waits for the reduction before
+    divided: bool  # stage 3
+    follows: bool = False
     items: list[tuple[int | None, Operation]] = field(default_factory=list)
     gathers: int = 0
     reductions: int = 0  # beside computation
     needed: int | None = None  # the gather that the next computation waits for
-    held: bool = False
-    computed: int | None = None  # place of the newest computation
+    held: int | None = None  # it also waits for the reduction so many before the newest
+    computed: int | None = None  # place of the newest on the stream of computation
+    added: int | None = None  # the same when the newest gradient was put in its bucket
+    newest: str = ""  # name of the newest beside computation
 
     def fetch(self, module: Module, phase: Phase, fetch: Fetch) -> None:
         """Gathers of a module's hook, and what its computation waits for."""
@@ -58,15 +68,16 @@ class Tape:
             made = self.comms(
                 Collective.ALL_GATHER,
                 elements,
-                "dp",
+                _DP,
                 phase=phase,
                 module="weights",
-                stream="gather",
-                name="gather",
-                after=() if self.overlaps else self._computed(),
+                stream=_DP,
+                name=_GATHER,
+                after=self._before_gather(),
             )
             self._put(module.layer, made)
             self.gathers += len(made)
+            self.newest = _GATHER if made else ""
         if fetch.needs is not None and self.gathers:
             self.needed = self.gathers - fetch.needs
 
@@ -81,45 +92,78 @@ class Tape:
             return
         after = []
         if self.needed is not None:
-            after.append(_newest("gather", self.gathers - self.needed))
-        if self.held:
-            after.append(_newest("reduce", 1))
-        self.needed, self.held = None, False
+            after.append(_newest(_GATHER, self.gathers - self.needed))
+        if self.held is not None:
+            after.append(_newest(_REDUCE, self.held))
+        self.needed = self.held = None
         ops[0] = replace(ops[0], after=tuple(after))
         self.items += [(module.layer, op) for op in ops]
         self.computed = len(self.items) - 1
 
-    def reduce(self, module: Module, messages: Iterable[Message], dtype: DType) -> None:
-        """Buckets that a hook of gradients sends."""
+    def reduce(self, module: Module, messages: Sequence[Message], dtype: DType) -> None:
+        """A bucket, if any, that the hook of a gradient sends before it puts that in."""
+        if not self.overlaps:
+            self._waited_for(module.layer, messages, dtype)
+            return
+        after = self._before_reduction() if messages or self.divided else ()
         for message in messages:
-            made = reduction(self.comms, message, dtype)
-            if self.overlaps:
-                after = self._computed()
-                made = tuple(
-                    replace(op, stream="reduce", name="reduce", after=after) for op in made
-                )
-                self.reductions += len(made)
-                self.held = self.holds and self.reductions > 1
+            made = tuple(
+                replace(op, stream=_DP, name=_REDUCE, after=after)
+                for op in reduction(self.comms, message, dtype)
+            )
+            self.reductions += len(made)
             self._put(module.layer, made)
+            self.newest = _REDUCE if made else ""
+        if messages and not self.divided:
+            # To an owner the host waits before each message (allreduce_and_copy).
+            back = len(messages) if messages[0].root is None else 1
+            self.held = back if self.reductions > back else None
 
     def finish(self, messages: Iterable[Message], dtype: DType) -> None:
         """The last bucket of a backward pass."""
+        self._waited_for(None, messages, dtype, _REDUCED if self.divided else "")
+
+    def _waited_for(
+        self, layer: int | None, messages: Iterable[Message], dtype: DType, name: str = ""
+    ) -> None:
+        """Reductions on the stream of computation, after all beside it."""
+        after = (self.newest,) if self.newest else ()
         for message in messages:
             made = reduction(self.comms, message, dtype)
-            after = ("reduce",) if self.reductions else ()
-            self._put(None, tuple(replace(op, after=after) for op in made))
+            if made:
+                self._put(layer, tuple(replace(op, name=name, after=after) for op in made))
+                self.computed = len(self.items) - 1
 
     def _put(self, layer: int | None, made: Iterable[CommOp]) -> None:
         inside = None if layer is None else 0
         self.items += [(layer, replace(op, layer=inside, microbatch=0)) for op in made]
 
+    def _before_gather(self) -> tuple[str, ...]:
+        """With overlap_comm the end of the micro-batch before, where the host waits, alone."""
+        is_first = not self.gathers if self.overlaps else self.computed is None
+        if is_first:
+            return (_REDUCED,) if self.follows else ()
+        return () if self.overlaps else self._computed()
+
+    def _before_reduction(self) -> tuple[str, ...]:
+        """All that is computed; at stage 3 when the newest of the bucket's gradients came.
+
+        There __add_grad_to_ipg_bucket waits, and a bucket goes before the next is put in.
+        """
+        added, self.added = self.added, self.computed
+        newest = self._computed()
+        if not self.divided or added == self.computed:
+            return newest
+        return () if added is None else (_newest(_COMPUTED, 1),)
+
     def _computed(self) -> tuple[str, ...]:
-        """The newest computation, which gets a name by this."""
+        """The newest on the stream of computation, which gets a name by this."""
         if self.computed is None:
             return ()
         layer, op = self.items[self.computed]
-        self.items[self.computed] = layer, replace(op, name=_DONE)
-        return (_DONE,)
+        name = _REDUCED if isinstance(op, CommOp) else _COMPUTED
+        self.items[self.computed] = layer, replace(op, name=name)
+        return (name,)
 
 
 def _newest(name: str, before: int) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
-from stepmark.core.workload import Block, CommOp, Operation, Run
+from stepmark.core.workload import COMPUTE, Block, CommOp, Operation, Run
 from stepmark.workload.rules.megatron import attention as attention_steps
 from stepmark.workload.rules.megatron import experts as expert_steps
 from stepmark.workload.rules.megatron import layer as layer_steps
@@ -30,7 +30,14 @@ from stepmark.workload.rules.megatron.gradients import (
 )
 from stepmark.workload.rules.megatron.settings import Granularity, Plan
 from stepmark.workload.rules.megatron.split import Chunk
-from stepmark.workload.rules.megatron.steps import Step, backward, forward, issued
+from stepmark.workload.rules.megatron.steps import (
+    PASSED,
+    Step,
+    backward,
+    forward,
+    issued,
+    passed,
+)
 
 _DENSE, _MOE = "dense", "moe"
 _LATENT_UP = ("attention.q_up", "attention.q", "attention.kv_up", "attention.rope")
@@ -61,7 +68,7 @@ class Library:
     plan: Plan
     blocks: dict[str, Block]
     operations: dict[str, tuple[Operation, ...]] = field(default_factory=dict)
-    _changed: dict[tuple[str, tuple[tuple[int, Change], ...]], str] = field(
+    _changed: dict[tuple[str, tuple[tuple[int, Change], ...], tuple[str, ...]], str] = field(
         default_factory=dict
     )
     _places: dict[tuple[str, bool], dict[tuple[str, int | None], int]] = field(
@@ -86,7 +93,7 @@ class Library:
 
     def add(self, name: str, operations: tuple[Operation, ...]) -> str:
         if name not in self.operations:
-            self.operations[name] = operations
+            self.operations[name] = passed(operations)
         return name
 
     def runs(self, segments: Iterable[Segment]) -> Block:
@@ -120,19 +127,39 @@ class Library:
             self._places[block, last] = known
         return known[param.module, offset]
 
+    def pending(self, block: str, index: int) -> tuple[str, ...]:
+        """Collectives that a module's backward waits for before its gradients count as done."""
+        done = self.operations[block][index]
+        return tuple(
+            op.name
+            for op in self.operations[block]
+            if (op.module, op.layer, op.phase) == (done.module, done.layer, Phase.DGRAD)
+            and op.stream != COMPUTE
+        )
+
     def changed(
-        self, segments: Sequence[Segment], changes: Mapping[tuple[int, int], Change]
+        self,
+        segments: Sequence[Segment],
+        changes: Mapping[tuple[int, int], Change],
+        *,
+        begun: bool,
     ) -> list[Segment]:
-        """The same segments, with variants of blocks where something changes."""
+        """The same segments, with variants of blocks where something changes.
+
+        begun: the step has computed or waited before them.
+        """
         by_segment: dict[int, list[tuple[int, Change]]] = {}
         for (number, index), change in sorted(changes.items(), key=lambda item: item[0]):
             by_segment.setdefault(number, []).append((index, change))
         found = list(segments)
         for number, listed in by_segment.items():
-            key = (segments[number].block, tuple(listed))
+            ahead = any(self.operations[one.block] for one in segments[:number])
+            before = (PASSED,) if begun or ahead else ()
+            key = (segments[number].block, tuple(listed), before)
             if key not in self._changed:
                 name = f"{key[0]}.{len(self._changed)}"
-                self._changed[key] = self.add(name, self._with(key[0], dict(listed)))
+                made = self._with(key[0], dict(listed))
+                self._changed[key] = self.add(name, issued(made, before))
             found[number] = replace(segments[number], block=self._changed[key])
         return found
 
@@ -146,7 +173,7 @@ class Library:
             found += change.before
             found.append(replace(op, after=(*op.after, *change.after)))
             found += change.behind
-        return issued(found)
+        return tuple(found)
 
 
 def is_moe(plan: Plan, layer: int) -> bool:
@@ -269,14 +296,19 @@ def last_backward(
         if sent:
             at = max(_at(library, segments, where, one, last=True) for one in bucket.params)
             held = changes.get(at, Change())
+            pending = library.pending(segments[at[0]].block, at[1])
+            sent = (replace(sent[0], after=(*sent[0].after, *pending)), *sent[1:])
             changes[at] = replace(held, behind=(*held.behind, *sent))
-    return library.changed(segments, changes)
+    return library.changed(segments, changes, begun=True)
 
 
 def first_forward(
-    library: Library, segments: Sequence[Segment], buckets: Iterable[Bucket]
+    library: Library, segments: Sequence[Segment], buckets: Iterable[Bucket], *, begun: bool
 ) -> list[Segment]:
-    """A module waits for its bucket; then the next bucket's gather is issued."""
+    """A module waits for its bucket; then the next bucket's gather is issued.
+
+    begun: the step has computed or waited before, if only for the chunk's input.
+    """
     where, listed = _where(segments), list(buckets)
     changes: dict[tuple[int, int], Change] = {}
     for expert in (False, True):
@@ -296,7 +328,7 @@ def first_forward(
                 before=(*held.before, *sent),
                 after=(*held.after, name if newest else f"{name}~1"),
             )
-    return library.changed(segments, changes)
+    return library.changed(segments, changes, begun=begun)
 
 
 def _where(segments: Sequence[Segment]) -> dict[int, int]:

@@ -7,7 +7,7 @@ Compared with a run of Megatron-LM (tests/data/megatron), the learning rate's re
 training_log begins with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stepmark.core.collectives import Collective, RedOp
@@ -19,9 +19,9 @@ from stepmark.workload.rules.megatron.gradients import (
     Param,
     gather,
     reduce,
-    stream_of,
 )
 from stepmark.workload.rules.megatron.settings import Plan
+from stepmark.workload.rules.megatron.steps import PASSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,15 @@ class Owned:
 def wait(after: Sequence[str], phase: Phase, module: str) -> ComputeOp:
     """The computation goes on when these are done; it takes no time itself."""
     kernel = Kernel(name="wait", flops=0, bytes_moved=0)
-    return ComputeOp(op=kernel, phase=phase, module=module, after=tuple(after), time_s=0.0)
+    return ComputeOp(
+        op=kernel, phase=phase, module=module, name=PASSED, after=tuple(after), time_s=0.0
+    )
+
+
+def names_of(plan: Plan, listed: Iterable[Bucket]) -> tuple[str, ...]:
+    """By which overlapped reductions of these buckets are waited for."""
+    sent = (op.name for bucket in listed for op in reduce(plan, bucket, overlapped=True))
+    return tuple(sorted(set(sent)))
 
 
 def finish(plan: Plan, owned: Owned) -> tuple[Operation, ...]:
@@ -75,13 +83,8 @@ def _gradients(plan: Plan, owned: Owned) -> list[Operation]:
     """finalize_model_grads."""
     settings, found = plan.settings, list[Operation]()
     if settings.overlap_grad_reduce:
-        streams = {
-            stream_of(bucket)
-            for bucket in owned.all_buckets
-            if reduce(plan, bucket, overlapped=True)
-        }
-        if streams:
-            found.append(wait(sorted(streams), Phase.BWD, "gradients"))
+        if names := names_of(plan, owned.all_buckets):
+            found.append(wait(names, Phase.BWD, "gradients"))
     else:
         for bucket in owned.all_buckets:
             found += reduce(plan, bucket, overlapped=False)

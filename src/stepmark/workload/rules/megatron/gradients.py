@@ -10,6 +10,7 @@ megatron-core (tests/data/megatron).
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.ops import Phase
@@ -18,6 +19,8 @@ from stepmark.workload.rules.megatron.settings import Plan
 from stepmark.workload.rules.megatron.split import Chunk
 
 EMBEDDING, HEAD = -1, -2  # places of parameters that belong to no layer
+# One communicator sums over the optimizer instances, of dense parameters and experts alike.
+INSTANCES = "instances"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,33 +205,19 @@ def reduce(plan: Plan, bucket: Bucket, *, overlapped: bool) -> tuple[CommOp, ...
     if plan.settings.use_distributed_optimizer:
         dense, experts, kind = "intra_dp_cp", "intra_expt_dp", Collective.REDUCE_SCATTER
     group = experts if bucket.expert else dense
-    made = plan.comms(
-        kind,
-        bucket.padded,
-        group,
-        phase=Phase.BWD,
-        module="gradients",
-        dtype=plan.gradient_dtype,
-        redop=redop,
-        stream=stream,
-        name=name,
-    )
+    of: dict[str, Any] = {
+        "phase": Phase.BWD,
+        "module": "gradients",
+        "dtype": plan.gradient_dtype,
+        "redop": redop,
+    }
+    made = plan.comms(kind, bucket.padded, group, stream=stream, name=name, **of)
     if plan.size("instances") == 1:
         return made
-    return (
-        *made,
-        *plan.comms(
-            Collective.ALL_REDUCE,
-            bucket.padded // plan.size(group),
-            "instances",
-            phase=Phase.BWD,
-            module="gradients",
-            dtype=plan.gradient_dtype,
-            redop=redop,
-            stream=stream,
-            name=name,
-        ),
-    )
+    if overlapped:
+        of |= {"stream": INSTANCES, "name": INSTANCES, "after": (name,) if made else ()}
+    part = bucket.padded // plan.size(group)
+    return (*made, *plan.comms(Collective.ALL_REDUCE, part, "instances", **of))
 
 
 def gather(plan: Plan, bucket: Bucket, *, name: str = "") -> tuple[CommOp, ...]:

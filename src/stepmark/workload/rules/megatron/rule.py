@@ -21,6 +21,7 @@ from stepmark.core.workload import COMPUTE, Block, CommOp, Item, Run, Stage, Wor
 from stepmark.workload.job import Job
 from stepmark.workload.pipeline import Act, Action, Pipeline, program
 from stepmark.workload.pipeline_schedules import schedule
+from stepmark.workload.rules.megatron.anchors import anchored
 from stepmark.workload.rules.megatron.chunk import (
     Library,
     Segment,
@@ -30,7 +31,7 @@ from stepmark.workload.rules.megatron.chunk import (
     is_moe,
     last_backward,
 )
-from stepmark.workload.rules.megatron.finish import Owned, finish, wait
+from stepmark.workload.rules.megatron.finish import Owned, finish, names_of, wait
 from stepmark.workload.rules.megatron.gradients import (
     Bucket,
     buckets,
@@ -42,7 +43,7 @@ from stepmark.workload.rules.megatron.gradients import (
 from stepmark.workload.rules.megatron.notes import notes_of
 from stepmark.workload.rules.megatron.settings import Megatron, Plan, make_plan, padded
 from stepmark.workload.rules.megatron.split import Chunk, split
-from stepmark.workload.rules.megatron.steps import issued
+from stepmark.workload.rules.megatron.steps import PASSED, issued
 
 __all__ = ["Megatron", "padded", "workload"]
 
@@ -123,6 +124,12 @@ class _StageMaker:
             self.pipeline, index, gathers=self.aligned_gathers, reduces=self.aligned_reduces
         )
         self.passes(owned)
+        pipeline = self.pipeline
+        spans = anchored(
+            spans,
+            lambda action: self.beside(action, owned),
+            blocking=pipeline.num_chunks > 1 and not pipeline.overlap,
+        )
         items = program(spans, self.lower(owned), self.blocks, f"stage{index}.")
         self.blocks[f"stage{index}.finish"] = finish(plan, owned)
         self.blocks[step] = (*items, Run(block=f"stage{index}.finish"))
@@ -179,7 +186,8 @@ class _StageMaker:
             self.put(f"forward{number}", ahead)
             self.put(f"backward{number}", back)
             if settings.overlap_param_gather and not self.aligned_gathers:
-                changed = first_forward(self.library, ahead, owned.buckets[number])
+                begun = self.index > 0 or number > 0
+                changed = first_forward(self.library, ahead, owned.buckets[number], begun=begun)
                 self.put(f"forward{number}.first", changed)
             if settings.overlap_grad_reduce and not self.aligned_reduces:
                 changed = last_backward(self.library, back, owned.buckets[number])
@@ -198,9 +206,10 @@ class _StageMaker:
                 case Act.WAIT:
                     return (wait(action.after, Phase.FWD, "pipeline"),)
                 case Act.REDUCE:
-                    return self.reduces(owned.buckets[action.chunk])
+                    return issued(self.reduces(owned.buckets[action.chunk]), action.after)
                 case Act.GATHER:
-                    return self.gathers(owned.buckets[action.chunk], action.chunk)
+                    made = self.gathers(owned.buckets[action.chunk], action.chunk)
+                    return issued(made, action.after)
                 case _:
                     return self.transfer(action)
 
@@ -215,14 +224,26 @@ class _StageMaker:
         if not (action.edge and action.act is Act.FORWARD and self.aligned_gathers):
             return (found,)
         made = self.gathers(owned.buckets[action.chunk], action.chunk)
-        names = dict.fromkeys(op.name for op in made if isinstance(op, CommOp))
+        names = dict.fromkeys(op.name for op in made)
         return (wait(tuple(names), Phase.FWD, "parameters"), found) if names else (found,)
 
-    def reduces(self, listed: tuple[Bucket, ...]) -> tuple[Item, ...]:
-        sent = (op for bucket in listed for op in reduce(self.plan, bucket, overlapped=True))
-        return issued(tuple(sent))
+    def beside(self, action: Action, owned: Owned) -> tuple[str, ...]:
+        """Names of collectives that are in flight when an action ends."""
+        listed, chunk = owned.buckets[action.chunk], action.chunk
+        ends = action.act is Act.BACKWARD and action.edge
+        if action.act is Act.REDUCE or (
+            ends and self.plan.settings.overlap_grad_reduce and not self.aligned_reduces
+        ):
+            return names_of(self.plan, listed)
+        if action.act is Act.GATHER:
+            return tuple(dict.fromkeys(op.name for op in self.gathers(listed, chunk)))
+        return ()
 
-    def gathers(self, listed: tuple[Bucket, ...], chunk: int) -> tuple[Item, ...]:
+    def reduces(self, listed: tuple[Bucket, ...]) -> tuple[CommOp, ...]:
+        sent = (op for bucket in listed for op in reduce(self.plan, bucket, overlapped=True))
+        return tuple(sent)
+
+    def gathers(self, listed: tuple[Bucket, ...], chunk: int) -> tuple[CommOp, ...]:
         return tuple(
             op
             for bucket in listed
@@ -250,7 +271,8 @@ class _StageMaker:
             module="pipeline",
             microbatch=action.microbatch,
             stream=stream,
-            name=str(action.act),
+            name=PASSED if stream == COMPUTE else str(action.act),
+            after=() if stream == COMPUTE else action.after,
             peer=peer,
             fused=action.fused,
         )

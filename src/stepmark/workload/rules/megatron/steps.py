@@ -1,15 +1,17 @@
 """Modules with the communication around them, and in which order their operations are issued.
 
-An asynchronous collective lies on a stream of its own; it starts after the computation that
-was issued before it, as NCCL's streams do, and what needs it waits by name.
+An asynchronous collective lies on a stream of its own; it starts after what the stream of
+computation was given before it, as NCCL's streams do, and what needs it waits by name.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.core.ops import Phase
-from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation
+from stepmark.core.workload import COMPUTE, CommOp, Operation
 from stepmark.workload.decoder import Part
+
+PASSED = "passed"  # the newest operation that ends a block of computation, or a wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +61,37 @@ def backward(
     return issued(found)
 
 
-def issued(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """With a name on computation that an asynchronous collective is issued behind."""
-    found = list(operations)
+def issued(
+    operations: Sequence[Operation], before: tuple[str, ...] = ()
+) -> tuple[Operation, ...]:
+    """With a name on computation that an asynchronous collective is issued behind.
+
+    before: names of what was computed before all of these.
+    """
+    found, behind = list(operations), before
     last: int | None = None
     for index, op in enumerate(found):
-        if isinstance(op, ComputeOp) and op.stream == COMPUTE:
+        if op.stream == COMPUTE:
             last = index
-        elif op.stream != COMPUTE and not op.after and last is not None:
-            before = found[last]
-            if not before.name:
-                before = replace(before, name=f"{before.module}.{before.phase}")
-                found[last] = before
-            found[index] = replace(op, after=(before.name,))
+            continue
+        if last is not None:
+            newest = found[last]
+            if not newest.name:
+                newest = replace(newest, name=f"{newest.module}.{newest.phase}")
+                found[last] = newest
+            behind = (newest.name,)
+        new = (name for name in behind if name not in op.after)
+        found[index] = replace(op, after=(*new, *op.after))
+    return tuple(found)
+
+
+def passed(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """With PASSED on the last computation, for what is issued behind the block."""
+    found = list(operations)
+    for index in range(len(found) - 1, -1, -1):
+        if found[index].stream == COMPUTE:
+            found[index] = replace(found[index], name=found[index].name or PASSED)
+            break
     return tuple(found)
 
 

@@ -130,6 +130,11 @@ class Chunk:
         for group in self._all_groups():
             group.before = [(other, count + next(more)) for other, count in group.before]
 
+    def passed(self, times: int = 1) -> None:
+        """So many operations named PASSED were issued, in this chunk or another."""
+        if self._order:
+            self._order.passed(times)
+
     def forward(self) -> Block:
         segments = [(self._opened(Phase.FWD), 0), *self._forward()]
         return folded(segments, self.blocks, f"fwd{self._suffix}")
@@ -219,28 +224,30 @@ class Chunk:
         order = self._order
         if order:
             order.begin()
-        if order and self._root:
-            order.pre_forward(self._root)
+        self._enter(self._root)
         if self.embedding:
-            if order and self._first:
-                order.pre_forward(self._first)
+            self._enter(self._first)
             yield (*self._take(), _run(self.embedding, "fwd")), 0
-            if order and self._first:
-                order.post_forward(self._first)
+            self.passed()
+            self._leave(self._first)
         for group, members in self._groups:
-            if order:
-                order.pre_forward(group)
+            self._enter(group)
             yield self._passes(members, group, "fwd"), members[0].index
-            if order:
-                order.post_forward(group)
+            self._leave(group)
         if self.output:
-            if order and self._last:
-                order.pre_forward(self._last)
+            self._enter(self._last)
             yield (*self._take(), _run(self.output, "fwd")), 0
-            if order and self._last:
-                order.post_forward(self._last)
-        if order and self._root:
-            order.post_forward(self._root)
+            self.passed()
+            self._leave(self._last)
+        self._leave(self._root)
+
+    def _enter(self, group: Group | None) -> None:
+        if self._order and group:
+            self._order.pre_forward(group)
+
+    def _leave(self, group: Group | None) -> None:
+        if self._order and group:
+            self._order.post_forward(group)
 
     def _backward(self, *, reduces: bool, keeps: bool) -> Iterator[tuple[Block, int]]:
         order = self._order
@@ -254,6 +261,7 @@ class Chunk:
                 order.pre_backward(group)
         if self.output:
             yield (*self._take(), _run(self.output, "bwd")), 0
+            self.passed()
             leave(self._last)
         before = self._take()
         if before:
@@ -322,6 +330,8 @@ class Chunk:
                 elif is_backward:
                     order.post_backward(experts, reduces=reduces, keeps=keeps)
                 yield from self._take(base)
+        if way != "again":
+            self.passed()
 
 
 def folded(segments: Sequence[tuple[Block, int]], blocks: BLOCKS, way: str) -> Block:

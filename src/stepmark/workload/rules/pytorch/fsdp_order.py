@@ -4,10 +4,11 @@ The states and hooks of torch 2.13, torch/distributed/fsdp/_fully_shard: _fsdp_p
 (unshard, wait_for_unshard, pre_forward, post_forward, pre_backward, post_backward,
 _backward_prefetch), _fsdp_state.py (_pre_forward, _pre_backward,
 _root_post_backward_final_callback) and _fsdp_collectives.py (foreach_all_gather,
-foreach_reduce). Gathers and reductions are on one stream though torch has two: they share a
-process group, which does one at a time (core/workload.py). Copies in and out of
-their buffers are on "compute". Over 250 lines: one state machine, whose methods are torch's
-calls.
+foreach_reduce). Gathers and reductions of a process group are on one stream, named after it,
+though torch has two: a group does one at a time (core/workload.py). Torch's own order of
+gathers, whatever their group, is told by `after`; that of reductions follows from the copies
+into their buffers, each of which waits for the reduction before it. Copies in and out of
+buffers are on "compute". Over 250 lines: one state machine, whose methods are torch's calls.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import Phase
-from stepmark.core.workload import FSDP, FSDP_REPLICATE, CommOp, ComputeOp, Item, Kernel, Run
+from stepmark.core.workload import FSDP_REPLICATE, CommOp, ComputeOp, Item, Kernel, Run
 from stepmark.workload.job import Comms
 from stepmark.workload.units import Param
 
@@ -86,7 +87,9 @@ class Order:
         self._how, self._suffix = sharding, suffix
         self._gathers = 0
         self._newest: Group | None = None  # whose forward pass was the last
-        self._begins = False  # a forward pass of the whole model
+        self._begins = False  # a forward pass began, and no gather has waited for that yet
+        self._passed = 0  # how many PASSED since then
+        self._gathered_on = ""  # stream of the newest gather, if it may be under way
         self._microbatch: int | None = 0
         self.items: list[Item] = []
 
@@ -106,12 +109,23 @@ class Order:
         return taken
 
     def begin(self) -> None:
-        """A forward pass: gathers wait for what was computed before (_root_pre_forward)."""
-        self._begins = True
+        """A forward pass: gathers wait for what was computed before (_root_pre_forward).
+
+        That includes copies out of all gathers so far.
+        """
+        self._begins = self._how.comms.groups["fsdp"].size > 1
+        self._passed, self._gathered_on = 0, ""
+
+    def passed(self, times: int = 1) -> None:
+        """So many operations named PASSED were issued."""
+        self._passed += times
 
     def state(self, groups: Iterable[Group]) -> tuple[object, ...]:
         """All that later calls depend on, but for how often passes lie open."""
-        found: list[object] = [self._newest]
+        groups = tuple(groups)
+        may_gather = self._begins and not all(one.is_whole for one in groups)
+        passed = self._passed if may_gather else -1
+        found: list[object] = [self._newest, self._begins, passed, self._gathered_on]
         for one in groups:
             back = self._gathers - one.issued if one.is_pending else -1
             others = tuple(other for other, _ in one.before)
@@ -123,24 +137,29 @@ class Order:
         if group.is_pending or group.is_whole or (backward and not group.in_backward):
             return
         group.is_pending = True
-        shards = group.shards
-        ranks = self._how.comms.groups[shards].size
+        ranks = self._how.comms.groups[group.shards].size
+        stream = f"{group.shards}_inner" if group.is_inner else group.shards
+        if self._begins and PASSED not in after:
+            after = (*after, f"{PASSED}~{self._passed}" if self._passed else PASSED)
+        if self._gathered_on not in ("", stream):
+            after = (*after, GATHER)
         made = self._how.comms(
             Collective.ALL_GATHER,
             sum(one.padded(ranks) for one in group.params),
-            f"{shards}_inner" if group.is_inner else shards,
+            stream,
             phase=phase,
             module=group.module,
             dtype=self._how.gathered,
             layer=group.layer,
             microbatch=self._microbatch,
-            stream=FSDP,
+            stream=stream,
             name=self._named(GATHER),
             after=tuple(self._named(one) for one in after),
         )
         if made:
             self._gathers += 1
             group.issued = self._gathers
+            self._gathered_on, self._begins = stream, False
         self.items += made
 
     def wait(self, group: Group, phase: Phase) -> None:
@@ -158,9 +177,7 @@ class Order:
 
     def pre_forward(self, group: Group) -> None:
         # The buffer of the gather before the last is free once it was copied from.
-        after = (f"{_COPY_OUT}~1", PASSED) if self._begins else (f"{_COPY_OUT}~1",)
-        self._begins = False
-        self.unshard(group, Phase.FWD, after)
+        self.unshard(group, Phase.FWD, (f"{_COPY_OUT}~1",))
         self.wait(group, Phase.FWD)
         for other in group.ahead:
             self.unshard(other, Phase.FWD, (f"{_COPY_OUT}~1",))
@@ -206,7 +223,8 @@ class Order:
         if ranks * comms.groups["replicate"].size > 1:
             read = sum(one.numel for one in trained) * how.gathered.itemsize
             written = whole * how.reduced.itemsize
-            after = (self._named(REDUCE if ranks > 1 else REPLICATE),)
+            # Torch waits for what is scattered, and not for its sum over the replicas.
+            after = (self._named(REDUCE),) if comms.groups["fsdp"].size > 1 else ()
             kernel = "fsdp_reduce_copy_in"
             self._copy(kernel, read + written, group, Phase.BWD, after=after, name=_COPY_IN)
         self._reduce(Collective.REDUCE_SCATTER, whole, group)
@@ -239,7 +257,7 @@ class Order:
             dtype=how.reduced,
             layer=group.layer,
             microbatch=self._microbatch,
-            stream=FSDP if scatters else FSDP_REPLICATE,
+            stream=group.shards if scatters else FSDP_REPLICATE,
             name=self._named(REDUCE if scatters else REPLICATE),
             after=(self._named(REDUCE if is_second else _COPY_IN),),
         )
@@ -266,9 +284,9 @@ class Order:
         self.items.append(op)
 
     def _named(self, name: str) -> str:
-        if name == PASSED:  # whatever it is a pass of
-            return name
         stem, mark, back = name.partition("~")
+        if stem == PASSED:  # whatever it is a pass of
+            return name
         return f"{stem}{self._suffix}{mark}{back}"
 
 

@@ -16,7 +16,7 @@ from stepmark.workload.job import Comms, Job
 from stepmark.workload.pipeline import Act, Action, Span, Tick
 from stepmark.workload.rules.pytorch import interleaved, schedules
 from stepmark.workload.rules.pytorch.chunk import BLOCKS, Chunk
-from stepmark.workload.rules.pytorch.fsdp_order import wait
+from stepmark.workload.rules.pytorch.fsdp_order import PASSED, wait
 from stepmark.workload.rules.pytorch.schedules import MOVED, Order, Schedule
 
 _NEXT = (Act.SEND_FORWARD, Act.RECV_BACKWARD)  # to or from the next stage
@@ -99,21 +99,39 @@ class Stage:
     def _items(self, tick: Tick, base: int) -> Iterator[Item]:
         """Micro-batches are relative to base."""
         for action in tick:
-            chunk = self._chunks[action.chunk]
-            match action.act:
-                case Act.FORWARD | Act.BACKWARD:
-                    name = self._named(f"{action.act}{action.chunk}", self._pass(action))
-                    yield Run(block=name, microbatch=action.microbatch - base)
-                case Act.WAIT:
-                    yield wait(action.after, Phase.FWD, "pipeline")
-                case Act.GATHER:
-                    yield from chunk.gather()
-                case Act.RELEASE:
-                    chunk.release()
-                case Act.REDUCE:
-                    yield from chunk.reduce()
-                case _:
-                    yield from self._transfer(action, action.microbatch - base)
+            items = tuple(self._done(action, base))
+            count = self._passed(items)
+            is_pass = action.act in (Act.FORWARD, Act.BACKWARD)
+            for index, chunk in enumerate(self._chunks):
+                if not (is_pass and index == action.chunk):  # it counts its own passes
+                    chunk.passed(count)
+            yield from items
+
+    def _passed(self, items: Block) -> int:
+        """How many operations are named PASSED."""
+        return sum(
+            one.times * self._passed(self._blocks[one.block])
+            if isinstance(one, Run)
+            else one.name == PASSED
+            for one in items
+        )
+
+    def _done(self, action: Action, base: int) -> Iterator[Item]:
+        chunk = self._chunks[action.chunk]
+        match action.act:
+            case Act.FORWARD | Act.BACKWARD:
+                name = self._named(f"{action.act}{action.chunk}", self._pass(action))
+                yield Run(block=name, microbatch=action.microbatch - base)
+            case Act.WAIT:
+                yield wait(action.after, Phase.FWD, "pipeline")
+            case Act.GATHER:
+                yield from chunk.gather()
+            case Act.RELEASE:
+                chunk.release()
+            case Act.REDUCE:
+                yield from chunk.reduce()
+            case _:
+                yield from self._transfer(action, action.microbatch - base)
 
     def _pass(self, action: Action) -> Block:
         chunk, key = self._chunks[action.chunk], (action.act, action.chunk)
@@ -131,10 +149,11 @@ class Stage:
         """Hidden states of a micro-batch, or their gradients: this rank's part of both.
 
         NCCL has a communicator for each pair, batches go over that of all stages; these are
-        waited for at once.
+        waited for at once. What is received so, the next gathers wait for, too.
         """
         job, ahead = self._job, action.act in _NEXT
         is_pair = job.parallel.pp == 2
+        waited = "" if action.act in _SENDS else PASSED
         return self._comms(
             SEND if action.act in _SENDS else RECV,
             job.tokens // job.parallel.tp * job.model.hidden_size,
@@ -145,7 +164,7 @@ class Stage:
             stream=("pp.next" if ahead or is_pair else "pp.prev")
             if action.after
             else "compute",
-            name=f"{action.act}.{action.chunk}" if action.after else "",
+            name=f"{action.act}.{action.chunk}" if action.after else waited,
             after=action.after,
             peer=1 if ahead else -1,
             fused=action.fused,
