@@ -513,8 +513,8 @@ def test_help_of_each_verb(run: Program, verb: str) -> None:
     assert "--help" in done.text
 
 
-def test_a_file_is_made_at_once(tmp_path: Path) -> None:
-    """In CPU time of the process, the start of Python included: 0.3 s on a machine of 2026."""
+def test_a_file_is_made_in_half_a_second(tmp_path: Path) -> None:
+    """In CPU time of the process, the start of Python included."""
     words = "workload generate --model llama-3.1-70b --framework fsdp --world-size 64 -o w.json"
 
     def seconds() -> float:
@@ -524,7 +524,7 @@ def test_a_file_is_made_at_once(tmp_path: Path) -> None:
         spent = end.children_user + end.children_system
         return spent - begin.children_user - begin.children_system
 
-    assert min(seconds() for _ in range(5)) < 0.8
+    assert min(seconds() for _ in range(5)) < 0.5
 
 
 def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:
