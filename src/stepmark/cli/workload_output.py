@@ -1,7 +1,6 @@
 """Workloads to files: one, or a folder of one per rank or stage, that appear whole or not."""
 
 import contextlib
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,6 +11,7 @@ from stepmark.cli.options import Values
 from stepmark.cli.workload_files import AICB_FILLER, timed
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import ComputeOp, Workload
+from stepmark.store.whole_file import renamed_to
 from stepmark.workload.formats import FORMATS, Format, find_format
 
 
@@ -221,20 +221,16 @@ def _pour(chunks: Iterable[bytes], stream: Any) -> int:
 @contextlib.contextmanager
 def _written_whole(path: Path) -> Iterator[Path]:
     """A name beside `path` that becomes it; a device or a pipe is written as it is."""
-    special = _is_special(path)
-    partial = path if special else path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield partial
-        if not special:
-            partial.replace(path)
+        if _is_special(path):
+            yield path
+            return
+        with renamed_to(path) as partial:
+            yield partial
     except OSError as error:
         raise ConfigError(
             "out", path, f"a file that can be written ({error.strerror or error})"
         ) from None
-    finally:
-        if not special:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
 
 
 def _is_special(path: Path) -> bool:

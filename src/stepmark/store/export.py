@@ -15,6 +15,7 @@ from typing import Any, Literal
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import RunInfo
 from stepmark.store import codec
+from stepmark.store.whole_file import renamed_to
 
 Row = dict[str, object]
 Kind = Literal["csv", "json", "parquet", "tensorboard", "wandb", "mlflow"]
@@ -124,21 +125,8 @@ def _write(text: str, file: Path | None) -> None:
         if file.exists() and not file.is_file():  # a device or a pipe cannot be renamed over
             file.write_text(text, encoding="utf-8")
             return
-        with _renamed_to(file) as temporary:
+        with renamed_to(file) as temporary:
             temporary.write_text(text, encoding="utf-8", newline="")
-
-
-@contextlib.contextmanager
-def _renamed_to(file: Path) -> Any:
-    """A name beside `file` that becomes `file` when the block ends well, else is removed."""
-    file = file.resolve()
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        temporary.replace(file)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -164,7 +152,7 @@ def _to_parquet(rows: list[Row], _run: RunInfo, target: Path) -> None:
         parts.append(f'unnest(?::{sql_type}[]) AS "{quoted}"')
         text = sql_type == "VARCHAR"
         lists.append([None if v is None else str(_cell(v)) if text else v for v in column])
-    with duckdb.connect() as connection, _renamed_to(target) as temporary:
+    with duckdb.connect() as connection, renamed_to(target) as temporary:
         connection.execute(f"CREATE TABLE rows_ AS SELECT {', '.join(parts)}", lists)
         quoted = str(temporary).replace("'", "''")
         try:
