@@ -1,18 +1,16 @@
-"""Run by test_runner under torchrun with two gloo ranks. Prints when all agreed."""
+"""What test_runner runs on two gloo ranks."""
 
 import time
 
-import torch.distributed as dist
 from tests.bench.fakes import GOOD, WRONG, gemm, impl, rig
 
 from stepmark.bench import runner
-from stepmark.bench.ranks import join
+from stepmark.bench.ranks import Ranks
 from stepmark.bench.stopping import Effort
 from stepmark.core.record import Check, Failed, Measured, Record, Skipped
 
 
-def main() -> None:
-    ranks = join("cpu")
+def measure_and_check(ranks: Ranks) -> None:
     second = ranks.rank == 1
 
     def broken_on_second() -> Check:
@@ -39,10 +37,6 @@ def main() -> None:
         assert records == [], "only rank 0 passes records on"
     else:
         check(records)
-    dist.barrier()
-    if not second:
-        print("both ranks are done", flush=True)  # noqa: T201
-    ranks.close()
 
 
 def check(records: list[Record]) -> None:
@@ -60,7 +54,3 @@ def check(records: list[Record]) -> None:
     assert min(slow) > 2 * min(fast), (min(slow), min(fast))
     assert isinstance(good, Measured), good
     assert len(good.telemetry) == 2
-
-
-if __name__ == "__main__":
-    main()
