@@ -10,7 +10,7 @@ from stepmark.bench import clock, runner
 from stepmark.bench.operators.call import Call, Capabilities, Impl
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.rig import Rig
-from stepmark.core.case import Case
+from stepmark.core.case import OpCase
 from stepmark.core.ops import Gemm
 from stepmark.core.record import Check
 
@@ -87,5 +87,5 @@ def install(
     return made
 
 
-def gemm(backend: str = "good", size: int = 16, **more: Any) -> Case:
-    return Case(op=Gemm(m=size, n=size, k=size), backend=backend, device="cpu", **more)
+def gemm(backend: str = "good", size: int = 16, **more: Any) -> OpCase:
+    return OpCase(op=Gemm(m=size, n=size, k=size), backend=backend, device="cpu", **more)

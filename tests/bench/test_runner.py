@@ -11,7 +11,7 @@ from tests.bench.on_ranks import said_on_ranks
 
 from stepmark.bench import runner
 from stepmark.bench.stopping import Effort
-from stepmark.core.case import Case, Rate
+from stepmark.core.case import OpCase, Rate
 from stepmark.core.record import Failed, Measured, Record, Skipped
 from stepmark.core.stats import summarize
 
@@ -33,7 +33,7 @@ def noisy(spread: float, seed: int = 1) -> Callable[[], Iterator[float]]:
     return times
 
 
-def run(cases: list[Case], effort: Effort = QUICK, **more: int) -> list[Record]:
+def run(cases: list[OpCase], effort: Effort = QUICK, **more: int) -> list[Record]:
     records: list[Record] = []
     runner.run(cases, rig(**more), effort, run_id="r", sink=records.append)
     assert len(records) == len(cases)
@@ -41,7 +41,7 @@ def run(cases: list[Case], effort: Effort = QUICK, **more: int) -> list[Record]:
     return records
 
 
-def one(case: Case, effort: Effort = QUICK) -> Measured:
+def one(case: OpCase, effort: Effort = QUICK) -> Measured:
     (record,) = run([case], effort)
     assert isinstance(record, Measured), record
     return record

@@ -9,7 +9,7 @@ import typer
 
 from stepmark.cli import op as op_command
 from stepmark.cli import plan
-from stepmark.core.case import Case, ClockName, Label, Rate
+from stepmark.core.case import ClockName, Label, OpCase, Rate
 from stepmark.core.dtypes import OPERATOR_DTYPES, DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import FAMILY_OF, Attention, GroupedGemm, Op, Optimizer, Phase
@@ -35,17 +35,17 @@ GOLDEN = {
 @pytest.mark.parametrize("family", PLAIN)
 def test_case_id_is_stable(family: str) -> None:
     """Stored runs are joined by it: a change needs a new schema, not a new golden."""
-    assert Case(op=PLAIN[family], backend="torch").case_id[:16] == GOLDEN[family]
+    assert OpCase(op=PLAIN[family], backend="torch").case_id[:16] == GOLDEN[family]
 
 
 def test_equal_operators_have_equal_ids() -> None:
     plain = GroupedGemm(num_groups=2, tokens=4, n=1, k=1, skew=1, phase="wgrad")  # type: ignore[arg-type]
     typed = GroupedGemm(num_groups=2, tokens=4, n=1, k=1, skew=1.0, phase=Phase.WGRAD)
-    assert Case(op=plain, backend="x").case_id == Case(op=typed, backend="x").case_id
+    assert OpCase(op=plain, backend="x").case_id == OpCase(op=typed, backend="x").case_id
 
 
 def test_no_two_samples_share_an_id() -> None:
-    assert len({Case(op=op, backend="torch").case_id for op in OPTIONS}) == len(set(OPTIONS))
+    assert len({OpCase(op=op, backend="torch").case_id for op in OPTIONS}) == len(set(OPTIONS))
 
 
 FIELDS = [
@@ -85,7 +85,7 @@ def test_every_field_changes_the_id(family: str, name: str) -> None:
         if after[name] is None:
             after = {name: getattr(op, name) + 1}
     changed = replace(before, **after)  # type: ignore[arg-type]
-    assert Case(op=changed, backend="t").case_id != Case(op=before, backend="t").case_id
+    assert OpCase(op=changed, backend="t").case_id != OpCase(op=before, backend="t").case_id
 
 
 @pytest.mark.parametrize(
@@ -99,17 +99,17 @@ def test_every_field_changes_the_id(family: str, name: str) -> None:
     ],
 )
 def test_how_it_is_measured_changes_the_id(changes: dict[str, object]) -> None:
-    case = Case(op=PLAIN["gemm"], backend="torch")
+    case = OpCase(op=PLAIN["gemm"], backend="torch")
     assert replace(case, **changes).case_id != case.case_id  # type: ignore[arg-type]
 
 
 def test_labels_and_scale_do_not() -> None:
-    case = Case(op=PLAIN["gemm"], backend="torch")
+    case = OpCase(op=PLAIN["gemm"], backend="torch")
     labels = (Label(model="x", role="qkv", phase=Phase.FWD, count=2, mbs=3),)
     assert replace(case, labels=labels, scale="1/64").case_id == case.case_id
 
 
-def parsed(command: str) -> list[Case]:
+def parsed(command: str) -> list[OpCase]:
     """What `stepmark op FAMILY ...` would measure."""
     program, verb, family, *arguments = shlex.split(command)
     assert (program, verb) == ("stepmark", "op")
@@ -126,7 +126,7 @@ def parsed(command: str) -> list[Case]:
     )
 
 
-def reproduces(case: Case) -> None:
+def reproduces(case: OpCase) -> None:
     (again,) = parsed(case.command())
     assert again.op == case.op, case.command()
     assert again.case_id == case.case_id, case.command()
@@ -134,13 +134,13 @@ def reproduces(case: Case) -> None:
 
 @pytest.mark.parametrize("op", OPTIONS, ids=repr)
 def test_the_reproducing_command_reproduces(op: Op) -> None:
-    reproduces(Case(op=op, backend="torch", device="cpu"))
-    reproduces(Case(op=op, backend="te", device="cuda", rate=Rate.BURST, num_ranks=4))
+    reproduces(OpCase(op=op, backend="torch", device="cpu"))
+    reproduces(OpCase(op=op, backend="te", device="cuda", rate=Rate.BURST, num_ranks=4))
 
 
 @pytest.mark.parametrize("clock", ClockName)
 def test_the_clock_is_reproduced(clock: ClockName) -> None:
-    reproduces(Case(op=PLAIN["attention"], backend="torch", clock=clock))
+    reproduces(OpCase(op=PLAIN["attention"], backend="torch", clock=clock))
 
 
 @pytest.mark.parametrize("family", PLAIN)
@@ -151,7 +151,7 @@ def test_each_dtype_is_reproduced(family: str) -> None:
         except (ConfigError, TypeError):  # a family without it; copy has none
             continue
         for device in ("cpu", "cuda"):
-            reproduces(Case(op=op, backend="torch", device=device))
+            reproduces(OpCase(op=op, backend="torch", device=device))
 
 
 def test_models_layers_are_reproduced() -> None:
@@ -171,13 +171,13 @@ def test_models_layers_are_reproduced() -> None:
             )
             for operators in BY_FAMILY.values():
                 for label, op in operators(shape):
-                    case = Case(op=op, backend="torch", labels=(label,))
+                    case = OpCase(op=op, backend="torch", labels=(label,))
                     reproduces(case)
                     assert FAMILY_OF[type(op)] == case.family
 
 
 def test_a_command_is_safe_to_paste() -> None:
-    case = Case(op=Optimizer(num_params=3), backend="torch; rm -rf /")
+    case = OpCase(op=Optimizer(num_params=3), backend="torch; rm -rf /")
     assert shlex.split(case.command())[-5:-4] == ["torch; rm -rf /"]
 
 
@@ -193,6 +193,6 @@ def test_packed_lengths_and_no_causal_are_written() -> None:
         varlen=(4, 2),
         causal=False,
     )
-    command = Case(op=op, backend="math").command()
+    command = OpCase(op=op, backend="math").command()
     assert "--varlen 4+2" in command
     assert "--no-causal" in command

@@ -1,6 +1,6 @@
 """Made-up records and a made-up device: round figures, so that rates are done in the head."""
 
-from stepmark.core.case import Case, Label
+from stepmark.core.case import Label, OpCase
 from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import Attention, Copy, Gemm, Norm, Phase
@@ -54,7 +54,7 @@ def run_info(num_ranks: int = 1, **settings: str) -> RunInfo:
 
 
 def measured(
-    case: Case, *times_s: float, soak_s: float = 2.0, num_wrong: int = 0, num_sets: int = 4
+    case: OpCase, *times_s: float, soak_s: float = 2.0, num_wrong: int = 0, num_sets: int = 4
 ) -> Measured:
     """One record; each time is one rank's, in five equal samples."""
     check = Check(
@@ -79,8 +79,8 @@ def measured(
     )
 
 
-def gemm(op: Gemm = FAST, *labels: Label, **more: object) -> Case:
-    return Case(op=op, backend="torch", labels=labels, **more)  # type: ignore[arg-type]
+def gemm(op: Gemm = FAST, *labels: Label, **more: object) -> OpCase:
+    return OpCase(op=op, backend="torch", labels=labels, **more)  # type: ignore[arg-type]
 
 
 def attention(phase: Phase) -> Attention:
@@ -96,7 +96,7 @@ def attention(phase: Phase) -> Attention:
     )
 
 
-COPY = Case(op=Copy(num_bytes=2**30), backend="torch")
+COPY = OpCase(op=Copy(num_bytes=2**30), backend="torch")
 
 
 def full_run() -> list[Record]:
@@ -112,16 +112,16 @@ def full_run() -> list[Record]:
     ]
     for phase, time_s in ((Phase.FWD, 1e-3), (Phase.BWD, 2.8e-3)):
         role = Label(model="llama-3-70b", role="attention", phase=phase, mbs=2)
-        case = Case(op=attention(phase), backend="cudnn", labels=(role,))
+        case = OpCase(op=attention(phase), backend="cudnn", labels=(role,))
         records.append(measured(case, time_s))
-        norm = Case(
+        norm = OpCase(
             op=Norm(tokens=8192, hidden=8192, phase=phase),
             backend="torch",
             labels=(Label(model="llama-3-70b", role="norm", count=2, mbs=2),),
         )
         records.append(measured(norm, 0.15e-3))
-    te = Case(op=FAST, backend="te")
-    big = Case(op=Gemm(m=2**20, n=2**16, k=2**16), backend="torch")
+    te = OpCase(op=FAST, backend="te")
+    big = OpCase(op=Gemm(m=2**20, n=2**16, k=2**16), backend="torch")
     return [
         *records,
         Skipped(run_id=RUN_ID, case=te, reason="transformer-engine is not installed"),

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from stepmark.core.case import Case, Label
+from stepmark.core.case import Label, OpCase
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Mlp, Phase
 from stepmark.report.styles import STYLES, as_text
@@ -40,7 +40,7 @@ def test_param_gemm_equals_the_sample() -> None:
 
 def test_param_embedding_counts_gathered_rows_alone() -> None:
     op = EmbeddingBag(rows=14_000_000, dim=128, pooling=30, batch=512)
-    table = STYLES["param"]([measured(Case(op=op, backend="torch"), 1e-3)], run_info())
+    table = STYLES["param"]([measured(OpCase(op=op, backend="torch"), 1e-3)], run_info())
     lines = table["emb-fp32"].splitlines()
     assert lines[5].split() == [
         "Features",
@@ -58,7 +58,7 @@ def test_param_embedding_counts_gathered_rows_alone() -> None:
 @pytest.mark.parametrize(("phase", "factor"), [(Phase.FWD, 2), (Phase.STEP, 6)])
 def test_param_linear_counts_as_param_does(phase: Phase, factor: int) -> None:
     op = Mlp(layers=18, input=1024, hidden=1024, output=1024, batch=4096, phase=phase)
-    table = STYLES["param"]([measured(Case(op=op, backend="torch"), 1e-3)], run_info())
+    table = STYLES["param"]([measured(OpCase(op=op, backend="torch"), 1e-3)], run_info())
     values = [float(word) for word in table["linear-fp32"].splitlines()[7].split(",")]
     assert values[:7] == [20, 1024, 1024, 1024, 4096, 0.001, 4_096_000]
     assert values[7] == pytest.approx(factor * 19 * 1024**2 * 4096 / 1e-3 / 1e12, abs=0.05)
@@ -84,7 +84,7 @@ def test_primus_gemm_columns(layout: str, trans: str) -> None:
 def test_primus_attention_joins_forward_and_backward() -> None:
     model = (Label(model="Llama2_70B"),)
     records = [
-        measured(Case(op=attention(phase), backend="cudnn", labels=model), time_s)
+        measured(OpCase(op=attention(phase), backend="cudnn", labels=model), time_s)
         for phase, time_s in ((Phase.BWD, 5e-4), (Phase.FWD, 2e-4))
     ]
     (line,) = read(STYLES["primus"](records, run_info())["attention"])
@@ -95,7 +95,7 @@ def test_primus_attention_joins_forward_and_backward() -> None:
 
 
 def test_primus_leaves_the_unmeasured_pass_empty() -> None:
-    case = Case(op=attention(Phase.FWD), backend="cudnn")
+    case = OpCase(op=attention(Phase.FWD), backend="cudnn")
     (line,) = read(STYLES["primus"]([measured(case, 1e-3)], run_info())["attention"])
     assert (line["bwd_time"], line["bwd_tflops"]) == ("", "")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.core.case import Case, ClockName, Label, Rate
+from stepmark.core.case import ClockName, Label, OpCase, Rate
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import (
@@ -69,12 +69,12 @@ OPS: list[Op] = [
 ]
 
 
-def case_of(op: Op) -> Case:
+def case_of(op: Op) -> OpCase:
     label = Label(model="llama-3.1-8b", role="attention.qkv", phase=Phase.FWD, count=32, mbs=1)
-    return Case(op=op, backend="torch", num_ranks=2, labels=(label, Label()), scale="1/64")
+    return OpCase(op=op, backend="torch", num_ranks=2, labels=(label, Label()), scale="1/64")
 
 
-def records_of(case: Case) -> list[Record]:
+def records_of(case: OpCase) -> list[Record]:
     measured = Measured(
         run_id="20261120-221300-ab12",
         case=case,
@@ -131,7 +131,7 @@ def test_what_is_written_is_read(record: Record) -> None:
 def test_any_content_survives(
     seconds: list[list[float]], text: str, clock: ClockName, rate: Rate, m: int
 ) -> None:
-    case = Case(op=Gemm(m=m, n=16, k=16), backend=text, clock=clock, rate=rate)
+    case = OpCase(op=Gemm(m=m, n=16, k=16), backend=text, clock=clock, rate=rate)
     measured = records_of(case)[0]
     assert isinstance(measured, Measured)
     samples = Samples(seconds=tuple(map(tuple, seconds)), method=text)

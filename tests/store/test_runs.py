@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepmark.core.case import Case
+from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Copy
 from stepmark.core.record import (
@@ -56,7 +56,7 @@ def measured(num_bytes: int = 4096, ranks: int = 2, n: int = 3) -> Measured:
     seconds = tuple(tuple(1e-3 * (r + 1) + 1e-6 * i for i in range(n)) for r in range(ranks))
     return Measured(
         run_id=INFO.run_id,
-        case=Case(op=Copy(num_bytes=num_bytes), backend="torch", num_ranks=ranks),
+        case=OpCase(op=Copy(num_bytes=num_bytes), backend="torch", num_ranks=ranks),
         samples=Samples(seconds=seconds, method="graph-rotate/1"),
         checks=(),
         telemetry=(),

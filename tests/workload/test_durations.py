@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.cli.workload_files import timed
-from stepmark.core.case import Case
+from stepmark.core.case import OpCase
 from stepmark.core.device import load_devices
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
@@ -300,7 +300,7 @@ def record(
     )
     return Record(
         run_id=RUN,
-        case=Case(op=what, backend=backend, num_ranks=len(ranks)),
+        case=OpCase(op=what, backend=backend, num_ranks=len(ranks)),
         samples=Samples(seconds=ranks, method="graph-rotate/1"),
         checks=checks,
         telemetry=(),

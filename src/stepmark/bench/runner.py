@@ -13,7 +13,7 @@ from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.rig import Rig, own_stream, release
 from stepmark.bench.stopping import BURST_IDLE_S, Effort, is_enough
 from stepmark.bench.telemetry import Sampler
-from stepmark.core.case import Case, ClockName, Rate
+from stepmark.core.case import ClockName, OpCase, Rate
 from stepmark.core.record import Check, Measured, Record, Samples, Skipped, Telemetry
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.units import format_bytes
@@ -24,7 +24,7 @@ _MAX_SETS = 128
 
 
 def run(
-    cases: Iterable[Case],
+    cases: Iterable[OpCase],
     rig: Rig,
     effort: Effort,
     *,
@@ -49,7 +49,7 @@ def run(
             sink(record)
 
 
-def _run_case(case: Case, rig: Rig, effort: Effort, run_id: str) -> Record:
+def _run_case(case: OpCase, rig: Rig, effort: Effort, run_id: str) -> Record:
     impl = IMPLS[case.family].get(case.backend)
     try:
         reasons = rig.ranks.gather(agreed(rig.ranks, lambda: _why_not(case, impl, rig)))
@@ -71,7 +71,7 @@ def _run_case(case: Case, rig: Rig, effort: Effort, run_id: str) -> Record:
         release(rig)
 
 
-def _why_not(case: Case, impl: Impl | None, rig: Rig) -> tuple[str | None, int | None]:
+def _why_not(case: OpCase, impl: Impl | None, rig: Rig) -> tuple[str | None, int | None]:
     if impl is None:
         known = ", ".join(IMPLS[case.family])
         return f"no backend {case.backend} for {case.family}; there is {known}", None
@@ -85,7 +85,7 @@ def _why_not(case: Case, impl: Impl | None, rig: Rig) -> tuple[str | None, int |
     return None, None
 
 
-def _measure(case: Case, impl: Impl, rig: Rig, effort: Effort, run_id: str) -> Measured:
+def _measure(case: OpCase, impl: Impl, rig: Rig, effort: Effort, run_id: str) -> Measured:
     started_at, device = time.time(), rig.ranks.device
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -129,7 +129,9 @@ def _measure(case: Case, impl: Impl, rig: Rig, effort: Effort, run_id: str) -> M
     )
 
 
-def _bind(case: Case, impl: Impl, rig: Rig, calls: clocks.Calls) -> tuple[clocks.Timer, float]:
+def _bind(
+    case: OpCase, impl: Impl, rig: Rig, calls: clocks.Calls
+) -> tuple[clocks.Timer, float]:
     """The timer that all ranks use, and the slowest rank's estimate of one call."""
     kind = rig.ranks.device.type
     estimates = rig.ranks.gather(agreed(rig.ranks, lambda: clocks.estimate(calls, kind)))
@@ -153,7 +155,7 @@ def _bind(case: Case, impl: Impl, rig: Rig, calls: clocks.Calls) -> tuple[clocks
     return timer, estimate_s
 
 
-def _num_sets(case: Case, impl: Impl, rig: Rig) -> int:
+def _num_sets(case: OpCase, impl: Impl, rig: Rig) -> int:
     """Operand sets that together exceed twice the cache, as far as half the memory allows."""
     per_set = case.op.memory_bytes
     wanted = max(2, math.ceil(2 * rig.cache_bytes / max(per_set, 1)) + 1)
@@ -175,7 +177,7 @@ def _batch(timer: clocks.Timer, estimate_s: float, seconds: float) -> int:
 
 
 def _collect(
-    case: Case, rig: Rig, timer: clocks.Timer, estimate_s: float, effort: Effort
+    case: OpCase, rig: Rig, timer: clocks.Timer, estimate_s: float, effort: Effort
 ) -> list[float]:
     """Sample in batches until rank 0, seeing all ranks' maxima, says that it is enough."""
     burst = case.rate is Rate.BURST

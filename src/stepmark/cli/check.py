@@ -109,7 +109,7 @@ def _measured(
 
 def _reference(path: Path) -> "dict[str, Measured]":
     """Measured operators of a run of one rank."""
-    from stepmark.core.case import Case  # noqa: PLC0415
+    from stepmark.core.case import OpCase  # noqa: PLC0415
     from stepmark.core.record import Measured  # noqa: PLC0415
     from stepmark.store.runs import latest, read_records  # noqa: PLC0415
 
@@ -117,7 +117,7 @@ def _reference(path: Path) -> "dict[str, Measured]":
         record.case.case_id: record
         for record in latest(read_records(path))
         if isinstance(record, Measured)
-        and isinstance(record.case, Case)
+        and isinstance(record.case, OpCase)
         and not record.num_wrong
     }
     if not found:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepmark.cli.options import MEASURE, MODEL, SELECT, Flag, Values, as_command, of_operator
-from stepmark.core.case import Case, Label, Rate
+from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.dtypes import OPERATOR_DTYPES
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import FAMILIES, Copy, Gemm
@@ -66,7 +66,7 @@ def of_family(
     device: str,
     ranks: int,
     leave_out: Sequence[str] = (),
-) -> list[Case]:
+) -> list[OpCase]:
     """Cases of every backend that runs here, unless --backend says which."""
     from stepmark.bench.operators.table import IMPLS  # noqa: PLC0415
     from stepmark.cli import plan  # noqa: PLC0415
@@ -75,7 +75,7 @@ def of_family(
     found = plan.cases(family, placed, values, device=device, num_ranks=ranks, backends=known)
     if values.get("backend"):
         return found
-    kept: dict[Any, list[Case]] = {}
+    kept: dict[Any, list[OpCase]] = {}
     for case in found:
         reason = known[case.backend].unsupported(case.op, _capabilities(device))
         if reason is None and case.backend not in leave_out:
@@ -103,7 +103,7 @@ def all_families(values: dict[str, Any]) -> None:
     execute(layer_cases(values, device, ranks), values, device, ranks)
 
 
-def layer_cases(values: Values, device: str, ranks: int) -> list[Case]:
+def layer_cases(values: Values, device: str, ranks: int) -> list[OpCase]:
     """The cases of `op all`."""
     from stepmark.cli import plan  # noqa: PLC0415
     from stepmark.workload.layers import BY_FAMILY  # noqa: PLC0415
@@ -122,7 +122,7 @@ def layer_cases(values: Values, device: str, ranks: int) -> list[Case]:
     return found
 
 
-def execute(cases: Sequence[Case], values: Values, device: str, ranks: int) -> None:
+def execute(cases: Sequence[OpCase], values: Values, device: str, ranks: int) -> None:
     """List for --dry-run; otherwise start ranks where several are asked for, and measure."""
     from stepmark.cli import session  # noqa: PLC0415
     from stepmark.launch import torchrun  # noqa: PLC0415
@@ -144,7 +144,7 @@ def execute(cases: Sequence[Case], values: Values, device: str, ranks: int) -> N
     raise typer.Exit(outcome.exit_code)
 
 
-def listed(cases: Sequence[Case], values: Values) -> None:
+def listed(cases: Sequence[OpCase], values: Values) -> None:
     """The plan: one line per case, or JSON/CSV of the same."""
     from stepmark.report.tables import shape_text  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
@@ -274,7 +274,7 @@ def run_config(path: Path, values: dict[str, Any]) -> None:
         raise ConfigError("config", path, "at least one operator that stepmark has")
     session.check_outputs(values)
     device = session.device_type(values)
-    cases: list[Case] = []
+    cases: list[OpCase] = []
     for family in ("gemm", "bmm"):
         placed = [
             (Label(role=name), op) for name, op in found.ops if FAMILY_OF[type(op)] == family

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.cli.options import Values, whole_numbers, words
-from stepmark.core.case import Case, ClockName, Label, Rate
+from stepmark.core.case import ClockName, Label, OpCase, Rate
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig, find_model
@@ -353,7 +353,7 @@ def cases(
     device: str,
     num_ranks: int,
     backends: Iterable[str],
-) -> list[Case]:
+) -> list[OpCase]:
     """One case per operator and backend; the same operator in two places is measured once."""
     clock = _member(ClockName, values.get("clock"), "clock", ClockName.AUTO)
     rate = _member(Rate, values.get("rate"), "rate", Rate.SUSTAINED)
@@ -369,7 +369,7 @@ def cases(
         for backend in asked or known:
             labels.setdefault((op, backend), []).append(label)
     return [
-        Case(
+        OpCase(
             op=op,
             backend=backend,
             device=device,

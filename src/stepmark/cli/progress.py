@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from stepmark.core.case import Case
+from stepmark.core.case import OpCase
 from stepmark.core.collectives import RedOp
 from stepmark.core.comm_case import CommCase
 from stepmark.core.record import AnyCase, Failed, Measured, Record, Skipped
@@ -68,7 +68,7 @@ def named(case: AnyCase) -> str:
     return f"{case.family} {_pass(case)}{shape_text(case.op)} {case.dtype} {case.backend}"
 
 
-def _pass(case: Case) -> str:
+def _pass(case: OpCase) -> str:
     label = case.labels[0] if case.labels else None
     phase = getattr(case.op, "phase", None) or (label.phase if label else None)
     role = f"{label.role} " if label and label.role else ""

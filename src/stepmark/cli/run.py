@@ -10,7 +10,7 @@ from stepmark.core.errors import worst
 from stepmark.core.units import parse_duration
 
 if TYPE_CHECKING:
-    from stepmark.core.case import Case
+    from stepmark.core.case import OpCase
 
 GIB = 2**30
 NAMES = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -60,7 +60,7 @@ def run(
 
 
 def _operators_of(
-    cases: "list[Case]", values: dict[str, Any], kind: str, ranks: int
+    cases: "list[OpCase]", values: dict[str, Any], kind: str, ranks: int
 ) -> tuple[int, Path | None]:
     """Here, or on ranks of this host; the exit code and the run they wrote."""
     from stepmark.launch import torchrun  # noqa: PLC0415
@@ -73,7 +73,7 @@ def _operators_of(
     return code, made[-1] if made else None
 
 
-def _as_rank(cases: "list[Case]", values: dict[str, Any], kind: str) -> int:
+def _as_rank(cases: "list[OpCase]", values: dict[str, Any], kind: str) -> int:
     """Measure operators as one rank, or the only one. An outer launcher gets a page, too."""
     from stepmark.cli import doctor, session  # noqa: PLC0415
     from stepmark.launch import torchrun  # noqa: PLC0415

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from stepmark.core.case import Case
+from stepmark.core.case import OpCase
 from stepmark.core.comm_case import CommCase
 from stepmark.core.comparison import Fields, Series
 from stepmark.core.errors import ConfigError
@@ -156,7 +156,7 @@ def _comm_fields(case: CommCase, method: str) -> Fields:
     }
 
 
-def _op_fields(case: Case, method: str) -> Fields:
+def _op_fields(case: OpCase, method: str) -> Fields:
     op = dataclasses.asdict(case.op)
     plain = {
         name: value if isinstance(value, str | int | float | bool | None) else str(value)

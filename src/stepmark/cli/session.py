@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stepmark.cli import interrupts
 from stepmark.cli.options import Values
 from stepmark.cli.progress import Progress
-from stepmark.core.case import Case
+from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import Failed, Measured, RunInfo
 from stepmark.core.units import parse_duration
@@ -205,7 +205,7 @@ def _open(
 
 
 def measure(
-    cases: Sequence[Case],
+    cases: Sequence[OpCase],
     values: Values,
     rig: "Rig",
     *,

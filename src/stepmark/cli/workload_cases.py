@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from stepmark.core.case import Case, Label
+from stepmark.core.case import Label, OpCase
 from stepmark.core.collectives import (
     ALIGN_BYTES,
     FACTS,
@@ -144,7 +144,7 @@ def operator_rows(workload: Workload) -> list[Row]:
                 labels[operation.op][label] = None
     rows: list[Row] = []
     for op, by_stage in calls.items():
-        case = Case(op=op, backend=_BACKEND[type(op)])
+        case = OpCase(op=op, backend=_BACKEND[type(op)])
         row: Row = {
             "family": case.family,
             "shape": shape_text(op),
@@ -164,7 +164,7 @@ def operator_rows(workload: Workload) -> list[Row]:
 _BACKEND = {Gemm: "torch", Bmm: "torch", GroupedGemm: "torch", Attention: "torch"}
 
 
-def _plain(case: Case) -> str:
+def _plain(case: OpCase) -> str:
     """The command without backend, device and rate, which are the machine's matter."""
     return case.command().partition(" --backend ")[0]
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from stepmark.cli.options import Values
-from stepmark.core.case import Case
+from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Op
 from stepmark.core.workload import ComputeOp, Workload
@@ -147,7 +147,7 @@ def _of_run(text: str) -> "Measured":
     path = find_run(Path("runs"), text)
     times: dict[Op, float] = {}
     for record in latest(read_records(path)):
-        if not isinstance(record, Record) or not isinstance(record.case, Case):
+        if not isinstance(record, Record) or not isinstance(record.case, OpCase):
             continue
         if record.num_wrong or not record.samples.seconds:
             continue

@@ -1,4 +1,4 @@
-"""A case: one operator, how it is run, how it is timed. Its identity is its content."""
+"""What every case has, and the case of an operator. The identity of a case is its content."""
 
 import dataclasses
 import hashlib
@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar, Protocol
 
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import FAMILY_OF, Op, Phase
@@ -45,10 +46,37 @@ class Label:
     mbs: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One measurement to make. Everything but the labels is its identity."""
+class Case(Protocol):
+    """One measurement to make: an operator, a collective or a training step."""
 
+    kind: ClassVar[str]  # the tag in plan.jsonl, and the key of the bench that measures it
+
+    @property
+    def device(self) -> str:
+        """cuda or cpu."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that take part."""
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        """Places in models that this measurement stands for; no part of the identity."""
+
+    @property
+    def family(self) -> str:
+        """E.g. gemm, all_reduce, train."""
+
+    @property
+    def case_id(self) -> str:
+        """SHA-256 of the canonical JSON of what is measured and how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCase:
+    """One operator: how it is run, how it is timed. Everything but labels is its identity."""
+
+    kind: ClassVar[str] = "op"
     op: Op
     backend: str
     device: str = "cuda"

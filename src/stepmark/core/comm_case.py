@@ -5,6 +5,7 @@ import hashlib
 import json
 import shlex
 from dataclasses import dataclass
+from typing import ClassVar
 
 from stepmark.core.case import Label
 from stepmark.core.collectives import (
@@ -31,6 +32,8 @@ class CommCase:
     num_ranks is the size of each measured communicator, world_size the number of ranks that
     were started; ranks outside every communicator wait.
     """
+
+    kind: ClassVar[str] = "comm"
 
     collective: Collective
     count: int  # elements, as core/collectives.py says

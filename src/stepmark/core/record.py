@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from stepmark.core.case import Case
+from stepmark.core.case import OpCase
 from stepmark.core.comm_case import CommCase
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Training
@@ -10,7 +10,7 @@ from stepmark.core.training import Training
 # 2: collectives (comm cases, launches). 3: training.
 SCHEMA = 3
 
-AnyCase = Case | CommCase | TrainCase
+AnyCase = OpCase | CommCase | TrainCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +85,9 @@ class _OfCase:
     case: AnyCase
 
     @property
-    def operator(self) -> Case:
+    def operator(self) -> OpCase:
         """Raises TypeError for a collective."""
-        if not isinstance(self.case, Case):
+        if not isinstance(self.case, OpCase):
             raise TypeError(f"{self.case.family} is no operator")
         return self.case
 

@@ -5,7 +5,7 @@ import hashlib
 import json
 import shlex
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from stepmark.core.case import Label
 from stepmark.core.dtypes import DType
@@ -32,6 +32,8 @@ class TrainCase:
 
     model.seq_len is the length that is trained. mbs is per data rank and micro-step.
     """
+
+    kind: ClassVar[str] = "train"
 
     model: ModelConfig
     mbs: int = 1

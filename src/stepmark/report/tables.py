@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from stepmark.core.case import SOAK_S, Case, Label, Rate
+from stepmark.core.case import SOAK_S, Label, OpCase, Rate
 from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import (
@@ -67,7 +67,7 @@ def rows(
     reference: Mapping[str, float] | None = None,
 ) -> list[Row]:
     """Operators: one flat row per (record, label), and per rank where there are several."""
-    held = [record for record in records if isinstance(record.case, Case)]
+    held = [record for record in records if isinstance(record.case, OpCase)]
     ceilings = measured_ceilings(held)
     table: list[Row] = []
     for record in held:
@@ -155,7 +155,7 @@ def _attention_text(op: Attention) -> str:
     return " ".join(words)
 
 
-def _identity(case: Case, label: Label, run: RunInfo) -> Row:
+def _identity(case: OpCase, label: Label, run: RunInfo) -> Row:
     """What was asked: all that does not depend on the outcome."""
     phase: Phase | None = getattr(case.op, "phase", None) or label.phase
     layout = getattr(case.op, "layout", None)

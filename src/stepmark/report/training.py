@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from math import isfinite, sqrt
 from statistics import median
 
-from stepmark.core.case import Case
+from stepmark.core.case import OpCase
 from stepmark.core.device import DeviceSpec
 from stepmark.core.flops import per_token
 from stepmark.core.record import Failed, Measured, Record, RunInfo, Skipped
@@ -33,7 +33,7 @@ def rows(
     records: Sequence[Record], run: RunInfo, device: DeviceSpec | None = None
 ) -> list[Row]:
     """One flat row per record of training. Operators of the run give the measured ceiling."""
-    ceilings = measured_ceilings(one for one in records if isinstance(one.case, Case))
+    ceilings = measured_ceilings(one for one in records if isinstance(one.case, OpCase))
     against = Yardstick(run=run, device=device, ceilings=ceilings)
     held = [one for one in records if isinstance(one.case, TrainCase)]
     return [_identity(one, run) | _UNMEASURED | _outcome(one, against) for one in held]

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from stepmark.core.case import Case
+from stepmark.core.case import OpCase
 from stepmark.core.comm_case import CommCase
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import FAMILIES
@@ -44,7 +44,7 @@ def encode(record: Record) -> bytes:
         }
     if isinstance(record.case, TrainCase):
         beside = {"strategy": record.case.strategy, "num_ranks": record.case.num_ranks}
-    if isinstance(record.case, Case):
+    if isinstance(record.case, OpCase):
         plain["case"]["op"] = {"family": record.case.family, **plain["case"]["op"]}
     head = {
         "schema": record.schema,
@@ -81,7 +81,7 @@ def _case(plain: Any) -> AnyCase:
     family = FAMILIES.get(str(op.get("family")))
     if family is None:
         raise ConfigError("family", op.get("family"), f"one of {', '.join(FAMILIES)}")
-    case: Case = _build(Case, plain, {"op": _build(family, op, {})})
+    case: OpCase = _build(OpCase, plain, {"op": _build(family, op, {})})
     return case
 
 

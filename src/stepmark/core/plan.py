@@ -1,0 +1,88 @@
+"""What a run measures, in order, and how thoroughly: decided once, before ranks start."""
+
+from dataclasses import dataclass, field
+
+from stepmark.core.case import SOAK_S
+from stepmark.core.record import AnyCase
+
+PLAN_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One case to measure in one launch. The position is its index in the plan.
+
+    Entries of one launch share communicators; a new launch makes them anew.
+    """
+
+    position: int
+    launch: int
+    case: AnyCase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpHow:
+    """How operators are measured. The budget is for all operators of the plan together."""
+
+    budget_s: float | None = None
+    timeout_s: float = 600.0  # a case that takes longer has failed
+    soak_s: float = SOAK_S
+    sample_s: float = 3.0  # wall seconds of sampling at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommHow:
+    """How collectives are measured. iterations: timed calls; None: until the median is sure.
+
+    In graph mode iterations are captured and the graph is launched `graphs` times.
+    """
+
+    budget_s: float | None = None
+    timeout_s: float = 60.0
+    iterations: int | None = None
+    graphs: int = 0
+    warmups: int = 5
+    checks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainHow:
+    """How training steps are measured. steps: steady samples wanted; None: the default.
+
+    The budget is wall time: building, compiling and warm-up count.
+    """
+
+    budget_s: float | None = None
+    timeout_s: float = 600.0
+    steps: int | None = None
+    messages: bool = False
+    profile: bool = False
+    profile_ranks: tuple[int, ...] = (0,)
+    find_batch: bool = False  # cases are one model by rising mbs
+    compile_fallback: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """How each kind of case is measured."""
+
+    op: OpHow = OpHow()
+    comm: CommHow = CommHow()
+    train: TrainHow = TrainHow()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What ranks are handed, and what a run directory keeps as plan.jsonl.
+
+    options: what the user asked for, as plain data by option name.
+    """
+
+    command: str  # the verb: op, comm, train, run, replay
+    device: str  # cuda or cpu
+    world_size: int
+    entries: tuple[Entry, ...]
+    how: How = How()
+    options: dict[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what a user should know, e.g. cases that were left out
+    schema: int = PLAN_SCHEMA
