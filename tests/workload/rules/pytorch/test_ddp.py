@@ -90,6 +90,18 @@ def test_a_bucket_is_closed_by_the_tensor_that_reaches_its_limit(
     assert 2 * sum(held[-1][:-1]) < limits[len(held) - 1]
 
 
+def test_weights_are_broadcast_in_buffers_of_250_mib() -> None:
+    model = find_model("gpt2-125m")
+    found = [
+        one.call_bytes()
+        for one in generated(model).expand(setup=True)
+        if isinstance(one, CommOp) and one.collective == "broadcast" and one.dtype == DType.FP32
+    ]
+    assert sum(found) == 4 * model.num_params
+    assert len(found) == 2
+    assert found[0] >= 250 * MIB
+
+
 def test_buckets_go_in_the_order_in_which_gradients_are_ready() -> None:
     """The last module's first; a bucket's layer is that of its last gradient."""
     layers = [one.layer for one in buckets(generated(bucket_cap_mb=1)) if one.layer is not None]
