@@ -88,7 +88,7 @@ def _measure(
 
 def _too_large(run: Path, launch: int) -> int | None:
     """The smallest micro-batch that ran out of memory on ranks of this launch before these."""
-    from stepmark.store.runs import read_records  # noqa: PLC0415
+    from stepmark.store.reader import read_records  # noqa: PLC0415
 
     return min(
         (
