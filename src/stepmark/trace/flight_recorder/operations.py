@@ -1,0 +1,250 @@
+"""The contents of a flight-recorder dump, independent of its version, and their messages."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stepmark.core.collectives import Collective
+from stepmark.core.dtypes import MESSAGE_DTYPES, parse_dtype
+from stepmark.core.errors import ConfigError
+from stepmark.core.message import RECV, SEND, Histogram, MessageKind, Tally, sized
+
+_COLLECTIVES: dict[str, Collective] = {
+    **dict.fromkeys(
+        # A barrier of NCCL is an all-reduce of one element.
+        ("all_reduce", "allreduce_coalesced", "all_reduce_sparse", "all_reduce_barrier"),
+        Collective.ALL_REDUCE,
+    ),
+    **dict.fromkeys(
+        (
+            *("_all_gather_base", "all_gather", "all_gather_single", "all_gather_v"),
+            *("all_gather_into_tensor_coalesced", "ALLGATHER_coalesced"),
+        ),
+        Collective.ALL_GATHER,
+    ),
+    **dict.fromkeys(
+        (
+            *("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single"),
+            *("reduce_scatter_v", "reduce_scatter_tensor_coalesced"),
+            "REDUCE_SCATTER_coalesced",
+        ),
+        Collective.REDUCE_SCATTER,
+    ),
+    **dict.fromkeys(("broadcast", "_broadcast_oop"), Collective.BROADCAST),
+    **dict.fromkeys(("reduce", "_reduce_oop"), Collective.REDUCE),
+    **dict.fromkeys(("all_to_all", "all_to_all_single"), Collective.ALL_TO_ALL),
+    "all_to_all_v_single": Collective.ALL_TO_ALL_V,
+    "gather": Collective.GATHER,
+    "scatter": Collective.SCATTER,
+    "barrier": Collective.BARRIER,
+}
+# Bytes of an element of types that NCCL has no name for but torch sends as bytes or pairs.
+_OTHER_TYPES = {"bool": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "short": 2, "uint16": 2}
+_OTHER_TYPES |= {"complexhalf": 4, "complexfloat": 8, "complexdouble": 16}
+
+MAX_ELEMENTS = 2**60
+
+# (elements, torch's name of the type) per tensor.
+Shapes = tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A process group. ranks are those of the world; None where the dump does not say."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What the watchdog knew of a group; it lags behind the states of the entries."""
+
+    enqueued: int | None
+    started: int | None
+    completed: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One entry. `sequence` counts collectives, or transfers of pairs, of its group."""
+
+    group: str
+    description: str
+    kind: str  # torch's name without backend and peers: "_all_gather_base", "send"
+    is_p2p: bool
+    sequence: int | None
+    record_id: int | None
+    inputs: Shapes | None
+    outputs: Shapes | None
+    state: str  # scheduled, started, completed
+    created_ns: int | None
+    duration_s: float | None
+    timeout_s: float | None
+    peers: tuple[int, int] | None  # ranks within the group
+    phase: str
+    where: str
+    is_coalesced: bool = False
+
+    @property
+    def is_marker(self) -> bool:
+        """The entry of a coalesced group as a whole, which names no tensors."""
+        return self.kind.lower().endswith("coalesced") and not self.inputs and not self.outputs
+
+    @property
+    def is_done(self) -> bool:
+        return self.state == "completed"
+
+    @property
+    def step(self) -> tuple[str, bool, int | None]:
+        """The key that the parts of a coalesced group share."""
+        return self.group, self.is_p2p, self.sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """One rank's file. `rank` is None where neither name nor content state it."""
+
+    file: str
+    rank: int | None
+    version: str
+    nccl: str
+    groups: dict[str, Group]
+    status: dict[str, Status]
+    operations: tuple[Operation, ...]
+
+    def group_of(self, operation: Operation) -> Group:
+        """Return the group, with its ranks where the dump has them under this name.
+
+        gloo's dumps list their only group under an empty name.
+        """
+        group = self.groups.get(operation.group)
+        if group is None and list(self.groups) == [""]:
+            group = self.groups[""]
+        return Group(
+            name=operation.group,
+            description=operation.description or (group.description if group else ""),
+            ranks=group.ranks if group else None,
+        )
+
+    @property
+    def num_lost(self) -> int:
+        """Number of operations before the first that is still in the ring buffer."""
+        return (self.operations[0].record_id or 0) if self.operations else 0
+
+
+def parse_integer(value: object) -> int | None:
+    """Return a whole number, or one written as text; None for anything else."""
+    if isinstance(value, str) and len(value) < 20:
+        try:
+            return int(value)
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if abs(value) < 2**63 else None
+
+
+def collective_of(kind: str) -> str:
+    """Return our name of torch's operation; "" for one that moves no data or is unknown."""
+    if kind in (SEND, RECV):
+        return kind
+    return _COLLECTIVES[kind].value if kind in _COLLECTIVES else ""
+
+
+def dtype_of(name: str) -> tuple[str, int] | None:
+    """Return (our name, bytes of an element) of torch's name of a type."""
+    plain = name.lower()
+    if plain in _OTHER_TYPES:
+        return plain, _OTHER_TYPES[plain]
+    try:
+        dtype = parse_dtype(plain, allowed=MESSAGE_DTYPES)
+    except ConfigError:
+        return None
+    return dtype.value, dtype.itemsize
+
+
+def num_bytes(shapes: Shapes | None) -> int | None:
+    """Return the bytes of all tensors; None where a size or type is unknown."""
+    if shapes is None:
+        return None
+    total = 0
+    for elements, name in shapes:
+        known = dtype_of(name)
+        if known is None:
+            return None
+        total += elements * known[1]
+    return total
+
+
+def histogram_of(dumps: Sequence[Dump]) -> tuple[Histogram, dict[str, int]]:
+    """Return messages of all dumps, and the number of operations left out by reason."""
+    tallies: dict[MessageKind, Tally] = {}
+    ranks: dict[MessageKind, set[int]] = {}
+    uncounted: Counter[str] = Counter()
+    for place, dump in enumerate(dumps):
+        for operation in dump.operations:
+            if operation.is_marker:
+                continue
+            kind = message_kind(operation, dump.group_of(operation))
+            if isinstance(kind, str):
+                uncounted[kind] += 1
+                continue
+            ranks.setdefault(kind, set()).add(place)
+            tally = tallies.get(kind, Tally(calls=0, ranks=0))
+            seconds = operation.duration_s
+            tallies[kind] = Tally(
+                calls=tally.calls + 1,
+                ranks=len(ranks[kind]),
+                timed_calls=tally.timed_calls + (seconds is not None),
+                seconds=tally.seconds + (seconds or 0.0),
+            )
+    bare = _bare_markers(dumps)
+    if bare:
+        uncounted["coalesced groups whose parts are not in the dump"] += bare
+    return tallies, dict(uncounted)
+
+
+def _bare_markers(dumps: Sequence[Dump]) -> int:
+    """Return the number of groups without parts: before version 2.7 parts left no entry."""
+    count = 0
+    for dump in dumps:
+        with_parts = {one.step for one in dump.operations if not one.is_marker}
+        count += sum(one.is_marker and one.step not in with_parts for one in dump.operations)
+    return count
+
+
+def message_kind(operation: Operation, group: Group) -> MessageKind | str:
+    """Return the kind of message of an operation, or why it has none."""
+    name = collective_of(operation.kind)
+    if not name:
+        return f"operations of kind {operation.kind or 'unknown'}"
+    sent, received = num_bytes(operation.inputs), num_bytes(operation.outputs)
+    ranks = len(group.ranks) if group.ranks else None
+    if name == Collective.BARRIER:
+        sent = received = 0
+    if sent is None and received is None:
+        return "operations without sizes or types"
+    shapes = operation.inputs or operation.outputs or ()
+    types = {known[0] for _, word in shapes if (known := dtype_of(word))}
+    dtype = types.pop() if len(types) == 1 else ""
+    sent, received = sent or 0, received or 0
+    if name == Collective.ALL_TO_ALL and _is_uneven(sent, received, ranks):
+        name = Collective.ALL_TO_ALL_V.value
+    call_bytes, message_bytes = sized(name, sent, received, ranks)
+    label = f"{group.name} {group.description}".strip()
+    return MessageKind(
+        collective=name,
+        dtype=dtype,
+        group=label,
+        num_ranks=ranks,
+        phase=operation.phase,
+        call_bytes=call_bytes,
+        message_bytes=message_bytes,
+    )
+
+
+def _is_uneven(sent: int, received: int, num_ranks: int | None) -> bool:
+    """Return whether the sizes of an all-to-all show that its parts differ."""
+    return num_ranks is not None and (sent != received or sent % num_ranks != 0)

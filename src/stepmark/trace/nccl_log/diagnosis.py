@@ -1,0 +1,329 @@
+"""Find what a debug log shows to be wrong, slow, or harmless although it looks bad.
+
+Every rule quotes the lines that prove it; without them it is silent. Long (over 250 lines)
+because each rule is short and they are read side by side.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+
+from stepmark.core.finding import Evidence, Finding, Severity
+from stepmark.core.log_facts import IssuedCall, LaggingRank, LogFacts, Occurrences
+from stepmark.trace.nccl_log import network_rules
+from stepmark.trace.nccl_log.network_rules import finding_of, listed, plural
+
+SLOW_INIT_S = 10.0
+# NVLink systems of the last generations run 12 to 32 channels.
+MIN_CHANNELS = 8
+
+_ORDER = (Severity.PROBLEM, Severity.WARNING, Severity.NOTE)
+
+
+def diagnose(facts: LogFacts) -> list[Finding]:
+    """Return all findings, problems first, each with the lines that show it."""
+    findings = [finding for rule in RULES for finding in rule(facts)]
+    return sorted(findings, key=lambda finding: _ORDER.index(finding.severity))
+
+
+def failures(facts: LogFacts) -> Iterator[Finding]:
+    """Report WARN lines: known failures with their meaning, others as they stand."""
+    known: dict[tuple[str, str], list[Occurrences]] = {}
+    for warning in facts.warnings:
+        fits = (failure for failure in FAILURES if failure[1].search(warning.text))
+        rule, _, text = next(fits, ("warning", None, f"NCCL warns: {warning.text}"))
+        known.setdefault((rule, text), []).append(warning.occurrences)
+    for (rule, text), lines in known.items():
+        severity = Severity.WARNING if rule == "warning" else Severity.PROBLEM
+        yield finding_of(rule, severity, text, lines)
+
+
+def call_mismatch(facts: LogFacts) -> Iterator[Finding]:
+    """Report ranks that issued different collectives at the same place."""
+    for mismatch in facts.mismatches:
+        sides = "; ".join(
+            f"{plural(number, 'rank')} ({_rank(side)}) issued {side.call}"
+            for side, number in zip(mismatch.sides, mismatch.ranks, strict=True)
+        )
+        call = f"Call {mismatch.position + 1} of communicator {mismatch.communicator}"
+        text = f"{call} differs: {sides}"
+        severity = Severity.PROBLEM if mismatch.certain else Severity.WARNING
+        if not mismatch.certain:
+            text += ". No line confirms that these ranks form one communicator"
+        evidence = [side.evidence for side in mismatch.sides]
+        yield finding_of("call-mismatch", severity, text + ".", evidence)
+
+
+def behind(facts: LogFacts) -> Iterator[Finding]:
+    """Report ranks that issued fewer collectives than others when the log ended."""
+    groups: dict[str, list[LaggingRank]] = {}
+    for lagging in facts.behind:
+        groups.setdefault(lagging.communicator, []).append(lagging)
+    for communicator, ranks in groups.items():
+        ranks.sort(key=lambda one: one.issued)
+        worst = ranks[0]
+        who = f"rank {worst.rank}" if worst.rank is not None else worst.process
+        last = f"its last is {worst.last.call}" if worst.last else "it issued none"
+        text = (
+            f"In communicator {communicator} {who} issued {worst.issued} of {worst.most} "
+            f"collectives: {last}, and it did not issue {worst.missing.call}, which "
+            f"{_rank(worst.missing)} did"
+        )
+        if len(ranks) > 1:
+            others = listed(one.process if one.rank is None else one.rank for one in ranks[1:])
+            text += f". Also behind: {others}"
+        text += ". The job hangs here, unless the log was copied while it ran"
+        sides = [one.last for one in ranks if one.last]
+        evidence = [worst.missing.evidence, *(side.evidence for side in sides)]
+        yield finding_of("behind", Severity.WARNING, text + ".", evidence)
+
+
+def _rank(side: IssuedCall) -> str:
+    return side.process if side.rank is None else f"rank {side.rank}"
+
+
+def mixed_versions(facts: LogFacts) -> Iterator[Finding]:
+    """Report processes with different libraries, or hosts with different drivers."""
+    for what, name in (
+        ("nccl", "NCCL"),
+        ("rccl", "RCCL"),
+        ("cuda_driver", "CUDA drivers"),
+        ("aws-ofi-nccl", "aws-ofi-nccl"),
+    ):
+        versions = {
+            value: lines for (key, value), lines in facts.versions.items() if key == what
+        }
+        if len(versions) < 2:
+            continue
+        counts = listed(f"{value} ({_processes(lines)})" for value, lines in versions.items())
+        text = f"The job uses several versions of {name}: {counts}."
+        yield finding_of("mixed-versions", Severity.WARNING, text, versions.values())
+
+
+def _processes(lines: Occurrences) -> str:
+    if not lines.processes:
+        return plural(lines.lines, "line")
+    return f"{lines.processes} process{'' if lines.processes == 1 else 'es'}"
+
+
+_SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE")
+
+
+def forced_settings(facts: LogFacts) -> Iterator[Finding]:
+    """Report variables for debugging that were left on."""
+    for (name, value), lines in facts.environment.items():
+        if name in _SWITCHES and value not in ("0", ""):
+            way = name.removeprefix("NCCL_").removesuffix("_DISABLE")
+            text = f"{name} is {value}: NCCL may not use {way}."
+        elif name == "NCCL_ALGO":
+            text = f"NCCL_ALGO is {value}: NCCL's own choice by size is switched off."
+        elif name == "NCCL_PROTO":
+            text = f"NCCL_PROTO is {value}: NCCL's own choice by size is switched off."
+            if "LL128" in value.upper() and "^" not in value:
+                text += " LL128 where NCCL does not enable it by itself can corrupt data."
+        else:
+            continue
+        yield finding_of("forced-setting", Severity.WARNING, text, [lines])
+
+
+def nvls_off(facts: LogFacts) -> Iterator[Finding]:
+    """Report that reductions in the NVLink switch are off."""
+    disabled = facts.environment.get(("NCCL_NVLS_ENABLE", "0"))
+    none = [
+        one.channels.evidence
+        for one in facts.communicators
+        if one.channels and one.channels.nvls == 0 and (one.local_ranks or 0) > 2
+    ]
+    absent = facts.nvls.get(False)
+    if disabled:
+        text = "NCCL_NVLS_ENABLE is 0: no reductions in the NVLink switch (NVLS)."
+        yield finding_of("nvls-off", Severity.WARNING, text, [disabled, *none])
+    elif absent and True not in facts.nvls:
+        text = "No GPU has NVLink multicast (NVLS): normal before Hopper and without NVSwitch."
+        yield finding_of("nvls-off", Severity.NOTE, text, [absent])
+    elif absent is None and none:
+        text = "Communicators have no channels for reductions in the NVLink switch (NVLS)."
+        yield finding_of("nvls-off", Severity.NOTE, text, none)
+    elif absent:
+        text = "Some GPUs have NVLink multicast (NVLS) and others do not."
+        yield finding_of("nvls-off", Severity.WARNING, text, [absent, facts.nvls[True]])
+
+
+def few_channels(facts: LogFacts) -> Iterator[Finding]:
+    """Report an NVLink system with so few channels that they cannot fill the links."""
+    for one in facts.communicators:
+        counts, nvlink = one.channels, any(g.path_intra == "NVL" for g in one.graphs)
+        if counts is None or counts.coll >= MIN_CHANNELS or (one.num_ranks or 0) < 2:
+            continue
+        limits = {
+            name: lines
+            for (name, _), lines in facts.environment.items()
+            if name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
+        }
+        if not nvlink and not limits:
+            continue
+        text = f"Communicator {one.key} has {plural(counts.coll, 'channel')} for collectives"
+        text += ", few for NVLink" if nvlink else ""
+        text += f"; {listed(limits)} is set" if limits else ""
+        lines: list[Occurrences | Evidence] = [counts.evidence, *limits.values()]
+        yield finding_of("few-channels", Severity.WARNING, text + ".", lines)
+
+
+def slow_init(facts: LogFacts) -> Iterator[Finding]:
+    """Report communicators that took long to start, and the longest part of it."""
+    for one in facts.communicators:
+        times = [member.init for member in one.members if member.init]
+        if not times:
+            continue
+        worst = max(times, key=lambda time: time.total_s)
+        if worst.total_s < SLOW_INIT_S:
+            continue
+        name, seconds = max(worst.parts_s, key=lambda part: part[1], default=("?", 0.0))
+        text = (
+            f"Communicator {one.key} took {worst.total_s:g} s to start, {seconds:g} s of it in "
+            f"{name}."
+        )
+        yield finding_of("slow-init", Severity.WARNING, text, [worst.evidence])
+
+
+def init_incomplete(facts: LogFacts) -> Iterator[Finding]:
+    """Report ranks that began to start a communicator and never finished."""
+    for one in facts.communicators:
+        stuck = [member for member in one.members if member.started and not member.completed]
+        if not stuck:
+            continue
+        who = listed("?" if member.rank is None else member.rank for member in stuck)
+        text = (
+            f"Communicator {one.key}: rank {who} began to start and did not finish; "
+            f"{len(one.members)} of {one.num_ranks or '?'} ranks are in the log."
+        )
+        evidence = [member.started for member in stuck if member.started]
+        yield finding_of("init-incomplete", Severity.WARNING, text, evidence)
+
+
+def harmless(facts: LogFacts) -> Iterator[Finding]:
+    """Report lines that look like errors and are none."""
+    known: dict[str, list[Occurrences]] = {}
+    for message in facts.harmless:
+        text = next((why for start, why in _HARMLESS if message.text.startswith(start)), "")
+        known.setdefault(text, []).append(message.occurrences)
+    for text, lines in known.items():
+        if text:
+            yield finding_of("harmless", Severity.NOTE, text, lines)
+
+
+def cut_lines(facts: LogFacts) -> Iterator[Finding]:
+    """Report lines of calls that end before their count and type."""
+    if facts.unread_calls:
+        text = (
+            f"{plural(facts.unread_calls, 'call')} could not be counted: the line is cut off."
+        )
+        yield finding_of("cut-lines", Severity.NOTE, text, [])
+
+
+_HARMLESS = (
+    (
+        "dlvsym failed on mlx5dv",
+        "libmlx5 lacks a function that NCCL can use; NCCL works without it. Harmless.",
+    ),
+    (
+        "Topology detection",
+        "Virtual machines hide the speed of their PCI links and NCCL assumes one. Harmless "
+        "unless the rings are poor: then NCCL_TOPO_FILE describes the machine.",
+    ),
+    (
+        "Could not get speed from",
+        "The interface does not tell its speed and NCCL assumes 10 Gb/s. Harmless if NCCL's "
+        "network is another one, or there is one node.",
+    ),
+    ("Could not find real path of", "A PCI path is hidden by the virtual machine. Harmless."),
+)
+
+# (rule, WARN lines, what they mean), the special before the general.
+FAILURES: tuple[tuple[str, re.Pattern[str], str], ...] = (
+    (
+        "failure-version",
+        re.compile(r"Mismatched NCCL version|version mismatch with remote"),
+        "Ranks run different versions of NCCL and cannot form a communicator.",
+    ),
+    (
+        "failure-mismatch",
+        re.compile(r"[Cc]ollective mismatch|Mismatched collective|message truncated"),
+        "NCCL itself saw ranks issue different collectives or sizes.",
+    ),
+    (
+        "failure-ib-connect",
+        re.compile(r"ibv_modify_qp"),
+        "Two adapters could not be connected: they do not reach each other (wrong GID index, "
+        "VLAN or rail), or the port is down.",
+    ),
+    (
+        "failure-ib-retry",
+        re.compile(r"Got completion .*(?:status=12\b|error 12\b|\(12\))"),
+        "InfiniBand gave up after retries (status 12): the other end died, a link flaps, or "
+        "NCCL_IB_TIMEOUT is too short.",
+    ),
+    (
+        "failure-ib",
+        re.compile(r"Got completion .*(?:status|error)"),
+        "An InfiniBand operation failed; the status in the line says how.",
+    ),
+    (
+        "failure-peer-closed",
+        re.compile(
+            r"Connection closed by remote peer|remote process (?:exited|has terminated)"
+        ),
+        "Another process closed its connection: it failed first, and its log says why.",
+    ),
+    (
+        "failure-no-algorithm",
+        re.compile(r"[Nn]o algorithm/protocol"),
+        "NCCL has no algorithm and protocol for a call: NCCL_ALGO or NCCL_PROTO excludes all "
+        "that the function has.",
+    ),
+    (
+        "failure-nvls",
+        re.compile(r"NVLink SHARP \(NVLS\)|bind NVLS|NVLS.*[Mm]ulticast.*(?:fail|error)"),
+        "NVLink multicast memory could not be set up: the Fabric Manager or an NVSwitch is in "
+        "a bad state. NCCL_NVLS_ENABLE=0 avoids it.",
+    ),
+    (
+        "failure-p2p",
+        re.compile(r"P2P is disabled between NVLINK"),
+        "Two GPUs joined by NVLink refuse peer access: likely a hardware fault.",
+    ),
+    (
+        "failure-no-interface",
+        re.compile(r"no socket interface found|No usable listening interface"),
+        "No network interface fits NCCL_SOCKET_IFNAME.",
+    ),
+    (
+        "failure-connect",
+        re.compile(r"[Cc]onnect\w* .*(?:refused|timed out|[Nn]o route|unreachable)"),
+        "A host could not be reached over TCP.",
+    ),
+    (
+        "failure-cuda",
+        re.compile(r"Cuda failure|HIP failure"),
+        "A call of the GPU's runtime failed inside NCCL.",
+    ),
+)
+
+RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
+    failures,
+    call_mismatch,
+    behind,
+    init_incomplete,
+    mixed_versions,
+    network_rules.wrong_interface,
+    network_rules.net_socket,
+    network_rules.plugins,
+    network_rules.no_gpudirect,
+    network_rules.nic_imbalance,
+    network_rules.shm_instead_of_p2p,
+    forced_settings,
+    nvls_off,
+    few_channels,
+    slow_init,
+    harmless,
+    cut_lines,
+)

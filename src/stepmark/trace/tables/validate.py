@@ -1,0 +1,283 @@
+"""Checks of a table's figures against each other, allowing for the rounding of print.
+
+Rules, each at most one finding with its first lines as evidence:
+
+    wrong-values      PROBLEM  a result was not what it must be
+    size-count        WARNING  count x element and size do not fit together
+    algbw-time        WARNING  algbw is not size / time
+    busbw-factor      WARNING  busbw is not algbw x the collective's factor
+    ranks-factor      WARNING  busbw fits another number of ranks
+    slow-outlier      WARNING  one size took far longer than the sizes beside it
+    placement-ratio   NOTE     out-of-place and in-place are more than 10 % apart
+    old-algbw         NOTE     algbw leaves out a rank's own part, as before June 2020
+    rows-missing      NOTE     the footer's average is not that of the rows
+
+Two figures disagree only if no true values round to both. slow-outlier: time / interpolation
+between both neighbours (in log size, log time) above 1.3, and one more sign: longer than the
+next size's, longer than the other placement's by 10 %, or, where the table holds bandwidth
+alone, a bandwidth below that of the size before. A step to a faster algorithm is no outlier.
+
+Over 250 lines: nine rules, each with what it holds against what.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import exp, inf, log
+
+from stepmark.core.collectives import FACTS, Collective, Parts, busbw_factor
+from stepmark.core.finding import Evidence, Finding, Severity
+from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
+from stepmark.core.units import GB, format_bytes, format_time
+from stepmark.trace.parse_numbers import parse_number, rounding_error
+from stepmark.trace.tables import infer
+from stepmark.trace.tables.nccl_text import OUT_OF_BOUNDS, ROWS_MISSING
+
+MAX_SLOW_RATIO, MAX_PLACEMENT_RATIO = 1.3, 1.1
+_MAX_EVIDENCE = 5
+_DECIMALS_ERROR = 2e-6  # relative, of a value that was written with six decimals
+_OTHER_PLACEMENT = {OUT_OF_PLACE: IN_PLACE, IN_PLACE: OUT_OF_PLACE}
+Span = tuple[float, float]
+Doubt = tuple[Reading, str]
+Point = tuple[int, float, Reading]  # size, time or what is proportional to it
+
+
+def validate(table: Table) -> list[Finding]:
+    """Return what is wrong or odd in a table, worst first."""
+    algbw = list(_algbw_doubts(table))
+    is_old = _is_old_algbw(table, algbw)
+    old_text = "{}: algbw leaves out a rank's own part, as nccl-tests did before June 2020"
+    placement_text = "{}: out-of-place and in-place are more than 10 % apart"
+    findings = [
+        _wrong_values(table),
+        _finding(table, "size-count", _size_doubts(table), "{}: count x element is not size"),
+        None
+        if is_old
+        else _finding(table, "algbw-time", algbw, "{}: algbw is not size / time"),
+        _busbw(table),
+        _finding(
+            table,
+            "slow-outlier",
+            _outliers(table),
+            "{} took far longer than the neighbouring sizes suggest",
+        ),
+        _finding(
+            table, "placement-ratio", _placement_doubts(table), placement_text, Severity.NOTE
+        ),
+        _finding(table, "old-algbw", algbw, old_text, Severity.NOTE) if is_old else None,
+        _noted(table, "rows-missing", Severity.NOTE, ROWS_MISSING, "{}"),
+    ]
+    return [finding for finding in findings if finding]
+
+
+def _finding(
+    table: Table,
+    rule: str,
+    doubts: Iterable[Doubt],
+    text: str,
+    severity: Severity = Severity.WARNING,
+) -> Finding | None:
+    """Return a finding on all doubts, or None if there are none. `{}` is their number."""
+    listed = list(doubts)
+    if not listed:
+        return None
+    evidence = tuple(
+        Evidence(file=table.file, line=reading.line, text=words)
+        for reading, words in listed[:_MAX_EVIDENCE]
+    )
+    number = f"{len(listed)} measurement{'s' if len(listed) > 1 else ''}"
+    return Finding(
+        rule=rule,
+        severity=severity,
+        text=text.format(number),
+        evidence=evidence,
+        count=len(listed),
+    )
+
+
+def _noted(
+    table: Table, rule: str, severity: Severity, beginning: str, text: str
+) -> Finding | None:
+    """Return a finding on the reader's note that begins so, or None if there is none."""
+    note = next((note for note in table.notes if note.startswith(beginning)), "")
+    if not note:
+        return None
+    evidence = (Evidence(file=table.file, line=table.last_line, text=note),)
+    return Finding(rule=rule, severity=severity, text=text.format(note), evidence=evidence)
+
+
+def _wrong_values(table: Table) -> Finding | None:
+    doubts = [
+        (reading, f"{_name_of(reading)}: {reading.num_wrong} wrong elements")
+        for reading in table.readings
+        if reading.num_wrong
+    ]
+    text = "{} with wrong results: the data that arrived was not what was sent"
+    severity = Severity.PROBLEM
+    return _finding(table, "wrong-values", doubts, text, severity) or _noted(
+        table, "wrong-values", severity, OUT_OF_BOUNDS, "results out of bounds: {}"
+    )
+
+
+def _size_doubts(table: Table) -> Iterator[Doubt]:
+    """Yield rows whose size is not count x element x parts; trimmed rows may be 0."""
+    facts = FACTS.get(Collective(table.collective)) if _known(table) else None
+    whole = facts is not None and facts.parts is Parts.WHOLE
+    uneven = table.collective == Collective.ALL_TO_ALL_V
+    # Both placements of a row have the same size and count.
+    rows = {(one.line, one.size_bytes, one.count): one for one in table.readings}
+    for reading in rows.values():
+        itemsize = infer.itemsize_of(reading.dtype)
+        if not reading.count or reading.size_bytes is None or itemsize is None or uneven:
+            continue
+        unit = reading.count * itemsize
+        parts = 1 if whole else table.num_ranks
+        fits = reading.size_bytes % unit == 0
+        if facts is not None and facts.parts is not Parts.PER_OTHER and parts:
+            fits = reading.size_bytes == unit * parts
+        if not fits:
+            yield reading, f"{_name_of(reading)}: count {reading.count} x {itemsize} B"
+
+
+def _algbw_doubts(table: Table) -> Iterator[Doubt]:
+    if table.collective == "hypercube":
+        return
+    for reading in table.readings:
+        expected, shown = _expected(reading, 1.0), _rate_span(reading, 1)
+        if expected and shown and not _overlap(expected, shown):
+            yield reading, f"{_name_of(reading)}: {_against(shown, expected)}"
+
+
+def _busbw(table: Table) -> Finding | None:
+    if not _known(table) or not table.num_ranks:
+        return None
+    factor = busbw_factor(Collective(table.collective), table.num_ranks)
+    doubts, checked = [], 0
+    for reading in table.readings:
+        expected = _expected(reading, factor)
+        if expected is None and (algbw := _rate_span(reading, 1)):
+            expected = algbw[0] * factor, algbw[1] * factor
+        shown = _rate_span(reading, 2)
+        checked += bool(expected and shown)
+        if expected and shown and not _overlap(expected, shown):
+            doubts.append((reading, f"{_name_of(reading)}: {_against(shown, expected)}"))
+    without_counts = [replace(reading, count=None) for reading in table.readings]
+    fits, reason = infer.num_ranks_of(without_counts, table.collective)
+    if 2 * len(doubts) > checked and fits and fits != table.num_ranks:
+        text = f"{{}}: busbw is not that of {table.num_ranks} ranks ({reason})"
+        return _finding(table, "ranks-factor", doubts, text)
+    text = f"{{}}: busbw is not algbw x {factor:.6g}, the factor of {table.num_ranks} ranks"
+    return _finding(table, "busbw-factor", doubts, text)
+
+
+def _is_old_algbw(table: Table, doubts: Sequence[Doubt]) -> bool:
+    """Return whether algbw is (n-1) x count / time, as it once was for parts per rank."""
+    if table.collective not in ("all_gather", "reduce_scatter") or not doubts:
+        return False
+    return all(
+        reading.printed is not None and reading.printed[1] == reading.printed[2]
+        for reading, _ in doubts
+    )
+
+
+def _outliers(table: Table) -> Iterator[Doubt]:
+    readings = {(reading.line, reading.placement): reading for reading in table.readings}
+    for points in _series(table):
+        for index in range(1, len(points) - 1):
+            before, this, after = points[index - 1 : index + 2]
+            size, time, reading = this
+            share = log(size / before[0]) / log(after[0] / before[0])
+            expected = exp(log(before[1]) * (1 - share) + log(after[1]) * share)
+            if time <= MAX_SLOW_RATIO * expected:
+                continue
+            if signs := _signs(readings, before, this, after):
+                words = f"{time / expected:.2f} times what its neighbours suggest"
+                yield reading, f"{_name_of(reading)}: {words}; {', '.join(signs)}"
+
+
+def _signs(
+    readings: Mapping[tuple[int, str], Reading], before: Point, this: Point, after: Point
+) -> list[str]:
+    """Return the signs that a row is slow by accident and not by a change of algorithm."""
+    signs = []
+    if this[1] > after[1]:
+        signs.append(f"slower than {format_bytes(after[0])}")
+    if this[2].time_s is None and this[1] / this[0] > before[1] / before[0]:
+        signs.append(f"below the bandwidth of {format_bytes(before[0])}")
+    placement = _OTHER_PLACEMENT.get(this[2].placement, "")
+    other = readings.get((this[2].line, placement)) if placement else None
+    if other and other.time_s and this[1] > MAX_PLACEMENT_RATIO * other.time_s:
+        signs.append(f"{this[1] / other.time_s:.2f} times its {other.placement} time")
+    return signs
+
+
+def _series(table: Table) -> list[list[Point]]:
+    """Return rows that differ in size alone, by size."""
+    series: dict[tuple[object, ...], dict[int, Point]] = {}
+    for reading in table.readings:
+        size, time = reading.size_bytes, reading.time_s
+        if time is None and reading.rate and size:
+            time = size / reading.rate  # proportional to the time
+        if time and size:
+            kind = (reading.dtype, reading.redop, reading.root)
+            key = (reading.column, reading.placement, reading.cycle, *kind)
+            series.setdefault(key, {}).setdefault(size, (size, time, reading))
+    return [[points[size] for size in sorted(points)] for points in series.values()]
+
+
+def _placement_doubts(table: Table) -> Iterator[Doubt]:
+    waiting: dict[tuple[int, int | None, int], Reading] = {}
+    for reading in table.readings:
+        key = (reading.line, reading.size_bytes, reading.cycle)
+        if reading.placement == OUT_OF_PLACE:
+            waiting[key] = reading
+        elif reading.placement == IN_PLACE and (out := waiting.pop(key, None)):
+            if not out.time_s or not reading.time_s:
+                continue
+            ratio = out.time_s / reading.time_s
+            if max(ratio, 1 / ratio) > MAX_PLACEMENT_RATIO:
+                times = f"{format_time(out.time_s)} / {format_time(reading.time_s)}"
+                size = format_bytes(reading.size_bytes or 0)
+                yield out, f"{size}: out-of-place / in-place {times} = {ratio:.3f}"
+
+
+def _expected(reading: Reading, factor: float) -> Span | None:
+    """Return where factor x size / time can lie, as far as the time was printed."""
+    if not reading.time_s or not reading.size_bytes:
+        return None
+    work = factor * reading.size_bytes
+    half = reading.time_s * _DECIMALS_ERROR + 1e-12
+    if reading.printed and (time := parse_number(reading.printed[0])):
+        half = rounding_error(reading.printed[0]) * reading.time_s / time
+    low = work / (reading.time_s + half)
+    return low, work / (reading.time_s - half) if half < reading.time_s else inf
+
+
+def _rate_span(reading: Reading, which: int) -> Span | None:
+    """Return where algbw (1) or busbw (2) can lie, as printed; bytes/s."""
+    if reading.printed is None:
+        rate = reading.algbw_bytes_per_s if which == 1 else reading.busbw_bytes_per_s
+        if rate is None:
+            return None
+        return rate * (1 - _DECIMALS_ERROR) - 1e3, rate * (1 + _DECIMALS_ERROR) + 1e3
+    value, half = parse_number(reading.printed[which]), rounding_error(reading.printed[which])
+    return None if value is None else ((value - half) * GB, (value + half) * GB)
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    slack = 1e-9 * max(abs(one[0]), abs(other[0]))
+    return one[0] <= other[1] + slack and other[0] <= one[1] + slack
+
+
+def _against(shown: Span, expected: Span) -> str:
+    low, high = expected[0] / GB, expected[1] / GB
+    middle = (shown[0] + shown[1]) / 2 / GB
+    return f"{middle:.6g} GB/s printed, {low:.6g} to {high:.6g} by its time"
+
+
+def _known(table: Table) -> bool:
+    return table.collective in set(Collective)
+
+
+def _name_of(reading: Reading) -> str:
+    size = reading.label or format_bytes(reading.size_bytes or 0)
+    return " ".join(filter(None, (size, reading.placement, reading.column)))
