@@ -83,6 +83,7 @@ class Ranks:
 def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
     """Read RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; alone without them.
 
+    Ranks meet at the store that our own parent names, else at MASTER_ADDR and MASTER_PORT.
     for_meshes: device meshes will be made from the default group. It then has NCCL for device
     tensors, while what is agreed on here stays on the CPU; and one rank has one, too.
     """
@@ -96,7 +97,11 @@ def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
     offset_s, error_s = 0.0, 0.0
     if num_ranks > 1 or (for_meshes and "RANK" in os.environ):
         both = for_meshes and device_type == "cuda"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if both else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if both else "gloo"
+        if (store := _store_of_parent(num_ranks)) is None:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     if num_ranks > 1:
         offset_s, error_s = clock_offset(rank, num_ranks, _boot_id())
     return Ranks(
@@ -107,6 +112,23 @@ def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
         offset_s=offset_s,
         offset_error_s=error_s,
     )
+
+
+def _store_of_parent(num_ranks: int) -> dist.Store | None:
+    """None under an outer launcher. The names are those of launch/workers.py."""
+    if file := os.environ.get("STEPMARK_STORE_FILE"):
+        return dist.FileStore(file, num_ranks)
+    if port := os.environ.get("STEPMARK_STORE_PORT"):
+        # Rank 0 alone has been handed the socket on which the parent listens.
+        listener = os.environ.get("STEPMARK_STORE_SOCKET")
+        return dist.TCPStore(
+            "127.0.0.1",
+            int(port),
+            num_ranks,
+            is_master=listener is not None,
+            master_listen_fd=None if listener is None else int(listener),
+        )
+    return None
 
 
 def clock_offset(
