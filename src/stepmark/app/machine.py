@@ -151,9 +151,7 @@ def _nvidia_cards() -> list[_Card] | None:
         import pynvml as nvml  # noqa: PLC0415
 
         nvml.nvmlInit()
-        handles = [
-            nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())
-        ]
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         if any(_is_sliced(nvml, handle) for handle in handles):
             return None
         if visible is not None:

@@ -1,5 +1,6 @@
-"""Measure a plan: make its run directory, start and watch its ranks, show what they recorded."""
+"""Measure a plan: make its run directory, start and watch ranks, show what they recorded."""
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ RANK_MODULE = "stepmark.app.rank"
 
 def measure(
     make_plan: Callable[[], Plan],
-    device: str,
+    device: Callable[[], str],
     out: str | None,
     *,
     resume: str | None = None,
@@ -51,12 +52,21 @@ def measure(
     if outer_launcher.is_rank():
         from stepmark.app.rank import measure_under_launcher  # noqa: PLC0415
 
-        code, run = measure_under_launcher(device, prepared, force=force)
+        code, run = measure_under_launcher(device(), prepared, force=force)
         return code if run is None else shown(run, code)
     plan, run = prepared()
     for note in plan.notes:
         sys.stderr.write(f"# {note}\n")
     return _measured(plan, run, force=force)
+
+
+def measure_quietly(
+    plan: Plan, out: str | None, settings: Mapping[str, str] | None = None
+) -> tuple[int, Path]:
+    """Measure a plan and show nothing. Returns the exit code of the ranks, and the run."""
+    plan = dataclasses.replace(plan, settings={**plan.settings, **(settings or {})})
+    run = _begun(plan, Path(out or "runs"))
+    return _supervised(plan, run, force=False), run
 
 
 def resume(name: str, out: str | None = None, *, force: bool = False) -> int:
@@ -123,19 +133,23 @@ def _cases(plan: Plan) -> set[Done]:
 
 
 def _measured(plan: Plan, run: Path, *, force: bool) -> int:
+    code = _supervised(plan, run, force=force)
+    if not (run / "run.json").is_file():
+        sys.stderr.write(f"run {run}: nothing was measured\n")
+    return shown(run, code)
+
+
+def _supervised(plan: Plan, run: Path, *, force: bool) -> int:
     from stepmark.app.rank import FORCE  # noqa: PLC0415
 
     num_before = _num_records(run)
-    code = supervise(
+    return supervise(
         RANK_MODULE,
         [str(run.absolute()), *([FORCE] if force else [])],
         plan.world_size,
         num_cases=len(plan.entries),
         on_failure=lambda failure: record_failure(failure, run, plan, num_before),
     )
-    if not (run / "run.json").is_file():
-        sys.stderr.write(f"run {run}: nothing was measured\n")
-    return shown(run, code)
 
 
 def _num_records(run: Path) -> int:

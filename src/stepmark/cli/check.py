@@ -1,7 +1,7 @@
 """stepmark check: ten minutes to accept a machine against a reference run."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,8 +32,8 @@ def check(
     ] = None,
 ) -> None:
     """Measure a reference run's cases again; exit 1 if any is slower beyond noise."""
+    from stepmark.app.view import console  # noqa: PLC0415
     from stepmark.cli.sides import side_of_runs  # noqa: PLC0415
-    from stepmark.cli.view import console  # noqa: PLC0415
     from stepmark.report import comparison as drawn  # noqa: PLC0415
     from stepmark.report.comparison_printing import printed  # noqa: PLC0415
     from stepmark.store.compare import Options, compare  # noqa: PLC0415
@@ -76,32 +76,30 @@ def _measured(
     name: str, reference: "dict[str, Measured]", runs: Path, budget: str, launches: int
 ) -> tuple[list[Path], int, set[str]]:
     """Run folders, the worst exit code, and which cases gave wrong results."""
-    from stepmark.cli import session  # noqa: PLC0415
+    from stepmark.app import op as app_op  # noqa: PLC0415
+    from stepmark.app.delivery import exit_code  # noqa: PLC0415
+    from stepmark.app.machine import machine  # noqa: PLC0415
+    from stepmark.app.measure import measure_quietly  # noqa: PLC0415
+    from stepmark.app.view import view  # noqa: PLC0415
+    from stepmark.core.plan import OpHow  # noqa: PLC0415
     from stepmark.core.record import Measured  # noqa: PLC0415
 
-    values: dict[str, Any] = {
-        "out": str(runs / "checks"),
-        "device": next(iter(reference.values())).case.device,
-    }
-    seconds = parse_duration(budget, "budget") / launches
-    rig = session.make_rig(session.device_type(values))
+    how = OpHow(budget_s=parse_duration(budget, "budget") / launches)
+    here = machine(next(iter(reference.values())).case.device)
+    plan = app_op.plan([record.operator for record in reference.values()], {}, here, how=how)
     paths: list[Path] = []
     code, wrong = 0, set[str]()
     for number in range(launches):
-        outcome = session.measure(
-            [record.operator for record in reference.values()],
-            values | {"budget": f"{seconds}s"},
-            rig,
-            settings={"check_of": name, "launch": f"{number + 1}/{launches}"},
-        )
-        assert outcome is not None
-        if outcome.exit_code in (130, 143):
-            raise typer.Exit(outcome.exit_code)
-        code = worst(code, outcome.exit_code)
-        paths.append(outcome.path)
+        settings = {"check_of": name, "launch": f"{number + 1}/{launches}"}
+        ended, run = measure_quietly(plan, str(runs / "checks"), settings)
+        if ended in (2, 130, 143):
+            raise typer.Exit(ended)
+        outcome = view(run)
+        code = worst(code, ended, exit_code(outcome))
+        paths.append(run)
         wrong |= {
             record.case.case_id
-            for record in outcome.view.records
+            for record in outcome.records
             if isinstance(record, Measured) and record.num_wrong
         }
     return paths, code, wrong

@@ -16,19 +16,7 @@ def report(
     ] = None,
 ) -> None:
     """Write report.html of a run: roofline, tables, curves, commands, environment."""
+    from stepmark.app.view import write_page  # noqa: PLC0415
     from stepmark.store.runs import find_run  # noqa: PLC0415
 
-    typer.echo(write(find_run(runs, run), out))
-
-
-def write(path: Path, target: Path | None = None) -> Path:
-    """The page of the run at `path`."""
-    from stepmark.cli.view import view  # noqa: PLC0415
-    from stepmark.report.page import html  # noqa: PLC0415
-    from stepmark.store.files import write_text  # noqa: PLC0415
-
-    seen = view(path)
-    target = target or path / "report.html"
-    text = html(seen.run, seen.records, seen.rows, seen.device, seen.comm_rows, seen.train_rows)
-    write_text(target, text, "out")
-    return target
+    typer.echo(write_page(find_run(runs, run), out))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from stepmark.cli.view import View
+    from stepmark.app.view import View
     from stepmark.core.record import RunInfo
 
 app = typer.Typer(
@@ -49,7 +49,7 @@ def show(
     run: RunName = "latest", runs: Runs = Path("runs"), json: Json = "", csv: Csv = ""
 ) -> None:
     """The rows of one run."""
-    from stepmark.cli.view import console  # noqa: PLC0415
+    from stepmark.app.view import console  # noqa: PLC0415
     from stepmark.report import comm_printing, printing, training_printing  # noqa: PLC0415
     from stepmark.store.codec import to_plain  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
@@ -116,7 +116,7 @@ def _say_what(info: "RunInfo") -> None:
 
 
 def _view(runs: Path, name: str) -> "View":
-    from stepmark.cli.view import view  # noqa: PLC0415
+    from stepmark.app.view import view  # noqa: PLC0415
     from stepmark.store.runs import find_run  # noqa: PLC0415
 
     return view(find_run(runs, name))
@@ -160,7 +160,7 @@ def _deliver(rows: Rows, *, json: str, csv: str, name: str) -> None:
         from rich.table import Table  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415
 
-        from stepmark.cli.view import console  # noqa: PLC0415
+        from stepmark.app.view import console  # noqa: PLC0415
 
         columns = columns_of(rows)
         table = Table(*columns, box=None, pad_edge=False)

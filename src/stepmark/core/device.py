@@ -25,7 +25,17 @@ _FIGURES = (
     "link_bytes_per_s",
     "tdp_w",
 )
-_KEYS = {"names", "aliases", "capability", *_TEXTS, _PEAK, _CLOCK_OF, *_FIGURES, "link_kind", "sources"}
+_KEYS = {
+    "names",
+    "aliases",
+    "capability",
+    *_TEXTS,
+    _PEAK,
+    _CLOCK_OF,
+    *_FIGURES,
+    "link_kind",
+    "sources",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +165,9 @@ def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
 
 
 def _aliases(key: str, words: Any) -> tuple[str, ...]:
-    if not isinstance(words, list) or not all(isinstance(w, str) and w.islower() for w in words):
+    if not isinstance(words, list) or not all(
+        isinstance(w, str) and w.islower() for w in words
+    ):
         raise ValueError(f"{key}: aliases must be words in lower case")
     return tuple(words)
 

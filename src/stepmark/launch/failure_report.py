@@ -132,7 +132,9 @@ def _described(workers: Workers, activity: dict[int, str]) -> list[str]:
     now_s = time.monotonic()
     words = []
     for what, ranks in groups.items():
-        times_s = [now_s - workers.beats[rank].since_s for rank in ranks if rank in workers.beats]
+        times_s = [
+            now_s - workers.beats[rank].since_s for rank in ranks if rank in workers.beats
+        ]
         silent = what == _ENDED or what in _STUCK.values()
         form = ", last heard of {:.1f} s ago" if silent else " for {:.1f} s"
         words.append(

@@ -8,9 +8,7 @@ from stepmark.core.errors import ConfigError
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Slurm sets the rank in a batch script, too; the last of these only in steps that srun starts.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
-_MPI = tuple(
-    f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
-)
+_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 
 
@@ -43,7 +41,9 @@ def as_torchrun() -> None:
     if "MASTER_ADDR" not in os.environ:
         here = os.environ.get(names[3], "").split(",")[0].partition("(")[0]
         if here != os.environ["WORLD_SIZE"]:
-            raise ConfigError("MASTER_ADDR", None, "set to the host of rank 0 for several hosts")
+            raise ConfigError(
+                "MASTER_ADDR", None, "set to the host of rank 0 for several hosts"
+            )
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PMIX_NAMESPACE") or ""
     number = int("".join(filter(str.isdecimal, job))[-9:] or 0)

@@ -53,6 +53,12 @@ class RunWriter:
         path = root / info.run_id
         with _config_errors("out", path):
             path.mkdir(parents=True)
+        return cls.begin(path, info)
+
+    @classmethod
+    def begin(cls, path: Path, info: RunInfo) -> "RunWriter":
+        """Write to a folder that exists, as one that has a plan and no run.json yet."""
+        with _config_errors("out", path):
             writer = cls(path)
             try:
                 _write_run(path, info)
@@ -190,12 +196,18 @@ def list_runs(root: Path) -> list[Path]:
         return sorted(file.parent for file in root.glob("*/run.json"))
 
 
-def find_run(root: Path, name: str) -> Path:
-    """A path, a run id, the unique beginning of one, or "latest"."""
+def find_run(root: Path, name: str, *, planned: bool = False) -> Path:
+    """A path, a run id, the unique beginning of one, or "latest".
+
+    planned: among runs that have no result yet, too: a folder with a plan is one.
+    """
+    marks = ("run.json", "plan.jsonl") if planned else ("run.json",)
     for path in (Path(name), root / name):
-        if name and (path / "run.json").is_file():
+        if name and any((path / mark).is_file() for mark in marks):
             return path
     runs = list_runs(root)
+    if planned:
+        runs = sorted({*runs, *(file.parent for file in root.glob("*/plan.jsonl"))})
     if name == "latest":
         found = runs[-1:]
     else:
