@@ -212,9 +212,9 @@ def install() -> None:
         capture=lambda found: environment,
     )
     fake("stepmark.bench.context", make_context=make_context)
-    fake("stepmark.bench.ranks", LostPeersError=LostPeersError)
     fake(
-        "stepmark.bench.collectives.torch_api",
+        "stepmark.bench.ranks",
+        LostPeersError=LostPeersError,
         dump_flight_recorder=lambda: f'{{"rank": {RANK}}}',
     )
     fake("stepmark.bench.run_cases", make_benches=make_benches, run=run)

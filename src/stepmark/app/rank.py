@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m stepmark.app.rank RUN`, or this process under an outer launcher.
+"""One rank of a run: `python -m stepmark.app.rank RUN`, or a process of an outer launcher.
 
 It reads the plan, joins the other ranks, opens the run and measures what is left of the plan.
 Over 250 lines because every way in which a rank can be cut short needs the same few facts: its
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 # A module that is imported before a rank begins, so that a test can put faults into it.
 TEST_HOOK = "STEPMARK_TEST_HOOK"
+TRACES = "traces"  # folder of a run
 FORCE = "--force"  # continue a run although the environment differs
 
 _SETUP_S = 120.0  # joining and leaving: interpreters start at different speeds
@@ -152,7 +153,7 @@ class Rank:
         self._progress = progress if is_first else None
         if self._heartbeat is None:
             self._peers = _local_peers(ranks)
-        folder = ranks.decide(lambda: self._run and self._run.absolute())
+        folder = ranks.decide(lambda: self._run and self._run.absolute() / TRACES)
         context = dataclasses.replace(
             context,
             run_id=self._run_id,
@@ -176,8 +177,7 @@ class Rank:
 
         if not todo:
             return
-        left_plan = dataclasses.replace(self._plan, entries=tuple(todo))
-        benches = run_cases.make_benches(left_plan, context)
+        benches = run_cases.make_benches(self._plan, context)
         if self._heartbeat is not None:
             self._heartbeat.on_abort(_flight_recorder, lambda: _abort(benches))
         left = list(todo)
@@ -347,7 +347,7 @@ def _local_peers(ranks: "Ranks") -> LocalPeers:
 
 
 def _flight_recorder() -> str:
-    from stepmark.bench.collectives.torch_api import dump_flight_recorder  # noqa: PLC0415
+    from stepmark.bench.ranks import dump_flight_recorder  # noqa: PLC0415
 
     return dump_flight_recorder()
 

@@ -14,7 +14,7 @@ from stepmark.core.units import parse_duration
 if TYPE_CHECKING:
     from stepmark.app.view import View
 
-TRACES = "traces"  # folder of a run
+_TRACES = "traces"  # folder of a run
 
 
 def how(values: Values, profile_ranks: tuple[int, ...]) -> TrainHow:
@@ -67,7 +67,7 @@ def _show(run: "View", path: Path) -> None:
     for record in run.records:
         if not isinstance(record, Measured) or (facts := record.training) is None:
             continue
-        tables = list(_tables(path / TRACES, facts.traces))
+        tables = list(_tables(path / _TRACES, facts.traces))
         if facts.messages or tables:
             sys.stdout.write(f"\n{named(record.case)}\n")
         if facts.messages:
