@@ -125,7 +125,11 @@ def run(
         if told(position, "blocked"):
             message = "rank 1 broke"
             record = Failed(
-                run_id=context.run_id, case=entry.case, cause="error", message=message, ranks=(1,)
+                run_id=context.run_id,
+                case=entry.case,
+                cause="error",
+                message=message,
+                ranks=(1,),
             )
             context.on_blocked(record, position)
         context.ranks.gather(None)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepmark.app import delivery
 from stepmark.app.delivery import Rows, Values
@@ -21,7 +21,7 @@ _DEFAULT_STEP = (4, True)
 
 def how(values: Values) -> CommHow:
     """-n, -w, -c, --timeout and --budget."""
-    given = {
+    given: dict[str, Any] = {
         "iterations": values.get("iters"),
         "graphs": values.get("cudagraph"),
         "warmups": values.get("warmup_iters"),
@@ -104,7 +104,7 @@ def _files(run: "View", values: Values) -> None:
     for kind in ("json", "csv"):
         if target := values.get(kind):
             tables = by_name if delivery.is_folder(target) else {"rows": rows}
-            write_tables(tables, target, kind)  # type: ignore[arg-type]
+            write_tables(tables, target, kind)
     if target := values.get("output_file"):
         document = nccl_json.json_document(
             rows, run.run, sys.argv, ended_at=datetime.now(UTC).isoformat(timespec="seconds")

@@ -117,7 +117,7 @@ def write_rows(rows: Rows, values: Values) -> None:
     for kind in ("json", "csv"):
         if target := values.get(kind):
             tables = by_model(rows) if is_folder(target) else {"rows": rows}
-            write_tables(tables, target, kind)  # type: ignore[arg-type]
+            write_tables(tables, target, kind)
 
 
 def by_model(rows: Rows) -> dict[str, Rows]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import FileStore, Store, TCPStore
 
 from stepmark.core.errors import StepmarkError
 
@@ -129,14 +130,14 @@ def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
     )
 
 
-def _store_of_parent(num_ranks: int) -> dist.Store | None:
+def _store_of_parent(num_ranks: int) -> Store | None:
     """None under an outer launcher. The names are those of launch/workers.py."""
     if file := os.environ.get("STEPMARK_STORE_FILE"):
-        return dist.FileStore(file, num_ranks)
+        return FileStore(file, num_ranks)
     if port := os.environ.get("STEPMARK_STORE_PORT"):
         # Rank 0 alone has been handed the socket on which the parent listens.
         listener = os.environ.get("STEPMARK_STORE_SOCKET")
-        return dist.TCPStore(
+        return TCPStore(
             "127.0.0.1",
             int(port),
             num_ranks,

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -84,17 +85,14 @@ def plan(values: dict[str, Any], machine: "Machine") -> "Plan":
     """One plan of operators, collectives and training steps. Raises ConfigError."""
     from stepmark.app.delivery import as_options  # noqa: PLC0415
     from stepmark.cli import comm, op, train  # noqa: PLC0415
-    from stepmark.core.plan import How, OpHow, Plan  # noqa: PLC0415
+    from stepmark.core.plan import How, OpHow, Plan, entries  # noqa: PLC0415
 
     budget = values["budget"]
     values = values | _sized(values, machine)
     budget_s = parse_duration(values["budget"], "budget") if values["budget"] else None
     parts: list[Entry] = []
-    how, notes, world_size = How(op=OpHow(budget_s=budget_s)), [], 1
-    from dataclasses import replace  # noqa: PLC0415
-
-    from stepmark.core.plan import entries  # noqa: PLC0415
-
+    notes: list[str] = []
+    how = How(op=OpHow(budget_s=budget_s))
     parts += entries(op.layer_cases(values, machine))
     world_size = machine.num_ranks(values["nproc"])
     share_s = parse_duration(budget or ("60s" if machine.device == "cpu" else "240s"), "x") / 4

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def check(values: Values) -> None:
     """What can be refused before an hour of measuring is refused before."""
-    from stepmark.cli import session  # noqa: PLC0415
+    from stepmark.app.delivery import make_folder  # noqa: PLC0415
 
     parse_share(values["min_gain"], "min-gain")
     if values.get("budget"):
@@ -43,8 +43,8 @@ def check(values: Values) -> None:
         return
     for name in ("json", "csv", "html"):
         if (target := values.get(name)) and target != "-":
-            session.make_folder(name, Path(target).parent)
-    session.make_folder("out", Path(values["out"]))
+            make_folder(name, Path(target).parent)
+    make_folder("out", Path(values["out"]))
 
 
 def made(

@@ -77,9 +77,9 @@ def request(target: str, plugin: str | None, sweep: Sweep, *, force: bool) -> Re
 
 def check_device(values: Mapping[str, Any]) -> None:
     """Raises ConfigError where NCCL does not run."""
-    from stepmark.cli import session  # noqa: PLC0415
+    from stepmark.app.machine import machine  # noqa: PLC0415
 
-    if session.device_type(values) != "cuda":
+    if machine(values.get("device")).device != "cuda":
         raise ConfigError("emit-tuner", "cpu", "for accelerators: gloo has no tuner")
 
 

@@ -38,7 +38,7 @@ class HeartbeatStore:
 
     @classmethod
     def new(cls) -> "HeartbeatStore":
-        """Make a folder, on tmpfs where there is one: a beat costs 20 us there, 120 us on ext4."""
+        """Make a folder, on tmpfs if there is one: a beat costs 20 us there, 120 us on ext4."""
         root = _MEMORY if os.access(_MEMORY, os.W_OK) else None
         return cls(Path(tempfile.mkdtemp(prefix="stepmark-ranks-", dir=root)))
 

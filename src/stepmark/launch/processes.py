@@ -1,4 +1,4 @@
-"""Processes of this host that carry a mark in their environment, in whatever session they are."""
+"""Processes of this host that carry a mark in their environment, in any session."""
 
 import contextlib
 import signal

@@ -17,7 +17,7 @@ _STDERR = 2  # not sys.stderr, which may be replaced or locked by the thread tha
 
 
 class Watchdog:
-    """As Heartbeat, but when a deadline passes: stacks to stderr, on_timeout(position), exit code 3.
+    """As Heartbeat, but past a deadline: stacks to stderr, on_timeout(position), exit code 3.
 
     Works while the main thread is in C code that has released the GIL, as torch's waits have.
     """

@@ -23,7 +23,7 @@ STORE_PORT, STORE_SOCKET = "STEPMARK_STORE_PORT", "STEPMARK_STORE_SOCKET"
 
 
 class Workers:
-    """`python -m MODULE ARGUMENTS` once per rank, with RANK and WORLD_SIZE as torchrun sets them.
+    """`python -m MODULE ARGUMENTS` per rank, with RANK and WORLD_SIZE as torchrun sets them.
 
     Every rank is in a session of its own: a terminal's Ctrl-C reaches only us. The kernel kills
     it when we die.
@@ -98,7 +98,7 @@ class Workers:
             self._processes[rank].send_signal(number)
 
     def kill(self) -> list[int]:
-        """SIGKILL the ranks and all that they started. Return the pids that survive 10 s of it."""
+        """SIGKILL the ranks and all that they started. Return the pids that survive 10 s."""
         end_s = time.monotonic() + _KILL_S
         folder = str(self.store.folder)
         while True:

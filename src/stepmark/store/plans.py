@@ -62,7 +62,7 @@ def _case(entry: Entry) -> dict[str, Any]:
 
 
 def decode(text: bytes, where: str = FILE) -> Plan:
-    """Raises ConfigError for what is no plan of ours, one of a newer schema, or a part of one."""
+    """Raises ConfigError for no plan of ours, one of a newer schema, or a part of one."""
     first, *lines = text.splitlines() or [b""]
     head = codec.json_object(first, where)
     schema = head.get("schema")
