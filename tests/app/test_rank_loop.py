@@ -329,8 +329,6 @@ def test_an_interrupt_before_the_ranks_are_up_ends_it(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path / "runs")],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "FAULTS": "never"},
-        stderr=subprocess.PIPE,
-        text=True,
     )
     end_s = time.monotonic() + 30
     while not told(tmp_path, 0, "up") and time.monotonic() < end_s:

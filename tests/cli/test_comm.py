@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from stepmark.app import measure
 from stepmark.cli.main import status
-from stepmark.launch import supervise
 
 from .process import command, environment, lines, only_run, stepmark
 
@@ -96,7 +96,7 @@ def test_bad_input_is_one_line_before_ranks_start(
     def started(*_: object, **__: object) -> int:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(supervise, "supervise", started)
+    monkeypatch.setattr(measure, "supervise", started)
     (tmp_path / "ragged").write_text("1 2\n3\n")
     (tmp_path / "negative").write_text("1 -2\n3 4\n")
     assert status(["comm", *arguments]) == 2

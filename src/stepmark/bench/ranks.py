@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from stepmark.core.errors import StepmarkError
 

@@ -57,8 +57,8 @@ def run(
     }
 
     def planned() -> "Plan":
-        delivery.check_outputs(values)
         made = plan(values, machine(device, dry_run=dry_run))
+        delivery.check_outputs(values)
         if not dry_run and outer_launcher.is_first():
             # In a process of its own: it imports torch, which takes seconds and memory.
             subprocess.run([sys.executable, "-m", "stepmark", "doctor"], check=False)
