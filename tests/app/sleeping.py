@@ -22,7 +22,7 @@ from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.plan import CommHow, Entry, How, Plan, entries
 from stepmark.core.record import Failed
 
-LIMIT_S = 2.0
+LIMIT_S = 3.0
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 FOLDER = Path(os.environ.get("LOG", "."))
 

@@ -17,7 +17,7 @@ from stepmark.app import measure as measure_module
 from stepmark.app.measure import measure_quietly, resume
 from stepmark.core.record import Failed, Measured, Record
 from stepmark.launch import supervise as supervise_module
-from stepmark.store.runs import read_records, read_run
+from stepmark.store.reader import read_info, read_records
 
 ROOT = Path(__file__).parents[2]
 HOOK = {"STEPMARK_TEST_HOOK": "tests.app.sleeping"}
@@ -117,9 +117,9 @@ def test_a_hang_a_stop_and_a_death_cost_one_case_each(
     for rank in range(3):
         flight = run_of(tmp_path) / f"traces/flight-1-rank{rank}.json"
         assert flight.read_text() == f'{{"rank": {rank}}}'
-    assert "not done within 2 s: ranks 0-2 in this case for 2." in hang.message
+    assert "not done within 3 s: ranks 0-2 in this case for 3." in hang.message
     assert "ranks 0, 2 in this case" in stop.message
-    assert "rank 1 stopped (SIGSTOP), last heard of 2." in stop.message
+    assert "rank 1 stopped (SIGSTOP), last heard of 3." in stop.message
     assert stop.message.endswith("the others wait for rank 1")
     assert "rank 1:\nno stack: stopped (SIGSTOP)" in stop.traceback
     assert {path.name for path in run_of(tmp_path).glob("traces/flight-3-*")} == {
@@ -252,7 +252,7 @@ def test_a_run_that_has_only_a_plan_is_begun_by_resume(
         patch.setattr(measure_module, "RANK_MODULE", "tests.launch.no_such_module")
         _, run = measure_quietly(plan(2, 2), str(tmp_path / "runs"))
     assert resume(run.name, str(tmp_path / "runs")) == 0
-    assert len(records(tmp_path)) == read_run(run).num_cases == 2
+    assert len(records(tmp_path)) == read_info(run).num_cases == 2
 
 
 PARENT = """

@@ -46,6 +46,16 @@ def test_under_torchrun_a_death_and_a_hang_end_it_and_resume_goes_on(tmp_path: P
     assert running.err().count("terminated; finished cases are kept") == 1
 
 
+def test_bad_input_under_torchrun_is_said_once(tmp_path: Path) -> None:
+    running = Running(
+        "comm", "all_reduce", "--device", "cpu", "-f", "inf", cwd=tmp_path, torchrun=2
+    )
+    assert running.end() != 0
+    assert running.err().count("stepmark: factor: 'inf'") == 1
+    assert running.err().count("exitcode  : 2") > 0
+    assert not (tmp_path / "runs").exists()
+
+
 def test_wrong_data_is_counted_and_fails(tmp_path: Path) -> None:
     words = ["comm", "all_reduce", "all_gather", "-b", "1K", "-e", "1K", "-n", "5"]
     words += ["--placement", "in", "--nproc", "2"]

@@ -13,7 +13,7 @@ from stepmark.app.train import found_batch
 from stepmark.cli.main import status
 from stepmark.core.record import Failed, Record
 from stepmark.core.train_case import TrainCase
-from stepmark.store.runs import read_records
+from stepmark.store.reader import read_records
 
 from .comm_process import Running, outcomes
 from .process import lines, only_run, stepmark

@@ -15,7 +15,8 @@ from stepmark.launch import outer_launcher
 from stepmark.launch.failure_report import RankFailure
 from stepmark.launch.supervise import supervise
 from stepmark.store import plans
-from stepmark.store.runs import Done, RunWriter, find_run, new_run_id, read_records
+from stepmark.store.reader import find_run, latest, read_info, read_records
+from stepmark.store.runs import Done, RunWriter, new_run_id
 
 # By verb: shows a run and writes its files; from an exit code to that of it all.
 SHOW = {
@@ -46,7 +47,7 @@ def measure(
     def prepared() -> tuple[Plan, Path]:
         plan = make_plan()
         if resume:
-            return plan, _continued(plan, find_run(root, resume, planned=True), force=force)
+            return plan, _continued(plan, find_run(root, resume), force=force)
         return plan, _begun(plan, root)
 
     if outer_launcher.is_rank():
@@ -71,11 +72,9 @@ def measure_quietly(
 
 def resume(name: str, out: str | None = None, *, force: bool = False) -> int:
     """Measure what is left of a run, as it was planned. Returns the exit code."""
-    run = find_run(Path(out or "runs"), name, planned=True)
+    run = find_run(Path(out or "runs"), name)
     if not plans.has_plan(run):
-        from stepmark.store.runs import read_run  # noqa: PLC0415
-
-        command = f"{read_run(run).command} --resume {run}"
+        command = f"{read_info(run).command} --resume {run}"
         allowed = f"a run with a plan; an older release wrote this one. Use: {command}"
         raise ConfigError("run", name, allowed)
     if not outer_launcher.is_rank():
@@ -117,10 +116,8 @@ def _continued(plan: Plan, run: Path, *, force: bool) -> Path:
         earlier = plans.read(run)
         before, command = _cases(earlier), earlier.command_line
     elif (run / "run.json").is_file():
-        from stepmark.store.runs import latest, read_run  # noqa: PLC0415
-
         before = {(r.case.case_id, r.launch) for r in latest(read_records(run))}
-        command = read_run(run).command
+        command = read_info(run).command
     fits = before == _cases(plan) if plans.has_plan(run) else before <= _cases(plan)
     if not fits and not force:
         raise ConfigError("resume", run, f"the flags it began with: {command}")
@@ -153,7 +150,7 @@ def _supervised(plan: Plan, run: Path, *, force: bool) -> int:
 
 
 def _num_records(run: Path) -> int:
-    return len(read_records(run)) if (run / "records.jsonl").is_file() else 0
+    return len(read_records(run))
 
 
 def record_failure(failure: RankFailure, run: Path, plan: Plan, num_before: int) -> None:

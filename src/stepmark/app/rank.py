@@ -213,7 +213,8 @@ class Rank:
         self, run: Path, devices: list[object]
     ) -> "tuple[RunWriter, set[Done], tuple[Failed, ...]]":
         from stepmark.bench.environment import capture  # noqa: PLC0415
-        from stepmark.store.runs import RunWriter, read_records  # noqa: PLC0415
+        from stepmark.store.reader import read_records  # noqa: PLC0415
+        from stepmark.store.runs import RunWriter  # noqa: PLC0415
 
         if self._guard.first:  # earlier ranks of the same parent began it
             writer, done = RunWriter.go_on(run)

@@ -33,7 +33,7 @@ def how(values: Values, profile_ranks: tuple[int, ...]) -> TrainHow:
 
 def show(path: Path, values: Values, code: int) -> int:
     """Show the run, write the files that were asked for; the exit code of it all."""
-    from stepmark.store.runs import read_records  # noqa: PLC0415
+    from stepmark.store.reader import read_records  # noqa: PLC0415
 
     launches = values.get("launches") or 1
     found = bool(values.get("find_batch")) and found_batch(read_records(path), launches)

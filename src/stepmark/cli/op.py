@@ -200,7 +200,7 @@ def _shapes(dtype: "DType", device: str) -> list[Gemm]:
 def _fastest(run: Path) -> list[OpCase]:
     """The four products of a run with the highest rate."""
     from stepmark.core.stats import slowest_per_sample, summarize  # noqa: PLC0415
-    from stepmark.store.runs import read_records  # noqa: PLC0415
+    from stepmark.store.reader import read_records  # noqa: PLC0415
 
     rates = {
         r.operator: r.operator.op.flops

@@ -17,6 +17,6 @@ def report(
 ) -> None:
     """Write report.html of a run: roofline, tables, curves, commands, environment."""
     from stepmark.app.view import write_page  # noqa: PLC0415
-    from stepmark.store.runs import find_run  # noqa: PLC0415
+    from stepmark.store.reader import find_run  # noqa: PLC0415
 
     typer.echo(write_page(find_run(runs, run), out))
