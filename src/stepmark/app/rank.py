@@ -199,8 +199,8 @@ class Rank:
         if ranks.rank == 0:
             assert self._run is not None
             try:
-                writer, *rest = self._opened(self._run, devices)
-                opened = (rest[0], rest[1])
+                writer, done, failures = self._opened(self._run, devices)
+                opened = (done, failures)
             except StepmarkError as error:
                 problem = error
         name = self._run.name if self._run else ""
