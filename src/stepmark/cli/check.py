@@ -76,6 +76,7 @@ def _measured(
     name: str, reference: "dict[str, Measured]", runs: Path, budget: str, launches: int
 ) -> tuple[list[Path], int, set[str]]:
     """Run folders, the worst exit code, and which cases gave wrong results."""
+    from stepmark.bench.context import make_context  # noqa: PLC0415
     from stepmark.cli import session  # noqa: PLC0415
     from stepmark.core.record import Measured  # noqa: PLC0415
 
@@ -84,14 +85,14 @@ def _measured(
         "device": next(iter(reference.values())).case.device,
     }
     seconds = parse_duration(budget, "budget") / launches
-    rig = session.make_rig(session.device_type(values))
+    context = make_context(session.device_type(values))
     paths: list[Path] = []
     code, wrong = 0, set[str]()
     for number in range(launches):
         outcome = session.measure(
             [record.operator for record in reference.values()],
             values | {"budget": f"{seconds}s"},
-            rig,
+            context,
             settings={"check_of": name, "launch": f"{number + 1}/{launches}"},
         )
         assert outcome is not None
