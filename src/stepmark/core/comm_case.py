@@ -57,9 +57,7 @@ class CommCase:
     skew_s: float = 0.0  # the last rank arrives this much after the first
     max_ctas: int | None = None  # thread blocks a communicator may use
     beside: str = ""  # concurrent compute, e.g. "gemm:8192"
-    labels: tuple[
-        Label, ...
-    ] = ()  # messages of models with this size; not part of the identity
+    labels: tuple[Label, ...] = ()  # messages of models with this size; no identity
 
     def __post_init__(self) -> None:
         facts = FACTS[self.collective]
@@ -188,10 +186,7 @@ class CommCase:
         if self.pair:
             words += ["--pair", f"{self.pair[0]},{self.pair[1]}"]
         if self.skew_s:
-            words += [
-                "--skew",
-                f"{self.skew_s!r}s",
-            ]  # all digits, because it is part of the identity
+            words += ["--skew", f"{self.skew_s!r}s"]  # all digits: part of the identity
         if not self.aligned:
             words += ["--no-align"]
         return shlex.join(words)

@@ -197,9 +197,7 @@ class Environment:
     memory_bytes: int
     python: str
     torch: str
-    versions: dict[
-        str, str
-    ]  # cuda, hip, driver, nccl, cudnn, triton, ...; only what is installed
+    versions: dict[str, str]  # cuda, hip, driver, nccl, cudnn, triton, ..., if installed
     devices: tuple[DeviceInfo, ...]  # by rank
     git_commit: str  # of stepmark; with "+dirty" if the tree is modified; "" unknown
     stepmark: str

@@ -88,19 +88,15 @@ class Sweep:
     def failed(self) -> dict[str, Try]:
         """Return the settings that are not tried again, each with its failed try."""
         return {
-            attempt.setting: attempt
-            for attempt in self.tries
-            if attempt.outcome not in (Outcome.DONE, Outcome.INTERRUPTED)
+            run.setting: run
+            for run in self.tries
+            if run.outcome not in (Outcome.DONE, Outcome.INTERRUPTED)
         }
 
     @property
     def done(self) -> set[tuple[int, str]]:
         """Return (round, setting) of each completed try."""
-        return {
-            (attempt.round, attempt.setting)
-            for attempt in self.tries
-            if attempt.outcome is Outcome.DONE
-        }
+        return {(run.round, run.setting) for run in self.tries if run.outcome is Outcome.DONE}
 
     @property
     def is_complete(self) -> bool:

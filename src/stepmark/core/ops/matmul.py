@@ -94,10 +94,11 @@ class Gemm:
     @property
     def memory_bytes(self) -> int:
         operands = self.m * self.k + self.k * self.n
-        itemsize = self.dtype.itemsize
-        if self.cast is not Cast.NONE:
-            itemsize += DType.BF16.itemsize
-        return operands * itemsize + self.m * self.n * self.result_dtype.itemsize
+        source = DType.BF16.itemsize if self.cast is not Cast.NONE else 0
+        return (
+            operands * (self.dtype.itemsize + source)
+            + self.m * self.n * self.result_dtype.itemsize
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
