@@ -40,12 +40,12 @@ class Request:
 def request(target: str, plugin: str | None, sweep: Sweep, *, force: bool) -> Request:
     """Refuses, before anything is measured, what no tuner file can say."""
     if sweep.command[0] != "comm":
-        raise ConfigError("emit-tuner", sweep.command[0], "for comm")
+        raise ConfigError("emit-tuner", sweep.command[0], "only for comm")
     values = _values_of(sweep.command)
     names = tuple(values.pop("names") or ())
     if others := [name for name in names if name not in tuner.COLLECTIVES]:
         known = ", ".join(tuner.COLLECTIVES)
-        raise ConfigError("emit-tuner", ", ".join(others), f"for {known}")
+        raise ConfigError("emit-tuner", ", ".join(others), f"only for {known}")
     variables = [name for name, _ in sweep.settings[0].variables]
     if not set(variables) & set(CHOSEN) or sweep.settings[0].flags:
         raise ConfigError(
@@ -55,7 +55,7 @@ def request(target: str, plugin: str | None, sweep: Sweep, *, force: bool) -> Re
         raise ConfigError(
             "emit-tuner",
             ", ".join(others),
-            f"only variables a file can say: {', '.join(_CARRIED)}",
+            f"one of the variables that a file can say: {', '.join(_CARRIED)}",
         )
     if any(note.startswith(f"{PLUGIN}=") for note in sweep.notes):
         raise ConfigError("emit-tuner", PLUGIN, "a sweep measured without a tuner plugin")
@@ -79,7 +79,7 @@ def check_device(values: Mapping[str, Any]) -> None:
     from stepmark.cli import session  # noqa: PLC0415
 
     if session.device_type(values) != "cuda":
-        raise ConfigError("emit-tuner", "cpu", "for accelerators: gloo has no tuner")
+        raise ConfigError("emit-tuner", "cpu", "only on accelerators: gloo has no tuner")
 
 
 def _values_of(command: Sequence[str]) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def refuse_bare_recompute(args: list[str]) -> None:
     from stepmark.workload.rules import RULES, find_rule  # noqa: PLC0415
 
     framework = find_rule(workload_flags.framework_of(args))
-    allowed = f"of {framework} one of {workload_flags.kinds(RULES[framework].fields())}"
+    allowed = f"with {framework} one of {workload_flags.kinds(RULES[framework].fields())}"
     raise ConfigError("recompute", "no value", allowed)
 
 

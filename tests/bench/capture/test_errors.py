@@ -22,7 +22,7 @@ def said(spec: str, world_size: int = 4, rank: int = 0) -> str:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("raises", "in raises': raised KeyError: 'no such key'"),
+        ("raises", "in raises' is invalid: it raised KeyError 'no such key'"),
         ("raises_in_step", "in step': raised ValueError: two lines"),
         ("makes_a_larger_mesh", "found 16 ranks! (see --world-size)"),
         ("picks_by_values", "DynamicOutputShapeException"),
@@ -50,7 +50,10 @@ def line_of(function: str) -> int:
     [
         ("returns_nothing", "'NoneType': a function that returns a function: one step"),
         ("idle", "'no operation': a step that computes something"),
-        ("makes_a_smaller_mesh", "world-size: '4': 2, the ranks of the largest mesh made"),
+        (
+            "makes_a_smaller_mesh",
+            "world-size 4 is invalid: it must be 2, the ranks of the largest mesh made",
+        ),
         ("needs_argument", "'needs_argument': a function that is called with no argument"),
         ("no_such", "'no_such': a function of mistakes.py, e.g. "),
         ("not a name", "'not a name': a function's name"),
