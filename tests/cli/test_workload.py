@@ -328,11 +328,9 @@ def test_a_full_stdout_is_one_line(run: Program, tmp_path: Path) -> None:
         *("show w.json", "show w.json --json -", "show w.json --html -"),
         *("convert w.json -o -", f"generate {TINY}"),
     ):
-        asked = ["workload", *line.split()]
-        code = f"import sys; from stepmark.cli.main import status; sys.exit(status({asked}))"
         with Path("/dev/full").open("wb") as full:
             told = subprocess.run(
-                [sys.executable, "-c", code],
+                [sys.executable, "-m", "stepmark", "workload", *line.split()],
                 cwd=tmp_path,
                 env=environment(),
                 stdout=full,

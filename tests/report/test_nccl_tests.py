@@ -11,10 +11,9 @@ import pytest
 
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.dtypes import parse_dtype
-from stepmark.core.errors import ConfigError
 from stepmark.core.record import Record, Skipped
 from stepmark.report.collectives import rows
-from stepmark.report.nccl_json import file_that_is_new, json_document
+from stepmark.report.nccl_json import json_document
 from stepmark.report.nccl_remarks import straggler
 from stepmark.report.nccl_tests import NA_HALF, float_text, text_of
 from stepmark.report.tables import Row
@@ -252,16 +251,6 @@ def test_json_of_everything_is_json() -> None:
     ran = [row for row in table_ if row["time_s"]]
     assert sum(half is not None for half in halves) == len(ran)
     assert json_document([], comm_run(), [])["results"] == []
-
-
-def test_a_json_file_is_never_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    made = [file_that_is_new(path) for _ in range(3)]
-    assert [one.name for one in made] == ["out.json", "out.json.0", "out.json.1"]
-    with pytest.raises(ConfigError, match=r"ends in \.json"):
-        file_that_is_new(tmp_path / "out.txt")
-    with pytest.raises(ConfigError, match="can be written"):
-        file_that_is_new(tmp_path / "missing" / "out.json")
 
 
 def test_an_unknown_nccl_is_not_version_0() -> None:

@@ -74,6 +74,7 @@ def _show(seen: "View", values: Values) -> None:
 def _files(seen: "View", values: Values) -> None:
     from stepmark.report import nccl_json  # noqa: PLC0415
     from stepmark.store.export import write_json, write_tables  # noqa: PLC0415
+    from stepmark.store.files import new_file  # noqa: PLC0415
 
     rows = seen.comm_rows
     by_name: dict[str, Rows] = {}
@@ -87,7 +88,7 @@ def _files(seen: "View", values: Values) -> None:
         document = nccl_json.json_document(
             rows, seen.run, sys.argv, ended_at=datetime.now(UTC).isoformat(timespec="seconds")
         )
-        file = nccl_json.file_that_is_new(Path(target))
+        file = new_file(Path(target))
         write_json(document, file)
         if file != Path(target):
             sys.stderr.write(f"{target} exists: written to {file}\n")

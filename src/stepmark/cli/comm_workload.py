@@ -125,11 +125,8 @@ def print_commands(names: list[str], values: Values) -> None:
     tool = str(values["print_as"]).strip().lower().replace("_", "-")
     if tool not in ("nccl-tests", "rccl-tests"):
         raise ConfigError("print", values["print_as"], "nccl-tests or rccl-tests")
-    from stepmark.cli.delivery import whole_stdout  # noqa: PLC0415
-
-    with whole_stdout():
-        for line in commands(_to_print(names, values), tool, _as_given(values)):
-            (sys.stderr if line.startswith("# left out") else sys.stdout).write(line + "\n")
+    for line in commands(_to_print(names, values), tool, _as_given(values)):
+        (sys.stderr if line.startswith("# left out") else sys.stdout).write(line + "\n")
 
 
 def _as_given(values: Values) -> list[str]:

@@ -195,13 +195,9 @@ def deliver(
     if csv:
         write_csv(drawn.rows(comparison), csv, "compare")
     if html:
-        from stepmark.report.comparison_page import write  # noqa: PLC0415
+        from stepmark.report.comparison_page import html as page  # noqa: PLC0415
+        from stepmark.store.files import write_text  # noqa: PLC0415
 
-        try:
-            write(comparison, html)
-        except OSError as error:
-            raise ConfigError(
-                "html", html, f"a file that can be written ({error.strerror})"
-            ) from None
+        write_text(html, page(comparison), "html")
     if "-" not in (json, csv):
         printed(comparison, console())

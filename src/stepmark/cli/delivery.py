@@ -1,15 +1,13 @@
 """How a supervised verb ends: what it shows and writes, where the run lies, what to do next."""
 
-import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.cli.options import Values
 from stepmark.core.comm_case import CommCase
-from stepmark.core.errors import ConfigError, worst
+from stepmark.core.errors import worst
 from stepmark.core.train_case import TrainCase
 
 if TYPE_CHECKING:
@@ -29,10 +27,10 @@ def deliver(
     from stepmark.cli.view import view  # noqa: PLC0415
 
     seen = view(path)
-    with whole_stdout():
-        files(seen, values)
-        if "-" not in (values.get("json"), values.get("csv")):
-            show(seen, values)
+    files(seen, values)
+    if "-" not in (values.get("json"), values.get("csv")):
+        show(seen, values)
+    sys.stdout.flush()
     sys.stderr.write(f"run {path}\n")
     words = {130: "interrupted", 143: "terminated", 3: "not all cases were measured"}
     if word := words.get(code):
@@ -44,27 +42,10 @@ def listed(cases: Sequence[CommCase | TrainCase], notes: Sequence[str] = ()) -> 
     """--dry-run: the command of each case."""
     for note in notes:
         sys.stderr.write(f"# {note}\n")
-    with whole_stdout():
-        sys.stdout.write("".join(case.command() + "\n" for case in cases))
+    sys.stdout.write("".join(case.command() + "\n" for case in cases))
+    sys.stdout.flush()
     count = len(cases)
     sys.stderr.write(f"{count} case{'s' if count != 1 else ''}; none was run\n")
-
-
-@contextlib.contextmanager
-def whole_stdout() -> Iterator[None]:
-    """What is written is out at the end; a full disk is one line and no second try at exit."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader went away: main knows what to do
-        raise
-    except OSError as error:
-        with contextlib.suppress(OSError, ValueError):  # no real file, as in a test
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        where = error.filename or "stdout"
-        raise ConfigError(
-            "output", where, f"one that can be written ({error.strerror})"
-        ) from None
 
 
 def resume_hint(command: str, path: Path) -> str:

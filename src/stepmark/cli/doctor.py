@@ -1,7 +1,6 @@
 """stepmark doctor: what this machine is, what would be measured, what not, and why."""
 
 import csv as csv_format
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,20 +89,15 @@ def as_csv(report: list[Line]) -> str:
 
 
 def write(target: str, text: str, name: str) -> None:
-    """To stdout (-), into a folder under `name`, or to a file."""
-    from stepmark.core.errors import ConfigError  # noqa: PLC0415
+    """Write to stdout ("-"), into a folder under `name`, or to a file."""
+    from stepmark.store.files import config_errors, write_text  # noqa: PLC0415
 
-    if target == "-":
-        sys.stdout.write(text)
-        return
     path = Path(target)
-    try:
-        if target.endswith("/") or path.is_dir():
+    if target != "-" and (target.endswith("/") or path.is_dir()):
+        with config_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-            path = path / name
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError("output", target, f"a writable path ({error.strerror})") from None
+        target = str(path / name)
+    write_text(target, text)
 
 
 def lines(findings: "Findings") -> Iterator[Line]:

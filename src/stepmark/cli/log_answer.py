@@ -110,17 +110,14 @@ class Answer:
         return {name: rows for name, rows in found.items() if rows} or {"findings": []}
 
     def _write_page(self, target: str) -> None:
-        from stepmark.report.histogram_figures import write_page  # noqa: PLC0415
+        from stepmark.report.histogram_figures import page  # noqa: PLC0415
+        from stepmark.store.files import write_text  # noqa: PLC0415
 
         sections = [
             (f"{each.source.kind}: {files_text(each.source)}", each.rows, each.source.findings)
             for each in self.viewed
         ]
-        try:
-            write_page("stepmark logs", sections, Path(target))
-        except OSError as error:
-            why = error.strerror or error
-            raise ConfigError("html", target, f"a file that can be written ({why})") from None
+        write_text(target, page("stepmark logs", sections), "html")
 
     def _table_lines(self) -> Iterator[str]:
         if not self.tables and not self.without_tables:

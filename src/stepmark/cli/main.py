@@ -1,17 +1,19 @@
 """The command line: verbs, and how an error ends a process."""
 
+import errno
 import importlib
+import io
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
 from stepmark import __version__
 from stepmark.cli import interrupts
 from stepmark.cli.quick_help import Group
-from stepmark.core.errors import StepmarkError
+from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.launch import torchrun
 
 
@@ -89,20 +91,48 @@ def _options(
 def main() -> None:
     """Run a verb; bad input is one line on stderr and exit code 2, never a traceback."""
     interrupts.watch()
+    checked_stdout()
     code = status(sys.argv[1:])
     sys.exit(0 if torchrun.leave_exit_code(code) else code)
+
+
+class _Stdout(io.FileIO):
+    """Standard output whose failure (a full disk, a closed descriptor) is one sentence."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:  # status() ends quietly
+            raise
+        except OSError as error:
+            # The rest has nowhere to go, and the interpreter flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            reason = "it is closed" if error.errno == errno.EBADF else error.strerror
+            raise ConfigError(
+                "output", "stdout", f"one that can be written ({reason})"
+            ) from None
+
+
+def checked_stdout() -> None:
+    """Let every verb report once, in one sentence, that its output cannot be written."""
+    found: TextIO | None = sys.stdout
+    if found is None:  # closed by the caller; no other file may get its number
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_Stdout(1, "w", closefd=False)),
+        encoding=found.encoding if found else None,
+        errors=found.errors if found else None,
+        line_buffering=bool(found and found.line_buffering),
+    )
 
 
 def status(arguments: list[str]) -> int:
     """The exit code of a command line."""
     try:
-        result: Any = app(arguments)(arguments, standalone_mode=False)
+        code = _code(arguments)
+        sys.stdout.flush()
     except StepmarkError as error:
         return _complain(str(error), error.exit_code)
-    except typer.Exit as stop:
-        code = int(stop.exit_code)
-        swallowed = isinstance(stop.__context__, KeyboardInterrupt)
-        return _complain("interrupted", code) if swallowed else code
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", 130)
     except (BrokenPipeError, SystemExit) as stop:
@@ -110,11 +140,21 @@ def status(arguments: list[str]) -> int:
         if isinstance(stop, SystemExit) and not isinstance(stop.__context__, BrokenPipeError):
             raise
         # The reader of our output went away; there is nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # type: ignore[union-attr]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except typer.BadParameter.__mro__[2] as error:  # type: ignore[misc]
         # typer's own usage errors; their class is not public under a stable name.
         return _usage(error)
+    return code
+
+
+def _code(arguments: list[str]) -> int:
+    try:
+        result: Any = app(arguments)(arguments, standalone_mode=False)
+    except typer.Exit as stop:
+        code = int(stop.exit_code)
+        swallowed = isinstance(stop.__context__, KeyboardInterrupt)
+        return _complain("interrupted", code) if swallowed else code
     return result if isinstance(result, int) else 0
 
 

@@ -24,23 +24,11 @@ def report(
 def write(path: Path, target: Path | None = None) -> Path:
     """The page of the run at `path`."""
     from stepmark.cli.view import view  # noqa: PLC0415
-    from stepmark.core.errors import ConfigError  # noqa: PLC0415
-    from stepmark.report.page import write_html  # noqa: PLC0415
+    from stepmark.report.page import html  # noqa: PLC0415
+    from stepmark.store.files import write_text  # noqa: PLC0415
 
     seen = view(path)
-    page = target or path / "report.html"
-    try:
-        write_html(
-            seen.run,
-            seen.records,
-            seen.rows,
-            seen.device,
-            page,
-            seen.comm_rows,
-            seen.train_rows,
-        )
-    except OSError as error:
-        raise ConfigError(
-            "out", page, f"a file that can be written ({error.strerror})"
-        ) from None
-    return page
+    target = target or path / "report.html"
+    text = html(seen.run, seen.records, seen.rows, seen.device, seen.comm_rows, seen.train_rows)
+    write_text(target, text, "out")
+    return target

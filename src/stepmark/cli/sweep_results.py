@@ -244,6 +244,7 @@ def _files(found: _Found, sweep: Sweep, values: Values, lines: Sequence[str]) ->
     from stepmark.report import comparison as drawn  # noqa: PLC0415
     from stepmark.store.codec import to_plain  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
+    from stepmark.store.files import write_text  # noqa: PLC0415
 
     comparison = found.comparison
     if target := values.get("csv"):
@@ -262,14 +263,9 @@ def _files(found: _Found, sweep: Sweep, values: Values, lines: Sequence[str]) ->
         }
         write_json(document, target, "sweep")
     if target := values.get("html"):
-        from stepmark.report.comparison_page import write  # noqa: PLC0415
+        from stepmark.report.comparison_page import html  # noqa: PLC0415
 
-        try:
-            write(comparison, Path(target), lines)
-        except OSError as error:
-            raise ConfigError(
-                "html", target, f"a file that can be written ({error.strerror})"
-            ) from None
+        write_text(target, html(comparison, lines), "html")
 
 
 def _say(text: str) -> None:

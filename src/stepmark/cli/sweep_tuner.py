@@ -15,6 +15,7 @@ from stepmark.core.record import RunInfo
 from stepmark.core.sweep import DEFAULT, Sweep, TunerChoice, cut
 from stepmark.report import tuner
 from stepmark.report.recommendation import Advice
+from stepmark.store.files import write_text
 from stepmark.store.runs import read_run
 from stepmark.store.sweeps import Journal
 
@@ -135,7 +136,8 @@ def emit(
         found = tuner.rules(chosen, num_nodes=place.num_nodes, num_ranks=place.num_ranks)
     except ConfigError as error:
         raise ProbeError(str(error)) from None
-    _write(asked.target, tuner.text_of(found, _facts(journal.sweep, place)))
+    text = tuner.text_of(found, _facts(journal.sweep, place))
+    write_text(asked.target, text, "emit-tuner")
     said = [f"tuner file: {asked.target} ({len(found)} lines)"]
     if not asked.plugin:
         return [*said, "not verified: no tuner plugin (--tuner-plugin PATH)"], 0
@@ -214,14 +216,3 @@ def _facts(sweep: Sweep, place: _Place) -> list[str]:
         f"Command: stepmark {' '.join(sweep.command)}",
         f"Settings: {settings}. Rounds: {sweep.repeats}.",
     ]
-
-
-def _write(target: Path, text: str) -> None:
-    partial = target.with_name(target.name + ".partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    except OSError as error:
-        raise ConfigError(
-            "emit-tuner", target, f"a file that can be written ({error.strerror})"
-        ) from None

@@ -4,7 +4,6 @@ Over 250 lines: four commands and what is particular about reading their flags.
 """
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -119,18 +118,6 @@ def _file(values: Values) -> str:
     return str(values["file"])
 
 
-def _command(handler: Callable[[Values], None], doc: str, *groups: tuple[Flag, ...]) -> Any:
-    """Whose output is out at the end, or one line says that it cannot be."""
-
-    def whole(values: Values) -> None:
-        from stepmark.cli.delivery import whole_stdout  # noqa: PLC0415
-
-        with whole_stdout():
-            handler(values)
-
-    return as_command(whole, doc, *groups)
-
-
 def _generate_command(args: list[str]) -> Any:
     """Its flags are those of the framework that the arguments name: no other's are read."""
     from stepmark.cli import workload_aicb  # noqa: PLC0415
@@ -155,7 +142,7 @@ def _generate_command(args: list[str]) -> Any:
         f"- or with _. Frameworks: {listed}. --framework NAME --help shows a framework's "
         f"settings; these are {framework}'s."
     )
-    return _command(generate, doc, *groups)
+    return as_command(generate, doc, *groups)
 
 
 class _Command(typer.core.TyperCommand):
@@ -218,15 +205,15 @@ _COMMANDS: dict[str, tuple[str, Any]] = {
     ),
     "show": (
         "What is in a workload: messages, shapes, layers, pipeline.",
-        lambda args: _command(show, "Show what is in a workload file.", _SHOW),
+        lambda args: as_command(show, "Show what is in a workload file.", _SHOW),
     ),
     "convert": (
         "Between stepmark's, AICB's, SimAI's and others' files.",
-        lambda args: _command(convert, "Write a workload in another format.", _CONVERT),
+        lambda args: as_command(convert, "Write a workload in another format.", _CONVERT),
     ),
     "capture": (
         "From your own PyTorch code, run on fake tensors and fake ranks.",
-        lambda args: _command(
+        lambda args: as_command(
             capture, "Record what PyTorch code does: fake tensors, fake ranks.", _CAPTURE
         ),
     ),

@@ -1,6 +1,5 @@
 """Workloads to files: one, or a folder of one per rank or stage, that appear whole or not."""
 
-import contextlib
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -11,7 +10,7 @@ from stepmark.cli.options import Values
 from stepmark.cli.workload_files import AICB_FILLER, timed
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import ComputeOp, Workload
-from stepmark.store.whole_file import renamed_to
+from stepmark.store.files import is_special, written
 from stepmark.workload.formats import FORMATS, Format, find_format
 
 
@@ -52,7 +51,7 @@ def deliver(workload: Workload, values: Values) -> None:
 
 def _write_file(workload: Workload, module: Any, picked: dict[str, int], target: str) -> None:
     """One file, and beside it what is needed to read it."""
-    if target != "-" and hasattr(module, "beside") and not _is_special(Path(target)):
+    if target != "-" and hasattr(module, "beside") and not is_special(Path(target)):
         for path, chunks in module.beside(workload, Path(target), **picked):
             _write_beside(path, b"".join(_bytes(chunks)))
     size = write_chunks(_chunks(module, workload, picked), target)
@@ -200,39 +199,10 @@ def _bytes(chunks: Iterable[str | bytes]) -> Iterator[bytes]:
 
 
 def write_chunks(chunks: Iterable[bytes], target: str) -> int:
-    """To a file that appears whole or not at all, or to stdout; how many bytes it was."""
-    if target == "-":
-        sys.stdout.flush()
-        return _pour(chunks, sys.stdout.buffer)
-    path = Path(target)
-    with _written_whole(path) as partial, partial.open("wb") as stream:
-        return _pour(chunks, stream)
-
-
-def _pour(chunks: Iterable[bytes], stream: Any) -> int:
+    """Write to a file or to stdout ("-"); return the number of bytes."""
     size = 0
-    for chunk in chunks:
-        size += len(chunk)
-        stream.write(chunk)
-    stream.flush()
+    with written(target, "out") as stream:
+        for chunk in chunks:
+            size += len(chunk)
+            stream.write(chunk)
     return size
-
-
-@contextlib.contextmanager
-def _written_whole(path: Path) -> Iterator[Path]:
-    """A name beside `path` that becomes it; a device or a pipe is written as it is."""
-    try:
-        if _is_special(path):
-            yield path
-            return
-        with renamed_to(path) as partial:
-            yield partial
-    except OSError as error:
-        raise ConfigError(
-            "out", path, f"a file that can be written ({error.strerror or error})"
-        ) from None
-
-
-def _is_special(path: Path) -> bool:
-    """A device or a pipe."""
-    return path.exists() and not path.is_file()

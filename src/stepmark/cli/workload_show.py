@@ -1,7 +1,6 @@
 """stepmark workload show: tables and figures of a workload, or its distinct cases."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from stepmark.cli import workload_cases, workload_output
@@ -109,16 +108,9 @@ def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[st
 
 
 def _page(workload: Workload, stage: int, target: str) -> None:
-    from stepmark.report.page import write_page  # noqa: PLC0415
     from stepmark.report.workload_page import page  # noqa: PLC0415
+    from stepmark.store.files import write_text  # noqa: PLC0415
 
-    text = page(workload, stage, _defaults(workload.rules))
-    if target == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        write_page(text, Path(target))
-    except OSError as error:
-        allowed = f"a file that can be written ({error.strerror})"
-        raise ConfigError("html", target, allowed) from None
-    sys.stderr.write(f"wrote {target}\n")
+    write_text(target, page(workload, stage, _defaults(workload.rules)), "html")
+    if target != "-":
+        sys.stderr.write(f"wrote {target}\n")

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.core.comparison import Comparison, Line
@@ -21,18 +20,13 @@ from stepmark.report.comparison import (
     verdict_text,
 )
 from stepmark.report.figures import INK, styled
-from stepmark.report.page import document, figure_section, section, write_page
+from stepmark.report.page import document, figure_section, section
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 # What divides lines into figures; size runs along the axis.
 _GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
-
-
-def write(comparison: Comparison, target: Path, lead: Sequence[str] = ()) -> None:
-    """Write the page. Raises OSError."""
-    write_page(html(comparison, lead), target)
 
 
 def html(comparison: Comparison, lead: Sequence[str] = ()) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.core.finding import Finding
@@ -76,17 +75,6 @@ def page(title: str, sections: Sequence[tuple[str, Sequence[Row], Sequence[Findi
         f"<body><main><h1>{escape(title)}</h1>\n{body}\n</main>\n"
         f"<script>{SCRIPT}</script></body></html>\n"
     )
-
-
-def write_page(
-    title: str,
-    sections: Sequence[tuple[str, Sequence[Row], Sequence[Finding]]],
-    target: Path,
-) -> None:
-    """Write the page; a reader never sees half a file. Raises OSError."""
-    partial = target.with_name(target.name + ".partial")
-    partial.write_text(page(title, sections), encoding="utf-8")
-    partial.replace(target)
 
 
 def _source(name: str, rows: Sequence[Row], found: Sequence[Finding]) -> str:

@@ -7,10 +7,8 @@ there; rows of several carry its name in `experiment_name`.
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 
 from stepmark import __version__
-from stepmark.core.errors import ConfigError
 from stepmark.core.record import RunInfo
 from stepmark.report.nccl_tests import (
     PLACEMENTS,
@@ -67,27 +65,6 @@ def json_document(
         "stepmark": {"version": __version__, "run_id": run.run_id, "command": run.command},
     }
     return document | ({"end_time": _clock_time(ended_at)} if ended_at else {})
-
-
-def file_that_is_new(path: Path) -> Path:
-    """Create and return path, or path.0, path.1, ...: the first that is not there yet.
-
-    Raises ConfigError for a name without .json and where no file can be made.
-    """
-    if path.suffix != ".json":
-        raise ConfigError("json", path, "a name that ends in .json")
-    candidate, tried = path, 0
-    while True:
-        try:
-            candidate.touch(exist_ok=False)
-        except FileExistsError:
-            candidate = path.with_name(f"{path.name}.{tried}")
-            tried += 1
-        except OSError as error:
-            allowed = f"a file that can be written ({error.strerror})"
-            raise ConfigError("json", candidate, allowed) from None
-        else:
-            return candidate
 
 
 def _clock_time(moment: str) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.core.device import DeviceSpec
@@ -19,19 +18,6 @@ from stepmark.report.training_summary import train_lines
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
-
-
-def write_html(
-    run: RunInfo,
-    records: Sequence[Record],
-    rows: Sequence[Row],
-    device: DeviceSpec | None,
-    target: Path,
-    comm_rows: Sequence[Row] = (),
-    train_rows: Sequence[Row] = (),
-) -> None:
-    """Write the report of a run."""
-    write_page(html(run, records, rows, device, comm_rows, train_rows), target)
 
 
 def html(
@@ -73,13 +59,6 @@ def document(title: str, lead: str, body: str) -> str:
         f'<body><main><h1>{shown}</h1>\n<p class="quiet">{lead}</p>\n{body}\n</main>\n'
         f"<script>{SCRIPT}</script></body></html>\n"
     )
-
-
-def write_page(text: str, target: Path) -> None:
-    """A reader never sees half a file."""
-    partial = target.with_name(target.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(target)
 
 
 def section(title: str, content: str) -> str:

@@ -1,13 +1,13 @@
 """Rows to files and trackers: CSV, JSON, Parquet; TensorBoard, W&B, MLflow when installed."""
 
-import contextlib
 import csv
 import importlib
 import io
 import json
 import math
 import os
-import sys
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import RunInfo
 from stepmark.store import codec
-from stepmark.store.whole_file import renamed_to
+from stepmark.store.files import config_errors, write_text, written
 
 Row = dict[str, object]
 Kind = Literal["csv", "json", "parquet", "tensorboard", "wandb", "mlflow"]
@@ -31,18 +31,18 @@ def export(rows: list[Row], run: RunInfo, target: Path, kind: str) -> None:
     """Write a run's rows; a file for csv, json, parquet, a folder for the trackers."""
     if kind not in EXPORTERS:
         raise ConfigError("to", kind, f"one of {', '.join(EXPORTERS)}")
-    with _config_errors(target):
+    with config_errors(target):
         EXPORTERS[kind](rows, run, target)
 
 
 def write_csv(rows: list[Row], target: str | Path, name: str = "rows") -> None:
     """One table. '-' is stdout; in a folder the file is called <name>.csv."""
-    _write(_csv_text(rows), _file_for(target, name, "csv"))
+    write_text(_file_for(target, name, "csv"), _csv_text(rows))
 
 
 def write_json(document: object, target: str | Path, name: str = "rows") -> None:
     """Any document of plain values. '-' is stdout; in a folder the file is <name>.json."""
-    _write(_json_text(document), _file_for(target, name, "json"))
+    write_text(_file_for(target, name, "json"), _json_text(document))
 
 
 def write_tables(
@@ -58,7 +58,7 @@ def write_tables(
     elif len(tables) == 1:
         write_csv(next(iter(tables.values())), target)
     elif str(target) == "-":
-        _write("\n".join(f"# {name}\n{_csv_text(tables[name])}" for name in tables), None)
+        write_text("-", "\n".join(f"# {name}\n{_csv_text(tables[name])}" for name in tables))
     else:
         allowed = f"a folder (add /): there are {len(tables)} tables: {', '.join(tables)}"
         raise ConfigError("csv", target, allowed)
@@ -104,38 +104,14 @@ def _is_folder(target: str | Path) -> bool:
     return str(target).endswith(("/", os.sep)) or Path(target).is_dir()
 
 
-def _file_for(target: str | Path, name: str, suffix: str) -> Path | None:
-    """None is stdout."""
-    if str(target) == "-":
-        return None
+def _file_for(target: str | Path, name: str, suffix: str) -> str | Path:
+    """Return the file in a folder, or else the target itself."""
     path = Path(target)
-    if not _is_folder(target):
-        return path
-    with _config_errors(path):
+    if str(target) == "-" or not _is_folder(target):
+        return target
+    with config_errors(path):
         path.mkdir(parents=True, exist_ok=True)
     return path / f"{name}.{suffix}"
-
-
-def _write(text: str, file: Path | None) -> None:
-    if file is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
-    with _config_errors(file):
-        if file.exists() and not file.is_file():  # a device or a pipe cannot be renamed over
-            file.write_text(text, encoding="utf-8")
-            return
-        with renamed_to(file) as temporary:
-            temporary.write_text(text, encoding="utf-8", newline="")
-
-
-@contextlib.contextmanager
-def _config_errors(path: Path) -> Any:
-    try:
-        yield
-    except OSError as error:
-        allowed = f"a path that can be written ({error.strerror or error})"
-        raise ConfigError("output", path, allowed) from None
 
 
 def _to_parquet(rows: list[Row], _run: RunInfo, target: Path) -> None:
@@ -152,16 +128,18 @@ def _to_parquet(rows: list[Row], _run: RunInfo, target: Path) -> None:
         parts.append(f'unnest(?::{sql_type}[]) AS "{quoted}"')
         text = sql_type == "VARCHAR"
         lists.append([None if v is None else str(_cell(v)) if text else v for v in column])
-    with duckdb.connect() as connection, renamed_to(target) as temporary:
+    with duckdb.connect() as connection, tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.parquet"
+        quoted = str(file).replace("'", "''")
         connection.execute(f"CREATE TABLE rows_ AS SELECT {', '.join(parts)}", lists)
-        quoted = str(temporary).replace("'", "''")
         try:
             connection.execute(f"COPY rows_ TO '{quoted}' (FORMAT parquet)")
         except duckdb.Error as error:
-            line = str(error).splitlines()[0]
-            raise ConfigError(
-                "output", target, f"a path that can be written ({line})"
-            ) from None
+            reason = str(error).splitlines()[0]
+            allowed = f"a folder for temporary files ({reason})"
+            raise ConfigError("TMPDIR", folder, allowed) from None
+        with file.open("rb") as source, written(target) as stream:
+            shutil.copyfileobj(source, stream)
 
 
 def _sql_type(column: list[object]) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.record import Environment, Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample
-from stepmark.store import codec
+from stepmark.store import codec, files
 from stepmark.store.lock import hold
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class RunWriter:
             path.mkdir(parents=True)
             writer = cls(path)
             try:
-                _replace(path / "run.json", codec.encode_run(info))
+                _write_run(path, info)
             except BaseException:
                 writer.close()
                 raise
@@ -75,7 +75,7 @@ class RunWriter:
         if changes:
             with _config_errors("resume", path), contextlib.ExitStack() as on_error:
                 on_error.callback(writer.close)
-                _replace(path / "run.json", codec.encode_run(_with_changes(info, changes)))
+                _write_run(path, _with_changes(info, changes))
                 on_error.pop_all()
         return writer, done
 
@@ -132,13 +132,8 @@ class RunWriter:
         launch = f"-{record.launch}" if record.launch > 1 else ""
         name = f"samples/{record.case.case_id[:16]}{launch}.npy"
         (self.path / "samples").mkdir(exist_ok=True)
-        temporary = self.path / f"{name}.tmp"
-        with temporary.open("wb") as file:
-            np.save(file, np.asarray(seconds, dtype=np.float64), allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path / name)
-        _sync_folder(self.path / "samples")
+        with files.replaced(self.path / name) as stream:
+            np.save(stream, np.asarray(seconds, dtype=np.float64), allow_pickle=False)
         maxima = (tuple(slowest_per_sample(seconds)),)
         samples = dataclasses.replace(record.samples, seconds=maxima, file=name)
         return dataclasses.replace(record, samples=samples)
@@ -256,25 +251,9 @@ def _cut_torn_line(file: Path) -> None:
             os.fsync(stream.fileno())
 
 
-def _replace(file: Path, text: bytes) -> None:
-    """Write beside, fsync, rename."""
-    temporary = file.with_name(file.name + ".tmp")
-    with temporary.open("wb") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(file)
-    _sync_folder(file.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is on disk when its folder is. Not every file system can."""
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+def _write_run(path: Path, info: RunInfo) -> None:
+    with files.replaced(path / "run.json") as stream:
+        stream.write(codec.encode_run(info))
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.sweep import SCHEMA, Sweep, Try
+from stepmark.store import files
 from stepmark.store.lock import hold
 
 FILE = "sweep.json"
@@ -68,18 +69,8 @@ class Journal:
 
     def _write(self) -> None:
         text = msgspec.json.format(msgspec.json.encode(self.sweep), indent=1) + b"\n"
-        target = self.path / FILE
-        temporary = target.with_name(FILE + ".tmp")
-        try:
-            with temporary.open("wb") as stream:
-                stream.write(text)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(target)
-        except OSError as error:
-            raise ConfigError(
-                "out", target, f"a file that can be written ({error.strerror})"
-            ) from None
+        with files.written(self.path / FILE, "out") as stream:
+            stream.write(text)
 
 
 def read(path: Path) -> Sweep:
