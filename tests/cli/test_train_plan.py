@@ -659,7 +659,8 @@ REFUSED = [
         LLAMA,
         "--strategy fsdp --nproc 2 --grad-accum 2 --grad-sync last --compile "
         "--compile-mode max-autotune",
-        "compile-mode max-autotune is invalid: it must be default with fsdp and --grad-sync last",
+        "compile-mode max-autotune is invalid: "
+        "it must be default with fsdp and --grad-sync last",
     ),
     (LLAMA, "--loss-chunks 3", "loss-chunks 3 is invalid: it must be a divisor of 8192 tokens"),
     (LLAMA, "--loss-chunks 0", "loss-chunks 0 is invalid: it must be from 1 to 65536"),
@@ -782,7 +783,8 @@ REFUSED = [
     (
         ["gpt2-125m", *LLAMA],
         "--find-batch",
-        "find-batch 'gpt2-125m single step, llama-3.1-8b single step' is invalid: it must be one model",
+        "find-batch 'gpt2-125m single step, llama-3.1-8b single step' is invalid: "
+        "it must be one model",
     ),
     (LLAMA, "--find-batch --strategy ddp,fsdp", "find-batch 'llama-3.1-8b ddp step, llama-3"),
     (LLAMA, "--find-batch --schedule step,micro", "find-batch 'llama-3.1-8b single micro, ll"),

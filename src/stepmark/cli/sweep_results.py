@@ -232,7 +232,7 @@ def export_lines(setting: Setting, base: Setting) -> str:
 
 
 def _print(comparison: Comparison, lines: list[str]) -> None:
-    from stepmark.cli.view import console  # noqa: PLC0415
+    from stepmark.app.view import console  # noqa: PLC0415
     from stepmark.report.comparison_printing import printed  # noqa: PLC0415
 
     printed(comparison, console())

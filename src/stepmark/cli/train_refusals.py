@@ -281,5 +281,6 @@ def _graphs(case: TrainCase) -> Iterator[ConfigError]:
 
 def _data(case: TrainCase) -> Iterator[ConfigError]:
     if case.data != "random" and case.model.vocab_size < _BYTES:
-        allowed = f"only with random data: {case.model.name} has {case.model.vocab_size} tokens, not 256"
+        has = f"{case.model.name} has {case.model.vocab_size} tokens"
+        allowed = f"only with random data: {has}, not 256"
         yield ConfigError("text", case.data, allowed)

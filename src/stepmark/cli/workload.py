@@ -11,8 +11,8 @@ import typer.core
 import typer.main
 
 from stepmark.cli import workload_flags
+from stepmark.cli.flags import Group
 from stepmark.cli.options import Flag, Values, as_command
-from stepmark.cli.quick_help import Group
 from stepmark.cli.workload_flags import (
     COMPUTE_FROM,
     DISTINCT,

@@ -142,12 +142,14 @@ def test_a_group_without_a_size_is_asked_for(path: Path) -> None:
         (f"{HEADER}\r\n{SUM}\r\n{END}\r\n", "line 1: 'CRLF'"),
         (
             f"{HEADER}\n{SUM}\n{SUM.replace('all_reduce', 'all_sum')}\n{END}\n",
-            r"line 3, comm_type: 'CommType.all_sum' is invalid: it must be CommType. and one of all_reduce, isend",
+            r"line 3, comm_type: 'CommType.all_sum' is invalid: "
+            r"it must be CommType. and one of all_reduce, isend",
         ),
         (f"{HEADER}\n{SUM.replace('CommType.', '')}\n{END}\n", "line 2, comm_type"),
         (
             f"{HEADER}\n{SUM.replace('tp_group', 'cp_group')}\n{END}\n",
-            r"line 2, comm_group: 'CommGroup.cp_group' is invalid: it must be CommGroup. and one of tp_group",
+            r"line 2, comm_group: 'CommGroup.cp_group' is invalid: "
+            r"it must be CommGroup. and one of tp_group",
         ),
         (f"{HEADER}\n{SUM.replace(',64,', ',6x4,')}\n{END}\n", "line 2, msg_size: '6x4'"),
         (f"{HEADER}\n{SUM.replace(',64,', ',nan,')}\n{END}\n", "line 2, msg_size: 'nan'"),

@@ -39,13 +39,15 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
         DENSE,
         {"dp_shard": 2, "dp_replicate": 2},
         {},
-        "dp-replicate 2 is invalid: it must be 1 without use_distributed_optimizer: give that, or dp-shard 4",
+        "dp-replicate 2 is invalid: "
+        "it must be 1 without use_distributed_optimizer: give that, or dp-shard 4",
     ),
     (
         DENSE,
         {"pp": 4},
         {FIRST: 1},
-        "^decoder_first_pipeline_num_layers 1 is invalid: it must be what leaves 3 other stages",
+        "^decoder_first_pipeline_num_layers 1 is invalid: "
+        "it must be what leaves 3 other stages",
     ),
     (DENSE, {"pp": 4}, {FIRST: 8}, "first.*'8': what leaves 3 other stages .* not none"),
     (
@@ -129,7 +131,8 @@ def test_what_does_not_divide_is_refused(
         ),
         (
             {LAST: 1, "account_for_loss_in_pipeline_split": True},
-            "^account_for_loss_in_pipeline_split is invalid: it works only without decoder_last_",
+            "^account_for_loss_in_pipeline_split is invalid: "
+            "it works only without decoder_last_",
         ),
         (
             {"calculate_per_token_loss": True, "ddp_average_in_collective": True},
