@@ -800,7 +800,7 @@ def test_refused_in_one_line(
     assert code == 2, told.err
     assert told.out == ""
     assert len(told.err.splitlines()) == 1
-    assert told.err.startswith(f"stepmark: {said}"), told.err
+    assert told.err.startswith(f"stepmark: --{said}"), told.err
 
 
 @pytest.mark.parametrize(

@@ -438,7 +438,7 @@ BAD = [
     ("generate --model llama-3.1-8b -m 7", "not both"),
     ("generate -m 8", "7, 13, 22"),
     ("generate -m 270 --world-size 8", "--num-layers"),
-    ("generate --framework dlrm --model llama-3.1-8b", "nothing with dlrm"),
+    ("generate --framework dlrm --model llama-3.1-8b", "it has no effect with dlrm"),
     ("generate --model llama-3.1-8b --num-layers 1000003", "at most 100000"),
     (f"generate {TINY} --to simai --format aicb -o x", "simai and aicb"),
     (f"generate {TINY} --framework fsdp --recompute -o x", "full, blocks, ops"),

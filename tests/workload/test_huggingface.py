@@ -218,13 +218,13 @@ def test_dropped_and_misspelt_fields_are_named(tmp_path: Path, family: str) -> N
         assert f"{field} is missing: it is a required field" in message(tmp_path, rest)
         misspelt = field.replace("d", "", 1) if "d" in field else field.replace("b", "", 1)
         told = message(tmp_path, {**rest, misspelt: 4096})
-        assert f"unknown field `{misspelt}`, did you mean `{field}`?" in told
+        assert f"it is an unknown field, did you mean `{field}`?" in told
 
 
 def test_misspelt_optional_field_is_named(tmp_path: Path) -> None:
     content = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
     told = message(tmp_path, {**content, "num_key_value_head": 8})
-    assert "unknown field `num_key_value_head`, did you mean `num_key_value_heads`?" in told
+    assert "it is an unknown field, did you mean `num_key_value_heads`?" in told
 
 
 @pytest.mark.parametrize(

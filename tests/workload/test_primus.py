@@ -85,7 +85,7 @@ def check_field(
     assert f"[1].{field} is missing" in message(tmp_path, read, [entry, rest])
     misspelt = field[0] + field[2:]
     told = message(tmp_path, read, [{**rest, misspelt: entry[field]}])
-    assert f"unknown field `{misspelt}`, did you mean `{field}`?" in told
+    assert f"it is an unknown field, did you mean `{field}`?" in told
     for bad in (-1, 2**40, 0.5, [], {}):
         assert f"[0].{field}: " in message(tmp_path, read, [{**entry, field: bad}])
 

@@ -5,7 +5,6 @@ A handler is named as text and imported when it is called, so --help reads no ot
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar, cast
 
@@ -18,6 +17,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.options import Option
 
 T = TypeVar("T")
+_WORDS = "stepmark.words"  # of the command line, for messages
 Run = Callable[[Any], int | None]
 
 
@@ -40,7 +40,17 @@ class Group(_QuickHelp, typer.core.TyperGroup):
 
 
 class Command(_QuickHelp, typer.core.TyperCommand):
-    """A command whose help has a section per options class."""
+    """A command whose help has a section per options class, and whose errors name flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise as_typed(error, self.params, ctx.meta[_WORDS]) from error.__cause__
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         cls = getattr(self.callback, "options_class", None)
@@ -61,10 +71,7 @@ def verb(cls: type[Any], handler: str, doc: str, command: type[Any] = Command) -
     """A command for typer: it builds the options and hands them to "module:function"."""
 
     def call(**given: Any) -> int:
-        try:
-            return load(handler)(options.build(cls, given)) or 0
-        except ConfigError as error:
-            raise as_typed(error, options.options(cls), sys.argv[1:]) from error.__cause__
+        return load(handler)(options.build(cls, given)) or 0
 
     parameters = [_parameter(option) for option in options.options(cls)]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -114,17 +121,18 @@ def load(handler: str) -> Run:
 
 
 def as_typed(
-    error: ConfigError, known: Iterable[Option], arguments: Sequence[str]
+    error: ConfigError, parameters: Iterable[Any], words: Sequence[str]
 ) -> ConfigError:
     """The error with its field spelled as the user typed it; else as --help shows it."""
     name = error.field.lstrip("-").replace("_", "-")
-    typed = {word.partition("=")[0] for word in arguments}
-    for option in known:
-        names = {option.name.replace("_", "-"), *(one.lstrip("-") for one in option.words)}
-        if option.argument or name not in names:
+    typed = {word.partition("=")[0] for word in words}
+    for one in parameters:
+        spellings = [*one.opts, *one.secondary_opts]
+        names = {one.name.replace("_", "-"), *(word.lstrip("-") for word in spellings)}
+        if one.param_type_name == "argument" or name not in names:
             continue
-        long = [one for one in option.words if one.startswith("--")]
-        field = next((one for one in option.words if one in typed), (long or option.words)[0])
+        long = [word for word in spellings if word.startswith("--")]
+        field = next((word for word in spellings if word in typed), (long or spellings)[0])
         return ConfigError(field, error.shown, error.allowed)
     return error
 

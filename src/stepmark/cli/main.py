@@ -12,7 +12,7 @@ import typer
 
 from stepmark import __version__
 from stepmark.cli import interrupts
-from stepmark.cli.flags import Group
+from stepmark.cli.flags import Command, Group
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.launch import torchrun
 
@@ -66,7 +66,7 @@ def app(arguments: list[str]) -> typer.Typer:
         if isinstance(found, typer.Typer):
             made.add_typer(found, name=name)
         else:
-            made.command(name, cls=getattr(found, "command_class", None))(found)
+            made.command(name, cls=getattr(found, "command_class", Command))(found)
     return made
 
 

@@ -3,8 +3,7 @@ groups below; a handler gets them as one mapping."""
 
 import dataclasses
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -136,37 +135,13 @@ def as_command(
             flags.setdefault(flag.name, flag)
 
     def command(**values: Any) -> None:
-        try:
-            handler(values)
-        except ConfigError as error:
-            raise as_typed(error, flags.values(), sys.argv[1:]) from error.__cause__
+        handler(values)
 
     parameters = [flag.parameter() for flag in flags.values()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     command.__doc__ = doc
     return command
-
-
-def as_typed(
-    error: ConfigError, flags: Iterable[Flag], arguments: Sequence[str]
-) -> ConfigError:
-    """The error with its field spelled as the user typed it; else as `--help` shows it."""
-    name = error.field.lstrip("-").replace("_", "-")
-    for flag in flags:
-        spellings = [
-            spelling
-            for names in flag.names or ("--" + flag.name.replace("_", "-"),)
-            for spelling in names.split("/")
-        ]
-        known = {flag.name.replace("_", "-"), *(word.lstrip("-") for word in spellings)}
-        if flag.argument or name not in known:
-            continue
-        typed = {word.partition("=")[0] for word in arguments}
-        long = [spelling for spelling in spellings if spelling.startswith("--")]
-        field = next((s for s in spellings if s in typed), (long or spellings)[0])
-        return ConfigError(field, error.shown, error.allowed)
-    return error
 
 
 def as_arguments(words: Iterable[str], values: Values, *groups: tuple[Flag, ...]) -> list[str]:

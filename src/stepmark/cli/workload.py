@@ -11,7 +11,7 @@ import typer.core
 import typer.main
 
 from stepmark.cli import workload_flags
-from stepmark.cli.flags import Group
+from stepmark.cli.flags import Command, Group
 from stepmark.cli.options import Flag, Values, as_command
 from stepmark.cli.workload_flags import (
     COMPUTE_FROM,
@@ -145,7 +145,7 @@ def _generate_command(args: list[str]) -> Any:
     return as_command(generate, doc, *groups)
 
 
-class _Command(typer.core.TyperCommand):
+class _Command(Command):
     """AICB writes --seq_len where we write --seq-len, and --aiob_enable=True."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -12,12 +12,11 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.units import GIB, KIB, MIB, parse_bytes, parse_duration
+from stepmark.core.units import GIB, KIB, MIB, parse_bytes, parse_duration, parse_share
 
 T = TypeVar("T")
 
@@ -79,9 +78,17 @@ class Option:
         return tuple(word for one in self.spellings for word in one.split("/"))
 
 
-@cache
 def options(cls: type) -> tuple[Option, ...]:
     """The options of a class, those of its own first and then by base class."""
+    if cls not in _KNOWN:
+        _KNOWN[cls] = _declared(cls)
+    return _KNOWN[cls]
+
+
+_KNOWN: dict[type, tuple[Option, ...]] = {}
+
+
+def _declared(cls: type) -> tuple[Option, ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
     groups = _groups(cls)
     found = []
@@ -220,6 +227,7 @@ def _size(num_bytes: int) -> str:
 
 
 Size = Annotated[int, Reader(read=parse_bytes, show=_size, metavar="SIZE")]
+Share = Annotated[float, Reader(read=parse_share, show=exact, metavar="SHARE")]
 Duration = Annotated[float, Reader(read=parse_duration, show=_duration, metavar="DURATION")]
 
 

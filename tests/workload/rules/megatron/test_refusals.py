@@ -49,15 +49,30 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
         "^decoder_first_pipeline_num_layers 1 is invalid: "
         "it must be what leaves 3 other stages",
     ),
-    (DENSE, {"pp": 4}, {FIRST: 8}, "first.*'8': what leaves 3 other stages .* not none"),
+    (
+        DENSE,
+        {"pp": 4},
+        {FIRST: 8},
+        "first.* 8 is invalid: it must be what leaves 3 other stages .* not none",
+    ),
     (
         DENSE,
         {"pp": 4},
         {FIRST: 1, LAST: 4},
-        "first.*'1': with decoder_last_pipeline_num_layers 4 what leaves 2 other",
+        "first.* 1 is inv.* what leaves 2 other .*, with decoder_last_pipeline_num_layers 4",
     ),
-    (DENSE, {"pp": 2}, {FIRST: 3, LAST: 4}, "with .*last.* 4 what adds up to 8 layers"),
-    (DENSE, {}, {LAST: 4}, "last.*'4': what adds up to 8 layers of 1 stages"),
+    (
+        DENSE,
+        {"pp": 2},
+        {FIRST: 3, LAST: 4},
+        "what adds up to 8 layers of 2 stages, with .*last.* 4",
+    ),
+    (
+        DENSE,
+        {},
+        {LAST: 4},
+        "last.* 4 is invalid: it must be what adds up to 8 layers of 1 stages",
+    ),
     (
         replace(DENSE, num_layers=10),
         {"pp": 4},
