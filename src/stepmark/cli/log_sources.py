@@ -49,8 +49,8 @@ def _with_ranks(source: Source, num_ranks: int | None) -> Source:
 def _log(paths: Sequence[Path], num_ranks: int | None) -> Source:
     from stepmark.report import log_summary  # noqa: PLC0415
     from stepmark.report.histogram import ranks_seen  # noqa: PLC0415
-    from stepmark.trace.diagnose import diagnose  # noqa: PLC0415
     from stepmark.trace.nccl_log import read_log  # noqa: PLC0415
+    from stepmark.trace.nccl_log.diagnosis import diagnose  # noqa: PLC0415
 
     facts = read_log(paths, num_ranks=num_ranks)
     return Source(
