@@ -593,7 +593,7 @@ REFUSED = [
     ),
     (LLAMA, "--fp8-recipe rowwise", "fp8-recipe rowwise is invalid: it works only with --fp8"),
     (LLAMA, "--fp8-head", "fp8-head is invalid: it works only with --fp8"),
-    (LLAMA, "--no-fp8-all-gather", "fp8-all-gather False is invalid: it works only with --fp8"),
+    (LLAMA, "--no-fp8-all-gather", "no-fp8-all-gather is invalid: it works only with --fp8"),
     (
         LLAMA,
         "--fp8 --fp8-all-gather",
