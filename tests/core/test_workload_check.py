@@ -46,7 +46,10 @@ def of(*items: Any, group: Group | None = None, **more: Any) -> Workload:
             ),
             "after a",
         ),
-        (of(comm(), group=Group(digits=((3, 1),))), "group .*3, 1.* is invalid: it must be digits that fit 8 ranks"),
+        (
+            of(comm(), group=Group(digits=((3, 1),))),
+            "group .*3, 1.* is invalid: it must be digits that fit 8 ranks",
+        ),
         (of(group=Group(digits=((3, 1),))), "digits that fit 8 ranks"),
         (of(comm(), group=Group(digits=((2, 6),))), "digits that fit 8 ranks"),
         (of(comm(), group=Group(digits=((2, 1), (2, 1)))), "digits that fit 8 ranks"),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.app.view import console
+from stepmark.bench.context import make_context
 from stepmark.cli import session
 from stepmark.cli.sides import side_of_runs
 from stepmark.core.case import OpCase
@@ -57,14 +58,14 @@ def _measured(
         "device": next(iter(reference.values())).case.device,
     }
     seconds = options.budget / options.launches
-    rig = session.make_rig(session.device_type(values))
+    context = make_context(session.device_type(values))
     paths: list[Path] = []
     code, wrong = 0, set[str]()
     for number in range(options.launches):
         outcome = session.measure(
             [record.operator for record in reference.values()],
             values | {"budget": f"{seconds}s"},
-            rig,
+            context,
             settings={"check_of": name, "launch": f"{number + 1}/{options.launches}"},
         )
         assert outcome is not None

@@ -76,17 +76,18 @@ def _operators_of(
 def _as_rank(cases: "list[OpCase]", values: dict[str, Any], kind: str) -> int:
     """Measure operators as one rank, or the only one. An outer launcher gets a page, too."""
     from stepmark.app import doctor  # noqa: PLC0415
+    from stepmark.bench.context import make_context  # noqa: PLC0415
     from stepmark.cli import session  # noqa: PLC0415
     from stepmark.core.verb_options import DoctorOptions  # noqa: PLC0415
     from stepmark.launch import torchrun  # noqa: PLC0415
 
-    rig = session.make_rig(kind)
+    context = make_context(kind)
     try:
-        if rig.ranks.rank == 0:
+        if context.ranks.rank == 0:
             doctor.run(DoctorOptions())
-        outcome = session.measure(cases, values, rig)
+        outcome = session.measure(cases, values, context)
     finally:
-        rig.ranks.close()
+        context.ranks.close()
     if outcome is None:
         return 0
     outer = torchrun.is_rank() and not torchrun.has_parent()
