@@ -16,7 +16,7 @@ from stepmark.report import comparison as drawn
 from stepmark.report.comparison_printing import printed
 from stepmark.store.compare import Options, compare
 from stepmark.store.export import write_csv, write_json
-from stepmark.store.runs import find_run, latest, read_records
+from stepmark.store.reader import find_run, read
 
 
 def run(options: CheckOptions) -> int:
@@ -85,7 +85,7 @@ def _reference(path: Path) -> dict[str, Measured]:
     """Measured operators of a run of one rank."""
     found = {
         record.case.case_id: record
-        for record in latest(read_records(path))
+        for record in read(path).latest
         if isinstance(record, Measured)
         and isinstance(record.case, OpCase)
         and not record.num_wrong
