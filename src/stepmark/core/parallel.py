@@ -53,11 +53,9 @@ class ParallelConfig:
             divides.append(("ffn_hidden_size", model.ffn_hidden_size))
         if model.moe and model.moe.shared_ffn_hidden_size:
             divides.append(("shared ffn_hidden_size", model.moe.shared_ffn_hidden_size))
-        for width, size in divides:
+        for name, size in divides:
             if size % self.tp:
-                raise ConfigError(
-                    "tp", self.tp, f"a divisor of {model.name}'s {width} ({size})"
-                )
+                raise ConfigError("tp", self.tp, f"a divisor of {model.name}'s {name} ({size})")
         if self.ep > 1 and model.moe is None:
             raise ConfigError("ep", self.ep, f"1, since {model.name} has no experts")
         if model.moe and model.moe.num_experts % self.ep:

@@ -95,10 +95,8 @@ class Gemm:
     def memory_bytes(self) -> int:
         operands = self.m * self.k + self.k * self.n
         source = DType.BF16.itemsize if self.cast is not Cast.NONE else 0
-        return (
-            operands * (self.dtype.itemsize + source)
-            + self.m * self.n * self.result_dtype.itemsize
-        )
+        result = self.m * self.n * self.result_dtype.itemsize
+        return operands * (self.dtype.itemsize + source) + result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
