@@ -213,8 +213,10 @@ def unsupported(case: CommCase) -> str | None:
         return f"{case.dtype} is no type of torch.distributed; use --api nccl"
     if case.calls_per_group > 1 and case.collective not in _COALESCED:
         return f"torch.distributed groups {', '.join(_COALESCED)} only; use --api nccl"
-    if case.backend != "gloo":
-        return None
+    return _not_of_gloo(case) if case.backend == "gloo" else None
+
+
+def _not_of_gloo(case: CommCase) -> str | None:
     if case.dtype.is_fp8 and case.collective not in _POINT_TO_POINT:
         return "gloo has no fp8 collectives"
     if case.redop is RedOp.MULSUM or (case.redop is RedOp.AVG and case.dtype.is_integer):
