@@ -252,7 +252,7 @@ class Noting:
 
 def _failures(run: Path | None) -> tuple[Failed, ...]:
     """Failed records of ranks before these."""
-    from stepmark.store.runs import read_records  # noqa: PLC0415
+    from stepmark.store.reader import read_records  # noqa: PLC0415
 
     records = read_records(run) if run else []
     return tuple(record for record in records if isinstance(record, Failed))

@@ -64,7 +64,7 @@ def _operators_of(
 ) -> tuple[int, Path | None]:
     """Here, or on ranks of this host; the exit code and the run they wrote."""
     from stepmark.launch import torchrun  # noqa: PLC0415
-    from stepmark.store.runs import list_runs  # noqa: PLC0415
+    from stepmark.store.reader import list_runs  # noqa: PLC0415
 
     folder = Path(values["out"])
     before = set(list_runs(folder)) if folder.is_dir() else set()

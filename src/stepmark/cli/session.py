@@ -140,7 +140,7 @@ def open_run(
 
 def run_to_resume(values: Values, name: str) -> Path:
     """The folder that --resume names. Raises ConfigError."""
-    from stepmark.store.runs import find_run  # noqa: PLC0415
+    from stepmark.store.reader import find_run  # noqa: PLC0415
 
     return find_run(Path(values.get("out") or "runs"), name)
 
@@ -149,7 +149,8 @@ def _open(
     values: Values, info: RunInfo, planned: "set[Done]", going_on: Path | None
 ) -> "tuple[RunWriter, set[Done]]":
     """One run is one plan."""
-    from stepmark.store.runs import RunWriter, read_run  # noqa: PLC0415
+    from stepmark.store.reader import read_info  # noqa: PLC0415
+    from stepmark.store.runs import RunWriter  # noqa: PLC0415
 
     if going_on is not None:
         return RunWriter.go_on(going_on)
@@ -161,7 +162,7 @@ def _open(
     writer, done = RunWriter.resume(path, info.environment, force=force)
     if not done <= planned and not force:
         writer.close()
-        raise ConfigError("resume", path, f"the flags it began with: {read_run(path).command}")
+        raise ConfigError("resume", path, f"the flags it began with: {read_info(path).command}")
     return writer, done
 
 
