@@ -47,3 +47,13 @@ def test_tests_that_do_not_run_find_nothing(tmp_path: Path) -> None:
     (tmp_path / "tests" / "test_it.py").write_text("import no_such_module\n")
     with pytest.raises(RuntimeError, match="do not run"):
         mutate.failed_test(tmp_path, ["test_it.py"])
+
+
+def test_a_test_that_always_fails_finds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "src" / "stepmark").mkdir(parents=True)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "src" / "stepmark" / "it.py").write_text("VALUE = 1\n")
+    (tmp_path / "tests" / "test_it.py").write_text("def test_it():\n    assert False\n")
+    fault = mutate.Fault(what="", file="it.py", old="1", new="2", tests=("test_it.py",))
+    with pytest.raises(RuntimeError, match="without the fault, too"):
+        mutate.found_by(tmp_path, fault)

@@ -13,7 +13,7 @@ from tests.store.test_query import sql
 from tests.store.test_runs import INFO
 from typer.testing import CliRunner
 
-from stepmark.app import view
+from stepmark.app import report
 from stepmark.cli.run_series import mean_of_cycles, series_of_records
 from stepmark.cli.runs import app
 from stepmark.core.comparison import Comparison, Side
@@ -465,7 +465,7 @@ def test_runs_show_export_and_report_have_training(tmp_path: Path) -> None:
     head, *lines = (tmp_path / "rows.csv").read_text().splitlines()
     assert "tokens_per_s_gpu" in head
     assert len(lines) == 2
-    page = view.write_page(tmp_path / run_id)
+    page = report.write(tmp_path / run_id)
     assert "<h2>Training</h2>" in page.read_text(encoding="utf-8")
 
 

@@ -7,7 +7,8 @@ from stepmark.app.delivery import Values, ended
 
 def show(path: Path, values: Values, code: int) -> int:
     """Show operators, collectives and training steps; write the page. Returns the exit code."""
-    from stepmark.app.view import console, view, write_page  # noqa: PLC0415
+    from stepmark.app.report import write  # noqa: PLC0415
+    from stepmark.app.view import console, view  # noqa: PLC0415
     from stepmark.report import (  # noqa: PLC0415
         comm_printing,
         comm_summary,
@@ -18,7 +19,7 @@ def show(path: Path, values: Values, code: int) -> int:
     )
 
     run = view(path)
-    page = write_page(path)
+    page = write(path)
     printing.print_rows(run.rows, console())
     if run.comm_rows:
         comm_printing.wide(run.comm_rows, console())

@@ -102,18 +102,6 @@ def medians(records: list[Record]) -> dict[str, float]:
     }
 
 
-def write_page(path: Path, target: Path | None = None) -> Path:
-    """Write the page of the run at `path`; return where it lies."""
-    from stepmark.report.page import html  # noqa: PLC0415
-    from stepmark.store.files import write_text  # noqa: PLC0415
-
-    run = view(path)
-    target = target or path / "report.html"
-    text = html(run.run, run.records, run.rows, run.device, run.comm_rows, run.train_rows)
-    write_text(target, text, "out")
-    return target
-
-
 def console(*, stderr: bool = False) -> "Console":
     """As wide as the terminal; a pipe gets whole rows."""
     from rich.console import Console  # noqa: PLC0415

@@ -228,7 +228,7 @@ def _check(names: list[str], values: Values) -> None:
     from stepmark.cli import comm_values  # noqa: PLC0415
 
     if not names and not values.get("from_workload"):
-        raise ConfigError("collective", "none", "a name; `stepmark comm --list` shows them")
+        raise ConfigError("collective", "missing", "a name; `stepmark comm --list` shows them")
     comm_values.check_calls(values)
 
 
