@@ -51,7 +51,7 @@ def test_bad_input_under_torchrun_is_said_once(tmp_path: Path) -> None:
         "comm", "all_reduce", "--device", "cpu", "-f", "inf", cwd=tmp_path, torchrun=2
     )
     assert running.end() != 0
-    assert running.err().count("stepmark: factor: 'inf'") == 1
+    assert running.err().count("-f inf is invalid") == 1
     assert running.err().count("exitcode  : 2") > 0
     assert not (tmp_path / "runs").exists()
 
