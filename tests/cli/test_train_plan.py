@@ -14,14 +14,14 @@ import typer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from stepmark.app import delivery
+from stepmark.app import train as app_train
 from stepmark.cli import (
-    delivery,
     options,
-    run_training,
+    run,
     train,
     train_flags,
     train_plan,
-    train_rank,
     train_refusals,
     train_spread,
 )
@@ -30,6 +30,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import find_model
 from stepmark.core.parallel import ParallelConfig
+from stepmark.core.plan import TrainHow
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_memory import estimate
 from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision, Recompute
@@ -336,192 +337,458 @@ def test_ranks_plan_what_their_parent_planned() -> None:
 
 REFUSED = [
     # who takes part
-    (LLAMA, "--strategy magic", "strategy: 'magic': one of single, ddp, fsdp, tp, pp, cp"),
-    (LLAMA, "--strategy single --nproc 2", "nproc: '2': 1 with --strategy single"),
-    (LLAMA, "--strategy single --tp 2", "nproc: '1': a multiple of 2: tp 2"),
-    (LLAMA, "--strategy ddp --nproc 1", "strategy: 'ddp': at least 2 data ranks, not 1"),
+    (
+        LLAMA,
+        "--strategy magic",
+        "strategy magic is invalid: it must be one of single, ddp, fsdp, tp, pp, cp",
+    ),
+    (
+        LLAMA,
+        "--strategy single --nproc 2",
+        "nproc 2 is invalid: it must be 1 with --strategy single",
+    ),
+    (LLAMA, "--strategy single --tp 2", "nproc 1 is invalid: it must be a multiple of 2: tp 2"),
+    (
+        LLAMA,
+        "--strategy ddp --nproc 1",
+        "strategy ddp is invalid: it must be at least 2 data ranks, not 1",
+    ),
     (
         LLAMA,
         "--strategy fsdp --tp 2 --nproc 2",
-        "strategy: 'fsdp': at least 2 data ranks beside tp 2, not 1",
+        "strategy fsdp is invalid: it must be at least 2 data ranks beside tp 2, not 1",
     ),
-    (LLAMA, "--nproc 3 --tp 2", "nproc: '3': a multiple of 2: tp 2"),
-    (LLAMA, "--strategy tp --tp 2 --nproc 8", "tp: '2': 8: what 8 ranks leave for it"),
-    (LLAMA, "--strategy tp --nproc 1", "strategy: 'tp': one that divides 1 ranks"),
-    (LLAMA, "--tp 0", "tp: '0': a whole number from 1"),
-    (LLAMA, "--nproc 0", "nproc: '0': all, or from 1 to 1024"),
-    (LLAMA, "--strategy ddp --nproc 4 --dp-replicate 2", "dp-replicate: '2': 4 with ddp"),
-    (LLAMA, "--strategy fsdp --nproc 4 --dp-replicate 3", "dp-replicate: '3': a divisor of 4"),
-    (LLAMA, "--strategy fsdp --nproc 4 --dp-replicate 4", "dp-replicate: '4': a divisor of 4"),
-    (LLAMA, "--strategy tp --nproc 2 --dp-replicate 2", "dp-replicate: '2': 1 with tp"),
+    (LLAMA, "--nproc 3 --tp 2", "nproc 3 is invalid: it must be a multiple of 2: tp 2"),
+    (
+        LLAMA,
+        "--strategy tp --tp 2 --nproc 8",
+        "tp 2 is invalid: it must be 8: what 8 ranks leave for it",
+    ),
+    (
+        LLAMA,
+        "--strategy tp --nproc 1",
+        "strategy tp is invalid: it must be one that divides 1 ranks",
+    ),
+    (LLAMA, "--tp 0", "tp 0 is invalid: it must be a whole number from 1"),
+    (LLAMA, "--nproc 0", "nproc 0 is invalid: it must be all, or from 1 to 1024"),
+    (
+        LLAMA,
+        "--strategy ddp --nproc 4 --dp-replicate 2",
+        "dp-replicate 2 is invalid: it must be 4 with ddp",
+    ),
+    (
+        LLAMA,
+        "--strategy fsdp --nproc 4 --dp-replicate 3",
+        "dp-replicate 3 is invalid: it must be a divisor of 4",
+    ),
+    (
+        LLAMA,
+        "--strategy fsdp --nproc 4 --dp-replicate 4",
+        "dp-replicate 4 is invalid: it must be a divisor of 4",
+    ),
+    (
+        LLAMA,
+        "--strategy tp --nproc 2 --dp-replicate 2",
+        "dp-replicate 2 is invalid: it must be 1 with tp",
+    ),
     # models
-    ([], "--device cpu", "model: 'missing': a name, or a file"),
-    (["lama-3", "--device", "cpu"], "", "model: 'lama-3': did you mean"),
-    (LLAMA, "--model gpt2-125m", "model: 'gpt2-125m': given once"),
-    (LLAMA, "--seq-len 0", "seq-len: '0': from 1 to 16777216"),
-    (GPT, "--seq-len 2048", "seq-len: '2048': from 1 to 1024 for gpt2-125m"),
-    (LLAMA, "--scale 2", "scale: '2': above 0 and at most 1"),
-    (LLAMA, "--mbs 0", "mbs: '0': a rising range from 1"),
+    ([], "--device cpu", "model is missing: give a name, or a file"),
+    (["lama-3", "--device", "cpu"], "", "model lama-3 is invalid: did you mean"),
+    (LLAMA, "--model gpt2-125m", "model gpt2-125m is invalid: it must be given once"),
+    (LLAMA, "--seq-len 0", "seq-len 0 is invalid: it must be from 1 to 16777216"),
+    (GPT, "--seq-len 2048", "seq-len 2048 is invalid: it must be from 1 to 1024 for gpt2-125m"),
+    (LLAMA, "--scale 2", "scale 2 is invalid: it must be above 0 and at most 1"),
+    (LLAMA, "--mbs 0", "mbs 0 is invalid: it must be a rising range from 1"),
     # axes and models
-    (LLAMA, "--strategy tp --nproc 16", "tp: '16': a divisor of llama-3.1-8b's kv_heads (8)"),
-    (GPT, "--strategy tp --nproc 5", "tp: '5': a divisor of gpt2-125m's heads (12)"),
-    (LLAMA, "--strategy tp --nproc 4 --seq-len 510", "tp: '4': a divisor of the sequence"),
-    (MOE, "--strategy tp --nproc 2", "tp: '2': 1, since qwen3-30b-a3b has experts"),
-    (LLAMA, "--strategy cp --nproc 2 --seq-len 510", "cp: '2': such that 4 equal parts make"),
-    (GPT, "--strategy fsdp --nproc 6 --cp 3", "cp: '3': such that 6 equal parts make the"),
-    (LLAMA, "--strategy tp --nproc 4 --cp 2", "cp: '2': 1 with tp or pp alone, which reduce"),
-    (LLAMA, "--strategy pp --nproc 4 --cp 2 --mbs 2", "cp: '2': 1 with tp or pp alone, which"),
-    (LLAMA, "--strategy cp --nproc 4 --tp 2", "tp: '2': 1 with ddp; --strategy fsdp"),
-    (LLAMA, "--strategy cp --nproc 2 --attention cudnn", "attention: 'cudnn': auto, flash, e"),
-    (LLAMA, "--strategy cp --nproc 2 --dp-replicate 2", "dp-replicate: '2': 1 with cp"),
-    (LLAMA, "--strategy cp --nproc 2 --seq-len 64 --loss-chunks 64", "loss-chunks: '64': a d"),
+    (
+        LLAMA,
+        "--strategy tp --nproc 16",
+        "tp 16 is invalid: it must be a divisor of llama-3.1-8b's kv_heads (8)",
+    ),
+    (
+        GPT,
+        "--strategy tp --nproc 5",
+        "tp 5 is invalid: it must be a divisor of gpt2-125m's heads (12)",
+    ),
+    (
+        LLAMA,
+        "--strategy tp --nproc 4 --seq-len 510",
+        "tp 4 is invalid: it must be a divisor of the sequence",
+    ),
+    (
+        MOE,
+        "--strategy tp --nproc 2",
+        "tp 2 is invalid: it must be 1, since qwen3-30b-a3b has experts",
+    ),
+    (
+        LLAMA,
+        "--strategy cp --nproc 2 --seq-len 510",
+        "cp 2 is invalid: it must be such that 4 equal parts make",
+    ),
+    (
+        GPT,
+        "--strategy fsdp --nproc 6 --cp 3",
+        "cp 3 is invalid: it must be such that 6 equal parts make the",
+    ),
+    (
+        LLAMA,
+        "--strategy tp --nproc 4 --cp 2",
+        "cp 2 is invalid: it must be 1 with tp or pp alone, which reduce",
+    ),
+    (
+        LLAMA,
+        "--strategy pp --nproc 4 --cp 2 --mbs 2",
+        "cp 2 is invalid: it must be 1 with tp or pp alone, which",
+    ),
+    (
+        LLAMA,
+        "--strategy cp --nproc 4 --tp 2",
+        "tp 2 is invalid: it must be 1 with ddp; --strategy fsdp",
+    ),
+    (
+        LLAMA,
+        "--strategy cp --nproc 2 --attention cudnn",
+        "attention cudnn is invalid: it must be auto, flash, e",
+    ),
+    (
+        LLAMA,
+        "--strategy cp --nproc 2 --dp-replicate 2",
+        "dp-replicate 2 is invalid: it must be 1 with cp",
+    ),
+    (
+        LLAMA,
+        "--strategy cp --nproc 2 --seq-len 64 --loss-chunks 64",
+        "loss-chunks 64 is invalid: it must be a d",
+    ),
     (
         LLAMA,
         "--tp 4 --cp 2 --nproc 8 --seq-len 20",
-        "tp: '4': a divisor of the sequence length 20 over 2 cp ranks",
+        "tp 4 is invalid: it must be a divisor of the sequence length 20 over 2 cp ranks",
     ),
-    (MOE, "--strategy fsdp --nproc 4 --cp 2 --ep 3", "ep: '3': a divisor of 4 FSDP ranks"),
-    (LLAMA, "--strategy ddp --nproc 4 --tp 2", "tp: '2': 1 with ddp; --strategy fsdp"),
-    (LLAMA, "--strategy ddp --nproc 4 --pp 2 --mbs 2", "pp: '2': 1 with ddp; --strategy fsdp"),
-    (LLAMA, "--strategy fsdp --nproc 4 --ep 2", "ep: '2': 1, since llama-3.1-8b has no expert"),
-    (MOE, "--strategy fsdp --nproc 4 --ep 3", "ep: '3': a divisor of 4 FSDP ranks"),
-    (MOE, "--strategy ddp --nproc 4 --ep 2", "ep: '2': 1, or --strategy fsdp"),
-    (MOE, "--strategy fsdp --nproc 256 --ep 256", "ep: '256': a divisor of 128 experts"),
-    (LLAMA, "--strategy pp --nproc 64", "pp: '64': at most 32: llama-3.1-8b has 32 layers"),
+    (
+        MOE,
+        "--strategy fsdp --nproc 4 --cp 2 --ep 3",
+        "ep 3 is invalid: it must be a divisor of 4 FSDP ranks",
+    ),
+    (
+        LLAMA,
+        "--strategy ddp --nproc 4 --tp 2",
+        "tp 2 is invalid: it must be 1 with ddp; --strategy fsdp",
+    ),
+    (
+        LLAMA,
+        "--strategy ddp --nproc 4 --pp 2 --mbs 2",
+        "pp 2 is invalid: it must be 1 with ddp; --strategy fsdp",
+    ),
+    (
+        LLAMA,
+        "--strategy fsdp --nproc 4 --ep 2",
+        "ep 2 is invalid: it must be 1, since llama-3.1-8b has no expert",
+    ),
+    (
+        MOE,
+        "--strategy fsdp --nproc 4 --ep 3",
+        "ep 3 is invalid: it must be a divisor of 4 FSDP ranks",
+    ),
+    (
+        MOE,
+        "--strategy ddp --nproc 4 --ep 2",
+        "ep 2 is invalid: it must be 1, or --strategy fsdp",
+    ),
+    (
+        MOE,
+        "--strategy fsdp --nproc 256 --ep 256",
+        "ep 256 is invalid: it must be a divisor of 128 experts",
+    ),
+    (
+        LLAMA,
+        "--strategy pp --nproc 64",
+        "pp 64 is invalid: it must be at most 32: llama-3.1-8b has 32 layers",
+    ),
     (
         LLAMA,
         "--strategy pp --nproc 32 --pp-schedule interleaved",
-        "pp: '32': at most 16: llama-3.1-8b has 32 layers for 64 stages",
+        "pp 32 is invalid: it must be at most 16: llama-3.1-8b has 32 layers for 64 stages",
     ),
-    (GPT, "--strategy pp --nproc 2", "pp: '2': 1, since the first and last stage"),
-    (LLAMA, "--strategy pp --nproc 4 --mbs 6", "mbs: '6': a multiple of 4 pipeline micro"),
-    (LLAMA, "--pp-microbatches 4", "pp-microbatches: '4': only with pipeline stages (--pp)"),
-    (LLAMA, "--pp-schedule interleaved", "pp-schedule: 'interleaved': only with pipeline"),
-    (LLAMA, "--strategy pp --nproc 2 --pp-schedule gpipe", "pp-schedule: 'gpipe': one of 1f1b"),
-    (LLAMA, "--async-tp", "async-tp: 'True': only with tensor parallelism (--tp)"),
-    (LLAMA, "--strategy tp --nproc 2 --async-tp", "async-tp: 'yes': only with --compile"),
+    (
+        GPT,
+        "--strategy pp --nproc 2",
+        "pp 2 is invalid: it must be 1, since the first and last stage",
+    ),
+    (
+        LLAMA,
+        "--strategy pp --nproc 4 --mbs 6",
+        "mbs 6 is invalid: it must be a multiple of 4 pipeline micro",
+    ),
+    (
+        LLAMA,
+        "--pp-microbatches 4",
+        "pp-microbatches 4 is invalid: it works only with pipeline stages (--pp)",
+    ),
+    (
+        LLAMA,
+        "--pp-schedule interleaved",
+        "pp-schedule interleaved is invalid: it works only with pipeline",
+    ),
+    (
+        LLAMA,
+        "--strategy pp --nproc 2 --pp-schedule gpipe",
+        "pp-schedule gpipe is invalid: it must be one of 1f1b",
+    ),
+    (LLAMA, "--async-tp", "async-tp is invalid: it works only with tensor parallelism (--tp)"),
+    (
+        LLAMA,
+        "--strategy tp --nproc 2 --async-tp",
+        "async-tp is invalid: it works only with --compile",
+    ),
     # techniques
-    (["llama-3.1-70b-proxy-1l", *GPT[1:]], "--sac full", "sac: 'full': none: llama-3.1-70b-pr"),
-    (["llama-3.1-70b-proxy-1l", *GPT[1:]], "--sac 1/1", "sac: 'full': none: llama-3.1-70b-pr"),
-    (LLAMA, "--sac half", "sac: 'half': none, full, ops, or q/p"),
-    (LLAMA, "--sac 2/1", "sac: '2/1': none, full, ops, or q/p with 1 <= q <= p"),
-    (LLAMA, "--sac 0/4", "sac: '0/4': none, full, ops, or q/p"),
-    (LLAMA, "--sac 1/", "sac: '1/': none, full, ops, or q/p"),
-    (LLAMA, "--sac -1/4", "sac: '-1/4': none, full, ops, or q/p"),
-    (LLAMA, "--sac 1/64", "sac: '1/64': q/p with p at most 32, the number of layers"),
-    (LLAMA, "--sac-freq full", "sac-freq: 'full': q/p with 1 <= q <= p"),
-    (LLAMA, "--sac 1/4 --sac-freq 1/4", "sac-freq: '1/4': without --sac"),
+    (
+        ["llama-3.1-70b-proxy-1l", *GPT[1:]],
+        "--sac full",
+        "sac full is invalid: it must be none: llama-3.1-70b-pr",
+    ),
+    (
+        ["llama-3.1-70b-proxy-1l", *GPT[1:]],
+        "--sac 1/1",
+        "sac full is invalid: it must be none: llama-3.1-70b-pr",
+    ),
+    (LLAMA, "--sac half", "sac half is invalid: it must be none, full, ops, or q/p"),
+    (
+        LLAMA,
+        "--sac 2/1",
+        "sac 2/1 is invalid: it must be none, full, ops, or q/p with 1 <= q <= p",
+    ),
+    (LLAMA, "--sac 0/4", "sac 0/4 is invalid: it must be none, full, ops, or q/p"),
+    (LLAMA, "--sac 1/", "sac 1/ is invalid: it must be none, full, ops, or q/p"),
+    (LLAMA, "--sac -1/4", "sac -1/4 is invalid: it must be none, full, ops, or q/p"),
+    (
+        LLAMA,
+        "--sac 1/64",
+        "sac 1/64 is invalid: it must be q/p with p at most 32, the number of layers",
+    ),
+    (LLAMA, "--sac-freq full", "sac-freq full is invalid: it must be q/p with 1 <= q <= p"),
+    (
+        LLAMA,
+        "--sac 1/4 --sac-freq 1/4",
+        "sac-freq 1/4 is invalid: it cannot be combined with --sac",
+    ),
     (
         LLAMA,
         "--strategy fsdp --nproc 2 --precision master",
-        "precision: 'master': amp with fsdp",
+        "precision master is invalid: it must be amp with fsdp",
     ),
-    (LLAMA, "--precision fp64", "precision: 'fp64': one of amp, master, bf16, fp32"),
+    (
+        LLAMA,
+        "--precision fp64",
+        "precision fp64 is invalid: it must be one of amp, master, bf16, fp32",
+    ),
     (
         LLAMA,
         "--fp8 --precision fp32",
-        "fp8: 'tensorwise': only with --precision amp, master or bf16",
+        "fp8 tensorwise is invalid: it works only with --precision amp, master or bf16",
     ),
-    (LLAMA, "--fp8 --fp8-recipe block", "fp8-recipe: 'block': one of tensorwise, rowwise, te"),
-    (LLAMA, "--fp8-recipe rowwise", "fp8-recipe: 'rowwise': only with --fp8"),
-    (LLAMA, "--fp8-head", "fp8-head: 'True': only with --fp8"),
-    (LLAMA, "--no-fp8-all-gather", "fp8-all-gather: 'False': only with --fp8"),
-    (LLAMA, "--fp8 --fp8-all-gather", "fp8-all-gather: 'yes': only with --strategy fsdp"),
+    (
+        LLAMA,
+        "--fp8 --fp8-recipe block",
+        "fp8-recipe block is invalid: it must be one of tensorwise, rowwise, te",
+    ),
+    (LLAMA, "--fp8-recipe rowwise", "fp8-recipe rowwise is invalid: it works only with --fp8"),
+    (LLAMA, "--fp8-head", "fp8-head is invalid: it works only with --fp8"),
+    (LLAMA, "--no-fp8-all-gather", "no-fp8-all-gather is invalid: it works only with --fp8"),
+    (
+        LLAMA,
+        "--fp8 --fp8-all-gather",
+        "fp8-all-gather is invalid: it works only with --strategy fsdp",
+    ),
     (
         LLAMA,
         "--strategy fsdp --fp8 --fp8-recipe rowwise --fp8-all-gather",
-        "fp8-all-gather: 'yes': only with --fp8-recipe tensorwise",
+        "fp8-all-gather is invalid: it works only with --fp8-recipe tensorwise",
     ),
-    (LLAMA, "--strategy tp --nproc 2 --fp8 --fp8-recipe te", "tp: '2': 1 with --fp8-recipe te"),
-    (GPT, "--fp8 --seq-len 1000 --mbs 1", "fp8: 'tensorwise': widths of multiples of 16: toke"),
-    (LLAMA, "--compile-scope model", "compile-scope: 'model': only with --compile"),
-    (LLAMA, "--compile-mode default", "compile-mode: 'default': only with --compile"),
-    (LLAMA, "--compile --compile-mode fast", "compile-mode: 'fast': one of default, reduce-"),
-    (LLAMA, "--compile --compile-scope layer", "compile-scope: 'layer': one of block, model"),
-    (LLAMA, "--compile-fallback", "compile-fallback: 'yes': only with --compile"),
-    (LLAMA, "--attention magic", "attention: 'magic': one of auto, cudnn, flash"),
-    (LLAMA, "--strategy ddp --cuda-graph", "cuda-graph: 'yes': only with --strategy single"),
+    (
+        LLAMA,
+        "--strategy tp --nproc 2 --fp8 --fp8-recipe te",
+        "tp 2 is invalid: it must be 1 with --fp8-recipe te",
+    ),
+    (
+        GPT,
+        "--fp8 --seq-len 1000 --mbs 1",
+        "fp8 tensorwise is invalid: it must be widths of multiples of 16: toke",
+    ),
+    (
+        LLAMA,
+        "--compile-scope model",
+        "compile-scope model is invalid: it works only with --compile",
+    ),
+    (
+        LLAMA,
+        "--compile-mode default",
+        "compile-mode default is invalid: it works only with --compile",
+    ),
+    (
+        LLAMA,
+        "--compile --compile-mode fast",
+        "compile-mode fast is invalid: it must be one of default, reduce-",
+    ),
+    (
+        LLAMA,
+        "--compile --compile-scope layer",
+        "compile-scope layer is invalid: it must be one of block, model",
+    ),
+    (LLAMA, "--compile-fallback", "compile-fallback is invalid: it works only with --compile"),
+    (
+        LLAMA,
+        "--attention magic",
+        "attention magic is invalid: it must be one of auto, cudnn, flash",
+    ),
+    (
+        LLAMA,
+        "--strategy ddp --cuda-graph",
+        "cuda-graph is invalid: it works only with --strategy single",
+    ),
     (
         LLAMA,
         "--cuda-graph --compile --compile-mode reduce-overhead",
-        "compile-mode: 'reduce-overhead': without --cuda-graph",
+        "compile-mode reduce-overhead is invalid: it cannot be combined with --cuda-graph",
     ),
     (
         LLAMA,
         "--strategy pp --nproc 2 --compile --compile-mode reduce-overhead",
-        "compile-mode: 'reduce-overhead': default with a pipeline",
+        "compile-mode reduce-overhead is invalid: it must be default with a pipeline",
     ),
     (
         LLAMA,
         "--strategy fsdp --nproc 2 --grad-accum 2 --grad-sync last --compile "
         "--compile-mode max-autotune",
-        "compile-mode: 'max-autotune': default with fsdp and --grad-sync last",
+        "compile-mode max-autotune is invalid: "
+        "it must be default with fsdp and --grad-sync last",
     ),
-    (LLAMA, "--loss-chunks 3", "loss-chunks: '3': a divisor of 8192 tokens"),
-    (LLAMA, "--loss-chunks 0", "loss-chunks: '0': from 1 to 65536"),
-    (LLAMA, "--strategy tp --nproc 2 --compile --sac full", "sac: 'full': ops with tp and"),
-    (LLAMA, "--strategy tp --nproc 2 --loss-chunks 2", "loss-chunks: '2': 1 with tp"),
+    (LLAMA, "--loss-chunks 3", "loss-chunks 3 is invalid: it must be a divisor of 8192 tokens"),
+    (LLAMA, "--loss-chunks 0", "loss-chunks 0 is invalid: it must be from 1 to 65536"),
+    (
+        LLAMA,
+        "--strategy tp --nproc 2 --compile --sac full",
+        "sac full is invalid: it must be ops with tp and",
+    ),
+    (
+        LLAMA,
+        "--strategy tp --nproc 2 --loss-chunks 2",
+        "loss-chunks 2 is invalid: it must be 1 with tp",
+    ),
     (
         LLAMA,
         "--strategy pp --nproc 2 --pp-microbatches 1",
-        "pp-microbatches: '1': at least 2, the number of stages",
+        "pp-microbatches 1 is invalid: it must be at least 2, the number of stages",
     ),
-    (LLAMA, "--strategy pp --nproc 2 --loss-chunks 2", "loss-chunks: '2': 1 with a pipeline"),
+    (
+        LLAMA,
+        "--strategy pp --nproc 2 --loss-chunks 2",
+        "loss-chunks 2 is invalid: it must be 1 with a pipeline",
+    ),
     # gradients
-    (LLAMA, "--schedule cycle", "schedule: 'cycle': one of step, micro"),
-    (LLAMA, "--grad-accum 0", "grad-accum: '0': from 1 to 65536"),
-    (LLAMA, "--grad-sync never", "grad-sync: 'never': one of every, last"),
-    (LLAMA, "--grad-accum 2 --grad-sync last", "grad-sync: 'last': every, with one data rank"),
-    (LLAMA, "--strategy ddp --grad-sync last", "grad-sync: 'last': every, with one micro-step"),
-    (LLAMA, "--reduce-dtype bf16", "reduce-dtype: 'bf16': only with several data ranks"),
-    (LLAMA, "--strategy ddp --reduce-dtype fp16", "reduce-dtype: 'fp16': fp32 or bf16"),
+    (LLAMA, "--schedule cycle", "schedule cycle is invalid: it must be one of step, micro"),
+    (LLAMA, "--grad-accum 0", "grad-accum 0 is invalid: it must be from 1 to 65536"),
+    (LLAMA, "--grad-sync never", "grad-sync never is invalid: it must be one of every, last"),
+    (
+        LLAMA,
+        "--grad-accum 2 --grad-sync last",
+        "grad-sync last is invalid: it must be every, with one data rank",
+    ),
+    (
+        LLAMA,
+        "--strategy ddp --grad-sync last",
+        "grad-sync last is invalid: it must be every, with one micro-step",
+    ),
+    (
+        LLAMA,
+        "--reduce-dtype bf16",
+        "reduce-dtype bf16 is invalid: it works only with several data ranks",
+    ),
+    (
+        LLAMA,
+        "--strategy ddp --reduce-dtype fp16",
+        "reduce-dtype fp16 is invalid: it must be fp32 or bf16",
+    ),
     (
         LLAMA,
         "--strategy ddp --precision bf16 --reduce-dtype fp32",
-        "reduce-dtype: 'fp32': bf16: ddp reduces gradients as they are",
+        "reduce-dtype fp32 is invalid: it must be bf16: ddp reduces gradients as they are",
     ),
-    (LLAMA, "--lr 0", "lr: '0.0': from 1e-12 to 1e+12"),
-    (LLAMA, "--lr nan", "lr: 'nan': from 1e-12 to 1e+12"),
-    (LLAMA, "--clip -1", "clip: '-1.0': from 0 to 1e+06"),
-    (LLAMA, "--bucket-mb 50", "bucket-mb: '50': only with --strategy ddp"),
-    (LLAMA, "--strategy ddp --bucket-mb 0", "bucket-mb: '0': from 1 to"),
-    (LLAMA, "--reshard no", "reshard: 'no': only with --strategy fsdp"),
-    (LLAMA, "--strategy ddp --reshard no", "reshard: 'no': only with --strategy fsdp"),
+    (LLAMA, "--lr 0", "lr 0.0 is invalid: it must be from 1e-12 to 1e+12"),
+    (LLAMA, "--lr nan", "lr nan is invalid: it must be from 1e-12 to 1e+12"),
+    (LLAMA, "--clip -1", "clip -1.0 is invalid: it must be from 0 to 1e+06"),
+    (LLAMA, "--bucket-mb 50", "bucket-mb 50 is invalid: it works only with --strategy ddp"),
+    (LLAMA, "--strategy ddp --bucket-mb 0", "bucket-mb 0 is invalid: it must be from 1 to"),
+    (LLAMA, "--reshard no", "reshard no is invalid: it works only with --strategy fsdp"),
+    (
+        LLAMA,
+        "--strategy ddp --reshard no",
+        "reshard no is invalid: it works only with --strategy fsdp",
+    ),
     (
         LLAMA,
         "--strategy fsdp --nproc 8 --reshard 3",
-        "reshard: '3': one of yes, no, 2, 4 for 8",
+        "reshard 3 is invalid: it must be one of yes, no, 2, 4 for 8",
     ),
     (
         LLAMA,
         "--strategy fsdp --nproc 8 --reshard 8",
-        "reshard: '8': one of yes, no, 2, 4 for 8",
+        "reshard 8 is invalid: it must be one of yes, no, 2, 4 for 8",
     ),
-    (LLAMA, "--prefetch 2", "prefetch: '2': only with --strategy fsdp"),
-    (LLAMA, "--strategy fsdp --blocks-per-group 64", "blocks-per-group: '64': at most 32"),
+    (LLAMA, "--prefetch 2", "prefetch 2 is invalid: it works only with --strategy fsdp"),
+    (
+        LLAMA,
+        "--strategy fsdp --blocks-per-group 64",
+        "blocks-per-group 64 is invalid: it must be at most 32",
+    ),
     # data
-    ([*LLAMA, "--scale", "1/1024"], "--text", "text: 'text': random data: llama"),
-    (LLAMA, "--text-file none.txt", "text-file: 'none.txt': a file that can be read"),
-    (LLAMA, "--text --text-file none.txt", "text-file: 'none.txt': without --text"),
-    (LLAMA, "--workers -1", "workers: '-1': from 0 to 256"),
-    (LLAMA, "--seed -1", "seed: '-1': from 0 to"),
+    (
+        [*LLAMA, "--scale", "1/1024"],
+        "--text",
+        "text text is invalid: it works only with random data: llama",
+    ),
+    (
+        LLAMA,
+        "--text-file none.txt",
+        "text-file none.txt is invalid: it must be a file that can be read",
+    ),
+    (
+        LLAMA,
+        "--text --text-file none.txt",
+        "text-file none.txt is invalid: it cannot be combined with --text",
+    ),
+    (LLAMA, "--workers -1", "workers -1 is invalid: it must be from 0 to 256"),
+    (LLAMA, "--seed -1", "seed -1 is invalid: it must be from 0 to"),
     # how
-    (LLAMA, "--steps 0", "steps: '0': a whole number from 1"),
-    (LLAMA, "--schedule micro --steps 12", "steps: '12': a multiple of 8: whole optimizer"),
-    (LLAMA, "--launches 0", "launches: '0': a whole number from 1"),
-    (LLAMA, "--timeout soon", "timeout: 'soon': a duration such as"),
-    (LLAMA, "--budget 0s", "budget: '0s': a duration above 0"),
-    (LLAMA, "--profile-ranks 0", "profile-ranks: '0': only with --profile"),
-    (LLAMA, "--profile --profile-ranks 1", "profile-ranks: '1': ranks from 0 to 0"),
-    (LLAMA, "--profile --profile-ranks a", "profile-ranks: 'a': ranks from 0 to 0"),
-    (LLAMA, "--find-batch --mbs 4", "mbs: '4': several with --find-batch"),
+    (LLAMA, "--steps 0", "steps 0 is invalid: it must be a whole number from 1"),
+    (
+        LLAMA,
+        "--schedule micro --steps 12",
+        "steps 12 is invalid: it must be a multiple of 8: whole optimizer",
+    ),
+    (LLAMA, "--launches 0", "launches 0 is invalid: it must be a whole number from 1"),
+    (LLAMA, "--timeout soon", "timeout soon is invalid: it must be a duration such as"),
+    (LLAMA, "--budget 0s", "budget 0s is invalid: it must be a duration above 0"),
+    (LLAMA, "--profile-ranks 0", "profile-ranks 0 is invalid: it works only with --profile"),
+    (
+        LLAMA,
+        "--profile --profile-ranks 1",
+        "profile-ranks 1 is invalid: it must be ranks from 0 to 0",
+    ),
+    (
+        LLAMA,
+        "--profile --profile-ranks a",
+        "profile-ranks a is invalid: it must be ranks from 0 to 0",
+    ),
+    (LLAMA, "--find-batch --mbs 4", "mbs 4 is invalid: it must be several with --find-batch"),
     (
         ["gpt2-125m", *LLAMA],
         "--find-batch",
-        "find-batch: 'gpt2-125m single step, llama-3.1-8b single step': one model",
+        "find-batch 'gpt2-125m single step, llama-3.1-8b single step' is invalid: "
+        "it must be one model",
     ),
-    (LLAMA, "--find-batch --strategy ddp,fsdp", "find-batch: 'llama-3.1-8b ddp step, llama-3"),
-    (LLAMA, "--find-batch --schedule step,micro", "find-batch: 'llama-3.1-8b single micro, ll"),
+    (LLAMA, "--find-batch --strategy ddp,fsdp", "find-batch 'llama-3.1-8b ddp step, llama-3"),
+    (LLAMA, "--find-batch --schedule step,micro", "find-batch 'llama-3.1-8b single micro, ll"),
 ]
 
 
@@ -534,7 +801,7 @@ def test_refused_in_one_line(
     assert code == 2, told.err
     assert told.out == ""
     assert len(told.err.splitlines()) == 1
-    assert told.err.startswith(f"stepmark: {said}"), told.err
+    assert told.err.startswith(f"stepmark: --{said}"), told.err
 
 
 @pytest.mark.parametrize(
@@ -563,15 +830,19 @@ def test_a_dry_run_prints_a_command_per_case(capsys: pytest.CaptureFixture[str])
     assert told.err == "2 cases; none was run\n"
 
 
+def how_of(values: dict[str, Any], num_ranks: int) -> TrainHow:
+    return app_train.how(values, train_refusals.profiled_ranks(values, num_ranks))
+
+
 def test_the_runner_gets_what_was_asked() -> None:
     asked = parsed([*GPT, "--steps", "7", "--timeout", "2m", "--budget", "30s", "--messages"])
-    told = train_rank.how(asked, 2)
+    told = how_of(asked, 2)
     assert (told.steps, told.timeout_s, told.budget_s) == (7, 120.0, 30.0)
     assert (told.messages, told.profile, told.find_batch) == (True, False, False)
-    plain = train_rank.how(parsed(GPT), 1)
+    plain = how_of(parsed(GPT), 1)
     assert (plain.steps, plain.timeout_s, plain.budget_s) == (None, 600.0, None)
     profiled = parsed([*GPT, "--profile", "--profile-ranks", "1,0", "--strategy", "ddp"])
-    assert train_rank.how(profiled, 2).profile_ranks == (0, 1)
+    assert how_of(profiled, 2).profile_ranks == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -586,11 +857,11 @@ def test_the_runner_gets_what_was_asked() -> None:
 def test_the_main_job_trains_what_fits(
     num_ranks: int, gib: int, model: str, strategy: str
 ) -> None:
-    found = run_training.that_fits("llama-3.1-8b", num_ranks, gib * 2**30)
+    found = run.that_fits("llama-3.1-8b", num_ranks, gib * 2**30)
     assert (found["model"], found["strategy"]) == (model, strategy)
     (case,) = train_plan.cases(found, "cuda", num_ranks)
     assert estimate(case).total_bytes < gib * 2**30
-    assert run_training.that_fits("llama-3.1-8b", num_ranks, 2**28) == {}
+    assert run.that_fits("llama-3.1-8b", num_ranks, 2**28) == {}
 
 
 def test_help_imports_nothing_heavy() -> None:
