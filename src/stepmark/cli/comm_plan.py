@@ -51,7 +51,9 @@ def plan(names: list[str], values: Values, device: str, world_size: int) -> Plan
             found += _of_name(name, values, device, n, world_size, notes)
     if not found:
         raise ConfigError(
-            "dtype", values.get("dtype") or "fp32", "; ".join(dict.fromkeys(notes))
+            "dtype",
+            values.get("dtype") or "fp32",
+            "it leaves nothing to measure; " + "; ".join(dict.fromkeys(notes)),
         )
     return Plan(cases=list(dict.fromkeys(found)), notes=list(dict.fromkeys(notes)))
 
@@ -108,7 +110,7 @@ def _of_collective(
     for one in _forms(collective, values, base):
         if reason := impossible(one):
             if comm_values.asked_by_name(values):
-                raise ConfigError(*reason)
+                raise ConfigError(reason[0], reason[1], f"it cannot run: {reason[2]}")
             notes.append(f"left out: {reason[2]}")
             continue
         for sized in _sized(one, values, notes):

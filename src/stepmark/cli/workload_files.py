@@ -36,7 +36,7 @@ def read(file: str, values: Values = MappingProxyType({})) -> Workload:
                 continue
             if kind != of:
                 field = name.replace("_", "-")
-                raise ConfigError(field, value, f"nothing with a file of format {kind}")
+                raise ConfigError(field, value, f"it has no effect on a file of format {kind}")
             more[name] = _group_sizes(value) if name == "group_sizes" else value
         found: Workload = FORMATS[kind].load().read(path, **more)
     return found

@@ -41,7 +41,7 @@ class Attention:
             raise ConfigError("window", self.window, "0 unless causal")
         if self.varlen and (self.batch != 1 or sum(self.varlen) != self.seq_q):
             raise ConfigError(
-                "varlen", self.varlen, f"batch 1 and a sum of seq-q ({self.seq_q})"
+                "varlen", self.varlen, f"it needs batch 1 and a sum of seq-q ({self.seq_q})"
             )
         if self.varlen and self.seq_q != self.seq_kv:
             raise ConfigError("seq-kv", self.seq_kv, "seq-q when varlen")

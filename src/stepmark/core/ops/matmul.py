@@ -58,7 +58,7 @@ class Gemm:
             object.__setattr__(self, "scaling", Scaling.TENSORWISE)
         if not self.dtype.is_fp8 and (self.scaling, self.cast) != (Scaling.NONE, Cast.NONE):
             raise ConfigError(
-                "scaling, cast", f"{self.scaling}, {self.cast}", "fp8 dtypes only"
+                "scaling, cast", f"{self.scaling}, {self.cast}", "only with fp8 dtypes"
             )
         if self.dtype.is_fp8 and (self.n % 16 or self.k % 16):
             raise ConfigError("n, k", f"{self.n}, {self.k}", "multiples of 16 for fp8")
