@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from stepmark.app.comparison_sources import side_of_runs
 from stepmark.app.view import console
 from stepmark.cli import session
-from stepmark.cli.sides import side_of_runs
 from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.record import Measured

@@ -1,4 +1,4 @@
-"""What `compare` puts side by side: runs of ours, other tools' files, or several of either.
+"""The sources of a comparison: runs, other tools' files, or several of either.
 
 A source is a run (path, id, "latest"), a file, `FILE:2` for the second table of a file, a
 folder or a quoted pattern. Several joined by commas are launches of one side; `name=` in front
@@ -16,26 +16,27 @@ from stepmark.cli.run_series import context, series_of_records
 from stepmark.core.comparison import Series, Side
 from stepmark.core.errors import ConfigError
 from stepmark.store.runs import find_run, latest, read_records, read_run
+from stepmark.trace.tables import find
 
 
 def sides(words: Sequence[str], runs: Path, told: Told) -> list[Side]:
-    """One side per word; of a single table with a column per setting, one per column."""
-    found: list[Side] = []
+    """Return one side per word; of a single table with a column per setting, one per column."""
+    named: list[Side] = []
     for word in words:
         name, sources = _split(word)
         read = [_read(source, runs) for text in sources for source in _expand(text)]
-        found += _sides_of(name, word, read, told)
-    return _distinct(found)
+        named += _sides_of(name, word, read, told)
+    return _distinct(named)
 
 
 def side_of_runs(name: str, paths: Sequence[Path]) -> Side:
-    """The launches of all these runs taken together."""
+    """Return the launches of all these runs taken together."""
     return _pooled(name, [_of_run(path) for path in paths])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """One file's or run's contribution: its series by column ("" for all but wide tables)."""
+    """The series of one file or run by column ("" for all but tables with several)."""
 
     name: str
     columns: Mapping[str, Callable[[Told], list[Series]]]
@@ -44,7 +45,7 @@ class _Source:
 
 
 def _split(word: str) -> tuple[str, list[str]]:
-    """("tcp", ["a.txt", "b.txt"]) of "tcp=a.txt,b.txt"; a path that exists is left whole."""
+    """Split "tcp=a.txt,b.txt" into ("tcp", ["a.txt", "b.txt"]), but no existing path."""
     if not word.strip():
         raise ConfigError("compare", word, "a run or a file")
     if _exists(word):
@@ -73,15 +74,15 @@ def _check_name(text: str) -> None:
 
 
 def _expand(text: str) -> list[str]:
-    """Files of a pattern or a folder; anything else is itself."""
+    """Return the files of a pattern or a folder; anything else is itself."""
     _check_name(text)
     path = Path(text)
     if path.is_dir() and not (path / "run.json").is_file():
         inside = sorted(p for p in path.iterdir() if not p.name.startswith("."))
-        found = [p for p in inside if p.is_file() or (p / "run.json").is_file()]
-        if not found:
+        sources = [p for p in inside if p.is_file() or (p / "run.json").is_file()]
+        if not sources:
             raise ConfigError("compare", text, "a run, a file, or a folder of these")
-        return [str(p) for p in found]
+        return [str(p) for p in sources]
     if any(sign in text for sign in "*?[") and not path.exists():
         matches = sorted(glob.glob(text))
         if not matches:
@@ -111,8 +112,6 @@ def _of_run(path: Path) -> _Source:
 
 
 def _of_file(path: Path, number: int | None) -> _Source:
-    from stepmark.trace.tables import find  # noqa: PLC0415
-
     tables = find(path)
     if number is not None:
         tables = [table for table in tables if table.index == number]
@@ -139,7 +138,7 @@ def _of_file(path: Path, number: int | None) -> _Source:
 
 def _sides_of(name: str, word: str, read: Sequence[_Source], told: Told) -> list[Side]:
     columns = list(dict.fromkeys(column for source in read for column in source.columns))
-    made = []
+    sides = []
     for column in columns:
         called = name or (read[0].name if len(read) == 1 else word)
         called = f"{name} {column}".strip() if column else called
@@ -148,21 +147,21 @@ def _sides_of(name: str, word: str, read: Sequence[_Source], told: Told) -> list
             for source in read
             if column in source.columns
         ]
-        made.append(_pooled(called, chosen, told))
-    return made
+        sides.append(_pooled(called, chosen, told))
+    return sides
 
 
 def _pooled(name: str, read: Sequence[_Source], told: Told | None = None) -> Side:
-    """Series that differ in nothing become one, with the launches of all."""
-    held: dict[tuple[object, ...], Series] = {}
+    """Merge series that differ in nothing into one, with the launches of all."""
+    merged: dict[tuple[object, ...], Series] = {}
     for source in read:
         for series in source.columns[""](told or Told()):
             placed = series.fields.get("placement") or None
             if told and told.placement and placed not in (None, told.placement):
                 continue
             key = (tuple(series.fields.items()), series.size_bytes, series.unit)
-            held[key] = _merged(name, held[key], series) if key in held else series
-    if not held:
+            merged[key] = _merged(name, merged[key], series) if key in merged else series
+    if not merged:
         raise ConfigError("compare", name, "a source with at least one time or rate")
     contexts = [source.context for source in read]
     under = {
@@ -170,11 +169,11 @@ def _pooled(name: str, read: Sequence[_Source], told: Told | None = None) -> Sid
         for key in dict.fromkeys(key for one in contexts for key in one)
     }
     notes = tuple(dict.fromkeys(note for source in read for note in source.notes))
-    return Side(name=name, series=tuple(held.values()), context=under, notes=notes)
+    return Side(name=name, series=tuple(merged.values()), context=under, notes=notes)
 
 
 def _merged(name: str, one: Series, other: Series) -> Series:
-    """A launch that was printed as 0 bounds the whole: a mean of the rest would flatter."""
+    """Merge two series. A launch printed as 0 bounds the whole: a mean would be too high."""
     if twice := one.launches.keys() & other.launches.keys():
         raise ConfigError(
             "compare", name, f"give each launch once, not {sorted(twice)[0]} twice"
@@ -189,14 +188,14 @@ def _merged(name: str, one: Series, other: Series) -> Series:
     )
 
 
-def _distinct(found: Sequence[Side]) -> list[Side]:
-    """Two sources of the same name get a number."""
-    taken = {side.name for side in found}
-    made: list[Side] = []
-    for side in found:
+def _distinct(named: Sequence[Side]) -> list[Side]:
+    """Number sources of the same name."""
+    taken = {side.name for side in named}
+    distinct: list[Side] = []
+    for side in named:
         name, count = side.name, 1
-        while any(one.name == name for one in made) or (count > 1 and name in taken):
+        while any(one.name == name for one in distinct) or (count > 1 and name in taken):
             count += 1
             name = f"{side.name} ({count})"
-        made.append(dataclasses.replace(side, name=name))
-    return made
+        distinct.append(dataclasses.replace(side, name=name))
+    return distinct
