@@ -114,7 +114,7 @@ def _error(
     spread: Spread | None,
     rounding: tuple[float, float],
 ) -> tuple[float, int | None, str] | None:
-    """Return the standard error of the difference of means, degrees of freedom, and their source."""
+    """Return the standard error of the difference, degrees of freedom, and their source."""
     n_a, n_b = len(logs_a), len(logs_b)
     if min(n_a, n_b) > 1:
         # A rounded value is uniform within its last digit: variance unit^2 / 12.

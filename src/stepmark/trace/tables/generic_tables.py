@@ -1,6 +1,6 @@
 """Tables with a column per setting, as in slides: `Message Size | No Plugin | With Plugin`.
 
-Cells are separated by tabs, bars or commas. The first column is a message size or a label
+Cells are separated by tabs or bars. The first column is a message size or a label
 ("16 nodes, 128 ranks"), the others are figures. Sizes with a unit are binary, as in nccl-tests.
 The unit of a figure is only what a heading or the text beside the table states; otherwise it
 is "" and the figures are kept as printed.
@@ -42,10 +42,6 @@ _THROUGHPUT = re.compile(r"\b(image|img|sample|token|tok)s?(?:/| per )s", re.I)
 _THINGS = {"img": "image", "tok": "token"}
 # Bandwidths in other units than GB/s: bits, binary units, other prefixes.
 _OTHER_BANDWIDTH = re.compile(r"\b(?:[KkMT]i?B|GiB|[KkMGT]i?b(?:its?)?)(?:/s|ps\b| per s)")
-# A heading that names a figure and no setting: "time_us", "busbw (GB/s)".
-_FIGURE_HEADING = re.compile(
-    r"(time|latency|algbw|busbw|bandwidth)[ _]*[\[(]?(ns|us|ms|s|GB/s)?[\])]?", re.IGNORECASE
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +123,9 @@ def _row_cells(line: str, separator: str = "") -> tuple[list[str], str]:
     """Return (cells, separator) of a row of figures; quickly ([], "") for most other lines."""
     if not line or line[-1] not in _LAST_CHARACTERS or len(line) > _MAX_LINE:
         return [], ""
-    separator = separator or next((sign for sign in "\t|," if sign in line), "")
+    separator = separator or next((sign for sign in "\t|" if sign in line), "")
     if not separator:
         return [], ""
-    if separator != "|":  # most lines of logs with commas or tabs end here
-        second = line.split(separator, 2)[1:2]
-        if not second or not is_cell(second[0].strip(" *`")):
-            return [], ""
     cells = _cells(line, separator)
     is_row = len(cells) > 1 and cells[0] and all(map(is_cell, cells[1:]))
     return (cells, separator) if is_row and any(map(is_number, cells[1:])) else ([], "")
@@ -161,20 +153,7 @@ def _head(lines: Sequence[str], first: int, separator: str, width: int) -> list[
     return cells if is_head else []
 
 
-def _without_other_figures(grid: _Grid) -> _Grid | None:
-    """Keep the time or the first figure where columns are figures of one setting; else None."""
-    names = grid.head[1:]
-    if len(names) < 2 or not all(map(_FIGURE_HEADING.fullmatch, names)):
-        return None
-    timed = (place for place, name in enumerate(names, 1) if _TIME_WORD.match(name))
-    place = next(timed, 1)
-    rows = [(line, [cells[0], cells[place]]) for line, cells in grid.rows]
-    return _Grid(grid.head_line, [grid.head[0], grid.head[place]], rows)
-
-
-def _table(whole: _Grid, lines: Sequence[str], file: str) -> Table:
-    single = _without_other_figures(whole)
-    grid = single or whole
+def _table(grid: _Grid, lines: Sequence[str], file: str) -> Table:
     sizes = _sizes(grid)
     title = heading_above(lines, grid.head_line)
     last_line = grid.rows[-1][0]
@@ -208,7 +187,7 @@ def _table(whole: _Grid, lines: Sequence[str], file: str) -> Table:
         num_ranks=num_ranks,
         num_ranks_from=f"the heading {title!r}" if num_ranks else "",
         readings=readings,
-        columns=() if single else tuple(grid.head[1:]),
+        columns=tuple(grid.head[1:]),
         notes=tuple(notes),
     )
 
