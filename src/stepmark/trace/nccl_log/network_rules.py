@@ -72,7 +72,7 @@ def net_socket(facts: LogFacts) -> Iterator[Finding]:
         alone = is_multi_node(facts) is False
         text = "NCCL's network is TCP sockets. "
         text += "The job ran on one node" if alone else "No line shows a second node"
-        text += ": data between its GPUs does not take them."
+        text += ": data between its GPUs does not use them."
         yield finding_of("net-socket", Severity.NOTE, text, lines)
         return
     text = "Data between nodes goes through TCP sockets, at a fraction of what a fabric carries"
