@@ -34,15 +34,15 @@ def test_optimizer_instances_go_by_either_name(run: Program) -> None:
         ),
         (
             f"{TINY} --framework fsdp --param-dtype int8",
-            "param_dtype int8 is invalid: it must be fp32, bf16",
+            "--param-dtype int8 is invalid: it must be fp32, bf16",
         ),
         (
             f"{TINY} --framework ddp --param-dtype int64",
-            "param_dtype int64 is invalid: it must be fp32, bf16",
+            "--param-dtype int64 is invalid: it must be fp32, bf16",
         ),
         (
             f"{EXPERTS} --moe-aux-loss-coeff -1",
-            "moe_aux_loss_coeff -1.0 is invalid: it must be 0 or more",
+            "--moe-aux-loss-coeff -1.0 is invalid: it must be 0 or more",
         ),
         (f"{TINY} --world-size 16 --dp-shard 2", "give that, or dp-shard 16"),
     ],

@@ -46,11 +46,14 @@ def of(*items: Any, group: Group | None = None, **more: Any) -> Workload:
             ),
             "after a",
         ),
-        (of(comm(), group=Group(digits=((3, 1),))), "group: .*3, 1.*: digits that fit 8 ranks"),
+        (
+            of(comm(), group=Group(digits=((3, 1),))),
+            "group .*3, 1.* is invalid: it must be digits that fit 8 ranks",
+        ),
         (of(group=Group(digits=((3, 1),))), "digits that fit 8 ranks"),
         (of(comm(), group=Group(digits=((2, 6),))), "digits that fit 8 ranks"),
         (of(comm(), group=Group(digits=((2, 1), (2, 1)))), "digits that fit 8 ranks"),
-        (of(comm(count=2**62)), "count: .*less than 2\\*\\*63 bytes"),
+        (of(comm(count=2**62)), "count .*less than 2\\*\\*63 bytes"),
         (
             of(Run(block="one", times=10**12), blocks={"one": (compute(), compute())}),
             "block step is invalid: it must be one that ends",

@@ -119,6 +119,7 @@ def test_images_per_second_have_labels_and_a_unit_said_beside(slides: Sequence[T
     ("text", "sizes"),
     [
         (VALUES, [2**16, 2**17, 2**18]),
+        (VALUES.replace("\t", ","), [2**16, 2**17, 2**18]),
         (
             "".join(f"| {line.replace(chr(9), ' | ')} |\n" for line in VALUES.splitlines()),
             [2**16, 2**17, 2**18],
@@ -137,7 +138,7 @@ def test_images_per_second_have_labels_and_a_unit_said_beside(slides: Sequence[T
             [2**20, 2**21, 2**22],
         ),
     ],
-    ids=["tabs", "markdown", "units", "unit in the head"],
+    ids=["tabs", "commas", "markdown", "units", "unit in the head"],
 )
 def test_value_tables_in_every_dress_are_one(text: str, sizes: list[int]) -> None:
     (table,) = tables_of(text, "x")

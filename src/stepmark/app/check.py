@@ -6,6 +6,7 @@ from typing import Any
 
 from stepmark.app.comparison_sources import side_of_runs
 from stepmark.app.view import console
+from stepmark.bench.context import make_context
 from stepmark.cli import session
 from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError, worst
@@ -15,7 +16,7 @@ from stepmark.report import comparison as drawn
 from stepmark.report.comparison_printing import printed
 from stepmark.store.compare import Options, compare
 from stepmark.store.export import write_csv, write_json
-from stepmark.store.runs import find_run, latest, read_records
+from stepmark.store.reader import find_run, read
 
 
 def run(options: CheckOptions) -> int:
@@ -57,14 +58,14 @@ def _measured(
         "device": next(iter(reference.values())).case.device,
     }
     seconds = options.budget / options.launches
-    rig = session.make_rig(session.device_type(values))
+    context = make_context(session.device_type(values))
     paths: list[Path] = []
     code, wrong = 0, set[str]()
     for number in range(options.launches):
         outcome = session.measure(
             [record.operator for record in reference.values()],
             values | {"budget": f"{seconds}s"},
-            rig,
+            context,
             settings={"check_of": name, "launch": f"{number + 1}/{options.launches}"},
         )
         assert outcome is not None
@@ -84,7 +85,7 @@ def _reference(path: Path) -> dict[str, Measured]:
     """Measured operators of a run of one rank."""
     found = {
         record.case.case_id: record
-        for record in latest(read_records(path))
+        for record in read(path).latest
         if isinstance(record, Measured)
         and isinstance(record.case, OpCase)
         and not record.num_wrong

@@ -8,7 +8,7 @@ from stepmark.core.collectives import Collective
 from stepmark.core.errors import ConfigError
 from stepmark.report.expected import Curve, curve_of
 from stepmark.report.tables import number, text
-from stepmark.store.runs import find_run
+from stepmark.store.reader import find_run
 from stepmark.trace.tables import find
 
 Point = tuple[str, int, str, int, float]  # collective, ranks, placement, bytes, seconds

@@ -7,7 +7,7 @@ from stepmark.app.view import view
 from stepmark.core.verb_options import ReportOptions
 from stepmark.report.page import html
 from stepmark.store.files import write_text
-from stepmark.store.runs import find_run
+from stepmark.store.reader import find_run
 
 
 def run(options: ReportOptions) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from stepmark.app.view import View, console, view
-from stepmark.core.errors import ConfigError
+from stepmark.app.view import View, console, read_aloud, view
 from stepmark.core.record import RunInfo
 from stepmark.core.verb_options import (
     ExportOptions,
@@ -21,14 +20,14 @@ from stepmark.report import comm_printing, printing, training_printing
 from stepmark.store import query
 from stepmark.store.codec import to_plain
 from stepmark.store.export import columns_of, export, write_csv, write_json
-from stepmark.store.runs import find_run, latest, list_runs, read_records, read_run
+from stepmark.store.reader import Run, find_run, list_runs, read
 
 Row = dict[str, object]
 
 
 def print_list(options: ListOptions) -> None:
     """Print one row per run, oldest first."""
-    rows = [_run_row(path) for path in list_runs(options.runs)]
+    rows = [_run_row(read(path)) for path in list_runs(options.runs)]
     if not rows:
         sys.stderr.write(f"no runs in {options.runs}\n")
     _deliver(rows, options, "runs")
@@ -65,7 +64,8 @@ def export_run(options: ExportOptions) -> None:
 
 def run_query(options: SqlOptions) -> None:
     """Query all runs."""
-    columns, found = query.sql(options.runs, options.query)
+    runs = [read_aloud(path) for path in list_runs(options.runs)]
+    columns, found = query.sql(runs, options.query)
     rows: list[Row] = [dict(zip(columns, row, strict=True)) for row in found]
     _deliver(rows, options, "query")
 
@@ -85,26 +85,26 @@ def _print_header(info: RunInfo) -> None:
     sys.stdout.write(f"{names}, {versions}, commit {commit}\n\n")
 
 
-def _run_row(path: Path) -> dict[str, object]:
-    """A run that cannot be read is a row that says so."""
-    try:
-        info, records = read_run(path), latest(read_records(path))
-    except ConfigError as error:
-        return {"run": path.name, "unreadable": str(error)}
-    devices = info.environment.devices
+def _run_row(run: Run) -> Row:
+    """What cannot be read is in the row's last column, and counted nowhere."""
+    devices = run.info.environment.devices
     counts = {
-        kind: sum(record.kind == kind for record in records)
+        kind: sum(record.kind == kind for record in run.latest)
         for kind in ("measured", "skipped", "failed")
     }
-    return {
-        "run": path.name,
-        "created_at": info.created_at,
+    known = {
+        "created_at": run.info.created_at,
         "device": devices[0].name if devices else None,
         "ranks": len(devices),
-        "torch": info.environment.torch,
-        "cases": info.num_cases,
+        "torch": run.info.environment.torch,
+        "cases": run.info.num_cases,
+    }
+    return {
+        "run": run.path.name,
+        **(known if run.is_known else dict.fromkeys(known)),
         **counts,
-        "command": info.command,
+        "command": run.info.command if run.is_known else None,
+        **({"unreadable": "; ".join(run.notes)} if run.notes else {}),
     }
 
 

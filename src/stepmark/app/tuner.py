@@ -18,7 +18,7 @@ from stepmark.launch import child
 from stepmark.report import tuner
 from stepmark.report.recommendation import Advice
 from stepmark.store.files import write_text
-from stepmark.store.runs import read_run
+from stepmark.store.reader import read_info
 from stepmark.store.sweeps import Journal
 from stepmark.trace.nccl_log import read_log
 
@@ -197,7 +197,7 @@ def _place(journal: Journal, advice: Advice) -> _Place:
     run = next(
         one.run for one in journal.sweep.tries if (one.round, one.setting) in journal.sweep.done
     )
-    info = read_run(journal.path / "runs" / run)
+    info = read_info(journal.path / "runs" / run)
     ranks = {pick.line.fields.get("num_ranks") for pick in advice.picks}
     if len(ranks) != 1 or not isinstance(found := ranks.pop(), int):
         raise ConfigError("emit-tuner", "several", "communicators of one number of ranks")

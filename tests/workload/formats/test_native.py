@@ -151,7 +151,7 @@ def test_messages_name_the_place(change: dict[str, Any], words: str) -> None:
             '"peer":1,"after":["x"]',
             "after x is invalid: it must be the name of an operation",
         ),
-        ('"tp":[[2,1]]', '"tp":[[3,1]]', "group: .*digits that fit 4 ranks"),
+        ('"tp":[[2,1]]', '"tp":[[3,1]]', "group .*digits that fit 4 ranks"),
         ('"count":64', f'"count":{10**40}', r"ops\[1\].count 1.*2\*\*63"),
         ('"first",4,', f'"first",{10**12},', "one that ends: at most 2\\*\\*40 operations"),
     ],
@@ -183,7 +183,9 @@ def test_a_packed_file_is_read_and_a_cut_one_is_refused(tmp_path: Path) -> None:
     damaged[40] ^= 255
     for data in (packed[:-9], packed[:30], bytes(damaged)):
         path.write_bytes(data)
-        with pytest.raises(ConfigError, match=r"w\.json\.gz': a file that can be read"):
+        with pytest.raises(
+            ConfigError, match=r"w\.json\.gz is invalid: it must be a file that can be read"
+        ):
             native.read(path)
 
 

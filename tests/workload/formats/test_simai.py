@@ -134,7 +134,7 @@ def test_what_changed_since_is_written_and_the_rest_as_it_was(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "lines: '0'"),
+        ("", "lines 0 is invalid"),
         (
             f"{HEADER}\n2\n{ROW}\n",
             "line 2: '2' is invalid: it must be the number of rows that follow, 1",
@@ -155,7 +155,7 @@ def test_what_changed_since_is_written_and_the_rest_as_it_was(tmp_path: Path) ->
         (f"{HEADER}\n1\n{ROW.replace('5', '1e3', 1)}\n", "whole number"),
         (
             f"{HEADER.replace('8', '7')}\n1\n{ROW}\n",
-            "all_gpus 7 is invalid: it must be a multiple of 2",
+            "all_gpus: '7' is invalid: it must be a multiple of 2",
         ),
         (f"{HEADER.replace('all_gpus: 8', '')}\n1\n{ROW}\n", "all_gpus is missing"),
         (f"{HEADER.replace('2', 'two')}\n1\n{ROW}\n", "model_parallel_NPU_group"),

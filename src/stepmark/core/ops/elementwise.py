@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops.fields import Phase, choice, count, validate
+from stepmark.core.units import format_bytes
 
 FWD_BWD = ("fwd", "bwd")
 
@@ -28,6 +29,10 @@ class Norm:
     def __post_init__(self) -> None:
         validate(self)
         _storage_type(self.dtype, "norm")
+
+    @property
+    def shape_text(self) -> str:
+        return f"{self.kind} {self.tokens}x{self.hidden}"
 
     @property
     def flops(self) -> int:
@@ -64,6 +69,10 @@ class Activation:
         _storage_type(self.dtype, "activation")
 
     @property
+    def shape_text(self) -> str:
+        return f"{self.kind} {self.tokens}x{self.width}"
+
+    @property
     def flops(self) -> int:
         return 0
 
@@ -96,6 +105,10 @@ class Rope:
         _storage_type(self.dtype, "rope")
         if self.head_dim % 2:
             raise ConfigError("head-dim", self.head_dim, "an even number")
+
+    @property
+    def shape_text(self) -> str:
+        return f"b{self.batch} s{self.seq} h{self.heads}/{self.kv_heads} d{self.head_dim}"
 
     @property
     def flops(self) -> int:
@@ -133,6 +146,11 @@ class CrossEntropy:
             raise ConfigError("chunks", self.chunks, f"at most tokens ({self.tokens})")
 
     @property
+    def shape_text(self) -> str:
+        chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"{self.tokens}x{self.vocab}{chunks}"
+
+    @property
     def flops(self) -> int:
         return 0
 
@@ -166,6 +184,10 @@ class Optimizer:
         _storage_type(self.dtype, "optimizer")
 
     @property
+    def shape_text(self) -> str:
+        return f"{self.kind} {self.num_params} params"
+
+    @property
     def flops(self) -> int:
         return 0
 
@@ -197,6 +219,10 @@ class Copy:
         return DType.FP32
 
     @property
+    def shape_text(self) -> str:
+        return format_bytes(self.num_bytes)
+
+    @property
     def flops(self) -> int:
         return 0
 
@@ -207,3 +233,14 @@ class Copy:
     @property
     def memory_bytes(self) -> int:
         return 2 * self.num_bytes
+
+
+ElementwiseOp = Norm | Activation | Rope | CrossEntropy | Optimizer | Copy
+FAMILIES: dict[str, type[ElementwiseOp]] = {
+    "norm": Norm,
+    "activation": Activation,
+    "rope": Rope,
+    "cross-entropy": CrossEntropy,
+    "optimizer": Optimizer,
+    "copy": Copy,
+}

@@ -70,6 +70,10 @@ class Gemm:
         return DType.BF16 if self.dtype.is_fp8 else self.dtype
 
     @property
+    def shape_text(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+    @property
     def flops(self) -> int:
         """2 m n k: one multiply and one add; a cast alone has none."""
         return 0 if self.cast is Cast.ONLY else 2 * self.m * self.n * self.k
@@ -109,6 +113,10 @@ class Bmm:
         validate(self)
         if self.dtype.is_fp8:
             raise ConfigError("dtype", self.dtype, "bf16, fp16, fp32, tf32 or fp64 for bmm")
+
+    @property
+    def shape_text(self) -> str:
+        return f"{self.batch} of {self.m}x{self.n}x{self.k}"
 
     @property
     def flops(self) -> int:
@@ -156,6 +164,11 @@ class GroupedGemm:
         return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
 
     @property
+    def shape_text(self) -> str:
+        skew = f" skew {self.skew:g}" if self.skew else ""
+        return f"{self.num_groups} groups, {self.tokens}x{self.n}x{self.k}{skew}"
+
+    @property
     def flops(self) -> int:
         return 2 * self.tokens * self.n * self.k
 
@@ -169,3 +182,7 @@ class GroupedGemm:
     def memory_bytes(self) -> int:
         elements = self.tokens * (self.n + self.k) + self.num_groups * self.n * self.k
         return elements * self.dtype.itemsize
+
+
+MatmulOp = Gemm | GroupedGemm | Bmm
+FAMILIES: dict[str, type[MatmulOp]] = {"gemm": Gemm, "grouped-gemm": GroupedGemm, "bmm": Bmm}

@@ -37,6 +37,11 @@ class Mlp:
         return sum(rows * columns for rows, columns in pairwise(self.widths))
 
     @property
+    def shape_text(self) -> str:
+        widths = f"{self.input}-{self.hidden}-{self.output}"
+        return f"b{self.batch} {self.layers} layers {widths} {self.optimizer}"
+
+    @property
     def flops(self) -> int:
         """bwd leaves out the gradient of the data, which no framework computes.
 
@@ -95,6 +100,11 @@ class EmbeddingBag:
             raise ConfigError("dtype", self.dtype, "fp32, bf16, fp16 or fp64 for embedding-bag")
 
     @property
+    def shape_text(self) -> str:
+        zipf = f" zipf {self.alpha:g}" if self.alpha else ""
+        return f"b{self.batch} pool {self.pooling} of {self.rows}x{self.dim}{zipf}"
+
+    @property
     def flops(self) -> int:
         return 0
 
@@ -114,3 +124,7 @@ class EmbeddingBag:
         # A sparse gradient holds one row per index.
         gradient = self.batch * self.pooling * self.dim if self.phase is Phase.BWD else 0
         return (self.rows * self.dim + gradient) * self.dtype.itemsize + self.bytes_moved
+
+
+RecommenderOp = Mlp | EmbeddingBag
+FAMILIES: dict[str, type[RecommenderOp]] = {"mlp": Mlp, "embedding-bag": EmbeddingBag}

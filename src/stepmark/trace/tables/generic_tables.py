@@ -1,6 +1,6 @@
 """Tables with a column per setting, as in slides: `Message Size | No Plugin | With Plugin`.
 
-Cells are separated by tabs or bars. The first column is a message size or a label
+Cells are separated by tabs, bars or commas. The first column is a message size or a label
 ("16 nodes, 128 ranks"), the others are figures. Sizes with a unit are binary, as in nccl-tests.
 The unit of a figure is only what a heading or the text beside the table states; otherwise it
 is "" and the figures are kept as printed.
@@ -123,9 +123,13 @@ def _row_cells(line: str, separator: str = "") -> tuple[list[str], str]:
     """Return (cells, separator) of a row of figures; quickly ([], "") for most other lines."""
     if not line or line[-1] not in _LAST_CHARACTERS or len(line) > _MAX_LINE:
         return [], ""
-    separator = separator or next((sign for sign in "\t|" if sign in line), "")
+    separator = separator or next((sign for sign in "\t|," if sign in line), "")
     if not separator:
         return [], ""
+    if separator != "|":  # most lines of logs with commas or tabs end here
+        second = line.split(separator, 2)[1:2]
+        if not second or not is_cell(second[0].strip(" *`")):
+            return [], ""
     cells = _cells(line, separator)
     is_row = len(cells) > 1 and cells[0] and all(map(is_cell, cells[1:]))
     return (cells, separator) if is_row and any(map(is_number, cells[1:])) else ([], "")

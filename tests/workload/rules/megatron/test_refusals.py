@@ -189,7 +189,7 @@ def test_numbers_of_the_way_out_are_taken(layers: int, pp: int, chunks: int) -> 
     settings = {"virtual_pipeline_model_parallel_size": chunks}
     with pytest.raises(ConfigError) as caught:
         workload(job, Megatron(**settings))
-    (number,) = re.findall(r"e\.g\. (\d+)$", str(caught.value))
+    (number,) = re.findall(r"e\.g\. (\d+)\.$", str(caught.value))
     program = workload(job, Megatron(**settings, **{LAST: int(number)}))
     assert sum(len(stage.layers) for stage in program.stages) == layers
 
@@ -201,7 +201,7 @@ def test_batches_of_a_tutorial_that_do_not_divide_name_what_would() -> None:
         Job(model=model, parallel=ParallelConfig(tp=4, dp_shard=1024), mbs=1, gbs=16)
     assert "global-batch" in str(caught.value)
     assert "1 x 1024 = 1024" in str(caught.value)
-    assert str(caught.value).endswith("e.g. 1024")
+    assert str(caught.value).endswith("e.g. 1024.")
 
 
 def test_embedding_and_head_take_a_layers_place_only_where_that_divides() -> None:
