@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from stepmark.app.comparison_sources import sides
+from stepmark.app.comparison_sources import InputDefaults, sides
 from stepmark.app.view import console
-from stepmark.cli.file_series import Told
 from stepmark.core.collectives import Collective
 from stepmark.core.comparison import Comparison, Side
 from stepmark.core.errors import ConfigError
@@ -28,14 +27,14 @@ def run(options: CompareOptions) -> int:
     Return 1 if something is too slow, 3 if a limit was given and nothing could be tested.
     """
     options.check_stdout()
-    facts = Told(
+    defaults = InputDefaults(
         collective=_collective(options.collective),
         num_ranks=options.ranks,
         placement=_PLACEMENTS[options.placement],
         unit=options.unit,
     )
     smallest, largest = _sizes(options.size_range)
-    named = _baseline_first(sides(options.sources, options.runs, facts), options.baseline)
+    named = _baseline_first(sides(options.sources, options.runs, defaults), options.baseline)
     comparison = compare_sides(
         named,
         Options(
@@ -45,7 +44,7 @@ def run(options: CompareOptions) -> int:
             fail_if_slower=options.fail_if_slower,
             smallest_bytes=smallest,
             largest_bytes=largest,
-            recorded=tuple(sides(options.noise_from, options.runs, facts)),
+            recorded=tuple(sides(options.noise_from, options.runs, defaults)),
         ),
     )
     _deliver(comparison, options)

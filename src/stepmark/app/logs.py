@@ -133,7 +133,7 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     # A request for the messages of a job's output is no request for its tables.
     is_about_messages = views and (options.shows_histogram or options.tuning)
     logs = set(inputs.logs) if is_about_messages else set()
-    found, without = _tables([path for path in inputs.tables if path not in logs])
+    validated, without = _tables([path for path in inputs.tables if path not in logs])
     if not views and options.curve:
         allowed = "given with logs, dumps or inspector lines to compare with"
         raise ConfigError("curve", options.curve, allowed)
@@ -143,7 +143,7 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     return LogReport(
         options=options,
         views=views,
-        tables=found,
+        tables=validated,
         without_tables=() if views else without,
     )
 
@@ -151,8 +151,8 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
 def _tables(paths: Sequence[Path]) -> tuple[tuple[TableFindings, ...], tuple[str, ...]]:
     """Return (tables with their findings, files without any)."""
     by_file = {path: tables.find(path) for path in paths}
-    found = ((table, tuple(validate(table))) for own in by_file.values() for table in own)
-    return tuple(found), tuple(str(path) for path, own in by_file.items() if not own)
+    validated = ((table, tuple(validate(table))) for own in by_file.values() for table in own)
+    return tuple(validated), tuple(str(path) for path, own in by_file.items() if not own)
 
 
 def _view(source: Source, options: LogsOptions) -> SourceView:
