@@ -116,6 +116,7 @@ def read_inspector(paths: Sequence[Path]) -> InspectorFacts:
 def _read_lines(lines: Iterable[bytes], file: str, state: _State) -> None:
     """Add a file's lines. Lines that are no records of the inspector are counted."""
     current: _Communicator | None = None
+    unknown = _Communicator(id="", name="", rank=None, num_ranks=None, process=(file, ""))
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -136,7 +137,7 @@ def _read_lines(lines: Iterable[bytes], file: str, state: _State) -> None:
             _add_stats(state, stats, current, Evidence(file=file, line=number, text=""))
         for prefix in ("coll", "p2p"):
             if isinstance(fields := record.get(f"{prefix}_perf"), dict):
-                _add(state, fields, prefix, current or _unknown(file))
+                _add(state, fields, prefix, current or unknown)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -159,10 +160,6 @@ def _communicator(record: Mapping[str, Any], file: str) -> _Communicator:
         num_ranks=ranks if ranks and ranks <= MAX_RANKS else None,
         process=(str(process.get("hostname") or file)[:200], str(process.get("pid", ""))[:20]),
     )
-
-
-def _unknown(file: str) -> _Communicator:
-    return _Communicator(id="", name="", rank=None, num_ranks=None, process=(file, ""))
 
 
 def _whole(value: object) -> int | None:
@@ -257,17 +254,13 @@ def _facts(state: _State) -> InspectorFacts:
         )
     return InspectorFacts(
         histogram=histogram,
-        num_ranks_seen=_num_ranks_seen(state),
+        # A process's ranks are those of its largest group: all groups count from 0.
+        num_ranks_seen=sum(max(map(len, groups.values())) for groups in state.seen.values()),
         timing_sources=dict(sources),
         algorithms=dict(state.algorithms),
         versions=tuple(state.versions),
         findings=tuple(_findings(state, sources, clock)),
     )
-
-
-def _num_ranks_seen(state: _State) -> int:
-    """Count a process's ranks by its largest communicator: groups number theirs from 0."""
-    return sum(max(map(len, groups.values())) for groups in state.seen.values())
 
 
 def _findings(state: _State, sources: Counter[str], clock: str) -> Iterator[Finding]:
@@ -307,13 +300,10 @@ def _findings(state: _State, sources: Counter[str], clock: str) -> Iterator[Find
             text=f"no operation is below {DEFAULT_FLOOR_BYTES} bytes: by default it leaves "
             "smaller messages out (NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES)",
         )
-    if any(FACTS[Collective(kind.collective)].synchronizing for kind in _collectives(state)):
+    names = {kind.collective for kind in state.totals} - {"send", "recv"}
+    if any(FACTS[Collective(name)].synchronizing for name in names):
         yield Finding(
             rule="inspector-waits",
             severity=Severity.NOTE,
             text="a rank's time includes waiting for other ranks: it is not the transfer time",
         )
-
-
-def _collectives(state: _State) -> Iterator[MessageKind]:
-    return (kind for kind in state.totals if kind.collective not in ("send", "recv"))
