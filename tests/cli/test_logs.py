@@ -287,7 +287,7 @@ class _Evil:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "it is empty"),
+        (b"", "one is empty"),
         (b"\0\1\2" * 99, "an NCCL log, a flight-recorder dump"),
         (b"hello", "an NCCL log, a flight-recorder dump"),
         (gzip.compress(COLL.read_bytes() * 99)[:-9], "gzip"),

@@ -448,7 +448,7 @@ def test_mutated_dumps_never_break_the_reader() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "something in it"),
+        (b"", "this one is empty"),
         (b"\x1f\x8b\x08\x00", "complete gzip"),
         (gzip.compress(b"x" * 1000)[:-9], "complete gzip"),
         (b"{", "whole dump"),

@@ -6,7 +6,7 @@ import pytest
 
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Table
 from stepmark.trace.tables import tables_of
-from stepmark.trace.validate import validate
+from stepmark.trace.tables.validate import validate
 
 SIZES = (1024, 2**20, 2**26)
 SECRET = "s3cret-token"

@@ -14,9 +14,9 @@ from stepmark.report.nccl_tests import text_of
 from stepmark.report.tables import Row, number
 from stepmark.report.tables import rows as op_rows
 from stepmark.store.export import write_csv
-from stepmark.trace.numerals import half_unit
+from stepmark.trace.parse_numbers import rounding_error
 from stepmark.trace.tables import find, tables_of
-from stepmark.trace.validate import validate
+from stepmark.trace.tables.validate import validate
 
 from .table_samples import RCCL_NODE, RCCL_NODES, made_up_rows
 
@@ -26,7 +26,7 @@ def compared(table: Table, row: Row, found: Sequence[Reading]) -> None:
     time_s = number(row, "time_s") or 0.0
     near = []
     for one in found:
-        half = 1e-9 * time_s if one.printed is None else half_unit(one.printed[0]) * 1e-6
+        half = 1e-9 * time_s if one.printed is None else rounding_error(one.printed[0]) * 1e-6
         if one.time_s is not None and abs(one.time_s - time_s) <= half + 1e-12:
             near.append(one)
     assert near, (table.title, row["shape"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stepmark.core.finding import Finding, Severity
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Table
 from stepmark.trace.tables import find, tables_of
-from stepmark.trace.validate import validate
+from stepmark.trace.tables.validate import validate
 
 from .nccl_samples import FAMILIES, FOOT, SIZES, average, half, modern, row
 
@@ -53,7 +53,7 @@ def test_the_32_mib_row_is_the_outlier_and_says_why(slides: Sequence[Table]) -> 
     (evidence,) = rules(slides[3])["slow-outlier"].evidence
     assert SLIDES.read_text().splitlines()[evidence.line - 1].startswith("\t33554432\t")
     assert evidence.text == (
-        "32 MiB out-of-place: 1.99 times what its neighbours let expect; slower than 64 MiB, "
+        "32 MiB out-of-place: 1.99 times what its neighbours suggest; slower than 64 MiB, "
         "2.04 times its in-place time"
     )
 
@@ -71,7 +71,7 @@ def test_outliers_of_the_algorithm_table(slides: Sequence[Table]) -> None:
     finding = rules(slides[5])["slow-outlier"]
     assert finding.count == 4
     heads = [one.text.split(";")[0] for one in finding.evidence]
-    expect = "times what its neighbours let expect"
+    expect = "times what its neighbours suggest"
     assert heads == [
         f"32 MiB Default: 1.44 {expect}",
         f"2 MiB ALGO=Ring: 1.50 {expect}",

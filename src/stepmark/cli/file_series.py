@@ -8,7 +8,7 @@ from stepmark.core.collectives import Collective, busbw_factor
 from stepmark.core.comparison import UNKNOWN, Series
 from stepmark.core.errors import ConfigError
 from stepmark.core.reading import Reading, Table
-from stepmark.trace.numerals import half_unit, value_of
+from stepmark.trace.parse_numbers import parse_number, rounding_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,8 @@ def _of_readings(path: Path, table: Table, readings: Sequence[Reading], told: To
 def _rounding(reading: Reading) -> float:
     """Unit of the last printed digit of a time, over the time; 0 where it is not known."""
     text = reading.printed[0] if reading.printed else ""
-    value = value_of(text) if text else None
-    return 2 * half_unit(text) / value if value else 0.0
+    value = parse_number(text) if text else None
+    return 2 * rounding_error(text) / value if value else 0.0
 
 
 def num_wrong(tables: Sequence[Table]) -> int:

@@ -155,7 +155,7 @@ def _tables(
 ) -> "tuple[tuple[tuple[Table, tuple[Finding, ...]], ...], tuple[str, ...]]":
     """(tables with what is wrong with them, files without any)."""
     from stepmark.trace.tables import find  # noqa: PLC0415
-    from stepmark.trace.validate import validate  # noqa: PLC0415
+    from stepmark.trace.tables.validate import validate  # noqa: PLC0415
 
     by_file = {path: find(path) for path in paths}
     found = ((table, tuple(validate(table))) for own in by_file.values() for table in own)

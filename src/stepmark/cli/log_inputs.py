@@ -97,22 +97,20 @@ def _sort(path: Path, found: Inputs, *, named: bool, as_tables: bool) -> bool:
 
 def kinds_of(path: Path) -> set[str]:
     """What a file holds, by its first 64 KiB. Raises ConfigError if it cannot be read."""
-    from stepmark.trace.bounded_read import head  # noqa: PLC0415
     from stepmark.trace.flight_recorder import looks_like_flight_recorder  # noqa: PLC0415
     from stepmark.trace.inspector import looks_like_inspector  # noqa: PLC0415
     from stepmark.trace.nccl_log import looks_like_log  # noqa: PLC0415
+    from stepmark.trace.read_text import decode, is_binary, read_head  # noqa: PLC0415
     from stepmark.trace.tables import looks_like_tables  # noqa: PLC0415
 
-    start = head(path)
+    start = read_head(path)
     if not start.strip():
-        raise ConfigError("file", path, "a file with something in it; it is empty")
+        raise ConfigError("file", path, "a file with content; this one is empty")
     if looks_like_inspector(start):
         return {INSPECTOR}
     if looks_like_flight_recorder(start):
         return {FLIGHT}
     kinds = {LOG} if looks_like_log(start) else set()
-    if b"\0" not in start[:8192] or start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        encoding = "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
-        text = start.decode(encoding, errors="replace")
-        kinds |= {TABLES} if looks_like_tables(text) else set()
+    if not is_binary(start) and looks_like_tables(decode(start)):
+        kinds.add(TABLES)
     return kinds

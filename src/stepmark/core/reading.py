@@ -46,7 +46,7 @@ class Table:
     """
 
     file: str
-    index: int  # in its file, from 1: `FILE:2` names the second
+    index: int = 0  # in its file, from 1: `FILE:2` names the second
     first_line: int
     last_line: int
     title: str  # heading or command found near it; "" when there is none

@@ -18,7 +18,7 @@ from typing import Any
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import Histogram
-from stepmark.trace import bounded_read, restricted_pickle
+from stepmark.trace import restricted_pickle
 from stepmark.trace.flight_messages import histogram_of
 from stepmark.trace.flight_operation import (
     MAX_ELEMENTS,
@@ -30,6 +30,7 @@ from stepmark.trace.flight_operation import (
     whole,
 )
 from stepmark.trace.flight_phase import phase_of
+from stepmark.trace.read_text import read_bytes
 
 MAX_ENTRIES = 1_000_000
 MAX_TENSORS = 100_000  # of one operation
@@ -77,7 +78,7 @@ def looks_like_flight_recorder(head: bytes) -> bool:
 
 def read_dump(path: Path) -> Dump:
     """One dump, plain or gzipped. Raises ConfigError."""
-    return parse(bounded_read.read(path), str(path), rank=_rank_of(path))
+    return parse(read_bytes(path), str(path), rank=_rank_of(path))
 
 
 def parse(data: bytes, file: str, rank: int | None = None) -> Dump:

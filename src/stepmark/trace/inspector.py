@@ -7,9 +7,7 @@ format is that of plugins/profiler/inspector in the sources of NCCL.
 Over 250 lines: one format, read in one pass, and what its own lines say about what they lack.
 """
 
-import gzip
 import math
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Evidence, Finding, Severity
 from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.message import Histogram, MessageKind, Tally
+from stepmark.trace.read_text import open_binary
 
 MAX_LINE_BYTES = 2**24
 # NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES, unless it was set.
@@ -106,25 +105,12 @@ def read_inspector(paths: Sequence[Path]) -> InspectorFacts:
     """All files of one job, plain or gzipped. Raises ConfigError, also for no operation."""
     state = _State()
     for path in paths:
-        _read_lines(_lines(path), str(path), state)
+        with open_binary(path) as stream:
+            lines = iter(lambda: stream.readline(MAX_LINE_BYTES), b"")
+            _read_lines(lines, str(path), state)
     if not state.sums:
         raise ConfigError("file", paths[0], "inspector lines with coll_perf or p2p_perf")
     return _facts(state)
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            source = gzip.GzipFile(fileobj=raw) if packed else raw
-            while line := source.readline(MAX_LINE_BYTES):
-                yield line
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError("file", path, f"a complete gzip file ({error})") from None
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError("file", path, f"a file that can be read ({why})") from None
 
 
 def _read_lines(lines: Iterable[bytes], file: str, state: _State) -> None:

@@ -6,7 +6,6 @@ absent in CALL lines, and what precedes NCCL may also be missing (text copied fr
 
 import gzip
 import re
-import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +14,7 @@ from typing import IO
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.units import MIB
+from stepmark.trace.read_text import open_binary
 
 BLOCK_BYTES = 8 * MIB
 # NCCL cuts its lines at 1 KiB; longer ones are something else, or several that ran together.
@@ -48,21 +48,8 @@ def batches(path: Path) -> Iterator[tuple[int, list[bytes]]]:
 
     Raises ConfigError where the file cannot be read.
     """
-    try:
-        with path.open("rb") as raw:
-            if raw.peek(2)[:2] != b"\x1f\x8b":
-                yield from _split(raw)
-                return
-            with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield from _split(unpacked)
-    except FileNotFoundError:
-        raise ConfigError("file", path, "a file that exists") from None
-    except IsADirectoryError:
-        raise ConfigError("file", path, "a file, not a folder") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise ConfigError("file", path, "a complete gzip file") from None
-    except OSError as error:
-        raise ConfigError("file", path, f"a file that can be read ({error.strerror})") from None
+    with open_binary(path) as stream:
+        yield from _split(stream)
 
 
 def quotes(path: Path, numbers: Collection[int]) -> dict[int, str]:

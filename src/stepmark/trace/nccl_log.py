@@ -91,7 +91,7 @@ class _Reader:
             self._scan(lines, first)
             self.num_lines += len(lines) - 1
         if empty:
-            raise ConfigError("file", path, "a log with something in it; it is empty")
+            raise ConfigError("file", path, "a log with content; this one is empty")
         if not self._found:
             raise ConfigError("file", path, "a log of NCCL or RCCL; no line of either is in it")
 

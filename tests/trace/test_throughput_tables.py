@@ -1,4 +1,4 @@
-"""Results of training loops: Trainer dicts with and without their quotes, throughput lines."""
+"""Results of a Hugging Face Trainer, with and without their quotes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,10 +57,8 @@ def test_loss_and_epoch_are_no_speed(results: Sequence[Table]) -> None:
         RESULT.replace("'", "").replace("{", ""),
         "[rank0]: " + RESULT,
         RESULT.replace("'", '"').replace(", ", ",\n    ").replace("{", "{\n    "),
-        "***** train metrics *****\n  train_runtime = 0:18:46.1257\n"
-        "  train_samples_per_second = 36.372\n  train_steps_per_second = 0.009\n",
     ],
-    ids=["python", "json", "lost quotes", "no quotes", "prefix", "lines", "metrics"],
+    ids=["python", "json", "lost quotes", "no quotes", "prefix", "lines"],
 )
 def test_every_form_of_a_result_is_one_table(text: str) -> None:
     (table,) = tables_of(text + "\n", "x")
@@ -84,33 +82,8 @@ def test_a_rate_that_rounds_to_zero_is_a_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "unit", "rate"),
-    [
-        ("throughput: 123 samples/s", "samples/s", 123.0),
-        ("step 7 | throughput: 1,234.5 tokens/s | loss 3", "tokens/s", 1234.5),
-        ("total images/sec: 118874.19", "images/s", 118874.19),
-        ("Total img/sec on 8 GPU(s): 2345.6 +- 12.3", "images/s", 2345.6),
-        ("tokens per second: 5.1e4", "tokens/s", 51000.0),
-        ("rate = 98 seqs/sec", "sequences/s", 98.0),
-    ],
-)
-def test_throughput_lines_of_one_wording_are_repeats(line: str, unit: str, rate: float) -> None:
-    (table,) = tables_of(f"start\n{line}\nnoise\n{line}\n", "x")
-    assert table.unit == unit
-    assert [(one.line, one.cycle, one.rate) for one in table.readings] == [
-        (2, 0, rate),
-        (4, 1, rate),
-    ]
-
-
-@pytest.mark.parametrize(
     "line",
-    [
-        "Numbers = Images per second, higher is better.",
-        "see https://host/samples/s3: 4",
-        "Batch 3/10: 4 samples",
-        "throughput: n/a samples/s",
-    ],
+    ["throughput: 123 samples/s", "train_samples_per_second", "train_runtime: n/a"],
 )
-def test_words_without_a_figure_are_no_table(line: str) -> None:
+def test_words_without_a_result_are_no_table(line: str) -> None:
     assert tables_of(f"{line}\n", "x") == []

@@ -1,0 +1,70 @@
+"""Find the tables of results in a file by its content, whatever its name."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from stepmark.core.reading import Table
+from stepmark.trace.read_text import lines_of, read_text
+from stepmark.trace.tables import (
+    generic_tables,
+    nccl_json,
+    nccl_text,
+    result_csv,
+    throughput_tables,
+)
+
+_MARKS = re.compile(
+    r"^\#?\s*nThreads?:? +\d+ +nGpus:? +\d"
+    r"|^\S*\s*\#\s+(?:size|bytes)\s+(?:count|N)\s+type\b"
+    r"|out-of-place\s+in-place"
+    r"|Collective test starting:|Out of bounds values\s*:|Avg bus bandwidth\s*:"
+    r"|^[^\n\d]{0,40}\d{1,19}[\s|]+\d{1,19}[\s|]+"
+    r"(?:u?int(?:8|32|64)|half|float|double|bfloat16|f8e\wm\d|fp8\w*)[\s|]"
+    r"|_samples_per_second|_steps_per_second|\"(?:out_of_place|alg_bw|algBw)\""
+    r"|^(?:numCycle|collective),\s?\S|^family,(?:[\w.]+,){3}",
+    re.MULTILINE,
+)
+_HEAD = 65536
+
+
+def find(path: Path) -> list[Table]:
+    """Return all tables of a file, in order of appearance and numbered from 1.
+
+    Raises ConfigError for a file that cannot be read, is empty or binary. A text without any
+    table gives an empty list.
+    """
+    return tables_of(read_text(path), str(path))
+
+
+def tables_of(text: str, file: str) -> list[Table]:
+    """Return all tables of a text that was read already."""
+    tables = sorted(_read(text, file), key=lambda table: table.first_line)
+    return [replace(table, index=index) for index, table in enumerate(tables, 1)]
+
+
+def looks_like_tables(head: str) -> bool:
+    """Return whether the beginning of a text has marks of a table; a quick test for sorting.
+
+    A log of NCCL alone has none. True is no promise; tables may also begin after the head.
+    """
+    head = head[:_HEAD]
+    return bool(_MARKS.search(head)) or bool(generic_tables.read(lines_of(head), ""))
+
+
+def _read(text: str, file: str) -> list[Table]:
+    head = text[:_HEAD].lstrip()
+    if result_csv.is_stepmark(head):
+        return result_csv.read_stepmark(text, file)
+    if result_csv.is_rccl(head):
+        return result_csv.read_rccl(text, file)
+    if head[:1] in ("{", "["):
+        tables = nccl_json.read(text, file) or result_csv.read_rccl_json(text, file)
+        if tables:
+            return tables
+    lines = lines_of(text)
+    return [
+        *nccl_text.read(lines, file),
+        *generic_tables.read(lines, file),
+        *(throughput_tables.read(lines, file) if throughput_tables.is_mentioned(text) else ()),
+    ]

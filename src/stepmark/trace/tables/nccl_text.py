@@ -1,0 +1,276 @@
+"""Text that nccl-tests and rccl-tests print, and what people paste of it.
+
+One reader for all versions: 1.x (milliseconds), 2.0 - 2.11 (an `error` column), 2.13 and
+later, options -S, -I, -C, -N, -d all, rccl-tests with one placement or more columns, with
+launcher prefixes, log lines between rows and rows broken in two. Tables whose header cells were
+lost or scrambled are read by the number of figures in their rows.
+
+With -C the time column is the time to enqueue: such readings have their bus bandwidth as `rate`
+and no time_s. The `error` column before 2.13 is a difference, no count: num_wrong is None.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import PurePath
+
+from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
+from stepmark.core.units import GB
+from stepmark.trace.parse_numbers import parse_number, rounding_error
+from stepmark.trace.tables import infer, nccl_lines
+from stepmark.trace.tables.nccl_lines import OutputFacts
+from stepmark.trace.tables.nccl_output import Output, outputs_of
+from stepmark.trace.tables.nccl_rows import Layout, Row, layout_of
+from stepmark.trace.tables.table_titles import heading_above
+
+# Beginnings of the notes that validate() turns into findings.
+ROWS_MISSING = "the footer's average bus bandwidth"
+OUT_OF_BOUNDS = "the footer counts values out of bounds"
+_MAX_NOTES = 5
+
+
+def read(lines: Sequence[str], file: str) -> list[Table]:
+    """Return all tables of these lines, in order; their index is left at 0."""
+    pairs = [(output, _table(output, lines, file)) for output in outputs_of(lines)]
+    pairs = [(output, table) for output, table in pairs if table.readings]
+    note = _separate_jobs_note([output for output, _ in pairs if output.facts.ranks])
+    return [
+        replace(table, notes=(*table.notes, note)) if note and output.facts.ranks else table
+        for output, table in pairs
+    ]
+
+
+def _separate_jobs_note(outputs: Sequence[Output]) -> str:
+    """Return a note if the outputs look like one job whose processes did not connect."""
+    if len(outputs) < 2:
+        return ""
+    kinds = {(output.facts.parameters, output.facts.collective) for output in outputs}
+    is_rank_0 = all({rank for rank, _ in output.facts.ranks} == {0} for output in outputs)
+    num_tags = len({output.tag for output in outputs})
+    if len(kinds) > 1 or not (is_rank_0 or num_tags == len(outputs)):
+        return ""
+    return (
+        f"{len(outputs)} complete outputs with equal parameters, each with rank 0: if one "
+        "mpirun started them, the program was built without MPI and each is a job of its own"
+    )
+
+
+def _table(output: Output, lines: Sequence[str], file: str) -> Table:
+    facts, rows = output.facts, output.rows
+    first_line = min(output.first_line, rows[0].line)
+    heading = heading_above(lines, output.command_line or first_line)
+    command_line = lines[output.command_line - 1] if output.command_line else ""
+    tool = nccl_lines.tool_of(facts, f"{heading} {command_line}")
+    layout = layout_of(rows, facts.columns)
+    complete = [row for row in rows if layout and len(row.cells) == layout.width]
+    readings = _readings(complete, layout, output) if layout else []
+    collective, collective_from = _collective(output, readings, file)
+    num_ranks, num_ranks_from, notes = _num_ranks(facts, readings, collective)
+    if num_ranks != 1:  # of one rank a bandwidth is 0
+        readings = [_with_bound(reading) for reading in readings]
+    return Table(
+        file=file,
+        first_line=first_line,
+        last_line=max(row.last_line for row in rows),
+        title=heading or nccl_lines.command_from(command_line),
+        tool=tool,
+        version=facts.version,
+        unit="busbw" if any(reading.rate is not None for reading in readings) else "",
+        collective=collective,
+        collective_from=collective_from,
+        num_ranks=num_ranks,
+        num_ranks_from=num_ranks_from,
+        method=nccl_lines.method_of(facts, tool),
+        readings=tuple(readings),
+        notes=(
+            *_incomplete_rows_notes(rows, layout),
+            *_column_notes(facts, rows),
+            *(_unknown_collective_note(readings) if not collective else ()),
+            *notes,
+            *_footer_notes(facts, readings),
+        ),
+    )
+
+
+def _readings(rows: Sequence[Row], layout: Layout, output: Output) -> list[Reading]:
+    columns = output.facts.columns
+    second = 1e-3 if {"bytes", "n"} <= set(columns) or "(ms)" in columns else 1e-6
+    is_enqueue_time = "cputime" in columns
+    placements = _placements(layout, columns + output.facts.placements)
+    cycles = _cycles(rows, is_mixed=output.num_parameter_lines > 1)
+    time_at, algbw_at, busbw_at = map(layout.columns.index, ("time", "algbw", "busbw"))
+    has_count = "wrong" in layout.columns and not _is_error_column(rows, layout, columns)
+    readings = []
+    for row, cycle in zip(rows, cycles, strict=True):
+        root = parse_number(row.cells[0]) if layout.has_root else None
+        for index, placement in enumerate(placements):
+            start = layout.has_root + index * len(layout.columns)
+            cells = row.cells[start : start + len(layout.columns)]
+            printed = cells[time_at], cells[algbw_at], cells[busbw_at]
+            time, algbw, busbw = map(parse_number, printed)
+            if time is algbw is busbw is None:
+                continue
+            wrong = _num_wrong(cells[layout.columns.index("wrong")]) if has_count else None
+            has_rate = is_enqueue_time and busbw is not None and busbw > 0
+            readings.append(
+                Reading(
+                    line=row.line,
+                    size_bytes=row.size,
+                    count=row.count,
+                    dtype=nccl_lines.dtype_named(row.dtype),
+                    redop=row.redop,
+                    root=None if root is None else int(root),
+                    placement=placement,
+                    time_s=time * second if time and time > 0 and not is_enqueue_time else None,
+                    algbw_bytes_per_s=None if algbw is None else algbw * GB,
+                    busbw_bytes_per_s=None if busbw is None else busbw * GB,
+                    rate=busbw * GB if busbw is not None and has_rate else None,
+                    num_wrong=wrong,
+                    cycle=cycle,
+                    printed=printed,
+                )
+            )
+    return readings
+
+
+def _placements(layout: Layout, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the placements in order. A single one is named only by its header."""
+    if layout.placements == 2:
+        return OUT_OF_PLACE, IN_PLACE
+    named = [word for word in (OUT_OF_PLACE, IN_PLACE) if word in columns]
+    return (named[0] if len(named) == 1 else "",)
+
+
+def _is_error_column(rows: Sequence[Row], layout: Layout, columns: Sequence[str]) -> bool:
+    """Return whether the last figure is a difference such as 4e-07, as before 2.13."""
+    if "#wrong" in columns or "error" in columns or "res" in columns:
+        return "#wrong" not in columns
+    last = layout.columns.index("wrong") + layout.has_root
+    return any("e-" in row.cells[last] or row.cells[last] == "0e+00" for row in rows)
+
+
+def _num_wrong(text: str) -> int | None:
+    value = parse_number(text.rstrip("*"))
+    return None if value is None or value < 0 else int(value)
+
+
+def _cycles(rows: Sequence[Row], *, is_mixed: bool) -> list[int]:
+    """Return which repeat of its sweep each row belongs to: a sweep begins where sizes fall.
+
+    A sweep of one size repeats it. is_mixed: lines of several outputs, each size several times.
+    """
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        root = row.cells[0] if len(row.cells) % 4 else ""
+        kinds.setdefault((row.dtype, row.redop, root), []).append(index)
+    cycles = [0] * len(rows)
+    for indexes in kinds.values():
+        sizes = [rows[index].size for index in indexes]
+        is_repeated = is_mixed or (len(set(sizes)) == 1 and sizes[0] > 0)
+        counts: dict[int, int] = {}
+        cycle, last = 0, -1
+        for index, size in zip(indexes, sizes, strict=True):
+            cycle += size < last
+            cycles[index] = counts.get(size, 0) if is_repeated else cycle
+            counts[size], last = counts.get(size, 0) + 1, size
+    return cycles
+
+
+def _with_bound(reading: Reading) -> Reading:
+    """Return a bandwidth printed as 0 as one below half of its last digit."""
+    if reading.busbw_bytes_per_s != 0 or not reading.size_bytes or reading.printed is None:
+        return reading
+    return replace(
+        reading,
+        rate=None,
+        rate_below=rounding_error(reading.printed[2]) * GB,
+        busbw_bytes_per_s=None,
+        algbw_bytes_per_s=reading.algbw_bytes_per_s or None,
+    )
+
+
+def _collective(output: Output, readings: Sequence[Reading], file: str) -> tuple[str, str]:
+    """Return (collective, how it is known)."""
+    if output.facts.collective:
+        return output.facts.collective, "the line 'Collective test starting'"
+    if output.collective:
+        return output.collective, f"the command in line {output.command_line}"
+    name = PurePath(file).name
+    if collective := nccl_lines.collective_in_text(name):
+        return collective, f"the file's name, {name}"
+    return infer.collective_of(readings)
+
+
+def _num_ranks(
+    facts: OutputFacts, readings: Sequence[Reading], collective: str
+) -> tuple[int | None, str, tuple[str, ...]]:
+    """Return (ranks, how they are known, notes)."""
+    if facts.ranks:
+        groups = dict(facts.ranks)
+        same = sum(group == groups.get(0, 0) for group in groups.values())
+        of_all = f" of group 0, of {len(groups)} in all" if same < len(groups) else ""
+        repeated = len(facts.ranks) - len(groups)
+        note = (
+            f"{repeated} rank lines name a rank a second time: this is the mixed output of "
+            "several processes that did not connect (a build without MPI)"
+        )
+        return same, f"{same} rank lines{of_all}", (note,) if repeated else ()
+    num_ranks, reason = infer.num_ranks_of(readings, collective)
+    if num_ranks is not None:
+        return num_ranks, reason, ()
+    why = f" ({reason})" if reason else ""
+    return None, "", (f"the number of ranks is not known{why} (compare --ranks N)",)
+
+
+def _unknown_collective_note(readings: Sequence[Reading]) -> tuple[str, ...]:
+    parts = infer.parts_of(readings)
+    hint = ""
+    if parts and parts > 1:
+        hint = f"; size is {parts} x count: one of all_gather, all_to_all, gather, scatter"
+    return (f"the collective is not known (compare --collective NAME){hint}",)
+
+
+def _incomplete_rows_notes(rows: Sequence[Row], layout: Layout | None) -> list[str]:
+    """Return a note for each of the first rows that were left out."""
+    if layout is None:
+        return []
+    lost = [row for row in rows if len(row.cells) != layout.width]
+    notes = [
+        f"line {row.line}: the last row is cut off after {len(row.cells)} of {layout.width} "
+        "figures and left out"
+        if row is rows[-1] and len(row.cells) < layout.width
+        else f"line {row.line}: a row with {len(row.cells)} figures instead of "
+        f"{layout.width} is left out"
+        for row in lost[:_MAX_NOTES]
+    ]
+    more = len(lost) - _MAX_NOTES
+    return notes + ([f"{more} more rows are left out"] if more > 0 else [])
+
+
+def _column_notes(facts: OutputFacts, rows: Sequence[Row]) -> list[str]:
+    notes = []
+    if {"bytes", "n"} <= set(facts.columns):
+        notes.append("layout of nccl-tests 1.x: times are milliseconds")
+    if "cputime" in facts.columns:
+        notes.append("the time column is the time to enqueue (-C): it says nothing of busbw")
+    starred = next((row for row in rows if any("*" in cell for cell in row.cells)), None)
+    if starred:
+        notes.append(f"{OUT_OF_BOUNDS}: an asterisk in line {starred.line}")
+    return notes
+
+
+def _footer_notes(facts: OutputFacts, readings: Sequence[Reading]) -> list[str]:
+    notes = [f"{OUT_OF_BOUNDS}: {facts.num_wrong}"] if facts.num_wrong else []
+    average = parse_number(facts.average)
+    printed = [reading.printed[2] for reading in readings if reading.printed]
+    rates = [rate for text in printed if (rate := parse_number(text)) is not None]
+    if average is None or not rates:
+        return notes
+    mean = sum(rates) / len(rates)
+    rounding = sum(map(rounding_error, printed)) / len(printed)
+    rounding += max(rounding_error(facts.average), 5e-6)
+    if abs(mean - average) > rounding + 1e-9 + abs(average) * 1e-5:
+        notes.append(
+            f"{ROWS_MISSING} is {average:g}, that of the rows here {mean:g}: rows are missing "
+            "or were changed"
+        )
+    return notes
