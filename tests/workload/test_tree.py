@@ -26,7 +26,7 @@ def layouts(model: ModelConfig) -> Iterator[ShardLayout]:
         # ep and etp divide the ranks of tp, cp and dp_shard.
         axes = ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, dp_shard=max(ep, 2))
         layout = ShardLayout(axes=axes, etp=etp, sequence_parallel=sequence)
-        if (ep > 1 or etp) and model.moe is None or etp == tp:
+        if ((ep > 1 or etp) and model.moe is None) or etp == tp:
             continue
         try:
             layout.check(model)
@@ -92,7 +92,9 @@ def test_the_law_would_tell_wrong_work(change: str) -> None:
     right = sum(flops * 64 // twins for _, _, flops, twins in found)
     wrong = {
         "rows": sum(flops * (8 if role == "mlp.router" else 64) for role, _, flops, _ in found),
-        "width": sum(flops * 64 * (8 if "experts" in role else 1) for role, _, flops, _ in found),
+        "width": sum(
+            flops * 64 * (8 if "experts" in role else 1) for role, _, flops, _ in found
+        ),
         "twins": sum(flops * 64 for _, _, flops, _ in found),
     }[change]
     expected = sum(whole(model, layout.fused, 8).values())

@@ -11,7 +11,7 @@ from stepmark.core.workload import ComputeOp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """One tensor on one rank of tp and ep. part: role whose backward pass makes its gradient."""
+    """One tensor on one rank of tp and ep. part: the role whose backward makes its gradient."""
 
     name: str  # within the unit, e.g. "attention.qkv.weight"
     shape: tuple[int, ...]

@@ -2,8 +2,8 @@
 
 Operator cases, workload rules, FLOPs, parameter counts and memory derive from it. Paths are the
 module names of the step that `stepmark train` runs (bench/training/transformer.py). A leaf
-multiplies the rows of all tensor-parallel ranks, or its own share of them; the law that follows:
-FLOPs per rank / twins, summed over ranks, are the model's.
+multiplies the rows of all tensor-parallel ranks, or its own share of them. The law: FLOPs of a
+rank / twins, summed over ranks, are the model's.
 
 Experts: with balanced routing a rank of ep x etp computes as many rows as it sends out, those
 of its etp peers included, over 1 / etp of the width of num_experts / ep experts.
@@ -77,9 +77,22 @@ class ShardLayout:
             return
         tp, etp = self.axes.tp, self.expert_tp
         if moe.ffn_hidden_size % etp:
-            raise ConfigError("etp", etp, f"a divisor of the experts' width {moe.ffn_hidden_size}")
+            raise ConfigError(
+                "etp", etp, f"a divisor of the experts' width {moe.ffn_hidden_size}"
+            )
         if max(tp, etp) % min(tp, etp):
             raise ConfigError("etp", etp, f"a multiple or divisor of tp ({tp})")
+
+
+def layout_of(framework: str, axes: ParallelConfig, *, etp: int | None = None) -> ShardLayout:
+    """How `op --as` spreads a model. Raise ConfigError for an unknown framework."""
+    known = ("train", "megatron", "fsdp")
+    if framework not in known:
+        raise ConfigError("as", framework, f"one of {', '.join(known)}")
+    if etp is not None and etp < 1:
+        raise ConfigError("etp", etp, "1 or more")
+    gathers = framework == "train"
+    return ShardLayout(axes=axes, etp=etp or 0, fused=FUSED[framework], whole_loss=gathers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +276,9 @@ class TreeMaker:
         for name, heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
             if model.qk_norm:
                 rows = self.tokens * heads // self._tp
-                made = self._norm(f"attention.{name}", f"attention.{name}", model.head_dim, rows)
+                made = self._norm(
+                    f"attention.{name}", f"attention.{name}", model.head_dim, rows
+                )
                 yield replace(made, keeps=Kept())
 
     def _scores(self) -> Iterator[Module]:
@@ -365,15 +380,23 @@ class TreeMaker:
         out = one.out // etp if one.split == "out" else one.out
         width = one.width // etp if one.split == "in" else one.width
         count, role = one.copies // ep, role_of(one.name)
-        op = GroupedGemm(
-            num_groups=count,
-            tokens=self.expert_rows,
-            n=out,
-            k=width,
-            skew=inputs.skew,
-            dtype=inputs.plain_dtype,
-        )
-        ops = ((phase, replace(op, phase=phase)) for phase in GEMM_PHASES)
+        rows, dtype = self.expert_rows, inputs.plain_dtype
+        ops: list[tuple[Phase, Op | Kernel]] = []
+        for phase in GEMM_PHASES:
+            if dtype is DType.FP64:  # no operator: experts one by one
+                flops = 2 * rows * out * width
+                ops.append((phase, Kernel(name="experts", flops=flops)))
+                continue
+            op = GroupedGemm(
+                num_groups=count,
+                tokens=rows,
+                n=out,
+                k=width,
+                skew=inputs.skew,
+                dtype=dtype,
+                phase=phase,
+            )
+            ops.append((phase, op))
         # Without sequence parallelism every tp rank has all rows: those of other widths sum up.
         twins = max(1, self.own_twins // etp)
         param = Param(name=one.name, shape=(count, out, width), part=role, is_expert=True)
@@ -398,12 +421,14 @@ class TreeMaker:
             is_linear=True,
         )
 
-    def _norm(self, name: str, role: str, width: int, rows: int = 0) -> Module:
+    def _norm(
+        self, name: str, role: str, width: int, rows: int = 0, *, kind: str = "rmsnorm"
+    ) -> Module:
         """rows: of a norm over heads; else its own share of the tokens."""
         op = Norm(
             tokens=rows or self.own_tokens,
             hidden=width,
-            kind="rmsnorm",
+            kind=kind,
             dtype=self.inputs.plain_dtype,
         )
         param = Param(name=f"{name}.weight", shape=(width,), part=role, is_partial=True)
@@ -421,12 +446,11 @@ class TreeMaker:
         """One of the residual stream, of the model's own kind."""
         model = self.model
         is_layernorm = model.norm == "layernorm"
-        made = self._norm(name, role, model.hidden_size)
+        made = self._norm(name, role, model.hidden_size, kind=model.norm)
         weight = replace(made.params[0], is_norm=True)
         bias = replace(weight, name=f"{name}.bias")
         return replace(
             made,
-            work=tuple(replace(op, op=replace(op.op, kind=model.norm)) for op in made.work),
             params=(weight, bias) if is_layernorm else (weight,),
             keeps=Kept(divided=model.hidden_size, statistics=1 + is_layernorm),
         )
@@ -501,7 +525,9 @@ def _between(role: str, *operations: tuple[Phase, Op | Kernel]) -> Module:
     return Module(name=role, role=role, work=_work(role, *operations), is_module=False)
 
 
-def _both(op: Norm | Activation | Rope | Attention | CrossEntropy) -> Iterator[tuple[Phase, Op]]:
+def _both(
+    op: Norm | Activation | Rope | Attention | CrossEntropy,
+) -> Iterator[tuple[Phase, Op]]:
     for phase in BOTH:
         yield phase, replace(op, phase=phase)
 

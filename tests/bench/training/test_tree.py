@@ -33,6 +33,8 @@ def test_paths_are_modules_of_the_real_step(name: str) -> None:
     model = MODELS[name].tiny()
     with torch.device("meta"):
         real = Transformer(model)
-    names = {key for key, _ in real.named_modules()} | {key for key, _ in real.named_parameters()}
+    names = {key for key, _ in real.named_modules()} | {
+        key for key, _ in real.named_parameters()
+    }
     for path, _, leaf in build(model, ShardLayout(), INPUTS).leaves():
         assert path in names or not leaf.is_module, path
