@@ -1,13 +1,13 @@
-"""nccl-tests and stepmark asked the same, in turn on the same machine: do the figures agree?
+"""Compare stepmark with nccl-tests: the same collectives, alternately, on the same machine.
 
     python recipes/beside_nccl_tests.py --binaries nccl-tests/build --out beside/
 
-nccl-tests runs with one thread per device (-t N -g 1), each program once per launch; then
-stepmark runs the same collectives, sizes and type; and so on, --launches times. Every output
-is kept in --out; what is there already is not run again. The table and side_by_side.json say,
-per size: nccl-tests' median, minimum and maximum over launches, ours, and whether ours is
-within 1 % of that median or inside that range. Environment such as NCCL_NVLS_ENABLE=0 and
-LD_LIBRARY_PATH (both must load the same libnccl) is the caller's.
+nccl-tests runs with one thread per device (-t N -g 1), each program once per launch. Then
+stepmark runs the same collectives, sizes and type. This repeats --launches times. Every output
+is kept in --out; an output that exists is not measured again. The table and side_by_side.json
+show per size the times of both over launches, and whether stepmark's median is within 1 % of
+nccl-tests' median or inside the range of its launches. The caller sets the environment, such as
+NCCL_NVLS_ENABLE=0 and LD_LIBRARY_PATH; both programs must load the same libnccl.
 """
 
 import argparse
@@ -36,8 +36,8 @@ def main() -> None:
     for launch in range(1, asked.launches + 1):
         for mode in asked.modes.split(","):
             for name in asked.collectives.split(","):
-                theirs(asked, mode, name, launch)
-            ours(asked, mode, launch)
+                run_nccl_tests(asked, mode, name, launch)
+            run_stepmark(asked, mode, launch)
     rows = compared(asked.out)
     (asked.out / "side_by_side.json").write_text(json.dumps(rows, indent=1))
     show(rows)
@@ -45,14 +45,16 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--binaries", type=Path, required=True, help="nccl-tests' programs")
+    parser.add_argument(
+        "--binaries", type=Path, required=True, help="folder of nccl-tests' programs"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for all outputs")
-    parser.add_argument("--devices", type=int, required=True, help="how many")
-    parser.add_argument("--launches", type=int, default=3)
-    parser.add_argument("--modes", default="queued,graph")
-    parser.add_argument("--collectives", default=",".join(PROGRAMS))
+    parser.add_argument("--devices", type=int, required=True, help="number of devices")
+    parser.add_argument("--launches", type=int, default=3, help="launches of each [3]")
+    parser.add_argument("--modes", default="queued,graph", help="separated by commas")
+    parser.add_argument("--collectives", default=",".join(PROGRAMS), help="separated by commas")
     parser.add_argument("--end", default="queued=4G,graph=16M", help="largest size by mode")
-    parser.add_argument("--api", default="nccl", help="of stepmark: torch or nccl")
+    parser.add_argument("--api", default="nccl", help="stepmark's --api: torch or nccl")
     parser.add_argument("--iters", default="50", help="-n of both")
     parser.add_argument("--graphs", default="5", help="-G of nccl-tests in graph mode")
     return parser.parse_args()
@@ -63,18 +65,18 @@ def largest(asked: argparse.Namespace, mode: str) -> str:
 
 
 def common(asked: argparse.Namespace, mode: str) -> list[str]:
-    """What both programs are told."""
+    """Return the flags of both programs."""
     sizes = ["-b", "1K", "-e", largest(asked, mode), "-f", "4"]
     return [*sizes, "-w", "5", "-c", "1", "-d", "bfloat16", "-n", asked.iters]
 
 
-def theirs(asked: argparse.Namespace, mode: str, name: str, launch: int) -> None:
+def run_nccl_tests(asked: argparse.Namespace, mode: str, name: str, launch: int) -> None:
     command = [str(asked.binaries / PROGRAMS[name]), "-t", str(asked.devices), "-g", "1"]
     command += common(asked, mode) + (["-G", asked.graphs] if mode == "graph" else [])
     run(command, asked.out / f"nccl-tests-{mode}-{name}-{launch}.txt")
 
 
-def ours(asked: argparse.Namespace, mode: str, launch: int) -> None:
+def run_stepmark(asked: argparse.Namespace, mode: str, launch: int) -> None:
     rows = asked.out / f"stepmark-{mode}-{launch}.json"
     command = [sys.executable, "-m", "stepmark", "comm", *asked.collectives.split(",")]
     command += [*common(asked, mode), "--nproc", str(asked.devices)]
@@ -85,7 +87,7 @@ def ours(asked: argparse.Namespace, mode: str, launch: int) -> None:
 
 
 def run(command: list[str], output: Path) -> None:
-    """Once: a finished output has its name."""
+    """Run the command unless its output exists; an unfinished output has another name."""
     if output.exists():
         return
     begin = time.monotonic()
@@ -102,23 +104,27 @@ def run(command: list[str], output: Path) -> None:
 
 
 def compared(folder: Path) -> list[dict[str, Any]]:
-    others: dict[Key, list[float]] = {}
-    mine: dict[Key, list[float]] = {}
+    nccl_tests: dict[Key, list[float]] = {}
+    stepmark: dict[Key, list[float]] = {}
     for file in sorted(folder.glob("nccl-tests-*.txt")):
         _, _, mode, name, _ = file.stem.split("-")
         for size, placement, seconds in parsed(file.read_text()):
-            others.setdefault((mode, name, size, placement), []).append(seconds)
+            nccl_tests.setdefault((mode, name, size, placement), []).append(seconds)
     for file in sorted(folder.glob("stepmark-*.json")):
         mode = file.stem.split("-")[1]
         for row in json.loads(file.read_text())["rows"]:
             if row["time_s"]:
                 key = (mode, row["family"], row["size_bytes"], row["placement"])
-                mine.setdefault(key, []).append(row["time_s"])
-    return [verdict(key, others[key], mine[key]) for key in mine if key in others]
+                stepmark.setdefault(key, []).append(row["time_s"])
+    return [
+        verdict(key, nccl_tests[key], times)
+        for key, times in stepmark.items()
+        if key in nccl_tests
+    ]
 
 
 def parsed(text: str) -> Iterator[tuple[int, str, float]]:
-    """(bytes, placement, seconds) of nccl-tests' table."""
+    """Yield (bytes, placement, seconds) of nccl-tests' table."""
     for line in text.splitlines():
         words = line.split()
         if len(words) == 13 and words[0].isdecimal():
@@ -126,31 +132,32 @@ def parsed(text: str) -> Iterator[tuple[int, str, float]]:
             yield int(words[0]), "in-place", float(words[9]) * 1e-6
 
 
-def verdict(key: Key, others: list[float], mine: list[float]) -> dict[str, Any]:
+def verdict(key: Key, nccl_tests: list[float], stepmark: list[float]) -> dict[str, Any]:
     mode, name, size, placement = key
-    base, value = median(others), median(mine)
+    base, value = median(nccl_tests), median(stepmark)
     return {
         "mode": mode,
         "collective": name,
         "size_bytes": size,
         "placement": placement,
-        "nccl_tests_us": [second * 1e6 for second in others],
-        "stepmark_us": [second * 1e6 for second in mine],
+        "nccl_tests_us": [second * 1e6 for second in nccl_tests],
+        "stepmark_us": [second * 1e6 for second in stepmark],
         "ratio": value / base,
         "within_1_pct": abs(value / base - 1) <= 0.01,
-        "inside": min(others) <= value <= max(others),
-        "stepmark_spread": (max(mine) - min(mine)) / value,
-        "nccl_tests_spread": (max(others) - min(others)) / base,
+        "inside": min(nccl_tests) <= value <= max(nccl_tests),
+        "stepmark_spread": (max(stepmark) - min(stepmark)) / value,
+        "nccl_tests_spread": (max(nccl_tests) - min(nccl_tests)) / base,
     }
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    say("| mode | collective | bytes | placement | nccl-tests us | ours us | ratio | agree |")
+    say("| mode | collective | bytes | place | nccl-tests, us | stepmark, us | ratio | agree |")
     say("|---|---|---|---|---|---|---|---|")
     for row in rows:
         words = [row["mode"], row["collective"], row["size_bytes"], row["placement"]]
-        for who in ("nccl_tests", "stepmark"):
-            words.append(f"{median(row[who + '_us']):.2f} (+-{row[who + '_spread'] / 2:.1%})")
+        for name in ("nccl_tests", "stepmark"):
+            time, spread = median(row[name + "_us"]), row[name + "_spread"]
+            words.append(f"{time:.2f} (+-{spread / 2:.1%})")
         agree = "yes" if row["within_1_pct"] or row["inside"] else "no"
         say("| " + " | ".join(map(str, [*words, f"{row['ratio']:.3f}", agree])) + " |")
 

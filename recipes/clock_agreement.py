@@ -1,7 +1,7 @@
-"""Do three ways of timing a GEMM agree? Ours, triton's do_bench, the profiler's kernels.
+"""Compare three ways of timing a GEMM: stepmark's clock, triton's do_bench, the profiler.
 
-All three look at the same operands in one process, in turn, several rounds, after a soak, so
-that they meet the same clocks and the same power limit. Needs a GPU and triton.
+All three time the same operands in one process, alternately, in several rounds after a soak, so
+that they run at the same clocks and power limit. A GPU and triton are required.
 
     python recipes/clock_agreement.py --out agreement.json
 """
@@ -26,7 +26,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.ops import Gemm
 
 SIDES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384)
-# Llama-3.1-70B's five at sequence length 8192: qkv, out, gate and up, down, head.
+# The five products of Llama-3.1-70B at sequence length 8192: qkv, out, gate and up, down, head.
 LLAMA_70B = (
     (8192, 10240, 8192),
     (8192, 8192, 8192),
@@ -39,21 +39,21 @@ WARM_S = 0.15
 
 
 def profiled(warm: Callable[[], None], timed: Callable[[], float]) -> tuple[float, float]:
-    """What `timed` says, and the profiler's median kernel time of the same launches."""
+    """Return the time that `timed` reports and the profiler's median of the same launches."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
-        # Few launches: a profiler keeps every kernel, and short ones come by the ten thousand.
+        # Few launches: a profiler keeps every kernel, and there are thousands of short ones.
         warm()
         torch.cuda.synchronize()
         marker = torch.empty(1, device="cuda").cos_()
-        said = timed()
+        reported = timed()
         torch.cuda.synchronize()
     del marker
     kernels = [e for e in recorded.events() if e.device_type == DeviceType.CUDA]
     kernels.sort(key=lambda event: event.time_range.start)
     last = max(i for i, event in enumerate(kernels) if "cos" in event.name)
-    # What remains is one GEMM kernel a call, and flushes and spins that are no part of it.
+    # The rest is one GEMM kernel per call, and flushes and spins, which do not count.
     times = [e.device_time * 1e-6 for e in kernels[last + 1 :] if is_gemm(e.name)]
-    return said, statistics.median(times)
+    return reported, statistics.median(times)
 
 
 def is_gemm(name: str) -> bool:
@@ -61,7 +61,7 @@ def is_gemm(name: str) -> bool:
 
 
 def compare(shape: tuple[int, int, int], rounds: int, soak_s: float) -> dict[str, object]:
-    """Median seconds by each way, and by our clocks with and without a cache flush."""
+    """Return median seconds by each way, and by our clocks with and without a cache flush."""
     from triton.testing import do_bench  # noqa: PLC0415
 
     m, n, k = shape
@@ -102,36 +102,38 @@ def compare(shape: tuple[int, int, int], rounds: int, soak_s: float) -> dict[str
             ours.sample(block(ours))
 
     warm(soak_s)
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
 
     def note(name: str, seconds: float) -> None:
-        found.setdefault(name, []).append(seconds)
+        times.setdefault(name, []).append(seconds)
 
     for _ in range(rounds):
-        # Every way meets the device in the same state: at work for WARM_S.
+        # Before each way the device has been busy for WARM_S, so its state is the same.
         for clock_name, timer in timers.items():
             warm()
             note(clock_name, median_of(timer))
         warm()
         note("do_bench", by_triton())
         for name, timed in (("ours", lambda: median_of(ours)), ("do_bench", by_triton)):
-            said, kernel = profiled(lambda: warm(min(WARM_S, 2000 * call_s)), timed)
+            reported, kernel = profiled(lambda: warm(min(WARM_S, 2000 * call_s)), timed)
             note(f"{name}_kernel", kernel)
-            note(f"{name}_over_its_kernel", said / kernel)
+            note(f"{name}_over_its_kernel", reported / kernel)
     row: dict[str, object] = {"shape": "x".join(map(str, shape)), "method": ours.method}
-    for name, values in found.items():
+    for name, values in times.items():
         value = statistics.median(values)
         row |= {name: value} if "over" in name else {f"{name}_us": value * 1e6}
-    pairs = zip(found[ClockName.AUTO], found["ours_kernel"], strict=True)
+    pairs = zip(times[ClockName.AUTO], times["ours_kernel"], strict=True)
     row["auto_over_kernel"] = statistics.median(a / b for a, b in pairs)
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--soak", type=float, default=1.0)
-    parser.add_argument("--out", type=Path)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of all ways [9]")
+    parser.add_argument(
+        "--soak", type=float, default=1.0, help="seconds before the first round [1]"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file")
     arguments = parser.parse_args()
     rows = []
     for shape in [(side, side, side) for side in SIDES] + list(LLAMA_70B):

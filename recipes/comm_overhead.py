@@ -1,9 +1,9 @@
-"""What does `stepmark comm` cost its host per call? An all-reduce of gloo on two ranks.
+"""Measure the host overhead of `stepmark comm` per call, with gloo all-reduces on two ranks.
 
-A bare loop, `for _ in range(k): dist.all_reduce(t)`, and the runner's sampling of as many calls
-on the same tensor and group take turns in the same two ranks, in random order, so that both
-meet the same noise. Of each turn the slower rank's median counts. `wall` is all that the turn
-takes, what the runner decides and gathers between batches included, over the bare loop's.
+A bare loop, `for _ in range(k): dist.all_reduce(t)`, alternates in random order with the
+runner's sampling of the same calls on the same tensor and group, so that both see the same
+noise. The median of the slower rank counts. `wall` is the wall time of the runner's turn,
+including its decisions and gathers between batches, over that of the bare loop.
 
     torchrun --standalone --nproc-per-node 2 recipes/comm_overhead.py --rounds 200
 """
@@ -25,10 +25,10 @@ from stepmark.bench.ranks import Ranks, join
 from stepmark.core.units import KIB, MIB, format_bytes
 
 SIZES = (KIB, MIB)
-SAMPLE_S = 1e-3  # of k calls, as in the runner
-TURN_S = 0.1  # a batch of the runner
+SAMPLE_S = 1e-3  # k calls
+TURN_S = 0.1  # one batch of the runner
 
-# A way of timing: samples, in seconds per call.
+# A way of timing, which returns samples in seconds per call.
 Way = Callable[[], list[float]]
 
 
@@ -49,7 +49,7 @@ def ours(ranks: Ranks, t: torch.Tensor, k: int, num_samples: int) -> list[float]
 
 
 def turn(ranks: Ranks, way: Way) -> tuple[float, float]:
-    """The slower rank's median per call, and seconds of the whole."""
+    """Return the slower rank's median per call, and its wall time."""
     ranks.align()
     begin = time.perf_counter()
     seconds = way()
@@ -59,8 +59,8 @@ def turn(ranks: Ranks, way: Way) -> tuple[float, float]:
 
 
 def compare(ranks: Ranks, size: int, rounds: int) -> str:
-    """One line: medians over rounds, and the quartiles of the ratio within a round."""
-    t = torch.zeros(size // 4)  # sums of zeros stay what they are
+    """Return a line of medians over rounds and quartiles of the ratio within a round."""
+    t = torch.zeros(size // 4)  # sums of zeros stay zero
     call_s = max(ranks.gather(statistics.median(bare(t, 1, 200))))
     k, num_samples = max(1, round(SAMPLE_S / call_s)), max(1, round(TURN_S / SAMPLE_S))
     ways: dict[str, Way] = {
@@ -68,15 +68,15 @@ def compare(ranks: Ranks, size: int, rounds: int) -> str:
         "ours": lambda: ours(ranks, t, k, num_samples),
     }
     order = random.Random(1)
-    found: list[dict[str, tuple[float, float]]] = []
+    turns: list[dict[str, tuple[float, float]]] = []
     for _ in range(rounds + 1):
         names = order.sample(sorted(ways), 2)
-        found.append({name: turn(ranks, ways[name]) for name in names})
-    del found[0]  # warm-up
-    ratios = [one["ours"][0] / one["bare"][0] for one in found]
+        turns.append({name: turn(ranks, ways[name]) for name in names})
+    del turns[0]  # warm-up
+    ratios = [times["ours"][0] / times["bare"][0] for times in turns]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    walls = statistics.median(one["ours"][1] / one["bare"][1] for one in found)
-    medians = {name: statistics.median(one[name][0] for one in found) for name in ways}
+    walls = statistics.median(times["ours"][1] / times["bare"][1] for times in turns)
+    medians = {name: statistics.median(times[name][0] for times in turns) for name in ways}
     return (
         f"{format_bytes(size):>8}  k {k:3}  bare {medians['bare'] * 1e6:8.2f} us"
         f"  runner {medians['ours'] * 1e6:8.2f} us"
@@ -85,8 +85,8 @@ def compare(ranks: Ranks, size: int, rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=200, help="rounds [200]")
     arguments = parser.parse_args()
     ranks = join("cpu")
     for size in SIZES:

@@ -1,12 +1,12 @@
-"""What DeepSpeed really sends: every message of small jobs on CPU ranks, for tests to compare.
+"""Record every message that DeepSpeed sends in small jobs on CPU ranks, for the tests.
 
     python recipes/deepspeed_messages.py --cases tests/data/deepspeed/cases.json \
         --out tests/data/deepspeed/messages.json
 
-Needs deepspeed (DS_BUILD_OPS=0 when it is installed from source), transformers and gloo; no
-GPU. Each case is a job of its own model, DeepSpeed settings and number of ranks; some run in
-the same processes. What is kept is rank 0's: the messages of deepspeed.initialize and of the
-last of three steps, in their order, from torch's dispatcher.
+It needs deepspeed (DS_BUILD_OPS=0 when installed from source), transformers and gloo, but no
+GPU. Each case is a job with its model, DeepSpeed settings and number of ranks; several cases
+run in the same processes. The file holds rank 0's messages of deepspeed.initialize and of the
+last of three steps, in order, as torch's dispatcher sees them.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from deepspeed.accelerator import get_accelerator
 from stepmark.bench.training.messages import MessageRecorder
 
 STEPS = 3
-_AT_ONCE = 16  # cases
+_AT_ONCE = 16  # cases in the same processes
 _SEQUENCE = 16
 _TOKENS = 500
 _WIDTHS: dict[str, Any] = {
@@ -72,7 +72,7 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
 }
-# By name: the class's stem in transformers, and its configuration.
+# Name -> stem of the class in transformers, and its configuration.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _WIDTHS),
     "gpt2": ("GPT2", _GPT2),
@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Recorder(MessageRecorder):
-    """With the root of collectives that have one."""
+    """Recorder that adds the root of collectives that have one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,32 +103,35 @@ class Recorder(MessageRecorder):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cases", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     cases: dict[str, dict[str, Any]] = json.loads(asked.cases.read_text())
-    found: dict[str, dict[str, list[str]]] = {}
+    messages: dict[str, dict[str, list[str]]] = {}
     for ranks in sorted({case["ranks"] for case in cases.values()}):
-        same = [name for name, one in cases.items() if one["ranks"] == ranks]
+        same = [name for name, case in cases.items() if case["ranks"] == ranks]
         for at in range(0, len(same), _AT_ONCE):
-            found |= recorded({name: cases[name] for name in same[at : at + _AT_ONCE]})
-            say(f"{len(found)} of {len(cases)} cases")
-    kinds = (deepspeed, torch, transformers)
-    versions = {one.__name__: one.__version__.strip() for one in kinds}
-    setups = {" ".join(one["setup"]): one["setup"] for one in found.values()}
-    places = {key: index for index, key in enumerate(setups)}
+            messages |= recorded({name: cases[name] for name in same[at : at + _AT_ONCE]})
+            say(f"{len(messages)} of {len(cases)} cases")
+    packages = (deepspeed, torch, transformers)
+    versions = {package.__name__: package.__version__.strip() for package in packages}
+    setups = {" ".join(lines["setup"]): lines["setup"] for lines in messages.values()}
+    numbers = {key: index for index, key in enumerate(setups)}
     steps = {
-        name: {"setup": places[" ".join(found[name]["setup"])], "step": found[name]["step"]}
+        name: {
+            "setup": numbers[" ".join(messages[name]["setup"])],
+            "step": messages[name]["step"],
+        }
         for name in cases
     }
     asked.out.write_text(written(versions, list(setups.values()), steps))
 
 
 def written(versions: object, setups: list[list[str]], steps: dict[str, Any]) -> str:
-    """JSON with a line for each list of messages."""
-    first = ",\n".join(json.dumps(one) for one in setups)
-    second = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in steps.items())
+    """Return JSON with a line per list of messages."""
+    first = ",\n".join(map(json.dumps, setups))
+    second = ",\n".join(f"{json.dumps(key)}: {json.dumps(step)}" for key, step in steps.items())
     return (
         f'{{"versions": {json.dumps(versions)},\n"setups": [\n{first}\n],\n'
         f'"steps": {{\n{second}\n}}}}\n'
@@ -136,30 +139,32 @@ def written(versions: object, setups: list[list[str]], steps: dict[str, Any]) ->
 
 
 def recorded(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """Of one number of ranks, in the same processes."""
+    """Record cases of the same number of ranks in the same processes."""
     ranks = next(iter(cases.values()))["ranks"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = mp.get_context("spawn")
-    answer, told = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     workers = [
-        context.Process(target=work, args=(rank, ranks, port, cases, told), daemon=True)
+        context.Process(target=work, args=(rank, ranks, port, cases, sender), daemon=True)
         for rank in range(ranks)
     ]
     for worker in workers:
         worker.start()
-    while not answer.poll(1):
+    while not receiver.poll(1):
         if any(worker.exitcode for worker in workers):
-            raise SystemExit(f"a rank ended with {[one.exitcode for one in workers]}")
-    found: dict[str, dict[str, list[str]]] = answer.recv()
+            raise SystemExit(
+                f"a rank ended: exit codes {[worker.exitcode for worker in workers]}"
+            )
+    messages: dict[str, dict[str, list[str]]] = receiver.recv()
     for worker in workers:
         worker.join()
-    return found
+    return messages
 
 
 def work(
-    rank: int, ranks: int, port: int, cases: dict[str, dict[str, Any]], answer: Any
+    rank: int, ranks: int, port: int, cases: dict[str, dict[str, Any]], sender: Any
 ) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
@@ -175,19 +180,19 @@ def work(
     accelerator.supported_dtypes = lambda: [torch.float, torch.bfloat16, torch.half]
     deepspeed.init_distributed("gloo", verbose=False)
     linear = torch.nn.functional.linear
-    found: dict[str, dict[str, list[str]]] = {}
+    messages: dict[str, dict[str, list[str]]] = {}
     for name, case in cases.items():
-        found[name] = steady_step(case)
-        # Stage 3 puts its own in place of torch's and leaves it there.
+        messages[name] = steady_step(case)
+        # Stage 3 replaces torch's function and does not restore it.
         torch.nn.functional.linear = linear
     if rank == 0:
-        answer.send(found)
+        sender.send(messages)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 def steady_step(case: dict[str, Any]) -> dict[str, list[str]]:
-    """Lines of deepspeed.initialize and of the last step."""
+    """Return the messages of deepspeed.initialize and of the last step."""
     config = settings(case)
     recorder = Recorder()
     with recorder:
@@ -218,7 +223,7 @@ def steady_step(case: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def settings(case: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": case["accumulation"],
         "zero_optimization": case["zero"],
@@ -227,10 +232,10 @@ def settings(case: dict[str, Any]) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
     }
     if case["dtype"] == "bf16":
-        found["bf16"] = {"enabled": True}
+        config["bf16"] = {"enabled": True}
     if case["dtype"] == "fp16":
-        found["fp16"] = {"enabled": True, "initial_scale_power": 1}
-    return found | case.get("more", {})
+        config["fp16"] = {"enabled": True, "initial_scale_power": 1}
+    return config | case.get("more", {})
 
 
 def built(name: str) -> Any:
@@ -238,14 +243,14 @@ def built(name: str) -> Any:
     torch.manual_seed(0)
     kind = "GPT2LMHeadModel" if stem == "GPT2" else f"{stem}ForCausalLM"
     untied = {} if stem == "GPT2" else {"tie_word_embeddings": False}
-    made = getattr(transformers, f"{stem}Config")(**(untied | config))
-    return getattr(transformers, kind)(made)
+    widths = getattr(transformers, f"{stem}Config")(**(untied | config))
+    return getattr(transformers, kind)(widths)
 
 
 def counted(lines: Any) -> list[str]:
-    """Equal neighbours as one, "x3"."""
-    found = [(line, len(list(same))) for line, same in groupby(lines)]
-    return [line if times == 1 else f"{line} x{times}" for line, times in found]
+    """Join equal neighbours into one line with a count, such as "x3"."""
+    runs = [(line, len(list(same))) for line, same in groupby(lines)]
+    return [line if times == 1 else f"{line} x{times}" for line, times in runs]
 
 
 def say(text: str) -> None:

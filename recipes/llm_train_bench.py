@@ -1,16 +1,16 @@
-"""llm-train-bench's README table on this machine, row by row beside its H100 figures.
+"""Measure llm-train-bench's README table on this machine, next to its H100 figures.
 
     python recipes/llm_train_bench.py --out results/NAME              # all rows, all GPUs
-    python recipes/llm_train_bench.py --out DIR --only 'proxy.*fp8'   # some
-    python recipes/llm_train_bench.py --out DIR --resume              # go on
-    python recipes/llm_train_bench.py --out DIR --print               # the table again
-    python recipes/llm_train_bench.py --out DIR --device cpu          # rows run, tiny models
+    python recipes/llm_train_bench.py --out DIR --only 'proxy.*fp8'   # some rows
+    python recipes/llm_train_bench.py --out DIR --resume              # continue
+    python recipes/llm_train_bench.py --out DIR --print               # print the table
+    python recipes/llm_train_bench.py --out DIR --device cpu          # a trial with tiny models
 
-TFLOP/s per GPU as that project counts them (palm-all), tokens of whole cycles of eight
-micro-steps over their time, so that one optimizer step in eight counts; gradients are reduced
-in every micro-step, as there. Beside: the median micro-step, and every step with its optimizer
-(schedule step). Document figures: its README, one H100 SXM or eight, rounded there to 10.
-Over 250 lines: the rows are written out.
+Figures are TFLOP/s per GPU in that project's convention (palm-all): tokens of whole cycles of
+eight micro-steps over their time, so that one optimizer step in eight is included. As in that
+project, gradients are reduced in every micro-step. Further columns show the median micro-step,
+and steps that each include the optimizer (schedule step). The published figures are those of
+its README, for one or eight H100 SXM, rounded there to 10. Over 250 lines: the list of rows.
 """
 
 import argparse
@@ -31,10 +31,10 @@ MP: tuple[str, ...] = ()
 COMPILE = ("--compile",)
 WHOLE = (*COMPILE, "--compile-scope", "model")
 FP8_BLOCKS = (*COMPILE, "--fp8")
-# Both that project and TransformerEngine's LayerNormLinear have Llama's head in FP8.
+# llm-train-bench and TransformerEngine's LayerNormLinear also have Llama's head in FP8.
 FP8 = (*FP8_BLOCKS, "--fp8-head")
 MASTER = ("--precision", "master")
-# Inductor times persistent and looping reductions and takes the faster: 1.6 % on GPT-2.
+# Inductor times persistent and looping reductions and uses the faster: 1.6 % on GPT-2.
 MULTI_KERNEL = ("TORCHINDUCTOR_MULTI_KERNEL", "1")
 CAST_ONCE = "weights cast once per optimizer step"
 REDUCED_IN_BF16 = f"{CAST_ONCE}, gradients reduced in bf16"
@@ -46,7 +46,7 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One cell of the table. document: TFLOP/s, None for "Crashes" or no such cell."""
+    """One cell of the table. document: published TFLOP/s; None if it crashes or is absent."""
 
     name: str
     model: str
@@ -56,10 +56,10 @@ class Row:
     document: float | None = None
     published_on: str = "H100"
     note: str = ""
-    variables: tuple[tuple[str, str], ...] = ()  # of the environment
+    variables: tuple[tuple[str, str], ...] = ()  # environment variables
 
 
-# TFLOP/s there; None: crashes.
+# Published TFLOP/s; None: crashes.
 _PUBLISHED: tuple[tuple[str, str, str, tuple[str, ...], float | None], ...] = (
     ("gpt2-single-mp", GPT2, "single", MP, 350),
     ("gpt2-single-pc", GPT2, "single", COMPILE, 400),
@@ -84,13 +84,13 @@ _PUBLISHED: tuple[tuple[str, str, str, tuple[str, ...], float | None], ...] = (
     ("8b-fsdp-sac", LLAMA, "fsdp", ("--sac", "1/4"), 330),
     ("8b-fsdp-sac-pc", LLAMA, "fsdp", ("--sac", "1/4", *COMPILE), None),
 )
-# Beside them; no such cell there.
+# Rows without a published figure.
 _FURTHER: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
     ("gpt2-single-pc-master", GPT2, "single", (*WHOLE, *MASTER), CAST_ONCE),
     ("gpt2-ddp-pc-master", GPT2, "ddp", (*COMPILE, *MASTER), REDUCED_IN_BF16),
-    ("proxy-single-fp8-head-bf16", PROXY, "single", FP8_BLOCKS, "beside proxy-single-fp8"),
-    ("proxy-ddp-fp8-head-bf16", PROXY, "ddp", FP8_BLOCKS, "beside proxy-ddp-fp8"),
-    ("proxy-fsdp-fp8-head-bf16", PROXY, "fsdp", FP8_BLOCKS, "beside proxy-fsdp-fp8"),
+    ("proxy-single-fp8-head-bf16", PROXY, "single", FP8_BLOCKS, "compare proxy-single-fp8"),
+    ("proxy-ddp-fp8-head-bf16", PROXY, "ddp", FP8_BLOCKS, "compare proxy-ddp-fp8"),
+    ("proxy-fsdp-fp8-head-bf16", PROXY, "fsdp", FP8_BLOCKS, "compare proxy-fsdp-fp8"),
 )
 ROWS = (
     *(
@@ -100,7 +100,7 @@ ROWS = (
             strategy=strategy,
             flags=flags,
             document=document,
-            note="" if document else "crashes there",
+            note="" if document else "crashes in llm-train-bench",
         )
         for name, model, strategy, flags, document in _PUBLISHED
     ),
@@ -125,7 +125,7 @@ ROWS = (
         flags=(*FP8, *MASTER),
         document=630.1,
         published_on="H200",
-        note=f"{CAST_ONCE}; there bsz 38",
+        note=f"{CAST_ONCE}; published with bsz 38",
     ),
     Row(
         name="8b-fsdp-fp8",
@@ -139,15 +139,15 @@ ROWS = (
 
 
 def command(row: Row, given: argparse.Namespace) -> list[str]:
-    """The stepmark train command of a row: all schedules in the same processes."""
+    """Return the stepmark train command of a row: all schedules in the same processes."""
     count = "1" if row.strategy == "single" else str(given.nproc)
     words = [sys.executable, "-m", "stepmark", "train", row.model, "--strategy", row.strategy]
     words += ["--nproc", count, "--mbs", str(row.mbs or BATCH[row.model])]
     words += ["--schedule", given.schedules]
-    # That project trains Llama at 4096 tokens.
+    # llm-train-bench trains Llama at 4096 tokens.
     words += ["--seq-len", "4096"] if row.model != GPT2 else []
-    # It has torch's buckets of 25 MB and gathers block by block. Larger messages keep NCCL
-    # nearer to its peak, and fewer of them the host ahead of the GPUs.
+    # llm-train-bench uses torch's buckets of 25 MB and gathers block by block. Larger messages
+    # bring NCCL closer to its peak; fewer messages keep the host ahead of the GPUs.
     words += ["--bucket-mb", "250"] if row.strategy == "ddp" else []
     small_blocks = row.model == GPT2 and row.strategy == "fsdp" and given.device == "cuda"
     words += ["--blocks-per-group", "4"] if small_blocks else []
@@ -160,17 +160,17 @@ def command(row: Row, given: argparse.Namespace) -> list[str]:
 
 
 def measure(row: Row, given: argparse.Namespace) -> int:
-    """Run one row; its figures go to a file of its own. Its exit code."""
+    """Run one row, write its figures to the row's file, and return the exit code."""
     file = _file(row, given)
     if given.resume and "tflops_palm_all" in _figures(row, given).get("micro", {}):
         return 0
-    file.unlink(missing_ok=True)  # what it says is not of this run
-    told = [*command(row, given), "--json", str(file)]
-    before = [f"{name}={value}" for name, value in row.variables]
-    sys.stderr.write(" ".join([*before, *told[1:]]) + "\n")
-    # In a session of its own it gets one signal, from us: a second one would kill it.
+    file.unlink(missing_ok=True)  # left by an earlier run
+    words = [*command(row, given), "--json", str(file)]
+    settings = [f"{name}={value}" for name, value in row.variables]
+    sys.stderr.write(" ".join([*settings, *words[1:]]) + "\n")
+    # In its own session the child receives one signal; a second one would kill it.
     variables = {**os.environ, **dict(row.variables)}
-    with subprocess.Popen(told, start_new_session=True, env=variables) as child:
+    with subprocess.Popen(words, start_new_session=True, env=variables) as child:
         try:
             code = child.wait()
         except KeyboardInterrupt:
@@ -179,7 +179,7 @@ def measure(row: Row, given: argparse.Namespace) -> int:
             file.unlink(missing_ok=True)
             raise
     if code in (130, 143):
-        file.unlink(missing_ok=True)  # of fewer samples than a row has
+        file.unlink(missing_ok=True)  # it has fewer samples than a row needs
         raise KeyboardInterrupt
     if code:
         sys.stderr.write(f"{row.name}: exit code {code}\n")
@@ -191,38 +191,38 @@ def _file(row: Row, given: argparse.Namespace) -> Path:
     return folder / f"{row.name}.json"
 
 
-def _figures(row: Row, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """By schedule, over all ranks."""
-    file = _file(row, given)
-    told = json.loads(file.read_text())["rows"] if file.exists() else []
-    return {one["schedule"]: one for one in told if one.get("rank") is None}
+def _figures(cell: Row, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the rows over all ranks, by schedule."""
+    file = _file(cell, given)
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    return {row["schedule"]: row for row in rows if row.get("rank") is None}
 
 
 def table(rows: Sequence[Row], given: argparse.Namespace) -> str:
-    """Markdown."""
+    """Return the table as Markdown."""
     lines = [
-        "| row | ranks | mbs | document | here | / document | causal | median ms "
-        "| step schedule | GiB | W | remark |",
+        "| row | ranks | mbs | published TFLOP/s | measured TFLOP/s | measured / published "
+        "| causal TFLOP/s | median ms | TFLOP/s, schedule step | GiB | W | remark |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         figures = _figures(row, given)
-        found, step = figures.get("micro", {"message": "not run"}), figures.get("step", {})
-        here = found.get("tflops_palm_all")
-        ratio = f"{here / row.document:.2f}" if here and row.document else ""
+        micro, step = figures.get("micro", {"message": "not run"}), figures.get("step", {})
+        measured = micro.get("tflops_palm_all")
+        ratio = f"{measured / row.document:.2f}" if measured and row.document else ""
         cells = [
             row.name,
-            found.get("num_ranks"),
-            found.get("mbs"),
+            micro.get("num_ranks"),
+            micro.get("mbs"),
             f"{row.document:g} ({row.published_on})" if row.document else row.note or "-",
-            _number(here),
+            _number(measured),
             ratio,
-            _number(found.get("tflops")),
-            _number((found.get("time_s") or 0) * 1e3 or None),
+            _number(micro.get("tflops")),
+            _number((micro.get("time_s") or 0) * 1e3 or None),
             _number(step.get("tflops_palm_all")),
-            _number(found.get("allocated_gib")),
-            _number(found.get("power_w"), 0),
-            found.get("message") or (row.note if row.document else ""),
+            _number(micro.get("allocated_gib")),
+            _number(micro.get("power_w"), 0),
+            micro.get("message") or (row.note if row.document else ""),
         ]
         lines.append("| " + " | ".join("" if c is None else str(c) for c in cells) + " |")
     notes = [f"{name}: {source}" for name, source in SOURCES.items()]
@@ -235,27 +235,31 @@ def _number(value: float | None, digits: int = 1) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="", help="regular expression over row names")
-    parser.add_argument("--schedules", default="micro,step")
+    parser.add_argument("--out", type=Path, required=True, help="folder of runs and tables")
+    parser.add_argument("--only", default="", help="regular expression for row names")
+    parser.add_argument("--schedules", default="micro,step", help="separated by commas")
     parser.add_argument("--nproc", default="all", help="ranks of ddp and fsdp [all GPUs]")
-    parser.add_argument("--more", default="", help="further flags of stepmark train")
+    parser.add_argument("--more", default="", help="additional flags of stepmark train")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--resume", action="store_true", help="skip rows that are there")
+    parser.add_argument(
+        "--resume", action="store_true", help="skip rows that are already measured"
+    )
     parser.add_argument("--print", action="store_true", help="only print the table")
     given = parser.parse_args()
     given.nproc = "2" if given.device == "cpu" and given.nproc == "all" else given.nproc
     rows = [row for row in ROWS if re.search(given.only, row.name)]
     if not rows:
-        parser.error(f"--only {given.only}: none of {', '.join(row.name for row in ROWS)}")
+        parser.error(
+            f"--only {given.only} matches no row of {', '.join(row.name for row in ROWS)}"
+        )
     given.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the row's ranks, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends the row's ranks
     code = 0
     try:
         for row in [] if given.print else rows:
             code = measure(row, given) or code
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; go on with --resume\n")
+        sys.stderr.write("interrupted; continue with --resume\n")
         code = 130
     text = table(ROWS if given.print else rows, given)
     (given.out / "table.md").write_text(table(ROWS, given))

@@ -1,4 +1,4 @@
-"""The cases of megatron_messages.py: small models, spread and set in many ways."""
+"""Cases of megatron_messages.py: small models with various meshes and settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -65,7 +65,7 @@ LATENT = replace(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """mesh: of ParallelConfig. settings: of Megatron, where they differ from the default."""
+    """mesh: fields of ParallelConfig. settings: fields of Megatron that are not defaults."""
 
     model: ModelConfig = LLAMA
     mesh: Mapping[str, int] = field(default_factory=dict)

@@ -1,14 +1,14 @@
-"""Which messages megatron-core 0.16.1 sends in a training step: what tests/data/megatron holds.
+"""Record the messages of a training step of megatron-core 0.16.1, for tests/data/megatron.
 
-Every case is a job and settings of the megatron rules, run by megatron-core itself on 2 or 4
-ranks (gloo on a CPU, NCCL with --device cuda): two steps to warm up, one recorded, message by
-message on every rank. A file per case is written.
+Every case is a job with settings of the megatron rules, run by megatron-core on 2 or 4 ranks
+(gloo on a CPU, NCCL with --device cuda). After two warm-up steps, every message of one step is
+recorded on every rank. One file per case is written.
 
     pip install --no-deps megatron-core==0.16.1 einops six
     python recipes/megatron_messages.py tests/data/megatron [CASE ...]
 
-With --checkout a clone of Megatron-LM at core_v0.16.1 takes the step, so that what
-megatron/training sends is there, too: data to the ranks of tp, and reports.
+With --checkout, a clone of Megatron-LM at core_v0.16.1 runs the step, so that the messages of
+megatron/training are included: data to the tp ranks, and logging.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from stepmark.workload.rules.megatron.settings import Megatron
 LIMIT_S, LIMIT_PER_CASE_S = 240, 20
 WARM_UP = 2
 
-# Of one rank: messages of setup and step in order, matrix products of the step.
+# Per rank: messages of setup and step in order, matrix products of the step.
 Recorded = dict[str, list[list[Any]]]
 
 
 def written(case: Case, by_rank: Sequence[Recorded], versions: Mapping[str, str]) -> str:
-    """Distinct messages once; each rank's in order as their numbers."""
+    """Return JSON with each distinct message once, and per rank their numbers in order."""
     groups: dict[str, int] = {}
     rows: dict[str, int] = {}
 
@@ -46,7 +46,7 @@ def written(case: Case, by_rank: Sequence[Recorded], versions: Mapping[str, str]
         row = json.dumps([collective, dtype, count, group, phase, peer])
         return rows.setdefault(row, len(rows))
 
-    told = {
+    head = {
         "versions": versions,
         "model": asdict(case.model),
         "mesh": dict(case.mesh),
@@ -56,21 +56,21 @@ def written(case: Case, by_rank: Sequence[Recorded], versions: Mapping[str, str]
         "settings": dict(case.settings),
     }
     programs = {
-        part: [[number(message) for message in one[part]] for one in by_rank]
+        part: [[number(message) for message in record[part]] for record in by_rank]
         for part in ("setup", "step")
     }
-    lines = [f'"case": {json.dumps(told)}', f'"groups": [{", ".join(groups)}]']
+    lines = [f'"case": {json.dumps(head)}', f'"groups": [{", ".join(groups)}]']
     lines.append('"messages": [\n' + ",\n".join(rows) + "\n]")
     for part, numbers in programs.items():
-        shown = ",\n".join(json.dumps(one, separators=(",", ":")) for one in numbers)
+        shown = ",\n".join(json.dumps(row, separators=(",", ":")) for row in numbers)
         lines.append(f'"{part}": [\n{shown}\n]')
-    products = [json.dumps(one["matmuls"], separators=(",", ":")) for one in by_rank]
-    first = [products.index(one) for one in products]
+    products = [json.dumps(record["matmuls"], separators=(",", ":")) for record in by_rank]
+    first = [products.index(text) for text in products]
     lines.append(
         '"matmuls": [\n'
         + ",\n".join(
-            one if first[rank] == rank else str(first[rank])
-            for rank, one in enumerate(products)
+            text if first[rank] == rank else str(first[rank])
+            for rank, text in enumerate(products)
         )
         + "\n]"
     )
@@ -78,7 +78,7 @@ def written(case: Case, by_rank: Sequence[Recorded], versions: Mapping[str, str]
 
 
 def record(case: Case, checkout: bool) -> Recorded:
-    """What this rank does in setup and one step."""
+    """Return this rank's messages of setup and of one step, and its products."""
     import megatron_step as step  # noqa: PLC0415 - only ranks need it
     from megatron_recorder import Recorder  # noqa: PLC0415
 
@@ -100,7 +100,7 @@ def record(case: Case, checkout: bool) -> Recorded:
 def rank_main(
     names: Sequence[str], directory: Path, device: str, checkout: Path | None
 ) -> None:
-    """All cases one after the other, each in groups of its own; rank 0 writes."""
+    """Run all cases one after the other, each in new groups; rank 0 writes the files."""
     if checkout:
         sys.path.insert(0, str(checkout))
     import megatron_stand_ins  # noqa: PLC0415
@@ -117,25 +117,27 @@ def rank_main(
     megatron_stand_ins.stand_in()
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, rank == 0)
     for name in names:
-        own = dist.PrefixStore(name, store)
+        case_store = dist.PrefixStore(name, store)
         backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=own, rank=rank, world_size=world)
-        found: list[Any] = [None] * world
-        dist.all_gather_object(found, attempted(CASES[name], bool(checkout)))
+        dist.init_process_group(backend, store=case_store, rank=rank, world_size=world)
+        records: list[Any] = [None] * world
+        dist.all_gather_object(records, attempted(CASES[name], bool(checkout)))
         if rank == 0:
-            problem = next((one for one in found if isinstance(one, str)), "")
-            sys.stdout.write(f"{name}: {problem or [len(one['step']) for one in found]}\n")
+            problem = next((record for record in records if isinstance(record, str)), "")
+            sys.stdout.write(
+                f"{name}: {problem or [len(record['step']) for record in records]}\n"
+            )
             sys.stdout.flush()
             if not problem:
                 versions = {"megatron-core": step.version(), "torch": torch.__version__}
-                text = written(CASES[name], found, versions | {"backend": backend})
+                text = written(CASES[name], records, versions | {"backend": backend})
                 (directory / f"{name}.json").write_text(text)
         step.leave()
         dist.destroy_process_group()
 
 
 def attempted(case: Case, checkout: bool) -> Recorded | str:
-    """Messages, or why there are none."""
+    """Return the messages, or the error."""
     try:
         return record(case, checkout)
     except Exception:  # noqa: BLE001 - the next case may work
@@ -143,7 +145,7 @@ def attempted(case: Case, checkout: bool) -> Recorded | str:
 
 
 def run(names: Sequence[str], world: int, port: int, args: argparse.Namespace) -> int:
-    """Ranks as processes. What hangs is ended."""
+    """Run the ranks as processes; kill them at the deadline or when one fails."""
     shared = {
         "WORLD_SIZE": str(world),
         "MASTER_PORT": str(port),
@@ -155,26 +157,30 @@ def run(names: Sequence[str], world: int, port: int, args: argparse.Namespace) -
     command = [sys.executable, __file__, str(args.directory), *names, "--device", args.device]
     if args.checkout:
         command += ["--checkout", str(args.checkout)]
-    crew = [
+    workers = [
         subprocess.Popen([*command, "--rank"], env={**os.environ, **shared, "RANK": str(rank)})
         for rank in range(world)
     ]
     deadline = time.monotonic() + LIMIT_S + LIMIT_PER_CASE_S * len(names)
-    while any(one.poll() is None for one in crew):
-        if time.monotonic() > deadline or any(one.poll() for one in crew):
-            for one in crew:
-                one.kill()
+    while any(worker.poll() is None for worker in workers):
+        if time.monotonic() > deadline or any(worker.poll() for worker in workers):
+            for worker in workers:
+                worker.kill()
         time.sleep(0.2)
-    return max(abs(one.returncode) for one in crew)
+    return max(abs(worker.returncode) for worker in workers)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--checkout", type=Path, help="of Megatron-LM: megatron/training, too")
-    parser.add_argument("--ranks", type=int, help="only cases of so many")
+    parser.add_argument(
+        "--checkout",
+        type=Path,
+        help="clone of Megatron-LM whose megatron/training runs the step",
+    )
+    parser.add_argument("--ranks", type=int, help="only cases with this number of ranks")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = args.names or list(CASES)

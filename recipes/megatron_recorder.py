@@ -1,4 +1,4 @@
-"""Messages of a rank in order, and how often which matrix product, for megatron_messages.py."""
+"""Record a rank's messages in order and count its products, for megatron_messages.py."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 class Recorder(OrderedRecorder):
-    """products: by phase, rows, columns and contracted width. Attention's bmm are left out."""
+    """products: counts by phase, m, n and k; the bmm of attention are excluded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,14 +37,19 @@ class Recorder(OrderedRecorder):
         self.products.clear()
 
     def messages(self) -> list[list[Any]]:
-        """Collective, dtype, count, members, phase, peer; none empty or among one rank."""
+        """Return collective, dtype, count, members, phase and peer of each message.
+
+        Empty messages and groups of one rank are excluded.
+        """
         return [
-            row(one) for one in self.ordered if len(one.members) > 1 and one.kind.call_bytes
+            row(message)
+            for message in self.ordered
+            if len(message.members) > 1 and message.kind.call_bytes
         ]
 
     def matmuls(self) -> list[list[Any]]:
-        """Phase, m, n, k, calls."""
-        return [[*what, calls] for what, calls in sorted(self.products.items())]
+        """Return phase, m, n, k and calls of each product."""
+        return [[*product, calls] for product, calls in sorted(self.products.items())]
 
 
 def row(message: Message) -> list[Any]:

@@ -1,9 +1,9 @@
-"""What megatron-core finds without CUDA and TransformerEngine, for megatron_step.py.
+"""Replace CUDA and TransformerEngine for megatron-core on a CPU, for megatron_step.py.
 
-On a CPU what it asks of CUDA is answered by the CPU. What only TransformerEngine has: norms
-whose weights are marked for sequence parallelism, whole down projections of latent attention,
-the order of grouped experts' weights, attention over a part of the sequence (without its
-exchange of keys and values). Routing is made even.
+Calls of torch.cuda are redirected to the CPU. Parts that only TransformerEngine has are
+replaced: norms whose weights are marked for sequence parallelism, unsharded down projections
+of latent attention, the order of grouped experts' weights, and attention over a part of the
+sequence (without its exchange of keys and values). Routing is even.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 class Stream:
-    """There is one stream, and it is in order."""
+    """The only stream of a CPU, which runs in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def wait_stream(self, *_: Any) -> None: ...
@@ -31,7 +31,7 @@ class Stream:
 
 
 def on_cpu() -> None:
-    """What megatron-core asks of CUDA, answered by the CPU."""
+    """Redirect megatron-core's calls of torch.cuda to the CPU."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = cuda.empty_cache = lambda *_: None
@@ -45,7 +45,7 @@ def on_cpu() -> None:
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *_, **__: self
     tensor.record_stream = lambda self, *_: None
-    # Tensors are sorted by the name of their type.
+    # Megatron-core groups tensors by the name of their type.
     kind = torch.Tensor.type
     tensor.type = lambda self, *a, **k: (
         kind(self, *a, **k) if a or k else kind(self).replace("torch.", "torch.cuda.")
@@ -53,44 +53,44 @@ def on_cpu() -> None:
     for name in ("zeros", "ones", "empty", "tensor", "full", "arange"):
         setattr(torch, name, _placed(getattr(torch, name)))
     exchange: Any = token_dispatcher
-    exchange.maybe_move_tensor_to_cpu = _kept
+    exchange.maybe_move_tensor_to_cpu = _on_cpu
     states: Any = random
     states.CudaRNGStatesTracker.fork = lambda self, *_, **__: contextlib.nullcontext()
     states._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     states._set_cuda_rng_state = lambda *_, **__: None
 
 
-def _kept(found: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """How many rows go where, as the exchange wants them; they are on the CPU."""
-    return found.numpy() if as_numpy and isinstance(found, torch.Tensor) else found
+def _on_cpu(splits: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return the splits of the exchange, which are already on the CPU."""
+    return splits.numpy() if as_numpy and isinstance(splits, torch.Tensor) else splits
 
 
 def _placed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def make_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
         if "cuda" in str(kwargs.get("device", "")):
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
         return make(*args, **kwargs)
 
-    return made
+    return make_on_cpu
 
 
 class Norm(torch.nn.Module):
-    """As the fused ones: weights say that ranks have gradients of other tokens."""
+    """Norm whose weights are marked, like the fused ones, as sequence parallel."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         layer_norm = config.normalization == "LayerNorm"
         self.inner = (torch.nn.LayerNorm if layer_norm else torch.nn.RMSNorm)(hidden_size, eps)
-        for one in self.inner.parameters():
-            one.sequence_parallel = config.sequence_parallel
+        for weight in self.inner.parameters():
+            weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x)
 
 
-class Whole(torch.nn.Module):
-    """A linear layer that all ranks of tp hold whole."""
+class UnshardedLinear(torch.nn.Module):
+    """Linear layer that every tp rank holds unsharded."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **_: Any) -> None:
         super().__init__()
@@ -102,13 +102,15 @@ class Whole(torch.nn.Module):
 
 
 class Grouped(SequentialMLP):
-    """Experts whose weights come in the order of TransformerEngine's grouped layers."""
+    """Experts whose weights are in the order of TransformerEngine's grouped layers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         experts = self._modules.pop("local_experts")
         for name in ("linear_fc1", "linear_fc2"):
-            self.add_module(name, torch.nn.ModuleList(getattr(one, name) for one in experts))
+            self.add_module(
+                name, torch.nn.ModuleList(getattr(expert, name) for expert in experts)
+            )
         self.add_module("local_experts", experts)
 
 
@@ -118,8 +120,8 @@ class NoFp8:
         return False
 
 
-class OwnPart(torch.nn.Module):
-    """Stands for attention: sees this rank's tokens only, and sends nothing."""
+class LocalAttention(torch.nn.Module):
+    """Substitute for attention that uses this rank's tokens only and sends nothing."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
@@ -127,14 +129,14 @@ class OwnPart(torch.nn.Module):
 
     def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
         groups = query.shape[2] // value.shape[2]
-        found = value.repeat_interleave(groups, dim=2) + 0 * (
+        output = value.repeat_interleave(groups, dim=2) + 0 * (
             query.sum(-1, keepdim=True) + key.sum((2, 3), keepdim=True)
         )
-        return found.flatten(2)
+        return output.flatten(2)
 
 
 def route_evenly() -> None:
-    """Token i goes to the experts i x top_k and following, whatever the router says."""
+    """Send token i to the experts from i x top_k on, regardless of the router."""
     router: Any = TopKRouter
     gating = router.gating
 
@@ -150,9 +152,9 @@ def route_evenly() -> None:
 
 
 def stand_in() -> None:
-    """For what TransformerEngine has, and routing that is even."""
+    """Install the substitutes for TransformerEngine, and even routing."""
     modules: Any = multi_latent_attention
-    modules.TELinear = Whole
+    modules.TELinear = UnshardedLinear
     states: Any = random
     if not hasattr(states, "FP8GlobalStateManager"):
         states.FP8GlobalStateManager = NoFp8

@@ -1,7 +1,7 @@
-"""A training step of megatron-core as a job and the rules' settings describe it, on this rank.
+"""Run a training step of megatron-core on this rank, from a job and the rules' settings.
 
-Started by megatron_messages.py. Layers are megatron-core's local ones, with stand-ins for what
-only TransformerEngine has.
+megatron_messages.py starts it. Layers are megatron-core's local ones, with substitutes for
+parts that only TransformerEngine has.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron_recorder import Recorder
-from megatron_stand_ins import Grouped, Norm, OwnPart, Whole
+from megatron_stand_ins import Grouped, LocalAttention, Norm, UnshardedLinear
 
 from stepmark.core.dtypes import DType
 from stepmark.workload.job import Job
@@ -44,7 +44,7 @@ TORCH = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torc
 
 
 def _config(job: Job, settings: Megatron) -> Any:
-    """Everything that the settings say; fusions that need CUDA or other packages are off."""
+    """Return the configuration; fusions that need CUDA or other packages are off."""
     common = {
         "use_cpu_initialization": True,
         "hidden_dropout": 0.0,
@@ -59,7 +59,7 @@ def _config(job: Job, settings: Megatron) -> Any:
         "cross_entropy_loss_fusion": settings.cross_entropy_loss_fusion,
         "calculate_per_token_loss": settings.calculate_per_token_loss,
         **_shape(job),
-        **_spread(job, settings),
+        **_mesh(job, settings),
         **_recompute(settings),
         **_experts(job, settings),
     }
@@ -98,9 +98,9 @@ def _shape(job: Job) -> dict[str, Any]:
     }
 
 
-def _spread(job: Job, settings: Megatron) -> dict[str, Any]:
+def _mesh(job: Job, settings: Megatron) -> dict[str, Any]:
     parallel, vpp = job.parallel, settings.virtual_pipeline_model_parallel_size
-    beside = settings.overlap_p2p_comm and vpp > 1
+    overlap = settings.overlap_p2p_comm and vpp > 1
     return {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
@@ -109,8 +109,8 @@ def _spread(job: Job, settings: Megatron) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": settings.expert_tensor_parallel_size or parallel.tp,
         "sequence_parallel": settings.sequence_parallel and parallel.tp > 1,
-        "overlap_p2p_comm": beside,
-        "batch_p2p_comm": not beside,
+        "overlap_p2p_comm": overlap,
+        "batch_p2p_comm": not overlap,
         "batch_p2p_sync": False,
         "num_layers_in_first_pipeline_stage": settings.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": settings.decoder_last_pipeline_num_layers,
@@ -156,7 +156,7 @@ def _experts(job: Job, settings: Megatron) -> dict[str, Any]:
 
 
 def _block(job: Job, config: Any, chunk: int | None) -> TransformerBlockSubmodules:
-    """The layers of a model chunk."""
+    """Return the layers of a model chunk."""
     moe = job.model.moe
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     count = get_num_layers_to_build(config, vp_stage=chunk)
@@ -179,18 +179,18 @@ def _block(job: Job, config: Any, chunk: int | None) -> TransformerBlockSubmodul
                 setattr(attention, name, Norm)
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(attention, name):
-                setattr(attention, name, Whole)
+                setattr(attention, name, UnshardedLinear)
         if has_experts:
             inner.mlp.submodules.experts.module = Grouped
         if job.parallel.cp > 1 or job.model.mla is not None:
-            attention.core_attention = OwnPart
+            attention.core_attention = LocalAttention
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
 
 
 @dataclass(frozen=True, slots=True)
 class Trainee:
-    """What trains. phases are put on the recorder as the step comes to them."""
+    """Model chunks, optimizer and configuration. Its step sets the recorder's phases."""
 
     job: Job
     settings: Megatron
@@ -199,7 +199,7 @@ class Trainee:
     optimizer: Any
 
     def step(self, recorder: Recorder) -> None:
-        """megatron-core's part of a step, with data made here."""
+        """Run megatron-core's part of a step on generated data."""
         with recorder:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -236,17 +236,17 @@ class Trainee:
 
 @contextlib.contextmanager
 def phased(recorder: Recorder) -> Iterator[None]:
-    """Forward, backward and what follows them are told to the recorder."""
-    found: Any = schedules
+    """Set the recorder's phase during forward and backward passes."""
+    module: Any = schedules
     names = {"forward_step": "forward", "backward_step": "backward"}
-    kept = {name: getattr(found, name) for name in names}
+    originals = {name: getattr(module, name) for name in names}
     for name, phase in names.items():
-        setattr(found, name, within(recorder, phase, kept[name]))
+        setattr(module, name, within(recorder, phase, originals[name]))
     try:
         yield
     finally:
-        for name, function in kept.items():
-            setattr(found, name, function)
+        for name, function in originals.items():
+            setattr(module, name, function)
 
 
 def within(recorder: Recorder, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,7 +261,7 @@ def within(recorder: Recorder, phase: str, function: Callable[..., Any]) -> Call
 
 
 def join(job: Job, settings: Megatron) -> None:
-    """Megatron-core's groups; torch.distributed is up."""
+    """Create megatron-core's groups; torch.distributed is already initialized."""
     parallel, vpp = job.parallel, settings.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
@@ -275,7 +275,7 @@ def join(job: Job, settings: Megatron) -> None:
 
 
 def leave() -> None:
-    """So that another case can join."""
+    """Destroy the groups, so that another case can create its own."""
     parallel_state.destroy_model_parallel()
 
 
@@ -284,7 +284,7 @@ def version() -> str:
 
 
 def build(job: Job, settings: Megatron, recorder: Recorder) -> Trainee:
-    """As megatron/training sets it up: model chunks in DDP, optimizer, what overlaps."""
+    """Build model chunks in DDP, optimizer and overlap as megatron/training does."""
     torch.manual_seed(0)
     if dist.get_backend() == "nccl":
         random.model_parallel_cuda_manual_seed(0)
@@ -310,8 +310,8 @@ def build(job: Job, settings: Megatron, recorder: Recorder) -> Trainee:
     )
 
     def of_all(name: str) -> Any:
-        found = [getattr(chunk, name) for chunk in chunks]
-        return found if vpp > 1 else found[0]
+        functions = [getattr(chunk, name) for chunk in chunks]
+        return functions if vpp > 1 else functions[0]
 
     if settings.overlap_grad_reduce:
         config.no_sync_func = of_all("no_sync")
@@ -326,7 +326,7 @@ def build(job: Job, settings: Megatron, recorder: Recorder) -> Trainee:
 
 
 def _wrapped(job: Job, settings: Megatron, config: Any, chunk: int | None) -> Any:
-    """A model chunk in DDP."""
+    """Return a model chunk wrapped in DDP."""
     ends: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk}
     model = GPTModel(
         config=config,

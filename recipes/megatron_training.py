@@ -1,7 +1,7 @@
-"""A step as megatron/training of a Megatron-LM checkout takes it, for megatron_messages.py.
+"""Run a step with megatron/training of a Megatron-LM checkout, for megatron_messages.py.
 
-Its train_step and pretrain_gpt.py's forward_step run as they are, with arguments that say no
-more than they ask for. Reading a command line, data sets and logs are left out.
+Its train_step and pretrain_gpt.py's forward_step run unmodified, with only the arguments that
+they read. Parsing of the command line, data sets and logs are excluded.
 """
 
 import sys
@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron_recorder import Recorder
 from megatron_step import Trainee, phased, within
 
-# Imports triton; used where results shall not depend on the batch.
+# It imports triton, and is used only for batch-invariant results.
 sys.modules["megatron.core.transformer.custom_layers.batch_invariant_kernels"] = MagicMock()
 
 import pretrain_gpt  # noqa: E402 - of the checkout
@@ -24,7 +24,7 @@ from megatron.training import global_vars, training, utils  # noqa: E402
 
 
 class Arguments(SimpleNamespace):
-    """What is not told is off."""
+    """Arguments of which every one that is not given is off."""
 
     def __getattr__(self, name: str) -> bool:
         return False
@@ -48,9 +48,9 @@ def arguments(trainee: Trainee) -> Arguments:
 
 
 def step(trainee: Trainee, recorder: Recorder) -> None:
-    told: Any = global_vars
-    told._GLOBAL_ARGS = arguments(trainee)
-    told._GLOBAL_TIMERS = MagicMock()
+    variables: Any = global_vars
+    variables._GLOBAL_ARGS = arguments(trainee)
+    variables._GLOBAL_TIMERS = MagicMock()
     modules: Any = (training, pretrain_gpt)
     modules[0].get_num_microbatches = lambda: trainee.job.num_microbatches
     modules[1].core_transformer_config_from_args = lambda _: trainee.config
@@ -68,13 +68,13 @@ def step(trainee: Trainee, recorder: Recorder) -> None:
             trainee.config,
             within(recorder, "schedule", schedules.get_forward_backward_func()),
         )
-        # As training_log begins.
+        # The first collective of training_log.
         utils.reduce_max_stat_across_model_parallel_group(1e-3)
     optimizer.step = before
 
 
 def _batches(trainee: Trainee) -> Iterator[dict[str, torch.Tensor]] | None:
-    """Only the first rank of tp reads data."""
+    """Return the data of the first tp rank; the other tp ranks read none."""
     if parallel_state.get_tensor_model_parallel_rank():
         return None
     return _read(trainee)

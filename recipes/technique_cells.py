@@ -1,10 +1,10 @@
-"""Cells of technique_table.py and the ranks that work through them; started by it.
+"""Cells of technique_table.py, and the ranks that run them (started by technique_table.py).
 
-A cell is V when two optimizer steps ran (with CUDA graphs five), FP8 layers, recomputed blocks
-and compiled graphs are seen where they were asked for and nowhere else, and the losses before,
-between and after them are those of the same layout in fp32 without it, but for the tolerance.
-It is a reason where planning or the machine refuses the pair, X with the error where it broke.
-Over 250 lines: the tables of techniques and layouts stand beside what ranks do.
+A cell is V if two optimizer steps ran (five with CUDA graphs), if FP8 layers, recomputed blocks
+and compiled graphs exist exactly where they were requested, and if the losses before, between
+and after the steps equal those of the same layout in plain fp32 within the tolerance. It is
+refused, with the reason, if planning or the machine refuses the pair, and X, with the error, if
+it failed. Over 250 lines: the tables of techniques and layouts, and the work of the ranks.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Collection
@@ -35,36 +36,36 @@ from stepmark.cli.train_plan import cases
 from stepmark.core.errors import ConfigError
 from stepmark.core.train_case import TrainCase
 
-LIMIT_S = 300  # of one cell
+LIMIT_S = 300  # per cell
 ROWS = 4  # sequences per data rank and optimizer step
-# Before the last loss. Graphs of compile are replayed from the third on.
+# Steps before the last loss. compile's CUDA graphs are replayed from the third step on.
 STEPS, STEPS_GRAPHED = 2, 5
 BASE: dict[str, Any] = {"scale": "tiny", "mbs": str(ROWS), "lr": 3e-3}
-# Of the loss. fp32 sums in another order; bf16 has 8 bits, FP8 3 or 4.
+# Relative tolerance of the loss: fp32 sums in another order; bf16 has 8 bits, FP8 3 or 4.
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
 TOLERANCE_BF16, TOLERANCE_FP8 = 5e-3, 5e-3
 
-# What heads its column -> what it is, and its flags of `stepmark train`.
+# Key on the command line -> column head, and flags of `stepmark train`.
 TECHNIQUES: dict[str, tuple[str, dict[str, Any]]] = {
     "amp": ("bf16 autocast", {"precision": "amp"}),
     "bf16": ("bf16 weights", {"precision": "bf16"}),
-    "mast": ("bf16 weights, fp32 masters", {"precision": "master"}),
-    "blk": ("compile, block by block", {"compile": True, "compile_scope": "block"}),
-    "mod": ("compile, whole model", {"compile": True, "compile_scope": "model"}),
+    "mast": ("master weights", {"precision": "master"}),
+    "blk": ("compile per block", {"compile": True, "compile_scope": "block"}),
+    "mod": ("compile the model", {"compile": True, "compile_scope": "model"}),
     "ro": ("reduce-overhead", {"compile": True, "compile_mode": "reduce-overhead"}),
     "cg": ("CUDA graph", {"cuda_graph": True}),
     "fp8": ("FP8 tensorwise", {"fp8": True, "fp8_recipe": "tensorwise"}),
     "row": ("FP8 rowwise", {"fp8": True, "fp8_recipe": "rowwise"}),
     "head": ("FP8 head", {"fp8": True, "fp8_head": True}),
     "gath": ("FP8 all-gather", {"fp8": True, "fp8_all_gather": True}),
-    "1/2": ("SAC, 1 of 2 blocks", {"sac": "1/2"}),
-    "full": ("SAC, every block", {"sac": "full"}),
-    "ops": ("SAC, per operator", {"sac": "ops"}),
+    "1/2": ("AC, 1 of 2 blocks", {"sac": "1/2"}),
+    "full": ("AC, every block", {"sac": "full"}),
+    "ops": ("AC, per operator", {"sac": "ops"}),
     "chk": ("loss in 4 chunks", {"loss_chunks": 4}),
-    "acc": ("accumulation over 2, gradients reduced at the last", {"grad_accum": 2}),
+    "acc": ("accumulation over 2", {"grad_accum": 2}),
 }
 CUDA_ONLY = ("ro", "cg")
-# Name -> its letter in the joint table, ranks (None: --nproc), flags.
+# Name -> letter in the table, number of ranks (None: --nproc), flags.
 LAYOUTS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     "single": ("S", 1, {"strategy": "single"}),
     "ddp": ("D", None, {"strategy": "ddp"}),
@@ -74,12 +75,12 @@ LAYOUTS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     "cp": ("C", None, {"strategy": "cp"}),
     "fsdp-tp": ("2", None, {"strategy": "fsdp", "tp": 2}),
 }
-Cell = tuple[str, str]  # marks; twice the same: that technique alone
+Cell = tuple[str, str]  # keys; the same key twice means that technique alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the cells of one table have in common."""
+    """Properties that the cells of one layout share."""
 
     layout: str
     num_ranks: int
@@ -88,8 +89,11 @@ class Setting:
 
 
 def pairs(device: str, only: Collection[str] = ()) -> list[Cell]:
-    """The upper triangle with its diagonal, without pairs of one kind; only: with these."""
-    usable = [one for one in TECHNIQUES if device == "cuda" or one not in CUDA_ONLY]
+    """Return the upper triangle with its diagonal, without pairs of one kind.
+
+    `only` selects the pairs that contain one of these techniques.
+    """
+    usable = [key for key in TECHNIQUES if device == "cuda" or key not in CUDA_ONLY]
     return [
         cell
         for cell in itertools.combinations_with_replacement(usable, 2)
@@ -98,7 +102,7 @@ def pairs(device: str, only: Collection[str] = ()) -> list[Cell]:
 
 
 def cell_of(text: str) -> Cell:
-    """Of "amp+chk"."""
+    """Parse "amp+chk"."""
     first, second = text.split("+")
     return first, second
 
@@ -109,7 +113,7 @@ def is_one_kind(cell: Cell) -> bool:
 
 
 def planned(setting: Setting, cell: Cell | None) -> TrainCase:
-    """The case of a cell; of None, the layout in fp32. Raises ConfigError."""
+    """Return the case of a cell, or of the layout in fp32 for None. Raise ConfigError."""
     layout = setting.layout
     _, _, spread = LAYOUTS[layout]
     values = {"model": setting.model, **BASE, **spread}
@@ -132,8 +136,10 @@ def main() -> None:
     parser.add_argument("--device", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--cells", required=True, help="amp+chk,amp+amp,...")
-    parser.add_argument("--until", type=float, required=True, help="Unix time; no cell after")
-    parser.add_argument("--said", type=Path, required=True, help="JSON lines, one per cell")
+    parser.add_argument(
+        "--until", type=float, required=True, help="Unix time of the last start"
+    )
+    parser.add_argument("--outcomes", type=Path, required=True, help="file of JSON lines")
     asked = parser.parse_args()
     work(
         Setting(
@@ -143,19 +149,21 @@ def main() -> None:
             model=asked.model,
         ),
         [cell_of(text) for text in asked.cells.split(",")],
-        said=asked.said,
+        outcomes=asked.outcomes,
         until_s=asked.until,
     )
 
 
-def work(setting: Setting, todo: list[Cell], *, said: Path, until_s: float) -> None:
-    """Cell by cell. A rank that broke says so and ends them all."""
+def work(setting: Setting, todo: list[Cell], *, outcomes: Path, until_s: float) -> None:
+    """Run cell by cell. A rank that fails records the error and ends all ranks."""
     rig = make_rig(setting.device, for_meshes=True)
     want = Attempt(rig, planned(setting, None)).losses(STEPS_GRAPHED)
     if want[0] - want[STEPS] < 4 * TOLERANCE_FP8 * want[0]:
-        raise SystemExit(f"{setting.layout} learns too little for the tolerances: {want}")
+        raise SystemExit(
+            f"{setting.layout}: the loss falls too little for the tolerances: {want}"
+        )
     if rig.ranks.rank == 0:
-        said.write_text("ready\n")
+        outcomes.write_text("ready\n")
     for cell in todo:
         if any(rig.ranks.gather(time.time() > until_s)):
             break
@@ -164,27 +172,27 @@ def work(setting: Setting, todo: list[Cell], *, said: Path, until_s: float) -> N
         line: dict[str, Any] = {"cell": "+".join(cell), "ended": False}
         try:
             line |= outcome(setting, rig, cell, want)
-        except Exception as error:  # noqa: BLE001  the next cell is to be run, too
+        except Exception as error:  # noqa: BLE001  the next cell must still run
             traceback.print_exc()
             line |= {"mark": "X", "text": first_line(error), "ended": True}
         line["wall_s"] = round(time.monotonic() - begin, 1)
         if line["ended"] or rig.ranks.rank == 0:
-            with said.open("a") as file:
+            with outcomes.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         if line["ended"]:
-            os._exit(1)  # no other rank can be reached any more
+            os._exit(1)  # the other ranks may hang in a collective
     faulthandler.cancel_dump_traceback_later()
     rig.ranks.close()
 
 
 def first_line(error: Exception) -> str:
-    """Or two, where the first one ends in a colon."""
+    """Return the first line of the error, or two if the first one ends in a colon."""
     lines = [*filter(None, f"{type(error).__name__}: {error}".split("\n")), ""]
     return " ".join(lines[: 1 + lines[0].endswith(":")])[:300]
 
 
 def outcome(setting: Setting, rig: Rig, cell: Cell, want: list[float]) -> dict[str, Any]:
-    """Mark, text and losses of a cell. Every rank calls it."""
+    """Return mark, text and losses of a cell. Every rank calls it."""
     try:
         case = planned(setting, cell)
     except ConfigError as error:
@@ -201,9 +209,9 @@ def outcome(setting: Setting, rig: Rig, cell: Cell, want: list[float]) -> dict[s
     if all(map(math.isfinite, got)):
         off = max(abs(a - b) / b for a, b in zip(got, want, strict=True))
     if not off <= most:
-        missing = missing or f"loss is off by {off:.2g}, more than {most:g}"
+        missing = missing or f"the relative error of the loss is {off:.2g}, over {most:g}"
     if case.precision != "fp32" and got == want:
-        missing = missing or f"losses are those of fp32, not {case.precision}"
+        missing = missing or f"the losses are those of fp32, not of {case.precision}"
     return {
         "mark": "X" if missing else "V",
         "text": missing,
@@ -229,38 +237,38 @@ class Attempt:
         self._models: list[Any] = []
 
     def losses(self, steps: int) -> list[float]:
-        """Before, between and after the steps, mean over the global batch; on every rank."""
+        """Return the losses before, between and after the steps, over the global batch."""
         release(self._rig)
         torch._dynamo.reset()
         counters.clear()
-        made = trainer.make(self._case, self._rig.ranks.device)
-        found = [self._step(made) for _ in range(steps + 1)]
-        self._models = made.models
+        built = trainer.make(self._case, self._rig.ranks.device)
+        losses = [self._step(built) for _ in range(steps + 1)]
+        self._models = built.models
         self.graphs = counters["stats"]["unique_graphs"]
         self.graph_breaks = sum(counters["graph_break"].values())
-        return found
+        return losses
 
-    def _step(self, made: trainer.Trainer) -> float:
+    def _step(self, built: trainer.Trainer) -> float:
         case, ranks = self._case, self._rig.ranks
         place = place_of(ranks.rank, case.parallel)
         share = Share(rank=place.cp, num_ranks=case.parallel.cp)
-        tokens, labels = (share.of(one, dim=1) for one in batch(case, place.data_rank))
-        mine: list[Any] = []
+        tokens, labels = (share.of(part, dim=1) for part in batch(case, place.data_rank))
+        losses: list[Any] = []
         for index in range(case.grad_accum):
             rows = slice(index * case.mbs, (index + 1) * case.mbs)
-            loss = made.micro_step(
+            loss = built.micro_step(
                 tokens[rows].to(ranks.device),
                 labels[rows].to(ranks.device),
                 is_last=index == case.grad_accum - 1,
                 mark=lambda _name: None,
             )
-            mine += [] if loss is None else [loss.clone()]
-        made.optimizer_step()
-        told = [one for some in ranks.gather([float(one) for one in mine]) for one in some]
-        return float(sum(told) / len(told))
+            losses += [] if loss is None else [loss.clone()]
+        built.optimizer_step()
+        gathered = itertools.chain(*ranks.gather([float(loss) for loss in losses]))
+        return statistics.fmean(gathered)
 
     def not_in_force(self) -> str:
-        """A technique that was asked for and is not to be seen on this rank, or ""."""
+        """Return the requested techniques that are not in effect on this rank, or ""."""
         case = self._case
         layers = {
             canonical_name(name): module
@@ -269,24 +277,26 @@ class Attempt:
         }
         kinds = {name: type(module).__name__ for name, module in layers.items()}
         scaled = [part for name, part in layers.items() if kinds[name] == "Float8Linear"]
-        weights = [getattr(one.weight, "_local_tensor", one.weight) for one in scaled]
-        held = [type(one).__name__ for one in weights]
-        head = ("Float8Linear" if case.fp8_head else "Linear", None)  # of another stage
+        weights = [getattr(part.weight, "_local_tensor", part.weight) for part in scaled]
+        tensor_types = [type(weight).__name__ for weight in weights]
+        head = ("Float8Linear" if case.fp8_head else "Linear", None)  # None: on another stage
         modules = itertools.chain(*(model.modules() for model in self._models))
         wrapped = sum(isinstance(module, CheckpointWrapper) for module in modules)
         blocks = {name.split(".")[1] for name in kinds if name.startswith("blocks.")}
         seen = {
             "FP8": bool(scaled) == (case.fp8 != "none"),
             "the head's format": kinds.get("output.head") in head,
-            "FP8 all-gather": any("Float8Cast" in one for one in held) == case.fp8_all_gather,
-            "checkpointing": wrapped == sum(case.is_checkpointed[int(one)] for one in blocks),
+            "FP8 all-gather": any("Float8Cast" in name for name in tensor_types)
+            == case.fp8_all_gather,
+            "checkpointing": wrapped
+            == sum(case.is_checkpointed[int(index)] for index in blocks),
             "compile": (self.graphs > 0) == (case.compile != "none"),
         }
-        return ", ".join(f"{name} is not as asked" for name, so in seen.items() if not so)
+        return ", ".join(f"{name} is not as requested" for name, ok in seen.items() if not ok)
 
 
 def batch(case: TrainCase, data_rank: int) -> tuple[Tensor, Tensor]:
-    """The same ROWS sequences in every step, so that each step shows in the next loss."""
+    """Return the same ROWS sequences in every step, so that each step changes the next loss."""
     generator = torch.Generator().manual_seed(data_rank)
     shape = (ROWS, case.model.seq_len + 1)
     tokens = torch.randint(0, case.model.vocab_size, shape, generator=generator)

@@ -1,19 +1,20 @@
-"""Which training techniques go together? Each pair is run, in each layout, on a tiny model.
+"""Run every pair of training techniques in each layout on a tiny model; write a table.
 
     python recipes/technique_table.py --out techniques.md              # CPU or GPUs
     python recipes/technique_table.py --layouts fsdp,tp --only fp8,head
     python recipes/technique_table.py --layouts fsdp-tp --nproc 4
     python recipes/technique_table.py --jobs 12 --limit 480            # on a large machine
-    python recipes/technique_table.py --jobs 12 --resume               # the rest, what broke
+    python recipes/technique_table.py --jobs 12 --resume               # cells not run or failed
 
-What V, a reason and X mean: technique_cells.py. A pair of one kind (two precisions) is no pair.
-A technique that needs another brings it: FP8 head means FP8 products, too. On a CPU torchao
-emulates FP8.
+technique_cells.py defines V (passed), refused and X (failed). Two techniques of the same kind,
+such as two precisions, are not a pair. A technique that requires another one enables it: FP8
+head enables FP8 products. On a CPU torchao emulates FP8.
 
-Cells are dealt out to sets of ranks, of which --jobs work at once; where a set has fewer ranks
-than there are GPUs, the sets are spread over them. Ranks start again after a cell that broke.
-Beside --out FILE.md are FILE.json, both renewed as cells end, and FILE.logs/ with what each set
-said. Exit code 1 where a cell asked for is X or was not run. Over 250 lines: sets and tables.
+Cells are distributed over sets of ranks; --jobs sets work at the same time. If a set has fewer
+ranks than there are GPUs, the sets are spread over the GPUs. Ranks are restarted after a cell
+that failed. FILE.json is written next to --out FILE.md; both are updated as cells end.
+FILE.logs/ holds the output of each set. The exit code is 1 if a requested cell failed or was
+not run. Over 250 lines: rank sets and tables.
 """
 
 import argparse
@@ -41,9 +42,9 @@ from technique_cells import LAYOUTS, TECHNIQUES, Cell, Setting, cell_of, pairs
 DEFAULT_LAYOUTS = "single,ddp,fsdp,tp,pp,cp"
 POLL_S = 1.0
 GOOD, REFUSED, BROKEN, NOT_RUN = "V", "refused", "X", "not run"
-Row = dict[str, Any]  # mark, text and, of V, losses and command
-Found = dict[str, dict[Cell, Row]]  # by layout
-OPEN: Row = {"mark": NOT_RUN, "text": NOT_RUN}
+Row = dict[str, Any]  # mark and text; for V also losses and command
+Outcomes = dict[str, dict[Cell, Row]]  # by layout
+PENDING: Row = {"mark": NOT_RUN, "text": NOT_RUN}
 
 
 def main() -> None:
@@ -53,42 +54,47 @@ def main() -> None:
     todo = {name: results.open(name, asked.cells) for name in asked.layouts}
     stop = threading.Event()
 
-    def end(_number: int, _frame: FrameType | None) -> None:
+    def request_stop(_number: int, _frame: FrameType | None) -> None:
         stop.set()
 
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGTERM, request_stop)
+    signal.signal(signal.SIGINT, request_stop)
     ends_at = time.time() + asked.limit
     with ThreadPoolExecutor(asked.jobs) as pool:
-        done = [pool.submit(one.work, results, stop, ends_at) for one in rank_sets(todo, asked)]
-    for one in done:
-        one.result()  # raises what a thread raised
+        futures = [
+            pool.submit(rank_set.work, results, stop, ends_at)
+            for rank_set in rank_sets(todo, asked)
+        ]
+    for future in futures:
+        future.result()  # raises the thread's exception
     sys.stdout.write(asked.out.read_text())
     marks = {results.mark(name, cell) for name in todo for cell in asked.cells}
     sys.exit(1 if marks & {BROKEN, NOT_RUN} else 0)
 
 
 def arguments() -> argparse.Namespace:
-    """As given, but layouts as a list and, added, the cells."""
+    """Parse the command line; layouts become a list, and `cells` is added."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("techniques.md"))
     parser.add_argument("--layouts", default=DEFAULT_LAYOUTS, help=", ".join(LAYOUTS))
-    parser.add_argument("--only", default="", help="cells with one of these marks")
+    parser.add_argument("--only", default="", help="only cells with one of these techniques")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--nproc", type=int, default=2, help="ranks [2]; single has one")
     parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--jobs", type=int, default=1, help="sets of ranks at once [1]")
-    parser.add_argument("--limit", type=float, default=math.inf, help="s; begin no cell after")
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent sets of ranks [1]")
     parser.add_argument(
-        "--resume", action="store_true", help="keep V and refusals of FILE.json"
+        "--limit", type=float, default=math.inf, help="no cell starts after these seconds"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep V and refused cells of FILE.json"
     )
     asked = parser.parse_args()
     asked.layouts, asked.only = asked.layouts.split(","), [*filter(None, asked.only.split(","))]
     for words, known in ((asked.layouts, LAYOUTS), (asked.only, TECHNIQUES)):
         if unknown := set(words) - known.keys():
-            parser.error(f"{', '.join(unknown)}: not one of {', '.join(known)}")
+            parser.error(f"{', '.join(unknown)} is unknown; choose from {', '.join(known)}")
     if asked.jobs < 1 or asked.nproc < 1:
-        parser.error("--jobs and --nproc are 1 or more")
+        parser.error("--jobs and --nproc must be 1 or more")
     if asked.device == "auto":
         asked.device = "cuda" if torch.cuda.is_available() else "cpu"
     asked.cells = pairs(asked.device, asked.only)
@@ -100,9 +106,9 @@ def arguments() -> argparse.Namespace:
 
 
 def dealt(todo: dict[str, list[Cell]], jobs: int) -> list[tuple[str, list[Cell]]]:
-    """(layout, some of its cells): each cell once, neighbours in different slices.
+    """Return (layout, cells) slices with each cell once and neighbours in different slices.
 
-    At least as many as jobs, but no more than that takes: ranks are slow to start.
+    There are at least as many slices as jobs, but no more than needed: ranks start slowly.
     """
     share = -(-jobs // max(1, sum(map(bool, todo.values()))))
     slices = [
@@ -135,28 +141,28 @@ def ranks_of(layout: str, nproc: int) -> int:
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs as CUDA_VISIBLE_DEVICES names them."""
     count = torch.cuda.device_count()
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return given.split(",")[:count] if given else [str(index) for index in range(count)]
 
 
 def turn(gpus: Sequence[str], ranks: int, number: int) -> list[str]:
-    """GPUs of one set: those after the GPUs of the set before it."""
+    """Return the GPUs of one set: those that follow the GPUs of the previous set."""
     return [gpus[(number * ranks + index) % len(gpus)] for index in range(ranks)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSet:
-    """Ranks that work through some cells of one layout."""
+    """Ranks that run some cells of one layout."""
 
     setting: Setting
     cells: list[Cell]
-    variables: dict[str, str]  # of their environment
+    variables: dict[str, str]  # environment variables of the ranks
     log: Path
 
     def work(self, results: "Results", stop: threading.Event, ends_at: float) -> None:
-        """Starts ranks until no cell is left, or the time is over."""
+        """Start ranks until no cell is left or the time is over."""
         layout = self.setting.layout
         left = self.cells
         while left and not stop.is_set() and time.time() < ends_at:
@@ -165,11 +171,17 @@ class RankSet:
             if stop.is_set():
                 return
             if lines is None:
-                text = f"{layout} does not train at all, see {self.log.parent.name}/"
+                text = f"{layout} does not train at all; see {self.log.parent.name}/"
                 results.take(layout, [broken(cell, text) for cell in left])
             elif code and left and not any(line["ended"] for line in lines):
                 results.take(
-                    layout, [broken(left[0], f"ranks ended with {code}, see {self.log.name}")]
+                    layout,
+                    [
+                        broken(
+                            left[0],
+                            f"ranks ended with exit code {code}; see {self.log.name}",
+                        )
+                    ],
                 )
             left = results.left(layout, self.cells)
             done = len(self.cells) - len(left)
@@ -178,15 +190,15 @@ class RankSet:
     def _start(
         self, cells: list[Cell], results: "Results", stop: threading.Event, ends_at: float
     ) -> tuple[int, list[Row] | None]:
-        """Exit code of ranks for these cells, and what they said."""
-        setting, said = self.setting, self.log.with_suffix(f".{os.getpid()}.said")
+        """Run ranks for these cells; return their exit code and outcomes."""
+        setting, file = self.setting, self.log.with_suffix(f".{os.getpid()}.outcomes")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(setting.num_ranks), technique_cells.__file__]
         command += ["--layout", setting.layout, "--device", setting.device]
-        command += ["--model", setting.model, "--until", str(ends_at), "--said", str(said)]
+        command += ["--model", setting.model, "--until", str(ends_at), "--outcomes", str(file)]
         command += ["--cells", ",".join("+".join(cell) for cell in cells)]
         self.log.parent.mkdir(exist_ok=True)
-        # In a session of their own they get one signal, from us.
+        # In their own session the ranks receive one signal, from this process.
         with (
             self.log.open("a") as log,
             subprocess.Popen(
@@ -198,20 +210,20 @@ class RankSet:
             ) as child,
         ):
             while child.poll() is None and not stop.wait(POLL_S):
-                results.take(setting.layout, told(said) or [])
+                results.take(setting.layout, read_outcomes(file) or [])
             child.terminate()  # if it has not ended
             code = child.wait()
-        lines = told(said)
-        said.unlink(missing_ok=True)
+        lines = read_outcomes(file)
+        file.unlink(missing_ok=True)
         results.take(setting.layout, lines or [])
         return code, lines
 
 
-def told(said: Path) -> list[Row] | None:
-    """Lines of the ranks as far as they are whole; None before they have trained at all."""
-    text = said.read_text() if said.exists() else ""
-    whole = text[: text.rfind("\n") + 1].splitlines()
-    return [json.loads(line) for line in whole[1:]] if whole else None
+def read_outcomes(file: Path) -> list[Row] | None:
+    """Return the complete lines that the ranks wrote; None before they have trained at all."""
+    text = file.read_text() if file.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return [json.loads(line) for line in lines[1:]] if lines else None
 
 
 def broken(cell: Cell, text: str) -> Row:
@@ -222,91 +234,93 @@ def broken(cell: Cell, text: str) -> Row:
 
 
 class Results:
-    """What became of the cells, in files from the first one on. For several threads."""
+    """Outcomes of the cells, kept in files from the first one on. Thread-safe."""
 
     def __init__(self, out: Path, about: dict[str, Any], *, resume: bool) -> None:
-        """about: device, model, nproc. Raises SystemExit where earlier cells are of others."""
+        """`about` is device, model and nproc. Raise SystemExit if earlier cells used others."""
         self._out, self._about = out, about
         self._lock = threading.Lock()
-        self.found: Found = {}
+        self.outcomes: Outcomes = {}
         file = out.with_suffix(".json")
         if not resume or not file.exists():
             return
         earlier = json.loads(file.read_text())
         if earlier.get("about") != about:
-            raise SystemExit(f"{file} is of {earlier.get('about')}, not {about}")
+            raise SystemExit(f"{file} was made with {earlier.get('about')}, not with {about}")
         for layout, rows in earlier["layouts"].items():
-            self.found[layout] = {cell_of(row["cell"]): row for row in rows}
+            self.outcomes[layout] = {cell_of(row["cell"]): row for row in rows}
 
     def open(self, layout: str, cells: Iterable[Cell]) -> list[Cell]:
-        """Those that are to be run: not V or refused by now. Their rows say so."""
-        rows = self.found.setdefault(layout, {})
+        """Mark the cells that are neither V nor refused as not run, and return them."""
+        rows = self.outcomes.setdefault(layout, {})
         again = [cell for cell in cells if self.mark(layout, cell) not in (GOOD, REFUSED)]
         for cell in again:
-            rows[cell] = {"cell": "+".join(cell), **OPEN}
+            rows[cell] = {"cell": "+".join(cell), **PENDING}
         self._write()
         return again
 
     def mark(self, layout: str, cell: Cell) -> str:
-        return str(self.found[layout].get(cell, OPEN)["mark"])
+        return str(self.outcomes[layout].get(cell, PENDING)["mark"])
 
     def left(self, layout: str, cells: Iterable[Cell]) -> list[Cell]:
-        """Those without an outcome."""
+        """Return the cells without an outcome."""
         return [cell for cell in cells if self.mark(layout, cell) == NOT_RUN]
 
     def take(self, layout: str, lines: Iterable[Row]) -> None:
-        """The first line of a cell counts: the first rank that broke knows why."""
+        """Store outcomes. A cell's first line counts: the first failing rank has the cause."""
         with self._lock:
-            before = len(self.left(layout, self.found[layout]))
+            before = len(self.left(layout, self.outcomes[layout]))
             for line in lines:
                 cell = cell_of(line["cell"])
                 if self.mark(layout, cell) == NOT_RUN:
-                    self.found[layout][cell] = line
-            if len(self.left(layout, self.found[layout])) < before:
+                    self.outcomes[layout][cell] = line
+            if len(self.left(layout, self.outcomes[layout])) < before:
                 self._write()
 
     def _write(self) -> None:
-        layouts = {name: list(rows.values()) for name, rows in self.found.items()}
-        told = json.dumps({"about": self._about, "layouts": layouts}, indent=1) + "\n"
-        text = markdown(self.found, self._about["nproc"])
-        for file, content in ((self._out.with_suffix(".json"), told), (self._out, text)):
+        layouts = {name: list(rows.values()) for name, rows in self.outcomes.items()}
+        rows = json.dumps({"about": self._about, "layouts": layouts}, indent=1) + "\n"
+        text = markdown(self.outcomes, self._about["nproc"])
+        for file, content in ((self._out.with_suffix(".json"), rows), (self._out, text)):
             fresh = file.with_name(f"{file.name}.new")
             fresh.write_text(content)
-            fresh.replace(file)  # whole at any time
+            fresh.replace(file)  # complete at any time
 
 
-# The tables
+# The table
 
 
-def markdown(found: Found, nproc: int) -> str:
-    """All layouts as one table, then each its own; reasons below them."""
+def markdown(outcomes: Outcomes, nproc: int) -> str:
+    """Return one table of all layouts, the counts of each layout, and the reasons."""
     notes: dict[str, str] = {}
-    cells = [cell for cell in pairs("cuda") if any(cell in rows for rows in found.values())]
-    named = ", ".join(f"{LAYOUTS[one][0]} {one}" for one in found)
-    lines = [f"All layouts ({named}). V: all of them; letters: these.", ""]
-    lines += table({cell: joined(found, cell, notes) for cell in cells})
-    for layout, rows in found.items():
-        own = {cell: rows.get(cell, OPEN) for cell in cells}
-        counts = collections.Counter(row["mark"] for row in own.values())
-        said = ", ".join(f"{count} {mark}" for mark, count in sorted(counts.items()))
-        lines += ["", f"{layout}, {ranks_of(layout, nproc)} ranks: {said}.", ""]
-        lines += table({cell: shown(row, notes) for cell, row in own.items()})
+    cells = [cell for cell in pairs("cuda") if any(cell in rows for rows in outcomes.values())]
+    letters = ", ".join(f"{LAYOUTS[name][0]} {name}" for name in outcomes)
+    lines = [f"Layouts: {letters}. V: passed in all of them.", ""]
+    lines += table({cell: joined(outcomes, cell, notes) for cell in cells})
+    lines += ["", "| layout | ranks | outcomes |", "|---|---|---|"]
+    for layout, rows in outcomes.items():
+        counts = collections.Counter(rows.get(cell, PENDING)["mark"] for cell in cells)
+        shown = ", ".join(f"{count} {mark}" for mark, count in sorted(counts.items()))
+        lines.append(f"| {layout} | {ranks_of(layout, nproc)} | {shown} |")
     lines += ["", *(f"{note}: {text}  " for text, note in notes.items())]
-    lines += ["", "; ".join(f"{mark} = {name}" for mark, (name, _) in TECHNIQUES.items())]
     return "\n".join(lines) + "\n"
 
 
-def joined(found: Found, cell: Cell, notes: dict[str, str]) -> str:
-    rows = {name: of_cells.get(cell, OPEN) for name, of_cells in found.items()}
-    good = [LAYOUTS[name][0] for name, row in rows.items() if row["mark"] == GOOD]
-    if len(good) == len(rows):
-        return GOOD
-    others = [shown(row, notes) for row in rows.values() if row["mark"] != GOOD]
-    return " ".join(["".join(good), *dict.fromkeys(others)]).strip()
+def joined(outcomes: Outcomes, cell: Cell, notes: dict[str, str]) -> str:
+    """Return the letters of the layouts by outcome: "SF; not run: D; r1: T"."""
+    by_outcome: dict[str, str] = {}
+    for name, rows in outcomes.items():
+        key = outcome(rows.get(cell, PENDING), notes)
+        by_outcome[key] = by_outcome.get(key, "") + LAYOUTS[name][0]
+    if len(by_outcome) == 1:
+        return next(iter(by_outcome))
+    passed = by_outcome.pop(GOOD, "")
+    others = [f"{key}: {letters}" for key, letters in by_outcome.items()]
+    return "; ".join(filter(None, [passed, *others]))
 
 
-def shown(row: Row, notes: dict[str, str]) -> str:
-    """V; not run; the note that says why it was refused; X and the note how it broke."""
+def outcome(row: Row, notes: dict[str, str]) -> str:
+    """Return V, not run, the number of the refusal's note, or X with a note on the error."""
     if row["mark"] in (GOOD, NOT_RUN):
         return str(row["mark"])
     note = notes.setdefault(row["text"], f"r{1 + len(notes)}")
@@ -316,12 +330,12 @@ def shown(row: Row, notes: dict[str, str]) -> str:
 def table(texts: dict[Cell, str]) -> Iterator[str]:
     used = set(itertools.chain(*texts))
     marks = [mark for mark in TECHNIQUES if mark in used]
-    yield "| | " + " | ".join(marks) + " |"
+    yield "| | " + " | ".join(TECHNIQUES[mark][0] for mark in marks) + " |"
     yield "|---|" + "---|" * len(marks)
     for row in marks:
-        # Below the diagonal stands what is above it.
+        # The table is symmetric; the lower triangle stays empty.
         line = [texts.get((row, mark), "") for mark in marks]
-        yield f"| {row} | " + " | ".join(line) + " |"
+        yield f"| {TECHNIQUES[row][0]} | " + " | ".join(line) + " |"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""How often does `stepmark compare` err? Simulated pairs, and real launches dealt anew.
+"""Count wrong verdicts of `stepmark compare` on simulated pairs and on resampled launches.
 
     python recipes/verdicts.py                      # simulation, fixed seeds
     python recipes/verdicts.py RUN [RUN ...]        # runs with many launches of the same cases
 
-Same against same must almost never be called different; 3 % must be seen. Real launches are
-shuffled and dealt to two sides of eight, so both sides are the same machine; then the times of
-one side are divided by 1.03. The last columns do it with percentiles of a bootstrap over
-launches instead of Student's t.
+Two equal sides must almost never be called different, and a difference of 3 % must be
+detected. Real launches are shuffled and assigned to two sides of eight, so both sides are the
+same machine; for the second column the times of one side are divided by 1.03. The last columns
+use percentiles of a bootstrap over launches instead of Student's t.
 """
 
 import argparse
@@ -29,11 +29,11 @@ Draw = Callable[[random.Random], tuple[list[float], list[float]]]
 
 
 def simulated(launches: int, sd: float, samples: int) -> Draw:
-    """Launch centres: medians of lognormal samples with cv 2 %, launches with this sd."""
+    """Draw medians of lognormal samples with cv 2 %, for launches with this sd."""
 
     def centre(draw: random.Random) -> float:
-        own = math.exp(draw.gauss(0, sd))
-        return own * median(math.exp(draw.gauss(0, 0.02)) for _ in range(samples))
+        launch = math.exp(draw.gauss(0, sd))
+        return launch * median(math.exp(draw.gauss(0, 0.02)) for _ in range(samples))
 
     def deal(draw: random.Random) -> tuple[list[float], list[float]]:
         return [centre(draw) for _ in range(launches)], [centre(draw) for _ in range(launches)]
@@ -42,7 +42,7 @@ def simulated(launches: int, sd: float, samples: int) -> Draw:
 
 
 def dealt(centres: Sequence[float], launches: int) -> Draw:
-    """Two sides from real launches, without putting any back."""
+    """Draw two sides from real launches without replacement."""
 
     def deal(draw: random.Random) -> tuple[list[float], list[float]]:
         chosen = draw.sample(list(centres), 2 * launches)
@@ -56,7 +56,7 @@ def by_t(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def by_bootstrap(a: Sequence[float], b: Sequence[float], draw: np.random.Generator) -> bool:
-    """Percentiles of 1,000 resampled ratios, and the same floor."""
+    """Decide by percentiles of 1,000 resampled ratios and the same floor."""
     logs = [np.log(np.asarray(side)) for side in (a, b)]
     means = [side[draw.integers(0, len(side), (1000, len(side)))].mean(axis=1) for side in logs]
     tail = 100 * (1 - CONFIDENCE) / 2
@@ -81,20 +81,20 @@ def report(name: str, deal: Draw, pairs: int) -> None:
 
 
 def real(paths: Sequence[Path]) -> dict[str, list[float]]:
-    """Launch medians of the slowest rank, by case."""
-    found: dict[str, list[float]] = {}
+    """Return the launch medians of the slowest rank, by case."""
+    centres: dict[str, list[float]] = {}
     for path in paths:
         for record in latest(read_records(path)):
             if isinstance(record, Measured):
                 centre = median(slowest_per_sample(record.samples.seconds))
-                found.setdefault(record.case.command(), []).append(centre)
-    return found
+                centres.setdefault(record.case.command(), []).append(centre)
+    return centres
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="*", type=Path)
-    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("runs", nargs="*", type=Path, help="runs with many launches")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs per line")
     asked = parser.parse_args()
     print(f"{'':<58}same       3 %           bootstrap: same  3 %")  # noqa: T201
     if not asked.runs:

@@ -110,25 +110,25 @@ def test_the_table_says_what_was_not_run(tmp_path: Path) -> None:
     found.take("ddp", [line(CELLS[0], "refused", "why not")])
     lines = (tmp_path / "x.md").read_text().splitlines()
     assert lines[2:6] == [
-        "| | amp | chk |",
+        "| | bf16 autocast | loss in 4 chunks |",
         "|---|---|---|",
-        "| amp | S r1 | S not run |",
-        "| chk |  | S not run |",
+        "| bf16 autocast | S; r1: D | S; not run: D |",
+        "| loss in 4 chunks |  | S; not run: D |",
     ]
-    assert "single, 1 ranks: 3 V." in lines
-    assert "ddp, 2 ranks: 2 not run, 1 refused." in lines
+    assert "| single | 1 | 3 V |" in lines
+    assert "| ddp | 2 | 2 not run, 1 refused |" in lines
     assert "r1: why not  " in lines
 
 
 def test_lines_of_ranks_are_read_as_far_as_they_are_whole(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    assert RECIPE.told(said) is None
-    said.write_text("rea")
-    assert RECIPE.told(said) is None
-    said.write_text("ready\n")
-    assert RECIPE.told(said) == []
-    said.write_text('ready\n{"cell": "amp+amp"}\n{"cel')
-    assert RECIPE.told(said) == [{"cell": "amp+amp"}]
+    file = tmp_path / "outcomes"
+    assert RECIPE.read_outcomes(file) is None
+    file.write_text("rea")
+    assert RECIPE.read_outcomes(file) is None
+    file.write_text("ready\n")
+    assert RECIPE.read_outcomes(file) == []
+    file.write_text('ready\n{"cell": "amp+amp"}\n{"cel')
+    assert RECIPE.read_outcomes(file) == [{"cell": "amp+amp"}]
 
 
 class Ends:
@@ -160,7 +160,8 @@ def worked(folder: Path, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> list[tu
     one.work(found, RECIPE.threading.Event(), float("inf"))
     assert not ends.starts
     return [
-        (found.found["ddp"][cell]["mark"], found.found["ddp"][cell]["text"]) for cell in CELLS
+        (found.outcomes["ddp"][cell]["mark"], found.outcomes["ddp"][cell]["text"])
+        for cell in CELLS
     ]
 
 
@@ -172,7 +173,7 @@ def test_ranks_go_on_after_a_cell_that_broke(
     ends = Ends((1, [said]), (-11, []), (0, [line(CELLS[2], "V") | {"ended": False}]))
     assert worked(tmp_path, ends, monkeypatch) == [
         ("X", "ValueError"),
-        ("X", "ranks ended with -11, see ddp-0.log"),
+        ("X", "ranks ended with exit code -11; see ddp-0.log"),
         ("V", ""),
     ]
     assert ends.asked == [CELLS, CELLS[1:], CELLS[2:]]
@@ -181,5 +182,5 @@ def test_ranks_go_on_after_a_cell_that_broke(
 def test_a_layout_that_does_not_train_at_all_is_x(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "ddp does not train at all, see x.logs/"
+    text = "ddp does not train at all; see x.logs/"
     assert worked(tmp_path, Ends((1, None)), monkeypatch) == [("X", text)] * 3

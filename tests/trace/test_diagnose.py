@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from stepmark.core.finding import Finding, Severity
-from stepmark.trace.diagnose import FAILURES, diagnose
 from stepmark.trace.nccl_log import read_log
+from stepmark.trace.nccl_log.diagnosis import FAILURES, diagnose
 
 from .nccl_lines import DATA, FSDP8, Issued, coll, info, start, warn, written
 

@@ -17,16 +17,16 @@ from stepmark.core.collectives import Collective, num_parts
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding, Severity
 from stepmark.core.message import Histogram
-from stepmark.trace import restricted_pickle
-from stepmark.trace.flight_findings import findings
-from stepmark.trace.flight_groups import progress, ranks_text
-from stepmark.trace.flight_messages import message_kind
 from stepmark.trace.flight_recorder import (
     looks_like_flight_recorder,
     parse,
     read_dump,
     read_flight_recorder,
+    restricted_pickle,
 )
+from stepmark.trace.flight_recorder.findings import findings
+from stepmark.trace.flight_recorder.groups import progress, ranks_text
+from stepmark.trace.flight_recorder.operations import message_kind
 from stepmark.trace.nccl_log import read_log
 
 from .flight_samples import SAMPLE, as_json, as_old, dump, entry, transfer, write
@@ -185,7 +185,10 @@ def test_a_rank_that_did_not_come(tmp_path: Path) -> None:
     held = found(tmp_path, dumps)
     assert rules(held) == ["fr-hang"]
     assert "collective 3" in held[0].text
-    assert "not completed on ranks 0, 2 (scheduled: it may have started unseen)" in held[0].text
+    assert (
+        "not completed on ranks 0, 2 (scheduled: it may have started unrecorded)"
+        in held[0].text
+    )
     assert "not enqueued by rank 1" in held[0].text
     assert "a later dump shows the same number" in held[0].text
     assert rules(held, Severity.NOTE) == ["fr-missing-dump"]

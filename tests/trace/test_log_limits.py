@@ -19,9 +19,9 @@ from stepmark.report.log_summary import (
     prediction_rows,
     transport_rows,
 )
-from stepmark.trace import log_lines
-from stepmark.trace.diagnose import diagnose
+from stepmark.trace.nccl_log import lines as log_lines
 from stepmark.trace.nccl_log import looks_like_log, read_log
+from stepmark.trace.nccl_log.diagnosis import diagnose
 
 from .nccl_lines import (
     DATA,

@@ -352,8 +352,8 @@ def test_warnings_that_differ_in_numbers_are_one() -> None:
     assert len(texts) == 6
     lines = [f"h:1:2 [0] net.cc:5 NCCL WARN peer {index} is lost" for index in range(9)]
     (remark,) = facts_of(lines).warnings
-    assert (remark.text, remark.seen.lines) == ("peer 0 is lost", 9)
-    assert len(remark.seen.evidence) == 3
+    assert (remark.text, remark.occurrences.lines) == ("peer 0 is lost", 9)
+    assert len(remark.occurrences.evidence) == 3
 
 
 def test_user_made_operations_have_numbers_of_their_own() -> None:

@@ -49,8 +49,8 @@ def _with_ranks(source: Source, num_ranks: int | None) -> Source:
 def _log(paths: Sequence[Path], num_ranks: int | None) -> Source:
     from stepmark.report import log_summary  # noqa: PLC0415
     from stepmark.report.histogram import ranks_seen  # noqa: PLC0415
-    from stepmark.trace.diagnose import diagnose  # noqa: PLC0415
     from stepmark.trace.nccl_log import read_log  # noqa: PLC0415
+    from stepmark.trace.nccl_log.diagnosis import diagnose  # noqa: PLC0415
 
     facts = read_log(paths, num_ranks=num_ranks)
     return Source(
@@ -71,9 +71,9 @@ def _log(paths: Sequence[Path], num_ranks: int | None) -> Source:
 
 
 def _flight(paths: Sequence[Path]) -> Source:
-    from stepmark.trace.flight_findings import findings  # noqa: PLC0415
-    from stepmark.trace.flight_groups import progress, ranks_text  # noqa: PLC0415
     from stepmark.trace.flight_recorder import read_flight_recorder  # noqa: PLC0415
+    from stepmark.trace.flight_recorder.findings import findings  # noqa: PLC0415
+    from stepmark.trace.flight_recorder.groups import progress, ranks_text  # noqa: PLC0415
 
     facts = read_flight_recorder(paths)
     dumps = facts.dumps

@@ -10,7 +10,7 @@ MAX_RANKS = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Occurrences:
     """How often something was said, by how many processes, and the first lines that say it."""
 
     lines: int
@@ -130,7 +130,7 @@ class Plugin:
     event: str
     name: str
     api: int | None
-    seen: Seen
+    occurrences: Occurrences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class Interface:
     name: str
     address: str  # "" for adapters
     hosts: tuple[str, ...]
-    seen: Seen
+    occurrences: Occurrences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class GpuDirect:
     device: str
     distance: str | None
     level: str | None
-    seen: Seen
+    occurrences: Occurrences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,15 +187,15 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remark:
+class SimilarMessages:
     """Lines that are alike but for numbers: warnings, or lines known as harmless."""
 
     text: str
-    seen: Seen
+    occurrences: Occurrences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallSide:
+class IssuedCall:
     """What one rank issued at a place in its communicator's sequence."""
 
     rank: int | None
@@ -214,20 +214,20 @@ class Mismatch:
 
     communicator: str
     position: int
-    sides: tuple[CallSide, ...]
+    sides: tuple[IssuedCall, ...]
     ranks: tuple[int, ...]  # how many ranks issued each
     certain: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Behind:
+class LaggingRank:
     """A rank that issued fewer collectives than another one, as far as the log goes."""
 
     communicator: str
     issued: int
     most: int
-    last: CallSide | None  # its own
-    missing: CallSide  # what a rank ahead issued next
+    last: IssuedCall | None  # its own
+    missing: IssuedCall  # what a rank ahead issued next
     rank: int | None
     process: str
     certain: bool
@@ -245,10 +245,10 @@ class LogFacts:
     num_lines: int
     hosts: tuple[str, ...]
     processes: tuple[str, ...]
-    versions: dict[tuple[str, str], Seen]
-    environment: dict[tuple[str, str], Seen]
-    networks: dict[str, Seen]
-    nvls: dict[bool, Seen]
+    versions: dict[tuple[str, str], Occurrences]
+    environment: dict[tuple[str, str], Occurrences]
+    networks: dict[str, Occurrences]
+    nvls: dict[bool, Occurrences]
     communicators: tuple[Communicator, ...]
     transports: tuple[Transport, ...]
     nics: tuple[NicUse, ...]
@@ -257,11 +257,11 @@ class LogFacts:
     gpudirect: tuple[GpuDirect, ...]
     predictions: tuple[Prediction, ...]
     choices: tuple[Choice, ...]
-    warnings: tuple[Remark, ...]
-    harmless: tuple[Remark, ...]
-    p2p_disabled: tuple[Remark, ...]
+    warnings: tuple[SimilarMessages, ...]
+    harmless: tuple[SimilarMessages, ...]
+    p2p_disabled: tuple[SimilarMessages, ...]
     messages: Histogram
     mismatches: tuple[Mismatch, ...]
-    behind: tuple[Behind, ...]
+    behind: tuple[LaggingRank, ...]
     unread_calls: int = 0  # lines of calls cut before their count or type
     rounded_calls: int = 0  # counted at the next power of two, for want of memory

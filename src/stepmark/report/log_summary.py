@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stepmark.core.finding import Finding
-from stepmark.core.log_facts import Communicator, LogFacts, Seen, Transport
+from stepmark.core.log_facts import Communicator, LogFacts, Occurrences, Transport
 from stepmark.core.units import GB, format_bytes, format_time
 from stepmark.report.summary import LEAD
 from stepmark.report.tables import Row
@@ -67,8 +67,8 @@ def _facts(facts: LogFacts) -> Iterator[tuple[str, str]]:
     if facts.nvls:
         words = (f"{'' if has else 'not '}available" for has in facts.nvls)
         yield "NVLS", ", ".join(words)
-    for (name, value), seen in facts.environment.items():
-        yield "variable", f"{name}={value} ({_number(seen.processes, 'process')})"
+    for (name, value), lines in facts.environment.items():
+        yield "variable", f"{name}={value} ({_number(lines.processes, 'process')})"
     yield from (("tuning", line) for line in _choices(facts))
     if facts.messages:
         calls = sum(tally.calls for tally in facts.messages.values())
@@ -130,9 +130,9 @@ def _choices(facts: LogFacts) -> Iterator[str]:
         yield f"and {len(facts.choices) - _MOST} more"
 
 
-def _counted(table: Mapping[str, Seen]) -> str:
+def _counted(table: Mapping[str, Occurrences]) -> str:
     return ", ".join(
-        f"{name} ({_number(seen.processes, 'process')})" for name, seen in table.items()
+        f"{name} ({_number(lines.processes, 'process')})" for name, lines in table.items()
     )
 
 
@@ -145,29 +145,30 @@ def _some(words: Iterable[str]) -> str:
 def fact_rows(facts: LogFacts) -> list[Row]:
     """Everything that is said as a name and a value, one shape for all."""
     rows = [
-        _row("version", what, value, seen) for (what, value), seen in facts.versions.items()
+        _row("version", what, value, lines) for (what, value), lines in facts.versions.items()
     ]
     rows += [
-        _row("variable", name, value, seen) for (name, value), seen in facts.environment.items()
+        _row("variable", name, value, lines)
+        for (name, value), lines in facts.environment.items()
     ]
-    rows += [_row("network", "in use", name, seen) for name, seen in facts.networks.items()]
+    rows += [_row("network", "in use", name, lines) for name, lines in facts.networks.items()]
     rows += [
-        _row("NVLS", "multicast", "available" if has else "not available", seen)
-        for has, seen in facts.nvls.items()
+        _row("NVLS", "multicast", "available" if has else "not available", lines)
+        for has, lines in facts.nvls.items()
     ]
     rows += [
-        _row("plugin", f"{one.kind} {one.event}", _api(one.name, one.api), one.seen)
+        _row("plugin", f"{one.kind} {one.event}", _api(one.name, one.api), one.occurrences)
         for one in facts.plugins
     ]
     rows += [
-        _row("interface", one.role, f"{one.name} {one.address}".strip(), one.seen)
+        _row("interface", one.role, f"{one.name} {one.address}".strip(), one.occurrences)
         for one in facts.interfaces
     ]
     rows += [
-        _row("GPUDirect", one.device, "enabled" if one.enabled else "disabled", one.seen)
+        _row("GPUDirect", one.device, "enabled" if one.enabled else "disabled", one.occurrences)
         for one in facts.gpudirect
     ]
-    rows += [_row("warning", "", one.text, one.seen) for one in facts.warnings]
+    rows += [_row("warning", "", one.text, one.occurrences) for one in facts.warnings]
     return rows
 
 
@@ -175,14 +176,14 @@ def _api(name: str, api: int | None) -> str:
     return f"{name} (v{api})".strip() if api else name
 
 
-def _row(about: str, name: str, value: str, seen: Seen) -> Row:
-    first = seen.evidence[0] if seen.evidence else None
+def _row(about: str, name: str, value: str, lines: Occurrences) -> Row:
+    first = lines.evidence[0] if lines.evidence else None
     return {
         "about": about,
         "name": name,
         "value": value,
-        "lines": seen.lines,
-        "processes": seen.processes,
+        "lines": lines.lines,
+        "processes": lines.processes,
         "file": first.file if first else None,
         "line": first.line if first else None,
     }

@@ -1,13 +1,13 @@
-"""Operations of flight-recorder dumps as messages, sized as nccl-tests sizes them."""
+"""The contents of a flight-recorder dump, independent of its version, and their messages."""
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import MESSAGE_DTYPES, parse_dtype
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND, Histogram, MessageKind, Tally, sized
-from stepmark.trace.flight_operation import Dump, Group, Operation, Shapes
 
 _COLLECTIVES: dict[str, Collective] = {
     **dict.fromkeys(
@@ -42,28 +42,131 @@ _COLLECTIVES: dict[str, Collective] = {
 _OTHER_TYPES = {"bool": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "short": 2, "uint16": 2}
 _OTHER_TYPES |= {"complexhalf": 4, "complexfloat": 8, "complexdouble": 16}
 
+MAX_ELEMENTS = 2**60
+
+# (elements, torch's name of the type) per tensor.
+Shapes = tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A process group. ranks are those of the world; None where the dump does not say."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What the watchdog knew of a group; it lags behind the states of the entries."""
+
+    enqueued: int | None
+    started: int | None
+    completed: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One entry. `sequence` counts collectives, or transfers of pairs, of its group."""
+
+    group: str
+    description: str
+    kind: str  # torch's name without backend and peers: "_all_gather_base", "send"
+    is_p2p: bool
+    sequence: int | None
+    record_id: int | None
+    inputs: Shapes | None
+    outputs: Shapes | None
+    state: str  # scheduled, started, completed
+    created_ns: int | None
+    duration_s: float | None
+    timeout_s: float | None
+    peers: tuple[int, int] | None  # ranks within the group
+    phase: str
+    where: str
+    is_coalesced: bool = False
+
+    @property
+    def is_marker(self) -> bool:
+        """The entry of a coalesced group as a whole, which names no tensors."""
+        return self.kind.lower().endswith("coalesced") and not self.inputs and not self.outputs
+
+    @property
+    def is_done(self) -> bool:
+        return self.state == "completed"
+
+    @property
+    def step(self) -> tuple[str, bool, int | None]:
+        """The key that the parts of a coalesced group share."""
+        return self.group, self.is_p2p, self.sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """One rank's file. `rank` is None where neither name nor content state it."""
+
+    file: str
+    rank: int | None
+    version: str
+    nccl: str
+    groups: dict[str, Group]
+    status: dict[str, Status]
+    operations: tuple[Operation, ...]
+
+    def group_of(self, operation: Operation) -> Group:
+        """Return the group, with its ranks where the dump has them under this name.
+
+        gloo's dumps list their only group under an empty name.
+        """
+        group = self.groups.get(operation.group)
+        if group is None and list(self.groups) == [""]:
+            group = self.groups[""]
+        return Group(
+            name=operation.group,
+            description=operation.description or (group.description if group else ""),
+            ranks=group.ranks if group else None,
+        )
+
+    @property
+    def num_lost(self) -> int:
+        """Number of operations before the first that is still in the ring buffer."""
+        return (self.operations[0].record_id or 0) if self.operations else 0
+
+
+def parse_integer(value: object) -> int | None:
+    """Return a whole number, or one written as text; None for anything else."""
+    if isinstance(value, str) and len(value) < 20:
+        try:
+            return int(value)
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if abs(value) < 2**63 else None
+
 
 def collective_of(kind: str) -> str:
-    """Our name of torch's operation, "send", "recv", or "" for what moves no data or is new."""
+    """Return our name of torch's operation; "" for one that moves no data or is unknown."""
     if kind in (SEND, RECV):
         return kind
     return _COLLECTIVES[kind].value if kind in _COLLECTIVES else ""
 
 
 def dtype_of(name: str) -> tuple[str, int] | None:
-    """(our name, bytes of an element) of torch's name of a type."""
+    """Return (our name, bytes of an element) of torch's name of a type."""
     plain = name.lower()
     if plain in _OTHER_TYPES:
         return plain, _OTHER_TYPES[plain]
     try:
-        found = parse_dtype(plain, allowed=MESSAGE_DTYPES)
+        dtype = parse_dtype(plain, allowed=MESSAGE_DTYPES)
     except ConfigError:
         return None
-    return found.value, found.itemsize
+    return dtype.value, dtype.itemsize
 
 
 def num_bytes(shapes: Shapes | None) -> int | None:
-    """Of all tensors together; None where a size or type is unknown."""
+    """Return the bytes of all tensors; None where a size or type is unknown."""
     if shapes is None:
         return None
     total = 0
@@ -76,8 +179,8 @@ def num_bytes(shapes: Shapes | None) -> int | None:
 
 
 def histogram_of(dumps: Sequence[Dump]) -> tuple[Histogram, dict[str, int]]:
-    """Messages of all dumps, and how many operations are not among them, by reason."""
-    found: dict[MessageKind, Tally] = {}
+    """Return messages of all dumps, and the number of operations left out by reason."""
+    tallies: dict[MessageKind, Tally] = {}
     ranks: dict[MessageKind, set[int]] = {}
     uncounted: Counter[str] = Counter()
     for place, dump in enumerate(dumps):
@@ -89,9 +192,9 @@ def histogram_of(dumps: Sequence[Dump]) -> tuple[Histogram, dict[str, int]]:
                 uncounted[kind] += 1
                 continue
             ranks.setdefault(kind, set()).add(place)
-            tally = found.get(kind, Tally(calls=0, ranks=0))
+            tally = tallies.get(kind, Tally(calls=0, ranks=0))
             seconds = operation.duration_s
-            found[kind] = Tally(
+            tallies[kind] = Tally(
                 calls=tally.calls + 1,
                 ranks=len(ranks[kind]),
                 timed_calls=tally.timed_calls + (seconds is not None),
@@ -100,11 +203,11 @@ def histogram_of(dumps: Sequence[Dump]) -> tuple[Histogram, dict[str, int]]:
     bare = _bare_markers(dumps)
     if bare:
         uncounted["coalesced groups whose parts are not in the dump"] += bare
-    return found, dict(uncounted)
+    return tallies, dict(uncounted)
 
 
 def _bare_markers(dumps: Sequence[Dump]) -> int:
-    """Before version 2.7 collectives inside a coalesced group left no entry."""
+    """Return the number of groups without parts: before version 2.7 parts left no entry."""
     count = 0
     for dump in dumps:
         with_parts = {one.step for one in dump.operations if not one.is_marker}
@@ -113,7 +216,7 @@ def _bare_markers(dumps: Sequence[Dump]) -> int:
 
 
 def message_kind(operation: Operation, group: Group) -> MessageKind | str:
-    """How an operation counts, or why it does not."""
+    """Return the kind of message of an operation, or why it has none."""
     name = collective_of(operation.kind)
     if not name:
         return f"operations of kind {operation.kind or 'unknown'}"
@@ -143,5 +246,5 @@ def message_kind(operation: Operation, group: Group) -> MessageKind | str:
 
 
 def _is_uneven(sent: int, received: int, num_ranks: int | None) -> bool:
-    """Whether the sizes of an all-to-all tell that its parts differ."""
+    """Return whether the sizes of an all-to-all show that its parts differ."""
     return num_ranks is not None and (sent != received or sent % num_ranks != 0)

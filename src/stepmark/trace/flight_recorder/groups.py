@@ -1,4 +1,4 @@
-"""Dumps of several ranks side by side: groups, their collectives by number, how far each is."""
+"""Dumps of several ranks side by side: groups, collectives by number, progress of each."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,15 +6,20 @@ from dataclasses import dataclass
 from stepmark.core.collectives import Collective
 from stepmark.core.finding import Evidence
 from stepmark.core.units import format_bytes
-from stepmark.trace.flight_messages import collective_of, num_bytes
-from stepmark.trace.flight_operation import Dump, Group, Operation
+from stepmark.trace.flight_recorder.operations import (
+    Dump,
+    Group,
+    Operation,
+    collective_of,
+    num_bytes,
+)
 
 Step = tuple[Operation, ...]  # one collective, or all parts of a coalesced group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a rank was in a group. Numbers of collectives; None where not told."""
+    """Progress of a rank in a group, as numbers of collectives; None where unknown."""
 
     rank: int | None
     file: str
@@ -28,12 +33,12 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class GroupDumps:
     """A group and, by rank, its collectives by number."""
 
     group: Group
     steps: dict[int, dict[int, Step]]
-    enqueued: dict[int, int | None]  # None where the dump does not tell
+    enqueued: dict[int, int | None]  # None where unknown
     dumps: dict[int, Dump]
 
     @property
@@ -42,7 +47,7 @@ class Shared:
 
 
 def progress(dumps: Sequence[Dump]) -> list[Progress]:
-    """One line per rank and group that has entries."""
+    """Return one line per rank and group that has entries."""
     lines = []
     for dump in dumps:
         for name in dict.fromkeys(one.group for one in dump.operations):
@@ -66,7 +71,7 @@ def progress(dumps: Sequence[Dump]) -> list[Progress]:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """'rank 3', 'ranks 0-3, 5'."""
+    """Return e.g. 'rank 3' or 'ranks 0-3, 5'."""
     spans: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if spans and spans[-1][1] == rank - 1:
@@ -83,9 +88,9 @@ def _label(dump: Dump, name: str) -> str:
     return f"{name} {dump.group_of(one).description}".strip()
 
 
-def shared_groups(dumps: Sequence[Dump]) -> list[Shared]:
-    """Groups by name and ranks: split_group gives disjoint groups one name."""
-    found: dict[tuple[str, tuple[int, ...] | None], Shared] = {}
+def groups_of(dumps: Sequence[Dump]) -> list[GroupDumps]:
+    """Return groups by name and ranks: split_group gives disjoint groups one name."""
+    shared_by_key: dict[tuple[str, tuple[int, ...] | None], GroupDumps] = {}
     for dump in dumps:
         assert dump.rank is not None
         names = {one.group: dump.group_of(one) for one in dump.operations}
@@ -97,21 +102,21 @@ def shared_groups(dumps: Sequence[Dump]) -> list[Shared]:
             steps, status = steps_of(own), dump.status.get(name)
             ends = [*steps, *([status.enqueued] if status and status.enqueued else [])]
             unknown = None if dump.num_lost else 0
-            key = (name, group.ranks)
-            made = Shared(group=group, steps={}, enqueued={}, dumps={})
-            held = found.setdefault(key, made)
-            held.steps[dump.rank] = steps
-            held.enqueued[dump.rank] = max(ends, default=unknown)
-            held.dumps[dump.rank] = dump
-    return list(found.values())
+            new = GroupDumps(group=group, steps={}, enqueued={}, dumps={})
+            shared = shared_by_key.setdefault((name, group.ranks), new)
+            shared.steps[dump.rank] = steps
+            shared.enqueued[dump.rank] = max(ends, default=unknown)
+            shared.dumps[dump.rank] = dump
+    return list(shared_by_key.values())
 
 
 def steps_of(operations: Iterable[Operation]) -> dict[int, Step]:
-    found: dict[int, Step] = {}
+    """Return collectives by number."""
+    steps: dict[int, Step] = {}
     for one in operations:
         if one.sequence is not None:
-            found[one.sequence] = (*found.get(one.sequence, ()), one)
-    return found
+            steps[one.sequence] = (*steps.get(one.sequence, ()), one)
+    return steps
 
 
 def is_done(step: Step) -> bool:
@@ -119,7 +124,7 @@ def is_done(step: Step) -> bool:
 
 
 def signature(step: Step) -> tuple[object, ...]:
-    """What must agree on all ranks; what may differ by rank is left out."""
+    """Return what must agree on all ranks, without what may differ by rank."""
     return tuple(_agreed(one) for one in step if not one.is_marker)
 
 
@@ -151,10 +156,11 @@ def described(step: Step) -> str:
     words = []
     for one in step[:3]:
         sizes = one.inputs or one.outputs or ()
-        held = ", ".join(f"{elements} {word}" for elements, word in sizes[:3])
+        tensors = ", ".join(f"{elements} {word}" for elements, word in sizes[:3])
         total = num_bytes(one.inputs or one.outputs)
         size = f" ({format_bytes(total)})" if total else ""
-        words.append(f"{collective_of(one.kind) or one.kind} of {held or 'no tensor'}{size}")
+        name = collective_of(one.kind) or one.kind
+        words.append(f"{name} of {tensors or 'no tensor'}{size}")
     return " + ".join(words) + (f" + {len(step) - 3} more" if len(step) > 3 else "")
 
 

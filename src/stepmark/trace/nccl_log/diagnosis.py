@@ -1,6 +1,6 @@
-"""What a debug log says is wrong, slow, or harmless although it looks bad.
+"""Find what a debug log shows to be wrong, slow, or harmless although it looks bad.
 
-Every rule names the lines that prove it; without them it says nothing. Long (over 250 lines)
+Every rule quotes the lines that prove it; without them it is silent. Long (over 250 lines)
 because each rule is short and they are read side by side.
 """
 
@@ -8,57 +8,59 @@ import re
 from collections.abc import Callable, Iterator
 
 from stepmark.core.finding import Evidence, Finding, Severity
-from stepmark.core.log_facts import CallSide, LogFacts, Seen
-from stepmark.trace import diagnose_network
-from stepmark.trace.log_finding import finding, listed, plural
+from stepmark.core.log_facts import IssuedCall, LaggingRank, LogFacts, Occurrences
+from stepmark.trace.nccl_log import network_rules
+from stepmark.trace.nccl_log.network_rules import finding_of, listed, plural
 
 SLOW_INIT_S = 10.0
 # NVLink systems of the last generations run 12 to 32 channels.
-FEW_CHANNELS = 8
+MIN_CHANNELS = 8
 
 _ORDER = (Severity.PROBLEM, Severity.WARNING, Severity.NOTE)
 
 
 def diagnose(facts: LogFacts) -> list[Finding]:
-    """All findings, problems first, each with the lines that show it."""
-    found = [one for rule in RULES for one in rule(facts)]
-    return sorted(found, key=lambda one: _ORDER.index(one.severity))
+    """Return all findings, problems first, each with the lines that show it."""
+    findings = [finding for rule in RULES for finding in rule(facts)]
+    return sorted(findings, key=lambda finding: _ORDER.index(finding.severity))
 
 
 def failures(facts: LogFacts) -> Iterator[Finding]:
-    """WARN lines: known failures with what they mean, others as they stand."""
-    known: dict[tuple[str, str], list[Seen]] = {}
-    for remark in facts.warnings:
-        fits = (one for one in FAILURES if one[1].search(remark.text))
-        rule, _, text = next(fits, ("warning", None, f"NCCL warns: {remark.text}"))
-        known.setdefault((rule, text), []).append(remark.seen)
-    for (rule, text), seen in known.items():
+    """Report WARN lines: known failures with their meaning, others as they stand."""
+    known: dict[tuple[str, str], list[Occurrences]] = {}
+    for warning in facts.warnings:
+        fits = (failure for failure in FAILURES if failure[1].search(warning.text))
+        rule, _, text = next(fits, ("warning", None, f"NCCL warns: {warning.text}"))
+        known.setdefault((rule, text), []).append(warning.occurrences)
+    for (rule, text), lines in known.items():
         severity = Severity.WARNING if rule == "warning" else Severity.PROBLEM
-        yield finding(rule, severity, text, seen)
+        yield finding_of(rule, severity, text, lines)
 
 
 def call_mismatch(facts: LogFacts) -> Iterator[Finding]:
-    """Ranks of a communicator that issued different collectives at the same place."""
-    for one in facts.mismatches:
+    """Report ranks that issued different collectives at the same place."""
+    for mismatch in facts.mismatches:
         sides = "; ".join(
             f"{plural(number, 'rank')} ({_rank(side)}) issued {side.call}"
-            for side, number in zip(one.sides, one.ranks, strict=True)
+            for side, number in zip(mismatch.sides, mismatch.ranks, strict=True)
         )
-        text = f"Call {one.position + 1} of communicator {one.communicator} differs: {sides}"
-        severity = Severity.PROBLEM if one.certain else Severity.WARNING
-        text += "" if one.certain else ". No line tells that these ranks are one communicator"
-        evidence = [side.evidence for side in one.sides]
-        yield finding("call-mismatch", severity, text + ".", evidence)
+        call = f"Call {mismatch.position + 1} of communicator {mismatch.communicator}"
+        text = f"{call} differs: {sides}"
+        severity = Severity.PROBLEM if mismatch.certain else Severity.WARNING
+        if not mismatch.certain:
+            text += ". No line confirms that these ranks form one communicator"
+        evidence = [side.evidence for side in mismatch.sides]
+        yield finding_of("call-mismatch", severity, text + ".", evidence)
 
 
 def behind(facts: LogFacts) -> Iterator[Finding]:
-    """Ranks that issued fewer collectives than others when the log ended."""
-    groups: dict[str, list[int]] = {}
-    for index, one in enumerate(facts.behind):
-        groups.setdefault(one.communicator, []).append(index)
-    for communicator, indexes in groups.items():
-        held = sorted((facts.behind[index] for index in indexes), key=lambda one: one.issued)
-        worst = held[0]
+    """Report ranks that issued fewer collectives than others when the log ended."""
+    groups: dict[str, list[LaggingRank]] = {}
+    for lagging in facts.behind:
+        groups.setdefault(lagging.communicator, []).append(lagging)
+    for communicator, ranks in groups.items():
+        ranks.sort(key=lambda one: one.issued)
+        worst = ranks[0]
         who = f"rank {worst.rank}" if worst.rank is not None else worst.process
         last = f"its last is {worst.last.call}" if worst.last else "it issued none"
         text = (
@@ -66,47 +68,49 @@ def behind(facts: LogFacts) -> Iterator[Finding]:
             f"collectives: {last}, and it did not issue {worst.missing.call}, which "
             f"{_rank(worst.missing)} did"
         )
-        if len(held) > 1:
-            others = listed(one.process if one.rank is None else one.rank for one in held[1:])
-            text += f". Behind as well: {others}"
-        text += ". The job hangs here, unless the log was taken while it ran"
-        sides = [one.last for one in held if one.last]
+        if len(ranks) > 1:
+            others = listed(one.process if one.rank is None else one.rank for one in ranks[1:])
+            text += f". Also behind: {others}"
+        text += ". The job hangs here, unless the log was copied while it ran"
+        sides = [one.last for one in ranks if one.last]
         evidence = [worst.missing.evidence, *(side.evidence for side in sides)]
-        yield finding("behind", Severity.WARNING, text + ".", evidence)
+        yield finding_of("behind", Severity.WARNING, text + ".", evidence)
 
 
-def _rank(side: CallSide) -> str:
+def _rank(side: IssuedCall) -> str:
     return side.process if side.rank is None else f"rank {side.rank}"
 
 
 def mixed_versions(facts: LogFacts) -> Iterator[Finding]:
-    """Processes with different libraries, or hosts with different drivers."""
+    """Report processes with different libraries, or hosts with different drivers."""
     for what, name in (
         ("nccl", "NCCL"),
         ("rccl", "RCCL"),
         ("cuda_driver", "CUDA drivers"),
         ("aws-ofi-nccl", "aws-ofi-nccl"),
     ):
-        held = {value: seen for (key, value), seen in facts.versions.items() if key == what}
-        if len(held) < 2:
+        versions = {
+            value: lines for (key, value), lines in facts.versions.items() if key == what
+        }
+        if len(versions) < 2:
             continue
-        counts = listed(f"{value} ({_processes(seen)})" for value, seen in held.items())
-        text = f"Several versions of {name} in one job: {counts}."
-        yield finding("mixed-versions", Severity.WARNING, text, held.values())
+        counts = listed(f"{value} ({_processes(lines)})" for value, lines in versions.items())
+        text = f"The job uses several versions of {name}: {counts}."
+        yield finding_of("mixed-versions", Severity.WARNING, text, versions.values())
 
 
-def _processes(seen: Seen) -> str:
-    if not seen.processes:
-        return plural(seen.lines, "line")
-    return f"{seen.processes} process{'' if seen.processes == 1 else 'es'}"
+def _processes(lines: Occurrences) -> str:
+    if not lines.processes:
+        return plural(lines.lines, "line")
+    return f"{lines.processes} process{'' if lines.processes == 1 else 'es'}"
 
 
 _SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE")
 
 
 def forced_settings(facts: LogFacts) -> Iterator[Finding]:
-    """Variables for debugging that were left on."""
-    for (name, value), seen in facts.environment.items():
+    """Report variables for debugging that were left on."""
+    for (name, value), lines in facts.environment.items():
         if name in _SWITCHES and value not in ("0", ""):
             way = name.removeprefix("NCCL_").removesuffix("_DISABLE")
             text = f"{name} is {value}: NCCL may not use {way}."
@@ -118,41 +122,41 @@ def forced_settings(facts: LogFacts) -> Iterator[Finding]:
                 text += " LL128 where NCCL does not enable it by itself can corrupt data."
         else:
             continue
-        yield finding("forced-setting", Severity.WARNING, text, [seen])
+        yield finding_of("forced-setting", Severity.WARNING, text, [lines])
 
 
 def nvls_off(facts: LogFacts) -> Iterator[Finding]:
-    """Reductions in the NVLink switch are off."""
-    switched = facts.environment.get(("NCCL_NVLS_ENABLE", "0"))
+    """Report that reductions in the NVLink switch are off."""
+    disabled = facts.environment.get(("NCCL_NVLS_ENABLE", "0"))
     none = [
         one.channels.evidence
         for one in facts.communicators
         if one.channels and one.channels.nvls == 0 and (one.local_ranks or 0) > 2
     ]
     absent = facts.nvls.get(False)
-    if switched:
+    if disabled:
         text = "NCCL_NVLS_ENABLE is 0: no reductions in the NVLink switch (NVLS)."
-        yield finding("nvls-off", Severity.WARNING, text, [switched, *none])
+        yield finding_of("nvls-off", Severity.WARNING, text, [disabled, *none])
     elif absent and True not in facts.nvls:
         text = "No GPU has NVLink multicast (NVLS): normal before Hopper and without NVSwitch."
-        yield finding("nvls-off", Severity.NOTE, text, [absent])
+        yield finding_of("nvls-off", Severity.NOTE, text, [absent])
     elif absent is None and none:
         text = "Communicators have no channels for reductions in the NVLink switch (NVLS)."
-        yield finding("nvls-off", Severity.NOTE, text, none)
+        yield finding_of("nvls-off", Severity.NOTE, text, none)
     elif absent:
         text = "Some GPUs have NVLink multicast (NVLS) and others do not."
-        yield finding("nvls-off", Severity.WARNING, text, [absent, facts.nvls[True]])
+        yield finding_of("nvls-off", Severity.WARNING, text, [absent, facts.nvls[True]])
 
 
 def few_channels(facts: LogFacts) -> Iterator[Finding]:
-    """An NVLink system with so few channels that they cannot fill the links."""
+    """Report an NVLink system with so few channels that they cannot fill the links."""
     for one in facts.communicators:
         counts, nvlink = one.channels, any(g.path_intra == "NVL" for g in one.graphs)
-        if counts is None or counts.coll >= FEW_CHANNELS or (one.num_ranks or 0) < 2:
+        if counts is None or counts.coll >= MIN_CHANNELS or (one.num_ranks or 0) < 2:
             continue
         limits = {
-            name: seen
-            for (name, _), seen in facts.environment.items()
+            name: lines
+            for (name, _), lines in facts.environment.items()
             if name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
         }
         if not nvlink and not limits:
@@ -160,12 +164,12 @@ def few_channels(facts: LogFacts) -> Iterator[Finding]:
         text = f"Communicator {one.key} has {plural(counts.coll, 'channel')} for collectives"
         text += ", few for NVLink" if nvlink else ""
         text += f"; {listed(limits)} is set" if limits else ""
-        seen: list[Seen | Evidence] = [counts.evidence, *limits.values()]
-        yield finding("few-channels", Severity.WARNING, text + ".", seen)
+        lines: list[Occurrences | Evidence] = [counts.evidence, *limits.values()]
+        yield finding_of("few-channels", Severity.WARNING, text + ".", lines)
 
 
 def slow_init(facts: LogFacts) -> Iterator[Finding]:
-    """Communicators that took long to start, and the part that took most."""
+    """Report communicators that took long to start, and the longest part of it."""
     for one in facts.communicators:
         times = [member.init for member in one.members if member.init]
         if not times:
@@ -178,11 +182,11 @@ def slow_init(facts: LogFacts) -> Iterator[Finding]:
             f"Communicator {one.key} took {worst.total_s:g} s to start, {seconds:g} s of it in "
             f"{name}."
         )
-        yield finding("slow-init", Severity.WARNING, text, [worst.evidence])
+        yield finding_of("slow-init", Severity.WARNING, text, [worst.evidence])
 
 
 def init_incomplete(facts: LogFacts) -> Iterator[Finding]:
-    """Ranks that began to start a communicator and never finished."""
+    """Report ranks that began to start a communicator and never finished."""
     for one in facts.communicators:
         stuck = [member for member in one.members if member.started and not member.completed]
         if not stuck:
@@ -193,31 +197,33 @@ def init_incomplete(facts: LogFacts) -> Iterator[Finding]:
             f"{len(one.members)} of {one.num_ranks or '?'} ranks are in the log."
         )
         evidence = [member.started for member in stuck if member.started]
-        yield finding("init-incomplete", Severity.WARNING, text, evidence)
+        yield finding_of("init-incomplete", Severity.WARNING, text, evidence)
 
 
 def harmless(facts: LogFacts) -> Iterator[Finding]:
-    """Lines that look like errors and are none."""
-    held: dict[str, list[Seen]] = {}
-    for remark in facts.harmless:
-        text = next((why for start, why in _HARMLESS if remark.text.startswith(start)), "")
-        held.setdefault(text, []).append(remark.seen)
-    for text, seen in held.items():
+    """Report lines that look like errors and are none."""
+    known: dict[str, list[Occurrences]] = {}
+    for message in facts.harmless:
+        text = next((why for start, why in _HARMLESS if message.text.startswith(start)), "")
+        known.setdefault(text, []).append(message.occurrences)
+    for text, lines in known.items():
         if text:
-            yield finding("harmless", Severity.NOTE, text, seen)
+            yield finding_of("harmless", Severity.NOTE, text, lines)
 
 
 def cut_lines(facts: LogFacts) -> Iterator[Finding]:
-    """Lines of calls that ended before their count and type."""
+    """Report lines of calls that end before their count and type."""
     if facts.unread_calls:
-        text = f"{plural(facts.unread_calls, 'call')} could not be counted: the line is cut."
-        yield finding("cut-lines", Severity.NOTE, text, [])
+        text = (
+            f"{plural(facts.unread_calls, 'call')} could not be counted: the line is cut off."
+        )
+        yield finding_of("cut-lines", Severity.NOTE, text, [])
 
 
 _HARMLESS = (
     (
         "dlvsym failed on mlx5dv",
-        "libmlx5 is older than NCCL's newest use of it, and NCCL goes on without. Harmless.",
+        "libmlx5 lacks a function that NCCL can use; NCCL works without it. Harmless.",
     ),
     (
         "Topology detection",
@@ -308,12 +314,12 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     behind,
     init_incomplete,
     mixed_versions,
-    diagnose_network.wrong_interface,
-    diagnose_network.net_socket,
-    diagnose_network.plugins,
-    diagnose_network.no_gpudirect,
-    diagnose_network.nic_imbalance,
-    diagnose_network.shm_instead_of_p2p,
+    network_rules.wrong_interface,
+    network_rules.net_socket,
+    network_rules.plugins,
+    network_rules.no_gpudirect,
+    network_rules.nic_imbalance,
+    network_rules.shm_instead_of_p2p,
     forced_settings,
     nvls_off,
     few_channels,

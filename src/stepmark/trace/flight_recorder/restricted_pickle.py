@@ -1,7 +1,7 @@
-"""Pickles from elsewhere: plain containers and scalars, and nothing that runs code.
+"""Load pickles of unknown origin: plain containers and scalars, without running code.
 
-A pickle is a program. Its opcodes are looked at before any runs: none may name a class, call
-or build an object, and none may make the reader allocate for what is not in the file.
+A pickle is a program. Its opcodes are checked before any runs: none may name a class, call or
+build an object, and none may make the reader allocate memory for what is not in the file.
 """
 
 import io
@@ -28,15 +28,15 @@ _PLAIN = frozenset(
 )
 _NAMES_A_CLASS = ("GLOBAL", "INST")
 MAX_LONG_BYTES = 64  # no honest field is a longer integer
-# What a pickle that is no pickle makes the standard library raise.
-_BROKEN = (
+# What the standard library raises for a file that is no pickle.
+_MALFORMED = (
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError),
     *(AttributeError, OverflowError, MemoryError, RecursionError),
 )
 
 
-class _Refusing(pickle.Unpickler):
-    """The second lock: whatever slipped through the look at the opcodes finds no class."""
+class _PlainUnpickler(pickle.Unpickler):
+    """A second guard: whatever passed the check of the opcodes finds no class."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise _foreign(f"{module_name}.{global_name}")
@@ -46,22 +46,22 @@ class _Refusing(pickle.Unpickler):
 
 
 def load(data: bytes, file: str) -> object:
-    """The value of a pickle of plain values.
+    """Return the value of a pickle of plain values.
 
-    Raises ConfigError that names a foreign class, or says that it is no whole pickle.
+    Raises ConfigError that names a foreign class, or says that the pickle is incomplete.
     """
     try:
         with warnings.catch_warnings():
-            # pickletools warns of odd escapes in the file's strings, as if they were ours.
+            # pickletools warns of odd escapes in the file's strings.
             warnings.simplefilter("ignore", DeprecationWarning)
-            _look(data)
-            return _Refusing(io.BytesIO(data)).load()
-    except _BROKEN as error:
-        why = str(error) or type(error).__name__
-        raise ConfigError("file", file, f"a whole pickle ({why[:120]})") from None
+            _check(data)
+            return _PlainUnpickler(io.BytesIO(data)).load()
+    except _MALFORMED as error:
+        reason = str(error) or type(error).__name__
+        raise ConfigError("file", file, f"a whole pickle ({reason[:120]})") from None
 
 
-def _look(data: bytes) -> None:
+def _check(data: bytes) -> None:
     """Refuse before running. Raises ConfigError, or ValueError for what is no pickle."""
     texts: list[str] = []  # the last two strings: what STACK_GLOBAL takes
     for num_ops, (opcode, argument, _) in enumerate(pickletools.genops(data)):
@@ -78,7 +78,7 @@ def _look(data: bytes) -> None:
             # The reader's memo is an array: one large index would allocate gigabytes.
             raise ValueError(f"memo index {argument} after {num_ops} opcodes")
         elif isinstance(argument, int) and argument.bit_length() > 8 * MAX_LONG_BYTES:
-            raise ValueError("an integer of absurd length")
+            raise ValueError("an integer of excessive length")
 
 
 def _foreign(what: str) -> ConfigError:

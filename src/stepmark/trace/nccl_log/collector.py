@@ -1,0 +1,266 @@
+"""Collect the facts of a debug log while it is read, and return them at the end."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from stepmark.core.finding import Evidence
+from stepmark.core.log_facts import (
+    Communicator,
+    GpuDirect,
+    Interface,
+    LogFacts,
+    NicUse,
+    Occurrences,
+    Plugin,
+    SimilarMessages,
+    Transport,
+)
+from stepmark.trace.nccl_log import mismatch
+from stepmark.trace.nccl_log.calls import Calls
+from stepmark.trace.nccl_log.communicators import (
+    CommunicatorTable,
+    communicators_of,
+    histogram_of,
+)
+from stepmark.trace.nccl_log.lines import LogMessage
+from stepmark.trace.nccl_log.tuning import PredictionTable, TuningChoices
+
+_MAX_EVIDENCE = 3
+_MAX_SIMILAR = 500
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+_GPUDIRECT = re.compile(
+    r"^(?:NET/(.+?) ?: )?GPU Direct RDMA (Enabled|Disabled) for (?:GPU (\S+) / )?"
+    r"HCA (\S+?)(?: '([^']*)')?(?: \(distance (\w+) (?:<=|>) (\w+)\))?(?:[, ].*)?$"
+)
+
+Key = TypeVar("Key")
+
+
+class Link(NamedTuple):
+    """What a line of a channel states of a connection, but for its channel's number."""
+
+    kind: str
+    source: int
+    target: int | None
+    gdrdma: bool
+    pxn: bool
+
+
+@dataclass(slots=True)
+class OccurrenceCounter:
+    """Counts lines that state the same, and keeps the first."""
+
+    lines: int = 0
+    processes: set[str] = field(default_factory=set)
+    evidence: list[Evidence] = field(default_factory=list)
+
+    def add(self, message: LogMessage) -> None:
+        self.lines += 1
+        if message.process:
+            self.processes.add(message.process)
+        if len(self.evidence) < _MAX_EVIDENCE:
+            self.evidence.append(message.evidence())
+
+    def result(self) -> Occurrences:
+        return Occurrences(
+            lines=self.lines, processes=len(self.processes), evidence=tuple(self.evidence)
+        )
+
+
+@dataclass(slots=True)
+class LinkLines:
+    """Lines of a connection: of its sending side, of its receiving side, and the first."""
+
+    first: LogMessage
+    sides: list[int] = field(default_factory=lambda: [0, 0])
+
+    @property
+    def channels(self) -> int:
+        return max(self.sides)
+
+
+SimilarTable = dict[str, tuple[str, OccurrenceCounter]]
+
+
+class Collector:
+    """Everything that the handlers of lines have recorded so far."""
+
+    def __init__(self) -> None:
+        self.communicators = CommunicatorTable()
+        self.calls = Calls()
+        self.predictions = PredictionTable()
+        self.choices = TuningChoices()
+        self.hosts: dict[str, None] = {}
+        self.processes: dict[str, None] = {}
+        self.versions: dict[tuple[str, str], OccurrenceCounter] = {}
+        self.environment: dict[tuple[str, str], OccurrenceCounter] = {}
+        self.networks: dict[str, OccurrenceCounter] = {}
+        self.nvls: dict[bool, OccurrenceCounter] = {}
+        self.warnings: SimilarTable = {}
+        self.harmless: SimilarTable = {}
+        self.p2p_disabled: SimilarTable = {}
+        self.links: dict[tuple[int, Link], LinkLines] = {}
+        # By communicator, rank and device.
+        self.nics: dict[tuple[int, int, int], LinkLines] = {}
+        self.forget_counters: Callable[[], None] = lambda: None
+        self._plugins: dict[tuple[str, str, str, int | None], OccurrenceCounter] = {}
+        self._interfaces: dict[tuple[str, str, str], OccurrenceCounter] = {}
+        self._interface_hosts: dict[tuple[str, str, str], dict[str, None]] = {}
+        self._gpudirect: dict[
+            tuple[bool, str, str, str | None, str | None], OccurrenceCounter
+        ] = {}
+
+    def count(self, table: dict[Key, OccurrenceCounter], key: Key, message: LogMessage) -> None:
+        """Count a line under what it states."""
+        table.setdefault(key, OccurrenceCounter()).add(message)
+
+    def count_similar(self, table: SimilarTable, message: LogMessage) -> None:
+        """Count a line among those that differ from it in numbers alone."""
+        key = _NUMBER.sub("#", message.text)[:300]
+        if key in table or len(table) < _MAX_SIMILAR:
+            table.setdefault(key, (message.text, OccurrenceCounter()))[1].add(message)
+
+    def add_plugin(
+        self, message: LogMessage, kind: str, event: str, name: str, api: int | None = None
+    ) -> None:
+        self.count(self._plugins, (kind, event, name, api), message)
+
+    def add_interface(self, message: LogMessage, role: str, name: str, address: str) -> None:
+        key = (role, name, address)
+        self._interface_hosts.setdefault(key, {})[message.host] = None
+        self.count(self._interfaces, key, message)
+
+    def add_gpudirect(self, message: LogMessage) -> None:
+        if match := _GPUDIRECT.match(message.text):
+            net, state, gpu, index, name, distance, level = match.groups()
+            device = name or (f"GPU {gpu} / HCA {index}" if gpu else f"HCA {index}")
+            key = (state == "Enabled", net or "", device, distance, level)
+        else:
+            key = (False, "OFI", message.text, None, None)
+        self.count(self._gpudirect, key, message)
+
+    def result(self, files: Sequence[Path], num_lines: int, num_ranks: int | None) -> LogFacts:
+        """Return everything, once the last line was read."""
+        handles = [handle for handle in self.communicators.handles if handle.is_known]
+        mismatches, behind = mismatch.compare_sequences(handles, self.calls, files)
+        messages, num_rounded = histogram_of(handles, self.calls, num_ranks)
+        communicators = communicators_of(handles)
+        return LogFacts(
+            files=tuple(str(path) for path in files),
+            num_lines=num_lines,
+            hosts=tuple(self.hosts),
+            processes=tuple(self.processes),
+            versions=_results(self.versions),
+            environment=_results(self.environment),
+            networks=_results(self.networks),
+            nvls=_results(self.nvls),
+            communicators=communicators,
+            transports=self._transports(communicators),
+            nics=self._nic_uses(),
+            plugins=tuple(
+                Plugin(kind=kind, event=event, name=name, api=api, occurrences=occurrences)
+                for (kind, event, name, api), occurrences in _results(self._plugins).items()
+            ),
+            interfaces=tuple(
+                Interface(
+                    role=key[0],
+                    name=key[1],
+                    address=key[2],
+                    hosts=tuple(self._interface_hosts[key]),
+                    occurrences=occurrences,
+                )
+                for key, occurrences in _results(self._interfaces).items()
+            ),
+            gpudirect=tuple(
+                GpuDirect(
+                    enabled=key[0],
+                    net=key[1],
+                    device=key[2],
+                    distance=key[3],
+                    level=key[4],
+                    occurrences=occurrences,
+                )
+                for key, occurrences in _results(self._gpudirect).items()
+            ),
+            predictions=tuple(self.predictions.cells.values()),
+            choices=self.choices.result(handles, self.calls, num_ranks),
+            warnings=_similar(self.warnings),
+            harmless=_similar(self.harmless),
+            p2p_disabled=_similar(self.p2p_disabled),
+            messages=messages,
+            mismatches=tuple(mismatches),
+            behind=tuple(behind),
+            unread_calls=self.calls.unread,
+            rounded_calls=num_rounded,
+        )
+
+    def _transports(self, communicators: Sequence[Communicator]) -> tuple[Transport, ...]:
+        hosts = {
+            one.key: {member.rank: member.host for member in one.members}
+            for one in communicators
+        }
+        nodes = {one.key: one.num_nodes for one in communicators}
+        # Every process of a communicator logs its own side of a link.
+        joined: dict[tuple[str, Link], LinkLines] = {}
+        for (index, link), lines in self.links.items():
+            key = (self.communicators.handles[index].key, link)
+            total = joined.setdefault(key, LinkLines(lines.first))
+            total.sides = [
+                one + other for one, other in zip(total.sides, lines.sides, strict=True)
+            ]
+        transports = []
+        for (communicator, link), lines in joined.items():
+            host_of = hosts.get(communicator, {})
+            target = None if link.target is None else host_of.get(link.target)
+            ends = (host_of.get(link.source), target)
+            transports.append(
+                Transport(
+                    communicator=communicator,
+                    kind=link.kind,
+                    source=link.source,
+                    target=link.target,
+                    same_host=_same_host(link.kind, ends, nodes.get(communicator)),
+                    channels=lines.channels,
+                    gdrdma=link.gdrdma,
+                    pxn=link.pxn,
+                    evidence=lines.first.evidence(),
+                )
+            )
+        return tuple(transports)
+
+    def _nic_uses(self) -> tuple[NicUse, ...]:
+        return tuple(
+            NicUse(
+                communicator=self.communicators.handles[index].key,
+                rank=rank,
+                host=lines.first.host,
+                device=device,
+                channels=lines.channels,
+                evidence=lines.first.evidence(),
+            )
+            for (index, rank, device), lines in self.nics.items()
+        )
+
+
+def _results(table: Mapping[Key, OccurrenceCounter]) -> dict[Key, Occurrences]:
+    return {key: counter.result() for key, counter in table.items()}
+
+
+def _similar(table: SimilarTable) -> tuple[SimilarMessages, ...]:
+    return tuple(
+        SimilarMessages(text=text, occurrences=counter.result())
+        for text, counter in table.values()
+    )
+
+
+def _same_host(
+    kind: str, ends: tuple[str | None, str | None], nodes: int | None
+) -> bool | None:
+    if kind == "SHM" or (kind.startswith("P2P/") and kind != "P2P/MNNVL") or nodes == 1:
+        return True
+    if kind.startswith("COLLNET/"):
+        return False
+    return None if None in ends else ends[0] == ends[1]

@@ -1,0 +1,176 @@
+"""Find where the ranks of a communicator issued different collectives, or one issued fewer.
+
+Ranks are compared by position in the log and not by opCount: some versions leave it at 0, and
+calls of one group share it. Only at the first line must it be equal, else parts are missing.
+Send and Recv take no part: each rank has its own. Where a line is cut or has lost its process,
+its rank (or, as that is unknown, no rank) is compared.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from stepmark.core.finding import Evidence
+from stepmark.core.log_facts import IssuedCall, LaggingRank, Mismatch
+from stepmark.trace.nccl_log.calls import Calls
+from stepmark.trace.nccl_log.communicators import CommHandle
+from stepmark.trace.nccl_log.lines import quotes
+
+_Result = tuple[list[Mismatch], list[LaggingRank]]
+
+
+def compare_sequences(
+    handles: Sequence[CommHandle], calls: Calls, files: Sequence[Path]
+) -> _Result:
+    """Return the first place where ranks of a communicator differ; else the ranks behind."""
+    comparison = _Comparison(calls, files)
+    result = comparison.run(handles)
+    if not comparison.texts:
+        return result
+    for index, path in enumerate(files):
+        wanted = {line for file, line in comparison.texts if file == index}
+        for line, text in (quotes(path, wanted) if wanted else {}).items():
+            comparison.texts[index, line] = text
+    return comparison.run(handles)
+
+
+class _Comparison:
+    """Compares the calls of ranks, and notes which lines of `files` must be quoted."""
+
+    def __init__(self, calls: Calls, files: Sequence[Path]) -> None:
+        self._calls = calls
+        self._files = files
+        self.texts: dict[tuple[int, int], str] = {}  # by file and line; "" not read yet
+
+    def run(self, handles: Sequence[CommHandle]) -> _Result:
+        mismatches: list[Mismatch] = []
+        lagging: list[LaggingRank] = []
+        if "" in self._calls.broken:
+            return mismatches, lagging
+        for group, is_certain in _groups(handles, self._calls.broken):
+            position = _first_difference(group)
+            if position is not None:
+                mismatches.append(self._mismatch(group, position, is_certain))
+            else:
+                lagging += self._lagging_ranks(group, is_certain)
+        return mismatches, lagging
+
+    def _mismatch(
+        self, group: Sequence[CommHandle], position: int, is_certain: bool
+    ) -> Mismatch:
+        kinds: dict[int, list[CommHandle]] = {}
+        for handle in group:
+            if len(handle.sequence.calls) > position:
+                kinds.setdefault(handle.sequence.calls[position] >> 32, []).append(handle)
+        by_size = sorted(kinds.values(), key=len, reverse=True)
+        return Mismatch(
+            communicator=_name_of(group, is_certain),
+            position=position,
+            sides=tuple(self._issued(ranks[0], position) for ranks in by_size),
+            ranks=tuple(len(ranks) for ranks in by_size),
+            certain=is_certain,
+        )
+
+    def _lagging_ranks(
+        self, group: Sequence[CommHandle], is_certain: bool
+    ) -> Iterator[LaggingRank]:
+        ahead = max(group, key=lambda handle: len(handle.sequence.calls))
+        most = len(ahead.sequence.calls)
+        for handle in group:
+            issued = len(handle.sequence.calls)
+            if issued < most:
+                yield LaggingRank(
+                    communicator=_name_of(group, is_certain),
+                    issued=issued,
+                    most=most,
+                    last=self._issued(handle, issued - 1) if issued else None,
+                    missing=self._issued(ahead, issued),
+                    rank=handle.rank,
+                    process=handle.process,
+                    certain=is_certain,
+                )
+
+    def _issued(self, handle: CommHandle, position: int) -> IssuedCall:
+        index, line = handle.sequence.place(position)
+        call = self._calls.listed[handle.sequence.calls[position] >> 32].text()
+        text = self.texts.setdefault((index, line), "") or call
+        return IssuedCall(
+            rank=handle.rank,
+            process=handle.process,
+            call=call,
+            evidence=Evidence(file=str(self._files[index]), line=line, text=text),
+        )
+
+
+def _groups(
+    handles: Sequence[CommHandle], broken: set[str]
+) -> Iterator[tuple[list[CommHandle], bool]]:
+    """Yield ranks that form one communicator, and whether the log states that they do.
+
+    Without lines of its start, as many ranks as a communicator has, one of each process and
+    device, are taken for one.
+    """
+    by_id: dict[str, list[CommHandle]] = {}
+    by_size: dict[int, list[CommHandle]] = {}
+    for handle in handles:
+        if handle.comm_id:
+            by_id.setdefault(handle.comm_id, []).append(handle)
+        elif handle.num_ranks and handle.sequence.calls:
+            by_size.setdefault(handle.num_ranks, []).append(handle)
+    # A process that logs no calls at all was not asked to.
+    with_calls = {handle.process for handle in handles if handle.sequence.calls}
+    for members in by_id.values():
+        group = [handle for handle in members if handle.process in with_calls]
+        if _are_ranks(group, [handle.rank for handle in group], broken):
+            yield group, True
+    for size, group in by_size.items():
+        places = [(handle.process, handle.device) for handle in group]
+        if len(group) == size and _are_ranks(group, places, broken):
+            yield group, False
+
+
+def _are_ranks(group: Sequence[CommHandle], names: Sequence[object], broken: set[str]) -> bool:
+    first_counts = {one.sequence.first_op_count for one in group if one.sequence.calls}
+    return (
+        len(group) > 1
+        and len(set(names)) == len(group)
+        and None not in names
+        and not any(handle.process in broken for handle in group)
+        and len(first_counts) == 1
+    )
+
+
+def _name_of(group: Sequence[CommHandle], is_certain: bool) -> str:
+    return group[0].key if is_certain else f"of {len(group)} ranks"
+
+
+def _first_difference(group: Sequence[CommHandle]) -> int | None:
+    """Return the first position at which two ranks issued different calls."""
+    longest = max(group, key=lambda handle: len(handle.sequence.calls))
+    numbers = _numbers(longest)
+    positions = (_difference(numbers, _numbers(one)) for one in group if one is not longest)
+    return min((position for position in positions if position is not None), default=None)
+
+
+def _numbers(handle: CommHandle) -> bytes:
+    """Return four bytes per call: its kind, without its line."""
+    halves = array("I", handle.sequence.calls.tobytes())
+    return halves[1 if _IS_LITTLE_ENDIAN else 0 :: 2].tobytes()
+
+
+_IS_LITTLE_ENDIAN = array("H", b"\1\0")[0] == 1
+
+
+def _difference(one: bytes, other: bytes) -> int | None:
+    """Bisect: equal prefixes are compared as blocks of memory."""
+    shared = min(len(one), len(other)) // 4
+    if one[: shared * 4] == other[: shared * 4]:
+        return None
+    low, high = 0, shared  # equal up to low, not up to high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low * 4 : middle * 4] == other[low * 4 : middle * 4]:
+            low = middle
+        else:
+            high = middle
+    return low

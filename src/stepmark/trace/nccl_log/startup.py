@@ -1,0 +1,275 @@
+"""Lines of the start-up: versions, variables, plugins, interfaces, communicators, times."""
+
+import re
+
+from stepmark.core.log_facts import MAX_RANKS, ChannelCounts, Graph, InitTime
+from stepmark.trace.nccl_log.collector import Collector
+from stepmark.trace.nccl_log.lines import LogMessage
+
+_NCCL = re.compile(
+    r"^(NCCL|RCCL) version ?:? ?(\d{1,9}(?:\.\d+)+(?:-[\w:.]+)?)(?:\+(cuda|hip)([\d.]{1,20}))?"
+)
+_WITH_CUDA = re.compile(r" compiled with CUDA ([\d.]{1,20})")
+_OTHER_VERSION = re.compile(r"^(HIP|ROCm) version *: *([\w.\-]+)")
+_DRIVER = re.compile(r"^cudaDriverVersion (\d{4,6})$")
+_SET = re.compile(r"^(\w+) set by environment to (.*?)\.?$")
+_PLUGIN = re.compile(r"^(\w+)/Plugin ?:? (.*)$")
+_LIBRARY = re.compile(r"[\w./\-]+\.so[\w.]*")
+_SYMBOL = re.compile(
+    r"ailed to find nccl(Net|CollNet|Tuner|Profiler|Env|Gin|Rma)\w*?(?:_v(\d{1,9}))?\b"
+)
+_LOADED = re.compile(
+    r"^[Ll]oaded (?:(net|coll|collnet|tuner|gin|rma) plugin )?(.+?)(?: \(v(\d{1,9})\))?\.?$"
+)
+_PROFILER_API = re.compile(r"ncclProfiler_v(\d{1,9})")
+_INTERFACE = re.compile(r"(?:\[\d+\])?([^\s:\[\];]+):([^\s<]+)<\d+>")
+_ADAPTER = re.compile(r"\[\d+\]([^\s:]+):\d+/(\w+)")
+_COMM = re.compile(r"comm (0x[0-9a-f]+) .*?rank (\d{1,9}) n[rR]anks (\d{1,9})(?!\d)")
+_COMM_ID = re.compile(r"commId (0x[0-9a-f]+)")
+_DEVICE = re.compile(r"cudaDev (\d{1,9})")
+_BUS = re.compile(r"busId ([0-9a-f]+)")
+_NODES = re.compile(r"nNodes (\d{1,9}) localRanks (\d{1,9}) localRank (\d{1,9})")
+_INIT_TIME = re.compile(
+    r"^Init timings(?: - \w+)?: rank (\d{1,9}) nranks (\d{1,9}) total ([\d.]{1,20}) \((.*)\)"
+)
+_PART = re.compile(r"(\w+) ([\d.]{1,20})")
+_CHANNELS = re.compile(
+    r"^(\d{1,9}) coll channels(?:, (\d{1,9}) collnet channels)?(?:, (\d{1,9}) nvls channels)?"
+    r", (\d{1,9}) p2p channels(?:, (\d{1,9}) p2p channels per peer)?"
+)
+_GRAPH = re.compile(
+    r"^Pattern (\d{1,9}), crossNic \d+, nChannels (\d{1,9}), "
+    r"bw ([\d.]{1,20})/([\d.]{1,20}), type (\w+)/(\w+)"
+)
+_INIT_CALL = re.compile(
+    r"ncclCommInitRank\((0x[0-9a-f]+), (\d{1,9}), (0x[0-9a-f]+), (\d{1,9}), (\d{1,9})\)"
+)
+_PLUGIN_KINDS = {
+    "Net": "NET",
+    "net": "NET",
+    "CollNet": "COLLNET",
+    "coll": "COLLNET",
+    "collnet": "COLLNET",
+}
+
+
+def version(collector: Collector, message: LogMessage) -> None:
+    """Record NCCL version 2.28.9+cuda13.0, RCCL version : 2.21.5-HEAD:..., HIP version : ..."""
+    if match := _NCCL.match(message.text):
+        library, number, toolkit, toolkit_number = match.groups()
+        collector.count(collector.versions, (library.lower(), number), message)
+        cuda = _WITH_CUDA.search(message.text)
+        if toolkit:
+            collector.count(collector.versions, (toolkit, toolkit_number), message)
+        elif cuda:
+            collector.count(collector.versions, ("cuda", cuda[1].rstrip(".")), message)
+    elif match := _OTHER_VERSION.match(message.text):
+        collector.count(collector.versions, (match[1].lower(), match[2]), message)
+    elif match := _DRIVER.match(message.text):
+        number = int(match[1])
+        value = f"{number // 1000}.{number % 1000 // 10}"
+        collector.count(collector.versions, ("cuda_driver", value), message)
+
+
+def variable(collector: Collector, message: LogMessage) -> None:
+    """Record NCCL_X set by environment to v."""
+    if match := _SET.match(message.text):
+        collector.count(collector.environment, (match[1], match[2]), message)
+
+
+def plugin(collector: Collector, message: LogMessage) -> None:
+    """Record NET/Plugin: ..., TUNER/Plugin: ..., and so on."""
+    match = _PLUGIN.match(message.text)
+    if match is None:
+        return
+    kind, words = match.groups()
+    symbol, loaded = _SYMBOL.search(words), _LOADED.match(words)
+    add = collector.add_plugin
+    if symbol:
+        kind = _PLUGIN_KINDS.get(symbol[1], symbol[1].upper())
+        add(message, kind, "symbol", "", int(symbol[2]) if symbol[2] else None)
+    elif api := _PROFILER_API.search(words):
+        add(message, kind, "loaded", api[0], int(api[1]))
+    elif loaded:
+        kind = _PLUGIN_KINDS.get(loaded[1] or "", kind)
+        add(message, kind, "loaded", loaded[2], int(loaded[3]) if loaded[3] else None)
+    elif words.startswith("Using tuner plugin "):
+        add(message, kind, "loaded", words.removeprefix("Using tuner plugin "))
+    elif " set by env to " in words or "_PLUGIN set to " in words:
+        add(message, kind, "asked", words.rsplit(" to ", 1)[1])
+    elif "ould not find" in words or "o plugin found" in words or "cannot open" in words:
+        for library in dict.fromkeys(_LIBRARY.findall(words)) or [""]:
+            add(message, kind, "missing", library.rstrip("."))
+    elif words.startswith("Using internal"):
+        add(message, kind, "internal", "")
+
+
+def plugin_loaded(collector: Collector, message: LogMessage) -> None:
+    """Record lines on plugins without their kind in front, by their first words."""
+    for start, kind, event in (
+        ("Successfully loaded external network plugin ", "NET", "loaded"),
+        ("Successfully loaded external tuner plugin ", "TUNER", "loaded"),
+        ("Successfully loaded external profiler plugin ", "PROFILER", "loaded"),
+        ("Successfully loaded external env plugin ", "ENV", "loaded"),
+        ("External network plugin ", "NET", "failed"),
+        ("External tuner plugin ", "TUNER", "failed"),
+        ("External profiler plugin ", "PROFILER", "failed"),
+        ("Failed to initialize NET plugin ", "NET", "failed"),
+        ("Failed to open libibverbs", "NET", "failed"),
+        ("P2P plugin ", "NET", "loaded"),
+    ):
+        if message.text.startswith(start):
+            name = message.text.removeprefix(start).removesuffix(" is unsupported")
+            name = "IB: no libibverbs.so" if start.endswith("verbs") else name
+            collector.add_plugin(message, kind, event, name)
+            return
+
+
+def bootstrap(collector: Collector, message: LogMessage) -> None:
+    """Record Bootstrap : Using eth0:10.0.0.1<0>."""
+    if ": Using" in message.text or ":Using" in message.text:
+        for name, address in _INTERFACE.findall(message.text):
+            collector.add_interface(message, "bootstrap", name, address)
+
+
+def net(collector: Collector, message: LogMessage) -> None:
+    """Record NET/IB : Using ..., NET/Socket : Using ..., NET/OFI ..., GPUDirect."""
+    text = message.text
+    if "GPU Direct RDMA" in text or "disabling GDR" in text:
+        collector.add_gpudirect(message)
+    elif text.startswith("NET/Socket") and "Using [" in text:
+        for name, address in _INTERFACE.findall(text):
+            collector.add_interface(message, "socket", name, address)
+    elif text.startswith("NET/IB") and "No device found" in text:
+        collector.add_plugin(message, "NET", "failed", "IB: no device")
+    elif text.startswith("NET/IB") and "Using" in text:
+        adapters, _, rest = text.partition("; OOB ")
+        for name, link in _ADAPTER.findall(adapters):
+            collector.add_interface(message, "ib", name, link)
+        for name, address in _INTERFACE.findall(rest):
+            collector.add_interface(message, "oob", name, address)
+    elif text.startswith("NET/OFI"):
+        for what, pattern in _OFI_FACTS:
+            if match := pattern.search(text):
+                collector.count(collector.versions, (what, match[1]), message)
+
+
+_OFI_FACTS = (
+    ("aws-ofi-nccl", re.compile(r"Initializing aws-ofi-\w+ (\S+)")),
+    ("libfabric", re.compile(r"Using Libfabric version (\S+)")),
+    ("ofi_provider", re.compile(r"Selected [Pp]rovider is (\S+?),?(?: |$)")),
+)
+
+
+def network(collector: Collector, message: LogMessage) -> None:
+    """Record Using network IB."""
+    for start in ("Using network ", "Using internal Network ", "Using internal network "):
+        if message.text.startswith(start) and "plugin" not in message.text:
+            collector.count(collector.networks, message.text.removeprefix(start), message)
+            return
+
+
+def communicator(collector: Collector, message: LogMessage) -> None:
+    """Record comm 0x... rank r nranks n ..., of any version and with any function in front."""
+    match = _COMM.search(message.text)
+    if match is None:
+        return
+    pointer, rank, num_ranks = match.groups()
+    if int(num_ranks) > MAX_RANKS:
+        return
+    comm_id = _COMM_ID.search(message.text)
+    if "Init START" in message.text or "Init COMPLETE" in message.text:
+        collector.forget_counters()
+    if "Init START" in message.text:
+        handle = collector.communicators.start(message, pointer, comm_id and comm_id[1])
+        handle.started = message.evidence()
+    else:
+        handle = collector.communicators.of(message, pointer)
+    handle.rank, handle.num_ranks = int(rank), int(num_ranks)
+    if comm_id:
+        handle.comm_id = comm_id[1]
+    if "Init COMPLETE" in message.text:
+        handle.completed = True
+    if device := _DEVICE.search(message.text):
+        handle.device = int(device[1])
+    if bus := _BUS.search(message.text):
+        handle.bus_id = bus[1]
+    if nodes := _NODES.search(message.text):
+        handle.num_nodes, handle.local_ranks, handle.local_rank = map(int, nodes.groups())
+
+
+def init_call(collector: Collector, message: LogMessage) -> None:
+    """Record the CALL of ncclCommInitRank(comm, nranks, commId, rank, device)."""
+    match = _INIT_CALL.search(message.text)
+    if match is None or int(match[2]) > MAX_RANKS:
+        return
+    collector.forget_counters()
+    pointer, num_ranks, comm_id, rank, device = match.groups()
+    handle = collector.communicators.of(message, pointer)
+    handle.comm_id = handle.comm_id or comm_id
+    handle.rank, handle.num_ranks, handle.device = int(rank), int(num_ranks), int(device)
+
+
+def init_time(collector: Collector, message: LogMessage) -> None:
+    """Record Init timings - ncclCommInitRank: rank 0 nranks 8 total 1.60 (kernels ...)."""
+    match = _INIT_TIME.match(message.text)
+    if match is None or int(match[2]) > MAX_RANKS:
+        return
+    rank, num_ranks, total, parts = match.groups()
+    handle = collector.communicators.with_rank(message, int(rank), int(num_ranks))
+    if handle is None:
+        handle = collector.communicators.of(message, "")
+        handle.rank, handle.num_ranks = int(rank), int(num_ranks)
+    handle.init = InitTime(
+        total_s=_number(total),
+        parts_s=tuple((name, _number(seconds)) for name, seconds in _PART.findall(parts)),
+        evidence=message.evidence(),
+    )
+
+
+def _number(digits: str) -> float:
+    """Return 0 for what is no number: a mangled line must not stop the reader."""
+    try:
+        return float(digits)
+    except ValueError:
+        return 0.0
+
+
+def channel_counts(collector: Collector, message: LogMessage) -> None:
+    """Record 24 coll channels, 24 collnet channels, 0 nvls channels, ..."""
+    match, handle = _CHANNELS.match(message.text), collector.communicators.latest(message)
+    if match and handle and handle.channels is None:
+        coll, collnet, nvls, p2p, per_peer = (
+            None if digits is None else int(digits[:9]) for digits in match.groups()
+        )
+        handle.channels = ChannelCounts(
+            coll=coll or 0,
+            collnet=collnet,
+            nvls=nvls,
+            p2p=p2p or 0,
+            p2p_per_peer=per_peer,
+            evidence=message.evidence(),
+        )
+
+
+def graph(collector: Collector, message: LogMessage) -> None:
+    """Record Pattern 4, crossNic 0, nChannels 12, bw 30.0/30.0, type NVL/PIX, ..."""
+    match, handle = _GRAPH.match(message.text), collector.communicators.latest(message)
+    if match and handle and len(handle.graphs) < 16:
+        pattern, num_channels, intra, inter, path_intra, path_inter = match.groups()
+        handle.graphs.append(
+            Graph(
+                pattern=int(pattern[:9]),
+                num_channels=int(num_channels[:9]),
+                bytes_per_s=_number(intra) * 1e9,
+                inter_bytes_per_s=_number(inter) * 1e9,
+                path_intra=path_intra,
+                path_inter=path_inter,
+            )
+        )
+
+
+def multicast(collector: Collector, message: LogMessage) -> None:
+    """Record NVLS multicast support is [not ]available on dev 0."""
+    if "multicast support is" in message.text:
+        collector.count(collector.nvls, "not available" not in message.text, message)
