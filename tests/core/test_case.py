@@ -157,8 +157,8 @@ def test_each_dtype_is_reproduced(family: str) -> None:
 def test_models_layers_are_reproduced() -> None:
     from stepmark.core.model import find_model
     from stepmark.core.parallel import ParallelConfig
+    from stepmark.workload.layout import Inputs, layout_of
     from stepmark.workload.operators import BY_FAMILY, ModelShape
-    from stepmark.workload.tree import Inputs, layout_of
 
     for name, framework in zip(
         ("llama-3.1-70b", "deepseek-v3", "gpt2-125m"),

@@ -12,8 +12,8 @@ from stepmark.core.model import ModelConfig, find_model, load_models
 from stepmark.core.ops import Attention, Gemm, GroupedGemm, Layout, Norm, Optimizer, Phase
 from stepmark.core.parallel import ParallelConfig
 from stepmark.workload.formats.primus import read_model_configs
+from stepmark.workload.layout import Inputs, layout_of
 from stepmark.workload.operators import BY_FAMILY, ModelShape, Placed
-from stepmark.workload.tree import Inputs, layout_of
 
 PRIMUS = read_model_configs(Path(__file__).parents[2] / "examples" / "model_configs.json")
 DENSE = [name for name in load_models() if find_model(name).moe is None]

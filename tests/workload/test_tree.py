@@ -10,7 +10,8 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig, load_models
 from stepmark.core.ops import Phase
 from stepmark.core.parallel import ParallelConfig
-from stepmark.workload.tree import FUSED, Inputs, ShardLayout, build
+from stepmark.workload.layout import FUSED, Inputs, ShardLayout
+from stepmark.workload.tree import build
 
 MODELS = load_models()
 INPUTS = Inputs(mbs=1, seq_len=1024)

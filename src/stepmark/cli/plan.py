@@ -88,8 +88,8 @@ def phases(values: Values) -> list[Phase]:
 
 def layer_shapes(values: Values, device: str) -> list[Any]:
     """One per model, micro-batch and dtype, as the framework of --as runs them."""
+    from stepmark.workload.layout import Inputs, layout_of  # noqa: PLC0415
     from stepmark.workload.operators import ModelShape  # noqa: PLC0415
-    from stepmark.workload.tree import Inputs, layout_of  # noqa: PLC0415
 
     axes = {name: values.get(name) for name in ("tp", "ep", "dp_shard")}
     parallel = ParallelConfig(**{name: n for name, n in axes.items() if n is not None})

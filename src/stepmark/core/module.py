@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import Phase
-from stepmark.core.workload import ComputeOp
+from stepmark.core.ops import Op, Phase
+from stepmark.core.workload import ComputeOp, Kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,3 +139,13 @@ def in_registered_order(
         allowed = f"names of {', '.join(one.name for one in inside if one.name)}"
         raise ConfigError(f"{name}: registered", min(unknown), allowed)
     return tuple(having[one] for one in order if one in having)
+
+
+def work_of(
+    role: str, *operations: tuple[Phase, Op | Kernel], layer: int | None = 0
+) -> tuple[ComputeOp, ...]:
+    """Return operations as a module's work, in the order they run."""
+    return tuple(
+        ComputeOp(op=op, phase=phase, module=role, layer=layer, microbatch=0)
+        for phase, op in operations
+    )

@@ -9,7 +9,8 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
 from stepmark.core.module import Module
 from stepmark.core.ops import FAMILIES, CrossEntropy, Op, Optimizer, Phase
-from stepmark.workload.tree import Inputs, ShardLayout, build
+from stepmark.workload.layout import Inputs, ShardLayout
+from stepmark.workload.tree import build
 
 Placed = tuple[Label, Op]
 _CHUNKS = 8  # of the loss that never holds all logits

@@ -10,111 +10,27 @@ of its etp peers included, over 1 / etp of the width of num_experts / ep experts
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
 
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
 from stepmark.core.model import Linear, ModelConfig
-from stepmark.core.module import Kept, Module, Param
+from stepmark.core.module import Kept, Module, Param, work_of
 from stepmark.core.ops import (
     Activation,
     Attention,
-    Cast,
     Copy,
     CrossEntropy,
-    Gemm,
     GroupedGemm,
-    Layout,
     Norm,
     Op,
     Phase,
     Rope,
-    Scaling,
 )
-from stepmark.core.parallel import ParallelConfig
-from stepmark.core.workload import ComputeOp, Kernel
+from stepmark.core.workload import Kernel
+from stepmark.workload.layout import Inputs, ShardLayout, linear_products
 
-# What a framework runs as one product: q, k and v; gate and up of an MLP, and of its experts.
-FUSED = {
-    "train": frozenset({"qkv"}),
-    "fsdp": frozenset({"qkv"}),
-    "megatron": frozenset({"qkv", "gate_up", "experts"}),
-    "huggingface": frozenset({"experts"}),
-}
 GEMM_PHASES = (Phase.FWD, Phase.DGRAD, Phase.WGRAD)
 BOTH = (Phase.FWD, Phase.BWD)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardLayout:
-    """How a model is spread. etp: tensor parallelism of experts, 0: as tp.
-
-    fused: products of the framework, as in FUSED. stage: of pp, the first ones having the
-    layers left over. whole_loss: logits are gathered before the loss, as `train` does.
-    """
-
-    axes: ParallelConfig = ParallelConfig()
-    etp: int = 0
-    sequence_parallel: bool = True
-    fused: frozenset[str] = FUSED["train"]
-    stage: int = 0
-    whole_loss: bool = False
-
-    @property
-    def expert_tp(self) -> int:
-        return self.etp or self.axes.tp
-
-    @property
-    def row_parts(self) -> int:
-        """Into how many parts the rows of norms and residuals are divided over tp."""
-        return self.axes.tp if self.sequence_parallel else 1
-
-    def check(self, model: ModelConfig) -> None:
-        """Raise ConfigError where this model cannot be divided so."""
-        self.axes.check(model)
-        if (moe := model.moe) is None:
-            return
-        tp, etp = self.axes.tp, self.expert_tp
-        if moe.ffn_hidden_size % etp:
-            raise ConfigError(
-                "etp", etp, f"a divisor of the experts' width {moe.ffn_hidden_size}"
-            )
-        if max(tp, etp) % min(tp, etp):
-            raise ConfigError("etp", etp, f"a multiple or divisor of tp ({tp})")
-
-
-def layout_of(framework: str, axes: ParallelConfig, *, etp: int | None = None) -> ShardLayout:
-    """How `op --as` spreads a model. Raise ConfigError for an unknown framework."""
-    known = ("train", "megatron", "fsdp")
-    if framework not in known:
-        raise ConfigError("as", framework, f"one of {', '.join(known)}")
-    if etp is not None and etp < 1:
-        raise ConfigError("etp", etp, "1 or more")
-    gathers = framework == "train"
-    return ShardLayout(axes=axes, etp=etp or 0, fused=FUSED[framework], whole_loss=gathers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """One micro-batch of a rank's model: how many tokens, in which types.
-
-    skew: of tokens over experts. scaling, cast: of fp8 products.
-    """
-
-    mbs: int
-    seq_len: int  # of whole sequences, before context parallelism divides them
-    dtype: DType = DType.BF16
-    skew: float = 0.0
-    scaling: Scaling = Scaling.NONE
-    cast: Cast = Cast.NONE
-
-    @property
-    def plain_dtype(self) -> DType:
-        """Type of all but products: fp8 is for these alone, TF32 is a mode of theirs."""
-        if self.dtype.is_fp8:
-            return DType.BF16
-        return DType.FP32 if self.dtype is DType.TF32 else self.dtype
 
 
 def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
@@ -123,9 +39,8 @@ def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
     maker = TreeMaker(model=model, layout=layout, inputs=inputs)
     pp = layout.axes.pp
     small, rest = divmod(model.num_layers, pp)
-    start, stop = list(
-        pairwise([0, *accumulate(small + (index < rest) for index in range(pp))])
-    )[layout.stage]
+    start = layout.stage * small + min(layout.stage, rest)
+    stop = start + small + (layout.stage < rest)
     units = [maker.embedding()] if layout.stage == 0 else []
     dense = model.num_dense_layers
     for first, last, moe in ((start, min(stop, dense), False), (max(start, dense), stop, True)):
@@ -144,10 +59,10 @@ class TreeMaker:
     model: ModelConfig
     layout: ShardLayout
     inputs: Inputs
-    _tp: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_tp", self.layout.axes.tp)
+    @property
+    def _tp(self) -> int:
+        return self.layout.axes.tp
 
     @property
     def tokens(self) -> int:
@@ -165,28 +80,20 @@ class TreeMaker:
 
     def embedding(self) -> Module:
         """Look rows up; add their gradients into the table."""
-        model, names = self.model, ["embedding.tokens"]
-        sizes = [model.vocab_size // self._tp]
-        if model.max_positions:
-            names.append("embedding.positions")
-            sizes.append(model.max_positions)
-        moved = self.tokens * model.hidden_size * self.inputs.plain_dtype.itemsize
+        model, width = self.model, self.model.hidden_size
+        moved = self.tokens * width * self.inputs.plain_dtype.itemsize
         scatter = Kernel(name="embedding_backward", flops=0, bytes_moved=3 * moved)
-        works = [((Phase.FWD, Copy(num_bytes=moved)), (Phase.WGRAD, scatter)), ()]
-        leaves = [
-            Module(
-                name=name.removeprefix("embedding."),
-                role="embedding",
-                work=_work("embedding", *work, layer=None),
-                params=(
-                    Param(
-                        name=f"{name}.weight", shape=(size, model.hidden_size), part="embedding"
-                    ),
-                ),
-                has_input_grad=False,
+        lookup = ((Phase.FWD, Copy(num_bytes=moved)), (Phase.WGRAD, scatter))
+        tables = [("tokens", model.vocab_size // self._tp)]
+        tables += [("positions", model.max_positions)] if model.max_positions else []
+        leaves = []
+        for name, rows in tables:
+            param = Param(
+                name=f"embedding.{name}.weight", shape=(rows, width), part="embedding"
             )
-            for name, size, work in zip(names, sizes, works, strict=False)
-        ]
+            work = work_of("embedding", *lookup, layer=None) if name == "tokens" else ()
+            made = Module(name=name, role="embedding", work=work, params=(param,))
+            leaves.append(replace(made, has_input_grad=False))
         return Module(name="embedding", inside=tuple(leaves))
 
     def output(self) -> Module:
@@ -235,13 +142,9 @@ class TreeMaker:
             role = one.name.rpartition(".")[2]
             together = "experts" if "held" in one.name else "gate_up"
             if role == "qkv" and "qkv" not in fused:
-                model = self.model
-                for name, heads in (
-                    ("q", model.num_heads),
-                    ("k", model.num_kv_heads),
-                    ("v", model.num_kv_heads),
-                ):
-                    rows = heads * model.head_dim
+                for name in "qkv":
+                    rows = self.model.num_heads if name == "q" else self.model.num_kv_heads
+                    rows *= self.model.head_dim
                     yield replace(one, name=f"attention.{name}", out=rows)
             elif role == "gate" and together in fused:
                 gate = one
@@ -400,7 +303,7 @@ class TreeMaker:
         # Without sequence parallelism every tp rank has all rows: those of other widths sum up.
         twins = max(1, self.own_twins // etp)
         param = Param(name=one.name, shape=(count, out, width), part=role, is_expert=True)
-        work = _work(role, *ops)
+        work = work_of(role, *ops)
         return Module(name=one.name, role=role, work=work, params=(param,), twins=twins)
 
     def linear(self, one: Linear, role: str) -> Module:
@@ -415,7 +318,7 @@ class TreeMaker:
         return Module(
             name=one.name,
             role=role,
-            work=_work(role, *linear_products(self.inputs, rows, out, width)),
+            work=work_of(role, *linear_products(self.inputs, rows, out, width)),
             params=tuple(params),
             twins=twins,
             is_linear=True,
@@ -436,7 +339,7 @@ class TreeMaker:
         return Module(
             name=name,
             role=role,
-            work=_work(role, *_both(op)),
+            work=work_of(role, *_both(op)),
             params=(param,),
             twins=twins,
             keeps=Kept(divided=width),
@@ -466,35 +369,6 @@ class TreeMaker:
         return _between(role, (Phase.FWD, op), (Phase.BWD, op))
 
 
-def linear_products(
-    inputs: Inputs, rows: int, out: int, width: int
-) -> Iterator[tuple[Phase, Gemm]]:
-    """A linear layer's three products."""
-    sizes = {
-        Phase.FWD: (rows, out, width, Layout.NT),
-        Phase.DGRAD: (rows, width, out, Layout.NN),
-        Phase.WGRAD: (out, width, rows, Layout.TN),
-    }
-    for phase, (m, n, k, layout) in sizes.items():
-        # fp8 units take 16-wide rows; a layer that has none stays in bf16, as in torchao.
-        fits = not inputs.dtype.is_fp8 or (n % 16 == 0 and k % 16 == 0)
-        fp8 = inputs.dtype.is_fp8 and fits
-        cast = inputs.cast if fp8 else Cast.NONE
-        yield (
-            phase,
-            Gemm(
-                m=m,
-                n=n,
-                k=k,
-                dtype=inputs.dtype if fits else DType.BF16,
-                # Pre-cast fp8 operands lie as the unit wants them, whatever the pass.
-                layout=Layout.NT if fp8 and cast is Cast.NONE else layout,
-                scaling=inputs.scaling if fp8 else Scaling.NONE,
-                cast=cast,
-            ),
-        )
-
-
 def role_of(name: str) -> str:
     """What workload files call the work of a block's module."""
     for prefix, role in _ROLES.items():
@@ -522,7 +396,7 @@ def _summed(ups: list[Module], maker: TreeMaker, rows: int = 0) -> tuple[Module,
 
 def _between(role: str, *operations: tuple[Phase, Op | Kernel]) -> Module:
     """Computation that is no module of its own."""
-    return Module(name=role, role=role, work=_work(role, *operations), is_module=False)
+    return Module(name=role, role=role, work=work_of(role, *operations), is_module=False)
 
 
 def _both(
@@ -530,12 +404,3 @@ def _both(
 ) -> Iterator[tuple[Phase, Op]]:
     for phase in BOTH:
         yield phase, replace(op, phase=phase)
-
-
-def _work(
-    role: str, *operations: tuple[Phase, Op | Kernel], layer: int | None = 0
-) -> tuple[ComputeOp, ...]:
-    return tuple(
-        ComputeOp(op=op, phase=phase, module=role, layer=layer, microbatch=0)
-        for phase, op in operations
-    )

@@ -5,7 +5,8 @@ import torch
 
 from stepmark.bench.training.transformer import Transformer
 from stepmark.core.model import load_models
-from stepmark.workload.tree import Inputs, ShardLayout, build
+from stepmark.workload.layout import Inputs, ShardLayout
+from stepmark.workload.tree import build
 
 MODELS = load_models()
 INPUTS = Inputs(mbs=1, seq_len=64)
