@@ -29,9 +29,6 @@ from stepmark.core.ops import (
 from stepmark.core.workload import Kernel
 from stepmark.workload.layout import Inputs, ShardLayout, linear_products
 
-GEMM_PHASES = (Phase.FWD, Phase.DGRAD, Phase.WGRAD)
-BOTH = (Phase.FWD, Phase.BWD)
-
 
 def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
     """Return the modules of one pipeline stage on one rank."""
@@ -156,7 +153,6 @@ class TreeMaker:
 
     def _attention(self, linears: list[Linear]) -> Iterator[Module]:
         model = self.model
-        first = True
         for one in linears:
             if one.name == "attention.out":
                 yield from self._qk_norms()
@@ -164,13 +160,12 @@ class TreeMaker:
                 out = one
                 continue
             made = self.linear(one, role_of(one.name))
-            if first:
+            if one is linears[0]:
                 made = replace(made, keeps=Kept(whole=model.hidden_size))
             elif one.name.endswith("up"):  # from a latent vector, kept before its norm, too
                 norm = one.name.replace("up", "norm")
                 yield self._norm(norm, role_of(norm), one.width)
                 made = replace(made, keeps=Kept(divided=one.width))
-            first = False
             yield made
         yield replace(self.linear(out, role_of(out.name)), keeps=Kept(divided=out.width))
 
@@ -230,8 +225,7 @@ class TreeMaker:
         if not is_shared:  # shared experts have the router's input
             ups[0] = replace(ups[0], keeps=Kept(whole=self.model.hidden_size))
         name = role_of(linears[-1].name).replace("down", "activation")
-        rows, per_rank = self.tokens, width // self._tp
-        active = self._activation(name, rows, per_rank, width)
+        active = self._activation(name, self.tokens, width // self._tp, width)
         return (*_summed(ups, self), active, replace(down, keeps=Kept(divided=width)))
 
     def _activation(self, role: str, rows: int, width: int, kept: int) -> Module:
@@ -285,7 +279,7 @@ class TreeMaker:
         count, role = one.copies // ep, role_of(one.name)
         rows, dtype = self.expert_rows, inputs.plain_dtype
         ops: list[tuple[Phase, Op | Kernel]] = []
-        for phase in GEMM_PHASES:
+        for phase in (Phase.FWD, Phase.DGRAD, Phase.WGRAD):
             if dtype is DType.FP64:  # no operator: experts one by one
                 flops = 2 * rows * out * width
                 ops.append((phase, Kernel(name="experts", flops=flops)))
@@ -402,5 +396,5 @@ def _between(role: str, *operations: tuple[Phase, Op | Kernel]) -> Module:
 def _both(
     op: Norm | Activation | Rope | Attention | CrossEntropy,
 ) -> Iterator[tuple[Phase, Op]]:
-    for phase in BOTH:
+    for phase in (Phase.FWD, Phase.BWD):
         yield phase, replace(op, phase=phase)
