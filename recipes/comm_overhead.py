@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from stepmark.bench.collectives import sampling, timing
-from stepmark.bench.collectives.runner import DEFAULT
+from stepmark.bench.collectives.bench import DEFAULT
 from stepmark.bench.ranks import Ranks, join
 from stepmark.core.units import KIB, MIB, format_bytes
 

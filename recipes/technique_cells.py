@@ -26,12 +26,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from stepmark.bench.rig import Rig, release
+from stepmark.bench.context import MeasureContext, make_context, release
 from stepmark.bench.training import trainer
 from stepmark.bench.training.mesh import Share, place_of
 from stepmark.bench.training.refusals import why_not
 from stepmark.bench.training.weights import canonical_name
-from stepmark.cli.session import make_rig
 from stepmark.cli.train_plan import cases
 from stepmark.core.errors import ConfigError
 from stepmark.core.train_case import TrainCase
@@ -156,33 +155,33 @@ def main() -> None:
 
 def work(setting: Setting, todo: list[Cell], *, outcomes: Path, until_s: float) -> None:
     """Run cell by cell. A rank that fails records the error and ends all ranks."""
-    rig = make_rig(setting.device, for_meshes=True)
-    want = Attempt(rig, planned(setting, None)).losses(STEPS_GRAPHED)
+    context = make_context(setting.device, for_meshes=True)
+    want = Attempt(context, planned(setting, None)).losses(STEPS_GRAPHED)
     if want[0] - want[STEPS] < 4 * TOLERANCE_FP8 * want[0]:
         raise SystemExit(
             f"{setting.layout}: the loss falls too little for the tolerances: {want}"
         )
-    if rig.ranks.rank == 0:
+    if context.ranks.rank == 0:
         outcomes.write_text("ready\n")
     for cell in todo:
-        if any(rig.ranks.gather(time.time() > until_s)):
+        if any(context.ranks.gather(time.time() > until_s)):
             break
         begin = time.monotonic()
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         line: dict[str, Any] = {"cell": "+".join(cell), "ended": False}
         try:
-            line |= outcome(setting, rig, cell, want)
+            line |= outcome(setting, context, cell, want)
         except Exception as error:  # noqa: BLE001  the next cell must still run
             traceback.print_exc()
             line |= {"mark": "X", "text": first_line(error), "ended": True}
         line["wall_s"] = round(time.monotonic() - begin, 1)
-        if line["ended"] or rig.ranks.rank == 0:
+        if line["ended"] or context.ranks.rank == 0:
             with outcomes.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         if line["ended"]:
             os._exit(1)  # the other ranks may hang in a collective
     faulthandler.cancel_dump_traceback_later()
-    rig.ranks.close()
+    context.ranks.close()
 
 
 def first_line(error: Exception) -> str:
@@ -191,19 +190,21 @@ def first_line(error: Exception) -> str:
     return " ".join(lines[: 1 + lines[0].endswith(":")])[:300]
 
 
-def outcome(setting: Setting, rig: Rig, cell: Cell, want: list[float]) -> dict[str, Any]:
+def outcome(
+    setting: Setting, context: MeasureContext, cell: Cell, want: list[float]
+) -> dict[str, Any]:
     """Return mark, text and losses of a cell. Every rank calls it."""
     try:
         case = planned(setting, cell)
     except ConfigError as error:
         return {"mark": "refused", "text": str(error)}
-    if reason := next(filter(None, rig.ranks.gather(why_not(case, rig))), None):
+    if reason := next(filter(None, context.ranks.gather(why_not(case, context))), None):
         return {"mark": "refused", "text": reason}
-    attempt = Attempt(rig, case)
+    attempt = Attempt(context, case)
     is_graphed = case.cuda_graph or case.compiles_graphs
     got = attempt.losses(STEPS_GRAPHED if is_graphed else STEPS)
     want = want[: len(got)]
-    missing = next(filter(None, rig.ranks.gather(attempt.not_in_force())), "")
+    missing = next(filter(None, context.ranks.gather(attempt.not_in_force())), "")
     most = tolerance(case)
     off = math.nan
     if all(map(math.isfinite, got)):
@@ -231,17 +232,17 @@ def tolerance(case: TrainCase) -> float:
 class Attempt:
     """A case trained for a few optimizer steps on this rank."""
 
-    def __init__(self, rig: Rig, case: TrainCase) -> None:
-        self._rig, self._case = rig, case
+    def __init__(self, context: MeasureContext, case: TrainCase) -> None:
+        self._context, self._case = context, case
         self.graphs = self.graph_breaks = 0
         self._models: list[Any] = []
 
     def losses(self, steps: int) -> list[float]:
         """Return the losses before, between and after the steps, over the global batch."""
-        release(self._rig)
+        release(self._context)
         torch._dynamo.reset()
         counters.clear()
-        built = trainer.make(self._case, self._rig.ranks.device)
+        built = trainer.make(self._case, self._context.ranks.device)
         losses = [self._step(built) for _ in range(steps + 1)]
         self._models = built.models
         self.graphs = counters["stats"]["unique_graphs"]
@@ -249,7 +250,7 @@ class Attempt:
         return losses
 
     def _step(self, built: trainer.Trainer) -> float:
-        case, ranks = self._case, self._rig.ranks
+        case, ranks = self._case, self._context.ranks
         place = place_of(ranks.rank, case.parallel)
         share = Share(rank=place.cp, num_ranks=case.parallel.cp)
         tokens, labels = (share.of(part, dim=1) for part in batch(case, place.data_rank))

@@ -21,7 +21,7 @@ import numpy as np
 from stepmark.core.ratio import CONFIDENCE, EFFECT_FLOOR, Verdict, ratio
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample
-from stepmark.store.runs import latest, read_records
+from stepmark.store.reader import latest, read_records
 
 PAIRS = 5000
 CHANGE = 1.03

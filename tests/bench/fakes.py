@@ -1,18 +1,20 @@
-"""A backend and a clock without hardware: the runner sees what a test scripts."""
+"""A backend and a clock without hardware: the bench sees what a test scripts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from stepmark.bench import clock, runner
+from stepmark.bench import clock
+from stepmark.bench.context import MeasureContext
 from stepmark.bench.operators.call import Call, Capabilities, Impl
+from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.rig import Rig
 from stepmark.core.case import OpCase
 from stepmark.core.ops import Gemm
-from stepmark.core.record import Check
+from stepmark.core.plan import Entry
+from stepmark.core.record import AnyCase, Check
 
 GOOD = Check(max_rel_err=1e-7, tolerance=1e-3, num_wrong=0, num_compared=10, reference="fake")
 WRONG = Check(max_rel_err=9.0, tolerance=1e-3, num_wrong=4, num_compared=10, reference="fake")
@@ -51,9 +53,26 @@ def impl(
     return Impl(make=make or default, **more)
 
 
-def rig(ranks: Ranks | None = None, *, free_bytes: int = 2**30, cache_bytes: int = 0) -> Rig:
+class NoGuard:
+    """Nobody ends a case that hangs."""
+
+    def begin(self, position: int, limit_s: float) -> None: ...
+
+    def idle(self, limit_s: float) -> None: ...
+
+
+def entries(cases: Iterable[AnyCase], *, launch: int = 1, first: int = 0) -> list[Entry]:
+    return [
+        Entry(position=position, launch=launch, case=case)
+        for position, case in enumerate(cases, first)
+    ]
+
+
+def context(
+    ranks: Ranks | None = None, *, free_bytes: int = 2**30, cache_bytes: int = 0
+) -> MeasureContext:
     alone = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cpu"))
-    return Rig(
+    return MeasureContext(
         ranks=ranks or alone,
         capabilities=Capabilities(
             device_type="cpu",
@@ -65,6 +84,7 @@ def rig(ranks: Ranks | None = None, *, free_bytes: int = 2**30, cache_bytes: int
         cache_bytes=cache_bytes,
         free_bytes=lambda: free_bytes,
         device_index=None,
+        run_id="r",
     )
 
 
@@ -74,14 +94,14 @@ def install(
     times: Callable[[], Iterator[float]],
     call_s: float = 1e-3,
 ) -> list[FakeTimer]:
-    """These are the gemm backends; the timers that the runner made come back."""
+    """These are the gemm backends; the timers that were made come back."""
     made: list[FakeTimer] = []
 
     def choose(*_: object, **__: object) -> FakeTimer:
         made.append(FakeTimer(times()))
         return made[-1]
 
-    monkeypatch.setitem(runner.IMPLS, "gemm", backends)
+    monkeypatch.setitem(IMPLS, "gemm", backends)
     monkeypatch.setattr(clock, "choose", choose)
     monkeypatch.setattr(clock, "estimate", lambda calls, device: (call_s, 0.0))
     return made

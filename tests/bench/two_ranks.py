@@ -1,13 +1,15 @@
-"""Run by test_runner under torchrun with two gloo ranks. Prints when all agreed."""
+"""Run by test_run_cases under torchrun with two gloo ranks. Prints when all agreed."""
 
 import time
 
 import torch.distributed as dist
-from tests.bench.fakes import GOOD, WRONG, gemm, impl, rig
+from tests.bench.fakes import GOOD, WRONG, NoGuard, context, entries, gemm, impl
 
-from stepmark.bench import runner
+from stepmark.bench import run_cases
+from stepmark.bench.operators.bench import OperatorBench
+from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.ranks import join
-from stepmark.bench.stopping import Effort
+from stepmark.core.plan import OpHow
 from stepmark.core.record import Check, Failed, Measured, Record, Skipped
 
 
@@ -20,21 +22,29 @@ def main() -> None:
             raise ValueError("only here")
         return GOOD
 
+    def broken_on_first() -> Check:
+        assert not second, "this rank should wait"
+        raise ValueError("on the first")
+
     def slow_on_second() -> None:
         time.sleep(0.004 if second else 0.0005)
 
-    runner.IMPLS["gemm"] = {
+    IMPLS["gemm"] = {
         "skips": impl(unsupported=lambda op, caps: "not on rank 1" if second else None),
         "breaks": impl(verify=broken_on_second),
         "wrong": impl(verify=lambda: WRONG if second else GOOD),
         "uneven": impl(run=slow_on_second),
         "good": impl(),
+        "breaks on first": impl(verify=broken_on_first),
     }
     names = ("skips", "breaks", "wrong", "uneven", "good")
     records: list[Record] = []
-    effort = Effort(sample_s=0.1, soak_s=0.02)
+    place = context(ranks)
+    bench = OperatorBench(place, OpHow(sample_s=0.1, soak_s=0.02))
     cases = [gemm(name, num_ranks=2) for name in names]
-    runner.run(cases, rig(ranks), effort, run_id="r", sink=records.append)
+    # The second rank waits for these, which fail and succeed on the first alone.
+    cases += [gemm("breaks on first"), gemm("good")]
+    run_cases.run(entries(cases), place, {"op": bench}, NoGuard(), records.append)
     if second:
         assert records == [], "only rank 0 passes records on"
     else:
@@ -46,7 +56,7 @@ def main() -> None:
 
 
 def check(records: list[Record]) -> None:
-    skipped, failed, wrong, uneven, good = records
+    skipped, failed, wrong, uneven, good, first_failed, alone = records
     assert isinstance(skipped, Skipped), skipped
     assert skipped.reason == "not on rank 1 (rank 1)", skipped.reason
     assert isinstance(failed, Failed), failed
@@ -60,6 +70,10 @@ def check(records: list[Record]) -> None:
     assert min(slow) > 2 * min(fast), (min(slow), min(fast))
     assert isinstance(good, Measured), good
     assert len(good.telemetry) == 2
+    assert isinstance(first_failed, Failed), first_failed
+    assert (first_failed.message, first_failed.ranks) == ("on the first", (0,))
+    assert isinstance(alone, Measured), alone
+    assert len(alone.samples.seconds) == len(alone.telemetry) == 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepmark import __version__
-from stepmark.bench import runner
+from stepmark.bench import run_cases
 from stepmark.cli import main
 from stepmark.cli.main import status
 from stepmark.core.ops import FAMILIES
@@ -29,7 +29,7 @@ def _measured(*_: object, **__: object) -> None:
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner, "run", _measured)
+    monkeypatch.setattr(run_cases, "run", _measured)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     yield

@@ -96,9 +96,9 @@ def _family(record: dict[str, Any]) -> str:
 def test_exit_codes_of_a_bad_case(
     kind: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stepmark.bench import runner
+    from stepmark.bench.operators.table import IMPLS
 
-    impl = runner.IMPLS["gemm"]["torch"]
+    impl = IMPLS["gemm"]["torch"]
     bad = Check(max_rel_err=9, tolerance=0, num_wrong=1, num_compared=1, reference="fake")
 
     def make(op: Any, device: Any) -> Any:
@@ -106,7 +106,7 @@ def test_exit_codes_of_a_bad_case(
             raise RuntimeError("broken on purpose")
         return dataclasses.replace(impl.make(op, device), verify=lambda: bad)
 
-    monkeypatch.setitem(runner.IMPLS["gemm"], "torch", dataclasses.replace(impl, make=make))
+    monkeypatch.setitem(IMPLS["gemm"], "torch", dataclasses.replace(impl, make=make))
     assert status(["op", "gemm", *SHAPE["gemm"].split(), *CPU]) == expected
     assert len(lines(only_run(tmp_path / "runs"))) == 1
 

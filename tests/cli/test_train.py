@@ -17,7 +17,7 @@ from stepmark.cli.main import status
 from stepmark.cli.train_output import found_batch
 from stepmark.core.record import Failed, Record
 from stepmark.core.train_case import TrainCase
-from stepmark.store.runs import read_records
+from stepmark.store.reader import read_records
 
 from .comm_process import Running, outcomes
 from .process import lines, only_run, stepmark

@@ -565,13 +565,13 @@ def test_a_dry_run_prints_a_command_per_case(capsys: pytest.CaptureFixture[str])
 
 def test_the_runner_gets_what_was_asked() -> None:
     asked = parsed([*GPT, "--steps", "7", "--timeout", "2m", "--budget", "30s", "--messages"])
-    told = train_rank.options(asked, 3, 0.5, 2)
-    assert (told.steps, told.timeout_s, told.budget_s, told.launch) == (7, 120.0, 15.0, 3)
+    told = train_rank.how(asked, 2)
+    assert (told.steps, told.timeout_s, told.budget_s) == (7, 120.0, 30.0)
     assert (told.messages, told.profile, told.find_batch) == (True, False, False)
-    plain = train_rank.options(parsed(GPT), 1, 1.0, 1)
+    plain = train_rank.how(parsed(GPT), 1)
     assert (plain.steps, plain.timeout_s, plain.budget_s) == (None, 600.0, None)
     profiled = parsed([*GPT, "--profile", "--profile-ranks", "1,0", "--strategy", "ddp"])
-    assert train_rank.options(profiled, 1, 1.0, 2).profile_ranks == (0, 1)
+    assert train_rank.how(profiled, 2).profile_ranks == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from stepmark.core.ops import Attention, Gemm, Phase
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.workload import ComputeOp, Kernel, Workload
-from stepmark.store.runs import read_records
+from stepmark.store.reader import read_records
 from stepmark.workload.formats import aiob, native
 
 from .process import ROOT

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.comm_samples import PLAIN, SAMPLES
+from tests.store.test_query import sql
 from tests.store.test_runs import INFO
 
 from stepmark.core.comm_case import CommCase
@@ -25,7 +26,6 @@ from stepmark.core.record import (
 )
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.store import codec
-from stepmark.store.query import sql
 from stepmark.store.runs import RunWriter
 
 GOLDEN = Path(__file__).parents[1] / "data" / "records-schema2.jsonl"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.store.runs import read_records
+from stepmark.store.reader import read_records
 
 REPOSITORY = Path(__file__).parents[2]
 RUNS = sorted(file.parent for file in (REPOSITORY / "results").glob("*/records.jsonl"))

@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.store.test_codec import ALL
@@ -12,8 +12,13 @@ from tests.store.test_runs import INFO, measured
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample, summarize
-from stepmark.store.query import sql
-from stepmark.store.runs import RunWriter, read_records
+from stepmark.store import query as queries
+from stepmark.store.reader import list_runs, read, read_records
+from stepmark.store.runs import RunWriter
+
+
+def sql(root: Path, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
+    return queries.sql([read(path) for path in list_runs(root)], query)
 
 
 @pytest.fixture
@@ -55,14 +60,6 @@ def test_fields_of_an_operator_and_labels(root: Path) -> None:
     assert rows == [("8", "wgrad", "bf16", "llama-3.1-8b", "attention.qkv")] * 3
     _, rows = sql(root, "SELECT reason, cause FROM records WHERE family='copy' AND run_id='a'")
     assert sorted(rows, key=str) == [("needs 2 GiB", None), (None, "oom"), (None, None)]
-
-
-def test_an_infinite_sample_is_no_exception(tmp_path: Path) -> None:
-    record = measured()
-    samples = dataclasses.replace(record.samples, seconds=((float("inf"), 1.0, 2.0),))
-    with RunWriter.create(tmp_path, INFO) as writer:
-        writer.append(dataclasses.replace(record, samples=samples))
-    assert sql(tmp_path, "SELECT median_s FROM records")[1] == [(statistics.median([1, 2, 3]),)]
 
 
 def test_runs_view_joins(root: Path) -> None:

@@ -1,7 +1,10 @@
 """Laws of runs on disk: nothing written is lost, nothing half written is read."""
 
+import codecs
 import dataclasses
 import errno
+import gzip
+import json
 import os
 import re
 from datetime import UTC, datetime
@@ -22,7 +25,7 @@ from stepmark.core.record import (
     RunInfo,
     Samples,
 )
-from stepmark.store import codec, runs
+from stepmark.store import codec, reader, runs
 from stepmark.store.runs import RunWriter, StoreError
 
 DEVICES = tuple(
@@ -81,8 +84,8 @@ def write(root: Path, *records: Record) -> Path:
 def test_what_is_appended_is_read(tmp_path: Path) -> None:
     records = [measured(4), failed(8), measured(12)]
     path = write(tmp_path, *records)
-    assert runs.read_records(path) == records
-    assert runs.read_run(path) == INFO
+    assert reader.read_records(path) == records
+    assert reader.read_info(path) == INFO
     assert not list(path.glob("**/*.tmp"))
 
 
@@ -90,7 +93,7 @@ def test_every_record_is_readable_when_append_returns(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path, INFO) as writer:
         for count in range(1, 4):
             writer.append(measured(4 * count))
-            assert len(runs.read_records(writer.path)) == count
+            assert len(reader.read_records(writer.path)) == count
 
 
 @pytest.mark.parametrize(
@@ -99,9 +102,11 @@ def test_every_record_is_readable_when_append_returns(tmp_path: Path) -> None:
 def test_samples_are_conserved(tmp_path: Path, ranks: int, n: int) -> None:
     record = measured(ranks=ranks, n=n)
     path = write(tmp_path, record)
-    (back,) = runs.read_records(path)
+    (back,) = reader.read_records(path)
     assert isinstance(back, Measured)
-    np.testing.assert_array_equal(runs.read_samples(path, back), record.samples.seconds)
+    (whole,) = reader.with_all_samples(path, [back])
+    assert isinstance(whole, Measured)
+    assert whole.samples.seconds == record.samples.seconds
     outside = ranks * n > 4096
     assert back.samples.file == (f"samples/{record.case.case_id[:16]}.npy" if outside else "")
     # Either way the line gives the same maximum over ranks per sample.
@@ -116,7 +121,7 @@ def test_killed_at_any_byte_of_the_last_line(tmp_path: Path) -> None:
     start = text.index(b"\n") + 1
     for end in range(start, len(text)):
         file.write_bytes(text[:end])
-        assert runs.read_records(path) == [measured(4)], end
+        assert reader.read_records(path) == [measured(4)], end
     for end in range(start, len(text), 97):
         file.write_bytes(text[:end])
         writer, done = RunWriter.resume(path, ENVIRONMENT)
@@ -126,14 +131,17 @@ def test_killed_at_any_byte_of_the_last_line(tmp_path: Path) -> None:
         assert file.read_bytes() == text
 
 
-def test_a_corrupt_line_in_the_middle_is_named(tmp_path: Path) -> None:
+def test_a_corrupt_line_in_the_middle_is_named_and_left_out(tmp_path: Path) -> None:
     path = write(tmp_path, measured(4), measured(8))
     file = path / "records.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(lines[0] + b"\x00\x00{\n" + lines[1])
-    with pytest.raises(ConfigError, match=r"records\.jsonl:2") as caught:
-        runs.read_records(path)
-    assert "\n" not in str(caught.value)
+    file.write_bytes(lines[0] + b"\x00\x00{\n" + lines[1] + b"{")
+    found = reader.read(path)
+    assert found.records == [measured(4), measured(8)]
+    (note,) = found.notes
+    assert f"run {path.name}: 2 of 4 records cannot be read" in note
+    assert "records.jsonl:2" in note
+    assert "\n" not in note
 
 
 def test_resume_redoes_what_failed(tmp_path: Path) -> None:
@@ -142,7 +150,7 @@ def test_resume_redoes_what_failed(tmp_path: Path) -> None:
     assert done == {(measured(8).case.case_id, 1)}
     with writer:
         writer.append(measured(4))
-    last = runs.latest(runs.read_records(path))
+    last = reader.latest(reader.read_records(path))
     assert last == [measured(4), measured(8), failed(12)]
 
 
@@ -177,14 +185,14 @@ def test_resume_refuses_another_machine(
     writer, done = RunWriter.resume(path, other, force=True)
     writer.close()
     assert done == {(measured().case.case_id, 1)}
-    assert f"{field}: {before} -> {now}" in runs.read_run(path).settings["forced_resume"]
+    assert f"{field}: {before} -> {now}" in reader.read_info(path).settings["forced_resume"]
 
 
 def test_resume_accepts_what_does_not_matter(tmp_path: Path) -> None:
     path = write(tmp_path, measured())
     other = dataclasses.replace(ENVIRONMENT, host="node2", variables={}, memory_bytes=1)
     RunWriter.resume(path, other)[0].close()
-    assert runs.read_run(path) == INFO
+    assert reader.read_info(path) == INFO
 
 
 def test_a_run_has_one_writer(tmp_path: Path) -> None:
@@ -214,7 +222,7 @@ def test_a_full_disk_leaves_whole_lines(
         assert caught.value.exit_code == 3
         assert "\n" not in str(caught.value)
         writer.append(measured(12))
-        assert runs.read_records(writer.path) == [measured(4), measured(12)]
+        assert reader.read_records(writer.path) == [measured(4), measured(12)]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -236,7 +244,7 @@ def test_full_disk_while_samples_are_written(
         monkeypatch.setattr(np, "save", full)
         with pytest.raises(StoreError):
             writer.append(measured(n=5000))
-        assert runs.read_records(writer.path) == []
+        assert reader.read_records(writer.path) == []
 
 
 def test_creation_where_nothing_can_be_created(tmp_path: Path) -> None:
@@ -256,7 +264,7 @@ def test_find_run(tmp_path: Path) -> None:
     for name in ("20261120-1", "20261120-2", "20261121-1"):
         RunWriter.create(tmp_path, dataclasses.replace(INFO, run_id=name)).close()
     (tmp_path / "no-run").mkdir()
-    found = [path.name for path in runs.list_runs(tmp_path)]
+    found = [path.name for path in reader.list_runs(tmp_path)]
     assert found == ["20261120-1", "20261120-2", "20261121-1"]
     for name, run_id in (
         ("latest", "20261121-1"),
@@ -264,32 +272,81 @@ def test_find_run(tmp_path: Path) -> None:
         ("20261120-1", "20261120-1"),
         (str(tmp_path / "20261120-2"), "20261120-2"),
     ):
-        assert runs.find_run(tmp_path, name) == tmp_path / run_id
+        assert reader.find_run(tmp_path, name) == tmp_path / run_id
     for name in ("20261120", "x", "", "no-run"):
         with pytest.raises(ConfigError, match="run"):
-            runs.find_run(tmp_path, name)
+            reader.find_run(tmp_path, name)
     with pytest.raises(ConfigError, match="none in"):
-        runs.find_run(tmp_path / "absent", "latest")
+        reader.find_run(tmp_path / "absent", "latest")
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    for read in (runs.read_run, runs.read_records):
+    for read in (reader.read_info, reader.read):
         with pytest.raises(ConfigError):
             read(tmp_path)
+
+
+def test_runs_in_sub_folders_are_found(tmp_path: Path) -> None:
+    for folder in (".", "sweeps/one/runs", "checks"):
+        root = tmp_path / folder
+        info = dataclasses.replace(INFO, run_id=f"2026-{len(folder)}")
+        RunWriter.create(root, info).close()
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / ".hidden" / "x").mkdir(parents=True)
+    (tmp_path / ".hidden" / "x" / "run.json").touch()
+    names = ["2026-1", "2026-15", "2026-6"]
+    assert [path.name for path in reader.list_runs(tmp_path)] == names
+    assert reader.find_run(tmp_path, "2026-15") == tmp_path / "sweeps/one/runs/2026-15"
+    with pytest.raises(ConfigError, match="one run, not 3"):
+        reader.find_run(tmp_path, "2026")
+    assert reader.find_run(tmp_path, "latest").name == "2026-6"
+
+
+def test_a_plan_alone_is_a_run_without_a_result(tmp_path: Path) -> None:
+    (tmp_path / "planned").mkdir()
+    (tmp_path / "planned" / "plan.jsonl").write_text("{}\n")
+    (path,) = reader.list_runs(tmp_path)
+    found = reader.read(path)
+    assert (found.records, found.is_known) == ([], False)
+    assert "nothing was measured yet" in found.notes[0]
+
+
+def test_the_file_may_have_passed_through_other_hands(tmp_path: Path) -> None:
+    path = write(tmp_path, measured(4), failed(8))
+    for name in ("run.json", "records.jsonl"):
+        plain = (path / name).read_bytes()
+        windows = codecs.BOM_UTF8 + plain.replace(b"\n", b"\r\n")
+        (path / name).write_bytes(gzip.compress(windows))
+    found = reader.read(path)
+    assert (found.records, found.info, found.notes) == ([measured(4), failed(8)], INFO, ())
 
 
 def test_a_newer_run_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
     (path / "run.json").write_bytes(codec.encode_run(dataclasses.replace(INFO, schema=99)))
     with pytest.raises(ConfigError, match="newer stepmark"):
-        runs.read_run(path)
+        reader.read_info(path)
 
 
-def test_missing_or_broken_samples_file(tmp_path: Path) -> None:
-    path = write(tmp_path, measured(n=5000))
-    (back,) = runs.read_records(path)
+def test_a_broken_samples_file_is_a_damaged_record(tmp_path: Path) -> None:
+    path = write(tmp_path, measured(n=5000), failed(8))
+    (back, _) = reader.read_records(path)
     assert isinstance(back, Measured)
     file = path / back.samples.file
     file.write_bytes(file.read_bytes()[:50])
-    with pytest.raises(ConfigError, match="npy"):
-        runs.read_samples(path, back)
+    found = reader.read(path)
+    assert found.records == [failed(8)]
+    assert "npy" in found.notes[0]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "x", None, [1.0]])
+def test_an_impossible_sample_is_a_damaged_record(tmp_path: Path, value: object) -> None:
+    path = write(tmp_path, measured(4), measured(8))
+    file = path / "records.jsonl"
+    first, second = file.read_bytes().splitlines()
+    plain = json.loads(first)
+    plain["samples"]["seconds"][0][0] = value
+    file.write_bytes(json.dumps(plain).encode() + b"\n" + second + b"\n")
+    found = reader.read(path)
+    assert found.records == [measured(8)]
+    assert "1 of 2 records" in found.notes[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.store.test_query import sql
 from tests.store.test_runs import INFO
 from typer.testing import CliRunner
 
@@ -47,7 +48,6 @@ from stepmark.report.comparison import headline, split_fields
 from stepmark.store import codec
 from stepmark.store.compare import Options, compare
 from stepmark.store.export import _scalars
-from stepmark.store.query import sql
 from stepmark.store.runs import RunWriter
 
 GOLDEN = Path(__file__).parents[1] / "data" / "records-schema3.jsonl"

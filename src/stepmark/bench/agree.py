@@ -49,6 +49,27 @@ def agreed(ranks: Ranks, step: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def measured_by(world: Ranks, members: Ranks | None, measure: Callable[[Ranks], T]) -> T:
+    """Let some ranks measure while the others wait; all get rank 0's result.
+
+    members: these ranks among themselves, rank 0 always one of them; None on the others.
+    Raises CaseFailedError on all ranks of the world together.
+    """
+    if members is world:
+        return measure(world)
+    result: T | None = None
+    problem: tuple[str, str, tuple[int, ...], str] | None = None
+    if members is not None:
+        try:
+            result = measure(members)
+        except CaseFailedError as error:
+            problem = error.cause, error.message, error.ranks, error.trace
+    result, problem = world.decide(lambda: (result, problem))
+    if problem:
+        raise CaseFailedError(*problem)
+    return result
+
+
 def cause_of(error: Exception) -> tuple[str, str, str]:
     """Cause as Failed has it, the first line of the message, and a traceback where it helps."""
     text = str(error).strip()

@@ -1,16 +1,17 @@
 """Which rank this process is, and how ranks agree. Control goes over gloo, never over the
 communicator that is measured."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from stepmark.core.errors import StepmarkError
+from stepmark.core.errors import ConfigError, StepmarkError
 
 # Between agreeing on a moment and that moment: longer than the news takes to reach all.
 _LEAD_S = 300e-6
@@ -27,7 +28,8 @@ class Ranks:
     """This process among its peers. One rank alone needs no process group.
 
     offset_s is this host's monotonic clock minus rank 0's, offset_error_s by how much that
-    may be wrong: both 0 on rank 0's own host.
+    may be wrong: both 0 on rank 0's own host. group: the process group of these ranks, None
+    for the default group.
     """
 
     rank: int
@@ -36,13 +38,26 @@ class Ranks:
     device: torch.device
     offset_s: float = 0.0
     offset_error_s: float = 0.0
+    group: Any = None
+
+    def first(self, count: int) -> "Ranks | None":
+        """Return the first `count` ranks as ranks of their own; None on the others.
+
+        Every rank calls it.
+        """
+        if count == self.num_ranks:
+            return self
+        group: Any = None
+        if count > 1:
+            group = _reach(lambda: dist.new_group(list(range(count)), backend="gloo"))
+        return replace(self, num_ranks=count, group=group) if self.rank < count else None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank, by rank. Raises LostPeersError."""
         if self.num_ranks == 1:
             return [value]
         values: list[Any] = [None] * self.num_ranks
-        _reach(lambda: dist.all_gather_object(values, value))
+        _reach(lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
     def decide(self, decision: Callable[[], Any]) -> Any:
@@ -50,12 +65,12 @@ class Ranks:
         if self.num_ranks == 1:
             return decision()
         box = [decision() if self.rank == 0 else None]
-        _reach(lambda: dist.broadcast_object_list(box, src=0))
+        _reach(lambda: dist.broadcast_object_list(box, src=0, group=self.group))
         return box[0]
 
     def barrier(self) -> None:
         if self.num_ranks > 1:
-            _reach(dist.barrier)
+            _reach(lambda: dist.barrier(group=self.group))
 
     def align(self) -> None:
         """Return on all ranks at one moment, as far as their clocks agree.
@@ -66,7 +81,7 @@ class Ranks:
         if self.num_ranks == 1:
             return
         moment = torch.tensor([self.now() + _LEAD_S], dtype=torch.float64)
-        _reach(lambda: dist.all_reduce(moment, op=dist.ReduceOp.MAX))
+        _reach(lambda: dist.all_reduce(moment, dist.ReduceOp.MAX, group=self.group))
         target = float(moment.item())
         while self.now() < target:
             pass
@@ -80,23 +95,45 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
-    """Read RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; alone without them.
+# Rank, number of ranks and rank on this host, as launchers set them: torchrun (and the parent
+# of local ranks), Slurm's srun, Open MPI's mpirun.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
 
-    for_meshes: device meshes will be made from the default group. It then has NCCL for device
-    tensors, while what is agreed on here stays on the CPU; and one rank has one, too.
+
+def join(
+    device_type: str, *, for_meshes: bool = False, init_method: str | None = None
+) -> Ranks:
+    """Join the ranks that a launcher started, as its environment says; alone without one.
+
+    init_method: where ranks meet, e.g. file:///dev/shm/store; None: MASTER_ADDR and
+    MASTER_PORT. for_meshes: device meshes will be made from the default group. It then has
+    NCCL for device tensors, while what is agreed on here stays on the CPU; and one rank that a
+    launcher started has a default group, too.
     """
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    place = _place_of_launcher()
+    rank, num_ranks, local_rank = place or (0, 1, 0)
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     offset_s, error_s = 0.0, 0.0
-    if num_ranks > 1 or (for_meshes and "RANK" in os.environ):
-        both = for_meshes and device_type == "cuda"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if both else "gloo")
+    if num_ranks > 1 or (for_meshes and place):
+        if init_method is None and "MASTER_ADDR" not in os.environ:
+            raise ConfigError(
+                "MASTER_ADDR",
+                "",
+                "the host of rank 0: srun and mpirun do not say where ranks meet",
+            )
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if for_meshes and device_type == "cuda" else "gloo",
+            init_method=init_method or "env://",
+            rank=rank,
+            world_size=num_ranks,
+        )
     if num_ranks > 1:
         offset_s, error_s = clock_offset(rank, num_ranks, _boot_id())
     return Ranks(
@@ -107,6 +144,21 @@ def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
         offset_s=offset_s,
         offset_error_s=error_s,
     )
+
+
+def _place_of_launcher() -> tuple[int, int, int] | None:
+    """Rank, number of ranks and rank on this host; None where no launcher set them.
+
+    A Slurm allocation sets its variables in the batch script, too: one task is no rank.
+    """
+    for names in _LAUNCHERS:
+        texts = [os.environ.get(name) for name in names]
+        is_slurm = names[0].startswith("SLURM")
+        if texts[0] is None or texts[1] is None or (is_slurm and texts[1] == "1"):
+            continue
+        rank, num_ranks = int(texts[0]), int(texts[1])
+        return rank, num_ranks, int(texts[2] or rank)
+    return None
 
 
 def clock_offset(
@@ -160,9 +212,19 @@ def _boot_id() -> str:
         return os.uname().nodename
 
 
-def _reach(step: Callable[[], object]) -> None:
+def dump_flight_recorder() -> str:
+    """What this rank's process groups were doing, as JSON; empty where torch keeps none."""
+    inner: Any = torch._C._distributed_c10d
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        with contextlib.suppress(Exception):
+            text = getattr(inner, name)()
+            return text.decode() if isinstance(text, bytes) else str(text)
+    return ""
+
+
+def _reach(step: Callable[[], Any]) -> Any:
     try:
-        step()
+        return step()
     except RuntimeError as error:  # gloo: connection closed by peer, timed out
         first = str(error).strip().split("\n", maxsplit=1)[0]
         raise LostPeersError(f"a rank cannot be reached: {first}") from error

@@ -20,7 +20,6 @@ class Effort:
     sample_s: float = 3.0  # wall seconds of sampling at most
     soak_s: float = SOAK_S
     target_ci_rel: float = 0.003  # half-width of the median's 95 % interval
-    total_s: float | None = None  # for all cases together; shortens soak and samples
     min_batches: int = MIN_BATCHES
 
     def shortened(self, usable_s: float) -> "Effort":

@@ -38,7 +38,7 @@ def check(
     from stepmark.report.comparison_printing import printed  # noqa: PLC0415
     from stepmark.store.compare import Options, compare  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
-    from stepmark.store.runs import find_run  # noqa: PLC0415
+    from stepmark.store.reader import find_run  # noqa: PLC0415
 
     if not 2 <= launches <= 100:
         raise ConfigError("launches", launches, "from 2 to 100")
@@ -76,6 +76,7 @@ def _measured(
     name: str, reference: "dict[str, Measured]", runs: Path, budget: str, launches: int
 ) -> tuple[list[Path], int, set[str]]:
     """Run folders, the worst exit code, and which cases gave wrong results."""
+    from stepmark.bench.context import make_context  # noqa: PLC0415
     from stepmark.cli import session  # noqa: PLC0415
     from stepmark.core.record import Measured  # noqa: PLC0415
 
@@ -84,14 +85,14 @@ def _measured(
         "device": next(iter(reference.values())).case.device,
     }
     seconds = parse_duration(budget, "budget") / launches
-    rig = session.make_rig(session.device_type(values))
+    context = make_context(session.device_type(values))
     paths: list[Path] = []
     code, wrong = 0, set[str]()
     for number in range(launches):
         outcome = session.measure(
             [record.operator for record in reference.values()],
             values | {"budget": f"{seconds}s"},
-            rig,
+            context,
             settings={"check_of": name, "launch": f"{number + 1}/{launches}"},
         )
         assert outcome is not None
@@ -111,11 +112,11 @@ def _reference(path: Path) -> "dict[str, Measured]":
     """Measured operators of a run of one rank."""
     from stepmark.core.case import OpCase  # noqa: PLC0415
     from stepmark.core.record import Measured  # noqa: PLC0415
-    from stepmark.store.runs import latest, read_records  # noqa: PLC0415
+    from stepmark.store.reader import read  # noqa: PLC0415
 
     found = {
         record.case.case_id: record
-        for record in latest(read_records(path))
+        for record in read(path).latest
         if isinstance(record, Measured)
         and isinstance(record.case, OpCase)
         and not record.num_wrong

@@ -13,6 +13,7 @@ from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.dtypes import OPERATOR_DTYPES
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import FAMILIES, Copy, Gemm
+from stepmark.core.plan import OpHow
 from stepmark.core.record import Measured
 
 if TYPE_CHECKING:
@@ -141,12 +142,14 @@ def execute(cases: Sequence[OpCase], values: Values, device: str, ranks: int) ->
         return
     if ranks > 1 and not torchrun.is_rank():
         raise typer.Exit(torchrun.run(sys.argv[1:], ranks))
-    rig = session.make_rig(device)
+    from stepmark.bench.context import make_context  # noqa: PLC0415
+
+    context = make_context(device)
     try:
         asked = {"dataset": values["dataset"].upper()} if values.get("dataset") else {}
-        outcome = session.measure(cases, values, rig, settings=asked)
+        outcome = session.measure(cases, values, context, settings=asked)
     finally:
-        rig.ranks.close()
+        context.ranks.close()
     if outcome is None:
         return
     session.deliver(outcome, values)
@@ -197,7 +200,7 @@ def find_max(values: dict[str, Any], device: str) -> None:
     The sides are multiples of common tile sizes; the search is coarse on purpose: the best
     shape is a property of the library's tiles, not of a model.
     """
-    from stepmark.bench.stopping import Effort  # noqa: PLC0415
+    from stepmark.bench.context import make_context  # noqa: PLC0415
     from stepmark.cli import plan, session  # noqa: PLC0415
     from stepmark.core.stats import slowest_per_sample, summarize  # noqa: PLC0415
 
@@ -205,7 +208,7 @@ def find_max(values: dict[str, Any], device: str) -> None:
         raise ConfigError("find-max", "--resume or --nproc", "one rank, in one go")
     sides = _MAX_SIDES if device == "cuda" else (256, 512, 1024)
     depths = _MAX_DEPTHS if device == "cuda" else (256, 1024)
-    rig = session.make_rig(device)
+    context = make_context(device)
     codes = []
     for dtype in plan.default_dtypes(values, device):
         shapes = [
@@ -220,8 +223,8 @@ def find_max(values: dict[str, Any], device: str) -> None:
         if values.get("dry_run"):
             listed(cases, values)
             continue
-        quick = Effort(soak_s=0.1, sample_s=0.1)
-        first = session.measure(cases, values, rig, settings={"stage": "search"}, how=quick)
+        quick = OpHow(soak_s=0.1, sample_s=0.1)
+        first = session.measure(cases, values, context, settings={"stage": "search"}, how=quick)
         assert first is not None
         rates = {
             r.operator: r.operator.op.flops
@@ -231,7 +234,7 @@ def find_max(values: dict[str, Any], device: str) -> None:
         }
         best = sorted(rates, key=lambda case: rates[case], reverse=True)[:4]
         final = [dataclasses.replace(c, rate=rate) for rate in Rate for c in best]
-        last = session.measure(final, values, rig, settings={"stage": "best"})
+        last = session.measure(final, values, context, settings={"stage": "best"})
         assert last is not None
         session.deliver(last, values)
         codes.append(last.exit_code)

@@ -1,7 +1,7 @@
 """What one rank of a supervised verb does: join, measure its part, tell its guard.
 
-Shared by the verbs whose cases every rank takes part in; a verb says how the cases of one
-launch are measured and how a run is shown. Over 250 lines because every way in which a rank
+Shared by the verbs whose cases every rank takes part in; a verb says how its cases are
+measured and how a run is shown. Over 250 lines because every way in which a rank
 can be cut short needs the same few facts: its plan, its position, where records go.
 """
 
@@ -11,9 +11,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,7 +20,9 @@ from stepmark.cli import delivery, session
 from stepmark.cli.options import Values
 from stepmark.cli.progress import Progress
 from stepmark.cli.rank_parent import Deliver, Places
-from stepmark.core.record import AnyCase, Failed, Record
+from stepmark.cli.train_output import TRACES
+from stepmark.core.plan import Entry, How, Plan
+from stepmark.core.record import AnyCase, Failed
 from stepmark.launch import torchrun
 from stepmark.launch.evidence import ranks_text
 from stepmark.launch.heartbeat import Heartbeat
@@ -29,40 +30,21 @@ from stepmark.launch.siblings import Siblings
 from stepmark.launch.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from stepmark.bench.context import MeasureContext
     from stepmark.bench.ranks import Ranks
-    from stepmark.bench.rig import Rig
 
 # Joining and leaving: interpreters that start at different speeds, communicators that close.
 _SETUP_S = 120.0
 # So long the parent needs to see which rank died first.
 _UNTIL_SEEN_S = 0.5
 
-Now = Sequence[tuple[int, AnyCase]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
-    """Where the cases of one launch are measured."""
-
-    rig: "Rig"
-    guard: "Noting"
-    run_id: str
-    run: Path | None  # rank 0 alone knows where it writes
-    sink: Callable[[Record], None]
-    stuck: Callable[[Failed, int], NoReturn]
-    share: float  # these cases, of all in the plan
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """What is of one verb alone.
+    """What is of one verb alone. known_as: the case_ids that the record of a case may have."""
 
-    measure: the cases of one launch; the position from which new ranks should go on, or None.
-    known_as: the case_ids that the record of a case may have.
-    """
-
-    make_rig: Callable[[], "Rig"]
-    measure: Callable[[Now, int, Scene], int | None]
+    make_context: Callable[[], "MeasureContext"]
+    how: How
     deliver: Deliver
     known_as: Callable[[AnyCase], tuple[str, ...]] = lambda case: (case.case_id,)
 
@@ -80,7 +62,7 @@ def work(places: Places, values: Values, verb: Verb) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     guard.idle(_SETUP_S)
     try:
-        return part.run(verb.make_rig(), guard)
+        return part.run(verb.make_context(), guard)
     except LostPeersError as error:
         if heartbeat:  # an exit code left behind would say that all is told
             time.sleep(_UNTIL_SEEN_S)
@@ -103,33 +85,34 @@ class _Part:
         self._siblings: Siblings | None = None
         self.position: int | None = None
 
-    def run(self, rig: "Rig", guard: Heartbeat | Watchdog) -> int:
+    def run(self, context: "MeasureContext", guard: Heartbeat | Watchdog) -> int:
         known_as = self._verb.known_as
         planned = {(name, launch) for launch, case in self._places for name in known_as(case)}
-        opened = session.open_run(planned, self._values, rig, going_on=guard.run)
+        opened = session.open_run(planned, self._values, context, going_on=guard.run)
         self._run_id = opened.run_id
         if opened.writer:
             self._path = opened.writer.path
             guard.run_is_at(opened.writer.path)
+        plan = self._plan(context)
         todo = [
-            (position, launch, case)
-            for position, (launch, case) in enumerate(self._places)
-            if position >= guard.first
-            and not any((name, launch) in opened.done for name in known_as(case))
+            entry
+            for entry in plan.entries
+            if entry.position >= guard.first
+            and not any((name, entry.launch) in opened.done for name in known_as(entry.case))
         ]
-        is_first, total = rig.ranks.rank == 0, len(self._places)
+        is_first, total = context.ranks.rank == 0, len(self._places)
         sink = Progress(total, opened.writer, quiet=not is_first, first=total - len(todo))
         self._sink = sink if is_first else None
         watched = isinstance(guard, Heartbeat)
         if not watched:
-            self._siblings = _siblings(rig.ranks)
+            self._siblings = _siblings(context.ranks)
         code = session.ended(
-            lambda: self._measure(todo, rig, guard), sink, terminable=not watched
+            lambda: self._measure(todo, plan, context, guard), sink, terminable=not watched
         )
         code = self._told_apart(code)
         guard.idle(_SETUP_S)
         if not code:
-            rig.ranks.close()
+            context.ranks.close()
         if opened.writer is None:
             return code
         opened.writer.close()
@@ -137,31 +120,51 @@ class _Part:
             return code
         return self._verb.deliver(opened.writer.path, self._values, code)
 
-    def _measure(
-        self, todo: list[tuple[int, int, AnyCase]], rig: "Rig", guard: Heartbeat | Watchdog
-    ) -> None:
-        for index, (launch, cases) in enumerate(_by_launch(todo)):
-            if index and guard.go_on_at(cases[0][0]):
-                return  # new ranks take over
-            left = cases
-            while left:
-                position = self._verb.measure(left, launch, self._scene(left, rig, guard))
-                if position is None:
-                    break
-                if guard.go_on_at(position):
-                    return
-                left = [one for one in left if one[0] >= position]
-
-    def _scene(self, left: Now, rig: "Rig", guard: Heartbeat | Watchdog) -> Scene:
-        return Scene(
-            rig=rig,
-            guard=Noting(self, guard),
-            run_id=self._run_id,
-            run=self._path,
-            sink=self._sink or (lambda record: None),
-            stuck=lambda record, position: self._on_stuck(record, position, guard),
-            share=len(left) / len(self._places),
+    def _plan(self, context: "MeasureContext") -> Plan:
+        return Plan(
+            command="",
+            device=context.ranks.device.type,
+            world_size=context.ranks.num_ranks,
+            how=self._verb.how,
+            entries=tuple(
+                Entry(position=position, launch=launch, case=case)
+                for position, (launch, case) in enumerate(self._places)
+            ),
         )
+
+    def _measure(
+        self,
+        todo: list[Entry],
+        plan: Plan,
+        context: "MeasureContext",
+        guard: Heartbeat | Watchdog,
+    ) -> None:
+        from stepmark.bench import run_cases  # noqa: PLC0415
+        from stepmark.bench.ranks import dump_flight_recorder  # noqa: PLC0415
+
+        run = self._path.absolute() if self._path else None
+        folder, failures = context.ranks.decide(lambda: (run, _failures(run)))
+        context = dataclasses.replace(
+            context,
+            run_id=self._run_id,
+            folder=folder / TRACES,
+            failures=failures,
+            on_blocked=lambda record, position: self._on_stuck(record, position, guard),
+        )
+        benches = run_cases.make_benches(plan, context)
+        if isinstance(guard, Heartbeat):  # under an outer launcher nobody would call them
+
+            def abort() -> None:
+                for bench in benches.values():
+                    bench.abort()
+
+            guard.on_abort(dump_flight_recorder, abort)
+        sink, left = self._sink or (lambda record: None), todo
+        while left:
+            position = run_cases.run(left, context, benches, Noting(self, guard), sink)
+            if position is None or guard.go_on_at(position):
+                return  # new ranks take over
+            left = [entry for entry in left if entry.position >= position]
 
     def _told_apart(self, code: int) -> int:
         """143 is 3 where SIGTERM was a launcher's answer to the death of another rank."""
@@ -188,7 +191,7 @@ class _Part:
     def _on_stuck(self, record: Failed, position: int, guard: Heartbeat | Watchdog) -> NoReturn:
         """The last words of rank 0 in a collective that another rank, which failed, left."""
         if self._sink:
-            self._sink(dataclasses.replace(record, launch=self._places[position][0]))
+            self._sink(record)
             self._sink.close()
         if not guard.go_on_at(position + 1) and self._path:
             self._verb.deliver(self._path, self._values, 3)
@@ -246,18 +249,13 @@ class Noting:
         self._part.position = None
         self._guard.idle(limit_s)
 
-    def on_abort(self, dump: Callable[[], str], abort: Callable[[], None]) -> None:
-        """As Heartbeat.on_abort; under an outer launcher nobody would call them."""
-        if isinstance(self._guard, Heartbeat):
-            self._guard.on_abort(dump, abort)
 
+def _failures(run: Path | None) -> tuple[Failed, ...]:
+    """Failed records of ranks before these."""
+    from stepmark.store.reader import read_records  # noqa: PLC0415
 
-def _by_launch(todo: list[tuple[int, int, AnyCase]]) -> list[tuple[int, Now]]:
-    """(position, launch, case) as (launch, [(position, case), ...])."""
-    return [
-        (launch, [(position, case) for position, _, case in held])
-        for launch, held in groupby(todo, key=lambda one: one[1])
-    ]
+    records = read_records(run) if run else []
+    return tuple(record for record in records if isinstance(record, Failed))
 
 
 def _siblings(ranks: "Ranks") -> Siblings:

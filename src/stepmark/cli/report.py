@@ -16,7 +16,7 @@ def report(
     ] = None,
 ) -> None:
     """Write report.html of a run: roofline, tables, curves, commands, environment."""
-    from stepmark.store.runs import find_run  # noqa: PLC0415
+    from stepmark.store.reader import find_run  # noqa: PLC0415
 
     typer.echo(write(find_run(runs, run), out))
 

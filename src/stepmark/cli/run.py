@@ -64,7 +64,7 @@ def _operators_of(
 ) -> tuple[int, Path | None]:
     """Here, or on ranks of this host; the exit code and the run they wrote."""
     from stepmark.launch import torchrun  # noqa: PLC0415
-    from stepmark.store.runs import list_runs  # noqa: PLC0415
+    from stepmark.store.reader import list_runs  # noqa: PLC0415
 
     folder = Path(values["out"])
     before = set(list_runs(folder)) if folder.is_dir() else set()
@@ -75,16 +75,17 @@ def _operators_of(
 
 def _as_rank(cases: "list[OpCase]", values: dict[str, Any], kind: str) -> int:
     """Measure operators as one rank, or the only one. An outer launcher gets a page, too."""
+    from stepmark.bench.context import make_context  # noqa: PLC0415
     from stepmark.cli import doctor, session  # noqa: PLC0415
     from stepmark.launch import torchrun  # noqa: PLC0415
 
-    rig = session.make_rig(kind)
+    context = make_context(kind)
     try:
-        if rig.ranks.rank == 0:
+        if context.ranks.rank == 0:
             doctor.doctor()
-        outcome = session.measure(cases, values, rig)
+        outcome = session.measure(cases, values, context)
     finally:
-        rig.ranks.close()
+        context.ranks.close()
     if outcome is None:
         return 0
     outer = torchrun.is_rank() and not torchrun.has_parent()

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from stepmark.core.case import OpCase
 from stepmark.core.comm_case import CommCase
 from stepmark.core.comparison import Fields, Series
-from stepmark.core.errors import ConfigError
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
@@ -46,7 +45,7 @@ def series_of_records(
     held: dict[tuple[str, str], list[Measured]] = {}
     wrong = 0
     for record in records:
-        if isinstance(record, Measured) and record.samples.seconds:
+        if isinstance(record, Measured) and any(record.samples.seconds):
             wrong += bool(record.num_wrong)
             if not record.num_wrong:
                 # The automatic clock may choose another one in another launch.
@@ -63,11 +62,14 @@ def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
     if isinstance(case, TrainCase):
         # A median of single samples would leave out an optimizer that only some of them have.
         launches = {
-            f"{info.run_id}/{record.launch}": mean_of_cycles(_sound(info, record), case.cycle)
+            f"{info.run_id}/{record.launch}": mean_of_cycles(record.samples.seconds, case.cycle)
             for record in records
         }
         return Series(fields=_train_fields(case, method), launches=launches)
-    launches = {f"{info.run_id}/{record.launch}": _slowest(info, record) for record in records}
+    launches = {
+        f"{info.run_id}/{record.launch}": tuple(slowest_per_sample(record.samples.seconds))
+        for record in records
+    }
     if isinstance(case, CommCase):
         return Series(
             fields=_comm_fields(case, method),
@@ -76,20 +78,6 @@ def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
             busbw_factor=case.busbw_factor or None,
         )
     return Series(fields=_op_fields(case, method), launches=launches)
-
-
-def _slowest(info: RunInfo, record: Measured) -> tuple[float, ...]:
-    return tuple(slowest_per_sample(_sound(info, record)))
-
-
-def _sound(info: RunInfo, record: Measured) -> tuple[tuple[float, ...], ...]:
-    seconds = record.samples.seconds
-    lengths = {len(values) for values in seconds}
-    sound = all(math.isfinite(value) and value > 0 for values in seconds for value in values)
-    if len(lengths) != 1 or 0 in lengths or not sound:
-        allowed = f"as many finite times above 0 from every rank: {record.case.command()}"
-        raise ConfigError("samples", f"run {info.run_id}", allowed)
-    return seconds
 
 
 def mean_of_cycles(seconds: Sequence[Sequence[float]], cycle: int) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from stepmark.cli.view import View
     from stepmark.core.record import RunInfo
+    from stepmark.store.reader import Run
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -36,9 +37,9 @@ Rows = list[dict[str, object]]
 @app.command("list")
 def list_(runs: Runs = Path("runs"), json: Json = "", csv: Csv = "") -> None:
     """One row per run, oldest first."""
-    from stepmark.store.runs import list_runs  # noqa: PLC0415
+    from stepmark.store.reader import list_runs, read  # noqa: PLC0415
 
-    rows = [_run_row(path) for path in list_runs(runs)]
+    rows = [_run_row(read(path)) for path in list_runs(runs)]
     if not rows:
         typer.echo(f"no runs in {runs}", err=True)
     _deliver(rows, json=json, csv=csv, name="runs")
@@ -98,9 +99,11 @@ def sql(
     csv: Csv = "",
 ) -> None:
     """Query all runs, e.g. "SELECT family, min(median_s) FROM records GROUP BY family"."""
+    from stepmark.cli.view import read_aloud  # noqa: PLC0415
     from stepmark.store.query import sql as query_runs  # noqa: PLC0415
+    from stepmark.store.reader import list_runs  # noqa: PLC0415
 
-    columns, found = query_runs(runs, query)
+    columns, found = query_runs([read_aloud(path) for path in list_runs(runs)], query)
     rows: Rows = [dict(zip(columns, row, strict=True)) for row in found]
     _deliver(rows, json=json, csv=csv, name="query")
 
@@ -117,34 +120,31 @@ def _say_what(info: "RunInfo") -> None:
 
 def _view(runs: Path, name: str) -> "View":
     from stepmark.cli.view import view  # noqa: PLC0415
-    from stepmark.store.runs import find_run  # noqa: PLC0415
+    from stepmark.store.reader import find_run  # noqa: PLC0415
 
     return view(find_run(runs, name))
 
 
-def _run_row(path: Path) -> dict[str, object]:
-    """A run that cannot be read is a row that says so."""
-    from stepmark.core.errors import ConfigError  # noqa: PLC0415
-    from stepmark.store.runs import latest, read_records, read_run  # noqa: PLC0415
-
-    try:
-        info, records = read_run(path), latest(read_records(path))
-    except ConfigError as error:
-        return {"run": path.name, "unreadable": str(error)}
-    devices = info.environment.devices
+def _run_row(run: "Run") -> dict[str, object]:
+    """What cannot be read is in the row's last column, and counted nowhere."""
+    devices = run.info.environment.devices
     counts = {
-        kind: sum(record.kind == kind for record in records)
+        kind: sum(record.kind == kind for record in run.latest)
         for kind in ("measured", "skipped", "failed")
     }
-    return {
-        "run": path.name,
-        "created_at": info.created_at,
+    known = {
+        "created_at": run.info.created_at,
         "device": devices[0].name if devices else None,
         "ranks": len(devices),
-        "torch": info.environment.torch,
-        "cases": info.num_cases,
+        "torch": run.info.environment.torch,
+        "cases": run.info.num_cases,
+    }
+    return {
+        "run": run.path.name,
+        **(known if run.is_known else dict.fromkeys(known)),
         **counts,
-        "command": info.command,
+        "command": run.info.command if run.is_known else None,
+        **({"unreadable": "; ".join(run.notes)} if run.notes else {}),
     }
 
 

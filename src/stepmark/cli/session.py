@@ -1,6 +1,7 @@
 """From cases to a run on disk: start ranks, measure, store, show. Shared by measuring verbs."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -18,12 +19,12 @@ from stepmark.cli.options import Values
 from stepmark.cli.progress import Progress
 from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError
+from stepmark.core.plan import Entry, How, OpHow, Plan
 from stepmark.core.record import Failed, Measured, RunInfo
 from stepmark.core.units import parse_duration
 
 if TYPE_CHECKING:
-    from stepmark.bench.rig import Rig
-    from stepmark.bench.stopping import Effort
+    from stepmark.bench.context import MeasureContext
     from stepmark.cli.view import View
     from stepmark.store.runs import Done, RunWriter
 
@@ -84,49 +85,9 @@ def _num_accelerators() -> int:
     return torch.cuda.device_count()
 
 
-def effort(values: Values) -> "Effort":
-    from stepmark.bench.stopping import Effort  # noqa: PLC0415
-
+def op_how(values: Values) -> OpHow:
     budget = values.get("budget")
-    return Effort(total_s=None if budget is None else parse_duration(budget, "budget"))
-
-
-def make_rig(device: str, *, for_meshes: bool = False) -> "Rig":
-    """This rank's device, ready to measure; for_meshes as in bench/ranks.py."""
-    import psutil  # noqa: PLC0415
-    import torch  # noqa: PLC0415
-
-    from stepmark.bench.environment import capabilities  # noqa: PLC0415
-    from stepmark.bench.ranks import join  # noqa: PLC0415
-    from stepmark.bench.rig import Rig  # noqa: PLC0415
-
-    ranks = join(device, for_meshes=for_meshes)
-    if device == "cuda":
-        cache = torch.cuda.get_device_properties(ranks.device).L2_cache_size
-        return Rig(
-            ranks=ranks,
-            capabilities=capabilities(ranks.device),
-            cache_bytes=cache,
-            free_bytes=lambda: torch.cuda.mem_get_info(ranks.device)[0],
-            device_index=ranks.device.index,
-        )
-    return Rig(
-        ranks=ranks,
-        capabilities=capabilities(ranks.device),
-        cache_bytes=_cpu_cache_bytes(),
-        free_bytes=lambda: psutil.virtual_memory().available // ranks.num_ranks,
-        device_index=None,
-    )
-
-
-def _cpu_cache_bytes() -> int:
-    """The largest cache Linux tells of; 32 MiB where it tells none."""
-    sizes = [32 * 2**10]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        if text.endswith("K") and text[:-1].isdecimal():
-            sizes.append(int(text[:-1]))
-    return max(sizes) * 2**10
+    return OpHow(budget_s=None if budget is None else parse_duration(budget, "budget"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +102,7 @@ class Opened:
 def open_run(
     planned: "set[Done]",
     values: Values,
-    rig: "Rig",
+    context: "MeasureContext",
     *,
     settings: dict[str, str] | None = None,
     going_on: Path | None = None,
@@ -150,7 +111,7 @@ def open_run(
     from stepmark.bench.environment import capture, local_device  # noqa: PLC0415
     from stepmark.store.runs import new_run_id  # noqa: PLC0415
 
-    ranks = rig.ranks
+    ranks = context.ranks
     devices = ranks.gather(local_device(ranks.device, ranks.rank))
     run_id = ranks.decide(lambda: new_run_id(datetime.now(UTC)))
     writer: RunWriter | None = None
@@ -179,7 +140,7 @@ def open_run(
 
 def run_to_resume(values: Values, name: str) -> Path:
     """The folder that --resume names. Raises ConfigError."""
-    from stepmark.store.runs import find_run  # noqa: PLC0415
+    from stepmark.store.reader import find_run  # noqa: PLC0415
 
     return find_run(Path(values.get("out") or "runs"), name)
 
@@ -188,7 +149,8 @@ def _open(
     values: Values, info: RunInfo, planned: "set[Done]", going_on: Path | None
 ) -> "tuple[RunWriter, set[Done]]":
     """One run is one plan."""
-    from stepmark.store.runs import RunWriter, read_run  # noqa: PLC0415
+    from stepmark.store.reader import read_info  # noqa: PLC0415
+    from stepmark.store.runs import RunWriter  # noqa: PLC0415
 
     if going_on is not None:
         return RunWriter.go_on(going_on)
@@ -200,33 +162,48 @@ def _open(
     writer, done = RunWriter.resume(path, info.environment, force=force)
     if not done <= planned and not force:
         writer.close()
-        raise ConfigError("resume", path, f"the flags it began with: {read_run(path).command}")
+        raise ConfigError("resume", path, f"the flags it began with: {read_info(path).command}")
     return writer, done
 
 
 def measure(
     cases: Sequence[OpCase],
     values: Values,
-    rig: "Rig",
+    context: "MeasureContext",
     *,
     settings: dict[str, str] | None = None,
-    how: "Effort | None" = None,
+    how: OpHow | None = None,
 ) -> Outcome | None:
     """Run operators and store each record as it comes. None on ranks other than 0.
 
     Ctrl-C and SIGTERM keep every finished case; the exit code says what happened.
     """
-    from stepmark.bench import runner  # noqa: PLC0415
+    from stepmark.bench import run_cases  # noqa: PLC0415
 
     planned = {(case.case_id, 1) for case in cases}
-    opened = open_run(planned, values, rig, settings=settings)
-    todo = [case for case in cases if (case.case_id, 1) not in opened.done]
-    sink = Progress(len(todo), opened.writer, quiet=rig.ranks.rank != 0)
-    code = ended(
-        lambda: runner.run(todo, rig, how or effort(values), run_id=opened.run_id, sink=sink),
-        sink,
+    opened = open_run(planned, values, context, settings=settings)
+    entries = tuple(Entry(position=i, launch=1, case=case) for i, case in enumerate(cases))
+    plan = Plan(
+        command="op",
+        device=context.ranks.device.type,
+        world_size=context.ranks.num_ranks,
+        entries=entries,
+        how=How(op=how or op_how(values)),
     )
+    todo = [entry for entry in entries if (entry.case.case_id, 1) not in opened.done]
+    sink = Progress(len(todo), opened.writer, quiet=context.ranks.rank != 0)
+    here = dataclasses.replace(context, run_id=opened.run_id)
+    benches = run_cases.make_benches(plan, here)
+    code = ended(lambda: run_cases.run(todo, here, benches, _Unwatched(), sink), sink)
     return None if opened.writer is None else finish(opened.writer, code, sink)
+
+
+class _Unwatched:
+    """The guard of a process that nobody watches."""
+
+    def begin(self, position: int, limit_s: float) -> None: ...
+
+    def idle(self, limit_s: float) -> None: ...
 
 
 def ended(work: Callable[[], object], sink: Progress, *, terminable: bool = True) -> int:
@@ -310,7 +287,7 @@ def check_outputs(values: Values) -> None:
     """What can be refused before an hour of measuring is refused before."""
     from stepmark.report import styles  # noqa: PLC0415
 
-    effort(values)
+    op_how(values)
     if values.get("dry_run"):
         return
     style = values.get("style")

@@ -15,7 +15,7 @@ from stepmark.cli.file_series import Told, listed, num_wrong, series_of_tables
 from stepmark.cli.run_series import context, series_of_records
 from stepmark.core.comparison import Series, Side
 from stepmark.core.errors import ConfigError
-from stepmark.store.runs import find_run, latest, read_records, read_run
+from stepmark.store.reader import find_run, is_run, list_runs, read
 
 
 def sides(words: Sequence[str], runs: Path, told: Told) -> list[Side]:
@@ -76,9 +76,9 @@ def _expand(text: str) -> list[str]:
     """Files of a pattern or a folder; anything else is itself."""
     _check_name(text)
     path = Path(text)
-    if path.is_dir() and not (path / "run.json").is_file():
-        inside = sorted(p for p in path.iterdir() if not p.name.startswith("."))
-        found = [p for p in inside if p.is_file() or (p / "run.json").is_file()]
+    if path.is_dir() and not is_run(path):
+        inside = (p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        found = sorted([*inside, *list_runs(path)])
         if not found:
             raise ConfigError("compare", text, "a run, a file, or a folder of these")
         return [str(p) for p in found]
@@ -103,10 +103,13 @@ def _read(text: str, runs: Path) -> _Source:
 
 
 def _of_run(path: Path) -> _Source:
-    info, records = read_run(path), latest(read_records(path))
-    series, notes = series_of_records(info, records)
+    run = read(path)
+    series, notes = series_of_records(run.info, run.latest)
     return _Source(
-        name=path.name, columns={"": lambda _: series}, context=context(info), notes=notes
+        name=path.name,
+        columns={"": lambda _: series},
+        context=context(run.info) if run.is_known else {},
+        notes=(*run.notes, *notes),
     )
 
 
@@ -162,14 +165,15 @@ def _pooled(name: str, read: Sequence[_Source], told: Told | None = None) -> Sid
                 continue
             key = (tuple(series.fields.items()), series.size_bytes, series.unit)
             held[key] = _merged(name, held[key], series) if key in held else series
+    notes = tuple(dict.fromkeys(note for source in read for note in source.notes))
     if not held:
-        raise ConfigError("compare", name, "a source with at least one time or rate")
+        why = f" ({'; '.join(notes)})" if notes else ""
+        raise ConfigError("compare", name, f"a source with at least one time or rate{why}")
     contexts = [source.context for source in read]
     under = {
         key: ", ".join(dict.fromkeys(one.get(key, "unset") for one in contexts))
         for key in dict.fromkeys(key for one in contexts for key in one)
     }
-    notes = tuple(dict.fromkeys(note for source in read for note in source.notes))
     return Side(name=name, series=tuple(held.values()), context=under, notes=notes)
 
 

@@ -13,7 +13,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.record import Environment
 from stepmark.core.sweep import Outcome, Setting, Sweep, Try
 from stepmark.launch import child
-from stepmark.store.runs import read_run
+from stepmark.store.reader import read_info
 from stepmark.store.sweeps import Journal
 
 ORDERS = ("interleaved", "fixed")
@@ -155,7 +155,7 @@ def _differs(journal: Journal, run: str) -> tuple[str, ...]:
     runs = journal.path / "runs"
     first = next((one.run for one in journal.sweep.tries if one.outcome is Outcome.DONE), run)
     try:
-        before, now = (read_run(runs / name).environment for name in (first, run))
+        before, now = (read_info(runs / name).environment for name in (first, run))
     except ConfigError as error:
         return (str(error),)
     swept = {name for one in journal.sweep.settings for name, _ in one.variables}

@@ -16,7 +16,7 @@ from stepmark.core.sweep import DEFAULT, Sweep, TunerChoice, cut
 from stepmark.report import tuner
 from stepmark.report.recommendation import Advice
 from stepmark.store.files import write_text
-from stepmark.store.runs import read_run
+from stepmark.store.reader import read_info
 from stepmark.store.sweeps import Journal
 
 CHOSEN = ("NCCL_ALGO", "NCCL_PROTO")
@@ -194,7 +194,7 @@ def _place(journal: Journal, advice: Advice) -> _Place:
     run = next(
         one.run for one in journal.sweep.tries if (one.round, one.setting) in journal.sweep.done
     )
-    info = read_run(journal.path / "runs" / run)
+    info = read_info(journal.path / "runs" / run)
     ranks = {pick.line.fields.get("num_ranks") for pick in advice.picks}
     if len(ranks) != 1 or not isinstance(found := ranks.pop(), int):
         raise ConfigError("emit-tuner", "several", "communicators of one number of ranks")

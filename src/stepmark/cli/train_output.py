@@ -25,7 +25,7 @@ def check(values: Values) -> None:
 
 def deliver(path: Path, values: Values, code: int) -> int:
     """Show the run, write the files that were asked for; the exit code of it all."""
-    from stepmark.store.runs import read_records  # noqa: PLC0415
+    from stepmark.store.reader import read_records  # noqa: PLC0415
 
     def show(seen: "View", _values: Values) -> None:
         _show(seen, path)

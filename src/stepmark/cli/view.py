@@ -1,7 +1,8 @@
 """A run with all that its rows need: peaks of its device, and shipped reference runs."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,15 @@ from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.report import collectives, tables, training
-from stepmark.store.runs import latest, list_runs, read_records, read_run, read_samples
+from stepmark.store.reader import (
+    Run,
+    latest,
+    list_runs,
+    read,
+    read_info,
+    read_records,
+    with_all_samples,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,19 +37,22 @@ class View:
 
 
 def view(path: Path) -> View:
-    """Read a run and derive its rows."""
-    run = read_run(path)
-    records = [_with_all_samples(path, record) for record in latest(read_records(path))]
-    return of_records(run, records)
+    """Read a run and derive its rows; say what could not be read."""
+    run = read_aloud(path)
+    return of_records(run.info, list(with_all_samples(path, run.latest)))
 
 
-def _with_all_samples(path: Path, record: Record) -> Record:
-    """Many samples lie in a file beside the records; rows per rank need them."""
-    if not isinstance(record, Measured) or not record.samples.file:
-        return record
-    matrix = read_samples(path, record)
-    seconds = tuple(tuple(map(float, row)) for row in matrix)
-    return replace(record, samples=replace(record.samples, seconds=seconds))
+def read_aloud(path: Path) -> Run:
+    """Read a run and say on stderr what of it could not be read."""
+    run = read(path)
+    say(run.notes)
+    return run
+
+
+def say(notes: Iterable[str]) -> None:
+    """Write notes on stderr, each once."""
+    for note in dict.fromkeys(notes):
+        sys.stderr.write(f"stepmark: {note}\n")
 
 
 def of_records(run: RunInfo, records: list[Record]) -> View:
@@ -74,7 +86,7 @@ def reference(run: RunInfo) -> Mapping[str, float]:
     if folder is None or len(names) != 1:
         return known
     for path in list_runs(folder):
-        other = read_run(path)
+        other = read_info(path)
         if other.run_id == run.run_id or {d.name for d in other.environment.devices} != names:
             continue
         known |= medians(latest(read_records(path)))

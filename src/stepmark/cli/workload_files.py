@@ -139,14 +139,15 @@ def _opened(text: str) -> "Measured | Profile":
 
 def _of_run(text: str) -> "Measured":
     """The median of the slowest rank, by operator; of several backends the fastest."""
+    from stepmark.cli.view import read_aloud  # noqa: PLC0415
     from stepmark.core.record import Measured as Record  # noqa: PLC0415
     from stepmark.core.stats import slowest_per_sample, summarize  # noqa: PLC0415
-    from stepmark.store.runs import find_run, latest, read_records  # noqa: PLC0415
+    from stepmark.store.reader import find_run  # noqa: PLC0415
     from stepmark.workload.durations import Measured  # noqa: PLC0415
 
     path = find_run(Path("runs"), text)
     times: dict[Op, float] = {}
-    for record in latest(read_records(path)):
+    for record in read_aloud(path).latest:
         if not isinstance(record, Record) or not isinstance(record.case, OpCase):
             continue
         if record.num_wrong or not record.samples.seconds:

@@ -4,22 +4,66 @@ A regular file appears whole or not at all, with the mode it had. Whatever else 
 for (a device, a pipe, an open descriptor) is written in place and never replaced.
 """
 
+import codecs
 import contextlib
 import errno
+import fcntl
+import gzip
 import os
 import re
 import stat
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.units import GIB
+from stepmark.core.units import GIB, MIB
 
 MAX_BYTES = GIB
 _DESCRIPTOR = re.compile(r"(?:/proc/(\d+)|/dev)/fd/(\d+)$")
 _MAX_LINKS = 40
+
+
+def open_text(path: Path, field: str = "file", limit: int = MAX_BYTES) -> str:
+    """As `open_bytes`; every line ends in a newline, and what is no UTF-8 becomes U+FFFD."""
+    text = open_bytes(path, field, limit).decode(errors="replace")
+    return text.replace("\r\n", "\n")
+
+
+def open_bytes(path: Path, field: str = "file", limit: int = MAX_BYTES) -> bytes:
+    """Return what a file holds, plain or gzip, without a byte-order mark.
+
+    Raises ConfigError naming `field`; also for more than `limit` bytes.
+    """
+    try:
+        with path.open("rb") as raw:
+            is_gzip = raw.peek(2)[:2] == b"\x1f\x8b"
+            source = gzip.GzipFile(fileobj=raw) if is_gzip else raw
+            data = source.read(limit + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise ConfigError(field, path, "a complete gzip file") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(field, path, f"a file that can be read ({reason})") from None
+    if len(data) > limit:
+        raise ConfigError(field, path, f"a file of at most {limit // MIB} MiB, unpacked")
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+def hold(fd: int, field: str, path: Path, allowed: str) -> None:
+    """Lock an open file or folder as long as it is open.
+
+    Raises ConfigError, and closes fd, where another process holds it.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise ConfigError(field, path, allowed) from None
+    except OSError:  # a file system without locks
+        pass
 
 
 @contextlib.contextmanager

@@ -1,15 +1,18 @@
 """SQL over all runs, straight from their files. Two views: `records` and `runs`.
 
-`records` has one row per line written; a case that failed and was measured on resume has
-two. A line that is not JSON, such as one being written, is left out.
+`records` has one row per record that the reader reads; a case that failed and was measured on
+resume has two.
 """
 
 import glob
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepmark.core.errors import ConfigError
-from stepmark.store.runs import list_runs
+from stepmark.store.files import open_text
+from stepmark.store.reader import RUN, Run
 
 if TYPE_CHECKING:
     import duckdb
@@ -113,13 +116,12 @@ FROM run_files WHERE json IS NOT NULL
 """
 
 
-def sql(root: Path, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
+def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Column names and rows. Raises ConfigError for what DuckDB refuses."""
     import duckdb  # noqa: PLC0415
 
-    runs = list_runs(root)
-    with duckdb.connect() as connection:
-        _create_views(connection, runs)
+    with duckdb.connect() as connection, tempfile.TemporaryDirectory() as folder:
+        _create_views(connection, runs, Path(folder))
         # All is read: a query may look at nothing else on this machine, and write nothing.
         connection.execute("SET enable_external_access = false")
         try:
@@ -132,28 +134,24 @@ def sql(root: Path, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
             raise ConfigError("sql", query, _one_line(error)) from None
 
 
-def _create_views(connection: "duckdb.DuckDBPyConnection", runs: list[Path]) -> None:
-    lines = [path / "records.jsonl" for path in runs]
-    filled = [file for file in lines if file.is_file() and file.stat().st_size]
-    _create_source(connection, "record_lines", filled, "newline_delimited")
-    _create_source(connection, "run_files", [path / "run.json" for path in runs], "auto")
+def _create_views(
+    connection: "duckdb.DuckDBPyConnection", runs: Sequence[Run], folder: Path
+) -> None:
+    copy = folder / "records.jsonl"
+    with copy.open("wb") as stream:
+        stream.writelines(line + b"\n" for run in runs for line in run.lines)
+    # duckdb has no parameters here; a folder's name may hold quotes and the signs of a pattern.
+    name = glob.escape(str(copy)).replace("'", "''")
+    source = f"read_json_objects('{name}', format='newline_delimited')"
+    if not any(run.lines for run in runs):
+        source = "(SELECT NULL::JSON AS json) WHERE false"
+    connection.execute(f"CREATE TABLE record_lines AS SELECT json FROM {source}")
+    connection.execute("CREATE TABLE run_files (json JSON, filename VARCHAR)")
+    if known := [run.path / RUN for run in runs if run.is_known]:
+        texts = [[open_text(path), str(path)] for path in known]
+        connection.executemany("INSERT INTO run_files VALUES (?, ?)", texts)
     connection.execute(_RECORDS)
     connection.execute(_RUNS)
-
-
-def _create_source(
-    connection: "duckdb.DuckDBPyConnection", name: str, files: list[Path], form: str
-) -> None:
-    """A table (json, filename) of files; one without rows when there are none."""
-    # duckdb has no parameters here; a name may hold quotes and the signs of a pattern.
-    names = ", ".join("'" + glob.escape(str(file)).replace("'", "''") + "'" for file in files)
-    source = f"FROM read_json_objects([{names}], format='{form}', filename=true"
-    if form == "newline_delimited":
-        source += ", ignore_errors=true"
-    source += ")"
-    if not files:
-        source = "FROM (SELECT NULL::JSON AS json, '' AS filename) WHERE false"
-    connection.execute(f"CREATE TABLE {name} AS SELECT json, filename {source}")
 
 
 def _one_line(error: Exception) -> str:

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.record import Environment, Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample
-from stepmark.store import codec, files
-from stepmark.store.lock import hold
+from stepmark.store import codec, files, reader
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 MAX_SAMPLES_IN_LINE = 4096
 
@@ -46,7 +45,7 @@ class RunWriter:
         """Use `create` or `resume`."""
         self.path = path
         self._fd = os.open(path / "records.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        hold(self._fd, "run", path, "a run that no other process writes")
+        files.hold(self._fd, "run", path, "a run that no other process writes")
 
     @classmethod
     def create(cls, root: Path, info: RunInfo) -> "RunWriter":
@@ -66,7 +65,7 @@ class RunWriter:
         cls, path: Path, environment: Environment, *, force: bool = False
     ) -> tuple["RunWriter", set[Done]]:
         """The writer, and which cases of which launch have Measured as their last record."""
-        info = read_run(path)
+        info = reader.read_info(path)
         changes = _changes(info.environment, environment)
         if changes and not force:
             field, before, now = changes[0]
@@ -86,7 +85,7 @@ class RunWriter:
             writer = cls(path)
             try:
                 _cut_torn_line(path / "records.jsonl")
-                records = latest(read_records(path))
+                records = reader.latest(reader.read_records(path))
             except BaseException:
                 writer.close()
                 raise
@@ -139,74 +138,10 @@ class RunWriter:
         return dataclasses.replace(record, samples=samples)
 
 
-def read_run(path: Path) -> RunInfo:
-    with _config_errors("run", path):
-        text = (path / "run.json").read_bytes()
-    return codec.decode_run(text)
-
-
-def read_records(path: Path) -> list[Record]:
-    """All records in the order written. A torn last line is not one."""
-    file = path / "records.jsonl"
-    with _config_errors("run", path):
-        lines = file.read_bytes().split(b"\n")[:-1]
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(codec.decode(line))
-        except ConfigError as error:
-            shown = line[:40].decode(errors="replace")
-            raise ConfigError(f"{file}:{number}", shown, f"a record: {error}") from None
-    return records
-
-
-def read_samples(path: Path, record: Measured) -> "np.ndarray":
-    """seconds[rank][sample], from the line or from the file that it names."""
-    import numpy as np  # noqa: PLC0415
-
-    if not record.samples.file:
-        return np.asarray(record.samples.seconds, dtype=np.float64)
-    file = path / record.samples.file
-    try:
-        return np.asarray(np.load(file, allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
-        raise ConfigError("samples", file, f"a readable .npy ({error})") from None
-
-
 def _is_done(record: Record) -> bool:
     """A training case cut short by Ctrl-C keeps its samples, and is measured again."""
     cut = isinstance(record, Measured) and record.training and record.training.interrupted
     return isinstance(record, Measured) and not cut
-
-
-def latest(records: Iterable[Record]) -> list[Record]:
-    """The last record of each case and launch, in the order in which they first appeared."""
-    return list({(record.case.case_id, record.launch): record for record in records}.values())
-
-
-def list_runs(root: Path) -> list[Path]:
-    """Run folders, oldest first."""
-    with _config_errors("runs", root):
-        return sorted(file.parent for file in root.glob("*/run.json"))
-
-
-def find_run(root: Path, name: str) -> Path:
-    """A path, a run id, the unique beginning of one, or "latest"."""
-    for path in (Path(name), root / name):
-        if name and (path / "run.json").is_file():
-            return path
-    runs = list_runs(root)
-    if name == "latest":
-        found = runs[-1:]
-    else:
-        found = [path for path in runs if name and path.name.startswith(name)]
-    if not found:
-        known = ", ".join(path.name for path in runs[-3:]) or f"none in {root}"
-        raise ConfigError("run", name, f"a path, an id or 'latest'; runs: {known}")
-    if len(found) > 1:
-        shown = ", ".join(path.name for path in found[:3])
-        raise ConfigError("run", name, f"one run, not {len(found)}: {shown}")
-    return found[0]
 
 
 def _changes(before: Environment, now: Environment) -> list[tuple[str, str, str]]:

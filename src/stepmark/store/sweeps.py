@@ -13,7 +13,6 @@ import msgspec
 from stepmark.core.errors import ConfigError
 from stepmark.core.sweep import SCHEMA, Sweep, Try
 from stepmark.store import files
-from stepmark.store.lock import hold
 
 FILE = "sweep.json"
 
@@ -26,7 +25,7 @@ class Journal:
         self.path = path
         self.sweep = sweep
         self._fd = os.open(path, os.O_RDONLY)
-        hold(self._fd, "sweep", path, "a sweep that no other process makes")
+        files.hold(self._fd, "sweep", path, "a sweep that no other process makes")
 
     @classmethod
     def create(cls, root: Path, sweep: Sweep) -> "Journal":

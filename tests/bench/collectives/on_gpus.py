@@ -1,22 +1,22 @@
 """As on_ranks.py, where the device is a GPU."""
 
 import torch
-from tests.bench.collectives.on_ranks import NoGuard
+from tests.bench.fakes import NoGuard, entries
 
-from stepmark.bench.collectives import runner
-from stepmark.bench.collectives.communicators import Communicators
-from stepmark.bench.collectives.runner import Options
+from stepmark.bench import run_cases
+from stepmark.bench.collectives.bench import CollectiveBench
+from stepmark.bench.context import MeasureContext
 from stepmark.bench.operators.call import Capabilities
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.rig import Rig
 from stepmark.bench.stopping import Effort
 from stepmark.core.comm_case import CommCase
+from stepmark.core.plan import CommHow
 from stepmark.core.record import Record
 
 
-def measure(ranks: Ranks, cases: list[CommCase], options: Options) -> list[Record]:
+def measure(ranks: Ranks, cases: list[CommCase], how: CommHow) -> list[Record]:
     properties = torch.cuda.get_device_properties(ranks.device)
-    rig = Rig(
+    here = MeasureContext(
         ranks=ranks,
         capabilities=Capabilities(
             device_type="cuda",
@@ -28,18 +28,9 @@ def measure(ranks: Ranks, cases: list[CommCase], options: Options) -> list[Recor
         cache_bytes=properties.L2_cache_size,
         free_bytes=lambda: torch.cuda.mem_get_info(ranks.device)[0],
         device_index=ranks.local_rank,
+        run_id="r",
     )
     records: list[Record] = []
-    communicators = Communicators(ranks)
-    runner.run(
-        list(enumerate(cases)),
-        rig,
-        Effort(soak_s=0.0),
-        options,
-        communicators,
-        NoGuard(),
-        run_id="r",
-        sink=records.append,
-    )
-    communicators.close()
+    bench = CollectiveBench(here, how, effort=Effort(soak_s=0.0))
+    run_cases.run(entries(cases), here, {"comm": bench}, NoGuard(), records.append)
     return records

@@ -9,59 +9,48 @@ from typing import Any
 
 import pytest
 from tests.bench.collectives.cases import case_of
-from tests.bench.fakes import rig
+from tests.bench.fakes import NoGuard, context, entries
 
+from stepmark.bench import run_cases
 from stepmark.bench.agree import CaseFailedError, agreed
-from stepmark.bench.collectives import runner, timing
+from stepmark.bench.collectives import timing
+from stepmark.bench.collectives.bench import CollectiveBench
 from stepmark.bench.collectives.communicators import Communicators
-from stepmark.bench.collectives.runner import Options
 from stepmark.bench.collectives.trial import Trial
 from stepmark.bench.ranks import LostPeersError, Ranks, clock_offset
 from stepmark.bench.stopping import Effort
 from stepmark.core.collectives import Collective
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import DType
+from stepmark.core.plan import CommHow
 from stepmark.core.record import Record
 
-FEW = Options(iterations=3, warmups=1)
+FEW = CommHow(iterations=3, warmups=1)
 QUICK = Effort(sample_s=0.1, soak_s=0.0, min_batches=2, target_ci_rel=0.005)
 # What a test changes on a rank before it measures.
 Change = Callable[[pytest.MonkeyPatch, Ranks], None]
 
 
-class NoGuard:
-    """Nobody notices a case that hangs but the pool."""
-
-    def begin(self, position: int, limit_s: float) -> None: ...
-
-    def idle(self, limit_s: float) -> None: ...
-
-
 def measure(
     ranks: Ranks,
     cases: list[CommCase],
-    options: Options = FEW,
+    how: CommHow = FEW,
     effort: Effort = QUICK,
     change: Change | None = None,
+    launch: int = 1,
     **place: Any,
 ) -> list[Record]:
-    """The runner's records, on rank 0; nothing on the others."""
+    """Records, on rank 0; nothing on the others."""
     records: list[Record] = []
-    communicators = Communicators(ranks)
+    here = context(ranks, **place)
+    mean_s = None if how.budget_s is None else how.budget_s / len(cases)
+    bench = CollectiveBench(here, how, budget_s=mean_s, effort=effort)
     with pytest.MonkeyPatch.context() as patch:
         if change:
             change(patch, ranks)
-        runner.run(
-            list(enumerate(cases)),
-            rig(ranks, **place),
-            effort,
-            options,
-            communicators,
-            NoGuard(),
-            run_id="r",
-            sink=records.append,
+        run_cases.run(
+            entries(cases, launch=launch), here, {"comm": bench}, NoGuard(), records.append
         )
-    communicators.close()
     return records
 
 

@@ -13,9 +13,9 @@ from tests.bench.collectives.pool import Pool
 from tests.bench.fakes import GOOD
 
 from stepmark.bench.collectives.company import ThreadCompany
-from stepmark.bench.collectives.runner import Options
 from stepmark.bench.operators.call import Call
 from stepmark.core.collectives import Collective
+from stepmark.core.plan import CommHow
 from stepmark.core.record import Failed, Measured, Record
 
 
@@ -26,7 +26,7 @@ def records_of(pool: Pool, *arguments: Any) -> list[Record]:
 
 def test_compute_on_a_cpu_is_timed_alone_and_together(pool: Pool) -> None:
     case = case_of(size=2**20, beside="copy:64K")
-    (record,) = records_of(pool, [case], Options(iterations=20))
+    (record,) = records_of(pool, [case], CommHow(iterations=20))
     assert isinstance(record, Measured), record
     assert record.num_wrong == 0
     beside = record.beside
@@ -40,7 +40,7 @@ def test_compute_on_a_cpu_is_timed_alone_and_together(pool: Pool) -> None:
 
 def test_a_pair_without_rank_0_still_says_what_ran_beside(pool: Pool) -> None:
     case = case_of(Collective.P2P, size=2**20, pair=(3, 1), beside="copy:64K")
-    (record,) = records_of(pool, [case], Options(iterations=20))
+    (record,) = records_of(pool, [case], CommHow(iterations=20))
     assert isinstance(record, Measured), record
     assert record.beside is not None
     assert record.beside.backend_run
@@ -50,7 +50,7 @@ def test_a_pair_without_rank_0_still_says_what_ran_beside(pool: Pool) -> None:
 def test_compute_longer_than_a_batch_gives_no_figure(pool: Pool) -> None:
     """Nothing is known of it, and the collective's own times stand."""
     case = case_of(size=64, beside="gemm:1024")
-    (record,) = records_of(pool, [case], Options(iterations=1))
+    (record,) = records_of(pool, [case], CommHow(iterations=1))
     assert isinstance(record, Measured), record
     assert record.beside is None
 
@@ -70,7 +70,7 @@ def test_compute_that_never_covers_is_given_up_on_all_ranks(pool: Pool) -> None:
 def test_compute_that_covers_after_some_tries_goes_on(pool: Pool) -> None:
     some = on_ranks.Invited(tries=3, rank=2)
     (record,) = records_of(
-        pool, [case_of(beside="copy")], Options(iterations=5), on_ranks.QUICK, some
+        pool, [case_of(beside="copy")], CommHow(iterations=5), on_ranks.QUICK, some
     )
     assert isinstance(record, Measured), record
     assert {len(seconds) for seconds in record.samples.seconds} == {5}

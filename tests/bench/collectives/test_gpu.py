@@ -11,10 +11,10 @@ import torch
 from tests.bench.collectives import on_gpus
 from tests.bench.collectives.pool import Pool
 
-from stepmark.bench.collectives.runner import Options
 from stepmark.core.collectives import FACTS, Api, Collective, Mode, RedOp, placements
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import DType
+from stepmark.core.plan import CommHow
 from stepmark.core.record import Measured, Record
 
 pytestmark = [
@@ -48,7 +48,7 @@ def case_of(collective: Collective = Collective.ALL_REDUCE, **more: Any) -> Comm
 
 def measured(two: Pool, cases: list[CommCase], iterations: int = 200) -> list[Measured]:
     records: list[Record] = two.run(
-        on_gpus.measure, cases, Options(iterations=iterations), timeout_s=300
+        on_gpus.measure, cases, CommHow(iterations=iterations), timeout_s=300
     )[0]
     found = [record for record in records if isinstance(record, Measured)]
     assert len(found) == len(cases), [r for r in records if not isinstance(r, Measured)]

@@ -8,13 +8,13 @@ from tests.bench.collectives import on_ranks
 from tests.bench.collectives.cases import case_of, in_every_form
 from tests.bench.collectives.pool import Pool
 
-from stepmark.bench.collectives.runner import Options
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
+from stepmark.core.plan import CommHow
 from stepmark.core.record import Measured, Record, Skipped
 
-TWO_CHECKS = Options(iterations=2, warmups=1, checks=2)
+TWO_CHECKS = CommHow(iterations=2, warmups=1, checks=2)
 # Whose results are defined: how many elements all ranks together receive, in messages of
 # `count` elements. A law of its own, beside data.py's.
 RECEIVED = {
@@ -36,8 +36,8 @@ RECEIVED = {
 }
 
 
-def measured(pool: Pool, cases: list[CommCase], options: Options = TWO_CHECKS) -> list[Record]:
-    records, *others = pool.run(on_ranks.measure, cases, options)
+def measured(pool: Pool, cases: list[CommCase], how: CommHow = TWO_CHECKS) -> list[Record]:
+    records, *others = pool.run(on_ranks.measure, cases, how)
     assert others == [[], [], []], "only rank 0 passes records on"
     assert [record.case for record in records] == cases
     found: list[Record] = records
@@ -82,7 +82,7 @@ def reductions() -> list[CommCase]:
 
 
 def test_every_reduction_is_right_or_said_to_be_missing(pool: Pool) -> None:
-    records = measured(pool, reductions(), Options(iterations=1, warmups=0))
+    records = measured(pool, reductions(), CommHow(iterations=1, warmups=0))
     skipped = {(r.comm.redop, r.comm.dtype) for r in records if isinstance(r, Skipped)}
     assert_right(record for record in records if not isinstance(record, Skipped))
     assert skipped == {
@@ -102,7 +102,7 @@ def test_reductions_to_one_and_to_each_part(pool: Pool) -> None:
 def test_every_type_moves(pool: Pool) -> None:
     kinds = (Collective.ALL_GATHER, Collective.SENDRECV)
     cases = [case_of(kind, dtype=dtype) for kind in kinds for dtype in MESSAGE_DTYPES]
-    records = measured(pool, cases, Options(iterations=1, warmups=0))
+    records = measured(pool, cases, CommHow(iterations=1, warmups=0))
     skipped = {(r.comm.collective, r.comm.dtype) for r in records if isinstance(r, Skipped)}
     assert_right(record for record in records if not isinstance(record, Skipped))
     fp8 = {(Collective.ALL_GATHER, DType.FP8_E4M3), (Collective.ALL_GATHER, DType.FP8_E5M2)}

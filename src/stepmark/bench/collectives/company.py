@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from stepmark.bench.collectives import timing
+from stepmark.bench.context import MeasureContext
 from stepmark.bench.operators.call import Call
 from stepmark.bench.operators.table import IMPLS
-from stepmark.bench.rig import Rig
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import FAMILY_OF
 from stepmark.core.ops.shorthand import from_shorthand
@@ -45,14 +45,14 @@ class Company(Protocol):
         """Seconds of the calls within span; None if they ended before it."""
 
 
-def make(beside: str, rig: Rig) -> Company:
+def make(beside: str, context: MeasureContext) -> Company:
     """The compute that `beside` names, on this rank's device."""
-    on_gpu = rig.ranks.device.type == "cuda"
+    on_gpu = context.ranks.device.type == "cuda"
     op = from_shorthand(beside, DType.BF16 if on_gpu else DType.FP32)
     backends = IMPLS[FAMILY_OF[type(op)]].values()
     for impl in backends:
-        if impl.unsupported(op, rig.capabilities) is None:
-            call = impl.make(op, rig.ranks.device)
+        if impl.unsupported(op, context.capabilities) is None:
+            call = impl.make(op, context.ranks.device)
             return StreamCompany(call) if on_gpu else ThreadCompany(call)
     raise RuntimeError(f"nothing here runs {beside}")
 

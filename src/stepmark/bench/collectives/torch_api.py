@@ -1,6 +1,5 @@
 """Communicators of torch.distributed: what a training framework uses."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,13 +74,3 @@ def _options(backend: str, max_ctas: int | None) -> Any:
     options.config.min_ctas = 1
     options.config.max_ctas = max_ctas
     return options
-
-
-def dump_flight_recorder() -> str:
-    """What this rank's process groups were doing, as JSON; empty where torch keeps none."""
-    inner: Any = torch._C._distributed_c10d
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        with contextlib.suppress(Exception):
-            text = getattr(inner, name)()
-            return text.decode() if isinstance(text, bytes) else str(text)
-    return ""

@@ -4,19 +4,16 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from stepmark.bench.collectives import buffers, company, data, timing
 from stepmark.bench.collectives.communicators import Communicator
-from stepmark.bench.rig import Rig
+from stepmark.bench.context import MeasureContext
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.comm_case import CommCase
+from stepmark.core.plan import CommHow
 from stepmark.core.record import Check
-
-if TYPE_CHECKING:
-    from stepmark.bench.collectives.runner import Options
 
 # So long a sample should last. Readings weigh little in it; and ranks end a call some
 # microseconds apart, each first now and then, which the slowest rank of a short sample counts
@@ -46,11 +43,11 @@ class Trial:
     """A rank's part in a case. Outside the communicator each step does nothing."""
 
     def __init__(
-        self, case: CommCase, rig: Rig, communicator: Communicator, options: "Options"
+        self, case: CommCase, context: MeasureContext, communicator: Communicator, how: CommHow
     ) -> None:
-        self._rig, self._communicator, self._options = rig, communicator, options
+        self._context, self._communicator, self._how = context, communicator, how
         self._world_case = case
-        self._place = place(case, rig.ranks.rank)
+        self._place = place(case, context.ranks.rank)
         self._sets: list[buffers.Pair] = []
         self._calls: list[Callable[[], object]] = []
 
@@ -64,7 +61,7 @@ class Trial:
             return
         case, index = self._place
         for _ in range(num_sets):
-            send, recv = buffers.allocate(case, index, self._rig.ranks.device)
+            send, recv = buffers.allocate(case, index, self._context.ranks.device)
             data.poison(recv)
             data.fill(case, index, send, 0)
             self._sets.append((send, recv))
@@ -74,8 +71,8 @@ class Trial:
         if self._place is None:
             return _MAX_SETS
         each = max(buffers.needed_bytes(*self._place), 1)
-        wanted = math.ceil(2 * self._rig.cache_bytes / each) + 1
-        fitting = self._rig.free_bytes() // 2 // each
+        wanted = math.ceil(2 * self._context.cache_bytes / each) + 1
+        fitting = self._context.free_bytes() // 2 // each
         return max(1, min(wanted, fitting, _MAX_SETS))
 
     def check(self) -> Check:
@@ -91,7 +88,7 @@ class Trial:
             call()  # makes connections, which a graph cannot hold
             self._wait()
             call = timing.capture(call, 1).replay
-        for turn in range(self._options.checks):
+        for turn in range(self._how.checks):
             data.poison(recv)
             data.fill(case, index, send, turn)
             call()
@@ -107,7 +104,7 @@ class Trial:
             ]
 
     def warm_up(self) -> None:
-        for i in range(self._options.warmups if self._calls else 0):
+        for i in range(self._how.warmups if self._calls else 0):
             self._calls[i % len(self._calls)]()
         self._wait()
 
@@ -130,7 +127,7 @@ class Trial:
 
     def timer(self, estimate_s: float) -> timing.Timer:
         """Equal estimates give all ranks the same k."""
-        case, ranks = self._world_case, self._rig.ranks
+        case, ranks = self._world_case, self._context.ranks
         name = "blocking-free" if case.mode is Mode.BLOCKING and not case.aligned else case.mode
         if self._place is None:
             return timing.IdleTimer(ranks, f"{name}/{timing.VERSION}", name == "blocking")
@@ -156,7 +153,7 @@ class Trial:
     def company(self) -> company.Company | None:
         if self._place is None or not self._world_case.beside:
             return None
-        return company.make(self._world_case.beside, self._rig)
+        return company.make(self._world_case.beside, self._context)
 
     @property
     def operations_per_call(self) -> int:
@@ -168,7 +165,7 @@ class Trial:
         case = self._world_case
         if case.mode is Mode.BLOCKING or (case.skew_s and case.mode is not Mode.GRAPH):
             return 1
-        asked = self._options.iterations
+        asked = self._how.iterations
         if case.mode is Mode.GRAPH:
             # As nccl-tests: -n calls are captured, and the graph is launched several times.
             fitting = math.ceil(_GRAPH_SAMPLE_S / max(estimate_s, 1e-9))
@@ -179,15 +176,15 @@ class Trial:
 
     def samples(self, calls_per_sample: int) -> int | None:
         """How many are asked for; None: until it is enough."""
-        asked = self._options.iterations
+        asked = self._how.iterations
         if asked is None:
             return None
         if self._world_case.mode is Mode.GRAPH:
-            return max(_FEWEST_GRAPHS, self._options.graphs)
+            return max(_FEWEST_GRAPHS, self._how.graphs)
         return math.ceil(asked / calls_per_sample)
 
     def _wait(self) -> None:
-        if self._rig.ranks.device.type == "cuda":
+        if self._context.ranks.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
 

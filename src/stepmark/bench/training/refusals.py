@@ -4,7 +4,7 @@ import importlib.util
 
 import torch
 
-from stepmark.bench.rig import Rig
+from stepmark.bench.context import MeasureContext
 from stepmark.bench.training.triton_found import HAS_TRITON
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Fp8, Precision
@@ -15,12 +15,12 @@ _CPU_LACKS = {
 }
 
 
-def why_not(case: TrainCase, rig: Rig) -> str | None:
+def why_not(case: TrainCase, context: MeasureContext) -> str | None:
     """None where the case can be tried here."""
-    return _format(case, rig) or _compiler(case, rig) or _device(case, rig)
+    return _format(case, context) or _compiler(case, context) or _device(case, context)
 
 
-def _format(case: TrainCase, rig: Rig) -> str | None:
+def _format(case: TrainCase, context: MeasureContext) -> str | None:
     if case.fp8 is Fp8.NONE:
         return None
     on_gpu = case.device == "cuda"
@@ -34,8 +34,8 @@ def _format(case: TrainCase, rig: Rig) -> str | None:
         return (
             "wrong gradients with cp, --fp8-recipe rowwise and --compile: without one of them"
         )
-    if on_gpu and not rig.capabilities.is_rocm and rig.capabilities.capability < (8, 9):
-        found = ".".join(map(str, rig.capabilities.capability))
+    if on_gpu and not context.capabilities.is_rocm and context.capabilities.capability < (8, 9):
+        found = ".".join(map(str, context.capabilities.capability))
         return f"FP8 products need compute capability 8.9, this device has {found}"
     return None
 
@@ -48,24 +48,24 @@ def _te(case: TrainCase) -> str | None:
     return None if case.device == "cuda" else "TransformerEngine needs a CUDA device"
 
 
-def _compiler(case: TrainCase, rig: Rig) -> str | None:
+def _compiler(case: TrainCase, context: MeasureContext) -> str | None:
     if case.compile is CompileScope.NONE:
         return None
-    if case.device == "cpu" and not rig.capabilities.has_compiler:
+    if case.device == "cpu" and not context.capabilities.has_compiler:
         return "torch.compile needs a C++ compiler: none of $CXX, c++, g++, clang++ is here"
     if case.device == "cuda" and not HAS_TRITON:
         return "torch.compile needs triton, which is not installed"
     return None
 
 
-def _device(case: TrainCase, rig: Rig) -> str | None:
+def _device(case: TrainCase, context: MeasureContext) -> str | None:
     if case.device == "cpu":
         if case.cuda_graph:
             return "CUDA graphs need a CUDA device"
         if case.async_tp:
             return "asynchronous tensor parallelism needs CUDA devices (symmetric memory)"
         return _CPU_LACKS.get(case.attention)
-    odd = case.model.d_qk % 8 or case.model.d_v % 8 or rig.capabilities.is_rocm
+    odd = case.model.d_qk % 8 or case.model.d_v % 8 or context.capabilities.is_rocm
     if case.parallel.cp > 1 and case.attention == "flash" and odd:
         return "flash attention takes no mask, which cp needs here: --attention auto"
     if case.precision is not Precision.FP32 and not torch.cuda.is_bf16_supported():

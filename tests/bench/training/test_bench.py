@@ -16,11 +16,13 @@ from tests.bench import fakes
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
+from stepmark.bench import run_cases
+from stepmark.bench.context import MeasureContext
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.rig import Rig
-from stepmark.bench.training import alarm, extras, refusals, runner, trainer
-from stepmark.bench.training.runner import Options
+from stepmark.bench.training import alarm, extras, refusals, trainer
+from stepmark.bench.training.bench import TrainingBench
 from stepmark.core.model import find_model
+from stepmark.core.plan import TrainHow
 from stepmark.core.record import Failed, Measured, Record, Skipped
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Schedule
@@ -57,19 +59,6 @@ class FakeTrainer:
         """Nothing to update."""
 
 
-class Guard:
-    """Remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.begun: list[tuple[int, float]] = []
-
-    def begin(self, position: int, limit_s: float) -> None:
-        self.begun.append((position, limit_s))
-
-    def idle(self, limit_s: float) -> None:
-        """Not looked at."""
-
-
 def case(mbs: int = 1, **more: Any) -> TrainCase:
     model = find_model("gpt2-125m").tiny()
     return TrainCase(model=model, mbs=mbs, device="cpu", backend="gloo", **more)
@@ -104,23 +93,25 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def run(
-    cases: list[TrainCase], options: Options | None = None, rig: Rig | None = None
+    cases: list[TrainCase],
+    how: TrainHow | None = None,
+    context: MeasureContext | None = None,
+    *,
+    launch: int = 1,
+    records: list[Record] | None = None,
 ) -> tuple[list[Any], int | None]:
     """Records, and the position returned; the first case has position 3."""
-    records: list[Record] = []
+    records = [] if records is None else records
 
-    def stuck(record: Failed, position: int) -> None:
+    def blocked(record: Failed, position: int) -> None:
         raise AssertionError((record, position))
 
-    position = runner.run(
-        list(enumerate(cases, 3)),
-        rig or fakes.rig(),
-        options or Options(steps=3),
-        Guard(),
-        run_id="r",
-        sink=records.append,
-        stuck=stuck,
-    )
+    place = replace(context or fakes.context(), on_blocked=blocked)
+    how = how or TrainHow(steps=3)
+    mean_s = None if how.budget_s is None else how.budget_s / len(cases)
+    bench = TrainingBench(place, how, budget_s=mean_s)
+    entries = fakes.entries(cases, launch=launch, first=3)
+    position = run_cases.run(entries, place, {"train": bench}, fakes.NoGuard(), records.append)
     return records, position
 
 
@@ -129,7 +120,7 @@ def run(
 
 def test_a_case_that_runs_is_measured(install: Install) -> None:
     install()
-    (record,), position = run([case(mbs=2, grad_accum=3)], Options(steps=4, launch=5))
+    (record,), position = run([case(mbs=2, grad_accum=3)], TrainHow(steps=4), launch=5)
     assert isinstance(record, Measured)
     assert position is None
     told = record.training
@@ -149,7 +140,7 @@ def test_a_case_that_runs_is_measured(install: Install) -> None:
 def test_micro_steps_come_in_whole_cycles(install: Install, steps: int | None) -> None:
     install()
     of = case(schedule=Schedule.MICRO, grad_accum=4)
-    (record,), _ = run([of], Options(steps=steps))
+    (record,), _ = run([of], TrainHow(steps=steps))
     (seconds,) = record.samples.seconds
     assert len(seconds) % 4 == 0
     assert len(seconds) >= (steps or 40)
@@ -183,13 +174,13 @@ def test_on_text_the_loss_must_fall(
     install: Install, data: str, factor: float, is_wrong: bool
 ) -> None:
     install(losses=lambda number: 5.0 * factor**number)
-    (record,), _ = run([case(data=data)], Options(steps=12))
+    (record,), _ = run([case(data=data)], TrainHow(steps=12))
     assert bool(record.num_wrong) == is_wrong
 
 
 def test_too_few_losses_prove_nothing(install: Install) -> None:
     install(losses=lambda _number: 5.0)
-    (record,), _ = run([case(data="text")], Options(steps=2))
+    (record,), _ = run([case(data="text")], TrainHow(steps=2))
     assert len(record.training.loss) < 10
     assert record.num_wrong == 0
 
@@ -197,7 +188,7 @@ def test_too_few_losses_prove_nothing(install: Install) -> None:
 def test_rank_0_alone_passes_records_on(install: Install) -> None:
     made = install()
     other = Ranks(rank=1, num_ranks=1, local_rank=1, device=torch.device("cpu"))
-    records, position = run([case()], rig=fakes.rig(other))
+    records, position = run([case()], context=fakes.context(other))
     assert (records, position, len(made)) == ([], None, 1)
 
 
@@ -233,7 +224,7 @@ def test_without_find_batch_larger_ones_are_tried(install: Install) -> None:
 def test_find_batch_tries_nothing_larger_than_what_did_not_fit(install: Install) -> None:
     made = install(breaks=lambda of: OOM if of.mbs >= 4 else None)
     records, position = run(
-        [case(mbs) for mbs in (1, 2, 4, 8, 16)], Options(steps=3, find_batch=True)
+        [case(mbs) for mbs in (1, 2, 4, 8, 16)], TrainHow(steps=3, find_batch=True)
     )
     kinds = [record.kind for record in records]
     assert kinds == ["measured", "measured", "failed", "skipped", "skipped"]
@@ -245,7 +236,7 @@ def test_find_batch_tries_nothing_larger_than_what_did_not_fit(install: Install)
 
 def test_find_batch_does_not_take_an_error_for_a_lack_of_memory(install: Install) -> None:
     install(breaks=lambda of: ValueError("odd") if of.mbs == 2 else None)
-    records, position = run([case(1), case(2), case(4)], Options(steps=3, find_batch=True))
+    records, position = run([case(1), case(2), case(4)], TrainHow(steps=3, find_batch=True))
     assert [record.kind for record in records] == ["measured", "failed"]
     assert position == 5
 
@@ -279,15 +270,7 @@ def test_ctrl_c_stops_after_the_record(
 
     monkeypatch.setattr("stepmark.bench.training.loop.Loop.run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        runner.run(
-            [(0, case(1)), (1, case(2))],
-            fakes.rig(),
-            Options(messages=True),
-            Guard(),
-            run_id="r",
-            sink=records.append,
-            stuck=lambda *_: None,
-        )
+        run([case(1), case(2)], TrainHow(messages=True), records=records)
     (record,) = records
     assert isinstance(record, Measured)
     assert len(record.samples.seconds[0]) == 2
@@ -298,7 +281,7 @@ def test_ctrl_c_stops_after_the_record(
 def test_a_budget_is_shared_and_ends_each_case(install: Install) -> None:
     install()
     begin = time.monotonic()
-    records, _ = run([case(1), case(2)], Options(steps=10**6, budget_s=1.0))
+    records, _ = run([case(1), case(2)], TrainHow(steps=10**6, budget_s=1.0))
     assert time.monotonic() - begin < 20
     counts = [len(one.samples.seconds[0]) for one in records]
     assert all(0 < count < 10**6 for count in counts)
@@ -359,7 +342,7 @@ def test_what_does_not_compile_fails(install: Install) -> None:
 
 def test_or_runs_eagerly_where_asked_and_says_so(install: Install) -> None:
     made = install(breaks=no_compile)
-    (record,), position = run([compiled()], Options(steps=3, compile_fallback=True))
+    (record,), position = run([compiled()], TrainHow(steps=3, compile_fallback=True))
     assert isinstance(record, Measured)
     assert position is None
     assert record.case == replace(compiled(), compile=CompileScope.NONE)
@@ -368,7 +351,7 @@ def test_or_runs_eagerly_where_asked_and_says_so(install: Install) -> None:
 
 def test_memory_that_runs_out_is_no_reason_to_run_eagerly(install: Install) -> None:
     made = install(breaks=lambda _case: OOM)
-    (record,), _ = run([compiled()], Options(steps=3, compile_fallback=True))
+    (record,), _ = run([compiled()], TrainHow(steps=3, compile_fallback=True))
     assert record.cause == "oom"
     assert len(made) == 1
 
@@ -383,7 +366,7 @@ def test_the_eager_run_begins_without_the_model_that_failed(
 
     current = install(losses=losses)
     alive = models_alive(monkeypatch)
-    (record,), _ = run([compiled()], Options(steps=3, compile_fallback=True))
+    (record,), _ = run([compiled()], TrainHow(steps=3, compile_fallback=True))
     assert isinstance(record, Measured)
     assert alive == [0, 0]
 
@@ -447,7 +430,7 @@ def test_traces_of_two_launches_have_names_of_their_own(
             return ""
 
     monkeypatch.setattr(extras, "Profile", FakeProfile)
-    alone = fakes.rig().ranks
+    alone = fakes.context().ranks
     work: Any = SimpleNamespace(aside=lambda: None)
     names = [
         extras.profile(work, alone, case(), tmp_path, chosen=True, launch=launch)

@@ -11,12 +11,12 @@ from tests.bench.collectives.on_ranks import FEW
 from tests.bench.collectives.pool import Pool
 
 from stepmark.bench.collectives import torch_calls
-from stepmark.bench.collectives.runner import Options
 from stepmark.bench.collectives.torch_api import TorchCommunicator
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.stopping import Effort
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.comm_case import CommCase
+from stepmark.core.plan import CommHow
 from stepmark.core.record import Failed, Measured, Record, Skipped
 
 
@@ -40,7 +40,7 @@ def one(pool: Pool, case: CommCase, *more: Any, **place: Any) -> Measured:
 def test_a_fixed_number_of_samples_is_exact_and_the_same_on_all_ranks(
     pool: Pool, iterations: int
 ) -> None:
-    samples = one(pool, case_of(), Options(iterations=iterations)).samples
+    samples = one(pool, case_of(), CommHow(iterations=iterations)).samples
     counts = {len(seconds) for seconds in samples.seconds}
     k = samples.calls_per_sample
     assert counts == {-(-iterations // k)}
@@ -48,14 +48,14 @@ def test_a_fixed_number_of_samples_is_exact_and_the_same_on_all_ranks(
 
 
 def test_calls_that_wait_are_samples_each(pool: Pool) -> None:
-    record = one(pool, case_of(mode=Mode.BLOCKING), Options(iterations=11))
+    record = one(pool, case_of(mode=Mode.BLOCKING), CommHow(iterations=11))
     assert record.samples.calls_per_sample == 1
     assert [len(seconds) for seconds in record.samples.seconds] == [11] * 4
 
 
 def test_without_a_number_it_ends_within_its_time(pool: Pool) -> None:
     begin = time.monotonic()
-    record = one(pool, case_of(), Options(), Effort(sample_s=0.3, target_ci_rel=1e-9))
+    record = one(pool, case_of(), CommHow(), Effort(sample_s=0.3, target_ci_rel=1e-9))
     assert 0.3 <= record.samples.wall_s < time.monotonic() - begin < 5
     counts = {len(seconds) for seconds in record.samples.seconds}
     assert len(counts) == 1
@@ -64,14 +64,14 @@ def test_without_a_number_it_ends_within_its_time(pool: Pool) -> None:
 
 def test_it_ends_as_soon_as_it_is_certain(pool: Pool) -> None:
     easy = Effort(sample_s=30, target_ci_rel=10.0, min_batches=3)
-    record = one(pool, case_of(), Options(), easy)
+    record = one(pool, case_of(), CommHow(), easy)
     assert record.arrivals is not None
     assert {len(late) for late in record.arrivals.late_s} == {3}, "no more batches than asked"
 
 
 def test_a_record_holds_what_a_reader_needs(pool: Pool) -> None:
     record = one(
-        pool, case_of(), Options(iterations=4, warmups=3, launch=2), cache_bytes=10_000
+        pool, case_of(), CommHow(iterations=4, warmups=3), cache_bytes=10_000, launch=2
     )
     assert record.launch == 2
     assert record.backend_run == "gloo"
@@ -90,7 +90,7 @@ def test_a_record_holds_what_a_reader_needs(pool: Pool) -> None:
 
 
 def test_no_check_is_no_check(pool: Pool) -> None:
-    assert one(pool, case_of(), Options(iterations=1, checks=0)).checks == ()
+    assert one(pool, case_of(), CommHow(iterations=1, checks=0)).checks == ()
 
 
 # What is wrong, breaks or does not fit
@@ -153,7 +153,7 @@ def test_who_has_no_room_is_named(pool: Pool) -> None:
 def test_a_budget_is_shared_by_all_cases(pool: Pool) -> None:
     cases = [case_of(size=1024 * i) for i in range(1, 5)]
     begin = time.monotonic()
-    records = records_of(pool, cases, Options(), Effort(sample_s=30, total_s=1.0))
+    records = records_of(pool, cases, CommHow(budget_s=1.0), Effort(sample_s=30))
     assert time.monotonic() - begin < 6  # not 120 s; a busy machine adds
     assert all(isinstance(record, Measured) for record in records)
 
@@ -169,8 +169,8 @@ def sleeping(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
 
 def test_a_ping_pongs_time_is_one_way(pool: Pool) -> None:
     cases = [case_of(Collective.PING_PONG), case_of(Collective.P2P)]
-    options = Options(iterations=5, checks=0)
-    there_and_back, there = records_of(pool, cases, options, on_ranks.QUICK, sleeping)
+    how = CommHow(iterations=5, checks=0)
+    there_and_back, there = records_of(pool, cases, how, on_ranks.QUICK, sleeping)
     assert isinstance(there, Measured)
     assert isinstance(there_and_back, Measured)
     for whole, half in zip(there.samples.seconds, there_and_back.samples.seconds, strict=True):
@@ -181,7 +181,7 @@ def test_a_ping_pongs_time_is_one_way(pool: Pool) -> None:
 @pytest.mark.parametrize("mode", [Mode.QUEUED, Mode.BLOCKING])
 def test_who_comes_last_waits_least(pool: Pool, mode: Mode) -> None:
     """The first rank's time holds the skew, the last one's does not."""
-    record = one(pool, case_of(mode=mode, skew_s=10e-3), Options(iterations=15))
+    record = one(pool, case_of(mode=mode, skew_s=10e-3), CommHow(iterations=15))
     medians = [statistics.median(seconds) for seconds in record.samples.seconds]
     assert medians[0] - medians[3] == pytest.approx(10e-3, abs=4e-3)
     assert record.samples.calls_per_sample == 1

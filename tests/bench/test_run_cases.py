@@ -9,13 +9,16 @@ import pytest
 import torch
 from tests.bench.on_ranks import said_on_ranks
 
-from stepmark.bench import runner
+from stepmark.bench import clock, run_cases
+from stepmark.bench.operators import bench as operators
+from stepmark.bench.operators.bench import OperatorBench
 from stepmark.bench.stopping import Effort
 from stepmark.core.case import OpCase, Rate
+from stepmark.core.plan import OpHow
 from stepmark.core.record import Failed, Measured, Record, Skipped
 from stepmark.core.stats import summarize
 
-from .fakes import GOOD, WRONG, FakeTimer, gemm, impl, install, rig
+from .fakes import GOOD, WRONG, FakeTimer, NoGuard, context, entries, gemm, impl, install
 
 QUICK = Effort(sample_s=0.05, soak_s=0.0)
 
@@ -33,9 +36,20 @@ def noisy(spread: float, seed: int = 1) -> Callable[[], Iterator[float]]:
     return times
 
 
-def run(cases: list[OpCase], effort: Effort = QUICK, **more: int) -> list[Record]:
-    records: list[Record] = []
-    runner.run(cases, rig(**more), effort, run_id="r", sink=records.append)
+def run(
+    cases: list[OpCase],
+    effort: Effort = QUICK,
+    *,
+    budget_s: float | None = None,
+    records: list[Record] | None = None,
+    **more: int,
+) -> list[Record]:
+    """budget_s: of all cases together."""
+    place, records = context(**more), [] if records is None else records
+    mean_s = None if budget_s is None else budget_s / len(cases)
+    bench = OperatorBench(place, OpHow(), budget_s=mean_s)
+    bench.effort = effort
+    run_cases.run(entries(cases), place, {"op": bench}, NoGuard(), records.append)
     assert len(records) == len(cases)
     assert [record.case for record in records] == cases
     return records
@@ -77,7 +91,7 @@ def test_the_budget_ends_what_never_settles(monkeypatch: pytest.MonkeyPatch) -> 
             return super().sample(count)
 
     install(monkeypatch, {"good": impl()}, noisy(0.5))
-    monkeypatch.setattr(runner.clocks, "choose", lambda *_, **__: Slow(noisy(0.5)()))
+    monkeypatch.setattr(clock, "choose", lambda *_, **__: Slow(noisy(0.5)()))
     begin = time.monotonic()
     record = one(gemm(), Effort(sample_s=0.2, soak_s=0, target_ci_rel=1e-9))
     assert 0.2 <= time.monotonic() - begin < 2
@@ -103,10 +117,10 @@ def test_a_total_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().sample(count)
 
     install(monkeypatch, {"good": impl()}, noisy(0.5))
-    monkeypatch.setattr(runner.clocks, "choose", lambda *_, **__: Slow(noisy(0.5)()))
+    monkeypatch.setattr(clock, "choose", lambda *_, **__: Slow(noisy(0.5)()))
     begin = time.monotonic()
-    effort = Effort(sample_s=60, soak_s=60, target_ci_rel=0, total_s=1.0)
-    records = run([gemm(size=16 * i) for i in range(1, 6)], effort)
+    effort = Effort(sample_s=60, soak_s=60, target_ci_rel=0)
+    records = run([gemm(size=16 * i) for i in range(1, 6)], effort, budget_s=1.0)
     assert time.monotonic() - begin < 5  # 1 s, and what a busy machine adds; not 5 x 120 s
     soaks = [r.samples.soak_s for r in records if isinstance(r, Measured)]
     assert len(soaks) == 5
@@ -115,7 +129,7 @@ def test_a_total_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_spent_budget_still_measures_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, {"good": impl()}, steady)
-    records = run([gemm(size=16), gemm(size=32)], Effort(total_s=1e-9))
+    records = run([gemm(size=16), gemm(size=32)], Effort(), budget_s=1e-9)
     assert all(isinstance(r, Measured) and r.samples.seconds[0] for r in records)
 
 
@@ -129,7 +143,7 @@ def test_soak_runs_the_case_and_is_no_sample(monkeypatch: pytest.MonkeyPatch) ->
             return super().sample(count)
 
     install(monkeypatch, {"good": impl()}, steady)
-    monkeypatch.setattr(runner.clocks, "choose", lambda *_, **__: Counting(steady()))
+    monkeypatch.setattr(clock, "choose", lambda *_, **__: Counting(steady()))
     record = one(gemm(), Effort(sample_s=0.05, soak_s=0.1))
     assert 0.1 <= record.samples.soak_s < 1
     assert Counting.calls > 5
@@ -158,8 +172,8 @@ def test_bursts_idle_before_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().sample(count)
 
     install(monkeypatch, {"good": impl()}, noisy(0.02))
-    monkeypatch.setattr(runner.clocks, "choose", lambda *_, **__: Watched(noisy(0.02)()))
-    monkeypatch.setattr(runner.time, "sleep", idles.append)
+    monkeypatch.setattr(clock, "choose", lambda *_, **__: Watched(noisy(0.02)()))
+    monkeypatch.setattr(operators.time, "sleep", idles.append)
     one(gemm(rate=Rate.BURST), Effort(sample_s=5, target_ci_rel=0.005))
     assert idles == [1.0] * len(batches)
     assert len(batches) > 1
@@ -253,7 +267,7 @@ def test_an_exception_is_recorded_with_its_traceback(
             timer.sample = next(timers)  # type: ignore[method-assign, assignment]
             return timer
 
-        monkeypatch.setattr(runner.clocks, "choose", choose)
+        monkeypatch.setattr(clock, "choose", choose)
     failed, measured = run([gemm("bad"), gemm()])
     assert isinstance(failed, Failed)
     assert (failed.cause, failed.message) == ("error", "first line")
@@ -282,9 +296,7 @@ def test_an_interrupt_is_not_a_failed_case(monkeypatch: pytest.MonkeyPatch) -> N
     )
     records: list[Record] = []
     with pytest.raises(KeyboardInterrupt):
-        runner.run(
-            [gemm(), gemm("stop"), gemm()], rig(), QUICK, run_id="r", sink=records.append
-        )
+        run([gemm(), gemm("stop"), gemm()], records=records)
     assert len(records) == 1
 
 
@@ -302,15 +314,7 @@ def test_operand_sets_pass_twice_the_cache(
     monkeypatch: pytest.MonkeyPatch, cache: int, free: int, expected: int
 ) -> None:
     install(monkeypatch, {"good": impl()}, steady)
-    records: list[Record] = []
-    runner.run(
-        [gemm()],
-        rig(free_bytes=free, cache_bytes=cache),
-        QUICK,
-        run_id="r",
-        sink=records.append,
-    )
-    (record,) = records
+    (record,) = run([gemm()], free_bytes=free, cache_bytes=cache)
     assert isinstance(record, Measured)
     assert gemm().op.memory_bytes == 1536
     assert record.samples.num_sets == expected

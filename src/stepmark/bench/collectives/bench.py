@@ -1,0 +1,162 @@
+"""Measure one collective: allocate, check, warm up, choose a clock, sample."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+
+from stepmark.bench.agree import agreed
+from stepmark.bench.collectives import buffers, nccl_api, offered, sampling
+from stepmark.bench.collectives.communicators import Communicators
+from stepmark.bench.collectives.trial import Trial, backend_run, place
+from stepmark.bench.context import MeasureContext, own_stream
+from stepmark.bench.stopping import Effort
+from stepmark.bench.telemetry import Sampler
+from stepmark.core.collectives import Api
+from stepmark.core.comm_case import CommCase
+from stepmark.core.plan import CommHow, Entry
+from stepmark.core.record import Arrivals, Beside, Failed, Measured, Samples
+from stepmark.core.stats import summarize
+from stepmark.core.units import format_bytes
+
+# A second of samples in at least five batches: what repeats is the batch, as with operators.
+DEFAULT = Effort(sample_s=1.0, soak_s=0.0, target_ci_rel=0.005, min_batches=5)
+# What a check takes beside the buffers, at most.
+_CHECK_BYTES = 2**29
+
+
+_UNSUPPORTED: dict[Api, Callable[[CommCase], str | None]] = {
+    Api.TORCH: offered.unsupported,
+    Api.NCCL: nccl_api.unsupported,
+}
+
+
+@dataclass(slots=True)
+class CollectiveBench:
+    """Collectives. Ranks outside a case's communicator take every step with nothing to do."""
+
+    context: MeasureContext
+    how: CommHow
+    budget_s: float | None = None
+    effort: Effort = DEFAULT
+    _communicators: Communicators = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._communicators = Communicators(self.context.ranks)
+
+    def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
+        case = cast("CommCase", entry.case)
+        started = self.context.ranks.num_ranks
+        if case.world_size > started:
+            return f"needs {case.world_size} ranks, {started} were started", None
+        if reason := _UNSUPPORTED[case.api](case):
+            return reason, None
+        seat = place(case, self.context.ranks.rank)
+        if seat is None:
+            return None
+        needed = buffers.needed_bytes(*seat) + min(_CHECK_BYTES, 16 * case.message_bytes)
+        free = self.context.free_bytes()
+        if needed > free * 0.95:
+            return f"needs {format_bytes(needed)}, {format_bytes(free)} are free", needed
+        return None
+
+    def measure(self, entry: Entry, share_s: float | None) -> Measured:
+        case = cast("CommCase", entry.case)
+        with own_stream(self.context):
+            communicator = self._communicators.get(case)
+            trial = Trial(case, self.context, communicator, self.how)
+            return _measure(trial, case, self.context, self._effort(share_s), self.how)
+
+    def failed(self, entry: Entry, record: Failed) -> Failed:
+        """What carried the case may be broken: make it anew, unless memory was short."""
+        if record.cause != "oom":
+            self._communicators.forget(cast("CommCase", entry.case))
+        return record
+
+    def restarts(self, entry: Entry) -> bool:
+        return False
+
+    def limit_s(self, share_s: float | None) -> float:
+        return self.how.timeout_s + self._effort(share_s).sample_s
+
+    def abort(self) -> None:
+        self._communicators.abort()
+
+    def close(self) -> None:
+        self._communicators.close()
+
+    def _effort(self, share_s: float | None) -> Effort:
+        return self.effort if share_s is None else self.effort.shortened(share_s)
+
+
+def _measure(
+    trial: Trial, case: CommCase, context: MeasureContext, effort: Effort, how: CommHow
+) -> Measured:
+    """All ranks call it, members or not. Raises CaseFailedError on all together."""
+    ranks, started_at = context.ranks, time.time()
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+    num_sets = min(ranks.gather(trial.sets_that_fit()))
+    agreed(ranks, lambda: trial.allocate(num_sets))
+    check = agreed(ranks, trial.check)
+    agreed(ranks, trial.bind)
+    agreed(ranks, trial.warm_up)
+    estimate_s = max(ranks.gather(agreed(ranks, trial.estimate)))
+    timer = agreed(ranks, lambda: trial.timer(estimate_s))
+    k = max(ranks.gather(timer.calls_per_sample))
+    guest = agreed(ranks, trial.company)
+    alone_s = agreed(ranks, lambda: guest.alone() if guest else [])
+    sampler, begin = Sampler(context.device_index), time.monotonic()
+    with sampler:
+        taken = sampling.collect(ranks, timer, guest, estimate_s * k, effort, trial.samples(k))
+    each = [value / trial.operations_per_call for value in taken.seconds]
+    issue_s = summarize(taken.issue_s).median if taken.issue_s else 0.0
+    beside = (alone_s, taken.together_s, guest.backend_run if guest else "")
+    everyone = ranks.gather(
+        (each, check, sampler.telemetry(), issue_s, beside, _peak_memory(context))
+    )
+    seconds, checks, telemetry, issues, besides, peaks = zip(
+        *(everyone[rank] for rank in case.members), strict=True
+    )
+    return Measured(
+        run_id=context.run_id,
+        case=case,
+        samples=Samples(
+            seconds=tuple(map(tuple, seconds)),
+            method=timer.method,
+            calls_per_sample=k,
+            num_sets=num_sets,
+            wall_s=time.monotonic() - begin,
+        ),
+        checks=checks if how.checks else (),
+        telemetry=telemetry,
+        backend_run=backend_run(case),
+        peak_memory_bytes=None if None in peaks else max(peaks),
+        started_at=started_at,
+        arrivals=Arrivals(
+            late_s=tuple(tuple(batch[rank] for batch in taken.late_s) for rank in case.members),
+            error_s=max(ranks.gather(ranks.offset_error_s)),
+            issue_s=issues,
+            warmup_calls=how.warmups,
+        ),
+        beside=_beside(besides) if case.beside else None,
+    )
+
+
+def _beside(of_ranks: Sequence[tuple[list[float], list[float], str]]) -> Beside | None:
+    """None where on some rank no call of the compute was as short as a batch."""
+    alones, togethers, backends = zip(*of_ranks, strict=True)
+    if not all(togethers):
+        return None
+    return Beside(
+        alone_s=tuple(map(tuple, alones)),
+        together_s=tuple(map(tuple, togethers)),
+        backend_run=backends[0],
+    )
+
+
+def _peak_memory(context: MeasureContext) -> int | None:
+    device = context.ranks.device
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -1,0 +1,112 @@
+"""Where cases run: the ranks, what their device can do, its cache and its free memory."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from stepmark.bench.environment import capabilities
+from stepmark.bench.operators.call import Capabilities
+from stepmark.bench.ranks import Ranks, join
+from stepmark.core.record import Failed
+
+
+def _not_reported(_record: Failed, _position: int) -> None:
+    """Leave a blocked rank to the guard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureContext:
+    """This rank's place in a run.
+
+    folder: run directory for traces, the same on every rank; None where none is written.
+    failures: failed records of the run from before these processes started.
+    on_blocked(record, position): called on rank 0, in a thread, when another rank failed and
+    this one is blocked in a collective that the failed rank abandoned; it must not return
+    where it can record the failure.
+    """
+
+    ranks: Ranks
+    capabilities: Capabilities
+    cache_bytes: int
+    free_bytes: Callable[[], int]
+    device_index: int | None  # for telemetry; None on CPU
+    run_id: str = ""
+    folder: Path | None = None
+    failures: tuple[Failed, ...] = ()
+    on_blocked: Callable[[Failed, int], None] = _not_reported
+
+
+def make_context(
+    device_type: str, *, for_meshes: bool = False, init_method: str | None = None
+) -> MeasureContext:
+    """Join the other ranks and describe this rank's device; arguments as of `ranks.join`."""
+    ranks = join(device_type, for_meshes=for_meshes, init_method=init_method)
+    device = ranks.device
+    if device.type == "cuda":
+        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        return MeasureContext(
+            ranks=ranks,
+            capabilities=capabilities(device),
+            cache_bytes=cache_bytes,
+            free_bytes=lambda: torch.cuda.mem_get_info(device)[0],
+            device_index=device.index,
+        )
+    return MeasureContext(
+        ranks=ranks,
+        capabilities=capabilities(device),
+        cache_bytes=_cpu_cache_bytes(),
+        free_bytes=lambda: psutil.virtual_memory().available // ranks.num_ranks,
+        device_index=None,
+    )
+
+
+def _cpu_cache_bytes() -> int:
+    """Size of the largest cache that Linux reports; 32 MiB where it reports none."""
+    sizes_kib = [32 * 2**10]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        if text.endswith("K") and text[:-1].isdecimal():
+            sizes_kib.append(int(text[:-1]))
+    return max(sizes_kib) * 2**10
+
+
+@contextlib.contextmanager
+def own_stream(context: MeasureContext) -> Iterator[None]:
+    """Run everything of a case on one side stream.
+
+    Autograd runs a backward pass on the stream of its forward pass, and a graph cannot be
+    captured from the default stream.
+    """
+    device = context.ranks.device
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+    torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def quick_release() -> Iterator[None]:
+    """Exempt what is alive now from the search of `release`.
+
+    Torch's modules alone take a search of a tenth of a second, longer than many a case.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def release(context: MeasureContext) -> None:
+    """Free the memory of a finished case."""
+    gc.collect()
+    if context.ranks.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,246 @@
+"""Measure one operator: allocate, check, choose a clock, soak, sample."""
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+
+from stepmark.bench import clock as clocks
+from stepmark.bench.agree import agreed, measured_by
+from stepmark.bench.context import MeasureContext, own_stream
+from stepmark.bench.operators.call import Call, Impl
+from stepmark.bench.operators.table import IMPLS
+from stepmark.bench.ranks import Ranks
+from stepmark.bench.stopping import BURST_IDLE_S, Effort, is_enough
+from stepmark.bench.telemetry import Sampler
+from stepmark.core.case import ClockName, OpCase, Rate
+from stepmark.core.plan import Entry, OpHow
+from stepmark.core.record import Check, Failed, Measured, Samples, Telemetry
+from stepmark.core.stats import slowest_per_sample
+from stepmark.core.units import format_bytes
+
+_BURST_WORK_S = 20e-3
+_BATCH_S = 0.1
+_MAX_SETS = 128
+
+
+@dataclass(slots=True)
+class OperatorBench:
+    """Operators on the first num_ranks of all ranks, all at once; the others wait."""
+
+    context: MeasureContext
+    how: OpHow
+    budget_s: float | None = None
+    effort: Effort = field(init=False)
+    _members: dict[int, Ranks | None] = field(default_factory=dict)
+    _overhead_s: float = 0.0  # spent on allocation, checks and compilation so far
+    _num_measured: int = 0
+
+    def __post_init__(self) -> None:
+        self.effort = Effort(sample_s=self.how.sample_s, soak_s=self.how.soak_s)
+
+    def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
+        case = cast("OpCase", entry.case)
+        ranks = self.context.ranks
+        impl = IMPLS[case.family].get(case.backend)
+        if impl is None:
+            known = ", ".join(IMPLS[case.family])
+            return f"no backend {case.backend} for {case.family}; there is {known}", None
+        if case.num_ranks > ranks.num_ranks:
+            return f"needs {case.num_ranks} ranks, {ranks.num_ranks} were started", None
+        if reason := impl.unsupported(case.op, self.context.capabilities):
+            return reason, None
+        needed = case.op.memory_bytes + impl.extra_bytes(case.op)
+        free = self.context.free_bytes()
+        if needed > free * 0.95 and ranks.rank < case.num_ranks:
+            return f"needs {format_bytes(needed)}, {format_bytes(free)} are free", needed
+        return None
+
+    def measure(self, entry: Entry, share_s: float | None) -> Measured:
+        case, world = cast("OpCase", entry.case), self.context.ranks
+        if case.num_ranks not in self._members:
+            self._members[case.num_ranks] = world.first(case.num_ranks)
+
+        def by(ranks: Ranks) -> Measured:
+            return self._measure(case, ranks, share_s)
+
+        with _threads_of(case, world):
+            return measured_by(world, self._members[case.num_ranks], by)
+
+    def failed(self, entry: Entry, record: Failed) -> Failed:
+        return record
+
+    def restarts(self, entry: Entry) -> bool:
+        return False
+
+    def limit_s(self, share_s: float | None) -> float:
+        return self.how.timeout_s + self.effort.soak_s + self.effort.sample_s
+
+    def abort(self) -> None:
+        """Operators wait for no other rank."""
+
+    def close(self) -> None:
+        """Operators keep nothing between cases."""
+
+    def _measure(self, case: OpCase, ranks: Ranks, share_s: float | None) -> Measured:
+        begin, timed_s = time.monotonic(), 0.0
+        effort = self.effort
+        if share_s is not None:
+            overhead_s = (
+                self._overhead_s / self._num_measured if self._num_measured else share_s / 2
+            )
+            usable_s = max(share_s - overhead_s, share_s / 4)
+            effort = effort.shortened(max(ranks.gather(usable_s)))
+        context = replace(self.context, ranks=ranks)
+        try:
+            with own_stream(context):
+                record = _measure(case, IMPLS[case.family][case.backend], context, effort)
+            timed_s = record.samples.wall_s
+            return record
+        finally:
+            self._overhead_s += time.monotonic() - begin - timed_s
+            self._num_measured += 1
+
+
+@contextlib.contextmanager
+def _threads_of(case: OpCase, world: Ranks) -> Iterator[None]:
+    """Give the cores of waiting ranks to those that measure, on a CPU.
+
+    Ranks share the cores equally unless OMP_NUM_THREADS was set to something else.
+    """
+    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    is_shared = threads == max(1, cores // world.num_ranks)
+    if case.device != "cpu" or case.num_ranks >= world.num_ranks or not is_shared:
+        yield
+        return
+    torch.set_num_threads(max(1, cores // case.num_ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(case: OpCase, impl: Impl, context: MeasureContext, effort: Effort) -> Measured:
+    started_at, device = time.time(), context.ranks.device
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    num_sets = _num_sets(case, impl, context)
+    sets: list[Call] = []
+
+    def allocate() -> None:
+        for _ in range(num_sets):
+            sets.append(impl.make(case.op, device))
+
+    agreed(context.ranks, allocate)
+    check: Check = agreed(context.ranks, sets[0].verify)
+    timer, estimate_s = _bind(case, impl, context, [item.run for item in sets])
+    sampler = Sampler(context.device_index)
+    begin = time.monotonic()
+    soak_s = 0.0
+    if case.rate is Rate.SUSTAINED:
+        soak_s = agreed(context.ranks, lambda: _soak(timer, estimate_s, effort.soak_s))
+    with sampler:
+        mine = _collect(case, context, timer, estimate_s, effort)
+    everyone: list[tuple[list[float], Check, Telemetry]] = context.ranks.gather(
+        (mine, check, sampler.telemetry())
+    )
+    return Measured(
+        run_id=context.run_id,
+        case=case,
+        samples=Samples(
+            seconds=tuple(tuple(seconds) for seconds, _, _ in everyone),
+            method=timer.method,
+            calls_per_sample=timer.calls_per_sample,
+            num_sets=num_sets,
+            soak_s=soak_s,
+            wall_s=time.monotonic() - begin,
+        ),
+        checks=tuple(item for _, item, _ in everyone),
+        telemetry=tuple(item for _, _, item in everyone),
+        backend_run=sets[0].backend_run,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        started_at=started_at,
+    )
+
+
+def _bind(
+    case: OpCase, impl: Impl, context: MeasureContext, calls: clocks.Calls
+) -> tuple[clocks.Timer, float]:
+    """The timer that all ranks use, and the slowest rank's estimate of one call."""
+    kind = context.ranks.device.type
+    estimates = context.ranks.gather(
+        agreed(context.ranks, lambda: clocks.estimate(calls, kind))
+    )
+    estimate_s = max(call_s for call_s, _ in estimates)
+
+    def bind(name: ClockName = case.clock) -> clocks.Timer:
+        return clocks.choose(
+            name,
+            calls,
+            call_s=estimate_s,
+            launch_s=max(launch_s for _, launch_s in estimates),
+            device_type=kind,
+            capturable=impl.capturable,
+            l2_bytes=context.cache_bytes,
+        )
+
+    timer = agreed(context.ranks, bind)
+    if len(set(context.ranks.gather((timer.method, timer.calls_per_sample)))) > 1:
+        # Some rank could not capture its graph: then none replays one.
+        timer = agreed(context.ranks, lambda: bind(ClockName.ROTATE))
+    return timer, estimate_s
+
+
+def _num_sets(case: OpCase, impl: Impl, context: MeasureContext) -> int:
+    """Operand sets that together exceed twice the cache, as far as half the memory allows."""
+    per_set = case.op.memory_bytes
+    wanted = max(2, math.ceil(2 * context.cache_bytes / max(per_set, 1)) + 1)
+    fitting = int(context.free_bytes() / 2 / max(per_set + impl.extra_bytes(case.op), 1))
+    return int(context.ranks.decide(lambda: max(1, min(wanted, fitting, _MAX_SETS))))
+
+
+def _soak(timer: clocks.Timer, estimate_s: float, soak_s: float) -> float:
+    """Run the case itself until its device is as warm as a long job would have it."""
+    begin = time.monotonic()
+    while (spent := time.monotonic() - begin) < soak_s:
+        timer.sample(_batch(timer, estimate_s, min(_BATCH_S, soak_s - spent)))
+    return time.monotonic() - begin
+
+
+def _batch(timer: clocks.Timer, estimate_s: float, seconds: float) -> int:
+    """Samples that take about `seconds`."""
+    return max(1, min(1000, int(seconds / max(estimate_s * timer.calls_per_sample, 1e-9))))
+
+
+def _collect(
+    case: OpCase,
+    context: MeasureContext,
+    timer: clocks.Timer,
+    estimate_s: float,
+    effort: Effort,
+) -> list[float]:
+    """Sample in batches until rank 0, seeing all ranks' maxima, says that it is enough."""
+    burst = case.rate is Rate.BURST
+    length = _BURST_WORK_S if burst else min(_BATCH_S, effort.sample_s / 4)
+    mine: list[float] = []
+    batches: list[list[float]] = []  # slowest rank per sample
+    begin = time.monotonic()
+
+    def enough() -> bool:
+        return is_enough(batches, time.monotonic() - begin, effort, burst=burst)
+
+    while True:  # rank 0 ends it, for all
+        if burst:
+            time.sleep(BURST_IDLE_S)
+        context.ranks.barrier()
+        batch = agreed(context.ranks, lambda: timer.sample(_batch(timer, estimate_s, length)))
+        mine += batch
+        batches.append(slowest_per_sample(context.ranks.gather(batch)))
+        if context.ranks.decide(enough):
+            return mine

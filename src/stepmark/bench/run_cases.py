@@ -1,0 +1,153 @@
+"""Run the cases of a plan one after the other; each record goes to a sink at once."""
+
+import importlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from stepmark.bench.agree import CaseFailedError, agreed
+from stepmark.bench.context import MeasureContext, quick_release, release
+from stepmark.core.plan import Entry, Plan
+from stepmark.core.record import Failed, Measured, Record, Skipped
+
+# By the kind of case. A bench is imported only where a plan has cases of its kind: together
+# they cost seconds per rank.
+BENCHES = {
+    "op": "stepmark.bench.operators.bench:OperatorBench",
+    "comm": "stepmark.bench.collectives.bench:CollectiveBench",
+    "train": "stepmark.bench.training.bench:TrainingBench",
+}
+
+
+class Guard(Protocol):
+    """Ends ranks that hang: told what is being done and how long that may take."""
+
+    def begin(self, position: int, limit_s: float) -> None: ...
+
+    def idle(self, limit_s: float) -> None: ...
+
+
+class Bench(Protocol):
+    """Measures the cases of one kind. Every rank calls every method, but for `abort`.
+
+    budget_s: wall seconds that a case has on average; None for no limit.
+    """
+
+    @property
+    def budget_s(self) -> float | None: ...
+
+    def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
+        """Return why this rank cannot run the case, and the bytes that it would need."""
+
+    def measure(self, entry: Entry, share_s: float | None) -> Measured:
+        """Measure on all ranks within share_s. Raises CaseFailedError on all together."""
+
+    def failed(self, entry: Entry, record: Failed) -> Failed:
+        """Clean up after a failed case; return its record, with advice where there is any."""
+
+    def restarts(self, entry: Entry) -> bool:
+        """Return whether, after the entry failed, only new processes are in a known state."""
+
+    def limit_s(self, share_s: float | None) -> float:
+        """Return after how long a case with this share hangs."""
+
+    def abort(self) -> None:
+        """End whatever hangs. Called from another thread."""
+
+    def close(self) -> None:
+        """End a launch: whatever the next launch must make anew goes."""
+
+
+def make_benches(plan: Plan, context: MeasureContext) -> dict[str, Bench]:
+    """Return the benches that the plan needs, by kind of case."""
+    counts = Counter(entry.case.kind for entry in plan.entries)
+    benches: dict[str, Bench] = {}
+    for kind, count in counts.items():
+        module, _, name = BENCHES[kind].partition(":")
+        how = getattr(plan.how, kind)
+        budget_s = None if how.budget_s is None else how.budget_s / count
+        make = getattr(importlib.import_module(module), name)
+        benches[kind] = make(context, how, budget_s=budget_s)
+    return benches
+
+
+class _Budget:
+    """Shares the wall time of the cases of one kind: what one leaves goes to the others."""
+
+    def __init__(self, mean_s: float | None, num_cases: int) -> None:
+        self._left_s = None if mean_s is None else mean_s * num_cases
+        self._num_left = num_cases
+
+    def share_s(self) -> float | None:
+        return None if self._left_s is None else max(0.0, self._left_s) / self._num_left
+
+    def spend(self, seconds: float) -> None:
+        self._num_left -= 1
+        if self._left_s is not None:
+            self._left_s -= seconds
+
+
+def run(
+    entries: Sequence[Entry],
+    context: MeasureContext,
+    benches: Mapping[str, Bench],
+    guard: Guard,
+    sink: Callable[[Record], None],
+) -> int | None:
+    """Measure the entries of one launch; rank 0 passes each record to the sink.
+
+    Returns the position where new ranks should go on: after the launch, or after a failure
+    that leaves processes in no known state. None: all is done. Where there are no new ranks,
+    call it again with the entries from that position on. A broken case does not end the run;
+    a lost rank does (LostPeersError), and KeyboardInterrupt, raised after the record of a case
+    that was cut short.
+    """
+    if not entries:
+        return None
+    launch = entries[0].launch
+    current = [entry for entry in entries if entry.launch == launch]
+    counts = Counter(entry.case.kind for entry in current)
+    budgets = {kind: _Budget(benches[kind].budget_s, count) for kind, count in counts.items()}
+    with quick_release():
+        for done, entry in enumerate(current, start=1):
+            bench, budget = benches[entry.case.kind], budgets[entry.case.kind]
+            begin, share_s = time.monotonic(), budget.share_s()
+            guard.begin(entry.position, bench.limit_s(share_s))
+            if share_s is not None:
+                share_s = context.ranks.decide(budget.share_s)
+            record = _run_case(entry, context, bench, share_s)
+            release(context)  # a rank that dies in this still dies in a case
+            if context.ranks.rank == 0:
+                sink(replace(record, launch=launch))
+            guard.idle(bench.limit_s(None))
+            if isinstance(record, Measured) and record.training and record.training.interrupted:
+                raise KeyboardInterrupt
+            budget.spend(time.monotonic() - begin)
+            if isinstance(record, Failed) and bench.restarts(entry) and done < len(current):
+                return current[done].position
+    for kind in counts:
+        benches[kind].close()
+    return entries[len(current)].position if len(entries) > len(current) else None
+
+
+def _run_case(
+    entry: Entry, context: MeasureContext, bench: Bench, share_s: float | None
+) -> Record:
+    case, ranks = entry.case, context.ranks
+    try:
+        reasons = ranks.gather(agreed(ranks, lambda: bench.why_not(entry)))
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                text, needed_bytes = reason
+                is_same = all(other and other[0] == text for other in reasons)
+                return Skipped(
+                    run_id=context.run_id,
+                    case=case,
+                    reason=text if is_same else f"{text} (rank {rank})",
+                    needed_bytes=needed_bytes,
+                )
+        return bench.measure(entry, share_s)
+    except CaseFailedError as error:
+        return bench.failed(entry, error.record(context.run_id, case, entry.launch))

@@ -1,0 +1,225 @@
+"""Measure one training step: build, compile, sample, judge the losses."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from stepmark.bench.agree import CaseFailedError, agreed
+from stepmark.bench.context import MeasureContext, release
+from stepmark.bench.ranks import Ranks
+from stepmark.bench.telemetry import Sampler
+from stepmark.bench.training import alarm, data, extras, loop, refusals, trainer
+from stepmark.bench.training.facts import State, facts, forget_counts, judge
+from stepmark.bench.training.mesh import Place, Share, place_of
+from stepmark.core.message import MessageKind, Tally
+from stepmark.core.plan import Entry, TrainHow
+from stepmark.core.record import Failed, Measured
+from stepmark.core.train_case import TrainCase
+from stepmark.core.train_memory import largest_mbs
+from stepmark.core.training import CompileScope, Schedule
+
+_STEPS, _CYCLES = 30, 10
+# Of a device's memory: the rest is the context, NCCL's buffers and what lies between tensors.
+_USABLE = 0.93
+
+
+@dataclass(slots=True)
+class TrainingBench:
+    """Training steps, on all ranks.
+
+    After a failure devices and communicators are in no known state, so new processes go on;
+    but a search for the largest micro-batch ends with the first that runs out of memory.
+    """
+
+    context: MeasureContext
+    how: TrainHow
+    budget_s: float | None = None
+    _too_large_mbs: dict[int, int] = field(default_factory=dict)  # by launch
+
+    def __post_init__(self) -> None:
+        for failure in self.context.failures:
+            if failure.cause == "oom" and isinstance(failure.case, TrainCase):
+                self._too_large_mbs.setdefault(failure.launch, failure.case.mbs)
+
+    def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
+        case = cast("TrainCase", entry.case)
+        too_large = self._too_large_mbs.get(entry.launch)
+        if self.how.find_batch and too_large is not None:
+            return f"mbs {too_large} ran out of memory already", None
+        started = self.context.ranks.num_ranks
+        if case.num_ranks != started:
+            return f"needs {case.num_ranks} ranks, {started} were started", None
+        reason = refusals.why_not(case, self.context)
+        return None if reason is None else (reason, None)
+
+    def measure(self, entry: Entry, share_s: float | None) -> Measured:
+        end_s = None if share_s is None else time.monotonic() + share_s
+        case = cast("TrainCase", entry.case)
+        try:
+            return self._with_alarm(case, entry, end_s)
+        except CaseFailedError as error:
+            may = self.how.compile_fallback and case.compile is not CompileScope.NONE
+            if not may or error.cause != "error":
+                raise
+        finally:
+            _forget()
+        # Not in the handler: the error holds the model that failed.
+        release(self.context)
+        eager = replace(case, compile=CompileScope.NONE, compile_mode="default")
+        try:
+            return self._with_alarm(eager, entry, end_s)
+        finally:
+            _forget()
+
+    def failed(self, entry: Entry, record: Failed) -> Failed:
+        case = cast("TrainCase", entry.case)
+        if record.cause == "oom":
+            self._too_large_mbs.setdefault(entry.launch, case.mbs)
+        return _with_estimate(record, case, self.context)
+
+    def restarts(self, entry: Entry) -> bool:
+        return not self.how.find_batch or entry.launch not in self._too_large_mbs
+
+    def limit_s(self, share_s: float | None) -> float:
+        return self.how.timeout_s + (share_s or 0.0)
+
+    def abort(self) -> None:
+        """Process groups of a mesh cannot be aborted from outside: the parent kills them."""
+
+    def close(self) -> None:
+        """Training keeps nothing between cases."""
+
+    def _with_alarm(self, case: TrainCase, entry: Entry, end_s: float | None) -> Measured:
+        bell = alarm.Alarm(
+            self.context.ranks,
+            entry.position,
+            lambda problem: self._blocked(problem, case, entry.launch),
+        )
+        with bell:
+            return _measure(case, self.context, self.how, end_s, bell, launch=entry.launch)
+
+    def _blocked(self, problem: alarm.Problem, case: TrainCase, launch: int) -> None:
+        """Record the failure when rank 0 is blocked in a collective that a failed rank
+        abandoned."""
+        record = Failed(
+            run_id=self.context.run_id,
+            case=case,
+            cause=problem.cause,
+            message=problem.message,
+            ranks=(problem.rank,),
+            traceback=problem.trace,
+            launch=launch,
+        )
+        record = _with_estimate(record, case, self.context)
+        self.context.on_blocked(record, problem.position)
+
+
+def _forget() -> None:
+    """Leave no compiled code of a case to the next, and nothing that was counted.
+
+    Of one function torch compiles eight variants at most, then runs it as it is.
+    """
+    torch.compiler.reset()
+    forget_counts()
+
+
+def _with_estimate(record: Failed, case: TrainCase, context: MeasureContext) -> Failed:
+    """What ran out of memory says what would about fit."""
+    if record.cause != "oom" or context.ranks.device.type != "cuda":
+        return record
+    total = torch.cuda.get_device_properties(context.ranks.device).total_memory
+    most = min(largest_mbs(case, int(total * _USABLE)), case.mbs - 1)
+    hint = (
+        f"about --mbs {most} should fit (estimate)"
+        if most
+        else "by estimate no micro-batch fits: more shards, --sac full or --loss-chunks"
+    )
+    return replace(record, message=f"{record.message.rstrip('.')}. {hint}")
+
+
+def _measure(
+    case: TrainCase,
+    context: MeasureContext,
+    how: TrainHow,
+    end_s: float | None,
+    bell: alarm.Alarm,
+    *,
+    launch: int,
+) -> Measured:
+    ranks, started_at, begin = context.ranks, time.time(), time.monotonic()
+
+    def all_ranks(step: Callable[[], Any]) -> Any:
+        return agreed(ranks, bell.raised_by(step))
+
+    made: trainer.Trainer = all_ranks(lambda: trainer.make(case, ranks.device))
+    place = place_of(ranks.rank, case.parallel)
+    share = Share(rank=place.cp, num_ranks=case.parallel.cp)
+    batches = data.loader(case, place.data_rank, case.parallel.data_ranks, ranks.device, share)
+    build_s = time.monotonic() - begin
+    work = loop.Loop(case, made, batches, ranks)
+    all_ranks(work.first)
+    state = State(ranks.device)
+    sampler = Sampler(context.device_index)
+
+    def steady() -> None:
+        with sampler:
+            work.run(_wanted(case, how), end_s)
+
+    all_ranks(steady)
+    seen = state.since(build_s, work.taken.first_s)
+    messages, traces = all_ranks(lambda: _aside(work, context, case, how, launch))
+    everyone = ranks.gather((work.taken.without_losses(), sampler.telemetry(), seen))
+    of_ranks, telemetry, states = zip(*everyone, strict=True)
+    loss = _mean_losses(work.taken, ranks, place)
+    samples, training = facts(case, of_ranks, states, loss)
+    return Measured(
+        run_id=context.run_id,
+        case=case,
+        samples=replace(samples, wall_s=time.monotonic() - begin),
+        checks=(judge(loss, case),),
+        telemetry=telemetry,
+        backend_run=(kernel := extras.attention_kernel(case, ranks.device)),
+        peak_memory_bytes=max(filter(None, training.allocated_bytes), default=None),
+        started_at=started_at,
+        training=replace(
+            training,
+            attention_run=kernel,
+            interrupted=work.taken.interrupted,
+            data=data.describe(case),
+            messages=messages,
+            traces=traces,
+        ),
+    )
+
+
+def _aside(
+    work: loop.Loop, context: MeasureContext, case: TrainCase, how: TrainHow, launch: int
+) -> tuple[tuple[tuple[MessageKind, Tally], ...], tuple[str, ...]]:
+    """Messages and files of traces, where they were asked for and nobody wants to stop."""
+    messages: tuple[tuple[MessageKind, Tally], ...] = ()
+    traces: tuple[str, ...] = ()
+    ranks, folder = context.ranks, context.folder
+    if how.messages and not work.taken.interrupted:
+        messages = extras.messages(work, ranks, case)
+    if how.profile and folder and not work.taken.interrupted:
+        folder.mkdir(parents=True, exist_ok=True)
+        chosen = ranks.rank in how.profile_ranks
+        traces = extras.profile(work, ranks, case, folder, chosen=chosen, launch=launch)
+    return messages, traces
+
+
+def _mean_losses(taken: loop.Taken, ranks: Ranks, place: Place) -> tuple[float, ...]:
+    """By sample, over data ranks and parts of a sequence; tp ranks have the same one."""
+    everyone = ranks.gather([float(one) for one in taken.losses] if place.tp == 0 else [])
+    columns = zip(*filter(None, everyone), strict=False)
+    return tuple(sum(column) / len(column) for column in columns)
+
+
+def _wanted(case: TrainCase, how: TrainHow) -> int:
+    """Steady samples, in whole cycles."""
+    usual = _STEPS if case.schedule is Schedule.STEP else _CYCLES * case.cycle
+    wanted = how.steps or usual
+    return -(-wanted // case.cycle) * case.cycle

@@ -1,0 +1,233 @@
+"""The one reader of runs. What cannot be read is left out, counted and said; the rest is read.
+
+A record counts as damaged if its line is no record of a known schema, if its samples are
+missing from their file, or if a sample is impossible: times of a call are finite and above 0,
+and every rank has as many.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.record import Environment, Measured, Record, RunInfo
+from stepmark.store import codec, files
+
+RUN, RECORDS, PLAN = "run.json", "records.jsonl", "plan.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run as far as it can be read."""
+
+    path: Path
+    info: RunInfo
+    is_known: bool  # whether `info` is that of run.json
+    records: list[Record]  # in the order written, samples as in their lines
+    lines: list[bytes]  # of these records
+    notes: tuple[str, ...]  # what could not be read; sentences
+
+    @property
+    def latest(self) -> list[Record]:
+        """The last record of each case and launch, in the order in which they appeared."""
+        return latest(self.records)
+
+
+def read(path: Path) -> Run:
+    """Read a run. Raises ConfigError where the folder holds none."""
+    if not is_run(path):
+        raise ConfigError("run", path, f"a folder with {RUN}, {RECORDS} or {PLAN}")
+    notes = []
+    try:
+        info, is_known = read_info(path), True
+    except ConfigError as error:
+        info, is_known = _unknown(path), False
+        notes.append(f"run {path.name}: {_missing_info(path, error)}")
+    records, lines, damaged = _read_lines(path)
+    if damaged:
+        count = f"{len(damaged)} of {len(damaged) + len(records)} records"
+        notes.append(f"run {path.name}: {count} cannot be read and are left out; {damaged[0]}")
+    if notes:
+        told = (*info.environment.warnings, *notes)
+        environment = dataclasses.replace(info.environment, warnings=told)
+        info = dataclasses.replace(info, environment=environment)
+    return Run(
+        path=path,
+        info=info,
+        is_known=is_known,
+        records=records,
+        lines=lines,
+        notes=tuple(notes),
+    )
+
+
+def read_info(path: Path) -> RunInfo:
+    """Read run.json. Raises ConfigError where it cannot be read."""
+    return codec.decode_run(files.open_bytes(path / RUN, "run"))
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read the records of a run that has just been written."""
+    return _read_lines(path)[0]
+
+
+def with_all_samples(path: Path, records: Iterable[Record]) -> Iterator[Record]:
+    """Yield the records with the samples of every rank, which may lie in files."""
+    for record in records:
+        if not isinstance(record, Measured) or not record.samples.file:
+            yield record
+            continue
+        samples = dataclasses.replace(record.samples, seconds=_matrix(path, record))
+        yield dataclasses.replace(record, samples=samples)
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """The last record of each case and launch, in the order in which they first appeared."""
+    return list({(record.case.case_id, record.launch): record for record in records}.values())
+
+
+def list_runs(root: Path) -> list[Path]:
+    """Run folders below `root`, however deep, sorted by name, which begins with the time."""
+    if not root.is_dir():
+        return []
+    found = []
+    seen: set[str] = set()
+    for folder, names, _ in os.walk(root, followlinks=True):
+        path = Path(folder)
+        if (real := os.path.realpath(path)) in seen:
+            names.clear()
+            continue
+        seen.add(real)
+        if path != root and is_run(path):
+            found.append(path)
+            names.clear()
+        names[:] = [name for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda path: (path.name, path))
+
+
+def find_run(root: Path, name: str) -> Path:
+    """A path, a run id, the unique beginning of one, or "latest"."""
+    for path in (Path(name), root / name):
+        if name and is_run(path):
+            return path
+    runs = list_runs(root)
+    if name == "latest":
+        found = runs[-1:]
+    else:
+        same = [path for path in runs if path.name == name]
+        found = same or [path for path in runs if name and path.name.startswith(name)]
+    if not found:
+        known = ", ".join(path.name for path in runs[-3:]) or f"none in {root}"
+        raise ConfigError("run", name, f"a path, an id or 'latest'; runs: {known}")
+    if len(found) > 1:
+        shown = ", ".join(str(path.relative_to(root)) for path in found[:3])
+        raise ConfigError("run", name, f"one run, not {len(found)}: {shown}")
+    return found[0]
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run, with a result or without."""
+    try:
+        return any((path / name).is_file() for name in (RUN, RECORDS, PLAN))
+    except (OSError, ValueError):  # too long a name; a NUL
+        return False
+
+
+def _missing_info(path: Path, error: ConfigError) -> str:
+    if (path / RUN).exists():
+        return f"{RUN} cannot be read ({error}); where it was measured is unknown"
+    if (path / RECORDS).exists():
+        return f"it has no {RUN}; where it was measured is unknown"
+    return f"it has a plan and no {RUN}: nothing was measured yet"
+
+
+def _unknown(path: Path) -> RunInfo:
+    """Stands for a run.json that cannot be read; the run's notes say so."""
+    environment = Environment(
+        host="unknown",
+        os="unknown",
+        kernel="unknown",
+        cpu="unknown",
+        python="unknown",
+        torch="unknown",
+        num_cores=0,
+        memory_bytes=0,
+        versions={},
+        devices=(),
+        git_commit="",
+        stepmark="unknown",
+        variables={},
+    )
+    return RunInfo(
+        run_id=path.name, created_at="", command="", environment=environment, num_cases=0
+    )
+
+
+def _read_lines(path: Path) -> tuple[list[Record], list[bytes], list[str]]:
+    """Records with their lines, and a sentence for each line that is none."""
+    file = path / RECORDS
+    if not file.exists():
+        return [], [], []
+    try:
+        text = files.open_bytes(file, "run")
+    except ConfigError as error:
+        return [], [], [str(error)]
+    *complete, rest = text.split(b"\n")
+    records, lines, damaged = [], [], []
+    for number, line in enumerate(complete, 1):
+        try:
+            record = codec.decode(line)
+            if wrong := _impossible(path, record):
+                raise ConfigError("samples", record.case.command(), wrong)
+        except ConfigError as error:
+            damaged.append(f"{RECORDS}:{number}: {error}")
+        else:
+            records.append(record)
+            lines.append(line)
+    if rest:
+        damaged.append(f"{RECORDS}:{len(complete) + 1}: the last line was cut off")
+    return records, lines, damaged
+
+
+def _impossible(path: Path, record: Record) -> str:
+    """What no measurement can give; "" if there is nothing."""
+    if not isinstance(record, Measured):
+        return ""
+    seconds, arrivals = record.samples.seconds, record.arrivals
+    is_sound = _is_sound(seconds)
+    if record.samples.file:
+        try:
+            matrix = _matrix(path, record)
+        except ConfigError as error:
+            return error.allowed
+        is_sound &= _is_sound(matrix) and len(matrix[0]) == len(seconds[0])
+        seconds = matrix
+    if not is_sound:
+        return "as many finite times above 0 from every rank"
+    by_rank = (arrivals.late_s, arrivals.issue_s) if arrivals else ()
+    if any(len(values) not in (0, len(seconds)) for values in by_rank):
+        return f"a value of each of {len(seconds)} ranks"
+    if record.training and record.training.cycle < 1:
+        return "an optimizer step in 1 or more samples"
+    return ""
+
+
+def _is_sound(seconds: Sequence[Sequence[float]]) -> bool:
+    return len({len(values) for values in seconds}) <= 1 and all(
+        math.isfinite(value) and value > 0 for values in seconds for value in values
+    )
+
+
+def _matrix(path: Path, record: Measured) -> tuple[tuple[float, ...], ...]:
+    """seconds[rank][sample] of the file that a record names."""
+    import numpy as np  # noqa: PLC0415
+
+    file = path / record.samples.file
+    try:
+        matrix = np.load(file, allow_pickle=False)
+        return tuple(tuple(map(float, row)) for row in matrix)
+    except (OSError, ValueError, EOFError, TypeError) as error:
+        raise ConfigError("samples", file, f"a readable .npy ({error})") from None
