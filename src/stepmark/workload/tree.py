@@ -306,14 +306,14 @@ class TreeMaker:
         width = one.width // self._tp if one.split == "in" else one.width
         rows, twins = (self.tokens, 1) if one.split else (self.own_tokens, self.own_twins)
         shape = (out, width)
-        params = [Param(name=f"{one.name}.weight", shape=shape, part=role)]
-        if one.has_bias:
-            params.append(Param(name=f"{one.name}.bias", shape=(out,), part=role))
+        weight = Param(name=f"{one.name}.weight", shape=shape, part=role, is_partial=not one.split)
+        is_whole = one.split != "out"
+        bias = Param(name=f"{one.name}.bias", shape=(out,), part=role, is_partial=is_whole)
         return Module(
             name=one.name,
             role=role,
             work=work_of(role, *linear_products(self.inputs, rows, out, width)),
-            params=tuple(params),
+            params=(weight, bias) if one.has_bias else (weight,),
             twins=twins,
             is_linear=True,
         )

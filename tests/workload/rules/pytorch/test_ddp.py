@@ -18,7 +18,7 @@ from stepmark.core.workload import CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.rules.pytorch import ddp
 from stepmark.workload.rules.pytorch.buckets import completed
 from stepmark.workload.rules.pytorch.ddp import MIB, Ddp
-from stepmark.workload.units import Param
+from stepmark.core.module import Param
 
 from .jobs import BIASED, DENSE, EXPERTS, comms, make
 

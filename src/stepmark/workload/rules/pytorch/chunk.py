@@ -20,7 +20,8 @@ from stepmark.workload.rules.pytorch.fsdp_order import (
     linked,
 )
 from stepmark.workload.rules.pytorch.recompute import again, ahead
-from stepmark.workload.units import Param, Unit
+from stepmark.core.module import Param
+from stepmark.workload.units import Unit
 
 BLOCKS = dict[str, Block]
 

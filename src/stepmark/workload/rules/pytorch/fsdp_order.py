@@ -20,7 +20,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.ops import Phase
 from stepmark.core.workload import FSDP_REPLICATE, CommOp, ComputeOp, Item, Kernel, Run
 from stepmark.workload.job import Comms
-from stepmark.workload.units import Param
+from stepmark.core.module import Param
 
 GATHER, REDUCE, REPLICATE = "fsdp", "fsdp_reduce", "fsdp_replicate"  # what others wait for
 PASSED = "passed"  # the newest computation of a pass

@@ -12,7 +12,7 @@ from stepmark.workload.architecture import AnyJob
 from stepmark.workload.job import Comms
 from stepmark.workload.rules.pytorch.chunk import Chunk
 from stepmark.workload.rules.pytorch.technique import Technique
-from stepmark.workload.units import Param
+from stepmark.core.module import Param
 
 
 def update(job: AnyJob, how: Technique, chunks: list[Chunk], comms: Comms) -> Block:
