@@ -23,8 +23,6 @@ from stepmark.core.ops import (
     Attention,
     Copy,
     CrossEntropy,
-    Gemm,
-    Layout,
     Norm,
     Op,
     Phase,

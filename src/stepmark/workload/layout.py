@@ -71,13 +71,15 @@ def layout_of(framework: str, axes: ParallelConfig, *, etp: int | None = None) -
 class Inputs:
     """One micro-batch of a rank's model: how many tokens, in which types.
 
-    skew: of tokens over experts. scaling, cast: of fp8 products.
+    skew: of tokens over experts. scaling, cast: of fp8 products. expert_rows: of a rank whose
+    experts have a capacity; 0: all rows.
     """
 
     mbs: int
     seq_len: int  # of whole sequences, before context parallelism divides them
     dtype: DType = DType.BF16
     skew: float = 0.0
+    expert_rows: int = 0
     scaling: Scaling = Scaling.NONE
     cast: Cast = Cast.NONE
 

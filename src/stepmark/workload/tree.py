@@ -270,6 +270,8 @@ class TreeMaker:
         """Rows of the experts of one rank."""
         moe, etp = self.model.moe, self.layout.expert_tp
         assert moe is not None
+        if self.inputs.expert_rows:
+            return self.inputs.expert_rows
         return max(1, self.tokens * moe.top_k * max(etp, self.own_twins) // self._tp)
 
     def _grouped(self, one: Linear) -> Module:
@@ -306,7 +308,9 @@ class TreeMaker:
         width = one.width // self._tp if one.split == "in" else one.width
         rows, twins = (self.tokens, 1) if one.split else (self.own_tokens, self.own_twins)
         shape = (out, width)
-        weight = Param(name=f"{one.name}.weight", shape=shape, part=role, is_partial=not one.split)
+        weight = Param(
+            name=f"{one.name}.weight", shape=shape, part=role, is_partial=not one.split
+        )
         is_whole = one.split != "out"
         bias = Param(name=f"{one.name}.bias", shape=(out,), part=role, is_partial=is_whole)
         return Module(

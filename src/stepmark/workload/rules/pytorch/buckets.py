@@ -6,8 +6,8 @@ mark_bucket_ready.
 
 from collections.abc import Iterator, Sequence
 
-from stepmark.core.workload import Operation
 from stepmark.core.module import Param
+from stepmark.core.workload import Operation
 
 
 def closed(sizes: Sequence[int], itemsize: int, limits: tuple[int, ...]) -> Iterator[list[int]]:

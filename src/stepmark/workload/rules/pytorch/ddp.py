@@ -15,6 +15,7 @@ from typing import Any
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
+from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync, Recompute
 from stepmark.core.workload import DDP, Block, ComputeOp, Item, Kernel, Run, Workload
@@ -34,7 +35,6 @@ from stepmark.workload.rules.pytorch.recompute import ahead
 from stepmark.workload.rules.pytorch.step import SOURCE, Rule, build
 from stepmark.workload.rules.pytorch.technique import Technique
 from stepmark.workload.rules.pytorch.units import groups_of
-from stepmark.core.module import Param
 from stepmark.workload.units import Unit
 
 MIB = 2**20
