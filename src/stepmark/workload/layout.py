@@ -1,4 +1,4 @@
-"""How a model is spread over ranks and what one micro-batch of it is: what shapes its tree."""
+"""What shapes a tree of modules: how a model is spread, one micro-batch of it, and names."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -118,3 +118,19 @@ def linear_products(
                 cast=cast,
             ),
         )
+
+
+def role_of(name: str) -> str:
+    """What workload files call the work of a block's module."""
+    for prefix, role in _ROLES.items():
+        if name.startswith(prefix):
+            return role + name.removeprefix(prefix)
+    return name
+
+
+_ROLES = {
+    "ffn.held.": "mlp.experts_",
+    "ffn.shared.": "mlp.shared_",
+    "ffn.": "mlp.",
+    "attention.q.": "attention.q_",
+}

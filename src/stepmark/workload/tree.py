@@ -27,7 +27,7 @@ from stepmark.core.ops import (
     Rope,
 )
 from stepmark.core.workload import Kernel
-from stepmark.workload.layout import Inputs, ShardLayout, linear_products
+from stepmark.workload.layout import Inputs, ShardLayout, linear_products, role_of
 
 
 def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
@@ -199,8 +199,8 @@ class TreeMaker:
                 head_dim=mla.qk_rope_head_dim if mla else model.head_dim,
                 dtype=inputs.plain_dtype,
             )
-            turned = model.num_heads * mla.qk_nope_head_dim if mla else 0
-            turned = turned or (model.num_heads + model.num_kv_heads) * model.d_qk
+            turned = (model.num_heads + model.num_kv_heads) * model.d_qk
+            turned = model.num_heads * mla.qk_nope_head_dim if mla else turned
             made = _between("attention.rope", *_both(rope))
             yield replace(made, keeps=Kept(divided=turned))
         core = Attention(
@@ -224,7 +224,7 @@ class TreeMaker:
         width = linears[-1].width
         if not is_shared:  # shared experts have the router's input
             ups[0] = replace(ups[0], keeps=Kept(whole=self.model.hidden_size))
-        name = role_of(linears[-1].name).replace("down", "activation")
+        name = down.role.replace("down", "activation")
         active = self._activation(name, self.tokens, width // self._tp, width)
         return (*_summed(ups, self), active, replace(down, keeps=Kept(divided=width)))
 
@@ -270,9 +270,8 @@ class TreeMaker:
         """Rows of the experts of one rank."""
         moe, etp = self.model.moe, self.layout.expert_tp
         assert moe is not None
-        if self.inputs.expert_rows:
-            return self.inputs.expert_rows
-        return max(1, self.tokens * moe.top_k * max(etp, self.own_twins) // self._tp)
+        every = max(1, self.tokens * moe.top_k * max(etp, self.own_twins) // self._tp)
+        return self.inputs.expert_rows or every
 
     def _grouped(self, one: Linear) -> Module:
         etp, ep, inputs = self.layout.expert_tp, self.layout.axes.ep, self.inputs
@@ -307,12 +306,10 @@ class TreeMaker:
         out = one.out // self._tp if one.split == "out" else one.out
         width = one.width // self._tp if one.split == "in" else one.width
         rows, twins = (self.tokens, 1) if one.split else (self.own_tokens, self.own_twins)
-        shape = (out, width)
-        weight = Param(
-            name=f"{one.name}.weight", shape=shape, part=role, is_partial=not one.split
-        )
-        is_whole = one.split != "out"
-        bias = Param(name=f"{one.name}.bias", shape=(out,), part=role, is_partial=is_whole)
+        weight = Param(name=f"{one.name}.weight", shape=(out, width), part=role)
+        weight = replace(weight, is_partial=not one.split)
+        bias = replace(weight, name=f"{one.name}.bias", shape=(out,))
+        bias = replace(bias, is_partial=one.split != "out")
         return Module(
             name=one.name,
             role=role,
@@ -365,22 +362,6 @@ class TreeMaker:
         moved = 3 * rows * self.model.hidden_size * self.inputs.plain_dtype.itemsize
         op = Kernel(name="add", flops=0, bytes_moved=moved)
         return _between(role, (Phase.FWD, op), (Phase.BWD, op))
-
-
-def role_of(name: str) -> str:
-    """What workload files call the work of a block's module."""
-    for prefix, role in _ROLES.items():
-        if name.startswith(prefix):
-            return role + name.removeprefix(prefix)
-    return name
-
-
-_ROLES = {
-    "ffn.held.": "mlp.experts_",
-    "ffn.shared.": "mlp.shared_",
-    "ffn.": "mlp.",
-    "attention.q.": "attention.q_",
-}
 
 
 def _summed(ups: list[Module], maker: TreeMaker, rows: int = 0) -> tuple[Module, ...]:
