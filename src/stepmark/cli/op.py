@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stepmark.cli.flags import Command
 from stepmark.cli.options import MEASURE, MODEL, SELECT, Flag, Values, as_command, of_operator
 from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.dtypes import OPERATOR_DTYPES
@@ -309,11 +310,13 @@ def _register() -> None:
 
         text = (kind.__doc__ or "").split("\n\n")[0].replace("\n", " ")
         groups = (of_operator(kind), (SHAPES,), extra, MODEL, AS, SELECT, MEASURE)
-        app.command(family)(as_command(handler, " ".join(text.split()), *groups))
+        app.command(family, cls=Command)(as_command(handler, " ".join(text.split()), *groups))
     doc = "Every operator of one layer of a model, its head, loss and optimizer."
     dtype = Flag(name="dtype", kind=str, help=f"element type(s): {', '.join(OPERATOR_DTYPES)}")
     skew = Flag(name="skew", kind=str, help="Zipf exponent of tokens per expert; 0 = balanced")
-    app.command("all")(as_command(all_families, doc, (dtype, skew), MODEL, AS, SELECT, MEASURE))
+    app.command("all", cls=Command)(
+        as_command(all_families, doc, (dtype, skew), MODEL, AS, SELECT, MEASURE)
+    )
 
 
 _register()
