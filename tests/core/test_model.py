@@ -103,8 +103,9 @@ def check_sum(model: ModelConfig) -> None:
     assert layers + rest == model.num_params
     assert model.num_dense_layers + model.num_moe_layers == model.num_layers
     moe = model.moe is not None
-    ffn = model.moe_layer_params if moe else model.mlp_params
-    assert model.layer_params(moe) == model.attention_params + ffn + 2 * model.norm_params
+    weights = sum(one.num_weights for one in model.linears(moe))
+    assert model.layer_matmul_params(moe) == weights
+    assert model.layer_params(moe) >= weights + 2 * model.norm_params
     assert model.num_active_matmul_params < model.num_active_params + model.head_params
     assert model.layer_matmul_params(moe, active=True) <= model.layer_matmul_params(moe)
     assert model.num_active_params <= model.num_params
