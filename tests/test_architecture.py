@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.core.ops import FAMILIES
-from stepmark.report.tables import shape_text
+from stepmark.core.ops.shape_text import shape_text
 
 from .core.ops_samples import PLAIN
 

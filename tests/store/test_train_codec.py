@@ -43,7 +43,7 @@ from stepmark.core.training import (
     Schedule,
     Training,
 )
-from stepmark.report import training
+from stepmark.report import train_columns
 from stepmark.report.comparison import headline, split_fields
 from stepmark.store import codec
 from stepmark.store.compare import Options, compare
@@ -471,7 +471,7 @@ def test_runs_show_export_and_report_have_training(tmp_path: Path) -> None:
 
 def test_a_long_list_of_techniques_leaves_the_column_in_a_tracker_s_name() -> None:
     """Every number of a row keeps a name of its own, with its column at the end."""
-    (row,) = training.rows([measured_of(SAMPLES["everything"])], INFO)
+    (row,) = train_columns.rows([measured_of(SAMPLES["everything"])], INFO)
     row["shape"] = str(row["shape"]) * 3
     names = list(_scalars([row]))
     assert any(name.endswith("/tokens_per_s_gpu") for name in names)

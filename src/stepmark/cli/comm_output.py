@@ -54,13 +54,15 @@ def deliver(path: Path, values: Values, code: int) -> int:
 
 def _show(seen: "View", values: Values) -> None:
     from stepmark.cli.view import console  # noqa: PLC0415
-    from stepmark.report import comm_printing, nccl_tests, p2p_matrix  # noqa: PLC0415
+    from stepmark.report import nccl_tests, p2p_matrix  # noqa: PLC0415
+    from stepmark.report.comm_columns import COMM_COLUMNS  # noqa: PLC0415
+    from stepmark.report.row_tables import print_rows  # noqa: PLC0415
 
     if style := values.get("style"):
         sys.stdout.write("\n".join(_styles()[style](seen.records, seen.run).values()))
         return
     if values.get("wide"):
-        comm_printing.wide(seen.comm_rows, console())
+        print_rows(seen.comm_rows, console(), COMM_COLUMNS)
         return
     matrices = [one for one in p2p_matrix.matrices(seen.comm_rows) if len(one.known) > 1]
     drawn = {one.family for one in matrices}

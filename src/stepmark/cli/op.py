@@ -149,7 +149,7 @@ def execute(cases: Sequence[OpCase], values: Values, device: str, ranks: int) ->
 
 def listed(cases: Sequence[OpCase], values: Values) -> None:
     """The plan: one line per case, or JSON/CSV of the same."""
-    from stepmark.report.tables import shape_text  # noqa: PLC0415
+    from stepmark.core.ops.shape_text import shape_text  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
 
     rows: list[dict[str, object]] = [

@@ -53,8 +53,8 @@ class Progress:
 
 def named(case: AnyCase) -> str:
     """What a line of progress calls a case."""
+    from stepmark.core.ops.shape_text import shape_text  # noqa: PLC0415
     from stepmark.report import training_words  # noqa: PLC0415
-    from stepmark.report.tables import shape_text  # noqa: PLC0415
 
     if isinstance(case, TrainCase):
         return f"{case.family} {case.model.name} {training_words.shape_text(case)}"

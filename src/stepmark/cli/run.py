@@ -95,23 +95,12 @@ def _as_rank(cases: "list[OpCase]", values: dict[str, Any], kind: str) -> int:
 def _show(path: Path, code: int) -> int:
     """Tables, summary and page of a run; the exit code."""
     from stepmark.cli import report, session  # noqa: PLC0415
-    from stepmark.cli.view import console, view  # noqa: PLC0415
-    from stepmark.report import (  # noqa: PLC0415
-        comm_printing,
-        comm_summary,
-        printing,
-        summary,
-        training_printing,
-        training_summary,
-    )
+    from stepmark.cli.view import console, show_rows, view  # noqa: PLC0415
+    from stepmark.report import comm_summary, summary, training_summary  # noqa: PLC0415
 
     seen = view(path)
     page = report.write(path)
-    printing.print_rows(seen.rows, console())
-    if seen.comm_rows:
-        comm_printing.wide(seen.comm_rows, console())
-    if seen.train_rows:
-        training_printing.print_training(seen.train_rows, console())
+    show_rows(seen)
     lines = comm_summary.comm_lines(seen.comm_rows)
     for line in (*lines, *training_summary.train_lines(seen.train_rows)):
         console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from stepmark.core.case import OpCase
 from stepmark.core.comm_case import CommCase
 from stepmark.core.comparison import Fields, Series
+from stepmark.core.ops.shape_text import shape_text
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel, Recompute
-from stepmark.report.tables import shape_text
 
 # Fields of a training case that are taken as they are.
 _TRAIN_VALUES = (

@@ -50,8 +50,7 @@ def show(
     run: RunName = "latest", runs: Runs = Path("runs"), json: Json = "", csv: Csv = ""
 ) -> None:
     """The rows of one run."""
-    from stepmark.cli.view import console  # noqa: PLC0415
-    from stepmark.report import comm_printing, printing, training_printing  # noqa: PLC0415
+    from stepmark.cli.view import show_rows  # noqa: PLC0415
     from stepmark.store.codec import to_plain  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
 
@@ -63,12 +62,7 @@ def show(
         write_csv(rows, csv, info.run_id)
     if "-" not in (json, csv):
         _say_what(info)
-        if seen.rows or not rows:
-            printing.print_rows(seen.rows, console())
-        if seen.comm_rows:
-            comm_printing.wide(seen.comm_rows, console())
-        if seen.train_rows:
-            training_printing.print_training(seen.train_rows, console())
+        show_rows(seen)
 
 
 @app.command()

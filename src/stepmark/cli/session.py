@@ -265,7 +265,9 @@ def _terminable() -> Iterator[None]:
 def deliver(outcome: Outcome, values: Values) -> None:
     """The rows: as a table, in another tool's style, as CSV and JSON."""
     from stepmark.cli.view import console  # noqa: PLC0415
-    from stepmark.report import printing, styles  # noqa: PLC0415
+    from stepmark.report import styles  # noqa: PLC0415
+    from stepmark.report.op_columns import OP_COLUMNS  # noqa: PLC0415
+    from stepmark.report.row_tables import print_rows  # noqa: PLC0415
     from stepmark.store.export import write_tables  # noqa: PLC0415
 
     seen = outcome.view
@@ -279,7 +281,7 @@ def deliver(outcome: Outcome, values: Values) -> None:
     if csv:
         write_tables(grouped if _is_folder(csv) else {"rows": seen.rows}, csv, "csv")
     if not style and "-" not in (json, csv):
-        printing.print_rows(seen.rows, console())
+        print_rows(seen.rows, console(), OP_COLUMNS)
     sys.stderr.write(f"run {outcome.path}\n")
 
 

@@ -50,9 +50,9 @@ def found_batch(records: Iterable[Record], launches: int) -> bool:
 def _show(seen: "View", path: Path) -> None:
     from stepmark.cli.progress import named  # noqa: PLC0415
     from stepmark.cli.view import console  # noqa: PLC0415
-    from stepmark.report import training, training_messages, training_printing  # noqa: PLC0415
+    from stepmark.report import train_columns, training_messages, training_printing  # noqa: PLC0415
 
-    per_rank = training.per_rank_rows(seen.records, seen.run)
+    per_rank = train_columns.per_rank_rows(seen.records, seen.run)
     several = [row for row in per_rank if len(seen.run.environment.devices) > 1]
     training_printing.print_training(seen.train_rows, console(), several)
     for record in seen.records:

@@ -15,11 +15,12 @@ from stepmark.core.collectives import (
     placements,
     trimmed_count,
 )
+from stepmark.core.columns import Row
 from stepmark.core.comm_case import CommCase
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Attention, Bmm, Gemm, GroupedGemm, Op
+from stepmark.core.ops.shape_text import shape_text
 from stepmark.core.workload import CommOp, ComputeOp, Workload
-from stepmark.report.tables import Row, shape_text
 from stepmark.report.workload_tables import SETUP, pass_of, ranges
 
 # What a workload's speed hangs on; other operators are listed in show's tables.

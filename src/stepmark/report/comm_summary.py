@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report.nccl_remarks import straggler
 from stepmark.report.p2p_matrix import matrices, slow_lines
-from stepmark.report.printing import describe, digits
+from stepmark.report.row_tables import describe
 from stepmark.report.summary import LEAD
-from stepmark.report.tables import Row, number, text
 
 _WAY = ("collective", "dtype", "num_ranks", "mode", "api", "split", "beside")
 

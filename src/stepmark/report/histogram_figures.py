@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from stepmark.core.columns import Row, number, text
 from stepmark.core.finding import Finding
 from stepmark.core.units import format_bytes
 from stepmark.report.figures import COLOURS, styled
 from stepmark.report.histogram import MESSAGE
 from stepmark.report.histogram_text import lines
 from stepmark.report.page_assets import SCRIPT, STYLE
-from stepmark.report.tables import Row, number, text
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -4,16 +4,18 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from stepmark.core.columns import Row, text
 from stepmark.core.device import DeviceSpec
 from stepmark.core.record import DeviceInfo, Failed, Record, RunInfo
 from stepmark.core.units import format_bytes
 from stepmark.report import comm_figures, figures, training_figures
+from stepmark.report.comm_columns import COMM_COLUMNS
 from stepmark.report.comm_summary import comm_lines
+from stepmark.report.op_columns import OP_COLUMNS
 from stepmark.report.page_assets import SCRIPT, STYLE
-from stepmark.report.page_table import COMM_COLUMNS, TRAIN_COLUMNS, table
-from stepmark.report.printing import describe
+from stepmark.report.row_tables import describe, table
 from stepmark.report.summary import LEAD, summary_lines
-from stepmark.report.tables import Row, text
+from stepmark.report.train_columns import TRAIN_COLUMNS
 from stepmark.report.training_summary import train_lines
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def html(
             *_train_sections(records, train_rows),
             *_figure_sections(run, rows, device),
             *_comm_sections(run, comm_rows, device),
-            section("Measurements", table(rows) if rows or not beside else ""),
+            section("Measurements", table(rows, OP_COLUMNS) if rows or not beside else ""),
             section("Collectives", table(comm_rows, COMM_COLUMNS) if comm_rows else ""),
             section("Skipped and failed", _unmeasured(records, [*rows, *beside])),
             section("Environment", _environment(run)),

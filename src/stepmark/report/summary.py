@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.record import RunInfo
-from stepmark.report.printing import describe, digits
-from stepmark.report.tables import Row, number, text
+from stepmark.report.row_tables import describe
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from statistics import fmean, median
 
+from stepmark.core.columns import Row
 from stepmark.core.record import Measured
 from stepmark.core.training import Training
-from stepmark.report.tables import Row
 
 PHASES = ("fwd_s", "bwd_s", "optim_s", "other_s")
 

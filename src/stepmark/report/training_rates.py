@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import fsum
 from statistics import median
 
+from stepmark.core.columns import Row
 from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
 from stepmark.core.flops import TokenFlops, per_token
@@ -12,7 +13,7 @@ from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Fp8, Precision, Training
 from stepmark.core.units import TFLOP
-from stepmark.report.tables import LIMIT_SLACK, Ceilings, Row
+from stepmark.report.op_columns import LIMIT_SLACK, Ceilings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.units import format_time
-from stepmark.report.printing import digits
 from stepmark.report.summary import LEAD
-from stepmark.report.tables import Row, number, text
 from stepmark.report.training_remarks import remarks, title
 
 

@@ -8,11 +8,12 @@ Over 250 lines: the tables share their sums.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from stepmark.core.columns import Row
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.core.ops import FAMILY_OF, Op, Phase
+from stepmark.core.ops.shape_text import shape_text
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Run, Workload
 from stepmark.report.histogram import size_of
-from stepmark.report.tables import Row, shape_text
 
 SETUP = "setup"  # what runs once, before the first step
 _PASS = {
