@@ -12,15 +12,41 @@ CAN_MAKE_VENV := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11
 HAS_TORCH := import sys, torch; \
   sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14))
 
-.PHONY: run setup test check lint format types imports clean
+.PHONY: run setup test mutations soak size check lint format types imports clean
 
 run: $(VENV)/.installed
 	$(BIN)/stepmark run $(ARGS)
 
 setup: $(VENV)/.installed-dev
 
+# Two halves side by side, a core each: tests that start processes, and all others. The output of
+# the first comes when the second is done. A half may have no test that ARGS selects (5), not both.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	@log=$$(mktemp); ranks=0; others=0; \
+	$(BIN)/python -m pytest -m ranks $(ARGS) >$$log 2>&1 & half=$$!; \
+	trap 'kill $$half 2>/dev/null; rm -f '$$log INT TERM EXIT; \
+	echo "pytest -m 'not ranks' (and -m ranks beside it)"; \
+	$(BIN)/python -m pytest -m "not ranks" $(ARGS) || others=$$?; \
+	wait $$half || ranks=$$?; \
+	echo "pytest -m ranks"; cat $$log; \
+	case $$ranks-$$others in 0-0|0-5|5-0) exit 0 ;; 0-*|5-*) exit $$others ;; *) exit $$ranks ;; esac
+
+# Puts known faults into a copy of the package: each must be found by a test.
+mutations: $(VENV)/.installed-dev
+	$(BIN)/python tests/mutate.py $(ARGS)
+
+# Tests of kills, hangs, interrupts and lost ranks, TURNS times over.
+TURNS := 20
+soak: $(VENV)/.installed-dev
+	@for turn in $$(seq $(TURNS)); do \
+	  echo "turn $$turn of $(TURNS)"; \
+	  $(BIN)/python -m pytest -x tests/launch tests/cli \
+	    -k "fault or kill or hang or interrupt or die or lost" $(ARGS) || exit 1; \
+	done
+
+# Lowers the limits of lines and files to what is there; ARGS=core raises those of core.
+size: $(VENV)/.installed-dev
+	$(BIN)/python tests/size.py $(ARGS)
 
 # Every step, also after one that failed; the tests last.
 check: $(VENV)/.installed-dev

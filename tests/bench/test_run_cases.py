@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tests.bench.on_ranks import said_on_ranks
+from tests.bench.two_ranks import measure_and_check
+from tests.ranks_pool import Pool
 
 from stepmark.bench import clock, run_cases
 from stepmark.bench.operators import bench as operators
@@ -322,5 +323,5 @@ def test_operand_sets_pass_twice_the_cache(
 
 def test_two_ranks_agree() -> None:
     """On a skip, on a failure of one, on wrong data; uneven ranks take as many samples."""
-    said = said_on_ranks("tests.bench.two_ranks", 2, timeout_s=120)
-    assert "both ranks are done" in said
+    with Pool(2) as pool:
+        pool.run(measure_and_check, timeout_s=120)

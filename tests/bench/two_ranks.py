@@ -1,20 +1,18 @@
-"""Run by test_run_cases under torchrun with two gloo ranks. Prints when all agreed."""
+"""What test_run_cases runs on two gloo ranks."""
 
 import time
 
-import torch.distributed as dist
 from tests.bench.fakes import GOOD, WRONG, NoGuard, context, entries, gemm, impl
 
 from stepmark.bench import run_cases
 from stepmark.bench.operators.bench import OperatorBench
 from stepmark.bench.operators.table import IMPLS
-from stepmark.bench.ranks import join
+from stepmark.bench.ranks import Ranks
 from stepmark.core.plan import OpHow
 from stepmark.core.record import Check, Failed, Measured, Record, Skipped
 
 
-def main() -> None:
-    ranks = join("cpu")
+def measure_and_check(ranks: Ranks) -> None:
     second = ranks.rank == 1
 
     def broken_on_second() -> Check:
@@ -49,10 +47,6 @@ def main() -> None:
         assert records == [], "only rank 0 passes records on"
     else:
         check(records)
-    dist.barrier()
-    if not second:
-        print("both ranks are done", flush=True)  # noqa: T201
-    ranks.close()
 
 
 def check(records: list[Record]) -> None:
@@ -74,7 +68,3 @@ def check(records: list[Record]) -> None:
     assert (first_failed.message, first_failed.ranks) == ("on the first", (0,))
     assert isinstance(alone, Measured), alone
     assert len(alone.samples.seconds) == len(alone.telemetry) == 1
-
-
-if __name__ == "__main__":
-    main()

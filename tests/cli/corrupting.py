@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from stepmark.bench.collectives.torch_api import TorchCommunicator
+from stepmark.bench.collectives.communicators import TorchCommunicator
 from stepmark.bench.collectives.torch_calls import Issue
 from stepmark.cli.main import main
 from stepmark.core.comm_case import CommCase

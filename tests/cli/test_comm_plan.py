@@ -103,10 +103,12 @@ def test_trimmed_sizes_are_measured_once_and_said() -> None:
 
 def test_sizes_that_trim_to_nothing_are_refused_with_the_least_that_works() -> None:
     error = refused("all_to_all", n=4, begin="1", end="32")
-    assert str(error) == "end: '32': at least 64 bytes for all_to_all of fp32"
+    assert (
+        str(error) == "end 32 is invalid: it must be at least 64 bytes for all_to_all of fp32."
+    )
     assert cases("all_to_all", n=4, begin="64", end="64")
     assert str(refused("all_reduce", begin="1", end="3")).startswith(
-        "end: '3': at least 4 bytes"
+        "end 3 is invalid: it must be at least 4 bytes"
     )
     assert cases("all_reduce", begin="4", end="4")
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.cli import main, view
+from stepmark.app import view
+from stepmark.cli import main
 
 RESULTS = Path(__file__).parents[2] / "results"
 # An operator's, a collective's and a training step's run.

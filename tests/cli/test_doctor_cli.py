@@ -11,11 +11,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from stepmark.app import doctor
 from stepmark.cli import doctor as cli
 from stepmark.core.errors import ConfigError
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-app.command()(cli.doctor)
+app.command()(cli.command)
 
 
 def run(*args: str) -> str:
@@ -50,8 +51,8 @@ def test_outputs_go_to_a_file_or_into_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_bracket_in_a_name_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    line = cli.Line(section="[red]S", item="[bold]x[/bold]", mark="ok", detail="[/nope]")
-    cli.draw([line], to_stderr=False)
+    line = doctor.Line(section="[red]S", item="[bold]x[/bold]", mark="ok", detail="[/nope]")
+    doctor.draw([line], to_stderr=False)
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("[red]S", "[bold]x[/bold]", "[/nope]"))
 

@@ -149,12 +149,15 @@ def test_a_curve_of_a_run(
     ("words", "said"),
     [
         (("--curve", TABLE), "times of all_gather; it has all_reduce"),
-        (("--curve", "missing.txt"), "curve: 'missing.txt': a file that exists"),
+        (
+            ("--curve", "missing.txt"),
+            "curve missing.txt is invalid: it must be a file that exists",
+        ),
         (("--curve", COLL), "times of collectives"),
-        (("--bins", "7,3"), "bins: '7,3'"),
-        (("--by", "rank"), "by: 'rank'"),
+        (("--bins", "7,3"), "bins 7,3"),
+        (("--by", "rank"), "by rank"),
         (("--ranks", "0"), "from 1"),
-        (("--steps", "0"), "steps: '0': at least 1"),
+        (("--steps", "0"), "steps 0 is invalid: it must be at least 1"),
         (("--html", "/nowhere/x.html"), "can be written"),
     ],
 )

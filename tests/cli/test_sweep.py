@@ -14,13 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.cli import sweep_probe, sweep_results, sweep_settings, sweep_tuner
-from stepmark.cli.sweep import refuse_ranks
-from stepmark.cli.sweep_run import Means, make, order_of
-from stepmark.cli.sweep_settings import settings, split_values
+from stepmark.app import sweep as app
+from stepmark.app import sweep_results, sweep_run
+from stepmark.app import tuner as tuning
+from stepmark.app.sweep import refuse_ranks, settings, split_values
+from stepmark.app.sweep_run import Means, make, order_of
 from stepmark.core.comparison import Series, Side
 from stepmark.core.errors import ConfigError
 from stepmark.core.sweep import Outcome, Setting, Sweep, Try, TunerChoice
+from stepmark.core.verb_options import SweepOptions
 from stepmark.launch import processes
 from stepmark.report.recommendation import Advice
 from stepmark.report.tuner import COLLECTIVES, first_match, parse
@@ -53,7 +55,7 @@ def test_an_empty_value_is_unset_and_all_unset_is_the_default() -> None:
     assert names("A=,1", "B=,x") == ["default", "B=x", "A=1", "A=1 B=x"]
     assert names("A=,1", default=False) == ["default", "A=1"]
     (unset, _) = settings(["A=,1"], [], default=True, force=False)
-    assert sweep_settings.environment(unset, {"A": "9", "B": "8"}) == {"B": "8"}
+    assert sweep_run.environment(unset, {"A": "9", "B": "8"}) == {"B": "8"}
 
 
 @given(st.lists(st.text(alphabet="a,\\;:^=", min_size=1), min_size=1))
@@ -371,8 +373,8 @@ def test_the_page_says_what_failed_and_what_is_recommended(tmp_path: Path) -> No
     page = tmp_path / "s.html"
     with Journal.create(tmp_path, sweep_of("broken", "fast", repeats=4)) as journal:
         make(journal, means(tmp_path), [])
-    values = {"min_gain": "1%", "out": str(tmp_path), "html": str(page)}
-    assert sweep_results.made(journal.sweep, journal.path, None, values, {}) == 3
+    options = SweepOptions(out=tmp_path, html=str(page))
+    assert sweep_results.made(journal.sweep, journal.path, None, options, {}) == 3
     text = page.read_text()
     assert "failed: KIND=broken in round " in text
     assert "failed, exit code 3\n  stepmark: it is\n  broken\n" in text
@@ -382,7 +384,7 @@ def test_the_page_says_what_failed_and_what_is_recommended(tmp_path: Path) -> No
 def test_notes_say_what_else_decides() -> None:
     found = settings(["NCCL_ALGO=Ring"], [], default=True, force=False)
     base = {"NCCL_ALGO": "Tree", "NCCL_DEBUG": "WARN", "HOME": "/nowhere"}
-    said = sweep_settings.notes(found, base | {"NCCL_CONF_FILE": "/nowhere"})
+    said = app.notes(found, base | {"NCCL_CONF_FILE": "/nowhere"})
     assert said[:2] == (
         "NCCL_ALGO=Tree of your environment is overridden",
         "NCCL_CONF_FILE=/nowhere is the same for all",
@@ -523,7 +525,7 @@ def test_collectives_for_real_after_an_interrupt(tmp_path: Path) -> None:
     assert "OMP_NUM_THREADS=1 / default" in done.stdout
 
 
-def logged(**at: tuple[str, str, int]) -> sweep_probe.Logged:
+def logged(**at: tuple[str, str, int]) -> tuning.Logged:
     """s1024=...: what all collectives run with at 1 KiB."""
     return {
         (name, int(key[1:])): TunerChoice(
@@ -549,7 +551,7 @@ def test_the_file_says_what_won_and_the_default_elsewhere(tmp_path: Path) -> Non
         "default": logged(**dict.fromkeys(sizes, ring)),
         "KIND=fast": logged(**dict.fromkeys(sizes, tree)),
     }
-    chosen = sweep_tuner.choose(both, found.advice)
+    chosen = tuning.choose(both, found.advice)
     held = {one.size_bytes: one.how for one in chosen if one.collective == "all_reduce"}
     # Measured from 64 KiB to 16 MiB, and nothing is known beyond.
     assert held == {2**10: ring, 2**16: tree, 2**19: tree, 2**24: tree, 2**30: ring}
@@ -557,21 +559,19 @@ def test_the_file_says_what_won_and_the_default_elsewhere(tmp_path: Path) -> Non
     assert others == {ring}
 
 
-def tuned(
-    folder: Path, plugin: str | None = None
-) -> tuple[list[str], int, sweep_tuner.Request]:
+def tuned(folder: Path, plugin: str | None = None) -> tuple[list[str], int, tuning.Request]:
     """A sweep in which Tree wins, and its tuner file."""
     sweep = dataclasses.replace(
         sweep_of("x", repeats=4),
         settings=tuple(settings(["NCCL_ALGO=Tree"], [], default=True, force=False)),
     )
-    asked = sweep_tuner.request(str(folder / "tuner.conf"), plugin, sweep, force=False)
+    asked = tuning.request(folder / "tuner.conf", plugin, sweep, force=False)
     with Journal.create(folder, sweep) as journal:
         how = means(folder)
         make(journal, how, [])
         found = sweep_results.compared(journal.path, journal.sweep, 0.01)
         assert found is not None
-        said, code = sweep_tuner.emit(journal, found.advice, asked, how, [])
+        said, code = tuning.emit(journal, found.advice, asked, how, [])
     return said, code, asked
 
 
@@ -618,8 +618,8 @@ def test_one_channel_is_seen_and_is_a_failed_check(tmp_path: Path) -> None:
 def test_without_a_log_no_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep_probe, "_with_text", lambda folder: [])
-    with pytest.raises(sweep_probe.ProbeError, match="no choice with channels"):
+    monkeypatch.setattr(tuning, "_with_text", lambda folder: [])
+    with pytest.raises(tuning.ProbeError, match="no choice with channels"):
         tuned(tmp_path)
     assert not (tmp_path / "tuner.conf").exists()
 
@@ -635,9 +635,9 @@ def test_a_file_that_would_change_nothing_is_not_written(tmp_path: Path) -> None
         min_gain=0.01,
         left_out={},
     )
-    asked = sweep_tuner.Request(target=tmp_path / "t", plugin=None, values={}, names=())
+    asked = tuning.Request(target=tmp_path / "t", plugin=None, values={}, names=())
     with Journal.create(tmp_path, sweep_of("fast")) as journal:
-        said, code = sweep_tuner.emit(journal, advice, asked, means(tmp_path), [])
+        said, code = tuning.emit(journal, advice, asked, means(tmp_path), [])
     assert (said, code) == (["no tuner file: the default stays everywhere"], 0)
     assert not asked.target.exists()
 

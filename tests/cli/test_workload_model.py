@@ -213,8 +213,8 @@ def test_a_recommender(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_recommenders_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, *DLRM, "--arch-mlp-bot=128-128-128-128")
-    assert "ending in arch_sparse_feature_size (64)" in said
+    assert "it must end in arch_sparse_feature_size (64)" in said
     bottom = "--arch-mlp-bot=128-64"
     assert "at most one rank per table (8)" in refusal(capsys, *DLRM, bottom, "--world-size=16")
-    assert "nothing with dlrm" in refusal(capsys, *DLRM, bottom, "--num-layers=3")
-    assert "nothing with dlrm" in refusal(capsys, *DLRM, bottom, "--model=gpt-j-6b")
+    assert "it has no effect with dlrm" in refusal(capsys, *DLRM, bottom, "--num-layers=3")
+    assert "it has no effect with dlrm" in refusal(capsys, *DLRM, bottom, "--model=gpt-j-6b")

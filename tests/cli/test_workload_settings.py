@@ -27,11 +27,23 @@ def test_optimizer_instances_go_by_either_name(run: Program) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (f"{TINY} --dtype fp8", "dtype: 'fp8_e4m3': fp32, bf16 or fp16"),
-        (f"{TINY} --framework fsdp --dtype fp8", "dtype: 'fp8_e4m3': fp32, bf16 or fp16"),
-        (f"{TINY} --framework fsdp --param-dtype int8", "param_dtype: 'int8': fp32, bf16"),
-        (f"{TINY} --framework ddp --param-dtype int64", "param_dtype: 'int64': fp32, bf16"),
-        (f"{EXPERTS} --moe-aux-loss-coeff -1", "moe_aux_loss_coeff: '-1.0': 0 or more"),
+        (f"{TINY} --dtype fp8", "dtype fp8_e4m3 is invalid: it must be fp32, bf16 or fp16"),
+        (
+            f"{TINY} --framework fsdp --dtype fp8",
+            "dtype fp8_e4m3 is invalid: it must be fp32, bf16 or fp16",
+        ),
+        (
+            f"{TINY} --framework fsdp --param-dtype int8",
+            "--param-dtype int8 is invalid: it must be fp32, bf16",
+        ),
+        (
+            f"{TINY} --framework ddp --param-dtype int64",
+            "--param-dtype int64 is invalid: it must be fp32, bf16",
+        ),
+        (
+            f"{EXPERTS} --moe-aux-loss-coeff -1",
+            "--moe-aux-loss-coeff -1.0 is invalid: it must be 0 or more",
+        ),
         (f"{TINY} --world-size 16 --dp-shard 2", "give that, or dp-shard 16"),
     ],
 )

@@ -413,7 +413,7 @@ def test_fp8_products_are_sixteen_wide(dims: tuple[int, int, int], dtype: DType)
 
 @pytest.mark.parametrize("changes", [{"scaling": Scaling.ROWWISE}, {"cast": Cast.ONLY}])
 def test_scales_and_casts_are_for_fp8(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="fp8 dtypes only"):
+    with pytest.raises(ConfigError, match="only with fp8 dtypes"):
         replace(GEMM, **changes)
 
 

@@ -67,6 +67,13 @@ def test_the_interval_covers_the_median(n: int) -> None:
     assert hits / trials >= 0.95 - 3 * (0.05 * 0.95 / trials) ** 0.5
 
 
+@pytest.mark.parametrize("n", [*range(1, 40), 100, 401])
+def test_the_interval_of_the_mirrored_samples_is_mirrored(n: int) -> None:
+    values = [float(i) ** 2 for i in range(n)]
+    low, high = median_interval(values)
+    assert median_interval([-value for value in reversed(values)]) == (-high, -low)
+
+
 @pytest.mark.parametrize("n", [50, 400])
 def test_the_interval_narrows_with_more_samples(n: int) -> None:
     rng = np.random.default_rng(1)

@@ -27,29 +27,38 @@ def of(*items: Any, group: Group | None = None, **more: Any) -> Workload:
 @pytest.mark.parametrize(
     ("workload", "words"),
     [
-        (of(comm("broadcast", root=2)), "root: '2': a rank of the group, from 0 to 1"),
-        (of(comm("broadcast", root=-1)), "root: '-1'"),
-        (of(compute(after=("nothing",))), "after: 'nothing': the name of an operation"),
-        (of(compute(after=("~1",))), "after: '~1'"),
-        (of(compute(name="a"), compute(after=("a~b",))), "after: 'a~b'"),
+        (
+            of(comm("broadcast", root=2)),
+            "root 2 is invalid: it must be a rank of the group, from 0 to 1",
+        ),
+        (of(comm("broadcast", root=-1)), "root -1"),
+        (
+            of(compute(after=("nothing",))),
+            "after nothing is invalid: it must be the name of an operation",
+        ),
+        (of(compute(after=("~1",))), "after ~1"),
+        (of(compute(name="a"), compute(after=("a~b",))), "after a~b"),
         (
             of(
                 Run(block="inner"),
                 setup="setup",
                 blocks={"inner": (compute(after=("a",)),), "setup": (compute(name="a"),)},
             ),
-            "after: 'a'",
+            "after a",
         ),
-        (of(comm(), group=Group(digits=((3, 1),))), "group: .*3, 1.*: digits that fit 8 ranks"),
+        (
+            of(comm(), group=Group(digits=((3, 1),))),
+            "group .*3, 1.* is invalid: it must be digits that fit 8 ranks",
+        ),
         (of(group=Group(digits=((3, 1),))), "digits that fit 8 ranks"),
         (of(comm(), group=Group(digits=((2, 6),))), "digits that fit 8 ranks"),
         (of(comm(), group=Group(digits=((2, 1), (2, 1)))), "digits that fit 8 ranks"),
-        (of(comm(count=2**62)), "count: .*less than 2\\*\\*63 bytes"),
+        (of(comm(count=2**62)), "count .*less than 2\\*\\*63 bytes"),
         (
             of(Run(block="one", times=10**12), blocks={"one": (compute(), compute())}),
-            "block: 'step': one that ends",
+            "block step is invalid: it must be one that ends",
         ),
-        (of(Run(block="none", times=10**13), blocks={"none": ()}), "block: 'step'"),
+        (of(Run(block="none", times=10**13), blocks={"none": ()}), "block step"),
     ],
 )
 def test_contradictions_are_one_line(workload: Workload, words: str) -> None:

@@ -12,7 +12,6 @@ from stepmark.core.case import Label, Rate
 from stepmark.core.columns import Row, View, number
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import EmbeddingBag, Gemm, Phase
-from stepmark.core.ops.shape_text import shape_text
 from stepmark.core.record import Failed, Skipped
 from stepmark.report import row_tables
 from stepmark.report.op_columns import OP_COLUMNS, rows
@@ -186,7 +185,7 @@ def test_device_state_is_that_of_the_slowest_rank() -> None:
 
 
 def test_attention_reads_aloud() -> None:
-    assert shape_text(attention(Phase.FWD)) == "b2 s4096 h64/8 d128/128 causal"
+    assert attention(Phase.FWD).shape_text == "b2 s4096 h64/8 d128/128 causal"
 
 
 def test_printed_rows_are_whole_when_not_on_a_terminal() -> None:

@@ -13,7 +13,7 @@ from tests.store.test_query import sql
 from tests.store.test_runs import INFO
 from typer.testing import CliRunner
 
-from stepmark.cli import report
+from stepmark.app import report
 from stepmark.cli.run_series import mean_of_cycles, series_of_records
 from stepmark.cli.runs import app
 from stepmark.core.comparison import Comparison, Side

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -15,6 +16,7 @@ from tests.report.comm_records import comm_run
 from stepmark.core.errors import ConfigError
 from stepmark.report.nccl_json import json_document
 from stepmark.report.tables_found import rows
+from stepmark.trace.read_text import read_bytes
 from stepmark.trace.tables import find, looks_like_tables, tables_of
 from stepmark.trace.tables.validate import validate
 
@@ -41,6 +43,15 @@ def test_files_without_text_are_refused(tmp_path: Path, content: bytes, said: st
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=said):
         find(path)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_file_over_the_limit_is_refused(tmp_path: Path, pack: Callable[..., bytes]) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(pack(b"x" * 100))
+    assert len(read_bytes(path, 100)) == 100
+    with pytest.raises(ConfigError, match="at most"):
+        read_bytes(path, 99)
 
 
 def test_no_file_and_a_folder_are_refused(tmp_path: Path) -> None:

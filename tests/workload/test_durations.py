@@ -188,7 +188,7 @@ class TestMissing:
             "without a time are 7: norm tokens=32 hidden=64 dtype=bf16 (attention.norm)"
             in str(caught.value)
         )
-        assert str(caught.value).endswith("; and 4 more")
+        assert str(caught.value).endswith("; and 4 more.")
         assert "\n" not in str(caught.value)
 
     def test_a_later_source_fills_the_gaps_of_the_first(self) -> None:

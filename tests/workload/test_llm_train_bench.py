@@ -108,7 +108,7 @@ def test_bad_files_name_field_value_and_what_is_allowed(
 
 @pytest.mark.parametrize("name", list(GPT))
 def test_each_field_is_required(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: 'missing': a required field"):
+    with pytest.raises(ConfigError, match=f"{name} is missing: it is a required field"):
         read({key: value for key, value in GPT.items() if key != name}, tmp_path)
 
 

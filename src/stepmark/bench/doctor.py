@@ -1,5 +1,6 @@
 """What this machine is, what would be measured here, what not, and why."""
 
+import dataclasses
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,50 +19,28 @@ from stepmark.bench.telemetry import cpu_reading, open_gpu
 from stepmark.core.device import find_device
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import (
-    Activation,
-    Attention,
-    Bmm,
-    Copy,
-    CrossEntropy,
-    EmbeddingBag,
-    Gemm,
-    GroupedGemm,
-    Mlp,
-    Norm,
-    Op,
-    Optimizer,
-    Rope,
-)
+from stepmark.core.ops import FAMILIES, Gemm, Op
 from stepmark.core.record import DeviceInfo, Environment, Telemetry
 from stepmark.core.units import GIB, format_bytes
 
 MIN_CORES_PER_GPU = 4
 OTHERS_SHARE = 0.05  # of a card's memory in use before we start
 
-# Tiny operators of each family; support is decided from them.
-SAMPLES: dict[str, tuple[Op, ...]] = {
-    "gemm": (
-        Gemm(m=32, n=32, k=32),
-        Gemm(m=32, n=32, k=32, dtype=DType.FP32),
-        Gemm(m=32, n=32, k=32, dtype=DType.FP8_E4M3),
-    ),
-    "grouped-gemm": (GroupedGemm(num_groups=2, tokens=64, n=32, k=32),),
-    "bmm": (Bmm(batch=2, m=32, n=32, k=32),),
-    "attention": (
-        Attention(
-            batch=1, seq_q=64, seq_kv=64, heads=2, kv_heads=2, head_dim_qk=64, head_dim_v=64
-        ),
-    ),
-    "mlp": (Mlp(layers=1, input=32, hidden=32, output=32, batch=32),),
-    "embedding-bag": (EmbeddingBag(rows=64, dim=32, pooling=2, batch=8),),
-    "norm": (Norm(tokens=32, hidden=64),),
-    "activation": (Activation(tokens=32, width=64),),
-    "rope": (Rope(batch=1, seq=32, heads=2, kv_heads=2, head_dim=64),),
-    "cross-entropy": (CrossEntropy(tokens=32, vocab=64),),
-    "optimizer": (Optimizer(num_params=64),),
-    "copy": (Copy(num_bytes=1024),),
-}
+# Types of products whose support differs.
+_GEMM_DTYPES = (DType.BF16, DType.FP32, DType.FP8_E4M3)
+
+
+def samples(family: str) -> list[Op]:
+    """Return small operators from which support of a family is decided."""
+    kind = FAMILIES[family]
+    sizes = {
+        field.name: max(64, field.metadata["low"])
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING
+    }
+    if kind is Gemm:
+        return [Gemm(**sizes, dtype=dtype) for dtype in _GEMM_DTYPES]
+    return [kind(**sizes)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +159,7 @@ def backends(
             reason=impl.unsupported(op, found),
         )
         for family, table in impls.items()
-        for op in SAMPLES[family]
+        for op in samples(family)
         for name, impl in table.items()
     )
 

@@ -95,6 +95,10 @@ def _bus_id(index: int) -> str:
     return f"{domain:04x}:{bus:02x}:{place:02x}"
 
 
+# Triton is not imported to find out: that is slow, and fails without a driver.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def capabilities(device: torch.device) -> Capabilities:
     """What support of an operator is decided from."""
     on_gpu = device.type == "cuda"

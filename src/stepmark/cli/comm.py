@@ -199,7 +199,7 @@ def measure(values: dict[str, Any]) -> None:
         typer.echo(table())
         return
     if not names and not values.get("from_workload"):
-        raise ConfigError("collective", "none", "a name; `stepmark comm --list` shows them")
+        raise ConfigError("collective", "missing", "a name; `stepmark comm --list` shows them")
     comm_values.check_calls(values)
     if values.get("print_as"):
         comm_workload.print_commands(names, values)

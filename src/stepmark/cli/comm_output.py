@@ -12,8 +12,8 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.record import Record, RunInfo
 
 if TYPE_CHECKING:
+    from stepmark.app.view import View
     from stepmark.cli.comm_plan import Plan
-    from stepmark.cli.view import View
 
 Rows = list[dict[str, Any]]
 
@@ -53,7 +53,7 @@ def deliver(path: Path, values: Values, code: int) -> int:
 
 
 def _show(seen: "View", values: Values) -> None:
-    from stepmark.cli.view import console  # noqa: PLC0415
+    from stepmark.app.view import console  # noqa: PLC0415
     from stepmark.report import nccl_tests, p2p_matrix  # noqa: PLC0415
     from stepmark.report.comm_columns import COMM_COLUMNS  # noqa: PLC0415
     from stepmark.report.row_tables import print_rows  # noqa: PLC0415

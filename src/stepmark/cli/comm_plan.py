@@ -18,7 +18,7 @@ from stepmark.core.collectives import (
     num_parts,
     trimmed_count,
 )
-from stepmark.core.comm_case import CommCase
+from stepmark.core.comm_case import CommCase, unsupported
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 
@@ -51,7 +51,9 @@ def plan(names: list[str], values: Values, device: str, world_size: int) -> Plan
             found += _of_name(name, values, device, n, world_size, notes)
     if not found:
         raise ConfigError(
-            "dtype", values.get("dtype") or "fp32", "; ".join(dict.fromkeys(notes))
+            "dtype",
+            values.get("dtype") or "fp32",
+            "it leaves nothing to measure; " + "; ".join(dict.fromkeys(notes)),
         )
     return Plan(cases=list(dict.fromkeys(found)), notes=list(dict.fromkeys(notes)))
 
@@ -108,7 +110,7 @@ def _of_collective(
     for one in _forms(collective, values, base):
         if reason := impossible(one):
             if comm_values.asked_by_name(values):
-                raise ConfigError(*reason)
+                raise ConfigError(reason[0], reason[1], f"it cannot run: {reason[2]}")
             notes.append(f"left out: {reason[2]}")
             continue
         for sized in _sized(one, values, notes):
@@ -133,8 +135,6 @@ def _forms(collective: Collective, values: Values, base: CommCase) -> Iterator[C
 
 def impossible(case: CommCase) -> tuple[str, object, str] | None:
     """field, value and why, for what no size will change."""
-    from stepmark.bench.collectives.offered import unsupported  # noqa: PLC0415
-
     if case.api is Api.NCCL or not (reason := unsupported(case)):
         return None
     # The flag without which it would be possible is to blame.

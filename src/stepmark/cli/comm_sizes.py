@@ -21,7 +21,9 @@ def sizes_of(case: CommCase, values: Values) -> list[Sized]:
                 raise ConfigError(name.replace("_", "-"), values[name], "a --model beside it")
         return [(None, size) for size in sweep(values, case.device)]
     if given := [name for name in _SWEEP if values.get(name) is not None]:
-        raise ConfigError(given[0], values[given[0]], "no --model beside it, which has sizes")
+        raise ConfigError(
+            given[0], values[given[0]], "it cannot be combined with --model, which has sizes"
+        )
     return _messages(case, values)
 
 

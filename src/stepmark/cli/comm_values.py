@@ -78,7 +78,7 @@ def ranks(values: Values, world_size: int) -> list[int]:
     """--ranks: sizes of communicators over the first ranks of the world."""
     asked = listed(values, "ranks")
     if asked and values.get("group_split"):
-        raise ConfigError("ranks", values["ranks"], "no --group-split beside it")
+        raise ConfigError("ranks", values["ranks"], "it cannot be combined with --group-split")
     for word in asked:
         if not word.isdecimal() or not 2 <= int(word) <= world_size:
             allowed = f"from 2 to {world_size}" if world_size > 2 else "2, as there are no more"
@@ -125,7 +125,7 @@ def mode(values: Values, device: str) -> tuple[Mode, bool]:
 def api(values: Values, device: str) -> Api:
     found = _member(Api, values.get("api") or "torch", "api")
     if found is Api.NCCL and device != "cuda":
-        raise ConfigError("api", found, "torch on a CPU")
+        raise ConfigError("api", found, "it needs a GPU; on a CPU use --api torch")
     return found
 
 

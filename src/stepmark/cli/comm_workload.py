@@ -67,7 +67,9 @@ def _cases(names: list[str], values: Values) -> Iterable[CommCase]:
     for flag in _SAID:
         if values.get(flag):
             shown = "given" if values[flag] is True else values[flag]
-            raise ConfigError(flag.replace("_", "-"), shown, "no --from-workload beside it")
+            raise ConfigError(
+                flag.replace("_", "-"), shown, "it cannot be combined with --from-workload"
+            )
     # A send and its receipt are p2p here; nccl-tests' program for it is sendrecv.
     wanted = [
         Collective.P2P if name == Collective.SENDRECV else name

@@ -177,7 +177,7 @@ def deliver(
     comparison: "Comparison", *, json: str | None, csv: str | None, html: Path | None
 ) -> None:
     """The table, unless stdout is asked for something else, and the files."""
-    from stepmark.cli.view import console  # noqa: PLC0415
+    from stepmark.app.view import console  # noqa: PLC0415
     from stepmark.report import comparison as drawn  # noqa: PLC0415
     from stepmark.report.comparison_printing import printed  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415

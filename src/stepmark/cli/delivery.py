@@ -11,7 +11,7 @@ from stepmark.core.errors import worst
 from stepmark.core.train_case import TrainCase
 
 if TYPE_CHECKING:
-    from stepmark.cli.view import View
+    from stepmark.app.view import View
 
 
 def deliver(
@@ -23,8 +23,8 @@ def deliver(
     show: "Callable[[View, Values], None]",
 ) -> int:
     """Write the files that were asked for, show the run; the exit code of it all."""
+    from stepmark.app.view import view  # noqa: PLC0415
     from stepmark.cli import session  # noqa: PLC0415
-    from stepmark.cli.view import view  # noqa: PLC0415
 
     seen = view(path)
     files(seen, values)

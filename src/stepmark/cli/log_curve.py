@@ -57,7 +57,7 @@ def _of_file(path: Path) -> Iterator[Point]:
 
 def _of_run(word: str, runs: Path) -> Iterator[Point]:
     """Plain measurements only: alone, not delayed, back to back if there are several ways."""
-    from stepmark.cli.view import view  # noqa: PLC0415
+    from stepmark.app.view import view  # noqa: PLC0415
     from stepmark.core.columns import number, text  # noqa: PLC0415
     from stepmark.store.reader import find_run  # noqa: PLC0415
 

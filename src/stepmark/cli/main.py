@@ -12,7 +12,7 @@ import typer
 
 from stepmark import __version__
 from stepmark.cli import interrupts
-from stepmark.cli.quick_help import Group
+from stepmark.cli.flags import Command, Group
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.launch import torchrun
 
@@ -28,10 +28,10 @@ class Verb:
 
 VERBS = {
     "run": Verb("run", "run", "The main job: operators, collectives, summary and HTML report."),
-    "doctor": Verb("doctor", "doctor", "Show devices, peaks, health and what would run."),
-    "check": Verb("check", "check", "Measure a reference run's cases again; is any slower?"),
+    "doctor": Verb("doctor", "command", "Show devices, peaks, health and what would run."),
+    "check": Verb("check", "command", "Measure a reference run's cases again; is any slower?"),
     "compare": Verb("compare", "compare", "Runs, nccl-tests files, CSVs: ratios and verdicts."),
-    "report": Verb("report", "report", "Write report.html of a run."),
+    "report": Verb("report", "command", "Write report.html of a run."),
     "comm": Verb("comm", "command", "Measure collectives: nccl-tests' flags, no MPI."),
     "train": Verb("train", "command", "Measure training steps: single, DDP, FSDP, TP, PP."),
     "op": Verb("op", "app", "Measure operators: one family, or all of a model's layer."),
@@ -66,7 +66,7 @@ def app(arguments: list[str]) -> typer.Typer:
         if isinstance(found, typer.Typer):
             made.add_typer(found, name=name)
         else:
-            made.command(name)(found)
+            made.command(name, cls=getattr(found, "command_class", Command))(found)
     return made
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stepmark.cli.flags import Command
 from stepmark.cli.options import MEASURE, MODEL, SELECT, Flag, Values, as_command, of_operator
 from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.dtypes import OPERATOR_DTYPES
@@ -149,7 +150,6 @@ def execute(cases: Sequence[OpCase], values: Values, device: str, ranks: int) ->
 
 def listed(cases: Sequence[OpCase], values: Values) -> None:
     """The plan: one line per case, or JSON/CSV of the same."""
-    from stepmark.core.ops.shape_text import shape_text  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
 
     rows: list[dict[str, object]] = [
@@ -159,7 +159,7 @@ def listed(cases: Sequence[OpCase], values: Values) -> None:
             "role": label.role,
             "pass": str(label.phase or ""),
             "mbs": label.mbs,
-            "shape": shape_text(case.op),
+            "shape": case.op.shape_text,
             "dtype": str(case.dtype),
             "backend": case.backend,
             "memory_bytes": case.op.memory_bytes,
@@ -300,11 +300,13 @@ def _register() -> None:
 
         text = (kind.__doc__ or "").split("\n\n")[0].replace("\n", " ")
         groups = (of_operator(kind), (SHAPES,), extra, MODEL, SELECT, MEASURE)
-        app.command(family)(as_command(handler, " ".join(text.split()), *groups))
+        app.command(family, cls=Command)(as_command(handler, " ".join(text.split()), *groups))
     doc = "Every operator of one layer of a model, its head, loss and optimizer."
     dtype = Flag(name="dtype", kind=str, help=f"element type(s): {', '.join(OPERATOR_DTYPES)}")
     skew = Flag(name="skew", kind=str, help="Zipf exponent of tokens per expert; 0 = balanced")
-    app.command("all")(as_command(all_families, doc, (dtype, skew), MODEL, SELECT, MEASURE))
+    app.command("all", cls=Command)(
+        as_command(all_families, doc, (dtype, skew), MODEL, SELECT, MEASURE)
+    )
 
 
 _register()

@@ -67,7 +67,9 @@ def _of_model(family: str, shape: Any, values: Values) -> Iterator[Placed]:
     from stepmark.workload.layers import BY_FAMILY  # noqa: PLC0415
 
     if family not in BY_FAMILY:
-        raise ConfigError("model", shape.model.name, f"--model shapes {', '.join(BY_FAMILY)}")
+        raise ConfigError(
+            "model", shape.model.name, f"it gives shapes of {', '.join(BY_FAMILY)} only"
+        )
     wanted = phases(values)
     for label, op in BY_FAMILY[family](shape):
         if not wanted or label.phase in wanted:
@@ -286,7 +288,9 @@ def _passes(family: str, item: dict[str, Any], values: Values) -> Iterator[tuple
     wanted = phases(values)
     if family in ("gemm", "bmm"):
         if wanted and "layout" in item:
-            raise ConfigError("layout", item["layout"], "without --pass, which implies it")
+            raise ConfigError(
+                "layout", item["layout"], "it cannot be combined with --pass, which implies it"
+            )
         if not wanted:
             yield Phase.FWD, item
             return

@@ -53,7 +53,6 @@ class Progress:
 
 def named(case: AnyCase) -> str:
     """What a line of progress calls a case."""
-    from stepmark.core.ops.shape_text import shape_text  # noqa: PLC0415
     from stepmark.report import training_words  # noqa: PLC0415
 
     if isinstance(case, TrainCase):
@@ -65,7 +64,7 @@ def named(case: AnyCase) -> str:
         words += ["in place"] if case.in_place else []
         words += [f"beside {case.beside}"] if case.beside else []
         return " ".join((*words, case.mode))
-    return f"{case.family} {_pass(case)}{shape_text(case.op)} {case.dtype} {case.backend}"
+    return f"{case.family} {_pass(case)}{case.op.shape_text} {case.dtype} {case.backend}"
 
 
 def _pass(case: OpCase) -> str:

@@ -75,14 +75,16 @@ def _operators_of(
 
 def _as_rank(cases: "list[OpCase]", values: dict[str, Any], kind: str) -> int:
     """Measure operators as one rank, or the only one. An outer launcher gets a page, too."""
+    from stepmark.app import doctor  # noqa: PLC0415
     from stepmark.bench.context import make_context  # noqa: PLC0415
-    from stepmark.cli import doctor, session  # noqa: PLC0415
+    from stepmark.cli import session  # noqa: PLC0415
+    from stepmark.core.verb_options import DoctorOptions  # noqa: PLC0415
     from stepmark.launch import torchrun  # noqa: PLC0415
 
     context = make_context(kind)
     try:
         if context.ranks.rank == 0:
-            doctor.doctor()
+            doctor.run(DoctorOptions())
         outcome = session.measure(cases, values, context)
     finally:
         context.ranks.close()
@@ -94,8 +96,9 @@ def _as_rank(cases: "list[OpCase]", values: dict[str, Any], kind: str) -> int:
 
 def _show(path: Path, code: int) -> int:
     """Tables, summary and page of a run; the exit code."""
-    from stepmark.cli import report, session  # noqa: PLC0415
-    from stepmark.cli.view import console, show_rows, view  # noqa: PLC0415
+    from stepmark.app import report  # noqa: PLC0415
+    from stepmark.app.view import console, show_rows, view  # noqa: PLC0415
+    from stepmark.cli import session  # noqa: PLC0415
     from stepmark.report import comm_summary, summary, training_summary  # noqa: PLC0415
 
     seen = view(path)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from stepmark.core.case import OpCase
 from stepmark.core.comm_case import CommCase
 from stepmark.core.comparison import Fields, Series
-from stepmark.core.ops.shape_text import shape_text
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
@@ -152,7 +151,7 @@ def _op_fields(case: OpCase, method: str) -> Fields:
     }
     return {
         "family": case.family,
-        "shape": shape_text(case.op),
+        "shape": case.op.shape_text,
         **plain,
         "dtype": case.dtype.value,
         "phase": str(plain.get("phase", "")),

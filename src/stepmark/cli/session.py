@@ -24,8 +24,8 @@ from stepmark.core.record import Failed, Measured, RunInfo
 from stepmark.core.units import parse_duration
 
 if TYPE_CHECKING:
+    from stepmark.app.view import View
     from stepmark.bench.context import MeasureContext
-    from stepmark.cli.view import View
     from stepmark.store.runs import Done, RunWriter
 
 
@@ -226,7 +226,7 @@ def ended(work: Callable[[], object], sink: Progress, *, terminable: bool = True
 
 def finish(writer: "RunWriter", code: int, sink: Progress) -> Outcome:
     """Close the run; `code` other than 0 says that it was cut short."""
-    from stepmark.cli.view import view  # noqa: PLC0415
+    from stepmark.app.view import view  # noqa: PLC0415
 
     writer.close()
     seen = view(writer.path)
@@ -264,7 +264,7 @@ def _terminable() -> Iterator[None]:
 
 def deliver(outcome: Outcome, values: Values) -> None:
     """The rows: as a table, in another tool's style, as CSV and JSON."""
-    from stepmark.cli.view import console  # noqa: PLC0415
+    from stepmark.app.view import console  # noqa: PLC0415
     from stepmark.report import styles  # noqa: PLC0415
     from stepmark.report.op_columns import OP_COLUMNS  # noqa: PLC0415
     from stepmark.report.row_tables import print_rows  # noqa: PLC0415

@@ -180,7 +180,9 @@ def _pooled(name: str, read: Sequence[_Source], told: Told | None = None) -> Sid
 def _merged(name: str, one: Series, other: Series) -> Series:
     """A launch that was printed as 0 bounds the whole: a mean of the rest would flatter."""
     if twice := one.launches.keys() & other.launches.keys():
-        raise ConfigError("compare", name, f"each launch once, not {sorted(twice)[0]} twice")
+        raise ConfigError(
+            "compare", name, f"give each launch once, not {sorted(twice)[0]} twice"
+        )
     if not one.launches or not other.launches:
         below = max(series.below or 0.0 for series in (one, other)) or None
         return dataclasses.replace(one, launches={}, below=below)

@@ -11,7 +11,7 @@ from stepmark.core.record import Failed, Measured, Record
 from stepmark.launch import torchrun
 
 if TYPE_CHECKING:
-    from stepmark.cli.view import View
+    from stepmark.app.view import View
 
 TRACES = "traces"  # folder of a run
 
@@ -48,8 +48,8 @@ def found_batch(records: Iterable[Record], launches: int) -> bool:
 
 
 def _show(seen: "View", path: Path) -> None:
+    from stepmark.app.view import console  # noqa: PLC0415
     from stepmark.cli.progress import named  # noqa: PLC0415
-    from stepmark.cli.view import console  # noqa: PLC0415
     from stepmark.report import train_columns, training_messages, training_printing  # noqa: PLC0415
 
     per_rank = train_columns.per_rank_rows(seen.records, seen.run)

@@ -171,7 +171,7 @@ def _reduce_dtype(
 def _data(values: Values) -> str:
     if path := values.get("text_file"):
         if values.get("text"):
-            raise ConfigError("text-file", path, "without --text, which is one of its own")
+            raise ConfigError("text-file", path, "it cannot be combined with --text")
         try:
             size = Path(path).stat().st_size if Path(path).is_file() else None
         except OSError:
@@ -188,7 +188,9 @@ def recomputed(values: Values) -> tuple[Recompute, tuple[int, int]]:
     """--sac and --sac-freq: none, full, ops, or q of every p blocks. Raises ConfigError."""
     text, freq = values.get("sac"), values.get("sac_freq")
     if text is not None and freq is not None:
-        raise ConfigError("sac-freq", freq, "without --sac, which says the same")
+        raise ConfigError(
+            "sac-freq", freq, "it cannot be combined with --sac, which says the same"
+        )
     if freq is not None:
         some, every = _of_every(freq, "sac-freq")
         # llm-train-bench's way to say off.

@@ -269,7 +269,7 @@ def _graphs(case: TrainCase) -> Iterator[ConfigError]:
         return
     allowed = ""
     if case.cuda_graph:
-        allowed = "without --cuda-graph: both capture graphs"
+        allowed = "it cannot be combined with --cuda-graph: both capture graphs"
     # A replay overwrites what the one before it returned.
     elif case.parallel.pp > 1:
         allowed = "default with a pipeline, which has several passes under way"
@@ -281,5 +281,6 @@ def _graphs(case: TrainCase) -> Iterator[ConfigError]:
 
 def _data(case: TrainCase) -> Iterator[ConfigError]:
     if case.data != "random" and case.model.vocab_size < _BYTES:
-        allowed = f"random data: {case.model.name} has {case.model.vocab_size} tokens, not 256"
+        has = f"{case.model.name} has {case.model.vocab_size} tokens"
+        allowed = f"only with random data: {has}, not 256"
         yield ConfigError("text", case.data, allowed)

@@ -11,8 +11,8 @@ import typer.core
 import typer.main
 
 from stepmark.cli import workload_flags
+from stepmark.cli.flags import Command, Group
 from stepmark.cli.options import Flag, Values, as_command
-from stepmark.cli.quick_help import Group
 from stepmark.cli.workload_flags import (
     COMPUTE_FROM,
     DISTINCT,
@@ -145,7 +145,7 @@ def _generate_command(args: list[str]) -> Any:
     return as_command(generate, doc, *groups)
 
 
-class _Command(typer.core.TyperCommand):
+class _Command(Command):
     """AICB writes --seq_len where we write --seq-len, and --aiob_enable=True."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -190,7 +190,7 @@ def refuse_bare_recompute(args: list[str]) -> None:
     from stepmark.workload.rules import RULES, find_rule  # noqa: PLC0415
 
     framework = find_rule(workload_flags.framework_of(args))
-    allowed = f"of {framework} one of {workload_flags.kinds(RULES[framework].fields())}"
+    allowed = f"with {framework} one of {workload_flags.kinds(RULES[framework].fields())}"
     raise ConfigError("recompute", "no value", allowed)
 
 

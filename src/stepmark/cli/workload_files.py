@@ -36,7 +36,7 @@ def read(file: str, values: Values = MappingProxyType({})) -> Workload:
                 continue
             if kind != of:
                 field = name.replace("_", "-")
-                raise ConfigError(field, value, f"nothing with a file of format {kind}")
+                raise ConfigError(field, value, f"it has no effect on a file of format {kind}")
             more[name] = _group_sizes(value) if name == "group_sizes" else value
         found: Workload = FORMATS[kind].load().read(path, **more)
     return found
@@ -139,7 +139,7 @@ def _opened(text: str) -> "Measured | Profile":
 
 def _of_run(text: str) -> "Measured":
     """The median of the slowest rank, by operator; of several backends the fastest."""
-    from stepmark.cli.view import read_aloud  # noqa: PLC0415
+    from stepmark.app.view import read_aloud  # noqa: PLC0415
     from stepmark.core.record import Measured as Record  # noqa: PLC0415
     from stepmark.core.stats import slowest_per_sample, summarize  # noqa: PLC0415
     from stepmark.store.reader import find_run  # noqa: PLC0415

@@ -89,7 +89,7 @@ def _without_job(rule: Rule, settings: Any, values: Values) -> Workload:
     for flag in asked:
         if flag.name not in own and values.get(flag.name) is not None:
             shown = _flag(flag.name)
-            raise ConfigError(shown, values[flag.name], f"nothing with {rule.module}")
+            raise ConfigError(shown, values[flag.name], f"it has no effect with {rule.module}")
     return rule.function()(settings, values.get("world_size") or 1)
 
 

@@ -57,7 +57,7 @@ def _start(values: Values, framework: str, notes: list[str]) -> ModelConfig:
     """Of the one source that is named."""
     named = [name for name in ("model", "model_size") if values.get(name)]
     if len(named) > 1:
-        raise ConfigError("model", " and ".join(named), "--model or --model-size, not both")
+        raise ConfigError("model", " and ".join(named), "give one of the two")
     if values.get("model"):
         from stepmark.cli.plan import models  # noqa: PLC0415
 
@@ -223,7 +223,9 @@ def _with_mla(model: ModelConfig, values: Values) -> ModelConfig:
     else:
         missing = [name for name in _MLA[1:] if name not in given]
         if missing:
-            raise ConfigError(_flag(missing[0]), "missing", "given with the others of MLA")
+            raise ConfigError(
+                _flag(missing[0]), "missing", "it goes with the other widths of MLA"
+            )
         mla = MlaConfig(**({"q_lora_rank": None} | given))
     head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     return replace(model, mla=mla, head_dim=head_dim, num_kv_heads=model.num_heads)

@@ -33,7 +33,7 @@ def choose(
     for flag in (*workload_flags.MODEL, *workload_flags.EXPERTS):
         if flag.name not in _TAKEN and values.get(flag.name) is not None:
             name = flag.name.replace("_", "-")
-            raise ConfigError(name, values[flag.name], f"nothing with --model {text}")
+            raise ConfigError(name, values[flag.name], f"it has no effect with --model {text}")
     made = PUBLISHED[text](batch) if text in PUBLISHED else _of_file(text, batch)
     notes = [f"model of {made.source}"] if made.source else []
     if not values.get("seq_len") and text not in SEQ_LENS:

@@ -53,6 +53,9 @@ class Unit(Enum):
         return f"{value:{places[self]}}" if self in places else digits(value)
 
 
+TEXT, FLAG, COUNT, NUMBER, SECONDS, BYTES, PERCENT, RATIO, ERROR = Unit
+
+
 class View(Enum):
     """Where a column is shown; files have every column."""
 

@@ -1,43 +1,67 @@
-"""The exceptions a user can meet.
+"""Exceptions that a user can see.
 
 StepmarkError
-├── ConfigError    bad input: exit code 2, one line that names field, value and what is allowed
+├── ConfigError    bad input: exit code 2, one sentence that names field, value and rule
 └── CheckError     a measured check failed: exit code 1
 """
 
 
 class StepmarkError(Exception):
-    """Root of all errors that end in one clear line instead of a traceback."""
+    """Base of all errors that are shown as one line instead of a traceback."""
 
     exit_code = 1
 
 
 class ConfigError(StepmarkError):
-    """Input that cannot be used. The message is one line: field, value, what is allowed."""
+    """Input that cannot be used. The message is one sentence: field, value, rule.
+
+    allowed is what the value must be ("a multiple of 3"), "only with ..." for a field that
+    needs another, or a whole clause ("it has no effect with ...").
+    """
 
     exit_code = 2
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        text = str(value)
-        shown = text if len(text) <= 80 else text[:77] + "..."
+        text = "missing" if value is None else str(value)
         self.field = field
-        self.shown = shown
+        self.shown = text if len(text) <= 80 else text[:77] + "..."
         self.allowed = allowed
-        super().__init__(f"{field}: {shown!r}: {allowed}".replace("\n", " "))
+        super().__init__(_sentence(self.field, self.shown, self.allowed))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str, str]]:
-        """Rank 0 sends it to its peers; an exception is pickled as its __init__ arguments."""
+        """Pickle the __init__ arguments, because rank 0 sends the error to its peers."""
         return ConfigError, (self.field, self.shown, self.allowed)
 
 
+_GIVEN = ("True", "yes", "given")  # of a switch, whose value nobody types
+_CLAUSES = ("it ", "there ", "give ", "use ", "did you ")
+
+
+def _sentence(field: str, shown: str, allowed: str) -> str:
+    rule = " ".join(allowed.split())
+    if shown == "missing":
+        text = f"{field} is missing: " + (rule if rule.startswith(_CLAUSES) else f"give {rule}")
+    else:
+        plain = shown.isprintable() and shown and " " not in shown
+        value = "" if shown in _GIVEN else f" {shown if plain else repr(shown)}"
+        if " " in field.rpartition(": ")[2]:  # a place, such as line 2
+            value = f": {shown!r}"
+        if rule.startswith("only "):
+            rule = f"it works {rule}"
+        elif not rule.startswith(_CLAUSES):
+            rule = f"it must be {rule}"
+        text = f"{field}{value} is invalid: {rule}"
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
 class CheckError(StepmarkError):
-    """A figure that was measured fails a stated check."""
+    """A measured figure fails a check."""
 
 
-# Of several exit codes the later one here stands for all: 130 and 143 are an interrupt.
+# In order of precedence, the last one is the strongest; 130 and 143 are interrupts.
 EXIT_CODES = (0, 3, 1, 2, 143, 130)
 
 
 def worst(*codes: int) -> int:
-    """The exit code of work whose parts ended with these."""
+    """Return the exit code of work whose parts ended with these codes."""
     return max(codes, key=EXIT_CODES.index)

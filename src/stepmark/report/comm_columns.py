@@ -8,7 +8,22 @@ from statistics import median
 
 from stepmark.core.case import Label
 from stepmark.core.collectives import Collective
-from stepmark.core.columns import PAGE, SHOWN, Column, Row, Unit, View, number
+from stepmark.core.columns import (
+    BYTES,
+    COUNT,
+    FLAG,
+    NUMBER,
+    PAGE,
+    PERCENT,
+    RATIO,
+    SECONDS,
+    SHOWN,
+    TEXT,
+    Column,
+    Row,
+    View,
+    number,
+)
 from stepmark.core.columns import rows as rows_of
 from stepmark.core.comm_case import CommCase
 from stepmark.core.device import DeviceSpec
@@ -16,7 +31,7 @@ from stepmark.core.record import Record, RunInfo
 from stepmark.core.stats import Summary, quantile, summarize
 from stepmark.core.units import GB, format_bytes
 from stepmark.report.launches import Launches, pooled
-from stepmark.report.op_columns import LIMIT_SLACK
+from stepmark.report.outcomes import LIMIT_SLACK
 
 # NVLS and SHARP reduce or copy in the switch: the busbw of these can pass the link.
 _IN_NETWORK = {
@@ -175,92 +190,81 @@ _CONSOLE = frozenset({View.CONSOLE})
 COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     Column("family", lambda o: o.case.family),
     Column("model", lambda o: _joined(label.model for label in o.case.labels), views=SHOWN),
-    Column("role", lambda o: _joined(map(_role, o.case.labels)), Unit.TEXT, "message", SHOWN),
+    Column("role", lambda o: _joined(map(_role, o.case.labels)), TEXT, "message", SHOWN),
     Column("collective", lambda o: o.case.collective.value, views=SHOWN),
     Column("shape", lambda o: shape_text(o.case)),
-    Column("size_bytes", lambda o: o.case.message_bytes, Unit.BYTES, "size", SHOWN),
-    Column("count", lambda o: o.case.count, Unit.COUNT),
+    Column("size_bytes", lambda o: o.case.message_bytes, BYTES, "size", SHOWN),
+    Column("count", lambda o: o.case.count, COUNT),
     Column("dtype", lambda o: o.case.dtype.value, views=SHOWN, leaves=3),
     Column("redop", lambda o: o.case.redop.value, views=SHOWN, leaves=7),
-    Column("root", lambda o: o.case.root, Unit.COUNT, views=PAGE),
+    Column("root", lambda o: o.case.root, COUNT, views=PAGE),
     Column("placement", lambda o: _placement(o.case), views=SHOWN, leaves=2),
-    Column("num_ranks", lambda o: o.case.num_ranks, Unit.COUNT, "ranks", SHOWN, 4),
-    Column("world_size", lambda o: o.case.world_size, Unit.COUNT),
+    Column("num_ranks", lambda o: o.case.num_ranks, COUNT, "ranks", SHOWN, 4),
+    Column("world_size", lambda o: o.case.world_size, COUNT),
     Column("split", lambda o: o.case.split or None, views=PAGE),
     Column("pair", lambda o: _pair(o.case), views=SHOWN),
     Column("mode", lambda o: o.case.mode.value, views=SHOWN, leaves=4),
-    Column("aligned", lambda o: o.case.aligned, Unit.FLAG),
+    Column("aligned", lambda o: o.case.aligned, FLAG),
     Column("api", lambda o: o.case.api.value, views=SHOWN, leaves=6),
     Column("backend", lambda o: o.case.backend, views=PAGE),
     Column("device", lambda o: o.case.device),
-    Column("calls_per_group", lambda o: o.case.calls_per_group, Unit.COUNT),
-    Column("spread", lambda o: o.case.spread, Unit.NUMBER, views=PAGE),
-    Column("skew_s", lambda o: o.case.skew_s, Unit.SECONDS, "skew", PAGE),
-    Column("max_ctas", lambda o: o.case.max_ctas, Unit.COUNT, "CTAs", SHOWN),
+    Column("calls_per_group", lambda o: o.case.calls_per_group, COUNT),
+    Column("spread", lambda o: o.case.spread, NUMBER, views=PAGE),
+    Column("skew_s", lambda o: o.case.skew_s, SECONDS, "skew", PAGE),
+    Column("max_ctas", lambda o: o.case.max_ctas, COUNT, "CTAs", SHOWN),
     Column("beside", lambda o: o.case.beside or None, views=SHOWN, leaves=1),
     Column("case_id", lambda o: o.case.case_id),
     Column("run_id", lambda o: o.run.run_id),
     Column("command", lambda o: o.case.command()),
-    Column("time_s", ran(lambda o: o.time_s), Unit.SECONDS, "time", SHOWN),
-    Column(
-        "time_min_s", ran(lambda o: o.launches.time_min_s), Unit.SECONDS, "fastest rank", PAGE
-    ),
-    Column("mean_s", ran(lambda o: o.times.mean), Unit.SECONDS),
-    Column("p10_s", ran(lambda o: o.times.p10), Unit.SECONDS, "p10", PAGE),
-    Column("p50_s", ran(lambda o: o.times.median), Unit.SECONDS, "p50", _CONSOLE, 6),
-    Column("p90_s", ran(lambda o: o.times.p90), Unit.SECONDS, "p90", PAGE),
-    Column("p99_s", ran(lambda o: quantile(o.samples, 0.99)), Unit.SECONDS, "p99", SHOWN, 2),
-    Column("min_s", ran(lambda o: o.times.min), Unit.SECONDS, "min", SHOWN, 5),
-    Column("max_s", ran(lambda o: o.times.max), Unit.SECONDS, "max", SHOWN, 5),
-    Column("cv_pct", ran(lambda o: o.cv_pct), Unit.PERCENT, "cv %", SHOWN, 4),
-    Column("n", ran(lambda o: o.times.n), Unit.COUNT, "", SHOWN, 5),
-    Column("launches", ran(lambda o: len(o.launches.measured)), Unit.COUNT, "", SHOWN, 6),
+    Column("time_s", ran(lambda o: o.time_s), SECONDS, "time", SHOWN),
+    Column("time_min_s", ran(lambda o: o.launches.time_min_s), SECONDS, "fastest rank", PAGE),
+    Column("mean_s", ran(lambda o: o.times.mean), SECONDS),
+    Column("p10_s", ran(lambda o: o.times.p10), SECONDS, "p10", PAGE),
+    Column("p50_s", ran(lambda o: o.times.median), SECONDS, "p50", _CONSOLE, 6),
+    Column("p90_s", ran(lambda o: o.times.p90), SECONDS, "p90", PAGE),
+    Column("p99_s", ran(lambda o: quantile(o.samples, 0.99)), SECONDS, "p99", SHOWN, 2),
+    Column("min_s", ran(lambda o: o.times.min), SECONDS, "min", SHOWN, 5),
+    Column("max_s", ran(lambda o: o.times.max), SECONDS, "max", SHOWN, 5),
+    Column("cv_pct", ran(lambda o: o.cv_pct), PERCENT, "cv %", SHOWN, 4),
+    Column("n", ran(lambda o: o.times.n), COUNT, "", SHOWN, 5),
+    Column("launches", ran(lambda o: len(o.launches.measured)), COUNT, "", SHOWN, 6),
     Column(
         "launch_spread_pct",
         ran(lambda o: o.launches.launch_spread_pct),
-        Unit.PERCENT,
+        PERCENT,
         "spread %",
         SHOWN,
         3,
     ),
+    Column("algbw_gb_s", ran(lambda o: _gb(o.bytes_per_s)), NUMBER, "algbw GB/s", SHOWN, 3),
+    Column("busbw_gb_s", ran(lambda o: _gb(o.bus_bytes_per_s)), NUMBER, "busbw GB/s", SHOWN),
+    Column("num_wrong", ran(lambda o: o.launches.num_wrong), COUNT, "#wrong", SHOWN, 1),
+    Column("slowest_rank", ran(lambda o: o.slowest_rank), COUNT, "slowest rank", SHOWN, 4),
     Column(
-        "algbw_gb_s", ran(lambda o: _gb(o.bytes_per_s)), Unit.NUMBER, "algbw GB/s", SHOWN, 3
+        "waited_for_rank", ran(lambda o: o.waited_for[0]), COUNT, "waited for rank", SHOWN, 3
     ),
-    Column(
-        "busbw_gb_s", ran(lambda o: _gb(o.bus_bytes_per_s)), Unit.NUMBER, "busbw GB/s", SHOWN
-    ),
-    Column("num_wrong", ran(lambda o: o.launches.num_wrong), Unit.COUNT, "#wrong", SHOWN, 1),
-    Column("slowest_rank", ran(lambda o: o.slowest_rank), Unit.COUNT, "slowest rank", SHOWN, 4),
-    Column(
-        "waited_for_rank",
-        ran(lambda o: o.waited_for[0]),
-        Unit.COUNT,
-        "waited for rank",
-        SHOWN,
-        3,
-    ),
-    Column("waited_for_s", ran(lambda o: o.waited_for[1]), Unit.SECONDS, "by", SHOWN, 3),
-    Column("late_s", ran(lambda o: o.launches.late_s()), Unit.SECONDS, "start skew", SHOWN, 4),
-    Column("issue_s", ran(lambda o: o.issue_s), Unit.SECONDS, "issue", SHOWN, 5),
-    Column("pct_link", ran(lambda o: o.pct_link), Unit.PERCENT, "% link", SHOWN, 1),
-    Column("over_limit", ran(lambda o: o.over_limit), Unit.FLAG),
-    Column("beside_alone_s", ran(lambda o: o.beside_s and o.beside_s[0]), Unit.SECONDS),
-    Column("beside_together_s", ran(lambda o: o.beside_s and o.beside_s[1]), Unit.SECONDS),
+    Column("waited_for_s", ran(lambda o: o.waited_for[1]), SECONDS, "by", SHOWN, 3),
+    Column("late_s", ran(lambda o: o.launches.late_s()), SECONDS, "start skew", SHOWN, 4),
+    Column("issue_s", ran(lambda o: o.issue_s), SECONDS, "issue", SHOWN, 5),
+    Column("pct_link", ran(lambda o: o.pct_link), PERCENT, "% link", SHOWN, 1),
+    Column("over_limit", ran(lambda o: o.over_limit), FLAG),
+    Column("beside_alone_s", ran(lambda o: o.beside_s and o.beside_s[0]), SECONDS),
+    Column("beside_together_s", ran(lambda o: o.beside_s and o.beside_s[1]), SECONDS),
     Column(
         "slowdown_beside",
         ran(lambda o: o.beside_s and o.beside_s[1] / o.beside_s[0]),
-        Unit.RATIO,
+        RATIO,
         "compute x alone",
         SHOWN,
     ),
     # Of the same case without compute in the same run: rows() fills it.
-    Column("slowdown", lambda o: None, Unit.RATIO, "x alone", SHOWN),
+    Column("slowdown", lambda o: None, RATIO, "x alone", SHOWN),
     Column("method", ran(lambda o: o.method), views=PAGE),
-    Column("calls_per_sample", ran(lambda o: o.calls_per_sample), Unit.COUNT),
-    Column("warmup_calls", ran(lambda o: o.warmup_calls), Unit.COUNT),
-    Column("power_w", ran(lambda o: o.state("power_w")), Unit.NUMBER, "W", PAGE),
-    Column("clock_mhz", ran(lambda o: _mhz(o.state("sm_clock_hz"))), Unit.NUMBER, "MHz", PAGE),
-    Column("throttle", ran(lambda o: o.throttle), Unit.TEXT, "throttled", PAGE),
+    Column("calls_per_sample", ran(lambda o: o.calls_per_sample), COUNT),
+    Column("warmup_calls", ran(lambda o: o.warmup_calls), COUNT),
+    Column("power_w", ran(lambda o: o.state("power_w")), NUMBER, "W", PAGE),
+    Column("clock_mhz", ran(lambda o: _mhz(o.state("sm_clock_hz"))), NUMBER, "MHz", PAGE),
+    Column("throttle", ran(lambda o: o.throttle), TEXT, "throttled", PAGE),
     Column("status", lambda o: o.launches.status, views=SHOWN),
     Column("message", lambda o: o.launches.message),
 )

@@ -5,33 +5,46 @@ stands for all ranks (the slowest of them in each sample). With several ranks, o
 follows it, so that a slow device stands out in `vs_median_rank`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
 
 from stepmark.core.case import SOAK_S, Label, OpCase, Rate
-from stepmark.core.columns import PAGE, SHOWN, Column, Row, Unit, View
+from stepmark.core.columns import (
+    COUNT,
+    ERROR,
+    FLAG,
+    NUMBER,
+    PAGE,
+    PERCENT,
+    RATIO,
+    SECONDS,
+    SHOWN,
+    TEXT,
+    Column,
+    Row,
+    View,
+)
 from stepmark.core.columns import rows as rows_of
 from stepmark.core.device import DeviceSpec
-from stepmark.core.dtypes import DType
-from stepmark.core.ops import Bmm, Copy, EmbeddingBag, Gemm, GroupedGemm, Phase
-from stepmark.core.ops.shape_text import shape_text
-from stepmark.core.record import Failed, Measured, Record, RunInfo, Skipped, Telemetry
+from stepmark.core.ops import EmbeddingBag, Phase
+from stepmark.core.record import Measured, Record, RunInfo, Telemetry
 from stepmark.core.stats import Summary, slowest_per_sample, summarize
 from stepmark.core.units import GB, TFLOP
-
-# A figure may exceed a data sheet's rounding, not its hardware.
-LIMIT_SLACK = 1.01
-MATMULS = (Gemm, Bmm, GroupedGemm)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceilings:
-    """The best rates this run itself reached, by device: what stands in for unknown peaks."""
-
-    flops_per_s: Mapping[tuple[str, DType], float] = field(default_factory=dict)
-    bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+from stepmark.report.outcomes import (
+    LIMIT_SLACK,
+    Ceilings,
+    clock_mhz,
+    measured_ceilings,
+    message_of,
+    num_wrong,
+    percent,
+    ratio,
+    spread_pct,
+    state_of,
+    status_of,
+    throttle_reasons,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,67 +228,57 @@ def figure(of: Callable[[OpFigures], object]) -> Callable[[OpOutcome], object]:
 
 
 OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
-    Column("family", lambda o: o.case.family, Unit.TEXT, "operator", PAGE),
+    Column("family", lambda o: o.case.family, TEXT, "operator", PAGE),
     Column("model", lambda o: o.label.model or None, views=SHOWN),
     Column("role", lambda o: o.label.role or None, views=SHOWN),
     Column("pass", lambda o: o.phase, views=SHOWN),
-    Column("shape", lambda o: shape_text(o.case.op), views=SHOWN),
+    Column("shape", lambda o: o.case.op.shape_text, views=SHOWN),
     Column("layout", lambda o: o.layout, views=PAGE),
     Column("dtype", lambda o: o.case.dtype.value, views=SHOWN, leaves=3),
     Column("backend", lambda o: o.case.backend, views=SHOWN, leaves=2),
     Column("device", lambda o: o.case.device),
-    Column("num_ranks", lambda o: o.case.num_ranks, Unit.COUNT),
-    Column("count", lambda o: o.label.count, Unit.COUNT),
-    Column("mbs", lambda o: o.label.mbs, Unit.COUNT),
+    Column("num_ranks", lambda o: o.case.num_ranks, COUNT),
+    Column("count", lambda o: o.label.count, COUNT),
+    Column("mbs", lambda o: o.label.mbs, COUNT),
     Column("scale", lambda o: o.case.scale or None, views=SHOWN, leaves=2),
-    Column("flops", lambda o: o.case.op.flops, Unit.COUNT),
-    Column("bytes_moved", lambda o: o.case.op.bytes_moved, Unit.COUNT),
-    Column("arithmetic_intensity", lambda o: o.intensity, Unit.NUMBER, "FLOP/byte", PAGE),
+    Column("flops", lambda o: o.case.op.flops, COUNT),
+    Column("bytes_moved", lambda o: o.case.op.bytes_moved, COUNT),
+    Column("arithmetic_intensity", lambda o: o.intensity, NUMBER, "FLOP/byte", PAGE),
     Column("case_id", lambda o: o.case.case_id),
     Column("run_id", lambda o: o.run.run_id),
     Column("command", lambda o: o.case.command()),
-    Column(
-        "backend_run", figure(lambda f: f.record.backend_run or None), Unit.TEXT, "ran as", PAGE
-    ),
-    Column("rank", figure(lambda f: f.rank), Unit.COUNT, "", SHOWN),
-    Column("time_s", figure(lambda f: f.times.median), Unit.SECONDS, "time", SHOWN),
-    Column("mean_s", figure(lambda f: f.times.mean), Unit.SECONDS, "mean", PAGE),
-    Column("p10_s", figure(lambda f: f.times.p10), Unit.SECONDS, "p10", PAGE),
-    Column("p90_s", figure(lambda f: f.times.p90), Unit.SECONDS, "p90", PAGE),
+    Column("backend_run", figure(lambda f: f.record.backend_run or None), TEXT, "ran as", PAGE),
+    Column("rank", figure(lambda f: f.rank), COUNT, "", SHOWN),
+    Column("time_s", figure(lambda f: f.times.median), SECONDS, "time", SHOWN),
+    Column("mean_s", figure(lambda f: f.times.mean), SECONDS, "mean", PAGE),
+    Column("p10_s", figure(lambda f: f.times.p10), SECONDS, "p10", PAGE),
+    Column("p90_s", figure(lambda f: f.times.p90), SECONDS, "p90", PAGE),
     Column(
         "spread_pct",
         figure(lambda f: spread_pct(f.times)),
-        Unit.PERCENT,
+        PERCENT,
         "+- %",
         frozenset({View.CONSOLE}),
         3,
     ),
-    Column("n", figure(lambda f: f.times.n), Unit.COUNT, "", PAGE),
-    Column(
-        "vs_median_rank", figure(lambda f: f.vs_median_rank), Unit.RATIO, "/ median rank", SHOWN
-    ),
-    Column(
-        "tflops",
-        figure(lambda f: f.flops_per_s / TFLOP or None),
-        Unit.NUMBER,
-        "TFLOP/s",
-        SHOWN,
-    ),
-    Column("gb_per_s", figure(lambda f: f.bytes_per_s / GB), Unit.NUMBER, "GB/s", SHOWN, 1),
-    Column("pct_peak", figure(lambda f: f.pct_peak), Unit.PERCENT, "% peak", SHOWN, 1),
-    Column("pct_hbm", figure(lambda f: f.pct_hbm), Unit.PERCENT, "% HBM", PAGE),
-    Column("ceiling", figure(lambda f: f.ceiling and f.ceiling[0]), Unit.NUMBER),
+    Column("n", figure(lambda f: f.times.n), COUNT, "", PAGE),
+    Column("vs_median_rank", figure(lambda f: f.vs_median_rank), RATIO, "/ median rank", SHOWN),
+    Column("tflops", figure(lambda f: f.flops_per_s / TFLOP or None), NUMBER, "TFLOP/s", SHOWN),
+    Column("gb_per_s", figure(lambda f: f.bytes_per_s / GB), NUMBER, "GB/s", SHOWN, 1),
+    Column("pct_peak", figure(lambda f: f.pct_peak), PERCENT, "% peak", SHOWN, 1),
+    Column("pct_hbm", figure(lambda f: f.pct_hbm), PERCENT, "% HBM", PAGE),
+    Column("ceiling", figure(lambda f: f.ceiling and f.ceiling[0]), NUMBER),
     Column("ceiling_unit", figure(lambda f: f.ceiling and f.ceiling[1])),
-    Column("pct_ceiling", figure(lambda f: f.pct_ceiling), Unit.PERCENT, "% ceiling", SHOWN, 4),
+    Column("pct_ceiling", figure(lambda f: f.pct_ceiling), PERCENT, "% ceiling", SHOWN, 4),
     Column("bound", figure(lambda f: f.bound), views=SHOWN, leaves=6),
-    Column("max_rel_err", figure(lambda f: f.max_rel_err), Unit.ERROR, "rel. err", SHOWN, 5),
-    Column("num_wrong", figure(lambda f: f.num_wrong), Unit.COUNT, "#wrong", PAGE),
-    Column("clock_mhz", figure(lambda f: clock_mhz(f.state)), Unit.NUMBER, "MHz", PAGE),
-    Column("power_w", figure(lambda f: f.state and f.state.power_w), Unit.NUMBER, "W", PAGE),
-    Column("throttle", figure(lambda f: f.throttle), Unit.TEXT, "throttled", PAGE),
+    Column("max_rel_err", figure(lambda f: f.max_rel_err), ERROR, "rel. err", SHOWN, 5),
+    Column("num_wrong", figure(lambda f: f.num_wrong), COUNT, "#wrong", PAGE),
+    Column("clock_mhz", figure(lambda f: clock_mhz(f.state)), NUMBER, "MHz", PAGE),
+    Column("power_w", figure(lambda f: f.state and f.state.power_w), NUMBER, "W", PAGE),
+    Column("throttle", figure(lambda f: f.throttle), TEXT, "throttled", PAGE),
     Column("method", figure(lambda f: f.record.samples.method), views=PAGE),
-    Column("pct_reference", figure(lambda f: f.pct_reference), Unit.PERCENT, "% ref", SHOWN, 1),
-    Column("over_limit", figure(lambda f: f.over_limit), Unit.FLAG),
+    Column("pct_reference", figure(lambda f: f.pct_reference), PERCENT, "% ref", SHOWN, 1),
+    Column("over_limit", figure(lambda f: f.over_limit), FLAG),
     Column("message", lambda o: None if o.figures else message_of(o.record)),
     Column("status", lambda o: o.status, views=SHOWN),
     Column(
@@ -329,75 +332,3 @@ def _figures(
             ceilings=ceilings,
             reference=reference,
         )
-
-
-def measured_ceilings(records: Iterable[Record]) -> Ceilings:
-    """Best matmul rate by dtype and best copy bandwidth; wrong results do not count."""
-    flops_per_s: dict[tuple[str, DType], float] = {}
-    bytes_per_s: dict[str, float] = {}
-    for record in records:
-        if not isinstance(record, Measured) or record.num_wrong or not record.samples.seconds:
-            continue
-        op, place = record.operator.op, record.operator.device
-        time_s = summarize(slowest_per_sample(record.samples.seconds)).median
-        if isinstance(op, MATMULS):
-            key = (place, op.dtype)
-            flops_per_s[key] = max(flops_per_s.get(key, 0.0), op.flops / time_s)
-        elif isinstance(op, Copy):
-            rate = op.bytes_moved / time_s
-            bytes_per_s[place] = max(bytes_per_s.get(place, 0.0), rate)
-    return Ceilings(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
-
-
-def status_of(record: Record, num_wrong: int | None) -> str:
-    """What came of a case in one word."""
-    return "wrong" if num_wrong else record.kind
-
-
-def message_of(record: Record) -> str:
-    """Why a record has no figures."""
-    match record:
-        case Skipped():
-            return record.reason
-        case Failed():
-            return f"{record.cause}: {record.message}"
-        case Measured():
-            return f"samples in {record.samples.file or 'no file'}"
-
-
-def num_wrong(record: Measured, rank: int | None = None) -> int | None:
-    """Wrong elements over all ranks, or of one; None where nothing was checked."""
-    checks = record.checks if rank is None else record.checks[rank : rank + 1]
-    return sum(check.num_wrong for check in checks) if checks else None
-
-
-def state_of(record: Measured, rank: int) -> Telemetry | None:
-    """The state of a rank's device; None where it was not read."""
-    return record.telemetry[rank] if rank < len(record.telemetry) else None
-
-
-def clock_mhz(state: Telemetry | None) -> float | None:
-    """The clock while the samples ran."""
-    return state.sm_clock_hz / 1e6 if state and state.sm_clock_hz is not None else None
-
-
-def throttle_reasons(record: Measured, rank: int | None) -> str | None:
-    """Why a rank's device was slowed; for None, any rank's."""
-    seen = record.telemetry if rank is None else record.telemetry[rank : rank + 1]
-    return ", ".join(sorted({reason for one in seen for reason in one.throttle})) or None
-
-
-def spread_pct(times: Summary) -> float | None:
-    """Half the distance from p10 to p90, in percent of the median; None of one sample."""
-    return (times.p90 - times.p10) / 2 / times.median * 100 if times.n > 1 else None
-
-
-def ratio(values: Sequence[float], index: int) -> float | None:
-    """One of the values over their median."""
-    middle = median(values)
-    return values[index] / middle if middle else None
-
-
-def percent(value: float | None, base: float | None) -> float | None:
-    """None where either is unknown."""
-    return 100 * value / base if value is not None and base else None

@@ -13,7 +13,7 @@ from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Fp8, Precision, Training
 from stepmark.core.units import TFLOP
-from stepmark.report.op_columns import LIMIT_SLACK, Ceilings
+from stepmark.report.outcomes import LIMIT_SLACK, Ceilings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

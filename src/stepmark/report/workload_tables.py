@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from stepmark.core.columns import Row
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.core.ops import FAMILY_OF, Op, Phase
-from stepmark.core.ops.shape_text import shape_text
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Run, Workload
 from stepmark.report.histogram import size_of
 
@@ -159,7 +158,7 @@ def compute_rows(workload: Workload, stage: int) -> list[Row]:
         row: Row = {
             "family": "kernel" if isinstance(op, Kernel) else FAMILY_OF[type(op)],
             "pass": f"{phase.value} again" if recompute else phase.value,
-            "shape": op.name if isinstance(op, Kernel) else shape_text(op),
+            "shape": op.name if isinstance(op, Kernel) else op.shape_text,
             "dtype": "" if isinstance(op, Kernel) else op.dtype.value,
             "calls": calls,
             "flops_each": op.flops,

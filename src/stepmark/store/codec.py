@@ -155,8 +155,12 @@ def _build(cls: type, plain: dict[str, Any], given: dict[str, Any]) -> Any:
                 plain[field.name], _hints(cls)[field.name], strict=False
             )
         except msgspec.ValidationError as error:
-            raise ConfigError(field.name, plain[field.name], str(error)) from None
+            raise ConfigError(
+                field.name, plain[field.name], f"it does not decode: {error}"
+            ) from None
     try:
         return cls(**values)
     except TypeError as error:
-        raise ConfigError(cls.__name__, sorted(values), str(error)) from None
+        raise ConfigError(
+            cls.__name__, sorted(values), f"it does not decode: {error}"
+        ) from None

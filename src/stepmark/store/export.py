@@ -207,7 +207,7 @@ def _to_wandb(rows: list[Row], run: RunInfo, target: Path) -> None:
         tracked.summary.update(_scalars(rows))
         tracked.finish()
     except wandb.Error as error:
-        raise ConfigError("to", "wandb", str(error)) from None
+        raise ConfigError("to", "wandb", f"it failed: {error}") from None
 
 
 def _to_mlflow(rows: list[Row], run: RunInfo, target: Path) -> None:
@@ -225,7 +225,7 @@ def _to_mlflow(rows: list[Row], run: RunInfo, target: Path) -> None:
             mlflow.log_text(_json_text(rows), "rows.json")
             mlflow.log_text(codec.encode_run(run).decode(), "run.json")
     except mlflow.exceptions.MlflowException as error:
-        raise ConfigError("to", "mlflow", str(error)) from None
+        raise ConfigError("to", "mlflow", f"it failed: {error}") from None
 
 
 def _to_csv(rows: list[Row], run: RunInfo, target: Path) -> None:

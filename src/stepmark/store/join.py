@@ -46,7 +46,7 @@ def join(base: Side, other: Side, allowed: Sequence[str]) -> Joined:
         raise ConfigError(
             "compare",
             f"{base.name} with {other.name}",
-            f"something in common: {_about(base)}; {_about(other)}",
+            f"there must be something in common: {_about(base)}; {_about(other)}",
         )
     for side, left in (
         (base, len(base.series) - len(pairs)),

@@ -131,7 +131,7 @@ def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...
             columns = [str(column[0]) for column in cursor.description or ()]
             return columns, list(cursor.fetchall())
         except duckdb.Error as error:
-            raise ConfigError("sql", query, _one_line(error)) from None
+            raise ConfigError("sql", query, f"it fails: {_one_line(error)}") from None
 
 
 def _create_views(

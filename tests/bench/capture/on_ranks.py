@@ -1,31 +1,26 @@
-"""Run by test_truth, on four gloo ranks of its own: what torch itself says was sent.
+"""What torch itself says was sent, on the four gloo ranks of test_truth.
 
-Prints a JSON line per rank: of each case the messages of its setup and of a step. None of
-stepmark runs here. Names and sizes are those of torch's profiler, which sees the operators
-of c10d below all else; types and ranks those of gloo's flight recorder, which both list in the
-order of their calls. Sends and receives are not in the flight recorder, so lack a type; their
-phase is for the test to know.
+None of stepmark measures here. Names and sizes are those of torch's profiler, which sees the
+operators of c10d below all else; types and ranks those of gloo's flight recorder, which both
+list in the order of their calls. Sends and receives are not in the flight recorder, so lack a
+type; their phase is for the test to know.
 """
 
 import contextlib
 import json
 import math
-import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ |= {"TORCH_FR_BUFFER_SIZE": "20000", "OMP_NUM_THREADS": "1"}
 import torch
 import torch.distributed as dist
 from tests.bench.capture.user_code import CASES, NUM_WARM_UPS
 from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.multiprocessing.spawn import start_processes
 from torch.profiler import ProfilerActivity, profile, record_function
 
 # c10d's operators: ours, and which argument has a rank's part.
@@ -47,7 +42,7 @@ PAIRS = ("send", "recv")
 DTYPES = {"Float": "fp32", "BFloat16": "bf16", "Long": "int64", "Int": "int32"}
 # gloo reduces the whole and keeps a part; the flight recorder has what it does.
 GLOO = {"reduce_scatter": "all_reduce"}
-NUM_RANKS = 4
+ENVIRONMENT = {"TORCH_FR_BUFFER_SIZE": "20000"}  # read before the group is made
 Message = dict[str, Any]
 
 
@@ -133,10 +128,8 @@ def ranks_of(name: str) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def rank_main(rank: int, store: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS
-    )
+def sent_by_all(_ranks: object) -> dict[str, dict[str, list[Message]]]:
+    """Of each case the messages of its setup and of a step, of this rank."""
     torch.manual_seed(0)
     found = {}
     for name, build in CASES.items():
@@ -146,15 +139,4 @@ def rank_main(rank: int, store: str) -> None:
             setup += recorded(steps[0])
         found[name] = {"setup": setup, "step": recorded(steps[0])}
         dist.barrier()
-    for turn in range(NUM_RANKS):
-        if turn == rank:
-            sys.stdout.write(json.dumps({"rank": rank, "cases": found}) + "\n")
-            sys.stdout.flush()
-        dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        # Forks, as importing torch four times would take longer than all the rest.
-        start_processes(rank_main, (f"{folder}/store",), NUM_RANKS, start_method="fork")
+    return found

@@ -22,15 +22,15 @@ def said(spec: str, world_size: int = 4, rank: int = 0) -> str:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("raises", "in raises': raised KeyError: 'no such key'"),
-        ("raises_in_step", "in step': raised ValueError: two lines"),
+        ("raises", "in raises' is invalid: it raised KeyError: 'no such key'"),
+        ("raises_in_step", "in step' is invalid: it raised ValueError: two lines"),
         ("makes_a_larger_mesh", "found 16 ranks! (see --world-size)"),
         ("picks_by_values", "DynamicOutputShapeException"),
         ("picks_by_values", "tensors have shapes and no values"),
         ("reads_as_numpy", "tensors have shapes and no values"),
         ("joins_again", "leave init_process_group out"),
         ("gives_no_shapes", "give the stage input_args, output_args"),
-        ("exits", "in exits': raised SystemExit: 3"),
+        ("exits", "in exits' is invalid: it raised SystemExit: 3"),
     ],
 )
 def test_errors_of_the_code_have_a_place(function: str, words: str) -> None:
@@ -48,12 +48,21 @@ def line_of(function: str) -> int:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("returns_nothing", "'NoneType': a function that returns a function: one step"),
-        ("idle", "'no operation': a step that computes something"),
-        ("makes_a_smaller_mesh", "world-size: '4': 2, the ranks of the largest mesh made"),
-        ("needs_argument", "'needs_argument': a function that is called with no argument"),
-        ("no_such", "'no_such': a function of mistakes.py, e.g. "),
-        ("not a name", "'not a name': a function's name"),
+        (
+            "returns_nothing",
+            "NoneType is invalid: it must be a function that returns a function",
+        ),
+        ("idle", "'no operation' is invalid: it must be a step that computes something"),
+        (
+            "makes_a_smaller_mesh",
+            "world-size 4 is invalid: it must be 2, the ranks of the largest mesh made",
+        ),
+        (
+            "needs_argument",
+            "needs_argument is invalid: it must be a function that is called with no",
+        ),
+        ("no_such", "no_such is invalid: it must be a function of mistakes.py, e.g. "),
+        ("not a name", "'not a name' is invalid: it must be a function's name"),
     ],
 )
 def test_a_broken_contract_is_said(function: str, words: str) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.bench.on_ranks import ROOT
+from tests.ranks_pool import ROOT
 
 from stepmark.bench.capture.run import capture_file
 from stepmark.core.ops import Optimizer

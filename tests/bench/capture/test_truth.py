@@ -3,18 +3,15 @@
 The real run is told by torch's profiler and gloo's flight recorder: see on_ranks.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.bench.capture import on_ranks
 from tests.bench.capture.made import NUM_RANKS, made_of
 from tests.bench.capture.user_code import CASES, NUM_WARM_UPS, PIPELINES
-from tests.bench.on_ranks import ROOT
+from tests.ranks_pool import Pool
 
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Phase
@@ -27,18 +24,8 @@ Real = dict[str, dict[str, list[Message]]]
 @pytest.fixture(scope="module")
 def real() -> dict[int, Real]:
     """By rank."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.capture.on_ranks"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line["rank"]: line["cases"] for line in lines}
+    with Pool(NUM_RANKS, environment=on_ranks.ENVIRONMENT) as pool:
+        return dict(enumerate(pool.run(on_ranks.sent_by_all, timeout_s=900)))
 
 
 def test_every_case_sends_something(real: dict[int, Real]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.bench.collectives.pool import Pool
+from tests.ranks_pool import Pool
 
 
 @pytest.fixture(scope="session")

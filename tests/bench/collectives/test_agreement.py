@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 from tests.bench.collectives import on_ranks
-from tests.bench.collectives.pool import Pool
+from tests.ranks_pool import Pool
 
 from stepmark.bench.collectives.communicators import _MOST
 

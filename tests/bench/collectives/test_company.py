@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.bench.collectives import on_ranks
 from tests.bench.collectives.cases import case_of
-from tests.bench.collectives.pool import Pool
 from tests.bench.fakes import GOOD
+from tests.ranks_pool import Pool
 
 from stepmark.bench.collectives.company import ThreadCompany
 from stepmark.bench.operators.call import Call

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.bench.collectives import on_gpus
-from tests.bench.collectives.pool import Pool
+from tests.ranks_pool import Pool
 
 from stepmark.core.collectives import FACTS, Api, Collective, Mode, RedOp, placements
 from stepmark.core.comm_case import CommCase

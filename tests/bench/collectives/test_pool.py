@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.bench.collectives import on_ranks
-from tests.bench.collectives.pool import Pool, RankDiedError
+from tests.ranks_pool import Pool, RankDiedError
 
 
 def test_each_rank_answers_for_itself(pool: Pool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 from tests.bench.collectives import on_ranks
 from tests.bench.collectives.cases import case_of, in_every_form
-from tests.bench.collectives.pool import Pool
+from tests.ranks_pool import Pool
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.comm_case import CommCase

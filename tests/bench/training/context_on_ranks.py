@@ -1,11 +1,6 @@
-"""Run by test_context_parallel under torchrun with two gloo ranks that share each sequence.
+"""What test_context_parallel runs on two gloo ranks that share each sequence."""
 
-Prints, by name of a case, its losses and the first norm of its gradients; and what a step of
-attention sends, as (calls, bytes of a call) by phase and collective.
-"""
-
-import json
-import sys
+import functools
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -14,7 +9,7 @@ import torch
 from tests.bench.training.curves import GPT2, LLAMA, first_norm, losses, spread
 from tests.bench.training.techniques_on_ranks import AMP, BLOCKS, FP8, FULL, HALF, OPS
 
-from stepmark.bench.ranks import Ranks, join
+from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import trainer
 from stepmark.bench.training.messages import MessageRecorder
 from stepmark.core.train_case import TrainCase
@@ -36,6 +31,7 @@ ROUNDED = {
     "amp of shards": replace(spread(LLAMA, "fsdp", cp=2), **AMP),
     "fp8": replace(spread(LLAMA, "fsdp", cp=2), **FP8, fp8_all_gather=True),
 }
+INDUCTOR = ("compiled blocks, sac 1/2",)
 TOLD = ("plain", "recomputed")
 
 
@@ -57,21 +53,21 @@ def sent(case: TrainCase, ranks: Ranks) -> dict[str, tuple[int, int]]:
         if kind.collective in ("all_gather", "reduce_scatter"):
             name = f"{kind.phase} {kind.collective}"
             found[name] = found[name][0] + tally.calls, kind.call_bytes
-    return found
+    return dict(found)
 
 
-def main() -> None:
-    ranks = join("cpu", for_meshes=True)
-    told: dict[str, Any] = {}
+def learned_and_sent(ranks: Ranks) -> dict[str, Any]:
+    """Losses and first gradient norm by case; and what a step of attention sends, as (calls,
+    bytes of a call) by phase and collective.
+
+    One case goes through all of the compiler. The others stop where code would be generated:
+    what the collectives change is decided before, and generating takes most of the time.
+    """
+    whole = torch.compile
+    learned: dict[str, Any] = {}
     for name, case in (CASES | ROUNDED).items():
         torch.compiler.reset()
-        told[name] = losses(case, ranks), first_norm(case, ranks)
-    messages = {name: sent(CASES[name], ranks) for name in TOLD}
-    if ranks.rank == 0:
-        sys.stdout.write(json.dumps({"learned": told, "sent": messages}) + "\n")
-        sys.stdout.flush()
-    ranks.close()
-
-
-if __name__ == "__main__":
-    main()
+        backend = "inductor" if name in INDUCTOR else "aot_eager"
+        torch.compile = functools.partial(whole, backend=backend)  # type: ignore[assignment]
+        learned[name] = losses(case, ranks), first_norm(case, ranks)
+    return {"learned": learned, "sent": {name: sent(CASES[name], ranks) for name in TOLD}}

@@ -19,6 +19,7 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel, GradSync, Precision, Recompute, Schedule
 
 GLOBAL_BATCH, STEPS = 8, 6
+FEW_STEPS = 3  # an update that is wrong shows in the second loss, the next in the third
 
 
 def small(name: str, layers: int = 4) -> ModelConfig:
@@ -114,12 +115,12 @@ def first_norm(of: TrainCase, ranks: Ranks) -> float:
     return float(clip_gradients(update._updated, math.inf, update._over_stages))
 
 
-def losses(of: TrainCase, ranks: Ranks) -> list[float]:
+def losses(of: TrainCase, ranks: Ranks, steps: int = STEPS) -> list[float]:
     """Of each sample, mean over data ranks. Every rank calls it."""
     made = trainer.make(of, ranks.device)
     batches = _batches(of, place_of(ranks.rank, of.parallel))
     mine: list[list[Tensor]] = []
-    for step in range(STEPS * of.grad_accum):
+    for step in range(steps * of.grad_accum):
         tokens, labels = next(batches)
         is_last = (step + 1) % of.grad_accum == 0
         loss = made.micro_step(tokens, labels, is_last=is_last, mark=lambda _name: None)
@@ -129,6 +130,14 @@ def losses(of: TrainCase, ranks: Ranks) -> list[float]:
             made.optimizer_step()
     told = [one for one in ranks.gather([float(one) for (one,) in mine]) if one]
     return [sum(column) / len(column) for column in zip(*told, strict=True)]
+
+
+def curves_of_all(ranks: Ranks) -> dict[str, tuple[list[float], float]]:
+    """Losses of few steps and the first gradient norm of every case. Every rank calls it."""
+    return {
+        name: (losses(case, ranks, FEW_STEPS), first_norm(case, ranks))
+        for name, case in CASES.items()
+    }
 
 
 def _batches(of: TrainCase, place: Place) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,6 +1,5 @@
-"""Run by test_messages under torchrun with two gloo ranks. Prints when all agreed."""
+"""What test_messages runs on two gloo ranks."""
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from stepmark.bench.ranks import join
+from stepmark.bench.ranks import Ranks
 from stepmark.bench.training.messages import MessageRecorder, merge
 from stepmark.core.collectives import Collective, num_parts
 
@@ -265,8 +264,7 @@ def compiled(mesh: DeviceMesh) -> None:
     assert found == [("all_reduce", "fp32", "mesh_tp", "", 16, 16, 1)]
 
 
-def main() -> None:
-    ranks = join("cpu")
+def check_all(ranks: Ranks) -> None:
     each_call_of_torch_distributed(ranks.rank)
     pairs(ranks.rank)
     ddp()
@@ -282,13 +280,3 @@ def main() -> None:
         dist.all_reduce(torch.ones(1))
     ((kind, tally),) = merge(ranks.gather(recorder.histogram()))
     assert (kind.collective, tally.calls, tally.ranks) == ("all_reduce", 2, 2)
-    ranks.barrier()
-    if ranks.rank == 0:
-        print("both ranks are done", flush=True)  # noqa: T201
-    ranks.close()
-    # Threads of torch sometimes abort a process that ends by itself on a busy machine.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,12 @@
-"""Run by test_techniques under torchrun with two gloo ranks: what each technique learns.
+"""What test_techniques runs on two gloo ranks: what each technique learns."""
 
-Prints, by name of a case, its losses, the kinds of its layers and of an FP8 weight, and
-how many bytes of gradients two micro-steps reduce.
-"""
-
-import json
-import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 from tests.bench.training.curves import losses, small, spread
 
-from stepmark.bench.ranks import Ranks, join
+from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import trainer
 from stepmark.bench.training.messages import MessageRecorder
 from stepmark.bench.training.weights import canonical_name
@@ -105,8 +99,9 @@ def reduced_bytes(case: TrainCase, ranks: Ranks) -> int:
     )
 
 
-def main() -> None:
-    ranks = join("cpu", for_meshes=True)
+def curves_kinds_and_bytes(ranks: Ranks) -> dict[str, Any]:
+    """By name of a case: its losses, the kinds of its layers and of an FP8 weight, and how many
+    bytes of gradients two micro-steps reduce."""
     curves: dict[str, list[float]] = {}
     known: dict[str, list[float]] = {}
     for name, case in cases().items():
@@ -121,12 +116,4 @@ def main() -> None:
         for layout, axes in LAYOUTS.items()
         for sync in GradSync
     }
-    if ranks.rank == 0:
-        told = {"curves": curves, "kinds": layers, "reduced": reduced}
-        sys.stdout.write(json.dumps(told) + "\n")
-        sys.stdout.flush()
-    ranks.close()
-
-
-if __name__ == "__main__":
-    main()
+    return {"curves": curves, "kinds": layers, "reduced": reduced}

@@ -1,7 +1,6 @@
 """A sequence that several ranks share is attended to, learned from and sent as it should."""
 
 import itertools
-import json
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.bench.on_ranks import said_on_ranks
+from tests.ranks_pool import Pool
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,7 +19,7 @@ from stepmark.bench.training.attention import _of_prefix, causal_attention, pref
 from stepmark.bench.training.context_parallel import Gathered
 from stepmark.bench.training.mesh import Share
 
-from .context_on_ranks import CASES, ROUNDED
+from .context_on_ranks import CASES, ROUNDED, learned_and_sent
 from .curves import LLAMA, alone, case, first_norm, losses
 from .models import apart
 
@@ -196,10 +195,10 @@ def test_kernels_of_cuda_align_the_last_query(
 
 @pytest.fixture(scope="module")
 def told() -> Told:
-    """All cases in one launch of two ranks."""
-    said = said_on_ranks("tests.bench.training.context_on_ranks", 2, timeout_s=400)
-    found: Told = json.loads(said.splitlines()[-1])
-    return found
+    """All cases, from one pool of two ranks."""
+    with Pool(2) as pool:
+        answer: Told = pool.run(learned_and_sent, timeout_s=900)[0]
+    return answer
 
 
 @cache
@@ -232,7 +231,7 @@ def test_each_attention_gathers_keys_and_values_once(told: Told) -> None:
     tokens = of.mbs * of.model.seq_len // 2
     size = tokens * of.model.num_kv_heads * (of.model.d_qk + of.model.d_v) * 4
     layers = of.model.num_layers
-    once = {"forward all_gather": [layers, size], "backward reduce_scatter": [layers, size]}
+    once = {"forward all_gather": (layers, size), "backward reduce_scatter": (layers, size)}
     assert told["sent"]["plain"] == once
-    again = {"backward all_gather": [layers, size]}
+    again = {"backward all_gather": (layers, size)}
     assert told["sent"]["recomputed"] == once | again

@@ -99,7 +99,7 @@ def test_a_text_of_one_sequence_is_enough(tmp_path: Path) -> None:
 
 def test_bytes_need_a_vocabulary_of_256() -> None:
     small = dataclasses.replace(TINY, vocab_size=255)
-    with pytest.raises(ConfigError, match="vocab_size: '255': at least 256"):
+    with pytest.raises(ConfigError, match="vocab_size 255 is invalid: it must be at least 256"):
         loader(case(model=small, data="text"), 0, 1, CPU)
     batches(case(model=small), 1)
 

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from tests.bench.on_ranks import said_on_ranks
+from tests.bench.training.messages_on_ranks import check_all
+from tests.ranks_pool import Pool
 from torch._prims.rng_prims import run_and_save_rng_state
 
 from stepmark.bench.training import messages
@@ -23,8 +24,8 @@ KIND = MessageKind(
 
 
 def test_on_two_ranks() -> None:
-    said = said_on_ranks("tests.bench.training.messages_on_ranks", 2, timeout_s=120)
-    assert "both ranks are done" in said
+    with Pool(2) as pool:
+        pool.run(check_all, timeout_s=120)
 
 
 def test_without_messages_there_is_no_histogram() -> None:

@@ -1,16 +1,15 @@
 """However a model is spread over ranks, it learns the same."""
 
 import itertools
-import json
 from functools import cache
 
 import pytest
 import torch
-from tests.bench.on_ranks import said_on_ranks
+from tests.ranks_pool import Pool
 
 from stepmark.bench.ranks import Ranks
 
-from .curves import CASES, alone, first_norm, losses
+from .curves import CASES, FEW_STEPS, alone, curves_of_all, first_norm, losses
 
 # fp32 sums in another order; AdamW's first steps are sign-like and amplify that.
 TOLERANCE = 2e-4
@@ -20,10 +19,10 @@ TOLERANCE_OF_EXPERTS = 1e-3
 
 @pytest.fixture(scope="module")
 def spread() -> dict[str, tuple[list[float], float]]:
-    """All cases in one launch of four ranks."""
-    said = said_on_ranks("tests.bench.training.curves_on_ranks", 4, timeout_s=400)
-    found: dict[str, tuple[list[float], float]] = json.loads(said.splitlines()[-1])
-    return found
+    """The losses and the first gradient norm of all cases, from four ranks."""
+    with Pool(4) as pool:
+        curves: dict[str, tuple[list[float], float]] = pool.run(curves_of_all, timeout_s=900)[0]
+    return curves
 
 
 ALONE = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cpu"))
@@ -31,7 +30,7 @@ ALONE = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cpu"))
 
 @cache
 def reference(name: str) -> list[float]:
-    return losses(alone(CASES[name]), ALONE)
+    return losses(alone(CASES[name]), ALONE, FEW_STEPS)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -62,4 +61,4 @@ def test_the_curve_would_tell_a_step_that_does_nothing(name: str) -> None:
 def losses_without_update(name: str) -> list[float]:
     from dataclasses import replace
 
-    return losses(replace(alone(CASES[name]), lr=0.0), ALONE)
+    return losses(replace(alone(CASES[name]), lr=0.0), ALONE, FEW_STEPS)

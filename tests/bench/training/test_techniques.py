@@ -1,6 +1,5 @@
 """A technique changes how a step is computed, not what is learned; and it is in force."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.bench.on_ranks import said_on_ranks
+from tests.ranks_pool import Pool
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepmark.bench.ranks import Ranks
@@ -17,7 +16,7 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.training import GradSync, Recompute
 
 from .curves import LLAMA, alone, losses, spread
-from .techniques_on_ranks import EXACT, LAYOUTS, MODEL, OF_FSDP, ROUNDED
+from .techniques_on_ranks import EXACT, LAYOUTS, MODEL, OF_FSDP, ROUNDED, curves_kinds_and_bytes
 
 # Of the loss. fp32 sums in another order, not amplified yet in so few steps.
 TOLERANCE = 1e-5
@@ -29,10 +28,10 @@ Told = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def told() -> Told:
-    """All cases in one launch of two ranks."""
-    said = said_on_ranks("tests.bench.training.techniques_on_ranks", 2, timeout_s=400)
-    found: Told = json.loads(said.splitlines()[-1])
-    return found
+    """All cases, from one pool of two ranks."""
+    with Pool(2) as pool:
+        answer: Told = pool.run(curves_kinds_and_bytes, timeout_s=900)[0]
+    return answer
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

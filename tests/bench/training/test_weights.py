@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.bench.on_ranks import said_on_ranks
 from tests.bench.training.models import made
+from tests.bench.training.weights_on_ranks import check_all
+from tests.ranks_pool import Pool
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -103,7 +104,6 @@ def test_tying_again() -> None:
     assert transformer.output.head.weight is transformer.embedding.tokens.weight
 
 
-@pytest.mark.slow
 def test_on_four_ranks() -> None:
-    said = said_on_ranks("tests.bench.training.weights_on_ranks", 4, timeout_s=180)
-    assert "all ranks are done" in said
+    with Pool(4) as pool:
+        pool.run(check_all, timeout_s=180)

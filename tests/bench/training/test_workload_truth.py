@@ -5,16 +5,14 @@ dispatcher is what the rules of PyTorch say, element for element and in the same
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.bench.on_ranks import ROOT
 from tests.bench.training.workload_cases import CASES, DDP, GPIPE, TABLE_AGAIN, TITAN, WITH_ROOT
+from tests.bench.training.workload_on_ranks import sent_by_all
+from tests.ranks_pool import Pool
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -42,21 +40,14 @@ Recorded = dict[str, list[list[Row]]]
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Recorded]:
-    """All cases by number of ranks, in one launch."""
-    folder = tmp_path_factory.mktemp("messages")
-    paths = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.training.workload_on_ranks", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {ranks: json.loads((folder / f"{ranks}.json").read_text()) for ranks in CASES}
+def recorded() -> dict[int, Recorded]:
+    """All cases by number of ranks, from a pool for each number."""
+    answers: dict[int, Recorded] = {}
+    for num_ranks in CASES:
+        with Pool(num_ranks) as pool:
+            answer = pool.run(sent_by_all, timeout_s=900)[0]
+            answers[num_ranks] = json.loads(json.dumps(answer))  # tuples as lists
+    return answers
 
 
 def generated(case: TrainCase, name: str = "") -> Workload:

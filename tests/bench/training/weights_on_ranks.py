@@ -1,9 +1,8 @@
-"""Run by test_weights under torchrun with four gloo ranks. Prints when all agreed."""
+"""What test_weights runs on four gloo ranks."""
 
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from tests.bench.training.models import apart, batch, gradients, made
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +13,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from stepmark.bench.ranks import join
+from stepmark.bench.ranks import Ranks
 from stepmark.bench.training.transformer import Transformer
 from stepmark.bench.training.weights import init_weights, tie
 from stepmark.core.model import ModelConfig, find_model
@@ -62,8 +61,7 @@ def check(model: ModelConfig, fsdp: DeviceMesh, tp: DeviceMesh | None) -> None:
     assert not grads
 
 
-def main() -> None:
-    ranks = join("cpu")
+def check_all(_ranks: Ranks) -> None:
     whole = init_device_mesh("cpu", (4,))
     axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     llama = find_model("llama-3.1-8b").tiny()
@@ -71,11 +69,3 @@ def main() -> None:
     # A vocabulary that four ranks cannot share evenly, tied or not; whole experts.
     check(replace(llama, vocab_size=509, tied_embeddings=True), whole, None)
     check(find_model("deepseek-v3").tiny(), whole, None)
-    dist.barrier()
-    if ranks.rank == 0:
-        print("all ranks are done", flush=True)  # noqa: T201
-    ranks.close()
-
-
-if __name__ == "__main__":
-    main()

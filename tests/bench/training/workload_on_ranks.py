@@ -1,19 +1,11 @@
-"""Run by test_workload_truth: what gloo ranks send in one step of each case.
+"""What gloo ranks send in one step of each case of test_workload_truth.
 
-Writes FOLDER/{number of ranks}.json: {case: [by rank [collective, dtype, call bytes, message
-bytes, members, peer, phase] ...]}. Over 250 lines because what the trainer has no switch for
-is put in its place here.
+What the trainer has no switch for is put in its place here: the pool that runs it is then fit
+for nothing else.
 """
 
 import contextlib
-import json
-import os
-import signal
-import socket
-import sys
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,11 +25,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from stepmark.bench.ranks import Ranks, join
+from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import parallelize, pipeline, tensor_parallel, trainer
 from stepmark.bench.training.experts import Experts
 from stepmark.bench.training.mesh import Meshes, place_of
-from stepmark.bench.training.message_order import OrderedRecorder
+from stepmark.bench.training.messages import OrderedRecorder
 from stepmark.bench.training.optimizer import Update
 from stepmark.bench.training.transformer import Transformer
 from stepmark.core.train_case import TrainCase
@@ -182,13 +174,15 @@ def sent(case: TrainCase, ranks: Ranks, told: Told) -> tuple[list[Row], list[Row
     return setup.rows, step().rows
 
 
-def job(num_ranks: int) -> dict[str, list[list[Row]]]:
-    """All cases of so many ranks, on this one."""
-    ranks = join("cpu", for_meshes=True)
+def sent_by_all(ranks: Ranks) -> dict[str, list[list[Row]]]:
+    """Return rows by case and rank. Every rank calls it.
+
+    A row is collective, dtype, call bytes, message bytes, members, peer and phase.
+    """
     Experts.route = evenly  # type: ignore[method-assign]
     told = Told()
     found: dict[str, list[list[Row]]] = {}
-    for name, case in CASES[num_ranks].items():
+    for name, case in CASES[ranks.num_ranks].items():
         pipeline.Schedule1F1B = (  # type: ignore[attr-defined]
             ScheduleGPipe if name in GPIPE else Schedule1F1B
         )
@@ -202,54 +196,4 @@ def job(num_ranks: int) -> dict[str, list[list[Row]]]:
             by_rank = ranks.gather(sent(case, ranks, told))
         found[name] = [step for _, step in by_rank]
         found[f"{name}, setup"] = [setup for setup, _ in by_rank]
-    ranks.barrier()
     return found
-
-
-def forked(num_ranks: int, folder: Path) -> None:
-    """Runs a job in children of this process, which has read torch once for all of them."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    children: list[int] = []
-    for rank in range(num_ranks):
-        child = os.fork()
-        if child == 0:
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
-            os.environ.update(address | {name: str(place) for name, place in places.items()})
-            _child(num_ranks, folder / f"{num_ranks}.json" if rank == 0 else None)
-        children.append(child)
-    while children:
-        child, status = os.wait()
-        children.remove(child)
-        if status:
-            for other in children:  # they would wait for it
-                os.kill(other, signal.SIGKILL)
-            sys.exit(f"one of {num_ranks} ranks ended with {status}")
-
-
-def _child(num_ranks: int, out: Path | None) -> None:
-    """Ends without the threads of torch, which sometimes abort on a busy machine."""
-    try:
-        found = job(num_ranks)
-        if out:
-            out.write_text(json.dumps(found))
-    except Exception:  # noqa: BLE001  told by the exit code
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    for num_ranks in CASES:
-        forked(num_ranks, folder)
-
-
-if __name__ == "__main__":
-    main()

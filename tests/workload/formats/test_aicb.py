@@ -117,7 +117,9 @@ def test_a_group_without_a_size_is_asked_for(path: Path) -> None:
     for one in (LOG, path):
         with pytest.raises(ConfigError, match=r"line \d+, comm_group_size.*size of ep_group"):
             aicb.read(one)
-    with pytest.raises(ConfigError, match="group-sizes: 'experts': one of tp, dp, pp, ep"):
+    with pytest.raises(
+        ConfigError, match="group-sizes experts is invalid: it must be one of tp, dp, pp, ep"
+    ):
         aicb.read(path, group_sizes={"experts": 4})
     workload = aicb.read(path, group_sizes={"ep": EXPERTS[path]})
     assert text_of(native.decode(native.encode(workload))).encode() == content(path)
@@ -140,26 +142,31 @@ def test_a_group_without_a_size_is_asked_for(path: Path) -> None:
         (f"{HEADER}\r\n{SUM}\r\n{END}\r\n", "line 1: 'CRLF'"),
         (
             f"{HEADER}\n{SUM}\n{SUM.replace('all_reduce', 'all_sum')}\n{END}\n",
-            r"line 3, comm_type: 'CommType.all_sum': CommType. and one of all_reduce, isend",
+            r"line 3, comm_type: 'CommType.all_sum' is invalid: "
+            r"it must be CommType. and one of all_reduce, isend",
         ),
         (f"{HEADER}\n{SUM.replace('CommType.', '')}\n{END}\n", "line 2, comm_type"),
         (
             f"{HEADER}\n{SUM.replace('tp_group', 'cp_group')}\n{END}\n",
-            r"line 2, comm_group: 'CommGroup.cp_group': CommGroup. and one of tp_group",
+            r"line 2, comm_group: 'CommGroup.cp_group' is invalid: "
+            r"it must be CommGroup. and one of tp_group",
         ),
         (f"{HEADER}\n{SUM.replace(',64,', ',6x4,')}\n{END}\n", "line 2, msg_size: '6x4'"),
         (f"{HEADER}\n{SUM.replace(',64,', ',nan,')}\n{END}\n", "line 2, msg_size: 'nan'"),
         (f"{HEADER}\n{SUM.replace(',64,', ',-64,')}\n{END}\n", "line 2, msg_size: '-64'"),
         (f"{HEADER}\n{SUM.replace(',2,', ',0,')}\n{END}\n", "line 2, comm_group_size: '0'"),
         (f"{HEADER}\n{SUM.replace(',None,', ',0x0,', 1)}\n{END}\n", "line 2, dst: '0x0'"),
-        (f"{HEADER}\n{SUM},1\n{END}\n", "line 2: '13 columns': 12 columns"),
+        (
+            f"{HEADER}\n{SUM},1\n{END}\n",
+            "line 2: '13 columns' is invalid: it must be 12 columns",
+        ),
         (
             f"{HEADER}\n{SUM.replace('forward.MoE', chr(34) + 'a,b' + chr(34))}\n{END}\n",
             "line 2",
         ),
         (
             f"{HEADER}\n{SUM.replace('all_reduce', 'isend')}\n{END}\n",
-            "line 2, additional: '': send_next, send_prev",
+            "line 2, additional: '' is invalid: it must be send_next, send_prev",
         ),
     ],
 )
@@ -187,7 +194,9 @@ def test_iterations_of_a_log_that_differ_are_refused(tmp_path: Path) -> None:
     timed = SUM.replace(",None,None,None,1", ",0.5,1.0,1.0,1")
     other = timed.replace(",64,", ",65,")
     text = "\n".join([HEADER, timed, END, timed, END, other, END, ""])
-    with pytest.raises(ConfigError, match="iterations: '2': ones of the same operations"):
+    with pytest.raises(
+        ConfigError, match="iterations 2 is invalid: it must be ones of the same operations"
+    ):
         read(tmp_path, text)
 
 

@@ -96,16 +96,25 @@ def test_what_is_written_is_read_back(
     ("text", "words"),
     [
         ("", "line 1: ''"),
-        (f"iterations:10\n{PART}", "line 1: 'iterations:10': train_iter:N or inference_term"),
+        (
+            f"iterations:10\n{PART}",
+            "line 1: 'iterations:10' is invalid: it must be train_iter:N or inference_term",
+        ),
         (f"train_iter:ten\n{PART}", "line 1"),
         ("train_iter:10\n", "no part"),
-        (f"train_iter:10\n{PART}{PART}", "line 6: 'mlp_gelu:': a part that has not come"),
+        (
+            f"train_iter:10\n{PART}{PART}",
+            "line 6: 'mlp_gelu:' is invalid: it must be a part that has not come",
+        ),
         (f"train_iter:10\n{PART}\n    time_gpu_avg: 3\n", "line 7"),
         (f"train_iter:10\n{PART.replace('20.5', 'fast')}", "line 5: .*MICROSECONDS"),
         (f"train_iter:10\n{PART.replace('20.5', '-1')}", "line 5"),
         (f"train_iter:10\n{PART.replace('20.5', 'nan')}", "line 5"),
-        (f"train_iter:10\n{PART.replace('20.5', '40')}", "mlp_gelu: '10 40 30': min <= avg"),
-        (f"train_iter:10\n{PART.partition('    time_gpu_avg')[0]}", "mlp_gelu: 'no time_gpu_a"),
+        (
+            f"train_iter:10\n{PART.replace('20.5', '40')}",
+            "mlp_gelu '10 40 30' is invalid: it must be min <= avg",
+        ),
+        (f"train_iter:10\n{PART.partition('    time_gpu_avg')[0]}", "mlp_gelu 'no time_gpu_a"),
         (f"train_iter:10\n    time_gpu_avg: 3\n{PART}", "line 2"),
     ],
 )

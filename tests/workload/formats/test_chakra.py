@@ -245,12 +245,12 @@ class TestNodes:
         assert sum(len(next(written)) for _ in range(100)) > 1000
 
     def test_a_rank_that_is_not_there_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="rank: '8': from 0 to 7"):
+        with pytest.raises(ConfigError, match="rank 8 is invalid: it must be from 0 to 7"):
             chakra.write(TIMED, 8)
 
     def test_a_collective_that_chakra_has_not_is_refused(self) -> None:
         odd = replace(every_kind(), blocks={"step": (message(Collective.INCAST, root=0),)})
-        with pytest.raises(ConfigError, match="collective: 'incast'"):
+        with pytest.raises(ConfigError, match="collective incast"):
             chakra.write(odd)
 
 

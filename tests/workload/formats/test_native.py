@@ -85,9 +85,9 @@ def test_any_broken_file_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schema": 2}, "schema: '2': from 1 to 1; or a newer stepmark"),
-        ({"schema": 10**30}, "schema: '1"),
-        ({"schema": "1"}, "schema: '1'"),
+        ({"schema": 2}, "schema 2 is invalid: it must be from 1 to 1; or a newer stepmark"),
+        ({"schema": 10**30}, "schema 1"),
+        ({"schema": "1"}, "schema 1"),
         ({"kind": "chakra"}, "stepmark workload"),
         ({"colour": 1}, "colour"),
         ({"world_size": 0}, "world_size"),
@@ -97,14 +97,14 @@ def test_any_broken_file_is_one_line(tmp_path: Path) -> None:
                 "ops": [{"phase": "fwd", "module": "m", "compute": {"kernel": "k"}}],
                 "blocks": {"step": [-1]},
             },
-            "blocks.step: '-1': an operation from 0 to 0",
+            "blocks.step -1 is invalid: it must be an operation from 0 to 0",
         ),
         ({"stages": [{"step": "nowhere"}]}, "nowhere"),
         ({"ops": [{"phase": "fwd", "module": "m"}]}, "either compute or collective"),
         ({"ops": [{"phase": "up", "module": "m", "compute": {"kernel": "k"}}]}, "up"),
         (
             {"ops": [{"phase": "fwd", "module": "m", "compute": {"kernel": "k", "n": 1}}]},
-            r"ops\[0\].n: '1': one of name, flops",
+            r"ops\[0\].n 1 is invalid: it must be one of name, flops",
         ),
         (
             {"ops": [{"phase": "fwd", "module": "m", "compute": {"family": "gem", "m": 1}}]},
@@ -116,7 +116,7 @@ def test_any_broken_file_is_one_line(tmp_path: Path) -> None:
         ),
         (
             {"ops": [{"phase": "fwd", "module": "m", "compute": {"kernel": "k"}, "count": 1}]},
-            r"ops\[0\].count: '1': nothing beside compute",
+            r"ops\[0\].count 1 is invalid: it has no place beside compute",
         ),
         (
             {"ops": [{"phase": "fwd", "module": "m", "collective": "all_reduce"}]},
@@ -141,10 +141,18 @@ def test_messages_name_the_place(change: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("found", "changed", "words"),
     [
-        ('"root":0', '"root":77', "root: '77': a rank of the group, from 0 to 1"),
-        ('"peer":1', '"peer":1,"after":["x"]', "after: 'x': the name of an operation"),
-        ('"tp":[[2,1]]', '"tp":[[3,1]]', "group: .*digits that fit 4 ranks"),
-        ('"count":64', f'"count":{10**40}', r"ops\[1\].count: '1.*2\*\*63"),
+        (
+            '"root":0',
+            '"root":77',
+            "root 77 is invalid: it must be a rank of the group, from 0 to 1",
+        ),
+        (
+            '"peer":1',
+            '"peer":1,"after":["x"]',
+            "after x is invalid: it must be the name of an operation",
+        ),
+        ('"tp":[[2,1]]', '"tp":[[3,1]]', "group .*digits that fit 4 ranks"),
+        ('"count":64', f'"count":{10**40}', r"ops\[1\].count 1.*2\*\*63"),
         ('"first",4,', f'"first",{10**12},', "one that ends: at most 2\\*\\*40 operations"),
     ],
 )
@@ -175,7 +183,9 @@ def test_a_packed_file_is_read_and_a_cut_one_is_refused(tmp_path: Path) -> None:
     damaged[40] ^= 255
     for data in (packed[:-9], packed[:30], bytes(damaged)):
         path.write_bytes(data)
-        with pytest.raises(ConfigError, match=r"w\.json\.gz': a file that can be read"):
+        with pytest.raises(
+            ConfigError, match=r"w\.json\.gz is invalid: it must be a file that can be read"
+        ):
             native.read(path)
 
 

@@ -134,11 +134,14 @@ def test_what_changed_since_is_written_and_the_rest_as_it_was(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "lines: '0'"),
-        (f"{HEADER}\n2\n{ROW}\n", "line 2: '2': the number of rows that follow, 1"),
+        ("", "lines 0 is invalid"),
+        (
+            f"{HEADER}\n2\n{ROW}\n",
+            "line 2: '2' is invalid: it must be the number of rows that follow, 1",
+        ),
         (f"{HEADER}\nx\n{ROW}\n", "line 2: 'x'"),
         (f"{HEADER}\n1\n{ROW}\n\n", "line 2"),
-        (f"{HEADER}\n1\n{ROW}\t1\n", "line 3: '13 fields': 12 fields"),
+        (f"{HEADER}\n1\n{ROW}\t1\n", "line 3: '13 fields' is invalid: it must be 12 fields"),
         (
             f"{HEADER}\n1\n{ROW.replace('ALLREDUCE', 'ALLSUM', 1)}\n",
             "line 3, field 4: 'ALLSUM'",
@@ -150,8 +153,11 @@ def test_what_changed_since_is_written_and_the_rest_as_it_was(tmp_path: Path) ->
         (f"{HEADER}\n1\n{ROW.replace('5', 'five', 1)}\n", "line 3, field 3: 'five'"),
         (f"{HEADER}\n1\n{ROW.replace('5', '-5', 1)}\n", "0 or more"),
         (f"{HEADER}\n1\n{ROW.replace('5', '1e3', 1)}\n", "whole number"),
-        (f"{HEADER.replace('8', '7')}\n1\n{ROW}\n", "all_gpus: '7': a multiple of 2"),
-        (f"{HEADER.replace('all_gpus: 8', '')}\n1\n{ROW}\n", "all_gpus: 'missing'"),
+        (
+            f"{HEADER.replace('8', '7')}\n1\n{ROW}\n",
+            "all_gpus: '7' is invalid: it must be a multiple of 2",
+        ),
+        (f"{HEADER.replace('all_gpus: 8', '')}\n1\n{ROW}\n", "all_gpus is missing"),
         (f"{HEADER.replace('2', 'two')}\n1\n{ROW}\n", "model_parallel_NPU_group"),
         (f"{HEADER.replace('FWD_IN', 'BWD_IN')}\n1\n{ROW}\n", "one of HYBRID_TRANSFORMER_FWD"),
         (

@@ -94,10 +94,10 @@ def test_uneven_tables_are_said() -> None:
 @pytest.mark.parametrize(
     ("changed", "ranks", "said"),
     [
-        ({"arch_mlp_bot": "4-x-2"}, 1, "arch_mlp_bot: '4-x-2'"),
-        ({"arch_mlp_bot": "4-3"}, 1, r"ending in arch_sparse_feature_size \(2\)"),
+        ({"arch_mlp_bot": "4-x-2"}, 1, "arch_mlp_bot 4-x-2"),
+        ({"arch_mlp_bot": "4-3"}, 1, r"it must end in arch_sparse_feature_size \(2\)"),
         ({"arch_embedding_size": "4--2"}, 1, "arch_embedding_size"),
-        ({"mini_batch_size": 0}, 1, "mini_batch_size: '0'"),
+        ({"mini_batch_size": 0}, 1, "mini_batch_size 0"),
         ({"mini_batch_size": 3}, 2, "a multiple of 2 ranks"),
         ({"mini_batch_size": 4}, 4, r"at most one rank per table \(3\)"),
     ],

@@ -102,7 +102,7 @@ def told(name: str, file: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(name, _place(error, file), f"raised {_said(error)}") from error
+        raise ConfigError(name, _place(error, file), f"it raised {_said(error)}") from error
 
 
 def _place(error: BaseException, file: str) -> str:

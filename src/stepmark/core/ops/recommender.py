@@ -1,4 +1,4 @@
-"""The two compute benchmarks of PARAM besides GEMM: linear stacks and embedding bags."""
+"""PARAM's compute benchmarks other than GEMM: linear stacks and embedding bags."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,10 +37,15 @@ class Mlp:
         return sum(rows * columns for rows, columns in pairwise(self.widths))
 
     @property
-    def flops(self) -> int:
-        """bwd leaves out the gradient of the data, which no framework computes.
+    def shape_text(self) -> str:
+        widths = f"{self.input}-{self.hidden}-{self.output}"
+        return f"b{self.batch} {self.layers} layers {widths} {self.optimizer}"
 
-        (PARAM counts it: its 6 x weights x batch is a little more than what runs.)
+    @property
+    def flops(self) -> int:
+        """Return the FLOPs; bwd excludes the gradient of the input data, which is not computed.
+
+        PARAM includes it: its 6 x weights x batch is slightly more than what runs.
         """
         fwd = 2 * self.batch * self.num_weights
         bwd = 2 * fwd - 2 * self.batch * self.widths[0] * self.widths[1]
@@ -54,7 +59,7 @@ class Mlp:
 
     @property
     def bytes_moved(self) -> int:
-        """Weights and activations of the pass; a step adds the optimizer's planes."""
+        """Return the bytes of weights and activations; a step adds the optimizer's planes."""
         activations = self.batch * sum(self.widths)
         weights = self.num_weights
         planes = {"none": 0, "sgd": 3, "adagrad": 5, "adam": 7}[self.optimizer]
@@ -95,15 +100,21 @@ class EmbeddingBag:
             raise ConfigError("dtype", self.dtype, "fp32, bf16, fp16 or fp64 for embedding-bag")
 
     @property
+    def shape_text(self) -> str:
+        zipf = f" zipf {self.alpha:g}" if self.alpha else ""
+        return f"b{self.batch} pool {self.pooling} of {self.rows}x{self.dim}{zipf}"
+
+    @property
     def flops(self) -> int:
         return 0
 
     @property
     def bytes_moved(self) -> int:
-        """Gathered rows, int64 indices and offsets, result. Repeated rows count each time.
+        """Return the bytes of gathered rows, int64 indices, offsets and result.
 
-        With Zipf indices many rows come from cache, so this over time can pass the memory
-        bandwidth; uniform indices over a table far above the cache cannot.
+        Repeated rows count each time. With Zipf indices many rows come from cache, so the rate
+        can exceed the memory bandwidth; with uniform indices over a table far larger than the
+        cache it cannot.
         """
         gathered = self.batch * self.pooling * self.dim * self.dtype.itemsize
         indices = self.batch * (self.pooling + 1) * 8
@@ -114,3 +125,7 @@ class EmbeddingBag:
         # A sparse gradient holds one row per index.
         gradient = self.batch * self.pooling * self.dim if self.phase is Phase.BWD else 0
         return (self.rows * self.dim + gradient) * self.dtype.itemsize + self.bytes_moved
+
+
+RecommenderOp = Mlp | EmbeddingBag
+FAMILIES: dict[str, type[RecommenderOp]] = {"mlp": Mlp, "embedding-bag": EmbeddingBag}

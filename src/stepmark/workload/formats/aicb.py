@@ -82,7 +82,9 @@ def _write_again(workload: Workload) -> Iterator[str]:
     try:
         origin = msgspec.convert(workload.origin[FORMAT], type=_Origin)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"origin.{FORMAT}", "unreadable", str(error)) from None
+        raise ConfigError(
+            f"origin.{FORMAT}", "unreadable", f"it does not decode: {error}"
+        ) from None
 
     def line(op: Operation) -> str:
         ours = line_of(op, workload.groups)

@@ -26,7 +26,9 @@ def rank_files(path: Path) -> list[Path]:
     absent = [one.name for one in found if not one.is_file()]
     if absent or path not in found:
         lacks = absent[0] if absent else path.name
-        raise ConfigError(WHAT, path, f"with the files of all ranks: there is no {lacks}")
+        raise ConfigError(
+            WHAT, path, f"it must have the files of all ranks: there is no {lacks}"
+        )
     return found
 
 

@@ -84,9 +84,7 @@ def in_order(found: Sequence[Node], file: str) -> tuple[list[Node], bool]:
         raise ConfigError(file, f"{len(found) - len(known)} nodes", "nodes with different ids")
     for one in found:
         if absent := set(one.deps) - known:
-            raise ConfigError(
-                f"{file}: node {one.number}", min(absent), "dependencies in the file"
-            )
+            raise ConfigError(f"{file}: node {one.number}", min(absent), "a node of the file")
     if all(known.issuperset(one.controls) for one in found):
         ordered = _sorted([replace(one, deps=(*one.deps, *one.controls)) for one in found])
         if len(ordered) == len(found):
@@ -94,7 +92,9 @@ def in_order(found: Sequence[Node], file: str) -> tuple[list[Node], bool]:
     ordered = _sorted(found)
     if len(ordered) != len(found):
         raise ConfigError(
-            file, f"{len(found) - len(ordered)} nodes", "no circle of dependencies"
+            file,
+            f"{len(found) - len(ordered)} nodes",
+            "there must be no circle of dependencies",
         )
     return ordered, False
 

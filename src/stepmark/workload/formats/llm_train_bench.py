@@ -109,7 +109,7 @@ def _ffn_width(config: _Llama, where: str) -> int:
         return config.d_hid
     for name in ("ffn_mult", "ffn_factor"):
         if getattr(config, name) is None:
-            raise ConfigError(f"{where}{name}", "missing", "a required field, or d_hid")
+            raise ConfigError(f"{where}{name}", "missing", "it is a required field, or d_hid")
     assert config.ffn_mult is not None
     assert config.ffn_factor is not None
     width = int(config.ffn_mult * (8 * config.d_embd // 3))

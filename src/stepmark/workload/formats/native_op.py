@@ -76,7 +76,7 @@ def operation(op: OpFields, where: str) -> Operation:
     for field in msgspec.structs.fields(op) if op.compute is not None else ():
         value = getattr(op, field.name)
         if field.name in _COMM_ONLY and value != field.default:
-            raise ConfigError(f"{where}.{field.name}", value, "nothing beside compute")
+            raise ConfigError(f"{where}.{field.name}", value, "it has no place beside compute")
     values = {
         name: getattr(op, name)
         for name in op.__struct_fields__
@@ -87,7 +87,7 @@ def operation(op: OpFields, where: str) -> Operation:
             return ComputeOp(op=_compute(op.compute), **values)
         for name in ("dtype", "count", "group"):
             if values[name] is None:
-                raise ConfigError(name, "missing", "a required field")
+                raise ConfigError(name, "missing", "it is a required field")
         return CommOp(**values)
     except ConfigError as error:
         raise ConfigError(f"{where}.{error.field}", error.shown, error.allowed) from None
@@ -128,7 +128,9 @@ def _dataclass(kind: type[T], plain: dict[str, Any]) -> T:
     try:
         return msgspec.convert(plain, type=kind, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(kind.__name__, ", ".join(plain), str(error)) from None
+        raise ConfigError(
+            kind.__name__, ", ".join(plain), f"it does not decode: {error}"
+        ) from None
 
 
 def _known(kind: type[Any], plain: Mapping[str, Any]) -> None:

@@ -91,7 +91,9 @@ def _ops(name: str, item: _Input, path: Path) -> Iterator[Op]:
         except ConfigError as error:
             if error.field.startswith(where):
                 raise
-            raise ConfigError(f"{where}: shape", f"{first} x {second}", str(error)) from None
+            raise ConfigError(
+                f"{where}: shape", f"{first} x {second}", f"it has a bad size: {error}"
+            ) from None
 
 
 def _values(where: str, value: object) -> list[int]:

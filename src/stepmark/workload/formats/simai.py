@@ -102,7 +102,9 @@ def _origin(workload: Workload) -> _Origin:
     try:
         found = msgspec.convert(workload.origin[FORMAT], type=_Origin)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"origin.{FORMAT}", "unreadable", str(error)) from None
+        raise ConfigError(
+            f"origin.{FORMAT}", "unreadable", f"it does not decode: {error}"
+        ) from None
     if "step.fwd" not in workload.blocks:
         raise ConfigError(
             f"origin.{FORMAT}", "step.fwd", "a block, as reading SimAI text makes"

@@ -77,7 +77,7 @@ def _check_spelling(raw: dict[object, object], kind: type[T], where: str) -> Non
         if hint:
             shown = ascii(key[:80])[1:-1]
             raise ConfigError(
-                f"{where}{shown}", one_line(raw[key]), f"unknown field `{shown}`{hint}"
+                f"{where}{shown}", one_line(raw[key]), f"it is an unknown field{hint}"
             )
 
 
@@ -87,7 +87,7 @@ def _explain(message: str, raw: object, where: str) -> ConfigError:
     place = place.rstrip("`").removeprefix(".")
     if missing := re.match(r"Object missing required field `(\w+)`", text):
         field = f"{place}.{missing[1]}" if place else missing[1]
-        return ConfigError(f"{where}{field}", "missing", "a required field")
+        return ConfigError(f"{where}{field}", "missing", "it is a required field")
     value = raw
     for name, index in re.findall(r"(\w+)|\[(\d+)\]", place):
         if isinstance(value, dict):

@@ -55,7 +55,7 @@ class Dlrm:
             raise ConfigError(
                 "arch_mlp_bot",
                 self.arch_mlp_bot,
-                f"ending in arch_sparse_feature_size ({self.arch_sparse_feature_size})",
+                f"it must end in arch_sparse_feature_size ({self.arch_sparse_feature_size})",
             )
 
     @property

@@ -16,6 +16,8 @@ from stepmark.core.ops import Phase
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.workload.job import Job
+from stepmark.workload.rules.deepspeed.buckets import all_reduced
+from stepmark.workload.rules.deepspeed.modules import Param
 from stepmark.workload.rules.deepspeed.rule import workload
 from stepmark.workload.rules.deepspeed.settings import DeepSpeed, Switch
 from stepmark.workload.rules.pytorch import ddp
@@ -228,3 +230,24 @@ def test_padding_of_stages_1_and_2_is_to_an_even_share() -> None:
     model = MODELS["llama"]
     made = workload(job(model, 7), zero(2))
     assert moved(made, Phase.OPTIM)[Collective.ALL_GATHER] == ceil(model.num_params / 14) * 14
+
+
+@given(sizes=st.lists(st.integers(1, 9)), at_least=st.integers(1, 20))
+def test_stage_0_sends_a_bucket_that_holds_more_than_its_size(
+    sizes: list[int], at_least: int
+) -> None:
+    params = [Param(index=index, numel=numel) for index, numel in enumerate(sizes)]
+    sent = [message.elements for message in all_reduced(params, at_least)]
+    assert sum(sent) == sum(sizes)
+    assert all(elements > at_least for elements in sent[:-1])
+    left = list(sizes)
+    for elements in sent[:-1]:
+        held = 0
+        while held < elements:
+            assert held <= at_least
+            held += left.pop(0)
+
+
+def test_a_bucket_that_is_just_full_waits() -> None:
+    params = [Param(index=index, numel=numel) for index, numel in enumerate((4, 6, 5))]
+    assert [message.elements for message in all_reduced(params, 10)] == [15]

@@ -4,16 +4,20 @@ import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as bounds
 
+from stepmark.core.collectives import Collective
 from stepmark.core.message import RECV, SEND
 from stepmark.core.model import ModelConfig
 from stepmark.core.ops import GroupedGemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.job import Job
+from stepmark.workload.rules.megatron.dispatch import exchanged
 from stepmark.workload.rules.megatron.rule import Megatron, workload
 from stepmark.workload.rules.megatron.settings import (
     CpComm,
@@ -390,3 +394,13 @@ def test_only_named_streams_are_used() -> None:
     )
     streams = {op.stream for stage in (0, 1) for op in program.expand(stage)}
     assert streams == {COMPUTE, "tp", "cp", "dp"}
+
+
+@pytest.mark.parametrize(("elements", "sent"), [(12, 12), (13, 16), (1, 4)])
+def test_uneven_parts_are_rounded_up(elements: int, sent: int) -> None:
+    """An average part that is no whole number loses nothing."""
+    plan: Any = SimpleNamespace(
+        size=lambda _group: 4, comms=lambda _kind, count, _group, **_of: count
+    )
+    kind = Collective.ALL_TO_ALL_V
+    assert exchanged(plan, kind, elements, "ep", "moe", Phase.FWD) == sent

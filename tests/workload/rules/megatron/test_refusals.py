@@ -39,23 +39,40 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
         DENSE,
         {"dp_shard": 2, "dp_replicate": 2},
         {},
-        "dp-replicate: '2': 1 without use_distributed_optimizer: give that, or dp-shard 4",
+        "dp-replicate 2 is invalid: "
+        "it must be 1 without use_distributed_optimizer: give that, or dp-shard 4",
     ),
     (
         DENSE,
         {"pp": 4},
         {FIRST: 1},
-        "^decoder_first_pipeline_num_layers: '1': what leaves 3 other stages",
+        "^decoder_first_pipeline_num_layers 1 is invalid: "
+        "it must be what leaves 3 other stages",
     ),
-    (DENSE, {"pp": 4}, {FIRST: 8}, "first.*'8': what leaves 3 other stages .* not none"),
+    (
+        DENSE,
+        {"pp": 4},
+        {FIRST: 8},
+        "first.* 8 is invalid: it must be what leaves 3 other stages .* not none",
+    ),
     (
         DENSE,
         {"pp": 4},
         {FIRST: 1, LAST: 4},
-        "first.*'1': with decoder_last_pipeline_num_layers 4 what leaves 2 other",
+        "first.* 1 is inv.* what leaves 2 other .*, with decoder_last_pipeline_num_layers 4",
     ),
-    (DENSE, {"pp": 2}, {FIRST: 3, LAST: 4}, "with .*last.* 4 what adds up to 8 layers"),
-    (DENSE, {}, {LAST: 4}, "last.*'4': what adds up to 8 layers of 1 stages"),
+    (
+        DENSE,
+        {"pp": 2},
+        {FIRST: 3, LAST: 4},
+        "what adds up to 8 layers of 2 stages, with .*last.* 4",
+    ),
+    (
+        DENSE,
+        {},
+        {LAST: 4},
+        "last.* 4 is invalid: it must be what adds up to 8 layers of 1 stages",
+    ),
     (
         replace(DENSE, num_layers=10),
         {"pp": 4},
@@ -107,7 +124,10 @@ def test_what_does_not_divide_is_refused(
         ({"moe_pad_expert_input_to_capacity": True}, "moe_expert_capacity_factor"),
         ({"moe_expert_capacity_factor": 0.0}, "above 0"),
         ({"moe_expert_capacity_factor": math.nan}, "above 0"),
-        ({"moe_aux_loss_coeff": -1.0}, "moe_aux_loss_coeff: '-1.0': 0 or more"),
+        (
+            {"moe_aux_loss_coeff": -1.0},
+            "moe_aux_loss_coeff -1.0 is invalid: it must be 0 or more",
+        ),
         ({"moe_aux_loss_coeff": math.inf}, "0 or more"),
         (
             {
@@ -116,8 +136,8 @@ def test_what_does_not_divide_is_refused(
             },
             "only with moe_expert_capacity_factor",
         ),
-        ({FIRST: 0}, "decoder_first_pipeline_num_layers: '0': 1 or more"),
-        ({LAST: 0}, "decoder_last_pipeline_num_layers: '0': 1 or more"),
+        ({FIRST: 0}, "decoder_first_pipeline_num_layers 0 is invalid: it must be 1 or more"),
+        ({LAST: 0}, "decoder_last_pipeline_num_layers 0 is invalid: it must be 1 or more"),
         ({"ddp_bucket_size": 0}, "ddp_bucket_size"),
         ({"recompute_method": "odd"}, "uniform or block"),
         (
@@ -126,7 +146,8 @@ def test_what_does_not_divide_is_refused(
         ),
         (
             {LAST: 1, "account_for_loss_in_pipeline_split": True},
-            "^account_for_loss_in_pipeline_split: 'True': only without decoder_last_",
+            "^account_for_loss_in_pipeline_split is invalid: "
+            "it works only without decoder_last_",
         ),
         (
             {"calculate_per_token_loss": True, "ddp_average_in_collective": True},
@@ -141,7 +162,9 @@ def test_settings_that_exclude_each_other(settings: Mapping[str, Any], words: st
 
 @pytest.mark.parametrize("dtype", sorted(set(DType) - {DType.FP32, DType.BF16, DType.FP16}))
 def test_only_types_that_are_modelled_are_taken(dtype: DType) -> None:
-    with pytest.raises(ConfigError, match=f"dtype: '{dtype}': fp32, bf16 or fp16"):
+    with pytest.raises(
+        ConfigError, match=f"dtype {dtype} is invalid: it must be fp32, bf16 or fp16"
+    ):
         workload(replace(make(), dtype=dtype), Megatron())
 
 
@@ -166,7 +189,7 @@ def test_numbers_of_the_way_out_are_taken(layers: int, pp: int, chunks: int) -> 
     settings = {"virtual_pipeline_model_parallel_size": chunks}
     with pytest.raises(ConfigError) as caught:
         workload(job, Megatron(**settings))
-    (number,) = re.findall(r"e\.g\. (\d+)$", str(caught.value))
+    (number,) = re.findall(r"e\.g\. (\d+)\.$", str(caught.value))
     program = workload(job, Megatron(**settings, **{LAST: int(number)}))
     assert sum(len(stage.layers) for stage in program.stages) == layers
 
@@ -178,7 +201,7 @@ def test_batches_of_a_tutorial_that_do_not_divide_name_what_would() -> None:
         Job(model=model, parallel=ParallelConfig(tp=4, dp_shard=1024), mbs=1, gbs=16)
     assert "global-batch" in str(caught.value)
     assert "1 x 1024 = 1024" in str(caught.value)
-    assert str(caught.value).endswith("e.g. 1024")
+    assert str(caught.value).endswith("e.g. 1024.")
 
 
 def test_embedding_and_head_take_a_layers_place_only_where_that_divides() -> None:

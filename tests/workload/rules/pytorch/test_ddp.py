@@ -16,7 +16,7 @@ from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.rules.pytorch import ddp
-from stepmark.workload.rules.pytorch.buckets import completed
+from stepmark.workload.rules.pytorch.buckets import closed, completed
 from stepmark.workload.rules.pytorch.ddp import MIB, Ddp
 from stepmark.workload.units import Param
 
@@ -65,6 +65,41 @@ def test_the_first_bucket_is_small_and_the_last_one_holds_the_rest() -> None:
     assert MIB <= sizes[0] < 25 * MIB
     assert all(25 * MIB <= size < 25 * MIB + 4 * 768 * 3072 * 4 for size in sizes[1:-1])
     assert sizes[-1] >= table * 768 * 4  # tied: its gradient is whole at the very end
+
+
+def test_buckets_without_a_size_are_those_of_torch() -> None:
+    """1 MiB (dist._DEFAULT_FIRST_BUCKET_BYTES), then 25 MiB (_BucketCapacityConfig)."""
+    small = replace(DENSE, hidden_size=256, ffn_hidden_size=512, head_dim=32, num_layers=80)
+    sizes = [one.call_bytes() for one in buckets(generated(small))]
+    largest = max(256 * (256 + 2 * 32 * small.num_kv_heads), 256 * 512) * 4
+    assert largest < MIB
+    assert MIB <= sizes[0] < MIB + max(largest, small.vocab_size * 256 * 4)
+    assert len(sizes) > 3
+    assert all(25 * MIB <= size < 25 * MIB + largest for size in sizes[1:-1])
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1), first=st.integers(1, 20))
+def test_a_bucket_is_closed_by_the_tensor_that_reaches_its_limit(
+    sizes: list[int], first: int
+) -> None:
+    held = [[sizes[at] for at in bucket] for bucket in closed(sizes, 2, (first, 30))]
+    assert [size for bucket in held for size in bucket] == sizes
+    limits = [first, *[30] * len(held)]
+    for bucket, limit in zip(held[:-1], limits, strict=False):
+        assert 2 * sum(bucket[:-1]) < limit <= 2 * sum(bucket)
+    assert 2 * sum(held[-1][:-1]) < limits[len(held) - 1]
+
+
+def test_weights_are_broadcast_in_buffers_of_250_mib() -> None:
+    model = find_model("gpt2-125m")
+    found = [
+        one.call_bytes()
+        for one in generated(model).expand(setup=True)
+        if isinstance(one, CommOp) and one.collective == "broadcast" and one.dtype == DType.FP32
+    ]
+    assert sum(found) == 4 * model.num_params
+    assert len(found) == 2
+    assert found[0] >= 250 * MIB
 
 
 def test_buckets_go_in_the_order_in_which_gradients_are_ready() -> None:

@@ -33,82 +33,122 @@ CASES: list[tuple[Any, dict[str, int], Any, str]] = [
         Fsdp(reshard_after_forward="3"),
         {"dp_shard": 8},
         DENSE,
-        "reshard_after_forward: '3': one of yes, no, 2, 4 for 8 shards",
+        "reshard_after_forward 3 is invalid: it must be one of yes, no, 2, 4 for 8 shards",
     ),
-    (Fsdp(reshard_after_forward="8"), {"dp_shard": 8}, DENSE, "reshard_after_forward: '8'"),
+    (Fsdp(reshard_after_forward="8"), {"dp_shard": 8}, DENSE, "reshard_after_forward 8"),
     (
         Fsdp(reshard_after_forward="maybe"),
         {"dp_shard": 2},
         DENSE,
-        "reshard_after_forward: 'maybe'",
+        "reshard_after_forward maybe",
     ),
     (
         Fsdp(reshard_after_forward="4"),
         {"dp_shard": 8, "ep": 4},
         EXPERTS,
-        "reshard_after_forward: '4': a divisor of 2 shards of experts",
+        "reshard_after_forward 4 is invalid: it must be a divisor of 2 shards of experts",
     ),
     (
         Fsdp(blocks_per_group=9),
         {"dp_shard": 2},
         DENSE,
-        "blocks_per_group: '9': at most 8 layers",
+        "blocks_per_group 9 is invalid: it must be at most 8 layers",
     ),
-    (Fsdp(), {"dp_shard": 4, "ep": 2, "tp": 2}, EXPERTS, "tp: '2': 1, since small has experts"),
-    (Fsdp(), {"dp_shard": 2, "ep": 8}, EXPERTS, r"ep: '8': a divisor of dp-shard x cp \(2\)"),
+    (
+        Fsdp(),
+        {"dp_shard": 4, "ep": 2, "tp": 2},
+        EXPERTS,
+        "tp 2 is invalid: it must be 1, since small has experts",
+    ),
+    (
+        Fsdp(),
+        {"dp_shard": 2, "ep": 8},
+        EXPERTS,
+        r"ep 8 is invalid: it must be a divisor of dp-shard x cp \(2\)",
+    ),
     (
         Fsdp(),
         {"dp_shard": 2, "pp": 2, "microbatches": 2},
         BIASED,
-        "pp: '2': 1, since small ties its ends",
+        "pp 2 is invalid: it must be 1, since small ties its ends",
     ),
     (
         Fsdp(),
         {"dp_shard": 2, "pp": 16, "microbatches": 16},
         DENSE,
-        "pp: '16': at most 8 stages",
+        "pp 16 is invalid: it must be at most 8 stages",
     ),
-    (Ddp(), {"dp_replicate": 2, "tp": 2}, DENSE, "tp: '2': 1, or the fsdp rule"),
-    (Ddp(), {"dp_replicate": 2, "pp": 2}, DENSE, "pp: '2': 1, or the fsdp rule"),
+    (
+        Ddp(),
+        {"dp_replicate": 2, "tp": 2},
+        DENSE,
+        "tp 2 is invalid: it must be 1, or the fsdp rule",
+    ),
+    (
+        Ddp(),
+        {"dp_replicate": 2, "pp": 2},
+        DENSE,
+        "pp 2 is invalid: it must be 1, or the fsdp rule",
+    ),
     (
         Ddp(),
         {"dp_replicate": 1, "dp_shard": 2, "ep": 2},
         EXPERTS,
-        "ep: '2': 1, or the fsdp rule",
+        "ep 2 is invalid: it must be 1, or the fsdp rule",
     ),
-    (Tp(), {"tp": 2, "dp_shard": 2}, DENSE, "dp-shard: '2': 1, or the fsdp rule"),
-    (Tp(), {"pp": 2, "microbatches": 2}, DENSE, "pp: '2': 1, or the pp rule"),
-    (Tp(), {"tp": 8}, DENSE, r"tp: '8': a divisor of small's kv_heads \(4\)"),
+    (
+        Tp(),
+        {"tp": 2, "dp_shard": 2},
+        DENSE,
+        "dp-shard 2 is invalid: it must be 1, or the fsdp rule",
+    ),
+    (
+        Tp(),
+        {"pp": 2, "microbatches": 2},
+        DENSE,
+        "pp 2 is invalid: it must be 1, or the pp rule",
+    ),
+    (
+        Tp(),
+        {"tp": 8},
+        DENSE,
+        r"tp 8 is invalid: it must be a divisor of small's kv_heads \(4\)",
+    ),
     (
         Tp(),
         {"tp": 4},
         replace(DENSE, seq_len=62),
-        r"seq-len: '62': a multiple of cp x tp \(4\)",
+        r"seq-len 62 is invalid: it must be a multiple of cp x tp \(4\)",
     ),
-    (Pp(), {"pp": 2, "dp_replicate": 2}, DENSE, "dp-replicate: '2': 1, or the fsdp rule"),
+    (
+        Pp(),
+        {"pp": 2, "dp_replicate": 2},
+        DENSE,
+        "dp-replicate 2 is invalid: it must be 1, or the fsdp rule",
+    ),
     (
         Pp(),
         {"pp": 4, "microbatches": 2},
         DENSE,
-        r"pp_microbatches: '2': at least pp \(4\) with 1f1b",
+        r"pp_microbatches 2 is invalid: it must be at least pp \(4\) with 1f1b",
     ),
     (
         Pp(pp_microbatches=3),
         {"pp": 2, "microbatches": 8},
         DENSE,
-        "pp_microbatches: '3': a divisor of 8 micro-batches",
+        "pp_microbatches 3 is invalid: it must be a divisor of 8 micro-batches",
     ),
     (
         INTERLEAVED,
         {"pp": 4, "microbatches": 9},
         DENSE,
-        "pp_microbatches: '9': a multiple of its rounds",
+        "pp_microbatches 9 is invalid: it must be a multiple of its rounds",
     ),
     (
         replace(INTERLEAVED, pp_stages=3),
         {"pp": 4, "microbatches": 8},
         DENSE,
-        "pp: '4': at most 8 stages, the layers of small, not 12",
+        "pp 4 is invalid: it must be at most 8 stages, the layers of small, not 12",
     ),
 ]
 
@@ -123,20 +163,48 @@ def test_what_does_not_fit_is_one_line(
 
 
 SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
-    (Fsdp, {"prefetch": 0}, "prefetch: '0': 1 or more"),
-    (Fsdp, {"blocks_per_group": 0}, "blocks_per_group: '0': 1 or more"),
-    (Fsdp, {"recompute_some": 3, "recompute_every": 2}, "recompute_some: '3': at most"),
-    (Fsdp, {"pp_microbatches": -1}, "pp_microbatches: '-1': 0 or more"),
-    (Pp, {"pp_stages": 0}, "pp_stages: '0': 1 or more"),
-    (Ddp, {"bucket_cap_mb": -1}, "bucket_cap_mb: '-1': 0 or more"),
-    (Ddp, {"recompute_every": 0}, "recompute_every: '0': 1 or more"),
-    (Tp, {"recompute_some": 0}, "recompute_some: '0': 1 or more"),
-    (Fsdp, {"param_dtype": DType.INT8}, "param_dtype: 'int8': fp32, bf16 or fp16"),
-    (Fsdp, {"reduce_dtype": DType.FP8_E5M2}, "reduce_dtype: 'fp8_e5m2': fp32, bf16 or fp16"),
-    (Fsdp, {"shard_dtype": DType.INT64}, "shard_dtype: 'int64': fp32, bf16 or fp16"),
-    (Ddp, {"param_dtype": DType.UINT8}, "param_dtype: 'uint8': fp32, bf16 or fp16"),
-    (Tp, {"param_dtype": DType.TF32}, "param_dtype: 'tf32': fp32, bf16 or fp16"),
-    (Pp, {"param_dtype": DType.FP64}, "param_dtype: 'fp64': fp32, bf16 or fp16"),
+    (Fsdp, {"prefetch": 0}, "prefetch 0 is invalid: it must be 1 or more"),
+    (Fsdp, {"blocks_per_group": 0}, "blocks_per_group 0 is invalid: it must be 1 or more"),
+    (
+        Fsdp,
+        {"recompute_some": 3, "recompute_every": 2},
+        "recompute_some 3 is invalid: it must be at most",
+    ),
+    (Fsdp, {"pp_microbatches": -1}, "pp_microbatches -1 is invalid: it must be 0 or more"),
+    (Pp, {"pp_stages": 0}, "pp_stages 0 is invalid: it must be 1 or more"),
+    (Ddp, {"bucket_cap_mb": -1}, "bucket_cap_mb -1 is invalid: it must be 0 or more"),
+    (Ddp, {"recompute_every": 0}, "recompute_every 0 is invalid: it must be 1 or more"),
+    (Tp, {"recompute_some": 0}, "recompute_some 0 is invalid: it must be 1 or more"),
+    (
+        Fsdp,
+        {"param_dtype": DType.INT8},
+        "param_dtype int8 is invalid: it must be fp32, bf16 or fp16",
+    ),
+    (
+        Fsdp,
+        {"reduce_dtype": DType.FP8_E5M2},
+        "reduce_dtype fp8_e5m2 is invalid: it must be fp32, bf16 or fp16",
+    ),
+    (
+        Fsdp,
+        {"shard_dtype": DType.INT64},
+        "shard_dtype int64 is invalid: it must be fp32, bf16 or fp16",
+    ),
+    (
+        Ddp,
+        {"param_dtype": DType.UINT8},
+        "param_dtype uint8 is invalid: it must be fp32, bf16 or fp16",
+    ),
+    (
+        Tp,
+        {"param_dtype": DType.TF32},
+        "param_dtype tf32 is invalid: it must be fp32, bf16 or fp16",
+    ),
+    (
+        Pp,
+        {"param_dtype": DType.FP64},
+        "param_dtype fp64 is invalid: it must be fp32, bf16 or fp16",
+    ),
 ]
 
 
@@ -151,7 +219,9 @@ def test_settings_that_mean_nothing_are_refused(
 @pytest.mark.parametrize("settings", [Fsdp(), Ddp(), Tp(), Pp()])
 @pytest.mark.parametrize("dtype", [DType.FP8_E4M3, DType.TF32, DType.INT32])
 def test_types_of_activations_that_are_not_modelled(settings: Any, dtype: DType) -> None:
-    with pytest.raises(ConfigError, match=f"dtype: '{dtype}': fp32, bf16 or fp16"):
+    with pytest.raises(
+        ConfigError, match=f"dtype {dtype} is invalid: it must be fp32, bf16 or fp16"
+    ):
         FUNCTIONS[type(settings)](replace(make(), dtype=dtype), settings)
 
 
@@ -160,14 +230,14 @@ def test_types_of_activations_that_are_not_modelled(settings: Any, dtype: DType)
     [
         ({"fp8": Fp8.ROWWISE}, "fp8"),
         ({"async_tp": True}, "async-tp"),
-        ({"loss_chunks": 4}, "loss-chunks: '4'"),
+        ({"loss_chunks": 4}, "loss-chunks 4"),
         (
             {"precision": Precision.MASTER, "data_parallel": DataParallel.FSDP},
-            "precision: 'master': amp with fsdp",
+            "precision master is invalid: it must be amp with fsdp",
         ),
         (
             {"mbs": 3, "parallel": make(pp=2, microbatches=2).parallel},
-            "mbs: '3': a multiple of 2",
+            "mbs 3 is invalid: it must be a multiple of 2",
         ),
     ],
 )

@@ -77,10 +77,10 @@ class DeepSpeed:
             if getattr(self, name) not in ("", *TRAINED):
                 raise ConfigError(name, getattr(self, name), "fp32, bf16, fp16 or empty")
         if self.zero_init and self.stage != 3:
-            raise ConfigError("zero_init", True, "stage 3")
+            raise ConfigError("zero_init", True, "only with stage 3")
         if not self.compute_grad_norm and (self.stage not in (1, 2) or self.gradient_clipping):
             raise ConfigError(
-                "compute_grad_norm", False, "stage 1 or 2 with gradient_clipping of 0"
+                "compute_grad_norm", False, "only with stage 1 or 2 and gradient_clipping of 0"
             )
 
     @property

@@ -169,7 +169,7 @@ class Megatron:
         for word in self.modules:
             if word not in RECOMPUTE_MODULES:
                 raise ConfigError(
-                    "recompute_modules", word, f"of {', '.join(RECOMPUTE_MODULES)}"
+                    "recompute_modules", word, f"one of {', '.join(RECOMPUTE_MODULES)}"
                 )
         uneven = [name for name in _UNEVEN if getattr(self, name) is not None]
         accounts = [name for name in _ACCOUNTS if getattr(self, name)]
@@ -261,7 +261,7 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
     if plan.model.moe and plan.model.moe.ffn_hidden_size % plan.etp:
         raise ConfigError("expert_tensor_parallel_size", plan.etp, "a divisor of their width")
     if settings.grad_reduce_in_bf16 and job.dtype is not DType.BF16:
-        raise ConfigError("grad_reduce_in_bf16", True, "with bf16 only")
+        raise ConfigError("grad_reduce_in_bf16", True, "only with bf16")
     return plan
 
 
@@ -297,7 +297,7 @@ def groups(job: Job, settings: Megatron) -> dict[str, Group]:
     instance = per_stage // parallel.dp_replicate
     if instance % (etp * ep):
         raise ConfigError(
-            "ep", ep, f"with expert tp {etp} a divisor of tp x cp x dp ({instance})"
+            "ep", ep, f"it must have expert tp {etp} as a divisor of tp x cp x dp ({instance})"
         )
     found["etp"] = Group(digits=((etp, 1),))
     found["ep"] = Group(digits=((ep, etp),))

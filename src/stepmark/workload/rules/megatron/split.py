@@ -77,11 +77,11 @@ def _uneven(settings: Megatron, total: int, pp: int, chunks: int) -> list[list[i
     rest, left = total - sum(given.values()), pp - len(given)
     if left < 0 or rest < 0 or bool(rest) != bool(left) or (left and rest % left):
         (name, size), *other = given.items()
-        beside = "".join(f"with {one} {value} " for one, value in other)
+        beside = "".join(f", with {one} {value}" for one, value in other)
         allowed = f"what leaves {left} other stages equal parts of {total} layers, not none"
         if left <= 0:
             allowed = f"what adds up to {total} layers of {pp} stages"
-        raise ConfigError(name, size, beside + allowed)
+        raise ConfigError(name, size, allowed + beside)
     per_stage = [rest // left if left else 0] * pp
     if first is not None:
         per_stage[0] = first

@@ -20,7 +20,9 @@ def of_case(case: TrainCase) -> Workload:
     if case.fp8 is not Fp8.NONE:
         raise ConfigError("fp8", case.fp8, "none: its scales are not derived, capture them")
     if case.async_tp:
-        raise ConfigError("async-tp", "yes", "no: its pieces are not derived, capture them")
+        raise ConfigError(
+            "async-tp", "yes", "it must be off: its pieces are not derived, capture them"
+        )
     if case.loss_chunks > 1:
         raise ConfigError("loss-chunks", case.loss_chunks, "1: chunks are not derived")
     is_sharded = case.data_parallel is DataParallel.FSDP

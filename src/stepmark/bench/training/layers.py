@@ -1,10 +1,12 @@
-"""RMSNorm and LayerNorm that neither leave the residual stream's dtype nor compute in it."""
+"""Norms and the dense MLP of a block."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stepmark.bench.training.activation import activate
 from stepmark.core import model as core_model
+from stepmark.core.model import Activation
 
 EPS = 1e-5
 
@@ -28,3 +30,22 @@ class Norm(nn.Module):
             if self.bias is None:
                 return functional.rms_norm(x, shape, weight, EPS)
             return functional.layer_norm(x, shape, weight, self.bias.to(x.dtype), EPS)
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x)), or down(gelu(up(x)))."""
+
+    def __init__(
+        self, hidden_size: int, width: int, *, activation: Activation, bias: bool = False
+    ) -> None:
+        super().__init__()
+        is_gated = activation == "swiglu"
+        self.settles_gradients = False  # True: worth it where they are cast to FP8
+        self.gate = nn.Linear(hidden_size, width, bias=bias) if is_gated else None
+        self.up = nn.Linear(hidden_size, width, bias=bias)
+        self.down = nn.Linear(width, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x) if self.gate is not None else None
+        y: Tensor = self.down(activate(gate, self.up(x), settled=self.settles_gradients))
+        return y

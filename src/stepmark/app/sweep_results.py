@@ -10,63 +10,57 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from stepmark.cli import sweep_run, sweep_tuner
-from stepmark.cli.options import Values
-from stepmark.cli.sweep_probe import ProbeError
-from stepmark.cli.sweep_run import Means
+from stepmark.app import sweep_run, tuner
+from stepmark.app.sweep_run import Means
+from stepmark.app.tuner import ProbeError
+from stepmark.app.view import console
+from stepmark.cli import session
+from stepmark.cli.sides import side_of_runs
 from stepmark.core.comparison import Comparison, Series, Side
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.sweep import Setting, Sweep
-from stepmark.core.units import parse_duration, parse_share
+from stepmark.core.verb_options import SweepOptions
 from stepmark.launch.signals import catching
+from stepmark.report import comparison as drawn
 from stepmark.report import recommendation
+from stepmark.report.comparison_page import html
+from stepmark.report.comparison_printing import printed
 from stepmark.report.recommendation import Advice
+from stepmark.store.codec import to_plain
+from stepmark.store.compare import Options, compare
+from stepmark.store.export import write_csv, write_json
+from stepmark.store.files import write_text
 from stepmark.store.join import STRICT
 from stepmark.store.sweeps import Journal
 
-if TYPE_CHECKING:
-    from stepmark.cli.sweep_tuner import Request
 
-
-def check(values: Values) -> None:
-    """What can be refused before an hour of measuring is refused before."""
-    from stepmark.cli import session  # noqa: PLC0415
-
-    parse_share(values["min_gain"], "min-gain")
-    if values.get("budget"):
-        parse_duration(values["budget"], "budget")
-    if values.get("json") == values.get("csv") == "-":
-        raise ConfigError("csv", "-", "a path: stdout is already taken by --json")
-    if values.get("dry_run"):
+def check(options: SweepOptions) -> None:
+    """Validate the outputs before measuring. Raises ConfigError."""
+    options.check_stdout()
+    if options.dry_run:
         return
     for name in ("json", "csv", "html"):
-        if (target := values.get(name)) and target != "-":
+        if (target := getattr(options, name)) and target != "-":
             session.make_folder(name, Path(target).parent)
-    session.make_folder("out", Path(values["out"]))
+    session.make_folder("out", options.out)
 
 
 def made(
     sweep: Sweep,
     path: Path | None,
-    asked: "Request | None",
-    values: Values,
+    request: tuner.Request | None,
+    options: SweepOptions,
     base: Mapping[str, str],
 ) -> int:
     """Try what is missing, compare, recommend; the exit code."""
-    budget = values.get("budget")
-    means = Means(
-        base=base,
-        budget_s=parse_duration(budget, "budget") if budget else None,
-        say=_say,
-    )
+    means = Means(base=base, budget_s=options.budget, say=_say)
     for note in sweep.notes:
         _say(f"# {note}")
-    with _journal(sweep, path, Path(values["out"])) as journal, catching() as signals:
+    with _journal(sweep, path, options.out) as journal, catching() as signals:
         number = sweep_run.make(journal, means, signals)
         if number is None:
-            code = _show(journal, asked, values, means, signals)
+            code = _show(journal, request, options, means, signals)
             number = signals[0] if signals else None
         if number is not None:
             word = "interrupted" if number == 2 else "terminated"
@@ -120,7 +114,6 @@ def compared(path: Path, sweep: Sweep, min_gain: float) -> _Found | None:
 
 def of_sides(sides: list[Side], sweep: Sweep, min_gain: float) -> _Found:
     """The baseline first."""
-    from stepmark.store.compare import Options, compare  # noqa: PLC0415
 
     comparison = compare(sides, Options(allowed=STRICT))
     comparison = dataclasses.replace(comparison, notes=(*comparison.notes, *_notes(sweep)))
@@ -131,7 +124,6 @@ def of_sides(sides: list[Side], sweep: Sweep, min_gain: float) -> _Found:
 
 def side_by_round(setting: Setting, runs: list[Path]) -> Side:
     """Launches within one try share its moment: a try is one launch of the comparison."""
-    from stepmark.cli.sides import side_of_runs  # noqa: PLC0415
 
     side = side_of_runs(setting.name, runs)
     swept = {name for name, _ in setting.variables}  # the side's name says these
@@ -172,11 +164,14 @@ def _notes(sweep: Sweep) -> list[str]:
 
 
 def _show(
-    journal: Journal, asked: "Request | None", values: Values, means: Means, signals: list[int]
+    journal: Journal,
+    request: tuner.Request | None,
+    options: SweepOptions,
+    means: Means,
+    signals: list[int],
 ) -> int:
     sweep = journal.sweep
-    min_gain = parse_share(values["min_gain"], "min-gain")
-    found = compared(journal.path, sweep, min_gain)
+    found = compared(journal.path, sweep, options.min_gain)
     code = 3 if sweep.failed else 0
     failed = [
         f"failed: {name} in round {one.round} after {one.seconds:.1f} s: {one.outcome}, "
@@ -189,16 +184,16 @@ def _show(
         _say("nothing to compare: the baseline and another setting must be measured")
         return 3
     lines = [*failed, *_advised(found.advice, sweep)]
-    _files(found, sweep, values, lines)
-    if "-" not in (values.get("json"), values.get("csv")):
+    _files(found, sweep, options, lines)
+    if not options.to_stdout:
         _print(found.comparison, lines)
     else:
         for line in lines:
             _say(line)
-    if asked is None:
+    if request is None:
         return code
     try:
-        said, tuned = sweep_tuner.emit(journal, found.advice, asked, means, signals)
+        said, tuned = tuner.emit(journal, found.advice, request, means, signals)
     except ProbeError:
         if not signals:
             raise
@@ -214,7 +209,7 @@ def _advised(advice: Advice, sweep: Sweep) -> list[str]:
     lines = recommendation.text_of(advice, exports)
     swept = {name for name, _ in sweep.settings[0].variables}
     by_size = len({one.winner for one in advice.ranges}) > 1
-    if by_size and sweep.command[0] == "comm" and swept & set(sweep_tuner.CHOSEN):
+    if by_size and sweep.command[0] == "comm" and swept & set(tuner.CHOSEN):
         lines.append("by size only a tuner plugin can set it: --emit-tuner FILE")
     return lines
 
@@ -232,24 +227,18 @@ def export_lines(setting: Setting, base: Setting) -> str:
 
 
 def _print(comparison: Comparison, lines: list[str]) -> None:
-    from stepmark.cli.view import console  # noqa: PLC0415
-    from stepmark.report.comparison_printing import printed  # noqa: PLC0415
 
     printed(comparison, console())
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
 
 
-def _files(found: _Found, sweep: Sweep, values: Values, lines: Sequence[str]) -> None:
-    from stepmark.report import comparison as drawn  # noqa: PLC0415
-    from stepmark.store.codec import to_plain  # noqa: PLC0415
-    from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
-    from stepmark.store.files import write_text  # noqa: PLC0415
+def _files(found: _Found, sweep: Sweep, options: SweepOptions, lines: Sequence[str]) -> None:
 
     comparison = found.comparison
-    if target := values.get("csv"):
+    if target := options.csv:
         write_csv(drawn.rows(comparison), target, "sweep")
-    if target := values.get("json"):
+    if target := options.json:
         document = {
             "sweep": sweep.sweep_id,
             "command": list(sweep.command),
@@ -262,9 +251,7 @@ def _files(found: _Found, sweep: Sweep, values: Values, lines: Sequence[str]) ->
             "notes": list(comparison.notes),
         }
         write_json(document, target, "sweep")
-    if target := values.get("html"):
-        from stepmark.report.comparison_page import html  # noqa: PLC0415
-
+    if target := options.html:
         write_text(target, html(comparison, lines), "html")
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.cli.sweep_settings import environment
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import Environment
 from stepmark.core.sweep import Outcome, Setting, Sweep, Try
@@ -29,6 +28,13 @@ class Means:
     program: Sequence[str] = PROGRAM
     budget_s: float | None = None
     say: Callable[[str], None] = lambda text: None
+
+
+def environment(setting: Setting, base: Mapping[str, str]) -> dict[str, str]:
+    """Of a try: the user's own but for what is swept."""
+    swept = {name for name, _ in setting.variables}
+    kept = {name: value for name, value in base.items() if name not in swept}
+    return kept | {name: value for name, value in setting.variables if value}
 
 
 def order_of(num_settings: int, number: int, *, order: str, seed: int) -> list[int]:

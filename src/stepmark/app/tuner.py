@@ -8,16 +8,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stepmark.cli.sweep_probe import Logged, Probe, ProbeError
-from stepmark.cli.sweep_run import Means
-from stepmark.core.errors import ConfigError
+from stepmark.app.sweep_run import Means, environment
+from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.log_facts import Choice
 from stepmark.core.record import RunInfo
-from stepmark.core.sweep import DEFAULT, Sweep, TunerChoice, cut
+from stepmark.core.sweep import DEFAULT, Setting, Sweep, TunerChoice, cut
+from stepmark.core.units import GIB, KIB
+from stepmark.launch import child
 from stepmark.report import tuner
 from stepmark.report.recommendation import Advice
 from stepmark.store.files import write_text
 from stepmark.store.reader import read_info
 from stepmark.store.sweeps import Journal
+from stepmark.trace.nccl_log import read_log
 
 CHOSEN = ("NCCL_ALGO", "NCCL_PROTO")
 # What else a line of the file can express: the number of channels.
@@ -25,6 +28,7 @@ _CARRIED = (
     *CHOSEN,
     *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
 )
+Logged = dict[tuple[str, int], TunerChoice]  # by collective and size
 PLUGIN, CONFIG = "NCCL_TUNER_PLUGIN", "NCCL_TUNER_CONFIG_FILE"
 
 
@@ -38,15 +42,15 @@ class Request:
     names: tuple[str, ...]  # collectives
 
 
-def request(target: str, plugin: str | None, sweep: Sweep, *, force: bool) -> Request:
+def request(path: Path, plugin: str | None, sweep: Sweep, *, force: bool) -> Request:
     """Refuses, before anything is measured, what no tuner file can say."""
     if sweep.command[0] != "comm":
-        raise ConfigError("emit-tuner", sweep.command[0], "for comm")
+        raise ConfigError("emit-tuner", sweep.command[0], "only for comm")
     values = _values_of(sweep.command)
     names = tuple(values.pop("names") or ())
     if others := [name for name in names if name not in tuner.COLLECTIVES]:
         known = ", ".join(tuner.COLLECTIVES)
-        raise ConfigError("emit-tuner", ", ".join(others), f"for {known}")
+        raise ConfigError("emit-tuner", ", ".join(others), f"only for {known}")
     variables = [name for name, _ in sweep.settings[0].variables]
     if not set(variables) & set(CHOSEN) or sweep.settings[0].flags:
         raise ConfigError(
@@ -56,11 +60,10 @@ def request(target: str, plugin: str | None, sweep: Sweep, *, force: bool) -> Re
         raise ConfigError(
             "emit-tuner",
             ", ".join(others),
-            f"only variables a file can say: {', '.join(_CARRIED)}",
+            f"one of the variables that a file can say: {', '.join(_CARRIED)}",
         )
     if any(note.startswith(f"{PLUGIN}=") for note in sweep.notes):
         raise ConfigError("emit-tuner", PLUGIN, "a sweep measured without a tuner plugin")
-    path = Path(target)
     if sweep.baseline != DEFAULT:
         raise ConfigError("baseline", sweep.baseline, "the default, for a tuner file")
     for name in ("group_split", "max_ctas", "ranks"):
@@ -75,12 +78,12 @@ def request(target: str, plugin: str | None, sweep: Sweep, *, force: bool) -> Re
     return Request(target=path, plugin=plugin, values=values, names=names)
 
 
-def check_device(values: Mapping[str, Any]) -> None:
+def check_device(request: Request) -> None:
     """Raises ConfigError where NCCL does not run."""
     from stepmark.cli import session  # noqa: PLC0415
 
-    if session.device_type(values) != "cuda":
-        raise ConfigError("emit-tuner", "cpu", "for accelerators: gloo has no tuner")
+    if session.device_type(request.values) != "cuda":
+        raise ConfigError("emit-tuner", "cpu", "only on accelerators: gloo has no tuner")
 
 
 def _values_of(command: Sequence[str]) -> dict[str, Any]:
@@ -216,3 +219,118 @@ def _facts(sweep: Sweep, place: _Place) -> list[str]:
         f"Command: stepmark {' '.join(sweep.command)}",
         f"Settings: {settings}. Rounds: {sweep.repeats}.",
     ]
+
+
+# Every power of two, of every form that a collective has; the rest of the command stays.
+_SIZES = {"begin": str(KIB), "end": str(GIB), "factor": 2.0}
+_NO_MORE = dict.fromkeys(("step", "placement", "model", "mbs", "seq_len", "message", "spread"))
+_BRIEF = {"iters": 1, "warmup_iters": 1, "check": 0, "launches": None, "budget": None}
+
+
+class ProbeError(StepmarkError):
+    """What NCCL chooses could not be read; what was measured is kept."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Runs the command with NCCL's log on; no time is taken from these runs."""
+
+    journal: Journal
+    values: Mapping[str, Any]  # of the command, as comm's flags
+    names: tuple[str, ...]  # collectives of the command
+    num_ranks: int
+    means: Means
+    signals: Sequence[int]
+
+    def logged(
+        self,
+        name: str,
+        folder: str,
+        names: Sequence[str],
+        more: Mapping[str, str] | None = None,
+    ) -> Logged:
+        """What NCCL chose for these collectives, at powers of two and at the measured sizes."""
+        setting = next(one for one in self.journal.sweep.settings if one.name == name)
+        given = {**self.values, **_BRIEF}
+        everywhere = {**given, **_SIZES, **_NO_MORE}
+        at = self.journal.path / "probe" / folder
+        found: Logged = {}
+        for part, held, values in (
+            ("powers", names, everywhere),
+            ("measured", self.names, given),
+        ):
+            self._run(at / part, setting, held, values, more or {})
+            found |= logged_in(at / part, self.num_ranks)
+        return found
+
+    def _run(
+        self,
+        folder: Path,
+        setting: Setting,
+        names: Sequence[str],
+        values: Mapping[str, Any],
+        more: Mapping[str, str],
+    ) -> None:
+        from stepmark.cli.comm import as_arguments  # noqa: PLC0415
+
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob("nccl.*"):
+            stale.unlink()
+        log = {
+            "NCCL_DEBUG": "INFO",
+            "NCCL_DEBUG_SUBSYS": "INIT,TUNING,ENV",
+            "NCCL_DEBUG_FILE": f"{folder.resolve()}/nccl.%h.%p",
+        }
+        self.means.say(f"probe {folder.relative_to(self.journal.path)}: {setting.name}")
+        ended = child.run(
+            [*self.means.program, *as_arguments(list(names), values), "--out", str(folder)],
+            {**environment(setting, self.means.base), **log, **more},
+            out=folder / "out",
+            err=folder / "err",
+            limit_s=self.journal.sweep.timeout_s,
+            signals=self.signals,
+        )
+        if ended.exit_code or ended.timed_out or ended.interrupted:
+            cut_short = ended.timed_out or ended.interrupted
+            why = "was cut short" if cut_short else f"ended with {ended.exit_code}"
+            raise ProbeError(f"probe of {setting.name} {why}: see {folder / 'err'}")
+
+
+def logged_in(folder: Path, num_ranks: int) -> Logged:
+    """NCCL's TUNING lines by collective and size; of several the most frequent.
+
+    Symmetric kernels and copy engines are left out: no tuner decides on them.
+    Raises ProbeError where there is no line, as before NCCL 2.24, whose lines lack channels.
+    """
+    calls: dict[tuple[str, int], Counter[TunerChoice]] = {}
+    for file in _with_text(folder):
+        for one in read_log([file], num_ranks=num_ranks).choices:
+            if (choice := _choice(one)) is not None:
+                key = (choice.collective, choice.size_bytes)
+                calls.setdefault(key, Counter())[choice] += one.calls
+    if not calls:
+        raise ProbeError(
+            f"no choice with channels in NCCL's log: {folder} (needs NCCL 2.24 or later)"
+        )
+    return {key: held.most_common(1)[0][0] for key, held in calls.items()}
+
+
+def _with_text(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.glob("nccl.*")) if file.stat().st_size]
+
+
+def _choice(one: Choice) -> TunerChoice | None:
+    algorithm, protocol = tuner.spelled(one.algorithm), tuner.spelled(one.protocol)
+    if not (one.message_bytes is not None and one.channels and algorithm and protocol):
+        return None
+    if one.collective not in tuner.COLLECTIVES:
+        return None
+    return TunerChoice(
+        collective=one.collective,
+        size_bytes=one.message_bytes,
+        algorithm=algorithm,
+        protocol=protocol,
+        num_channels=one.channels,
+    )

@@ -1,0 +1,97 @@
+"""stepmark check: ten minutes to accept a machine against a reference run."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from stepmark.app.view import console
+from stepmark.bench.context import make_context
+from stepmark.cli import session
+from stepmark.cli.sides import side_of_runs
+from stepmark.core.case import OpCase
+from stepmark.core.errors import ConfigError, worst
+from stepmark.core.record import Measured
+from stepmark.core.verb_options import CheckOptions
+from stepmark.report import comparison as drawn
+from stepmark.report.comparison_printing import printed
+from stepmark.store.compare import Options, compare
+from stepmark.store.export import write_csv, write_json
+from stepmark.store.reader import find_run, read
+
+
+def run(options: CheckOptions) -> int:
+    """Measure the reference run's cases again and compare; the exit code."""
+    options.check_stdout()
+    path = find_run(options.runs, options.baseline)
+    reference = _reference(path)
+    paths, code, wrong = _measured(path.name, reference, options)
+    if code in (130, 143):
+        return code
+    if wrong >= set(reference):
+        sys.stderr.write(f"all {len(wrong)} results are wrong\n")
+        return 1
+    # Means: under a power cap the clock hops between a few states, and a median hops with it.
+    sides = [side_of_runs("reference", [path]), side_of_runs("now", paths)]
+    comparison = compare(sides, Options(statistic="mean", fail_if_slower=options.floor))
+    rows = drawn.rows(comparison)
+    if options.json:
+        write_json(rows, options.json, "check")
+    if options.csv:
+        write_csv(rows, options.csv, "check")
+    if not options.to_stdout:
+        printed(comparison, console())
+    missing = len(reference) - len(rows)
+    slower = len(comparison.too_slow or ())
+    text = f"{slower} of {len(rows)} cases slower than {path.name}"
+    text += f"; {len(wrong)} with wrong results" if wrong else ""
+    text += f"; {missing} not compared" if missing else ""
+    sys.stderr.write(f"{text}\n")
+    return worst(code, 1 if slower else 0, 3 if missing else 0)
+
+
+def _measured(
+    name: str, reference: dict[str, Measured], options: CheckOptions
+) -> tuple[list[Path], int, set[str]]:
+    """Run folders, the worst exit code, and which cases gave wrong results."""
+    values: dict[str, Any] = {
+        "out": str(options.runs / "checks"),
+        "device": next(iter(reference.values())).case.device,
+    }
+    seconds = options.budget / options.launches
+    context = make_context(session.device_type(values))
+    paths: list[Path] = []
+    code, wrong = 0, set[str]()
+    for number in range(options.launches):
+        outcome = session.measure(
+            [record.operator for record in reference.values()],
+            values | {"budget": f"{seconds}s"},
+            context,
+            settings={"check_of": name, "launch": f"{number + 1}/{options.launches}"},
+        )
+        assert outcome is not None
+        if outcome.exit_code in (130, 143):
+            return paths, outcome.exit_code, wrong
+        code = worst(code, outcome.exit_code)
+        paths.append(outcome.path)
+        wrong |= {
+            record.case.case_id
+            for record in outcome.view.records
+            if isinstance(record, Measured) and record.num_wrong
+        }
+    return paths, code, wrong
+
+
+def _reference(path: Path) -> dict[str, Measured]:
+    """Measured operators of a run of one rank."""
+    found = {
+        record.case.case_id: record
+        for record in read(path).latest
+        if isinstance(record, Measured)
+        and isinstance(record.case, OpCase)
+        and not record.num_wrong
+    }
+    if not found:
+        raise ConfigError("baseline", path, "a run with measured cases")
+    if any(record.case.num_ranks > 1 for record in found.values()):
+        raise ConfigError("baseline", path, "a run of one rank")
+    return found

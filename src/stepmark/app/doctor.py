@@ -1,0 +1,214 @@
+"""stepmark doctor: what this machine is, what would be measured, what not, and why."""
+
+import csv as csv_format
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stepmark.bench.doctor import Device, Findings, examine
+from stepmark.bench.nvidia import Health, Links
+from stepmark.core.units import GB, TFLOP, format_bytes
+from stepmark.core.verb_options import DoctorOptions
+from stepmark.store.files import config_errors, write_text
+
+OK, WARNING, MISSING = "ok", "warning", "missing"
+STYLE = {OK: "green", WARNING: "yellow", MISSING: "dim"}
+PACKAGES = ("triton", "flash_attn", "transformer_engine", "torchao")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of the report; also one row of the CSV."""
+
+    section: str
+    item: str
+    mark: str
+    detail: str
+
+
+def run(options: DoctorOptions) -> None:
+    """Examine the machine, print the report, write the files that were asked for."""
+    options.check_stdout()
+    findings = examine()
+    report = list(lines(findings))
+    draw(report, to_stderr=options.to_stdout)
+    if options.json:
+        text = msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()
+        write(options.json, text + "\n", "doctor.json")
+    if options.csv:
+        write(options.csv, as_csv(report), "doctor.csv")
+
+
+def draw(report: list[Line], *, to_stderr: bool) -> None:
+    """One table per section. Names are plain text: a bracket in one is no markup."""
+
+    console = Console(stderr=to_stderr, markup=False, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 200  # a file has no edge to fold at
+    for section in dict.fromkeys(line.section for line in report):
+        console.print(Text(section, style="bold"))
+        table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=True)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for line in report:
+            if line.section == section:
+                mark = Text(line.mark, style=STYLE[line.mark])
+                table.add_row(mark, Text(line.item), Text(line.detail))
+        console.print(table)
+        console.print()
+
+
+def as_csv(report: list[Line]) -> str:
+    out = io.StringIO()
+    writer = csv_format.writer(out, lineterminator="\n")
+    writer.writerow(("section", "item", "mark", "detail"))
+    writer.writerows((line.section, line.item, line.mark, line.detail) for line in report)
+    return out.getvalue()
+
+
+def write(target: str, text: str, name: str) -> None:
+    """Write to stdout ("-"), into a folder under `name`, or to a file."""
+    path = Path(target)
+    if target != "-" and (target.endswith("/") or path.is_dir()):
+        with config_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+        target = str(path / name)
+    write_text(target, text)
+
+
+def lines(findings: Findings) -> Iterator[Line]:
+    """The whole report, warnings last."""
+    yield from host_lines(findings)
+    for device in findings.devices:
+        yield from device_lines(device)
+    yield from fabric_lines(findings)
+    yield from backend_lines(findings)
+    yield from transport_lines(findings)
+    for text in findings.warnings:
+        yield Line(section="Warnings", item="", mark=WARNING, detail=text)
+    if not findings.warnings:
+        yield Line(section="Warnings", item="", mark=OK, detail="none")
+
+
+def host_lines(findings: Findings) -> Iterator[Line]:
+    env = findings.environment
+    facts = {
+        "host": f"{env.host}: {env.os}, {env.kernel}",
+        "cpu": f"{env.cpu}, {env.num_cores} cores usable",
+        "memory": format_bytes(env.memory_bytes),
+        "/dev/shm": "" if findings.shm_bytes is None else format_bytes(findings.shm_bytes),
+        "C++ compiler": findings.compiler or "",
+    }
+    yield from (fact("Host", item, detail) for item, detail in facts.items())
+    software = {
+        "stepmark": f"{env.stepmark}, commit {env.git_commit or 'unknown'}",
+        "python": env.python,
+        "torch": env.torch,
+        **dict.fromkeys(PACKAGES, ""),
+        **env.versions,
+    }
+    yield from (fact("Software", item, detail) for item, detail in software.items())
+
+
+def fact(section: str, item: str, detail: str) -> Line:
+    mark = OK if detail else MISSING
+    return Line(section=section, item=item, mark=mark, detail=detail or "not found")
+
+
+def device_lines(device: Device) -> Iterator[Line]:
+    info, section = device.info, f"Device {device.info.index}: {device.info.name}"
+    if device.note:
+        yield Line(section=section, item="this path", mark=WARNING, detail=device.note)
+    if device.peak_reason:
+        yield Line(section=section, item="peak", mark=MISSING, detail=device.peak_reason)
+    for dtype, peak in device.peak_flops_per_s.items():
+        yield fact(section, f"peak {dtype}", f"{peak / TFLOP:.5g} TFLOP/s dense")
+    if device.hbm_bytes_per_s:
+        yield fact(section, "peak memory", f"{device.hbm_bytes_per_s / GB:.5g} GB/s")
+    memory = format_bytes(info.memory_bytes) if info.memory_bytes else ""
+    yield fact(section, "memory", memory)
+    now = device.now
+    clock = f"{figure(now.sm_clock_hz, 1e6)} of {figure(info.max_sm_clock_hz, 1e6)} MHz now"
+    yield fact(section, "clock", clock if now.sm_clock_hz else "")
+    if info.num_sms is None:
+        return  # a CPU
+    limits = (
+        f"limit {figure(info.power_limit_w)} W, default {figure(info.default_power_limit_w)} W"
+    )
+    power = f"{figure(now.power_w)} W now, {limits}, {figure(now.temperature_c)} C"
+    yield fact(section, "power", power if now.power_w is not None else "")
+    yield fact(section, "links", link_text(device.links))
+    yield fact(section, "health", health_text(device.health))
+    if now.throttle:
+        yield fact(section, "clock reasons", ", ".join(now.throttle))
+
+
+def figure(value: float | None, unit: float = 1.0) -> str:
+    return "?" if value is None else f"{value / unit:.0f}"
+
+
+def link_text(links: Links) -> str:
+    most = f"gen{links.pcie_max_generation} x{links.pcie_max_width}"
+    pcie = f"PCIe {links.pcie} (max {most})" if links.pcie else ""
+    count = links.num_fabric_links
+    fabric = f"{links.fabric} " + ("not reported" if count is None else f"{count} links active")
+    return ", ".join(part for part in (pcie, fabric if links.fabric else "") if part)
+
+
+def health_text(health: Health) -> str:
+    facts = {
+        "ECC": health.ecc,
+        "uncorrected errors": health.ecc_uncorrected,
+        "rows remapped": health.remapped_rows,
+        "remap pending": health.remap_pending,
+        "persistence": health.persistence,
+        "power throttled s": health.power_throttled_s,
+        "thermal throttled s": health.thermal_throttled_s,
+    }
+    words = {True: "on", False: "off"}
+    told = {name: value for name, value in facts.items() if value is not None}
+    return ", ".join(
+        f"{name} {words[value] if isinstance(value, bool) else f'{value:.4g}'}"
+        for name, value in told.items()
+    )
+
+
+def fabric_lines(findings: Findings) -> Iterator[Line]:
+    for nic in findings.nics:
+        mark = OK if nic.state in ("up", "active") else MISSING
+        detail = f"{nic.state or 'state unknown'}, {nic.rate or 'rate unknown'}"
+        yield Line(section="Network", item=nic.name, mark=mark, detail=detail)
+    if len(findings.peer_access) > 1:
+        for index, row in enumerate(findings.peer_access):
+            blocked = [str(other) for other, reached in enumerate(row) if not reached]
+            detail = f"no access to {', '.join(blocked)}" if blocked else "all"
+            mark = WARNING if blocked else OK
+            yield Line(section="Peer access", item=f"GPU {index}", mark=mark, detail=detail)
+
+
+def backend_lines(findings: Findings) -> Iterator[Line]:
+    for found in findings.backends:
+        yield Line(
+            section="Operators",
+            item=f"{found.family} {found.backend} {found.dtype}",
+            mark=MISSING if found.reason else OK,
+            detail=f"skipped: {found.reason}" if found.reason else "would be measured",
+        )
+
+
+def transport_lines(findings: Findings) -> Iterator[Line]:
+    for found in findings.transports:
+        note = f" ({found.note})" if found.note else ""
+        yield Line(
+            section="Collectives",
+            item=f"--api {found.api} --backend {found.backend}",
+            mark=MISSING if found.reason else OK,
+            detail=f"skipped: {found.reason}" if found.reason else f"would be measured{note}",
+        )

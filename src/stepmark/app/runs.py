@@ -1,0 +1,122 @@
+"""stepmark runs: list, show, export and query what earlier runs measured."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from stepmark.app.view import View, console, read_aloud, show_rows, view
+from stepmark.core.record import RunInfo
+from stepmark.core.verb_options import (
+    ExportOptions,
+    Files,
+    ListOptions,
+    ShowOptions,
+    SqlOptions,
+)
+from stepmark.store import query
+from stepmark.store.codec import to_plain
+from stepmark.store.export import columns_of, export, write_csv, write_json
+from stepmark.store.reader import Run, find_run, list_runs, read
+
+Row = dict[str, object]
+
+
+def print_list(options: ListOptions) -> None:
+    """Print one row per run, oldest first."""
+    rows = [_run_row(read(path)) for path in list_runs(options.runs)]
+    if not rows:
+        sys.stderr.write(f"no runs in {options.runs}\n")
+    _deliver(rows, options, "runs")
+
+
+def show(options: ShowOptions) -> None:
+    """Print the rows of one run."""
+    seen = view(find_run(options.runs, options.run))
+    rows, info = _rows(seen), seen.run
+    if options.json:
+        write_json({"run": to_plain(info), "rows": rows}, options.json, info.run_id)
+    if options.csv:
+        write_csv(rows, options.csv, info.run_id)
+    if options.to_stdout:
+        return
+    _print_header(info)
+    show_rows(seen)
+
+
+def export_run(options: ExportOptions) -> None:
+    """Write a run's rows for another tool."""
+    seen = view(find_run(options.runs, options.run))
+    rows, info = _rows(seen), seen.run
+    export(rows, info, Path(options.path), options.to)
+    if options.path != "-":
+        message = f"{len(rows)} rows of {info.run_id} to {options.to}: {options.path}\n"
+        sys.stderr.write(message)
+
+
+def run_query(options: SqlOptions) -> None:
+    """Query all runs."""
+    runs = [read_aloud(path) for path in list_runs(options.runs)]
+    columns, found = query.sql(runs, options.query)
+    rows: list[Row] = [dict(zip(columns, row, strict=True)) for row in found]
+    _deliver(rows, options, "query")
+
+
+def _rows(seen: View) -> list[Row]:
+    return seen.rows + seen.comm_rows + seen.train_rows
+
+
+def _print_header(info: RunInfo) -> None:
+    environment = info.environment
+    names = ", ".join(
+        f"{n} x {name}" for name, n in Counter(d.name for d in environment.devices).items()
+    )
+    sys.stdout.write(f"{info.run_id}  {info.command}\n")
+    versions = f"torch {environment.torch}, stepmark {environment.stepmark}"
+    commit = environment.git_commit or "unknown"
+    sys.stdout.write(f"{names}, {versions}, commit {commit}\n\n")
+
+
+def _run_row(run: Run) -> Row:
+    """What cannot be read is in the row's last column, and counted nowhere."""
+    devices = run.info.environment.devices
+    counts = {
+        kind: sum(record.kind == kind for record in run.latest)
+        for kind in ("measured", "skipped", "failed")
+    }
+    known = {
+        "created_at": run.info.created_at,
+        "device": devices[0].name if devices else None,
+        "ranks": len(devices),
+        "torch": run.info.environment.torch,
+        "cases": run.info.num_cases,
+    }
+    return {
+        "run": run.path.name,
+        **(known if run.is_known else dict.fromkeys(known)),
+        **counts,
+        "command": run.info.command if run.is_known else None,
+        **({"unreadable": "; ".join(run.notes)} if run.notes else {}),
+    }
+
+
+def _deliver(rows: list[Row], files: Files, name: str) -> None:
+    """Write the files asked for, and a table unless stdout is one of them."""
+    if files.json:
+        write_json(rows, files.json, name)
+    if files.csv:
+        write_csv(rows, files.csv, name)
+    if rows and not files.to_stdout:
+        columns = columns_of(rows)
+        table = Table(*columns, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*[Text(_shown(row.get(column))) for column in columns])
+        console().print(table)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

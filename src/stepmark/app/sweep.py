@@ -1,0 +1,283 @@
+"""stepmark sweep: one measuring command under several settings, in rounds, compared."""
+
+import dataclasses
+import itertools
+import os
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from stepmark import __version__
+from stepmark.app import sweep_results, tuner
+from stepmark.app.sweep_run import ORDERS, PROGRAM, order_of
+from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.sweep import DEFAULT, Setting, Sweep, flag_of
+from stepmark.core.verb_options import SweepOptions
+from stepmark.store import sweeps
+from stepmark.store.runs import new_run_id
+
+# Of these a run is compared; they take --out and --dry-run.
+MEASURING = ("comm", "op", "train", "run")
+MOST = 64  # settings that are tried without --force
+Swept = list[tuple[str, list[str]]]  # names and their values
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+# With these a process would be a rank, of a job that is not there, or not be found again.
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Flags of the command that the sweep gives itself, or that would make its tries overwrite
+# each other's files.
+_TAKEN = ("--out", "--resume", "--dry-run", "--json", "--csv", "--html", "-J", "--output-file")
+
+
+class CommandError(StepmarkError):
+    """The command refuses its own flags."""
+
+    exit_code = 2
+
+
+def run(options: SweepOptions) -> int:
+    """Plan; then try every setting in every round, and compare; the exit code."""
+    refuse_ranks(os.environ)
+    sweep_results.check(options)
+    base = dict(os.environ)
+    plugin = options.tuner_plugin or base.get(tuner.PLUGIN)
+    if options.emit_tuner:
+        base.pop(tuner.PLUGIN, None)  # it would decide in NCCL's place
+    path = sweeps.find(options.out, options.resume) if options.resume else None
+    sweep = _resumed(path, options) if path else _new(options, base)
+    request = None
+    if options.emit_tuner:
+        request = tuner.request(options.emit_tuner, plugin, sweep, force=options.force)
+    if options.dry_run:
+        listed(sweep)
+        return 0
+    if request:
+        tuner.check_device(request)
+    if not sweep.is_complete:  # a finished sweep may be looked at on another machine
+        _check_command(sweep, base)
+    return sweep_results.made(sweep, path, request, options, base)
+
+
+def refuse_ranks(variables: Mapping[str, str]) -> None:
+    """A sweep starts its own processes. Raises ConfigError under a launcher."""
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        if name in variables:
+            where = f"{name}={variables[name]}"
+            raise ConfigError("sweep", where, "started once, without torchrun, srun or mpirun")
+    if variables.get("SLURM_STEP_NUM_TASKS", "") not in ("", "1"):
+        raise ConfigError("sweep", "srun", "started once: it starts its own processes")
+
+
+def _new(options: SweepOptions, base: Mapping[str, str]) -> Sweep:
+    check_command(options.words)
+    found = _settings(options)
+    check_flags(options.words, found)
+    now = datetime.now(UTC)
+    return Sweep(
+        sweep_id=new_run_id(now),
+        created_at=now.isoformat(timespec="seconds"),
+        stepmark=__version__,
+        command=options.words,
+        settings=tuple(found),
+        baseline=named(options.baseline, found),
+        repeats=options.repeats or 5,
+        order=options.order or ORDERS[0],
+        seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
+        timeout_s=options.timeout or 600.0,
+        notes=notes(found, base),
+    )
+
+
+def _settings(options: SweepOptions) -> list[Setting]:
+    return settings(
+        options.env, options.flags, default=not options.no_default, force=options.force
+    )
+
+
+def _resumed(path: Path, options: SweepOptions) -> Sweep:
+    """The sweep of --resume; its rounds, time limit and baseline may be changed."""
+    sweep = sweeps.read(path)
+    if options.words and options.words != sweep.command:
+        raise ConfigError(
+            "command", shlex.join(options.words), f"none, or {shlex.join(sweep.command)}"
+        )
+    if options.env or options.flags:
+        given, known = ({one.name for one in s} for s in (_settings(options), sweep.settings))
+        if given != known:
+            raise ConfigError(
+                "env",
+                ", ".join(sorted(given ^ known)),
+                "left out, or the settings that the sweep began with",
+            )
+    for name in ("order", "seed"):
+        value, now = getattr(options, name), getattr(sweep, name)
+        if value not in (None, now):
+            raise ConfigError(name, value, f"{now}, with which the sweep began")
+    return dataclasses.replace(
+        sweep,
+        repeats=options.repeats or sweep.repeats,
+        timeout_s=options.timeout or sweep.timeout_s,
+        baseline=named(options.baseline or sweep.baseline, sweep.settings),
+    )
+
+
+def _check_command(sweep: Sweep, base: Mapping[str, str]) -> None:
+    """A dry run for each set of flags: what the command refuses is refused once, and first."""
+
+    for setting in {one.flags: one for one in sweep.settings}.values():
+        done = subprocess.run(
+            [*PROGRAM, *setting.command(sweep.command), "--dry-run"],
+            env=dict(base),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode:
+            line = (done.stderr.strip().splitlines() or ["no word"])[-1]
+            raise CommandError(f"the command: {line.removeprefix('stepmark: ')}")
+
+
+def listed(sweep: Sweep) -> None:
+    """--dry-run: what would be run, round by round, as shell commands."""
+    for number in range(1, sweep.repeats + 1):
+        places = order_of(len(sweep.settings), number, order=sweep.order, seed=sweep.seed)
+        for place in places:
+            sys.stdout.write(_shell(sweep.settings[place], sweep.command) + "\n")
+    count = len(sweep.settings)
+    sys.stderr.write(f"{sweep.repeats} x {count} settings, seed {sweep.seed}; none was run\n")
+
+
+def _shell(setting: Setting, command: tuple[str, ...]) -> str:
+    words = ["env"]
+    words += [word for name, value in setting.variables if not value for word in ("-u", name)]
+    words += [f"{name}={value}" for name, value in setting.variables if value]
+    return shlex.join([*words, "stepmark", *setting.command(command)])
+
+
+def settings(
+    env: Sequence[str], flags: Sequence[str], *, default: bool, force: bool
+) -> list[Setting]:
+    """Every combination, in the order given; with `default`, also that with nothing set."""
+    variables = _parsed(env, "env", _VARIABLE)
+    swept = _parsed(flags, "set", _FLAG)
+    if not variables and not swept:
+        raise ConfigError("env", "missing", "--env NAME=A,B or --set FLAG=A,B, or both")
+    for name, _ in variables:
+        if name in _OURS or name.startswith("STEPMARK_"):
+            raise ConfigError("env", name, "a variable that no launcher sets")
+    for name, _ in swept:
+        if flag_of(name) in _TAKEN:
+            raise ConfigError("set", name, "a flag that says how is measured")
+    names = [name for name, _ in variables], [name for name, _ in swept]
+    made = [Setting(variables=_unset(names[0]), flags=_unset(names[1]))] if default else []
+    for values in itertools.product(*(v for _, v in variables), *(v for _, v in swept)):
+        split = len(variables)
+        made.append(
+            Setting(
+                variables=tuple(zip(names[0], values[:split], strict=True)),
+                flags=tuple(zip(names[1], values[split:], strict=True)),
+            )
+        )
+    found = list({one.name: one for one in made}.values())
+    if len(found) < 2:
+        raise ConfigError("env", found[0].name, "two settings or more, to be compared")
+    if len(found) > MOST and not force:
+        raise ConfigError("env", f"{len(found)} settings", f"at most {MOST}, or --force")
+    return found
+
+
+def _unset(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, "") for name in names)
+
+
+def _parsed(texts: Sequence[str], field: str, allowed: "re.Pattern[str]") -> Swept:
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, rest = text.partition("=")
+        if not equals or not allowed.fullmatch(name):
+            raise ConfigError(field, text, "NAME=VALUE,VALUE; an empty value leaves it unset")
+        if name in found:
+            raise ConfigError(field, name, "given once: NAME=VALUE,VALUE")
+        values = split_values(rest)
+        if len(set(values)) < len(values):
+            raise ConfigError(field, text, "different values")
+        if any(not value.isprintable() for value in values):
+            raise ConfigError(field, text, "values in one line of printable characters")
+        found[name] = values
+    return list(found.items())
+
+
+def split_values(text: str) -> list[str]:
+    r"""At commas; `\,` is a comma and `\\` a backslash within a value."""
+    values, escaped = [""], False
+    for letter in text:
+        if escaped:
+            values[-1] += letter if letter in ",\\" else "\\" + letter
+            escaped = False
+        elif letter == "\\":
+            escaped = True
+        elif letter == ",":
+            values.append("")
+        else:
+            values[-1] += letter
+    values[-1] += "\\" if escaped else ""
+    return values
+
+
+def named(name: str | None, found: Sequence[Setting]) -> str:
+    """The baseline's name: as asked, in any order of words; else the one with nothing set."""
+    by_words = {frozenset(one.name.split()): one.name for one in found}
+    if name is None:
+        return by_words.get(frozenset([DEFAULT]), found[0].name)
+    if (known := by_words.get(frozenset(name.split()))) is None:
+        shown = ", ".join(one.name for one in found[:8])
+        raise ConfigError("baseline", name, f"one of {shown}")
+    return known
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raises ConfigError for what a sweep cannot run after `--`."""
+    verbs = ", ".join(MEASURING)
+    if not command:
+        raise ConfigError("command", "missing", f"give -- and a measuring verb: {verbs}")
+    if command[0] not in MEASURING:
+        raise ConfigError("command", command[0], f"a verb that measures: {verbs}")
+    for word in command:
+        if word.partition("=")[0] in _TAKEN:
+            raise ConfigError("command", word, "left out: the sweep keeps runs and makes files")
+
+
+def check_flags(command: Sequence[str], found: Sequence[Setting]) -> None:
+    """A flag is given or swept, not both."""
+    words = {word.partition("=")[0] for word in command}
+    for name, _ in found[0].flags:
+        if flag_of(name) in words:
+            raise ConfigError("set", name, "a flag that the command itself does not give")
+
+
+def notes(found: Sequence[Setting], base: Mapping[str, str]) -> tuple[str, ...]:
+    """What else of the environment decides: overridden, constant, or in a file."""
+    swept = [name for name, _ in found[0].variables]
+    said = [
+        f"{name}={base[name]} of your environment is overridden"
+        for name in swept
+        if name in base
+    ]
+    constant = {
+        name: value
+        for name, value in sorted(base.items())
+        if name.startswith(("NCCL_", "RCCL_")) and name not in swept
+    }
+    said += [f"{name}={value} is the same for all" for name, value in constant.items()]
+    if any(name.startswith("NCCL_") for name in swept):
+        files = [Path(base.get("NCCL_CONF_FILE", "~/.nccl.conf")).expanduser()]
+        files.append(Path("/etc/nccl.conf"))
+        said += [f"NCCL also reads {file}" for file in files if os.path.isfile(file)]
+    return tuple(said)

@@ -1,0 +1,127 @@
+"""The options of `stepmark workload generate`: a framework's settings are options, too."""
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.options import Option, Reader, flag, options
+from stepmark.core.workload_options import GenerateOptions
+from stepmark.workload.rules import RULES
+
+# Other names of the rules' settings, AICB's and Megatron's, beside the fields' own.
+_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "sequence_parallel": ("--sp", "--enable-sequence-parallel", "--sp-enable"),
+    "virtual_pipeline_model_parallel_size": ("--vpp",),
+    "stage": ("--zero-stage",),
+    "stage3_prefetch_bucket_size": ("--prefetch-bucket-size",),
+    "stage3_param_persistence_threshold": ("--param-persistence-threshold",),
+    "stage3_model_persistence_threshold": ("--model-persistence-threshold",),
+    "stage3_max_live_parameters": ("--max-live-parameters",),
+}
+# AICB's parameters that change nothing: of its get_params and scripts.
+_SWITCHES = (
+    *("use_flash_attn", "aiob_enable", "aiob", "computation_enable", "enable_visual"),
+    *("workload_only", "amp_enabled", "gated_linear_unit", "bias_gelu_fusion", "openai_gelu"),
+    *("squared_relu", "onnx_safe", "moe_grouped_gemm", "grouped_gemm", "overlap_version"),
+    *("overlap_grad_reduce", "recompute_activations", "recompute"),
+    *("use_distributed_optimizer", "sequence_parallel", "enable_sequence_parallel"),
+    *("sp_enable", "sp", "contiguous_gradients"),
+)
+_VALUED = (
+    *("epoch_num", "gpu_type", "activation_func", "result_dir", "nnodes", "node_rank"),
+    *("nproc_per_node", "master_addr", "master_port", "begin_size", "end_size", "test_comm"),
+    *("iter_num", "multi_all_reduce_enable", "zero_stage", "reduce_bucket_size"),
+    *("allgather_bucket_size", "prefetch_bucket_size", "param_persistence_threshold"),
+    *("model_persistence_threshold", "max_live_parameters"),
+)
+NO_EFFECT = (*_SWITCHES, *_VALUED)
+_LARGE = 10**6  # elements, not layers
+
+
+@functools.cache
+def options_class(framework: str) -> type[GenerateOptions]:
+    """GenerateOptions with the settings of a framework, and AICB's names without effect."""
+    settings = RULES[framework].fields()
+    taken = {name for option in options(GenerateOptions) for name in _names(option)}
+    own = [(*_setting(name, field),) for name, field in settings.items() if name not in taken]
+    if "stage" not in settings:
+        text = "pipeline stage, as --pp-rank; of DeepSpeed it is ZeRO's"
+        own.append(("pipeline_stage", int | None, flag(text, "--stage")))
+    made = _class(f"Settings of {framework}.", own, GenerateOptions)
+    taken = {name for option in options(made) for name in _names(option)}
+    ignored: list[tuple[str, Any, Any]] = []
+    for name in NO_EFFECT:
+        if name not in taken:
+            kind, default = (bool, False) if name in _SWITCHES else (str | None, None)
+            spelling = f"--{name.replace('_', '-')}"
+            ignored.append((name, kind, flag("AICB's; no effect", spelling, default=default)))
+    return _class("AICB's parameters without effect.", ignored, made)
+
+
+def _class(
+    title: str, fields: list[tuple[str, Any, Any]], base: type[GenerateOptions]
+) -> type[GenerateOptions]:
+    made = dataclasses.make_dataclass(
+        "Generate",
+        fields,
+        bases=(base,),
+        frozen=True,
+        kw_only=True,
+        namespace={"__doc__": title},
+    )
+    return typing.cast(type[GenerateOptions], made)
+
+
+def _names(option: Option) -> set[str]:
+    """All names of an option, with _ and without dashes in front."""
+    return {option.name, *(word.lstrip("-").replace("-", "_") for word in option.words)}
+
+
+def _setting(name: str, field: "dataclasses.Field[Any]") -> tuple[str, Any, Any]:
+    kind = kind_of(field)
+    spellings = (f"--{name.replace('_', '-')}", *_SPELLINGS.get(name, ()))
+    text = str(field.metadata.get("help", name))
+    if kind is bool:
+        text += f" [{'yes' if field.default else 'no'}]"
+        switches = (f"{one}/--no-{one.removeprefix('--')}" for one in spellings)
+        return name, bool | None, flag(text, *switches)
+    if field.default not in (None, ""):
+        text += f" [{field.default}]"
+    reader = Reader(
+        read=functools.partial(_read, kind, field.default),
+        metavar={int: "INTEGER", float: "FLOAT"}.get(kind, "TEXT"),
+    )
+    return name, Annotated[kind, reader] | None, flag(text, *spellings)
+
+
+def kind_of(field: "dataclasses.Field[Any]") -> Any:
+    """The type of a setting; of `int | None` it is int."""
+    kind = field.type
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
+    return kind
+
+
+def _read(kind: Any, default: object, text: str, field: str) -> Any:
+    """A setting in its field's type."""
+    if kind is str:
+        return text
+    try:
+        if kind is int:
+            number = float(text)
+            if number != int(number):
+                raise ValueError
+            return int(text) if text.lstrip("+-").isdecimal() else int(number)
+        return kind(text.lower() if issubclass(kind, str) else text)
+    except (ValueError, OverflowError):
+        raise ConfigError(field, text, _allowed(kind, default)) from None
+
+
+def _allowed(kind: Any, default: object) -> str:
+    is_large = isinstance(default, int) and default >= _LARGE
+    words = {int: "a whole number" + " such as 500000000 or 5e8" * is_large, float: "a number"}
+    return words[kind] if kind in words else f"one of {', '.join(kind)}"

@@ -1,0 +1,174 @@
+"""From options classes to commands: `verb(CommOptions, "stepmark.app.comm:run", doc)`.
+
+A handler is named as text and imported when it is called, so --help reads no other room.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, TypeVar, cast
+
+import typer
+import typer.core
+import typer.main
+
+from stepmark.core import options
+from stepmark.core.errors import ConfigError
+from stepmark.core.options import Option
+
+T = TypeVar("T")
+_WORDS = "stepmark.words"  # of the command line, for messages
+Run = Callable[[Any], int | None]
+
+
+class _QuickHelp:
+    """A --help that does not wait for pydantic.
+
+    An unset --help is None, which typer (0.29) takes through a pydantic adapter, though a bool
+    it takes as it is. Loading pydantic is a third of the time that --help may take.
+    """
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.default = False
+        return option
+
+
+class Group(_QuickHelp, typer.core.TyperGroup):
+    """A verb with commands of its own."""
+
+
+class Command(_QuickHelp, typer.core.TyperCommand):
+    """A command whose help has a section per options class, and whose errors name flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise as_typed(error, self.params, ctx.meta[_WORDS]) from error.__cause__
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        cls = getattr(self.callback, "options_class", None)
+        known = options.options(cls) if cls else ()
+        titles = {one.name: "Arguments" if one.argument else one.group for one in known}
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                title = titles.get(parameter.name or "", "Options")
+                sections.setdefault(title, []).append(record)
+        for title, records in sorted(sections.items(), key=lambda one: one[0] != "Arguments"):
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def verb(cls: type[Any], handler: str, doc: str, command: type[Any] = Command) -> Any:
+    """A command for typer: it builds the options and hands them to "module:function"."""
+
+    def call(**given: Any) -> int:
+        return load(handler)(options.build(cls, given)) or 0
+
+    parameters = [_parameter(option) for option in options.options(cls)]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {one.name: one.annotation for one in parameters}
+    call.__doc__ = doc
+    call.options_class, call.command_class = cls, command  # type: ignore[attr-defined]
+    return call
+
+
+def group(doc: str, cls: type[Group] = Group) -> typer.Typer:
+    """A verb to which commands are added with `add`."""
+    return typer.Typer(
+        cls=cls,
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        help=doc,
+    )
+
+
+def add(app: typer.Typer, name: str, found: Any) -> None:
+    """Register a command that `verb` made."""
+    app.command(name, cls=getattr(found, "command_class", Command))(found)
+
+
+def parse(cls: type[T], words: Sequence[str]) -> T:
+    """The options that a command line gives. Raises ConfigError, or typer's usage error."""
+    found: list[T] = []
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+    def keep(**given: Any) -> None:
+        found.append(options.build(cls, given))
+
+    like = verb(cls, "", "")
+    keep.__signature__ = like.__signature__  # type: ignore[attr-defined]
+    keep.__annotations__ = like.__annotations__
+    app.command()(keep)
+    app(list(words), standalone_mode=False)
+    return found[0]
+
+
+def load(handler: str) -> Run:
+    """The function that "module:function" names."""
+    module, _, name = handler.partition(":")
+    return cast(Run, getattr(importlib.import_module(module), name))
+
+
+def as_typed(
+    error: ConfigError, parameters: Iterable[Any], words: Sequence[str]
+) -> ConfigError:
+    """The error with its field spelled as the user typed it; else as --help shows it."""
+    name = error.field.lstrip("-").replace("_", "-")
+    typed = {word.partition("=")[0] for word in words}
+    for one in parameters:
+        spellings = [*one.opts, *one.secondary_opts]
+        names = {one.name.replace("_", "-"), *(word.lstrip("-") for word in spellings)}
+        if one.param_type_name == "argument" or name not in names:
+            continue
+        long = [word for word in spellings if word.startswith("--")]
+        field = next((word for word in spellings if word in typed), (long or spellings)[0])
+        off = field in one.secondary_opts and error.shown == "False"
+        return ConfigError(field, "given" if off else error.shown, error.allowed)
+    return error
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    metavar = option.metavar or None
+    text = _with_default(option)
+    declared = (
+        typer.Argument(help=text, metavar=None if metavar == "TEXT" else metavar)
+        if option.argument
+        else typer.Option(
+            *option.spellings,
+            help=text,
+            metavar=None if option.is_switch else metavar,
+        )
+    )
+    # `build` knows the defaults of all but switches.
+    one = bool if option.is_switch else str
+    hint: Any = list[one] if option.is_list else one  # type: ignore[valid-type]
+    default = option.default if option.is_switch else None
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[hint if default is not None else hint | None, declared],
+    )
+
+
+def _with_default(option: Option) -> str:
+    """The help, with the default unless it says one itself."""
+    default = option.default
+    if (
+        default in (None, (), "", options.REQUIRED)
+        or isinstance(default, bool)
+        or option.help.endswith("]")
+    ):
+        return option.help
+    return f"{option.help} [{option.reader.show(default)}]"

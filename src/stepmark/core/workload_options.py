@@ -1,0 +1,223 @@
+"""The options of `stepmark workload`: ours, and AICB's spellings of the same.
+
+Every option may be written with - or with _. The settings of the framework's rules are options,
+too: `stepmark.app.workload_settings` adds them when the framework is known.
+"""
+
+from dataclasses import dataclass
+
+from stepmark.core.options import flag
+from stepmark.core.verb_options import Files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Model."""
+
+    model: str | None = flag("model name, config.json (Hugging Face's) or FILE.py:function")
+    model_size: str | None = flag(
+        "AICB's preset: 7, 13, 22, 30, 65, 175, 405, moe, deepseek16, 236, 671",
+        "-m",
+        "--model-size",
+    )
+    model_name: str | None = flag("what the workload is called")
+    scale: str | None = flag("1/64: scaled-down widths; tiny: a tiny model")
+    num_layers: int | None = flag("transformer layers")
+    hidden_size: int | None = flag("width of the residual stream")
+    ffn_hidden_size: int | None = flag("width of the MLP [4 x hidden; swiglu 8/3 x]")
+    num_heads: int | None = flag("attention heads", "--num-heads", "--num-attention-heads")
+    num_kv_heads: int | None = flag(
+        "key and value heads [as attention heads]",
+        "--num-kv-heads",
+        "--num-key-value-heads",
+        "--num-query-groups",
+    )
+    vocab_size: int | None = flag("tokens before padding")
+    make_vocab_size_divisible_by: int | None = flag(
+        "megatron pads the vocabulary to a multiple of this x tp [128]"
+    )
+    max_positions: int | None = flag(
+        "rows of a learned position table; 0: none",
+        "--max-positions",
+        "--max-position-embeddings",
+    )
+    seq_len: int | None = flag("tokens per sequence [the model's]", "--seq-len", "--seq-length")
+    swiglu: bool | None = flag("gated MLP with SiLU", "--swiglu/--no-swiglu")
+    linear_bias: bool | None = flag(
+        "biases of linear layers",
+        "--linear-bias/--no-linear-bias",
+        "--add-bias-linear/--no-add-bias-linear",
+    )
+    untied: bool | None = flag(
+        "head with weights of its own",
+        "--untied/--tied",
+        "--untie-embeddings-and-output-weights/--no-untie-embeddings-and-output-weights",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Experts and MLA."""
+
+    num_experts: int | None = flag(
+        "routed experts per layer", "--num-experts", "--num-moe-experts", "--experts"
+    )
+    top_k: int | None = flag(
+        "routed experts per token [2]", "--top-k", "--moe-router-topk", "--topk"
+    )
+    moe_ffn_hidden_size: int | None = flag("width of a routed expert [ffn-hidden-size]")
+    dense_layers: int | None = flag(
+        "leading layers without experts",
+        "--dense-layers",
+        "--n-dense-layers",
+        "--n-dense-layer",
+    )
+    shared_experts: int | None = flag(
+        "experts that see every token", "--shared-experts", "--n-shared-expert"
+    )
+    moe_enable: bool | None = flag(
+        "AICB: the model has experts",
+        "--moe-enable/--no-moe-enable",
+        "--moe-enabled/--no-moe-enabled",
+    )
+    q_lora_rank: int | None = flag("MLA: width queries are compressed to")
+    kv_lora_rank: int | None = flag("MLA: width keys and values are compressed to")
+    qk_rope_head_dim: int | None = flag(
+        "MLA: rotated part of a head", "--qk-rope-head-dim", "--qk-rope-dim"
+    )
+    qk_nope_head_dim: int | None = flag(
+        "MLA: unrotated part of a head", "--qk-nope-head-dim", "--qk-nope-dim"
+    )
+    v_head_dim: int | None = flag("MLA: width of a value head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Layout."""
+
+    world_size: int | None = flag("ranks in all [the product of the axes]")
+    tp: int | None = flag(
+        "tensor-parallel degree [1]", "--tp", "--tp-num", "--tensor-model-parallel-size"
+    )
+    pp: int | None = flag(
+        "pipeline stages' ranks [1]",
+        "--pp",
+        "--pp-num",
+        "--pipeline-model-parallel",
+        "--pipeline-model-parallel-size",
+    )
+    cp: int | None = flag(
+        "context-parallel degree: ranks of a sequence [1]", "--cp", "--context-parallel-size"
+    )
+    ep: int | None = flag(
+        "expert-parallel degree, within the data ranks [1]",
+        "--ep",
+        "--expert-model-parallel-size",
+        "--expert-parallel-size",
+        "--ep-num",
+    )
+    dp_shard: int | None = flag("ranks that shard [what world-size leaves]")
+    dp_replicate: int | None = flag(
+        "copies, each over the other ranks (HSDP)",
+        "--dp-replicate",
+        "--num-distributed-optimizer-instances",
+    )
+    gbs: int | None = flag(
+        "sequences per optimizer step [one micro-batch per data rank]",
+        "--gbs",
+        "--global-batch",
+        "--global-batch-size",
+    )
+    mbs: int | None = flag(
+        "sequences per micro-batch [1]",
+        "--mbs",
+        "--bsz",
+        "--micro-batch",
+        "--micro-batch-size",
+        "--batch-size",
+    )
+    dtype: str | None = flag("of weights and activations [bf16]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class What:
+    """Framework."""
+
+    framework: str | None = flag(
+        "whose behaviour, and whose settings below [megatron]",
+        "--framework",
+        "--frame",
+        "--comm-frame",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What a file leaves out."""
+
+    group_sizes: str | None = flag(
+        "ranks of groups that an AICB file does not tell, e.g. ep=16"
+    )
+    world_size: int | None = flag("ranks in all, where a SimAI file does not tell")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown(Files):
+    """Tables."""
+
+    distinct: bool = flag(
+        "distinct collectives and shapes as stepmark comm and op commands",
+        "--distinct",
+        default=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(What, Model, Experts, Layout, Shown):
+    """Output."""
+
+    to: str | None = flag("of the file [native]", "--format", "--to")
+    out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
+    compute_from: str | None = flag(
+        "times of computation: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
+    )
+    comp_filepath: str | None = flag(
+        "AICB's --compute-from FILE; what that has not gets 1 ns, AICB's filler"
+    )
+    pp_rank: int | None = flag(
+        "pipeline stage for formats of one stage, and for tables; -1: the first [-1]"
+    )
+    rank: int | None = flag("rank, for formats of one rank [the stage's first]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions(Shown, LeftOut):
+    """Page."""
+
+    file: str | None = flag("workload, in any format; - = stdin", argument=True)
+    stage: int | None = flag("pipeline stage [0]")
+    html: str | None = flag("page with the figures; needs no network; - = stdout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(LeftOut):
+    """Output."""
+
+    file: str | None = flag("workload, in any format; - = stdin", argument=True)
+    to: str | None = flag("of the new file [native]", "--to", "--format")
+    out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
+    compute_from: str | None = flag(
+        "times of computation: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
+    )
+    stage: int | None = flag("pipeline stage, for formats of one stage [0]")
+    rank: int | None = flag("rank, for formats of one rank [the stage's first]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions:
+    """Capture."""
+
+    file: str | None = flag("FILE.py:FUNCTION that builds the job", argument=True)
+    world_size: int | None = flag("ranks of the job")
+    rank: int | None = flag("the rank that is recorded [0]")
+    out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")

@@ -1,0 +1,244 @@
+"""What each recipe of CONTRIBUTING writes and changes, by the first cell of its line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """A new file, or text put in front of a text that a file has once."""
+
+    file: str  # below src/stepmark
+    text: str
+    before: str = ""
+
+    def apply(self, package: Path) -> None:
+        path = package / self.file
+        if not self.before:
+            assert not path.exists(), self.file
+            path.write_text(self.text)
+            return
+        content = path.read_text()
+        assert content.count(self.before) == 1, (self.file, self.before)
+        path.write_text(content.replace(self.before, self.text + self.before))
+
+
+OPERATOR = '''\
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """A tensor times a number."""
+
+    elements: int = count("elements")
+    dtype: DType = choice("element type", default=DType.BF16)
+    phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd",))
+
+    def __post_init__(self) -> None:
+        validate(self)
+        _storage_type(self.dtype, "scale")
+
+    @property
+    def shape_text(self) -> str:
+        return f"{self.elements} elements"
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def bytes_moved(self) -> int:
+        return 2 * self.elements * self.dtype.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.bytes_moved
+
+
+'''
+
+SCALE = '''\
+"""A tensor times a number. N elements."""
+
+import torch
+
+from stepmark.bench.operators.call import Call, Impl
+from stepmark.bench.operators.dtypes import normal
+from stepmark.bench.verify import compare, poisoned_result, tolerance
+from stepmark.core.ops.elementwise import Scale
+from stepmark.core.record import Check
+
+FACTOR = 3.0
+
+
+def make(op: Scale, device: torch.device) -> Call:
+    x_N = normal(op.elements, dtype=op.dtype, device=device)
+
+    def run() -> torch.Tensor:
+        return x_N * FACTOR
+
+    def verify() -> Check:
+        (y_N,) = poisoned_result(lambda: (run(),))
+        allowed = tolerance(op.dtype, length=1, roundings=1)
+        return compare(y_N, x_N.double() * FACTOR, allowed, "fp64, all elements")
+
+    return Call(run=run, verify=verify, backend_run="torch eager")
+
+
+TORCH = Impl(make=make)
+'''
+
+RING_BACK = """
+def _ring_back(seat: Seat) -> Issue:
+    n, me = seat.case.num_ranks, seat.index
+    moves = [(dist.isend, seat.send, (me - 1) % n), (dist.irecv, seat.recv, (me + 1) % n)]
+    return _batch(seat, moves)
+
+"""
+
+RECEIVED = """\
+        case Collective.RING_BACK:
+            return [((index + 1) % n, 0, c)]
+"""
+
+COUNTS = '''\
+"""How many operations of each kind a step has."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from stepmark.core.workload import Workload
+
+
+def write(workload: Workload) -> Iterator[str]:
+    """Yield a line per kind, of all stages."""
+    kinds = Counter(
+        type(operation).__name__
+        for stage in range(len(workload.stages))
+        for operation in workload.expand(stage)
+    )
+    for kind, count in kinds.items():
+        yield f"{kind} {count}\\n"
+
+
+def lost(workload: Workload) -> list[str]:
+    return ["all but the number of operations"]
+'''
+
+FORMAT = """\
+    "counts": Format(
+        module="counts",
+        help="how many operations of each kind there are",
+        suffix=".txt",
+        is_one=lambda head: False,
+        reads=False,
+    ),
+"""
+
+SECTION = '''\
+"""Cases by family: how many were measured."""
+
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+
+from stepmark.core.record import Record
+
+
+def table(records: Sequence[Record]) -> str:
+    counts = Counter(record.case.family for record in records)
+    cells = (f"<dt>{escape(name)}</dt><dd>{count}</dd>" for name, count in counts.items())
+    return f"<dl>{''.join(cells)}</dl>"
+'''
+
+TOY_MODEL = """\
+source = "made up for a test"
+published_params = 0
+hidden_size = 64
+num_layers = 3
+num_heads = 4
+num_kv_heads = 4
+head_dim = 16
+ffn_hidden_size = 128
+vocab_size = 512
+seq_len = 64
+"""
+
+TOY_DEVICE = """
+[toy]
+names = ["Toy Accelerator"]
+vendor = "nvidia"
+device_is = "one GPU"
+hbm_bytes = 1024
+
+[toy.peak_flops_per_s]
+bf16 = 1e12
+
+[toy.sources]
+peak_flops_per_s = "https://example.com/toy"
+hbm_bytes = "https://example.com/toy"
+
+"""
+
+RECIPES: dict[str, tuple[Edit, ...]] = {
+    "an operator": (
+        Edit(file="core/ops/elementwise.py", before="ElementwiseOp = Norm", text=OPERATOR),
+        Edit(file="core/ops/elementwise.py", before="Norm | Activation |", text="Scale | "),
+        Edit(
+            file="core/ops/elementwise.py",
+            before='    "norm": Norm,',
+            text='    "scale": Scale,\n',
+        ),
+        Edit(file="bench/operators/scale.py", text=SCALE),
+        Edit(file="bench/operators/table.py", before="    rope,\n)", text="    scale,\n"),
+        Edit(
+            file="bench/operators/table.py",
+            before='    "copy": {',
+            text='    "scale": {"torch": scale.TORCH},\n',
+        ),
+    ),
+    "a collective": (
+        Edit(
+            file="core/collectives.py",
+            before='    BARRIER = "barrier"',
+            text='    RING_BACK = "ring_back"\n',
+        ),
+        Edit(
+            file="core/collectives.py",
+            before="    Collective.BARRIER: Facts(",
+            text='    Collective.RING_BACK: Facts(parts=Parts.WHOLE, busbw="1"),\n',
+        ),
+        Edit(
+            file="bench/collectives/data.py",
+            before="        case Collective.P2P:\n            return [(0, 0, c)]",
+            text=RECEIVED,
+        ),
+        Edit(
+            file="bench/collectives/torch_calls.py",
+            before="\ndef _p2p(seat",
+            text=RING_BACK,
+        ),
+        Edit(
+            file="bench/collectives/torch_calls.py",
+            before="    Collective.BARRIER: _barrier,",
+            text="    Collective.RING_BACK: _ring_back,\n",
+        ),
+    ),
+    "a model": (Edit(file="data/models/toy.toml", text=TOY_MODEL),),
+    "a device": (Edit(file="data/hardware.toml", before="[mi355x]\n", text=TOY_DEVICE),),
+    "a format of workloads": (
+        Edit(file="workload/formats/counts.py", text=COUNTS),
+        Edit(file="workload/formats/__init__.py", before='    "csv": Format(', text=FORMAT),
+    ),
+    "a section of a run's page": (
+        Edit(file="report/families.py", text=SECTION),
+        Edit(
+            file="report/page.py",
+            before="from stepmark.report import comm_figures",
+            text="from stepmark.report import families\n",
+        ),
+        Edit(
+            file="report/page.py",
+            before='            section("Environment"',
+            text='            section("Cases by family", families.table(records)),\n',
+        ),
+    ),
+}

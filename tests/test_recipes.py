@@ -1,0 +1,106 @@
+"""The recipes of CONTRIBUTING, followed in a copy of the package: what is added works.
+
+Each writes or changes as many files as its line of the table says.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests import recipe_files
+
+ROOT = Path(__file__).parents[1]
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package in which all recipes were followed."""
+    copy = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for recipe in recipe_files.RECIPES.values():
+        for edit in recipe:
+            edit.apply(copy / "src" / "stepmark")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def run(tree: Path) -> Run:
+    def output(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree / "src")},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+    return output
+
+
+@pytest.mark.parametrize("name", recipe_files.RECIPES)
+def test_a_recipe_takes_as_many_files_as_the_table_says(name: str) -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| {name} |"))
+    files = {edit.file for edit in recipe_files.RECIPES[name]}
+    assert int(row.split("|")[2]) == len(files)
+    for file in files:
+        folder = file.rpartition("/")[0]
+        assert f"`{file}`" in row or f"`{folder}/" in row, file
+
+
+def test_an_operator(run: Run) -> None:
+    flags = ("--elements", "1024", "--device", "cpu", "--budget", "1s", "--json", "-")
+    (row, *_) = json.loads(run("-m", "stepmark", "op", "scale", *flags))["rows"]
+    assert (row["family"], row["shape"], row["num_wrong"]) == ("scale", "1024 elements", 0)
+    assert row["status"] == "measured"
+    assert row["bytes_moved"] > 0
+    code = "from stepmark.bench.doctor import samples; print(*samples('scale'))"
+    assert "Scale" in run("-c", code)
+
+
+def test_a_collective(run: Run) -> None:
+    sizes = ("-b", "1K", "-e", "1K", "-n", "3")
+    where = ("--nproc", "2", "--device", "cpu", "--json", "-")
+    (row, *_) = json.loads(run("-m", "stepmark", "comm", "ring_back", *sizes, *where))["rows"]
+    assert (row["collective"], row["num_wrong"]) == ("ring_back", 0)
+
+
+def test_a_format(run: Run, tree: Path) -> None:
+    what = (
+        "--framework",
+        "ddp",
+        "--model",
+        "gpt2-125m",
+        "--scale",
+        "tiny",
+        "--world-size",
+        "2",
+    )
+    text = run("-m", "stepmark", "workload", "generate", *what, "--to", "counts")
+    counts = {name: int(count) for name, count in (line.split() for line in text.splitlines())}
+    assert counts["ComputeOp"] > counts["CommOp"] > 0
+
+
+def test_a_section_of_the_page_of_a_run(run: Run, tree: Path) -> None:
+    (record, *_) = sorted((ROOT / "results").glob("**/run.json"))
+    run("-m", "stepmark", "report", str(record.parent), "--out", "page.html")
+    assert "<h2>Cases by family</h2>" in (tree / "page.html").read_text()
+
+
+def test_a_model_and_a_device(run: Run) -> None:
+    code = (
+        "from stepmark.core.model import find_model\n"
+        "from stepmark.core.device import find_device\n"
+        "print(find_model('toy').num_layers, find_device('Toy Accelerator').hbm_bytes)"
+    )
+    assert run("-c", code).split() == ["3", "1024"]
