@@ -11,10 +11,9 @@ from typing import Any, TextIO
 import typer
 
 from stepmark import __version__
-from stepmark.cli import interrupts
 from stepmark.cli.flags import Command, Group
 from stepmark.core.errors import ConfigError, StepmarkError
-from stepmark.launch import torchrun
+from stepmark.launch import outer_launcher, signals
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,7 @@ VERBS = {
     "report": Verb("report", "command", "Write report.html of a run."),
     "comm": Verb("comm", "command", "Measure collectives: nccl-tests' flags, no MPI."),
     "train": Verb("train", "command", "Measure training steps: single, DDP, FSDP, TP, PP."),
+    "resume": Verb("resume", "resume", "Measure what is left of a run that was cut short."),
     "op": Verb("op", "app", "Measure operators: one family, or all of a model's layer."),
     "workload": Verb("workload", "app", "What a step does: generate, show, convert, capture."),
     "runs": Verb("runs", "app", "List, show, export and query earlier runs."),
@@ -90,10 +90,9 @@ def _options(
 
 def main() -> None:
     """Run a verb; bad input is one line on stderr and exit code 2, never a traceback."""
-    interrupts.watch()
+    signals.watch()
     checked_stdout()
-    code = status(sys.argv[1:])
-    sys.exit(0 if torchrun.leave_exit_code(code) else code)
+    sys.exit(status(sys.argv[1:]))
 
 
 class _Stdout(io.FileIO):
@@ -165,6 +164,6 @@ def _usage(error: Any) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    if torchrun.is_first():  # what every rank refuses is said once
+    if outer_launcher.is_first():  # what every rank refuses is said once
         sys.stderr.write(f"stepmark: {text}\n")
     return code

@@ -25,7 +25,17 @@ _FIGURES = (
     "link_bytes_per_s",
     "tdp_w",
 )
-_KEYS = {"names", *_TEXTS, _PEAK, _CLOCK_OF, *_FIGURES, "link_kind", "sources"}
+_KEYS = {
+    "names",
+    "aliases",
+    "capability",
+    *_TEXTS,
+    _PEAK,
+    _CLOCK_OF,
+    *_FIGURES,
+    "link_kind",
+    "sources",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +58,8 @@ class DeviceSpec:
     link_kind: str | None = None
     link_bytes_per_s: float | None = None  # per direction, all links of the device
     tdp_w: float | None = None
+    aliases: tuple[str, ...] = ()  # as people call it
+    capability: tuple[int, int] = (0, 0)  # as torch.cuda.get_device_capability has it
     sources: Mapping[str, str]  # figure -> URL
 
     @property
@@ -91,6 +103,15 @@ def load_devices() -> Mapping[str, DeviceSpec]:
 def find_device(name: str) -> DeviceSpec | None:
     """Return the device with exactly this name, or None; never a similar one."""
     return _by_name().get(name)
+
+
+def find_device_by_alias(text: str) -> DeviceSpec | None:
+    """Return the device of this key, alias or reported name, whatever its case."""
+    wanted = text.strip().lower()
+    for device in load_devices().values():
+        if wanted in (device.key, *device.aliases, *(name.lower() for name in device.names)):
+            return device
+    return None
 
 
 @cache
@@ -137,8 +158,24 @@ def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
         rated_clock_hz_of=clocks,
         **figures,
         link_kind=table.get("link_kind"),
+        aliases=_aliases(key, table.get("aliases", [])),
+        capability=_capability(key, table.get("capability", [0, 0])),
         sources=MappingProxyType(dict(table["sources"])),
     )
+
+
+def _aliases(key: str, words: Any) -> tuple[str, ...]:
+    if not isinstance(words, list) or not all(
+        isinstance(w, str) and w.islower() for w in words
+    ):
+        raise ValueError(f"{key}: aliases must be words in lower case")
+    return tuple(words)
+
+
+def _capability(key: str, numbers: Any) -> tuple[int, int]:
+    if not isinstance(numbers, list) or [type(n) for n in numbers] != [int, int]:
+        raise ValueError(f"{key}: capability must be two whole numbers")
+    return numbers[0], numbers[1]
 
 
 def _by_dtype(where: str, table: dict[str, Any]) -> Mapping[DType, float]:

@@ -1,4 +1,4 @@
-"""What ranks and the process that watches them leave for each other: files in one folder."""
+"""Files through which ranks and the parent that watches them report to each other."""
 
 import contextlib
 import json
@@ -8,15 +8,13 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-WATCH = "STEPMARK_WATCH"  # the folder
-FIRST = "STEPMARK_FIRST"  # the position at which ranks begin
+FOLDER = "STEPMARK_HEARTBEATS"  # environment variable: the folder
+FIRST = "STEPMARK_FIRST"  # environment variable: the position at which ranks begin
 
-# From the parent: the launcher's pid and start time; ranks are to give up; the exit code.
-AGENT, ABORT, EXIT = "agent", "abort", "exit"
-# From rank 0: the run directory (the parent passes it on to later ranks); where to go on.
-RUN, GO_ON = "run", "go_on"
-# From each rank, with its number: stacks; flight recorder; that it has given up.
+ABORT = "abort"  # from the parent: ranks are to give up
+# From each rank, with its number: stacks; flight recorder; that it has given up; its state.
 STACK, FLIGHT, GAVE_UP, BEAT = "stack", "flight", "gave_up", "beat"
+_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,24 +26,27 @@ class Beat:
     position: int | None  # None in set-up and between cases
     since_s: float
     deadline_s: float | None  # None: it may take as long as it takes
-    closed: bool = False
+    restart_at: int | None = None  # new ranks should begin there once these have ended
+    exit_code: int | None = None  # all work is done; the process may still take a while to end
 
 
-class Letters:
+class HeartbeatStore:
     """A folder of small files, written beside their place and renamed: never half there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
-    def new(cls) -> "Letters":
-        """A folder of our own, in memory where there is such a place: a beat costs 20 us there
-        and 120 us on ext4."""
-        memory = Path("/dev/shm")
-        root = memory if os.access(memory, os.W_OK) else None
-        return cls(Path(tempfile.mkdtemp(prefix="stepmark-watch-", dir=root)))
+    def new(cls) -> "HeartbeatStore":
+        """Make a folder, on tmpfs if there is one: a beat costs 20 us there, 120 us on ext4."""
+        root = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+        return cls(Path(tempfile.mkdtemp(prefix="stepmark-ranks-", dir=root)))
 
-    def leave(self, name: str, text: str) -> None:
+    @property
+    def is_in_memory(self) -> bool:
+        return self.folder.parent == _MEMORY
+
+    def write(self, name: str, text: str) -> None:
         """Raises OSError, as for a full disk."""
         target = f"{self.folder}/{name}"
         beside = f"{target}.{os.getpid()}"
@@ -68,19 +69,16 @@ class Letters:
     def has(self, name: str) -> bool:
         return os.path.exists(f"{self.folder}/{name}")
 
-    def read_number(self, name: str) -> int | None:
-        with contextlib.suppress(ValueError):
-            return int(self.read(name) or "")
-        return None
-
-    def leave_beat(self, beat: Beat) -> None:
-        self.leave(f"{BEAT}-{beat.rank}", json.dumps(asdict(beat)))
+    def write_beat(self, beat: Beat) -> None:
+        self.write(f"{BEAT}-{beat.rank}", json.dumps(asdict(beat)))
 
     def beats(self, num_ranks: int) -> dict[int, Beat]:
-        """The last beat of each rank that came up."""
+        """Return the last beat of each rank that came up."""
         texts = (self.read(f"{BEAT}-{rank}") for rank in range(num_ranks))
-        found = [Beat(**json.loads(text)) for text in texts if text]
-        return {beat.rank: beat for beat in found}
+        beats = [Beat(**json.loads(text)) for text in texts if text]
+        return {beat.rank: beat for beat in beats}
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # Without a parent's patience: a rank that is killed may still write here.
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self.folder, ignore_errors=True)

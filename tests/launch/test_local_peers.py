@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepmark.launch.siblings import Siblings
+from stepmark.launch.local_peers import LocalPeers
 
 Peer = subprocess.Popen[bytes]
 
@@ -27,43 +27,43 @@ def peers() -> Iterator[list[Peer]]:
 
 
 @pytest.fixture
-def siblings(peers: list[Peer]) -> Iterator[Siblings]:
+def local_peers(peers: list[Peer]) -> Iterator[LocalPeers]:
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
-    watched = Siblings({1: peers[0].pid, 2: peers[1].pid, 3: 2**22 + 1})
+    watched = LocalPeers({1: peers[0].pid, 2: peers[1].pid, 3: 2**22 + 1})
     yield watched
     watched.close()
     signal.signal(signal.SIGTERM, before)
 
 
 def test_a_death_before_sigterm_is_seen_and_one_after_it_is_not(
-    siblings: Siblings, peers: list[Peer]
+    local_peers: LocalPeers, peers: list[Peer]
 ) -> None:
     peers[0].kill()
-    assert siblings.wait_for_end(2.0) == (1,)
+    assert local_peers.wait_for_end(2.0) == (1,)
     os.kill(os.getpid(), signal.SIGTERM)
     end_s = time.monotonic() + 2
-    while not siblings.gone and time.monotonic() < end_s:
+    while not local_peers.gone and time.monotonic() < end_s:
         time.sleep(0.01)
     peers[1].kill()
     peers[1].wait()
-    assert siblings.gone == (1,), "nor is rank 3, which was never seen"
+    assert local_peers.gone == (1,), "nor is rank 3, which was never seen"
 
 
-def test_nobody_is_gone_when_all_live(siblings: Siblings) -> None:
+def test_nobody_is_gone_when_all_live(local_peers: LocalPeers) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    assert siblings.wait_for_end(0.2) == ()
-    assert siblings.gone == ()
+    assert local_peers.wait_for_end(0.2) == ()
+    assert local_peers.gone == ()
 
 
-def test_who_is_stopped(siblings: Siblings, peers: list[Peer]) -> None:
+def test_who_is_stopped(local_peers: LocalPeers, peers: list[Peer]) -> None:
     peers[1].send_signal(signal.SIGSTOP)
     end_s = time.monotonic() + 2
-    while not siblings.stopped and time.monotonic() < end_s:
+    while not local_peers.stopped and time.monotonic() < end_s:
         time.sleep(0.01)
-    assert siblings.stopped == [2]
+    assert local_peers.stopped == [2]
 
 
 def test_the_wakeup_descriptor_is_given_back(peers: list[Peer]) -> None:
     before = signal.set_wakeup_fd(-1)
-    Siblings({1: peers[0].pid}).close()
+    LocalPeers({1: peers[0].pid}).close()
     assert signal.set_wakeup_fd(before) == -1

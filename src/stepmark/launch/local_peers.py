@@ -4,22 +4,27 @@ torchrun answers the death of one rank with SIGTERM to the others, as it does wh
 the job. Who still lives at that moment tells the two apart.
 """
 
+import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Mapping
 
+import psutil
+
 from stepmark.launch import processes
 
 
-class Siblings:
+class LocalPeers:
     """Watches from creation to close. Create it in the main thread."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         """pids by rank. Those that cannot be seen, as from another container, are left out."""
-        seen = {rank: processes.look(pid) for rank, pid in pids.items()}
-        self._processes = {rank: one for rank, one in seen.items() if one}
+        self._processes: dict[int, psutil.Process] = {}
+        for rank, pid in pids.items():
+            with contextlib.suppress(psutil.Error):
+                self._processes[rank] = psutil.Process(pid)
         self.gone: tuple[int, ...] = ()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -39,8 +44,12 @@ class Siblings:
     @property
     def stopped(self) -> list[int]:
         """Ranks that SIGSTOP or a debugger holds now."""
-        now = {rank: processes.look_again(one) for rank, one in self._processes.items()}
-        return [rank for rank, one in now.items() if one and one.stopped]
+        found = []
+        for rank, process in self._processes.items():
+            with contextlib.suppress(psutil.Error):
+                if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    found.append(rank)
+        return found
 
     def wait_for_end(self, limit_s: float) -> tuple[int, ...]:
         """The first that are seen to have ended; none within limit_s."""

@@ -7,8 +7,10 @@ from stepmark.core.case import OpCase
 from stepmark.core.collectives import RedOp
 from stepmark.core.comm_case import CommCase
 from stepmark.core.record import AnyCase, Failed, Measured, Record, Skipped
+from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.train_case import TrainCase
 from stepmark.core.units import format_bytes, format_time
+from stepmark.report import training_words
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -53,8 +55,6 @@ class Progress:
 
 def named(case: AnyCase) -> str:
     """What a line of progress calls a case."""
-    from stepmark.report import training_words  # noqa: PLC0415
-
     if isinstance(case, TrainCase):
         return f"{case.family} {case.model.name} {training_words.shape_text(case)}"
     if isinstance(case, CommCase):
@@ -98,8 +98,6 @@ def _bar(total: int, first: int) -> "Bar":
 
 
 def _outcome(record: Record) -> str:
-    from stepmark.core.stats import slowest_per_sample, summarize  # noqa: PLC0415
-
     match record:
         case Measured():
             time_s = summarize(slowest_per_sample(record.samples.seconds)).median

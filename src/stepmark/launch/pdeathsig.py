@@ -9,7 +9,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def tie_to_parent(number: signal.Signals) -> Callable[[], None]:
-    """To call in the child: it gets this signal when the thread that started it ends.
+    """Return a call for the child: it gets this signal when the thread that started it ends.
 
     Loads what it needs at once, so that the call itself is safe between fork and exec.
     """
@@ -26,7 +26,7 @@ def tie_to_parent(number: signal.Signals) -> Callable[[], None]:
 
 
 def tie_child(number: signal.Signals) -> Callable[[], None]:
-    """For Popen's preexec_fn. A child whose parent is gone already ends at once."""
+    """Return a preexec_fn for Popen. A child whose parent is gone already ends at once."""
     tie, parent = tie_to_parent(number), os.getpid()
 
     def begin() -> None:
