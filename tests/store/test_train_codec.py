@@ -14,7 +14,6 @@ from tests.store.test_runs import INFO
 from typer.testing import CliRunner
 
 from stepmark.app import report
-from stepmark.cli.run_series import mean_of_cycles, series_of_records
 from stepmark.cli.runs import app
 from stepmark.core.comparison import Comparison, Side
 from stepmark.core.dtypes import DType
@@ -49,6 +48,7 @@ from stepmark.store import codec
 from stepmark.store.compare import Options, compare
 from stepmark.store.export import _scalars
 from stepmark.store.runs import RunWriter
+from stepmark.store.series import mean_of_cycles, series_of_records
 
 GOLDEN = Path(__file__).parents[1] / "data" / "records-schema3.jsonl"
 
