@@ -23,9 +23,8 @@ from stepmark.core.training import (
     Schedule,
 )
 from stepmark.report.train_columns import per_rank_rows, rows
-from stepmark.report.training_drift import drift
-from stepmark.report.training_phases import PHASES, mean_phases
 from stepmark.report.training_printing import best_batches
+from stepmark.report.training_rates import PHASES, drift, mean_phases
 from stepmark.report.training_remarks import remarks
 from stepmark.report.training_words import shape_text, techniques
 

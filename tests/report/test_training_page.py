@@ -12,11 +12,11 @@ from stepmark.core.record import Measured
 from stepmark.core.training import Training
 from stepmark.report.op_columns import rows as operator_rows
 from stepmark.report.page import html
+from stepmark.report.summary import train_lines
 from stepmark.report.train_columns import per_rank_rows, rows
 from stepmark.report.training_figures import MAX_CASES, drawn, losses, phase_bars, samples
 from stepmark.report.training_messages import histogram, lines, message_rows
 from stepmark.report.training_printing import block, print_training
-from stepmark.report.training_summary import train_lines
 
 from .records import full_run
 from .train_records import (

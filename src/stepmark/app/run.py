@@ -9,13 +9,13 @@ def show(path: Path, values: Values, code: int) -> int:
     """Show operators, collectives and training steps; write the page. Returns the exit code."""
     from stepmark.app.report import write  # noqa: PLC0415
     from stepmark.app.view import console, show_rows, view  # noqa: PLC0415
-    from stepmark.report import comm_summary, summary, training_summary  # noqa: PLC0415
+    from stepmark.report import summary  # noqa: PLC0415
 
     run = view(path)
     page = write(path)
     show_rows(run)
-    lines = comm_summary.comm_lines(run.comm_rows)
-    for line in (*lines, *training_summary.train_lines(run.train_rows)):
+    lines = summary.comm_lines(run.comm_rows)
+    for line in (*lines, *summary.train_lines(run.train_rows)):
         console().print(line, markup=False, highlight=False, soft_wrap=True)
     summary.terminal_summary(run.run, run.rows, console(), report=page)
     return ended(run, path, code)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from stepmark.app.view import View, console, read_aloud, show_rows, view
+from stepmark.app.view import View, console, read_aloud, show_rows, sql_types, view
 from stepmark.core.record import RunInfo
 from stepmark.core.verb_options import (
     ExportOptions,
@@ -50,7 +50,7 @@ def export_run(options: ExportOptions) -> None:
     """Write a run's rows for another tool."""
     seen = view(find_run(options.runs, options.run))
     rows, info = _rows(seen), seen.run
-    export(rows, info, Path(options.path), options.to)
+    export(rows, info, Path(options.path), options.to, sql_types())
     if options.path != "-":
         message = f"{len(rows)} rows of {info.run_id} to {options.to}: {options.path}\n"
         sys.stderr.write(message)

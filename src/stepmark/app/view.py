@@ -105,6 +105,12 @@ def medians(records: list[Record]) -> dict[str, float]:
     }
 
 
+def sql_types() -> dict[str, str]:
+    """The SQL type of every declared column."""
+    declared = (op_columns.OP_COLUMNS, comm_columns.COMM_COLUMNS, train_columns.TRAIN_COLUMNS)
+    return {column.name: column.unit.sql_type for columns in declared for column in columns}
+
+
 def show_rows(seen: View) -> None:
     """A table for each kind of case that the run has."""
     from stepmark.report.row_tables import print_rows  # noqa: PLC0415

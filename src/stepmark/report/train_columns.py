@@ -47,9 +47,7 @@ from stepmark.report.outcomes import (
     status_of,
     throttle_reasons,
 )
-from stepmark.report.training_drift import drift
-from stepmark.report.training_phases import phases
-from stepmark.report.training_rates import Yardstick, rates
+from stepmark.report.training_rates import Yardstick, drift, phases, rates
 from stepmark.report.training_words import (
     compile_text,
     fp8_text,

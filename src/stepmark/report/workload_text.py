@@ -9,7 +9,7 @@ from types import MappingProxyType
 from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.units import format_bytes, format_time
 from stepmark.core.workload import Workload
-from stepmark.report import histogram_text, workload_pipeline_text
+from stepmark.report import histogram_text, workload_pipeline
 from stepmark.report.histogram import default_bins, size_of
 from stepmark.report.histogram import rows as histogram_rows
 from stepmark.report.workload_tables import (
@@ -103,7 +103,7 @@ def tables(workload: Workload, stage: int) -> list[str]:
         f"Layers{of_stage} (each of them; bytes: messages)",
         aligned(layer_rows(workload, stage), _LAYERS),
     )
-    return found + _section("Pipeline", workload_pipeline_text.lines(workload))
+    return found + _section("Pipeline", workload_pipeline.lines(workload))
 
 
 def _size_lines(workload: Workload, stage: int) -> list[str]:
