@@ -106,6 +106,13 @@ def kind_of(field: "dataclasses.Field[Any]") -> Any:
     return kind
 
 
+def typed(field: "dataclasses.Field[Any]", value: object, name: str) -> Any:
+    """A setting in its field's type, which a general option of that name may not have."""
+    if not isinstance(value, str):
+        return value
+    return _read(kind_of(field), field.default, value, name.replace("_", "-"))
+
+
 def _read(kind: Any, default: object, text: str, field: str) -> Any:
     """A setting in its field's type."""
     if kind is str:
