@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepmark.core.case import OpCase
 from stepmark.core.device import DeviceSpec, find_device
+from stepmark.core.ops import Op
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.report import collectives, tables, training
 from stepmark.store.reader import (
     Run,
+    find_run,
     latest,
     list_runs,
     read,
@@ -100,6 +103,23 @@ def medians(records: list[Record]) -> dict[str, float]:
         for record in records
         if isinstance(record, Measured) and not record.num_wrong
     }
+
+
+def operator_medians(runs: Path, name: str) -> tuple[str, dict[Op, float]]:
+    """A run's name, and the median of the slowest rank by operator.
+
+    The fastest of several backends; wrong results are left out.
+    """
+    path = find_run(runs, name)
+    times: dict[Op, float] = {}
+    for record in read_aloud(path).latest:
+        if not isinstance(record, Measured) or not isinstance(record.case, OpCase):
+            continue
+        if record.num_wrong or not record.samples.seconds:
+            continue
+        time_s = summarize(slowest_per_sample(record.samples.seconds)).median
+        times[record.case.op] = min(time_s, times.get(record.case.op, time_s))
+    return path.name, times
 
 
 def console(*, stderr: bool = False) -> "Console":

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from stepmark.app import workload_files, workload_flags, workload_model, workload_show
-from stepmark.app.workload_files import Target, asked_stage
+from stepmark.app import workload_files, workload_flags, workload_model
+from stepmark.app.workload_files import AskedStage, Target, asked_stage
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
 from stepmark.core.parallel import ParallelConfig
@@ -46,7 +46,7 @@ def run_generate(options: GenerateOptions) -> None:
         made = workload_files.timed(made, options.compute_from)
     stage = asked_stage(getattr(options, "pipeline_stage", None), options.pp_rank)
     if not (options.out or options.to):
-        workload_show.show(made, options, stage)
+        _show(made, options, stage)
         return
     if (options.distinct or options.to_stdout) and (options.out or "-") == "-":
         raise ConfigError("out", "-", "a file, as the tables go to stdout")
@@ -54,16 +54,14 @@ def run_generate(options: GenerateOptions) -> None:
         sys.stderr.write(f"# {note}\n")
     target = Target(to=options.to, out=options.out, rank=options.rank, stage=stage)
     workload_files.deliver(made, target)
-    if options.distinct:
-        workload_show.show(made, options, stage)
-    elif options.json or options.csv:
-        workload_show.write_tables(made, options, stage)
+    if options.distinct or options.json or options.csv:
+        _show(made, options, stage, text=options.distinct)
 
 
 def show(options: ShowOptions) -> None:
     """Print what a file says."""
     workload = workload_files.read(options.file, options.group_sizes, options.world_size)
-    workload_show.show(workload, options, asked_stage(options.stage), options.html)
+    _show(workload, options, asked_stage(options.stage), options.html)
 
 
 def convert(options: ConvertOptions) -> None:
@@ -90,7 +88,23 @@ def capture(options: CaptureOptions) -> None:
     if options.out:
         workload_files.deliver(made, Target(out=options.out))
     else:
-        workload_show.show(made, Shown())
+        _show(made, Shown())
+
+
+def _show(
+    workload: Workload,
+    options: Shown,
+    stage: AskedStage | None = None,
+    html: str | None = None,
+    *,
+    text: bool = True,
+) -> None:
+    from stepmark.app import workload_show  # noqa: PLC0415 # tables load slower than files are made
+
+    if text:
+        workload_show.show(workload, options, stage, html)
+    else:
+        workload_show.write_tables(workload, options, stage)
 
 
 def without_effect(options: GenerateOptions) -> Iterator[str]:

@@ -13,15 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.app.view import read_aloud
-from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import Op
-from stepmark.core.record import Measured as Record
-from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.workload import ComputeOp, Workload
 from stepmark.store.files import is_special, written
-from stepmark.store.reader import find_run
 from stepmark.workload.durations import Fixed, Measured, Named, Profile, fill, parse_source
 from stepmark.workload.formats import FORMATS, Format, aiob, find_format, sniff
 
@@ -142,19 +136,10 @@ def _opened(text: str) -> Measured | Profile:
 
 
 def _of_run(text: str) -> Measured:
-    """The median of the slowest rank, by operator; of several backends the fastest."""
+    from stepmark.app import view  # noqa: PLC0415 # a run is rarely named; records load slowly
 
-    path = find_run(Path("runs"), text)
-    times: dict[Op, float] = {}
-    for record in read_aloud(path).latest:
-        if not isinstance(record, Record) or not isinstance(record.case, OpCase):
-            continue
-        if record.num_wrong or not record.samples.seconds:
-            continue
-        time_s = summarize(slowest_per_sample(record.samples.seconds)).median
-        op = record.operator.op
-        times[op] = min(time_s, times.get(op, time_s))
-    return Measured(times=times, name=f"run {path.name}")
+    name, times = view.operator_medians(Path("runs"), text)
+    return Measured(times=times, name=f"run {name}")
 
 
 AskedStage = tuple[str, int]  # the flag that asks for a pipeline stage, and the stage

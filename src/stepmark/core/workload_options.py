@@ -7,11 +7,11 @@ too: `stepmark.app.workload_flags` adds them when the framework is known.
 from dataclasses import dataclass
 from typing import Annotated
 
-from stepmark.core.options import REQUIRED, between, flag
-from stepmark.core.verb_options import Files
+from stepmark.core.option_groups import Files
+from stepmark.core.options import REQUIRED, between, flag, group
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class Model:
     """Model."""
 
@@ -56,7 +56,7 @@ class Model:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class Experts:
     """Experts and MLA."""
 
@@ -92,7 +92,7 @@ class Experts:
     v_head_dim: int | None = flag("MLA: width of a value head")
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class Layout:
     """Layout."""
 
@@ -140,7 +140,7 @@ class Layout:
     dtype: str | None = flag("of weights and activations [bf16]")
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class What:
     """Framework."""
 
@@ -152,7 +152,7 @@ class What:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class LeftOut:
     """What a file leaves out."""
 
