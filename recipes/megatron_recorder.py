@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stepmark.bench.training.message_order import Message, OrderedRecorder
+from stepmark.bench.training.messages import Message, OrderedRecorder
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -32,6 +32,7 @@ from stepmark.core.ops import (
     Rope,
     Scaling,
 )
+from stepmark.core.ops.backends import BACKENDS
 
 CPU = torch.device("cpu")
 NO_COMPILER = Capabilities(
@@ -273,6 +274,10 @@ def test_operands_differ_between_sets_and_are_no_constants() -> None:
     assert 0.9 < float(first.std()) < 1.1
     fp8 = normal(1000, dtype=DType.FP8_E4M3, device=CPU)
     assert fp8.dtype is TORCH_DTYPE[DType.FP8_E4M3]
+
+
+def test_plans_know_the_backends_by_name() -> None:
+    assert {family: tuple(impls) for family, impls in IMPLS.items()} == BACKENDS
 
 
 def test_what_cannot_run_has_a_reason_and_nothing_was_tried() -> None:

@@ -1,5 +1,6 @@
 """`stepmark comm` as processes that a test can hurt."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,18 +10,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from stepmark.launch import processes
 
 from .process import ROOT, environment, only_run
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0  # busy machines
 
 
 class Running:
     """A started command whose ranks can be found by rank."""
 
-    def __init__(self, *arguments: str, cwd: Path, torchrun: int = 0, module: str = "stepmark"):
-        """torchrun: so many ranks under a launcher of its own, as a user starts one."""
+    def __init__(self, *arguments: str, cwd: Path, torchrun: int = 0, hook: str = ""):
+        """torchrun: so many ranks under a launcher of its own, as a user starts one.
+
+        hook: a module that ranks import before they begin.
+        """
         self.folder = cwd
         launcher = [
             "torch.distributed.run",
@@ -28,13 +34,14 @@ class Running:
             f"--nproc-per-node={torchrun}",
             "-m",
         ]
-        words = [*(launcher if torchrun else []), module, *arguments]
-        self._mark = f"STEPMARK_TEST={cwd}"
+        words = [*(launcher if torchrun else []), "stepmark", *arguments]
+        self._mark = ("STEPMARK_TEST", str(cwd))
         self._out, self._err = (cwd / "stdout").open("w"), (cwd / "stderr").open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", *words],
             cwd=cwd,
-            env=environment() | {"STEPMARK_TEST": str(cwd), "PYTHONPATH": _paths()},
+            env=environment()
+            | {"STEPMARK_TEST": str(cwd), "PYTHONPATH": _paths(), "STEPMARK_TEST_HOOK": hook},
             stdout=self._out,
             stderr=self._err,
             process_group=0,  # as a shell starts it
@@ -43,22 +50,20 @@ class Running:
     def pids(self) -> dict[int, int]:
         """Living ranks."""
         found = {}
-        for process in processes.marked(self._mark):
-            words = processes.environment(process.pid)
-            rank = [word for word in words if word.startswith("RANK=")]
-            if rank and not process.ended:
-                found[int(rank[0].removeprefix("RANK="))] = process.pid
+        for process in processes.marked(*self._mark):
+            with contextlib.suppress(psutil.Error):
+                if rank := process.environ().get("RANK"):
+                    found[int(rank)] = process.pid
         return found
 
     def watch_folders(self) -> set[Path]:
-        """Where its ranks leave letters; a parent that is killed cannot remove it."""
-        words = [w for pid in self.pids().values() for w in processes.environment(pid)]
-        mark = "STEPMARK_WATCH="
-        return {Path(w.removeprefix(mark)) for w in words if w.startswith(mark)}
+        """Where its ranks report; a parent that is killed cannot remove it."""
+        ranks = [psutil.Process(pid).environ() for pid in self.pids().values()]
+        return {Path(rank["STEPMARK_HEARTBEATS"]) for rank in ranks}
 
     def left(self) -> list[int]:
         """What still lives of it, the launcher too."""
-        return [one.pid for one in processes.marked(self._mark) if not one.ended]
+        return [process.pid for process in processes.marked(*self._mark)]
 
     def hurt(self, rank: int, number: signal.Signals, *, after: int) -> float:
         """Send a signal to a rank in the middle of the case after so many records; when."""

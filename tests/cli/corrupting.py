@@ -1,15 +1,11 @@
-"""stepmark whose rank 1 flips one bit of what it received, after every call.
-
-torchrun -m tests.cli.corrupting comm ...
-"""
+"""Rank 1 flips one bit of what it received, after every call. Ranks import this first."""
 
 import os
 
 import torch
 
-from stepmark.bench.collectives.torch_api import TorchCommunicator
+from stepmark.bench.collectives.communicators import TorchCommunicator
 from stepmark.bench.collectives.torch_calls import Issue
-from stepmark.cli.main import main
 from stepmark.core.comm_case import CommCase
 
 _bind = TorchCommunicator.bind
@@ -27,6 +23,5 @@ def bind(
     return spoiled if os.environ["RANK"] == "1" else call
 
 
-if __name__ == "__main__":
+if "RANK" in os.environ:
     TorchCommunicator.bind = bind  # type: ignore[method-assign]
-    main()

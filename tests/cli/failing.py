@@ -1,11 +1,9 @@
-"""stepmark whose rank 1 breaks: while it makes the model of mbs 2, in a backward pass of mbs 3.
+"""Rank 1 breaks: while it makes the model of mbs 2, in a backward pass of mbs 3.
 
-From mbs 8 on it runs out of memory in a forward pass.
-
-python -m tests.cli.failing train ...
+From mbs 8 on it runs out of memory in a forward pass. Ranks import this before they begin.
 """
 
-import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +11,7 @@ import torch
 from torch import Tensor
 
 from stepmark.bench.training import trainer
-from stepmark.cli.main import main
 from stepmark.core.train_case import TrainCase
-from stepmark.launch import supervise, torchrun
 
 _make = trainer.make
 
@@ -43,10 +39,5 @@ def _too_large(
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
 
-if __name__ == "__main__":
-    if not torchrun.is_rank():
-        of_tests = functools.partial(supervise.supervise, module="tests.cli.failing")
-        supervise.supervise = of_tests
-    elif not torchrun.is_first():
-        trainer.make = make
-    main()
+if os.environ.get("RANK") == "1":
+    trainer.make = make

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from stepmark.app import measure
 from stepmark.cli.main import status
-from stepmark.launch import supervise
 
 from .process import command, environment, lines, only_run, stepmark
 
@@ -102,7 +102,7 @@ def test_bad_input_is_one_line_before_ranks_start(
     def started(*_: object, **__: object) -> int:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(supervise, "supervise", started)
+    monkeypatch.setattr(measure, "supervise", started)
     (tmp_path / "ragged").write_text("1 2\n3\n")
     (tmp_path / "negative").write_text("1 -2\n3 4\n")
     assert status(["comm", *arguments]) == 2
@@ -112,16 +112,6 @@ def test_bad_input_is_one_line_before_ranks_start(
     assert err.startswith("stepmark: ")
     assert said in err
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
-def test_bad_input_under_a_launcher_is_said_once(
-    rank: str, times: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert status(["comm", "all_reduce", "--device", "cpu", "-f", "inf"]) == 2
-    assert capsys.readouterr().err.count("-f inf") == times
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.cli import comm, comm_output, comm_plan
+from stepmark.app import delivery
+from stepmark.cli import comm, comm_plan
 from stepmark.cli.comm_values import collective_name
 from stepmark.cli.main import status
 from stepmark.core.collectives import Api, Collective, Mode, RedOp
@@ -197,7 +198,7 @@ def test_every_case_prints_the_command_that_plans_it(monkeypatch: pytest.MonkeyP
     found += cases("all_reduce", n=4, group_split="mod 2", redop="max", ranks=None)
     found += cases("all_to_all_v", n=4, spread="0.5", beside="gemm:8")
     planned_again: list[CommCase] = []
-    monkeypatch.setattr(comm_output, "listed", lambda plan: planned_again.extend(plan.cases))
+    monkeypatch.setattr(delivery, "listed", lambda cases, notes=(): planned_again.extend(cases))
     for case in found:
         assert status([*shlex.split(case.command())[1:], "--dry-run"]) == 0
         without = [dataclasses.replace(case, beside="")] if case.beside else []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepmark import __version__
-from stepmark.bench import run_cases
+from stepmark.app import measure
 from stepmark.cli import main
 from stepmark.cli.main import status
 from stepmark.core.ops import FAMILIES
@@ -29,7 +29,7 @@ def _measured(*_: object, **__: object) -> None:
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_cases, "run", _measured)
+    monkeypatch.setattr(measure, "supervise", _measured)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     yield
@@ -148,6 +148,8 @@ BAD: list[tuple[list[str], str]] = [
     ([*GEMM, "--csv", "/proc/x/y.csv"], "csv"),
     ([*GEMM, "--json", "a-file/y.json"], "json"),
     ([*GEMM, "--resume", "20200101-000000-dead"], "20200101-000000-dead"),
+    (["resume", "20200101-000000-dead", "--out", "."], "20200101-000000-dead"),
+    ([*GEMM, "--device", "h200"], "--dry-run"),
     (["report", "20200101-000000-dead"], "20200101-000000-dead"),
     (["check", "--baseline", "20200101-000000-dead"], "20200101-000000-dead"),
     (["check"], "baseline"),

@@ -4,10 +4,6 @@ import csv
 import dataclasses
 import io
 import json
-import os
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ from stepmark.cli.main import status
 from stepmark.core.ops import FAMILIES
 from stepmark.core.record import Check
 
-from .process import command, environment, lines, only_run, stepmark
+from .process import lines, only_run, stepmark
 
 SHAPE = {
     "gemm": "--m 32 --n 32 --k 32",
@@ -111,53 +107,6 @@ def test_exit_codes_of_a_bad_case(
     assert len(lines(only_run(tmp_path / "runs"))) == 1
 
 
-MANY = ["op", "gemm", "--m", "16,32,48,64,80,96", "--n", "32", "--k", "32", "--device", "cpu"]
-
-
-def started_and_stopped(folder: Path, number: int) -> tuple[int, str]:
-    """A run that gets a signal after its second record."""
-    process = subprocess.Popen(
-        command(*MANY, "--budget", "12s"),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        found = list(folder.glob("runs/*/records.jsonl"))
-        if found and found[0].read_text().count("\n") >= 2:
-            break
-        time.sleep(0.05)
-    os.kill(process.pid, number)
-    _, errors = process.communicate(timeout=60)
-    return process.returncode, errors
-
-
-@pytest.mark.parametrize(
-    ("number", "expected"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
-)
-def test_what_was_finished_is_kept_and_resumed(
-    number: signal.Signals, expected: int, tmp_path: Path
-) -> None:
-    code, errors = started_and_stopped(tmp_path, number)
-    assert code == expected, errors
-    assert "Traceback" not in errors
-    run = only_run(tmp_path / "runs")
-    before = lines(run)
-    assert 2 <= len(before) < 6
-    if number is not signal.SIGKILL:
-        assert f"--resume {run.relative_to(tmp_path)}" in errors
-    done = stepmark(*MANY, "--budget", "2s", "--resume", run.name, "--csv", "-", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    after = lines(run)
-    assert after[: len(before)] == before
-    assert len(after) == 6, "no case is measured twice"
-    assert len(done.stdout.splitlines()) == 1 + 6
-
-
 def test_a_run_is_resumed_with_its_own_plan_only(tmp_path: Path) -> None:
     first = ["op", "gemm", "--m", "32", "--n", "32", "--k", "32", *CPU]
     assert stepmark(*first, cwd=tmp_path).returncode == 0
@@ -189,15 +138,3 @@ def test_an_exit_code_comes_through_the_launcher(tmp_path: Path) -> None:
     done = stepmark(*arguments, "--resume", "20200101-000000-dead", cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
-
-
-def test_an_interrupt_that_a_module_swallowed_still_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from stepmark.cli import interrupts
-    from stepmark.cli.main import status
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(interrupts, "_seen", [2])
-    assert status(["op", "gemm", "--m", "32", "--n", "32", "--k", "32", *CPU]) == 130
-    assert lines(only_run(tmp_path / "runs")) == []

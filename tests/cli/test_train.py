@@ -2,19 +2,15 @@
 
 import csv
 import json
-import os
 import re
-import shlex
-import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.report.train_records import flat, single
 
+from stepmark.app.train import found_batch
 from stepmark.cli.main import status
-from stepmark.cli.train_output import found_batch
 from stepmark.core.record import Failed, Record
 from stepmark.core.train_case import TrainCase
 from stepmark.store.reader import read_records
@@ -75,51 +71,10 @@ def test_two_ranks_of_each_strategy_learn_a_text_and_tell_their_messages(
     assert done.stdout.count("messages of one sample, not timed:") == 2
 
 
-def test_a_rank_killed_in_a_step_costs_one_case(tmp_path: Path) -> None:
-    words = ["train", "gpt2-125m", "--strategy", "ddp", *TINY, "--mbs", "1,2,4"]
-    running = Running(*words, *ENDLESS, "6s", cwd=tmp_path)
-    running.hurt(1, signal.SIGKILL, after=1)
-    assert running.end() == 3, running.err()
-    records = running.records()
-    assert outcomes(records) == ["measured", "lost rank", "measured"]
-    assert [record["case"]["mbs"] for record in records] == [1, 2, 4]
-    assert records[1]["ranks"] == [1]
-    assert "was killed by signal 9 (SIGKILL)" in records[1]["message"]
-    said = "[2/3] train gpt2-125m@tiny ddp x2 mbs 2 seq 64: fp32: failed (lost rank): rank 1"
-    assert said in running.err()
-    assert "Traceback" not in running.err()
-
-
-def test_an_interrupt_keeps_the_steps_measured_and_resume_goes_on(tmp_path: Path) -> None:
-    words = ["train", "gpt2-125m", "--strategy", "fsdp", *TINY, "--mbs", "1,2,4"]
-    words += [*ENDLESS, "6s"]
-    running = Running(*words, cwd=tmp_path)
-    running.wait_for(1)
-    time.sleep(1)  # a case takes two
-    os.killpg(running.process.pid, signal.SIGINT)
-    assert running.end(15) == 130, running.err()
-    kept = running.records()
-    assert outcomes(kept) == ["measured"] * 2
-    assert len(kept[1]["samples"]["seconds"][0]) > 0
-    assert [record["training"]["interrupted"] for record in kept] == [False, True]
-    assert "mbs 2" in running.out()
-    said = re.search(
-        r"interrupted; finished cases are kept; go on with: stepmark (.*)", running.err()
-    )
-    assert said
-    assert set(shlex.split(said[1])) == {*words, "--nproc", "2", "--resume", str(running.run())}
-
-    running = Running(*words, "--resume", running.run().name, cwd=tmp_path)
-    assert running.end() == 0, running.err()
-    assert [record["case"]["mbs"] for record in running.records()] == [1, 2, 2, 4]
-    assert running.records()[:2] == kept
-    assert not any(record["training"]["interrupted"] for record in running.records()[2:])
-
-
 def test_a_broken_rank_costs_its_case_and_new_ranks_go_on(tmp_path: Path) -> None:
     words = ["train", "gpt2-125m", "--strategy", "ddp", *TINY, "--mbs", "2-4"]
     words += ["--steps", "3", "--timeout", "60s"]
-    running = Running(*words, cwd=tmp_path, module="tests.cli.failing")
+    running = Running(*words, cwd=tmp_path, hook="tests.cli.failing")
     assert running.end() == 3, running.err()
     records = running.records()
     assert outcomes(records) == ["error", "error", "measured"]
@@ -135,7 +90,7 @@ def test_a_batch_that_is_too_large_ends_a_search_well(tmp_path: Path) -> None:
     """In each launch; new ranks, since one hung in a collective, try nothing larger."""
     words = ["train", "gpt2-125m", "--strategy", "ddp", *TINY, "--mbs", "1,8,16"]
     words += ["--find-batch", "--steps", "3", "--launches", "2", "--timeout", "60s"]
-    running = Running(*words, cwd=tmp_path, module="tests.cli.failing")
+    running = Running(*words, cwd=tmp_path, hook="tests.cli.failing")
     assert running.end() == 0, running.err()
     assert outcomes(running.records()) == ["measured", "oom", "skipped"] * 2
     assert "not all cases were measured" not in running.err()

@@ -14,14 +14,14 @@ import typer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from stepmark.app import delivery
+from stepmark.app import train as app_train
 from stepmark.cli import (
-    delivery,
     options,
-    run_training,
+    run,
     train,
     train_flags,
     train_plan,
-    train_rank,
     train_refusals,
     train_spread,
 )
@@ -30,6 +30,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import find_model
 from stepmark.core.parallel import ParallelConfig
+from stepmark.core.plan import TrainHow
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_memory import estimate
 from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision, Recompute
@@ -829,15 +830,19 @@ def test_a_dry_run_prints_a_command_per_case(capsys: pytest.CaptureFixture[str])
     assert told.err == "2 cases; none was run\n"
 
 
+def how_of(values: dict[str, Any], num_ranks: int) -> TrainHow:
+    return app_train.how(values, train_refusals.profiled_ranks(values, num_ranks))
+
+
 def test_the_runner_gets_what_was_asked() -> None:
     asked = parsed([*GPT, "--steps", "7", "--timeout", "2m", "--budget", "30s", "--messages"])
-    told = train_rank.how(asked, 2)
+    told = how_of(asked, 2)
     assert (told.steps, told.timeout_s, told.budget_s) == (7, 120.0, 30.0)
     assert (told.messages, told.profile, told.find_batch) == (True, False, False)
-    plain = train_rank.how(parsed(GPT), 1)
+    plain = how_of(parsed(GPT), 1)
     assert (plain.steps, plain.timeout_s, plain.budget_s) == (None, 600.0, None)
     profiled = parsed([*GPT, "--profile", "--profile-ranks", "1,0", "--strategy", "ddp"])
-    assert train_rank.how(profiled, 2).profile_ranks == (0, 1)
+    assert how_of(profiled, 2).profile_ranks == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -852,11 +857,11 @@ def test_the_runner_gets_what_was_asked() -> None:
 def test_the_main_job_trains_what_fits(
     num_ranks: int, gib: int, model: str, strategy: str
 ) -> None:
-    found = run_training.that_fits("llama-3.1-8b", num_ranks, gib * 2**30)
+    found = run.that_fits("llama-3.1-8b", num_ranks, gib * 2**30)
     assert (found["model"], found["strategy"]) == (model, strategy)
     (case,) = train_plan.cases(found, "cuda", num_ranks)
     assert estimate(case).total_bytes < gib * 2**30
-    assert run_training.that_fits("llama-3.1-8b", num_ranks, 2**28) == {}
+    assert run.that_fits("llama-3.1-8b", num_ranks, 2**28) == {}
 
 
 def test_help_imports_nothing_heavy() -> None:

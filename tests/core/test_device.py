@@ -303,12 +303,16 @@ def test_the_smallest_entry_reads() -> None:
         ("tdp_w = 300", "tdp_w = '300'", "is not a positive number"),
         ("tdp_w = 300", "", "x: a source but no figure for tdp_w"),
         ("tdp_w = 300", "tdp_w = 300\nl2_bytes = 1", "x: no source for l2_bytes"),
-        ("tdp_w = 300", "tdp_w = 300\nlink_kind = 'NVLink'", "link_bytes_per_s go together"),
-        ("tdp_w = 300", "tdp_w = 300\nrated_clock_hz_of.bf16 = 1", "without rated_clock_hz"),
+        (
+            "tdp_w = 300",
+            "tdp_w = 300\nlink_kind = 'NVLink'",
+            "must be given together",
+        ),
+        ("tdp_w = 300", "tdp_w = 300\nrated_clock_hz_of.bf16 = 1", "needs rated_clock_hz"),
         ("tdp_w = 300", "tdp_w = 300\nrated_clock_hz_of.fp16 = 1", "no peak for fp16"),
         ('vendor = "nvidia"', "", "x: missing vendor"),
         ('["X"]', "[]", "x: names must be"),
-        ("bf16 = 1e12", "bf17 = 1e12", "'bf17' is none of fp64"),
+        ("bf16 = 1e12", "bf17 = 1e12", "'bf17' is not one of fp64"),
         ("bf16 = 1e12", "bf16 = -1e12", "x.peak_flops_per_s.bf16: -1"),
         (
             '"https://a.example/x", tdp',
@@ -324,5 +328,5 @@ def test_a_malformed_entry_is_named(old: str, new: str, message: str) -> None:
 
 
 def test_a_name_of_two_devices_is_refused() -> None:
-    with pytest.raises(ValueError, match="y: name 'X' is also that of x"):
+    with pytest.raises(ValueError, match="y: name 'X' is also a name of x"):
         parse_devices(GOOD + GOOD.replace("[x]", "[y]"))

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from stepmark.launch import child, processes
@@ -43,8 +44,11 @@ def kids(folder: Path) -> list[int]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    found = [processes.look(pid) for pid in pids]
-    return [one.pid for one in found if one and not one.ended]
+    return [
+        pid
+        for pid in pids
+        if psutil.pid_exists(pid) and processes.is_alive(psutil.Process(pid))
+    ]
 
 
 @pytest.mark.parametrize("words", [(), ("deaf",)], ids=["", "deaf"])

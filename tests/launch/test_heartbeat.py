@@ -9,8 +9,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stepmark.launch import letters
-from stepmark.launch.letters import Beat, Letters
+from stepmark.launch.heartbeat_store import (
+    ABORT,
+    FIRST,
+    FOLDER,
+    GAVE_UP,
+    STACK,
+    Beat,
+    HeartbeatStore,
+)
 
 COST = """
 import statistics, time
@@ -37,7 +44,11 @@ time.sleep(100)
 
 
 def start(script: str, folder: Path) -> "subprocess.Popen[str]":
-    environment = os.environ | {letters.WATCH: str(folder), letters.FIRST: "4", "RANK": "1"}
+    environment = os.environ | {
+        FOLDER: str(folder),
+        FIRST: "4",
+        "RANK": "1",
+    }
     return subprocess.Popen(
         [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True
     )
@@ -51,7 +62,7 @@ def wait_for(is_there: Callable[[], bool]) -> None:
 
 
 def test_a_beat_costs_less_than_100_us() -> None:
-    folder = Letters.new()
+    folder = HeartbeatStore.new()
     try:
         output, _ = start(COST, folder.folder).communicate(timeout=30)
     finally:
@@ -61,40 +72,31 @@ def test_a_beat_costs_less_than_100_us() -> None:
 
 
 def test_a_rank_says_what_it_does_and_gives_up_when_told(tmp_path: Path) -> None:
-    folder = Letters(tmp_path)
+    folder = HeartbeatStore(tmp_path)
     process = start(GIVEN_UP, tmp_path)
     try:
         wait_for(lambda: 1 in folder.beats(2) and folder.beats(2)[1].position is not None)
         beat = folder.beats(2)[1]
-        assert (beat.pid, beat.position, beat.closed) == (process.pid, 4, False)
+        assert (beat.pid, beat.position, beat.exit_code) == (process.pid, 4, None)
         assert beat.deadline_s is not None
         assert beat.deadline_s - beat.since_s == 10.0
         assert abs(beat.since_s - time.monotonic()) < 5, "one clock for all processes"
         process.send_signal(signal.SIGUSR1)
-        wait_for(lambda: "line 9 in <module>" in (folder.read(f"{letters.STACK}-1") or ""))
-        folder.leave(letters.ABORT, "")
-        wait_for(lambda: folder.has(f"{letters.GAVE_UP}-1"))
+        wait_for(lambda: "line 9 in <module>" in (folder.read(f"{STACK}-1") or ""))
+        folder.write(ABORT, "")
+        wait_for(lambda: folder.has(f"{GAVE_UP}-1"))
         assert process.poll() is None, "callbacks that fail harm nothing"
     finally:
         process.kill()
         process.communicate()
 
 
-def test_a_rank_whose_launcher_is_gone_ends_at_once(tmp_path: Path) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    Letters(tmp_path).leave(letters.AGENT, f"{gone.pid} 1")
-    process = start(GIVEN_UP, tmp_path)
-    process.communicate(timeout=10)
-    assert process.returncode == 1
-
-
-def test_nobody_reads_half_a_letter(tmp_path: Path) -> None:
-    folder = Letters(tmp_path)
-    folder.leave("long", "x" * 10_000_000)
+def test_nobody_reads_half_a_file(tmp_path: Path) -> None:
+    folder = HeartbeatStore(tmp_path)
+    folder.write("long", "x" * 10_000_000)
     assert folder.read("long") == "x" * 10_000_000
     beat = Beat(rank=0, pid=1, position=None, since_s=1.5, deadline_s=None)
-    folder.leave_beat(beat)
+    folder.write_beat(beat)
     assert folder.beats(3) == {0: beat}
     assert {path.name for path in tmp_path.iterdir()} == {"long", "beat-0"}
     assert json.loads(folder.read("beat-0") or "")["position"] is None

@@ -6,7 +6,6 @@ import time
 
 SCRIPT = """
 import sys, time
-from stepmark.launch.guard import Guard
 from stepmark.launch.watchdog import Watchdog
 
 def stuck_in_this_function():
@@ -17,15 +16,15 @@ def record(position):
     if "fails" in sys.argv:
         raise RuntimeError("disk full")
 
-guard: Guard = Watchdog(record)
-assert (guard.first, guard.run, guard.go_on_at(3)) == (0, None, False)
+guard = Watchdog(record)
+assert (guard.first, guard.restart_at(3)) == (0, False)
 for position in range(3):
     guard.begin(position, 0.5)
     time.sleep(0.3)
     guard.idle(10.0)
 if "closed" in sys.argv:
     guard.begin(3, 0.1)
-    guard.close()
+    guard.close(0)
     time.sleep(0.6)
     sys.exit(0)
 if "idle" in sys.argv:

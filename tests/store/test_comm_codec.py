@@ -128,7 +128,7 @@ def test_golden_of_schema_2() -> None:
 
 def test_a_record_tells_what_kind_of_case_it_has() -> None:
     assert ALL[0].comm is ALL[0].case
-    with pytest.raises(TypeError, match="all_reduce is no operator"):
+    with pytest.raises(TypeError, match="all_reduce is not an operator"):
         _ = ALL[0].operator
 
 

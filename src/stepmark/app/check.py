@@ -2,14 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
-from stepmark.app.view import console
-from stepmark.bench.context import make_context
-from stepmark.cli import session
-from stepmark.cli.sides import side_of_runs
+from stepmark.app import op
+from stepmark.app.comparison_sources import side_of_runs
+from stepmark.app.delivery import exit_code
+from stepmark.app.machine import machine
+from stepmark.app.measure import measure_quietly
+from stepmark.app.view import console, view
 from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError, worst
+from stepmark.core.plan import OpHow
 from stepmark.core.record import Measured
 from stepmark.core.verb_options import CheckOptions
 from stepmark.report import comparison as drawn
@@ -25,7 +27,7 @@ def run(options: CheckOptions) -> int:
     path = find_run(options.runs, options.baseline)
     reference = _reference(path)
     paths, code, wrong = _measured(path.name, reference, options)
-    if code in (130, 143):
+    if code in (2, 130, 143):
         return code
     if wrong >= set(reference):
         sys.stderr.write(f"all {len(wrong)} results are wrong\n")
@@ -53,29 +55,22 @@ def _measured(
     name: str, reference: dict[str, Measured], options: CheckOptions
 ) -> tuple[list[Path], int, set[str]]:
     """Run folders, the worst exit code, and which cases gave wrong results."""
-    values: dict[str, Any] = {
-        "out": str(options.runs / "checks"),
-        "device": next(iter(reference.values())).case.device,
-    }
-    seconds = options.budget / options.launches
-    context = make_context(session.device_type(values))
+    how = OpHow(budget_s=options.budget / options.launches)
+    here = machine(next(iter(reference.values())).case.device)
+    plan = op.plan([record.operator for record in reference.values()], {}, here, how=how)
     paths: list[Path] = []
     code, wrong = 0, set[str]()
     for number in range(options.launches):
-        outcome = session.measure(
-            [record.operator for record in reference.values()],
-            values | {"budget": f"{seconds}s"},
-            context,
-            settings={"check_of": name, "launch": f"{number + 1}/{options.launches}"},
-        )
-        assert outcome is not None
-        if outcome.exit_code in (130, 143):
-            return paths, outcome.exit_code, wrong
-        code = worst(code, outcome.exit_code)
-        paths.append(outcome.path)
+        settings = {"check_of": name, "launch": f"{number + 1}/{options.launches}"}
+        ended, run = measure_quietly(plan, str(options.runs / "checks"), settings)
+        if ended in (2, 130, 143):
+            return paths, ended, wrong
+        outcome = view(run)
+        code = worst(code, ended, exit_code(outcome))
+        paths.append(run)
         wrong |= {
             record.case.case_id
-            for record in outcome.view.records
+            for record in outcome.records
             if isinstance(record, Measured) and record.num_wrong
         }
     return paths, code, wrong

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.app import sweep_run, tuner
+from stepmark.app.comparison_sources import side_of_runs
+from stepmark.app.delivery import make_folder
 from stepmark.app.sweep_run import Means
 from stepmark.app.tuner import ProbeError
 from stepmark.app.view import console
-from stepmark.cli import session
-from stepmark.cli.sides import side_of_runs
 from stepmark.core.comparison import Comparison, Series, Side
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.sweep import Setting, Sweep
@@ -42,8 +42,8 @@ def check(options: SweepOptions) -> None:
         return
     for name in ("json", "csv", "html"):
         if (target := getattr(options, name)) and target != "-":
-            session.make_folder(name, Path(target).parent)
-    session.make_folder("out", options.out)
+            make_folder(name, Path(target).parent)
+    make_folder("out", options.out)
 
 
 def made(

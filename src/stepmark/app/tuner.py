@@ -80,9 +80,9 @@ def request(path: Path, plugin: str | None, sweep: Sweep, *, force: bool) -> Req
 
 def check_device(request: Request) -> None:
     """Raises ConfigError where NCCL does not run."""
-    from stepmark.cli import session  # noqa: PLC0415
+    from stepmark.app.machine import machine  # noqa: PLC0415
 
-    if session.device_type(request.values) != "cuda":
+    if machine(request.values.get("device")).device != "cuda":
         raise ConfigError("emit-tuner", "cpu", "only on accelerators: gloo has no tuner")
 
 

@@ -41,11 +41,9 @@ class MeasureContext:
     on_blocked: Callable[[Failed, int], None] = _not_reported
 
 
-def make_context(
-    device_type: str, *, for_meshes: bool = False, init_method: str | None = None
-) -> MeasureContext:
+def make_context(device_type: str, *, for_meshes: bool = False) -> MeasureContext:
     """Join the other ranks and describe this rank's device; arguments as of `ranks.join`."""
-    ranks = join(device_type, for_meshes=for_meshes, init_method=init_method)
+    ranks = join(device_type, for_meshes=for_meshes)
     device = ranks.device
     if device.type == "cuda":
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size

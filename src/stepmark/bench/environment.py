@@ -18,6 +18,7 @@ from stepmark import __version__
 from stepmark.bench.nvidia import torch_device_info
 from stepmark.bench.operators.call import Capabilities
 from stepmark.bench.telemetry import open_gpu
+from stepmark.core.ops.backends import MODULES
 from stepmark.core.record import DeviceInfo, Environment
 
 PREFIXES = (
@@ -30,15 +31,6 @@ REDACTED = "<redacted>"
 URL_LOGIN = re.compile(r"://[^/\s]*@")
 
 PACKAGES = ("triton", "pytorch-triton-rocm", "flash_attn", "transformer_engine", "torchao")
-MODULES = (
-    "triton",
-    "flash_attn",
-    "flash_attn_interface",
-    "transformer_engine",
-    "torchao",
-    "aiter",
-    "deepspeed",
-)
 
 
 def capture(devices: Sequence[DeviceInfo]) -> Environment:
@@ -93,6 +85,10 @@ def _bus_id(index: int) -> str:
         return ""
     domain, bus, place = parts
     return f"{domain:04x}:{bus:02x}:{place:02x}"
+
+
+# Triton is not imported to find out: that is slow, and fails without a driver.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def capabilities(device: torch.device) -> Capabilities:

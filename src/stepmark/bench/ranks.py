@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
-from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.errors import StepmarkError
 
 # Between agreeing on a moment and that moment: longer than the news takes to reach all.
 _LEAD_S = 300e-6
@@ -95,45 +96,28 @@ class Ranks:
             dist.destroy_process_group()
 
 
-# Rank, number of ranks and rank on this host, as launchers set them: torchrun (and the parent
-# of local ranks), Slurm's srun, Open MPI's mpirun.
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-)
+def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
+    """Join the ranks that RANK, LOCAL_RANK and WORLD_SIZE tell of; alone without them.
 
-
-def join(
-    device_type: str, *, for_meshes: bool = False, init_method: str | None = None
-) -> Ranks:
-    """Join the ranks that a launcher started, as its environment says; alone without one.
-
-    init_method: where ranks meet, e.g. file:///dev/shm/store; None: MASTER_ADDR and
-    MASTER_PORT. for_meshes: device meshes will be made from the default group. It then has
-    NCCL for device tensors, while what is agreed on here stays on the CPU; and one rank that a
-    launcher started has a default group, too.
+    Ranks meet at the store that our own parent names, else at MASTER_ADDR and MASTER_PORT.
+    for_meshes: device meshes will be made from the default group. It then has NCCL for device
+    tensors, while what is agreed on here stays on the CPU; and one rank that was started as
+    such has a default group, too.
     """
-    place = _place_of_launcher()
-    rank, num_ranks, local_rank = place or (0, 1, 0)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     offset_s, error_s = 0.0, 0.0
-    if num_ranks > 1 or (for_meshes and place):
-        if init_method is None and "MASTER_ADDR" not in os.environ:
-            raise ConfigError(
-                "MASTER_ADDR",
-                "",
-                "the host of rank 0: srun and mpirun do not say where ranks meet",
-            )
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if for_meshes and device_type == "cuda" else "gloo",
-            init_method=init_method or "env://",
-            rank=rank,
-            world_size=num_ranks,
-        )
+    if num_ranks > 1 or (for_meshes and "RANK" in os.environ):
+        backend = "cpu:gloo,cuda:nccl" if for_meshes and device_type == "cuda" else "gloo"
+        if (store := _store_of_parent(num_ranks)) is None:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     if num_ranks > 1:
         offset_s, error_s = clock_offset(rank, num_ranks, _boot_id())
     return Ranks(
@@ -146,18 +130,20 @@ def join(
     )
 
 
-def _place_of_launcher() -> tuple[int, int, int] | None:
-    """Rank, number of ranks and rank on this host; None where no launcher set them.
-
-    A Slurm allocation sets its variables in the batch script, too: one task is no rank.
-    """
-    for names in _LAUNCHERS:
-        texts = [os.environ.get(name) for name in names]
-        is_slurm = names[0].startswith("SLURM")
-        if texts[0] is None or texts[1] is None or (is_slurm and texts[1] == "1"):
-            continue
-        rank, num_ranks = int(texts[0]), int(texts[1])
-        return rank, num_ranks, int(texts[2] or rank)
+def _store_of_parent(num_ranks: int) -> Store | None:
+    """None under an outer launcher. The names are those of launch/workers.py."""
+    if file := os.environ.get("STEPMARK_STORE_FILE"):
+        return FileStore(file, num_ranks)
+    if port := os.environ.get("STEPMARK_STORE_PORT"):
+        # Rank 0 alone has been handed the socket on which the parent listens.
+        listener = os.environ.get("STEPMARK_STORE_SOCKET")
+        return TCPStore(
+            "127.0.0.1",
+            int(port),
+            num_ranks,
+            is_master=listener is not None,
+            master_listen_fd=None if listener is None else int(listener),
+        )
     return None
 
 

@@ -1,14 +1,18 @@
 """stepmark comm NAME...: collectives, with nccl-tests' flags and table."""
 
+import functools
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepmark.cli import options
 from stepmark.cli.options import BUDGET, DEVICE, OUTPUT, Flag, Values, as_command
 from stepmark.core.collectives import FACTS, Api, Collective, placements
 from stepmark.core.dtypes import MESSAGE_DTYPES
 from stepmark.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stepmark.app.machine import Machine
+    from stepmark.core.plan import Plan
 
 NAMES = (
     Flag(
@@ -181,49 +185,74 @@ ALL = (SWEEP, OF_MODEL, WHAT, WHO, HOW, OUTPUT, SHOWN)
 
 
 def measure(values: dict[str, Any]) -> None:
-    """Plan; then, started plainly, start ranks and watch them, or be one of them."""
+    """Plan, then measure on ranks of this host, or as one rank of an outer launcher."""
     import typer  # noqa: PLC0415
 
-    from stepmark.cli import (  # noqa: PLC0415
-        comm_output,
-        comm_plan,
-        comm_values,
-        comm_workload,
-        rank_parent,
-        session,
-    )
-    from stepmark.launch import torchrun  # noqa: PLC0415
+    from stepmark.app import comm as app  # noqa: PLC0415
+    from stepmark.app.delivery import listed  # noqa: PLC0415
+    from stepmark.app.machine import machine  # noqa: PLC0415
+    from stepmark.cli import comm_workload  # noqa: PLC0415
 
     names = values.pop("names") or []
     if values.get("list_all"):
         typer.echo(table())
         return
+    if values.get("print_as"):
+        _check(names, values)
+        comm_workload.print_commands(names, values)
+        return
+    here = functools.partial(machine, values.get("device"))
+
+    def planned() -> "Plan":
+        _check(names, values)
+        app.check(values)
+        return plan(names, values, here(dry_run=bool(values.get("dry_run"))))
+
+    if values.get("dry_run"):
+        found = planned()
+        listed([entry.case for entry in found.entries], found.notes)  # type: ignore[misc]
+        return
+    from stepmark.app.measure import measure as measured  # noqa: PLC0415
+
+    code = measured(
+        planned,
+        lambda: here().device,
+        values.get("out"),
+        resume=values.get("resume"),
+        force=bool(values.get("force")),
+    )
+    raise typer.Exit(code)
+
+
+def _check(names: list[str], values: Values) -> None:
+    from stepmark.cli import comm_values  # noqa: PLC0415
+
     if not names and not values.get("from_workload"):
         raise ConfigError("collective", "missing", "a name; `stepmark comm --list` shows them")
     comm_values.check_calls(values)
-    if values.get("print_as"):
-        comm_workload.print_commands(names, values)
-        return
-    comm_output.check(values)
-    device = session.device_type(values)
-    world_size = session.num_ranks(_with_nproc(values, device), device)
-    planned = comm_workload.plan if values.get("from_workload") else comm_plan.plan
-    plan = planned(names, values, device, world_size)
-    if values.get("dry_run"):
-        comm_output.listed(plan)
-        return
-    if not torchrun.is_rank() or (torchrun.is_first() and not torchrun.has_parent()):
-        for note in plan.notes:
-            sys.stderr.write(f"# {note}\n")
-    places = rank_parent.positions(plan.cases, values.get("launches") or 1)
-    if torchrun.is_rank():
-        from stepmark.cli import comm_rank  # noqa: PLC0415
 
-        raise typer.Exit(comm_rank.work(places, values, device))
-    # Ranks get all that was decided here, whatever it was decided from.
-    told = as_arguments(names, {**values, "device": device, "nproc": str(world_size)})
-    deliver = comm_output.deliver
-    raise typer.Exit(rank_parent.as_parent(told, places, values, world_size, deliver))
+
+def plan(names: list[str], values: Values, machine: "Machine") -> "Plan":
+    """The plan of a command line. Raises ConfigError."""
+    from stepmark.app import comm as app  # noqa: PLC0415
+    from stepmark.app.delivery import as_options  # noqa: PLC0415
+    from stepmark.cli import comm_plan, comm_workload  # noqa: PLC0415
+    from stepmark.core.plan import How, Plan, entries  # noqa: PLC0415
+
+    device = machine.device
+    world_size = machine.num_ranks(values.get("nproc"), "all" if device == "cuda" else "2")
+    make_cases = comm_workload.plan if values.get("from_workload") else comm_plan.plan
+    found = make_cases(names, values, device, world_size)
+    return Plan(
+        command="comm",
+        argv=tuple(sys.argv[1:]),
+        options=as_options({**values, "names": names}),
+        device=device,
+        world_size=world_size,
+        how=How(comm=app.how(values)),
+        entries=entries(found.cases, values.get("launches") or 1),
+        notes=tuple(found.notes),
+    )
 
 
 def table() -> str:
@@ -242,22 +271,6 @@ def table() -> str:
     lines.append("p2p-matrix     every ordered pair: bandwidth and latency, one pair at a time")
     lines.append("out, in: of place. Reductions: sum, prod, min, max, avg, mulsum.")
     return "\n".join(lines)
-
-
-def _with_nproc(values: Values, device: str) -> Values:
-    default = "all" if device == "cuda" else "2"
-    return values if values.get("nproc") else {**values, "nproc": default}
-
-
-def beside_operators(names: list[str], values: dict[str, Any], run: Path) -> int:
-    """Collectives into a run that exists, for `stepmark run`; the exit code."""
-    from stepmark.cli import comm_plan, rank_parent  # noqa: PLC0415
-
-    world_size = int(values["nproc"])
-    plan = comm_plan.plan(names, values, values["device"], world_size)
-    arguments = as_arguments(names, values)
-    places = rank_parent.positions(plan.cases, 1)
-    return rank_parent.watched(arguments, places, world_size, going_on=run)[0]
 
 
 def as_arguments(names: list[str], values: Values) -> list[str]:

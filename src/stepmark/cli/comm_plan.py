@@ -18,7 +18,7 @@ from stepmark.core.collectives import (
     num_parts,
     trimmed_count,
 )
-from stepmark.core.comm_case import CommCase
+from stepmark.core.comm_case import CommCase, unsupported
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 
@@ -135,8 +135,6 @@ def _forms(collective: Collective, values: Values, base: CommCase) -> Iterator[C
 
 def impossible(case: CommCase) -> tuple[str, object, str] | None:
     """field, value and why, for what no size will change."""
-    from stepmark.bench.collectives.offered import unsupported  # noqa: PLC0415
-
     if case.api is Api.NCCL or not (reason := unsupported(case)):
         return None
     # The flag without which it would be possible is to blame.

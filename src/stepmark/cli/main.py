@@ -11,10 +11,9 @@ from typing import Any, TextIO
 import typer
 
 from stepmark import __version__
-from stepmark.cli import interrupts
 from stepmark.cli.flags import Command, Group
 from stepmark.core.errors import ConfigError, StepmarkError
-from stepmark.launch import torchrun
+from stepmark.launch import outer_launcher, signals
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +29,18 @@ VERBS = {
     "run": Verb("run", "run", "The main job: operators, collectives, summary and HTML report."),
     "doctor": Verb("doctor", "command", "Show devices, peaks, health and what would run."),
     "check": Verb("check", "command", "Measure a reference run's cases again; is any slower?"),
-    "compare": Verb("compare", "compare", "Runs, nccl-tests files, CSVs: ratios and verdicts."),
+    "compare": Verb("compare", "command", "Runs, nccl-tests files, CSVs: ratios and verdicts."),
     "report": Verb("report", "command", "Write report.html of a run."),
     "comm": Verb("comm", "command", "Measure collectives: nccl-tests' flags, no MPI."),
     "train": Verb("train", "command", "Measure training steps: single, DDP, FSDP, TP, PP."),
+    "resume": Verb("resume", "resume", "Measure what is left of a run that was cut short."),
     "op": Verb("op", "app", "Measure operators: one family, or all of a model's layer."),
     "workload": Verb("workload", "app", "What a step does: generate, show, convert, capture."),
     "runs": Verb("runs", "app", "List, show, export and query earlier runs."),
     "sweep": Verb("sweep", "command", "The same command under several settings, compared."),
-    "logs": Verb("logs", "logs", "Read NCCL logs, flight-recorder dumps, tables of results."),
+    "logs": Verb(
+        "logs", "command", "Read NCCL logs, flight-recorder dumps, tables of results."
+    ),
 }
 
 
@@ -90,10 +92,9 @@ def _options(
 
 def main() -> None:
     """Run a verb; bad input is one line on stderr and exit code 2, never a traceback."""
-    interrupts.watch()
+    signals.watch()
     checked_stdout()
-    code = status(sys.argv[1:])
-    sys.exit(0 if torchrun.leave_exit_code(code) else code)
+    sys.exit(status(sys.argv[1:]))
 
 
 class _Stdout(io.FileIO):
@@ -165,6 +166,6 @@ def _usage(error: Any) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    if torchrun.is_first():  # what every rank refuses is said once
+    if outer_launcher.is_first():  # what every rank refuses is said once
         sys.stderr.write(f"stepmark: {text}\n")
     return code

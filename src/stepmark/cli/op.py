@@ -1,8 +1,8 @@
 """stepmark op FAMILY: one operator family, or every operator of a model's layer."""
 
 import dataclasses
-import sys
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,13 +12,14 @@ from stepmark.cli.flags import Command
 from stepmark.cli.options import MEASURE, MODEL, SELECT, Flag, Values, as_command, of_operator
 from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.dtypes import OPERATOR_DTYPES
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, worst
 from stepmark.core.ops import FAMILIES, Copy, Gemm
-from stepmark.core.plan import OpHow
 from stepmark.core.record import Measured
 
 if TYPE_CHECKING:
-    from stepmark.bench.operators.call import Capabilities
+    from stepmark.app.machine import Machine
+    from stepmark.core.dtypes import DType
+    from stepmark.core.plan import Plan
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -46,40 +47,45 @@ _NOT_IN_ALL = ("math", "loop")
 
 
 def measure_family(family: str, values: dict[str, Any]) -> None:
-    """Plan, then run or list."""
-    from stepmark.cli import plan, session  # noqa: PLC0415
-
-    session.check_outputs(values)
-    device = session.device_type(values)
+    """Plan, then measure or list."""
     if values.get("find_max"):
-        find_max(values, device)
+        find_max(values)
         return
-    ranks = session.num_ranks(values, device)
-    placed = plan.placed_ops(family, values, device)
-    if not placed:
-        raise ConfigError("model", values.get("model"), f"a model with {family} operators")
-    execute(of_family(family, placed, values, device, ranks), values, device, ranks)
+
+    def cases(machine: "Machine") -> list[OpCase]:
+        from stepmark.cli import plan  # noqa: PLC0415
+
+        ranks = machine.num_ranks(values.get("nproc"))
+        placed = plan.placed_ops(family, values, machine.device)
+        if not placed:
+            raise ConfigError("model", values.get("model"), f"a model with {family} operators")
+        return of_family(family, placed, values, machine, ranks)
+
+    execute(cases, values)
 
 
 def of_family(
     family: str,
     placed: Any,
     values: Values,
-    device: str,
+    machine: "Machine",
     ranks: int,
     leave_out: Sequence[str] = (),
 ) -> list[OpCase]:
-    """Cases of every backend that runs here, unless --backend says which."""
-    from stepmark.bench.operators.table import IMPLS  # noqa: PLC0415
+    """Cases of every backend that runs there, unless --backend says which."""
+    from stepmark.app.op import capabilities  # noqa: PLC0415
     from stepmark.cli import plan  # noqa: PLC0415
+    from stepmark.core.ops.backends import BACKENDS, unsupported  # noqa: PLC0415
 
-    known = IMPLS[family]
+    device = machine.device
+    known = BACKENDS[family]
     found = plan.cases(family, placed, values, device=device, num_ranks=ranks, backends=known)
     if values.get("backend"):
         return found
+    limits = capabilities(machine)
     kept: dict[Any, list[OpCase]] = {}
     for case in found:
-        reason = known[case.backend].unsupported(case.op, _capabilities(device))
+        reason = unsupported(family, case.backend, case.op, limits)
         if reason is None and case.backend not in leave_out:
             kept.setdefault(case.op, []).append(case)
     # An operator that nothing runs stays once, so that its reason is recorded.
@@ -87,150 +93,123 @@ def of_family(
     return [case for op, one in reversed(first.items()) for case in kept.get(op, [one])]
 
 
-def _capabilities(device: str) -> "Capabilities":
-    import torch  # noqa: PLC0415
-
-    from stepmark.bench.environment import capabilities  # noqa: PLC0415
-
-    return capabilities(torch.device(device))
-
-
 def all_families(values: dict[str, Any]) -> None:
     """Every operator of one layer, the head, the loss, the optimizer, and a copy."""
-    from stepmark.cli import session  # noqa: PLC0415
-
-    session.check_outputs(values)
-    device = session.device_type(values)
-    ranks = session.num_ranks(values, device)
-    execute(layer_cases(values, device, ranks), values, device, ranks)
+    execute(lambda machine: layer_cases(values, machine), values)
 
 
-def layer_cases(values: Values, device: str, ranks: int) -> list[OpCase]:
+def layer_cases(values: Values, machine: "Machine") -> list[OpCase]:
     """The cases of `op all`."""
     from stepmark.cli import plan  # noqa: PLC0415
     from stepmark.workload.layers import BY_FAMILY  # noqa: PLC0415
 
     if not values.get("model"):
         raise ConfigError("model", "missing", "a model name or config.json for op all")
-    shapes = plan.layer_shapes(values, device)
-    leave_out = _NOT_IN_ALL if device == "cuda" else (*_NOT_IN_ALL, "compile")
-    size = 2**30 if device == "cuda" else 2**27
-    copy = [(Label(role="copy"), Copy(num_bytes=size))]
+    ranks = machine.num_ranks(values.get("nproc"))
+    on_gpu = machine.device == "cuda"
+    shapes = plan.layer_shapes(values, machine.device)
+    leave_out = _NOT_IN_ALL if on_gpu else (*_NOT_IN_ALL, "compile")
+    copy = [(Label(role="copy"), Copy(num_bytes=2**30 if on_gpu else 2**27))]
     # First, so that a short budget does not leave the ceiling of all others to the end.
-    found = of_family("copy", copy, {**values, "scale": ""}, device, ranks)
+    found = of_family("copy", copy, {**values, "scale": ""}, machine, ranks)
     for family, operators in BY_FAMILY.items():
         placed = [item for shape in shapes for item in operators(shape)]
-        found += of_family(family, placed, values, device, ranks, leave_out)
+        found += of_family(family, placed, values, machine, ranks, leave_out)
     return found
 
 
-def execute(cases: Sequence[OpCase], values: Values, device: str, ranks: int) -> None:
-    """List for --dry-run; otherwise start ranks where several are asked for, and measure."""
-    from stepmark.cli import session  # noqa: PLC0415
-    from stepmark.launch import torchrun  # noqa: PLC0415
+def execute(cases: "Callable[[Machine], list[OpCase]]", values: Values) -> None:
+    """List for --dry-run; otherwise measure."""
+    from stepmark.app import op as app_op  # noqa: PLC0415
+    from stepmark.app.machine import machine  # noqa: PLC0415
+
+    here = functools.partial(machine, values.get("device"))
+
+    def planned() -> "Plan":
+        app_op.check(values)
+        found = here(dry_run=bool(values.get("dry_run")))
+        return app_op.plan(cases(found), values, found)
 
     if values.get("dry_run"):
-        listed(cases, values)
+        app_op.listed([entry.case for entry in planned().entries], values)  # type: ignore[misc]
         return
-    if ranks > 1 and not torchrun.is_rank():
-        raise typer.Exit(torchrun.run(sys.argv[1:], ranks))
-    from stepmark.bench.context import make_context  # noqa: PLC0415
+    from stepmark.app.measure import measure  # noqa: PLC0415
 
-    context = make_context(device)
-    try:
-        asked = {"dataset": values["dataset"].upper()} if values.get("dataset") else {}
-        outcome = session.measure(cases, values, context, settings=asked)
-    finally:
-        context.ranks.close()
-    if outcome is None:
-        return
-    session.deliver(outcome, values)
-    raise typer.Exit(outcome.exit_code)
-
-
-def listed(cases: Sequence[OpCase], values: Values) -> None:
-    """The plan: one line per case, or JSON/CSV of the same."""
-    from stepmark.report.tables import shape_text  # noqa: PLC0415
-    from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
-
-    rows: list[dict[str, object]] = [
-        {
-            "family": case.family,
-            "model": label.model,
-            "role": label.role,
-            "pass": str(label.phase or ""),
-            "mbs": label.mbs,
-            "shape": shape_text(case.op),
-            "dtype": str(case.dtype),
-            "backend": case.backend,
-            "memory_bytes": case.op.memory_bytes,
-            "case_id": case.case_id,
-            "command": case.command(),
-        }
-        for case in cases
-        for label in case.labels or (Label(),)
-    ]
-    # A plan goes to stdout; files are for results, except where stdout is asked for.
-    if values.get("json") == "-":
-        write_json(rows, "-")
-    elif values.get("csv") == "-":
-        write_csv(rows, "-")
-    else:
-        for row in rows:
-            words = (row["family"], row["model"], row["role"], row["pass"], row["shape"])
-            typer.echo(" ".join(str(w) for w in (*words, row["dtype"], row["backend"]) if w))
-    typer.echo(f"{len(cases)} cases, {len(rows)} rows; none was run", err=True)
+    code = measure(
+        planned,
+        lambda: here().device,
+        values.get("out"),
+        resume=values.get("resume"),
+        force=bool(values.get("force")),
+    )
+    raise typer.Exit(code)
 
 
 _MAX_SIDES = (4096, 8192, 12288, 16384)
 _MAX_DEPTHS = (4096, 8192, 16384)
 
 
-def find_max(values: dict[str, Any], device: str) -> None:
+def find_max(values: dict[str, Any]) -> None:
     """A quick look at many shapes, then the best few in burst and sustained.
 
     The sides are multiples of common tile sizes; the search is coarse on purpose: the best
     shape is a property of the library's tiles, not of a model.
     """
-    from stepmark.bench.context import make_context  # noqa: PLC0415
-    from stepmark.cli import plan, session  # noqa: PLC0415
-    from stepmark.core.stats import slowest_per_sample, summarize  # noqa: PLC0415
+    from stepmark.app import op as app_op  # noqa: PLC0415
+    from stepmark.app.machine import machine  # noqa: PLC0415
+    from stepmark.app.measure import measure_quietly, shown  # noqa: PLC0415
+    from stepmark.cli import plan  # noqa: PLC0415
+    from stepmark.core.plan import OpHow  # noqa: PLC0415
+    from stepmark.launch import outer_launcher  # noqa: PLC0415
 
-    if values.get("resume") or session.num_ranks(values, device) > 1:
+    app_op.check(values)
+    here = machine(values.get("device"), dry_run=bool(values.get("dry_run")))
+    ranks = here.num_ranks(values.get("nproc"))
+    if values.get("resume") or ranks > 1 or outer_launcher.is_rank():
         raise ConfigError("find-max", "--resume or --nproc", "one rank, in one go")
-    sides = _MAX_SIDES if device == "cuda" else (256, 512, 1024)
-    depths = _MAX_DEPTHS if device == "cuda" else (256, 1024)
-    context = make_context(device)
     codes = []
-    for dtype in plan.default_dtypes(values, device):
-        shapes = [
-            Gemm(m=m, n=n, k=k, dtype=dtype)
-            for m in sides
-            for n in sides
-            for k in depths
-            if m * n * k <= sides[-1] * sides[-2] * depths[-1]
-        ]
-        placed = [(Label(role="find-max"), op) for op in shapes]
-        cases = of_family("gemm", placed, values | {"rate": "sustained"}, device, 1)
+    for dtype in plan.default_dtypes(values, here.device):
+        placed = [(Label(role="find-max"), op) for op in _shapes(dtype, here.device)]
+        cases = of_family("gemm", placed, values | {"rate": "sustained"}, here, 1)
         if values.get("dry_run"):
-            listed(cases, values)
+            app_op.listed(cases, values)
             continue
         quick = OpHow(soak_s=0.1, sample_s=0.1)
-        first = session.measure(cases, values, context, settings={"stage": "search"}, how=quick)
-        assert first is not None
-        rates = {
-            r.operator: r.operator.op.flops
-            / summarize(slowest_per_sample(r.samples.seconds)).median
-            for r in first.view.records
-            if isinstance(r, Measured)
-        }
-        best = sorted(rates, key=lambda case: rates[case], reverse=True)[:4]
-        final = [dataclasses.replace(c, rate=rate) for rate in Rate for c in best]
-        last = session.measure(final, values, context, settings={"stage": "best"})
-        assert last is not None
-        session.deliver(last, values)
-        codes.append(last.exit_code)
-    raise typer.Exit(max(codes, default=0))
+        first = app_op.plan(cases, values, here, how=quick)
+        code, run = measure_quietly(first, values.get("out"), {"stage": "search"})
+        if code not in (0, 3):
+            raise typer.Exit(code)
+        final = [dataclasses.replace(c, rate=rate) for rate in Rate for c in _fastest(run)]
+        last = app_op.plan(final, values, here)
+        code, run = measure_quietly(last, values.get("out"), {"stage": "best"})
+        codes.append(shown(run, code))
+    raise typer.Exit(worst(0, *codes))
+
+
+def _shapes(dtype: "DType", device: str) -> list[Gemm]:
+    sides = _MAX_SIDES if device == "cuda" else (256, 512, 1024)
+    depths = _MAX_DEPTHS if device == "cuda" else (256, 1024)
+    return [
+        Gemm(m=m, n=n, k=k, dtype=dtype)
+        for m in sides
+        for n in sides
+        for k in depths
+        if m * n * k <= sides[-1] * sides[-2] * depths[-1]
+    ]
+
+
+def _fastest(run: Path) -> list[OpCase]:
+    """The four products of a run with the highest rate."""
+    from stepmark.core.stats import slowest_per_sample, summarize  # noqa: PLC0415
+    from stepmark.store.reader import read_records  # noqa: PLC0415
+
+    rates = {
+        r.operator: r.operator.op.flops
+        / summarize(slowest_per_sample(r.samples.seconds)).median
+        for r in read_records(run)
+        if isinstance(r, Measured)
+    }
+    return sorted(rates, key=lambda case: rates[case], reverse=True)[:4]
 
 
 @app.callback(invoke_without_command=True)
@@ -267,7 +246,6 @@ def operators(
 
 def run_config(path: Path, values: dict[str, Any]) -> None:
     """PARAM's operator config: what we have is measured, what we lack is named."""
-    from stepmark.cli import session  # noqa: PLC0415
     from stepmark.core.ops import FAMILY_OF  # noqa: PLC0415
     from stepmark.workload.formats.param import read_config  # noqa: PLC0415
 
@@ -276,15 +254,19 @@ def run_config(path: Path, values: dict[str, Any]) -> None:
         typer.echo(f"not measured: {name}: no such operator here", err=True)
     if not found.ops:
         raise ConfigError("config", path, "at least one operator that stepmark has")
-    session.check_outputs(values)
-    device = session.device_type(values)
-    cases: list[OpCase] = []
-    for family in ("gemm", "bmm"):
-        placed = [
-            (Label(role=name), op) for name, op in found.ops if FAMILY_OF[type(op)] == family
-        ]
-        cases += of_family(family, placed, values, device, 1)
-    execute(cases, values, device, 1)
+
+    def cases(machine: "Machine") -> list[OpCase]:
+        planned: list[OpCase] = []
+        for family in ("gemm", "bmm"):
+            placed = [
+                (Label(role=name), op)
+                for name, op in found.ops
+                if FAMILY_OF[type(op)] == family
+            ]
+            planned += of_family(family, placed, values, machine, 1)
+        return planned
+
+    execute(cases, values)
 
 
 def _register() -> None:

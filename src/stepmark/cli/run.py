@@ -1,19 +1,27 @@
 """stepmark run: the main job. What this machine is, what it does, and a report."""
 
+import subprocess
 import sys
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepmark.core.errors import worst
-from stepmark.core.units import parse_duration
+from stepmark.core.units import GIB, parse_duration
 
 if TYPE_CHECKING:
-    from stepmark.core.case import OpCase
+    from stepmark.app.machine import Machine
+    from stepmark.core.plan import Entry, Plan
 
-GIB = 2**30
 NAMES = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+_COLLECTIVES: dict[str, dict[str, Any]] = {
+    "cuda": {"begin": "4K", "end": "1G", "factor": 8.0, "dtype": "bf16"},
+    "cpu": {"begin": "4K", "end": "4M", "factor": 32.0},
+}
+_MOST_MBS = 8
+# Of an accelerator's memory; the rest is for what the estimate leaves out.
+_SHARE = 0.85
+_SMALLER = ("gpt2-1.5b", "gpt2-125m")
 
 
 def run(
@@ -31,121 +39,12 @@ def run(
     ] = False,
 ) -> None:
     """Doctor, operators of a model's layer, collectives, training steps, summary, HTML."""
-    from stepmark.cli import comm, op, run_training, session, train  # noqa: PLC0415
-    from stepmark.launch import torchrun  # noqa: PLC0415
+    from stepmark.app import delivery  # noqa: PLC0415
+    from stepmark.app.machine import machine  # noqa: PLC0415
+    from stepmark.app.measure import measure  # noqa: PLC0415
+    from stepmark.launch import outer_launcher  # noqa: PLC0415
 
-    values = _values(model, device, nproc, budget, out)
-    kind = session.device_type(values)
-    values |= _sized(values, kind)
-    ranks = session.num_ranks(values, kind)
-    cases = op.layer_cases(values, kind, ranks)
-    if dry_run:
-        op.listed(cases, values)
-        then = (
-            [comm.as_arguments(NAMES, asked)] if (asked := _collectives(values, kind)) else []
-        )
-        then += [train.as_arguments(how)] if (how := run_training.flags(values, kind)) else []
-        for words in then:
-            typer.echo("then: stepmark " + " ".join(words), err=True)
-        return
-    session.check_outputs(values)
-    if torchrun.is_rank():
-        raise typer.Exit(_as_rank(cases, values, kind))
-    code, path = _operators_of(cases, values, kind, ranks)
-    if path and code not in (2, 130, 143) and (asked := _collectives(values, kind)):
-        code = worst(code, comm.beside_operators(NAMES, asked, path))
-    if path and code not in (2, 130, 143) and (how := run_training.flags(values, kind)):
-        code = worst(code, train.beside_operators(how, path))
-    raise typer.Exit(_show(path, code) if path else code)
-
-
-def _operators_of(
-    cases: "list[OpCase]", values: dict[str, Any], kind: str, ranks: int
-) -> tuple[int, Path | None]:
-    """Here, or on ranks of this host; the exit code and the run they wrote."""
-    from stepmark.launch import torchrun  # noqa: PLC0415
-    from stepmark.store.reader import list_runs  # noqa: PLC0415
-
-    folder = Path(values["out"])
-    before = set(list_runs(folder)) if folder.is_dir() else set()
-    code = torchrun.run(sys.argv[1:], ranks) if ranks > 1 else _as_rank(cases, values, kind)
-    made = sorted(set(list_runs(folder)) - before)
-    return code, made[-1] if made else None
-
-
-def _as_rank(cases: "list[OpCase]", values: dict[str, Any], kind: str) -> int:
-    """Measure operators as one rank, or the only one. An outer launcher gets a page, too."""
-    from stepmark.app import doctor  # noqa: PLC0415
-    from stepmark.bench.context import make_context  # noqa: PLC0415
-    from stepmark.cli import session  # noqa: PLC0415
-    from stepmark.core.verb_options import DoctorOptions  # noqa: PLC0415
-    from stepmark.launch import torchrun  # noqa: PLC0415
-
-    context = make_context(kind)
-    try:
-        if context.ranks.rank == 0:
-            doctor.run(DoctorOptions())
-        outcome = session.measure(cases, values, context)
-    finally:
-        context.ranks.close()
-    if outcome is None:
-        return 0
-    outer = torchrun.is_rank() and not torchrun.has_parent()
-    return _show(outcome.path, outcome.exit_code) if outer else outcome.exit_code
-
-
-def _show(path: Path, code: int) -> int:
-    """Tables, summary and page of a run; the exit code."""
-    from stepmark.app import report  # noqa: PLC0415
-    from stepmark.app.view import console, view  # noqa: PLC0415
-    from stepmark.cli import session  # noqa: PLC0415
-    from stepmark.report import (  # noqa: PLC0415
-        comm_printing,
-        comm_summary,
-        printing,
-        summary,
-        training_printing,
-        training_summary,
-    )
-
-    seen = view(path)
-    page = report.write(path)
-    printing.print_rows(seen.rows, console())
-    if seen.comm_rows:
-        comm_printing.wide(seen.comm_rows, console())
-    if seen.train_rows:
-        training_printing.print_training(seen.train_rows, console())
-    lines = comm_summary.comm_lines(seen.comm_rows)
-    for line in (*lines, *training_summary.train_lines(seen.train_rows)):
-        console().print(line, markup=False, highlight=False, soft_wrap=True)
-    summary.terminal_summary(seen.run, seen.rows, console(), report=page)
-    return code or session.exit_code(seen)
-
-
-def _collectives(values: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Flags for this machine: all its accelerators, or two ranks of its CPU. None: empty."""
-    import torch  # noqa: PLC0415
-
-    count = torch.cuda.device_count() if kind == "cuda" else 2
-    if count < 2:
-        return {}
-    of_kind = {
-        "cuda": {"begin": "4K", "end": "1G", "factor": 8.0, "dtype": "bf16"},
-        "cpu": {"begin": "4K", "end": "4M", "factor": 32.0},
-    }
-    share_s = parse_duration(values["budget"] or "240s", "budget") / 4
-    return {
-        **of_kind[kind],
-        "device": kind,
-        "nproc": str(count),
-        "budget": f"{share_s:g}s",
-    }
-
-
-def _values(
-    model: str | None, device: str | None, nproc: str, budget: str | None, out: str
-) -> dict[str, Any]:
-    return {
+    values = {
         "model": model,
         "mbs": "1",
         "device": device,
@@ -154,17 +53,125 @@ def _values(
         "out": out,
         "clock": "auto",
         "rate": "sustained",
+        "dry_run": dry_run,
     }
 
+    def planned() -> "Plan":
+        made = plan(values, machine(device, dry_run=dry_run))
+        delivery.check_outputs(values)
+        if not dry_run and outer_launcher.is_first():
+            # In a process of its own: it imports torch, which takes seconds and memory.
+            subprocess.run([sys.executable, "-m", "stepmark", "doctor"], check=False)
+        return made
 
-def _sized(values: dict[str, Any], device: str) -> dict[str, Any]:
+    if dry_run:
+        _list(planned(), values)
+        return
+    raise typer.Exit(measure(planned, lambda: machine(device).device, out))
+
+
+def _list(plan: "Plan", values: dict[str, Any]) -> None:
+    from stepmark.app import delivery  # noqa: PLC0415
+    from stepmark.app import op as app_op  # noqa: PLC0415
+
+    def of_kind(kind: str) -> list[Any]:
+        return [entry.case for entry in plan.entries if entry.case.kind == kind]
+
+    app_op.listed(of_kind("op"), values)
+    delivery.listed([*of_kind("comm"), *of_kind("train")], plan.notes)
+
+
+def plan(values: dict[str, Any], machine: "Machine") -> "Plan":
+    """One plan of operators, collectives and training steps. Raises ConfigError."""
+    from stepmark.app.delivery import as_options  # noqa: PLC0415
+    from stepmark.cli import comm, op, train  # noqa: PLC0415
+    from stepmark.core.plan import How, OpHow, Plan, entries  # noqa: PLC0415
+
+    budget = values["budget"]
+    values = values | _sized(values, machine)
+    budget_s = parse_duration(values["budget"], "budget") if values["budget"] else None
+    parts: list[Entry] = []
+    notes: list[str] = []
+    how = How(op=OpHow(budget_s=budget_s))
+    parts += entries(op.layer_cases(values, machine))
+    world_size = machine.num_ranks(values["nproc"])
+    share_s = parse_duration(budget or ("60s" if machine.device == "cpu" else "240s"), "x") / 4
+    if (count := _num_devices(machine)) > 1:
+        asked = {
+            **_COLLECTIVES[machine.device],
+            "device": values["device"],
+            "nproc": str(count),
+            "budget": f"{share_s:g}s",
+        }
+        of_comm = comm.plan(NAMES, asked, machine)
+        how, world_size = replace(how, comm=of_comm.how.comm), max(world_size, count)
+        parts += of_comm.entries
+        notes += of_comm.notes
+    if training := _training(values, machine, share_s, notes):
+        of_train = train.plan(training, machine)
+        how = replace(how, train=of_train.how.train)
+        world_size = max(world_size, of_train.world_size)
+        parts += of_train.entries
+    return Plan(
+        command="run",
+        argv=tuple(sys.argv[1:]),
+        options=as_options(values),
+        device=machine.device,
+        world_size=world_size,
+        how=how,
+        entries=tuple(replace(entry, position=i) for i, entry in enumerate(parts)),
+        notes=tuple(notes),
+    )
+
+
+def _num_devices(machine: "Machine") -> int:
+    """All accelerators, or two ranks of a CPU; one of a device that is only named."""
+    return 2 if machine.device == "cpu" else machine.num_accelerators or 1
+
+
+def _sized(values: dict[str, Any], machine: "Machine") -> dict[str, Any]:
     """A model that fits: a CPU gets a small one, short sequences and 60 s in all."""
-    import torch  # noqa: PLC0415
-
-    if device == "cpu":
+    if machine.device == "cpu":
         chosen = {} if values["model"] else {"model": "gpt2-125m", "seq_len": 512}
         return chosen | ({} if values["budget"] else {"budget": "60s"})
     if values["model"]:
         return {}
-    memory = torch.cuda.get_device_properties(0).total_memory
-    return {"model": "llama-3.1-8b" if memory >= 40 * GIB else "gpt2-125m"}
+    fits = (machine.memory_bytes or 0) >= 40 * GIB
+    return {"model": "llama-3.1-8b" if fits else "gpt2-125m"}
+
+
+def _training(
+    values: dict[str, Any], machine: "Machine", share_s: float, notes: list[str]
+) -> dict[str, Any]:
+    """Flags of `stepmark train`: FSDP on all accelerators, or a tiny model on the CPU."""
+    if machine.device == "cpu":
+        return {
+            "model": values["model"],
+            "scale": "tiny",
+            "device": "cpu",
+            "nproc": "2",
+            "strategy": "ddp,fsdp",
+            "steps": 10,
+            "budget": "6s",
+        }
+    how = {"device": values["device"], "compile": True, "steps": 10, "timeout": "15m"}
+    fitting = that_fits(values["model"], _num_devices(machine), machine.memory_bytes or 0)
+    if not fitting or fitting["model"] != values["model"]:
+        instead = f"{fitting['model']} instead" if fitting else "left out"
+        notes.append(f"training {values['model']} does not fit, by estimate: {instead}")
+    return fitting and {**fitting, **how, "budget": f"{share_s:g}s"}
+
+
+def that_fits(model: str, num_ranks: int, memory_bytes: int) -> dict[str, Any]:
+    """This model or a smaller one, spread over these accelerators; empty where none fits."""
+    from stepmark.cli import train_plan  # noqa: PLC0415
+    from stepmark.core.train_memory import largest_mbs  # noqa: PLC0415
+
+    strategy = "fsdp" if num_ranks > 1 else "single"
+    for name in (model, *_SMALLER):
+        asked = {"model": name, "strategy": strategy, "nproc": str(num_ranks), "compile": True}
+        planned = train_plan.cases(asked, "cuda", num_ranks)
+        most = min(largest_mbs(case, int(memory_bytes * _SHARE)) for case in planned)
+        if most:
+            return {**asked, "mbs": str(min(most, _MOST_MBS))}
+    return {}

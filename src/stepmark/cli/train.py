@@ -1,55 +1,67 @@
 """stepmark train MODEL...: real training steps, spread and sped up as the flags say."""
 
-from pathlib import Path
-from typing import Any
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
 
 from stepmark.cli import options, train_flags
 from stepmark.cli.options import Values, as_command
 from stepmark.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from stepmark.app.machine import Machine
+    from stepmark.core.plan import Plan
+
 
 def measure(values: dict[str, Any]) -> None:
-    """Plan; then, started plainly, start ranks and watch them, or be one of them."""
+    """Plan, then measure on ranks of this host, or as one rank of an outer launcher."""
     import typer  # noqa: PLC0415
 
-    from stepmark.cli import (  # noqa: PLC0415
-        delivery,
-        rank_parent,
-        session,
-        train_output,
-        train_plan,
-        train_spread,
-    )
-    from stepmark.launch import torchrun  # noqa: PLC0415
+    from stepmark.app.delivery import check_outputs, listed  # noqa: PLC0415
+    from stepmark.app.machine import machine  # noqa: PLC0415
 
     values = with_models(values)
-    train_output.check(values)
-    device = session.device_type(values)
-    values["nproc"] = train_spread.default_nproc(values, device)
-    world_size = session.num_ranks(values, device)
-    cases = train_plan.cases(values, device, world_size)
+    here = functools.partial(machine, values.get("device"))
+
+    def planned() -> "Plan":
+        check_outputs(values)
+        return plan(values, here(dry_run=bool(values.get("dry_run"))))
+
     if values.get("dry_run"):
-        delivery.listed(cases)
+        listed([entry.case for entry in planned().entries])  # type: ignore[misc]
         return
-    places = rank_parent.positions(cases, values.get("launches") or 1)
-    if torchrun.is_rank():
-        from stepmark.cli import train_rank  # noqa: PLC0415
+    from stepmark.app.measure import measure as measured  # noqa: PLC0415
 
-        raise typer.Exit(train_rank.work(places, values, device))
-    # Ranks get all that was decided here, whatever it was decided from.
-    told = as_arguments({**values, "device": device, "nproc": str(world_size)})
-    deliver = train_output.deliver
-    raise typer.Exit(rank_parent.as_parent(told, places, values, world_size, deliver))
+    code = measured(
+        planned,
+        lambda: here().device,
+        values.get("out"),
+        resume=values.get("resume"),
+        force=bool(values.get("force")),
+    )
+    raise typer.Exit(code)
 
 
-def beside_operators(values: dict[str, Any], run: Path) -> int:
-    """Training steps into a run that exists, for `stepmark run`; the exit code."""
-    from stepmark.cli import rank_parent, train_plan  # noqa: PLC0415
+def plan(values: Values, machine: "Machine") -> "Plan":
+    """The plan of a command line. Raises ConfigError."""
+    from stepmark.app import train as app  # noqa: PLC0415
+    from stepmark.app.delivery import as_options  # noqa: PLC0415
+    from stepmark.cli import train_plan, train_refusals, train_spread  # noqa: PLC0415
+    from stepmark.core.plan import How, Plan, entries  # noqa: PLC0415
 
-    world_size = int(values["nproc"])
-    cases = train_plan.cases(values, values["device"], world_size)
-    places = rank_parent.positions(cases, 1)
-    return rank_parent.watched(as_arguments(values), places, world_size, going_on=run)[0]
+    device = machine.device
+    world_size = machine.num_ranks(train_spread.default_nproc(values, device))
+    cases = train_plan.cases(values, device, world_size)
+    profiled = train_refusals.profiled_ranks(values, world_size)
+    return Plan(
+        command="train",
+        argv=tuple(sys.argv[1:]),
+        options=as_options(values),
+        device=device,
+        world_size=world_size,
+        how=How(train=app.how(values, profiled)),
+        entries=entries(cases, values.get("launches") or 1),
+    )
 
 
 def with_models(values: Values) -> dict[str, Any]:

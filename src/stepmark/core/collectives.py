@@ -1,8 +1,8 @@
-"""What a collective is: how its size is counted, what its bus bandwidth is, who takes part.
+"""Collectives: how their size is counted, their bus bandwidth, and which ranks take part.
 
 Sizes and factors are those of nccl-tests (doc/PERFORMANCE.md of NVIDIA/nccl-tests, and
-`*GetCollByteCount` in its sources), so that equal questions get equal figures. `count` is the
-count argument there: elements per rank, per peer or in all, by collective.
+`*GetCollByteCount` in its sources), so that figures are comparable. `count` is nccl-tests'
+count argument: elements per rank, per peer or in total, depending on the collective.
 """
 
 import math
@@ -20,7 +20,7 @@ Matrix = tuple[tuple[int, ...], ...]
 
 
 class Collective(StrEnum):
-    """An operation of several ranks."""
+    """A collective or point-to-point operation."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -41,7 +41,7 @@ class Collective(StrEnum):
 
 
 class RedOp(StrEnum):
-    """How a reduction combines. MULSUM: each rank's values times a factor, then summed."""
+    """Reduction operation. MULSUM multiplies each rank's values by a factor, then sums."""
 
     NONE = "none"
     SUM = "sum"
@@ -53,7 +53,7 @@ class RedOp(StrEnum):
 
 
 class Mode(StrEnum):
-    """How calls follow each other; docs/definitions.md says what each includes."""
+    """Timing mode of successive calls; docs/definitions.md says what each includes."""
 
     QUEUED = "queued"
     GRAPH = "graph"
@@ -61,26 +61,26 @@ class Mode(StrEnum):
 
 
 class Api(StrEnum):
-    """Who issues the call: torch.distributed, or libnccl with a communicator of our own."""
+    """Library that issues the call: torch.distributed, or libnccl with its own communicator."""
 
     TORCH = "torch"
     NCCL = "nccl"
 
 
 class Parts(StrEnum):
-    """What `count` counts."""
+    """Unit of `count`."""
 
-    WHOLE = "whole"  # the buffer
+    WHOLE = "whole"  # the whole buffer
     PER_RANK = "per rank"  # the largest buffer holds one part of each rank
     PER_OTHER = "per other rank"  # one part of each rank but the root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What holds for a collective whatever runs it.
+    """Properties of a collective that do not depend on the implementation.
 
     `synchronizing`: no rank can finish before all have arrived, so the shortest time of any
-    rank is the wire's share.
+    rank is the transfer without waiting.
     """
 
     parts: Parts
@@ -122,8 +122,8 @@ FACTS: dict[Collective, Facts] = {
 }
 
 
-# In place: the one buffer, or its own part of it, holds what a rank sends. Of the others the
-# result would be undefined. torch.distributed has only this form of three of them.
+# In place: the receive buffer, or the rank's part of it, is also the send buffer. For other
+# collectives the result would be undefined. torch.distributed has three only in this form.
 _IN_PLACE = (
     Collective.ALL_REDUCE,
     Collective.ALL_GATHER,
@@ -135,28 +135,28 @@ _ONLY_IN_PLACE = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE
 
 
 def placements(collective: Collective, api: Api) -> tuple[bool, ...]:
-    """Which values of `in_place` an interface offers."""
+    """Return the values of `in_place` that an API supports."""
     if collective not in _IN_PLACE:
         return (False,)
     return (True,) if api is Api.TORCH and collective in _ONLY_IN_PLACE else (False, True)
 
 
 def busbw_factor(collective: Collective, num_ranks: int) -> float:
-    """busbw / algbw. 0 for a barrier, which moves nothing, and for one rank alone."""
+    """Return busbw / algbw: 0 for a barrier, which moves nothing, and for a single rank."""
     return _FACTOR[FACTS[collective].busbw](num_ranks)
 
 
 def num_parts(collective: Collective, num_ranks: int) -> int:
-    """How many times `count` the largest buffer of any rank is."""
+    """Return the size of the largest buffer of any rank in units of `count`."""
     return {Parts.WHOLE: 1, Parts.PER_RANK: num_ranks, Parts.PER_OTHER: num_ranks - 1}[
         FACTS[collective].parts
     ]
 
 
 def trimmed_count(collective: Collective, num_bytes: int, itemsize: int, num_ranks: int) -> int:
-    """The largest `count` that num_bytes hold, as nccl-tests rounds.
+    """Return the largest `count` that fits num_bytes, rounded as in nccl-tests.
 
-    A collective with parts trims each to a multiple of 16 bytes, so a small message is 0.
+    Parts are trimmed to a multiple of 16 bytes, so the count of a small message is 0.
     """
     parts = num_parts(collective, num_ranks)
     if FACTS[collective].parts is Parts.WHOLE:
@@ -166,9 +166,9 @@ def trimmed_count(collective: Collective, num_bytes: int, itemsize: int, num_ran
 
 
 def sizes(begin: int, end: int, *, factor: float = 0.0, step: int = 0) -> list[int]:
-    """Bytes from begin to end: times `factor` if above 1, else plus `step`.
+    """Return sizes from begin to end: times `factor` if above 1, else plus `step`.
 
-    Raises ConfigError where there is no way from begin to end.
+    Raise ConfigError if neither leads from begin to end.
     """
     if begin > end:
         raise ConfigError("begin", begin, f"at most the end, {end}")
@@ -176,24 +176,24 @@ def sizes(begin: int, end: int, *, factor: float = 0.0, step: int = 0) -> list[i
         raise ConfigError("factor", factor, "a finite number")
     if factor <= 1 and step <= 0 and begin < end:
         raise ConfigError("factor", factor, "a factor above 1, or a step of at least a byte")
-    found, size = [], begin
+    steps, size = [], begin
     while size <= end:
-        found.append(size)
-        if len(found) > 100_000:
+        steps.append(size)
+        if len(steps) > 100_000:
             raise ConfigError("step", step, "steps that give at most 100000 sizes")
         size = max(size + 1, int(size * factor)) if factor > 1 else size + max(step, 1)
-    return found
+    return steps
 
 
 def groups(num_ranks: int, split: str) -> list[tuple[int, ...]]:
-    """Ranks by communicator, as NCCL_TESTS_SPLIT divides them; all in one for "".
+    """Return the ranks of each communicator, as NCCL_TESTS_SPLIT divides them; "" is one.
 
-    "mod 4" (or "% 4"), "div 8" ("/ 8"), "and 0x7" ("& 0x7"), "or 1" ("| 1"): ranks whose
-    number gives the same result are one communicator. Source: nccl-tests, common.cu.
+    "mod 4" (or "% 4"), "div 8" ("/ 8"), "and 0x7" ("& 0x7"), "or 1" ("| 1"): ranks with
+    the same result form one communicator. Source: nccl-tests, common.cu.
     """
     if not split:
         return [tuple(range(num_ranks))]
-    word, value = parse_split(split)
+    operation, value = parse_split(split)
     colours: dict[int, list[int]] = {}
     for rank in range(num_ranks):
         colour = {
@@ -201,7 +201,7 @@ def groups(num_ranks: int, split: str) -> list[tuple[int, ...]]:
             "div": rank // value if value else 0,
             "and": rank & value,
             "or": rank | value,
-        }[word]
+        }[operation]
         colours.setdefault(colour, []).append(rank)
     return [tuple(ranks) for ranks in colours.values()]
 
@@ -210,7 +210,7 @@ _SPLIT_WORDS = {"%": "mod", "/": "div", "&": "and", "|": "or"}
 
 
 def parse_split(text: str) -> tuple[str, int]:
-    """("mod", 4) of "MOD 4" or "%4". Raises ConfigError."""
+    """Parse "MOD 4" or "%4" into ("mod", 4). Raise ConfigError."""
     squeezed = text.strip().lower()
     for sign, word in (*_SPLIT_WORDS.items(), *((w, w) for w in _SPLIT_WORDS.values())):
         if squeezed.startswith(sign):
@@ -225,10 +225,10 @@ def parse_split(text: str) -> tuple[str, int]:
 
 
 def spread_counts(num_ranks: int, count: int, spread: float, itemsize: int) -> Matrix:
-    """Elements that rank i sends to rank j, as nccl-tests generates them.
+    """Return the elements that rank i sends to rank j, as nccl-tests generates them.
 
-    0: every peer gets `count`. 1: proportional to the distance (j - i) mod n, nothing to
-    oneself. Between: a blend. Each part is trimmed to 16 bytes.
+    spread 0: every peer gets `count`. spread 1: proportional to the distance (j - i) mod n,
+    nothing to the rank itself. Between: a blend. Each part is trimmed to 16 bytes.
     """
     total = count * num_ranks * itemsize
     distances = num_ranks * (num_ranks - 1) // 2
@@ -245,7 +245,7 @@ def spread_counts(num_ranks: int, count: int, spread: float, itemsize: int) -> M
 
 
 def largest_buffer(matrix: Sequence[Sequence[int]]) -> int:
-    """Elements of the largest send or receive buffer of any rank."""
+    """Return the elements of the largest send or receive buffer of any rank."""
     rows = [sum(row) for row in matrix]
     columns = [sum(column) for column in zip(*matrix, strict=True)]
     return max(rows + columns, default=0)

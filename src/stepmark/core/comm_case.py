@@ -1,4 +1,4 @@
-"""A case of communication: one collective of one size, how it is called, how it is timed."""
+"""Case of one collective of one size: how it is called and how it is timed."""
 
 import dataclasses
 import hashlib
@@ -27,16 +27,16 @@ from stepmark.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommCase:
-    """One measurement of communication to make. Everything but labels is its identity.
+    """One measurement of communication. All fields but labels and matrix_file are its identity.
 
-    num_ranks is the size of each measured communicator, world_size the number of ranks that
-    were started; ranks outside every communicator wait.
+    num_ranks is the size of each measured communicator, world_size the number of started
+    ranks. Ranks outside every communicator wait.
     """
 
     kind: ClassVar[str] = "comm"
 
     collective: Collective
-    count: int  # elements, as core/collectives.py says
+    count: int  # elements, in the unit that core/collectives.py defines
     dtype: DType
     num_ranks: int
     world_size: int
@@ -48,16 +48,16 @@ class CommCase:
     api: Api = Api.TORCH
     backend: str = "nccl"
     device: str = "cuda"
-    calls_per_group: int = 1  # operations that are issued as one
-    split: str = ""  # "mod 4": communicators side by side
+    calls_per_group: int = 1  # operations issued in one group call
+    split: str = ""  # e.g. "mod 4": several concurrent communicators
     pair: tuple[int, int] | None = None  # source and destination
     spread: float | None = None  # of all_to_all_v
     matrix: Matrix | None = None  # of all_to_all_v, elements
-    matrix_file: str = ""  # where the matrix was read from; for command() only
+    matrix_file: str = ""  # file of the matrix; for command() only
     skew_s: float = 0.0  # the last rank arrives this much after the first
     max_ctas: int | None = None  # thread blocks a communicator may use
-    beside: str = ""  # compute that runs at the same time, e.g. "gemm:8192"
-    labels: tuple[Label, ...] = ()  # messages of models that have this size; no identity
+    beside: str = ""  # concurrent compute, e.g. "gemm:8192"
+    labels: tuple[Label, ...] = ()  # messages of models with this size; no identity
 
     def __post_init__(self) -> None:
         facts = FACTS[self.collective]
@@ -78,7 +78,7 @@ class CommCase:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """World ranks that take part; samples and checks stand in this order."""
+        """Return the participating world ranks, in the order of samples and checks."""
         if self.pair:
             return self.pair
         if self.split:
@@ -87,12 +87,12 @@ class CommCase:
 
     @property
     def communicators(self) -> list[tuple[int, ...]]:
-        """World ranks by communicator."""
+        """Return the world ranks of each communicator."""
         return groups(self.world_size, self.split) if self.split else [self.members]
 
     @property
     def counts(self) -> Matrix:
-        """all_to_all_v: elements from rank i to rank j."""
+        """Return the elements from rank i to rank j of an all_to_all_v."""
         if self.matrix is not None:
             return self.matrix
         return spread_counts(
@@ -100,7 +100,7 @@ class CommCase:
         )
 
     def send_count(self, index: int) -> int:
-        """Elements that the rank at this place of its communicator sends from its buffer."""
+        """Return the elements in the send buffer of this rank of the communicator."""
         return self._buffers(index)[0]
 
     def recv_count(self, index: int) -> int:
@@ -130,12 +130,12 @@ class CommCase:
                 return (c, 0) if index == 0 else (0, c)
             case Collective.BARRIER:
                 return 0, 0
-            case _:  # every rank holds the whole; broadcast and reduce use one side of it
+            case _:  # every rank has the whole buffer; broadcast and reduce use one side
                 return c, c
 
     @property
     def message_bytes(self) -> int:
-        """S of algbw = S / time: the largest send or receive buffer of any one rank."""
+        """Return S of algbw = S / time: the largest send or receive buffer of any rank."""
         if self.collective is Collective.BARRIER:
             return 0
         if self.collective is Collective.ALL_TO_ALL_V:
@@ -148,21 +148,21 @@ class CommCase:
 
     @property
     def case_id(self) -> str:
-        """SHA-256 of the canonical JSON of all fields but labels and the matrix's file."""
+        """Return the SHA-256 of the canonical JSON of all fields but labels and matrix_file."""
         identity = dataclasses.asdict(self)
         del identity["matrix_file"], identity["labels"]
         text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def command(self) -> str:
-        """The shell command that measures this case; `beside` compute, without it as well."""
+        """Return the shell command that measures this case (with compute: also without it)."""
         words = ["stepmark", "comm", self.family, "--dtype", self.dtype]
         if self.message_bytes and self.matrix is None:
             size = self.count * num_parts(self.collective, self.num_ranks)
-            asked = str(size * self.dtype.itemsize)
-            words += ["-b", asked, "-e", asked]
-        # A split and a pair say by themselves how many ranks a communicator has.
-        whole = bool(self.split or self.pair)
+            num_bytes = str(size * self.dtype.itemsize)
+            words += ["-b", num_bytes, "-e", num_bytes]
+        # A split or a pair determines the number of ranks of a communicator.
+        ranks_implied = bool(self.split or self.pair)
         flags: list[tuple[str, object, object]] = [
             ("--redop", self.redop, RedOp.NONE if self.redop is RedOp.NONE else RedOp.SUM),
             ("--root", self.root, 0 if FACTS[self.collective].rooted else -1),
@@ -172,7 +172,7 @@ class CommCase:
             ("--backend", self.backend, "nccl" if self.device == "cuda" else "gloo"),
             ("--device", self.device, None),
             ("--nproc", self.world_size, None),
-            ("--ranks", None if whole else self.num_ranks, self.world_size),
+            ("--ranks", None if ranks_implied else self.num_ranks, self.world_size),
             ("-m", self.calls_per_group, 1),
             ("--group-split", self.split, ""),
             ("--spread", self.spread, None if self.matrix else 1.0),
@@ -186,7 +186,41 @@ class CommCase:
         if self.pair:
             words += ["--pair", f"{self.pair[0]},{self.pair[1]}"]
         if self.skew_s:
-            words += ["--skew", f"{self.skew_s!r}s"]  # every digit: it is of the identity
+            words += ["--skew", f"{self.skew_s!r}s"]  # all digits: part of the identity
         if not self.aligned:
             words += ["--no-align"]
         return shlex.join(words)
+
+
+_COALESCED = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+_POINT_TO_POINT = (
+    Collective.SENDRECV,
+    Collective.P2P,
+    Collective.P2P_BOTH,
+    Collective.PING_PONG,
+    Collective.INCAST,
+    Collective.MULTICAST,
+)
+
+
+def unsupported(case: CommCase) -> str | None:
+    """Return why the case's API cannot run it, as far as can be told beforehand."""
+    if case.api is Api.NCCL:
+        if case.calls_per_group > 1 and case.collective is Collective.PING_PONG:
+            return "grouped, the way back of a ping_pong would not wait for the way there"
+        return None
+    if case.dtype in ("uint32", "uint64"):
+        return f"{case.dtype} is no type of torch.distributed; use --api nccl"
+    if case.calls_per_group > 1 and case.collective not in _COALESCED:
+        return f"torch.distributed groups {', '.join(_COALESCED)} only; use --api nccl"
+    return _not_of_gloo(case) if case.backend == "gloo" else None
+
+
+def _not_of_gloo(case: CommCase) -> str | None:
+    if case.dtype.is_fp8 and case.collective not in _POINT_TO_POINT:
+        return "gloo has no fp8 collectives"
+    if case.redop is RedOp.MULSUM or (case.redop is RedOp.AVG and case.dtype.is_integer):
+        return f"gloo has no {case.redop} of {case.dtype}"
+    if case.calls_per_group > 1:
+        return "gloo does not issue several calls as one"
+    return None

@@ -1,6 +1,6 @@
-"""What a device can do at best: dense peaks, memory and links, read from data/hardware.toml.
+"""Limits of devices: dense peaks, memory and links, read from data/hardware.toml.
 
-Units and conventions stand at the head of that file, a source for every figure in it.
+That file defines units and conventions and gives a source for every figure.
 """
 
 import tomllib
@@ -25,19 +25,29 @@ _FIGURES = (
     "link_bytes_per_s",
     "tdp_w",
 )
-_KEYS = {"names", *_TEXTS, _PEAK, _CLOCK_OF, *_FIGURES, "link_kind", "sources"}
+_KEYS = {
+    "names",
+    "aliases",
+    "capability",
+    *_TEXTS,
+    _PEAK,
+    _CLOCK_OF,
+    *_FIGURES,
+    "link_kind",
+    "sources",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """The data sheet of one device as torch counts devices. None: no source states it."""
+    """Data sheet of one device as torch counts devices. None: no source states the figure."""
 
     key: str
-    names: tuple[str, ...]  # as torch, NVML or amdsmi report them, exactly
+    names: tuple[str, ...]  # exact names in torch, NVML or amdsmi
     vendor: str
     device_is: str  # "one GPU", "one GCD, half a card"
     peak_flops_per_s: Mapping[DType, float]  # dense, of a matrix multiplication
-    rated_clock_hz: float | None = None  # at which the 16-bit peak holds
+    rated_clock_hz: float | None = None  # clock of the 16-bit peak
     rated_clock_hz_of: Mapping[DType, float] = field(
         default_factory=dict
     )  # types rated otherwise
@@ -48,30 +58,32 @@ class DeviceSpec:
     link_kind: str | None = None
     link_bytes_per_s: float | None = None  # per direction, all links of the device
     tdp_w: float | None = None
+    aliases: tuple[str, ...] = ()  # as people call it
+    capability: tuple[int, int] = (0, 0)  # as torch.cuda.get_device_capability has it
     sources: Mapping[str, str]  # figure -> URL
 
     @property
     def last_level_cache_bytes(self) -> int | None:
-        """What a working set must exceed by far before its bytes count as HBM bytes."""
+        """Return the size that a working set must far exceed for its bytes to come from HBM."""
         return self.l2_bytes if self.l3_bytes is None else self.l3_bytes
 
     def peak(self, dtype: DType) -> float | None:
-        """Dense FLOP/s at the rated clock; None for a type without a stated peak."""
+        """Return dense FLOP/s at the rated clock; None for a type without a stated peak."""
         return self.peak_flops_per_s.get(dtype)
 
     def rated_clock(self, dtype: DType) -> float | None:
-        """Clock in Hz at which peak(dtype) holds. On Hopper fp32 is rated above bf16."""
+        """Return the clock in Hz of peak(dtype). On Hopper fp32 is rated above bf16."""
         return self.rated_clock_hz_of.get(dtype, self.rated_clock_hz)
 
     def max_flops_per_s(self, dtype: DType, max_clock_hz: float | None) -> float | None:
-        """The rate that no measurement of executed FLOPs can pass: peak x max / rated clock.
+        """Return the upper limit of executed FLOP/s: peak x max clock / rated clock.
 
         max_clock_hz is the highest clock the device can run at (NVML: max SM clock), not the
         current one and not an average.
 
-        None if the peak, the rated clock or max_clock_hz is unknown, and then nothing may be
-        called impossible. The peak itself would not do: an H100 is rated at 1.83 GHz, runs
-        short work at up to 1.98, and so passes its bf16 peak honestly.
+        The limit is None if the peak, the rated clock or max_clock_hz is unknown. The peak
+        itself is not a limit: an H100 is rated at 1.83 GHz but runs short work at up to
+        1.98 GHz, and then exceeds its bf16 peak.
         """
         peak, rated_hz = self.peak(dtype), self.rated_clock(dtype)
         if peak is None or rated_hz is None or max_clock_hz is None:
@@ -83,14 +95,23 @@ class DeviceSpec:
 
 @cache
 def load_devices() -> Mapping[str, DeviceSpec]:
-    """All devices by key, read-only."""
+    """Return all devices by key, read-only."""
     text = files("stepmark").joinpath("data", "hardware.toml").read_text(encoding="utf-8")
     return MappingProxyType(parse_devices(text))
 
 
 def find_device(name: str) -> DeviceSpec | None:
-    """The device that reports exactly this name. None if unknown: never the nearest one."""
+    """Return the device with exactly this name, or None; never a similar one."""
     return _by_name().get(name)
+
+
+def find_device_by_alias(text: str) -> DeviceSpec | None:
+    """Return the device of this key, alias or reported name, whatever its case."""
+    wanted = text.strip().lower()
+    for device in load_devices().values():
+        if wanted in (device.key, *device.aliases, *(name.lower() for name in device.names)):
+            return device
+    return None
 
 
 @cache
@@ -99,13 +120,13 @@ def _by_name() -> Mapping[str, DeviceSpec]:
 
 
 def parse_devices(text: str) -> dict[str, DeviceSpec]:
-    """Read the text of hardware.toml. Raises ValueError that names the malformed entry."""
+    """Parse the text of hardware.toml. Raise ValueError that names the malformed entry."""
     devices = {key: _device(key, table) for key, table in tomllib.loads(text).items()}
     owner: dict[str, str] = {}
     for device in devices.values():
         for name in device.names:
             if name in owner:
-                raise ValueError(f"{device.key}: name {name!r} is also that of {owner[name]}")
+                raise ValueError(f"{device.key}: name {name!r} is also a name of {owner[name]}")
             owner[name] = device.key
     return devices
 
@@ -121,13 +142,13 @@ def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
     for name, value in figures.items():
         _check_positive(f"{key}.{name}", value)
     if ("link_kind" in table) != ("link_bytes_per_s" in table):
-        raise ValueError(f"{key}: link_kind and link_bytes_per_s go together")
+        raise ValueError(f"{key}: link_kind and link_bytes_per_s must be given together")
     peaks = _by_dtype(f"{key}.{_PEAK}", table[_PEAK])
     clocks = _by_dtype(f"{key}.{_CLOCK_OF}", table.get(_CLOCK_OF, {}))
     if stray := clocks.keys() - peaks.keys():
         raise ValueError(f"{key}.{_CLOCK_OF}: no peak for {', '.join(sorted(stray))}")
     if clocks and "rated_clock_hz" not in table:
-        raise ValueError(f"{key}: {_CLOCK_OF} without rated_clock_hz")
+        raise ValueError(f"{key}: {_CLOCK_OF} needs rated_clock_hz")
     _check_sources(key, table["sources"], {*figures, _PEAK}, {f"{_PEAK}.{t}" for t in peaks})
     return DeviceSpec(
         key=key,
@@ -137,14 +158,30 @@ def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
         rated_clock_hz_of=clocks,
         **figures,
         link_kind=table.get("link_kind"),
+        aliases=_aliases(key, table.get("aliases", [])),
+        capability=_capability(key, table.get("capability", [0, 0])),
         sources=MappingProxyType(dict(table["sources"])),
     )
+
+
+def _aliases(key: str, words: Any) -> tuple[str, ...]:
+    if not isinstance(words, list) or not all(
+        isinstance(w, str) and w.islower() for w in words
+    ):
+        raise ValueError(f"{key}: aliases must be words in lower case")
+    return tuple(words)
+
+
+def _capability(key: str, numbers: Any) -> tuple[int, int]:
+    if not isinstance(numbers, list) or [type(n) for n in numbers] != [int, int]:
+        raise ValueError(f"{key}: capability must be two whole numbers")
+    return numbers[0], numbers[1]
 
 
 def _by_dtype(where: str, table: dict[str, Any]) -> Mapping[DType, float]:
     for name, value in table.items():
         if name not in set(DType):
-            raise ValueError(f"{where}: {name!r} is none of {', '.join(DType)}")
+            raise ValueError(f"{where}: {name!r} is not one of {', '.join(DType)}")
         _check_positive(f"{where}.{name}", value)
     return MappingProxyType({DType(name): float(value) for name, value in table.items()})
 

@@ -1,4 +1,4 @@
-"""Element types, and how a type is named in fields, flags and files."""
+"""Element types and their names in fields, flags and files."""
 
 from enum import StrEnum
 
@@ -8,7 +8,7 @@ from stepmark.core.errors import ConfigError
 class DType(StrEnum):
     """Element type of an operator's inputs or of a message.
 
-    TF32 is fp32 storage on tf32 matrix units. No operator takes whole numbers; messages do.
+    TF32 is fp32 storage on tf32 matrix units. Integers are types of messages, not of operators.
     """
 
     FP64 = "fp64"
@@ -27,7 +27,7 @@ class DType(StrEnum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one stored element."""
+        """Return the bytes of one stored element."""
         return _ITEMSIZE[self]
 
     @property
@@ -55,7 +55,7 @@ _ITEMSIZE = {
     DType.UINT64: 8,
 }
 
-# What operators compute in, and what messages are made of.
+# Types of operators, and types of messages.
 OPERATOR_DTYPES = tuple(dtype for dtype in DType if not dtype.is_integer)
 MESSAGE_DTYPES = tuple(dtype for dtype in DType if dtype is not DType.TF32)
 
@@ -83,9 +83,9 @@ DTYPE_ALIASES = {
 def parse_dtype(
     text: str, field: str = "dtype", allowed: tuple[DType, ...] = OPERATOR_DTYPES
 ) -> DType:
-    """Read a dtype by our name or a common alias. Raises ConfigError."""
+    """Parse a dtype by its name or a common alias. Raise ConfigError."""
     name = text.strip().lower().removeprefix("torch.")
-    found = DTYPE_ALIASES.get(name, name)
-    if found not in allowed:
+    dtype = DTYPE_ALIASES.get(name, name)
+    if dtype not in allowed:
         raise ConfigError(field, text, f"one of {', '.join(allowed)} or fp8")
-    return DType(found)
+    return DType(dtype)

@@ -1,4 +1,4 @@
-"""The exceptions a user can meet.
+"""Exceptions that a user can see.
 
 StepmarkError
 ├── ConfigError    bad input: exit code 2, one sentence that names field, value and rule
@@ -7,7 +7,7 @@ StepmarkError
 
 
 class StepmarkError(Exception):
-    """Root of all errors that end in one clear line instead of a traceback."""
+    """Base of all errors that are shown as one line instead of a traceback."""
 
     exit_code = 1
 
@@ -29,7 +29,7 @@ class ConfigError(StepmarkError):
         super().__init__(_sentence(self.field, self.shown, self.allowed))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str, str]]:
-        """Rank 0 sends it to its peers; an exception is pickled as its __init__ arguments."""
+        """Pickle the __init__ arguments, because rank 0 sends the error to its peers."""
         return ConfigError, (self.field, self.shown, self.allowed)
 
 
@@ -55,13 +55,13 @@ def _sentence(field: str, shown: str, allowed: str) -> str:
 
 
 class CheckError(StepmarkError):
-    """A figure that was measured fails a stated check."""
+    """A measured figure fails a check."""
 
 
-# Of several exit codes the later one here stands for all: 130 and 143 are an interrupt.
+# In order of precedence, the last one is the strongest; 130 and 143 are interrupts.
 EXIT_CODES = (0, 3, 1, 2, 143, 130)
 
 
 def worst(*codes: int) -> int:
-    """The exit code of work whose parts ended with these."""
+    """Return the exit code of work whose parts ended with these codes."""
     return max(codes, key=EXIT_CODES.index)

@@ -1,8 +1,8 @@
-"""A long list of operations as blocks that run several times: layers, then micro-batches.
+"""Fold a long list of operations into blocks that repeat: layers, then micro-batches.
 
-Repeats are found where they begin, the shortest that saves something first; then in what they
-left, and inside them. Operations of two turns are the same if their layers, and micro-batches,
-all differ by one step. `Workload.expand` of the result is the list again.
+The shortest repeat that saves enough is folded first, then repeats of the remaining items and
+repeats inside blocks. Two repetitions are equal if their layers, and their micro-batches, all
+differ by the same step. `Workload.expand` of the result gives the list again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from stepmark.core.ops import Phase
 from stepmark.core.workload import Block, Item, Operation, Run
 
-# A repeat must save as many items, or its block would not pay for its name.
+# Items that a repeat must save to be worth a block.
 LEAST_SAVED = 4
-# Of how many later occurrences of an operation one may be its next turn.
+# Later occurrences of an operation that are tried as the next repetition.
 LOOK_AHEAD = 48
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """An item without its place. key: the same for items that are alike but for the place."""
+    """Item without its layer and micro-batch. key: equal for items that are otherwise equal."""
 
     item: Item
     key: int
@@ -37,9 +37,9 @@ class _Repeat:
 
 
 def fold(operations: Iterable[Operation], name: str) -> dict[str, Block]:
-    """Blocks by name; `name` is the one that runs the others.
+    """Return blocks by name; block `name` runs the others.
 
-    Names of blocks tell what they repeat ("step.layer.fwd"), and are unique under `name`.
+    Names of blocks say what repeats ("step.layer.fwd") and are unique under `name`.
     """
     return _Folder(name).fold(operations)
 
@@ -48,10 +48,10 @@ class _Folder:
     def __init__(self, name: str) -> None:
         self._name = name
         self._keys: dict[Item, int] = {}
-        self._names: dict[Block, str] = {}  # of the blocks made so far
+        self._names: dict[Block, str] = {}  # names of the blocks so far
 
     def fold(self, operations: Iterable[Operation]) -> dict[str, Block]:
-        nodes = [self._node(one, one.layer, one.microbatch) for one in operations]
+        nodes = [self._node(item, item.layer, item.microbatch) for item in operations]
         step = _placed(self._shortened(nodes), 0, 0)
         blocks = {named: block for block, named in self._names.items()}
         return blocks | {self._name: step}
@@ -63,37 +63,39 @@ class _Folder:
 
     def _node(self, item: Item, layer: int | None, microbatch: int | None) -> _Node:
         if isinstance(item, Run):
-            alike: Item = replace(item, layer=0, microbatch=0)
+            placeless: Item = replace(item, layer=0, microbatch=0)
         else:
-            alike = replace(
+            placeless = replace(
                 item,
                 layer=None if layer is None else 0,
                 microbatch=None if microbatch is None else 0,
             )
-        key = self._keys.setdefault(alike, len(self._keys))
-        return _Node(alike, key, layer, microbatch)
+        key = self._keys.setdefault(placeless, len(self._keys))
+        return _Node(placeless, key, layer, microbatch)
 
     def _pass(self, nodes: list[_Node]) -> list[_Node]:
-        """Repeats in their order, each as one node."""
+        """Return the nodes with each repeat replaced by one node."""
         keys = [node.key for node in nodes]
         following = _next_alike(keys)
-        found: list[_Node] = []
+        folded: list[_Node] = []
         at = 0
         while at < len(nodes):
             repeat = _repeat_at(nodes, keys, following, at)
             if repeat is None:
-                found.append(nodes[at])
+                folded.append(nodes[at])
                 at += 1
                 continue
-            found.extend(nodes[at : repeat.start])
-            found.append(self._run(nodes, repeat))
+            folded.extend(nodes[at : repeat.start])
+            folded.append(self._run(nodes, repeat))
             at = repeat.start + repeat.period * repeat.times
-        return found
+        return folded
 
     def _run(self, nodes: list[_Node], repeat: _Repeat) -> _Node:
         turn = nodes[repeat.start : repeat.start + repeat.period]
-        layer = next((one.layer for one in turn if one.layer is not None), None)
-        microbatch = next((one.microbatch for one in turn if one.microbatch is not None), None)
+        layer = next((node.layer for node in turn if node.layer is not None), None)
+        microbatch = next(
+            (node.microbatch for node in turn if node.microbatch is not None), None
+        )
         block = _placed(self._shortened(turn), layer or 0, microbatch or 0)
         run = Run(
             block=self._named(block, repeat),
@@ -107,45 +109,45 @@ class _Folder:
         if block in self._names:
             return self._names[block]
         phases = self._phases(block)
-        what = "microbatch" if repeat.microbatch_step else "repeat"
+        kind = "microbatch" if repeat.microbatch_step else "repeat"
         if repeat.layer_step:
-            what = "layer"
+            kind = "layer"
         phase = f".{next(iter(phases))}" if len(phases) == 1 else ""
-        wanted = name = f"{self._name}.{what}{phase}"
-        taken, number = set(self._names.values()), 1
-        while name in taken:
+        stem = name = f"{self._name}.{kind}{phase}"
+        used, number = set(self._names.values()), 1
+        while name in used:
             number += 1
-            name = f"{wanted}-{number}"
+            name = f"{stem}-{number}"
         self._names[block] = name
         return name
 
     def _phases(self, block: Block) -> set[str]:
-        """fwd, bwd (also for dgrad and wgrad), optim."""
-        inside = {name: made for made, name in self._names.items()}
-        found: set[str] = set()
+        """Return the phases in a block: fwd, bwd (including dgrad and wgrad), optim."""
+        blocks = {name: inner for inner, name in self._names.items()}
+        phases: set[str] = set()
         for item in block:
             if isinstance(item, Run):
-                found |= self._phases(inside[item.block])
+                phases |= self._phases(blocks[item.block])
             else:
                 back = item.phase in (Phase.DGRAD, Phase.WGRAD, Phase.BWD) or item.recompute
-                found.add("bwd" if back else str(item.phase))
-        return found
+                phases.add("bwd" if back else str(item.phase))
+        return phases
 
 
 def _next_alike(keys: Sequence[int]) -> list[int]:
-    """Of each place the next one with the same key; the length where there is none."""
+    """Return for each index the next one with the same key, or the length."""
     last: dict[int, int] = {}
-    found = [len(keys)] * len(keys)
+    following = [len(keys)] * len(keys)
     for at in range(len(keys) - 1, -1, -1):
-        found[at] = last.get(keys[at], len(keys))
+        following[at] = last.get(keys[at], len(keys))
         last[keys[at]] = at
-    return found
+    return following
 
 
 def _repeat_at(
     nodes: list[_Node], keys: list[int], following: list[int], at: int
 ) -> _Repeat | None:
-    """The shortest period that repeats from here and saves enough; None if there is none."""
+    """Return the shortest period that repeats from here and saves enough, or None."""
     other = following[at]
     for _ in range(LOOK_AHEAD):
         period = other - at
@@ -157,39 +159,39 @@ def _repeat_at(
             while _steps(nodes, keys, at + (times - 1) * period, period) == steps:
                 times += 1
             if period * (times - 1) >= LEAST_SAVED:
-                return _well_begun(nodes, keys, _Repeat(at, period, times, *steps))
+                return _aligned(nodes, keys, _Repeat(at, period, times, *steps))
         other = following[other]
     return None
 
 
 def _steps(nodes: list[_Node], keys: list[int], at: int, period: int) -> tuple[int, int] | None:
-    """By how much layers and micro-batches of the next turn differ; None if it is no turn."""
+    """Return the steps of layer and micro-batch to the next repetition; None if not equal."""
     other = at + period
-    # The slices are costly, and most pairs differ soon.
+    # Comparing the slices is slow, and most pairs differ early.
     if keys[at : at + 4][:period] != keys[other : other + 4][:period]:
         return None
     if keys[at:other] != keys[other : other + period]:
         return None
     layer_step: int | None = None
     microbatch_step: int | None = None
-    for one, two in zip(nodes[at:other], nodes[other : other + period], strict=True):
-        if one.layer is not None and two.layer is not None:
-            step = two.layer - one.layer
+    for node, after in zip(nodes[at:other], nodes[other : other + period], strict=True):
+        if node.layer is not None and after.layer is not None:
+            step = after.layer - node.layer
             layer_step = step if layer_step is None else layer_step
             if step != layer_step:
                 return None
-        if one.microbatch is not None and two.microbatch is not None:
-            step = two.microbatch - one.microbatch
+        if node.microbatch is not None and after.microbatch is not None:
+            step = after.microbatch - node.microbatch
             microbatch_step = step if microbatch_step is None else microbatch_step
             if step != microbatch_step:
                 return None
     return layer_step or 0, microbatch_step or 0
 
 
-def _well_begun(nodes: list[_Node], keys: list[int], repeat: _Repeat) -> _Repeat:
-    """The same repeat from where a turn has the fewest layers: where a layer begins.
+def _aligned(nodes: list[_Node], keys: list[int], repeat: _Repeat) -> _Repeat:
+    """Shift the repeat to where a repetition has the fewest layers, which is a layer's start.
 
-    What stands before the first layer may look like the end of one.
+    Operations before the first layer may look like the end of one.
     """
     if not repeat.layer_step or repeat.times == 2:
         return repeat
@@ -208,17 +210,17 @@ def _well_begun(nodes: list[_Node], keys: list[int], repeat: _Repeat) -> _Repeat
 
 def _num_layers(nodes: list[_Node], repeat: _Repeat) -> int:
     turn = nodes[repeat.start : repeat.start + repeat.period]
-    return len({one.layer for one in turn if one.layer is not None})
+    return len({node.layer for node in turn if node.layer is not None})
 
 
 def _placed(nodes: Sequence[_Node], layer: int, microbatch: int) -> Block:
-    """Items with their places, relative to these."""
+    """Return items with layer and micro-batch relative to these."""
     return tuple(_at(node, layer, microbatch) for node in nodes)
 
 
 def _at(node: _Node, layer: int, microbatch: int) -> Item:
-    own_layer = None if node.layer is None else node.layer - layer
-    own_microbatch = None if node.microbatch is None else node.microbatch - microbatch
+    new_layer = None if node.layer is None else node.layer - layer
+    new_microbatch = None if node.microbatch is None else node.microbatch - microbatch
     if isinstance(node.item, Run):
-        return replace(node.item, layer=own_layer or 0, microbatch=own_microbatch or 0)
-    return replace(node.item, layer=own_layer, microbatch=own_microbatch)
+        return replace(node.item, layer=new_layer or 0, microbatch=new_microbatch or 0)
+    return replace(node.item, layer=new_layer, microbatch=new_microbatch)

@@ -1,37 +1,37 @@
-"""Messages that a job sent: how often which size, by collective, type, group and phase."""
+"""Message histograms of a job: calls by collective, type, size, group and phase."""
 
 from dataclasses import dataclass
 
 from stepmark.core.collectives import FACTS, Collective, Parts
 
-SEND, RECV = "send", "recv"  # the sides of a pair, beside the names of collectives
+SEND, RECV = "send", "recv"  # the two sides of a point-to-point message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageKind:
-    """What is counted together. call_bytes is what the call's `count` says on one rank.
+    """Key of a histogram. call_bytes is the size of the call's `count` on one rank.
 
-    num_ranks and message_bytes (as nccl-tests counts: the largest buffer of any rank) are None
-    where the source does not tell how many ranks take part.
+    num_ranks and message_bytes (as in nccl-tests, the largest buffer of any rank) are None if
+    the source does not say how many ranks take part.
     """
 
-    collective: str  # as core/collectives names it; "send", "recv" for one side of a pair
+    collective: str  # name in core/collectives, or "send", "recv" for one side of a pair
     dtype: str
     group: str  # communicator: commId, process group's name; "" unknown
     num_ranks: int | None
-    phase: str  # "forward", "backward", ... as far as the source tells; "" unknown
+    phase: str  # "forward", "backward", ... if the source says it; "" unknown
     call_bytes: int
     message_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """How many calls of a kind, over how many ranks, and their time where it is known."""
+    """Number of calls of a kind, number of ranks, and the time of calls if it is known."""
 
     calls: int  # over all ranks seen
-    ranks: int  # of how many ranks calls were seen
+    ranks: int  # number of ranks with such calls
     timed_calls: int = 0
-    seconds: float = 0.0  # of the timed calls together
+    seconds: float = 0.0  # sum over the timed calls
 
 
 Histogram = dict[MessageKind, Tally]
@@ -40,11 +40,11 @@ Histogram = dict[MessageKind, Tally]
 def sized(
     collective: str, sent: int, received: int, num_ranks: int | None
 ) -> tuple[int, int | None]:
-    """(call_bytes, message_bytes) of a call in which this rank sends and receives bytes.
+    """Return (call_bytes, message_bytes) of a call in which this rank sends and receives bytes.
 
-    As nccl-tests counts (`*GetCollByteCount` in its sources; core.collectives): the count is a
-    rank's part of a collective that splits its buffer, else the buffer. message_bytes is None
-    where neither buffer nor num_ranks tells it, and of names unknown here.
+    Sizes are counted as in nccl-tests (`*GetCollByteCount` in its sources; core.collectives):
+    call_bytes is one rank's part if the collective splits its buffer, else the buffer.
+    message_bytes is None if neither buffer nor num_ranks determines it, and for unknown names.
     """
     largest = max(sent, received)
     if collective == SEND:
@@ -59,5 +59,5 @@ def sized(
         return (largest // num_ranks if num_ranks else largest), largest
     gathers = collective in (Collective.ALL_GATHER, Collective.GATHER)
     part, whole = (sent, received) if gathers else (received, sent)
-    # Ranks other than the root lack the whole, but their part tells it.
+    # Ranks other than the root do not have the whole buffer, but it follows from their part.
     return part, whole or (part * num_ranks if num_ranks else None)

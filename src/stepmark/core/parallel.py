@@ -1,4 +1,4 @@
-"""How a model is spread over ranks. World size is the product of the axes that multiply."""
+"""Parallel layout of a model: the degree of each axis."""
 
 import math
 from dataclasses import dataclass, fields
@@ -9,10 +9,9 @@ from stepmark.core.model import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Degree per axis. ep lies inside dp_shard: an expert's other shards are dp_shard / ep.
+    """Degree of each axis. ep uses ranks of dp_shard: an expert has dp_shard / ep shards.
 
-    Source of that rule: torchtitan, distributed/parallel_dims.py (expert parallelism borrows
-    the data-parallel shard axis).
+    Source: torchtitan, distributed/parallel_dims.py.
     """
 
     tp: int = 1
@@ -32,21 +31,21 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all; ep borrows some of dp_shard's."""
+        """Return the number of ranks; ep uses ranks of dp_shard."""
         return math.prod((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
 
     @property
     def data_ranks(self) -> int:
-        """How many different micro-batches are worked on at a time."""
+        """Return the number of different micro-batches that are processed at the same time."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def gradient_ranks(self) -> int:
-        """Over how many gradients are averaged: data ranks, and those of one sequence."""
+        """Return the number of ranks over which gradients are averaged: data and cp ranks."""
         return self.data_ranks * self.cp
 
     def check(self, model: ModelConfig) -> None:
-        """Raises ConfigError where this model cannot be divided so."""
+        """Raise ConfigError if the model cannot be divided this way."""
         divides = [("heads", model.num_heads), ("vocab_size", model.vocab_size)]
         if model.mla is None:
             divides.append(("kv_heads", model.num_kv_heads))
@@ -54,9 +53,9 @@ class ParallelConfig:
             divides.append(("ffn_hidden_size", model.ffn_hidden_size))
         if model.moe and model.moe.shared_ffn_hidden_size:
             divides.append(("shared ffn_hidden_size", model.moe.shared_ffn_hidden_size))
-        for what, size in divides:
+        for name, size in divides:
             if size % self.tp:
-                raise ConfigError("tp", self.tp, f"a divisor of {model.name}'s {what} ({size})")
+                raise ConfigError("tp", self.tp, f"a divisor of {model.name}'s {name} ({size})")
         if self.ep > 1 and model.moe is None:
             raise ConfigError("ep", self.ep, f"1, since {model.name} has no experts")
         if model.moe and model.moe.num_experts % self.ep:

@@ -1,5 +1,7 @@
 """What a run measures, in order, and how thoroughly: decided once, before ranks start."""
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stepmark.core.case import SOAK_S
@@ -79,10 +81,26 @@ class Plan:
     """
 
     command: str  # the verb: op, comm, train, run, replay
+    argv: tuple[str, ...] = ()  # the words after `stepmark`, as the user typed them
     device: str  # cuda or cpu
     world_size: int
     entries: tuple[Entry, ...]
     how: How = How()
     options: dict[str, object] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)  # as RunInfo keeps them
     notes: tuple[str, ...] = ()  # what a user should know, e.g. cases that were left out
     schema: int = PLAN_SCHEMA
+
+    @property
+    def command_line(self) -> str:
+        """The command line that made this plan."""
+        return "stepmark " + shlex.join(self.argv or (self.command,))
+
+
+def entries(cases: Sequence[AnyCase], launches: int = 1) -> tuple[Entry, ...]:
+    """Return every case in every launch, in the order in which they are measured."""
+    return tuple(
+        Entry(position=(launch - 1) * len(cases) + index, launch=launch, case=case)
+        for launch in range(1, launches + 1)
+        for index, case in enumerate(cases)
+    )

@@ -1,4 +1,4 @@
-"""What came of a case. Raw: samples in seconds, never a rate. Derived figures are report's."""
+"""Outcome of a case. Records hold samples in seconds; the report derives rates."""
 
 from dataclasses import dataclass, field
 
@@ -15,26 +15,26 @@ AnyCase = OpCase | CommCase | TrainCase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Seconds per call: seconds[rank][sample], each the mean of `calls_per_sample` calls."""
+    """Seconds per call as seconds[rank][sample], each the mean of `calls_per_sample` calls."""
 
     seconds: tuple[tuple[float, ...], ...]
     method: str  # clock name and version, e.g. "graph-rotate/1"
     calls_per_sample: int = 1
     num_sets: int = 1  # operand sets the calls rotate over
-    soak_s: float = 0.0  # work of this case done before the first sample
+    soak_s: float = 0.0  # duration of the soak before the first sample
     wall_s: float = 0.0  # wall time of soak and samples together
-    # Set when the samples lie outside this process: a .npy file beside the records.
+    # Set if the samples are in a .npy file next to the records.
     file: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Comparison of a result with what it should be, on one rank.
+    """Comparison of a result with its expected value, on one rank.
 
     Operators: against a higher-precision reference, max_rel_err = max over compared elements
     of |out - ref| / max(|ref|, rms(ref)). Collectives: against values computed from rank and
-    position, max_rel_err = max of |out - ref| / max(|ref|, 1). Training: losses that are not
-    finite, and on real text a loss that does not fall, are wrong.
+    position, max_rel_err = max of |out - ref| / max(|ref|, 1). Training: a loss that is not
+    finite is wrong, and on real text also a loss that does not fall.
     """
 
     max_rel_err: float
@@ -46,21 +46,21 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """Device state of one rank around one case. None where the device does not tell."""
+    """Device state of one rank during one case. None: the device does not report it."""
 
     sm_clock_hz: float | None = None  # median while the samples ran
     power_w: float | None = None  # median while the samples ran
-    temperature_c: float | None = None  # after
+    temperature_c: float | None = None  # after the last sample
     throttle: tuple[str, ...] = ()  # reasons seen while the samples ran
     num_readings: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """When ranks came and what a call cost their host. By rank, in the order of the samples.
+    """Arrival times of ranks and host time per call, by rank in the order of the samples.
 
-    late_s[rank][batch] is how long after the first rank this rank began a batch; error_s is
-    how far clocks of different hosts may be apart (0 on one host, None where unknown).
+    late_s[rank][batch] is the delay of this rank's start of a batch after the first rank.
+    error_s bounds the difference between clocks of hosts (0 on one host, None if unknown).
     """
 
     late_s: tuple[tuple[float, ...], ...]
@@ -71,7 +71,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """Compute that ran beside a collective: seconds[rank][sample] of one call of it."""
+    """Compute that ran concurrently with a collective, as seconds[rank][sample] of one call."""
 
     alone_s: tuple[tuple[float, ...], ...]
     together_s: tuple[tuple[float, ...], ...]
@@ -79,30 +79,30 @@ class Beside:
 
 
 class _OfCase:
-    """The case of a record by its kind, for readers that know which they have."""
+    """Typed access to the case of a record."""
 
     __slots__ = ()
     case: AnyCase
 
     @property
     def operator(self) -> OpCase:
-        """Raises TypeError for a collective."""
+        """Return the case of an operator. Raise TypeError for another kind."""
         if not isinstance(self.case, OpCase):
-            raise TypeError(f"{self.case.family} is no operator")
+            raise TypeError(f"{self.case.family} is not an operator")
         return self.case
 
     @property
     def comm(self) -> CommCase:
-        """Raises TypeError for an operator."""
+        """Return the case of a collective. Raise TypeError for another kind."""
         if not isinstance(self.case, CommCase):
-            raise TypeError(f"{self.case.family} is no collective")
+            raise TypeError(f"{self.case.family} is not a collective")
         return self.case
 
     @property
     def train(self) -> TrainCase:
-        """Raises TypeError for what is no training step."""
+        """Return the case of a training step. Raise TypeError for another kind."""
         if not isinstance(self.case, TrainCase):
-            raise TypeError(f"{self.case.family} is no training step")
+            raise TypeError(f"{self.case.family} is not a training step")
         return self.case
 
 
@@ -115,10 +115,10 @@ class Measured(_OfCase):
     samples: Samples
     checks: tuple[Check, ...]  # per rank
     telemetry: tuple[Telemetry, ...]  # per rank
-    backend_run: str  # what really ran, e.g. "cudnn" or a kernel name
+    backend_run: str  # the implementation that ran, e.g. "cudnn" or a kernel name
     peak_memory_bytes: int | None
     started_at: float  # Unix time
-    launch: int = 1  # of how many times communicators (and processes) were made anew
+    launch: int = 1  # number of the launch, which has new communicators (and processes)
     arrivals: Arrivals | None = None  # collectives only
     beside: Beside | None = None
     training: Training | None = None  # training steps only
@@ -132,7 +132,7 @@ class Measured(_OfCase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(_OfCase):
-    """A case that cannot run here; every rank derived the same reason before any launch."""
+    """A case that cannot run on this machine; all ranks agreed on it before any launch."""
 
     run_id: str
     case: AnyCase
@@ -145,7 +145,7 @@ class Skipped(_OfCase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(_OfCase):
-    """A case that broke."""
+    """A case that failed."""
 
     run_id: str
     case: AnyCase
@@ -163,11 +163,11 @@ Record = Measured | Skipped | Failed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """One accelerator (or the CPU) of one rank, as found."""
+    """One accelerator (or the CPU) of one rank."""
 
     rank: int
     index: int
-    name: str  # exact, as the driver says
+    name: str  # exact name from the driver
     uuid: str = ""
     memory_bytes: int | None = None
     l2_bytes: int | None = None
@@ -187,7 +187,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Everything a reader needs to judge a figure; captured once per run."""
+    """Machine and software of a run, captured once per run."""
 
     host: str
     os: str
@@ -197,9 +197,9 @@ class Environment:
     memory_bytes: int
     python: str
     torch: str
-    versions: dict[str, str]  # cuda, hip, driver, nccl, cudnn, triton, ...; only what is there
+    versions: dict[str, str]  # cuda, hip, driver, nccl, cudnn, triton, ..., if installed
     devices: tuple[DeviceInfo, ...]  # by rank
-    git_commit: str  # of stepmark; "+dirty" appended when the tree differs; "" unknown
+    git_commit: str  # of stepmark; with "+dirty" if the tree is modified; "" unknown
     stepmark: str
     variables: dict[str, str]  # NCCL_*, CUDA_*, TORCH_*, OMP_* ...; secrets redacted
     warnings: tuple[str, ...] = ()
@@ -207,7 +207,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """run.json: what was asked and where it ran."""
+    """run.json: command, environment and settings of a run."""
 
     run_id: str
     created_at: str  # ISO 8601, UTC

@@ -1,4 +1,4 @@
-"""Order statistics of samples. No sample is ever dropped."""
+"""Order statistics of samples. No sample is dropped."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ _Z_95 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Seconds. `ci_rel` is the half-width of the median's 95 % interval over the median."""
+    """Statistics in seconds. `ci_rel`: half-width of the median's 95 % interval / median."""
 
     n: int
     median: float
@@ -22,7 +22,7 @@ class Summary:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """Linear interpolation between the two nearest of the sorted values (numpy's default)."""
+    """Interpolate linearly between the two nearest sorted values (numpy's default)."""
     position = q * (len(ordered) - 1)
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
@@ -30,10 +30,10 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
-    """Distribution-free 95 % interval of the median, from order statistics.
+    """Return the distribution-free 95 % interval of the median, from order statistics.
 
-    Ranks n/2 -+ 1.96 sqrt(n)/2 by the normal limit of the binomial; under 6 samples no pair
-    of order statistics covers 95 %, so the whole range is given.
+    The ranks are n/2 -+ 1.96 sqrt(n)/2, by the normal limit of the binomial. Under 6 samples
+    no pair of order statistics covers 95 %, so the interval is the whole range.
     """
     n = len(ordered)
     if n < 6:
@@ -45,7 +45,7 @@ def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """Raises ValueError for no samples, or one that is not finite."""
+    """Summarize the values. Raise ValueError if there is none or one is not finite."""
     if not values or not all(math.isfinite(value) for value in values):
         raise ValueError("a summary needs at least one sample, all finite")
     ordered = sorted(values)
@@ -64,5 +64,5 @@ def summarize(values: Sequence[float]) -> Summary:
 
 
 def slowest_per_sample(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """The maximum over ranks of each sample: what a job that waits for all would see."""
+    """Return the maximum over ranks of each sample, as a job that waits for all ranks sees."""
     return [max(column) for column in zip(*seconds, strict=True)]

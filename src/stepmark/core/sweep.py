@@ -1,4 +1,4 @@
-"""Settings that are tried one against another, and what came of each try."""
+"""Settings of a sweep, and the outcome of each try."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,21 +10,21 @@ SCHEMA = 1  # of sweep.json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Variables of the environment and flags of the command; "" is unset, or not given."""
+    """Environment variables and flags of the command. "": unset, or not given."""
 
     variables: tuple[tuple[str, str], ...] = ()
     flags: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
-        """What is set, e.g. "NCCL_ALGO=Ring --mode graph"; unique within a sweep."""
+        """Return e.g. "NCCL_ALGO=Ring --mode graph"; unique within a sweep."""
         words = [f"{name}={value}" for name, value in self.variables if value]
         words += [f"{flag_of(name)} {value}" for name, value in self.flags if value]
         return " ".join(words) or DEFAULT
 
     def command(self, command: tuple[str, ...]) -> list[str]:
-        """The command with this setting's flags."""
-        # An operator's fields are long flags however short: op gemm --m 64.
+        """Return the command with this setting's flags."""
+        # Fields of an operator are always long flags, even one letter: op gemm --m 64.
         is_op = command[:1] == ("op",)
         words = [
             (f"--{name}" if is_op else flag_of(name), value)
@@ -35,12 +35,12 @@ class Setting:
 
 
 def flag_of(name: str) -> str:
-    """-n, --mode."""
+    """Return a flag such as -n or --mode."""
     return f"-{name}" if len(name) == 1 else f"--{name}"
 
 
 class Outcome(StrEnum):
-    """Of a try. Only DONE ones are compared; an interrupted one is made again."""
+    """Outcome of a try. Only DONE tries are compared; interrupted ones are repeated."""
 
     DONE = "done"
     FAILED = "failed"
@@ -51,7 +51,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Try:
-    """One setting measured once, in processes of its own."""
+    """One measurement of one setting, in new processes."""
 
     round: int  # from 1
     setting: str  # name
@@ -60,13 +60,15 @@ class Try:
     seconds: float
     started_at: float  # Unix time
     run: str = ""  # folder name under the sweep's runs/; "" where none was written
-    stderr: tuple[str, ...] = ()  # last lines, of a try that went wrong
-    differs: tuple[str, ...] = ()  # of its environment from that of the first try
+    stderr: tuple[str, ...] = ()  # last lines of a try that failed
+    differs: tuple[
+        str, ...
+    ] = ()  # differences between its environment and that of the first try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """sweep.json: what is tried, and all tries so far in the order in which they ended."""
+    """sweep.json: the settings, and all tries so far in the order in which they ended."""
 
     sweep_id: str
     created_at: str  # ISO 8601, UTC
@@ -84,21 +86,21 @@ class Sweep:
 
     @property
     def failed(self) -> dict[str, Try]:
-        """Settings that are not tried again, with the try that says why."""
+        """Return the settings that are not tried again, each with its failed try."""
         return {
-            one.setting: one
-            for one in self.tries
-            if one.outcome not in (Outcome.DONE, Outcome.INTERRUPTED)
+            run.setting: run
+            for run in self.tries
+            if run.outcome not in (Outcome.DONE, Outcome.INTERRUPTED)
         }
 
     @property
     def done(self) -> set[tuple[int, str]]:
-        """Round and setting."""
-        return {(one.round, one.setting) for one in self.tries if one.outcome is Outcome.DONE}
+        """Return (round, setting) of each completed try."""
+        return {(run.round, run.setting) for run in self.tries if run.outcome is Outcome.DONE}
 
     @property
     def is_complete(self) -> bool:
-        """Whether every setting that did not go wrong was measured in every round."""
+        """Return whether every setting that did not fail was measured in every round."""
         names = {setting.name for setting in self.settings} - set(self.failed)
         return all(
             (number, name) in self.done
@@ -109,10 +111,10 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerChoice:
-    """What NCCL runs a message with. Names as its tuner plugin spells them."""
+    """Algorithm and protocol of NCCL for a message, named as in its tuner plugin."""
 
-    collective: str  # as core/collectives names it
-    size_bytes: int  # as nccl-tests counts: the largest buffer of any rank
+    collective: str  # name in core/collectives
+    size_bytes: int  # as in nccl-tests: the largest buffer of any rank
     algorithm: str
     protocol: str
     num_channels: int
@@ -123,5 +125,5 @@ class TunerChoice:
 
 
 def cut(smaller: int, larger: int) -> int:
-    """The last size that goes with the smaller of two neighbours: their geometric mean."""
+    """Return the boundary between two neighbouring sizes: their geometric mean."""
     return min(larger - 1, math.isqrt(smaller * larger))

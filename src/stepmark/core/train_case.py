@@ -1,4 +1,4 @@
-"""A case of training: one model, how it is spread over ranks, with which techniques."""
+"""Case of training: one model, its layout over ranks, and the techniques of a step."""
 
 import dataclasses
 import hashlib
@@ -21,16 +21,16 @@ from stepmark.core.training import (
     Schedule,
 )
 
-# Of the model only what is computed is identity, of the case all but these.
+# Fields that are not part of the identity of a case, and of its model.
 _NO_IDENTITY = ("labels", "model_file")
 _NO_IDENTITY_OF_MODEL = ("source", "aliases", "published_params", "published_active_params")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCase:
-    """One training step to measure. Everything but labels and model_file is its identity.
+    """One training step. All fields but labels and model_file are its identity.
 
-    model.seq_len is the length that is trained. mbs is per data rank and micro-step.
+    model.seq_len is the sequence length. mbs is the batch per data rank and micro-step.
     """
 
     kind: ClassVar[str] = "train"
@@ -52,15 +52,15 @@ class TrainCase:
     compile_mode: str = "default"
     recompute: Recompute = Recompute.NONE
     recompute_blocks: tuple[int, int] = (1, 1)  # q of every p, with BLOCKS
-    attention: str = "auto"  # of torch's scaled_dot_product_attention
-    loss_chunks: int = 1  # head and loss over so many parts of the tokens
+    attention: str = "auto"  # backend of torch's scaled_dot_product_attention
+    loss_chunks: int = 1  # head and loss run over this many parts of the tokens
     cuda_graph: bool = False
     lr: float = 3e-4
     clip: float = 1.0  # gradient norm; 0 = no clipping
-    reshard: str = "yes"  # FSDP after forward: yes, no, or ranks to reshard over
+    reshard: str = "yes"  # FSDP after forward: yes, no, or the number of ranks to reshard over
     prefetch: int = 1  # FSDP: groups gathered ahead
     blocks_per_group: int = 1  # FSDP
-    reduce_dtype: DType = DType.FP32  # of gradients between data ranks
+    reduce_dtype: DType = DType.FP32  # type in which gradients are reduced
     bucket_mb: int = 25  # DDP
     async_tp: bool = False
     pp_schedule: str = "1f1b"  # or interleaved
@@ -68,8 +68,8 @@ class TrainCase:
     data: str = "random"  # random, text, or the path of a text file
     workers: int = 0  # processes of the data loader
     seed: int = 0
-    scale: str = ""  # as asked: 1/8 or tiny
-    model_file: str = ""  # where the model was read from; for command() only
+    scale: str = ""  # e.g. 1/8 or tiny
+    model_file: str = ""  # file of the model; for command() only
     labels: tuple[Label, ...] = ()
 
     @property
@@ -82,29 +82,29 @@ class TrainCase:
 
     @property
     def dtype(self) -> DType:
-        """Of the products: what a peak is looked up by."""
+        """Return the type of the products, which determines the peak."""
         if self.fp8 is not Fp8.NONE:
             return DType.FP8_E4M3
         return DType.FP32 if self.precision is Precision.FP32 else DType.BF16
 
     @property
     def tokens_per_step(self) -> int:
-        """Of one forward and backward, over all ranks."""
+        """Return the tokens of one forward and backward pass over all ranks."""
         return self.mbs * self.model.seq_len * self.parallel.data_ranks
 
     @property
     def micro_steps(self) -> int:
-        """Forward and backward passes in one sample."""
+        """Return the forward and backward passes in one sample."""
         return self.grad_accum if self.schedule is Schedule.STEP else 1
 
     @property
     def cycle(self) -> int:
-        """Samples from one optimizer step to the next."""
+        """Return the samples from one optimizer step to the next."""
         return 1 if self.schedule is Schedule.STEP else self.grad_accum
 
     @property
     def strategy(self) -> str:
-        """E.g. single, ddp, fsdp, hsdp, tp, fsdp x tp2."""
+        """Return e.g. single, ddp, fsdp, hsdp, tp2, fsdp x tp2."""
         axes = self.parallel
         name = self.data_parallel.value
         if name == "fsdp" and axes.dp_replicate > 1:
@@ -117,12 +117,12 @@ class TrainCase:
 
     @property
     def compiles_graphs(self) -> bool:
-        """Whether torch.compile captures CUDA graphs, as these modes do."""
+        """Return whether torch.compile captures CUDA graphs in this mode."""
         return self.compile_mode in ("reduce-overhead", "max-autotune")
 
     @property
     def is_checkpointed(self) -> tuple[bool, ...]:
-        """By block: whether its activations are computed again in the backward pass."""
+        """Return for each block whether its activations are recomputed in the backward pass."""
         count = self.model.num_layers
         match self.recompute:
             case Recompute.NONE:
@@ -135,7 +135,7 @@ class TrainCase:
 
     @property
     def case_id(self) -> str:
-        """SHA-256 of the canonical JSON of what is measured and how."""
+        """Return the SHA-256 of the canonical JSON of the identity."""
         identity = dataclasses.asdict(self)
         for name in _NO_IDENTITY:
             del identity[name]
@@ -145,7 +145,7 @@ class TrainCase:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def command(self) -> str:
-        """The shell command that measures this case alone."""
+        """Return the shell command that measures this case alone."""
         axes = self.parallel
         words = ["stepmark", "train", self.model_file or self.model.name.partition("@")[0]]
         words += ["--scale", self.scale] if self.scale else []
@@ -165,11 +165,11 @@ class TrainCase:
         return next((axis for axis in ("pp", "tp", "cp") if getattr(axes, axis) > 1), "single")
 
     def _techniques(self) -> list[str]:
-        plain = {field.name: field.default for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         words: list[str] = []
         for name in _VALUES:
             value: Any = getattr(self, name)
-            if value != plain[name] or name in _ALWAYS:
+            if value != defaults[name] or name in _ALWAYS:
                 words += ["--" + name.replace("_", "-"), str(value)]
         for name in ("fp8_head", "fp8_all_gather", "cuda_graph", "async_tp"):
             words += ["--" + name.replace("_", "-")] if getattr(self, name) else []
@@ -190,7 +190,7 @@ class TrainCase:
         return words
 
 
-# Flags of one value. Their default depends on the device or another flag where ALWAYS.
+# Flags with one value. Flags in _ALWAYS have defaults that depend on the device or other flags.
 _ALWAYS = ("precision", "schedule", "grad_accum", "reduce_dtype", "workers")
 _VALUES = (
     *_ALWAYS,

@@ -1,4 +1,4 @@
-"""Units and how quantities read. GB = 1e9 in rates, KiB/MiB/GiB in sizes, SI inside."""
+"""Units, formatting and parsing. Rates use GB = 1e9, sizes KiB/MiB/GiB, the inside SI."""
 
 from stepmark.core.errors import ConfigError
 
@@ -8,7 +8,7 @@ TFLOP = 1e12
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size in binary units, e.g. '1.5 GiB'."""
+    """Format a size in binary units, e.g. '1.5 GiB'."""
     for unit, scale in (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= scale:
             return f"{num_bytes / scale:.4g} {unit}"
@@ -16,7 +16,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A time with four significant digits, e.g. '12.34 us'."""
+    """Format a time with four significant digits, e.g. '12.34 us'."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.4g} {unit}"
@@ -27,7 +27,7 @@ _DURATION = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600
 
 
 def parse_duration(text: str, field: str) -> float:
-    """Read '60s', '2m', '500ms' or plain seconds; must be positive and at most a week."""
+    """Parse '60s', '2m', '500ms' or plain seconds; it must be positive and at most a week."""
     number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyz ")
     unit = text.strip()[len(number) :].strip() or "s"
     try:
@@ -43,7 +43,7 @@ _SIZE = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
 
 
 def parse_bytes(text: str, field: str) -> int:
-    """Read '1K', '1.5M', '4GiB' or plain bytes, in binary units as nccl-tests reads them."""
+    """Parse '1K', '1.5M', '4GiB' or plain bytes, in binary units as in nccl-tests."""
     squeezed = text.strip().lower()
     number = squeezed.rstrip("bigkmt")
     unit = squeezed[len(number) :].removesuffix("b").removesuffix("i")
@@ -57,7 +57,7 @@ def parse_bytes(text: str, field: str) -> int:
 
 
 def parse_share(text: str, field: str) -> float:
-    """Read '5%' or '0.05' as a fraction; above 0 and under 1."""
+    """Parse '5%' or '0.05' into a fraction above 0 and under 1."""
     squeezed = text.strip()
     try:
         number = float(squeezed.removesuffix("%"))

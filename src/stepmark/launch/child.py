@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.launch import processes
-from stepmark.launch.death import tie_child
+from stepmark.launch.pdeathsig import tie_child
 
 MARK = "STEPMARK_CHILD"  # in the environment of the command and of all that it starts
 _POLL_S = 0.1
@@ -72,7 +72,7 @@ def run(
         elif interrupted:
             _ask(process, signal.SIGINT, _INTERRUPT_S, signals)
     finally:
-        survivors = _kill(process, f"{MARK}={token}")
+        survivors = _kill(process, token)
     return Ended(
         exit_code=process.poll(),
         seconds=time.monotonic() - started_s,
@@ -95,18 +95,18 @@ def _ask(
         time.sleep(_POLL_S)
 
 
-def _kill(process: "subprocess.Popen[bytes]", mark: str) -> tuple[int, ...]:
+def _kill(process: "subprocess.Popen[bytes]", token: str) -> tuple[int, ...]:
     """SIGKILL all that has our mark, in whatever session it is. Returns what survives 10 s."""
     end_s = time.monotonic() + _KILL_S
     while True:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        found = [one for one in processes.marked(mark) if not one.ended]
-        for one in found:
-            processes.send(one, signal.SIGKILL)
-        if process.poll() is not None and not found:
+        left = processes.marked(MARK, token)
+        for other in left:
+            processes.send(other, signal.SIGKILL)
+        if process.poll() is not None and not left:
             return ()
         if time.monotonic() > end_s:
-            return tuple(one.pid for one in found)
+            return tuple(other.pid for other in left)
         time.sleep(0.02)

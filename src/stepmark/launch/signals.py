@@ -1,14 +1,38 @@
-"""Ctrl-C and SIGTERM as a list, for a parent that must end others before itself."""
+"""Ctrl-C and SIGTERM: remembered while modules load, or as a list for a parent of ranks."""
 
 import contextlib
 import signal
 from collections.abc import Iterator
 from types import FrameType
 
+_seen: list[int] = []
+
+
+def watch() -> None:
+    """Remember SIGINT from now on; it still raises KeyboardInterrupt.
+
+    Some large modules swallow the exception while they load.
+    """
+    signal.signal(signal.SIGINT, _remember)
+
+
+def raise_if_seen() -> None:
+    """Raise KeyboardInterrupt before work that must not start after a Ctrl-C."""
+    if _seen:
+        raise KeyboardInterrupt
+
+
+def _remember(number: int, _frame: FrameType | None) -> None:
+    _seen.append(number)
+    raise KeyboardInterrupt
+
 
 @contextlib.contextmanager
 def catching() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM as they come, in place of what they did before. Main thread only."""
+    """Yield SIGINT and SIGTERM as they come; nothing else is done with them.
+
+    Main thread only.
+    """
     seen: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:

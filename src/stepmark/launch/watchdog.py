@@ -8,9 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from stepmark.launch.death import tie_to_parent
+from stepmark.launch.pdeathsig import tie_to_parent
 
 _POLL_S = 0.2
 _RECORD_S = 10.0  # on_timeout writes one line; a dead file system must not keep us
@@ -18,13 +17,12 @@ _STDERR = 2  # not sys.stderr, which may be replaced or locked by the thread tha
 
 
 class Watchdog:
-    """A Guard. When a deadline passes: stacks to stderr, on_timeout(position), exit code 3.
+    """As Heartbeat, but past a deadline: stacks to stderr, on_timeout(position), exit code 3.
 
     Works while the main thread is in C code that has released the GIL, as torch's waits have.
     """
 
     first = 0
-    run: Path | None = None
 
     def __init__(
         self, on_timeout: Callable[[int | None], None], *, die_with_parent: bool = False
@@ -43,13 +41,11 @@ class Watchdog:
     def idle(self, limit_s: float) -> None:
         self._task = (None, time.monotonic() + limit_s)
 
-    def run_is_at(self, path: Path) -> None:
-        """Nobody outlives this rank to whom it would matter."""
-
-    def go_on_at(self, position: int) -> bool:
+    def restart_at(self, position: int) -> bool:
+        """False: nobody would start new ranks."""
         return False
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         self._closed.set()
 
     def _watch(self) -> None:

@@ -6,7 +6,7 @@ slowest rank, where nccl-tests has the mean.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from stepmark import __version__
@@ -67,10 +67,24 @@ class Parameters:
     graph: int
 
 
-def text_of(rows: Sequence[Row], run: RunInfo, *, parameters: Parameters | None = None) -> str:
-    """All rows: one complete output per collective and way of calling it."""
-    blocks = grouped(rows, _BLOCK)
-    return "\n".join(_block(held, run, parameters or parameters_of(held)) for held in blocks)
+def text_of(
+    rows: Sequence[Row],
+    run: RunInfo,
+    *,
+    parameters: Parameters | None = None,
+    step: tuple[int, bool] | None = None,
+) -> str:
+    """Return all rows: one complete output per collective and way of calling it.
+
+    step: as it was asked for, and whether it is a factor; None: as the rows have it.
+    """
+    texts = []
+    for block in grouped(rows, _BLOCK):
+        found = parameters or parameters_of(block)
+        if step is not None:
+            found = replace(found, step=step[0], step_is_factor=step[1])
+        texts.append(_block(block, run, found))
+    return "\n".join(texts)
 
 
 def test_name(collective: str) -> str:

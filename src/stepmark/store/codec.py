@@ -44,8 +44,7 @@ def encode(record: Record) -> bytes:
         }
     if isinstance(record.case, TrainCase):
         beside = {"strategy": record.case.strategy, "num_ranks": record.case.num_ranks}
-    if isinstance(record.case, OpCase):
-        plain["case"]["op"] = {"family": record.case.family, **plain["case"]["op"]}
+    plain["case"] = case_to_plain(record.case)
     head = {
         "schema": record.schema,
         "kind": record.kind,
@@ -58,22 +57,30 @@ def encode(record: Record) -> bytes:
 
 def decode(line: bytes) -> Record:
     """Raises ConfigError for what is no record of ours, or one of a newer schema."""
-    plain = _object(line, "record")
+    plain = json_object(line, "record")
     _check_schema(plain, "record")
     cls = KINDS.get(str(plain.get("kind")))
     if cls is None:
         raise ConfigError("kind", plain.get("kind"), f"one of {', '.join(KINDS)}")
-    record: Record = _build(cls, plain, {"case": _case(plain.get("case"))})
+    record: Record = build(cls, plain, {"case": case_from_plain(plain.get("case"))})
     return record
 
 
-def _case(plain: Any) -> AnyCase:
+def case_to_plain(case: AnyCase) -> dict[str, Any]:
+    """Return a case as it stands in records and plans: its op carries the family."""
+    plain: dict[str, Any] = to_plain(case)
+    if isinstance(case, OpCase):
+        plain["op"] = {"family": case.family, **plain["op"]}
+    return plain
+
+
+def case_from_plain(plain: Any) -> AnyCase:
     """An operator's case has an op, a collective's names the collective, training a model."""
     if isinstance(plain, dict) and "collective" in plain:
-        comm: CommCase = _build(CommCase, plain, {})
+        comm: CommCase = build(CommCase, plain, {})
         return comm
     if isinstance(plain, dict) and "model" in plain and "data_parallel" in plain:
-        train: TrainCase = _build(TrainCase, plain, {})
+        train: TrainCase = build(TrainCase, plain, {})
         return train
     op = plain.get("op") if isinstance(plain, dict) else None
     if not isinstance(plain, dict) or not isinstance(op, dict):
@@ -81,7 +88,7 @@ def _case(plain: Any) -> AnyCase:
     family = FAMILIES.get(str(op.get("family")))
     if family is None:
         raise ConfigError("family", op.get("family"), f"one of {', '.join(FAMILIES)}")
-    case: OpCase = _build(OpCase, plain, {"op": _build(family, op, {})})
+    case: OpCase = build(OpCase, plain, {"op": build(family, op, {})})
     return case
 
 
@@ -91,9 +98,9 @@ def encode_run(info: RunInfo) -> bytes:
 
 
 def decode_run(text: bytes) -> RunInfo:
-    plain = _object(text, "run.json")
+    plain = json_object(text, "run.json")
     _check_schema(plain, "run.json")
-    info: RunInfo = _build(RunInfo, plain, {})
+    info: RunInfo = build(RunInfo, plain, {})
     return info
 
 
@@ -114,7 +121,7 @@ def _spell(value: Any) -> Any:
             return value
 
 
-def _object(text: bytes, what: str) -> dict[str, Any]:
+def json_object(text: bytes, what: str) -> dict[str, Any]:
     try:
         plain = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -141,7 +148,7 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _build(cls: type, plain: dict[str, Any], given: dict[str, Any]) -> Any:
+def build(cls: type, plain: dict[str, Any], given: dict[str, Any]) -> Any:
     """`cls` from its fields; unknown keys are ignored, absent ones take their default.
 
     msgspec converts field by field because it has no untagged unions of dataclasses.

@@ -52,6 +52,12 @@ class RunWriter:
         path = root / info.run_id
         with _config_errors("out", path):
             path.mkdir(parents=True)
+        return cls.begin(path, info)
+
+    @classmethod
+    def begin(cls, path: Path, info: RunInfo) -> "RunWriter":
+        """Write to a folder that exists, as one that has a plan and no run.json yet."""
+        with _config_errors("out", path):
             writer = cls(path)
             try:
                 _write_run(path, info)

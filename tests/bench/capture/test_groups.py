@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.bench.capture.user_code import Step
 from torch.distributed.device_mesh import init_device_mesh
 
-from stepmark.bench.capture.groups import digits
+from stepmark.bench.capture.messages import digits
 from stepmark.bench.capture.run import capture
 from stepmark.core.workload import CommOp, Group
 

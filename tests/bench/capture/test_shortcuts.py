@@ -12,8 +12,8 @@ from tests.bench.capture.user_code import CASES
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
 
 from stepmark.bench.capture import fake
+from stepmark.bench.capture.fake import shortcuts
 from stepmark.bench.capture.run import capture
-from stepmark.bench.capture.shortcuts import shortcuts
 
 
 @given(st.integers(0, 20), st.integers(1, 3), st.integers(1, 24), st.integers(0, 1))

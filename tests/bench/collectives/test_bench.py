@@ -11,7 +11,7 @@ from tests.bench.collectives.on_ranks import FEW
 from tests.ranks_pool import Pool
 
 from stepmark.bench.collectives import torch_calls
-from stepmark.bench.collectives.torch_api import TorchCommunicator
+from stepmark.bench.collectives.communicators import TorchCommunicator
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.stopping import Effort
 from stepmark.core.collectives import Collective, Mode

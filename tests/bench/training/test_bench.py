@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from stepmark.bench import run_cases
 from stepmark.bench.context import MeasureContext
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.training import alarm, extras, refusals, trainer
+from stepmark.bench.training import alarm, profiling, refusals, trainer
 from stepmark.bench.training.bench import TrainingBench
 from stepmark.core.model import find_model
 from stepmark.core.plan import TrainHow
@@ -249,7 +249,7 @@ def test_no_room_to_ask_for_a_kernel_costs_only_its_name(
     def full(*_sizes: Any, **_how: Any) -> Tensor:
         raise OOM
 
-    monkeypatch.setattr(extras, "torch", SimpleNamespace(**{**vars(torch), "empty": full}))
+    monkeypatch.setattr(profiling, "torch", SimpleNamespace(**{**vars(torch), "empty": full}))
     (record,), _ = run([case()])
     assert isinstance(record, Measured)
     assert record.backend_run == ""
@@ -429,11 +429,11 @@ def test_traces_of_two_launches_have_names_of_their_own(
         def table(self) -> str:
             return ""
 
-    monkeypatch.setattr(extras, "Profile", FakeProfile)
+    monkeypatch.setattr(profiling, "Profile", FakeProfile)
     alone = fakes.context().ranks
     work: Any = SimpleNamespace(aside=lambda: None)
     names = [
-        extras.profile(work, alone, case(), tmp_path, chosen=True, launch=launch)
+        profiling.record_profile(work, alone, case(), tmp_path, chosen=True, launch=launch)
         for launch in (1, 2, 3)
     ]
     assert len(set(names)) == 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from stepmark.bench.training.profile import Profile, group_of, groups
+from stepmark.bench.training.profiling import Profile, group_of, groups
 
 
 def train(times: int, profile: Profile) -> None:

@@ -11,7 +11,7 @@ from tests.bench.training.models import batch, gradients, made
 from torch import Tensor, nn
 
 from stepmark.bench.training.attention import causal_attention, rope_tables, rotate
-from stepmark.bench.training.norm import Norm
+from stepmark.bench.training.layers import Norm
 from stepmark.bench.training.transformer import Transformer
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import find_model, load_models

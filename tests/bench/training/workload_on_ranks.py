@@ -29,7 +29,7 @@ from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import parallelize, pipeline, tensor_parallel, trainer
 from stepmark.bench.training.experts import Experts
 from stepmark.bench.training.mesh import Meshes, place_of
-from stepmark.bench.training.message_order import OrderedRecorder
+from stepmark.bench.training.messages import OrderedRecorder
 from stepmark.bench.training.optimizer import Update
 from stepmark.bench.training.transformer import Transformer
 from stepmark.core.train_case import TrainCase

@@ -1,18 +1,30 @@
-"""Collectives of torch as operations of a workload."""
+"""Collectives, sends and receives of torch as operations of a workload, and their groups.
 
-from collections.abc import Iterator, Sequence
+Source of the names of pipeline stages: torch 2.13, distributed/pipelining/stage.py (the
+operations that a stage issues, by micro-batch) and distributed_c10d.py (a batch of them is
+one group call on NCCL). Over 250 lines because a message, its group and its peers are found
+from the same arguments.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from stepmark.bench.capture.groups import Groups
 from stepmark.bench.capture.modules import Place
 from stepmark.bench.training.messages import group_of, kinds
 from stepmark.core.collectives import FACTS, Collective, RedOp
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
+from stepmark.core.message import SEND
 from stepmark.core.ops import Phase
-from stepmark.core.workload import COMMUNICATIONS, CommOp
+from stepmark.core.workload import COMMUNICATIONS, CommOp, Group
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 _PAIRS = ("send", "recv_", "isend", "irecv")
@@ -34,6 +46,71 @@ _BY_WORD = {
     "min": RedOp.MIN,
     "max": RedOp.MAX,
 }
+
+
+class Groups:
+    """Groups met so far, by their names in the workload."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._ranks: dict[str, tuple[int, ...]] = {}
+        self._names: dict[str, str] = {}  # by the process group's own name, which is unique
+        self.groups: dict[str, Group] = {}
+        self.notes: list[str] = []
+
+    def name(self, group: Any) -> str:
+        """Of a mesh's axis the axis' name, of the default group "world"."""
+        if group.group_name not in self._names:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._names[group.group_name] = self._new(_wanted(group), ranks)
+        return self._names[group.group_name]
+
+    def _new(self, wanted: str, ranks: tuple[int, ...]) -> str:
+        """Groups of the same ranks and purpose are one."""
+        for number in itertools.count(1):
+            name = wanted if number == 1 else f"{wanted}-{number}"
+            if self._ranks.setdefault(name, ranks) == ranks:
+                break
+        if name not in self.groups:
+            self.groups[name] = self._group(name, ranks)
+        return name
+
+    def _group(self, name: str, ranks: tuple[int, ...]) -> Group:
+        found = Group(digits=digits(ranks))
+        if found.members(self._rank) != ranks:
+            found = Group(digits=((len(ranks), 1),))
+            shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+            self.notes.append(
+                f"group {name} is ranks {shown}, which no digits of a rank's number tell:"
+                f" {len(ranks)} neighbours stand for it"
+            )
+        return found
+
+
+def digits(ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(size, stride) of each digit that differs, fastest first, if ranks are of this form."""
+    found: list[tuple[int, int]] = []
+    left = [rank - ranks[0] for rank in ranks]
+    while len(left) > 1:
+        stride = left[1]
+        if stride < 1:
+            break
+        size = next(
+            (at for at, one in enumerate(left) if one != at * stride),
+            len(left),
+        )
+        found.append((size, stride))
+        left = left[::size]
+    return tuple(found) or ((1, 1),)
+
+
+def _wanted(group: Any) -> str:
+    described = group.group_desc
+    if described == "default_pg":
+        return "world"
+    if described in ("", "undefined"):
+        return f"group_{group.group_name}"
+    return str(described).removeprefix("mesh_")
 
 
 def communicated(
@@ -89,3 +166,82 @@ def _redop(collective: str, values: Sequence[Any]) -> RedOp:
         if isinstance(value, str) and value in _BY_WORD:
             return _BY_WORD[value]
     return RedOp.SUM
+
+
+_OFFERED = {
+    "get_fwd_recv_ops": Phase.FWD,
+    "get_fwd_send_ops": Phase.FWD,
+    "get_bwd_recv_ops": Phase.BWD,
+    "get_bwd_send_ops": Phase.BWD,
+}
+MODULE = "pipeline"
+
+
+class Pairs:
+    """Phases, micro-batches and group calls of sends and receives."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        # By the tensor's identity; it is held so that no other can have the same.
+        self._offered: dict[int, tuple[Tensor, Phase, int]] = {}
+        self._in_batch = 0  # how many of the batch being issued there were, and 1
+
+    def watched(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
+        """Functions of torch to follow, each with what replaces it."""
+        for name, phase in _OFFERED.items():
+            if hasattr(_PipelineStageBase, name):
+                original = getattr(_PipelineStageBase, name)
+                yield (_PipelineStageBase, name), self._noting(original, phase)
+        original = dist.batch_isend_irecv
+        for module in (dist, dist.distributed_c10d):
+            yield (module, "batch_isend_irecv"), self._batching(original)
+
+    def told(self, op: CommOp, tensor: Tensor, group: Group, *, outside: bool) -> CommOp:
+        """outside: of all modules and backward passes, where no place tells the phase."""
+        is_fused = self._in_batch > 1
+        self._in_batch += bool(self._in_batch)
+        _, phase, microbatch = self._offered.pop(id(tensor), (None, None, op.microbatch))
+        if phase is not None:
+            return replace(
+                op,
+                phase=phase,
+                module=MODULE,
+                layer=None,
+                microbatch=microbatch,
+                fused=is_fused,
+            )
+        if outside:
+            op = replace(op, phase=self._by_ranks(op, group), module=MODULE)
+        return replace(op, fused=is_fused)
+
+    def _by_ranks(self, op: CommOp, group: Group) -> Phase:
+        """To later ranks go activations, to earlier ones gradients."""
+        own = group.members(self._rank).index(self._rank)
+        is_later = (own + (op.peer or 0)) % group.size > own
+        return Phase.FWD if is_later is (op.collective == SEND) else Phase.BWD
+
+    def _noting(self, original: Callable[..., Any], phase: Phase) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(stage: Any, microbatch: int) -> Any:
+            found = original(stage, microbatch)
+            for one in found:
+                self._offered[id(one.tensor)] = one.tensor, phase, microbatch
+            return found
+
+        return call
+
+    def _batching(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._batch():
+                return original(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def _batch(self) -> Iterator[None]:
+        self._in_batch = 1
+        try:
+            yield
+        finally:
+            self._in_batch = 0

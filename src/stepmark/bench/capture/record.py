@@ -31,11 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepmark.bench.capture.compute import computed, tensors
 from stepmark.bench.capture.ddp import Buckets, Rebuilding, with_result
-from stepmark.bench.capture.groups import Groups
-from stepmark.bench.capture.messages import NAMESPACES, communicated
+from stepmark.bench.capture.messages import NAMESPACES, Groups, Pairs, communicated
 from stepmark.bench.capture.modules import OUTSIDE, Place, Places, in_backward
 from stepmark.bench.capture.overlap import Overlap
-from stepmark.bench.capture.pairs import Pairs
 from stepmark.core.ops import Phase
 from stepmark.core.workload import CommOp, ComputeOp, Operation
 

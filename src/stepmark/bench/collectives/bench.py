@@ -1,21 +1,20 @@
 """Measure one collective: allocate, check, warm up, choose a clock, sample."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 
 from stepmark.bench.agree import agreed
-from stepmark.bench.collectives import buffers, nccl_api, offered, sampling
+from stepmark.bench.collectives import sampling
 from stepmark.bench.collectives.communicators import Communicators
-from stepmark.bench.collectives.trial import Trial, backend_run, place
+from stepmark.bench.collectives.trial import Trial, backend_run, needed_bytes, place
 from stepmark.bench.context import MeasureContext, own_stream
 from stepmark.bench.stopping import Effort
 from stepmark.bench.telemetry import Sampler
-from stepmark.core.collectives import Api
-from stepmark.core.comm_case import CommCase
+from stepmark.core.comm_case import CommCase, unsupported
 from stepmark.core.plan import CommHow, Entry
 from stepmark.core.record import Arrivals, Beside, Failed, Measured, Samples
 from stepmark.core.stats import summarize
@@ -25,12 +24,6 @@ from stepmark.core.units import format_bytes
 DEFAULT = Effort(sample_s=1.0, soak_s=0.0, target_ci_rel=0.005, min_batches=5)
 # What a check takes beside the buffers, at most.
 _CHECK_BYTES = 2**29
-
-
-_UNSUPPORTED: dict[Api, Callable[[CommCase], str | None]] = {
-    Api.TORCH: offered.unsupported,
-    Api.NCCL: nccl_api.unsupported,
-}
 
 
 @dataclass(slots=True)
@@ -51,12 +44,12 @@ class CollectiveBench:
         started = self.context.ranks.num_ranks
         if case.world_size > started:
             return f"needs {case.world_size} ranks, {started} were started", None
-        if reason := _UNSUPPORTED[case.api](case):
+        if reason := unsupported(case):
             return reason, None
         seat = place(case, self.context.ranks.rank)
         if seat is None:
             return None
-        needed = buffers.needed_bytes(*seat) + min(_CHECK_BYTES, 16 * case.message_bytes)
+        needed = needed_bytes(*seat) + min(_CHECK_BYTES, 16 * case.message_bytes)
         free = self.context.free_bytes()
         if needed > free * 0.95:
             return f"needs {format_bytes(needed)}, {format_bytes(free)} are free", needed

@@ -7,13 +7,43 @@ from collections.abc import Callable
 
 import torch
 
-from stepmark.bench.collectives import buffers, company, data, timing
+from stepmark.bench.collectives import company, data, timing
 from stepmark.bench.collectives.communicators import Communicator
 from stepmark.bench.context import MeasureContext
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.comm_case import CommCase
 from stepmark.core.plan import CommHow
 from stepmark.core.record import Check
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def needed_bytes(case: CommCase, index: int) -> int:
+    """Of one set, on the rank at this place of its communicator."""
+    sent, received = case.send_count(index), case.recv_count(index)
+    elements = max(sent, received) if case.in_place else sent + received
+    return elements * case.dtype.itemsize
+
+
+def allocate_buffers(case: CommCase, index: int, device: torch.device) -> Pair:
+    """send and recv, flat; in place they share storage as nccl-tests lays them out."""
+    sent, received = case.send_count(index), case.recv_count(index)
+    dtype = data.TORCH_OF[case.dtype]
+    if not case.in_place:
+        return (
+            torch.empty(sent, dtype=dtype, device=device),
+            torch.empty(received, dtype=dtype, device=device),
+        )
+    whole = torch.empty(max(sent, received), dtype=dtype, device=device)
+    part = slice(index * case.count, (index + 1) * case.count)
+    match case.collective:
+        case Collective.ALL_GATHER:
+            return whole[part], whole
+        case Collective.REDUCE_SCATTER:
+            return whole, whole[part]
+        case _:
+            return whole, whole
+
 
 # So long a sample should last. Readings weigh little in it; and ranks end a call some
 # microseconds apart, each first now and then, which the slowest rank of a short sample counts
@@ -48,7 +78,7 @@ class Trial:
         self._context, self._communicator, self._how = context, communicator, how
         self._world_case = case
         self._place = place(case, context.ranks.rank)
-        self._sets: list[buffers.Pair] = []
+        self._sets: list[Pair] = []
         self._calls: list[Callable[[], object]] = []
 
     @property
@@ -61,7 +91,7 @@ class Trial:
             return
         case, index = self._place
         for _ in range(num_sets):
-            send, recv = buffers.allocate(case, index, self._context.ranks.device)
+            send, recv = allocate_buffers(case, index, self._context.ranks.device)
             data.poison(recv)
             data.fill(case, index, send, 0)
             self._sets.append((send, recv))
@@ -70,7 +100,7 @@ class Trial:
         """As many as exceed twice the cache together, within half of the free memory."""
         if self._place is None:
             return _MAX_SETS
-        each = max(buffers.needed_bytes(*self._place), 1)
+        each = max(needed_bytes(*self._place), 1)
         wanted = math.ceil(2 * self._context.cache_bytes / each) + 1
         fitting = self._context.free_bytes() // 2 // each
         return max(1, min(wanted, fitting, _MAX_SETS))

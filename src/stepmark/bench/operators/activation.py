@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn import functional
 
-from stepmark.bench.operators.call import Call, Capabilities, Impl
+from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.operators.dtypes import normal
 from stepmark.bench.verify import compare, merge, poisoned_result, tolerance
-from stepmark.core.ops import Activation, Phase
+from stepmark.core.ops import Activation, Phase, backends
 from stepmark.core.record import Check
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -36,10 +36,6 @@ def compiled(function: Function, key: object) -> Function:
         code, function.__globals__, function.__name__, function.__defaults__
     )
     return torch.compile(own, dynamic=False, fullgraph=True)
-
-
-def needs_compiler(op: Any, capabilities: Capabilities) -> str | None:
-    return None if capabilities.has_compiler else "torch.compile needs a C++ compiler here"
 
 
 def rows_call(
@@ -143,4 +139,6 @@ def make(op: Activation, device: torch.device, *, is_compiled: bool = False) -> 
 
 
 TORCH = Impl(make=make)
-COMPILE = Impl(make=functools.partial(make, is_compiled=True), unsupported=needs_compiler)
+COMPILE = Impl(
+    make=functools.partial(make, is_compiled=True), unsupported=backends.needs_compiler
+)

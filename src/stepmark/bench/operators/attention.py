@@ -21,8 +21,7 @@ from stepmark.bench.operators.activation import compiled
 from stepmark.bench.operators.call import Call, Capabilities, Impl
 from stepmark.bench.operators.dtypes import normal, set_matmul_precision
 from stepmark.bench.verify import compare, finite, merge, poisoned_result, tolerance
-from stepmark.core.dtypes import DType
-from stepmark.core.ops import Attention, Phase
+from stepmark.core.ops import Attention, Phase, backends
 from stepmark.core.record import Check
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -170,55 +169,12 @@ def _varlen(op: Attention, device: torch.device) -> Forward:
 
 
 def _unsupported(name: str, op: Attention, capabilities: Capabilities) -> str | None:
-    reasons = (
-        _no_type(name, op, capabilities),
-        _no_shape(name, op, capabilities),
-        _not_here(name, op, capabilities),
-    )
-    return next((reason for reason in reasons if reason), None)
-
-
-def _no_type(name: str, op: Attention, capabilities: Capabilities) -> str | None:
-    on_cpu = capabilities.device_type == "cpu"
-    if op.dtype is DType.TF32 and (name != "math" or on_cpu):
-        return "tf32 attention: the math backend on a GPU only"
-    if name in ("math", "flex") or on_cpu or op.dtype in (DType.BF16, DType.FP16):
-        return None
-    if name == "efficient" and op.dtype is DType.FP32:
-        return None
-    return f"{name} attention has no {op.dtype} kernel"
-
-
-def _no_shape(name: str, op: Attention, capabilities: Capabilities) -> str | None:
-    if name in ("flash", "cudnn", "efficient") and (op.window or op.varlen):
-        return f"scaled_dot_product_attention masks no window or varlen in its {name} kernel"
-    if name == "efficient" and op.heads != op.kv_heads:
-        return "the efficient kernel has no grouped heads"
-    if name in ("flash", "flash-attn", "varlen"):
-        if op.head_dim_qk != op.head_dim_v:
-            return f"{name} attention needs equal head widths"
-        if op.head_dim_qk > 256 and capabilities.device_type != "cpu":
-            return f"{name} attention has heads of at most 256"
-    return None
-
-
-def _not_here(name: str, op: Attention, capabilities: Capabilities) -> str | None:
-    needs: dict[str, tuple[bool, str]] = {
-        "cudnn": (not capabilities.is_rocm, "ROCm has no cuDNN"),
-        "flex": (capabilities.has_compiler, "flex attention needs a C++ compiler here"),
-        "flash-attn": ("flash_attn" in capabilities.modules, "flash-attn is not installed"),
-        "varlen": (bool(_varlen_options()), "this torch has no varlen_attn"),
-    }
-    met, reason = needs.get(name, (True, ""))
-    if capabilities.device_type == "cpu":
-        return None if name in ("flash", "math") else f"{name} attention needs a GPU"
-    if not met:
+    if reason := backends.attention(name, op, capabilities):
         return reason
+    if name == "varlen" and not _varlen_options():
+        return "this torch has no varlen_attn"
     if name == "varlen" and op.window and "window_size" not in _varlen_options():
         return "this torch's varlen_attn has no window"
-    old = not capabilities.is_rocm and capabilities.capability < (8, 0)
-    if old and name != "math":
-        return f"{name} attention needs compute capability 8.0 or later"
     return None
 
 

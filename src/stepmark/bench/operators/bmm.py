@@ -3,22 +3,14 @@
 import torch
 from torch import Tensor
 
-from stepmark.bench.operators.call import Call, Capabilities, Impl
+from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.operators.dtypes import TORCH_DTYPE, set_matmul_precision
 from stepmark.bench.operators.gemm import operands
 from stepmark.bench.verify import finite, merge, poison, product_check, sample, tolerance
-from stepmark.core.dtypes import DType
-from stepmark.core.ops import Bmm
+from stepmark.core.ops import Bmm, backends
 from stepmark.core.record import Check
 
 NUM_CHECKED = 4  # products compared; of the others only that they are finite
-
-
-def unsupported(op: Bmm, capabilities: Capabilities) -> str | None:
-    on_cpu = capabilities.device_type == "cpu"
-    if op.dtype is DType.TF32 and (on_cpu or capabilities.capability < (8, 0)):
-        return "tf32 needs a GPU of compute capability 8.0 or later"
-    return None
 
 
 def make(op: Bmm, device: torch.device) -> Call:
@@ -42,4 +34,4 @@ def make(op: Bmm, device: torch.device) -> Call:
     return Call(run=run, verify=verify, backend_run="torch.bmm")
 
 
-TORCH = Impl(make=make, unsupported=unsupported)
+TORCH = Impl(make=make, unsupported=backends.tf32)

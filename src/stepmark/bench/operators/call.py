@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from stepmark.core.ops.backends import Capabilities
 from stepmark.core.record import Check
+
+__all__ = ["Call", "Capabilities", "Impl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,17 +24,6 @@ class Call:
     run: Callable[[], object]
     verify: Callable[[], Check]
     backend_run: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """What this device and this torch can do: all that support is decided from."""
-
-    device_type: str  # "cuda" or "cpu"
-    capability: tuple[int, int]  # (9, 0) on Hopper; (0, 0) on CPU
-    is_rocm: bool
-    has_compiler: bool  # a C++ compiler for torch.compile
-    modules: frozenset[str]  # optional packages that import, e.g. {"flash_attn", "triton"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,11 @@
 
 import torch
 
-from stepmark.bench.operators.call import Call, Capabilities, Impl
+from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.operators.dtypes import normal
 from stepmark.bench.verify import compare, merge, poison
-from stepmark.core.ops import Copy
+from stepmark.core.ops import Copy, backends
 from stepmark.core.record import Check
-
-
-def unsupported(op: Copy, capabilities: Capabilities) -> str | None:
-    return f"num-bytes {op.num_bytes} is no multiple of 4" if op.num_bytes % 4 else None
 
 
 def make(op: Copy, device: torch.device) -> Call:
@@ -26,4 +22,4 @@ def make(op: Copy, device: torch.device) -> Call:
     return Call(run=lambda: y.copy_(x), verify=verify, backend_run="torch copy_")
 
 
-TORCH = Impl(make=make, unsupported=unsupported)
+TORCH = Impl(make=make, unsupported=backends.copy)

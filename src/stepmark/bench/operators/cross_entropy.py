@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepmark.bench.operators.activation import compiled, needs_compiler
+from stepmark.bench.operators.activation import compiled
 from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.operators.dtypes import generator, normal
 from stepmark.bench.verify import compare, finite, merge, poisoned_result, tolerance
-from stepmark.core.ops import CrossEntropy, Phase
+from stepmark.core.ops import CrossEntropy, Phase, backends
 from stepmark.core.record import Check
 
 LOSS_SCALE = 256.0  # times tokens: keeps 1 / vocab a normal number in fp16
@@ -87,4 +87,6 @@ def _check_grad(op: CrossEntropy, logits: Tensor, targets: Tensor, grad: Tensor)
 
 
 TORCH = Impl(make=make)
-COMPILE = Impl(make=functools.partial(make, is_compiled=True), unsupported=needs_compiler)
+COMPILE = Impl(
+    make=functools.partial(make, is_compiled=True), unsupported=backends.needs_compiler
+)

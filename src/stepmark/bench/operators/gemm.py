@@ -12,40 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stepmark.bench.operators.call import Call, Capabilities, Impl
+from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.operators.dtypes import TORCH_DTYPE, normal, set_matmul_precision
 from stepmark.bench.verify import compare, merge, poison, product_check, sample, take, tolerance
 from stepmark.core.dtypes import DType
-from stepmark.core.ops import Cast, Gemm, Layout, Scaling
+from stepmark.core.ops import Cast, Gemm, Layout, Scaling, backends
 from stepmark.core.record import Check
-
-
-def unsupported(op: Gemm, capabilities: Capabilities) -> str | None:
-    if op.dtype.is_fp8:
-        return _unsupported_fp8(op, capabilities)
-    on_cpu = capabilities.device_type == "cpu"
-    if op.dtype is DType.TF32 and (on_cpu or capabilities.capability < (8, 0)):
-        return "tf32 needs a GPU of compute capability 8.0 or later"
-    if TORCH_DTYPE[op.result_dtype] != TORCH_DTYPE[op.dtype]:
-        if op.result_dtype is not DType.FP32 or op.dtype not in (DType.BF16, DType.FP16):
-            return f"torch.mm has no {op.result_dtype} result of {op.dtype} inputs"
-        if on_cpu:
-            return "torch.mm writes another type than its inputs' on GPUs only"
-    return None
-
-
-def _unsupported_fp8(op: Gemm, capabilities: Capabilities) -> str | None:
-    if capabilities.device_type == "cpu":
-        return "fp8 products need a GPU"
-    if not capabilities.is_rocm and capabilities.capability < (8, 9):
-        return "fp8 products need compute capability 8.9 or later"
-    if capabilities.is_rocm and capabilities.capability < (9, 5):
-        return "float8_e4m3fn needs CDNA4 (gfx950); CDNA3 has the fnuz formats only"
-    if op.result_dtype not in (DType.BF16, DType.FP16, DType.FP32):
-        return f"torch._scaled_mm has no {op.result_dtype} result"
-    if op.scaling is Scaling.ROWWISE and op.result_dtype is not DType.BF16:
-        return "row-wise scaled products have bf16 results only"
-    return None
 
 
 def operands(
@@ -183,4 +155,4 @@ def _make_fp8(op: Gemm, device: torch.device) -> Call:
     return Call(run=run, verify=verify, backend_run=f"torch._scaled_mm {names}, {op.scaling}")
 
 
-TORCH = Impl(make=make, unsupported=unsupported)
+TORCH = Impl(make=make, unsupported=backends.gemm)

@@ -22,8 +22,7 @@ from stepmark.bench.verify import (
     sample,
     tolerance,
 )
-from stepmark.core.dtypes import DType
-from stepmark.core.ops import GroupedGemm, Phase
+from stepmark.core.ops import GroupedGemm, Phase, backends
 from stepmark.core.record import Check
 
 NUM_CHECKED = 8  # experts compared; of the others only that they are finite
@@ -89,15 +88,7 @@ def _check(op: GroupedGemm, operands: _Operands, y: Tensor) -> Check:
 def unsupported_grouped(op: GroupedGemm, capabilities: Capabilities) -> str | None:
     if _GROUPED_MM is None:
         return "this torch has no grouped_mm"
-    if capabilities.device_type == "cpu":
-        return None
-    if op.dtype is not DType.BF16:
-        return f"grouped_mm on a GPU takes bf16, not {op.dtype}"
-    if not capabilities.is_rocm and capabilities.capability < (8, 0):
-        return "grouped_mm needs compute capability 8.0 or later"
-    if op.n % 8 or op.k % 8:
-        return f"grouped_mm needs rows of whole 16 bytes; n {op.n}, k {op.k}"
-    return None
+    return backends.grouped_gemm(op, capabilities)
 
 
 def make_grouped(op: GroupedGemm, device: torch.device) -> Call:

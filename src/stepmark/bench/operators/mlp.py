@@ -9,22 +9,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from stepmark.bench.operators.call import Call, Capabilities, Impl
+from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.operators.dtypes import TORCH_DTYPE, normal, set_matmul_precision
 from stepmark.bench.verify import compare, finite, merge, poisoned_result, sample, tolerance
-from stepmark.core.dtypes import DType
-from stepmark.core.ops import Mlp, Phase
+from stepmark.core.ops import Mlp, Phase, backends
 from stepmark.core.record import Check
 
 LR = 1e-3
 ADAGRAD_EPS = 1e-6  # torch's 1e-10 is zero in fp16, and the first update 0 / 0
-
-
-def unsupported(op: Mlp, capabilities: Capabilities) -> str | None:
-    on_cpu = capabilities.device_type == "cpu"
-    if op.dtype is DType.TF32 and (on_cpu or capabilities.capability < (8, 0)):
-        return "tf32 needs a GPU of compute capability 8.0 or later"
-    return None
 
 
 def stack(op: Mlp, device: torch.device) -> nn.Sequential:
@@ -172,4 +164,4 @@ def make(op: Mlp, device: torch.device) -> Call:
     return Call(run=run, verify=verify, backend_run=f"nn.Linear, {TORCH_DTYPE[op.dtype]}")
 
 
-TORCH = Impl(make=make, unsupported=unsupported)
+TORCH = Impl(make=make, unsupported=backends.tf32)

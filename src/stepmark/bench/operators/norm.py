@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepmark.bench.operators.activation import needs_compiler, rows_call
+from stepmark.bench.operators.activation import rows_call
 from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.operators.dtypes import normal
-from stepmark.core.ops import Norm
+from stepmark.core.ops import Norm, backends
 
 EPS = 1e-5
 
@@ -31,4 +31,6 @@ def make(op: Norm, device: torch.device, *, is_compiled: bool = False) -> Call:
 
 
 TORCH = Impl(make=make)
-COMPILE = Impl(make=functools.partial(make, is_compiled=True), unsupported=needs_compiler)
+COMPILE = Impl(
+    make=functools.partial(make, is_compiled=True), unsupported=backends.needs_compiler
+)

@@ -5,23 +5,15 @@ import math
 import torch
 from torch import Tensor
 
-from stepmark.bench.operators.call import Call, Capabilities, Impl
+from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.operators.dtypes import normal
 from stepmark.bench.verify import compare, finite, merge, sample, tolerance
-from stepmark.core.ops import Optimizer
+from stepmark.core.ops import Optimizer, backends
 from stepmark.core.record import Check
 
 LR = 0.1  # so large that one step shows in bf16
 BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.999, 1e-8, 0.01
 NUM_CHECKED = 4096
-
-
-def unsupported(op: Optimizer, capabilities: Capabilities) -> str | None:
-    on_cpu = capabilities.device_type == "cpu"
-    if on_cpu and op.kind == "sgd" and op.dtype.itemsize == 2:
-        # From 16 elements on, most come out wrong: seen in torch 2.13.0, by this check.
-        return f"torch's fused SGD computes wrong {op.dtype} updates on CPU"
-    return None
 
 
 def build(kind: str, params: list[Tensor], device: torch.device) -> torch.optim.Optimizer:
@@ -84,4 +76,4 @@ def make(op: Optimizer, device: torch.device) -> Call:
     return Call(run=run, verify=verify, backend_run=f"torch {op.kind}, fused")
 
 
-TORCH = Impl(make=make, unsupported=unsupported)
+TORCH = Impl(make=make, unsupported=backends.optimizer)

@@ -5,10 +5,10 @@ import functools
 import torch
 from torch import Tensor
 
-from stepmark.bench.operators.activation import needs_compiler, rows_call
+from stepmark.bench.operators.activation import rows_call
 from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.operators.dtypes import normal
-from stepmark.core.ops import Rope
+from stepmark.core.ops import Rope, backends
 
 BASE = 10_000.0
 
@@ -43,4 +43,6 @@ def make(op: Rope, device: torch.device, *, is_compiled: bool = False) -> Call:
 
 
 TORCH = Impl(make=make)
-COMPILE = Impl(make=functools.partial(make, is_compiled=True), unsupported=needs_compiler)
+COMPILE = Impl(
+    make=functools.partial(make, is_compiled=True), unsupported=backends.needs_compiler
+)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.nn import functional
 
-from stepmark.bench.training.triton_found import HAS_TRITON
+from stepmark.bench.environment import HAS_TRITON
 
 # GELU's tanh form is 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), and
 # 0.5 (1 + tanh(u)) = sigmoid(2 u): 2 u = x (LINEAR + CUBIC x^2).

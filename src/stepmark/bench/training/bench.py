@@ -11,7 +11,7 @@ from stepmark.bench.agree import CaseFailedError, agreed
 from stepmark.bench.context import MeasureContext, release
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.telemetry import Sampler
-from stepmark.bench.training import alarm, data, extras, loop, refusals, trainer
+from stepmark.bench.training import alarm, data, loop, profiling, refusals, trainer
 from stepmark.bench.training.facts import State, facts, forget_counts, judge
 from stepmark.bench.training.mesh import Place, Share, place_of
 from stepmark.core.message import MessageKind, Tally
@@ -181,7 +181,7 @@ def _measure(
         samples=replace(samples, wall_s=time.monotonic() - begin),
         checks=(judge(loss, case),),
         telemetry=telemetry,
-        backend_run=(kernel := extras.attention_kernel(case, ranks.device)),
+        backend_run=(kernel := profiling.attention_kernel(case, ranks.device)),
         peak_memory_bytes=max(filter(None, training.allocated_bytes), default=None),
         started_at=started_at,
         training=replace(
@@ -203,11 +203,13 @@ def _aside(
     traces: tuple[str, ...] = ()
     ranks, folder = context.ranks, context.folder
     if how.messages and not work.taken.interrupted:
-        messages = extras.messages(work, ranks, case)
+        messages = profiling.record_messages(work, ranks, case)
     if how.profile and folder and not work.taken.interrupted:
         folder.mkdir(parents=True, exist_ok=True)
         chosen = ranks.rank in how.profile_ranks
-        traces = extras.profile(work, ranks, case, folder, chosen=chosen, launch=launch)
+        traces = profiling.record_profile(
+            work, ranks, case, folder, chosen=chosen, launch=launch
+        )
     return messages, traces
 
 

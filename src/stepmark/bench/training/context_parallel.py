@@ -19,8 +19,7 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from stepmark.bench.training.attention import Attention, causal_attention
-from stepmark.bench.training.latent_attention import LatentAttention
+from stepmark.bench.training.attention import Attention, LatentAttention, causal_attention
 from stepmark.bench.training.mesh import Share
 from stepmark.bench.training.transformer import Embedding, Transformer
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepmark.bench.training.triton_found import HAS_TRITON
+from stepmark.bench.environment import HAS_TRITON
 
 
 @torch.library.custom_op("stepmark::transposed", mutates_args=())

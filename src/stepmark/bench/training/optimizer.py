@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stepmark.bench.environment import HAS_TRITON
 from stepmark.bench.training import precision
-from stepmark.bench.training.triton_found import HAS_TRITON
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Precision
 

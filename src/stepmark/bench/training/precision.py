@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stepmark.bench.training import fp8_layout
 from stepmark.bench.training.attention import Attention
-from stepmark.bench.training.feed_forward import FeedForward
+from stepmark.bench.training.layers import FeedForward
 from stepmark.core.dtypes import DType
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel, Fp8, Precision

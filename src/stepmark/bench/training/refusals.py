@@ -5,7 +5,7 @@ import importlib.util
 import torch
 
 from stepmark.bench.context import MeasureContext
-from stepmark.bench.training.triton_found import HAS_TRITON
+from stepmark.bench.environment import HAS_TRITON
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Fp8, Precision
 

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.bench.training.attention import KERNELS, Attention, rope_tables
+from stepmark.bench.training.attention import KERNELS, Attention, LatentAttention, rope_tables
 from stepmark.bench.training.experts import Experts
-from stepmark.bench.training.feed_forward import FeedForward
-from stepmark.bench.training.latent_attention import LatentAttention
+from stepmark.bench.training.layers import FeedForward, Norm
 from stepmark.bench.training.loss import chunked_loss, mean_loss, summed_loss
-from stepmark.bench.training.norm import Norm
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
 

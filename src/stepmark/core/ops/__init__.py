@@ -1,12 +1,12 @@
-"""What an operator is: its shape on one rank, its FLOPs, its bytes. No torch, no time.
+"""Operators: shape on one rank, FLOPs and bytes, without torch and times.
 
 Every family is one frozen dataclass. Its fields are its flags on the command line, its keys
 in a file and its identity in a record, so a shape is described in one place only.
 
-`flops` counts executed matrix-multiply operations (a multiply and an add are two);
-`bytes_moved` is the compulsory traffic: every input read once, every output written once;
-`memory_bytes` is what one set of operands and results occupies on the device;
-`shape_text` is the shape as one reads it aloud, without dtype, layout and pass.
+`flops` counts executed matrix-multiply operations (a multiply and an add are two).
+`bytes_moved` is the compulsory traffic: every input read once, every output written once.
+`memory_bytes` is the size of one set of operands and results on the device.
+`shape_text` is the shape as text, without dtype, layout and pass.
 """
 
 from stepmark.core.ops import elementwise, matmul, recommender

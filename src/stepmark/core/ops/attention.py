@@ -1,4 +1,4 @@
-"""softmax(q @ k.T) @ v, all variants that training uses."""
+"""Attention, softmax(q @ k.T) @ v, in all variants that training uses."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ class Attention:
 
     q [batch, seq_q, heads, head_dim_qk], k [batch, seq_kv, kv_heads, head_dim_qk],
     v [batch, seq_kv, kv_heads, head_dim_v]. `varlen` packs sequences of these lengths into
-    one row (batch 1, seq_q = seq_kv = their sum) that do not see each other. `window` w > 0:
-    a query sees itself and the w - 1 keys before it.
+    one row (batch 1, seq_q = seq_kv = their sum) that do not attend to each other. `window`
+    w > 0: a query attends to its own key and the w - 1 keys before it.
     """
 
     batch: int = count("sequences")
@@ -35,7 +35,7 @@ class Attention:
         if self.heads % self.kv_heads:
             raise ConfigError("heads", self.heads, f"a multiple of kv-heads ({self.kv_heads})")
         if self.causal and self.seq_q != self.seq_kv:
-            # Where the diagonal lies is then a convention that backends do not share.
+            # Backends differ in where they place the diagonal in this case.
             raise ConfigError("seq-kv", self.seq_kv, f"seq-q ({self.seq_q}) when causal")
         if self.window and not self.causal:
             raise ConfigError("window", self.window, "0 unless causal")
@@ -50,7 +50,7 @@ class Attention:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of one head, over the batch. A causal mask counts as one half.
+        """Return the query-key pairs of one head over the batch. A causal mask counts half.
 
         Source of the half: flash-attention, benchmarks/benchmark_flash_attention.py.
         """
@@ -75,9 +75,9 @@ class Attention:
 
     @property
     def flops(self) -> int:
-        """Executed products. fwd: q k.T and p v. bwd: q k.T again, dp, dv, dq, dk.
+        """Return the FLOPs of fwd (q k.T, p v) or bwd (q k.T again, dp, dv, dq, dk).
 
-        With equal head widths bwd is 2.5 x fwd, as the flash-attention papers count.
+        With equal head widths bwd is 2.5 x fwd, as in the flash-attention papers.
         """
         d_qk, d_v = self.head_dim_qk, self.head_dim_v
         widths = d_qk + d_v if self.phase is Phase.FWD else 3 * d_qk + 2 * d_v
@@ -85,7 +85,7 @@ class Attention:
 
     @property
     def _elements(self) -> tuple[int, int, int]:
-        """Elements of q, of k and v together, of the output."""
+        """Return the elements of q, of k and v together, and of the output."""
         rows_q, rows_kv = self.batch * self.seq_q, self.batch * self.seq_kv
         q = rows_q * self.heads * self.head_dim_qk
         kv = rows_kv * self.kv_heads * (self.head_dim_qk + self.head_dim_v)
@@ -93,12 +93,12 @@ class Attention:
 
     @property
     def bytes_moved(self) -> int:
-        """fwd: q, k, v in, o out. bwd: q, k, v, o, do in, dq, dk, dv out."""
+        """Return fwd: q, k, v in, o out; bwd: q, k, v, o, do in, dq, dk, dv out."""
         q, kv, out = self._elements
         elements = q + kv + out if self.phase is Phase.FWD else 2 * (q + kv + out)
         return elements * self.dtype.itemsize
 
     @property
     def memory_bytes(self) -> int:
-        """Operands and results of a fused kernel; the math backend adds its score matrix."""
+        """Return the size for a fused kernel; the math backend adds its score matrix."""
         return self.bytes_moved

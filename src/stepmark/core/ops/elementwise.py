@@ -1,4 +1,4 @@
-"""Operators that memory bandwidth bounds: norms, activations, rope, loss, optimizer, copy."""
+"""Memory-bound operators: norms, activations, rope, loss, optimizer, copy."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ FWD_BWD = ("fwd", "bwd")
 
 
 def _storage_type(dtype: DType, family: str) -> None:
-    """fp8 and tf32 are for matrix units."""
+    """Refuse fp8 and tf32, which are types of matrix units."""
     if dtype.is_fp8 or dtype is DType.TF32:
         raise ConfigError("dtype", dtype, f"bf16, fp16, fp32 or fp64 for {family}")
 
@@ -40,7 +40,7 @@ class Norm:
 
     @property
     def bytes_moved(self) -> int:
-        """fwd: x in, y out. bwd: x, dy in, dx out. The weight (and bias) once each way."""
+        """Return fwd: x in, y out; bwd: x, dy in, dx out; the weight (and bias) each way."""
         vectors = 1 if self.kind == "rmsnorm" else 2
         if self.phase is Phase.FWD:
             elements = 2 * self.tokens * self.hidden + vectors * self.hidden
@@ -50,7 +50,7 @@ class Norm:
 
     @property
     def memory_bytes(self) -> int:
-        # bwd also holds the y whose graph it walks.
+        # bwd also holds y, the root of its autograd graph.
         return 4 * self.tokens * self.hidden * self.dtype.itemsize
 
 
@@ -116,7 +116,7 @@ class Rope:
 
     @property
     def bytes_moved(self) -> int:
-        """q and k in, rotated q and k out; the fp32 cos and sin tables once."""
+        """Return q and k in, rotated q and k out, the fp32 cos and sin tables once."""
         elements = 2 * self.batch * self.seq * (self.heads + self.kv_heads) * self.head_dim
         return elements * self.dtype.itemsize + 2 * self.seq * self.head_dim * 4
 
@@ -129,7 +129,7 @@ class Rope:
 class CrossEntropy:
     """Mean token loss of logits [tokens, vocab], computed in fp32.
 
-    chunks > 1 goes over the tokens in that many slices, so that only one slice's fp32 logits
+    chunks > 1 processes the tokens in that many slices, so that only one slice's fp32 logits
     exist at a time.
     """
 
@@ -156,13 +156,13 @@ class CrossEntropy:
 
     @property
     def bytes_moved(self) -> int:
-        """fwd: logits in. bwd: logits in, their gradient out."""
+        """Return fwd: logits in; bwd: logits in, their gradient out."""
         planes = 1 if self.phase is Phase.FWD else 2
         return planes * self.tokens * self.vocab * self.dtype.itemsize
 
     @property
     def memory_bytes(self) -> int:
-        """Logits and gradient, and in fp32: logits, log-softmax, and (bwd) its gradient."""
+        """Return logits, gradient, and fp32 logits, log-softmax and (bwd) its gradient."""
         fp32_planes = 2 if self.phase is Phase.FWD else 4
         fp32 = fp32_planes * 4 * self.tokens * self.vocab
         if self.phase is Phase.FWD:
@@ -193,7 +193,7 @@ class Optimizer:
 
     @property
     def bytes_moved(self) -> int:
-        """Adam: p, g, m, v in, p, m, v out. SGD without momentum: p, g in, p out."""
+        """Return Adam: p, g, m, v in, p, m, v out; SGD without momentum: p, g in, p out."""
         planes = 3 if self.kind == "sgd" else 7
         return planes * self.num_params * self.dtype.itemsize
 
@@ -205,7 +205,7 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """Device-to-device copy: the achievable memory bandwidth."""
+    """Device-to-device copy, which measures the achievable memory bandwidth."""
 
     num_bytes: int = count("bytes read, and as many written")
     phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd",))
@@ -215,7 +215,7 @@ class Copy:
 
     @property
     def dtype(self) -> DType:
-        """A copy moves 4-byte words."""
+        """Return fp32, because a copy moves 4-byte words."""
         return DType.FP32
 
     @property

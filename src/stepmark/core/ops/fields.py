@@ -1,4 +1,4 @@
-"""How a field of an operator is declared: its meaning, its range, its default."""
+"""Declarations of operator fields: meaning, range and default."""
 
 import dataclasses
 import types
@@ -9,12 +9,12 @@ from typing import Any
 from stepmark.core.dtypes import OPERATOR_DTYPES, DType
 from stepmark.core.errors import ConfigError
 
-# Larger than any tensor dimension that fits a device; catches typing errors, not ambitions.
+# Larger than any tensor dimension that fits a device; it catches typing errors.
 MAX_DIM = 2**40
 
 
 class Phase(StrEnum):
-    """Part of a training step. bwd = dgrad and wgrad in one; step = fwd, bwd and optimizer."""
+    """Part of a training step. bwd = dgrad and wgrad together; step = fwd, bwd, optimizer."""
 
     FWD = "fwd"
     DGRAD = "dgrad"
@@ -25,7 +25,7 @@ class Phase(StrEnum):
 
 
 def count(meaning: str, *, low: int = 1, high: int = MAX_DIM, default: Any = None) -> Any:
-    """A field that holds a whole number between low and high."""
+    """Declare a field that holds a whole number from low to high."""
     metadata = {"help": meaning, "low": low, "high": high}
     if default is None:
         return dataclasses.field(metadata=metadata)
@@ -33,15 +33,15 @@ def count(meaning: str, *, low: int = 1, high: int = MAX_DIM, default: Any = Non
 
 
 def choice(meaning: str, *, default: Any, allowed: tuple[str, ...] = ()) -> Any:
-    """A field that holds a member of an enum, or one of `allowed`."""
+    """Declare a field that holds a member of an enum, or one of `allowed`."""
     return dataclasses.field(default=default, metadata={"help": meaning, "allowed": allowed})
 
 
 def validate(op: Any) -> None:
-    """Check every field against its declaration. Raises ConfigError.
+    """Check every field against its declaration. Raise ConfigError.
 
-    A plain value that means the declared type (skew=1, phase="bwd") becomes that type, so that
-    equal operators are equal: in `case_id`, in a set, in a match statement.
+    A plain value of an equivalent type (skew=1, phase="bwd") is converted to the declared type,
+    so that equal operators compare equal in `case_id`, in sets and in match statements.
     """
     for field in dataclasses.fields(op):
         name, meta = field.name.replace("_", "-"), field.metadata
@@ -49,7 +49,7 @@ def validate(op: Any) -> None:
         object.__setattr__(op, field.name, value)
         if "low" in meta:
             for item in value if isinstance(value, tuple) else (value,):
-                if not meta["low"] <= item <= meta["high"]:  # NaN is in no range
+                if not meta["low"] <= item <= meta["high"]:  # NaN is outside every range
                     raise ConfigError(name, item, f"from {meta['low']} to {meta['high']}")
         if isinstance(value, DType) and value.is_integer:
             raise ConfigError(name, value, f"one of {', '.join(OPERATOR_DTYPES)}")
@@ -59,7 +59,7 @@ def validate(op: Any) -> None:
 
 
 def _typed(name: str, hint: Any, value: Any) -> Any:
-    """`value` as the field's declared type."""
+    """Return `value` as the field's declared type."""
     if isinstance(hint, types.UnionType):  # X | None
         if value is None:
             return None

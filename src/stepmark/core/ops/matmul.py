@@ -10,7 +10,7 @@ from stepmark.core.ops.fields import Phase, choice, count, validate
 
 
 class Layout(StrEnum):
-    """How A [m,k] and B [k,n] lie in memory: n = row major as written, t = transposed.
+    """Memory layout of A [m,k] and B [k,n]: n = row major as written, t = transposed.
 
     nt is a forward linear layer (weight stored [n,k]), nn its dgrad, tn its wgrad.
     """
@@ -30,7 +30,7 @@ class Scaling(StrEnum):
 
 
 class Cast(StrEnum):
-    """What is timed of an fp8 product: the product, the casts from bf16, or both."""
+    """Timed part of an fp8 product: the product, the casts from bf16, or both."""
 
     NONE = "none"
     ONLY = "only"
@@ -75,7 +75,7 @@ class Gemm:
 
     @property
     def flops(self) -> int:
-        """2 m n k: one multiply and one add; a cast alone has none."""
+        """Return 2 m n k (a multiply and an add); a cast alone has none."""
         return 0 if self.cast is Cast.ONLY else 2 * self.m * self.n * self.k
 
     @property
@@ -94,13 +94,14 @@ class Gemm:
     @property
     def memory_bytes(self) -> int:
         operands = self.m * self.k + self.k * self.n
-        held = self.dtype.itemsize + (DType.BF16.itemsize if self.cast is not Cast.NONE else 0)
-        return operands * held + self.m * self.n * self.result_dtype.itemsize
+        source = DType.BF16.itemsize if self.cast is not Cast.NONE else 0
+        result = self.m * self.n * self.result_dtype.itemsize
+        return operands * (self.dtype.itemsize + source) + result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bmm:
-    """y_BMN = a_BMK @ b_BKN: `batch` products of one shape in one call."""
+    """y_BMN = a_BMK @ b_BKN: `batch` products of the same shape in one call."""
 
     batch: int = count("number of products")
     m: int = count("rows of each result")
@@ -134,7 +135,7 @@ class Bmm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedGemm:
-    """One product per expert in one call; experts get different numbers of tokens.
+    """One product per expert in one call; experts may have different numbers of tokens.
 
     fwd: y_Tn = x_Tk @ w_Gkn; dgrad: dx_Tk = dy_Tn @ w_Gkn.T; wgrad: dw_Gkn = x.T @ dy, where T
     runs over all tokens of the rank, G over its experts.
@@ -156,9 +157,9 @@ class GroupedGemm:
             raise ConfigError("dtype", self.dtype, "bf16, fp16 or fp32 for grouped-gemm")
 
     def group_sizes(self) -> tuple[int, ...]:
-        """Tokens of each expert: shares 1/rank^skew, rounded so that they sum to `tokens`."""
+        """Return the tokens of each expert: shares 1/rank^skew, rounded to sum to `tokens`."""
         weights = [1 / (rank + 1) ** self.skew for rank in range(self.num_groups)]
-        # Parts and total are added in the same order, so that the last end is exact.
+        # Parts and total are summed in the same order, so the last boundary is exact.
         sums = list(itertools.accumulate(weights))
         ends = [round(self.tokens * part / sums[-1]) for part in sums]
         return tuple(b - a for a, b in itertools.pairwise([0, *ends]))

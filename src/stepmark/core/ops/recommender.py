@@ -1,4 +1,4 @@
-"""The two compute benchmarks of PARAM besides GEMM: linear stacks and embedding bags."""
+"""PARAM's compute benchmarks other than GEMM: linear stacks and embedding bags."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,9 +43,9 @@ class Mlp:
 
     @property
     def flops(self) -> int:
-        """bwd leaves out the gradient of the data, which no framework computes.
+        """Return the FLOPs; bwd excludes the gradient of the input data, which is not computed.
 
-        (PARAM counts it: its 6 x weights x batch is a little more than what runs.)
+        PARAM includes it: its 6 x weights x batch is slightly more than what runs.
         """
         fwd = 2 * self.batch * self.num_weights
         bwd = 2 * fwd - 2 * self.batch * self.widths[0] * self.widths[1]
@@ -59,7 +59,7 @@ class Mlp:
 
     @property
     def bytes_moved(self) -> int:
-        """Weights and activations of the pass; a step adds the optimizer's planes."""
+        """Return the bytes of weights and activations; a step adds the optimizer's planes."""
         activations = self.batch * sum(self.widths)
         weights = self.num_weights
         planes = {"none": 0, "sgd": 3, "adagrad": 5, "adam": 7}[self.optimizer]
@@ -110,10 +110,11 @@ class EmbeddingBag:
 
     @property
     def bytes_moved(self) -> int:
-        """Gathered rows, int64 indices and offsets, result. Repeated rows count each time.
+        """Return the bytes of gathered rows, int64 indices, offsets and result.
 
-        With Zipf indices many rows come from cache, so this over time can pass the memory
-        bandwidth; uniform indices over a table far above the cache cannot.
+        Repeated rows count each time. With Zipf indices many rows come from cache, so the rate
+        can exceed the memory bandwidth; with uniform indices over a table far larger than the
+        cache it cannot.
         """
         gathered = self.batch * self.pooling * self.dim * self.dtype.itemsize
         indices = self.batch * (self.pooling + 1) * 8

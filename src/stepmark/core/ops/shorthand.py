@@ -1,4 +1,4 @@
-"""Operators in a few words, for where one runs beside something else: "gemm:8192"."""
+"""Short notation of operators that run concurrently with a collective: "gemm:8192"."""
 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
@@ -11,9 +11,9 @@ _ALLOWED = "gemm:N, gemm:MxNxK, copy, copy:256M, attention, or attention:BATCHxS
 
 
 def from_shorthand(text: str, dtype: DType, field: str = "with") -> Gemm | Copy | Attention:
-    """The operator that `text` names; products and attention in `dtype`. Raises ConfigError.
+    """Return the operator that `text` names; products and attention use `dtype`.
 
-    copy moves 256 MiB, attention is causal and 2x4096x32x128, unless told otherwise.
+    Raise ConfigError. By default copy moves 256 MiB, and attention is causal 2x4096x32x128.
     """
     name, _, shape = text.strip().lower().partition(":")
     if name == "copy":

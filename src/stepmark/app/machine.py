@@ -1,0 +1,191 @@
+"""The device that a plan is for, found without torch: this machine's, or one by its name."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from stepmark.core.device import DeviceSpec, find_device_by_alias, load_devices
+from stepmark.core.errors import ConfigError
+from stepmark.launch import outer_launcher
+
+_MAX_CPU_RANKS = 1024
+_ASK_TORCH = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+found = [torch.cuda.get_device_properties(index) for index in range(count)]
+print(json.dumps([[one.name, one.total_memory, [one.major, one.minor]] for one in found]))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What cases are planned for."""
+
+    device: str  # cuda or cpu
+    name: str = ""  # of its accelerators, as they report it
+    num_accelerators: int | None = 0  # None: of a device that is only named
+    memory_bytes: int | None = None  # of one accelerator
+    capability: tuple[int, int] = (0, 0)
+    is_rocm: bool = False
+    is_here: bool = True
+
+    def num_ranks(self, nproc: str | None, default: str = "1") -> int:
+        """Return --nproc; under an outer launcher the world that it started."""
+        if outer_launcher.is_rank():
+            return outer_launcher.num_ranks()
+        text = nproc or default
+        if self.num_accelerators is None:
+            if text == "all":
+                allowed = f"a number: how many {self.name} there are is not known here"
+                raise ConfigError("nproc", text, allowed)
+            most = 2**20
+        else:
+            most = self.num_accelerators if self.device == "cuda" else _MAX_CPU_RANKS
+        if text == "all":
+            return most if self.device == "cuda" else 1
+        if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= most:
+            raise ConfigError("nproc", text, f"all, or from 1 to {most}")
+        return int(text)
+
+
+def machine(asked: str | None, *, dry_run: bool = False) -> Machine:
+    """Return this machine with its accelerators or its CPU, as --device says.
+
+    For a dry run the name of any device in data/hardware.toml will do. Raises ConfigError.
+    """
+    if asked in (None, "cuda", "cpu"):
+        cards = [] if asked == "cpu" else _cards()
+        if asked == "cuda" and not cards:
+            raise ConfigError("device", "cuda", "cpu, since torch finds no accelerator here")
+        return _of_cards(cards)
+    spec = find_device_by_alias(str(asked))
+    if spec is None:
+        known = ", ".join(load_devices())
+        raise ConfigError("device", asked, f"cuda or cpu, or for --dry-run one of {known}")
+    cards = _cards()
+    if cards and cards[0].name in spec.names:
+        return _of_cards(cards)
+    if not dry_run:
+        here = cards[0].name if cards else "a CPU"
+        allowed = f"cuda or cpu: this machine has {here}; other names are for --dry-run"
+        raise ConfigError("device", asked, allowed)
+    return _of_spec(spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+
+
+def _of_cards(cards: list[_Card]) -> Machine:
+    if not cards:
+        return Machine(device="cpu")
+    first = cards[0]
+    return Machine(
+        device="cuda",
+        name=first.name,
+        num_accelerators=len(cards),
+        memory_bytes=first.memory_bytes,
+        capability=first.capability,
+        is_rocm=_torch_is_for("hip"),
+    )
+
+
+def _of_spec(spec: DeviceSpec) -> Machine:
+    return Machine(
+        device="cuda",
+        name=spec.names[0],
+        num_accelerators=None,
+        memory_bytes=spec.hbm_bytes,
+        capability=spec.capability,
+        is_rocm=spec.vendor == "amd",
+        is_here=False,
+    )
+
+
+@cache
+def _cards() -> list[_Card]:
+    """Return the accelerators that torch will see, in no certain order."""
+    if not _has_driver() or not (_torch_is_for("cuda") or _torch_is_for("hip")):
+        return []
+    cards = _nvidia_cards() if _torch_is_for("cuda") else None
+    return _asked_of_torch() if cards is None else cards
+
+
+def _has_driver() -> bool:
+    """False only where no accelerator can be: Linux without the device file of any driver."""
+    if sys.platform != "linux":
+        return True
+    # NVIDIA, AMD, Tegra, Windows' Linux.
+    names = ("nvidia*", "kfd", "nvhost*", "nvmap", "dxg")
+    return any(next(Path("/dev").glob(name), None) for name in names)
+
+
+def _torch_is_for(toolkit: str) -> bool:
+    """Read torch/version.py without importing torch. True where that cannot be told."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        try:
+            text = (Path(folder) / "version.py").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        found = re.search(rf"^{toolkit}\b[^=\n]*=\s*(.+)$", text, re.MULTILINE)
+        return found is None or found[1].strip() != "None"
+    return True
+
+
+def _nvidia_cards() -> list[_Card] | None:
+    """None where NVML does not tell, or tells other devices than torch would."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", visible):
+        return None if visible.strip() else []  # UUIDs, MIG slices, -1: torch knows the rules
+    try:
+        import pynvml as nvml  # noqa: PLC0415
+
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        if any(_is_sliced(nvml, handle) for handle in handles):
+            return None
+        if visible is not None:
+            chosen = [int(word) for word in visible.split(",")]
+            if len(set(chosen)) < len(chosen) or max(chosen) >= len(handles):
+                return None
+            handles = [handles[index] for index in chosen]
+        return [
+            _Card(
+                str(nvml.nvmlDeviceGetName(handle)),
+                int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+                tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+            )
+            for handle in handles
+        ]
+    except (ImportError, nvml.NVMLError):
+        return None
+
+
+def _is_sliced(nvml: object, handle: object) -> bool:
+    """A card in MIG mode: torch sees its slices."""
+    try:
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0])  # type: ignore[attr-defined]
+    except nvml.NVMLError:  # type: ignore[attr-defined]
+        return False
+
+
+def _asked_of_torch() -> list[_Card]:
+    """Ask in a process of its own: importing torch takes seconds and stays."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=False
+    )
+    try:
+        rows = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return []
+    return [_Card(name, memory, (major, minor)) for name, memory, (major, minor) in rows]

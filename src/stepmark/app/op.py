@@ -1,0 +1,122 @@
+"""stepmark op: a plan of operators, and what is shown of a run of them."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepmark.app import delivery
+from stepmark.app.delivery import Values
+from stepmark.app.machine import Machine
+from stepmark.core.case import Label, OpCase
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops.backends import MODULES, Capabilities
+from stepmark.core.plan import How, OpHow, Plan, entries
+from stepmark.core.units import parse_duration
+
+if TYPE_CHECKING:
+    from stepmark.app.view import View
+
+
+def plan(
+    cases: Sequence[OpCase], values: Values, machine: Machine, *, how: OpHow | None = None
+) -> Plan:
+    """The plan of these cases. Raises ConfigError."""
+    budget = values.get("budget")
+    budget_s = None if budget is None else parse_duration(budget, "budget")
+    dataset = values.get("dataset")
+    return Plan(
+        command="op",
+        argv=tuple(sys.argv[1:]),
+        options=delivery.as_options(values),
+        device=machine.device,
+        world_size=max((case.num_ranks for case in cases), default=1),
+        how=How(op=how or OpHow(budget_s=budget_s)),
+        entries=entries(cases),
+        settings={"dataset": dataset.upper()} if dataset else {},
+    )
+
+
+def capabilities(machine: Machine) -> Capabilities:
+    """What support is decided from. Of another machine its packages are not known: as here."""
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    has_compiler = not machine.is_here or any(name and shutil.which(name) for name in names)
+    return Capabilities(
+        device_type=machine.device,
+        capability=machine.capability,
+        is_rocm=machine.is_rocm,
+        has_compiler=has_compiler,
+        modules=frozenset(name for name in MODULES if importlib.util.find_spec(name)),
+    )
+
+
+def check(values: Values) -> None:
+    """Refuse outputs that cannot be written before an hour of measuring."""
+    from stepmark.report import styles  # noqa: PLC0415
+
+    delivery.check_outputs(values)
+    style = values.get("style")
+    if style and not values.get("dry_run") and style not in styles.STYLES:
+        raise ConfigError("style", style, f"one of {', '.join(styles.STYLES)}")
+
+
+def show(path: Path, values: Values, code: int) -> int:
+    """Show the run, write the files that were asked for; the exit code of it all."""
+    return delivery.deliver(path, values, code, files=_files, show=_show)
+
+
+def _files(run: "View", values: Values) -> None:
+    from stepmark.report import styles  # noqa: PLC0415
+
+    if style := values.get("style"):
+        sys.stdout.write(styles.as_text(styles.STYLES[style](run.records, run.run)))
+    delivery.write_rows(run.rows, values)
+
+
+def _show(run: "View", values: Values) -> None:
+    from stepmark.app.view import console  # noqa: PLC0415
+    from stepmark.report import printing  # noqa: PLC0415
+
+    if not values.get("style"):
+        printing.print_rows(run.rows, console())
+
+
+def listed(cases: Sequence[OpCase], values: Values) -> None:
+    """--dry-run: one line per case, or JSON and CSV of the same."""
+    from stepmark.report.tables import shape_text  # noqa: PLC0415
+    from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
+
+    rows: list[dict[str, object]] = [
+        {
+            "family": case.family,
+            "model": label.model,
+            "role": label.role,
+            "pass": str(label.phase or ""),
+            "mbs": label.mbs,
+            "shape": shape_text(case.op),
+            "dtype": str(case.dtype),
+            "backend": case.backend,
+            "memory_bytes": case.op.memory_bytes,
+            "flops": case.op.flops,
+            "bytes_moved": case.op.bytes_moved,
+            "case_id": case.case_id,
+            "command": case.command(),
+        }
+        for case in cases
+        for label in case.labels or (Label(),)
+    ]
+    # A plan goes to stdout; files are for results, except where stdout is asked for.
+    if values.get("json") == "-":
+        write_json(rows, "-")
+    elif values.get("csv") == "-":
+        write_csv(rows, "-")
+    else:
+        for row in rows:
+            words = (row["family"], row["model"], row["role"], row["pass"], row["shape"])
+            line = " ".join(str(w) for w in (*words, row["dtype"], row["backend"]) if w)
+            sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    sys.stderr.write(f"{len(cases)} cases, {len(rows)} rows; none was run\n")

@@ -1,0 +1,109 @@
+"""The sink of a run: stores each record, then says so. A bar on a terminal, else lines."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from stepmark.core.case import OpCase
+from stepmark.core.collectives import RedOp
+from stepmark.core.comm_case import CommCase
+from stepmark.core.record import AnyCase, Failed, Measured, Record, Skipped
+from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.train_case import TrainCase
+from stepmark.core.units import format_bytes, format_time
+from stepmark.report import training_words
+from stepmark.report.tables import shape_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from stepmark.store.runs import RunWriter
+
+
+class Progress:
+    """What a runner gives its records to. `first` of `total` were done before."""
+
+    def __init__(
+        self, total: int, writer: "RunWriter | None", *, quiet: bool, first: int = 0
+    ) -> None:
+        self._total, self._writer, self._quiet = total, writer, quiet
+        self._count = first
+        self._bar = _bar(total, first) if not quiet and sys.stderr.isatty() else None
+
+    def __call__(self, record: Record) -> None:
+        if self._writer is not None:
+            self._writer.append(record)
+        self._count += 1
+        if not self._quiet:
+            self._show(record)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def say(self, text: str) -> None:
+        self.close()
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    def _show(self, record: Record) -> None:
+        text = f"{named(record.case)}: {_outcome(record)}"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, description=text)
+        else:
+            self.say(f"[{self._count}/{self._total}] {text}")
+
+
+def named(case: AnyCase) -> str:
+    """What a line of progress calls a case."""
+    if isinstance(case, TrainCase):
+        return f"{case.family} {case.model.name} {training_words.shape_text(case)}"
+    if isinstance(case, CommCase):
+        words = [case.family, format_bytes(case.message_bytes), case.dtype]
+        words += [str(case.redop)] if case.redop is not RedOp.NONE else []
+        words += [f"{case.pair[0]} to {case.pair[1]}"] if case.pair else []
+        words += ["in place"] if case.in_place else []
+        words += [f"beside {case.beside}"] if case.beside else []
+        return " ".join((*words, case.mode))
+    return f"{case.family} {_pass(case)}{shape_text(case.op)} {case.dtype} {case.backend}"
+
+
+def _pass(case: OpCase) -> str:
+    label = case.labels[0] if case.labels else None
+    phase = getattr(case.op, "phase", None) or (label.phase if label else None)
+    role = f"{label.role} " if label and label.role else ""
+    return f"{role}{phase} " if phase else role
+
+
+def _bar(total: int, first: int) -> "Bar":
+    """Started: what was measured last, how far, and how long it may still take."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Bar  # noqa: PLC0415
+
+    bar = Bar(
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=Console(stderr=True),
+    )
+    bar.add_task("", total=total, completed=first)
+    bar.start()
+    return bar
+
+
+def _outcome(record: Record) -> str:
+    match record:
+        case Measured():
+            time_s = summarize(slowest_per_sample(record.samples.seconds)).median
+            return format_time(time_s) + (" WRONG" if record.num_wrong else "")
+        case Skipped():
+            return f"skipped: {record.reason}"
+        case Failed():
+            return f"failed ({record.cause}): {record.message}"

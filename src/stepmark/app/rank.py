@@ -1,0 +1,389 @@
+"""One rank of a run: `python -m stepmark.app.rank RUN`, or a process of an outer launcher.
+
+It reads the plan, joins the other ranks, opens the run and measures what is left of the plan.
+Over 250 lines because every way in which a rank can be cut short needs the same few facts: its
+plan, its position, where records go.
+"""
+
+import dataclasses
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from stepmark.core.errors import StepmarkError
+from stepmark.core.plan import Entry, Plan
+from stepmark.core.record import Failed, RunInfo
+from stepmark.launch import outer_launcher, signals
+from stepmark.launch.failure_report import ranks_text
+from stepmark.launch.heartbeat import Heartbeat
+from stepmark.launch.local_peers import LocalPeers
+from stepmark.launch.watchdog import Watchdog
+from stepmark.store import plans
+
+if TYPE_CHECKING:
+    from stepmark.app.progress import Progress
+    from stepmark.bench.context import MeasureContext
+    from stepmark.bench.ranks import Ranks
+    from stepmark.bench.run_cases import Bench
+    from stepmark.store.runs import Done, RunWriter
+
+# A module that is imported before a rank begins, so that a test can put faults into it.
+TEST_HOOK = "STEPMARK_TEST_HOOK"
+TRACES = "traces"  # folder of a run
+FORCE = "--force"  # continue a run although the environment differs
+
+_SETUP_S = 120.0  # joining and leaving: interpreters start at different speeds
+_UNTIL_SEEN_S = 0.5  # the parent needs this long to see which rank died first
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. Like KeyboardInterrupt, no ordinary handler may swallow it."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure as a rank that our own parent watches. Returns the exit code."""
+    if hook := os.environ.get(TEST_HOOK):
+        importlib.import_module(hook)
+    heartbeat = Heartbeat.from_environment()
+    if heartbeat is None:
+        sys.stderr.write("stepmark: ranks are started by `stepmark`, not by hand\n")
+        return 2
+    # The parent sends SIGINT to interrupt; SIGTERM goes to whole jobs, and to the parent too.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    heartbeat.idle(_SETUP_S)
+    run = Path(arguments[0])
+    try:
+        plan = plans.read(run)
+        rank = Rank(plan, run, heartbeat, force=FORCE in arguments)
+        code = rank.measure(_context(plan))
+    except StepmarkError as error:
+        if type(error).__name__ == "LostPeersError":
+            # An exit code that is reported would say that all is recorded.
+            time.sleep(_UNTIL_SEEN_S)
+            _leave(3)
+        _complain(str(error))
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    heartbeat.close(code)
+    return code
+
+
+def measure_under_launcher(
+    device: str, make_plan: Callable[[], tuple[Plan, Path]], *, force: bool = False
+) -> tuple[int, Path | None]:
+    """Measure as one rank of a job that torchrun, srun or mpirun started.
+
+    Rank 0 alone plans and makes the run directory; the others get the text of the plan, or the
+    error. Returns the exit code, and on rank 0 the run to show.
+    """
+    outer_launcher.as_torchrun()
+    from stepmark.bench.context import make_context  # noqa: PLC0415
+    from stepmark.bench.ranks import LostPeersError  # noqa: PLC0415
+
+    context = make_context(device, for_meshes=True)
+    ranks = context.ranks
+    text, run, problem = ranks.decide(lambda: _planned(make_plan))
+    if problem is not None:
+        raise problem
+    rank = Rank(plans.decode(text), run if ranks.rank == 0 else None, None, force=force)
+    try:
+        code = rank.measure(context)
+    except LostPeersError as error:
+        if not rank.has_begun:
+            raise
+        code = rank.lost_peers(str(error))
+    return code, run if ranks.rank == 0 else None
+
+
+def _planned(
+    make_plan: Callable[[], tuple[Plan, Path]],
+) -> tuple[bytes, Path | None, StepmarkError | None]:
+    try:
+        plan, run = make_plan()
+    except StepmarkError as error:
+        return b"", None, error
+    return plans.encode(plan), run, None
+
+
+def _context(plan: Plan) -> "MeasureContext":
+    from stepmark.bench.context import make_context  # noqa: PLC0415
+
+    kinds = {entry.case.kind for entry in plan.entries}
+    return make_context(plan.device, for_meshes="train" in kinds)
+
+
+class Rank:
+    """This rank's share of the plan, and what it does when it is cut short.
+
+    run: the run directory; under an outer launcher rank 0 alone has it.
+    """
+
+    def __init__(
+        self, plan: Plan, run: Path | None, heartbeat: Heartbeat | None, *, force: bool
+    ) -> None:
+        self._plan, self._run, self._heartbeat, self._force = plan, run, heartbeat, force
+        self._guard: Heartbeat | Watchdog = heartbeat or Watchdog(self._on_timeout)
+        self._progress: Progress | None = None  # of rank 0
+        self._peers: LocalPeers | None = None
+        self._position: int | None = None
+        self._run_id = ""
+
+    def measure(self, context: "MeasureContext") -> int:
+        """Measure what is left of the plan. Returns the exit code of this rank."""
+        from stepmark.app.progress import Progress  # noqa: PLC0415
+
+        self._guard.idle(_SETUP_S)
+        ranks = context.ranks
+        writer, done, failures = self._open(ranks)
+        plan_entries = [e for e in self._plan.entries if e.position >= self._guard.first]
+        todo = [e for e in plan_entries if (e.case.case_id, e.launch) not in done]
+        is_first, total = ranks.rank == 0, len(self._plan.entries)
+        progress = Progress(total, writer, quiet=not is_first, first=total - len(todo))
+        self._progress = progress if is_first else None
+        if self._heartbeat is None:
+            self._peers = _local_peers(ranks)
+        folder = ranks.decide(lambda: self._run and self._run.absolute() / TRACES)
+        context = dataclasses.replace(
+            context,
+            run_id=self._run_id,
+            folder=folder,
+            failures=failures,
+            on_blocked=self._on_blocked,
+        )
+        code = self._ended(lambda: self._run_cases(todo, context), progress)
+        code = self._unless_peers_died(code)
+        self._guard.idle(_SETUP_S)
+        if not code:
+            ranks.close()
+        if writer is not None:
+            writer.close()
+        if self._heartbeat is None:
+            self._guard.close(code)
+        return code
+
+    def _run_cases(self, todo: Sequence[Entry], context: "MeasureContext") -> None:
+        from stepmark.bench import run_cases  # noqa: PLC0415
+
+        if not todo:
+            return
+        benches = run_cases.make_benches(self._plan, context)
+        if self._heartbeat is not None:
+            self._heartbeat.on_abort(_flight_recorder, lambda: _abort(benches))
+        left = list(todo)
+        while left:
+            sink = self._progress or (lambda record: None)
+            position = run_cases.run(left, context, benches, self, sink)
+            if position is None or self._guard.restart_at(position):
+                return  # all is done, or new ranks take over
+            left = [entry for entry in left if entry.position >= position]
+
+    def _open(self, ranks: "Ranks") -> "tuple[RunWriter | None, set[Done], tuple[Failed, ...]]":
+        """Begin the run, or continue it: for all ranks. The writer is rank 0's."""
+        from stepmark.bench.environment import local_device  # noqa: PLC0415
+
+        devices = ranks.gather(local_device(ranks.device, ranks.rank))
+        writer: RunWriter | None = None
+        problem: StepmarkError | None = None
+        opened: tuple[set[Done], tuple[Failed, ...]] = (set(), ())
+        if ranks.rank == 0:
+            assert self._run is not None
+            try:
+                writer, done, failures = self._opened(self._run, devices)
+                opened = (done, failures)
+            except StepmarkError as error:
+                problem = error
+        name = self._run.name if self._run else ""
+        problem, (done, failures), self._run_id = ranks.decide(lambda: (problem, opened, name))
+        if problem is not None:
+            raise problem
+        return writer, done, failures
+
+    def _opened(
+        self, run: Path, devices: list[object]
+    ) -> "tuple[RunWriter, set[Done], tuple[Failed, ...]]":
+        from stepmark.bench.environment import capture  # noqa: PLC0415
+        from stepmark.store.reader import read_records  # noqa: PLC0415
+        from stepmark.store.runs import RunWriter  # noqa: PLC0415
+
+        if self._guard.first:  # earlier ranks of the same parent began it
+            writer, done = RunWriter.go_on(run)
+        elif (run / "run.json").is_file():
+            environment = capture(devices)  # type: ignore[arg-type]
+            writer, done = RunWriter.resume(run, environment, force=self._force)
+        else:
+            info = RunInfo(
+                run_id=run.name,
+                created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+                command=self._plan.command_line,
+                environment=capture(devices),  # type: ignore[arg-type]
+                num_cases=len(self._plan.entries),
+                settings=self._plan.settings,
+            )
+            writer, done = RunWriter.begin(run, info), set()
+        failures = [r for r in read_records(run) if isinstance(r, Failed)]
+        return writer, done, tuple(failures)
+
+    def _ended(self, work: Callable[[], object], progress: "Progress") -> int:
+        """Do the work; return 0, or 130 and 143 for an interrupted and a terminated one."""
+        with nullcontext() if self._heartbeat else _terminable():
+            try:
+                signals.raise_if_seen()
+                work()
+            except KeyboardInterrupt:
+                return 130
+            except Terminated:
+                return 143
+            finally:
+                progress.close()
+        return 0
+
+    # The guard that cases are run under: notes the position, passes it on.
+
+    def begin(self, position: int, limit_s: float) -> None:
+        self._position = position
+        self._guard.begin(position, limit_s)
+
+    def idle(self, limit_s: float) -> None:
+        self._position = None
+        self._guard.idle(limit_s)
+
+    # Ways to be cut short.
+
+    def _on_blocked(self, record: Failed, position: int) -> NoReturn:
+        """Record a failure while the main thread is blocked in what the failed rank left."""
+        if self._progress:
+            entry = self._plan.entries[position]
+            self._progress(dataclasses.replace(record, launch=entry.launch))
+            self._progress.close()
+        if self._heartbeat is not None:
+            if position + 1 < len(self._plan.entries):
+                self._heartbeat.restart_at(position + 1)
+            self._heartbeat.close(3)
+        else:
+            self._say_how_to_resume()
+        _leave(3)
+
+    def _unless_peers_died(self, code: int) -> int:
+        """Turn 143 into 3 where SIGTERM was a launcher's answer to another rank's death."""
+        if self._peers is None:
+            return code
+        self._peers.close()
+        gone = self._peers.gone
+        if code != 143 or not gone or self._position is None:
+            return code
+        self._record(self._position, "lost rank", f"{ranks_text(gone)} ended", gone)
+        return 3
+
+    def _on_timeout(self, position: int | None) -> None:
+        """Called by the watchdog's thread while the main thread hangs."""
+        if position is None:
+            return
+        stopped = tuple(self._peers.stopped) if self._peers else ()
+        message = "took longer than --timeout"
+        message += f"; stopped (SIGSTOP): {ranks_text(stopped)}" if stopped else ""
+        self._record(position, "timeout", message, stopped)
+        self._say_how_to_resume()
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._run_id)
+
+    def lost_peers(self, message: str) -> int:
+        """Record that peers are gone; return the exit code."""
+        # torchrun's answer to the same death; we leave anyway.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        gone = self._peers.wait_for_end(_UNTIL_SEEN_S) if self._peers else ()
+        message = f"{ranks_text(gone)} ended" if gone else message
+        if self._position is not None:
+            self._record(self._position, "lost rank", message, gone)
+        elif self._progress:
+            self._progress.say(f"stepmark: {message}")
+        self._guard.close(3)
+        return 3
+
+    def _record(self, position: int, cause: str, message: str, ranks: tuple[int, ...]) -> None:
+        if self._progress is None:
+            return
+        entry = self._plan.entries[position]
+        self._progress(
+            Failed(
+                run_id=self._run_id,
+                case=entry.case,
+                cause=cause,
+                message=message,
+                ranks=ranks,
+                launch=entry.launch,
+            )
+        )
+
+    def _say_how_to_resume(self) -> None:
+        if self._progress and self._run:
+            from stepmark.app.delivery import resume_hint  # noqa: PLC0415
+
+            self._progress.say(resume_hint(self._run))
+
+
+def _local_peers(ranks: "Ranks") -> LocalPeers:
+    """Watch the ranks of the same host name; all ranks call it."""
+    mine = (socket.gethostname(), os.getpid())
+    everyone = dict(enumerate(ranks.gather(mine)))
+    return LocalPeers(
+        {
+            rank: pid
+            for rank, (host, pid) in everyone.items()
+            if host == mine[0] and rank != ranks.rank
+        }
+    )
+
+
+def _flight_recorder() -> str:
+    from stepmark.bench.ranks import dump_flight_recorder  # noqa: PLC0415
+
+    return dump_flight_recorder()
+
+
+def _abort(benches: "dict[str, Bench]") -> None:
+    for bench in benches.values():
+        bench.abort()
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _complain(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # what every rank refuses is said once
+        sys.stderr.write(f"stepmark: {text}\n")
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    signals.watch()
+    sys.exit(main(sys.argv[1:]))

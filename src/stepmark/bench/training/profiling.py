@@ -1,0 +1,246 @@
+"""Untimed samples after the timed ones: messages, a Kineto trace, time by kernel."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import profiler as torch_profiler
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerAction, ProfilerActivity
+
+from stepmark.bench.ranks import Ranks
+from stepmark.bench.training.attention import prefix_kernel
+from stepmark.bench.training.loop import Loop
+from stepmark.bench.training.messages import MessageRecorder, merge
+from stepmark.core.message import MessageKind, Tally
+from stepmark.core.train_case import TrainCase
+
+_ROWS = 25
+_NAME_WIDTH = 90
+_STEP = "ProfilerStep"
+
+# The first that matches a kernel's or an operator's name says what it is for. Attention before
+# products, as its kernels are products too; optimizers before what they are built from.
+_GROUPS: dict[str, str] = {
+    "communication": r"nccl|rccl|c10d|gloo|all_?gather|reduce_?scatter|all_?reduce|symm_mem",
+    "attention": r"flash|fmha|attention|sdpa|aiter",
+    "optimizer": r"adam|multi_tensor_apply|foreach|lerp_|addcmul|addcdiv",
+    "matrix products": r"gemm|cutlass|nvjet|cublas|xmma|::(add)?b?mm\b|scaled_mm|_mm_|linear",
+    "copies": r"memcpy|memset|::copy_|::_to_copy|chunk_cat|split_with_sizes|::cat\b|::fill_",
+    "fused by compile": r"triton_|cpp_fused|graph_\d",
+}
+_OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Time of a kernel, an operator or a group of them, without what it calls."""
+
+    name: str
+    seconds: float
+    calls: int
+
+
+class Profile:
+    """Records the steps between start and stop on this rank. Also a context manager.
+
+    On CUDA times are those of kernels, on a CPU those of operators. Where the driver or CUPTI
+    keeps kernels hidden, times are operators' on the host, and the table says so.
+    """
+
+    def __init__(self, folder: Path, name: str, rank: int) -> None:
+        plain = re.sub(r"[^\w.@+=-]+", "-", name)
+        self.path = folder / f"{plain}-rank{rank}.json.gz"
+        self._rank = rank
+        self._steps = 0
+        self._profiler: Any = None
+        self._averages: list[Any] = []
+
+    def start(self) -> None:
+        wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(
+            torch_profiler.supported_activities()
+        )
+        try:
+            self._begin(wanted)
+        except RuntimeError:  # another profiler holds CUPTI, or it may not be used here
+            self._begin({ProfilerActivity.CPU})
+
+    def _begin(self, activities: Iterable[ProfilerActivity]) -> None:
+        # With a schedule, if one that always records, steps are marked in the trace.
+        profiler = torch_profiler.profile(
+            activities=activities, schedule=lambda _: ProfilerAction.RECORD, acc_events=True
+        )
+        profiler.start()
+        self._profiler = profiler
+
+    def step(self) -> None:
+        """To be called at the end of each step."""
+        self._steps += 1
+        self._profiler.step()
+
+    def stop(self) -> tuple[str, ...]:
+        """Writes the trace. Returns names of files in the folder."""
+        self._finish()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A reader never meets half a file.
+        unfinished = self.path.with_name(f".{self.path.name}")
+        self._profiler.export_chrome_trace(str(unfinished))
+        unfinished.replace(self.path)
+        return (self.path.name,)
+
+    def _finish(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._profiler.stop()
+        self._averages = list(self._profiler.key_averages())
+
+    def __enter__(self) -> "Profile":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self._profiler.stop()
+
+    @property
+    def has_kernels(self) -> bool:
+        return any(_is_kernel(one) for one in self._averages)
+
+    def spent(self) -> list[Spent]:
+        """By kernel, or by operator without kernels: the longest first."""
+        on_device = self.has_kernels
+        found = []
+        for one in self._averages:
+            if one.key.startswith(_STEP) or one.is_user_annotation:
+                continue
+            if on_device and not _is_kernel(one):
+                continue
+            micros = one.self_device_time_total if on_device else one.self_cpu_time_total
+            found.append(Spent(name=one.key, seconds=micros * 1e-6, calls=one.count))
+        return sorted(found, key=lambda one: -one.seconds)
+
+    def table(self) -> str:
+        """Shares by group and of the longest kernels or operators, as lines of text."""
+        spent = self.spent()
+        total = sum(one.seconds for one in spent)
+        what = "kernels" if self.has_kernels else "operators on the host"
+        hidden = torch.cuda.is_available() and not self.has_kernels
+        note = " (kernels were not recorded: CUPTI gave none)" if hidden else ""
+        steps = max(self._steps, 1)
+        head = f"rank {self._rank}: {total / steps * 1e3:.3f} ms of {what} per step{note}"
+        lines = [f"{head}, {self._steps} steps"]
+        for title, rows in (("group", groups(spent)), ("name", spent[:_ROWS])):
+            lines += ["", f"{'share':>7} {'ms/step':>10} {'calls/step':>10}  {title}"]
+            lines += [_line(one, total, steps) for one in rows]
+        return "\n".join(lines)
+
+
+def groups(spent: Iterable[Spent]) -> list[Spent]:
+    """Summed by what kernels are for, the longest first."""
+    sums: dict[str, tuple[float, int]] = {}
+    for one in spent:
+        name = group_of(one.name)
+        seconds, calls = sums.get(name, (0.0, 0))
+        sums[name] = (seconds + one.seconds, calls + one.calls)
+    found = [Spent(name=name, seconds=s, calls=c) for name, (s, c) in sums.items()]
+    return sorted(found, key=lambda one: -one.seconds)
+
+
+def group_of(name: str) -> str:
+    """What a kernel or an operator is for, as its name tells."""
+    found = (group for group, words in _GROUPS.items() if re.search(words, name, re.IGNORECASE))
+    return next(found, _OTHER)
+
+
+def _is_kernel(one: Any) -> bool:
+    return one.device_type != DeviceType.CPU and not one.is_user_annotation
+
+
+def _line(one: Spent, total: float, steps: int) -> str:
+    share = one.seconds / total if total else 0.0
+    shown = one.name if len(one.name) <= _NAME_WIDTH else one.name[: _NAME_WIDTH - 3] + "..."
+    return (
+        f"{share:>6.1%} {one.seconds / steps * 1e3:>11.3f} {one.calls / steps:>10.4g}  {shown}"
+    )
+
+
+_PROFILED = 3  # samples
+
+
+def record_messages(
+    work: Loop, ranks: Ranks, case: TrainCase
+) -> tuple[tuple[MessageKind, Tally], ...]:
+    """What all ranks sent in one cycle, ranks counted together."""
+    recorder = MessageRecorder()
+
+    def begins(phase: str) -> None:
+        # A pipeline's forward and backward passes cannot be told apart.
+        mixed = case.parallel.pp > 1 and phase == "forward"
+        recorder.phase = "" if mixed else phase
+
+    with recorder:
+        work.aside(on_phase=begins)
+    return merge(ranks.gather(recorder.histogram()))
+
+
+def record_profile(
+    work: Loop, ranks: Ranks, case: TrainCase, folder: Path, *, chosen: bool, launch: int
+) -> tuple[str, ...]:
+    """Kineto traces of a few samples, whole cycles, on chosen ranks; all files' names."""
+    name = f"train-{case.case_id[:16]}" + (f"-launch{launch}" if launch > 1 else "")
+    held = Profile(folder, name, ranks.rank) if chosen else None
+    if held:
+        held.start()
+    for _ in range(max(1, _PROFILED // case.cycle)):
+        work.aside()
+        if held:
+            held.step()
+    files = held.stop() if held else ()
+    if held:
+        (folder / f"{name}-rank{ranks.rank}.txt").write_text(held.table())
+    return tuple(file for found in ranks.gather(tuple(files)) for file in found)
+
+
+_KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
+
+
+def attention_kernel(case: TrainCase, device: torch.device) -> str:
+    """Which of its kernels torch's scaled_dot_product_attention takes for these shapes.
+
+    Under context parallelism that of queries which are the last of a sequence. "" where a
+    full device has no room to ask.
+    """
+    if case.attention != "auto":
+        return case.attention
+    model, tp, cp = case.model, case.parallel.tp, case.parallel.cp
+    low = torch.float32 if case.precision == "fp32" else torch.bfloat16
+    heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
+    length = model.seq_len if cp == 1 else model.seq_len // (2 * cp)
+    shape = (case.mbs, heads, length, model.d_qk)
+    try:
+        query = torch.empty(shape, dtype=low, device=device, requires_grad=True)
+        key = torch.empty(
+            (case.mbs, kv_heads, model.seq_len, model.d_qk), dtype=low, device=device
+        )
+        value = torch.empty((*key.shape[:3], model.d_v), dtype=low, device=device)
+        if cp > 1 and (kernel := prefix_kernel(query, value, "auto")):
+            return kernel
+        shape_of_mask = (length, model.seq_len)
+        mask = torch.empty(shape_of_mask, dtype=torch.bool, device=device) if cp > 1 else None
+    except torch.OutOfMemoryError:
+        return ""
+    found = torch._fused_sdp_choice(
+        query, key, value, mask, is_causal=cp == 1, enable_gqa=heads != kv_heads
+    )
+    return _KERNELS.get(int(found), str(found))

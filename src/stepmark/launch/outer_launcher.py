@@ -1,0 +1,58 @@
+"""torchrun, srun or mpirun around us: then this process is one rank, and starts none."""
+
+import os
+
+from stepmark.core.errors import ConfigError
+
+# Rank, local rank, world size, ranks on this host. torchrun's own names come first.
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# Slurm sets the rank in a batch script, too; the last of these only in steps that srun starts.
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
+_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
+
+
+def is_rank() -> bool:
+    """True in a process that a launcher started as one of several ranks."""
+    return _names() is not None
+
+
+def is_first() -> bool:
+    """True on rank 0, and in a process that is no rank."""
+    names = _names()
+    return names is None or os.environ[names[0]] == "0"
+
+
+def num_ranks() -> int:
+    names = _names()
+    return int(os.environ[names[2]]) if names else 1
+
+
+def as_torchrun() -> None:
+    """Set the variables that torchrun sets from those of srun or mpirun.
+
+    Raises ConfigError where ranks of several hosts would not know where rank 0 is.
+    """
+    names = _names()
+    if names is None or names is _TORCHRUN:
+        return
+    for ours, theirs in zip(_TORCHRUN[:3], names[:3], strict=True):
+        os.environ[ours] = os.environ[theirs]
+    if "MASTER_ADDR" not in os.environ:
+        here = os.environ.get(names[3], "").split(",")[0].partition("(")[0]
+        if here != os.environ["WORLD_SIZE"]:
+            raise ConfigError(
+                "MASTER_ADDR", None, "set to the host of rank 0 for several hosts"
+            )
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PMIX_NAMESPACE") or ""
+    number = int("".join(filter(str.isdecimal, job))[-9:] or 0)
+    os.environ.setdefault("MASTER_PORT", str(_FIRST_PORT + number % _NUM_PORTS))
+
+
+def _names() -> tuple[str, ...] | None:
+    for names in (_TORCHRUN, _SLURM, _MPI):
+        if names[0] in os.environ and names[2] in os.environ:
+            # A step of one task is a command that srun runs, as mpirun -n 1 does.
+            return names if names is _TORCHRUN or os.environ[names[2]] != "1" else None
+    return None

@@ -1,0 +1,144 @@
+"""The ranks of one launch on this host: child processes, what they report, how they end."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from stepmark.launch import heartbeat_store, processes
+from stepmark.launch.heartbeat_store import Beat, HeartbeatStore
+from stepmark.launch.pdeathsig import tie_child
+
+_KILL_S = 10.0  # a driver may take seconds to tear a killed process down
+
+# How ranks find each other: a FileStore, or rank 0's TCPStore on a socket that we have bound.
+STORE_FILE = "STEPMARK_STORE_FILE"
+STORE_PORT, STORE_SOCKET = "STEPMARK_STORE_PORT", "STEPMARK_STORE_SOCKET"
+
+
+class Workers:
+    """`python -m MODULE ARGUMENTS` per rank, with RANK and WORLD_SIZE as torchrun sets them.
+
+    Every rank is in a session of its own: a terminal's Ctrl-C reaches only us. The kernel kills
+    it when we die.
+    """
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], num_ranks: int, *, first: int = 0
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.store = HeartbeatStore.new()
+        self.started_s = time.monotonic()
+        self.beats: dict[int, Beat] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-m", module, *arguments]
+        shared = _environment(num_ranks) | {
+            heartbeat_store.FOLDER: str(self.store.folder),
+            heartbeat_store.FIRST: str(first),
+        }
+        listener = None if self.store.is_in_memory else socket.create_server(("127.0.0.1", 0))
+        if listener is None:
+            shared[STORE_FILE] = f"{self.store.folder}/rendezvous"
+        else:
+            shared[STORE_PORT] = str(listener.getsockname()[1])
+        try:
+            for rank in range(num_ranks):
+                handed = listener if rank == 0 else None
+                self._processes.append(_start(command, shared, rank, handed))
+        except BaseException:
+            self.kill()
+            self.store.remove()
+            raise
+        finally:
+            if listener is not None:
+                listener.close()
+
+    def look(self) -> None:
+        """Read what ranks have reported since the last look, and which have ended."""
+        # Before the beats: the last beat of a process that has ended is then known, too.
+        for process in self._processes:
+            process.poll()
+        self.beats = self.store.beats(self.num_ranks)
+
+    def pid(self, rank: int) -> int:
+        return self._processes[rank].pid
+
+    def return_code(self, rank: int) -> int | None:
+        """None while the process lives; negative for a signal, as of the last look."""
+        return self._processes[rank].returncode
+
+    def working(self) -> list[int]:
+        """Return the ranks whose process lives."""
+        return [rank for rank in range(self.num_ranks) if self.return_code(rank) is None]
+
+    def state(self, rank: int) -> str:
+        """Return psutil's word for the state of a living rank, "" where there is none."""
+        try:
+            return str(psutil.Process(self.pid(rank)).status())
+        except psutil.Error:
+            return ""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Rank 0's; None until it has reported that its work is done."""
+        return self.beats[0].exit_code if 0 in self.beats else None
+
+    @property
+    def restart_at(self) -> int | None:
+        return self.beats[0].restart_at if 0 in self.beats else None
+
+    def send(self, number: signal.Signals, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._processes[rank].send_signal(number)
+
+    def kill(self) -> list[int]:
+        """SIGKILL the ranks and all that they started. Return the pids that survive 10 s."""
+        end_s = time.monotonic() + _KILL_S
+        folder = str(self.store.folder)
+        while True:
+            ranks = [process for process in self._processes if process.poll() is None]
+            for process in ranks:
+                process.kill()
+            others = processes.marked(heartbeat_store.FOLDER, folder)
+            for other in others:
+                processes.send(other, signal.SIGKILL)
+            left = {process.pid for process in ranks} | {other.pid for other in others}
+            if not left or time.monotonic() > end_s:
+                return sorted(left)
+            time.sleep(0.02)
+
+
+def _start(
+    command: Sequence[str], shared: Mapping[str, str], rank: int, listener: socket.socket | None
+) -> "subprocess.Popen[bytes]":
+    environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    if listener is not None:
+        environment[STORE_SOCKET] = str(listener.fileno())
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=() if listener is None else (listener.fileno(),),
+        # Two system calls, loaded before the fork: safe even where we have threads.
+        preexec_fn=tie_child(signal.SIGKILL),  # noqa: PLW1509
+    )
+
+
+def _environment(num_ranks: int) -> dict[str, str]:
+    """Ours; cores shared among ranks; this package importable in them."""
+    environment = dict(os.environ)
+    if num_ranks > 1:
+        cores = os.cpu_count() or 1
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+    package_root = str(Path(__file__).parents[2])
+    paths = [package_root, environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    return environment

@@ -1,0 +1,86 @@
+"""Plans on disk: plan.jsonl of a run directory, a head line and a line per entry.
+
+Written once, before ranks start; ranks are handed nothing else. A run directory that has only
+this file is a run without a result.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.plan import PLAN_SCHEMA, Entry, Plan
+from stepmark.store import codec
+
+FILE = "plan.jsonl"
+
+
+def write(run: Path, plan: Plan) -> None:
+    """Write the plan of a run that has none yet. Raises OSError."""
+    with (run / FILE).open("xb") as file:
+        file.write(encode(plan))
+
+
+def replace(run: Path, plan: Plan) -> None:
+    """Write the plan with which a run is continued: the same cases, unless that was forced."""
+    beside = run / f"{FILE}.tmp"
+    beside.write_bytes(encode(plan))
+    beside.replace(run / FILE)
+
+
+def read(run: Path) -> Plan:
+    """Raises ConfigError where there is no plan, or none that can be read."""
+    try:
+        text = (run / FILE).read_bytes()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError("run", run, f"a run with a {FILE} ({reason})") from None
+    return decode(text, str(run / FILE))
+
+
+def has_plan(run: Path) -> bool:
+    """False for runs of older releases."""
+    return (run / FILE).is_file()
+
+
+def encode(plan: Plan) -> bytes:
+    """The whole of plan.jsonl."""
+    head = codec.to_plain(dataclasses.replace(plan, entries=()))
+    del head["entries"]
+    lines: list[Any] = [{"num_entries": len(plan.entries), **head}]
+    lines += [
+        {"launch": entry.launch, "kind": entry.case.kind, "case": _case(entry)}
+        for entry in plan.entries
+    ]
+    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+
+
+def _case(entry: Entry) -> dict[str, Any]:
+    return codec.case_to_plain(entry.case)
+
+
+def decode(text: bytes, where: str = FILE) -> Plan:
+    """Raises ConfigError for no plan of ours, one of a newer schema, or a part of one."""
+    first, *lines = text.splitlines() or [b""]
+    head = codec.json_object(first, where)
+    schema = head.get("schema")
+    if not isinstance(schema, int) or not 1 <= schema <= PLAN_SCHEMA:
+        allowed = f"from 1 to {PLAN_SCHEMA}; a newer stepmark reads newer plans"
+        raise ConfigError(f"{where} schema", schema, allowed)
+    if head.get("num_entries") != len(lines):
+        allowed = f"as many as it says, {head.get('num_entries')}"
+        raise ConfigError(f"{where} entries", len(lines), allowed)
+    cases = tuple(_entry(position, line, where) for position, line in enumerate(lines))
+    plan: Plan = codec.build(Plan, head, {"entries": cases})
+    return plan
+
+
+def _entry(position: int, line: bytes, where: str) -> Entry:
+    plain = codec.json_object(line, f"{where}:{position + 2}")
+    case = codec.case_from_plain(plain.get("case"))
+    launch = plain.get("launch")
+    if not isinstance(launch, int) or launch < 1:
+        raise ConfigError(f"{where}:{position + 2} launch", launch, "a whole number from 1")
+    return Entry(position=position, launch=launch, case=case)
