@@ -177,7 +177,7 @@ def test_what_a_file_leaves_out_can_be_said(run: Program) -> None:
     refused(run("show --group-sizes ep=16", SIMAI[0]), "group-sizes", "simai")
     refused(run("convert --world-size 8 -o -", log), "world-size", "a file of format aicb")
     told = AICB / "tutorial_gpt13b_tp8_pp1_w8_gbs2/simai_no_aiob.txt"
-    refused(run("show --world-size 3", told), "--world-size 3", "as line 1 says")
+    refused(run("show --world-size 3", told), "world-size 3", "as line 1 says")
     assert run("show --world-size 8", told).out == run("show", told).out != b""
 
 
