@@ -18,6 +18,7 @@ from stepmark.core.collectives import (
     placements,
     trimmed_count,
 )
+from stepmark.core.columns import Row
 from stepmark.core.comm_case import CommCase
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
@@ -25,7 +26,6 @@ from stepmark.core.ops import Attention, Bmm, Gemm, GroupedGemm, Op
 from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.core.workload_options import Shown
 from stepmark.report import workload_tables, workload_text
-from stepmark.report.tables import Row, shape_text
 from stepmark.report.workload_page import page
 from stepmark.report.workload_tables import SETUP, pass_of, ranges
 from stepmark.store import export
@@ -77,7 +77,6 @@ def write_tables(
 
 def _defaults(rules: str) -> dict[str, Any]:
     """What the framework does unless told otherwise; of axes not used the size is 1."""
-
     if rules not in RULES:
         return {}
     fields = RULES[rules].fields().items()
@@ -256,7 +255,7 @@ def operator_rows(workload: Workload) -> list[Row]:
         case = OpCase(op=op, backend=_BACKEND[type(op)])
         row: Row = {
             "family": case.family,
-            "shape": shape_text(op),
+            "shape": op.shape_text,
             "dtype": case.dtype.value,
             "passes": ", ".join(dict.fromkeys(str(one.phase) for one in labels[op])),
             "flops": op.flops,
