@@ -18,6 +18,7 @@ from stepmark.app.aicb_models import (
     Preset,
     preset,
 )
+from stepmark.cli.plan import factor, models
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig, find_model
 from stepmark.core.workload_options import Experts, GenerateOptions, Model
@@ -52,8 +53,6 @@ def choose(options: GenerateOptions, framework: str, tp: int) -> Chosen:
     model = _resized(_start(options, framework, notes), options, notes)
     model = _with_experts(_with_mla(model, options), options, notes)
     if options.scale:
-        from stepmark.cli.plan import factor  # noqa: PLC0415
-
         text = options.scale
         model = model.tiny() if text == "tiny" else model.scaled(factor(text), tp=tp)
     if seq_len := _positive(options, "seq_len"):
@@ -73,8 +72,6 @@ def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelC
     if len(named) > 1:
         raise ConfigError("model", " and ".join(named), "give one of the two")
     if options.model:
-        from stepmark.cli.plan import models  # noqa: PLC0415
-
         found = models({"model": options.model})
         if len(found) != 1:
             raise ConfigError("model", options.model, "one model")
