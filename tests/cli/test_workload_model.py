@@ -174,11 +174,7 @@ def test_errors_in_the_file_are_one_line_with_the_place(
         (("--scale", "tiny"), "scale"),
         (("--tp", "2"), "tp"),
         (("--pp", "2"), "pp"),
-<<<<<<< HEAD
-        (("--gbs", "3"), "--gbs"),
-=======
         (("--gbs", "3"), "--gbs 3"),
->>>>>>> main
         (("--seq-len", "0"), "seq-len"),
     ],
 )
