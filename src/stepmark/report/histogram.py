@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.core.collectives import Collective, busbw_factor, num_parts
+from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
 from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.core.units import GB, KIB, MIB, format_bytes, parse_bytes
 from stepmark.report.expected import Expected
-from stepmark.report.tables import Row
 
 BY = ("collective", "dtype", "group", "phase")
 MESSAGE, PER_RANK = "message", "per rank"

@@ -1,11 +1,11 @@
 """Messages of one cycle of training, as the histogram that `stepmark logs` prints of a log."""
 
+from stepmark.core.columns import Row
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.core.training import Training
 from stepmark.core.units import format_bytes
 from stepmark.report import histogram_text
 from stepmark.report.histogram import rows, size_of
-from stepmark.report.tables import Row
 
 
 def histogram(told: Training) -> Histogram:

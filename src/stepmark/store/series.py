@@ -11,7 +11,6 @@ from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel, Recompute
-from stepmark.report.tables import shape_text
 
 # Fields of a training case that are taken as they are.
 _TRAIN_VALUES = (
@@ -152,7 +151,7 @@ def _op_fields(case: OpCase, method: str) -> Fields:
     }
     return {
         "family": case.family,
-        "shape": shape_text(case.op),
+        "shape": case.op.shape_text,
         **plain,
         "dtype": case.dtype.value,
         "phase": str(plain.get("phase", "")),
