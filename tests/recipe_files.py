@@ -86,10 +86,10 @@ TORCH = Impl(make=make)
 '''
 
 RING_BACK = """
-def _ring_back(seat: Seat) -> Issue:
-    n, me = seat.case.num_ranks, seat.index
-    moves = [(dist.isend, seat.send, (me - 1) % n), (dist.irecv, seat.recv, (me + 1) % n)]
-    return _batch(seat, moves)
+def _ring_back(end: Endpoint) -> Issue:
+    n, me = end.case.num_ranks, end.index
+    moves = [(dist.isend, end.send, (me - 1) % n), (dist.irecv, end.recv, (me + 1) % n)]
+    return _batch(end, moves)
 
 """
 
@@ -212,7 +212,7 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
         ),
         Edit(
             file="bench/collectives/torch_calls.py",
-            before="\ndef _p2p(seat",
+            before="\ndef _p2p(end",
             text=RING_BACK,
         ),
         Edit(
