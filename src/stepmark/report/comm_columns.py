@@ -45,7 +45,7 @@ _IN_NETWORK = {
 
 @dataclass(frozen=True, kw_only=True)
 class CommOutcome:
-    """A case with all its launches, and what it is held against. Times: of the slowest rank."""
+    """A case with all its launches, compared with a device. Times: of the slowest rank."""
 
     launches: Launches
     run: RunInfo
@@ -119,8 +119,8 @@ class CommOutcome:
         case, device = self.case, self.device
         if device is None or case.device == "cpu" or case.num_ranks < 2:
             return None
-        found = self.run.environment.devices
-        hosts = {info.host for info in found if info.rank in case.members}
+        devices = self.run.environment.devices
+        hosts = {info.host for info in devices if info.rank in case.members}
         return device.link_bytes_per_s if len(hosts) <= 1 else None
 
     def state(self, name: str) -> float | None:
@@ -150,8 +150,8 @@ class CommOutcome:
 
     @property
     def method(self) -> str:
-        found = (record.samples.method for record in self.launches.measured)
-        return ", ".join(dict.fromkeys(found))
+        methods = (record.samples.method for record in self.launches.measured)
+        return ", ".join(dict.fromkeys(methods))
 
     @property
     def calls_per_sample(self) -> int:

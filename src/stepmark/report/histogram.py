@@ -85,7 +85,7 @@ def with_ranks(histogram: Histogram, num_ranks: int) -> Histogram:
     found: dict[MessageKind, Tally] = {}
     for kind, tally in histogram.items():
         sized = kind if kind.num_ranks else _sized(kind, num_ranks)
-        found[sized] = _sum(found[sized], tally) if sized in found else tally
+        found[sized] = summed(found[sized], tally) if sized in found else tally
     return found
 
 
@@ -101,7 +101,8 @@ def _sized(kind: MessageKind, num_ranks: int) -> MessageKind:
     )
 
 
-def _sum(one: Tally, other: Tally) -> Tally:
+def summed(one: Tally, other: Tally) -> Tally:
+    """Both together; the ranks of the one that has more."""
     return Tally(
         calls=one.calls + other.calls,
         ranks=max(one.ranks, other.ranks),

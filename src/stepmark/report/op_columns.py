@@ -173,9 +173,9 @@ class OpFigures:
             return None
         verdicts: list[bool] = []
         clocks = [
-            found.max_sm_clock_hz
-            for found in self.run.environment.devices
-            if found.max_sm_clock_hz and self.rank in (None, found.rank)
+            device_info.max_sm_clock_hz
+            for device_info in self.run.environment.devices
+            if device_info.max_sm_clock_hz and self.rank in (None, device_info.rank)
         ]
         limit = device.max_flops_per_s(op.dtype, max(clocks)) if clocks else None
         if limit:
@@ -298,15 +298,15 @@ def rows(
     reference: Mapping[str, float] | None = None,
 ) -> list[Row]:
     """Operators: one flat row per (record, label), and per rank where there are several."""
-    held = [record for record in records if isinstance(record.case, OpCase)]
-    ceilings = measured_ceilings(held)
+    operators = [record for record in records if isinstance(record.case, OpCase)]
+    ceilings = measured_ceilings(operators)
 
     def outcomes() -> Iterator[OpOutcome]:
-        for record in held:
+        for record in operators:
             known = device if record.operator.device != "cpu" else None
-            for found in _figures(record, run, known, ceilings, reference or {}):
+            for figures in _figures(record, run, known, ceilings, reference or {}):
                 for label in record.operator.labels or (Label(),):
-                    yield OpOutcome(record=record, label=label, run=run, figures=found)
+                    yield OpOutcome(record=record, label=label, run=run, figures=figures)
 
     return rows_of(OP_COLUMNS, outcomes())
 

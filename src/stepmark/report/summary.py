@@ -12,6 +12,7 @@ from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.record import RunInfo
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report.nccl_remarks import straggler
+from stepmark.report.nccl_tests import grouped
 from stepmark.report.p2p_matrix import matrices, slow_lines
 from stepmark.report.row_tables import describe
 from stepmark.report.training_remarks import remarks, title
@@ -146,7 +147,7 @@ def comm_lines(rows: Sequence[Row]) -> list[str]:
     statuses = Counter(text(row, "status") for row in rows)
     said = [("collective", ", ".join(f"{n} {status}" for status, n in statuses.items()))]
     right = [row for row in rows if row["status"] == "measured"]
-    for held in _ways([row for row in right if not row["pair"]]):
+    for held in grouped([row for row in right if not row["pair"]], _WAY):
         said += [("busbw" if held[0]["busbw_gb_s"] is not None else "time", _best(held))]
         said += [
             ("straggler", f"{_way(held[0])}: {line}")
@@ -162,13 +163,6 @@ def comm_lines(rows: Sequence[Row]) -> list[str]:
         if row["over_limit"]
     ]
     return [f"{lead:<{LEAD}}{line}" for lead, line in said]
-
-
-def _ways(rows: Sequence[Row]) -> list[list[Row]]:
-    found: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[key] for key in _WAY), []).append(row)
-    return list(found.values())
 
 
 def _way(row: Row) -> str:

@@ -66,7 +66,7 @@ class TrainFigures:
     against: Yardstick
 
     @property
-    def told(self) -> Training | None:
+    def training(self) -> Training | None:
         return self.record.training
 
     @cached_property
@@ -109,7 +109,7 @@ class TrainFigures:
 
     @cached_property
     def rates(self) -> Row:
-        return rates(self.record, self.told, self.against) if self.told else {}
+        return rates(self.record, self.training, self.against) if self.training else {}
 
     def gib(self, by_rank: Sequence[int | None]) -> float | None:
         """Memory of this rank, or of the rank with most of it."""
@@ -121,27 +121,31 @@ class TrainFigures:
 
     @property
     def memory_gib(self) -> float | None:
-        found = self.against.run.environment.devices
-        sizes = [one.memory_bytes for one in found if one.memory_bytes]
-        reserved = self.told and self.told.reserved_bytes
+        devices = self.against.run.environment.devices
+        sizes = [device.memory_bytes for device in devices if device.memory_bytes]
+        reserved = self.training and self.training.reserved_bytes
         return min(sizes) / GIB if sizes and reserved else None
 
     @property
     def alloc_retries(self) -> int | None:
-        retries = self.own(self.told.alloc_retries) if self.told else ()
+        retries = self.own(self.training.alloc_retries) if self.training else ()
         return sum(filter(None, retries)) if retries else None
 
     @property
     def loss_falls(self) -> bool | None:
         """False for a loss on text that does not fall; None where that was not judged."""
         wrong = bool(self.record.num_wrong) and self.record.train.data != "random"
-        return False if wrong and self.told and all(map(isfinite, self.told.loss)) else None
+        return (
+            False
+            if wrong and self.training and all(map(isfinite, self.training.loss))
+            else None
+        )
 
     @property
     def drift_pct(self) -> float | None:
-        if self.told is None:
+        if self.training is None:
             return None
-        change = drift(slowest_per_sample(self.record.samples.seconds), self.told.cycle)
+        change = drift(slowest_per_sample(self.record.samples.seconds), self.training.cycle)
         return None if change is None else 100 * change
 
     @cached_property
@@ -151,12 +155,12 @@ class TrainFigures:
         None where it is not the slowest of a sample more often than by chance: three standard
         deviations of a binomial.
         """
-        told = self.told
-        if told is None or len(told.fwd_s) < 2 or not all(told.fwd_s):
+        forward = self.training.fwd_s if self.training else ()
+        if len(forward) < 2 or not all(forward):
             return None, None
-        medians = [median(values) for values in told.fwd_s]
+        medians = [median(values) for values in forward]
         slow = medians.index(max(medians))
-        if not _is_often_last(told.fwd_s, slow):
+        if not _is_often_last(forward, slow):
             return None, None
         return slow, ratio(medians, slow)
 
@@ -198,9 +202,9 @@ def whole(of: Callable[[TrainFigures], object]) -> Callable[[TrainOutcome], obje
     return figure(lambda f: of(f) if f.rank is None else None)
 
 
-def told(of: Callable[[Training], object]) -> Callable[[TrainOutcome], object]:
-    """A column of what a training case told beside its samples."""
-    return whole(lambda f: None if f.told is None else of(f.told))
+def step(of: Callable[[Training], object]) -> Callable[[TrainOutcome], object]:
+    """A column of what is recorded of the training of all ranks, beside the samples."""
+    return whole(lambda f: None if f.training is None else of(f.training))
 
 
 def _rate(name: str) -> Callable[[TrainOutcome], object]:
@@ -257,7 +261,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("tokens_per_s", _rate("tokens_per_s"), NUMBER, "tokens/s", PAGE),
     Column("tokens_per_s_gpu_median", _rate("tokens_per_s_gpu_median"), NUMBER),
     Column("whole_cycles", _rate("whole_cycles"), COUNT),
-    Column("cycle", told(lambda t: t.cycle), COUNT),
+    Column("cycle", step(lambda t: t.cycle), COUNT),
     Column("tflops", _rate("tflops"), NUMBER, "TFLOP/s causal", SHOWN),
     Column("tflops_torchtitan", _rate("tflops_torchtitan"), NUMBER, "torchtitan", SHOWN, 2),
     Column("tflops_palm_all", _rate("tflops_palm_all"), NUMBER, "palm-all", SHOWN, 1),
@@ -281,7 +285,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("data_max_s", _phase("data_max_s"), SECONDS),
     Column(
         "allocated_gib",
-        figure(lambda f: f.told and f.gib(f.told.allocated_bytes)),
+        figure(lambda f: f.training and f.gib(f.training.allocated_bytes)),
         NUMBER,
         "GiB allocated",
         EVERYWHERE,
@@ -289,7 +293,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     ),
     Column(
         "reserved_gib",
-        figure(lambda f: f.told and f.gib(f.told.reserved_bytes)),
+        figure(lambda f: f.training and f.gib(f.training.reserved_bytes)),
         NUMBER,
         "GiB reserved",
         BY_RANK,
@@ -301,11 +305,11 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("power_w", figure(lambda f: f.state and f.state.power_w), NUMBER, "W", BY_RANK, 1),
     Column("throttle", figure(lambda f: f.throttle), TEXT, "throttled", BY_RANK, 1),
     Column(
-        "loss_first", told(lambda t: t.loss[0] if t.loss else None), NUMBER, "first loss", PAGE
+        "loss_first", step(lambda t: t.loss[0] if t.loss else None), NUMBER, "first loss", PAGE
     ),
     Column(
         "loss_last",
-        told(lambda t: t.loss[-1] if t.loss else None),
+        step(lambda t: t.loss[-1] if t.loss else None),
         NUMBER,
         "last loss",
         SHOWN,
@@ -313,19 +317,19 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     ),
     Column("num_wrong", lambda o: o.num_wrong, COUNT, "#wrong", PAGE),
     Column("loss_falls", whole(lambda f: f.loss_falls), FLAG),
-    Column("interrupted", told(lambda t: t.interrupted or None), FLAG),
+    Column("interrupted", step(lambda t: t.interrupted or None), FLAG),
     Column(
         "warmup_samples",
-        told(lambda t: len(t.warmup_s[0]) if t.warmup_s else 0),
+        step(lambda t: len(t.warmup_s[0]) if t.warmup_s else 0),
         COUNT,
         "warm-up",
         PAGE,
     ),
     Column("drift_pct", whole(lambda f: f.drift_pct), PERCENT, "drift %", PAGE),
-    Column("build_s", told(lambda t: t.build_s or None), SECONDS, "build", PAGE),
-    Column("first_s", told(lambda t: t.first_s or None), SECONDS, "first sample", PAGE),
-    Column("recompiles", told(lambda t: t.recompiles), COUNT, "", PAGE),
-    Column("graph_breaks", told(lambda t: t.graph_breaks), COUNT, "graph breaks", PAGE),
+    Column("build_s", step(lambda t: t.build_s or None), SECONDS, "build", PAGE),
+    Column("first_s", step(lambda t: t.first_s or None), SECONDS, "first sample", PAGE),
+    Column("recompiles", step(lambda t: t.recompiles), COUNT, "", PAGE),
+    Column("graph_breaks", step(lambda t: t.graph_breaks), COUNT, "graph breaks", PAGE),
     Column(
         "slowest_rank",
         whole(lambda f: f.shown if len(f.medians) > 1 else None),
@@ -339,10 +343,10 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("is_straggler", whole(lambda f: f.is_straggler), FLAG),
     Column("slow_fwd_rank", whole(lambda f: f.slow_forward[0]), COUNT),
     Column("fwd_vs_median_rank", whole(lambda f: f.slow_forward[1]), RATIO),
-    Column("num_params", told(lambda t: t.num_params), COUNT),
-    Column("attention_run", told(lambda t: t.attention_run or None), TEXT, "attention", PAGE),
+    Column("num_params", step(lambda t: t.num_params), COUNT),
+    Column("attention_run", step(lambda t: t.attention_run or None), TEXT, "attention", PAGE),
     Column("backend_run", _measured(lambda r: r.backend_run or None)),
-    Column("data_run", told(lambda t: t.data or None)),
+    Column("data_run", step(lambda t: t.data or None)),
     Column("method", _measured(lambda r: r.samples.method), views=PAGE),
     Column("over_limit", _rate("over_limit"), FLAG),
     Column("message", lambda o: None if o.figures else message_of(o.record)),
@@ -356,8 +360,8 @@ def rows(
     """One flat row per record of training. Operators of the run give the measured ceiling."""
     ceilings = measured_ceilings(one for one in records if isinstance(one.case, OpCase))
     against = Yardstick(run=run, device=device, ceilings=ceilings)
-    held = [one for one in records if isinstance(one.case, TrainCase)]
-    return rows_of(TRAIN_COLUMNS, (_outcome(one, None, against) for one in held))
+    steps = [record for record in records if isinstance(record.case, TrainCase)]
+    return rows_of(TRAIN_COLUMNS, (_outcome(record, None, against) for record in steps))
 
 
 def per_rank_rows(records: Iterable[Record], run: RunInfo) -> list[Row]:

@@ -22,26 +22,26 @@ _TRAIN_VALUES = (
 
 def context(info: RunInfo) -> dict[str, str]:
     """What a run ran on and under: differences are what a comparison is about."""
-    found = info.environment
-    names = dict.fromkeys(device.name for device in found.devices)
+    environment = info.environment
+    names = dict.fromkeys(device.name for device in environment.devices)
     libraries = {
         name: value
-        for name, value in found.versions.items()
+        for name, value in environment.versions.items()
         if name in ("cuda", "hip", "driver", "nccl", "rccl")
     }
     variables = {
         name: value
-        for name, value in found.variables.items()
+        for name, value in environment.variables.items()
         if not name.startswith(("TORCHELASTIC", "STEPMARK"))
     }
-    return {"device": ", ".join(names), "torch": found.torch, **libraries, **variables}
+    return {"device": ", ".join(names), "torch": environment.torch, **libraries, **variables}
 
 
 def series_of_records(
     info: RunInfo, records: Iterable[Record]
 ) -> tuple[list[Series], tuple[str, ...]]:
     """The right results of a run, and notes on what is left out."""
-    held: dict[tuple[str, str], list[Measured]] = {}
+    by_case: dict[tuple[str, str], list[Measured]] = {}
     wrong = 0
     for record in records:
         if isinstance(record, Measured) and any(record.samples.seconds):
@@ -49,9 +49,9 @@ def series_of_records(
             if not record.num_wrong:
                 # The automatic clock may choose another one in another launch.
                 key = (record.case.case_id, record.samples.method)
-                held.setdefault(key, []).append(record)
+                by_case.setdefault(key, []).append(record)
     notes = (f"{wrong} wrong results are left out",) if wrong else ()
-    return [_of_records(info, found) for found in held.values()], notes
+    return [_of_records(info, launches) for launches in by_case.values()], notes
 
 
 def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:

@@ -19,7 +19,6 @@ from stepmark.core.message import MessageKind, Tally
 from stepmark.core.plan import Entry, TrainHow
 from stepmark.core.record import Failed, Measured
 from stepmark.core.train_case import TrainCase
-from stepmark.core.train_memory import largest_mbs
 from stepmark.core.training import CompileScope, Schedule
 
 _STEPS, _CYCLES = 30, 10
@@ -129,7 +128,8 @@ def _forget() -> None:
 
 def _with_estimate(record: Failed, case: TrainCase, context: MeasureContext) -> Failed:
     """What ran out of memory says what would about fit."""
-    if record.cause != "oom" or context.ranks.device.type != "cuda":
+    largest_mbs = context.largest_mbs
+    if record.cause != "oom" or context.ranks.device.type != "cuda" or largest_mbs is None:
         return record
     total = torch.cuda.get_device_properties(context.ranks.device).total_memory
     most = min(largest_mbs(case, int(total * _USABLE)), case.mbs - 1)
