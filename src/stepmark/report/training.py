@@ -80,9 +80,9 @@ def _identity(record: Record, run: RunInfo) -> Row:
         "flops_per_token_palm_all": found.palm_all,
         "flops_per_token_hfu": found.hfu,
         "launch": record.launch,
-        "case_id": case.case_id,
+        "case_id": record.case.case_id,
         "run_id": run.run_id,
-        "command": case.command(),
+        "command": record.case.command(),
     }
 
 
@@ -204,6 +204,7 @@ def _told(told: Training, run: RunInfo, *, wrong: bool) -> Row:
         "num_params": told.num_params,
         "attention_run": told.attention_run or None,
         "data_run": told.data or None,
+        **({"compile_failed": told.compile_failed} if told.compile_failed else {}),
     }
 
 
