@@ -7,7 +7,7 @@ Modules are in the order they run; `registered` is the order of the constructor 
 differs. docs/howto/custom-models.md explains each word.
 """
 
-from stepmark.workload.architecture import Architecture, Batch, Piece, module, unit
+from stepmark.workload.architecture import Architecture, Batch, Module, module, unit
 
 
 def llama_7b(batch: Batch) -> Architecture:
@@ -44,7 +44,7 @@ def llama(
     return Architecture(name=name, units=(embed_tokens, decoder_layer, norm, lm_head))
 
 
-def attention(batch: Batch, hidden: int, heads: int) -> Piece:
+def attention(batch: Batch, hidden: int, heads: int) -> Module:
     head_dim = hidden // heads
     return module(
         "attention",
@@ -57,7 +57,7 @@ def attention(batch: Batch, hidden: int, heads: int) -> Piece:
     )
 
 
-def mlp(batch: Batch, hidden: int, ffn: int) -> Piece:
+def mlp(batch: Batch, hidden: int, ffn: int) -> Module:
     return module(
         "mlp",
         batch.linear("mlp.gate", ffn, hidden),

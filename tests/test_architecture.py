@@ -22,7 +22,6 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS: dict[str, str] = {
     "core/model.py:scaled": "one rounding rule per field of one constructor call",
-    "cli/compare.py:compare": "its parameters are its flags, with their help",
 }
 
 

@@ -8,52 +8,58 @@ import pytest
 
 from .process import stepmark
 
-SHAPE = ["op", "copy", "--num-bytes", "67108864", "--device", "cpu", "--budget", "1s"]
+SIZES = (2**24, 2**25, 2**26)
+# How much longer each took in the doctored baseline: far more than a busy machine explains.
+FACTORS = (1.0, 1e-6, 1e6)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three cases."""
     made = tmp_path_factory.mktemp("check")
-    assert stepmark(*SHAPE, cwd=made).returncode == 0
+    sizes = ",".join(map(str, SIZES))
+    shape = ["op", "copy", "--num-bytes", sizes, "--device", "cpu", "--budget", "2s"]
+    assert stepmark(*shape, cwd=made).returncode == 0
     return made
 
 
-def check(folder: Path, run: Path) -> "subprocess.CompletedProcess[str]":
-    arguments = ["check", "--baseline", str(run), "--launches", "4", "--budget", "4s"]
+def check(folder: Path, run: Path, launches: int) -> "subprocess.CompletedProcess[str]":
+    words = ["check", "--baseline", str(run), "--launches", str(launches), "--budget", "4s"]
     # Other processes share this machine: only a factor counts here.
-    return stepmark(*arguments, "--floor", "1", "--json", "-", cwd=folder)
+    return stepmark(*words, "--floor", "1", "--json", "-", cwd=folder)
 
 
-def doctored(run: Path, target: Path, factor: float) -> Path:
-    """The same run, `factor` times as long."""
+def doctored(run: Path, target: Path) -> Path:
+    """The same run, in which each case took its factor as long."""
     target.mkdir()
     (target / "run.json").write_bytes((run / "run.json").read_bytes())
-    record = json.loads((run / "records.jsonl").read_text())
-    samples = record["samples"]
-    samples["seconds"] = [[s * factor for s in rank] for rank in samples["seconds"]]
-    (target / "records.jsonl").write_text(json.dumps(record) + "\n")
+    lines = []
+    for line in (run / "records.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        factor = FACTORS[SIZES.index(record["case"]["op"]["num_bytes"])]
+        samples = record["samples"]
+        samples["seconds"] = [[s * factor for s in rank] for rank in samples["seconds"]]
+        lines.append(json.dumps(record) + "\n")
+    (target / "records.jsonl").write_text("".join(lines))
     return target
 
 
 def test_the_same_machine_passes(folder: Path) -> None:
     run = sorted((folder / "runs").iterdir())[0]
-    done = check(folder, run)
+    done = check(folder, run, 2)
     assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)
-    assert not row["too_slow"]
-    assert "0 of 1 cases slower" in done.stderr
+    assert [row["too_slow"] for row in json.loads(done.stdout)] == [False] * 3
+    assert "0 of 3 cases slower" in done.stderr
 
 
-def test_a_faster_baseline_fails(folder: Path, tmp_path: Path) -> None:
+def test_a_faster_baseline_fails_and_a_slower_one_passes(folder: Path, tmp_path: Path) -> None:
     run = sorted((folder / "runs").iterdir())[0]
-    done = check(folder, doctored(run, tmp_path / "fast", 0.01))
+    done = check(folder, doctored(run, tmp_path / "doctored"), 4)
     assert done.returncode == 1, done.stderr
-    (row,) = json.loads(done.stdout)
-    assert (row["verdict"], row["too_slow"]) == ("slower", True)
-    assert row["speed"] < 0.1
-
-
-def test_a_slower_baseline_passes(folder: Path, tmp_path: Path) -> None:
-    run = sorted((folder / "runs").iterdir())[0]
-    done = check(folder, doctored(run, tmp_path / "slow", 100))
-    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert sorted(row["too_slow"] for row in rows) == [False, False, True]
+    (slow,) = (row for row in rows if row["too_slow"])
+    assert slow["verdict"] == "slower"
+    assert slow["speed"] < 0.1
+    assert max(row["speed"] for row in rows) > 10
+    assert "1 of 3 cases slower" in done.stderr

@@ -1,5 +1,6 @@
 """stepmark compare: files, runs and tables side by side, as a user asks for it."""
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 from tests.report.comm_records import comm_case, flat
 from tests.store.test_runs import INFO
-from typer.testing import CliRunner
 
 from stepmark.cli.main import app
 from stepmark.core.errors import ConfigError
@@ -23,9 +23,10 @@ Rows = list[dict[str, object]]
 
 def call(*words: object, code: int = 0) -> str:
     arguments = ["compare", *map(str, words)]
-    result = CliRunner().invoke(app(arguments), arguments, catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return result.stdout
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exit_code = app(arguments)(arguments, standalone_mode=False)
+    assert exit_code == code, out.getvalue()
+    return out.getvalue()
 
 
 def document(*words: object, code: int = 0) -> dict[str, Rows]:

@@ -16,7 +16,7 @@ from tests.report.comm_records import comm_case, comm_measured, comm_run
 from tests.trace.flight_samples import SAMPLE, dump, entry, write
 from tests.trace.test_inspector import header, operation
 
-from stepmark.cli.log_inputs import FLIGHT, INSPECTOR, LOG, TABLES, collect, kinds_of
+from stepmark.app.log_inputs import FLIGHT, INSPECTOR, LOG, TABLES, collect, kinds_of
 from stepmark.cli.main import status
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.errors import ConfigError
@@ -157,7 +157,7 @@ def test_a_curve_of_a_run(
         (("--bins", "7,3"), "bins 7,3"),
         (("--by", "rank"), "by rank"),
         (("--ranks", "0"), "from 1"),
-        (("--steps", "0"), "steps 0 is invalid: it must be at least 1"),
+        (("--steps", "0"), "--steps 0 is invalid: it must be from 1 to"),
         (("--html", "/nowhere/x.html"), "can be written"),
     ],
 )

@@ -479,16 +479,16 @@ GEMM = ["op", "gemm", "--m", "256", "--n", "256", "--k", "256", "--device", "cpu
 
 @pytest.mark.slow
 def test_operators_for_real(tmp_path: Path) -> None:
-    words = ["--env", "UNREAD=1,2", "--no-default", "--repeats", "2"]
+    words = ["--env", "UNREAD=1,2", "--no-default", "--repeats", "1"]
     files = ["--json", "s.json", "--csv", "s.csv"]
     done = stepmark("sweep", *words, *files, "--", *GEMM, "--budget", "1s", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "UNREAD=2" in done.stdout
     document = json.loads((tmp_path / "s.json").read_text())
     (line,) = document["lines"]
-    assert (line["baseline_launches"], line["launches"]) == (2, 2)
+    assert (line["baseline_launches"], line["launches"]) == (1, 1)
     assert document["failed"] == []
-    # A variable that nothing reads: two rounds cannot make it faster.
+    # A variable that nothing reads: one round shows nothing.
     assert document["recommended"] is None
     assert (tmp_path / "s.csv").read_text().count("\n") == 2
 

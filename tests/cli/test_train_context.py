@@ -17,12 +17,11 @@ def first_losses(cwd: Path, *words: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("words", ["--strategy cp", "--strategy fsdp --cp 2 --nproc 2"])
-def test_it_learns_what_one_rank_learns(words: str, tmp_path: Path) -> None:
+def test_it_learns_what_one_rank_learns(tmp_path: Path) -> None:
     """What is told is the mean over the parts of a sequence, of the same data."""
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
     want = first_losses(folders[0], "--strategy", "single")
     assert len(set(want)) == 5
-    assert first_losses(folders[1], *words.split()) == pytest.approx(want, rel=1e-5)
+    assert first_losses(folders[1], "--strategy", "cp") == pytest.approx(want, rel=1e-5)

@@ -347,22 +347,26 @@ REFUSED = [
         "--strategy single --nproc 2",
         "nproc 2 is invalid: it must be 1 with --strategy single",
     ),
-    (LLAMA, "--strategy single --tp 2", "nproc 1 is invalid: it must be a multiple of 2: tp 2"),
+    (
+        LLAMA,
+        "--strategy single --tp 2",
+        "nproc 1 is invalid: it must be a multiple of --tp (2)",
+    ),
     (
         LLAMA,
         "--strategy ddp --nproc 1",
-        "strategy ddp is invalid: it must be at least 2 data ranks, not 1",
+        "strategy ddp is invalid: it needs at least 2 data ranks, and has 1",
     ),
     (
         LLAMA,
         "--strategy fsdp --tp 2 --nproc 2",
-        "strategy fsdp is invalid: it must be at least 2 data ranks beside tp 2, not 1",
+        "strategy fsdp is invalid: it needs at least 2 data ranks next to --tp (2), and has 1",
     ),
-    (LLAMA, "--nproc 3 --tp 2", "nproc 3 is invalid: it must be a multiple of 2: tp 2"),
+    (LLAMA, "--nproc 3 --tp 2", "nproc 3 is invalid: it must be a multiple of --tp (2)"),
     (
         LLAMA,
         "--strategy tp --tp 2 --nproc 8",
-        "tp 2 is invalid: it must be 8: what 8 ranks leave for it",
+        "tp 2 is invalid: it must be 8, which is what 8 ranks leave for it",
     ),
     (
         LLAMA,
@@ -483,7 +487,7 @@ REFUSED = [
     (
         LLAMA,
         "--strategy fsdp --nproc 4 --ep 2",
-        "ep 2 is invalid: it must be 1, since llama-3.1-8b has no expert",
+        "ep 2 is invalid: it must be 1, because llama-3.1-8b has no expert",
     ),
     (
         MOE,

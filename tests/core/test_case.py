@@ -157,17 +157,19 @@ def test_each_dtype_is_reproduced(family: str) -> None:
 def test_models_layers_are_reproduced() -> None:
     from stepmark.core.model import find_model
     from stepmark.core.parallel import ParallelConfig
-    from stepmark.workload.layers import BY_FAMILY, LayerShape
+    from stepmark.workload.layout import Inputs, layout_of
+    from stepmark.workload.operators import BY_FAMILY, ModelShape
 
-    for name in ("llama-3.1-70b", "deepseek-v3", "gpt2-125m"):
+    for name, framework in zip(
+        ("llama-3.1-70b", "deepseek-v3", "gpt2-125m"),
+        ("train", "megatron", "fsdp"),
+        strict=True,
+    ):
         for dtype in (DType.BF16, DType.FP8_E4M3):
-            shape = LayerShape(
+            shape = ModelShape(
                 model=find_model(name),
-                parallel=ParallelConfig(),
-                mbs=2,
-                seq_len=1024,
-                dtype=dtype,
-                skew=0.5,
+                layout=layout_of(framework, ParallelConfig()),
+                inputs=Inputs(mbs=2, seq_len=1024, dtype=dtype, skew=0.5),
             )
             for operators in BY_FAMILY.values():
                 for label, op in operators(shape):

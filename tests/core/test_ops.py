@@ -406,7 +406,7 @@ def test_attention_that_cannot_be(changes: dict[str, Any], field: str) -> None:
 @pytest.mark.parametrize("dtype", [DType.FP8_E4M3, DType.FP8_E5M2])
 def test_fp8_products_are_sixteen_wide(dims: tuple[int, int, int], dtype: DType) -> None:
     m, n, k = dims
-    with pytest.raises(ConfigError, match="multiples of 16"):
+    with pytest.raises(ConfigError, match="a multiple of 16"):
         Gemm(m=m, n=n, k=k, dtype=dtype)
     assert Gemm(m=m, n=16, k=32, dtype=dtype).scaling is Scaling.TENSORWISE
 

@@ -169,3 +169,11 @@ def test_same_is_almost_never_called_different_and_3_percent_is(
 ) -> None:
     assert _share(launches, sd, samples, 1.0, seed=1) <= 0.01
     assert _share(launches, sd, samples, 1.03, seed=2) >= 0.95
+
+
+@pytest.mark.parametrize(("num_launches", "df"), [(2, 1), (9, 8), (None, None)])
+def test_a_spread_of_n_launches_has_n_minus_1_degrees_of_freedom(
+    num_launches: int | None, df: int | None
+) -> None:
+    spread = Spread(sd_log=0.01, num_launches=num_launches)
+    assert ratio([1.0], [1.1], spread=spread).df == df

@@ -251,7 +251,7 @@ def test_a_record_that_says_less_still_counts() -> None:
 
 def test_what_had_no_effect_is_said() -> None:
     other = Options(recorded=(curve("earlier", dtype="bf16"),))
-    assert "--spread has several launches of nothing" in " ".join(
+    assert "--noise-from has several launches of nothing" in " ".join(
         compare([single("a"), single("b")], other).notes
     )
     both = compare([curve("a"), curve("b")], Options(noise=0.02))

@@ -91,12 +91,3 @@ def test_a_size_in_other_digits_is_no_size(text: str) -> None:
     assert all(
         one.size_bytes is None for table in tables_of(lines, "x") for one in table.readings
     )
-
-
-def test_columns_that_are_figures_of_one_setting_are_no_settings() -> None:
-    text = "size,time_us,busbw\n65536,42.8,1.34\n131072,45.05,2.5\n262144,49.6,4.6\n"
-    (table,) = tables_of(text, "a.csv")
-    assert table.columns == ()
-    assert [one.time_s for one in table.readings] == pytest.approx([42.8e-6, 45.05e-6, 49.6e-6])
-    (settings,) = tables_of(text.replace("busbw", "after_us"), "a.csv")
-    assert settings.columns == ("time_us", "after_us")

@@ -57,7 +57,7 @@ def test_forward_products_are_two_per_token_and_weight(name: str, tied: int) -> 
     made = PUBLISHED[name](batch)
     flops = dict.fromkeys(Phase, 0)
     for one in made.units:
-        for op in chain.from_iterable((*part.fwd, *part.bwd) for part in one.parts):
+        for op in chain.from_iterable(leaf.work for leaf in one.walk()):
             if isinstance(op.op, Gemm):
                 flops[op.phase] += one.times * op.op.flops
     tables = ("wte", "word_embeddings", "position_embeddings", "token_type_embeddings")
@@ -76,7 +76,7 @@ def test_forward_products_are_two_per_token_and_weight(name: str, tied: int) -> 
 def test_block_sparse_attention_is_linear_in_the_sequence() -> None:
     def pairs(seq_len: int) -> int:
         made = PUBLISHED["bigbird-roberta-base"](Batch(mbs=1, seq_len=seq_len))
-        ops = chain.from_iterable(part.fwd for part in made.units[1].parts)
+        ops = chain.from_iterable(leaf.fwd for leaf in made.units[1].walk())
         return sum(one.op.pairs for one in ops if isinstance(one.op, Attention))
 
     assert pairs(704) == 704**2  # attended whole
@@ -108,7 +108,7 @@ def test_own_architecture() -> None:
     made = mine(BATCH)
     assert made.num_params == PARAMS
     assert made.num_layers == 4
-    last = made.units[-1].parts[-1]
+    last = made.units[-1].pieces[-1]
     assert [op.phase for op in (*last.fwd, *last.bwd)] == [Phase.FWD, Phase.BWD]
     assert isinstance(last.fwd[0].op, CrossEntropy)
 
@@ -274,8 +274,8 @@ def test_computation_is_the_architectures(framework: str) -> None:
     }[framework]()
     wanted = Counter[tuple[object, Phase, str]]()
     for one in made.units:
-        for part in one.parts:
-            for op in (*part.fwd, *part.bwd):
+        for part in one.walk():
+            for op in part.work:
                 wanted[op.op, op.phase, op.module] += one.times
     seen = Counter[tuple[object, Phase, str]]()
     for op in found.expand():

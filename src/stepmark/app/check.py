@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 
 from stepmark.app import op
+from stepmark.app.comparison_sources import side_of_runs
 from stepmark.app.delivery import exit_code
 from stepmark.app.machine import machine
 from stepmark.app.measure import measure_quietly
 from stepmark.app.view import console, view
-from stepmark.cli.sides import side_of_runs
 from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.plan import OpHow

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.app import sweep_run, tuner
+from stepmark.app.comparison_sources import side_of_runs
 from stepmark.app.delivery import make_folder
 from stepmark.app.sweep_run import Means
 from stepmark.app.tuner import ProbeError
 from stepmark.app.view import console
-from stepmark.cli.sides import side_of_runs
 from stepmark.core.comparison import Comparison, Series, Side
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.sweep import Setting, Sweep

@@ -29,7 +29,7 @@ VERBS = {
     "run": Verb("run", "run", "The main job: operators, collectives, summary and HTML report."),
     "doctor": Verb("doctor", "command", "Show devices, peaks, health and what would run."),
     "check": Verb("check", "command", "Measure a reference run's cases again; is any slower?"),
-    "compare": Verb("compare", "compare", "Runs, nccl-tests files, CSVs: ratios and verdicts."),
+    "compare": Verb("compare", "command", "Runs, nccl-tests files, CSVs: ratios and verdicts."),
     "report": Verb("report", "command", "Write report.html of a run."),
     "comm": Verb("comm", "command", "Measure collectives: nccl-tests' flags, no MPI."),
     "train": Verb("train", "command", "Measure training steps: single, DDP, FSDP, TP, PP."),
@@ -38,7 +38,9 @@ VERBS = {
     "workload": Verb("workload", "app", "What a step does: generate, show, convert, capture."),
     "runs": Verb("runs", "app", "List, show, export and query earlier runs."),
     "sweep": Verb("sweep", "command", "The same command under several settings, compared."),
-    "logs": Verb("logs", "logs", "Read NCCL logs, flight-recorder dumps, tables of results."),
+    "logs": Verb(
+        "logs", "command", "Read NCCL logs, flight-recorder dumps, tables of results."
+    ),
 }
 
 

@@ -42,6 +42,15 @@ FIND_MAX = Flag(
     names=("--find-max",),
     help="sweep for the highest matmul rate; burst and sustained",
 )
+AS = (
+    Flag(
+        name="run_as",
+        kind=str,
+        names=("--as",),
+        help="whose products --model stands for: train (default), megatron, fsdp",
+    ),
+    Flag(name="etp", kind=int, help="tensor-parallel degree of experts; default tp"),
+)
 # Worth measuring but not what a layer runs by default.
 _NOT_IN_ALL = ("math", "loop")
 
@@ -101,7 +110,7 @@ def all_families(values: dict[str, Any]) -> None:
 def layer_cases(values: Values, machine: "Machine") -> list[OpCase]:
     """The cases of `op all`."""
     from stepmark.cli import plan  # noqa: PLC0415
-    from stepmark.workload.layers import BY_FAMILY  # noqa: PLC0415
+    from stepmark.workload.operators import BY_FAMILY  # noqa: PLC0415
 
     if not values.get("model"):
         raise ConfigError("model", "missing", "a model name or config.json for op all")
@@ -282,13 +291,13 @@ def _register() -> None:
             measure_family(family, values)
 
         text = (kind.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-        groups = (of_operator(kind), (SHAPES,), extra, MODEL, SELECT, MEASURE)
+        groups = (of_operator(kind), (SHAPES,), extra, MODEL, AS, SELECT, MEASURE)
         app.command(family, cls=Command)(as_command(handler, " ".join(text.split()), *groups))
     doc = "Every operator of one layer of a model, its head, loss and optimizer."
     dtype = Flag(name="dtype", kind=str, help=f"element type(s): {', '.join(OPERATOR_DTYPES)}")
     skew = Flag(name="skew", kind=str, help="Zipf exponent of tokens per expert; 0 = balanced")
     app.command("all", cls=Command)(
-        as_command(all_families, doc, (dtype, skew), MODEL, SELECT, MEASURE)
+        as_command(all_families, doc, (dtype, skew), MODEL, AS, SELECT, MEASURE)
     )
 
 

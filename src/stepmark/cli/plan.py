@@ -64,7 +64,7 @@ def placed_ops(family: str, values: Values, device: str) -> list[Placed]:
 
 
 def _of_model(family: str, shape: Any, values: Values) -> Iterator[Placed]:
-    from stepmark.workload.layers import BY_FAMILY  # noqa: PLC0415
+    from stepmark.workload.operators import BY_FAMILY  # noqa: PLC0415
 
     if family not in BY_FAMILY:
         raise ConfigError(
@@ -89,34 +89,31 @@ def phases(values: Values) -> list[Phase]:
 
 
 def layer_shapes(values: Values, device: str) -> list[Any]:
-    """One per model, micro-batch and dtype."""
-    from stepmark.workload.layers import LayerShape  # noqa: PLC0415
+    """One per model, micro-batch and dtype, as the framework of --as runs them."""
+    from stepmark.workload.layout import Inputs, layout_of  # noqa: PLC0415
+    from stepmark.workload.operators import ModelShape  # noqa: PLC0415
 
     axes = {name: values.get(name) for name in ("tp", "ep", "dp_shard")}
     parallel = ParallelConfig(**{name: n for name, n in axes.items() if n is not None})
+    layout = layout_of(values.get("run_as") or "train", parallel, etp=values.get("etp"))
     shapes = []
     for model in models(values, parallel.tp):
-        parallel.check(model)
+        layout.check(model)
         seq_len = values.get("seq_len")
         seq_len = model.seq_len if seq_len is None else seq_len
         if not 1 <= seq_len <= 2**30:
             raise ConfigError("seq-len", seq_len, "from 1 to 1073741824")
         for mbs in whole_numbers(values["mbs"], "mbs"):
             for dtype in default_dtypes(values, device):
-                shapes.append(
-                    LayerShape(
-                        model=model,
-                        parallel=parallel,
-                        mbs=mbs,
-                        seq_len=seq_len,
-                        dtype=dtype,
-                        skew=_number(values.get("skew"), "skew"),
-                        scaling=_member(
-                            Scaling, values.get("scaling"), "scaling", Scaling.NONE
-                        ),
-                        cast=_member(Cast, values.get("cast"), "cast", Cast.NONE),
-                    )
+                inputs = Inputs(
+                    mbs=mbs,
+                    seq_len=seq_len,
+                    dtype=dtype,
+                    skew=_number(values.get("skew"), "skew"),
+                    scaling=_member(Scaling, values.get("scaling"), "scaling", Scaling.NONE),
+                    cast=_member(Cast, values.get("cast"), "cast", Cast.NONE),
                 )
+                shapes.append(ModelShape(model=model, layout=layout, inputs=inputs))
     return shapes
 
 

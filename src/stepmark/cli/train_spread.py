@@ -50,13 +50,13 @@ def spread(values: Values, world_size: int) -> tuple[str, ParallelConfig]:
         raise ConfigError("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
     others = math.prod(size for axis, size in named.items() if axis != strategy)
     if world_size % others:
-        raise ConfigError("nproc", world_size, f"a multiple of {others}: {_product(named)}")
+        raise ConfigError("nproc", world_size, f"a multiple of {_product(named)}")
     if strategy in named:
-        found = world_size // others
-        if given[strategy] not in (None, found):
-            allowed = f"{found}: what {world_size} ranks leave for it"
+        degree = world_size // others
+        if given[strategy] not in (None, degree):
+            allowed = f"{degree}, which is what {world_size} ranks leave for it"
             raise ConfigError(strategy, given[strategy], allowed)
-        named[strategy] = found
+        named[strategy] = degree
     data_ranks = world_size // math.prod(named.values())
     _check_ranks(strategy, named, data_ranks, world_size)
     axes = _data_axes(strategy, data_ranks, named["cp"], given)
@@ -83,7 +83,11 @@ def _default_strategy(named: dict[str, int], world_size: int) -> str:
 
 
 def _product(named: dict[str, int]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in named.items() if size > 1)
+    """Return e.g. "--tp (2)" or "--tp x --pp (2 x 4 = 8)"."""
+    degrees = {axis: size for axis, size in named.items() if size > 1}
+    sizes = " x ".join(map(str, degrees.values()))
+    total = f" = {math.prod(degrees.values())}" if len(degrees) > 1 else ""
+    return f"{' x '.join(f'--{axis}' for axis in degrees)} ({sizes}{total})"
 
 
 def _check_ranks(
@@ -95,9 +99,9 @@ def _check_ranks(
         allowed = f"one that divides {world_size} ranks: {strategy} has 1 of them"
         raise ConfigError("strategy", strategy, allowed)
     if strategy in _DATA and data_ranks * named["cp"] == 1:
-        axes = _product(named)
-        left = f" beside {axes}" if axes else ""
-        raise ConfigError("strategy", strategy, f"at least 2 data ranks{left}, not 1")
+        axes = f" next to {_product(named)}" if max(named.values()) > 1 else ""
+        allowed = f"it needs at least 2 data ranks{axes}, and has 1"
+        raise ConfigError("strategy", strategy, allowed)
 
 
 def _data_axes(

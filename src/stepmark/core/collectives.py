@@ -221,7 +221,9 @@ def parse_split(text: str) -> tuple[str, int]:
             if value > 0 or (word in ("and", "or") and value == 0):
                 return word, value
             break
-    raise ConfigError("group-split", text, "mod N, div N, and MASK or or MASK, N from 1")
+    raise ConfigError(
+        "group-split", text, "one of 'mod N', 'div N' (N from 1), 'and MASK' and 'or MASK'"
+    )
 
 
 def spread_counts(num_ranks: int, count: int, spread: float, itemsize: int) -> Matrix:

@@ -1,23 +1,22 @@
-"""Several sources of the same measurements, side by side."""
+"""Measurements of several sources, side by side."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stepmark.core.ratio import Ratio
 
-# What a series is of, beside its size: a value may be text, a number, a flag, or None where its
-# source does not say. docs/definitions.md says which may differ between sides.
-# Units of figures that a source prints without saying what they are: less is better (as told),
-# and unknown.
+# Units of figures that a source prints without a unit: a time as the user states, and unknown.
 TIME, UNKNOWN = "time", ""
+# What was measured, apart from its size; None where the source does not say.
+# docs/definitions.md lists which fields may differ between sides.
 Fields = Mapping[str, str | int | float | bool | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One thing that one side measured: its values by launch.
+    """One measurement of one side: its values by launch.
 
-    Times in seconds (unit "s") or as printed (TIME), or rates, of which more is better.
+    Values are times in seconds (unit "s") or as printed (TIME), or rates.
     `busbw_factor` is that of a collective: size / time x factor is the bus bandwidth. `below`
     bounds a rate that was printed as 0; then there are no values.
     """
@@ -38,18 +37,18 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """A source under the name that it has in the comparison."""
+    """A source and its name in the comparison."""
 
     name: str
     series: tuple[Series, ...]
-    # What it ran on and under (device, versions, variables); a difference is said, not refused.
+    # Device, versions and variables; differences are noted, not refused.
     context: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # how it was read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What one side has of a row. `value` is the centre over launches: seconds, or a rate."""
+    """The value of one side in a line: the centre over launches, in seconds or as a rate."""
 
     value: float | None
     below: float | None = None
@@ -60,7 +59,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """What the baseline and at least one other side measured. Cells by side's name."""
+    """A measurement of the baseline and at least one other side. Cells by side's name."""
 
     fields: Fields
     size_bytes: int | None
@@ -87,7 +86,7 @@ class Comparison:
     names: tuple[str, ...]
     lines: tuple[Line, ...]
     overall: tuple[Overall, ...] = ()
-    notes: tuple[str, ...] = ()  # what differs, what had no partner, how sources were read
-    # Lines (by place) and sides that are slower than allowed; None where nothing was asked.
+    notes: tuple[str, ...] = ()  # what differs, what is unpaired, how sources were read
+    # Lines (by place) and sides that are slower than allowed; None without a limit.
     too_slow: tuple[tuple[int, str], ...] | None = None
     fail_if_slower: float | None = None  # the limit, as a share of the time

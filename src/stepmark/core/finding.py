@@ -1,12 +1,15 @@
-"""Something a reader of files noticed, with the lines that show it."""
+"""Findings of readers of files, with the lines that show them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """NOTE: worth knowing, or harmless although it looks bad. WARNING: likely costs speed, or
-    a figure to doubt. PROBLEM: the job fails, hangs or gives wrong data."""
+    """How serious a finding is.
+
+    NOTE: worth knowing, or harmless although it looks bad. WARNING: likely costs speed, or a
+    doubtful figure. PROBLEM: the job fails, hangs or gives wrong data.
+    """
 
     NOTE = "note"
     WARNING = "warning"

@@ -48,7 +48,7 @@ class Segment:
 
 
 class _Moments:
-    """Weighted moments of points that come one by one (West 1979); weights are 1 / t^2.
+    """Weighted moments of points that are added one by one (West 1979); weights are 1 / t^2.
 
     Running sums instead of differences of prefix sums: the weights span ten orders of
     magnitude between the smallest and the largest size.
@@ -98,7 +98,7 @@ class _Moments:
 
 
 def fit(points: Iterable[Point]) -> Fit | None:
-    """The best single line. None for fewer than three distinct sizes.
+    """Return the best single line. None for fewer than three distinct sizes.
 
     Raises ValueError for a time that is not positive or a negative size.
     """
@@ -109,7 +109,7 @@ def fit(points: Iterable[Point]) -> Fit | None:
 
 
 def piecewise(points: Iterable[Point], max_segments: int = 3) -> list[Segment]:
-    """The best cut into contiguous segments of at least three distinct sizes each.
+    """Return the best cut into contiguous segments of at least three distinct sizes each.
 
     Exact, by dynamic programming over the sizes. A further segment is taken only if it
     divides the squared relative error by FACTOR, and none once a fit is within GOOD_RMS.
@@ -162,7 +162,7 @@ def _segment(held: Sequence[Point]) -> Segment:
 
 
 def _errors(stacks: Sequence[Sequence[Point]]) -> dict[tuple[int, int], float]:
-    """Squared relative error of one line over sizes low..high-1, by (low, high)."""
+    """Return the squared relative error of one line over sizes low..high-1, by (low, high)."""
     errors = {}
     for low in range(len(stacks)):
         moments = _Moments()
@@ -177,7 +177,7 @@ def _errors(stacks: Sequence[Sequence[Point]]) -> dict[tuple[int, int], float]:
 def _plans(
     errors: dict[tuple[int, int], float], num_sizes: int, max_segments: int
 ) -> list[tuple[float, tuple[int, ...]]]:
-    """The least error and its inner cuts with 1, 2, ... segments, as many as there fit."""
+    """Return the least error and its inner cuts with 1, 2, ... segments, while these fit."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {
         high: (error, ()) for (low, high), error in errors.items() if low == 0
     }

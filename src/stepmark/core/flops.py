@@ -83,41 +83,7 @@ def recomputed(case: TrainCase) -> float:
             continue
         is_moe = index >= model.num_dense_layers
         if case.recompute is Recompute.OPS:
-            total += 2 * sum(block_products(model, moe=is_moe)[1::2])
+            total += 2 * sum(one.num_active for one in model.linears(is_moe)[1::2])
         else:
             total += 2 * model.layer_matmul_params(is_moe, active=True) + scores(model)
     return total
-
-
-def block_products(model: ModelConfig, *, moe: bool = False) -> list[int]:
-    """Weights that one token meets in each product of a block, in the order they run.
-
-    They add up to model.layer_matmul_params(moe, active=True).
-    """
-    return _attention_products(model) + _ffn_products(model, moe=moe)
-
-
-def _attention_products(model: ModelConfig) -> list[int]:
-    hidden, heads = model.hidden_size, model.num_heads
-    out = heads * model.d_v * hidden
-    if model.mla is None:
-        return [hidden * model.head_dim * (heads + 2 * model.num_kv_heads), out]
-    mla = model.mla
-    queries = [(mla.q_lora_rank or hidden) * heads * model.d_qk]
-    if mla.q_lora_rank:
-        queries = [hidden * mla.q_lora_rank, *queries]
-    kv_down = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-    kv_up = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return [*queries, kv_down, kv_up, out]
-
-
-def _ffn_products(model: ModelConfig, *, moe: bool) -> list[int]:
-    """A dense layer: gate (of swiglu), up, down. Experts: router, routed, shared."""
-    hidden, matrices = model.hidden_size, 3 if model.activation == "swiglu" else 2
-    if not moe or model.moe is None:
-        return [hidden * model.ffn_hidden_size] * matrices
-    experts = model.moe
-    routed = [experts.top_k * hidden * experts.ffn_hidden_size] * matrices
-    has_shared = experts.num_shared_experts > 0
-    shared = [hidden * experts.shared_ffn_hidden_size] * (matrices if has_shared else 0)
-    return [hidden * experts.num_experts, *routed, *shared]

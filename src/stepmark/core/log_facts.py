@@ -1,4 +1,4 @@
-"""What a debug log of NCCL or RCCL says, each statement with the lines that say it."""
+"""Facts of a debug log of NCCL or RCCL, each with the lines that state it."""
 
 from dataclasses import dataclass
 
@@ -11,16 +11,16 @@ MAX_RANKS = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occurrences:
-    """How often something was said, by how many processes, and the first lines that say it."""
+    """Number of lines that state a fact, of their processes, and the first of them."""
 
     lines: int
-    processes: int  # 0 where the lines do not name theirs
+    processes: int  # 0 where the lines name none
     evidence: tuple[Evidence, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitTime:
-    """How long a communicator took to start on one rank; parts as NCCL names them."""
+    """Start-up time of a communicator on one rank; parts as NCCL names them."""
 
     total_s: float
     parts_s: tuple[tuple[str, float], ...]
@@ -57,7 +57,7 @@ class ChannelCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """What the search for rings, trees and the like found: pattern number and path types."""
+    """Result of the search for rings, trees and so on: pattern number and path types."""
 
     pattern: int
     num_channels: int
@@ -85,10 +85,10 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """How data goes from one rank to another, over how many channels.
+    """The connection from one rank to another, and its number of channels.
 
     kind: "P2P/CUMEM", "P2P/IPC", "P2P/direct pointer", "P2P/indirect", "SHM", "NET/IB",
-    "NET/AWS Libfabric", "COLLNET/SHARP", ...; same_host None: the log does not tell.
+    "NET/AWS Libfabric", "COLLNET/SHARP", ...; same_host None: unknown.
     """
 
     communicator: str
@@ -120,9 +120,9 @@ class NicUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """One thing said of a plugin of one kind (NET, COLLNET, TUNER, PROFILER, ENV).
+    """One event of a plugin of one kind (NET, COLLNET, TUNER, PROFILER, ENV).
 
-    event: "asked" (name set by environment), "missing" (no such library), "symbol" (an API
+    event: "asked" (requested by a variable), "missing" (no such library), "symbol" (an API
     version it lacks), "loaded", "internal" (NCCL's own instead), "failed" (did not start).
     """
 
@@ -146,7 +146,7 @@ class Interface:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuDirect:
-    """A line that GPUDirect RDMA is used or not. distance and level: of the path, or None."""
+    """Whether GPUDirect RDMA is used. distance and level: of the path, or None."""
 
     enabled: bool
     net: str  # "" where the line does not name it
@@ -158,7 +158,7 @@ class GpuDirect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A cell of NCCL's own table of what each algorithm should reach."""
+    """NCCL's own prediction of an algorithm, one cell of its table."""
 
     communicator: str
     collective: str
@@ -170,7 +170,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How NCCL ran calls of a size. collective "": the version's line does not name it.
+    """NCCL's choice for calls of a size. collective "": the version's line does not name it.
 
     printed_bytes is the line's figure: per rank for all-gather and reduce-scatter from 2.24
     on. message_bytes counts as nccl-tests; None where the number of ranks is unknown.
@@ -188,7 +188,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimilarMessages:
-    """Lines that are alike but for numbers: warnings, or lines known as harmless."""
+    """Lines that differ in numbers alone: warnings, or lines known as harmless."""
 
     text: str
     occurrences: Occurrences
@@ -196,7 +196,7 @@ class SimilarMessages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedCall:
-    """What one rank issued at a place in its communicator's sequence."""
+    """A call that one rank issued at a place in its communicator's sequence."""
 
     rank: int | None
     process: str
@@ -235,7 +235,7 @@ class LaggingRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFacts:
-    """All that was read from the files of one job.
+    """All facts of the files of one job.
 
     versions: (what, value) with what in nccl, rccl, cuda, cuda_driver, hip, rocm.
     environment: (variable, value). networks: the one in use. nvls: support by True/False.

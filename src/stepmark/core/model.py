@@ -9,6 +9,7 @@ valid belong to the same fields.
 
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -86,6 +87,27 @@ class MlaConfig:
             value = getattr(self, field.name)
             if field.name != "q_lora_rank" or value is not None:
                 _check_int(f"mla.{field.name}", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight [out, width] that every token is multiplied with, or `active` of `copies`."""
+
+    name: str  # of the module within a block, e.g. "ffn.gate"
+    out: int
+    width: int
+    split: Literal["out", "in", ""] = ""  # what tensor parallelism divides
+    has_bias: bool = False
+    copies: int = 1  # routed experts
+    active: int = 1
+
+    @property
+    def num_weights(self) -> int:
+        return self.copies * self.out * self.width
+
+    @property
+    def num_active(self) -> int:
+        return self.active * self.out * self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,50 +208,47 @@ class ModelConfig:
         """One RMSNorm (weight) or LayerNorm (weight and bias) over the hidden width."""
         return self.hidden_size * (2 if self.norm == "layernorm" else 1)
 
-    @property
-    def attention_matmul_params(self) -> int:
-        """Projections of one layer: q, k, v, out; with mla down and up projections."""
+    def linears(self, moe: bool = False) -> "tuple[Linear, ...]":
+        """Weights of one dense or MoE layer, in the order that tokens are multiplied with them.
+
+        Names are those of the step that `stepmark train` runs, which has q, k and v in one.
+        """
+        return (*self._attention_linears(), *self._ffn_linears(moe))
+
+    def _attention_linears(self) -> "Iterator[Linear]":
         hidden, heads = self.hidden_size, self.num_heads
-        out = heads * self.d_v * hidden
+        out = Linear("attention.out", hidden, heads * self.d_v, "in", self.linear_bias)
         if self.mla is None:
-            return hidden * self.head_dim * (heads + 2 * self.num_kv_heads) + out
+            rows = self.head_dim * (heads + 2 * self.num_kv_heads)
+            has_bias = self.qkv_bias or self.linear_bias
+            yield from (Linear("attention.qkv", rows, hidden, "out", has_bias), out)
+            return
         mla = self.mla
-        q_up_from = mla.q_lora_rank or hidden
-        q = q_up_from * heads * self.d_qk + hidden * (mla.q_lora_rank or 0)
-        kv_down = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-        kv_up = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        return q + kv_down + kv_up + out
+        if mla.q_lora_rank is None:
+            yield Linear("attention.q", heads * self.d_qk, hidden, "out")
+        else:
+            yield Linear("attention.q.down", mla.q_lora_rank, hidden)
+            yield Linear("attention.q.up", heads * self.d_qk, mla.q_lora_rank, "out")
+        yield Linear("attention.kv_down", mla.kv_lora_rank + mla.qk_rope_head_dim, hidden)
+        rows = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        yield from (Linear("attention.kv_up", rows, mla.kv_lora_rank, "out"), out)
 
-    @property
-    def attention_params(self) -> int:
-        """Of one layer: projections, their biases, the norms inside attention."""
-        extra = 0
-        if self.qkv_bias or self.linear_bias:
-            extra += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        if self.linear_bias:
-            extra += self.hidden_size
-        if self.qk_norm:
-            extra += 2 * self.head_dim
-        if self.mla:
-            extra += self.mla.kv_lora_rank + (self.mla.q_lora_rank or 0)
-        return self.attention_matmul_params + extra
+    def _ffn_linears(self, moe: bool) -> "Iterator[Linear]":
+        if not moe or self.moe is None:
+            yield from self._mlp("ffn.", self.ffn_hidden_size)
+            return
+        experts = self.moe
+        yield Linear("ffn.router", experts.num_experts, self.hidden_size)
+        for one in self._mlp("ffn.held.", experts.ffn_hidden_size):
+            yield replace(one, copies=experts.num_experts, active=experts.top_k)
+        if experts.num_shared_experts:
+            yield from self._mlp("ffn.shared.", experts.shared_ffn_hidden_size)
 
-    @property
-    def mlp_matmul_params(self) -> int:
-        """Gate, up and down (swiglu) or up and down (gelu) of one dense layer."""
-        return self._ffn_matrices * self.hidden_size * self.ffn_hidden_size
-
-    @property
-    def mlp_params(self) -> int:
-        """Of one dense layer, with biases."""
-        bias = (self._ffn_matrices - 1) * self.ffn_hidden_size + self.hidden_size
-        return self.mlp_matmul_params + (bias if self.linear_bias else 0)
-
-    @property
-    def moe_layer_params(self) -> int:
-        """Router, routed and shared experts of one MoE layer, without attention and norms."""
-        bias = self.moe.num_experts if self.moe and self.moe.router_bias else 0
-        return self._moe_matmul_params(active=False) + bias
+    def _mlp(self, prefix: str, width: int) -> "Iterator[Linear]":
+        hidden, bias = self.hidden_size, self.linear_bias
+        for name in ("gate", "up") if self.activation == "swiglu" else ("up",):
+            yield Linear(prefix + name, width, hidden, "out", bias)
+        yield Linear(f"{prefix}down", hidden, width, "in", bias)
 
     def layer_matmul_params(self, moe: bool = False, *, active: bool = False) -> int:
         """Weights of one dense or MoE layer that are multiplied: no norms, no biases.
@@ -237,18 +256,20 @@ class ModelConfig:
         active: of the routed experts only the top_k that one token meets; 2 FLOPs each
         per token forward.
         """
-        ffn = self._moe_matmul_params(active=active) if moe else self.mlp_matmul_params
-        return self.attention_matmul_params + ffn
+        listed = self.linears(moe)
+        return sum(one.num_active if active else one.num_weights for one in listed)
 
     def layer_params(self, moe: bool = False, *, active: bool = False) -> int:
         """All parameters of one dense or MoE layer, its two norms included."""
-        ffn = self.mlp_params
-        if moe:
-            unused = self._moe_matmul_params(active=False) - self._moe_matmul_params(
-                active=active
-            )
-            ffn = self.moe_layer_params - unused
-        return self.attention_params + ffn + 2 * self.norm_params
+        found = self.layer_matmul_params(moe, active=active) + 2 * self.norm_params
+        found += sum(one.out for one in self.linears(moe) if one.has_bias)
+        if self.qk_norm:
+            found += 2 * self.head_dim
+        if self.mla:
+            found += self.mla.kv_lora_rank + (self.mla.q_lora_rank or 0)
+        if moe and self.moe and self.moe.router_bias:
+            found += self.moe.num_experts
+        return found
 
     @property
     def head_params(self) -> int:
@@ -277,18 +298,6 @@ class ModelConfig:
         dense = self.num_dense_layers * self.layer_matmul_params()
         moe = self.num_moe_layers * self.layer_matmul_params(moe=True, active=True)
         return dense + moe + self.head_params
-
-    @property
-    def _ffn_matrices(self) -> int:
-        return 3 if self.activation == "swiglu" else 2
-
-    def _moe_matmul_params(self, *, active: bool) -> int:
-        if self.moe is None:
-            return 0
-        experts = self.moe.top_k if active else self.moe.num_experts
-        width = experts * self.moe.ffn_hidden_size + self.moe.shared_ffn_hidden_size
-        router = self.hidden_size * self.moe.num_experts
-        return self._ffn_matrices * self.hidden_size * width + router
 
     def _count(self, *, active: bool) -> int:
         layers = self.num_dense_layers * self.layer_params()

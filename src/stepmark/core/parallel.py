@@ -57,7 +57,7 @@ class ParallelConfig:
             if size % self.tp:
                 raise ConfigError("tp", self.tp, f"a divisor of {model.name}'s {name} ({size})")
         if self.ep > 1 and model.moe is None:
-            raise ConfigError("ep", self.ep, f"1, since {model.name} has no experts")
+            raise ConfigError("ep", self.ep, f"1, because {model.name} has no experts")
         if model.moe and model.moe.num_experts % self.ep:
             raise ConfigError("ep", self.ep, f"a divisor of {model.moe.num_experts} experts")
         if (

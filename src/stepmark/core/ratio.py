@@ -1,4 +1,4 @@
-"""How many times as fast is B as A, and is it real? The launch is the unit.
+"""Ratio of two speeds with its confidence interval; the launch is the statistical unit.
 
 Samples of one launch are not independent: buffers, clocks, placement and neighbours are drawn
 once per launch. So each launch gives one number, its centre, and the interval is Student's t on
@@ -22,7 +22,7 @@ _NORMAL = 1000  # degrees of freedom from which t is the normal distribution to 
 
 
 class Verdict(StrEnum):
-    """SAME: the whole interval lies within the floor, so no difference that counts."""
+    """SAME: the whole interval lies within the floor, so any difference is negligible."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -32,7 +32,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How much launches differ: standard deviation of the logarithm of a launch's centre.
+    """Variation between launches: standard deviation of the logarithm of a launch's centre.
 
     `num_launches` is how many it was found from; None for one that a person states.
     """
@@ -114,7 +114,7 @@ def _error(
     spread: Spread | None,
     rounding: tuple[float, float],
 ) -> tuple[float, int | None, str] | None:
-    """Standard error of the difference of means, degrees of freedom, and whence."""
+    """Return the standard error of the difference, degrees of freedom, and their source."""
     n_a, n_b = len(logs_a), len(logs_b)
     if min(n_a, n_b) > 1:
         # A rounded value is uniform within its last digit: variance unit^2 / 12.
@@ -134,7 +134,7 @@ def _error(
 
 
 def _welch(part_a: float, n_a: int, part_b: float, n_b: int) -> int:
-    """Rounded down, and never under what the smaller side alone has: the safe side."""
+    """Round down, but not below the smaller side alone: the conservative choice."""
     total = part_a + part_b
     if total == 0:
         return min(n_a, n_b) - 1
@@ -156,7 +156,7 @@ def _verdict(speed: float, low: float, high: float, floor: float) -> Verdict:
 
 
 def spread_of(times: Sequence[float], source: str) -> Spread | None:
-    """Of the centres of launches; None for fewer than two."""
+    """Return the variation of the centres of launches; None for fewer than two."""
     if len(times) < 2:
         return None
     logs = [math.log(value) for value in times]
@@ -164,7 +164,7 @@ def spread_of(times: Sequence[float], source: str) -> Spread | None:
 
 
 def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
-    """Which hypotheses fall so that with probability alpha at most any falls wrongly.
+    """Return which hypotheses are rejected, any wrongly with probability alpha at most.
 
     Holm, Scandinavian Journal of Statistics 6, 1979.
     """
@@ -178,7 +178,7 @@ def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
 
 
 def t_cdf(t: float, df: int | None) -> float:
-    """Student's distribution for whole degrees of freedom; the normal one for None.
+    """Return Student's distribution for whole degrees of freedom; the normal one for None.
 
     Finite sums 26.7.3 and 26.7.4 of Abramowitz and Stegun, Handbook of Mathematical Functions.
     """
@@ -196,7 +196,7 @@ def t_cdf(t: float, df: int | None) -> float:
 
 
 def t_quantile(p: float, df: int | None) -> float:
-    """The t that a share p of the distribution lies below, for p from a half up."""
+    """Return the t below which a share p of the distribution lies, for p from 0.5."""
     if df is None or df >= _NORMAL:
         return NormalDist().inv_cdf(p)
     low, high = 0.0, 1.0

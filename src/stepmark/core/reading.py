@@ -1,4 +1,4 @@
-"""What others measured and printed: tables of values, in SI units, with where they stand.
+"""Tables of measured values as other tools print them, in SI units, with their line.
 
 Unknown is None. A value printed as 0 because it was rounded is censored: None here, with an
 upper bound in its place.
@@ -11,7 +11,7 @@ OUT_OF_PLACE, IN_PLACE = "out-of-place", "in-place"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One value of a table: one row's one placement, or one cell.
+    """One value of a table: one placement of a row, or one cell.
 
     A collective has size_bytes and time_s; where a table holds bandwidth alone, rate is the bus
     bandwidth in bytes/s. Anything else (samples/s, images/s) is a rate with a label.
@@ -25,7 +25,7 @@ class Reading:
     dtype: str = ""  # as core/dtypes names it where it knows it
     redop: str = ""  # as core/collectives.RedOp; "" where not printed
     root: int | None = None
-    placement: str = ""  # OUT_OF_PLACE, IN_PLACE or "" where not told
+    placement: str = ""  # OUT_OF_PLACE, IN_PLACE or "" where unknown
     time_s: float | None = None
     algbw_bytes_per_s: float | None = None  # as printed
     busbw_bytes_per_s: float | None = None  # as printed
@@ -40,9 +40,9 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """One table of a file, and how each fact that it does not state was found.
+    """One table of a file, and how each fact that it does not state was inferred.
 
-    `..._from` says in words how a value is known ("8 rank lines"); "" when it is not.
+    `..._from` states how a value is known ("8 rank lines"); "" when it is not.
     """
 
     file: str
@@ -58,8 +58,8 @@ class Table:
     num_ranks: int | None = None
     num_ranks_from: str = ""
     # How it was timed: "nccl-tests queued", "nccl-tests graph", "nccl-tests blocking 1", ...;
-    # "" when the file does not say.
+    # "" if the file does not say.
     method: str = ""
     readings: tuple[Reading, ...] = ()
     columns: tuple[str, ...] = ()  # of a table with a column per setting
-    notes: tuple[str, ...] = ()  # what was odd about it and how it was read
+    notes: tuple[str, ...] = ()  # what is unusual about it, and how it was read

@@ -1,11 +1,11 @@
-"""Where a series of samples becomes steady: found from the samples, not assumed."""
+"""Find the first steady-state sample of a series."""
 
 import math
 from collections.abc import Sequence
 
 
 def steady_from(seconds: Sequence[float], cycle: int = 1) -> int | None:
-    """Index of the first steady sample; None where fewer than half of them look steady.
+    """Return the index of the first steady sample; None if fewer than half are steady.
 
     MSER (K. P. White, "An effective truncation heuristic for bias reduction in simulation
     output", Simulation 69(6), 1997): leave out as many from the start as make the standard

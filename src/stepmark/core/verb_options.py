@@ -155,3 +155,93 @@ class SweepOptions(Settings, Rounds, Recommendation, Files):
         argument=True,
         metavar="COMMAND",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageView:
+    """Messages."""
+
+    histogram: bool = flag("how often each message size", "--histogram", default=False)
+    by: str | None = flag("tell apart: collective,dtype,group,phase or fewer [all]")
+    bins: str | None = flag("craypat, pow2, exact, or edges 1K,64K,1M [exact while few]")
+    ranks: int | None = flag("ranks of communicators that do not state them")
+    curve: str | None = flag("run or file with measured times: what messages cost")
+    steps: Annotated[int, between(1, 2**31)] | None = flag(
+        "training steps in the files, for figures per step"
+    )
+    tuning: bool = flag("algorithm and protocol by size, as logged", "--tuning", default=False)
+    html: str | None = flag("figures of the histogram as one page", metavar="PATH")
+    force: bool = flag("accept a curve of another number of ranks", "--force", default=False)
+
+    @property
+    def shows_histogram(self) -> bool:
+        """Whether an option asks for the histogram, or implies it."""
+        implied = (self.by, self.bins, self.curve, self.html)
+        return self.histogram or any(value is not None for value in implied)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsOptions(MessageView, Files, RunsFolder):
+    """Tables."""
+
+    files: tuple[str, ...] = flag(
+        "files, folders and quoted patterns of one job",
+        default=REQUIRED,
+        argument=True,
+        metavar="FILE...",
+    )
+    tables: bool = flag("list and validate tables of results", "--tables", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFacts:
+    """Facts that files do not state."""
+
+    collective: str | None = flag("of files that do not state it")
+    ranks: int | None = flag("number of ranks of files that do not state it")
+    unit: Annotated[str, words_of("rate", "time")] | None = flag(
+        "of figures that do not state it: rate or time"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Statistics."""
+
+    size_range: str | None = flag(
+        "sizes of the geometric mean, e.g. 1M-1G [all]", "--range", metavar="SIZE-SIZE"
+    )
+    noise: Share | None = flag("variation of one launch (1 sd), e.g. 2%")
+    noise_from: tuple[str, ...] = flag(
+        "a run with several launches, whose variation is used",
+        "--noise-from",
+        "--spread",
+        default=(),
+        metavar="RUN",
+    )
+    statistic: Annotated[str, words_of("median", "mean")] = flag(
+        "of a launch's samples: median or mean", default="median"
+    )
+    fail_if_slower: Share | None = flag("exit 1 if any is slower, e.g. 5%, beyond noise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(SourceFacts, Statistics, Files, RunsFolder):
+    """Comparison."""
+
+    sources: tuple[str, ...] = flag(
+        "runs, files, FILE:2 (its second table), folders, quoted patterns; several with commas "
+        "are launches of one side",
+        default=REQUIRED,
+        argument=True,
+        metavar="[NAME=]A[,A2,...] B [C ...]",
+    )
+    baseline: str | None = flag("name of the side to compare with [first]")
+    placement: Annotated[str, words_of("in", "out", "both")] = flag(
+        "in, out (of place) or both", default="both"
+    )
+    allow: tuple[str, ...] = flag(
+        "pair although this differs: method, num_ranks, dtype", default=()
+    )
+    force: bool = flag("pair whatever differs", "--force", default=False)
+    html: Path | None = flag("a page with the curves and ratios")

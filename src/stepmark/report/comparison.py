@@ -213,7 +213,7 @@ def closing(comparison: Comparison) -> list[str]:
     if any(one.low is None for one in found):
         said.append(
             "no verdict without repeats: give several launches a side (A1,A2,A3), a run with "
-            "several (--spread RUN), or how much one varies (--noise 2%)"
+            "several (--noise-from RUN), or how much one varies (--noise 2%)"
         )
     said += comparison.notes
     if comparison.too_slow is not None:

@@ -240,7 +240,7 @@ def _unused(lines: Sequence[Line], options: Options) -> list[str]:
     if options.noise is not None and repeated:
         notes.append("--noise is not used where both sides have several launches")
     if options.recorded and not any(_recorded_in(line, options) for line in lines):
-        notes.append("--spread has several launches of nothing that is compared")
+        notes.append("--noise-from has several launches of nothing that is compared")
     return notes
 
 

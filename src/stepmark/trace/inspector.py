@@ -1,10 +1,10 @@
-"""Output of NCCL's inspector, a profiler plugin: JSON lines, one per finished operation.
+"""Read the output of NCCL's inspector, a profiler plugin: one JSON line per operation.
 
 Up to format 4.2 each line has its communicator as `header`; from 4.3 on only the `dump_stats`
 line before them has it. Sizes are per rank for collectives with a part of each rank. The
 format is that of plugins/profiler/inspector in the sources of NCCL.
 
-Over 250 lines: one format, read in one pass, and what its own lines say about what they lack.
+Over 250 lines: one format, read in one pass, and what its lines reveal to be missing.
 """
 
 import math
@@ -44,7 +44,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectorFacts:
-    """What the lines of one job say."""
+    """Facts of the lines of one job."""
 
     histogram: Histogram
     num_ranks_seen: int  # that wrote lines
@@ -68,7 +68,7 @@ class _Communicator:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Sum:
+class _Total:
     """Operations of one kind and clock."""
 
     calls: int = 0
@@ -79,22 +79,22 @@ class _Sum:
 
 @dataclass(slots=True, kw_only=True)
 class _State:
-    """What is known after some lines; facts() closes it."""
+    """Everything known after some lines."""
 
-    sums: dict[MessageKind, dict[str, _Sum]] = field(default_factory=dict)
+    totals: dict[MessageKind, dict[str, _Total]] = field(default_factory=dict)
     # process -> communicator -> its ranks there
     seen: dict[tuple[str, str], dict[str, set[int | None]]] = field(default_factory=dict)
     versions: dict[str, None] = field(default_factory=dict)
     dropped: dict[object, int] = field(default_factory=dict)
     algorithms: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    odd: list[Evidence] = field(default_factory=list)
-    num_odd: int = 0
+    unread: list[Evidence] = field(default_factory=list)
+    num_unread: int = 0
     smallest: int | None = None
     first_drop: Evidence | None = None
 
 
 def looks_like_inspector(head: bytes) -> bool:
-    """Whether a file that begins so holds lines of the inspector."""
+    """Return whether a file that begins so holds lines of the inspector."""
     start = head.lstrip()
     return start[:1] == b"{" and any(
         key in start for key in (b'"coll_perf"', b'"p2p_perf"', b'"dump_stats"')
@@ -102,29 +102,30 @@ def looks_like_inspector(head: bytes) -> bool:
 
 
 def read_inspector(paths: Sequence[Path]) -> InspectorFacts:
-    """All files of one job, plain or gzipped. Raises ConfigError, also for no operation."""
+    """Read all files of one job, plain or gzip. Raises ConfigError, also for no operation."""
     state = _State()
     for path in paths:
         with open_binary(path) as stream:
             lines = iter(lambda: stream.readline(MAX_LINE_BYTES), b"")
             _read_lines(lines, str(path), state)
-    if not state.sums:
+    if not state.totals:
         raise ConfigError("file", paths[0], "inspector lines with coll_perf or p2p_perf")
     return _facts(state)
 
 
 def _read_lines(lines: Iterable[bytes], file: str, state: _State) -> None:
-    """Add a file's lines. A line that is no record of the inspector is counted as odd."""
+    """Add a file's lines. Lines that are no records of the inspector are counted."""
     current: _Communicator | None = None
+    unknown = _Communicator(id="", name="", rank=None, num_ranks=None, process=(file, ""))
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         record = _record(line)
         if record is None:
-            state.num_odd += 1
-            if len(state.odd) < 3:
+            state.num_unread += 1
+            if len(state.unread) < 3:
                 shown = line[:100].decode("utf-8", "replace").strip()
-                state.odd.append(Evidence(file=file, line=number, text=shown))
+                state.unread.append(Evidence(file=file, line=number, text=shown))
             continue
         if isinstance(record.get("header"), dict):
             current = _communicator(record, file)
@@ -135,34 +136,30 @@ def _read_lines(lines: Iterable[bytes], file: str, state: _State) -> None:
         if isinstance(stats := record.get("dump_stats"), dict):
             _add_stats(state, stats, current, Evidence(file=file, line=number, text=""))
         for prefix in ("coll", "p2p"):
-            if isinstance(held := record.get(f"{prefix}_perf"), dict):
-                _add(state, held, prefix, current or _nobody(file))
+            if isinstance(fields := record.get(f"{prefix}_perf"), dict):
+                _add(state, fields, prefix, current or unknown)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
-        found = msgspec.json.decode(line)
+        record = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     keys = {"header", "coll_perf", "p2p_perf", "dump_stats", "proxy_trace"}
-    return found if isinstance(found, dict) and keys & found.keys() else None
+    return record if isinstance(record, dict) and keys & record.keys() else None
 
 
 def _communicator(record: Mapping[str, Any], file: str) -> _Communicator:
     header, metadata = record["header"], record.get("metadata")
-    held: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
+    process: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
     ranks = _whole(header.get("n_ranks"))
     return _Communicator(
         id=str(header.get("id") or "")[:60],
         name=str(header.get("comm_name") or "")[:60],
         rank=_whole(header.get("rank")),
         num_ranks=ranks if ranks and ranks <= MAX_RANKS else None,
-        process=(str(held.get("hostname") or file)[:200], str(held.get("pid", ""))[:20]),
+        process=(str(process.get("hostname") or file)[:200], str(process.get("pid", ""))[:20]),
     )
-
-
-def _nobody(file: str) -> _Communicator:
-    return _Communicator(id="", name="", rank=None, num_ranks=None, process=(file, ""))
 
 
 def _whole(value: object) -> int | None:
@@ -171,33 +168,37 @@ def _whole(value: object) -> int | None:
     return int(value)
 
 
-def _add(state: _State, held: Mapping[str, Any], prefix: str, who: _Communicator) -> None:
-    name = _NAMES.get(str(held.get(prefix) or "").lower().removeprefix("nccl"))
-    size = _whole(held.get(f"{prefix}_msg_size_bytes"))
+def _add(
+    state: _State, fields: Mapping[str, Any], prefix: str, communicator: _Communicator
+) -> None:
+    name = _NAMES.get(str(fields.get(prefix) or "").lower().removeprefix("nccl"))
+    size = _whole(fields.get(f"{prefix}_msg_size_bytes"))
     if name is None or size is None:
-        state.num_odd += 1
+        state.num_unread += 1
         return
     kind = MessageKind(
         collective=name,
         dtype="",
-        group=who.label,
-        num_ranks=who.num_ranks,
+        group=communicator.label,
+        num_ranks=communicator.num_ranks,
         phase="",
         call_bytes=size,
-        message_bytes=_message_bytes(name, size, who.num_ranks),
+        message_bytes=_message_bytes(name, size, communicator.num_ranks),
     )
-    source = str(held.get(f"{prefix}_timing_source") or "")[:40]
-    one = state.sums.setdefault(kind, {}).setdefault(source, _Sum())
+    source = str(fields.get(f"{prefix}_timing_source") or "")[:40]
+    one = state.totals.setdefault(kind, {}).setdefault(source, _Total())
     one.calls += 1
-    seconds = _microseconds(held.get(f"{prefix}_exec_time_us"))
+    seconds = _microseconds(fields.get(f"{prefix}_exec_time_us"))
     if seconds is not None:
         one.timed += 1
         one.seconds += seconds
-    one.ranks.add((who.process, who.rank))
-    state.seen.setdefault(who.process, {}).setdefault(who.id, set()).add(who.rank)
+    one.ranks.add((communicator.process, communicator.rank))
+    state.seen.setdefault(communicator.process, {}).setdefault(communicator.id, set()).add(
+        communicator.rank
+    )
     state.smallest = size if state.smallest is None else min(state.smallest, size)
-    if algorithm := str(held.get(f"{prefix}_algo") or "")[:20]:
-        protocol = str(held.get(f"{prefix}_proto") or "")[:20]
+    if algorithm := str(fields.get(f"{prefix}_algo") or "")[:20]:
+        protocol = str(fields.get(f"{prefix}_proto") or "")[:20]
         state.algorithms[name, algorithm, protocol] += 1
 
 
@@ -210,21 +211,24 @@ def _message_bytes(name: str, size: int, num_ranks: int | None) -> int | None:
 
 
 def _microseconds(value: object) -> float | None:
-    """0 is a time below the resolution of one microsecond: unknown, not none."""
+    """Return seconds; 0 is a time below the resolution of one microsecond, so unknown."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value / 1e6 if 0 < value < math.inf else None
 
 
 def _add_stats(
-    state: _State, stats: Mapping[str, Any], who: _Communicator | None, where: Evidence
+    state: _State, stats: Mapping[str, Any], communicator: _Communicator | None, where: Evidence
 ) -> None:
-    """Totals are cumulative per communicator and rank: the last counts, not the sum."""
+    """Add totals, which are cumulative per communicator and rank: the last one counts."""
     for prefix in ("coll", "p2p"):
         total = _whole(stats.get(f"{prefix}_dropped_total"))
         if not total:
             continue
-        key = (prefix, who and (who.id, who.rank, who.process))
+        key = (
+            prefix,
+            communicator and (communicator.id, communicator.rank, communicator.process),
+        )
         state.dropped[key] = max(total, state.dropped.get(key, 0))
         if state.first_drop is None:
             text = f"{prefix}_dropped_total {total}"
@@ -233,14 +237,14 @@ def _add_stats(
 
 def _facts(state: _State) -> InspectorFacts:
     sources: Counter[str] = Counter()
-    for by_source in state.sums.values():
+    for by_source in state.totals.values():
         for source, one in by_source.items():
             sources[source] += one.calls
     # Times of two clocks are never added: the device's, if there are any.
     clock = max(sources, key=lambda source: (source == KERNEL_GPU, sources[source]))
     histogram = {}
-    for kind, by_source in state.sums.items():
-        timed = by_source.get(clock, _Sum())
+    for kind, by_source in state.totals.items():
+        timed = by_source.get(clock, _Total())
         ranks: set[object] = set().union(*(one.ranks for one in by_source.values()))
         histogram[kind] = Tally(
             calls=sum(one.calls for one in by_source.values()),
@@ -250,19 +254,13 @@ def _facts(state: _State) -> InspectorFacts:
         )
     return InspectorFacts(
         histogram=histogram,
-        num_ranks_seen=_num_ranks_seen(state),
+        # A process's ranks are those of its largest group: all groups count from 0.
+        num_ranks_seen=sum(max(map(len, groups.values())) for groups in state.seen.values()),
         timing_sources=dict(sources),
         algorithms=dict(state.algorithms),
         versions=tuple(state.versions),
         findings=tuple(_findings(state, sources, clock)),
     )
-
-
-def _num_ranks_seen(state: _State) -> int:
-    """A process has as many ranks as its communicator with the most: small groups number theirs
-    from 0 again.
-    """
-    return sum(max(map(len, groups.values())) for groups in state.seen.values())
 
 
 def _findings(state: _State, sources: Counter[str], clock: str) -> Iterator[Finding]:
@@ -287,28 +285,25 @@ def _findings(state: _State, sources: Counter[str], clock: str) -> Iterator[Find
             text=f"operations timed by the host, not by the device: {shown}{left_out}",
             count=sum(others.values()),
         )
-    if state.num_odd:
+    if state.num_unread:
         yield Finding(
             rule="inspector-odd-lines",
             severity=Severity.WARNING,
-            text=f"{state.num_odd} lines are no records of the inspector, or of a new kind",
-            evidence=tuple(state.odd),
-            count=state.num_odd,
+            text=f"{state.num_unread} lines are no records of the inspector, or unknown ones",
+            evidence=tuple(state.unread),
+            count=state.num_unread,
         )
     if state.smallest is not None and state.smallest >= DEFAULT_FLOOR_BYTES:
         yield Finding(
             rule="inspector-floor",
             severity=Severity.NOTE,
-            text=f"nothing under {DEFAULT_FLOOR_BYTES} bytes: by default the inspector leaves "
+            text=f"no operation is below {DEFAULT_FLOOR_BYTES} bytes: by default it leaves "
             "smaller messages out (NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES)",
         )
-    if any(FACTS[Collective(kind.collective)].synchronizing for kind in _collectives(state)):
+    names = {kind.collective for kind in state.totals} - {"send", "recv"}
+    if any(FACTS[Collective(name)].synchronizing for name in names):
         yield Finding(
             rule="inspector-waits",
             severity=Severity.NOTE,
-            text="a rank's time includes waiting for the others: it is no time of the wire",
+            text="a rank's time includes waiting for other ranks: it is not the transfer time",
         )
-
-
-def _collectives(state: _State) -> Iterator[MessageKind]:
-    return (kind for kind in state.sums if kind.collective not in ("send", "recv"))

@@ -17,13 +17,12 @@ from dataclasses import dataclass, replace
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
+from stepmark.core.module import Module, Param, work_of
 from stepmark.core.ops import (
     Activation,
     Attention,
     Copy,
     CrossEntropy,
-    Gemm,
-    Layout,
     Norm,
     Op,
     Phase,
@@ -31,29 +30,21 @@ from stepmark.core.ops import (
 )
 from stepmark.core.workload import Kernel
 from stepmark.workload.job import Job, Spread
-from stepmark.workload.units import (
-    Param,
-    Piece,
-    Unit,
-    check_names,
-    module,
-    part,
-    stored,
-    unit,
-)
+from stepmark.workload.layout import Inputs, linear_products
+from stepmark.workload.units import Unit, check_names, module, stored, unit
 
 __all__ = [
     "Architecture",
     "Batch",
     "Build",
+    "Module",
     "OwnJob",
     "Param",
-    "Piece",
     "Unit",
     "module",
-    "part",
     "stored",
     "unit",
+    "work_of",
 ]
 
 
@@ -141,44 +132,38 @@ class Batch:
         bias: bool = False,
         rows: int | None = None,
         tied: str = "",
-    ) -> Piece:
+    ) -> Module:
         """y = x W.T (+ b), W [out, width]; rows: tokens unless told.
 
         tied: name of the parameter of another unit that W is, e.g. "table.weight".
         """
-        m = rows or self.tokens
-        products = (
-            (Phase.FWD, m, out, width, Layout.NT),
-            (Phase.DGRAD, m, width, out, Layout.NN),
-            (Phase.WGRAD, out, width, m, Layout.TN),
-        )
-        operations: list[tuple[Phase, Op | Kernel]] = [
-            (phase, Gemm(m=m, n=n, k=k, dtype=self.dtype, layout=layout))
-            for phase, m, n, k, layout in products
-        ]
+        inputs = Inputs(mbs=self.mbs, seq_len=self.seq_len, dtype=self.dtype)
+        products = linear_products(inputs, rows or self.tokens, out, width)
         kept = [] if tied else [Param(name=f"{name}.weight", shape=(out, width), part=name)]
         if bias:
             kept.append(Param(name=f"{name}.bias", shape=(out,), part=name))
-        return Piece(
+        return Module(
             name=name,
             params=tuple(kept),
-            parts=(part(name, *operations),),
+            role=name,
+            work=work_of(name, *products),
             uses=(tied,) if tied else (),
             is_linear=True,
         )
 
-    def embedding(self, name: str, rows: int, dim: int) -> Piece:
+    def embedding(self, name: str, rows: int, dim: int) -> Module:
         """Lookup of each token in a table [rows, dim]."""
         moved = self.tokens * dim * self.dtype.itemsize
         added = Kernel(name="embedding_backward", flops=0, bytes_moved=3 * moved)
-        return Piece(
+        return Module(
             name=name,
             params=(Param(name=f"{name}.weight", shape=(rows, dim), part=name),),
-            parts=(part(name, (Phase.FWD, Copy(num_bytes=moved)), (Phase.WGRAD, added)),),
+            role=name,
+            work=work_of(name, (Phase.FWD, Copy(num_bytes=moved)), (Phase.WGRAD, added)),
             has_input_grad=False,
         )
 
-    def norm(self, name: str, width: int, *, kind: str = "layernorm") -> Piece:
+    def norm(self, name: str, width: int, *, kind: str = "layernorm") -> Module:
         """layernorm (weight and bias) or rmsnorm (weight) over the last dimension."""
         names = ("weight", "bias") if kind == "layernorm" else ("weight",)
         kept = [
@@ -186,14 +171,15 @@ class Batch:
             for one in names
         ]
         op = Norm(tokens=self.tokens, hidden=width, kind=kind, dtype=self.dtype)
-        return Piece(name=name, params=tuple(kept), parts=(part(name, *_both(op)),))
+        work = work_of(name, *_both(op))
+        return Module(name=name, role=name, params=tuple(kept), work=work)
 
-    def activation(self, name: str, width: int, *, kind: str = "gelu") -> Piece:
+    def activation(self, name: str, width: int, *, kind: str = "gelu") -> Module:
         """gelu, or swiglu of a gate beside (width: of the result)."""
         op = Activation(tokens=self.tokens, width=width, kind=kind, dtype=self.dtype)
         return _between(name, *_both(op))
 
-    def rope(self, name: str, heads: int, kv_heads: int, rotated: int) -> Piece:
+    def rope(self, name: str, heads: int, kv_heads: int, rotated: int) -> Module:
         op = Rope(
             batch=self.mbs,
             seq=self.seq_len,
@@ -214,7 +200,7 @@ class Batch:
         causal: bool = True,
         seq_q: int | None = None,
         seq_kv: int | None = None,
-    ) -> Piece:
+    ) -> Module:
         """softmax(q k.T) v; seq_q queries against seq_kv keys each where it is not causal."""
         op = Attention(
             batch=self.mbs,
@@ -229,20 +215,20 @@ class Batch:
         )
         return _between(name, *_both(op))
 
-    def add(self, name: str, width: int) -> Piece:
+    def add(self, name: str, width: int) -> Module:
         """A sum of two tensors; backward, of two gradients."""
         moved = 3 * self.tokens * width * self.dtype.itemsize
         op = Kernel(name="add", flops=0, bytes_moved=moved)
         return _between(name, (Phase.FWD, op), (Phase.BWD, op))
 
-    def loss(self, name: str, vocab: int, *, rows: int | None = None) -> Piece:
+    def loss(self, name: str, vocab: int, *, rows: int | None = None) -> Module:
         """Cross-entropy of logits over vocab classes."""
         op = CrossEntropy(tokens=rows or self.tokens, vocab=vocab, dtype=self.dtype)
         return _between(name, *_both(op))
 
 
-def _between(name: str, *operations: tuple[Phase, Op | Kernel]) -> Piece:
-    return Piece(name=name, parts=(part(name, *operations),), is_module=False)
+def _between(name: str, *operations: tuple[Phase, Op | Kernel]) -> Module:
+    return Module(name=name, role=name, work=work_of(name, *operations), is_module=False)
 
 
 def _both(

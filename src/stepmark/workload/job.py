@@ -1,6 +1,7 @@
 """What is trained, over which ranks, in which batches: what all rules start from."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stepmark.core.collectives import FACTS, Collective, Parts, RedOp
 from stepmark.core.dtypes import DType
@@ -10,6 +11,8 @@ from stepmark.core.model import ModelConfig
 from stepmark.core.ops import Phase
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import COMPUTE, CommOp, Group
+from stepmark.workload.layout import FUSED, Inputs, ShardLayout
+from stepmark.workload.tree import TreeMaker
 
 TRAINED = (DType.FP32, DType.BF16, DType.FP16)  # types that rules know all messages of
 
@@ -90,6 +93,12 @@ class Job(Spread):
     def tokens(self) -> int:
         """Of one micro-batch on one rank, before tensor parallelism divides them."""
         return self.mbs * self.model.seq_len // self.parallel.cp
+
+    def tree(self, framework: str, **changes: Any) -> TreeMaker:
+        """Maker of the units of one rank, as a framework of FUSED has them."""
+        inputs = Inputs(mbs=self.mbs, seq_len=self.model.seq_len, dtype=self.dtype)
+        layout = ShardLayout(axes=self.parallel, fused=FUSED[framework])
+        return TreeMaker(model=self.model, layout=replace(layout, **changes), inputs=inputs)
 
 
 # From the fastest digit of a rank's number to the slowest: Megatron-LM's default order

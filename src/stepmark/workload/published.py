@@ -9,7 +9,7 @@ from stepmark.workload.architecture import (
     Architecture,
     Batch,
     Build,
-    Piece,
+    Module,
     module,
     stored,
     unit,
@@ -127,7 +127,7 @@ def bigbird_roberta_base(batch: Batch) -> Architecture:
     )
 
 
-def _block_sparse(batch: Batch, heads: int, head_dim: int) -> list[Piece]:
+def _block_sparse(batch: Batch, heads: int, head_dim: int) -> list[Module]:
     """Blocks of 64 (transformers, modeling_big_bird.py, bigbird_block_sparse_attention).
 
     The first and last block see all keys; the second and the last but one 7 blocks; those

@@ -133,6 +133,18 @@ def alignments(ranks: Ranks, tries: int) -> list[float]:
     return moments
 
 
+def arrivals_and_departures(ranks: Ranks, tries: int) -> list[tuple[float, float]]:
+    """When this rank comes to each alignment, the last one late, and when it leaves."""
+    moments = []
+    for _ in range(tries):
+        if ranks.rank == ranks.num_ranks - 1:
+            time.sleep(2e-3)
+        arrival = ranks.now()
+        ranks.align()
+        moments.append((arrival, ranks.now()))
+    return moments
+
+
 def offset_between_made_up_hosts(ranks: Ranks) -> tuple[float, float]:
     """Ranks 2 and 3 say that they are elsewhere, so stamps are exchanged."""
     return clock_offset(ranks.rank, ranks.num_ranks, f"host {ranks.rank // 2}")

@@ -7,6 +7,7 @@ from tests.bench.collectives import on_ranks
 from tests.ranks_pool import Pool
 
 from stepmark.bench.collectives.communicators import _MOST
+from stepmark.bench.ranks import _LEAD_S
 
 
 def test_ranks_leave_an_alignment_together(pool: Pool) -> None:
@@ -15,6 +16,15 @@ def test_ranks_leave_an_alignment_together(pool: Pool) -> None:
     apart = [max(moments) - min(moments) for moments in zip(*by_rank, strict=True)]
     assert statistics.median(apart) < 4e-3
     assert min(apart) < 2e-3
+
+
+def test_nobody_leaves_an_alignment_before_the_moment_that_the_last_one_named(
+    pool: Pool,
+) -> None:
+    by_rank = pool.run(on_ranks.arrivals_and_departures, 40)
+    for moments in zip(*by_rank, strict=True):
+        arrivals, departures = zip(*moments, strict=True)
+        assert min(departures) >= max(arrivals) + _LEAD_S
 
 
 def test_clocks_of_one_host_agree_within_what_is_said(pool: Pool) -> None:

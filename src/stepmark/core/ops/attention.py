@@ -36,15 +36,19 @@ class Attention:
             raise ConfigError("heads", self.heads, f"a multiple of kv-heads ({self.kv_heads})")
         if self.causal and self.seq_q != self.seq_kv:
             # Backends differ in where they place the diagonal in this case.
-            raise ConfigError("seq-kv", self.seq_kv, f"seq-q ({self.seq_q}) when causal")
+            raise ConfigError(
+                "seq-kv", self.seq_kv, f"equal to --seq-q ({self.seq_q}) with a causal mask"
+            )
         if self.window and not self.causal:
-            raise ConfigError("window", self.window, "0 unless causal")
+            raise ConfigError("window", self.window, "0 without a causal mask")
         if self.varlen and (self.batch != 1 or sum(self.varlen) != self.seq_q):
             raise ConfigError(
-                "varlen", self.varlen, f"it needs batch 1 and a sum of seq-q ({self.seq_q})"
+                "varlen",
+                self.varlen,
+                f"it needs --batch 1, and a sum equal to --seq-q ({self.seq_q})",
             )
         if self.varlen and self.seq_q != self.seq_kv:
-            raise ConfigError("seq-kv", self.seq_kv, "seq-q when varlen")
+            raise ConfigError("seq-kv", self.seq_kv, "equal to --seq-q with --varlen")
         if self.dtype.is_fp8:
             raise ConfigError("dtype", self.dtype, "bf16, fp16, fp32 or fp64 for attention")
 

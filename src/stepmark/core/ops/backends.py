@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepmark.core.dtypes import DType
-from stepmark.core.ops import Attention, Bmm, Copy, Gemm, GroupedGemm, Mlp, Optimizer, Scaling
+from stepmark.core.ops import (
+    FAMILIES,
+    Attention,
+    Bmm,
+    Copy,
+    Gemm,
+    GroupedGemm,
+    Mlp,
+    Optimizer,
+    Scaling,
+)
 
 # Optional packages that a backend may need.
 MODULES = (
@@ -21,19 +31,17 @@ MODULES = (
     "aiter",
     "deepspeed",
 )
-BACKENDS: dict[str, tuple[str, ...]] = {
-    "gemm": ("torch",),
+# Of families that have more backends than one.
+_SEVERAL = {
     "grouped-gemm": ("torch", "loop"),
     "attention": ("flash", "cudnn", "efficient", "math", "flex", "flash-attn", "varlen"),
-    "bmm": ("torch",),
-    "mlp": ("torch",),
-    "embedding-bag": ("torch",),
     "norm": ("torch", "compile"),
     "activation": ("torch", "compile"),
     "rope": ("torch", "compile"),
     "cross-entropy": ("torch", "compile"),
-    "optimizer": ("torch",),
-    "copy": ("torch",),
+}
+BACKENDS: dict[str, tuple[str, ...]] = {
+    family: _SEVERAL.get(family, ("torch",)) for family in FAMILIES
 }
 
 

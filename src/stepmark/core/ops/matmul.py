@@ -60,8 +60,9 @@ class Gemm:
             raise ConfigError(
                 "scaling, cast", f"{self.scaling}, {self.cast}", "only with fp8 dtypes"
             )
-        if self.dtype.is_fp8 and (self.n % 16 or self.k % 16):
-            raise ConfigError("n, k", f"{self.n}, {self.k}", "multiples of 16 for fp8")
+        name, size = ("n", self.n) if self.n % 16 else ("k", self.k)
+        if self.dtype.is_fp8 and size % 16:
+            raise ConfigError(name, size, "a multiple of 16 for fp8")
 
     @property
     def result_dtype(self) -> DType:

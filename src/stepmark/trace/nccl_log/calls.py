@@ -157,7 +157,8 @@ class Calls:
             return number
         too_many = len(self.listed) >= MAX_KINDS
         if too_many:
-            call = call._replace(elements=_rounded_up(call.elements))
+            rounded = 1 << (call.elements - 1).bit_length() if call.elements else 0
+            call = call._replace(elements=rounded)
             if call in self.known:
                 return self.known[call]
         number = self.known[call] = len(self.listed)
@@ -165,10 +166,6 @@ class Calls:
         if too_many:
             self.rounded.add(number)
         return number
-
-
-def _rounded_up(elements: int) -> int:
-    return 1 << (elements - 1).bit_length() if elements else 0
 
 
 def parse_coll(line: bytes) -> ParsedCall | None:

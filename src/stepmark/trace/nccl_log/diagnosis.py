@@ -232,7 +232,7 @@ _HARMLESS = (
     ),
     (
         "Could not get speed from",
-        "The interface does not tell its speed and NCCL assumes 10 Gb/s. Harmless if NCCL's "
+        "The interface does not report its speed and NCCL assumes 10 Gb/s. Harmless if NCCL's "
         "network is another one, or there is one node.",
     ),
     ("Could not find real path of", "A PCI path is hidden by the virtual machine. Harmless."),

@@ -72,11 +72,12 @@ def net_socket(facts: LogFacts) -> Iterator[Finding]:
         alone = is_multi_node(facts) is False
         text = "NCCL's network is TCP sockets. "
         text += "The job ran on one node" if alone else "No line shows a second node"
-        text += ": data between its GPUs does not take them."
+        text += ": data between its GPUs does not use them."
         yield finding_of("net-socket", Severity.NOTE, text, lines)
         return
     text = "Data between nodes goes through TCP sockets, at a fraction of what a fabric carries"
-    if failed := _ib_failures(facts):
+    failed = [one for one in facts.plugins if one.event == "failed" and one.name[:2] == "IB"]
+    if failed:
         text += f"; InfiniBand was tried: {listed(sorted({one.name for one in failed}))}"
     lines += [one.occurrences for one in failed]
     yield finding_of("net-socket", Severity.WARNING, text + ".", lines)
@@ -87,10 +88,6 @@ def _socket_between_nodes(facts: LogFacts) -> bool:
     if any(way.kind == SOCKET and way.same_host is not True for way in facts.transports):
         return True
     return "Socket" in facts.networks and is_multi_node(facts) is True
-
-
-def _ib_failures(facts: LogFacts) -> list[Plugin]:
-    return [one for one in facts.plugins if one.event == "failed" and one.name[:2] == "IB"]
 
 
 def plugins(facts: LogFacts) -> Iterator[Finding]:
@@ -163,7 +160,12 @@ def no_gpudirect(facts: LogFacts) -> Iterator[Finding]:
         total = sum(way.channels for way in fabric)
         slow = sum(way.channels for way in staged)
         text = f"{slow} of {total} connections over {staged[0].kind} go without GPUDirect RDMA"
-    elif reasons and not fabric and _uses_fabric(facts) and is_multi_node(facts) is not False:
+    elif (
+        reasons
+        and not fabric
+        and facts.networks.keys() - {"Socket"}
+        and is_multi_node(facts) is not False
+    ):
         text = "GPUDirect RDMA is switched off for the network's adapters"
     else:
         return
@@ -180,10 +182,6 @@ def no_gpudirect(facts: LogFacts) -> Iterator[Finding]:
     lines += [one.occurrences for one in reasons]
     lines += [way.evidence for way in staged[1:]]
     yield finding_of("no-gpudirect", Severity.WARNING, text + ".", lines)
-
-
-def _uses_fabric(facts: LogFacts) -> bool:
-    return any(name != "Socket" for name in facts.networks)
 
 
 def shm_instead_of_p2p(facts: LogFacts) -> Iterator[Finding]:

@@ -104,25 +104,20 @@ def plugin(collector: Collector, message: LogMessage) -> None:
         add(message, kind, "internal", "")
 
 
+_UNPREFIXED = re.compile(
+    r"^(?:P2P|(?:(?P<loaded>Successfully loaded external)|External|Failed to initialize) "
+    r"(?P<kind>network|NET|tuner|profiler|env)) plugin (?P<name>.*?)(?: is unsupported)?$"
+)
+
+
 def plugin_loaded(collector: Collector, message: LogMessage) -> None:
-    """Record lines on plugins without their kind in front, by their first words."""
-    for start, kind, event in (
-        ("Successfully loaded external network plugin ", "NET", "loaded"),
-        ("Successfully loaded external tuner plugin ", "TUNER", "loaded"),
-        ("Successfully loaded external profiler plugin ", "PROFILER", "loaded"),
-        ("Successfully loaded external env plugin ", "ENV", "loaded"),
-        ("External network plugin ", "NET", "failed"),
-        ("External tuner plugin ", "TUNER", "failed"),
-        ("External profiler plugin ", "PROFILER", "failed"),
-        ("Failed to initialize NET plugin ", "NET", "failed"),
-        ("Failed to open libibverbs", "NET", "failed"),
-        ("P2P plugin ", "NET", "loaded"),
-    ):
-        if message.text.startswith(start):
-            name = message.text.removeprefix(start).removesuffix(" is unsupported")
-            name = "IB: no libibverbs.so" if start.endswith("verbs") else name
-            collector.add_plugin(message, kind, event, name)
-            return
+    """Record lines on plugins without their kind in front."""
+    if message.text.startswith("Failed to open libibverbs"):
+        collector.add_plugin(message, "NET", "failed", "IB: no libibverbs.so")
+    elif match := _UNPREFIXED.match(message.text):
+        kind = (match["kind"] or "NET").upper().replace("NETWORK", "NET")
+        event = "loaded" if match["loaded"] or match["kind"] is None else "failed"
+        collector.add_plugin(message, kind, event, match["name"])
 
 
 def bootstrap(collector: Collector, message: LogMessage) -> None:

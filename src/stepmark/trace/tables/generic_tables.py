@@ -42,10 +42,6 @@ _THROUGHPUT = re.compile(r"\b(image|img|sample|token|tok)s?(?:/| per )s", re.I)
 _THINGS = {"img": "image", "tok": "token"}
 # Bandwidths in other units than GB/s: bits, binary units, other prefixes.
 _OTHER_BANDWIDTH = re.compile(r"\b(?:[KkMT]i?B|GiB|[KkMGT]i?b(?:its?)?)(?:/s|ps\b| per s)")
-# A heading that names a figure and no setting: "time_us", "busbw (GB/s)".
-_FIGURE_HEADING = re.compile(
-    r"(time|latency|algbw|busbw|bandwidth)[ _]*[\[(]?(ns|us|ms|s|GB/s)?[\])]?", re.IGNORECASE
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,20 +157,7 @@ def _head(lines: Sequence[str], first: int, separator: str, width: int) -> list[
     return cells if is_head else []
 
 
-def _without_other_figures(grid: _Grid) -> _Grid | None:
-    """Keep the time or the first figure where columns are figures of one setting; else None."""
-    names = grid.head[1:]
-    if len(names) < 2 or not all(map(_FIGURE_HEADING.fullmatch, names)):
-        return None
-    timed = (place for place, name in enumerate(names, 1) if _TIME_WORD.match(name))
-    place = next(timed, 1)
-    rows = [(line, [cells[0], cells[place]]) for line, cells in grid.rows]
-    return _Grid(grid.head_line, [grid.head[0], grid.head[place]], rows)
-
-
-def _table(whole: _Grid, lines: Sequence[str], file: str) -> Table:
-    single = _without_other_figures(whole)
-    grid = single or whole
+def _table(grid: _Grid, lines: Sequence[str], file: str) -> Table:
     sizes = _sizes(grid)
     title = heading_above(lines, grid.head_line)
     last_line = grid.rows[-1][0]
@@ -208,7 +191,7 @@ def _table(whole: _Grid, lines: Sequence[str], file: str) -> Table:
         num_ranks=num_ranks,
         num_ranks_from=f"the heading {title!r}" if num_ranks else "",
         readings=readings,
-        columns=() if single else tuple(grid.head[1:]),
+        columns=tuple(grid.head[1:]),
         notes=tuple(notes),
     )
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
 from stepmark.core.model import find_model
+from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.rules.pytorch import ddp
 from stepmark.workload.rules.pytorch.buckets import closed, completed
 from stepmark.workload.rules.pytorch.ddp import MIB, Ddp
-from stepmark.workload.units import Param
 
 from .jobs import BIASED, DENSE, EXPERTS, comms, make
 

@@ -3,64 +3,61 @@
 transformers 5.23, models/llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v2, deepseek_v3,
 gpt2: modeling_*.py. A SwiGLU model is Llama's family, any other GPT-2's. Parameters are
 numbered in the order of named_parameters(), which is that of a module's __init__, not of its
-calls. Over 250 lines because trees and sizes go by the same names.
+calls.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from stepmark.core.model import ModelConfig
-from stepmark.core.ops import Phase
-from stepmark.core.workload import ComputeOp
-from stepmark.workload import decoder, layers
-from stepmark.workload.decoder import Part
+from stepmark.core.module import Module as Leaf
+from stepmark.core.workload import Kernel
 from stepmark.workload.job import Job
 from stepmark.workload.rules.deepspeed.modules import Module, Param, as_leaf
+from stepmark.workload.tree import TreeMaker
 
 Registered = dict[str, tuple[Param, ...]]
-_Leaf = Callable[..., tuple["Module", ...]]
+_Make = Callable[..., tuple["Module", ...]]
 
 
-def parts_of(job: Job) -> dict[str, Part]:
-    """Computation by module of dense and MoE layers, embedding and head.
+def tree_of(job: Job) -> TreeMaker:
+    """In Llama's family q, k and v, and gate and up, are linear layers of their own."""
+    like_llama = job.model.activation == "swiglu"
+    return job.tree("huggingface" if like_llama else "train", sequence_parallel=False)
 
-    Query, key and value, and gate and up, are linear layers of their own in Llama's family.
-    """
-    model = job.model
-    found: list[Part] = []
+
+def _leaves(tree: TreeMaker, *, moe: bool) -> dict[str, Leaf]:
+    return {leaf.role: leaf for leaf in tree.block(moe=moe).walk() if leaf.work or leaf.params}
+
+
+def parts_of(job: Job) -> dict[str, Leaf]:
+    """Computation by role of dense and MoE layers, embedding and head."""
+    model, tree = job.model, tree_of(job)
+    found: dict[str, Leaf] = {}
     for is_moe, count in ((False, model.num_dense_layers), (True, model.num_moe_layers)):
-        if count:
-            found += decoder.layer(job, moe=is_moe, sequence_parallel=False)
-    found += [decoder.embedding(job), *decoder.head(job, sequence_parallel=False)]
-    parts = {part.module: part for part in found}
-    if model.activation != "swiglu":
-        return parts
-    pieces = {"mlp.gate_up": ("gate", "up"), "mlp.shared_gate_up": ("shared_gate", "shared_up")}
-    shared = model.moe.shared_ffn_hidden_size if model.moe else 0
-    widths = {"mlp.gate_up": model.ffn_hidden_size, "mlp.shared_gate_up": shared}
-    for fused, names in pieces.items():
-        if parts.pop(fused, None) is not None:
-            for name in names:
-                parts[f"mlp.{name}"] = _linear(job, f"mlp.{name}", widths[fused])
-    if parts.pop("attention.qkv", None) is not None:
-        for name, heads in (("q", model.num_heads), ("k", model.num_kv_heads)):
-            width = heads * model.head_dim
-            parts[f"attention.{name}"] = _linear(job, f"attention.{name}", width)
-        parts["attention.v"] = _linear(job, "attention.v", model.num_kv_heads * model.head_dim)
-    return parts
+        found |= _leaves(tree, moe=is_moe) if count else {}
+    found |= {leaf.role: leaf for leaf in (tree.embedding().inside[0], *tree.output().inside)}
+    # Sums of gradients of one input are left out, of q, k and v as of gate and up.
+    return {
+        role: replace(
+            leaf, work=tuple(one for one in leaf.work if not isinstance(one.op, Kernel))
+        )
+        if leaf.is_linear
+        else leaf
+        for role, leaf in found.items()
+    }
 
 
-def modules_of(
-    model: ModelConfig, *, divided: bool = False
-) -> tuple[Module, tuple[Param, ...]]:
+def modules_of(job: Job, *, divided: bool = False) -> tuple[Module, tuple[Param, ...]]:
     """The whole model, and its parameters in the order of their registration.
 
     divided: stage 3. A linear layer's weight then has its gradient before the bias, as in the
     function that takes the place of torch's (zero/linear.py; GPT-2's layers are Conv1D, which
     it leaves alone), and a block of experts is a leaf (zero/leaf_module_config.py).
     """
-    registered = _register(model)
+    model = job.model
+    registered = _register(job)
     like_llama = model.activation == "swiglu"
 
     def leaf(at: int, name: str, *parts: str) -> tuple[Module, ...]:
@@ -92,17 +89,24 @@ def modules_of(
     return root, tuple(seen[index] for index in sorted(seen))
 
 
-def _register(model: ModelConfig) -> Registered:
-    sizes: dict[str, tuple[int, ...]] = {"embed": (model.vocab_size * model.hidden_size,)}
-    if model.max_positions:
-        sizes["positions"] = (model.max_positions * model.hidden_size,)
-    moe = model.moe
+def _register(job: Job) -> Registered:
+    """Parameters by module, numbered in the order of registration."""
+    model, tree = job.model, tree_of(job)
+    sizes: dict[str, list[int]] = {}
+    for name, one in zip(("embed", "positions"), tree.embedding().inside, strict=False):
+        sizes[name] = [param.numel for param in one.params]
+    kinds = {
+        is_moe: _in_order(model, _leaves(tree, moe=is_moe))
+        for is_moe, count in ((False, model.num_dense_layers), (True, model.num_moe_layers))
+        if count
+    }
     for at in range(model.num_layers):
-        is_moe = moe is not None and at >= moe.first_dense_layers
-        sizes |= {f"{at}.{name}": found for name, found in _layer_sizes(model, is_moe)}
-    sizes["norm"] = _norm_sizes(model)
+        is_moe = at >= model.num_dense_layers
+        sizes |= {f"{at}.{name}": numels for name, numels in kinds[is_moe].items()}
+    norm, head, _ = tree.output().inside
+    sizes["norm"] = [param.numel for param in norm.params]
     if not model.tied_embeddings:
-        sizes["lm_head"] = (model.vocab_size * model.hidden_size,)
+        sizes["lm_head"] = [param.numel for param in head.params]
     found: Registered = {}
     index = 0
     for name, numels in sizes.items():
@@ -113,89 +117,27 @@ def _register(model: ModelConfig) -> Registered:
     return found
 
 
-def _norm_sizes(model: ModelConfig) -> tuple[int, ...]:
-    both = model.norm == "layernorm"
-    return (model.hidden_size, model.hidden_size) if both else (model.hidden_size,)
+_LATENT = "q q_down q_norm q_up kv_down kv_norm kv_up out"
+_GROUPED = "q k v out q_norm k_norm"
+_MLP = "gate up down"
+_SHARED = "shared_gate shared_up shared_down"
 
 
-def _layer_sizes(model: ModelConfig, is_moe: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Elements of each module's parameters, in the order of registration."""
-    hidden, norm = model.hidden_size, _norm_sizes(model)
+def _in_order(model: ModelConfig, leaves: dict[str, Leaf]) -> dict[str, list[int]]:
+    """Elements of each module's parameters; all experts are two, after Mixtral's router."""
+    names = {"attention.norm": "input_norm", "mlp.norm": "mlp_norm"}
+    found: dict[str, list[int]] = {}
+    for role, leaf in leaves.items():
+        name = "experts" if "experts_" in role else role.partition(".")[2]
+        sizes = found.setdefault(names.get(role, name), [])
+        sizes += [param.numel for param in leaf.params]
+    attention = _LATENT if model.mla else _GROUPED
+    is_mixtral = not (model.qk_norm or (model.moe and model.moe.shared_ffn_hidden_size))
+    routed = "router experts" if is_mixtral else "experts router"
+    order = f"{attention} {_MLP} {routed} {_SHARED} input_norm mlp_norm"
     if model.activation != "swiglu":
-        width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        yield "input_norm", norm
-        yield "qkv", _linear_sizes(hidden, width, model.qkv_bias or model.linear_bias)
-        yield "out", _linear_sizes(model.num_heads * model.d_v, hidden, model.linear_bias)
-        yield "mlp_norm", norm
-        yield "up", _linear_sizes(hidden, model.ffn_hidden_size, model.linear_bias)
-        yield "down", _linear_sizes(model.ffn_hidden_size, hidden, model.linear_bias)
-        return
-    yield from _attention_sizes(model)
-    yield from _moe_sizes(model) if is_moe else _mlp_sizes("", model, model.ffn_hidden_size)
-    yield "input_norm", norm
-    yield "mlp_norm", norm
-
-
-def _attention_sizes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, heads = model.hidden_size, model.num_heads
-    if (mla := model.mla) is not None:
-        if mla.q_lora_rank is None:
-            yield "q", (hidden * heads * model.d_qk,)
-        else:
-            yield "q_down", (hidden * mla.q_lora_rank,)
-            yield "q_norm", (mla.q_lora_rank,)
-            yield "q_up", (mla.q_lora_rank * heads * model.d_qk,)
-        yield "kv_down", (hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim),)
-        yield "kv_norm", (mla.kv_lora_rank,)
-        yield "kv_up", (mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim),)
-        yield "out", (heads * mla.v_head_dim * hidden,)
-        return
-    bias = model.qkv_bias or model.linear_bias
-    kv_width = model.num_kv_heads * model.head_dim
-    for name, width in (("q", heads * model.head_dim), ("k", kv_width), ("v", kv_width)):
-        yield name, _linear_sizes(hidden, width, bias)
-    yield "out", _linear_sizes(heads * model.head_dim, hidden, model.linear_bias)
-    if model.qk_norm:
-        yield "q_norm", (model.head_dim,)
-        yield "k_norm", (model.head_dim,)
-
-
-def _mlp_sizes(
-    prefix: str, model: ModelConfig, width: int
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield prefix + "gate", _linear_sizes(model.hidden_size, width, model.linear_bias)
-    yield prefix + "up", _linear_sizes(model.hidden_size, width, model.linear_bias)
-    yield prefix + "down", _linear_sizes(width, model.hidden_size, model.linear_bias)
-
-
-def _moe_sizes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """All experts are two parameters. Only Mixtral registers its router first."""
-    if (moe := model.moe) is None:
-        return
-    router = ("router", (moe.num_experts * model.hidden_size,))
-    one = moe.num_experts * model.hidden_size * moe.ffn_hidden_size
-    is_mixtral = not (model.qk_norm or moe.shared_ffn_hidden_size)
-    if is_mixtral:
-        yield router
-    yield "experts", (2 * one, one)
-    if not is_mixtral:
-        yield router
-    if moe.shared_ffn_hidden_size:
-        yield from _mlp_sizes("shared_", model, moe.shared_ffn_hidden_size)
-
-
-def _linear_sizes(inputs: int, outputs: int, bias: bool) -> tuple[int, ...]:
-    return (inputs * outputs, outputs) if bias else (inputs * outputs,)
-
-
-def _linear(job: Job, module: str, width: int) -> Part:
-    shape = decoder.shape_of(job)
-    placed = list(layers.linear(shape, module, job.tokens, width, job.model.hidden_size))
-    made = [
-        ComputeOp(op=op, phase=label.phase or Phase.BWD, module=module, layer=0, microbatch=0)
-        for label, op in placed
-    ]
-    return Part(module=module, fwd=(made[0],), bwd=tuple(made[1:]))
+        order = "input_norm qkv out mlp_norm up down"
+    return {name: found[name] for name in order.split() if found.get(name)}
 
 
 def _plain(name: str) -> Module:
@@ -207,7 +149,7 @@ def _between(*parts: str) -> Module:
     return Module(name="", parts=parts, hooked=False)
 
 
-def _llama_layer(model: ModelConfig, leaf: _Leaf, divided: bool) -> Module:
+def _llama_layer(model: ModelConfig, leaf: _Make, divided: bool) -> Module:
     projections = (
         "q_down q_norm q_up q k_norm kv_down kv_norm kv_up k v"
         if model.mla
@@ -240,7 +182,7 @@ def _llama_layer(model: ModelConfig, leaf: _Leaf, divided: bool) -> Module:
     return _layer(leaf, attention, mlp)
 
 
-def _gated(leaf: _Leaf, prefix: str) -> tuple[Module, ...]:
+def _gated(leaf: _Make, prefix: str) -> tuple[Module, ...]:
     return (
         *leaf(f"{prefix}gate", f"mlp.{prefix}gate"),
         _plain("act"),
@@ -250,7 +192,7 @@ def _gated(leaf: _Leaf, prefix: str) -> tuple[Module, ...]:
     )
 
 
-def _gpt2_layer(leaf: _Leaf) -> Module:
+def _gpt2_layer(leaf: _Make) -> Module:
     attention = Module(
         name="attention",
         children=(
@@ -266,7 +208,7 @@ def _gpt2_layer(leaf: _Leaf) -> Module:
     return _layer(leaf, attention, mlp)
 
 
-def _layer(leaf: _Leaf, attention: Module, mlp: Module) -> Module:
+def _layer(leaf: _Make, attention: Module, mlp: Module) -> Module:
     return Module(
         name="layer",
         children=(

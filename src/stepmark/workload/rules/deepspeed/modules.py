@@ -26,7 +26,7 @@ class Module:
     params: tuple[Param, ...] = ()
     grads: tuple[Param, ...] = ()
     children: "tuple[Module, ...]" = ()
-    parts: tuple[str, ...] = ()  # of decoder.Part, in forward order
+    parts: tuple[str, ...] = ()  # roles of leaves, in forward order
     layer: int | None = None
     hooked: bool = True
     in_backward: bool = True  # its output has a gradient

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from stepmark.workload.architecture import Architecture, Piece, Unit
-from stepmark.workload.decoder import Part
+from stepmark.core.module import Module as Leaf
+from stepmark.workload.architecture import Architecture, Unit
 from stepmark.workload.rules.deepspeed.modules import Module, Param
 
 
@@ -24,7 +24,7 @@ class Found:
     root: Module
     params: tuple[Param, ...]
     used: tuple[Param, ...]
-    parts: dict[str, Part]
+    parts: dict[str, Leaf]
 
 
 def modules_of(made: Architecture, *, divided: bool) -> Found:
@@ -48,7 +48,7 @@ class _Maker:
     divided: bool
     params: dict[tuple[str, int, str], Param] = field(default_factory=dict)
     stored: dict[str, Param] = field(default_factory=dict)  # of no layer, which others may use
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, Leaf] = field(default_factory=dict)
     layer: int = 0
 
     def register(self, one: Unit, at: int, name: str, numel: int) -> None:
@@ -74,7 +74,7 @@ class _Maker:
             else:
                 yield from pieces
 
-    def piece(self, one: Unit, at: int, piece: Piece, layer: int | None) -> Module:
+    def piece(self, one: Unit, at: int, piece: Leaf, layer: int | None) -> Module:
         own = tuple(self.params[one.name, at, param.name] for param in piece.params)
         used = tuple(self.stored[name] for name in piece.uses)
         inside = tuple(self.piece(one, at, child, layer) for child in piece.inside)
@@ -84,25 +84,18 @@ class _Maker:
             params=(*own, *used),
             grads=own[::-1] if backwards else own,
             children=inside,
-            parts=tuple(self._kept(one, part) for part in piece.parts),
+            parts=(self._kept(one, piece),) if piece.work else (),
             layer=layer,
             hooked=piece.is_module,
             in_backward=piece.in_backward,
             input_grad=piece.has_input_grad,
         )
 
-    def _kept(self, one: Unit, part: Part) -> str:
-        """The part's name here. Two of a unit may be called the same."""
-        key = f"{one.name}: {part.module}"
-        made = part if one.is_layer else _of_no_layer(part)
+    def _kept(self, one: Unit, leaf: Leaf) -> str:
+        """The leaf's name here. Two of a unit may be called the same."""
+        key = f"{one.name}: {leaf.role}"
+        layer = 0 if one.is_layer else None
+        made = Leaf(role=leaf.role, work=tuple(replace(op, layer=layer) for op in leaf.work))
         while self.parts.setdefault(key, made) != made:
             key += "'"
         return key
-
-
-def _of_no_layer(part: Part) -> Part:
-    return replace(
-        part,
-        fwd=tuple(replace(op, layer=None) for op in part.fwd),
-        bwd=tuple(replace(op, layer=None) for op in part.bwd),
-    )

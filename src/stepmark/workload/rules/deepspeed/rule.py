@@ -96,7 +96,7 @@ class _Plan:
             self.root, self.params, self.parts = found.root, found.params, found.parts
             self.recreated = found.used
         else:
-            self.root, self.params = huggingface.modules_of(job.model, divided=divided)
+            self.root, self.params = huggingface.modules_of(job, divided=divided)
             self.parts = huggingface.parts_of(job)
             self.recreated = self.params[:1] if job.model.tied_embeddings else ()
         self.shares = shares(

@@ -13,9 +13,9 @@ from itertools import groupby
 
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
+from stepmark.core.module import Module as Leaf
 from stepmark.core.ops import Phase
 from stepmark.core.workload import Block, CommOp, Item, Operation, Run
-from stepmark.workload.decoder import Part
 from stepmark.workload.fold import Repeat, fold, unfold
 from stepmark.workload.job import Comms
 from stepmark.workload.rules.deepspeed.buckets import Message
@@ -48,7 +48,7 @@ class Tape:
     follows: gathers wait for the end of the micro-batch before, if there is one.
     """
 
-    parts: dict[str, Part]
+    parts: dict[str, Leaf]
     comms: Comms
     overlaps: bool
     divided: bool  # stage 3
@@ -85,9 +85,9 @@ class Tape:
         """A module's computation; backward the other way round."""
         found = [self.parts[name] for name in module.parts if name in self.parts]
         if phase is Phase.FWD:
-            ops = [op for part in found for op in part.fwd]
+            ops = [op for leaf in found for op in leaf.fwd]
         else:
-            ops = [op for part in reversed(found) for op in part.bwd]
+            ops = [op for leaf in reversed(found) for op in leaf.bwd]
         if not ops:
             return
         after = []

@@ -14,43 +14,42 @@ from typing import Any
 
 from stepmark.core.collectives import Collective
 from stepmark.core.message import RECV, SEND
-from stepmark.core.ops import Attention, Gemm, Norm, Phase
+from stepmark.core.module import Module
+from stepmark.core.ops import Attention, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Operation
-from stepmark.workload import decoder
-from stepmark.workload.decoder import Part
-from stepmark.workload.rules.megatron.layer import column, row
+from stepmark.workload.rules.megatron.layer import column, leaves, row
 from stepmark.workload.rules.megatron.settings import CpComm, Plan
-from stepmark.workload.rules.megatron.steps import Step, of_part
+from stepmark.workload.rules.megatron.steps import Step, of_leaf
 
 
 def attention(plan: Plan) -> tuple[Step, ...]:
     """norm, projections, core, out, residual of one layer."""
     parts = {
-        part.module.removeprefix("attention."): part
-        for part in decoder.attention(plan.job, sequence_parallel=plan.sequence_parallel)
+        role.removeprefix("attention."): leaf
+        for role, leaf in leaves(plan, moe=plan.model.num_dense_layers == 0).items()
     }
     hidden = plan.model.hidden_size
-    found = [of_part(parts["norm"])]
+    found = [of_leaf(parts["norm"])]
     if plan.model.mla is None:
         found.append(column(plan, parts["qkv"], hidden))
-        found += [of_part(parts[name]) for name in ("q_norm", "k_norm") if name in parts]
+        found += [of_leaf(parts[name]) for name in ("q_norm", "k_norm") if name in parts]
     else:
         found += _latent(plan, parts)
     if "rope" in parts:
-        found.append(of_part(parts["rope"]))
+        found.append(of_leaf(parts["rope"]))
     found.append(_core(plan, parts["core"]))
     found.append(row(plan, parts["out"], hidden))
-    found.append(of_part(parts["residual"]))
+    found.append(of_leaf(parts["residual"]))
     return tuple(found)
 
 
-def _latent(plan: Plan, parts: dict[str, Part]) -> Iterator[Step]:
+def _latent(plan: Plan, parts: dict[str, Module]) -> Iterator[Step]:
     """Down projections whole on this rank's tokens; up projections over tp."""
     mla = plan.model.mla
     assert mla is not None
     if "q_down" in parts:
-        yield of_part(_own_rows(plan, parts["q_down"]))
-    down = of_part(_own_rows(plan, parts["kv_down"]))
+        yield of_leaf(parts["q_down"])
+    down = of_leaf(parts["kv_down"])
     if plan.sequence_parallel:
         shared = plan.tokens * mla.qk_rope_head_dim
         of: dict[str, Any] = {"module": down.module, "layer": 0, "microbatch": 0}
@@ -59,9 +58,7 @@ def _latent(plan: Plan, parts: dict[str, Part]) -> Iterator[Step]:
         back = made(Collective.REDUCE_SCATTER, shared, "tp", phase=Phase.DGRAD, **of)
         down = Step(module=down.module, fwd=(*down.fwd, *ahead), bwd=(*back, *down.bwd))
     yield down
-    yield from (
-        of_part(_own_rows(plan, parts[name])) for name in ("q_norm", "kv_norm") if name in parts
-    )
+    yield from (of_leaf(parts[name]) for name in ("q_norm", "kv_norm") if name in parts)
     if "q_up" in parts:
         yield column(plan, parts["q_up"], mla.q_lora_rank or 0)
     else:
@@ -69,42 +66,23 @@ def _latent(plan: Plan, parts: dict[str, Part]) -> Iterator[Step]:
     yield column(plan, parts["kv_up"], mla.kv_lora_rank)
 
 
-def _own_rows(plan: Plan, part: Part) -> Part:
-    """Of the sequence only what sequence parallelism leaves this rank."""
-
-    def smaller(op: ComputeOp) -> ComputeOp:
-        inner = op.op
-        if isinstance(inner, Norm):
-            return replace(op, op=replace(inner, tokens=plan.own_tokens))
-        assert isinstance(inner, Gemm)
-        if op.phase is Phase.WGRAD:
-            return replace(op, op=replace(inner, k=plan.own_tokens))
-        return replace(op, op=replace(inner, m=plan.own_tokens))
-
-    return replace(
-        part,
-        fwd=tuple(smaller(op) for op in part.fwd),
-        bwd=tuple(smaller(op) for op in part.bwd),
-    )
-
-
-def _core(plan: Plan, part: Part) -> Step:
+def _core(plan: Plan, leaf: Module) -> Step:
     """Scores and values, the other ranks' keys and values as cp brings them."""
     cp = plan.size("cp")
     if cp == 1:
-        return of_part(part)
+        return of_leaf(leaf)
     heads = plan.model.num_heads if plan.model.mla else plan.model.num_kv_heads
     own = plan.tokens * (heads // plan.tp)
     widths = (plan.model.d_qk, plan.model.d_v)
     if plan.settings.cp_comm_type is CpComm.ALL_GATHER:
-        return _gathered(plan, part, [own * width for width in widths])
-    return _ring(plan, part, own * sum(widths))
+        return _gathered(plan, leaf, [own * width for width in widths])
+    return _ring(plan, leaf, own * sum(widths))
 
 
-def _gathered(plan: Plan, part: Part, own: list[int]) -> Step:
+def _gathered(plan: Plan, leaf: Module, own: list[int]) -> Step:
     """Keys and values gathered, again in the backward pass; their gradients scattered."""
     cp, made = plan.size("cp"), plan.comms
-    of: dict[str, Any] = {"module": part.module, "layer": 0, "microbatch": 0}
+    of: dict[str, Any] = {"module": leaf.role, "layer": 0, "microbatch": 0}
 
     def both(kind: Collective, phase: Phase) -> tuple[CommOp, ...]:
         return tuple(
@@ -112,17 +90,17 @@ def _gathered(plan: Plan, part: Part, own: list[int]) -> Step:
         )
 
     return Step(
-        module=part.module,
-        fwd=(*both(Collective.ALL_GATHER, Phase.FWD), *part.fwd),
+        module=leaf.role,
+        fwd=(*both(Collective.ALL_GATHER, Phase.FWD), *leaf.fwd),
         bwd=(
             *both(Collective.ALL_GATHER, Phase.BWD),
-            *part.bwd,
+            *leaf.bwd,
             *both(Collective.REDUCE_SCATTER, Phase.BWD),
         ),
     )
 
 
-def _ring(plan: Plan, part: Part, own: int) -> Step:
+def _ring(plan: Plan, leaf: Module, own: int) -> Step:
     """Keys and values go round, each step's beside the scores of those that are here.
 
     Backward their gradients go round too, one step behind: cp messages of which the first has
@@ -130,7 +108,7 @@ def _ring(plan: Plan, part: Part, own: int) -> Step:
     exact.
     """
     cp, name = plan.size("cp"), "kv"
-    of: dict[str, Any] = {"module": part.module, "layer": 0, "microbatch": 0, "stream": "cp"}
+    of: dict[str, Any] = {"module": leaf.role, "layer": 0, "microbatch": 0, "stream": "cp"}
 
     def pass_on(elements: int, phase: Phase) -> tuple[CommOp, ...]:
         sent = plan.comms(SEND, elements, "cp", peer=1, phase=phase, **of)
@@ -153,10 +131,10 @@ def _ring(plan: Plan, part: Part, own: int) -> Step:
         if moves:
             fwd += pass_on(own, Phase.FWD)
         came = f"{name}~1" if moves else name
-        fwd += [_piece(op, cp, (came,) if index else ()) for op in part.fwd]
+        fwd += [_piece(op, cp, (came,) if index else ()) for op in leaf.fwd]
         bwd += pass_on(2 * own if 0 < index < cp - 1 else own, Phase.BWD)
-        bwd += [_piece(op, cp, (f"{name}~1",) if index else ()) for op in part.bwd]
-    return Step(module=part.module, fwd=tuple(fwd), bwd=tuple(bwd), pending=name)
+        bwd += [_piece(op, cp, (f"{name}~1",) if index else ()) for op in leaf.bwd]
+    return Step(module=leaf.role, fwd=tuple(fwd), bwd=tuple(bwd), pending=name)
 
 
 def _piece(op: ComputeOp, cp: int, after: tuple[str, ...]) -> ComputeOp:

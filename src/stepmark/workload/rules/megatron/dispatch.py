@@ -22,18 +22,6 @@ from stepmark.workload.rules.megatron.steps import Step
 _Comms = tuple[CommOp, ...]
 
 
-def rows(plan: Plan) -> int:
-    """Rows that this rank's own tokens send to experts."""
-    moe = moe_of(plan)
-    sent = plan.own_tokens * moe.top_k
-    factor = plan.settings.moe_expert_capacity_factor
-    if factor is None:
-        return sent
-    # get_capacity of moe_utils.py
-    capacity = math.ceil(sent / moe.num_experts * factor) * moe.num_experts
-    return capacity if plan.settings.moe_pad_expert_input_to_capacity else min(sent, capacity)
-
-
 def moe_of(plan: Plan) -> MoeConfig:
     """Of a model that has experts."""
     assert plan.model.moe is not None
@@ -79,7 +67,9 @@ class AllToAll:
 
     def ep(self, width: int, module: str, phase: Phase, dtype: DType | None = None) -> _Comms:
         kind = Collective.ALL_TO_ALL if self.is_even else Collective.ALL_TO_ALL_V
-        return exchanged(self.plan, kind, rows(self.plan) * width, "ep", module, phase, dtype)
+        return exchanged(
+            self.plan, kind, self.plan.expert_rows * width, "ep", module, phase, dtype
+        )
 
     def etp(
         self,
@@ -89,19 +79,19 @@ class AllToAll:
         phase: Phase,
         dtype: DType | None = None,
     ) -> _Comms:
-        gathered = rows(self.plan) * width * self.plan.etp
+        gathered = self.plan.expert_rows * width * self.plan.etp
         return exchanged(self.plan, kind, gathered, "etp", module, phase, dtype)
 
     def by_expert(self, module: str, phase: Phase) -> tuple[ComputeOp, ...]:
         """sort_chunks_by_idxs, or a transpose where experts are filled up."""
         if moe_of(self.plan).num_experts == self.plan.size("ep"):
             return ()
-        gathered = rows(self.plan) * self.plan.etp
+        gathered = self.plan.expert_rows * self.plan.etp
         return (_permute(self.plan, module, phase, "sort_chunks", gathered),)
 
     def dispatch(self) -> Step:
         plan, ep, etp, there = self.plan, self.ep, self.etp, "mlp.dispatch"
-        sent, hidden, probs = rows(plan), plan.model.hidden_size, plan.probs_dtype
+        sent, hidden, probs = plan.expert_rows, plan.model.hidden_size, plan.probs_dtype
         gather, scatter = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
         told: _Comms = ()
         if not self.is_even:
@@ -131,7 +121,7 @@ class AllToAll:
     def combine(self) -> Step:
         """combine_preprocess sums in the probabilities' type."""
         plan, ep, etp, back = self.plan, self.ep, self.etp, "mlp.combine"
-        sent, hidden, probs = rows(plan), plan.model.hidden_size, plan.probs_dtype
+        sent, hidden, probs = plan.expert_rows, plan.model.hidden_size, plan.probs_dtype
         return Step(
             module=back,
             fwd=(
@@ -152,7 +142,7 @@ class AllToAll:
 def all_gather(plan: Plan) -> tuple[Step, Step]:
     """All tokens to all ranks of tp and ep; sums scattered back."""
     moe, ranks, probs = moe_of(plan), plan.size("tp_ep"), plan.probs_dtype
-    rows_in_all, local = plan.own_tokens * ranks, rows(plan) * plan.etp
+    rows_in_all, local = plan.own_tokens * ranks, plan.expert_rows * plan.etp
     there, back = "mlp.dispatch", "mlp.combine"
 
     def comm(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stepmark.core.collectives import Collective, RedOp
+from stepmark.core.module import Module
 from stepmark.core.ops import Phase
 from stepmark.core.workload import COMPUTE, CommOp
 from stepmark.workload.rules.megatron.settings import Plan
@@ -49,100 +50,56 @@ class Bucket:
 
 
 def layer_params(plan: Plan, *, moe: bool) -> tuple[Param, ...]:
-    """Of one layer."""
-    norm = plan.model.norm_params
-    return (
-        Param(module="attention.norm", count=norm, whole=plan.sequence_parallel),
-        *_attention(plan),
-        Param(module="mlp.norm", count=norm, whole=plan.sequence_parallel),
-        *(_experts(plan) if moe else _mlp(plan)),
-    )
+    """Parameters of one layer: attention's output first, norms inside attention last."""
+    found = [leaf for leaf in plan.tree.block(moe=moe).walk() if leaf.work and leaf.params]
+    places = {"attention.norm": 0, "attention.out": 1}
+    inner = ("attention.q_norm", "attention.k_norm", "attention.kv_norm")
+
+    def place(leaf: Module) -> int:
+        if leaf.role.startswith("mlp."):
+            return 4
+        return 3 if leaf.role in inner else places.get(leaf.role, 2)
+
+    return tuple(one for leaf in sorted(found, key=place) for one in _params(plan, leaf))
+
+
+def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
+    """As Megatron-LM registers them: a norm's are one here, each expert's are apart."""
+    weight = leaf.params[0]
+    if weight.is_expert:
+        own, apart = weight.shape[0], plan.job.parallel.ep > 1
+        for _ in range(own):
+            yield Param(module=leaf.role, count=weight.numel // own, expert=apart)
+    elif leaf.is_linear:
+        for one in leaf.params:
+            whole = one.is_partial and plan.sequence_parallel
+            yield Param(module=leaf.role, count=one.numel, whole=whole)
+    else:
+        # Of heads summed over tp even without sequence parallelism: ranks have other heads.
+        of_heads = leaf.role in ("attention.q_norm", "attention.k_norm")
+        count = sum(one.numel for one in leaf.params)
+        yield Param(module=leaf.role, count=count, whole=of_heads or plan.sequence_parallel)
 
 
 def chunk_params(plan: Plan, chunk: Chunk, is_moe: Sequence[bool]) -> tuple[Param, ...]:
     """Of a model chunk, in the order of named_parameters. is_moe: of its layers."""
     model, found = plan.model, list[Param]()
-    table = model.vocab_size // plan.tp * model.hidden_size
     shared = model.tied_embeddings and plan.job.parallel.pp > 1
     if chunk.has_embedding:
-        found.append(Param(module="embedding", count=table, place=EMBEDDING, own_bucket=shared))
-        if model.max_positions:
-            positions = model.max_positions * model.hidden_size
-            found.append(Param(module="embedding", count=positions, place=EMBEDDING))
+        for one in plan.tree.embedding().all_params:
+            alone = shared and "tokens" in one.name
+            made = Param(module="embedding", count=one.numel, place=EMBEDDING, own_bucket=alone)
+            found.append(made)
     kinds = {kind: layer_params(plan, moe=kind) for kind in set(is_moe)}
     for place, kind in enumerate(is_moe):
         found += [replace(param, place=place) for param in kinds[kind]]
     if chunk.has_head:
-        whole = plan.sequence_parallel
-        found.append(
-            Param(module="head.norm", count=model.norm_params, place=HEAD, whole=whole)
-        )
-        if shared or not model.tied_embeddings:
-            found.append(Param(module="head", count=table, place=HEAD, own_bucket=shared))
+        norm, head, _ = plan.tree.output().inside
+        listed = [norm, head] if shared or not model.tied_embeddings else [norm]
+        for leaf in listed:
+            alone = shared and leaf is head
+            found += [replace(one, place=HEAD, own_bucket=alone) for one in _params(plan, leaf)]
     return tuple(found)
-
-
-def _attention(plan: Plan) -> Iterator[Param]:
-    model, tp, whole = plan.model, plan.tp, plan.sequence_parallel
-    hidden, heads = model.hidden_size, model.num_heads // tp
-    yield Param(module="attention.out", count=heads * model.d_v * hidden)
-    if model.linear_bias:
-        yield Param(module="attention.out", count=hidden, whole=whole)
-    if (mla := model.mla) is None:
-        width = (heads + 2 * model.num_kv_heads // tp) * model.head_dim
-        yield Param(module="attention.qkv", count=width * hidden)
-        if model.linear_bias or model.qkv_bias:
-            yield Param(module="attention.qkv", count=width)
-        if model.qk_norm:
-            for name in ("attention.q_norm", "attention.k_norm"):
-                # Summed over tp even without sequence parallelism: ranks have other heads.
-                yield Param(module=name, count=model.head_dim, whole=True)
-        return
-    latent, ranked = mla.kv_lora_rank, mla.q_lora_rank
-    if ranked is None:
-        yield Param(module="attention.q", count=hidden * heads * model.d_qk)
-    else:
-        yield Param(module="attention.q_down", count=hidden * ranked, whole=whole)
-        yield Param(module="attention.q_up", count=ranked * heads * model.d_qk)
-    down = hidden * (latent + mla.qk_rope_head_dim)
-    yield Param(module="attention.kv_down", count=down, whole=whole)
-    up = latent * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    yield Param(module="attention.kv_up", count=up)
-    if ranked is not None:
-        yield Param(module="attention.q_norm", count=ranked, whole=True)
-    yield Param(module="attention.kv_norm", count=latent, whole=whole)
-
-
-def _up_name(plan: Plan) -> tuple[str, int]:
-    return ("gate_up", 2) if plan.model.activation == "swiglu" else ("up", 1)
-
-
-def _mlp(plan: Plan) -> Iterator[Param]:
-    model, (up, gates) = plan.model, _up_name(plan)
-    width = model.ffn_hidden_size // plan.tp
-    yield Param(module=f"mlp.{up}", count=gates * width * model.hidden_size)
-    if model.linear_bias:
-        yield Param(module=f"mlp.{up}", count=gates * width)
-    yield Param(module="mlp.down", count=width * model.hidden_size)
-    if model.linear_bias:
-        yield Param(module="mlp.down", count=model.hidden_size, whole=plan.sequence_parallel)
-
-
-def _experts(plan: Plan) -> Iterator[Param]:
-    """Router, this rank's experts, shared ones."""
-    model, moe, (up, gates) = plan.model, plan.model.moe, _up_name(plan)
-    assert moe is not None
-    router = moe.num_experts * model.hidden_size
-    yield Param(module="mlp.router", count=router, whole=plan.sequence_parallel)
-    own, width = moe.num_experts // plan.job.parallel.ep, moe.ffn_hidden_size // plan.etp
-    apart = plan.job.parallel.ep > 1
-    matrix = width * model.hidden_size
-    for name, count in ((f"experts_{up}", gates * matrix), ("experts_down", matrix)):
-        yield from (Param(module=f"mlp.{name}", count=count, expert=apart) for _ in range(own))
-    if moe.shared_ffn_hidden_size:
-        matrix = moe.shared_ffn_hidden_size // plan.tp * model.hidden_size
-        yield Param(module=f"mlp.shared_{up}", count=gates * matrix)
-        yield Param(module="mlp.shared_down", count=matrix)
 
 
 def buckets(plan: Plan, params: Iterable[Param], *, split: bool) -> tuple[Bucket, ...]:

@@ -14,6 +14,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
 from stepmark.core.workload import Group
 from stepmark.workload.job import AXES, Comms, Job, check_trained, mesh_groups
+from stepmark.workload.tree import TreeMaker
 
 
 class Dispatcher(StrEnum):
@@ -223,6 +224,29 @@ class Plan:
     @property
     def own_tokens(self) -> int:
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows that this rank's own tokens send to experts."""
+        if (moe := self.model.moe) is None:
+            return 0
+        sent = self.own_tokens * moe.top_k
+        factor = self.settings.moe_expert_capacity_factor
+        if factor is None:
+            return sent
+        # get_capacity of moe_utils.py
+        capacity = math.ceil(sent / moe.num_experts * factor) * moe.num_experts
+        return (
+            capacity if self.settings.moe_pad_expert_input_to_capacity else min(sent, capacity)
+        )
+
+    @property
+    def tree(self) -> TreeMaker:
+        """Maker of the modules of this rank."""
+        sequence, etp = self.sequence_parallel, self.etp
+        made = self.job.tree("megatron", sequence_parallel=sequence, etp=etp)
+        inputs = replace(made.inputs, expert_rows=self.expert_rows * etp)
+        return replace(made, inputs=inputs)
 
     def size(self, group: str) -> int:
         return self.comms.groups[group].size

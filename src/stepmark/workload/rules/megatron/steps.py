@@ -7,9 +7,9 @@ computation was given before it, as NCCL's streams do, and what needs it waits b
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stepmark.core.module import Module
 from stepmark.core.ops import Phase
 from stepmark.core.workload import COMPUTE, CommOp, Operation
-from stepmark.workload.decoder import Part
 
 PASSED = "passed"  # the newest operation that ends a block of computation, or a wait
 
@@ -24,9 +24,9 @@ class Step:
     pending: str = ""
 
 
-def of_part(part: Part) -> Step:
+def of_leaf(leaf: Module) -> Step:
     """A module without communication."""
-    return Step(module=part.module, fwd=part.fwd, bwd=part.bwd)
+    return Step(module=leaf.role, fwd=leaf.fwd, bwd=leaf.bwd)
 
 
 def forward(steps: Iterable[Step], *, again: bool = False) -> tuple[Operation, ...]:
@@ -95,10 +95,10 @@ def passed(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     return tuple(found)
 
 
-def split_backward(part: Part) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+def split_backward(leaf: Module) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
     """Gradients of the data, and those of the weights."""
-    of_weights = tuple(op for op in part.bwd if op.phase is Phase.WGRAD)
-    return tuple(op for op in part.bwd if op.phase is not Phase.WGRAD), of_weights
+    of_weights = tuple(op for op in leaf.bwd if op.phase is Phase.WGRAD)
+    return tuple(op for op in leaf.bwd if op.phase is not Phase.WGRAD), of_weights
 
 
 def marked(operations: Iterable[CommOp], **marks: str) -> tuple[CommOp, ...]:

@@ -6,8 +6,8 @@ mark_bucket_ready.
 
 from collections.abc import Iterator, Sequence
 
+from stepmark.core.module import Param
 from stepmark.core.workload import Operation
-from stepmark.workload.units import Param
 
 
 def closed(sizes: Sequence[int], itemsize: int, limits: tuple[int, ...]) -> Iterator[list[int]]:
@@ -58,3 +58,21 @@ def ready_at(body: tuple[Operation, ...], param: Param) -> int:
     """Behind the last operation of the parameter's module."""
     places = [at for at, one in enumerate(body, 1) if one.module == param.part]
     return places[-1] if places else len(body)
+
+
+def ready_order(params: tuple[Param, ...], *, autocast: bool) -> tuple[Param, ...]:
+    """Parameters as their gradients become ready, the last module's first.
+
+    Nodes of autograd run newest first; of one node's parameters the order is that of
+    torch 2.13: bias before weight of a linear layer, weight before bias of a norm, and the
+    other way round under autocast, whose casts are nodes of their own.
+    """
+    by_module: dict[str, list[Param]] = {}
+    for one in params:
+        if one.is_trained:
+            by_module.setdefault(one.name.rpartition(".")[0], []).append(one)
+    found: list[Param] = []
+    for members in reversed(by_module.values()):
+        in_order = members[0].is_norm is not autocast and not members[0].is_expert
+        found += members if in_order else reversed(members)
+    return tuple(found)

@@ -9,6 +9,7 @@ lines: every call of FSDP has its place between the same few modules.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.training import Recompute
 from stepmark.core.workload import Block, Item, Operation, Run
@@ -20,7 +21,7 @@ from stepmark.workload.rules.pytorch.fsdp_order import (
     linked,
 )
 from stepmark.workload.rules.pytorch.recompute import again, ahead
-from stepmark.workload.units import Param, Unit
+from stepmark.workload.units import Unit
 
 BLOCKS = dict[str, Block]
 

@@ -15,21 +15,27 @@ from typing import Any
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
+from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync, Recompute
 from stepmark.core.workload import DDP, Block, ComputeOp, Item, Kernel, Run, Workload
 from stepmark.workload.architecture import AnyJob
 from stepmark.workload.job import Comms
-from stepmark.workload.rules.pytorch.buckets import closed, completed, filled, ready_at
+from stepmark.workload.rules.pytorch.buckets import (
+    closed,
+    completed,
+    filled,
+    ready_at,
+    ready_order,
+)
 from stepmark.workload.rules.pytorch.chunk import Chunk, folded
 from stepmark.workload.rules.pytorch.fsdp import checked, said, setting
 from stepmark.workload.rules.pytorch.fsdp_order import wait
-from stepmark.workload.rules.pytorch.params import ready_order
 from stepmark.workload.rules.pytorch.recompute import ahead
 from stepmark.workload.rules.pytorch.step import SOURCE, Rule, build
 from stepmark.workload.rules.pytorch.technique import Technique
 from stepmark.workload.rules.pytorch.units import groups_of
-from stepmark.workload.units import Param, Unit
+from stepmark.workload.units import Unit
 
 MIB = 2**20
 _FIRST, _DEFAULT_MB = MIB, 25

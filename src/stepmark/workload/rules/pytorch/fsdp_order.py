@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
+from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.workload import FSDP_REPLICATE, CommOp, ComputeOp, Item, Kernel, Run
 from stepmark.workload.job import Comms
-from stepmark.workload.units import Param
 
 GATHER, REDUCE, REPLICATE = "fsdp", "fsdp_reduce", "fsdp_replicate"  # what others wait for
 PASSED = "passed"  # the newest computation of a pass

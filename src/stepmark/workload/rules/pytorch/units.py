@@ -8,24 +8,19 @@ expert_parallel.py. Backward each of these does its dual, where its forward pass
 250 lines because a decoder's units and those of any architecture come to the same.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import Gemm, Phase
-from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Operation
-from stepmark.workload import decoder
+from stepmark.core.module import Module
+from stepmark.core.ops import Phase
+from stepmark.core.workload import CommOp, Group, Operation
 from stepmark.workload.architecture import AnyJob, Architecture
-from stepmark.workload.decoder import Part
 from stepmark.workload.job import Comms, Job, mesh_groups
-from stepmark.workload.rules.pytorch.params import (
-    block_params,
-    embedding_params,
-    output_params,
-)
+from stepmark.workload.tree import TreeMaker
 from stepmark.workload.units import Ops, Unit, weights_first
 
 _DUAL = {
@@ -125,9 +120,13 @@ class Maker:
     apart: bool = False  # experts as a module that is sharded on its own
     plan: TpPlan = TpPlan.TORCHTITAN
 
+    @property
+    def _tree(self) -> TreeMaker:
+        return self.job.tree("train", whole_loss=self.plan is TpPlan.WHOLE)
+
     def embedding(self) -> Unit:
         """Rows of each rank's part of the table summed, for all tokens or this rank's."""
-        part = decoder.embedding(self.job)
+        table = self._tree.embedding()
         size = self.job.tokens * self.job.model.hidden_size
         is_whole = self.plan is TpPlan.WHOLE
         reduced = self.comms(
@@ -144,9 +143,9 @@ class Maker:
         )
         return Unit(
             name="embedding",
-            params=embedding_params(self.job),
-            fwd=((*part.fwd, *reduced),),
-            bwd=((*gathered, *part.bwd),),
+            params=table.all_params,
+            fwd=((*table.inside[0].fwd, *reduced),),
+            bwd=((*gathered, *table.inside[0].bwd),),
         )
 
     def output(self, *, has_table: bool = False) -> Unit:
@@ -154,9 +153,7 @@ class Maker:
         job = self.job
         size = job.tokens * job.model.hidden_size
         after = {"head.norm": self._pair(Collective.ALL_GATHER, size, "tp", "head.norm", None)}
-        norm, head, loss = decoder.head(job)
         if self.plan is TpPlan.WHOLE:
-            loss = decoder.head(_whole_vocabulary(job))[2]
             logits = job.tokens * job.model.vocab_size
             after["head"] = self._of_loss(Collective.ALL_GATHER, logits, job.dtype), ()
         else:
@@ -168,9 +165,15 @@ class Maker:
                 ),
                 (),
             )
-        fwd, bwd = _joined((norm, head, loss), after)
-        params = output_params(job, has_table=has_table)
-        return Unit(name="output", params=params, fwd=(fwd,), bwd=(bwd,))
+        leaves = _leaves(self._tree.output())
+        fwd, bwd = _joined(leaves, after)
+        params = [one for leaf in leaves for one in leaf.params]
+        if job.model.tied_embeddings and has_table:
+            # Under tp each of both is a DTensor of its own when FSDP takes them, which gathers
+            # and reduces the table twice.
+            head = replace(params.pop(), is_copy=True)
+            params += [head] if job.parallel.tp > 1 else []
+        return Unit(name="output", params=tuple(params), fwd=(fwd,), bwd=(bwd,))
 
     def _of_loss(
         self, collective: Collective, elements: int, dtype: DType, redop: RedOp | None = None
@@ -190,15 +193,14 @@ class Maker:
         )
 
     def block(self, *, moe: bool) -> Unit:
-        job = self.job
-        parts = tuple(decoder.layer(job, moe=moe))
+        leaves = _leaves(self._tree.block(moe=moe))
         after = self._inside(moe=moe)
-        pieces = [parts]
+        pieces = [leaves]
         if moe and self.apart:
-            names = [part.module for part in parts]
-            first = names.index("mlp.router") + 1
-            last = names.index("mlp.experts_down") + 1
-            pieces = [parts[:first], parts[first:last], parts[last:]]
+            roles = [leaf.role for leaf in leaves]
+            first = roles.index("mlp.router") + 1
+            last = roles.index("mlp.experts_down") + 1
+            pieces = [leaves[:first], leaves[first:last], leaves[last:]]
         made = [_joined(piece, after) for piece in pieces]
         fwd, bwd = [one for one, _ in made], [one for _, one in reversed(made)]
         if len(pieces) > 1:
@@ -208,7 +210,7 @@ class Maker:
             bwd[0], bwd[1] = (*bwd[0], *back[1]), bwd[1][out:]
         return Unit(
             name="moe" if moe else "block",
-            params=block_params(job, moe=moe),
+            params=tuple(one for leaf in leaves for one in leaf.params),
             fwd=tuple(fwd),
             bwd=tuple(bwd),
         )
@@ -266,35 +268,41 @@ class Maker:
         return made(collective, Phase.FWD), made(_DUAL[collective], Phase.BWD)
 
 
-def _whole_vocabulary(job: Job) -> Job:
-    """The loss is taken of all logits on every rank."""
-    return replace(job, parallel=replace(job.parallel, tp=1)) if job.parallel.tp > 1 else job
+# Products of one input, whose gradients are complete together.
+_TOGETHER = {
+    f"mlp.{prefix}{name}": f"mlp.{prefix}gate_up"
+    for prefix in ("", "experts_", "shared_")
+    for name in ("gate", "up")
+}
 
 
-def _joined(parts: Iterable[Part], after: dict[str, tuple[Ops, Ops]]) -> tuple[Ops, Ops]:
+def _leaves(unit: Module) -> list[Module]:
+    """What has work or parameters, in forward order; gate and up are called alike."""
+    listed = [leaf for leaf in unit.walk() if leaf.work or leaf.params]
+    is_gated = any(leaf.role in ("mlp.gate", "mlp.experts_gate") for leaf in listed)
+    return [_called(leaf, _TOGETHER if is_gated else {}) for leaf in listed]
+
+
+def _called(leaf: Module, names: Mapping[str, str]) -> Module:
+    """DTensor sums a bias beside a divided weight by itself."""
+    role = names.get(leaf.role, leaf.role)
+    params = (
+        replace(one, part=names.get(one.part, one.part), is_partial=False)
+        if leaf.is_linear
+        else replace(one, part=names.get(one.part, one.part))
+        for one in leaf.params
+    )
+    work = tuple(replace(one, module=role) for one in leaf.work)
+    return replace(leaf, role=role, work=work, params=tuple(params))
+
+
+def _joined(leaves: Iterable[Module], after: dict[str, tuple[Ops, Ops]]) -> tuple[Ops, Ops]:
     """Forward and backward operations of modules. A key that ends in ":" means before it."""
     fwd: list[Operation] = []
     bwd: list[Operation] = []
     nothing: tuple[Ops, Ops] = ((), ())
-    for part in parts:
-        before, behind = after.get(f"{part.module}:", nothing), after.get(part.module, nothing)
-        own = tuple(op for one in part.fwd for op in _split(one))
-        fwd += [*before[0], *own, *behind[0]]
-        own = weights_first(op for one in part.bwd for op in _split(one))
-        bwd[:0] = [*behind[1], *own, *before[1]]
+    for leaf in leaves:
+        before, behind = after.get(f"{leaf.role}:", nothing), after.get(leaf.role, nothing)
+        fwd += [*before[0], *leaf.fwd, *behind[0]]
+        bwd[:0] = [*behind[1], *weights_first(leaf.bwd), *before[1]]
     return tuple(fwd), tuple(bwd)
-
-
-def _split(one: ComputeOp) -> tuple[ComputeOp, ...]:
-    """Gate and up are two linear layers, whose input gradients are added."""
-    role = one.module.rpartition(".")[2]
-    if role not in ("gate_up", "shared_gate_up") or not isinstance(one.op, Gemm):
-        return (one,)
-    op = one.op
-    if one.phase is Phase.DGRAD:
-        half = replace(op, k=op.k // 2)
-        moved = 3 * op.m * op.n * op.dtype.itemsize
-        add = replace(one, op=Kernel(name="add", flops=0, bytes_moved=moved), phase=Phase.BWD)
-        return (replace(one, op=half), replace(one, op=half), add)
-    half = replace(op, m=op.m // 2) if one.phase is Phase.WGRAD else replace(op, n=op.n // 2)
-    return (replace(one, op=half), replace(one, op=half))

@@ -6,13 +6,13 @@ DTensors, optim/adamw.py).
 
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
+from stepmark.core.module import Param
 from stepmark.core.ops import Optimizer, Phase
 from stepmark.core.workload import Block, ComputeOp, Item, Kernel
 from stepmark.workload.architecture import AnyJob
 from stepmark.workload.job import Comms
 from stepmark.workload.rules.pytorch.chunk import Chunk
 from stepmark.workload.rules.pytorch.technique import Technique
-from stepmark.workload.units import Param
 
 
 def update(job: AnyJob, how: Technique, chunks: list[Chunk], comms: Comms) -> Block:

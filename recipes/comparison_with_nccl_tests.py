@@ -1,6 +1,6 @@
 """Compare stepmark with nccl-tests: the same collectives, alternately, on the same machine.
 
-    python recipes/beside_nccl_tests.py --binaries nccl-tests/build --out beside/
+    python recipes/comparison_with_nccl_tests.py --binaries nccl-tests/build --out comparison/
 
 nccl-tests runs with one thread per device (-t N -g 1), each program once per launch. Then
 stepmark runs the same collectives, sizes and type. This repeats --launches times. Every output

@@ -4,11 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stepmark.cli.log_inputs import FLIGHT, INSPECTOR, LOG, Inputs
+from stepmark.app.log_inputs import FLIGHT, INSPECTOR, LOG, Inputs
 from stepmark.core.finding import Finding
 from stepmark.core.message import Histogram
+from stepmark.report import log_summary
+from stepmark.report.histogram import ranks_seen, with_ranks
+from stepmark.trace.flight_recorder import read_flight_recorder
+from stepmark.trace.flight_recorder.findings import findings
+from stepmark.trace.flight_recorder.groups import progress, ranks_text
+from stepmark.trace.inspector import read_inspector
+from stepmark.trace.nccl_log import read_log
+from stepmark.trace.nccl_log.diagnosis import diagnose
 
 Rows = list[dict[str, object]]
+_MAX_RANKS_SHOWN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,38 +29,31 @@ class Source:
     histogram: Histogram
     num_ranks_seen: int
     findings: tuple[Finding, ...]
-    lines: tuple[str, ...]  # what it is, before the findings
+    lines: tuple[str, ...]  # a description, shown before the findings
     rows: tuple[tuple[str, Rows], ...] = ()  # further tables by name
     tuning: tuple[dict[str, object], ...] = ()  # NCCL's choices by size, as its log has them
 
 
 def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
-    """One source per kind of file given. Messages of two kinds are of one job perhaps, so
-    they are never added. Raises ConfigError."""
-    found = []
+    """Read one source per kind of file. Raises ConfigError.
+
+    Messages of two kinds may be of one job, so they are never added.
+    """
+    sources = []
     if inputs.logs:
-        found.append(_log(inputs.logs, num_ranks))
+        sources.append(_log(inputs.logs, num_ranks))
     if inputs.flights:
-        found.append(_flight(inputs.flights))
+        sources.append(_flight_recorder(inputs.flights))
     if inputs.inspectors:
-        found.append(_inspector(inputs.inspectors))
-    return [_with_ranks(source, num_ranks) for source in found]
-
-
-def _with_ranks(source: Source, num_ranks: int | None) -> Source:
+        sources.append(_inspector(inputs.inspectors))
     if num_ranks is None:
-        return source
-    from stepmark.report.histogram import with_ranks  # noqa: PLC0415
-
-    return replace(source, histogram=with_ranks(source.histogram, num_ranks))
+        return sources
+    return [
+        replace(source, histogram=with_ranks(source.histogram, num_ranks)) for source in sources
+    ]
 
 
 def _log(paths: Sequence[Path], num_ranks: int | None) -> Source:
-    from stepmark.report import log_summary  # noqa: PLC0415
-    from stepmark.report.histogram import ranks_seen  # noqa: PLC0415
-    from stepmark.trace.nccl_log import read_log  # noqa: PLC0415
-    from stepmark.trace.nccl_log.diagnosis import diagnose  # noqa: PLC0415
-
     facts = read_log(paths, num_ranks=num_ranks)
     return Source(
         kind=LOG,
@@ -70,21 +72,17 @@ def _log(paths: Sequence[Path], num_ranks: int | None) -> Source:
     )
 
 
-def _flight(paths: Sequence[Path]) -> Source:
-    from stepmark.trace.flight_recorder import read_flight_recorder  # noqa: PLC0415
-    from stepmark.trace.flight_recorder.findings import findings  # noqa: PLC0415
-    from stepmark.trace.flight_recorder.groups import progress, ranks_text  # noqa: PLC0415
-
+def _flight_recorder(paths: Sequence[Path]) -> Source:
     facts = read_flight_recorder(paths)
     dumps = facts.dumps
-    known = [dump.rank for dump in dumps if dump.rank is not None]
+    ranks = [dump.rank for dump in dumps if dump.rank is not None]
     versions = dict.fromkeys(dump.version or "unknown" for dump in dumps)
     nccl = dict.fromkeys(dump.nccl for dump in dumps if dump.nccl)
-    many = sum(len(dump.operations) for dump in dumps)
-    said = [
+    num_operations = sum(len(dump.operations) for dump in dumps)
+    lines = [
         f"flight recorder: {len(dumps)} dump{'s' if len(dumps) > 1 else ''}"
-        + (f", {ranks_text(known)}" if known else ", rank unknown")
-        + f", {many} operations, format {', '.join(versions)}"
+        + (f", {ranks_text(ranks)}" if ranks else ", rank unknown")
+        + f", {num_operations} operations, format {', '.join(versions)}"
         + (f", NCCL {', '.join(nccl)}" if nccl else "")
     ]
     rows: Rows = [
@@ -101,16 +99,17 @@ def _flight(paths: Sequence[Path]) -> Source:
         }
         for one in progress(dumps)
     ]
-    said += [_progress_text(row) for row in rows[:16] if row["first"] is not None]
-    said += [f"  ... and {len(rows) - 16} more; --json or --csv has all"] * (len(rows) > 16)
-    said += [f"  not in the histogram: {n} {why}" for why, n in facts.uncounted.items()]
+    lines += [_progress_text(r) for r in rows[:_MAX_RANKS_SHOWN] if r["first"] is not None]
+    more = len(rows) - _MAX_RANKS_SHOWN
+    lines += [f"  ... and {more} more; --json or --csv has all"] * (more > 0)
+    lines += [f"  not in the histogram: {n} {reason}" for reason, n in facts.uncounted.items()]
     return Source(
         kind=FLIGHT,
         files=tuple(map(str, paths)),
         histogram=facts.histogram,
         num_ranks_seen=len(dumps),
         findings=tuple(findings(dumps)),
-        lines=tuple(said),
+        lines=tuple(lines),
         rows=(("ranks", rows),),
     )
 
@@ -125,22 +124,20 @@ def _progress_text(row: dict[str, object]) -> str:
 
 
 def _inspector(paths: Sequence[Path]) -> Source:
-    from stepmark.trace.inspector import read_inspector  # noqa: PLC0415
-
     facts = read_inspector(paths)
     calls = sum(tally.calls for tally in facts.histogram.values())
     clocks = ", ".join(
         f"{n} {source or 'unnamed clock'}" for source, n in facts.timing_sources.items()
     )
-    said = [
-        f"inspector: {calls} operations of {facts.num_ranks_seen} ranks, format "
-        f"{', '.join(facts.versions) or 'unknown'}, timed by: {clocks}"
-    ]
     rows: Rows = [
         {"collective": name, "algorithm": algorithm, "protocol": protocol, "calls": n}
         for (name, algorithm, protocol), n in facts.algorithms.items()
     ]
-    said += [
+    lines = [
+        f"inspector: {calls} operations of {facts.num_ranks_seen} ranks, format "
+        f"{', '.join(facts.versions) or 'unknown'}, timed by: {clocks}"
+    ]
+    lines += [
         f"  {row['collective']}: {row['algorithm']} {row['protocol']}, {row['calls']} calls"
         for row in rows
     ]
@@ -150,6 +147,6 @@ def _inspector(paths: Sequence[Path]) -> Source:
         histogram=facts.histogram,
         num_ranks_seen=facts.num_ranks_seen,
         findings=facts.findings,
-        lines=tuple(said),
+        lines=tuple(lines),
         rows=(("algorithms", rows),) if rows else (),
     )

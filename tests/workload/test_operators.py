@@ -1,8 +1,8 @@
 """Laws of a layer's operators: they add up to the parameters and divide over ranks."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +11,9 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig, find_model, load_models
 from stepmark.core.ops import Attention, Gemm, GroupedGemm, Layout, Norm, Optimizer, Phase
 from stepmark.core.parallel import ParallelConfig
-from stepmark.workload import layers
 from stepmark.workload.formats.primus import read_model_configs
-from stepmark.workload.layers import BY_FAMILY, LayerShape, Placed
+from stepmark.workload.layout import Inputs, layout_of
+from stepmark.workload.operators import BY_FAMILY, ModelShape, Placed
 
 PRIMUS = read_model_configs(Path(__file__).parents[2] / "examples" / "model_configs.json")
 DENSE = [name for name in load_models() if find_model(name).moe is None]
@@ -23,22 +23,29 @@ BACKWARD = (Phase.DGRAD, Phase.WGRAD)
 
 
 def shape(
-    model: ModelConfig | str, parallel: ParallelConfig = ALONE, **more: object
-) -> LayerShape:
+    model: ModelConfig | str,
+    parallel: ParallelConfig = ALONE,
+    as_: str = "megatron",
+    **more: Any,
+) -> ModelShape:
     found = find_model(model) if isinstance(model, str) else model
-    values = {"mbs": 1, "seq_len": 256} | more
-    return LayerShape(model=found, parallel=parallel, **values)  # type: ignore[arg-type]
+    inputs = Inputs(**({"mbs": 1, "seq_len": 256} | more))
+    return ModelShape(model=found, layout=layout_of(as_, parallel), inputs=inputs)
+
+
+def tokens(where: ModelShape) -> int:
+    return where.inputs.mbs * where.inputs.seq_len
 
 
 def flops(placed: Iterator[Placed], *phases: Phase) -> int:
     return sum(label.count * op.flops for label, op in placed if label.phase in phases)
 
 
-def matmuls(where: LayerShape) -> Iterator[Placed]:
+def matmuls(where: ModelShape) -> Iterator[Placed]:
     """All but the head."""
-    yield from layers.attention_linears(where)
-    yield from layers.mlp_linears(where)
-    yield from layers.grouped_gemms(where)
+    for label, op in (*BY_FAMILY["gemm"](where), *BY_FAMILY["grouped-gemm"](where)):
+        if label.role != "head":
+            yield label, op
 
 
 def forward_dims(placed: Iterator[Placed]) -> dict[str, tuple[int, int, int]]:
@@ -57,10 +64,10 @@ def forward_dims(placed: Iterator[Placed]) -> dict[str, tuple[int, int, int]]:
 def test_dense_forward_is_two_flops_per_weight_and_token(name: str, mbs: int) -> None:
     where = shape(name, mbs=mbs)
     model = where.model
-    assert where.tokens == 256 * mbs
-    assert flops(matmuls(where), Phase.FWD) == 2 * where.tokens * model.layer_matmul_params()
+    assert tokens(where) == 256 * mbs
+    assert flops(matmuls(where), Phase.FWD) == 2 * tokens(where) * model.layer_matmul_params()
     with_head = model.layer_matmul_params() + model.head_params
-    assert flops(layers.gemms(where), Phase.FWD) == 2 * where.tokens * with_head
+    assert flops(BY_FAMILY["gemm"](where), Phase.FWD) == 2 * tokens(where) * with_head
 
 
 @pytest.mark.parametrize("name", MOE)
@@ -68,9 +75,11 @@ def test_moe_forward_is_two_flops_per_active_weight_and_token(name: str) -> None
     where = shape(name)
     model = where.model
     weights = model.layer_matmul_params(moe=True, active=True)
+    named = [one for one in model.linears() if one.name.startswith("attention.")]
+    attention = sum(one.num_weights for one in named)
     if model.num_dense_layers:  # both kinds of layer are listed; attention once
-        weights += model.mlp_matmul_params
-    assert flops(matmuls(where), Phase.FWD) == 2 * where.tokens * weights
+        weights += model.layer_matmul_params() - attention
+    assert flops(matmuls(where), Phase.FWD) == 2 * tokens(where) * weights
 
 
 @pytest.mark.parametrize("name", [*DENSE, *MOE])
@@ -85,7 +94,9 @@ def test_backward_is_twice_forward(name: str) -> None:
 @pytest.mark.parametrize("name", [*DENSE, *MOE])
 def test_flops_are_linear_in_the_tokens(name: str) -> None:
     one, four = shape(name), shape(name, mbs=2, seq_len=512)
-    assert flops(layers.gemms(four), Phase.FWD) == 4 * flops(layers.gemms(one), Phase.FWD)
+    assert flops(BY_FAMILY["gemm"](four), Phase.FWD) == 4 * flops(
+        BY_FAMILY["gemm"](one), Phase.FWD
+    )
 
 
 @pytest.mark.parametrize("name", [*DENSE, *MOE])
@@ -93,7 +104,7 @@ def test_optimizer_parameters_sum_to_the_model(name: str) -> None:
     model = find_model(name)
     sizes = {
         label.role: op.num_params
-        for label, op in layers.optimizers(shape(name))
+        for label, op in BY_FAMILY["optimizer"](shape(name))
         if isinstance(op, Optimizer)
     }
     total = (
@@ -110,7 +121,7 @@ def test_sharded_optimizers_hold_their_share(name: str) -> None:
     def params(parallel: ParallelConfig) -> int:
         return sum(
             op.num_params
-            for _, op in layers.optimizers(shape(name, parallel))
+            for _, op in BY_FAMILY["optimizer"](shape(name, parallel))
             if isinstance(op, Optimizer)
         )
 
@@ -129,33 +140,72 @@ REPLICATED = {"q_down", "kv_down", "router"}
 @pytest.mark.parametrize("name", ["llama-3.1-70b", "mixtral-8x7b", "deepseek-v3", "llama-2-7b"])
 def test_tensor_parallel_shards_sum_to_the_whole(name: str, tp: int) -> None:
     ParallelConfig(tp=tp).check(find_model(name))
-    whole = {(lb.role, lb.phase): op.flops for lb, op in layers.gemms(shape(name))}
+    whole = {(lb.role, lb.phase): op.flops for lb, op in BY_FAMILY["gemm"](shape(name))}
     sharded = shape(name, ParallelConfig(tp=tp))
-    for label, op in layers.gemms(sharded):
-        parts = 1 if label.role in REPLICATED else tp
-        assert parts * op.flops == whole[label.role, label.phase], label.role
+    for label, op in BY_FAMILY["gemm"](sharded):
+        assert tp * op.flops == whole[label.role, label.phase], label.role
         assert label.role.removeprefix("shared_") in ROW_AND_COLUMN | REPLICATED
-    for label, op in layers.attentions(sharded):
-        expected = {lb.phase: one.flops for lb, one in layers.attentions(shape(name))}
+    for label, op in BY_FAMILY["attention"](sharded):
+        expected = {lb.phase: one.flops for lb, one in BY_FAMILY["attention"](shape(name))}
         assert tp * op.flops == expected[label.phase]
 
 
 def test_sequence_parallel_norms_divide_the_tokens() -> None:
-    norms = [op for label, op in layers.norms(shape("llama-3.1-70b", ParallelConfig(tp=8)))]
+    norms = [
+        op for label, op in BY_FAMILY["norm"](shape("llama-3.1-70b", ParallelConfig(tp=8)))
+    ]
     assert {op.tokens for op in norms if isinstance(op, Norm)} == {256 // 8}
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
-def test_experts_divide_and_their_rows_do_not(ep: int) -> None:
+def test_experts_divide_over_ep_and_their_rows_do_not(ep: int) -> None:
     where = shape("mixtral-8x7b", ParallelConfig(ep=ep))
-    for _, op in layers.grouped_gemms(where):
+    for _, op in BY_FAMILY["grouped-gemm"](where):
         assert isinstance(op, GroupedGemm)
         assert op.num_groups * ep == 8
         assert op.tokens == 256 * 2  # balanced: as many rows come as go
 
 
+@pytest.mark.parametrize(("etp", "rows", "width"), [(0, 1, 8), (8, 1, 8), (2, 4, 2), (1, 8, 1)])
+def test_experts_divide_over_their_tensor_parallelism(etp: int, rows: int, width: int) -> None:
+    """Eight ranks of tp do one rank's work together, whatever etp divides."""
+    model, axes = find_model("mixtral-8x22b"), ParallelConfig(tp=8, ep=8, dp_shard=8)
+    inputs = Inputs(mbs=1, seq_len=256)
+    for name in ("train", "megatron"):
+        layout = layout_of(name, axes, etp=etp or None)
+        placed = list(
+            BY_FAMILY["grouped-gemm"](ModelShape(model=model, layout=layout, inputs=inputs))
+        )
+        assert len(placed) == (9 if name == "train" else 6)
+        for label, op in placed:
+            assert isinstance(op, GroupedGemm)
+            assert (op.num_groups, op.tokens) == (1, 512 // rows)
+            up = (2 if name == "megatron" else 1) * 16384 // width
+            assert (op.n, op.k) == (
+                (6144, 16384 // width) if "down" in label.role else (up, 6144)
+            )
+
+
+def test_train_multiplies_gate_and_up_apart() -> None:
+    ours = forward_dims(BY_FAMILY["gemm"](shape("llama-3.1-8b", as_="train")))
+    theirs = forward_dims(BY_FAMILY["gemm"](shape("llama-3.1-8b")))
+    assert ours["gate"] == ours["up"] == (256, 14336, 4096)
+    assert theirs.pop("gate_up") == (256, 28672, 4096)
+    assert {role: ours[role] for role in theirs} == theirs
+    losses = {
+        name: [
+            op.vocab
+            for _, op in BY_FAMILY["cross-entropy"](
+                shape("llama-3.1-8b", ParallelConfig(tp=8), name)
+            )
+        ]  # type: ignore[union-attr]
+        for name in ("train", "fsdp", "megatron")
+    }
+    assert losses == {"train": [128256] * 4, "fsdp": [16032] * 4, "megatron": [16032] * 4}
+
+
 def test_skew_reaches_the_experts() -> None:
-    for _, op in layers.grouped_gemms(shape("mixtral-8x7b", skew=1.0)):
+    for _, op in BY_FAMILY["grouped-gemm"](shape("mixtral-8x7b", skew=1.0)):
         assert isinstance(op, GroupedGemm)
         assert op.skew == 1.0
         sizes = op.group_sizes()
@@ -190,7 +240,7 @@ def test_degrees_that_are_none(axis: str, value: object) -> None:
 @pytest.mark.parametrize("name", ["llama-3.1-70b", "deepseek-v3"])
 def test_passes_permute_the_forward_dimensions(name: str) -> None:
     by_role: dict[str, dict[Phase | None, Gemm]] = {}
-    for label, op in layers.gemms(shape(name)):
+    for label, op in BY_FAMILY["gemm"](shape(name)):
         assert isinstance(op, Gemm)
         by_role.setdefault(label.role, {})[label.phase] = op
     for ops in by_role.values():
@@ -264,11 +314,11 @@ def test_every_model_of_primus_has_a_table() -> None:
     "model", [m for m in PRIMUS if m.name in PRIMUS_DENSE], ids=lambda m: m.name
 )
 def test_primus_dense_models(model: ModelConfig) -> None:
-    found = forward_dims(layers.gemms(shape(model, seq_len=model.seq_len)))
+    found = forward_dims(BY_FAMILY["gemm"](shape(model, seq_len=model.seq_len)))
     assert list(found) == ["qkv", "out", "gate_up", "down", "head"]
     expected = [tuple(map(int, dims.split(","))) for dims in PRIMUS_DENSE[model.name].split()]
     assert list(found.values()) == expected
-    doubled = forward_dims(layers.gemms(shape(model, seq_len=model.seq_len, mbs=2)))
+    doubled = forward_dims(BY_FAMILY["gemm"](shape(model, seq_len=model.seq_len, mbs=2)))
     assert list(doubled.values()) == [(2 * m, n, k) for m, n, k in expected]
 
 
@@ -277,7 +327,7 @@ def test_primus_dense_models(model: ModelConfig) -> None:
 )
 def test_primus_deepseek_models(model: ModelConfig) -> None:
     where = shape(model, seq_len=model.seq_len)
-    found = forward_dims(layers.gemms(where))
+    found = forward_dims(BY_FAMILY["gemm"](where))
     expected = PRIMUS_DEEPSEEK[model.name]
     assert {role: found[role] for role in expected} == expected
     width, hidden = SHARED_WIDTH[model.name], model.hidden_size
@@ -286,7 +336,7 @@ def test_primus_deepseek_models(model: ModelConfig) -> None:
     groups, n, k, rows = EXPERTS[model.name]
     experts = {
         label.role: op
-        for label, op in layers.grouped_gemms(where)
+        for label, op in BY_FAMILY["grouped-gemm"](where)
         if label.phase is Phase.FWD and isinstance(op, GroupedGemm)
     }
     up, down = experts["experts_gate_up"], experts["experts_down"]
@@ -297,8 +347,8 @@ def test_primus_deepseek_models(model: ModelConfig) -> None:
 def test_the_built_in_models_are_primus_too() -> None:
     for model in PRIMUS:
         real = find_model(model.name)
-        found = forward_dims(layers.gemms(shape(real, seq_len=model.seq_len)))
-        ours = forward_dims(layers.gemms(shape(model, seq_len=model.seq_len)))
+        found = forward_dims(BY_FAMILY["gemm"](shape(real, seq_len=model.seq_len)))
+        ours = forward_dims(BY_FAMILY["gemm"](shape(model, seq_len=model.seq_len)))
         common = found.keys() & ours.keys() - {"shared_gate_up", "shared_down"}
         assert {"out", "head"} <= common
         assert {role: found[role] for role in common} == {role: ours[role] for role in common}
@@ -307,12 +357,12 @@ def test_the_built_in_models_are_primus_too() -> None:
 def test_roles_of_deepseek_v3() -> None:
     where = shape("deepseek-v3")
     roles = {f: [lb.role for lb, _ in make(where)][::2] for f, make in BY_FAMILY.items()}
-    assert list(forward_dims(layers.gemms(where))) == [
+    assert list(forward_dims(BY_FAMILY["gemm"](where))) == [
         *("q_down", "q_up", "kv_down", "kv_up", "out"),
         *("gate_up", "down", "router", "shared_gate_up", "shared_down", "head"),
     ]
     assert roles["norm"] == ["norm", "q_norm", "kv_norm"]
-    (attention, _) = (op for _, op in layers.attentions(where))
+    (attention, _) = (op for _, op in BY_FAMILY["attention"](where))
     assert isinstance(attention, Attention)
     assert (attention.head_dim_qk, attention.head_dim_v) == (192, 128)
     assert attention.heads == attention.kv_heads == 128
@@ -320,9 +370,9 @@ def test_roles_of_deepseek_v3() -> None:
 
 def test_a_gelu_model_has_one_up_projection_and_no_rope() -> None:
     where = shape("gpt2-125m")
-    assert "up" in forward_dims(layers.gemms(where))
-    assert list(layers.ropes(where)) == []
-    (norm, _) = (op for _, op in layers.norms(where))
+    assert "up" in forward_dims(BY_FAMILY["gemm"](where))
+    assert list(BY_FAMILY["rope"](where)) == []
+    (norm, _) = (op for _, op in BY_FAMILY["norm"](where))
     assert isinstance(norm, Norm)
     assert norm.kind == "layernorm"
 
@@ -359,15 +409,16 @@ def test_tiny_and_scaled_models_give_valid_operators(name: str) -> None:
 
 
 def test_eight_tokens_or_fewer_have_no_chunked_loss() -> None:
-    roles = {label.role for label, _ in layers.losses(shape("llama-3.1-8b", seq_len=7))}
+    roles = {
+        label.role for label, _ in BY_FAMILY["cross-entropy"](shape("llama-3.1-8b", seq_len=7))
+    }
     assert roles == {"loss"}
 
 
 def test_fp8_where_it_does_not_fit_is_bf16() -> None:
     where = shape("llama-3.1-8b", seq_len=100, dtype=DType.FP8_E4M3)
-    for label, op in layers.gemms(where):
+    for label, op in BY_FAMILY["gemm"](where):
         assert isinstance(op, Gemm)
         fits = op.n % 16 == 0 and op.k % 16 == 0
         assert op.dtype is (DType.FP8_E4M3 if fits else DType.BF16)
         assert fits == (label.phase is not Phase.WGRAD)
-    assert replace(where, seq_len=128).tokens == 128

@@ -1,0 +1,185 @@
+"""stepmark logs: NCCL logs, flight-recorder dumps, inspector lines and tables of results."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from stepmark.app.log_inputs import Inputs, collect
+from stepmark.app.log_sources import Rows, Source, read_sources
+from stepmark.app.log_text import SourceView, files_text, finding_text, source_text, table_text
+from stepmark.app.measured_curves import read_curves
+from stepmark.core.errors import ConfigError
+from stepmark.core.finding import Finding, Severity
+from stepmark.core.reading import Table
+from stepmark.core.verb_options import LogsOptions
+from stepmark.report import expected, histogram, tables_found
+from stepmark.report.histogram_figures import page
+from stepmark.store.export import write_json, write_tables
+from stepmark.store.files import write_text
+from stepmark.trace import tables
+from stepmark.trace.tables.validate import validate
+
+TableFindings = tuple[Table, tuple[Finding, ...]]
+
+
+def run(options: LogsOptions) -> int:
+    """Print and write what the files contain. Return 1 where a job fails or hangs."""
+    inputs = collect(options.files, only_tables=options.tables)
+    for path, reason in inputs.unknown:
+        sys.stderr.write(f"stepmark: {path} is left out: {reason}\n")
+    report = read_report(inputs, options)
+    if not options.to_stdout:
+        sys.stdout.writelines(f"{line}\n" for line in report.text())
+    report.write()
+    return report.exit_code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogReport:
+    """Everything that was found in the files."""
+
+    options: LogsOptions
+    views: tuple[SourceView, ...]
+    tables: tuple[TableFindings, ...]
+    without_tables: tuple[str, ...]  # files that were searched in vain
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [
+            *(finding for view in self.views for finding in view.source.findings),
+            *(finding for _, findings in self.tables for finding in findings),
+        ]
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a job fails, hangs or gives wrong data."""
+        return int(any(one.severity is Severity.PROBLEM for one in self.findings))
+
+    def text(self) -> Iterator[str]:
+        """Yield lines for a terminal."""
+        for place, view in enumerate(self.views):
+            yield from [""] * (place > 0)
+            yield from source_text(view, self.options)
+        if self.views and self.tables:
+            yield ""
+        for table, findings in self.tables:
+            yield from table_text(table)
+            yield from finding_text(findings)
+        for file in self.without_tables:
+            yield f"{file}: no table found"
+
+    def write(self) -> None:
+        """Write the files that the options name. Raises ConfigError."""
+        if self.options.json:
+            write_json(self.document(), self.options.json, "logs")
+        if self.options.csv:
+            write_tables(self._csv_tables(), self.options.csv, "csv")
+        if self.options.html:
+            sections = [
+                (
+                    f"{view.source.kind}: {files_text(view.source)}",
+                    view.rows,
+                    view.source.findings,
+                )
+                for view in self.views
+            ]
+            write_text(self.options.html, page("stepmark logs", sections), "html")
+
+    def document(self) -> dict[str, object]:
+        """Return everything as plain values, whatever options limit the text."""
+        return {
+            "sources": [
+                {
+                    "kind": view.source.kind,
+                    "files": view.source.files,
+                    "findings": [_finding_row(one) for one in view.source.findings],
+                    "histogram": view.rows,
+                    "tuning": list(view.source.tuning),
+                    "curve": view.totals,
+                    **dict(view.source.rows),
+                }
+                for view in self.views
+            ],
+            "tables": [
+                asdict(table) | {"findings": [_finding_row(one) for one in findings]}
+                for table, findings in self.tables
+            ],
+            "exit_code": self.exit_code,
+        }
+
+    def _csv_tables(self) -> dict[str, Rows]:
+        """Return what was requested, or everything that has rows."""
+        options = self.options
+        requested = {"histogram": options.shows_histogram, "tuning": options.tuning}
+        has_request = any(requested.values())
+        rows_by_name: dict[str, Rows] = {}
+        for view in self.views:
+            label = {"source": view.source.kind} if len(self.views) > 1 else {}
+            for name, rows in view.named_rows.items():
+                if not has_request or requested.get(name):
+                    rows_by_name.setdefault(name, []).extend(label | row for row in rows)
+        if not has_request or not self.views:
+            if self.tables:
+                rows_by_name["tables"] = tables_found.rows(self.tables)
+            rows_by_name["findings"] = [_finding_row(one) for one in self.findings]
+        return {name: rows for name, rows in rows_by_name.items() if rows} or {"findings": []}
+
+
+def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
+    """Read all inputs. Raises ConfigError."""
+    sources = read_sources(inputs, options.ranks)
+    views = tuple(_view(source, options) for source in sources)
+    # A request for the messages of a job's output is no request for its tables.
+    is_about_messages = views and (options.shows_histogram or options.tuning)
+    logs = set(inputs.logs) if is_about_messages else set()
+    validated, without = _tables([path for path in inputs.tables if path not in logs])
+    if not views and options.curve:
+        allowed = "given with logs, dumps or inspector lines to compare with"
+        raise ConfigError("curve", options.curve, allowed)
+    if not views and options.html:
+        allowed = "given with logs, dumps or inspector lines: tables have no histogram"
+        raise ConfigError("html", options.html, allowed)
+    return LogReport(
+        options=options,
+        views=views,
+        tables=validated,
+        without_tables=() if views else without,
+    )
+
+
+def _tables(paths: Sequence[Path]) -> tuple[tuple[TableFindings, ...], tuple[str, ...]]:
+    """Return (tables with their findings, files without any)."""
+    by_file = {path: tables.find(path) for path in paths}
+    validated = ((table, tuple(validate(table))) for own in by_file.values() for table in own)
+    return tuple(validated), tuple(str(path) for path, own in by_file.items() if not own)
+
+
+def _view(source: Source, options: LogsOptions) -> SourceView:
+    bins = histogram.parse_bins(options.bins) if options.bins else None
+    by = histogram.BY if options.by is None else histogram.parse_by(options.by)
+    num_ranks = source.num_ranks_seen
+    durations, totals = None, None
+    if options.curve:
+        curves = read_curves(options.curve, options.runs)
+        durations = expected.expected(source.histogram, curves, force=options.force)
+        totals = expected.totals(source.histogram, durations, num_ranks)
+        if options.steps:
+            totals["seconds_per_rank_and_step"] = totals["seconds_per_rank"] / options.steps
+    rows = histogram.rows(
+        source.histogram, by=by, bins=bins, num_ranks_seen=num_ranks, expected=durations
+    )
+    return SourceView(source=source, rows=rows, totals=totals)
+
+
+def _finding_row(finding: Finding) -> dict[str, object]:
+    first = finding.evidence[0] if finding.evidence else None
+    return {
+        "severity": finding.severity.value,
+        "rule": finding.rule,
+        "text": finding.text,
+        "count": finding.count,
+        "file": first.file if first else None,
+        "line": first.line or None if first else None,
+        "evidence": [asdict(line) for line in finding.evidence],
+    }

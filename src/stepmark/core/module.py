@@ -1,0 +1,151 @@
+"""A module of a model on one rank: what it computes, which parameters it has, what it keeps."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Op, Phase
+from stepmark.core.workload import ComputeOp, Kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """One tensor on one rank of tp and ep. part: the role whose backward makes its gradient."""
+
+    name: str  # within the unit, e.g. "attention.qkv.weight"
+    shape: tuple[int, ...]
+    part: str = ""
+    is_norm: bool = False
+    is_partial: bool = False  # every tp rank holds it, with the gradient of its own rows
+    is_trained: bool = True
+    is_expert: bool = False  # held by the ranks of ep
+    is_copy: bool = False  # the same tensor as another one that is here
+
+    def __post_init__(self) -> None:
+        whole = all(isinstance(size, int) and size > 0 for size in self.shape)
+        if not self.shape or not whole:
+            raise ConfigError(self.name, self.shape, "a shape of whole numbers from 1")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def padded(self, ranks: int) -> int:
+        """Elements of all shards together: rows are divided evenly, the last ones padded.
+
+        torch, _fsdp_param.py: _init_sharded_param; _fsdp_common.py: _get_dim0_padded_size.
+        """
+        return -(-self.shape[0] // ranks) * ranks * math.prod(self.shape[1:])
+
+    def shard(self, ranks: int) -> int:
+        """Elements of the first rank's shard, which no padding is in."""
+        return self.padded(ranks) // ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Elements per token that a module keeps for its backward pass.
+
+    whole: on every tp rank; the others are divided by tp. eager: not where it is compiled.
+    statistics are in fp32.
+    """
+
+    whole: int = 0
+    divided: int = 0
+    eager: int = 0
+    statistics: int = 0
+
+    def __add__(self, other: "Kept") -> "Kept":
+        return Kept(
+            whole=self.whole + other.whole,
+            divided=self.divided + other.divided,
+            eager=self.eager + other.eager,
+            statistics=self.statistics + other.statistics,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """A module and those inside it in the order they run, or computation between modules.
+
+    name: its path within the unit that it belongs to, as named_modules() has it; a unit is
+    a child of the whole model. role: what its work is called in workload files and tables.
+    work: one forward pass, then one backward pass, each in the order it runs.
+    twins: tensor-parallel ranks that do this very work, of which the model needs one.
+    registered: names of the modules inside in the order of the constructor, where that is not
+    the order they run in. uses: names of parameters that other units store.
+    """
+
+    name: str = ""
+    role: str = ""
+    work: tuple[ComputeOp, ...] = ()
+    params: tuple[Param, ...] = ()
+    inside: "tuple[Module, ...]" = ()
+    times: int = 1  # so many in a row, with parameters of their own each
+    twins: int = 1
+    keeps: Kept = Kept()
+    registered: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+    is_module: bool = True  # False: computation that hooks do not see
+    is_linear: bool = False
+    in_backward: bool = True  # its output has a gradient
+    has_input_grad: bool = True  # so has its input
+
+    def __post_init__(self) -> None:
+        if self.registered:
+            in_registered_order(self.name, self.inside, self.registered)
+
+    @property
+    def fwd(self) -> tuple[ComputeOp, ...]:
+        return tuple(op for op in self.work if op.phase is Phase.FWD)
+
+    @property
+    def bwd(self) -> tuple[ComputeOp, ...]:
+        return tuple(op for op in self.work if op.phase is not Phase.FWD)
+
+    @property
+    def all_params(self) -> tuple[Param, ...]:
+        """Its parameters and those of the modules inside, in the order of registration."""
+        inside = in_registered_order(self.name, self.inside, self.registered)
+        return (*self.params, *(param for one in inside for param in one.all_params))
+
+    def walk(self) -> "Iterator[Module]":
+        """Yield this module and those inside, in the order they run."""
+        yield self
+        for one in self.inside:
+            yield from one.walk()
+
+    def leaves(self) -> "Iterator[tuple[str, int, Module]]":
+        """Yield (path, times, leaf) of a whole model, in forward order."""
+        for unit in self.inside:
+            for leaf in unit.walk():
+                if leaf.work or leaf.params:
+                    yield ".".join(filter(None, (unit.name, leaf.name))), unit.times, leaf
+
+
+def in_registered_order(
+    name: str, inside: tuple[Module, ...], order: tuple[str, ...]
+) -> tuple[Module, ...]:
+    """Return modules with parameters by the order of their names. Raises ConfigError."""
+    if not order:
+        return inside
+    having = {one.name: one for one in inside if any(each.params for each in one.walk())}
+    if len(set(order)) != len(order) or not set(having) <= set(order):
+        allowed = f"each of {', '.join(having)} once"
+        raise ConfigError(f"{name}: registered", ", ".join(order), allowed)
+    unknown = set(order) - {one.name for one in inside}
+    if unknown:
+        allowed = f"names of {', '.join(one.name for one in inside if one.name)}"
+        raise ConfigError(f"{name}: registered", min(unknown), allowed)
+    return tuple(having[one] for one in order if one in having)
+
+
+def work_of(
+    role: str, *operations: tuple[Phase, Op | Kernel], layer: int | None = 0
+) -> tuple[ComputeOp, ...]:
+    """Return operations as a module's work, in the order they run."""
+    return tuple(
+        ComputeOp(op=op, phase=phase, module=role, layer=layer, microbatch=0)
+        for phase, op in operations
+    )

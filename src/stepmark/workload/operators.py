@@ -1,0 +1,109 @@
+"""The operators of a model on one rank, as `op --model` lists them: leaves of its tree."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from stepmark.core.case import Label
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.model import ModelConfig
+from stepmark.core.module import Module
+from stepmark.core.ops import FAMILIES, CrossEntropy, Op, Optimizer, Phase
+from stepmark.workload.layout import Inputs, ShardLayout
+from stepmark.workload.tree import build
+
+Placed = tuple[Label, Op]
+_CHUNKS = 8  # of the loss that never holds all logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A model, how it is spread, and one micro-batch of it."""
+
+    model: ModelConfig
+    layout: ShardLayout
+    inputs: Inputs
+
+    @property
+    def root(self) -> Module:
+        return build(self.model, self.layout, self.inputs)
+
+
+def _leaves(family: str) -> Callable[[ModelShape], Iterator[Placed]]:
+    """Operators of one dense and one MoE layer, and of head and loss; each with its count."""
+
+    def placed(shape: ModelShape) -> Iterator[Placed]:
+        if family == "grouped-gemm" and shape.model.moe and shape.inputs.dtype is DType.FP64:
+            raise ConfigError(
+                "dtype", shape.inputs.dtype, "bf16, fp16 or fp32 for grouped-gemm"
+            )
+        counts: dict[tuple[str, Phase, Op], int] = {}
+        for unit in shape.root.inside:
+            own: dict[tuple[str, Phase, Op], int] = {}
+            for leaf in unit.walk():
+                for one in leaf.work:
+                    # The last norm is one more of a layer's.
+                    if isinstance(one.op, FAMILIES[family]) and leaf.role != "head.norm":
+                        key = _role(leaf.role), one.phase, one.op
+                        own[key] = own.get(key, 0) + 1
+            counts |= {key: max(count, counts.get(key, 0)) for key, count in own.items()}
+        for (role, phase, op), count in counts.items():
+            yield _label(shape, role, phase, count), op
+
+    return placed
+
+
+def _role(role: str) -> str:
+    last = role.rpartition(".")[2]
+    return "attention" if last == "core" else last
+
+
+def _label(shape: ModelShape, role: str, phase: Phase, count: int = 1) -> Label:
+    mbs = shape.inputs.mbs
+    return Label(model=shape.model.name, role=role, phase=phase, count=count, mbs=mbs)
+
+
+def losses(shape: ModelShape) -> Iterator[Placed]:
+    """The loss of all logits, then chunk by chunk."""
+    whole = list(_leaves("cross-entropy")(shape))
+    yield from whole
+    for label, op in whole:
+        if isinstance(op, CrossEntropy) and op.tokens >= _CHUNKS:
+            yield replace(label, role="loss_chunked"), replace(op, chunks=_CHUNKS)
+
+
+def optimizers(shape: ModelShape) -> Iterator[Placed]:
+    """AdamW over this rank's shards of one layer of each kind, and of embedding and head."""
+    axes, layout = shape.layout.axes, shape.layout
+    shards = axes.dp_shard * axes.cp
+    # ep borrows from the ranks of dp_shard; what is left of them shards each expert.
+    expert_shards = max(1, shards * axes.tp // (axes.ep * layout.expert_tp))
+    sizes: dict[str, int] = {}
+    for unit in shape.root.inside:
+        params = unit.all_params
+        if not unit.name.startswith("blocks"):
+            role = "optimizer_ends"
+            params = tuple(one for one in params if not one.is_norm)
+            if unit.name == "output" and shape.model.tied_embeddings:
+                params = ()
+        else:
+            is_moe = any(one.is_expert for one in params)
+            role = "optimizer_moe_layer" if is_moe else "optimizer_layer"
+        held = sum(
+            -(-one.numel // (expert_shards if one.is_expert else shards)) for one in params
+        )
+        sizes[role] = sizes.get(role, 0) + held
+    for role in sorted(sizes, key="optimizer_ends".__eq__):
+        op = Optimizer(num_params=sizes[role], kind="adamw", dtype=DType.FP32)
+        yield _label(shape, role, Phase.OPTIM), op
+
+
+# Families that a model shapes, in the order of `op all`.
+BY_FAMILY: dict[str, Callable[[ModelShape], Iterator[Placed]]] = {
+    **{
+        family: _leaves(family)
+        for family in ("gemm", "grouped-gemm", "attention", "norm", "activation", "rope")
+    },
+    "cross-entropy": losses,
+    "optimizer": optimizers,
+}

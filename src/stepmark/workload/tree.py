@@ -1,0 +1,385 @@
+"""One module tree per model x layout: what a rank computes, holds and keeps for backward.
+
+Operator cases, workload rules, FLOPs, parameter counts and memory derive from it. Paths are the
+module names of the step that `stepmark train` runs (bench/training/transformer.py). A leaf
+multiplies the rows of all tensor-parallel ranks, or its own share of them. The law: FLOPs of a
+rank / twins, summed over ranks, are the model's.
+
+Experts: with balanced routing a rank of ep x etp computes as many rows as it sends out, those
+of its etp peers included, over 1 / etp of the width of num_experts / ep experts.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from stepmark.core.dtypes import DType
+from stepmark.core.model import Linear, ModelConfig
+from stepmark.core.module import Kept, Module, Param, work_of
+from stepmark.core.ops import (
+    Activation,
+    Attention,
+    Copy,
+    CrossEntropy,
+    GroupedGemm,
+    Norm,
+    Op,
+    Phase,
+    Rope,
+)
+from stepmark.core.workload import Kernel
+from stepmark.workload.layout import Inputs, ShardLayout, linear_products, role_of
+
+
+def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
+    """Return the modules of one pipeline stage on one rank."""
+    layout.check(model)
+    maker = TreeMaker(model=model, layout=layout, inputs=inputs)
+    pp = layout.axes.pp
+    small, rest = divmod(model.num_layers, pp)
+    start = layout.stage * small + min(layout.stage, rest)
+    stop = start + small + (layout.stage < rest)
+    units = [maker.embedding()] if layout.stage == 0 else []
+    dense = model.num_dense_layers
+    for first, last, moe in ((start, min(stop, dense), False), (max(start, dense), stop, True)):
+        if first < last:
+            unit = replace(maker.block(moe=moe), name=f"blocks.{first}", times=last - first)
+            units.append(unit)
+    if layout.stage == pp - 1:
+        units.append(maker.output())
+    return Module(inside=tuple(units))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeMaker:
+    """Makes the units of a model: embedding, dense and MoE block, output."""
+
+    model: ModelConfig
+    layout: ShardLayout
+    inputs: Inputs
+
+    @property
+    def _tp(self) -> int:
+        return self.layout.axes.tp
+
+    @property
+    def tokens(self) -> int:
+        """Rows of one rank of cp, before tensor parallelism divides them."""
+        return self.inputs.mbs * self.inputs.seq_len // self.layout.axes.cp
+
+    @property
+    def own_tokens(self) -> int:
+        """Rows of norms and residuals."""
+        return self.tokens // self.layout.row_parts or 1
+
+    @property
+    def own_twins(self) -> int:
+        return self._tp // self.layout.row_parts
+
+    def embedding(self) -> Module:
+        """Look rows up; add their gradients into the table."""
+        model, width = self.model, self.model.hidden_size
+        moved = self.tokens * width * self.inputs.plain_dtype.itemsize
+        scatter = Kernel(name="embedding_backward", flops=0, bytes_moved=3 * moved)
+        lookup = ((Phase.FWD, Copy(num_bytes=moved)), (Phase.WGRAD, scatter))
+        tables = [("tokens", model.vocab_size // self._tp)]
+        tables += [("positions", model.max_positions)] if model.max_positions else []
+        leaves = []
+        for name, rows in tables:
+            param = Param(
+                name=f"embedding.{name}.weight", shape=(rows, width), part="embedding"
+            )
+            work = work_of("embedding", *lookup, layer=None) if name == "tokens" else ()
+            made = Module(name=name, role="embedding", work=work, params=(param,))
+            leaves.append(replace(made, has_input_grad=False))
+        return Module(name="embedding", inside=tuple(leaves))
+
+    def output(self) -> Module:
+        """Last norm, head and loss."""
+        model, width = self.model, self.model.hidden_size
+        vocab = model.vocab_size // (1 if self.layout.whole_loss else self._tp)
+        loss = CrossEntropy(tokens=self.tokens, vocab=vocab, dtype=self.inputs.plain_dtype)
+        head = self.linear(Linear("head", model.vocab_size, width, "out"), "head")
+        norm = self._residual_norm("norm", "head.norm")
+        inside = (
+            replace(norm, keeps=Kept(whole=width)),
+            replace(head, keeps=Kept(whole=width)),
+            _between("loss", *_both(loss)),
+        )
+        outside = tuple(
+            replace(
+                leaf,
+                work=tuple(replace(op, layer=None) for op in leaf.work),
+                params=tuple(replace(one, name=f"output.{one.name}") for one in leaf.params),
+            )
+            for leaf in inside
+        )
+        return Module(name="output", inside=outside)
+
+    def block(self, *, moe: bool) -> Module:
+        """Attention and MLP or experts, each on a norm and added to the residual stream."""
+        linears = list(self._fused(self.model.linears(moe)))
+        attention = [one for one in linears if one.name.startswith("attention.")]
+        rest = linears[len(attention) :]
+        return Module(
+            name="block",
+            inside=(
+                self._residual_norm("attention_norm", "attention.norm"),
+                Module(name="attention", inside=tuple(self._attention(attention))),
+                self._residual("attention.residual"),
+                self._residual_norm("ffn_norm", "mlp.norm"),
+                self._experts(rest) if moe else Module(name="ffn", inside=self._mlp(rest)),
+                self._residual("mlp.residual"),
+            ),
+        )
+
+    def _fused(self, linears: Iterable[Linear]) -> Iterator[Linear]:
+        """Products as the framework has them."""
+        fused, gate = self.layout.fused, None
+        for one in linears:
+            role = one.name.rpartition(".")[2]
+            together = "experts" if "held" in one.name else "gate_up"
+            if role == "qkv" and "qkv" not in fused:
+                for name in "qkv":
+                    rows = self.model.num_heads if name == "q" else self.model.num_kv_heads
+                    rows *= self.model.head_dim
+                    yield replace(one, name=f"attention.{name}", out=rows)
+            elif role == "gate" and together in fused:
+                gate = one
+            elif role == "up" and gate is not None:
+                yield replace(one, name=f"{gate.name}_up", out=2 * one.out)
+                gate = None
+            else:
+                yield one
+
+    def _attention(self, linears: list[Linear]) -> Iterator[Module]:
+        model = self.model
+        for one in linears:
+            if one.name == "attention.out":
+                yield from self._qk_norms()
+                yield from self._scores()
+                out = one
+                continue
+            made = self.linear(one, role_of(one.name))
+            if one is linears[0]:
+                made = replace(made, keeps=Kept(whole=model.hidden_size))
+            elif one.name.endswith("up"):  # from a latent vector, kept before its norm, too
+                norm = one.name.replace("up", "norm")
+                yield self._norm(norm, role_of(norm), one.width)
+                made = replace(made, keeps=Kept(divided=one.width))
+            yield made
+        yield replace(self.linear(out, role_of(out.name)), keeps=Kept(divided=out.width))
+
+    def _qk_norms(self) -> Iterator[Module]:
+        model = self.model
+        for name, heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
+            if model.qk_norm:
+                rows = self.tokens * heads // self._tp
+                made = self._norm(
+                    f"attention.{name}", f"attention.{name}", model.head_dim, rows
+                )
+                yield replace(made, keeps=Kept())
+
+    def _scores(self) -> Iterator[Module]:
+        """Rotary positions, and softmax(q k.T) v.
+
+        Under context parallelism each rank has a chunk of the head and one of the tail of a
+        sequence. Together their queries see as many pairs as seq_len / cp queries do that see
+        seq_len / 2 keys each: the count is exact, the shape stands for the two chunks.
+        """
+        model, inputs, cp = self.model, self.inputs, self.layout.axes.cp
+        heads, kv_heads = model.num_heads // self._tp, model.num_kv_heads // self._tp
+        own = inputs.seq_len // cp
+        if not model.max_positions:
+            mla = model.mla
+            rope = Rope(
+                batch=inputs.mbs,
+                seq=own,
+                heads=heads,
+                kv_heads=1 if mla else kv_heads,
+                head_dim=mla.qk_rope_head_dim if mla else model.head_dim,
+                dtype=inputs.plain_dtype,
+            )
+            turned = (model.num_heads + model.num_kv_heads) * model.d_qk
+            turned = model.num_heads * mla.qk_nope_head_dim if mla else turned
+            made = _between("attention.rope", *_both(rope))
+            yield replace(made, keeps=Kept(divided=turned))
+        core = Attention(
+            batch=inputs.mbs,
+            seq_q=own,
+            seq_kv=inputs.seq_len // 2 if cp > 1 else own,
+            heads=heads,
+            kv_heads=heads if model.mla else kv_heads,
+            head_dim_qk=model.d_qk,
+            head_dim_v=model.d_v,
+            causal=cp == 1,
+            dtype=inputs.plain_dtype,
+        )
+        # Keys and values of all ranks of cp.
+        keys = cp * model.num_kv_heads * (model.d_qk + model.d_v)
+        keeps = Kept(divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads)
+        yield replace(_between("attention.core", *_both(core)), keeps=keeps)
+
+    def _mlp(self, linears: list[Linear], *, is_shared: bool = False) -> tuple[Module, ...]:
+        *ups, down = (self.linear(one, role_of(one.name)) for one in linears)
+        width = linears[-1].width
+        if not is_shared:  # shared experts have the router's input
+            ups[0] = replace(ups[0], keeps=Kept(whole=self.model.hidden_size))
+        name = down.role.replace("down", "activation")
+        active = self._activation(name, self.tokens, width // self._tp, width)
+        return (*_summed(ups, self), active, replace(down, keeps=Kept(divided=width)))
+
+    def _activation(self, role: str, rows: int, width: int, kept: int) -> Module:
+        """kept: width per token over all ranks of tp. Eager SwiGLU keeps silu(gate), too."""
+        kind, dtype = self.model.activation, self.inputs.plain_dtype
+        is_gated = kind == "swiglu"
+        op = Activation(tokens=rows, width=width, kind=kind, dtype=dtype)
+        keeps = Kept(divided=2 * kept, eager=kept) if is_gated else Kept(divided=kept)
+        return replace(_between(role, *_both(op)), keeps=keeps)
+
+    def _experts(self, linears: list[Linear]) -> Module:
+        """Router, routed experts and shared ones; a token keeps its copies there and back."""
+        model, moe = self.model, self.model.moe
+        assert moe is not None
+        router, *rest = linears
+        routed = [one for one in rest if one.copies > 1 or "held" in one.name]
+        kept = Kept(whole=model.hidden_size, divided=4 * moe.num_experts)
+        *ups, down = (self._grouped(one) for one in routed)
+        rows, width = self.expert_rows, moe.ffn_hidden_size // self.layout.expert_tp
+        copies, inner = moe.top_k * model.hidden_size, moe.top_k * moe.ffn_hidden_size
+        ups[0] = replace(ups[0], keeps=Kept(divided=copies))
+        held = (
+            *_summed(ups, self, rows=rows),
+            self._activation("mlp.experts_activation", rows, width, inner),
+            replace(down, keeps=Kept(divided=inner + copies)),
+        )
+        inside = [
+            replace(self.linear(router, "mlp.router"), keeps=kept),
+            Module(name="ffn.held", inside=held),
+        ]
+        if shared := rest[len(routed) :]:
+            made = self._mlp(shared, is_shared=True)
+            inside.append(Module(name="ffn.shared", inside=made))
+        bias: tuple[Param, ...] = ()
+        if moe.router_bias:
+            param = Param(name="ffn.router_bias", shape=(moe.num_experts,), part="mlp.router")
+            bias = (replace(param, is_trained=False),)
+        return Module(name="ffn", params=bias, inside=tuple(inside))
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows of the experts of one rank."""
+        moe, etp = self.model.moe, self.layout.expert_tp
+        assert moe is not None
+        every = max(1, self.tokens * moe.top_k * max(etp, self.own_twins) // self._tp)
+        return self.inputs.expert_rows or every
+
+    def _grouped(self, one: Linear) -> Module:
+        etp, ep, inputs = self.layout.expert_tp, self.layout.axes.ep, self.inputs
+        out = one.out // etp if one.split == "out" else one.out
+        width = one.width // etp if one.split == "in" else one.width
+        count, role = one.copies // ep, role_of(one.name)
+        rows, dtype = self.expert_rows, inputs.plain_dtype
+        ops: list[tuple[Phase, Op | Kernel]] = []
+        for phase in (Phase.FWD, Phase.DGRAD, Phase.WGRAD):
+            if dtype is DType.FP64:  # no operator: experts one by one
+                flops = 2 * rows * out * width
+                ops.append((phase, Kernel(name="experts", flops=flops)))
+                continue
+            op = GroupedGemm(
+                num_groups=count,
+                tokens=rows,
+                n=out,
+                k=width,
+                skew=inputs.skew,
+                dtype=dtype,
+                phase=phase,
+            )
+            ops.append((phase, op))
+        # Without sequence parallelism every tp rank has all rows: those of other widths sum up.
+        twins = max(1, self.own_twins // etp)
+        param = Param(name=one.name, shape=(count, out, width), part=role, is_expert=True)
+        work = work_of(role, *ops)
+        return Module(name=one.name, role=role, work=work, params=(param,), twins=twins)
+
+    def linear(self, one: Linear, role: str) -> Module:
+        """y [m, n] = x [m, k] w [n, k].T; dx = dy w; dw = dy.T x."""
+        out = one.out // self._tp if one.split == "out" else one.out
+        width = one.width // self._tp if one.split == "in" else one.width
+        rows, twins = (self.tokens, 1) if one.split else (self.own_tokens, self.own_twins)
+        weight = Param(name=f"{one.name}.weight", shape=(out, width), part=role)
+        weight = replace(weight, is_partial=not one.split)
+        bias = replace(weight, name=f"{one.name}.bias", shape=(out,))
+        bias = replace(bias, is_partial=one.split != "out")
+        return Module(
+            name=one.name,
+            role=role,
+            work=work_of(role, *linear_products(self.inputs, rows, out, width)),
+            params=(weight, bias) if one.has_bias else (weight,),
+            twins=twins,
+            is_linear=True,
+        )
+
+    def _norm(
+        self, name: str, role: str, width: int, rows: int = 0, *, kind: str = "rmsnorm"
+    ) -> Module:
+        """rows: of a norm over heads; else its own share of the tokens."""
+        op = Norm(
+            tokens=rows or self.own_tokens,
+            hidden=width,
+            kind=kind,
+            dtype=self.inputs.plain_dtype,
+        )
+        param = Param(name=f"{name}.weight", shape=(width,), part=role, is_partial=True)
+        twins = 1 if rows else self.own_twins
+        return Module(
+            name=name,
+            role=role,
+            work=work_of(role, *_both(op)),
+            params=(param,),
+            twins=twins,
+            keeps=Kept(divided=width),
+        )
+
+    def _residual_norm(self, name: str, role: str) -> Module:
+        """One of the residual stream, of the model's own kind."""
+        model = self.model
+        is_layernorm = model.norm == "layernorm"
+        made = self._norm(name, role, model.hidden_size, kind=model.norm)
+        weight = replace(made.params[0], is_norm=True)
+        bias = replace(weight, name=f"{name}.bias")
+        return replace(
+            made,
+            params=(weight, bias) if is_layernorm else (weight,),
+            keeps=Kept(divided=model.hidden_size, statistics=1 + is_layernorm),
+        )
+
+    def _residual(self, role: str) -> Module:
+        """x + f(x): two read, one written. Backward the gradient is passed on, and added."""
+        return replace(self.add(role, self.own_tokens), twins=self.own_twins)
+
+    def add(self, role: str, rows: int) -> Module:
+        """A sum of two tensors, forward; backward one of two gradients."""
+        moved = 3 * rows * self.model.hidden_size * self.inputs.plain_dtype.itemsize
+        op = Kernel(name="add", flops=0, bytes_moved=moved)
+        return _between(role, (Phase.FWD, op), (Phase.BWD, op))
+
+
+def _summed(ups: list[Module], maker: TreeMaker, rows: int = 0) -> tuple[Module, ...]:
+    """Gate and up: two products of one input, whose gradients are added after gate's."""
+    if len(ups) == 1:
+        return tuple(ups)
+    gate, up = ups
+    added = maker.add(gate.role, rows or maker.tokens).bwd
+    return replace(gate, work=(*gate.work, *added)), up
+
+
+def _between(role: str, *operations: tuple[Phase, Op | Kernel]) -> Module:
+    """Computation that is no module of its own."""
+    return Module(name=role, role=role, work=work_of(role, *operations), is_module=False)
+
+
+def _both(
+    op: Norm | Activation | Rope | Attention | CrossEntropy,
+) -> Iterator[tuple[Phase, Op]]:
+    for phase in (Phase.FWD, Phase.BWD):
+        yield phase, replace(op, phase=phase)
