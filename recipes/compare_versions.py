@@ -37,6 +37,8 @@ CASE_S = 0.9  # of the budget, per case
 MEAN_FLOOR, ROW_FLOOR = 0.01, 0.02
 CONFIDENCE = 0.99
 COMMAND_TIMEOUT_S = 240.0
+# On a busy CPU threads of one call wait for each other, milliseconds or not at all.
+THREADS: dict[str, dict[str, str]] = {"cpu": {"OMP_NUM_THREADS": "1"}, "cuda": {}}
 # Commands by kind and device, with the number of their cases: 20 per kind.
 COMMANDS: dict[tuple[str, str], list[tuple[str, int]]] = {
     ("op", "cuda"): [
@@ -152,7 +154,7 @@ def measure(
                 if time.monotonic() + slowest_s > end:
                     return False
                 begin = time.monotonic()
-                rows = measured_rows(args.kind, command, num_cases, path)
+                rows = measured_rows(args.kind, args.device, command, num_cases, path)
                 slowest_s = max(slowest_s, time.monotonic() - begin)
                 entry = {
                     "launch": launch,
@@ -171,7 +173,9 @@ def measure(
     return True
 
 
-def measured_rows(kind: str, command: str, num_cases: int, path: Path) -> list[dict[str, Any]]:
+def measured_rows(
+    kind: str, device: str, command: str, num_cases: int, path: Path
+) -> list[dict[str, Any]]:
     """Run one command with one version; its measured rows."""
     with tempfile.TemporaryDirectory(prefix="compare-versions-") as folder:
         rows_file = Path(folder) / "rows.json"
@@ -179,7 +183,7 @@ def measured_rows(kind: str, command: str, num_cases: int, path: Path) -> list[d
         words += ["--budget", f"{num_cases * CASE_S:g}s", "--out", folder]
         result = subprocess.run(
             [*words, "--json", str(rows_file)],
-            env={**os.environ, "PYTHONPATH": str(path.resolve())},
+            env={**os.environ, **THREADS[device], "PYTHONPATH": str(path.resolve())},
             cwd=folder,
             capture_output=True,
             text=True,

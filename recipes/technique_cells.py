@@ -28,7 +28,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from stepmark.bench.context import MeasureContext, make_context, release
 from stepmark.bench.training import trainer
-from stepmark.bench.training.mesh import Share, place_of
+from stepmark.bench.training.mesh import SequenceShard, coordinates_of
 from stepmark.bench.training.refusals import why_not
 from stepmark.bench.training.weights import canonical_name
 from stepmark.cli.train_plan import cases
@@ -251,8 +251,8 @@ class Attempt:
 
     def _step(self, built: trainer.Trainer) -> float:
         case, ranks = self._case, self._context.ranks
-        place = place_of(ranks.rank, case.parallel)
-        share = Share(rank=place.cp, num_ranks=case.parallel.cp)
+        place = coordinates_of(ranks.rank, case.parallel)
+        share = SequenceShard(rank=place.cp, num_ranks=case.parallel.cp)
         tokens, labels = (share.of(part, dim=1) for part in batch(case, place.data_rank))
         losses: list[Any] = []
         for index in range(case.grad_accum):

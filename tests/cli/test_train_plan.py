@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stepmark.app import delivery
 from stepmark.app import train as app_train
+from stepmark.app.memory import estimate
 from stepmark.cli import (
     options,
     run,
@@ -32,7 +33,6 @@ from stepmark.core.model import find_model
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.plan import TrainHow
 from stepmark.core.train_case import TrainCase
-from stepmark.core.train_memory import estimate
 from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision, Recompute
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -174,7 +174,7 @@ def test_errors_in_the_file_are_one_line_with_the_place(
         (("--scale", "tiny"), "scale"),
         (("--tp", "2"), "tp"),
         (("--pp", "2"), "pp"),
-        (("--gbs", "3"), "global-batch"),
+        (("--gbs", "3"), "--gbs 3"),
         (("--seq-len", "0"), "seq-len"),
     ],
 )

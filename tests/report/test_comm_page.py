@@ -8,14 +8,14 @@ from plotly.offline import get_plotlyjs
 from rich.console import Console
 
 from stepmark.core.collectives import Collective
-from stepmark.report.collectives import rows
+from stepmark.core.columns import Row, number
+from stepmark.report.comm_columns import COMM_COLUMNS, rows
 from stepmark.report.comm_figures import contention, drawn, heat_map, over_size
-from stepmark.report.comm_printing import wide
-from stepmark.report.comm_summary import comm_lines
+from stepmark.report.op_columns import rows as operator_rows
 from stepmark.report.p2p_matrix import matrices
 from stepmark.report.page import html
-from stepmark.report.tables import Row, number
-from stepmark.report.tables import rows as operator_rows
+from stepmark.report.row_tables import print_rows
+from stepmark.report.summary import comm_lines
 
 from .comm_records import LINK, SIZES, comm_case, comm_device, comm_run, flat, full_comm_run
 from .records import full_run
@@ -98,7 +98,7 @@ def test_page_of_both_has_two_tables_and_loads_nothing() -> None:
 def test_wide_table_has_columns_only_where_there_is_something_to_say(table: list[Row]) -> None:
     def printed(held: list[Row]) -> str:
         console = Console(width=40, force_terminal=False, file=io.StringIO())
-        wide(held, console)
+        print_rows(held, console, COMM_COLUMNS)
         return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
     everything, plain = printed(table), printed(rows([flat(comm_case(), 1e-3)], comm_run()))

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
+from stepmark.core.columns import Row, number
 from stepmark.core.record import Record
 from stepmark.report.figures import bandwidth, roofline, time_breakdown
-from stepmark.report.tables import Row, number, rows
+from stepmark.report.op_columns import rows
 
 from .records import EVIL, RUN_ID, full_run, gemm, made_up_device, measured, run_info
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.core.collectives import Collective, busbw_factor, num_parts
+from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.report.expected import ABOVE, BELOW, MEASURED, Curve, curve_of, expected, totals
@@ -26,7 +27,6 @@ from stepmark.report.histogram import (
 )
 from stepmark.report.histogram_figures import drawn, page
 from stepmark.report.histogram_text import lines, summary, unknown_ranks
-from stepmark.report.tables import Row
 
 NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 

@@ -10,13 +10,13 @@ from random import Random
 import pytest
 
 from stepmark.core.collectives import Collective, Mode
+from stepmark.core.columns import Row
 from stepmark.core.dtypes import parse_dtype
 from stepmark.core.record import Record, Skipped
-from stepmark.report.collectives import rows
+from stepmark.report.comm_columns import rows
 from stepmark.report.nccl_json import json_document
 from stepmark.report.nccl_remarks import straggler
 from stepmark.report.nccl_tests import NA_HALF, float_text, text_of
-from stepmark.report.tables import Row
 
 from .comm_records import (
     NUM_RANKS,

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from stepmark.core.collectives import Collective, Mode
-from stepmark.report.collectives import rows
+from stepmark.report.comm_columns import rows
 from stepmark.report.p2p_matrix import PairMatrix, matrices, matrix_text
 
 from .comm_records import (

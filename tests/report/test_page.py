@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from plotly.offline import get_plotlyjs
 
+from stepmark.report.op_columns import rows
 from stepmark.report.page import html
 from stepmark.report.summary import summary_lines
-from stepmark.report.tables import rows
 
 from .records import EVIL, full_run, gemm, made_up_device, measured, run_info
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepmark.core.columns import Row, number
 from stepmark.core.dtypes import DType
 from stepmark.core.flops import per_token
 from stepmark.core.parallel import ParallelConfig
@@ -21,11 +22,9 @@ from stepmark.core.training import (
     Recompute,
     Schedule,
 )
-from stepmark.report.tables import Row, number
-from stepmark.report.training import per_rank_rows, rows
-from stepmark.report.training_drift import drift
-from stepmark.report.training_phases import PHASES, mean_phases
+from stepmark.report.train_columns import per_rank_rows, rows
 from stepmark.report.training_printing import best_batches
+from stepmark.report.training_rates import PHASES, drift, mean_phases
 from stepmark.report.training_remarks import remarks
 from stepmark.report.training_words import shape_text, techniques
 

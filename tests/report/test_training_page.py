@@ -7,17 +7,16 @@ import pytest
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
+from stepmark.core.columns import Row, digits, number
 from stepmark.core.record import Measured
 from stepmark.core.training import Training
+from stepmark.report.op_columns import rows as operator_rows
 from stepmark.report.page import html
-from stepmark.report.printing import digits
-from stepmark.report.tables import Row, number
-from stepmark.report.tables import rows as operator_rows
-from stepmark.report.training import per_rank_rows, rows
+from stepmark.report.summary import train_lines
+from stepmark.report.train_columns import per_rank_rows, rows
 from stepmark.report.training_figures import MAX_CASES, drawn, losses, phase_bars, samples
 from stepmark.report.training_messages import histogram, lines, message_rows
 from stepmark.report.training_printing import block, print_training
-from stepmark.report.training_summary import train_lines
 
 from .records import full_run
 from .train_records import (
@@ -87,7 +86,7 @@ def test_what_is_unknown_is_not_claimed() -> None:
 def test_several_cases_get_a_table_and_gaps_a_reason(table: list[Row]) -> None:
     everything = printed(table)
     (heading,) = re.findall(r"^model .*tokens/s/GPU.*$", everything, re.M)
-    assert "of FP8 %" in heading
+    assert "% FP8 peak (causal)" in heading
     assert "failed  llama-3.1-8b train fsdp x8 mbs 64" in everything
     assert "oom: tried 200 GiB; mbs 8 would fit" in everything
     assert "skipped" in everything

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from plotly.offline import get_plotlyjs
 
+from stepmark.core.columns import Row
 from stepmark.core.model import find_model
 from stepmark.core.ops import Phase
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.report import workload_tables as tables
 from stepmark.report import workload_text
-from stepmark.report.tables import Row
 from stepmark.report.workload_figures import layers, sizes
 from stepmark.report.workload_page import page
 from stepmark.workload.job import Job

@@ -14,7 +14,7 @@ from stepmark.core.model import find_model
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import CommOp, ComputeOp, Group, Item, Kernel, Stage, Workload
-from stepmark.report import workload_figures, workload_pipeline_text
+from stepmark.report import workload_figures, workload_pipeline
 from stepmark.report.workload_lanes import slots
 from stepmark.report.workload_pipeline import Timeline, num_steady, shortened, timeline
 from stepmark.workload.job import Job
@@ -89,7 +89,7 @@ def test_repeats_left_out_change_no_idle_time(pp: int, vpp: int) -> None:
 
 
 def test_1f1b_on_two_stages() -> None:
-    assert workload_pipeline_text.lines(job(2, 3)) == [
+    assert workload_pipeline.lines(job(2, 3)) == [
         "stage 0  f0 f1 .. .. b0 b0 f2 b1 b1 .. b2 b2 o",
         "stage 1  .. f0 b0 b0 f1 b1 b1 f2 b2 b2 o  .. ..",
         "f forward 1 unit, b backward 2, o optimizer; the number is the micro-batch; "
@@ -98,11 +98,11 @@ def test_1f1b_on_two_stages() -> None:
 
 
 def test_nothing_is_drawn_of_one_stage() -> None:
-    assert workload_pipeline_text.lines(job(1, 4)) == []
+    assert workload_pipeline.lines(job(1, 4)) == []
 
 
 def test_what_is_too_wide_is_left_to_the_page() -> None:
-    (line,) = workload_pipeline_text.lines(job(6, 6, 3))
+    (line,) = workload_pipeline.lines(job(6, 6, 3))
     assert "units wide: --html draws it; idle " in line
 
 
@@ -165,14 +165,14 @@ def test_transfers_within_a_stage_are_no_transfers_between_stages() -> None:
     ranks = ParallelConfig(pp=2, cp=2)
     ring = megatron.workload(Job(model=model, parallel=ranks, gbs=3), Megatron())
     assert any(isinstance(one, CommOp) and one.group == "cp" for one in ring.tally(0))
-    assert workload_pipeline_text.lines(ring) == workload_pipeline_text.lines(job(2, 3))
+    assert workload_pipeline.lines(ring) == workload_pipeline.lines(job(2, 3))
 
 
 def test_what_follows_the_last_backward_pass_is_no_other_one() -> None:
     model = replace(find_model("llama-3.1-8b").tiny(), num_layers=4)
     ranks = ParallelConfig(pp=2, dp_shard=2)
     sharded = fsdp.workload(Job(model=model, parallel=ranks, gbs=6), fsdp.Fsdp())
-    assert workload_pipeline_text.lines(sharded) == workload_pipeline_text.lines(job(2, 3))
+    assert workload_pipeline.lines(sharded) == workload_pipeline.lines(job(2, 3))
     both = tuple(replace(worked(0), microbatch=one) for one in (None, 0, 1))
     alone = drawn(pair((*both, moved(SEND), replace(worked(0), microbatch=None)), (worked(0),)))
     assert [(one.stage, one.microbatch) for one in alone.slots] == [(0, 0), (0, 1), (1, 0)]

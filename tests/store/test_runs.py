@@ -178,9 +178,9 @@ def test_resume_refuses_another_machine(
         RunWriter.resume(path, other)
     message = str(caught.value)
     assert message.startswith(field)
-    assert f"it must be {before!r} as in run" in message
+    assert f"it was {before!r} in run" in message
     assert now in message.partition(" is invalid")[0]
-    assert "or --force" in message
+    assert "use --force" in message
     assert "\n" not in message
     writer, done = RunWriter.resume(path, other, force=True)
     writer.close()

@@ -14,7 +14,6 @@ from tests.store.test_runs import INFO
 from typer.testing import CliRunner
 
 from stepmark.app import report
-from stepmark.cli.run_series import mean_of_cycles, series_of_records
 from stepmark.cli.runs import app
 from stepmark.core.comparison import Comparison, Side
 from stepmark.core.dtypes import DType
@@ -43,12 +42,13 @@ from stepmark.core.training import (
     Schedule,
     Training,
 )
-from stepmark.report import training
+from stepmark.report import train_columns
 from stepmark.report.comparison import headline, split_fields
 from stepmark.store import codec
 from stepmark.store.compare import Options, compare
 from stepmark.store.export import _scalars
 from stepmark.store.runs import RunWriter
+from stepmark.store.series import mean_of_cycles, series_of_records
 
 GOLDEN = Path(__file__).parents[1] / "data" / "records-schema3.jsonl"
 
@@ -471,7 +471,7 @@ def test_runs_show_export_and_report_have_training(tmp_path: Path) -> None:
 
 def test_a_long_list_of_techniques_leaves_the_column_in_a_tracker_s_name() -> None:
     """Every number of a row keeps a name of its own, with its column at the end."""
-    (row,) = training.rows([measured_of(SAMPLES["everything"])], INFO)
+    (row,) = train_columns.rows([measured_of(SAMPLES["everything"])], INFO)
     row["shape"] = str(row["shape"]) * 3
     names = list(_scalars([row]))
     assert any(name.endswith("/tokens_per_s_gpu") for name in names)

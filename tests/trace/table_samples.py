@@ -2,8 +2,8 @@
 
 from tests.report.comm_records import comm_run, full_comm_run
 
-from stepmark.report.collectives import rows
-from stepmark.report.tables import Row
+from stepmark.core.columns import Row
+from stepmark.report.comm_columns import rows
 
 RCCL_NODE = "numCycle,collective,gpus,size,type,redop,inplace,time,algbw,busbw,#wrong\n"
 RCCL_NODES = (

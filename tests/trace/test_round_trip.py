@@ -8,11 +8,11 @@ import pytest
 from tests.report.comm_records import comm_run
 from tests.report.records import full_run, run_info
 
+from stepmark.core.columns import Row, number
 from stepmark.core.reading import IN_PLACE, Reading, Table
 from stepmark.report.nccl_json import json_document
 from stepmark.report.nccl_tests import text_of
-from stepmark.report.tables import Row, number
-from stepmark.report.tables import rows as op_rows
+from stepmark.report.op_columns import rows as op_rows
 from stepmark.store.export import write_csv
 from stepmark.trace.parse_numbers import rounding_error
 from stepmark.trace.tables import find, tables_of

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from stepmark.cli.run_series import context, series_of_records
 from stepmark.core.collectives import Collective, busbw_factor
 from stepmark.core.comparison import UNKNOWN, Series, Side
 from stepmark.core.errors import ConfigError
 from stepmark.core.reading import Reading, Table
 from stepmark.store.reader import find_run, is_run, list_runs, read
+from stepmark.store.series import context, series_of_records
 from stepmark.trace.parse_numbers import parse_number, rounding_error
 from stepmark.trace.tables import find
 

@@ -1,4 +1,4 @@
-"""What `stepmark logs` found, as lines for a terminal."""
+"""Results of `stepmark logs` as lines for a terminal."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -42,8 +42,8 @@ class Machine:
         text = nproc or default
         if self.num_accelerators is None:
             if text == "all":
-                allowed = f"a number: how many {self.name} there are is not known here"
-                raise ConfigError("nproc", text, allowed)
+                allowed = f"the number of ranks, because no {self.name} is on this machine"
+                raise ConfigError("nproc", nproc, allowed)
             most = 2**20
         else:
             most = self.num_accelerators if self.device == "cuda" else _MAX_CPU_RANKS

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from stepmark.app.view import view
 from stepmark.core.collectives import Collective
+from stepmark.core.columns import number, text
 from stepmark.core.errors import ConfigError
 from stepmark.report.expected import Curve, curve_of
-from stepmark.report.tables import number, text
 from stepmark.store.reader import find_run
 from stepmark.trace.tables import find
 

@@ -78,15 +78,15 @@ def _files(run: "View", values: Values) -> None:
 
 def _show(run: "View", values: Values) -> None:
     from stepmark.app.view import console  # noqa: PLC0415
-    from stepmark.report import printing  # noqa: PLC0415
+    from stepmark.report.op_columns import OP_COLUMNS  # noqa: PLC0415
+    from stepmark.report.row_tables import print_rows  # noqa: PLC0415
 
     if not values.get("style"):
-        printing.print_rows(run.rows, console())
+        print_rows(run.rows, console(), OP_COLUMNS)
 
 
 def listed(cases: Sequence[OpCase], values: Values) -> None:
     """--dry-run: one line per case, or JSON and CSV of the same."""
-    from stepmark.report.tables import shape_text  # noqa: PLC0415
     from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
 
     rows: list[dict[str, object]] = [
@@ -96,7 +96,7 @@ def listed(cases: Sequence[OpCase], values: Values) -> None:
             "role": label.role,
             "pass": str(label.phase or ""),
             "mbs": label.mbs,
-            "shape": shape_text(case.op),
+            "shape": case.op.shape_text,
             "dtype": str(case.dtype),
             "backend": case.backend,
             "memory_bytes": case.op.memory_bytes,

@@ -11,7 +11,6 @@ from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.train_case import TrainCase
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report import training_words
-from stepmark.report.tables import shape_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -65,7 +64,7 @@ def named(case: AnyCase) -> str:
         words += ["in place"] if case.in_place else []
         words += [f"beside {case.beside}"] if case.beside else []
         return " ".join((*words, case.mode))
-    return f"{case.family} {_pass(case)}{shape_text(case.op)} {case.dtype} {case.backend}"
+    return f"{case.family} {_pass(case)}{case.op.shape_text} {case.dtype} {case.backend}"
 
 
 def _pass(case: OpCase) -> str:

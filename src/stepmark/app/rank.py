@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from stepmark.bench.context import MeasureContext
     from stepmark.bench.ranks import Ranks
     from stepmark.bench.run_cases import Bench
+    from stepmark.core.train_case import TrainCase
     from stepmark.store.runs import Done, RunWriter
 
 # A module that is imported before a rank begins, so that a test can put faults into it.
@@ -123,6 +124,13 @@ def _context(plan: Plan) -> "MeasureContext":
     return make_context(plan.device, for_meshes="train" in kinds)
 
 
+def _largest_mbs(case: "TrainCase", memory_bytes: int) -> int:
+    """Import the estimate when a case has run out of memory."""
+    from stepmark.app.memory import largest_mbs  # noqa: PLC0415
+
+    return largest_mbs(case, memory_bytes)
+
+
 class Rank:
     """This rank's share of the plan, and what it does when it is cut short.
 
@@ -160,6 +168,7 @@ class Rank:
             folder=folder,
             failures=failures,
             on_blocked=self._on_blocked,
+            largest_mbs=_largest_mbs,
         )
         code = self._ended(lambda: self._run_cases(todo, context), progress)
         code = self._unless_peers_died(code)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from stepmark.app.view import View, console, read_aloud, view
+from stepmark.app.view import View, console, read_aloud, show_rows, sql_types, view
 from stepmark.core.record import RunInfo
 from stepmark.core.verb_options import (
     ExportOptions,
@@ -16,7 +16,6 @@ from stepmark.core.verb_options import (
     ShowOptions,
     SqlOptions,
 )
-from stepmark.report import comm_printing, printing, training_printing
 from stepmark.store import query
 from stepmark.store.codec import to_plain
 from stepmark.store.export import columns_of, export, write_csv, write_json
@@ -44,19 +43,14 @@ def show(options: ShowOptions) -> None:
     if options.to_stdout:
         return
     _print_header(info)
-    if seen.rows or not rows:
-        printing.print_rows(seen.rows, console())
-    if seen.comm_rows:
-        comm_printing.wide(seen.comm_rows, console())
-    if seen.train_rows:
-        training_printing.print_training(seen.train_rows, console())
+    show_rows(seen)
 
 
 def export_run(options: ExportOptions) -> None:
     """Write a run's rows for another tool."""
     seen = view(find_run(options.runs, options.run))
     rows, info = _rows(seen), seen.run
-    export(rows, info, Path(options.path), options.to)
+    export(rows, info, Path(options.path), options.to, sql_types())
     if options.path != "-":
         message = f"{len(rows)} rows of {info.run_id} to {options.to}: {options.path}\n"
         sys.stderr.write(message)

@@ -59,9 +59,9 @@ def found_batch(records: Iterable[Record], launches: int) -> bool:
 def _show(run: "View", path: Path) -> None:
     from stepmark.app.progress import named  # noqa: PLC0415
     from stepmark.app.view import console  # noqa: PLC0415
-    from stepmark.report import training, training_messages, training_printing  # noqa: PLC0415
+    from stepmark.report import train_columns, training_messages, training_printing  # noqa: PLC0415
 
-    per_rank = training.per_rank_rows(run.records, run.run)
+    per_rank = train_columns.per_rank_rows(run.records, run.run)
     several = [row for row in per_rank if len(run.run.environment.devices) > 1]
     training_printing.print_training(run.train_rows, console(), several)
     for record in run.records:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepmark.core.case import OpCase
 from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample, summarize
-from stepmark.report import collectives, tables, training
+from stepmark.report import comm_columns, op_columns, train_columns
 from stepmark.store.reader import (
     Run,
     latest,
@@ -58,13 +59,15 @@ def say(notes: Iterable[str]) -> None:
 def of_records(run: RunInfo, records: list[Record]) -> View:
     names = {device.name for device in run.environment.devices}
     device = find_device(names.pop()) if len(names) == 1 else None
-    rows = tables.rows(records, run, device=device, reference=reference(run))
+    has_operators = any(isinstance(record.case, OpCase) for record in records)
+    known = reference(run) if has_operators else {}
+    rows = op_columns.rows(records, run, device=device, reference=known)
     return View(
         run=run,
         records=records,
         rows=rows,
-        comm_rows=collectives.rows(records, run, device),
-        train_rows=training.rows(records, run, device),
+        comm_rows=comm_columns.rows(records, run, device),
+        train_rows=train_columns.rows(records, run, device),
         device=device,
     )
 
@@ -100,6 +103,25 @@ def medians(records: list[Record]) -> dict[str, float]:
         for record in records
         if isinstance(record, Measured) and not record.num_wrong
     }
+
+
+def sql_types() -> dict[str, str]:
+    """The SQL type of every declared column."""
+    declared = (op_columns.OP_COLUMNS, comm_columns.COMM_COLUMNS, train_columns.TRAIN_COLUMNS)
+    return {column.name: column.unit.sql_type for columns in declared for column in columns}
+
+
+def show_rows(seen: View) -> None:
+    """A table for each kind of case that the run has."""
+    from stepmark.report.row_tables import print_rows  # noqa: PLC0415
+    from stepmark.report.training_printing import print_training  # noqa: PLC0415
+
+    if seen.rows or not (seen.comm_rows or seen.train_rows):
+        print_rows(seen.rows, console(), op_columns.OP_COLUMNS)
+    if seen.comm_rows:
+        print_rows(seen.comm_rows, console(), comm_columns.COMM_COLUMNS)
+    if seen.train_rows:
+        print_training(seen.train_rows, console())
 
 
 def console(*, stderr: bool = False) -> "Console":

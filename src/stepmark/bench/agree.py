@@ -42,7 +42,7 @@ def agreed(ranks: Ranks, step: Callable[[], T]) -> T:
     except Exception as error:  # noqa: BLE001  a broken case is a record, not the end
         problem = cause_of(error)
     problems = ranks.gather(problem)
-    broken = tuple(rank for rank, found in enumerate(problems) if found)
+    broken = tuple(rank for rank, other in enumerate(problems) if other)
     if broken:
         cause, message, trace = problems[broken[0]]
         raise CaseFailedError(cause, message, broken, trace)

@@ -13,6 +13,7 @@ from stepmark.bench.environment import capabilities
 from stepmark.bench.operators.call import Capabilities
 from stepmark.bench.ranks import Ranks, join
 from stepmark.core.record import Failed
+from stepmark.core.train_case import TrainCase
 
 
 def _not_reported(_record: Failed, _position: int) -> None:
@@ -28,6 +29,7 @@ class MeasureContext:
     on_blocked(record, position): called on rank 0, in a thread, when another rank failed and
     this one is blocked in a collective that the failed rank abandoned; it must not return
     where it can record the failure.
+    largest_mbs(case, memory_bytes): estimate of the micro-batch that fits; None: no estimate.
     """
 
     ranks: Ranks
@@ -39,6 +41,7 @@ class MeasureContext:
     folder: Path | None = None
     failures: tuple[Failed, ...] = ()
     on_blocked: Callable[[Failed, int], None] = _not_reported
+    largest_mbs: Callable[[TrainCase, int], int] | None = None
 
 
 def make_context(device_type: str, *, for_meshes: bool = False) -> MeasureContext:

@@ -111,7 +111,7 @@ def examine() -> Findings:
     environment = capture([device.info for device in devices])
     shm_bytes = shared_memory(Path("/dev/shm"))
     host = host_warnings(environment, shm_bytes, compiler())
-    found = (warning for device in devices for warning in warnings_of(device))
+    warnings = (warning for device in devices for warning in warnings_of(device))
     return Findings(
         environment=environment,
         devices=devices,
@@ -121,7 +121,7 @@ def examine() -> Findings:
         transports=tuple(transports()),
         shm_bytes=shm_bytes,
         compiler=compiler(),
-        warnings=(*environment.warnings, *host, *found),
+        warnings=(*environment.warnings, *host, *warnings),
     )
 
 

@@ -111,16 +111,16 @@ def compiler() -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of what is there. No package is imported for it."""
-    found = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or ""}
+    by_package = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or ""}
     if torch.cuda.is_available():
         gpu = open_gpu(torch.cuda.current_device())
-        found["driver"] = gpu.driver() if gpu else ""
-        found["cudnn"] = str(torch.backends.cudnn.version() or "")
+        by_package["driver"] = gpu.driver() if gpu else ""
+        by_package["cudnn"] = str(torch.backends.cudnn.version() or "")
         if torch.distributed.is_available() and torch.distributed.is_nccl_available():
             name = "rccl" if torch.version.hip else "nccl"
-            found[name] = ".".join(map(str, torch.cuda.nccl.version()))
-    found |= {name: package_version(name) for name in PACKAGES}
-    return {name: version for name, version in found.items() if version}
+            by_package[name] = ".".join(map(str, torch.cuda.nccl.version()))
+    by_package |= {name: package_version(name) for name in PACKAGES}
+    return {name: version for name, version in by_package.items() if version}
 
 
 def package_version(name: str) -> str:

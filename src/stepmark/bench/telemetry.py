@@ -107,5 +107,5 @@ class Sampler:
 
 
 def median(values: list[float | None]) -> float | None:
-    told = [value for value in values if value is not None]
-    return statistics.median(told) if told else None
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

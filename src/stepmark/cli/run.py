@@ -164,8 +164,8 @@ def _training(
 
 def that_fits(model: str, num_ranks: int, memory_bytes: int) -> dict[str, Any]:
     """This model or a smaller one, spread over these accelerators; empty where none fits."""
+    from stepmark.app.memory import largest_mbs  # noqa: PLC0415
     from stepmark.cli import train_plan  # noqa: PLC0415
-    from stepmark.core.train_memory import largest_mbs  # noqa: PLC0415
 
     strategy = "fsdp" if num_ranks > 1 else "single"
     for name in (model, *_SMALLER):

@@ -15,11 +15,11 @@ from stepmark.core.collectives import (
     placements,
     trimmed_count,
 )
+from stepmark.core.columns import Row
 from stepmark.core.comm_case import CommCase
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Attention, Bmm, Gemm, GroupedGemm, Op
 from stepmark.core.workload import CommOp, ComputeOp, Workload
-from stepmark.report.tables import Row, shape_text
 from stepmark.report.workload_tables import SETUP, pass_of, ranges
 
 # What a workload's speed hangs on; other operators are listed in show's tables.
@@ -147,7 +147,7 @@ def operator_rows(workload: Workload) -> list[Row]:
         case = OpCase(op=op, backend=_BACKEND[type(op)])
         row: Row = {
             "family": case.family,
-            "shape": shape_text(op),
+            "shape": op.shape_text,
             "dtype": case.dtype.value,
             "passes": ", ".join(dict.fromkeys(str(one.phase) for one in labels[op])),
             "flops": op.flops,

@@ -56,13 +56,13 @@ def _file_of(text: str) -> str:
 
 def _of_file(text: str, batch: Batch) -> Architecture:
     """What the user's function makes of a batch."""
-    from stepmark.bench.capture.file import load, told  # noqa: PLC0415
+    from stepmark.bench.capture.file import load, reported  # noqa: PLC0415
 
     path = Path(_file_of(text)).resolve()
     with (
         _with_place(path),
         load(text, arguments=1) as (function, file),
-        told(Path(text).name, file),
+        reported(Path(text).name, file),
     ):
         made: object = function(batch)
     if not isinstance(made, Architecture):

@@ -5,10 +5,10 @@ from typing import Any
 
 from stepmark.cli import workload_cases, workload_output
 from stepmark.cli.options import Values
+from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import Workload
 from stepmark.report import workload_tables, workload_text
-from stepmark.report.tables import Row
 
 # Sizes among a framework's settings that no flag of its own stands for.
 _AXES = (

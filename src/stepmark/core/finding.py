@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """How serious a finding is.
+    """Severity of a finding.
 
     NOTE: worth knowing, or harmless although it looks bad. WARNING: likely costs speed, or a
     doubtful figure. PROBLEM: the job fails, hangs or gives wrong data.

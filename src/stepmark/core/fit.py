@@ -33,7 +33,7 @@ class Fit:
         return None if self.beta_bytes_per_s is None else self.alpha_s * self.beta_bytes_per_s
 
     def time_s(self, num_bytes: float) -> float:
-        """What the line says for a size."""
+        """Return the time of a size on the line."""
         beta = self.beta_bytes_per_s
         return self.alpha_s + (num_bytes / beta if beta is not None else 0.0)
 
@@ -102,10 +102,10 @@ def fit(points: Iterable[Point]) -> Fit | None:
 
     Raises ValueError for a time that is not positive or a negative size.
     """
-    held = _checked(points)
-    if len({size for size, _ in held}) < MIN_POINTS:
+    ordered = _checked(points)
+    if len({size for size, _ in ordered}) < MIN_POINTS:
         return None
-    return _fitted(held)
+    return _fitted(ordered)
 
 
 def piecewise(points: Iterable[Point], max_segments: int = 3) -> list[Segment]:
@@ -138,27 +138,27 @@ def piecewise(points: Iterable[Point], max_segments: int = 3) -> list[Segment]:
 
 
 def _checked(points: Iterable[Point]) -> list[Point]:
-    held = sorted(points)
-    if any(size < 0 or not time > 0 for size, time in held):
+    ordered = sorted(points)
+    if any(size < 0 or not time > 0 for size, time in ordered):
         raise ValueError("a fit needs sizes of at least 0 and times above 0")
-    return held
+    return ordered
 
 
-def _fitted(held: Sequence[Point]) -> Fit:
+def _fitted(ordered: Sequence[Point]) -> Fit:
     moments = _Moments()
-    for size, time in held:
+    for size, time in ordered:
         moments.add(size, time)
     alpha, slope = moments.line()
     return Fit(
         alpha_s=alpha,
         beta_bytes_per_s=1 / slope if slope > 0 else None,
-        worst_rel=max(abs(alpha + slope * size - time) / time for size, time in held),
-        num_points=len(held),
+        worst_rel=max(abs(alpha + slope * size - time) / time for size, time in ordered),
+        num_points=len(ordered),
     )
 
 
-def _segment(held: Sequence[Point]) -> Segment:
-    return Segment(first_bytes=held[0][0], last_bytes=held[-1][0], fit=_fitted(held))
+def _segment(ordered: Sequence[Point]) -> Segment:
+    return Segment(first_bytes=ordered[0][0], last_bytes=ordered[-1][0], fit=_fitted(ordered))
 
 
 def _errors(stacks: Sequence[Sequence[Point]]) -> dict[tuple[int, int], float]:

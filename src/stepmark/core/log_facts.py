@@ -146,7 +146,7 @@ class Interface:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuDirect:
-    """Whether GPUDirect RDMA is used. distance and level: of the path, or None."""
+    """Use of GPUDirect RDMA by an adapter. distance and level: of the path, or None."""
 
     enabled: bool
     net: str  # "" where the line does not name it

@@ -34,7 +34,7 @@ class Verdict(StrEnum):
 class Spread:
     """Variation between launches: standard deviation of the logarithm of a launch's centre.
 
-    `num_launches` is how many it was found from; None for one that a person states.
+    `num_launches` is their number; None for a variation that a person states.
     """
 
     sd_log: float
@@ -81,16 +81,16 @@ def ratio(
     """
     logs_a, logs_b = ([math.log(value) for value in times] for times in (times_a, times_b))
     log_speed = fmean(logs_a) - fmean(logs_b)
-    found = _error(logs_a, logs_b, spread, rounding)
-    if found is None or found[0] == 0:
+    error = _error(logs_a, logs_b, spread, rounding)
+    if error is None or error[0] == 0:
         return Ratio(
             speed=math.exp(log_speed),
             low=None,
             high=None,
             verdict=Verdict.CANNOT_TELL,
-            reason="one launch" if found is None else "identical values",
+            reason="one launch" if error is None else "identical values",
         )
-    se_log, df, basis = found
+    se_log, df, basis = error
     half = t_quantile(0.5 + CONFIDENCE / 2, df) * se_log
     # Of two launches that differ wildly, an interval can pass what a float holds.
     speed, low, high = (

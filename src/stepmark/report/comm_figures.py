@@ -5,13 +5,13 @@ from html import escape
 from math import ceil, floor, log2, log10
 from typing import TYPE_CHECKING
 
+from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.device import DeviceSpec
 from stepmark.core.record import RunInfo
 from stepmark.core.units import GB, format_bytes, format_time
 from stepmark.report.figures import COLOURS, INK, SYMBOLS, styled
 from stepmark.report.p2p_matrix import PairMatrix, matrices
-from stepmark.report.printing import describe, digits
-from stepmark.report.tables import Row, number, text
+from stepmark.report.row_tables import describe
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -5,11 +5,10 @@
 
 from collections.abc import Sequence
 
+from stepmark.core.columns import Row, digits
 from stepmark.core.comparison import TIME, Cell, Comparison, Line, Overall
 from stepmark.core.ratio import Ratio, Verdict
 from stepmark.core.units import GB, format_bytes, format_time
-from stepmark.report.printing import digits
-from stepmark.report.tables import Row
 
 # Fields in the order in which they are read; all others follow.
 _ORDER = (

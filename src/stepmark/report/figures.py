@@ -9,12 +9,12 @@ from html import escape
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
 from stepmark.core.record import RunInfo
 from stepmark.core.units import GB, TFLOP, format_time
-from stepmark.report.printing import describe, digits
-from stepmark.report.tables import Row, number, text
+from stepmark.report.row_tables import describe
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.core.collectives import Collective, busbw_factor, num_parts
+from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
 from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.core.units import GB, KIB, MIB, format_bytes, parse_bytes
 from stepmark.report.expected import Expected
-from stepmark.report.tables import Row
 
 BY = ("collective", "dtype", "group", "phase")
 MESSAGE, PER_RANK = "message", "per rank"
@@ -85,7 +85,7 @@ def with_ranks(histogram: Histogram, num_ranks: int) -> Histogram:
     found: dict[MessageKind, Tally] = {}
     for kind, tally in histogram.items():
         sized = kind if kind.num_ranks else _sized(kind, num_ranks)
-        found[sized] = _sum(found[sized], tally) if sized in found else tally
+        found[sized] = summed(found[sized], tally) if sized in found else tally
     return found
 
 
@@ -101,7 +101,8 @@ def _sized(kind: MessageKind, num_ranks: int) -> MessageKind:
     )
 
 
-def _sum(one: Tally, other: Tally) -> Tally:
+def summed(one: Tally, other: Tally) -> Tally:
+    """Both together; the ranks of the one that has more."""
     return Tally(
         calls=one.calls + other.calls,
         ranks=max(one.ranks, other.ranks),

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from stepmark.core.columns import Row, number, text
 from stepmark.core.finding import Finding
 from stepmark.core.units import format_bytes
 from stepmark.report.figures import COLOURS, styled
 from stepmark.report.histogram import MESSAGE
 from stepmark.report.histogram_text import lines
-from stepmark.report.page_assets import SCRIPT, STYLE
-from stepmark.report.tables import Row, number, text
+from stepmark.report.page import document, figure_section
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -63,18 +63,7 @@ def bars(rows: Sequence[Row], key: str, title: str) -> "Figure":
 
 def page(title: str, sections: Sequence[tuple[str, Sequence[Row], Sequence[Finding]]]) -> str:
     """One self-contained document: a heading per source, its findings, figures and rows."""
-    from plotly.offline import get_plotlyjs  # noqa: PLC0415
-
-    body = "\n".join(_source(name, rows, found) for name, rows, found in sections)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{escape(title)}</title>\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<style>{STYLE}</style>\n<script>{get_plotlyjs()}</script></head>\n"
-        f"<body><main><h1>{escape(title)}</h1>\n{body}\n</main>\n"
-        f"<script>{SCRIPT}</script></body></html>\n"
-    )
+    return document(title, "", "\n".join(_source(*one) for one in sections))
 
 
 def _source(name: str, rows: Sequence[Row], found: Sequence[Finding]) -> str:
@@ -85,12 +74,7 @@ def _source(name: str, rows: Sequence[Row], found: Sequence[Finding]) -> str:
         for one in found
     ]
     for title, note, figure in drawn(rows):
-        plot = figure.to_html(
-            full_html=False,
-            include_plotlyjs=False,
-            config={"displaylogo": False, "responsive": True, "displayModeBar": False},
-        )
-        parts.append(f'<h2>{escape(title)}</h2><p class="quiet">{escape(note)}</p>{plot}')
+        parts.append(figure_section(title, note, figure))
     if rows:
         parts.append(f"<h2>Rows</h2><pre>{escape(chr(10).join(lines(rows)))}</pre>")
     return f"<section>{''.join(parts)}</section>"

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from stepmark.core.columns import Row, number, text
 from stepmark.core.message import Histogram
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report.histogram import BY, MESSAGE, ranks_seen, size_of
-from stepmark.report.tables import Row, number, text
 
 _PRINTED: tuple[tuple[str, str], ...] = (
     ("collective", "collective"),

@@ -118,8 +118,8 @@ class Launches:
         n, p = len(columns), 1 / len(places)
         return bool(fastest > n * p + 3 * math.sqrt(n * p * (1 - p)))
 
-    def late_s(self, index: int | None = None) -> float | None:
-        """How long after the first rank the last one (or this one) began a batch: a median.
+    def late_s(self) -> float | None:
+        """How long after the first rank the last one began a batch: a median.
 
         None where the clocks of the hosts are not known to agree better than that.
         """
@@ -132,18 +132,16 @@ class Launches:
             if arrivals.error_s is None:
                 return None
             error = max(error, arrivals.error_s)
-            late += (
-                slowest_per_sample(arrivals.late_s) if index is None else arrivals.late_s[index]
-            )
+            late += slowest_per_sample(arrivals.late_s)
         if not late:
             return None
         middle = median(late)
         return None if middle < error else middle
 
-    def issue_s(self, index: int | None = None) -> float | None:
-        """Host seconds to issue one call, of the slowest rank or of this one."""
+    def issue_s(self) -> float | None:
+        """Host seconds to issue one call, of the slowest rank."""
         by_launch = [
-            max(record.arrivals.issue_s) if index is None else record.arrivals.issue_s[index]
+            max(record.arrivals.issue_s)
             for record in self.measured
             if record.arrivals and record.arrivals.issue_s
         ]

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from stepmark.core.columns import Row
 from stepmark.core.finding import Finding
 from stepmark.core.log_facts import Communicator, LogFacts, Occurrences, Transport
 from stepmark.core.units import GB, format_bytes, format_time
 from stepmark.report.summary import LEAD
-from stepmark.report.tables import Row
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from stepmark import __version__
+from stepmark.core.columns import Row, number, text
 from stepmark.core.record import RunInfo
 from stepmark.report.nccl_tests import (
     PLACEMENTS,
@@ -23,7 +24,6 @@ from stepmark.report.nccl_tests import (
     test_name,
     type_name,
 )
-from stepmark.report.tables import Row, number, text
 
 VERSION = 3
 

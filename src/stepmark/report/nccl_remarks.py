@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from stepmark.core.collectives import FACTS, Collective
+from stepmark.core.columns import Row, number, text
 from stepmark.core.fit import MIN_POINTS, Segment, piecewise
 from stepmark.core.units import GB, format_bytes, format_time
-from stepmark.report.tables import Row, number, text
 
 # A rank is named if the others wait this share of the time and this long for it, in at least
 # this share of the sizes.

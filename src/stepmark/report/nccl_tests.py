@@ -11,10 +11,10 @@ from itertools import pairwise
 
 from stepmark import __version__
 from stepmark.core.collectives import Collective, groups
+from stepmark.core.columns import Row, number, text
 from stepmark.core.dtypes import DType
 from stepmark.core.record import RunInfo
 from stepmark.report.nccl_remarks import remarks, setting_line
-from stepmark.report.tables import Row, number, text
 
 TYPE_NAMES = {
     DType.FP64: "double",

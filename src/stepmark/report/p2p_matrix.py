@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.units import format_bytes
-from stepmark.report.printing import digits
-from stepmark.report.tables import Row, number, text
 
 # A link this far under the median (over it, for a time) is named.
 SLOW = 0.9

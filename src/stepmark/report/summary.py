@@ -1,13 +1,21 @@
-"""The last lines of a run: what it found, in the order a reader asks."""
+"""The last lines of a run: what it found, in the order a reader asks.
+
+One finding per line; each line starts with what it is about, LEAD columns wide.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.record import RunInfo
-from stepmark.report.printing import describe, digits
-from stepmark.report.tables import Row, number, text
+from stepmark.core.units import format_bytes, format_time
+from stepmark.report.nccl_remarks import straggler
+from stepmark.report.nccl_tests import grouped
+from stepmark.report.p2p_matrix import matrices, slow_lines
+from stepmark.report.row_tables import describe
+from stepmark.report.training_remarks import remarks, title
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,3 +135,81 @@ def _slow_rank_lines(rows: Sequence[Row]) -> list[str]:
 def _throttle_lines(jobs: Sequence[Row]) -> list[str]:
     seen = Counter(text(row, "throttle") for row in jobs if row["throttle"])
     return [f"throttled  {reason}: {count} cases" for reason, count in seen.items()]
+
+
+_WAY = ("collective", "dtype", "num_ranks", "mode", "api", "split", "beside")
+
+
+def comm_lines(rows: Sequence[Row]) -> list[str]:
+    """Empty without rows. Each line starts with what it is about, LEAD columns wide."""
+    if not rows:
+        return []
+    statuses = Counter(text(row, "status") for row in rows)
+    said = [("collective", ", ".join(f"{n} {status}" for status, n in statuses.items()))]
+    right = [row for row in rows if row["status"] == "measured"]
+    for held in grouped([row for row in right if not row["pair"]], _WAY):
+        said += [("busbw" if held[0]["busbw_gb_s"] is not None else "time", _best(held))]
+        said += [
+            ("straggler", f"{_way(held[0])}: {line}")
+            for line in straggler(held)
+            if line.startswith("rank")
+        ]
+    for matrix in matrices(rows):
+        said += [("pairs", f"{matrix.title}: {line}") for line in slow_lines(matrix)]
+    said += [("wrong", describe(row)) for row in rows if row["status"] == "wrong"]
+    said += [
+        ("impossible", f"{describe(row)}: busbw above the link")
+        for row in rows
+        if row["over_limit"]
+    ]
+    return [f"{lead:<{LEAD}}{line}" for lead, line in said]
+
+
+def _way(row: Row) -> str:
+    words = [text(row, "collective"), text(row, "dtype"), f"x{row['num_ranks']}"]
+    words += [text(row, "mode")] if row["mode"] != "queued" else []
+    words += [text(row, "api")] if row["api"] != "torch" else []
+    words += [f"split {row['split']}"] if row["split"] else []
+    words += [f"beside {row['beside']}"] if row["beside"] else []
+    return " ".join(words)
+
+
+def _best(held: Sequence[Row]) -> str:
+    """The highest busbw of one way of calling, and the shortest time."""
+    soonest = min(number(row, "time_s") or 0.0 for row in held)
+    best = max(held, key=lambda row: number(row, "busbw_gb_s") or 0.0)
+    if best["busbw_gb_s"] is None:
+        return f"{_way(best)} {format_time(soonest)}"
+    share = number(best, "pct_link")
+    link = "" if share is None else f", {share:.0f} % of the link"
+    size = format_bytes(number(best, "size_bytes") or 0)
+    rate = digits(number(best, "busbw_gb_s"))
+    return f"{_way(best)} {rate} GB/s at {size}{link}; at least {format_time(soonest)}"
+
+
+def train_lines(rows: Sequence[Row]) -> list[str]:
+    """Empty without rows. Each line starts with what it is about, LEAD columns wide."""
+    if not rows:
+        return []
+    statuses = Counter(text(row, "status") for row in rows)
+    said = [("training", ", ".join(f"{n} {status}" for status, n in statuses.items()))]
+    for row in rows:
+        if number(row, "time_s") is None:
+            continue
+        said.append(("step", f"{title(row)}: {_reached(row)}"))
+        said += [("", line) for line in remarks(row)]
+    return [f"{lead:<{LEAD}}{line}" for lead, line in said]
+
+
+def _reached(row: Row) -> str:
+    words = [format_time(number(row, "time_s") or 0.0)]
+    if (rate := number(row, "tokens_per_s_gpu")) is not None:
+        words.append(f"{digits(rate)} tokens/s/GPU")
+    if (rate := number(row, "tflops")) is not None:
+        share = number(row, "mfu_pct")
+        mfu = "peak n/a" if share is None else f"MFU {share:.1f} %"
+        words.append(f"{digits(rate)} TFLOP/s causal ({mfu})")
+    first, last = number(row, "loss_first"), number(row, "loss_last")
+    if first is not None and last is not None:
+        words.append(f"loss {first:.3f} -> {last:.3f}")
+    return ", ".join(words)

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stepmark.core.collectives import Collective
+from stepmark.core.columns import Row
 from stepmark.core.finding import Finding
 from stepmark.core.reading import Table
 from stepmark.core.units import format_bytes
-from stepmark.report.tables import Row
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,7 +10,7 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Schedule
 from stepmark.core.units import format_time
 from stepmark.report.figures import COLOURS, INK, SYMBOLS, styled
-from stepmark.report.training_phases import PHASES, mean_phases
+from stepmark.report.training_rates import PHASES, mean_phases
 from stepmark.report.training_words import shape_text
 
 if TYPE_CHECKING:

@@ -1,11 +1,11 @@
 """Messages of one cycle of training, as the histogram that `stepmark logs` prints of a log."""
 
+from stepmark.core.columns import Row
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.core.training import Training
 from stepmark.core.units import format_bytes
 from stepmark.report import histogram_text
-from stepmark.report.histogram import rows, size_of
-from stepmark.report.tables import Row
+from stepmark.report.histogram import rows, size_of, summed
 
 
 def histogram(told: Training) -> Histogram:
@@ -13,17 +13,8 @@ def histogram(told: Training) -> Histogram:
     found: dict[MessageKind, Tally] = {}
     for kind, tally in told.messages:
         held = found.get(kind)
-        found[kind] = tally if held is None else _sum(held, tally)
+        found[kind] = tally if held is None else summed(held, tally)
     return found
-
-
-def _sum(one: Tally, other: Tally) -> Tally:
-    return Tally(
-        calls=one.calls + other.calls,
-        ranks=max(one.ranks, other.ranks),
-        timed_calls=one.timed_calls + other.timed_calls,
-        seconds=one.seconds + other.seconds,
-    )
 
 
 def message_rows(told: Training, num_ranks: int) -> list[Row]:

@@ -3,52 +3,14 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from stepmark.core.columns import Row, View, digits, number, text
 from stepmark.core.units import format_time
-from stepmark.report.printing import Column, digits, print_rows
-from stepmark.report.tables import Row, number, text
+from stepmark.report.row_tables import print_rows
+from stepmark.report.train_columns import TRAIN_COLUMNS
 from stepmark.report.training_remarks import remarks, title
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-_PRINTED: tuple[Column, ...] = (
-    ("model", "model", False, 0),
-    ("scale", "scale", False, 4),
-    ("strategy", "strategy", False, 0),
-    ("num_ranks", "ranks", True, 0),
-    ("mbs", "mbs", True, 0),
-    ("seq_len", "seq", True, 5),
-    ("techniques", "techniques", False, 0),
-    ("time_s", "sample", True, 0),
-    ("spread_pct", "+- %", True, 3),
-    ("n", "n", True, 6),
-    ("tokens_per_s_gpu", "tokens/s/GPU", True, 0),
-    ("tflops", "causal", True, 0),
-    ("tflops_torchtitan", "torchtitan", True, 2),
-    ("tflops_palm_all", "palm-all", True, 1),
-    ("mfu_pct", "MFU %", True, 0),
-    ("mfu_fp8_pct", "of FP8 %", True, 4),
-    ("pct_ceiling", "% ceiling", True, 5),
-    ("allocated_gib", "GiB", True, 2),
-    ("loss_last", "loss", True, 3),
-    ("status", "status", False, 0),
-)
-
-_RANKS: tuple[Column, ...] = (
-    ("rank", "rank", True, 0),
-    ("time_s", "sample", True, 0),
-    ("vs_median_rank", "/ median", True, 0),
-    ("fwd_s", "fwd", True, 2),
-    ("bwd_s", "bwd", True, 2),
-    ("optim_s", "optim", True, 2),
-    ("other_s", "other", True, 3),
-    ("data_s", "data wait", True, 3),
-    ("allocated_gib", "GiB", True, 1),
-    ("reserved_gib", "reserved", True, 4),
-    ("clock_mhz", "MHz", True, 1),
-    ("power_w", "W", True, 1),
-    ("throttle", "throttled", False, 1),
-)
 
 _BUT_BATCH = ("model", "scale", "strategy", "num_ranks", "seq_len", "techniques")
 
@@ -72,10 +34,10 @@ def print_training(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         key = (row["case_id"], row["launch"])
         if own := [one for one in per_rank if (one["case_id"], one["launch"]) == key]:
-            print_rows(own, console, _RANKS)
+            print_rows(own, console, TRAIN_COLUMNS, View.RANKS)
         console.print()
     table = rows if len(rows) > 1 else [row for row in rows if number(row, "time_s") is None]
-    print_rows(table, console, _PRINTED)
+    print_rows(table, console, TRAIN_COLUMNS)
     for line in best_batches(rows):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -1,9 +1,12 @@
-"""Tokens and FLOPs per second of a training record, and their share of a peak."""
+"""Rates of a training record, where the time of its samples goes, and whether it drifts."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
-from statistics import median
+from statistics import fmean, median
 
+from stepmark.core.columns import Row
 from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
 from stepmark.core.flops import TokenFlops, per_token
@@ -12,7 +15,7 @@ from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Fp8, Precision, Training
 from stepmark.core.units import TFLOP
-from stepmark.report.tables import LIMIT_SLACK, Ceilings, Row
+from stepmark.report.outcomes import LIMIT_SLACK, Ceilings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +83,88 @@ def _over_limit(
 
 def _percent(value: float | None, base: float | None) -> float | None:
     return 100 * value / base if value is not None and base else None
+
+
+PHASES = ("fwd_s", "bwd_s", "optim_s", "other_s")
+
+
+def phases(record: Measured, rank: int) -> Row:
+    """Medians over the samples of a rank; of the optimizer over the samples that have one.
+
+    `other` is what of a sample is in no phase. `data` is the host's wait for a batch; the
+    device may have had work meanwhile. Phases that cannot be told apart are left out.
+    """
+    told = record.training
+    if told is None:
+        return {}
+    row: Row = {}
+    if waits := _of(told.data_s, rank):
+        row |= {"data_s": median(waits), "data_max_s": max(waits)}
+    if taken := [value for value in _of(told.optim_s, rank) if value > 0]:
+        row["optim_s"] = median(taken)
+    if not (split := _split(record, told, rank)):
+        return row
+    fwd, bwd, _, other = split
+    return row | {"fwd_s": median(fwd), "bwd_s": median(bwd), "other_s": median(other)}
+
+
+def mean_phases(record: Measured, rank: int) -> dict[str, float]:
+    """Means over whole cycles: they add up to the mean sample. Empty where unknown."""
+    told = record.training
+    split = _split(record, told, rank) if told else ()
+    if not told or not split:
+        return {}
+    whole = len(split[0]) // told.cycle * told.cycle
+    return {
+        name: fmean(values[:whole] or values)
+        for name, values in zip(PHASES, split, strict=True)
+    }
+
+
+def _split(record: Measured, told: Training, rank: int) -> tuple[Sequence[float], ...]:
+    """Seconds of each sample by phase, in the order of PHASES; empty where unknown."""
+    seconds = record.samples.seconds[rank]
+    known = [_of(each, rank) for each in (told.fwd_s, told.bwd_s, told.optim_s)]
+    if not seconds or any(len(values) != len(seconds) for values in known):
+        return ()
+    other = [whole - sum(parts) for whole, *parts in zip(seconds, *known, strict=True)]
+    return (*known, other)
+
+
+def _of(by_rank: Sequence[Sequence[float]], rank: int) -> Sequence[float]:
+    return by_rank[rank] if rank < len(by_rank) else ()
+
+
+# Fewer values cannot show a trend; more are averaged, so that the pairs stay few.
+LEAST, MOST = 8, 64
+# Standard deviations of the trend statistic, and the least change that is worth a word.
+SURE, WORTH = 3.0, 0.01
+
+
+def drift(seconds: Sequence[float], cycle: int = 1) -> float | None:
+    """Median of the second half over that of the first, less 1; None without a sure trend.
+
+    Mann's test (H. B. Mann, "Nonparametric tests against trend", Econometrica 13(3), 1945)
+    over means of whole cycles: is a later one above an earlier one more often than by chance?
+    """
+    means = _means(seconds, cycle)
+    if len(means) > MOST:
+        means = _means(means, math.ceil(len(means) / MOST))
+    count = len(means)
+    if count < LEAST:
+        return None
+    score = sum(
+        (later > earlier) - (later < earlier)
+        for index, earlier in enumerate(means)
+        for later in means[index + 1 :]
+    )
+    deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    change = median(means[count // 2 :]) / median(means[: count // 2]) - 1
+    sure = abs(score) > SURE * deviation and change * score > 0
+    return change if sure and abs(change) > WORTH else None
+
+
+def _means(values: Sequence[float], size: int) -> list[float]:
+    """Of whole groups."""
+    whole = len(values) // size * size
+    return [fmean(values[first : first + size]) for first in range(0, whole, size)]

@@ -1,7 +1,7 @@
 """What a row of training says beyond its figures: can it be trusted, what does it wait for."""
 
+from stepmark.core.columns import Row, number, text
 from stepmark.core.units import format_time
-from stepmark.report.tables import Row, number, text
 
 # A rank this much slower than the median rank is worth a line.
 SLOW_RANK = 1.03

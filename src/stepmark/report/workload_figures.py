@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from stepmark.core.columns import Row, number
 from stepmark.core.units import TFLOP
 from stepmark.core.workload import Workload
 from stepmark.report import histogram_figures
 from stepmark.report.figures import COLOURS, styled
 from stepmark.report.histogram import rows as histogram_rows
-from stepmark.report.tables import Row, number
 from stepmark.report.workload_lanes import Slot
 from stepmark.report.workload_pipeline import Timeline
 from stepmark.report.workload_tables import alike_layers, histogram, stage_rows

@@ -8,11 +8,11 @@ Over 250 lines: the tables share their sums.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from stepmark.core.columns import Row
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.core.ops import FAMILY_OF, Op, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Run, Workload
 from stepmark.report.histogram import size_of
-from stepmark.report.tables import Row, shape_text
 
 SETUP = "setup"  # what runs once, before the first step
 _PASS = {
@@ -158,7 +158,7 @@ def compute_rows(workload: Workload, stage: int) -> list[Row]:
         row: Row = {
             "family": "kernel" if isinstance(op, Kernel) else FAMILY_OF[type(op)],
             "pass": f"{phase.value} again" if recompute else phase.value,
-            "shape": op.name if isinstance(op, Kernel) else shape_text(op),
+            "shape": op.name if isinstance(op, Kernel) else op.shape_text,
             "dtype": "" if isinstance(op, Kernel) else op.dtype.value,
             "calls": calls,
             "flops_each": op.flops,

@@ -6,13 +6,12 @@ Over 250 lines because of the tables of columns.
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.units import format_bytes, format_time
 from stepmark.core.workload import Workload
-from stepmark.report import histogram_text, workload_pipeline_text
+from stepmark.report import histogram_text, workload_pipeline
 from stepmark.report.histogram import default_bins, size_of
 from stepmark.report.histogram import rows as histogram_rows
-from stepmark.report.printing import digits
-from stepmark.report.tables import Row, number, text
 from stepmark.report.workload_tables import (
     collective_rows,
     compute_rows,
@@ -104,7 +103,7 @@ def tables(workload: Workload, stage: int) -> list[str]:
         f"Layers{of_stage} (each of them; bytes: messages)",
         aligned(layer_rows(workload, stage), _LAYERS),
     )
-    return found + _section("Pipeline", workload_pipeline_text.lines(workload))
+    return found + _section("Pipeline", workload_pipeline.lines(workload))
 
 
 def _size_lines(workload: Workload, stage: int) -> list[str]:

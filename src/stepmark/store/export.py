@@ -8,9 +8,9 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import RunInfo
@@ -27,12 +27,24 @@ NAMING = ("family", "model", "role", "pass", "shape", "dtype", "backend", "rate"
 _LONGEST_STEM = 180
 
 
-def export(rows: list[Row], run: RunInfo, target: Path, kind: str) -> None:
-    """Write a run's rows; a file for csv, json, parquet, a folder for the trackers."""
-    if kind not in EXPORTERS:
-        raise ConfigError("to", kind, f"one of {', '.join(EXPORTERS)}")
+def export(
+    rows: list[Row],
+    run: RunInfo,
+    target: Path,
+    kind: str,
+    types: Mapping[str, str] | None = None,
+) -> None:
+    """Write a run's rows; a file for csv, json, parquet, a folder for the trackers.
+
+    `types` are the declared SQL types of columns: those without values have them in parquet.
+    """
+    if kind not in get_args(Kind):
+        raise ConfigError("to", kind, f"one of {', '.join(get_args(Kind))}")
     with config_errors(target):
-        EXPORTERS[kind](rows, run, target)
+        if kind == "parquet":
+            _to_parquet(rows, target, types or {})
+        else:
+            EXPORTERS[kind](rows, run, target)
 
 
 def write_csv(rows: list[Row], target: str | Path, name: str = "rows") -> None:
@@ -114,7 +126,7 @@ def _file_for(target: str | Path, name: str, suffix: str) -> str | Path:
     return path / f"{name}.{suffix}"
 
 
-def _to_parquet(rows: list[Row], _run: RunInfo, target: Path) -> None:
+def _to_parquet(rows: list[Row], target: Path, types: Mapping[str, str]) -> None:
     import duckdb  # noqa: PLC0415
 
     columns = columns_of(rows)
@@ -123,7 +135,7 @@ def _to_parquet(rows: list[Row], _run: RunInfo, target: Path) -> None:
     values = [[row.get(name) for row in rows] for name in columns]
     parts, lists = [], []
     for name, column in zip(columns, values, strict=True):
-        sql_type = _sql_type(column)
+        sql_type = _sql_type(column, types.get(name))
         quoted = name.replace('"', '""')
         parts.append(f'unnest(?::{sql_type}[]) AS "{quoted}"')
         text = sql_type == "VARCHAR"
@@ -142,8 +154,11 @@ def _to_parquet(rows: list[Row], _run: RunInfo, target: Path) -> None:
             shutil.copyfileobj(source, stream)
 
 
-def _sql_type(column: list[object]) -> str:
+def _sql_type(column: list[object], declared: str | None) -> str:
+    """The declared type where the values allow it, else that of the values."""
     kinds = {type(value) for value in column if value is not None}
+    if declared and (not kinds or (declared == "DOUBLE" and kinds <= {int, float})):
+        return declared
     if kinds == {bool}:
         return "BOOLEAN"
     if kinds == {int} and all(abs(v) < 2**63 for v in column if isinstance(v, int)):
@@ -239,7 +254,6 @@ def _to_json(rows: list[Row], run: RunInfo, target: Path) -> None:
 EXPORTERS: dict[str, Callable[[list[Row], RunInfo, Path], None]] = {
     "csv": _to_csv,
     "json": _to_json,
-    "parquet": _to_parquet,
     "tensorboard": _to_tensorboard,
     "wandb": _to_wandb,
     "mlflow": _to_mlflow,

@@ -1,4 +1,4 @@
-"""The one reader of runs. What cannot be read is left out, counted and said; the rest is read.
+"""The one reader of runs. It leaves out what cannot be read, counts it and says so.
 
 A record counts as damaged if its line is no record of a known schema, if its samples are
 missing from their file, or if a sample is impossible: times of a call are finite and above 0,
@@ -51,8 +51,8 @@ def read(path: Path) -> Run:
         count = f"{len(damaged)} of {len(damaged) + len(records)} records"
         notes.append(f"run {path.name}: {count} cannot be read and are left out; {damaged[0]}")
     if notes:
-        told = (*info.environment.warnings, *notes)
-        environment = dataclasses.replace(info.environment, warnings=told)
+        warnings = (*info.environment.warnings, *notes)
+        environment = dataclasses.replace(info.environment, warnings=warnings)
         info = dataclasses.replace(info, environment=environment)
     return Run(
         path=path,
@@ -93,7 +93,7 @@ def list_runs(root: Path) -> list[Path]:
     """Run folders below `root`, however deep, sorted by name, which begins with the time."""
     if not root.is_dir():
         return []
-    found = []
+    runs = []
     seen: set[str] = set()
     for folder, names, _ in os.walk(root, followlinks=True):
         path = Path(folder)
@@ -102,10 +102,10 @@ def list_runs(root: Path) -> list[Path]:
             continue
         seen.add(real)
         if path != root and is_run(path):
-            found.append(path)
+            runs.append(path)
             names.clear()
         names[:] = [name for name in names if not name.startswith(".")]
-    return sorted(found, key=lambda path: (path.name, path))
+    return sorted(runs, key=lambda path: (path.name, path))
 
 
 def find_run(root: Path, name: str) -> Path:
@@ -115,17 +115,17 @@ def find_run(root: Path, name: str) -> Path:
             return path
     runs = list_runs(root)
     if name == "latest":
-        found = runs[-1:]
+        matches = runs[-1:]
     else:
         same = [path for path in runs if path.name == name]
-        found = same or [path for path in runs if name and path.name.startswith(name)]
-    if not found:
+        matches = same or [path for path in runs if name and path.name.startswith(name)]
+    if not matches:
         known = ", ".join(path.name for path in runs[-3:]) or f"none in {root}"
         raise ConfigError("run", name, f"a path, an id or 'latest'; runs: {known}")
-    if len(found) > 1:
-        shown = ", ".join(str(path.relative_to(root)) for path in found[:3])
-        raise ConfigError("run", name, f"one run, not {len(found)}: {shown}")
-    return found[0]
+    if len(matches) > 1:
+        shown = ", ".join(str(path.relative_to(root)) for path in matches[:3])
+        raise ConfigError("run", name, f"one run, not {len(matches)}: {shown}")
+    return matches[0]
 
 
 def is_run(path: Path) -> bool:

@@ -75,7 +75,8 @@ class RunWriter:
         changes = _changes(info.environment, environment)
         if changes and not force:
             field, before, now = changes[0]
-            raise ConfigError(field, now, f"{before!r} as in run {info.run_id}, or --force")
+            allowed = f"it was {before!r} in run {info.run_id}; use --force to resume anyway"
+            raise ConfigError(field, now, allowed)
         writer, done = cls.go_on(path)
         if changes:
             with _config_errors("resume", path), contextlib.ExitStack() as on_error:

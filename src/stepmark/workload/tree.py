@@ -11,6 +11,7 @@ of its etp peers included, over 1 / etp of the width of num_experts / ep experts
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from stepmark.core.dtypes import DType
 from stepmark.core.model import Linear, ModelConfig
@@ -26,6 +27,8 @@ from stepmark.core.ops import (
     Phase,
     Rope,
 )
+from stepmark.core.parallel import ParallelConfig
+from stepmark.core.train_case import TrainCase
 from stepmark.core.workload import Kernel
 from stepmark.workload.layout import Inputs, ShardLayout, linear_products, role_of
 
@@ -47,6 +50,17 @@ def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
     if layout.stage == pp - 1:
         units.append(maker.output())
     return Module(inside=tuple(units))
+
+
+def stage_of_case(case: TrainCase, stage: int) -> Module:
+    """Return the modules of a training case's stage, not divided by tp and ep."""
+    return _stage(case.model, case.parallel.cp, case.parallel.pp, stage)
+
+
+@lru_cache(maxsize=64)
+def _stage(model: ModelConfig, cp: int, pp: int, stage: int) -> Module:
+    layout = ShardLayout(axes=ParallelConfig(cp=cp, pp=pp), stage=stage)
+    return build(model, layout, Inputs(mbs=1, seq_len=model.seq_len))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from stepmark.bench import run_cases
 from stepmark.bench.agree import CaseFailedError, agreed
 from stepmark.bench.collectives import timing
 from stepmark.bench.collectives.bench import CollectiveBench
+from stepmark.bench.collectives.case_on_rank import CaseOnRank
 from stepmark.bench.collectives.communicators import Communicators
-from stepmark.bench.collectives.trial import Trial
 from stepmark.bench.ranks import LostPeersError, Ranks, clock_offset
 from stepmark.bench.stopping import Effort
 from stepmark.core.collectives import Collective
@@ -75,20 +75,20 @@ class Breaking:
     rank: int
 
     def __call__(self, patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
-        real = getattr(Trial, self.step)
+        real = getattr(CaseOnRank, self.step)
         left = [1]
 
-        def step(trial: Trial, *arguments: Any) -> Any:
-            result = real(trial, *arguments)
+        def step(part: CaseOnRank, *arguments: Any) -> Any:
+            result = real(part, *arguments)
             if left and ranks.rank == self.rank:
                 left.pop()
                 raise ValueError(f"no {self.step}")
             return result
 
-        patch.setattr(Trial, self.step, step)
+        patch.setattr(CaseOnRank, self.step, step)
 
 
-class ScriptedGuest:
+class ScriptedCompute:
     """Compute that covers a batch only after so many tries."""
 
     longest_s = 1.0
@@ -110,7 +110,7 @@ class ScriptedGuest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Invited:
+class WithCompute:
     """One rank's compute fails to cover the collective this often."""
 
     tries: float
@@ -119,10 +119,10 @@ class Invited:
     def __call__(self, patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
         tries = self.tries if ranks.rank == self.rank else 0
 
-        def company(trial: Trial) -> ScriptedGuest:
-            return ScriptedGuest(tries)
+        def concurrent_compute(part: CaseOnRank) -> ScriptedCompute:
+            return ScriptedCompute(tries)
 
-        patch.setattr(Trial, "company", company)
+        patch.setattr(CaseOnRank, "concurrent_compute", concurrent_compute)
 
 
 def alignments(ranks: Ranks, tries: int) -> list[float]:

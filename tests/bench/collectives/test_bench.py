@@ -119,7 +119,7 @@ def test_one_wrong_element_is_seen_where_it_is(pool: Pool, kind: Collective) -> 
 
 
 @pytest.mark.parametrize(
-    "step", ["allocate", "bind", "warm_up", "estimate", "timer", "company"]
+    "step", ["allocate", "bind", "warm_up", "estimate", "timer", "concurrent_compute"]
 )
 def test_a_rank_that_breaks_ends_the_case_for_all(pool: Pool, step: str) -> None:
     change = on_ranks.Breaking(step, rank=2)

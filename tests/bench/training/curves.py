@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import trainer
-from stepmark.bench.training.mesh import Place, Share, place_of
+from stepmark.bench.training.mesh import RankCoordinates, SequenceShard, coordinates_of
 from stepmark.bench.training.optimizer import clip_gradients
 from stepmark.core.model import ModelConfig, find_model
 from stepmark.core.parallel import ParallelConfig
@@ -106,7 +106,7 @@ def first_norm(of: TrainCase, ranks: Ranks) -> float:
     AdamW's steps do not tell of a gradient that is wrong by a factor; its norm does.
     """
     made: Any = trainer.make(of, ranks.device)
-    batches = _batches(of, place_of(ranks.rank, of.parallel))
+    batches = _batches(of, coordinates_of(ranks.rank, of.parallel))
     for step in range(of.grad_accum):
         tokens, labels = next(batches)
         is_last = step + 1 == of.grad_accum
@@ -118,7 +118,7 @@ def first_norm(of: TrainCase, ranks: Ranks) -> float:
 def losses(of: TrainCase, ranks: Ranks, steps: int = STEPS) -> list[float]:
     """Of each sample, mean over data ranks. Every rank calls it."""
     made = trainer.make(of, ranks.device)
-    batches = _batches(of, place_of(ranks.rank, of.parallel))
+    batches = _batches(of, coordinates_of(ranks.rank, of.parallel))
     mine: list[list[Tensor]] = []
     for step in range(steps * of.grad_accum):
         tokens, labels = next(batches)
@@ -140,10 +140,10 @@ def curves_of_all(ranks: Ranks) -> dict[str, tuple[list[float], float]]:
     }
 
 
-def _batches(of: TrainCase, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(of: TrainCase, place: RankCoordinates) -> Iterator[tuple[Tensor, Tensor]]:
     """The same micro-batches in every step, so that each update shows in the loss."""
     rows = slice(place.data_rank * of.mbs, (place.data_rank + 1) * of.mbs)
-    share = Share(rank=place.cp, num_ranks=of.parallel.cp)
+    share = SequenceShard(rank=place.cp, num_ranks=of.parallel.cp)
     for index in itertools.count():
         generator = torch.Generator().manual_seed(index % of.grad_accum)
         shape = (GLOBAL_BATCH, of.model.seq_len + 1)

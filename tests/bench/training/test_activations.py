@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from stepmark.app.memory import estimate
 from stepmark.bench.training.transformer import Transformer
 from stepmark.bench.training.weights import init_weights, tie
 from stepmark.core.model import Activation, ModelConfig, find_model
 from stepmark.core.train_case import TrainCase
-from stepmark.core.train_memory import estimate
 from stepmark.core.training import Precision
 
 MBS = 2

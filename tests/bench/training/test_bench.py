@@ -20,14 +20,15 @@ from torch._C._distributed_c10d import HashStore
 from stepmark.bench import run_cases
 from stepmark.bench.context import MeasureContext
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.training import alarm, profiling, refusals, trainer
+from stepmark.bench.training import failure_broadcast, profiling, refusals, trainer
 from stepmark.bench.training.bench import TrainingBench
+from stepmark.bench.training.failure_broadcast import FailureBroadcast, Problem
 from stepmark.core.model import find_model
 from stepmark.core.plan import TrainHow
 from stepmark.core.record import Failed, Measured, Record, Skipped
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Schedule
-from stepmark.report import training as report
+from stepmark.report import train_columns as report
 from stepmark.report.training_remarks import remarks
 
 OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
@@ -269,7 +270,7 @@ def test_ctrl_c_stops_after_the_record(
 
     def interrupted(work: Any, _wanted: int, _end_s: float | None) -> None:
         work.sample()
-        work.taken.interrupted = True
+        work.samples.interrupted = True
 
     monkeypatch.setattr("stepmark.bench.training.loop.Loop.run", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -381,15 +382,15 @@ def test_the_eager_run_begins_without_the_model_that_failed(
     assert alive == [0, 0]
 
 
-# The alarm
+# Failures that are broadcast
 
 
 @pytest.fixture
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     store = HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(alarm, "_POLL_S", 0.01)
-    monkeypatch.setattr(alarm, "_GRACE_S", 0.05)
+    monkeypatch.setattr(failure_broadcast, "_POLL_S", 0.01)
+    monkeypatch.setattr(failure_broadcast, "_GRACE_S", 0.05)
     return Ranks(rank=0, num_ranks=2, local_rank=0, device=torch.device("cpu"))
 
 
@@ -397,22 +398,25 @@ def broken() -> None:
     raise ValueError("odd")
 
 
-def test_an_alarm_rings_where_a_rank_does_not_leave(two_ranks: Ranks) -> None:
-    told: list[alarm.Problem] = []
-    with alarm.Alarm(two_ranks, 7, told.append) as bell:
+def test_a_failure_is_broadcast_to_a_rank_that_is_blocked(two_ranks: Ranks) -> None:
+    told: list[Problem] = []
+    with FailureBroadcast(two_ranks, 7, told.append) as broadcast:
         with pytest.raises(ValueError, match="odd"):
-            bell.raised_by(broken)()
+            broadcast.announced(broken)()
         time.sleep(0.5)
     (problem,) = told
     assert (problem.rank, problem.position, problem.cause) == (0, 7, "error")
     assert problem.message == "odd"
 
 
-def test_a_problem_of_the_first_try_does_not_ring_in_the_second(two_ranks: Ranks) -> None:
-    told: list[alarm.Problem] = []
-    with pytest.raises(ValueError, match="odd"), alarm.Alarm(two_ranks, 7, told.append) as bell:
-        bell.raised_by(broken)()
-    with alarm.Alarm(two_ranks, 7, told.append):
+def test_a_stale_failure_triggers_nothing_later(two_ranks: Ranks) -> None:
+    told: list[Problem] = []
+    with (
+        pytest.raises(ValueError, match="odd"),
+        FailureBroadcast(two_ranks, 7, told.append) as broadcast,
+    ):
+        broadcast.announced(broken)()
+    with FailureBroadcast(two_ranks, 7, told.append):
         time.sleep(0.5)
     assert told == []
 
@@ -441,7 +445,7 @@ def test_traces_of_two_launches_have_names_of_their_own(
 
     monkeypatch.setattr(profiling, "Profile", FakeProfile)
     alone = fakes.context().ranks
-    work: Any = SimpleNamespace(aside=lambda: None)
+    work: Any = SimpleNamespace(untimed_cycle=lambda: None)
     names = [
         profiling.record_profile(work, alone, case(), tmp_path, chosen=True, launch=launch)
         for launch in (1, 2, 3)

@@ -17,7 +17,7 @@ from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import context_parallel, data
 from stepmark.bench.training.attention import _of_prefix, causal_attention, prefix_kernel
 from stepmark.bench.training.context_parallel import Gathered
-from stepmark.bench.training.mesh import Share
+from stepmark.bench.training.mesh import SequenceShard
 
 from .context_on_ranks import CASES, ROUNDED, learned_and_sent
 from .curves import LLAMA, alone, case, first_norm, losses
@@ -40,7 +40,8 @@ def test_ranks_share_all_tokens_and_the_work(num_ranks: int, length: int) -> Non
     """Every token is on one rank, and each rank has as many pairs of query and key."""
     positions_S = torch.arange(2 * num_ranks * length)
     shares = [
-        Share(rank=rank, num_ranks=num_ranks).of(positions_S, 0) for rank in range(num_ranks)
+        SequenceShard(rank=rank, num_ranks=num_ranks).of(positions_S, 0)
+        for rank in range(num_ranks)
     ]
     assert torch.cat(shares).sort().values.equal(positions_S)
     assert len({len(share) for share in shares}) == 1
@@ -52,7 +53,7 @@ def test_ranks_of_a_sequence_load_their_parts_of_one_batch() -> None:
     of = case(LLAMA, mbs=2)
     tokens_BS, labels_BS = next(data.loader(of, 0, 1, CPU))
     for rank in range(2):
-        share = Share(rank=rank, num_ranks=2)
+        share = SequenceShard(rank=rank, num_ranks=2)
         tokens_BT, labels_BT = next(data.loader(of, 0, 1, CPU, share))
         chunks_S = torch.arange(4).repeat_interleave(of.model.seq_len // 4)
         mine_S = (chunks_S == rank) | (chunks_S == 3 - rank)
@@ -115,7 +116,7 @@ def test_attention_of_all_ranks_is_that_of_the_whole_sequence(
     weight = torch.linspace(-1, 1, whole.numel(), dtype=whole.dtype).view_as(whole)
     expected = torch.autograd.grad((whole * weight).sum(), (q, k, v))
 
-    shares = [Share(rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    shares = [SequenceShard(rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
     sent = torch.cat([torch.cat((share.of(k, 1), share.of(v, 1)), -1) for share in shares])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_parallel, "_all_gather", lambda _mine, _dim, _group: sent)

@@ -91,11 +91,11 @@ def made(clock: FakeClock, of: TrainCase, trainer: FakeTrainer, ranks: Any = ALO
 
 def ran(
     clock: FakeClock, of: TrainCase, trainer: FakeTrainer, wanted: int, end_s: float | None
-) -> loop.Taken:
+) -> loop.StepSamples:
     work = made(clock, of, trainer)
     work.first()
     work.run(wanted, end_s)
-    return work.taken
+    return work.samples
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 5, 30])
@@ -187,7 +187,7 @@ def test_ctrl_c_after_the_last_agreement_is_not_lost(clock: FakeClock) -> None:
     work = made(clock, case(), FakeTrainer(clock), LateInterrupt())
     work.first()
     work.run(8, 0.0)
-    assert work.taken.interrupted
+    assert work.samples.interrupted
 
 
 class OtherRank:
@@ -211,8 +211,8 @@ def test_one_rank_that_is_interrupted_stops_all(clock: FakeClock) -> None:
     work = made(clock, case(), FakeTrainer(clock), OtherRank(stops_at=5))
     work.first()
     work.run(100, None)
-    assert work.taken.interrupted
-    assert 5 <= len(work.taken.seconds) < 30
+    assert work.samples.interrupted
+    assert 5 <= len(work.samples.seconds) < 30
 
 
 def test_a_cycle_aside_is_whole_untold_and_says_its_phases(clock: FakeClock) -> None:
@@ -220,11 +220,11 @@ def test_a_cycle_aside_is_whole_untold_and_says_its_phases(clock: FakeClock) -> 
     work = made(clock, micro(), trainer)
     work.first()
     work.run(4, None)
-    before = (list(work.taken.seconds), list(work.taken.losses))
+    before = (list(work.samples.seconds), list(work.samples.losses))
     count, updates = len(trainer.micro_steps), len(trainer.updates_after)
     phases: list[str] = []
-    work.aside(phases.append)
-    assert (work.taken.seconds, work.taken.losses) == before
+    work.untimed_cycle(phases.append)
+    assert (work.samples.seconds, work.samples.losses) == before
     assert len(trainer.micro_steps) == count + 4
     assert len(trainer.updates_after) == updates + 1
     assert phases == ["forward", "backward", "optimizer"] * 4

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import parallelize, pipeline, tensor_parallel, trainer
 from stepmark.bench.training.experts import Experts
-from stepmark.bench.training.mesh import Meshes, place_of
+from stepmark.bench.training.mesh import Meshes, coordinates_of
 from stepmark.bench.training.messages import OrderedRecorder
 from stepmark.bench.training.optimizer import Update
 from stepmark.bench.training.transformer import Transformer
@@ -151,7 +151,7 @@ def sent(case: TrainCase, ranks: Ranks, told: Told) -> tuple[list[Row], list[Row
     """While all is made, and in a steady step: the second; DDP's buckets are the third's."""
     with Recorder(is_pipeline=False) as setup:
         made = trainer.make(case, ranks.device)
-    batches = _batches(case, place_of(ranks.rank, case.parallel))
+    batches = _batches(case, coordinates_of(ranks.rank, case.parallel))
 
     def step() -> Recorder:
         recorder = told.recorder = Recorder(is_pipeline=case.parallel.pp > 1)

@@ -62,13 +62,13 @@ def computed(
     name = func._schema.name.partition("::")[2]
     if func.namespace not in _COMPUTES or name in _FREE or _is_view(func):
         return None
-    names = (one.name for one in func._schema.arguments)
+    names = (argument.name for argument in func._schema.arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     try:
-        found = _operator(name, given, backward=backward)
+        operator = _operator(name, given, backward=backward)
     except ConfigError:  # a type or a shape that the operator does not have
-        found = None
-    return found or (_kernel(func, name, args, kwargs, result), None)
+        operator = None
+    return operator or (_kernel(func, name, args, kwargs, result), None)
 
 
 def _operator(name: str, given: Arguments, *, backward: bool) -> Found | None:
@@ -82,7 +82,7 @@ def _operator(name: str, given: Arguments, *, backward: bool) -> Found | None:
     if name in _OPTIMIZERS:
         params = given["self"]
         op = Optimizer(
-            num_params=sum(one.numel() for one in params),
+            num_params=sum(param.numel() for param in params),
             kind=_OPTIMIZERS[name],
             dtype=_dtype(params[0]),
         )
@@ -174,7 +174,9 @@ def _norm(x: Tensor, num_dims: int, kind: str, phase: Phase) -> Norm:
 
 def _layout(a: Tensor, b: Tensor) -> Layout:
     """n: the last dimension is the one that lies densely."""
-    letters = ("n" if one.stride(-1) == 1 or one.stride(-2) != 1 else "t" for one in (a, b))
+    letters = (
+        "n" if operand.stride(-1) == 1 or operand.stride(-2) != 1 else "t" for operand in (a, b)
+    )
     return Layout("".join(letters))
 
 
@@ -186,7 +188,8 @@ def _is_view(func: Any) -> bool:
     """Whether all it returns is another look at its arguments, which it leaves as they are."""
     returns = func._schema.returns
     return bool(returns) and all(
-        one.alias_info is not None and not one.alias_info.is_write for one in returns
+        returned.alias_info is not None and not returned.alias_info.is_write
+        for returned in returns
     )
 
 
@@ -216,8 +219,10 @@ def _bytes_moved(
         reads = not (writes and (argument.kwarg_only or name in _ONLY_WRITES))
         total += (reads + writes) * sum(map(_num_bytes, operands))
         if writes:
-            seen |= {id(one) for one in operands}
-    return total + sum(_num_bytes(one) for one in tensors(result) if id(one) not in seen)
+            seen |= {id(operand) for operand in operands}
+    return total + sum(
+        _num_bytes(tensor) for tensor in tensors(result) if id(tensor) not in seen
+    )
 
 
 def _num_bytes(tensor: Tensor) -> int:
@@ -234,5 +239,5 @@ def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors(one)
+        for item in value:
+            yield from tensors(item)

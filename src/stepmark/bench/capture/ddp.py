@@ -110,7 +110,9 @@ class Rebuilding:
             return False
         given = list(tensors(list(args)))
         dtype = given[0].dtype if given else kwargs.get("dtype")
-        return dtype is torch.int32 and not any(isinstance(one, FakeTensor) for one in given)
+        return dtype is torch.int32 and not any(
+            isinstance(tensor, FakeTensor) for tensor in given
+        )
 
 
 @contextlib.contextmanager
@@ -129,5 +131,5 @@ def _sent(group: Any, params: Sequence[Tensor], logger: Any = None) -> None:
     dist.all_gather(
         [torch.zeros_like(number) for _ in range(group.size())], number, group=group
     )
-    sizes_and_strides = torch.zeros(sum(2 * one.dim() for one in params), dtype=torch.int64)
+    sizes_and_strides = torch.zeros(sum(2 * param.dim() for param in params), dtype=torch.int64)
     dist.broadcast(sizes_and_strides, group=group, group_src=0)

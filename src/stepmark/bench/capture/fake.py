@@ -110,13 +110,13 @@ _FLAG = "_propagate_use_strided_shard_flag"
 def shortcuts() -> Iterator[None]:
     """Not thread-safe: takes the place of functions of torch."""
     with contextlib.ExitStack() as stack:
-        for module, name, made in (
+        for module, name, replacing in (
             (_fsdp_param, _CHUNK, _chunked),
             (_sharding_prop, _FLAG, _flagged),
         ):
             original = getattr(module, name, None)
             if original is not None:
-                stack.enter_context(mock.patch.object(module, name, made(original)))
+                stack.enter_context(mock.patch.object(module, name, replacing(original)))
         stack.enter_context(_rare_collections())
         yield
 
@@ -172,7 +172,7 @@ def _flagged(original: Callable[..., None]) -> Callable[..., None]:
             strided = [
                 spec
                 for spec in op_schema.args_spec
-                if any(isinstance(one, _StridedShard) for one in spec.placements)
+                if any(isinstance(placement, _StridedShard) for placement in spec.placements)
             ]
             flags = {spec.use_strided_shard_as_shard_order: spec for spec in strided}
             asked[:] = [op_schema, SimpleNamespace(args_spec=tuple(flags.values()))]

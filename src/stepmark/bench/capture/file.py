@@ -61,15 +61,15 @@ def _parsed(spec: str) -> tuple[Path, str]:
 
 
 def _function(path: Path, name: str, arguments: int) -> Callable[..., Any]:
-    made = importlib.util.spec_from_file_location(_MODULE, path)
-    if made is None or made.loader is None:
+    spec = importlib.util.spec_from_file_location(_MODULE, path)
+    if spec is None or spec.loader is None:
         raise ConfigError("file", path, "a Python file")
-    module = importlib.util.module_from_spec(made)
+    module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module  # dataclasses look their module up
-    with told(f"{path.name}:{name}", str(path)):
-        made.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not callable(found):
+    with reported(f"{path.name}:{name}", str(path)):
+        spec.loader.exec_module(module)
+    value = getattr(module, name, None)
+    if not callable(value):
         own = [
             key
             for key, value in vars(module).items()
@@ -79,10 +79,10 @@ def _function(path: Path, name: str, arguments: int) -> Callable[..., Any]:
             f", e.g. {', '.join(own[-5:])}" if own else ""
         )
         raise ConfigError("function", name, offered)
-    if not _takes(found, arguments):
+    if not _takes(value, arguments):
         count = f"{arguments} argument" if arguments else "no argument"
         raise ConfigError("function", name, f"a function that is called with {count}")
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = value
     return function
 
 
@@ -95,7 +95,7 @@ def _takes(function: Callable[..., Any], arguments: int) -> bool:
 
 
 @contextlib.contextmanager
-def told(name: str, file: str) -> Iterator[None]:
+def reported(name: str, file: str) -> Iterator[None]:
     """An error in the user's code as one line, with the innermost place in the user's file."""
     try:
         yield
@@ -116,8 +116,8 @@ def _place(error: BaseException, file: str) -> str:
 def _said(error: BaseException) -> str:
     """Its kind and first words, and what they mean here."""
     kind, words = type(error).__name__, " ".join(str(error).split())
-    said = f"{kind}: {words[:_NUM_LETTERS]}" if words else kind
+    text = f"{kind}: {words[:_NUM_LETTERS]}" if words else kind
     hint = next(
         (hint for sign, hint in _HINTS.items() if sign in f"{kind} {words}".lower()), ""
     )
-    return f"{said} ({hint})" if hint else said
+    return f"{text} ({hint})" if hint else text

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from stepmark.bench.capture.modules import Place
+from stepmark.bench.capture.modules import ModulePosition
 from stepmark.bench.training.messages import group_of, kinds
 from stepmark.core.collectives import FACTS, Collective, RedOp
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
@@ -38,7 +38,7 @@ _REDUCTIONS = {
     dist.ReduceOp.MAX: RedOp.MAX,
     dist.ReduceOp.PREMUL_SUM: RedOp.MULSUM,
 }
-_BY_NUMBER = {int(one.value): redop for one, redop in _REDUCTIONS.items()}
+_BY_NUMBER = {int(reduction.value): redop for reduction, redop in _REDUCTIONS.items()}
 _BY_WORD = {
     "sum": RedOp.SUM,
     "avg": RedOp.AVG,
@@ -76,32 +76,32 @@ class Groups:
         return name
 
     def _group(self, name: str, ranks: tuple[int, ...]) -> Group:
-        found = Group(digits=digits(ranks))
-        if found.members(self._rank) != ranks:
-            found = Group(digits=((len(ranks), 1),))
+        group = Group(digits=digits(ranks))
+        if group.members(self._rank) != ranks:
+            group = Group(digits=((len(ranks), 1),))
             shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
             self.notes.append(
                 f"group {name} is ranks {shown}, which no digits of a rank's number tell:"
                 f" {len(ranks)} neighbours stand for it"
             )
-        return found
+        return group
 
 
 def digits(ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """(size, stride) of each digit that differs, fastest first, if ranks are of this form."""
-    found: list[tuple[int, int]] = []
+    digits_found: list[tuple[int, int]] = []
     left = [rank - ranks[0] for rank in ranks]
     while len(left) > 1:
         stride = left[1]
         if stride < 1:
             break
         size = next(
-            (at for at, one in enumerate(left) if one != at * stride),
+            (at for at, rank in enumerate(left) if rank != at * stride),
             len(left),
         )
-        found.append((size, stride))
+        digits_found.append((size, stride))
         left = left[::size]
-    return tuple(found) or ((1, 1),)
+    return tuple(digits_found) or ((1, 1),)
 
 
 def _wanted(group: Any) -> str:
@@ -114,17 +114,22 @@ def _wanted(group: Any) -> str:
 
 
 def communicated(
-    name: str, values: Sequence[Any], result: Any, groups: Groups, phase: Phase, place: Place
+    name: str,
+    values: Sequence[Any],
+    result: Any,
+    groups: Groups,
+    phase: Phase,
+    at: ModulePosition,
 ) -> Iterator[CommOp]:
     """The messages of one operator of torch; none in a group of one rank.
 
     What has no name here is left out, and noted in groups.notes.
     """
-    group = next((found for value in values if (found := group_of(value))), None)
-    found = list(kinds(name, values, result, ""))
+    group = next((messages for value in values if (messages := group_of(value))), None)
+    messages = list(kinds(name, values, result, ""))
     if group is None or group.size() == 1:
         return
-    for kind, peer in zip(found, _peers(name, values, group, len(found)), strict=True):
+    for kind, peer in zip(messages, _peers(name, values, group, len(messages)), strict=True):
         if kind.collective not in COMMUNICATIONS:
             note = f"torch's {kind.collective} has no name here: it is left out"
             groups.notes += [] if note in groups.notes else [note]
@@ -136,9 +141,9 @@ def communicated(
             count=kind.call_bytes // dtype.itemsize,
             group=groups.name(group),
             phase=phase,
-            module=place.module,
-            layer=place.layer,
-            microbatch=place.microbatch,
+            module=at.module,
+            layer=at.layer,
+            microbatch=at.microbatch,
             redop=_redop(kind.collective, values),
             root=int(_numbers(values)[0]) if name in _ROOTED else None,
             peer=peer,
@@ -147,14 +152,14 @@ def communicated(
 
 def _peers(name: str, values: Sequence[Any], group: Any, count: int) -> Sequence[int | None]:
     if name == _BATCH:
-        return [(int(one) - group.rank()) % group.size() for one in values[1]]
+        return [(int(rank) - group.rank()) % group.size() for rank in values[1]]
     if name in _PAIRS:
         return [(_numbers(values)[0] - group.rank()) % group.size()]
     return [None] * count
 
 
 def _numbers(values: Sequence[Any]) -> list[int]:
-    return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]
+    return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
 
 
 def _redop(collective: str, values: Sequence[Any]) -> RedOp:
@@ -168,7 +173,7 @@ def _redop(collective: str, values: Sequence[Any]) -> RedOp:
     return RedOp.SUM
 
 
-_OFFERED = {
+_STAGE_OPS = {
     "get_fwd_recv_ops": Phase.FWD,
     "get_fwd_send_ops": Phase.FWD,
     "get_bwd_recv_ops": Phase.BWD,
@@ -183,12 +188,12 @@ class Pairs:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         # By the tensor's identity; it is held so that no other can have the same.
-        self._offered: dict[int, tuple[Tensor, Phase, int]] = {}
+        self._stage_ops: dict[int, tuple[Tensor, Phase, int]] = {}
         self._in_batch = 0  # how many of the batch being issued there were, and 1
 
     def watched(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
         """Functions of torch to follow, each with what replaces it."""
-        for name, phase in _OFFERED.items():
+        for name, phase in _STAGE_OPS.items():
             if hasattr(_PipelineStageBase, name):
                 original = getattr(_PipelineStageBase, name)
                 yield (_PipelineStageBase, name), self._noting(original, phase)
@@ -196,11 +201,11 @@ class Pairs:
         for module in (dist, dist.distributed_c10d):
             yield (module, "batch_isend_irecv"), self._batching(original)
 
-    def told(self, op: CommOp, tensor: Tensor, group: Group, *, outside: bool) -> CommOp:
+    def described(self, op: CommOp, tensor: Tensor, group: Group, *, outside: bool) -> CommOp:
         """outside: of all modules and backward passes, where no place tells the phase."""
         is_fused = self._in_batch > 1
         self._in_batch += bool(self._in_batch)
-        _, phase, microbatch = self._offered.pop(id(tensor), (None, None, op.microbatch))
+        _, phase, microbatch = self._stage_ops.pop(id(tensor), (None, None, op.microbatch))
         if phase is not None:
             return replace(
                 op,
@@ -223,10 +228,10 @@ class Pairs:
     def _noting(self, original: Callable[..., Any], phase: Phase) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(stage: Any, microbatch: int) -> Any:
-            found = original(stage, microbatch)
-            for one in found:
-                self._offered[id(one.tensor)] = one.tensor, phase, microbatch
-            return found
+            ops = original(stage, microbatch)
+            for op in ops:
+                self._stage_ops[id(op.tensor)] = op.tensor, phase, microbatch
+            return ops
 
         return call
 

@@ -23,7 +23,7 @@ OUTSIDE = "step"  # the module of what no module does, as the loss
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModulePosition:
     """layer: the first number in the module's name, which then lacks it and what it numbers.
 
     "model.layers.12.mlp.up" is layer 12 of "model.mlp.up".
@@ -34,7 +34,7 @@ class Place:
     microbatch: int | None = None
 
 
-class Places:
+class ModuleTracker:
     """Follows the calls of all modules inside `with following()`."""
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class Places:
         self._names: dict[nn.Module, tuple[str, int | None]] = {}
         self._above: list[nn.Module] = []
         self._calls: Counter[nn.Module] = Counter()
-        self._now = Place()
-        self._owner: Place | None = None
+        self._now = ModulePosition()
+        self._owner: ModulePosition | None = None
         self._num_again = 0  # calls of modules by the backward pass that are running
         self._began: list[int] = []
-        self._places: list[Place] = []
+        self._places: list[ModulePosition] = []
 
     @property
     def inside_module(self) -> bool:
@@ -74,7 +74,7 @@ class Places:
     def begin_step(self) -> None:
         self._calls.clear()
         self._began, self._places = [], []
-        self._enter(Place())
+        self._enter(ModulePosition())
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
@@ -91,7 +91,7 @@ class Places:
                 self._above.pop()
                 self._num_again -= again
                 # What follows the outermost call, as the loss, is of the same micro-batch.
-                self._enter(Place(before.module, before.layer, self._now.microbatch))
+                self._enter(ModulePosition(before.module, before.layer, self._now.microbatch))
 
         # Hooks belong to the module's call, and run inside this.
         with mock.patch.object(nn.Module, "__call__", call):
@@ -110,14 +110,14 @@ class Places:
         finally:
             self._owner = before
 
-    def here(self) -> Place:
+    def here(self) -> ModulePosition:
         if self._owner is not None:
             return self._owner
         if in_backward() and not self.recomputes:
             return self._of_node()
         return self._now
 
-    def _called(self, module: nn.Module) -> Place:
+    def _called(self, module: nn.Module) -> ModulePosition:
         if module not in self._names:
             self.name(module)
         if self._above:
@@ -127,11 +127,11 @@ class Places:
         self._calls[module] += 1
         return self._place(module, self._calls[module] - 1)
 
-    def _place(self, module: nn.Module, microbatch: int | None) -> Place:
+    def _place(self, module: nn.Module, microbatch: int | None) -> ModulePosition:
         name, layer = self._names.get(module, (type(module).__name__, None))
-        return Place(name, layer, microbatch)
+        return ModulePosition(name, layer, microbatch)
 
-    def _enter(self, place: Place) -> None:
+    def _enter(self, place: ModulePosition) -> None:
         self._now = place
         number = _get_sequence_nr()
         if self._began and self._began[-1] == number:
@@ -140,12 +140,12 @@ class Places:
             self._began.append(number)
             self._places.append(place)
 
-    def _of_node(self) -> Place:
+    def _of_node(self) -> ModulePosition:
         node = torch._C._current_autograd_node()
         # Sums of gradients have no number of their own; nor has what runs after all nodes.
         number = node._sequence_nr() if node is not None else -1
         if number < 0 or number > self._began[-1] + 2**40:
-            return Place(microbatch=self._now.microbatch)
+            return ModulePosition(microbatch=self._now.microbatch)
         return self._places[max(0, bisect.bisect_right(self._began, number) - 1)]
 
 

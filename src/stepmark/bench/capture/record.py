@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepmark.bench.capture.compute import computed, tensors
 from stepmark.bench.capture.ddp import Buckets, Rebuilding, with_result
 from stepmark.bench.capture.messages import NAMESPACES, Groups, Pairs, communicated
-from stepmark.bench.capture.modules import OUTSIDE, Place, Places, in_backward
+from stepmark.bench.capture.modules import OUTSIDE, ModulePosition, ModuleTracker, in_backward
 from stepmark.bench.capture.overlap import Overlap
 from stepmark.core.ops import Phase
 from stepmark.core.workload import CommOp, ComputeOp, Operation
@@ -49,7 +49,7 @@ class CaptureRecorder(TorchDispatchMode):
     def __init__(self, rank: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.supports_higher_order_operators = True
-        self.places = Places()
+        self.modules = ModuleTracker()
         self.groups = Groups(rank)
         self.operations: list[Operation] = []
         self.reads: list[str] = []  # where values of tensors were read
@@ -69,7 +69,7 @@ class CaptureRecorder(TorchDispatchMode):
 
     def begin_step(self) -> None:
         self.operations = []
-        self.places.begin_step()
+        self.modules.begin_step()
         self._after_backward = False
         self._num_updated = 0
         self._overlap = Overlap()
@@ -82,7 +82,7 @@ class CaptureRecorder(TorchDispatchMode):
         )
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(self.places.following())
+                stack.enter_context(self.modules.following())
                 for name, around in self._watched():
                     stack.enter_context(mock.patch.object(*name, around))
                 stack.enter_context(self)
@@ -103,7 +103,7 @@ class CaptureRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)
-        if any(one not in _PLAIN and issubclass(one, Tensor) for one in types):
+        if any(kind not in _PLAIN and issubclass(kind, Tensor) for kind in types):
             return NotImplemented  # DTensor makes operators of plain tensors of it
         if func is torch.ops.aten._local_scalar_dense.default and not self._silent:
             return self._value_of(args[0])
@@ -125,19 +125,19 @@ class CaptureRecorder(TorchDispatchMode):
             name = func._schema.name.partition("::")[2]
             values = (*args, *kwargs.values())
             phase, place, again = self._where()
-            ddp = self.places.has_ddp and phase is Phase.BWD and self._buckets.reduce()
-            for one in communicated(name, values, result, self.groups, phase, place):
+            ddp = self.modules.has_ddp and phase is Phase.BWD and self._buckets.reduce()
+            for message in communicated(name, values, result, self.groups, phase, place):
                 own = func.namespace == "c10d"
-                self._send(replace(one, recompute=again), values, own=own, ddp=ddp)
+                self._send(replace(message, recompute=again), values, own=own, ddp=ddp)
             return
-        found = computed(func, args, kwargs, result, backward=in_backward())
-        if found is None:
+        work = computed(func, args, kwargs, result, backward=in_backward())
+        if work is None:
             return
-        op, phase_told = found
+        op, phase_told = work
         phase, place, again = self._where()
         if phase is Phase.OPTIM and getattr(op, "name", "") in _STATE:
             return
-        made = ComputeOp(
+        operation = ComputeOp(
             op=op,
             phase=phase_told if phase is Phase.BWD and phase_told else phase,
             module=place.module,
@@ -146,31 +146,33 @@ class CaptureRecorder(TorchDispatchMode):
             recompute=again,
         )
         in_node = torch._C._current_autograd_node() is not None
-        self.operations.append(self._overlap.computing(made, in_node=in_node))
+        self.operations.append(self._overlap.computing(operation, in_node=in_node))
 
-    def _where(self) -> tuple[Phase, Place, bool]:
+    def _where(self) -> tuple[Phase, ModulePosition, bool]:
         """Phase, place, and whether it is forward work done again."""
-        place = self.places.here()
+        place = self.modules.here()
         if self._overlap.reduces:
             return Phase.BWD, place, False
         if in_backward():
             self._after_backward = True
             # Functions of autograd disable gradients inside their forward pass.
-            again = torch.is_grad_enabled() or self.places.recomputes
+            again = torch.is_grad_enabled() or self.modules.recomputes
             return Phase.FWD if again else Phase.BWD, place, again
-        if self.places.inside_module:
+        if self.modules.inside_module:
             if self._after_backward:
                 self._begin_forward()
             self._after_backward = False
         if self._in_optimizer or self._after_backward:
-            return Phase.OPTIM, Place("optimizer"), False
+            return Phase.OPTIM, ModulePosition("optimizer"), False
         return Phase.FWD, place, False
 
     def _send(self, op: CommOp, values: tuple[Any, ...], *, own: bool, ddp: bool) -> None:
         if op.peer is not None:
-            outside = not self.places.inside_module and not in_backward()
+            outside = not self.modules.inside_module and not in_backward()
             tensor = next(tensors(values))
-            op = self._pairs.told(op, tensor, self.groups.groups[op.group], outside=outside)
+            op = self._pairs.described(
+                op, tensor, self.groups.groups[op.group], outside=outside
+            )
         self.operations.append(self._overlap.sending(op, self.operations, own=own, ddp=ddp))
 
     def _begin_forward(self) -> None:
@@ -188,7 +190,7 @@ class CaptureRecorder(TorchDispatchMode):
         """Fake tensors have no values: 1 stands for each that is read."""
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return torch.ops.aten._local_scalar_dense.default(tensor)  # type: ignore[no-any-return]
-        place = self.places.here().module
+        place = self.modules.here().module
         if place not in self.reads:
             self.reads.append(place)
         if tensor.dtype is torch.bool:
@@ -239,7 +241,7 @@ class CaptureRecorder(TorchDispatchMode):
     def _overlap_unshard(self, group: Any, *_: Any) -> Iterator[None]:
         forward = group._training_state.name == "FORWARD"
         with (
-            self.places.owned_by(group.modules[0]),
+            self.modules.owned_by(group.modules[0]),
             self._overlap.gathering(id(group), forward=forward),
         ):
             yield
@@ -248,7 +250,7 @@ class CaptureRecorder(TorchDispatchMode):
     def _overlap_wait(self, group: Any, *_: Any) -> Iterator[None]:
         forward = group._training_state.name == "FORWARD"
         with (
-            self.places.owned_by(group.modules[0]),
+            self.modules.owned_by(group.modules[0]),
             self._overlap.copying_out(id(group), forward=forward),
         ):
             yield
@@ -256,7 +258,7 @@ class CaptureRecorder(TorchDispatchMode):
     @contextlib.contextmanager
     def _overlap_post_backward(self, group: Any, *_: Any) -> Iterator[None]:
         apart = getattr(group.mesh_info, "reduce_scatter_process_group", None) is not None
-        with self.places.owned_by(group.modules[0]), self._overlap.reducing(apart=apart):
+        with self.modules.owned_by(group.modules[0]), self._overlap.reducing(apart=apart):
             yield
 
     @contextlib.contextmanager

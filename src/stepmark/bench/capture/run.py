@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from stepmark.bench.capture.fake import fake_world
-from stepmark.bench.capture.file import load, told
+from stepmark.bench.capture.file import load, reported
 from stepmark.bench.capture.modules import modules_held
 from stepmark.bench.capture.record import CaptureRecorder
 from stepmark.core.errors import ConfigError
@@ -89,17 +89,17 @@ class _Captured:
         self.setup = _communication(setup)
         self.step = tuple(recorder.operations)
         self.groups = recorder.groups.groups
-        self.num_microbatches = recorder.places.num_microbatches
+        self.num_microbatches = recorder.modules.num_microbatches
         self.notes = [*recorder.groups.notes, *_remarks(recorder, num_warm_ups)]
 
 
 def _communication(operations: Sequence[Operation]) -> tuple[CommOp, ...]:
     """Alone, and so without waiting for what is no longer there."""
-    kept = [one for one in operations if isinstance(one, CommOp)]
-    names = {one.name for one in kept}
+    kept = [op for op in operations if isinstance(op, CommOp)]
+    names = {op.name for op in kept}
     return tuple(
-        replace(one, after=tuple(name for name in one.after if name.partition("~")[0] in names))
-        for one in kept
+        replace(op, after=tuple(name for name in op.after if name.partition("~")[0] in names))
+        for op in kept
     )
 
 
@@ -108,7 +108,7 @@ def _captured(
 ) -> _Captured:
     recorder = CaptureRecorder(rank)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(told(name, file))
+        stack.enter_context(reported(name, file))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of code that is made for other devices
         mesh_sizes = stack.enter_context(fake_world(world_size, rank))
@@ -120,7 +120,7 @@ def _captured(
                 name, type(step).__name__, "a function that returns a function: one step"
             )
         for model in modules_held(step):
-            recorder.places.name(model)
+            recorder.modules.name(model)
         setup = recorder.operations
         recorder.begin_step()
         step()
@@ -137,10 +137,9 @@ def _captured(
 def _num_warm_ups(recorder: CaptureRecorder) -> int:
     """DDP makes its buckets anew in the second step, pipelines agree on shapes in the first."""
     sends = any(
-        isinstance(one, CommOp) and one.collective in (SEND, RECV)
-        for one in recorder.operations
+        isinstance(op, CommOp) and op.collective in (SEND, RECV) for op in recorder.operations
     )
-    return 2 if recorder.places.has_ddp or sends else 0
+    return 2 if recorder.modules.has_ddp or sends else 0
 
 
 def _check(captured: _Captured, world_size: int, mesh_sizes: Sequence[int], name: str) -> None:
@@ -153,17 +152,17 @@ def _check(captured: _Captured, world_size: int, mesh_sizes: Sequence[int], name
 
 
 def _remarks(recorder: CaptureRecorder, num_warm_ups: int) -> list[str]:
-    found = []
+    remarks = []
     if recorder.reads:
-        found.append(
+        remarks.append(
             f"values of tensors are read in {', '.join(recorder.reads)}: each is taken for 1"
         )
     if num_warm_ups:
-        found.append(
+        remarks.append(
             f"step {num_warm_ups + 1} is recorded,"
             f" the first {num_warm_ups} are part of the setup"
         )
-    return found
+    return remarks
 
 
 def _pipeline(captured: _Captured, world_size: int) -> tuple[int, int]:
@@ -172,9 +171,9 @@ def _pipeline(captured: _Captured, world_size: int) -> tuple[int, int]:
     Raises ConfigError where stages are not the slowest digit of a rank's number.
     """
     names = {
-        one.group
-        for one in captured.step
-        if isinstance(one, CommOp) and one.collective in (SEND, RECV)
+        op.group
+        for op in captured.step
+        if isinstance(op, CommOp) and op.collective in (SEND, RECV)
     }
     if not names:
         return 1, world_size
@@ -186,44 +185,42 @@ def _pipeline(captured: _Captured, world_size: int) -> tuple[int, int]:
     return size, stride
 
 
-def _workload(found: Sequence[_Captured], *, world_size: int, rank: int, name: str) -> Workload:
+def _workload(
+    captures: Sequence[_Captured], *, world_size: int, rank: int, name: str
+) -> Workload:
     blocks: dict[str, Block] = {}
     stages: list[Stage] = []
     groups: dict[str, Group] = {}
     notes: list[str] = []
-    for number, captured in enumerate(found):
-        mark = f"{number}" if len(found) > 1 else ""
+    for number, captured in enumerate(captures):
+        mark = f"{number}" if len(captures) > 1 else ""
         blocks |= fold(captured.step, f"step{mark}")
         if captured.setup:
             blocks |= fold(captured.setup, f"setup{mark}")
         stages.append(_stage(captured, mark))
         groups |= captured.groups
         notes += [note for note in captured.notes if note not in notes]
-    made = Workload(
+    workload = Workload(
         name=name,
         rules="capture",
         source=f"torch {torch.__version__}",
         world_size=world_size,
-        num_microbatches=max(one.num_microbatches for one in found),
+        num_microbatches=max(captured.num_microbatches for captured in captures),
         settings={"function": name, "rank": rank},
         groups=groups,
         blocks=blocks,
         stages=tuple(stages),
         notes=tuple(notes),
     )
-    made.check()
-    return made
+    workload.check()
+    return workload
 
 
 def _stage(captured: _Captured, mark: str) -> Stage:
     layers = dict.fromkeys(
-        one.layer
-        for one in captured.step
-        if isinstance(one, ComputeOp) and one.layer is not None
+        op.layer for op in captured.step if isinstance(op, ComputeOp) and op.layer is not None
     )
-    kernels = {
-        getattr(one.op, "name", "") for one in captured.step if isinstance(one, ComputeOp)
-    }
+    kernels = {getattr(op.op, "name", "") for op in captured.step if isinstance(op, ComputeOp)}
     return Stage(
         step=f"step{mark}",
         setup=f"setup{mark}" if captured.setup else "",

@@ -9,8 +9,13 @@ import torch
 
 from stepmark.bench.agree import agreed
 from stepmark.bench.collectives import sampling
+from stepmark.bench.collectives.case_on_rank import (
+    CaseOnRank,
+    backend_run,
+    local_case,
+    needed_bytes,
+)
 from stepmark.bench.collectives.communicators import Communicators
-from stepmark.bench.collectives.trial import Trial, backend_run, needed_bytes, place
 from stepmark.bench.context import MeasureContext, own_stream
 from stepmark.bench.stopping import Effort
 from stepmark.bench.telemetry import Sampler
@@ -46,10 +51,10 @@ class CollectiveBench:
             return f"needs {case.world_size} ranks, {started} were started", None
         if reason := unsupported(case):
             return reason, None
-        seat = place(case, self.context.ranks.rank)
-        if seat is None:
+        local = local_case(case, self.context.ranks.rank)
+        if local is None:
             return None
-        needed = needed_bytes(*seat) + min(_CHECK_BYTES, 16 * case.message_bytes)
+        needed = needed_bytes(*local) + min(_CHECK_BYTES, 16 * case.message_bytes)
         free = self.context.free_bytes()
         if needed > free * 0.95:
             return f"needs {format_bytes(needed)}, {format_bytes(free)} are free", needed
@@ -59,8 +64,8 @@ class CollectiveBench:
         case = cast("CommCase", entry.case)
         with own_stream(self.context):
             communicator = self._communicators.get(case)
-            trial = Trial(case, self.context, communicator, self.how)
-            return _measure(trial, case, self.context, self._effort(share_s), self.how)
+            part = CaseOnRank(case, self.context, communicator, self.how)
+            return _measure(part, case, self.context, self._effort(share_s), self.how)
 
     def failed(self, entry: Entry, record: Failed) -> Failed:
         """What carried the case may be broken: make it anew, unless memory was short."""
@@ -85,28 +90,34 @@ class CollectiveBench:
 
 
 def _measure(
-    trial: Trial, case: CommCase, context: MeasureContext, effort: Effort, how: CommHow
+    part: CaseOnRank,
+    case: CommCase,
+    context: MeasureContext,
+    effort: Effort,
+    how: CommHow,
 ) -> Measured:
     """All ranks call it, members or not. Raises CaseFailedError on all together."""
     ranks, started_at = context.ranks, time.time()
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)
-    num_sets = min(ranks.gather(trial.sets_that_fit()))
-    agreed(ranks, lambda: trial.allocate(num_sets))
-    check = agreed(ranks, trial.check)
-    agreed(ranks, trial.bind)
-    agreed(ranks, trial.warm_up)
-    estimate_s = max(ranks.gather(agreed(ranks, trial.estimate)))
-    timer = agreed(ranks, lambda: trial.timer(estimate_s))
+    num_sets = min(ranks.gather(part.sets_that_fit()))
+    agreed(ranks, lambda: part.allocate(num_sets))
+    check = agreed(ranks, part.check)
+    agreed(ranks, part.bind)
+    agreed(ranks, part.warm_up)
+    estimate_s = max(ranks.gather(agreed(ranks, part.estimate)))
+    timer = agreed(ranks, lambda: part.timer(estimate_s))
     k = max(ranks.gather(timer.calls_per_sample))
-    guest = agreed(ranks, trial.company)
-    alone_s = agreed(ranks, lambda: guest.alone() if guest else [])
+    compute = agreed(ranks, part.concurrent_compute)
+    alone_s = agreed(ranks, lambda: compute.alone() if compute else [])
     sampler, begin = Sampler(context.device_index), time.monotonic()
     with sampler:
-        taken = sampling.collect(ranks, timer, guest, estimate_s * k, effort, trial.samples(k))
-    each = [value / trial.operations_per_call for value in taken.seconds]
-    issue_s = summarize(taken.issue_s).median if taken.issue_s else 0.0
-    beside = (alone_s, taken.together_s, guest.backend_run if guest else "")
+        samples = sampling.collect(
+            ranks, timer, compute, estimate_s * k, effort, part.samples(k)
+        )
+    each = [value / part.operations_per_call for value in samples.seconds]
+    issue_s = summarize(samples.issue_s).median if samples.issue_s else 0.0
+    beside = (alone_s, samples.together_s, compute.backend_run if compute else "")
     everyone = ranks.gather(
         (each, check, sampler.telemetry(), issue_s, beside, _peak_memory(context))
     )
@@ -129,7 +140,9 @@ def _measure(
         peak_memory_bytes=None if None in peaks else max(peaks),
         started_at=started_at,
         arrivals=Arrivals(
-            late_s=tuple(tuple(batch[rank] for batch in taken.late_s) for rank in case.members),
+            late_s=tuple(
+                tuple(batch[rank] for batch in samples.late_s) for rank in case.members
+            ),
             error_s=max(ranks.gather(ranks.offset_error_s)),
             issue_s=issues,
             warmup_calls=how.warmups,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from stepmark.bench.agree import agreed
 from stepmark.bench.collectives import nccl
-from stepmark.bench.collectives.torch_calls import Issue, Seat, bind
+from stepmark.bench.collectives.torch_calls import Endpoint, Issue, bind
 from stepmark.bench.ranks import Ranks
 from stepmark.core.collectives import Api
 from stepmark.core.comm_case import CommCase
@@ -60,14 +60,14 @@ class Communicators:
 
     def abort(self) -> None:
         """End whatever hangs; to be called from another thread."""
-        for one in list(self._made.values()):
-            one.abort()
+        for communicator in list(self._made.values()):
+            communicator.abort()
 
     def close(self) -> None:
         """Every rank calls it. Ranks meet before and after: teardown races otherwise."""
         self._ranks.barrier()
-        for one in self._made.values():
-            one.close()
+        for communicator in self._made.values():
+            communicator.close()
         self._made = {}
         self._ranks.barrier()
 
@@ -105,7 +105,7 @@ class TorchCommunicator:
     def bind(self, case: CommCase, index: int, send: torch.Tensor, recv: torch.Tensor) -> Issue:
         """The call, ready to be made on the current stream."""
         assert self._group is not None
-        seat = Seat(
+        end = Endpoint(
             group=self._group,
             members=self._members,
             case=case,
@@ -113,7 +113,7 @@ class TorchCommunicator:
             send=send,
             recv=recv,
         )
-        one = bind(seat)
+        one = bind(end)
         if case.calls_per_group == 1:
             return one
         return functools.partial(self._coalesced, one, case.calls_per_group)

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from stepmark.bench.agree import agreed
-from stepmark.bench.collectives.company import Company
+from stepmark.bench.collectives.concurrent_compute import ConcurrentCompute
 from stepmark.bench.collectives.timing import Batch, Timer
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.stopping import Effort, is_enough
@@ -19,7 +19,7 @@ _START_S = 5e-3
 
 
 @dataclass(slots=True, kw_only=True)
-class Taken:
+class CallSamples:
     """What sampling gives this rank. late_s is of all ranks, by batch."""
 
     seconds: list[float] = field(default_factory=list)
@@ -31,18 +31,18 @@ class Taken:
 def collect(
     ranks: Ranks,
     timer: Timer,
-    guest: Company | None,
+    compute: ConcurrentCompute | None,
     sample_s: float,
     effort: Effort,
     wanted: int | None,
-) -> Taken:
+) -> CallSamples:
     """Sample until rank 0, seeing all ranks' maxima, says that it is enough.
 
     sample_s: seconds of one sample, roughly, the same on every rank. wanted: exactly so many
     samples.
     """
-    taken, batches = Taken(), list[list[float]]()
-    longest_s = min(ranks.gather(guest.longest_s if guest else math.inf))
+    samples, batches = CallSamples(), list[list[float]]()
+    longest_s = min(ranks.gather(compute.longest_s if compute else math.inf))
     length_s = min(_BATCH_S, effort.sample_s / effort.min_batches, longest_s / 4)
     most = max(1, min(_MOST_SAMPLES, int(length_s / max(sample_s, 1e-9))))
     stretch, tries, begin = 1.5, 0, time.monotonic()
@@ -55,7 +55,7 @@ def collect(
     while True:  # rank 0 ends it, for all
         count = most if wanted is None else min(most, wanted - sum(map(len, batches)))
         cover_s = stretch * count * sample_s + _START_S
-        batch, together = agreed(ranks, lambda: _batch(timer, guest, count, cover_s))  # noqa: B023
+        batch, together = agreed(ranks, lambda: _batch(timer, compute, count, cover_s))  # noqa: B023
         found = ranks.gather((batch.seconds, batch.began_s, together is not None))
         if not all(one[2] for one in found):
             # Somewhere the compute ended first, so this batch does not count.
@@ -63,38 +63,38 @@ def collect(
             agreed(ranks, lambda: _give_up_after(tries))  # noqa: B023  called at once
             stretch, most = _longer(stretch, count, longest_s / sample_s)
             continue
-        _keep(taken, batch, together or [], [one[1] for one in found if one[0]], found)
+        _keep(samples, batch, together or [], [one[1] for one in found if one[0]], found)
         batches.append(slowest_per_sample([one[0] for one in found if one[0]]))
         if ranks.decide(enough):
-            return taken
+            return samples
 
 
 def _batch(
-    timer: Timer, guest: Company | None, count: int, cover_s: float
+    timer: Timer, compute: ConcurrentCompute | None, count: int, cover_s: float
 ) -> tuple[Batch, list[float] | None]:
     """Samples, and seconds of the calls beside them. The compute ends with the batch."""
-    if guest is None:
+    if compute is None:
         return timer.sample(count), []
-    guest.start(cover_s)
+    compute.start(cover_s)
     try:
         batch = timer.sample(count)
     except BaseException:
-        guest.stop(None)
+        compute.stop(None)
         raise
-    return batch, guest.stop(batch.span)
+    return batch, compute.stop(batch.span)
 
 
 def _keep(
-    taken: Taken,
+    samples: CallSamples,
     batch: Batch,
     together: list[float],
     starts: list[float],
     found: list[tuple[list[float], float, bool]],
 ) -> None:
-    taken.seconds += batch.seconds
-    taken.issue_s.append(batch.issue_s)
-    taken.together_s += together
-    taken.late_s.append([max(0.0, began_s - min(starts)) for _, began_s, _ in found])
+    samples.seconds += batch.seconds
+    samples.issue_s.append(batch.issue_s)
+    samples.together_s += together
+    samples.late_s.append([max(0.0, began_s - min(starts)) for _, began_s, _ in found])
 
 
 def _longer(stretch: float, count: int, most: float) -> tuple[float, int]:

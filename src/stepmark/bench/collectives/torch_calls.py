@@ -24,7 +24,7 @@ _reduce_scatter_tensor: Any = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Endpoint:
     """A rank's place in a communicator, with its buffers as core/comm_case.py sizes them."""
 
     group: dist.ProcessGroup
@@ -45,15 +45,15 @@ class Seat:
         return [index for index in range(self.case.num_ranks) if index != self.case.root]
 
 
-def bind(seat: Seat) -> Issue:
+def bind(end: Endpoint) -> Issue:
     """The call, ready to be made."""
-    return _BINDERS[seat.case.collective](seat)
+    return _BINDERS[end.case.collective](end)
 
 
 def _redop(redop: RedOp) -> Any:
     if redop is RedOp.MULSUM:
-        made: Any = getattr(dist, "_make_nccl_premul_sum")  # noqa: B009  no public name
-        return made(PREMUL_FACTOR)
+        make: Any = getattr(dist, "_make_nccl_premul_sum")  # noqa: B009  no public name
+        return make(PREMUL_FACTOR)
     return _REDOPS[redop]
 
 
@@ -66,59 +66,57 @@ _REDOPS = {
 }
 
 
-def _all_reduce(seat: Seat) -> Issue:
-    op = _redop(seat.case.redop)
-    return functools.partial(dist.all_reduce, seat.recv, op=op, group=seat.group)
+def _all_reduce(end: Endpoint) -> Issue:
+    op = _redop(end.case.redop)
+    return functools.partial(dist.all_reduce, end.recv, op=op, group=end.group)
 
 
-def _all_gather(seat: Seat) -> Issue:
-    return functools.partial(_all_gather_tensor, seat.recv, seat.send, group=seat.group)
+def _all_gather(end: Endpoint) -> Issue:
+    return functools.partial(_all_gather_tensor, end.recv, end.send, group=end.group)
 
 
-def _reduce_scatter(seat: Seat) -> Issue:
-    op = _redop(seat.case.redop)
+def _reduce_scatter(end: Endpoint) -> Issue:
+    op = _redop(end.case.redop)
+    return functools.partial(_reduce_scatter_tensor, end.recv, end.send, op=op, group=end.group)
+
+
+def _broadcast(end: Endpoint) -> Issue:
+    return functools.partial(dist.broadcast, end.recv, src=end.root, group=end.group)
+
+
+def _reduce(end: Endpoint) -> Issue:
+    op = _redop(end.case.redop)
+    return functools.partial(dist.reduce, end.recv, dst=end.root, op=op, group=end.group)
+
+
+def _all_to_all(end: Endpoint) -> Issue:
+    return functools.partial(dist.all_to_all_single, end.recv, end.send, group=end.group)
+
+
+def _all_to_all_v(end: Endpoint) -> Issue:
+    counts = end.case.counts
+    into, out_of = [row[end.index] for row in counts], list(counts[end.index])
     return functools.partial(
-        _reduce_scatter_tensor, seat.recv, seat.send, op=op, group=seat.group
+        dist.all_to_all_single, end.recv, end.send, into, out_of, group=end.group
     )
 
 
-def _broadcast(seat: Seat) -> Issue:
-    return functools.partial(dist.broadcast, seat.recv, src=seat.root, group=seat.group)
+def _gather(end: Endpoint) -> Issue:
+    is_root = end.index == end.case.root
+    parts = list(end.recv.chunk(end.case.num_ranks)) if is_root else None
+    return functools.partial(dist.gather, end.send, parts, dst=end.root, group=end.group)
 
 
-def _reduce(seat: Seat) -> Issue:
-    op = _redop(seat.case.redop)
-    return functools.partial(dist.reduce, seat.recv, dst=seat.root, op=op, group=seat.group)
+def _scatter(end: Endpoint) -> Issue:
+    is_root = end.index == end.case.root
+    parts = list(end.send.chunk(end.case.num_ranks)) if is_root else None
+    return functools.partial(dist.scatter, end.recv, parts, src=end.root, group=end.group)
 
 
-def _all_to_all(seat: Seat) -> Issue:
-    return functools.partial(dist.all_to_all_single, seat.recv, seat.send, group=seat.group)
-
-
-def _all_to_all_v(seat: Seat) -> Issue:
-    counts = seat.case.counts
-    into, out_of = [row[seat.index] for row in counts], list(counts[seat.index])
-    return functools.partial(
-        dist.all_to_all_single, seat.recv, seat.send, into, out_of, group=seat.group
-    )
-
-
-def _gather(seat: Seat) -> Issue:
-    is_root = seat.index == seat.case.root
-    parts = list(seat.recv.chunk(seat.case.num_ranks)) if is_root else None
-    return functools.partial(dist.gather, seat.send, parts, dst=seat.root, group=seat.group)
-
-
-def _scatter(seat: Seat) -> Issue:
-    is_root = seat.index == seat.case.root
-    parts = list(seat.send.chunk(seat.case.num_ranks)) if is_root else None
-    return functools.partial(dist.scatter, seat.recv, parts, src=seat.root, group=seat.group)
-
-
-def _batch(seat: Seat, moves: Sequence[tuple[Any, torch.Tensor, int]]) -> Issue:
+def _batch(end: Endpoint, moves: Sequence[tuple[Any, torch.Tensor, int]]) -> Issue:
     """All of these sends and receives at once; peers by place."""
     batch = [
-        dist.P2POp(kind, part, peer=seat.members[peer], group=seat.group)
+        dist.P2POp(kind, part, peer=end.members[peer], group=end.group)
         for kind, part, peer in moves
     ]
 
@@ -129,27 +127,30 @@ def _batch(seat: Seat, moves: Sequence[tuple[Any, torch.Tensor, int]]) -> Issue:
     return issue
 
 
-def _sendrecv(seat: Seat) -> Issue:
-    n, me = seat.case.num_ranks, seat.index
-    moves = [(dist.isend, seat.send, (me + 1) % n), (dist.irecv, seat.recv, (me - 1) % n)]
-    return _batch(seat, moves)
+def _sendrecv(end: Endpoint) -> Issue:
+    n, me = end.case.num_ranks, end.index
+    moves = [
+        (dist.isend, end.send, (me + 1) % n),
+        (dist.irecv, end.recv, (me - 1) % n),
+    ]
+    return _batch(end, moves)
 
 
-def _p2p(seat: Seat) -> Issue:
-    first = seat.index == 0
-    return _batch(seat, [(dist.isend, seat.send, 1) if first else (dist.irecv, seat.recv, 0)])
+def _p2p(end: Endpoint) -> Issue:
+    first = end.index == 0
+    return _batch(end, [(dist.isend, end.send, 1) if first else (dist.irecv, end.recv, 0)])
 
 
-def _p2p_both(seat: Seat) -> Issue:
-    peer = 1 - seat.index
-    return _batch(seat, [(dist.isend, seat.send, peer), (dist.irecv, seat.recv, peer)])
+def _p2p_both(end: Endpoint) -> Issue:
+    peer = 1 - end.index
+    return _batch(end, [(dist.isend, end.send, peer), (dist.irecv, end.recv, peer)])
 
 
-def _ping_pong(seat: Seat) -> Issue:
-    first = seat.index == 0
-    there = [(dist.isend, seat.send, 1) if first else (dist.irecv, seat.recv, 0)]
-    back = [(dist.irecv, seat.recv, 1) if first else (dist.isend, seat.recv, 0)]
-    steps = (_batch(seat, there), _batch(seat, back))
+def _ping_pong(end: Endpoint) -> Issue:
+    first = end.index == 0
+    there = [(dist.isend, end.send, 1) if first else (dist.irecv, end.recv, 0)]
+    back = [(dist.irecv, end.recv, 1) if first else (dist.isend, end.recv, 0)]
+    steps = (_batch(end, there), _batch(end, back))
 
     def issue() -> None:
         for step in steps:
@@ -158,32 +159,34 @@ def _ping_pong(seat: Seat) -> Issue:
     return issue
 
 
-def _incast(seat: Seat) -> Issue:
-    if seat.index != seat.case.root:
-        return _batch(seat, [(dist.isend, seat.send, seat.case.root)])
-    parts = seat.recv.chunk(len(seat.others))
+def _incast(end: Endpoint) -> Issue:
+    if end.index != end.case.root:
+        return _batch(end, [(dist.isend, end.send, end.case.root)])
+    parts = end.recv.chunk(len(end.others))
     return _batch(
-        seat, [(dist.irecv, part, peer) for part, peer in zip(parts, seat.others, strict=True)]
+        end,
+        [(dist.irecv, part, peer) for part, peer in zip(parts, end.others, strict=True)],
     )
 
 
-def _multicast(seat: Seat) -> Issue:
-    if seat.index != seat.case.root:
-        return _batch(seat, [(dist.irecv, seat.recv, seat.case.root)])
-    parts = seat.send.chunk(len(seat.others))
+def _multicast(end: Endpoint) -> Issue:
+    if end.index != end.case.root:
+        return _batch(end, [(dist.irecv, end.recv, end.case.root)])
+    parts = end.send.chunk(len(end.others))
     return _batch(
-        seat, [(dist.isend, part, peer) for part, peer in zip(parts, seat.others, strict=True)]
+        end,
+        [(dist.isend, part, peer) for part, peer in zip(parts, end.others, strict=True)],
     )
 
 
-def _barrier(seat: Seat) -> Issue:
-    if seat.send.device.type == "cuda":
-        places = [seat.send.device.index]
-        return functools.partial(dist.barrier, group=seat.group, device_ids=places)
-    return functools.partial(dist.barrier, group=seat.group)
+def _barrier(end: Endpoint) -> Issue:
+    if end.send.device.type == "cuda":
+        places = [end.send.device.index]
+        return functools.partial(dist.barrier, group=end.group, device_ids=places)
+    return functools.partial(dist.barrier, group=end.group)
 
 
-_BINDERS: dict[Collective, Callable[[Seat], Issue]] = {
+_BINDERS: dict[Collective, Callable[[Endpoint], Issue]] = {
     Collective.ALL_REDUCE: _all_reduce,
     Collective.ALL_GATHER: _all_gather,
     Collective.REDUCE_SCATTER: _reduce_scatter,

@@ -146,9 +146,9 @@ def _measure(case: OpCase, impl: Impl, context: MeasureContext, effort: Effort) 
     if case.rate is Rate.SUSTAINED:
         soak_s = agreed(context.ranks, lambda: _soak(timer, estimate_s, effort.soak_s))
     with sampler:
-        mine = _collect(case, context, timer, estimate_s, effort)
+        seconds = _collect(case, context, timer, estimate_s, effort)
     everyone: list[tuple[list[float], Check, Telemetry]] = context.ranks.gather(
-        (mine, check, sampler.telemetry())
+        (seconds, check, sampler.telemetry())
     )
     return Measured(
         run_id=context.run_id,
@@ -228,7 +228,7 @@ def _collect(
     """Sample in batches until rank 0, seeing all ranks' maxima, says that it is enough."""
     burst = case.rate is Rate.BURST
     length = _BURST_WORK_S if burst else min(_BATCH_S, effort.sample_s / 4)
-    mine: list[float] = []
+    seconds: list[float] = []
     batches: list[list[float]] = []  # slowest rank per sample
     begin = time.monotonic()
 
@@ -240,7 +240,7 @@ def _collect(
             time.sleep(BURST_IDLE_S)
         context.ranks.barrier()
         batch = agreed(context.ranks, lambda: timer.sample(_batch(timer, estimate_s, length)))
-        mine += batch
+        seconds += batch
         batches.append(slowest_per_sample(context.ranks.gather(batch)))
         if context.ranks.decide(enough):
-            return mine
+            return seconds

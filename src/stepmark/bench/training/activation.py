@@ -47,8 +47,8 @@ def gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
         from stepmark.bench.training import triton_kernels  # noqa: PLC0415
 
         return triton_kernels.gelu_backward(grad.contiguous(), x.contiguous())
-    found: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
-    return found.contiguous()
+    dx: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    return dx.contiguous()
 
 
 @gelu_backward.register_fake
@@ -83,8 +83,8 @@ class _SettledGelu(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        found: Tensor = gelu_backward(grads[0], x)
-        return found
+        dx: Tensor = gelu_backward(grads[0], x)
+        return dx
 
 
 class _SettledSwiglu(Function):
@@ -96,8 +96,8 @@ class _SettledSwiglu(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        found: tuple[Tensor, Tensor] = swiglu_backward(grads[0], gate, up)
-        return found
+        dx: tuple[Tensor, Tensor] = swiglu_backward(grads[0], gate, up)
+        return dx
 
 
 _settled_gelu: Callable[[Tensor], Tensor] = _SettledGelu.apply

@@ -127,7 +127,7 @@ def _aligned_last(q_BHTD: Tensor, k_BKSD: Tensor) -> Tensor:
 def join(parts: list[Tensor], dim: int) -> Tensor:
     """torch.cat along a negative dim from -3 on, but never fused with what reads its result."""
     # Of more than four dimensions CUDA copies the parts one by one, at half the rate.
-    rows = torch.cat([one.flatten(0, -4) for one in parts], dim).contiguous()
+    rows = torch.cat([part.flatten(0, -4) for part in parts], dim).contiguous()
     joined: Tensor = rows.unflatten(0, parts[0].shape[:-3])
     return joined
 
@@ -135,7 +135,7 @@ def join(parts: list[Tensor], dim: int) -> Tensor:
 @join.register_fake
 def _(parts: list[Tensor], dim: int) -> Tensor:
     shape = list(parts[0].shape)
-    shape[dim] = sum(one.shape[dim] for one in parts)
+    shape[dim] = sum(part.shape[dim] for part in parts)
     return parts[0].new_empty(shape)
 
 

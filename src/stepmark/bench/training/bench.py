@@ -1,4 +1,4 @@
-"""Measure one training step: build, compile, sample, judge the losses."""
+"""Measure one training step: build, compile, sample, check_losses the losses."""
 
 import time
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from stepmark.bench.agree import CaseFailedError, agreed
 from stepmark.bench.context import MeasureContext, release
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.telemetry import Sampler
-from stepmark.bench.training import alarm, data, loop, profiling, refusals, trainer
-from stepmark.bench.training.facts import State, facts, forget_counts, judge
-from stepmark.bench.training.mesh import Place, Share, place_of
+from stepmark.bench.training import data, loop, profiling, refusals, trainer
+from stepmark.bench.training.failure_broadcast import FailureBroadcast, Problem
+from stepmark.bench.training.mesh import RankCoordinates, SequenceShard, coordinates_of
+from stepmark.bench.training.results import Counter, check_losses, forget_counts, steady_results
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.plan import Entry, TrainHow
 from stepmark.core.record import Failed, Measured
 from stepmark.core.train_case import TrainCase
-from stepmark.core.train_memory import largest_mbs
 from stepmark.core.training import CompileScope, Schedule
 
 _STEPS, _CYCLES = 30, 10
@@ -59,7 +59,7 @@ class TrainingBench:
         end_s = None if share_s is None else time.monotonic() + share_s
         case = cast("TrainCase", entry.case)
         try:
-            return self._with_alarm(case, entry, end_s)
+            return self._with_broadcast(case, entry, end_s)
         except CaseFailedError as error:
             may = self.how.compile_fallback and case.compile is not CompileScope.NONE
             if not may or error.cause != "error":
@@ -71,7 +71,7 @@ class TrainingBench:
         release(self.context)
         eager = replace(case, compile=CompileScope.NONE, compile_mode="default")
         try:
-            record = self._with_alarm(eager, entry, end_s)
+            record = self._with_broadcast(eager, entry, end_s)
         finally:
             _forget()
         assert record.training is not None
@@ -96,16 +96,16 @@ class TrainingBench:
     def close(self) -> None:
         """Training keeps nothing between cases."""
 
-    def _with_alarm(self, case: TrainCase, entry: Entry, end_s: float | None) -> Measured:
-        bell = alarm.Alarm(
+    def _with_broadcast(self, case: TrainCase, entry: Entry, end_s: float | None) -> Measured:
+        broadcast = FailureBroadcast(
             self.context.ranks,
             entry.position,
             lambda problem: self._blocked(problem, case, entry.launch),
         )
-        with bell:
-            return _measure(case, self.context, self.how, end_s, bell, launch=entry.launch)
+        with broadcast:
+            return _measure(case, self.context, self.how, end_s, broadcast, launch=entry.launch)
 
-    def _blocked(self, problem: alarm.Problem, case: TrainCase, launch: int) -> None:
+    def _blocked(self, problem: Problem, case: TrainCase, launch: int) -> None:
         """Record the failure when rank 0 is blocked in a collective that a failed rank
         abandoned."""
         record = Failed(
@@ -132,7 +132,8 @@ def _forget() -> None:
 
 def _with_estimate(record: Failed, case: TrainCase, context: MeasureContext) -> Failed:
     """What ran out of memory says what would about fit."""
-    if record.cause != "oom" or context.ranks.device.type != "cuda":
+    largest_mbs = context.largest_mbs
+    if record.cause != "oom" or context.ranks.device.type != "cuda" or largest_mbs is None:
         return record
     total = torch.cuda.get_device_properties(context.ranks.device).total_memory
     most = min(largest_mbs(case, int(total * _USABLE)), case.mbs - 1)
@@ -149,23 +150,23 @@ def _measure(
     context: MeasureContext,
     how: TrainHow,
     end_s: float | None,
-    bell: alarm.Alarm,
+    broadcast: FailureBroadcast,
     *,
     launch: int,
 ) -> Measured:
     ranks, started_at, begin = context.ranks, time.time(), time.monotonic()
 
     def all_ranks(step: Callable[[], Any]) -> Any:
-        return agreed(ranks, bell.raised_by(step))
+        return agreed(ranks, broadcast.announced(step))
 
     made: trainer.Trainer = all_ranks(lambda: trainer.make(case, ranks.device))
-    place = place_of(ranks.rank, case.parallel)
-    share = Share(rank=place.cp, num_ranks=case.parallel.cp)
+    place = coordinates_of(ranks.rank, case.parallel)
+    share = SequenceShard(rank=place.cp, num_ranks=case.parallel.cp)
     batches = data.loader(case, place.data_rank, case.parallel.data_ranks, ranks.device, share)
     build_s = time.monotonic() - begin
     work = loop.Loop(case, made, batches, ranks)
     all_ranks(work.first)
-    state = State(ranks.device)
+    counter = Counter(ranks.device)
     sampler = Sampler(context.device_index)
 
     def steady() -> None:
@@ -173,17 +174,17 @@ def _measure(
             work.run(_wanted(case, how), end_s)
 
     all_ranks(steady)
-    seen = state.since(build_s, work.taken.first_s)
-    messages, traces = all_ranks(lambda: _aside(work, context, case, how, launch))
-    everyone = ranks.gather((work.taken.without_losses(), sampler.telemetry(), seen))
+    counts = counter.since(build_s, work.samples.first_s)
+    messages, traces = all_ranks(lambda: _untimed(work, context, case, how, launch))
+    everyone = ranks.gather((work.samples.without_losses(), sampler.telemetry(), counts))
     of_ranks, telemetry, states = zip(*everyone, strict=True)
-    loss = _mean_losses(work.taken, ranks, place)
-    samples, training = facts(case, of_ranks, states, loss)
+    loss = _mean_losses(work.samples, ranks, place)
+    samples, training = steady_results(case, of_ranks, states, loss)
     return Measured(
         run_id=context.run_id,
         case=case,
         samples=replace(samples, wall_s=time.monotonic() - begin),
-        checks=(judge(loss, case),),
+        checks=(check_losses(loss, case),),
         telemetry=telemetry,
         backend_run=(kernel := profiling.attention_kernel(case, ranks.device)),
         peak_memory_bytes=max(filter(None, training.allocated_bytes), default=None),
@@ -191,7 +192,7 @@ def _measure(
         training=replace(
             training,
             attention_run=kernel,
-            interrupted=work.taken.interrupted,
+            interrupted=work.samples.interrupted,
             data=data.describe(case),
             messages=messages,
             traces=traces,
@@ -199,16 +200,16 @@ def _measure(
     )
 
 
-def _aside(
+def _untimed(
     work: loop.Loop, context: MeasureContext, case: TrainCase, how: TrainHow, launch: int
 ) -> tuple[tuple[tuple[MessageKind, Tally], ...], tuple[str, ...]]:
     """Messages and files of traces, where they were asked for and nobody wants to stop."""
     messages: tuple[tuple[MessageKind, Tally], ...] = ()
     traces: tuple[str, ...] = ()
     ranks, folder = context.ranks, context.folder
-    if how.messages and not work.taken.interrupted:
+    if how.messages and not work.samples.interrupted:
         messages = profiling.record_messages(work, ranks, case)
-    if how.profile and folder and not work.taken.interrupted:
+    if how.profile and folder and not work.samples.interrupted:
         folder.mkdir(parents=True, exist_ok=True)
         chosen = ranks.rank in how.profile_ranks
         traces = profiling.record_profile(
@@ -217,9 +218,11 @@ def _aside(
     return messages, traces
 
 
-def _mean_losses(taken: loop.Taken, ranks: Ranks, place: Place) -> tuple[float, ...]:
+def _mean_losses(
+    samples: loop.StepSamples, ranks: Ranks, place: RankCoordinates
+) -> tuple[float, ...]:
     """By sample, over data ranks and parts of a sequence; tp ranks have the same one."""
-    everyone = ranks.gather([float(one) for one in taken.losses] if place.tp == 0 else [])
+    everyone = ranks.gather([float(loss) for loss in samples.losses] if place.tp == 0 else [])
     columns = zip(*filter(None, everyone), strict=False)
     return tuple(sum(column) / len(column) for column in columns)
 

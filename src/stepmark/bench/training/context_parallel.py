@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepmark.bench.training.attention import Attention, LatentAttention, causal_attention
-from stepmark.bench.training.mesh import Share
+from stepmark.bench.training.mesh import SequenceShard
 from stepmark.bench.training.transformer import Embedding, Transformer
 
 # torch 2.13 has a new name for it, torch 2.11 only the old one.
@@ -31,7 +31,7 @@ _all_gather: Callable[[Tensor, int, Any], Tensor] = getattr(
 
 def apply(model: Transformer, mesh: DeviceMesh) -> None:
     """Make a Transformer work on this rank's tokens, in place: positions and attention."""
-    share = Share(rank=mesh.get_local_rank(), num_ranks=mesh.size())
+    share = SequenceShard(rank=mesh.get_local_rank(), num_ranks=mesh.size())
     gathered = Gathered(mesh.get_group(), share)
     for module in model.modules():
         if isinstance(module, Attention | LatentAttention):
@@ -43,7 +43,7 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
 class Gathered:
     """Causal attention of this rank's queries to the keys and values of all ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, share: Share) -> None:
+    def __init__(self, group: dist.ProcessGroup, share: SequenceShard) -> None:
         self._group, self._num_ranks, self._chunks = group, share.num_ranks, share.chunks
 
     def __call__(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, kernel: str) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from stepmark.bench.training import text
-from stepmark.bench.training.mesh import Share
+from stepmark.bench.training.mesh import SequenceShard
 from stepmark.core.errors import ConfigError
 from stepmark.core.train_case import TrainCase
 
@@ -22,14 +22,14 @@ _BYTES = 256  # tokens of a byte tokenizer
 _PREFETCH = 2  # batches that each worker makes ahead
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-_WHOLE = Share(rank=0, num_ranks=1)
+_WHOLE = SequenceShard(rank=0, num_ranks=1)
 
 
 class Sequences(IterableDataset[Batch]):
     """Whole micro-batches (tokens_BT, labels_BT) without end; labels are one token ahead."""
 
     def __init__(
-        self, case: TrainCase, data_rank: int, num_data_ranks: int, share: Share
+        self, case: TrainCase, data_rank: int, num_data_ranks: int, share: SequenceShard
     ) -> None:
         self._vocab_size = case.model.vocab_size
         self._length = case.model.seq_len + 1
@@ -94,7 +94,7 @@ def loader(
     data_rank: int,
     num_data_ranks: int,
     device: torch.device,
-    share: Share = _WHOLE,
+    share: SequenceShard = _WHOLE,
 ) -> Iterator[Batch]:
     """Endless (tokens_BT, labels_BT), int64 on the CPU, pinned where the device is CUDA.
 

@@ -25,8 +25,8 @@ def apply(model: Transformer, meshes: Meshes) -> None:
     mesh = meshes.experts()["ep"]
     for experts in _of(model):
         for name, weight in list(experts.held.named_parameters()):
-            mine = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
-            experts.held.register_parameter(name, nn.Parameter(mine))
+            shard = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+            experts.held.register_parameter(name, nn.Parameter(shard))
         experts.dispatch = AllToAll(mesh.get_group())
 
 

@@ -35,7 +35,7 @@ _FOLLOWS = {"data": "forward", "fwd": "backward", "work": "optimizer"}
 
 
 @dataclass(slots=True)
-class Taken:
+class StepSamples:
     """What this rank saw, sample by sample, from the very first one."""
 
     seconds: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Taken:
     steady: int = 0  # index of the first steady sample
     interrupted: bool = False
 
-    def without_losses(self) -> "Taken":
+    def without_losses(self) -> "StepSamples":
         """For other ranks: no tensors."""
         return replace(self, losses=[])
 
@@ -83,7 +83,7 @@ class _Sample:
         if not name:
             return self._between(0, len(self.marks) - 1)
         return sum(
-            self._between(i - 1, i) for i, (found, _) in enumerate(self.marks) if found == name
+            self._between(i - 1, i) for i, (mark, _) in enumerate(self.marks) if mark == name
         )
 
     def _between(self, first: int, last: int) -> float:
@@ -103,10 +103,10 @@ class Loop:
     ) -> None:
         self._case, self._trainer, self._batches, self._ranks = case, trainer, batches, ranks
         self._on_gpu = ranks.device.type == "cuda"
-        self.taken = Taken()
+        self.samples = StepSamples()
         self._pending: list[_Sample] = []
         self._everyone: list[list[float]] = [[] for _ in range(ranks.num_ranks)]
-        self._told = 0
+        self._num_shared = 0
         self._count = 0  # micro-steps begun
 
     def first(self) -> None:
@@ -114,7 +114,7 @@ class Loop:
         begin = time.perf_counter()
         self.sample()
         self._settle(0)
-        self.taken.first_s = time.perf_counter() - begin
+        self.samples.first_s = time.perf_counter() - begin
         for _ in range(self._case.cycle - 1):
             self.sample()
         self._settle(0)
@@ -137,24 +137,24 @@ class Loop:
                     break
             self._settle(0)
             # One that came after the last agreement counts, too.
-            stopped, _ = self._tell(bool(interrupts), False)
-        self.taken.interrupted |= stopped
-        self.taken.steady = self._steady(wanted)
+            stopped, _ = self._share(bool(interrupts), False)
+        self.samples.interrupted |= stopped
+        self.samples.steady = self._steady(wanted)
 
-    def aside(self, on_phase: Callable[[str], None] | None = None) -> None:
+    def untimed_cycle(self, on_phase: Callable[[str], None] | None = None) -> None:
         """One cycle that is not recorded. on_phase hears of each phase as it begins."""
-        before = self.taken
-        self.taken = Taken()
+        before = self.samples
+        self.samples = StepSamples()
         for _ in range(self._case.cycle):
             self.sample(on_phase)
         self._settle(0)
-        self.taken = before
+        self.samples = before
 
     def sample(self, on_phase: Callable[[str], None] | None = None) -> None:
         """Enqueue one sample."""
         case = self._case
-        held = _Sample(self._on_gpu, on_phase)
-        held.mark("start")
+        sample = _Sample(self._on_gpu, on_phase)
+        sample.mark("start")
         data_s, losses = 0.0, []
         for _ in range(case.micro_steps):
             begin = time.perf_counter()
@@ -163,42 +163,42 @@ class Loop:
             if self._on_gpu:
                 tokens = tokens.to(self._ranks.device, non_blocking=True)
                 labels = labels.to(self._ranks.device, non_blocking=True)
-            held.mark("data")
+            sample.mark("data")
             self._count += 1
             is_last = self._count % case.grad_accum == 0
-            loss = self._trainer.micro_step(tokens, labels, is_last=is_last, mark=held.mark)
-            held.mark("work")  # what has no marks of its own ends here
+            loss = self._trainer.micro_step(tokens, labels, is_last=is_last, mark=sample.mark)
+            sample.mark("work")  # what has no marks of its own ends here
             if loss is not None:
                 losses.append(loss.clone())
         if self._count % case.grad_accum == 0:
             self._trainer.optimizer_step()
-            held.mark("optim")
-        held.mark("end")
+            sample.mark("optim")
+        sample.mark("end")
         if losses:
-            self.taken.losses.append(torch.stack(losses).mean() if losses[1:] else losses[0])
-        self.taken.data_s.append(data_s)
-        self._pending.append(held)
+            self.samples.losses.append(torch.stack(losses).mean() if losses[1:] else losses[0])
+        self.samples.data_s.append(data_s)
+        self._pending.append(sample)
         self._settle(_AHEAD)
 
     def _settle(self, ahead: int) -> None:
         """Wait until at most `ahead` samples are unfinished; take the times of the others."""
         while self._pending and (len(self._pending) > ahead or self._pending[0].is_done):
-            held = self._pending.pop(0)
-            held.wait()
-            self.taken.seconds.append(held.seconds())
-            self.taken.fwd_s.append(held.seconds("fwd"))
-            self.taken.bwd_s.append(held.seconds("bwd"))
-            self.taken.optim_s.append(held.seconds("optim"))
+            sample = self._pending.pop(0)
+            sample.wait()
+            self.samples.seconds.append(sample.seconds())
+            self.samples.fwd_s.append(sample.seconds("fwd"))
+            self.samples.bwd_s.append(sample.seconds("bwd"))
+            self.samples.optim_s.append(sample.seconds("optim"))
 
     def _chunk(self, wanted: int) -> int:
         """Samples until the next agreement, at most a quarter of the wanted."""
-        usual = sorted(self.taken.seconds)[len(self.taken.seconds) // 2]
+        usual = sorted(self.samples.seconds)[len(self.samples.seconds) // 2]
         return max(1, min(round(_AGREE_S / max(usual, 1e-6)), wanted // 4))
 
-    def _tell(self, stop: bool, late: bool) -> tuple[bool, bool]:
+    def _share(self, stop: bool, late: bool) -> tuple[bool, bool]:
         """All ranks learn of all new times, and whether any wants to stop or is late."""
-        new = self.taken.seconds[self._told :]
-        self._told = len(self.taken.seconds)
+        new = self.samples.seconds[self._num_shared :]
+        self._num_shared = len(self.samples.seconds)
         stops, lates = False, False
         for rank, (times, stops_too, late_too) in enumerate(
             self._ranks.gather((new, stop, late))
@@ -208,8 +208,8 @@ class Loop:
         return stops, lates
 
     def _is_over(self, wanted: int, most: int, *, interrupted: bool, late: bool) -> bool:
-        interrupted, late = self._tell(interrupted, late)
-        self.taken.interrupted = interrupted
+        interrupted, late = self._share(interrupted, late)
+        self.samples.interrupted = interrupted
         slowest = self._slowest()
         if interrupted or late or len(slowest) >= most:
             return True
@@ -220,10 +220,10 @@ class Loop:
     def _steady(self, wanted: int) -> int:
         """A case that never settles keeps its last samples."""
         slowest, cycle = self._slowest(), self._case.cycle
-        found = steady_from(slowest, cycle)
-        if found is None:
-            found = max(0, len(slowest) - wanted) // cycle * cycle
-        return max(found, cycle) if len(slowest) >= 2 * cycle else 0
+        first = steady_from(slowest, cycle)
+        if first is None:
+            first = max(0, len(slowest) - wanted) // cycle * cycle
+        return max(first, cycle) if len(slowest) >= 2 * cycle else 0
 
     def _slowest(self) -> list[float]:
         count = min(map(len, self._everyone))

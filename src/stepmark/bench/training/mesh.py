@@ -15,7 +15,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankCoordinates:
     """Where a rank stands."""
 
     pp: int
@@ -26,19 +26,19 @@ class Place:
     data_rank: int  # which micro-batch it works on
 
 
-def place_of(rank: int, parallel: ParallelConfig) -> Place:
+def coordinates_of(rank: int, parallel: ParallelConfig) -> RankCoordinates:
     """Coordinates of a rank, the last axis running fastest."""
-    found: dict[str, int] = {}
+    coordinates: dict[str, int] = {}
     for axis in reversed(AXES):
         size = getattr(parallel, axis)
-        found[axis] = rank % size
+        coordinates[axis] = rank % size
         rank //= size
-    data_rank = found["dp_replicate"] * parallel.dp_shard + found["dp_shard"]
-    return Place(**found, data_rank=data_rank)
+    data_rank = coordinates["dp_replicate"] * parallel.dp_shard + coordinates["dp_shard"]
+    return RankCoordinates(**coordinates, data_rank=data_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class SequenceShard:
     """Which tokens of a sequence are a rank's, where context parallelism divides it.
 
     One part from the head and one from the tail, so that all see as many keys.

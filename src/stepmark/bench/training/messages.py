@@ -116,7 +116,7 @@ class MessageRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)
-        subclasses = {one for one in types if issubclass(one, torch.Tensor)} - _PLAIN
+        subclasses = {kind for kind in types if issubclass(kind, torch.Tensor)} - _PLAIN
         if FakeTensor in subclasses:  # a layout is being worked out: nothing moves
             return func(*args, **kwargs)
         if subclasses:
@@ -222,8 +222,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _bytes(tensors: Tensors) -> int:
@@ -283,13 +283,13 @@ class OrderedRecorder(MessageRecorder):
 
     def note(self, name: str, values: Sequence[Any], result: Any) -> None:
         super().note(name, values, result)
-        group = next((found for value in values if (found := group_of(value))), None)
+        group = next((messages for value in values if (messages := group_of(value))), None)
         members = tuple(dist.get_process_group_ranks(group)) if group else ()
         in_backward = torch._C._current_graph_task_id() != -1
-        found = list(kinds(name, values, result, self.phase))
+        messages = list(kinds(name, values, result, self.phase))
         self.ordered.extend(
             Message(kind=kind, members=members, peer=peer, in_backward=in_backward)
-            for kind, peer in zip(found, _peers(name, values, len(found)), strict=True)
+            for kind, peer in zip(messages, _peers(name, values, len(messages)), strict=True)
         )
 
 

@@ -27,7 +27,10 @@ class Update:
         self._case, self._models, self._keeps = case, models, keeps_gradients
         self._over_stages = over_stages
         self._parameters = [
-            one for model in models for one in model.parameters() if one.requires_grad
+            parameter
+            for model in models
+            for parameter in model.parameters()
+            if parameter.requires_grad
         ]
         has_masters = case.precision is Precision.MASTER
         self._masters = Masters(self._parameters) if has_masters else None
@@ -37,8 +40,8 @@ class Update:
         )
         self._after = precision.after_optimizer(case)
         if keeps_gradients:
-            for one in self._parameters:
-                one.grad = torch.zeros_like(one)
+            for parameter in self._parameters:
+                parameter.grad = torch.zeros_like(parameter)
 
     def collect(self) -> None:
         """After every backward pass: take the gradients from where they are added up."""
@@ -63,26 +66,26 @@ class Masters:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self.weights = [one.detach().float() for one in parameters]
-        for one in self.weights:
-            one.grad = torch.zeros_like(one)
+        self.weights = [parameter.detach().float() for parameter in parameters]
+        for weight in self.weights:
+            weight.grad = torch.zeros_like(weight)
 
     def collect(self) -> None:
         """Add the model's gradients to the fp32 ones, and forget them."""
-        found = [
-            (master.grad, one.grad)
-            for master, one in zip(self.weights, self._parameters, strict=True)
-            if one.grad is not None
+        pairs = [
+            (master.grad, parameter.grad)
+            for master, parameter in zip(self.weights, self._parameters, strict=True)
+            if parameter.grad is not None
         ]
-        sums, grads = zip(*found, strict=True)
+        sums, grads = zip(*pairs, strict=True)
         _add_all(_local(sums), _local(_laid_as(sums, grads)))
-        for one in self._parameters:
-            one.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def publish(self) -> None:
         """What was updated becomes the model's; gradients start at 0."""
         torch._foreach_copy_(_local(self._parameters), _local(self.weights))
-        torch._foreach_zero_(_local([one.grad for one in self.weights]))
+        torch._foreach_zero_(_local([weight.grad for weight in self.weights]))
 
 
 def _add_all(sums: list[Tensor], grads: list[Tensor]) -> None:
@@ -106,16 +109,19 @@ def _is_large(total: Tensor) -> bool:
 
 def _laid_as(those: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     """Gradients of a table that tensor parallelism divides come whole."""
-    found: list[Any] = []
-    for that, one in zip(those, tensors, strict=True):
-        differs = isinstance(one, DTensor) and one.placements != that.placements
-        found.append(one.redistribute(placements=that.placements) if differs else one)
-    return found
+    laid: list[Any] = []
+    for that, grad in zip(those, tensors, strict=True):
+        differs = isinstance(grad, DTensor) and grad.placements != that.placements
+        laid.append(grad.redistribute(placements=that.placements) if differs else grad)
+    return laid
 
 
 def _local(tensors: Sequence[Any]) -> list[Tensor]:
     with torch.no_grad():  # what is written to must be no view of a graph
-        return [one.to_local() if isinstance(one, DTensor) else one.detach() for one in tensors]
+        return [
+            tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            for tensor in tensors
+        ]
 
 
 def clip_gradients(
@@ -127,10 +133,10 @@ def clip_gradients(
     of the norms of ranks that hold other parameters. Nothing waits for the device.
     """
     groups: dict[Any, list[Tensor]] = {}
-    for one in parameters:
-        if one.grad is not None:
-            mesh = one.grad.device_mesh if isinstance(one.grad, DTensor) else None
-            groups.setdefault(mesh, []).append(one.grad)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter.grad)
     squares: list[Tensor] = []
     for grads in groups.values():
         norm = torch.nn.utils.get_total_norm(grads, foreach=True)

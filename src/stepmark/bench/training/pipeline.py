@@ -50,11 +50,11 @@ class Pipelined:
         self._is_last = rank == num_ranks - 1
         mine = range(rank, num_stages, num_ranks)
         built = [parallelize(case, meshes, device, layers[stage]) for stage in mine]
-        self.models: list[nn.Module] = [one.model for one in built]
+        self.models: list[nn.Module] = [stage.model for stage in built]
         self._autocast = precision.autocast(case)
         stages: list[Any] = [
-            PipelineStage(one.call, index, num_stages, device, group=group)
-            for index, one in zip(mine, built, strict=True)
+            PipelineStage(stage.call, index, num_stages, device, group=group)
+            for index, stage in zip(mine, built, strict=True)
         ]
         count = case.pp_microbatches or num_stages
         if case.mbs % count:
@@ -84,7 +84,7 @@ class Pipelined:
         self._update.collect()
         if not self._is_last:
             return None
-        return torch.stack([one.detach() for one in losses]).sum() * self._case.grad_accum
+        return torch.stack([loss.detach() for loss in losses]).sum() * self._case.grad_accum
 
     def optimizer_step(self) -> None:
         self._update()

@@ -115,25 +115,25 @@ class Profile:
 
     @property
     def has_kernels(self) -> bool:
-        return any(_is_kernel(one) for one in self._averages)
+        return any(_is_kernel(entry) for entry in self._averages)
 
     def spent(self) -> list[Spent]:
         """By kernel, or by operator without kernels: the longest first."""
         on_device = self.has_kernels
-        found = []
-        for one in self._averages:
-            if one.key.startswith(_STEP) or one.is_user_annotation:
+        entries = []
+        for entry in self._averages:
+            if entry.key.startswith(_STEP) or entry.is_user_annotation:
                 continue
-            if on_device and not _is_kernel(one):
+            if on_device and not _is_kernel(entry):
                 continue
-            micros = one.self_device_time_total if on_device else one.self_cpu_time_total
-            found.append(Spent(name=one.key, seconds=micros * 1e-6, calls=one.count))
-        return sorted(found, key=lambda one: -one.seconds)
+            micros = entry.self_device_time_total if on_device else entry.self_cpu_time_total
+            entries.append(Spent(name=entry.key, seconds=micros * 1e-6, calls=entry.count))
+        return sorted(entries, key=lambda one: -one.seconds)
 
     def table(self) -> str:
         """Shares by group and of the longest kernels or operators, as lines of text."""
         spent = self.spent()
-        total = sum(one.seconds for one in spent)
+        total = sum(entry.seconds for entry in spent)
         what = "kernels" if self.has_kernels else "operators on the host"
         hidden = torch.cuda.is_available() and not self.has_kernels
         note = " (kernels were not recorded: CUPTI gave none)" if hidden else ""
@@ -142,37 +142,38 @@ class Profile:
         lines = [f"{head}, {self._steps} steps"]
         for title, rows in (("group", groups(spent)), ("name", spent[:_ROWS])):
             lines += ["", f"{'share':>7} {'ms/step':>10} {'calls/step':>10}  {title}"]
-            lines += [_line(one, total, steps) for one in rows]
+            lines += [_line(entry, total, steps) for entry in rows]
         return "\n".join(lines)
 
 
 def groups(spent: Iterable[Spent]) -> list[Spent]:
     """Summed by what kernels are for, the longest first."""
     sums: dict[str, tuple[float, int]] = {}
-    for one in spent:
-        name = group_of(one.name)
+    for entry in spent:
+        name = group_of(entry.name)
         seconds, calls = sums.get(name, (0.0, 0))
-        sums[name] = (seconds + one.seconds, calls + one.calls)
-    found = [Spent(name=name, seconds=s, calls=c) for name, (s, c) in sums.items()]
-    return sorted(found, key=lambda one: -one.seconds)
+        sums[name] = (seconds + entry.seconds, calls + entry.calls)
+    entries = [Spent(name=name, seconds=s, calls=c) for name, (s, c) in sums.items()]
+    return sorted(entries, key=lambda one: -one.seconds)
 
 
 def group_of(name: str) -> str:
     """What a kernel or an operator is for, as its name tells."""
-    found = (group for group, words in _GROUPS.items() if re.search(words, name, re.IGNORECASE))
-    return next(found, _OTHER)
-
-
-def _is_kernel(one: Any) -> bool:
-    return one.device_type != DeviceType.CPU and not one.is_user_annotation
-
-
-def _line(one: Spent, total: float, steps: int) -> str:
-    share = one.seconds / total if total else 0.0
-    shown = one.name if len(one.name) <= _NAME_WIDTH else one.name[: _NAME_WIDTH - 3] + "..."
-    return (
-        f"{share:>6.1%} {one.seconds / steps * 1e3:>11.3f} {one.calls / steps:>10.4g}  {shown}"
+    matching = (
+        group for group, words in _GROUPS.items() if re.search(words, name, re.IGNORECASE)
     )
+    return next(matching, _OTHER)
+
+
+def _is_kernel(entry: Any) -> bool:
+    return entry.device_type != DeviceType.CPU and not entry.is_user_annotation
+
+
+def _line(entry: Spent, total: float, steps: int) -> str:
+    share = entry.seconds / total if total else 0.0
+    name, millis = entry.name, entry.seconds / steps * 1e3
+    shown = name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 3] + "..."
+    return f"{share:>6.1%} {millis:>11.3f} {entry.calls / steps:>10.4g}  {shown}"
 
 
 _PROFILED = 3  # samples
@@ -190,7 +191,7 @@ def record_messages(
         recorder.phase = "" if mixed else phase
 
     with recorder:
-        work.aside(on_phase=begins)
+        work.untimed_cycle(on_phase=begins)
     return merge(ranks.gather(recorder.histogram()))
 
 
@@ -199,17 +200,17 @@ def record_profile(
 ) -> tuple[str, ...]:
     """Kineto traces of a few samples, whole cycles, on chosen ranks; all files' names."""
     name = f"train-{case.case_id[:16]}" + (f"-launch{launch}" if launch > 1 else "")
-    held = Profile(folder, name, ranks.rank) if chosen else None
-    if held:
-        held.start()
+    recorder = Profile(folder, name, ranks.rank) if chosen else None
+    if recorder:
+        recorder.start()
     for _ in range(max(1, _PROFILED // case.cycle)):
-        work.aside()
-        if held:
-            held.step()
-    files = held.stop() if held else ()
-    if held:
-        (folder / f"{name}-rank{ranks.rank}.txt").write_text(held.table())
-    return tuple(file for found in ranks.gather(tuple(files)) for file in found)
+        work.untimed_cycle()
+        if recorder:
+            recorder.step()
+    files = recorder.stop() if recorder else ()
+    if recorder:
+        (folder / f"{name}-rank{ranks.rank}.txt").write_text(recorder.table())
+    return tuple(file for names in ranks.gather(tuple(files)) for file in names)
 
 
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}

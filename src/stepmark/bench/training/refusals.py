@@ -35,8 +35,8 @@ def _format(case: TrainCase, context: MeasureContext) -> str | None:
             "wrong gradients with cp, --fp8-recipe rowwise and --compile: without one of them"
         )
     if on_gpu and not context.capabilities.is_rocm and context.capabilities.capability < (8, 9):
-        found = ".".join(map(str, context.capabilities.capability))
-        return f"FP8 products need compute capability 8.9, this device has {found}"
+        capability = ".".join(map(str, context.capabilities.capability))
+        return f"FP8 products need compute capability 8.9, this device has {capability}"
     return None
 
 

@@ -40,8 +40,8 @@ class _Whole(ParallelStyle):
 
         def before(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(
-                DTensor.from_local(one, device_mesh, [self._layout], run_check=False)
-                for one in inputs
+                DTensor.from_local(tensor, device_mesh, [self._layout], run_check=False)
+                for tensor in inputs
             )
 
         def after(_module: nn.Module, _inputs: tuple[Any, ...], output: DTensor) -> Any:

@@ -59,7 +59,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What the watchdog knew of a group; it lags behind the states of the entries."""
+    """State of a group as its watchdog knew it, which lags behind the entries."""
 
     enqueued: int | None
     started: int | None

@@ -36,7 +36,7 @@ _MALFORMED = (
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """A second guard: whatever passed the check of the opcodes finds no class."""
+    """A second guard, should a class pass the check of the opcodes."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise _foreign(f"{module_name}.{global_name}")

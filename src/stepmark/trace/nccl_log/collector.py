@@ -40,7 +40,7 @@ Key = TypeVar("Key")
 
 
 class Link(NamedTuple):
-    """What a line of a channel states of a connection, but for its channel's number."""
+    """A connection as a line of one of its channels states it."""
 
     kind: str
     source: int

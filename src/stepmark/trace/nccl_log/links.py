@@ -1,4 +1,4 @@
-"""Lines on how data goes from rank to rank: channels, rings, trees, adapters."""
+"""Lines of connections between ranks: channels, rings, trees, adapters."""
 
 import re
 

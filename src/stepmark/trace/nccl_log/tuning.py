@@ -1,4 +1,4 @@
-"""Lines of the tuner: what it predicts of each algorithm, and what it chose for each call."""
+"""Lines of the tuner: predicted speeds of algorithms, and the choice for each call."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the lines around a table of nccl-tests state: version, collective, ranks, method."""
+"""Facts in the lines around a table of nccl-tests: version, collective, ranks, method."""
 
 import re
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Lines of nccl-tests' output, and of what people paste of it, to outputs: facts and rows.
+"""Split lines of nccl-tests' output, also pasted ones, into outputs: facts and rows.
 
 Several outputs may stand in one text, one after the other or, marked by a launcher, line by
 line mixed. A row may be broken by log lines; its rest is a line of figures alone.

@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the cells of all rows of one table are divided."""
+    """Division of the cells of all rows of one table."""
 
     width: int  # cells of a complete row, root included
     placements: int

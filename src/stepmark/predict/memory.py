@@ -11,12 +11,16 @@ follow Korthikanti et al., "Reducing Activation Recomputation in Large Transform
 - torch.compile keeps what its backward products read (outputs of norms and activation
   functions), as eager code does, but computes SwiGLU's silu again.
 
+What a block keeps is the sum over the leaves of its module tree, which the caller makes.
 Over 250 lines because each part is a few lines with the reason for them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from stepmark.core.model import ModelConfig
+from stepmark.core.module import Kept, Module
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, DataParallel, Precision, Recompute
 
@@ -30,6 +34,9 @@ _BYTES = {
     Precision.FP32: (4, 4, 4),
 }
 _TOO_MANY = 2**24  # sequences
+
+# (case, pipeline stage) -> its modules, before tensor and expert parallelism divide them
+Tree = Callable[[TrainCase, int], Module]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +62,18 @@ class TrainMemory:
         return kept + max(begin, self.gradients_bytes + self.working_bytes)
 
 
-def estimate(case: TrainCase) -> TrainMemory:
+def estimate(case: TrainCase, tree: Tree) -> TrainMemory:
     """Of the fullest rank; with a pipeline of the first or the last stage's."""
     stages = {0, case.parallel.pp - 1}
-    found = [_of_stage(case, stage) for stage in sorted(stages)]
+    found = [_of_stage(case, stage, tree(case, stage)) for stage in sorted(stages)]
     return max(found, key=lambda one: one.total_bytes)
 
 
-def largest_mbs(case: TrainCase, memory_bytes: int) -> int:
+def largest_mbs(case: TrainCase, memory_bytes: int, tree: Tree) -> int:
     """The largest micro-batch whose estimate fits; 0 if not even one sequence does."""
 
     def fits(mbs: int) -> bool:
-        return estimate(replace(case, mbs=mbs)).total_bytes <= memory_bytes
+        return estimate(replace(case, mbs=mbs), tree).total_bytes <= memory_bytes
 
     low, high = 0, 1
     while high < _TOO_MANY and fits(high):
@@ -77,23 +84,50 @@ def largest_mbs(case: TrainCase, memory_bytes: int) -> int:
     return low
 
 
-def _of_stage(case: TrainCase, stage: int) -> TrainMemory:
-    layers = _layers(case, stage)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """One layer: what it keeps, and its parameters."""
+
+    keeps: Kept
+    others: int
+    experts: int
+
+
+def _keeps(unit: Module) -> Kept:
+    return reduce(Kept.__add__, (leaf.keeps for leaf in unit.walk()), Kept())
+
+
+def _blocks(root: Module) -> list[_Block]:
+    found: list[_Block] = []
+    for unit in root.inside:
+        if unit.name.startswith("blocks"):
+            sizes = {False: 0, True: 0}
+            for one in unit.all_params:
+                sizes[one.is_expert] += one.numel
+            made = _Block(keeps=_keeps(unit), others=sizes[False], experts=sizes[True])
+            found += [made] * unit.times
+    return found
+
+
+def _of_stage(case: TrainCase, stage: int, root: Module) -> TrainMemory:
+    layers = dict(zip(_layers(case, stage), _blocks(root), strict=True))
     is_last = stage == case.parallel.pp - 1
-    state = _stored_params(case, layers, stage) // _state_shards(case)
+    state = _stored_params(case, layers, root) // _state_shards(case)
     stored, added_up, moment = _BYTES[case.precision]
     tokens = -(-case.mbs // _microbatches(case)) * case.model.seq_len // case.parallel.cp
     # 1F1B: the first stage is as many microbatches ahead as there are stages.
     in_flight = min(case.parallel.pp - stage, _microbatches(case))
-    kept = sum(_kept_per_token(case, index) for index in layers)
-    kept += 2 * case.model.hidden_size * _itemsize(case) if is_last else 0  # last norm, head
+    kept = sum(_kept_per_token(case, index, one) for index, one in layers.items())
+    working = [_working_per_token(case, index, one) for index, one in layers.items()]
+    ends = (_keeps(unit).whole for unit in root.inside if unit.name == "output")
+    kept += _itemsize(case) * sum(ends)  # last norm, head
     return TrainMemory(
         weights_bytes=state * stored,
         gradients_bytes=state * added_up,
         optimizer_bytes=state * 2 * moment,
         gathered_bytes=_gathered(case, layers, stage),
         activations_bytes=tokens * in_flight * kept,
-        working_bytes=tokens * max((_working_per_token(case, i) for i in layers), default=0),
+        working_bytes=tokens * max(working, default=0),
         head_bytes=_head(case, tokens) if is_last else 0,
         held_bytes=state * _held(case),
     )
@@ -126,38 +160,15 @@ def _is_moe(model: ModelConfig, index: int) -> bool:
     return model.moe is not None and index >= model.moe.first_dense_layers
 
 
-def _expert_params(model: ModelConfig) -> int:
-    """Routed experts of one MoE layer: what expert parallelism divides."""
-    if model.moe is None:
-        return 0
-    matrices = 3 if model.activation == "swiglu" else 2
-    width = model.moe.num_experts * model.moe.ffn_hidden_size
-    return matrices * model.hidden_size * width
-
-
-def _layer_params(case: TrainCase, index: int, *, experts_over: int) -> int:
-    model = case.model
-    moe = _is_moe(model, index)
-    experts = _expert_params(model) if moe else 0
-    return model.layer_params(moe) - experts + experts // experts_over
-
-
-def _embedding_params(model: ModelConfig) -> int:
-    return model.vocab_size * model.hidden_size + model.max_positions * model.hidden_size
-
-
-def _stored_params(case: TrainCase, layers: range, stage: int) -> int:
-    """Of a stage, before tensor and data parallelism divide them."""
-    model = case.model
+def _stored_params(case: TrainCase, layers: dict[int, _Block], root: Module) -> int:
+    """Of a stage, before tensor and data parallelism divide them; a tied table once."""
     # FSDP divides experts by as many ranks in all as the rest: ep lies inside dp_shard.
     over = 1 if case.data_parallel is DataParallel.FSDP else case.parallel.ep
-    total = sum(_layer_params(case, index, experts_over=over) for index in layers)
-    is_first, is_last = stage == 0, stage == case.parallel.pp - 1
-    total += _embedding_params(model) if is_first else 0
-    if is_last:
-        total += model.norm_params
-        total += 0 if is_first and model.tied_embeddings else model.head_params
-    return total
+    total = sum(one.others + one.experts // over for one in layers.values())
+    ends = [unit for unit in root.inside if not unit.name.startswith("blocks")]
+    total += sum(one.numel for unit in ends for one in unit.all_params)
+    is_twice = case.model.tied_embeddings and len(ends) == 2
+    return total - (case.model.head_params if is_twice else 0)
 
 
 def _state_shards(case: TrainCase) -> int:
@@ -170,7 +181,7 @@ def _itemsize(case: TrainCase) -> int:
     return _FP32 if case.precision is Precision.FP32 else 2
 
 
-def _gathered(case: TrainCase, layers: range, stage: int) -> int:
+def _gathered(case: TrainCase, layers: dict[int, _Block], stage: int) -> int:
     """Copies of weights beside the stored ones.
 
     FSDP: of the groups that are whole at a time, each twice while it is copied out of the
@@ -178,7 +189,8 @@ def _gathered(case: TrainCase, layers: range, stage: int) -> int:
     keeps a bf16 copy of each weight until its backward pass, unless that casts again.
     """
     model, tp, size = case.model, case.parallel.tp, _itemsize(case)
-    per_layer = [_layer_params(case, i, experts_over=case.parallel.ep) // tp for i in layers]
+    ep = case.parallel.ep
+    per_layer = [(one.others + one.experts // ep) // tp for one in layers.values()]
     table = model.head_params // tp
     ends = (stage == 0) + (stage == case.parallel.pp - 1)
     if case.data_parallel is DataParallel.FSDP:
@@ -198,12 +210,12 @@ def _gathered(case: TrainCase, layers: range, stage: int) -> int:
     return size * (cast + (table if stage == case.parallel.pp - 1 else 0))
 
 
-def _kept_per_token(case: TrainCase, index: int) -> int:
+def _kept_per_token(case: TrainCase, index: int, block: _Block) -> int:
     """Bytes of one block that wait for its backward pass."""
     model, size, tp = case.model, _itemsize(case), case.parallel.tp
     block_input = model.hidden_size * size // tp
     if not case.is_checkpointed[index]:
-        return _block_per_token(case, index)
+        return _block_per_token(case, block.keeps)
     if case.recompute is not Recompute.OPS:
         return block_input
     # Attention with its statistics, and the outputs of every second product.
@@ -212,7 +224,7 @@ def _kept_per_token(case: TrainCase, index: int) -> int:
     return block_input + (attention + size * products // 2) // tp
 
 
-def _working_per_token(case: TrainCase, index: int) -> int:
+def _working_per_token(case: TrainCase, index: int, block: _Block) -> int:
     """While a block's backward pass runs: what it computed again, and gradients inside it."""
     model, size = case.model, _itemsize(case)
     widths = 2 * model.hidden_size + _qkv(model) + model.num_heads * model.d_v
@@ -220,24 +232,18 @@ def _working_per_token(case: TrainCase, index: int) -> int:
     gradients = size * widths // case.parallel.tp
     if not case.is_checkpointed[index]:
         return gradients
-    return gradients + _block_per_token(case, index)
+    return gradients + _block_per_token(case, block.keeps)
 
 
 def _is_compiled(case: TrainCase) -> bool:
     return case.compile is not CompileScope.NONE
 
 
-def _block_per_token(case: TrainCase, index: int) -> int:
+def _block_per_token(case: TrainCase, kept: Kept) -> int:
     """Activations of a whole block, per token, with sequence parallelism divided by tp."""
-    model, size, tp = case.model, _itemsize(case), case.parallel.tp
-    # Inputs of two norms, and their outputs, which products read: under tensor parallelism
-    # those are gathered, of all tokens.
-    norms = 2 * model.hidden_size
-    attention = _qkv(model) + _turned(model) + model.num_heads * model.d_v
-    attention += _kv_of_others(case)
-    ffn = _ffn_kept(model, index, is_compiled=_is_compiled(case))
-    statistics = _FP32 * (model.num_heads + (4 if model.norm == "layernorm" else 2))
-    return size * (norms + (norms + attention + ffn) // tp) + statistics // tp
+    size, tp = _itemsize(case), case.parallel.tp
+    divided = kept.divided + (0 if _is_compiled(case) else kept.eager)
+    return size * (kept.whole + divided // tp) + _FP32 * kept.statistics // tp
 
 
 def _qkv(model: ModelConfig) -> int:
@@ -255,14 +261,6 @@ def _kv_of_others(case: TrainCase) -> int:
     return (case.parallel.cp - 1) * model.num_kv_heads * (model.d_qk + model.d_v)
 
 
-def _turned(model: ModelConfig) -> int:
-    """What q and k were made of by rotary positions: it shares its memory with v."""
-    if model.mla:
-        return model.num_heads * model.mla.qk_nope_head_dim
-    turns = model.max_positions == 0
-    return (model.num_heads + model.num_kv_heads) * model.d_qk if turns else 0
-
-
 def _ffn_products(model: ModelConfig, index: int) -> int:
     """Elements that the products of a feed-forward layer return, without the last one's."""
     matrices = 2 if model.activation == "swiglu" else 1
@@ -274,18 +272,6 @@ def _ffn_width(model: ModelConfig, index: int) -> int:
     if model.moe is None or not _is_moe(model, index):
         return model.ffn_hidden_size
     return model.moe.top_k * model.moe.ffn_hidden_size + model.moe.shared_ffn_hidden_size
-
-
-def _ffn_kept(model: ModelConfig, index: int, *, is_compiled: bool) -> int:
-    """SwiGLU: gate, up, their product, and eagerly silu(gate). GELU: what goes in and out.
-
-    Experts also keep each token's copies on their way in and out, and the router's scores.
-    """
-    matrices = 2 if model.activation == "gelu" else 3 if is_compiled else 4
-    kept = matrices * _ffn_width(model, index)
-    if model.moe is not None and _is_moe(model, index):
-        kept += 2 * model.moe.top_k * model.hidden_size + 4 * model.moe.num_experts
-    return kept
 
 
 def _head(case: TrainCase, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""A rank that failed tells the others, who may hang in a collective that it never joins."""
+"""Broadcast the failure of one rank to the others, which may hang in a collective."""
 
 import itertools
 import threading
@@ -14,15 +14,15 @@ from stepmark.bench.agree import cause_of
 from stepmark.bench.ranks import Ranks
 
 _POLL_S = 0.25
-# So long a rank that does not hang needs to notice by itself: everyone meets in `agreed`.
+# A rank that does not hang learns of the failure by itself within this: ranks meet in `agreed`.
 _GRACE_S = 3.0
-# Every rank makes the same alarms one after the other; an old problem rings none of the new.
+# Numbered identically on every rank, so a stale failure cannot trigger a later one.
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What the first rank that failed says."""
+    """The failure of the first rank that failed."""
 
     rank: int
     position: int
@@ -31,27 +31,29 @@ class Problem:
     trace: str
 
 
-class Alarm:
-    """Within `with alarm:` on every rank, a failure of one ends the wait of all.
+class FailureBroadcast:
+    """Ends the wait of all ranks when one fails inside `with broadcast:`.
 
-    on_stuck runs in a thread of rank 0, some seconds after another rank raised the alarm, if
-    this rank has not left the block by then.
+    on_blocked runs in a thread of rank 0, some seconds after another rank announced a failure,
+    if this rank has not left the block by then.
     """
 
     def __init__(
-        self, ranks: Ranks, position: int, on_stuck: Callable[[Problem], None]
+        self, ranks: Ranks, position: int, on_blocked: Callable[[Problem], None]
     ) -> None:
-        self._ranks, self._position, self._on_stuck = ranks, position, on_stuck
+        self._ranks, self._position, self._on_blocked = ranks, position, on_blocked
         self._left = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: Any = None
-        self._key = f"stepmark/alarm/{next(_numbers)}"
+        self._key = f"stepmark/failure/{next(_numbers)}"
 
     def __enter__(self) -> Self:
         if self._ranks.num_ranks > 1:
             self._store = dist.distributed_c10d._get_default_store()
             if self._ranks.rank == 0:
-                self._thread = threading.Thread(target=self._watch, name="alarm", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._watch, name="failures", daemon=True
+                )
                 self._thread.start()
         return self
 
@@ -65,8 +67,8 @@ class Alarm:
         if self._thread is not None:
             self._thread.join(_GRACE_S)
 
-    def raised_by(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """The step; if it fails, all ranks hear of it before this one waits for them."""
+    def announced(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap the step so that its failure is announced before this rank waits for others."""
 
         def watched() -> Any:
             try:
@@ -92,6 +94,5 @@ class Alarm:
                 continue
             if self._left.wait(_GRACE_S):
                 return
-            told = msgspec.json.decode(self._store.get(self._key), type=Problem)
-            self._on_stuck(told)
+            self._on_blocked(msgspec.json.decode(self._store.get(self._key), type=Problem))
             return

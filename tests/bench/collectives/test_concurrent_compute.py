@@ -12,7 +12,7 @@ from tests.bench.collectives.cases import case_of
 from tests.bench.fakes import GOOD
 from tests.ranks_pool import Pool
 
-from stepmark.bench.collectives.company import ThreadCompany
+from stepmark.bench.collectives.concurrent_compute import ThreadCompute
 from stepmark.bench.operators.call import Call
 from stepmark.core.collectives import Collective
 from stepmark.core.plan import CommHow
@@ -56,7 +56,7 @@ def test_compute_longer_than_a_batch_gives_no_figure(pool: Pool) -> None:
 
 
 def test_compute_that_never_covers_is_given_up_on_all_ranks(pool: Pool) -> None:
-    never = on_ranks.Invited(tries=math.inf, rank=2)
+    never = on_ranks.WithCompute(tries=math.inf, rank=2)
     cases = [case_of(beside="copy"), case_of()]
     failed, measured = records_of(pool, cases[:1], on_ranks.FEW, on_ranks.QUICK, never) + (
         records_of(pool, cases[1:])
@@ -68,7 +68,7 @@ def test_compute_that_never_covers_is_given_up_on_all_ranks(pool: Pool) -> None:
 
 
 def test_compute_that_covers_after_some_tries_goes_on(pool: Pool) -> None:
-    some = on_ranks.Invited(tries=3, rank=2)
+    some = on_ranks.WithCompute(tries=3, rank=2)
     (record,) = records_of(
         pool, [case_of(beside="copy")], CommHow(iterations=5), on_ranks.QUICK, some
     )
@@ -86,31 +86,31 @@ def sleep() -> None:
     time.sleep(2e-3)
 
 
-def thread(run: Any = sleep) -> ThreadCompany:
-    return ThreadCompany(Call(run=run, verify=lambda: GOOD, backend_run="sleeps"))
+def thread(run: Any = sleep) -> ThreadCompute:
+    return ThreadCompute(Call(run=run, verify=lambda: GOOD, backend_run="sleeps"))
 
 
 def test_only_calls_that_lie_within_count() -> None:
-    guest = thread()
-    guest.start(1.0)
+    compute = thread()
+    compute.start(1.0)
     time.sleep(0.01)
     first = time.perf_counter()
     time.sleep(0.05)
     last = time.perf_counter()
     time.sleep(0.01)
-    within = guest.stop((first, last))
+    within = compute.stop((first, last))
     assert within is not None
     assert 2 <= len(within) <= 25
     assert sum(within) <= last - first
     assert min(within) >= 2e-3
-    assert len(guest.alone()) >= 3
+    assert len(compute.alone()) >= 3
 
 
 def test_nothing_goes_on_after_a_batch() -> None:
-    guest, before = thread(), threading.active_count()
+    compute, before = thread(), threading.active_count()
     for span in ((0.0, 1.0), None):
-        guest.start(1.0)
-        assert guest.stop(span) == []
+        compute.start(1.0)
+        assert compute.stop(span) == []
         assert threading.active_count() == before
 
 
@@ -120,8 +120,8 @@ def test_compute_that_breaks_is_no_silence() -> None:
     def breaks() -> None:
         left.pop()
 
-    guest = thread(breaks)
-    guest.start(1.0)
+    compute = thread(breaks)
+    compute.start(1.0)
     time.sleep(0.05)
     with pytest.raises(IndexError):
-        guest.stop((0.0, 1.0))
+        compute.stop((0.0, 1.0))

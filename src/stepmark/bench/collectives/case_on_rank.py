@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from stepmark.bench.collectives import company, data, timing
+from stepmark.bench.collectives import concurrent_compute, data, timing
 from stepmark.bench.collectives.communicators import Communicator
 from stepmark.bench.context import MeasureContext
 from stepmark.core.collectives import Collective, Mode
@@ -60,7 +60,7 @@ NOT_CHECKED = Check(
 )
 
 
-def place(case: CommCase, rank: int) -> tuple[CommCase, int] | None:
+def local_case(case: CommCase, rank: int) -> tuple[CommCase, int] | None:
     """The case as this rank's communicator sees it, and the rank's place in that."""
     for members in case.communicators:
         if rank in members:
@@ -69,7 +69,7 @@ def place(case: CommCase, rank: int) -> tuple[CommCase, int] | None:
     return None
 
 
-class Trial:
+class CaseOnRank:
     """A rank's part in a case. Outside the communicator each step does nothing."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Trial:
     ) -> None:
         self._context, self._communicator, self._how = context, communicator, how
         self._world_case = case
-        self._place = place(case, context.ranks.rank)
+        self._local = local_case(case, context.ranks.rank)
         self._sets: list[Pair] = []
         self._calls: list[Callable[[], object]] = []
 
@@ -87,9 +87,9 @@ class Trial:
 
     def allocate(self, num_sets: int) -> None:
         """Operand sets, filled with what a check would send."""
-        if self._place is None:
+        if self._local is None:
             return
-        case, index = self._place
+        case, index = self._local
         for _ in range(num_sets):
             send, recv = allocate_buffers(case, index, self._context.ranks.device)
             data.poison(recv)
@@ -98,19 +98,19 @@ class Trial:
 
     def sets_that_fit(self) -> int:
         """As many as exceed twice the cache together, within half of the free memory."""
-        if self._place is None:
+        if self._local is None:
             return _MAX_SETS
-        each = max(needed_bytes(*self._place), 1)
+        each = max(needed_bytes(*self._local), 1)
         wanted = math.ceil(2 * self._context.cache_bytes / each) + 1
         fitting = self._context.free_bytes() // 2 // each
         return max(1, min(wanted, fitting, _MAX_SETS))
 
     def check(self) -> Check:
         """What the call delivers, on every element, in as many rounds as asked for."""
-        if self._place is None or not self._sets:
+        if self._local is None or not self._sets:
             return NOT_CHECKED
         # Grouped calls on one set would reduce it several times.
-        case, index = dataclasses.replace(self._place[0], calls_per_group=1), self._place[1]
+        case, index = dataclasses.replace(self._local[0], calls_per_group=1), self._local[1]
         send, recv = self._sets[0]
         call = self._communicator.bind(case, index, send, recv)
         found = NOT_CHECKED
@@ -127,8 +127,8 @@ class Trial:
         return found
 
     def bind(self) -> None:
-        if self._place is not None:
-            case, index = self._place
+        if self._local is not None:
+            case, index = self._local
             self._calls = [
                 self._communicator.bind(case, index, send, recv) for send, recv in self._sets
             ]
@@ -159,7 +159,7 @@ class Trial:
         """Equal estimates give all ranks the same k."""
         case, ranks = self._world_case, self._context.ranks
         name = "blocking-free" if case.mode is Mode.BLOCKING and not case.aligned else case.mode
-        if self._place is None:
+        if self._local is None:
             return timing.IdleTimer(ranks, f"{name}/{timing.VERSION}", name == "blocking")
         calls, wait_s = self._calls, self.arrival_s()
         k = self._calls_per_sample(estimate_s)
@@ -175,15 +175,15 @@ class Trial:
 
     def arrival_s(self) -> float:
         """How long after the first rank this one is made to come: evenly spread by rank."""
-        if self._place is None:
+        if self._local is None:
             return 0.0
-        case, index = self._place
+        case, index = self._local
         return case.skew_s * index / max(1, case.num_ranks - 1)
 
-    def company(self) -> company.Company | None:
-        if self._place is None or not self._world_case.beside:
+    def concurrent_compute(self) -> concurrent_compute.ConcurrentCompute | None:
+        if self._local is None or not self._world_case.beside:
             return None
-        return company.make(self._world_case.beside, self._context)
+        return concurrent_compute.make(self._world_case.beside, self._context)
 
     @property
     def operations_per_call(self) -> int:

@@ -8,15 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.core.collectives import FACTS, Collective
+from stepmark.core.columns import Row, number
 from stepmark.core.record import Arrivals, Beside, Failed, Record, Skipped
 from stepmark.core.stats import slowest_per_sample
-from stepmark.report.collectives import per_rank_rows, rows
-from stepmark.report.tables import Row, number
+from stepmark.report.comm_columns import rows
 
 from .comm_records import (
     LINK,
     NUM_RANKS,
-    STRAGGLER,
     comm_case,
     comm_device,
     comm_measured,
@@ -122,7 +121,6 @@ def test_world_ranks_of_a_pair() -> None:
     record = comm_measured(case, [[1e-3] * 3, [2e-3] * 3])
     (row,) = table([record])
     assert (row["slowest_rank"], row["pair"]) == (5, "3-5")
-    assert [one["rank"] for one in per_rank_rows([record], comm_run())] == [3, 5]
 
 
 @pytest.mark.parametrize(
@@ -213,19 +211,3 @@ def test_all_rows_have_the_same_columns_and_operators_none() -> None:
     assert len({frozenset(row) for row in found}) == 1
     assert len(found) == len({row["case_id"] for row in found})
     assert "gemm" not in {row["family"] for row in found}
-
-
-def test_rows_per_rank_name_the_straggler() -> None:
-    records = full_comm_run()
-    ranks = [row for row in per_rank_rows(records, comm_run()) if row["size_bytes"] == 2**12]
-    shortest = {
-        case_id: min(
-            (row for row in ranks if row["case_id"] == case_id),
-            key=lambda row: value(row, "vs_median_rank"),
-        )["rank"]
-        for case_id in {row["case_id"] for row in ranks}
-    }
-    assert set(shortest.values()) == {STRAGGLER}
-    late = [value(row, "late_s") for row in ranks if row["collective"] == "all_reduce"]
-    assert max(late) == pytest.approx(2e-6)
-    assert min(late) == 0

@@ -9,12 +9,13 @@ import pytest
 from rich.console import Console
 
 from stepmark.core.case import Label, Rate
+from stepmark.core.columns import Row, View, number
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import EmbeddingBag, Gemm, Phase
 from stepmark.core.record import Failed, Skipped
-from stepmark.report import printing
-from stepmark.report.printing import print_rows
-from stepmark.report.tables import Row, number, rows, shape_text
+from stepmark.report import row_tables
+from stepmark.report.op_columns import OP_COLUMNS, rows
+from stepmark.report.row_tables import print_rows
 
 from .records import (
     COPY,
@@ -184,12 +185,12 @@ def test_device_state_is_that_of_the_slowest_rank() -> None:
 
 
 def test_attention_reads_aloud() -> None:
-    assert shape_text(attention(Phase.FWD)) == "b2 s4096 h64/8 d128/128 causal"
+    assert attention(Phase.FWD).shape_text == "b2 s4096 h64/8 d128/128 causal"
 
 
 def test_printed_rows_are_whole_when_not_on_a_terminal() -> None:
     console = Console(width=40, force_terminal=False, file=io.StringIO())
-    print_rows(rows(full_run(), run_info(), device=made_up_device()), console)
+    print_rows(rows(full_run(), run_info(), device=made_up_device()), console, OP_COLUMNS)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     line = next(line for line in printed.splitlines() if "8192x8192x8192" in line)
     assert "1.5 ms" in line
@@ -200,14 +201,17 @@ def test_printed_rows_are_whole_when_not_on_a_terminal() -> None:
 
 def test_a_narrow_terminal_drops_columns_not_digits() -> None:
     table = rows(full_run(), run_info(), device=made_up_device())
-    wide = [column[0] for column in printing._fitting(table, 10_000)]
-    narrow = [column[0] for column in printing._fitting(table, 60)]
+    console_columns = [one for one in OP_COLUMNS if View.CONSOLE in one.views]
+    wide = [column.name for column in row_tables._fitting(table, 10_000, console_columns)]
+    narrow = [column.name for column in row_tables._fitting(table, 60, console_columns)]
     assert set(narrow) < set(wide)
     assert {"time_s", "tflops", "shape"} <= set(narrow)
 
 
 def test_tables_need_neither_rich_nor_plotly() -> None:
-    code = "import sys, stepmark.report.tables; print({'rich', 'plotly'} & set(sys.modules))"
+    code = (
+        "import sys, stepmark.report.op_columns; print({'rich', 'plotly'} & set(sys.modules))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepmark.app.memory import estimate, largest_mbs
 from stepmark.core.dtypes import DType
 from stepmark.core.model import ModelConfig, find_model
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.train_case import TrainCase
-from stepmark.core.train_memory import TrainMemory, estimate, largest_mbs
 from stepmark.core.training import CompileScope, DataParallel, Precision, Recompute
+from stepmark.predict.memory import TrainMemory
 
 GPT = find_model("gpt2-1.5b")
 LLAMA = find_model("llama-3.1-8b")

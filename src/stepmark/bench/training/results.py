@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepmark.bench.training.loop import VERSION, Taken
+from stepmark.bench.training.loop import VERSION, StepSamples
 from stepmark.core.record import Check, Samples
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Training
@@ -17,7 +17,7 @@ _FEWEST = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Counts:
     """Of one rank, between the first sample and the last."""
 
     build_s: float
@@ -29,7 +29,7 @@ class Seen:
     graph_breaks: int
 
 
-class State:
+class Counter:
     """Counts from its creation on: peaks, retries, new graphs. Graph breaks: of the case."""
 
     def __init__(self, device: torch.device) -> None:
@@ -38,9 +38,9 @@ class State:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def since(self, build_s: float, first_s: float) -> Seen:
+    def since(self, build_s: float, first_s: float) -> Counts:
         on_gpu, device = self._device.type == "cuda", self._device
-        return Seen(
+        return Counts(
             build_s=build_s,
             first_s=first_s,
             allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
@@ -75,16 +75,19 @@ def _num_breaks() -> int:
     return sum(counters["graph_break"].values())
 
 
-def facts(
-    case: TrainCase, of_ranks: Sequence[Taken], seen: Sequence[Seen], loss: tuple[float, ...]
+def steady_results(
+    case: TrainCase,
+    of_ranks: Sequence[StepSamples],
+    counts: Sequence[Counts],
+    loss: tuple[float, ...],
 ) -> tuple[Samples, Training]:
     """Steady samples, and what goes beside them. By rank."""
     start = of_ranks[0].steady
-    count = (min(len(one.seconds) for one in of_ranks) - start) // case.cycle * case.cycle
+    count = (min(len(rank.seconds) for rank in of_ranks) - start) // case.cycle * case.cycle
     end = start + count
 
     def steady(name: str) -> tuple[tuple[float, ...], ...]:
-        found = tuple(tuple(getattr(one, name)[start:end]) for one in of_ranks)
+        found = tuple(tuple(getattr(rank, name)[start:end]) for rank in of_ranks)
         return found if any(any(values) for values in found) else ()
 
     samples = Samples(seconds=steady("seconds"), method=f"{_clock(case)}/{VERSION}")
@@ -92,19 +95,19 @@ def facts(
         tokens_per_sample=case.tokens_per_step * case.micro_steps,
         cycle=case.cycle,
         num_params=case.model.num_params,
-        warmup_s=tuple(tuple(one.seconds[:start]) for one in of_ranks),
+        warmup_s=tuple(tuple(rank.seconds[:start]) for rank in of_ranks),
         loss=loss,
         fwd_s=steady("fwd_s"),
         bwd_s=steady("bwd_s"),
         optim_s=steady("optim_s"),
         data_s=steady("data_s"),
-        build_s=max(one.build_s for one in seen),
-        first_s=max(one.first_s for one in seen),
-        allocated_bytes=tuple(one.allocated_bytes for one in seen),
-        reserved_bytes=tuple(one.reserved_bytes for one in seen),
-        alloc_retries=tuple(one.alloc_retries for one in seen),
-        recompiles=max(one.recompiles for one in seen),
-        graph_breaks=max(one.graph_breaks for one in seen),
+        build_s=max(rank.build_s for rank in counts),
+        first_s=max(rank.first_s for rank in counts),
+        allocated_bytes=tuple(rank.allocated_bytes for rank in counts),
+        reserved_bytes=tuple(rank.reserved_bytes for rank in counts),
+        alloc_retries=tuple(rank.alloc_retries for rank in counts),
+        recompiles=max(rank.recompiles for rank in counts),
+        graph_breaks=max(rank.graph_breaks for rank in counts),
     )
 
 
@@ -112,9 +115,9 @@ def _clock(case: TrainCase) -> str:
     return f"train-{case.schedule}-{'events' if case.device == 'cuda' else 'host'}"
 
 
-def judge(loss: Sequence[float], case: TrainCase) -> Check:
+def check_losses(loss: Sequence[float], case: TrainCase) -> Check:
     """Every loss is finite; on text it falls. num_wrong counts the losses that are not so."""
-    wrong = sum(not math.isfinite(one) for one in loss)
+    wrong = sum(not math.isfinite(value) for value in loss)
     falls = case.data != "random" and len(loss) >= _FEWEST
     ratio = 0.0
     if falls and not wrong:

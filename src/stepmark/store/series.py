@@ -11,7 +11,6 @@ from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel, Recompute
-from stepmark.report.tables import shape_text
 
 # Fields of a training case that are taken as they are.
 _TRAIN_VALUES = (
@@ -23,26 +22,26 @@ _TRAIN_VALUES = (
 
 def context(info: RunInfo) -> dict[str, str]:
     """What a run ran on and under: differences are what a comparison is about."""
-    found = info.environment
-    names = dict.fromkeys(device.name for device in found.devices)
+    environment = info.environment
+    names = dict.fromkeys(device.name for device in environment.devices)
     libraries = {
         name: value
-        for name, value in found.versions.items()
+        for name, value in environment.versions.items()
         if name in ("cuda", "hip", "driver", "nccl", "rccl")
     }
     variables = {
         name: value
-        for name, value in found.variables.items()
+        for name, value in environment.variables.items()
         if not name.startswith(("TORCHELASTIC", "STEPMARK"))
     }
-    return {"device": ", ".join(names), "torch": found.torch, **libraries, **variables}
+    return {"device": ", ".join(names), "torch": environment.torch, **libraries, **variables}
 
 
 def series_of_records(
     info: RunInfo, records: Iterable[Record]
 ) -> tuple[list[Series], tuple[str, ...]]:
     """The right results of a run, and notes on what is left out."""
-    held: dict[tuple[str, str], list[Measured]] = {}
+    by_case: dict[tuple[str, str], list[Measured]] = {}
     wrong = 0
     for record in records:
         if isinstance(record, Measured) and any(record.samples.seconds):
@@ -51,9 +50,9 @@ def series_of_records(
                 # The automatic clock may choose another one in another launch.
                 ran = record.train if isinstance(record.case, TrainCase) else record.case
                 key = (ran.case_id, record.samples.method)
-                held.setdefault(key, []).append(record)
+                by_case.setdefault(key, []).append(record)
     notes = (f"{wrong} wrong results are left out",) if wrong else ()
-    return [_of_records(info, found) for found in held.values()], notes
+    return [_of_records(info, launches) for launches in by_case.values()], notes
 
 
 def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
@@ -153,7 +152,7 @@ def _op_fields(case: OpCase, method: str) -> Fields:
     }
     return {
         "family": case.family,
-        "shape": shape_text(case.op),
+        "shape": case.op.shape_text,
         **plain,
         "dtype": case.dtype.value,
         "phase": str(plain.get("phase", "")),

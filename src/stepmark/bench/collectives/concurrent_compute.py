@@ -26,7 +26,7 @@ _MARK_S = 0.5e-3
 _MOST_MARKS = 300
 
 
-class Company(Protocol):
+class ConcurrentCompute(Protocol):
     """Compute, started before a batch of collectives and stopped after it."""
 
     backend_run: str
@@ -45,7 +45,7 @@ class Company(Protocol):
         """Seconds of the calls within span; None if they ended before it."""
 
 
-def make(beside: str, context: MeasureContext) -> Company:
+def make(beside: str, context: MeasureContext) -> ConcurrentCompute:
     """The compute that `beside` names, on this rank's device."""
     on_gpu = context.ranks.device.type == "cuda"
     op = from_shorthand(beside, DType.BF16 if on_gpu else DType.FP32)
@@ -53,11 +53,11 @@ def make(beside: str, context: MeasureContext) -> Company:
     for impl in backends:
         if impl.unsupported(op, context.capabilities) is None:
             call = impl.make(op, context.ranks.device)
-            return StreamCompany(call) if on_gpu else ThreadCompany(call)
+            return StreamCompute(call) if on_gpu else ThreadCompute(call)
     raise RuntimeError(f"nothing here runs {beside}")
 
 
-class ThreadCompany:
+class ThreadCompute:
     """Compute in a thread of this process; torch releases the interpreter meanwhile."""
 
     longest_s = math.inf
@@ -105,7 +105,7 @@ class ThreadCompany:
             self._error = error
 
 
-class StreamCompany:
+class StreamCompute:
     """Compute queued on a stream of its own; short calls are replayed many at a time.
 
     A device takes about a thousand launches ahead, and the host must not wait for it: so a

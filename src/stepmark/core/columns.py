@@ -1,0 +1,113 @@
+"""Columns of tables, declared once: CSV, JSON, console, HTML and SQL types read the same.
+
+A row is a dict of plain values by column name, in the order of the declaration.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from stepmark.core.units import format_bytes, format_time
+
+T = TypeVar("T")
+Row = dict[str, object]
+
+
+class Unit(Enum):
+    """What a value is, and so how it reads and which SQL type it has."""
+
+    TEXT = "text"
+    FLAG = "yes or no"
+    COUNT = "whole number"
+    NUMBER = "four significant digits"
+    SECONDS = "time"
+    BYTES = "size"
+    PERCENT = "one decimal"
+    RATIO = "three decimals"
+    ERROR = "with an exponent"
+
+    @property
+    def sql_type(self) -> str:
+        kinds = {
+            Unit.TEXT: "VARCHAR",
+            Unit.FLAG: "BOOLEAN",
+            Unit.COUNT: "BIGINT",
+            Unit.BYTES: "BIGINT",
+        }
+        return kinds.get(self, "DOUBLE")
+
+    @property
+    def is_numeric(self) -> bool:
+        return self not in (Unit.TEXT, Unit.FLAG)
+
+    def show(self, value: object) -> str:
+        """A value as people read it: times and sizes with their unit, shares in percent."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return "" if value is None else str(value)
+        if self is Unit.SECONDS:
+            return format_time(value)
+        if self is Unit.BYTES:
+            return format_bytes(value)
+        places = {Unit.PERCENT: ".1f", Unit.RATIO: ".3f", Unit.ERROR: ".1e"}
+        return f"{value:{places[self]}}" if self in places else digits(value)
+
+
+TEXT, FLAG, COUNT, NUMBER, SECONDS, BYTES, PERCENT, RATIO, ERROR = Unit
+
+
+class View(Enum):
+    """Where a column is shown; files have every column."""
+
+    CONSOLE = "console"
+    PAGE = "page"
+    RANKS = "ranks"  # a line per rank of one case, on the console
+
+
+PAGE = frozenset({View.PAGE})
+SHOWN = PAGE | {View.CONSOLE}
+BY_RANK = PAGE | {View.RANKS}
+EVERYWHERE = frozenset(View)
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[T]):
+    """One column of a table whose rows are made from a T.
+
+    `leaves` is how soon it goes where a terminal is narrow: the highest first, 0 never.
+    """
+
+    name: str
+    of: Callable[[T], object]
+    unit: Unit = Unit.TEXT
+    heading: str = ""
+    views: frozenset[View] = frozenset()
+    leaves: int = 0
+
+    @property
+    def title(self) -> str:
+        return self.heading or self.name
+
+
+def rows(columns: Sequence[Column[T]], outcomes: Iterable[T]) -> list[Row]:
+    """One row per outcome, with every column."""
+    return [{column.name: column.of(one) for column in columns} for one in outcomes]
+
+
+def digits(value: float | None, places: int = 4) -> str:
+    """Four significant digits without an exponent; never fewer than the whole part."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if abs(value) >= 10 ** (places - 1) else f"{value:.{places}g}"
+
+
+def number(row: Row, key: str) -> float | None:
+    """A numeric cell, or None where it is unknown."""
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def text(row: Row, key: str) -> str:
+    """A cell as text; empty where it is unknown."""
+    value = row.get(key)
+    return "" if value is None else str(value)

@@ -1,0 +1,334 @@
+"""Operators: the columns of their rows, and where each figure comes from.
+
+One row per (record, label); a record without labels gives one. `rank` is None in the row that
+stands for all ranks (the slowest of them in each sample). With several ranks, one row per rank
+follows it, so that a slow device stands out in `vs_median_rank`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from stepmark.core.case import SOAK_S, Label, OpCase, Rate
+from stepmark.core.columns import (
+    COUNT,
+    ERROR,
+    FLAG,
+    NUMBER,
+    PAGE,
+    PERCENT,
+    RATIO,
+    SECONDS,
+    SHOWN,
+    TEXT,
+    Column,
+    Row,
+    View,
+)
+from stepmark.core.columns import rows as rows_of
+from stepmark.core.device import DeviceSpec
+from stepmark.core.ops import EmbeddingBag, Phase
+from stepmark.core.record import Measured, Record, RunInfo, Telemetry
+from stepmark.core.stats import Summary, slowest_per_sample, summarize
+from stepmark.core.units import GB, TFLOP
+from stepmark.report.outcomes import (
+    LIMIT_SLACK,
+    Ceilings,
+    clock_mhz,
+    measured_ceilings,
+    message_of,
+    num_wrong,
+    percent,
+    ratio,
+    spread_pct,
+    state_of,
+    status_of,
+    throttle_reasons,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpFigures:
+    """One measured operator, of all ranks together or of one, against what is known."""
+
+    record: Measured
+    rank: int | None
+    run: RunInfo
+    device: DeviceSpec | None
+    ceilings: Ceilings
+    reference: Mapping[str, float]
+
+    @cached_property
+    def medians(self) -> list[float]:
+        return [summarize(values).median for values in self.record.samples.seconds]
+
+    @cached_property
+    def times(self) -> Summary:
+        seconds = self.record.samples.seconds
+        return summarize(
+            slowest_per_sample(seconds) if self.rank is None else seconds[self.rank]
+        )
+
+    @property
+    def vs_median_rank(self) -> float | None:
+        return None if self.rank is None else ratio(self.medians, self.rank)
+
+    @property
+    def num_wrong(self) -> int | None:
+        return num_wrong(self.record, self.rank)
+
+    @property
+    def max_rel_err(self) -> float | None:
+        checks = self.record.checks
+        checks = checks if self.rank is None else checks[self.rank : self.rank + 1]
+        return max((check.max_rel_err for check in checks), default=None)
+
+    @property
+    def rate(self) -> str:
+        soak_s, rate = self.record.samples.soak_s, self.record.operator.rate
+        if rate is Rate.SUSTAINED and soak_s < SOAK_S:
+            # Not called sustained: the device may be cooler than a long job would have it.
+            return f"short soak {soak_s:.1f} s"
+        return rate.value
+
+    @cached_property
+    def state(self) -> Telemetry | None:
+        """The state of this rank's device; for all ranks, of the slowest one's."""
+        shown = self.medians.index(max(self.medians)) if self.rank is None else self.rank
+        return state_of(self.record, shown)
+
+    @property
+    def throttle(self) -> str | None:
+        return throttle_reasons(self.record, self.rank) if self.state else None
+
+    @property
+    def pct_reference(self) -> float | None:
+        known_s = self.reference.get(self.record.case.case_id)
+        return None if known_s is None else percent(known_s, self.times.median)
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.record.operator.op.flops / self.times.median
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.record.operator.op.bytes_moved / self.times.median
+
+    @property
+    def pct_peak(self) -> float | None:
+        return percent(self.flops_per_s, self._peak) if self.flops_per_s else None
+
+    @property
+    def pct_hbm(self) -> float | None:
+        return percent(self.bytes_per_s, self._hbm)
+
+    @property
+    def _peak(self) -> float | None:
+        return self.device.peak(self.record.operator.op.dtype) if self.device else None
+
+    @property
+    def _hbm(self) -> float | None:
+        return self.device.hbm_bytes_per_s if self.device else None
+
+    @property
+    def _best_flops(self) -> float | None:
+        case = self.record.operator
+        return self.ceilings.flops_per_s.get((case.device, case.op.dtype))
+
+    @property
+    def _best_bytes(self) -> float | None:
+        return self.ceilings.bytes_per_s.get(self.record.operator.device)
+
+    @cached_property
+    def bound(self) -> str | None:
+        op = self.record.operator.op
+        if not op.flops:
+            return "memory"
+        peak, hbm = self._peak or self._best_flops, self._hbm or self._best_bytes
+        if not peak or not hbm:
+            return None
+        return "compute" if op.flops / peak >= op.bytes_moved / hbm else "memory"
+
+    @cached_property
+    def ceiling(self) -> tuple[float, str] | None:
+        """The measured ceiling of what bounds the operator, with its unit."""
+        if self.bound == "memory":
+            return (best / GB, "GB/s") if (best := self._best_bytes) else None
+        return (best / TFLOP, "TFLOP/s") if (best := self._best_flops) else None
+
+    @property
+    def pct_ceiling(self) -> float | None:
+        if self.bound == "memory":
+            return percent(self.bytes_per_s, self._best_bytes)
+        return percent(self.flops_per_s, self._best_flops)
+
+    @property
+    def over_limit(self) -> bool | None:
+        """Whether a rate is above what the hardware can do; None where no limit is known.
+
+        Indices from a Zipf distribution are served by caches, so HBM does not bind them.
+        """
+        device, op = self.device, self.record.operator.op
+        if device is None:
+            return None
+        verdicts: list[bool] = []
+        clocks = [
+            device_info.max_sm_clock_hz
+            for device_info in self.run.environment.devices
+            if device_info.max_sm_clock_hz and self.rank in (None, device_info.rank)
+        ]
+        limit = device.max_flops_per_s(op.dtype, max(clocks)) if clocks else None
+        if limit:
+            verdicts.append(self.flops_per_s > limit * LIMIT_SLACK)
+        touched = min(op.memory_bytes, op.bytes_moved) * self.record.samples.num_sets
+        cached = isinstance(op, EmbeddingBag) and op.alpha > 0
+        cache_bytes, hbm = device.last_level_cache_bytes, device.hbm_bytes_per_s
+        if hbm and cache_bytes and not cached:
+            above = self.bytes_per_s > hbm * LIMIT_SLACK
+            verdicts.append(above and touched > 4 * cache_bytes)
+        return any(verdicts) if verdicts else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpOutcome:
+    """A row: what was asked, and what came of it."""
+
+    record: Record
+    label: Label
+    run: RunInfo
+    figures: OpFigures | None
+
+    @property
+    def case(self) -> OpCase:
+        return self.record.operator
+
+    @property
+    def status(self) -> str:
+        return status_of(self.record, self.figures.num_wrong if self.figures else None)
+
+    @property
+    def phase(self) -> str | None:
+        phase: Phase | None = getattr(self.case.op, "phase", None) or self.label.phase
+        return phase.value if phase else None
+
+    @property
+    def layout(self) -> str | None:
+        layout = getattr(self.case.op, "layout", None)
+        return layout.value if layout else None
+
+    @property
+    def intensity(self) -> float | None:
+        op = self.case.op
+        return op.flops / op.bytes_moved or None if op.bytes_moved else None
+
+
+def figure(of: Callable[[OpFigures], object]) -> Callable[[OpOutcome], object]:
+    """A column that only a measurement fills."""
+    return lambda one: None if one.figures is None else of(one.figures)
+
+
+OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
+    Column("family", lambda o: o.case.family, TEXT, "operator", PAGE),
+    Column("model", lambda o: o.label.model or None, views=SHOWN),
+    Column("role", lambda o: o.label.role or None, views=SHOWN),
+    Column("pass", lambda o: o.phase, views=SHOWN),
+    Column("shape", lambda o: o.case.op.shape_text, views=SHOWN),
+    Column("layout", lambda o: o.layout, views=PAGE),
+    Column("dtype", lambda o: o.case.dtype.value, views=SHOWN, leaves=3),
+    Column("backend", lambda o: o.case.backend, views=SHOWN, leaves=2),
+    Column("device", lambda o: o.case.device),
+    Column("num_ranks", lambda o: o.case.num_ranks, COUNT),
+    Column("count", lambda o: o.label.count, COUNT),
+    Column("mbs", lambda o: o.label.mbs, COUNT),
+    Column("scale", lambda o: o.case.scale or None, views=SHOWN, leaves=2),
+    Column("flops", lambda o: o.case.op.flops, COUNT),
+    Column("bytes_moved", lambda o: o.case.op.bytes_moved, COUNT),
+    Column("arithmetic_intensity", lambda o: o.intensity, NUMBER, "FLOP/byte", PAGE),
+    Column("case_id", lambda o: o.case.case_id),
+    Column("run_id", lambda o: o.run.run_id),
+    Column("command", lambda o: o.case.command()),
+    Column("backend_run", figure(lambda f: f.record.backend_run or None), TEXT, "ran as", PAGE),
+    Column("rank", figure(lambda f: f.rank), COUNT, "", SHOWN),
+    Column("time_s", figure(lambda f: f.times.median), SECONDS, "time", SHOWN),
+    Column("mean_s", figure(lambda f: f.times.mean), SECONDS, "mean", PAGE),
+    Column("p10_s", figure(lambda f: f.times.p10), SECONDS, "p10", PAGE),
+    Column("p90_s", figure(lambda f: f.times.p90), SECONDS, "p90", PAGE),
+    Column(
+        "spread_pct",
+        figure(lambda f: spread_pct(f.times)),
+        PERCENT,
+        "+- %",
+        frozenset({View.CONSOLE}),
+        3,
+    ),
+    Column("n", figure(lambda f: f.times.n), COUNT, "", PAGE),
+    Column("vs_median_rank", figure(lambda f: f.vs_median_rank), RATIO, "/ median rank", SHOWN),
+    Column("tflops", figure(lambda f: f.flops_per_s / TFLOP or None), NUMBER, "TFLOP/s", SHOWN),
+    Column("gb_per_s", figure(lambda f: f.bytes_per_s / GB), NUMBER, "GB/s", SHOWN, 1),
+    Column("pct_peak", figure(lambda f: f.pct_peak), PERCENT, "% peak", SHOWN, 1),
+    Column("pct_hbm", figure(lambda f: f.pct_hbm), PERCENT, "% HBM", PAGE),
+    Column("ceiling", figure(lambda f: f.ceiling and f.ceiling[0]), NUMBER),
+    Column("ceiling_unit", figure(lambda f: f.ceiling and f.ceiling[1])),
+    Column("pct_ceiling", figure(lambda f: f.pct_ceiling), PERCENT, "% ceiling", SHOWN, 4),
+    Column("bound", figure(lambda f: f.bound), views=SHOWN, leaves=6),
+    Column("max_rel_err", figure(lambda f: f.max_rel_err), ERROR, "rel. err", SHOWN, 5),
+    Column("num_wrong", figure(lambda f: f.num_wrong), COUNT, "#wrong", PAGE),
+    Column("clock_mhz", figure(lambda f: clock_mhz(f.state)), NUMBER, "MHz", PAGE),
+    Column("power_w", figure(lambda f: f.state and f.state.power_w), NUMBER, "W", PAGE),
+    Column("throttle", figure(lambda f: f.throttle), TEXT, "throttled", PAGE),
+    Column("method", figure(lambda f: f.record.samples.method), views=PAGE),
+    Column("pct_reference", figure(lambda f: f.pct_reference), PERCENT, "% ref", SHOWN, 1),
+    Column("over_limit", figure(lambda f: f.over_limit), FLAG),
+    Column("message", lambda o: None if o.figures else message_of(o.record)),
+    Column("status", lambda o: o.status, views=SHOWN),
+    Column(
+        "rate",
+        lambda o: o.figures.rate if o.figures else o.case.rate.value,
+        views=SHOWN,
+        leaves=7,
+    ),
+)
+
+
+def rows(
+    records: Iterable[Record],
+    run: RunInfo,
+    *,
+    device: DeviceSpec | None = None,
+    reference: Mapping[str, float] | None = None,
+) -> list[Row]:
+    """Operators: one flat row per (record, label), and per rank where there are several."""
+    operators = [record for record in records if isinstance(record.case, OpCase)]
+    ceilings = measured_ceilings(operators)
+
+    def outcomes() -> Iterator[OpOutcome]:
+        for record in operators:
+            known = device if record.operator.device != "cpu" else None
+            for figures in _figures(record, run, known, ceilings, reference or {}):
+                for label in record.operator.labels or (Label(),):
+                    yield OpOutcome(record=record, label=label, run=run, figures=figures)
+
+    return rows_of(OP_COLUMNS, outcomes())
+
+
+def _figures(
+    record: Record,
+    run: RunInfo,
+    device: DeviceSpec | None,
+    ceilings: Ceilings,
+    reference: Mapping[str, float],
+) -> Iterator[OpFigures | None]:
+    """Of all ranks together, then of each; None where there are no samples."""
+    if not isinstance(record, Measured) or not any(record.samples.seconds):
+        yield None
+        return
+    several = len(record.samples.seconds)
+    for rank in (None, *range(several)) if several > 1 else (None,):
+        yield OpFigures(
+            record=record,
+            rank=rank,
+            run=run,
+            device=device,
+            ceilings=ceilings,
+            reference=reference,
+        )

@@ -1,0 +1,146 @@
+"""Rows as tables of their declared columns: on a terminal, in a pipe, on a page."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal
+
+from stepmark.core.columns import Column, Row, View, number, text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_rows(
+    table: Sequence[Row],
+    console: "Console",
+    columns: Sequence[Column[Any]],
+    view: View = View.CONSOLE,
+) -> None:
+    """The rows that ran as a table, then one line per skipped or failed case."""
+    ran = [row for row in table if row["status"] in ("measured", "wrong")]
+    columns = [column for column in columns if view in column.views]
+    if ran and console.is_terminal:
+        _print_fitted(ran, console, columns)
+    elif ran:
+        for line in _plain_lines(_fitting(ran, None, columns), ran):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for row in table:
+        if row["status"] in ("skipped", "failed"):
+            line = f"{row['status']}  {describe(row)}: {text(row, 'message')}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_fitted(
+    ran: Sequence[Row], console: "Console", printed: Sequence[Column[Any]]
+) -> None:
+    """A table of the columns that fit; words fold when even those are too wide."""
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    columns = _fitting(ran, console.width, printed)
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        right = column.unit.is_numeric
+        justify: Literal["left", "right"] = "right" if right else "left"
+        drawn.add_column(column.title, justify=justify, overflow="fold", no_wrap=right)
+    for row in ran:
+        style = "red" if row["status"] == "wrong" or row["over_limit"] else ""
+        drawn.add_row(*(Text(_printed(row, column)) for column in columns), style=style)
+    console.print(drawn)
+
+
+def _plain_lines(columns: Sequence[Column[Any]], ran: Sequence[Row]) -> list[str]:
+    """The same table as wide as it needs to be: a file or a pipe has no edge."""
+    widths = [_width(ran, column) - 2 for column in columns]
+    lines = [[column.title for column in columns]]
+    lines += [[_printed(row, column) for column in columns] for row in ran]
+    return [
+        "  ".join(
+            value.rjust(width) if column.unit.is_numeric else value.ljust(width)
+            for value, width, column in zip(line, widths, columns, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def describe(row: Row) -> str:
+    """A case in one line: where it stands in a model, what it computes, how."""
+    keys = ("model", "role", "pass", "family", "shape", "dtype", "backend")
+    return " ".join(word for word in (text(row, key) for key in keys) if word)
+
+
+def _printed(row: Row, column: Column[Any]) -> str:
+    key = column.name
+    if key == "rank" and row["rank"] is None and row["num_ranks"] != 1:
+        return "all"
+    if key == "role":
+        return text(row, "role") or ("" if "collective" in row else text(row, "family"))
+    if key == "status":
+        above = "above limit" if row["over_limit"] else ""
+        return above if row["status"] == "measured" else f"{row['status']} {above}".strip()
+    return column.unit.show(row[key])
+
+
+def _width(table: Sequence[Row], column: Column[Any]) -> int:
+    return max([len(column.title), *(len(_printed(row, column)) for row in table)]) + 2
+
+
+def _fitting(
+    table: Sequence[Row], available: int | None, printed: Sequence[Column[Any]]
+) -> list[Column[Any]]:
+    """Columns with anything to say; on a terminal, the least important leave first."""
+    columns = [c for c in printed if any(_printed(row, c) for row in table)]
+    while available is not None:
+        wide = sum(_width(table, c) for c in columns) > available
+        least = max(columns, key=lambda c: c.leaves, default=None)
+        if not wide or least is None or not least.leaves:
+            break
+        columns.remove(least)
+    return columns
+
+
+def table(rows: Sequence[Row], columns: Sequence[Column[Any]]) -> str:
+    """All that ran. A click on a row shows the command that measures it alone."""
+    ran = [row for row in rows if row["status"] in ("measured", "wrong")]
+    if not ran:
+        return "<p>Nothing was measured.</p>"
+    columns = [
+        c
+        for c in columns
+        if View.PAGE in c.views and any(row[c.name] is not None for row in ran)
+    ]
+    heads = "".join(
+        f'<th scope="col" aria-sort="none"{_numeric(column)}>'
+        f'<button type="button">{escape(column.title)}</button></th>'
+        for column in columns
+    )
+    lines = "\n".join(_line(row, columns) for row in ran)
+    return (
+        '<p class="tools"><input class="filter" type="search" placeholder="Filter rows" '
+        'aria-label="Filter rows"> <span class="shown quiet"></span></p>'
+        '<pre class="command" aria-live="polite">Click a row for the command that measures it '
+        'alone; click a heading to sort.</pre><div class="box"><table class="rows">'
+        f"<thead><tr>{heads}</tr></thead>\n<tbody>{lines}</tbody></table></div>"
+    )
+
+
+def _line(row: Row, columns: Sequence[Column[Any]]) -> str:
+    kinds = ["each"] if row.get("rank") is not None else []
+    kinds += ["bad"] if row["status"] == "wrong" or row["over_limit"] else []
+    cells = []
+    for column in columns:
+        key = column.name
+        shown = column.unit.show(row[key])
+        if key == "rank" and row["rank"] is None and row["num_ranks"] != 1:
+            shown = "all"
+        if key == "status" and row["over_limit"]:
+            shown += ", above limit"
+        value = number(row, key)
+        order = "" if value is None else f' data-v="{value!r}"'
+        cells.append(f"<td{_numeric(column)}{order}>{escape(shown)}</td>")
+    opened = f'<tr class="{" ".join(kinds)}" data-command="{escape(text(row, "command"))}">'
+    return opened + "".join(cells) + "</tr>"
+
+
+def _numeric(column: Column[Any]) -> str:
+    return ' class="num"' if column.unit.is_numeric else ""
