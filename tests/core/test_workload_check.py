@@ -48,11 +48,11 @@ def of(*items: Any, group: Group | None = None, **more: Any) -> Workload:
         ),
         (
             of(comm(), group=Group(digits=((3, 1),))),
-            "group .*3, 1.* is invalid: it must be digits that fit 8 ranks",
+            "group .*3, 1.* is invalid: it must be dimensions that fit 8 ranks",
         ),
-        (of(group=Group(digits=((3, 1),))), "digits that fit 8 ranks"),
-        (of(comm(), group=Group(digits=((2, 6),))), "digits that fit 8 ranks"),
-        (of(comm(), group=Group(digits=((2, 1), (2, 1)))), "digits that fit 8 ranks"),
+        (of(group=Group(digits=((3, 1),))), "dimensions that fit 8 ranks"),
+        (of(comm(), group=Group(digits=((2, 6),))), "dimensions that fit 8 ranks"),
+        (of(comm(), group=Group(digits=((2, 1), (2, 1)))), "dimensions that fit 8 ranks"),
         (of(comm(count=2**62)), "count .*less than 2\\*\\*63 bytes"),
         (
             of(Run(block="one", times=10**12), blocks={"one": (compute(), compute())}),
@@ -92,7 +92,7 @@ def test_first_and_last_stage_may_have_a_group_of_their_own(stage: int, fits: bo
     if fits:
         workload.check()
     else:
-        with pytest.raises(ConfigError, match="digits that fit 8 ranks"):
+        with pytest.raises(ConfigError, match="dimensions that fit 8 ranks"):
             workload.check()
 
 

@@ -11,6 +11,8 @@ from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.report import comm_columns, op_columns, train_columns
+from stepmark.report.row_tables import print_rows
+from stepmark.report.training_printing import print_training
 from stepmark.store.reader import (
     Run,
     latest,
@@ -113,9 +115,6 @@ def sql_types() -> dict[str, str]:
 
 def show_rows(seen: View) -> None:
     """A table for each kind of case that the run has."""
-    from stepmark.report.row_tables import print_rows  # noqa: PLC0415
-    from stepmark.report.training_printing import print_training  # noqa: PLC0415
-
     if seen.rows or not (seen.comm_rows or seen.train_rows):
         print_rows(seen.rows, console(), op_columns.OP_COLUMNS)
     if seen.comm_rows:

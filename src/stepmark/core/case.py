@@ -1,4 +1,4 @@
-"""What every case has, and the case of an operator. The identity of a case is its content."""
+"""Protocol of all cases, and the case of an operator. The content of a case is its identity."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ class Rate(StrEnum):
 
 
 class ClockName(StrEnum):
-    """How an operator is timed; docs/definitions.md says what each includes."""
+    """Timing method of operators; docs/definitions.md says what each includes."""
 
     AUTO = "auto"
     ROTATE = "event-rotate"
@@ -35,7 +35,7 @@ class ClockName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """Where an operator stands in a model. Several labels may share one case."""
+    """Place of an operator in a model. Several labels may share one case."""
 
     model: str = ""
     role: str = ""

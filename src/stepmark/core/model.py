@@ -1,4 +1,4 @@
-"""What a transformer is, unsharded: its widths, its parameter counts, and where to find it.
+"""Unsharded transformer: widths, parameter counts, and the built-in models.
 
 Facts of named models lie in `data/models/*.toml`, one file each, with their source.
 `find_model` reads one of them; nothing is read on import.
@@ -260,7 +260,7 @@ class ModelConfig:
         return sum(one.num_active if active else one.num_weights for one in listed)
 
     def layer_params(self, moe: bool = False, *, active: bool = False) -> int:
-        """All parameters of one dense or MoE layer, its two norms included."""
+        """Return the parameters of one dense or MoE layer, including its two norms."""
         found = self.layer_matmul_params(moe, active=active) + 2 * self.norm_params
         found += sum(one.out for one in self.linears(moe) if one.has_bias)
         if self.qk_norm:
@@ -289,7 +289,7 @@ class ModelConfig:
 
     @property
     def num_active_params(self) -> int:
-        """What one token meets: top_k and shared experts, and the whole embedding table."""
+        """Return the parameters of top_k and shared experts, and the whole embedding table."""
         return self._count(active=True)
 
     @property

@@ -1,14 +1,13 @@
-"""What one training step computes and communicates, op by op, as a program per stage.
+"""Workload: the operations and messages of one training step, as one program per stage.
 
-A program is a block of items; an item is an operation or a Run of another block, so many times.
-A step of 2048 micro-batches is therefore as small as one of 2. `expand` walks it in issue
-order; `tally` counts without walking.
+A program is a block of items; an item is an operation or a Run, which repeats another block.
+A step of 2048 micro-batches is therefore as small as one of 2. `expand` yields operations in
+issue order; `tally` counts them without expanding.
 
-Layer and micro-batch of an operation are relative: each Run adds its own, and what it has
-stepped, to those inside. Streams are in order by themselves; across streams an operation says
-after which others it starts, by name: "gather" is the newest issue of the operation of that
-name, "gather~1" the one before it, as git counts. A collective on the stream "compute" is one
-that the computation waits for.
+Layer and micro-batch of an operation are relative: each Run adds its offset and its steps to
+those inside. Operations of one stream run in order. Across streams, an operation names those
+after which it starts: "gather" is the most recent operation of that name, "gather~1" the one
+before it, as in git. Computation waits for a collective on the stream "compute".
 """
 
 import math
@@ -24,20 +23,17 @@ from stepmark.core.model import ModelConfig
 from stepmark.core.ops import Op, Phase
 
 COMPUTE = "compute"  # the stream of computation
-# Streams of what PyTorch sends beside it. FSDP2 gathers and scatters over one process group,
-# whose communicator does one collective at a time whatever CUDA streams they are on (torch
-# 2.13, _fully_shard.py: set_separate_reduce_scatter_group, after which they are apart). The sum
-# over the replicas of HSDP is of another group.
+# Streams of PyTorch's overlapped communication. FSDP2 gathers and scatters over one process
+# group, whose communicator runs one collective at a time on any CUDA stream (torch 2.13,
+# _fully_shard.py: set_separate_reduce_scatter_group separates them). HSDP's sum over replicas
+# uses another group.
 FSDP, FSDP_REDUCE, FSDP_REPLICATE, DDP = "fsdp", "fsdp_reduce", "fsdp_replicate", "dp"
 COMMUNICATIONS = (*(str(one) for one in Collective), SEND, RECV)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Computation that is none of the operators: its name elsewhere and what it costs.
-
-    None: not known.
-    """
+    """Computation that is not one of the operators, with its cost. None: unknown."""
 
     name: str
     flops: int | None = None
@@ -45,16 +41,16 @@ class Kernel:
 
     @property
     def is_wait(self) -> bool:
-        """Whether it only stands for waiting: it computes and moves nothing."""
+        """Return whether the kernel is only a wait, which computes and moves nothing."""
         return self.flops == 0 and self.bytes_moved == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Which ranks communicate: those that differ in these digits of their number.
+    """Ranks that communicate, given by mesh dimensions (size, stride).
 
-    A digit of size n and stride s of a rank r is r // s % n. Of the group of r the members are
-    all ranks with r's other digits; the first digit varies fastest.
+    The coordinate of rank r in a dimension is r // stride % size. The group of r has all ranks
+    that differ from r only in these coordinates; the first dimension varies fastest.
     """
 
     digits: tuple[tuple[int, int], ...]  # (size, stride)
@@ -68,12 +64,12 @@ class Group:
         return math.prod(size for size, _ in self.digits)
 
     def members(self, rank: int) -> tuple[int, ...]:
-        """World ranks of the group that rank is in, in the order of their group ranks."""
+        """Return the world ranks of the group of a rank, in the order of their group ranks."""
         base = rank - sum(rank // stride % size * stride for size, stride in self.digits)
-        found = [base]
+        ranks = [base]
         for size, stride in self.digits:
-            found = [one + index * stride for index in range(size) for one in found]
-        return tuple(found)
+            ranks = [first + index * stride for index in range(size) for first in ranks]
+        return tuple(ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,24 +82,24 @@ class ComputeOp:
     layer: int | None = None
     microbatch: int | None = None
     stream: str = COMPUTE
-    name: str = ""  # for those that wait for it
-    after: tuple[str, ...] = ()  # operations of other streams it starts after
-    recompute: bool = False  # a forward operation that the backward pass runs again
-    time_s: float | None = None  # filled from a run, a file or a model; None: not known
+    name: str = ""  # to which `after` of other operations refers
+    after: tuple[str, ...] = ()  # operations of other streams after which it starts
+    recompute: bool = False  # a forward operation that the backward pass recomputes
+    time_s: float | None = None  # from a run, a file or a model; None: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommOp:
-    """One rank's part in a collective, or one side of a transfer between two stages.
+    """One rank's part of a collective, or one side of a transfer between two stages.
 
-    count: as nccl-tests': elements per rank where the buffer is split among ranks, else of the
-    buffer. Of an all_to_all_v it is the average part, which is what balanced routing sends.
+    count is that of nccl-tests: elements per rank if the buffer is split among ranks, else of
+    the buffer. For an all_to_all_v it is the average part, as in balanced routing.
     """
 
-    collective: str  # of Collective, or send, recv
+    collective: str  # a Collective, or send, recv
     dtype: DType
     count: int
-    group: str  # of Workload.groups
+    group: str  # name in Workload.groups
     phase: Phase
     module: str
     layer: int | None = None
@@ -113,8 +109,8 @@ class CommOp:
     after: tuple[str, ...] = ()
     redop: RedOp = RedOp.NONE
     root: int | None = None  # group rank
-    peer: int | None = None  # of send and recv: by how many group ranks ahead, modulo the size
-    fused: bool = False  # issued in one group call with the operation before it
+    peer: int | None = None  # send and recv: distance in group ranks, modulo the size
+    fused: bool = False  # issued in one group call with the previous operation
     recompute: bool = False
     time_s: float | None = None
 
@@ -131,18 +127,18 @@ class CommOp:
             raise ConfigError("peer", self.peer, "given for send and recv, and only there")
 
     def message_bytes(self, group: Group) -> int:
-        """The largest buffer of any rank, as nccl-tests counts."""
+        """Return the largest buffer of any rank, as in nccl-tests."""
         parts = 1
         if self.collective not in (SEND, RECV):
             parts = num_parts(Collective(self.collective), group.size)
         return parts * self.count * self.dtype.itemsize
 
     def call_bytes(self) -> int:
-        """What the call's count says on one rank."""
+        """Return the bytes of the call's count on one rank."""
         return self.count * self.dtype.itemsize
 
     def bus_bytes(self, group: Group) -> float:
-        """What crosses a rank's link: message_bytes times the factor of busbw."""
+        """Return the bytes over a rank's link: message_bytes times the factor of busbw."""
         if self.collective in (SEND, RECV):
             return float(self.message_bytes(group))
         return self.message_bytes(group) * busbw_factor(Collective(self.collective), group.size)
@@ -150,12 +146,12 @@ class CommOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A block, so many times, one after the other."""
+    """Repetition of a block."""
 
     block: str
     times: int = 1
     layer: int = 0  # added to the layers inside
-    layer_step: int = 0  # and this per time before
+    layer_step: int = 0  # added once more per repetition
     microbatch: int = 0
     microbatch_step: int = 0
 
@@ -171,26 +167,26 @@ Block = tuple[Item, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What the ranks of one pipeline stage do; all of them the same."""
+    """Program of one pipeline stage; all its ranks run the same."""
 
     step: str  # block of one optimizer step
-    setup: str = ""  # block of what runs once, before the first step
-    layers: tuple[int, ...] = ()  # of the model, in the order they run
+    setup: str = ""  # block that runs once, before the first step
+    layers: tuple[int, ...] = ()  # layers of the model, in the order in which they run
     has_embedding: bool = False
     has_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One training step of all ranks: programs by stage, and what they are of.
+    """One training step of all ranks: a program per stage, with model, groups and settings.
 
-    settings: what was asked for, in the rules' own names. origin: what a foreign file said that
-    only its own format can say again, by format.
+    settings use the rules' own names. origin: by format, content of another tool's file that
+    only that format can express.
     """
 
     name: str
     rules: str  # e.g. "megatron", or "capture", or a format's name
-    source: str = ""  # whose behaviour the rules follow, with version
+    source: str = ""  # software that the rules follow, with version
     world_size: int = 1
     num_microbatches: int = 1
     model: ModelConfig | None = None
@@ -198,21 +194,21 @@ class Workload:
     groups: Mapping[str, Group] = field(default_factory=dict)
     blocks: Mapping[str, Block] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
-    notes: tuple[str, ...] = ()  # what the reader should know, e.g. a split that was chosen
+    notes: tuple[str, ...] = ()  # remarks, e.g. a split that was chosen
     origin: Mapping[str, object] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises ConfigError where parts contradict each other (workload_check)."""
+        """Raise ConfigError if parts contradict each other (workload_check)."""
         from stepmark.core.workload_check import check  # noqa: PLC0415 - it has these types
 
         check(self)
 
     def stage_of(self, rank: int) -> int:
-        """Pipeline stages are the slowest digit of a rank's number."""
+        """Return the pipeline stage of a rank, the slowest-varying mesh dimension."""
         return rank * len(self.stages) // self.world_size
 
     def expand(self, stage: int = 0, *, setup: bool = False) -> Iterator[Operation]:
-        """What a rank of this stage does, in issue order, with layers and micro-batches."""
+        """Yield a rank's operations in issue order, with absolute layers and micro-batches."""
         chosen = self.stages[stage]
         block = chosen.setup if setup else chosen.step
         if block:
@@ -241,23 +237,23 @@ class Workload:
                 yield item
 
     def tally(self, stage: int = 0, *, setup: bool = False) -> Counter[Operation]:
-        """How often each operation runs, relative layers and micro-batches as they stand."""
+        """Count the runs of each operation, with relative layers and micro-batches."""
         chosen = self.stages[stage]
         block = chosen.setup if setup else chosen.step
         return Counter(self._tally(block, {})) if block else Counter()
 
     def _tally(self, block: str, known: dict[str, Counter[Operation]]) -> Counter[Operation]:
         if block not in known:
-            found: Counter[Operation] = Counter()
+            counts: Counter[Operation] = Counter()
             for item in self.blocks[block]:
                 if isinstance(item, Run):
                     for operation, count in self._tally(item.block, known).items():
-                        found[operation] += count * item.times
+                        counts[operation] += count * item.times
                 else:
-                    found[item] += 1
-            known[block] = found
+                    counts[item] += 1
+            known[block] = counts
         return known[block]
 
     def num_operations(self, stage: int = 0) -> int:
-        """Of one step, without walking it."""
+        """Return the number of operations of one step, without expanding it."""
         return sum(self.tally(stage).values())

@@ -1,6 +1,6 @@
-"""What holds between the parts of a workload: names lead somewhere, ranks exist, it ends.
+"""Consistency of a workload: names exist, ranks exist, programs end.
 
-Nothing is walked, so any number of repeats is checked in a moment.
+Programs are not expanded, so the time does not depend on the number of repeats.
 """
 
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import CommOp, Group, Operation, Run, Workload
 
-# Operations of a program when it is walked. One of 2,048 micro-batches, 1,024 layers and 1,000
-# operations in each is 2**31; at a million operations a second 2**40 would take twelve days.
+# Operations of an expanded program. 2,048 micro-batches of 1,024 layers with 1,000 operations
+# are 2**31; at a million operations per second 2**40 would take twelve days.
 MOST_OPERATIONS = 2**40
-MOST_BYTES = 2**63 - 1  # of a message's buffer: what a signed 64-bit size holds
+MOST_BYTES = 2**63 - 1  # of a message's buffer: a signed 64-bit size
 
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """Of a block and those it runs. length: operations; a block without any counts as one."""
+    """Content of a block and the blocks it runs. length: operations; an empty block is 1."""
 
     length: int
     names: frozenset[str]
@@ -25,7 +25,7 @@ class _Inside:
 
 
 def check(workload: Workload) -> None:
-    """Raises ConfigError where parts contradict each other."""
+    """Raise ConfigError if parts contradict each other."""
     stages, world = workload.stages, workload.world_size
     if not stages:
         raise ConfigError("stages", 0, "one or more")
@@ -47,19 +47,19 @@ def check(workload: Workload) -> None:
         for text in program.awaited:
             if text not in program.names and awaited_name(text) not in program.names:
                 raise ConfigError("after", text, "the name of an operation of its program")
-    if workload.rules != "capture":  # its groups are those of the one rank that ran
+    if workload.rules != "capture":  # its groups belong to the one rank that ran
         _check_groups(workload, [(number, program.groups) for number, program in programs])
 
 
 def awaited_name(after: str) -> str:
-    """Of whom `after` tells: "gather" of "gather~1"."""
+    """Return the name in an entry of `after`: "gather" for "gather~1"."""
     name, mark, back = after.rpartition("~")
     return name if mark and back.isdecimal() else after
 
 
 @dataclass(slots=True)
 class _Blocks:
-    """What is in blocks; each is looked into once."""
+    """Contents of blocks; each block is read once."""
 
     workload: Workload
     _known: dict[str, _Inside] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class _Blocks:
     _checked: set[int] = field(default_factory=set)
 
     def find(self, name: str) -> _Inside:
-        """Raises ConfigError."""
+        """Return the content of a block. Raise ConfigError."""
         if name in self._known:
             return self._known[name]
         if name not in self.workload.blocks:
@@ -116,21 +116,21 @@ class _Blocks:
 
 
 def _check_groups(workload: Workload, used: list[tuple[int, frozenset[str]]]) -> None:
-    """That members of a group are ranks, whichever rank of a stage asks for them."""
+    """Check that all members of a group are ranks, for every rank of the stages that use it."""
     world = workload.world_size
     per_stage = world // len(workload.stages)
     for name, group in workload.groups.items():
         stages = {number for number, names in used if name in names}
-        ranks = [range(one * per_stage, (one + 1) * per_stage) for one in sorted(stages)]
+        ranks = [range(at * per_stage, (at + 1) * per_stage) for at in sorted(stages)]
         if not _fits(group, world, ranks):
-            raise ConfigError("group", group.digits, f"digits that fit {world} ranks")
+            raise ConfigError("group", group.digits, f"dimensions that fit {world} ranks")
 
 
 def _fits(group: Group, world: int, users: list[range]) -> bool:
-    """Whether digits do not overlap and divide the world.
+    """Return whether the dimensions do not overlap and divide the world.
 
-    The slowest one need not if all members of its users are ranks: first and last of three
-    stages. One without users then has no second group.
+    The slowest-varying dimension need not divide it if all members of its users are ranks, such
+    as the first and last of three stages. A group without users must then be the only one.
     """
     size = stride = span = 1
     for next_stride, next_size in sorted((stride, size) for size, stride in group.digits):
@@ -148,9 +148,9 @@ def _fits(group: Group, world: int, users: list[range]) -> bool:
 
 
 def _last_member(size: int, stride: int, span: int, ranks: range) -> int:
-    """The largest rank of any group that these ranks are in.
+    """Return the largest rank of any group of these ranks.
 
-    size, stride: of the slowest digit; span: ranks that the faster ones take.
+    size, stride: slowest-varying dimension; span: ranks that the faster dimensions cover.
     """
     last = ranks[-1] // stride
     places = [(last, ranks[-1] % stride)]

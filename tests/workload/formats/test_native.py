@@ -151,7 +151,7 @@ def test_messages_name_the_place(change: dict[str, Any], words: str) -> None:
             '"peer":1,"after":["x"]',
             "after x is invalid: it must be the name of an operation",
         ),
-        ('"tp":[[2,1]]', '"tp":[[3,1]]', "group .*digits that fit 4 ranks"),
+        ('"tp":[[2,1]]', '"tp":[[3,1]]', "group .*dimensions that fit 4 ranks"),
         ('"count":64', f'"count":{10**40}', r"ops\[1\].count 1.*2\*\*63"),
         ('"first",4,', f'"first",{10**12},', "one that ends: at most 2\\*\\*40 operations"),
     ],
