@@ -80,8 +80,8 @@ def _facts(case: "CommCase | TrainCase") -> str:
 
     if not isinstance(case, TrainCase):
         return format_bytes(case.message_bytes)
-    from stepmark.core.flops import per_token  # noqa: PLC0415
     from stepmark.app.memory import estimate  # noqa: PLC0415
+    from stepmark.core.flops import per_token  # noqa: PLC0415
 
     flops = per_token(case).hfu * case.tokens_per_step * case.micro_steps
     memory = format_bytes(round(estimate(case).total_bytes / MIB) * MIB)
