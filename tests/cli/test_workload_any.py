@@ -4,7 +4,7 @@ from collections import Counter
 
 from hypothesis import HealthCheck, assume, given, settings
 
-from stepmark.cli import workload_cases
+from stepmark.app import workload_show
 from stepmark.cli.comm_workload import commands
 from stepmark.core.message import RECV
 from stepmark.core.workload import CommOp, Workload
@@ -52,7 +52,7 @@ def test_every_message_is_in_one_distinct_case(workload: Workload) -> None:
         one for block in workload.blocks.values() for one in block if isinstance(one, CommOp)
     ]
     assume(all((one.root or 0) < workload.groups[one.group].size for one in comms))
-    found = workload_cases.messages(workload)
+    found = workload_show.messages(workload)
     assert len({one.case for one in found}) == len(found)
     for stage in range(len(workload.stages)):
         sent = sum(

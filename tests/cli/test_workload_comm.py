@@ -145,10 +145,10 @@ def test_cases_on_the_ranks_there_are(run: Program) -> None:
     ("line", "word"),
     [
         ("--from-workload w.json --print nccl", "nccl-tests or rccl-tests"),
-        ("--from-workload w.json -b 8 --print nccl-tests", "begin"),
+        ("--from-workload w.json -b 8 --print nccl-tests", "-b"),
         ("--from-workload w.json --model llama-3.1-8b --print nccl-tests", "model"),
-        ("--from-workload w.json -d bf16 --print nccl-tests", "dtype"),
-        ("--from-workload w.json -n 0 --print nccl-tests", "iters"),
+        ("--from-workload w.json -d bf16 --print nccl-tests", "-d"),
+        ("--from-workload w.json -n 0 --print nccl-tests", "-n"),
         ("all_to_all --from-workload w.json --print nccl-tests", "all_to_all"),
         ("nonsense --from-workload w.json --print nccl-tests", "nonsense"),
         ("all_reduce --print nccl-tests --nproc 1", "nproc"),

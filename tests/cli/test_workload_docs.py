@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.cli import workload_flags
-from stepmark.cli.workload_aicb import NO_EFFECT
+from stepmark.app.workload_flags import NO_EFFECT, options_class
+from stepmark.core.options import Option, options
 from stepmark.workload.formats import FORMATS
 from stepmark.workload.rules import RULES
 
@@ -62,12 +62,16 @@ def test_commands_work(run: Program, page: str) -> None:
                 assert Path(after).stat().st_size
 
 
+def settings_of(framework: str) -> list[Option]:
+    title = f"Settings of {framework}"
+    return [one for one in options(options_class(framework)) if one.group == title]
+
+
 def test_settings_that_are_listed_are_there() -> None:
     text = REFERENCE.read_text()
     for name, rule in RULES.items():
         section = text.split(f"\n### {name}\n")[1].partition("\n##")[0]
-        flags = workload_flags.of_settings(rule.fields())
-        known = {part for flag in flags for one in flag.names for part in one.split("/")}
+        known = {word for one in settings_of(name) for word in one.words}
         known |= {f"--{field.replace('_', '-')}" for field in rule.fields()}
         listed = re.findall(r"^\| (`--.*?) \| ", section, re.M)
         assert len(listed) > 5
@@ -86,10 +90,9 @@ def test_formats_that_are_listed_are_all() -> None:
 
 def test_every_parameter_of_aicb_is_listed() -> None:
     rows = AICB.read_text().split("## Parameters")[1].splitlines()
-    flags = [
-        one for rule in RULES.values() for one in workload_flags.of_settings(rule.fields())
-    ]
-    somewhere = {name for flag in flags for name in workload_flags.words(flag)}
+    flags = [one for name in RULES for one in settings_of(name)]
+    words = {word.lstrip("-").replace("-", "_") for one in flags for word in one.words}
+    somewhere = words | {one.name for one in flags}
     for name in NO_EFFECT:
         spelled = f"`--{name}`", f"`--{name.replace('_', '-')}`"
         row = next((row for row in rows if any(one in row for one in spelled)), "")

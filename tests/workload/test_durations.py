@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.cli.workload_files import timed
+from stepmark.app.workload_files import timed
 from stepmark.core.case import OpCase
 from stepmark.core.device import load_devices
 from stepmark.core.dtypes import DType

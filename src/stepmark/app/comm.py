@@ -61,16 +61,14 @@ def show(path: Path, values: Values, code: int) -> int:
 
 
 def _show(run: "View", values: Values) -> None:
-    from stepmark.app.view import console  # noqa: PLC0415
+    from stepmark.app.view import show_rows  # noqa: PLC0415
     from stepmark.report import nccl_tests, p2p_matrix  # noqa: PLC0415
-    from stepmark.report.comm_columns import COMM_COLUMNS  # noqa: PLC0415
-    from stepmark.report.row_tables import print_rows  # noqa: PLC0415
 
     if style := values.get("style"):
         sys.stdout.write("\n".join(_styles()[style](run.records, run.run).values()))
         return
     if values.get("wide"):
-        print_rows(run.comm_rows, console(), COMM_COLUMNS)
+        show_rows(run)
         return
     matrices = [m for m in p2p_matrix.matrices(run.comm_rows) if len(m.known) > 1]
     drawn = {matrix.family for matrix in matrices}

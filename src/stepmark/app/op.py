@@ -77,12 +77,10 @@ def _files(run: "View", values: Values) -> None:
 
 
 def _show(run: "View", values: Values) -> None:
-    from stepmark.app.view import console  # noqa: PLC0415
-    from stepmark.report.op_columns import OP_COLUMNS  # noqa: PLC0415
-    from stepmark.report.row_tables import print_rows  # noqa: PLC0415
+    from stepmark.app.view import show_rows  # noqa: PLC0415
 
     if not values.get("style"):
-        print_rows(run.rows, console(), OP_COLUMNS)
+        show_rows(run)
 
 
 def listed(cases: Sequence[OpCase], values: Values) -> None:

@@ -8,10 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from stepmark.app.view import View, console, read_aloud, show_rows, sql_types, view
+from stepmark.core.option_groups import Files
 from stepmark.core.record import RunInfo
 from stepmark.core.verb_options import (
     ExportOptions,
-    Files,
     ListOptions,
     ShowOptions,
     SqlOptions,

@@ -8,7 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from stepmark.app.machine import machine
 from stepmark.app.sweep_run import Means, environment
+from stepmark.cli import comm
+from stepmark.cli.options import as_command
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.log_facts import Choice
 from stepmark.core.record import RunInfo
@@ -80,19 +85,12 @@ def request(path: Path, plugin: str | None, sweep: Sweep, *, force: bool) -> Req
 
 def check_device(request: Request) -> None:
     """Raises ConfigError where NCCL does not run."""
-    from stepmark.app.machine import machine  # noqa: PLC0415
-
     if machine(request.values.get("device")).device != "cuda":
         raise ConfigError("emit-tuner", "cpu", "only on accelerators: gloo has no tuner")
 
 
 def _values_of(command: Sequence[str]) -> dict[str, Any]:
     """The flags of a comm command as its verb sees them."""
-    import typer  # noqa: PLC0415
-
-    from stepmark.cli import comm  # noqa: PLC0415
-    from stepmark.cli.options import as_command  # noqa: PLC0415
-
     caught: list[dict[str, Any]] = []
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
     app.command()(as_command(caught.append, "", comm.NAMES, *comm.ALL))
@@ -273,8 +271,6 @@ class Probe:
         values: Mapping[str, Any],
         more: Mapping[str, str],
     ) -> None:
-        from stepmark.cli.comm import as_arguments  # noqa: PLC0415
-
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob("nccl.*"):
             stale.unlink()
@@ -285,7 +281,12 @@ class Probe:
         }
         self.means.say(f"probe {folder.relative_to(self.journal.path)}: {setting.name}")
         ended = child.run(
-            [*self.means.program, *as_arguments(list(names), values), "--out", str(folder)],
+            [
+                *self.means.program,
+                *comm.as_arguments(list(names), values),
+                "--out",
+                str(folder),
+            ],
             {**environment(setting, self.means.base), **log, **more},
             out=folder / "out",
             err=folder / "err",

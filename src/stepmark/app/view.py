@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 
 from stepmark.core.case import OpCase
 from stepmark.core.device import DeviceSpec, find_device
+from stepmark.core.ops import Op
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.report import comm_columns, op_columns, train_columns
+from stepmark.report.row_tables import print_rows
+from stepmark.report.training_printing import print_training
 from stepmark.store.reader import (
     Run,
+    find_run,
     latest,
     list_runs,
     read,
@@ -105,6 +109,23 @@ def medians(records: list[Record]) -> dict[str, float]:
     }
 
 
+def operator_medians(runs: Path, name: str) -> tuple[str, dict[Op, float]]:
+    """A run's name, and the median of the slowest rank by operator.
+
+    The fastest of several backends; wrong results are left out.
+    """
+    path = find_run(runs, name)
+    times: dict[Op, float] = {}
+    for record in read_aloud(path).latest:
+        if not isinstance(record, Measured) or not isinstance(record.case, OpCase):
+            continue
+        if record.num_wrong or not record.samples.seconds:
+            continue
+        time_s = summarize(slowest_per_sample(record.samples.seconds)).median
+        times[record.case.op] = min(time_s, times.get(record.case.op, time_s))
+    return path.name, times
+
+
 def sql_types() -> dict[str, str]:
     """The SQL type of every declared column."""
     declared = (op_columns.OP_COLUMNS, comm_columns.COMM_COLUMNS, train_columns.TRAIN_COLUMNS)
@@ -113,9 +134,6 @@ def sql_types() -> dict[str, str]:
 
 def show_rows(seen: View) -> None:
     """A table for each kind of case that the run has."""
-    from stepmark.report.row_tables import print_rows  # noqa: PLC0415
-    from stepmark.report.training_printing import print_training  # noqa: PLC0415
-
     if seen.rows or not (seen.comm_rows or seen.train_rows):
         print_rows(seen.rows, console(), op_columns.OP_COLUMNS)
     if seen.comm_rows:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.options import Option, Reader, flag, options
+from stepmark.core.options import Reader, flag, options
 from stepmark.core.workload_options import GenerateOptions
 from stepmark.workload.rules import RULES
 
@@ -45,40 +45,47 @@ _LARGE = 10**6  # elements, not layers
 @functools.cache
 def options_class(framework: str) -> type[GenerateOptions]:
     """GenerateOptions with the settings of a framework, and AICB's names without effect."""
-    settings = RULES[framework].fields()
-    taken = {name for option in options(GenerateOptions) for name in _names(option)}
-    own = [(*_setting(name, field),) for name, field in settings.items() if name not in taken]
-    if "stage" not in settings:
+    fields = RULES[framework].fields()
+    taken = _names(GenerateOptions)
+    own = [_setting(name, field) for name, field in fields.items() if name not in taken]
+    if "stage" not in fields:
         text = "pipeline stage, as --pp-rank; of DeepSpeed it is ZeRO's"
         own.append(("pipeline_stage", int | None, flag(text, "--stage")))
-    made = _class(f"Settings of {framework}.", own, GenerateOptions)
-    taken = {name for option in options(made) for name in _names(option)}
+    settings = _class(f"Settings of {framework}.", own)
+    taken |= _names(settings)
     ignored: list[tuple[str, Any, Any]] = []
     for name in NO_EFFECT:
         if name not in taken:
             kind, default = (bool, False) if name in _SWITCHES else (str | None, None)
             spelling = f"--{name.replace('_', '-')}"
             ignored.append((name, kind, flag("AICB's; no effect", spelling, default=default)))
-    return _class("AICB's parameters without effect.", ignored, made)
+    without_effect = _class("AICB's parameters without effect.", ignored)
+    made: type[GenerateOptions] = _class(
+        framework, [], GenerateOptions, settings, without_effect
+    )
+    return made
 
 
-def _class(
-    title: str, fields: list[tuple[str, Any, Any]], base: type[GenerateOptions]
-) -> type[GenerateOptions]:
-    made = dataclasses.make_dataclass(
+def _class(title: str, fields: list[tuple[str, Any, Any]], *bases: type) -> Any:
+    """A group of options, or with bases the class that joins them."""
+    return dataclasses.make_dataclass(
         "Generate",
         fields,
-        bases=(base,),
+        bases=bases,
+        namespace={"__doc__": title},
         frozen=True,
         kw_only=True,
-        namespace={"__doc__": title},
+        init=bool(bases),
+        repr=False,
+        eq=False,
     )
-    return typing.cast(type[GenerateOptions], made)
 
 
-def _names(option: Option) -> set[str]:
-    """All names of an option, with _ and without dashes in front."""
-    return {option.name, *(word.lstrip("-").replace("-", "_") for word in option.words)}
+def _names(cls: type) -> set[str]:
+    """All names of options, with _ and without dashes in front."""
+    names = {option.name for option in options(cls)}
+    words = (word for option in options(cls) for word in option.words)
+    return names | {word.lstrip("-").replace("-", "_") for word in words}
 
 
 def _setting(name: str, field: "dataclasses.Field[Any]") -> tuple[str, Any, Any]:
@@ -93,7 +100,7 @@ def _setting(name: str, field: "dataclasses.Field[Any]") -> tuple[str, Any, Any]
         text += f" [{field.default}]"
     reader = Reader(
         read=functools.partial(_read, kind, field.default),
-        metavar={int: "INTEGER", float: "FLOAT"}.get(kind, "TEXT"),
+        metavar={int: "<int>", float: "<float>"}.get(kind, "<str>"),
     )
     return name, Annotated[kind, reader] | None, flag(text, *spellings)
 
@@ -104,6 +111,13 @@ def kind_of(field: "dataclasses.Field[Any]") -> Any:
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
     return kind
+
+
+def typed(field: "dataclasses.Field[Any]", value: object, name: str) -> Any:
+    """A setting in its field's type, which a general option of that name may not have."""
+    if not isinstance(value, str):
+        return value
+    return _read(kind_of(field), field.default, value, name.replace("_", "-"))
 
 
 def _read(kind: Any, default: object, text: str, field: str) -> Any:

@@ -62,7 +62,7 @@ def plan(names: list[str], values: Values, device: str, world_size: int) -> Plan
 
 def _cases(names: list[str], values: Values) -> Iterable[CommCase]:
     """With their true groups, labelled with what they are of."""
-    from stepmark.cli import workload_cases, workload_files  # noqa: PLC0415
+    from stepmark.app import workload_files, workload_show  # noqa: PLC0415
 
     for flag in _SAID:
         if values.get(flag):
@@ -76,7 +76,7 @@ def _cases(names: list[str], values: Values) -> Iterable[CommCase]:
         for name in map(comm_values.collective_name, names)
     ]
     workload = workload_files.read(values["from_workload"])
-    found = workload_cases.messages(workload, wanted)
+    found = workload_show.messages(workload, wanted)
     if not found:
         allowed = f"a workload that has {' or '.join(wanted) or 'communication'}"
         raise ConfigError("from-workload", values["from_workload"], allowed)
@@ -91,9 +91,9 @@ def _placed(
     true: CommCase, base: CommCase, world_size: int, notes: list[str]
 ) -> CommCase | None:
     """On this machine, called as the flags say."""
-    from stepmark.cli import workload_cases  # noqa: PLC0415
+    from stepmark.app import workload_show  # noqa: PLC0415
 
-    fitted = workload_cases.fitted(true, world_size)
+    fitted = workload_show.fitted(true, world_size)
     if fitted is None:
         notes.append(f"left out: {_described(true)}: too small for {world_size} ranks")
         return None

@@ -142,7 +142,7 @@ def _parameter(option: Option) -> inspect.Parameter:
     metavar = option.metavar or None
     text = _with_default(option)
     declared = (
-        typer.Argument(help=text, metavar=None if metavar == "TEXT" else metavar)
+        typer.Argument(help=text, metavar=None if metavar == "<str>" else metavar)
         if option.argument
         else typer.Option(
             *option.spellings,

@@ -1,148 +1,40 @@
-"""stepmark workload: generate, show, convert and capture what a training step does.
+"""stepmark workload: generate, show, convert and capture what a training step does."""
 
-Over 250 lines: four commands and what is particular about reading their flags.
-"""
-
-import sys
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import typer
-import typer.core
 import typer.main
 
-from stepmark.cli import workload_flags
-from stepmark.cli.flags import Command, Group
-from stepmark.cli.options import Flag, Values, as_command
-from stepmark.cli.workload_flags import (
-    COMPUTE_FROM,
-    DISTINCT,
-    LEFT_OUT,
-    OUT,
-    RANK,
-    STAGE,
-    TABLES,
+from stepmark.cli.flags import Command, Group, group, verb
+from stepmark.core.errors import ConfigError
+from stepmark.core.options import options
+from stepmark.core.workload_options import (
+    CaptureOptions,
+    ConvertOptions,
+    GenerateOptions,
+    ShowOptions,
 )
 
-_FILE = Flag(name="file", kind=str, help="workload, in any format; - = stdin", argument=True)
-_SHOW = (
-    _FILE,
-    STAGE,
-    DISTINCT,
-    Flag(
-        name="html",
-        kind=str,
-        help="page with the figures; needs no network; - = stdout",
-    ),
-    *TABLES,
-    *LEFT_OUT,
-)
-_CONVERT = (
-    _FILE,
-    Flag(name="to", kind=str, names=("--to", "--format"), help="of the new file [native]"),
-    OUT,
-    COMPUTE_FROM,
-    Flag(name="stage", kind=int, help="pipeline stage, for formats of one stage [0]"),
-    RANK,
-    *LEFT_OUT,
-)
-_CAPTURE = (
-    Flag(name="file", kind=str, help="FILE.py:FUNCTION that builds the job", argument=True),
-    Flag(name="world_size", kind=int, help="ranks of the job"),
-    Flag(name="rank", kind=int, help="the rank that is recorded [0]"),
-    OUT,
-)
+_HANDLERS = "stepmark.app.workload"
+_KNOWN = {one.name: one.spellings for one in options(GenerateOptions)}
+_FRAMEWORK, _FORMAT = _KNOWN["framework"], _KNOWN["to"]
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none")
 
 
-def generate(values: Values) -> None:
-    """From flags to a file, or to what show prints."""
-    from stepmark.cli import workload_files, workload_job, workload_output  # noqa: PLC0415
-    from stepmark.core.errors import ConfigError  # noqa: PLC0415
-
-    workload_job.say_no_effect(values)
-    made = workload_job.generate(values)
-    notes = made.notes
-    if values.get("comp_filepath") and not values.get("compute_from"):
-        made = workload_files.timed_as_aicb(made, values["comp_filepath"])
-    else:
-        made = workload_files.timed(made, values.get("compute_from"))
-    if not (values.get("out") or values.get("to")):
-        _show(made, values)
-        return
-    tables_on_stdout = values.get("distinct") or "-" in (values.get("json"), values.get("csv"))
-    if tables_on_stdout and (values.get("out") or "-") == "-":
-        raise ConfigError("out", "-", "a file, as the tables go to stdout")
-    for note in notes:
-        sys.stderr.write(f"# {note}\n")
-    workload_output.deliver(made, values)
-    if values.get("distinct"):
-        _show(made, values)
-    elif values.get("json") or values.get("csv"):
-        from stepmark.cli import workload_show  # noqa: PLC0415
-
-        workload_show.write_tables(made, values)
-
-
-def show(values: Values) -> None:
-    """What a file says."""
-    from stepmark.cli import workload_files  # noqa: PLC0415
-
-    _show(workload_files.read(_file(values), values), values)
-
-
-def convert(values: Values) -> None:
-    """From one format to another."""
-    from stepmark.cli import workload_files, workload_output  # noqa: PLC0415
-
-    read = workload_files.read(_file(values), values)
-    workload_output.deliver(workload_files.timed(read, values.get("compute_from")), values)
-
-
-def capture(values: Values) -> None:
-    """Run code on fake tensors and fake ranks; the only command here that loads torch."""
-    from stepmark.cli import workload_capture  # noqa: PLC0415
-
-    workload_capture.capture(_file(values), values)
-
-
-def _show(workload: Any, values: Values) -> None:
-    from stepmark.cli import workload_show  # noqa: PLC0415
-
-    workload_show.show(workload, values)
-
-
-def _file(values: Values) -> str:
-    from stepmark.core.errors import ConfigError  # noqa: PLC0415
-
-    if not values.get("file"):
-        raise ConfigError("workload", "missing", "a file")
-    return str(values["file"])
-
-
-def _generate_command(args: list[str]) -> Any:
-    """Its flags are those of the framework that the arguments name: no other's are read."""
-    from stepmark.cli import workload_aicb  # noqa: PLC0415
+def _generate(args: list[str]) -> Any:
+    """The command with the options of the framework that the arguments name."""
+    from stepmark.app.workload_flags import options_class  # noqa: PLC0415
     from stepmark.workload.rules import RULES, find_rule  # noqa: PLC0415
 
-    framework = find_rule(workload_flags.framework_of(args) or "megatron")
-    groups: list[tuple[Flag, ...]] = [
-        workload_flags.WHAT,
-        workload_flags.MODEL,
-        workload_flags.EXPERTS,
-        workload_flags.SPREAD,
-        workload_flags.WRITE,
-        workload_flags.of_settings(RULES[framework].fields()),
-    ]
-    if "stage" not in RULES[framework].fields():
-        groups.append((workload_flags.PIPELINE_STAGE,))
-    taken = {name for group in groups for flag in group for name in workload_flags.words(flag)}
-    groups.append(workload_aicb.flags(taken))
+    framework = find_rule(framework_of(args) or "megatron")
     listed = "; ".join(f"{name} ({rule.help})" for name, rule in RULES.items())
     doc = (
         "Generate what one training step computes and communicates. Flags may be written with "
         f"- or with _. Frameworks: {listed}. --framework NAME --help shows a framework's "
         f"settings; these are {framework}'s."
     )
-    return as_command(generate, doc, *groups)
+    return verb(options_class(framework), f"{_HANDLERS}:run_generate", doc)
 
 
 class _Command(Command):
@@ -157,13 +49,13 @@ class _Command(Command):
         }
         valued = {name for one in self.params if not _is_switch(one) for name in one.opts}
         if "--recompute" not in valued:
-            args = workload_flags.with_bare_recompute(args)
-        elif workload_flags.with_bare_recompute(args) != args:
+            args = with_bare_recompute(args)
+        elif with_bare_recompute(args) != args:
             refuse_bare_recompute(args)
-        spelled = [workload_flags.spelled(word, switches) for word in args]
-        workload_flags.refuse_two_formats(spelled)
+        words = [spelled(word, switches) for word in args]
+        refuse_two_formats(words)
         try:
-            return super().parse_args(ctx, [word for word in spelled if word])
+            return super().parse_args(ctx, [word for word in words if word])
         except Exception as error:
             option = getattr(error, "option_name", "")
             if option and not any(
@@ -175,7 +67,6 @@ class _Command(Command):
 
 def refuse_of_others(option: str) -> None:
     """Raises ConfigError where an unknown option is a setting of another framework."""
-    from stepmark.core.errors import ConfigError  # noqa: PLC0415
     from stepmark.workload.rules import RULES  # noqa: PLC0415
 
     name = option.lstrip("-").removeprefix("no-").replace("-", "_")
@@ -186,35 +77,87 @@ def refuse_of_others(option: str) -> None:
 
 def refuse_bare_recompute(args: list[str]) -> None:
     """AICB's has no value, this framework's has one: which is not guessed."""
-    from stepmark.core.errors import ConfigError  # noqa: PLC0415
+    from stepmark.app.workload_flags import kind_of  # noqa: PLC0415
     from stepmark.workload.rules import RULES, find_rule  # noqa: PLC0415
 
-    framework = find_rule(workload_flags.framework_of(args))
-    allowed = f"with {framework} one of {workload_flags.kinds(RULES[framework].fields())}"
-    raise ConfigError("recompute", "no value", allowed)
+    framework = find_rule(framework_of(args))
+    recompute = kind_of(RULES[framework].fields()["recompute"])
+    kinds = ", ".join(one for one in recompute if one != "none")
+    raise ConfigError("--recompute", "given", f"it needs a value with {framework}: {kinds}")
 
 
 def _is_switch(parameter: Any) -> bool:
     return bool(getattr(parameter, "is_flag", False))
 
 
-_COMMANDS: dict[str, tuple[str, Any]] = {
+def spelled(word: str, switches: Container[str]) -> str:
+    """An option as it is declared: --seq_len=4 is --seq-len=4. Other words stay.
+
+    switches: options without a value, and their opposites; --aiob_enable=True is --aiob-enable,
+    =False the opposite, and "" where there is none.
+    """
+    if not word.startswith("--"):
+        return word
+    name, is_, value = word.partition("=")
+    name = name.replace("_", "-")
+    if is_ and name in switches and value.lower() in _YES:
+        return name
+    if is_ and name in switches and value.lower() in _NO:
+        opposite = "--no-" + name.removeprefix("--")
+        return opposite if opposite in switches else ""
+    return name + is_ + value
+
+
+def framework_of(args: Sequence[str]) -> str:
+    """What the command line says of --framework, before it is parsed; "" for nothing."""
+    found = ""
+    for word, after in zip(args, [*args[1:], ""], strict=False):
+        name, is_, value = spelled(word, ()).partition("=")
+        if name in _FRAMEWORK:
+            found = value if is_ else after
+    return found
+
+
+def with_bare_recompute(args: list[str]) -> list[str]:
+    """AICB's --recompute has no value and means --recompute-activations."""
+    return [
+        "--recompute-activations" if word == "--recompute" and after.startswith("-") else word
+        for word, after in zip(args, [*args[1:], "-"], strict=False)
+    ]
+
+
+def refuse_two_formats(args: Sequence[str]) -> None:
+    """--to and --format that differ: ConfigError. The last one of other flags wins."""
+    said: dict[str, str] = {}
+    for word, after in zip(args, [*args[1:], ""], strict=False):
+        name, is_, value = word.partition("=")
+        if name in _FORMAT:
+            said[name] = value if is_ else after
+    if len(set(said.values())) > 1:
+        raise ConfigError("format", " and ".join(said.values()), "one format")
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[list[str]], Any]]] = {
     "generate": (
         "What a step of any model x parallelism does; AICB's parameters are accepted.",
-        _generate_command,
+        _generate,
     ),
     "show": (
         "What is in a workload: messages, shapes, layers, pipeline.",
-        lambda args: as_command(show, "Show what is in a workload file.", _SHOW),
+        lambda _: verb(ShowOptions, f"{_HANDLERS}:show", "Show what is in a workload file."),
     ),
     "convert": (
         "Between stepmark's, AICB's, SimAI's and others' files.",
-        lambda args: as_command(convert, "Write a workload in another format.", _CONVERT),
+        lambda _: verb(
+            ConvertOptions, f"{_HANDLERS}:convert", "Write a workload in another format."
+        ),
     ),
     "capture": (
         "From your own PyTorch code, run on fake tensors and fake ranks.",
-        lambda args: as_command(
-            capture, "Record what PyTorch code does: fake tensors, fake ranks.", _CAPTURE
+        lambda _: verb(
+            CaptureOptions,
+            f"{_HANDLERS}:capture",
+            "Record what PyTorch code does: fake tensors, fake ranks.",
         ),
     ),
 }
@@ -236,13 +179,9 @@ def _unread() -> None:
     raise AssertionError("a command that is asked for is built")
 
 
-app = typer.Typer(
-    cls=_Verbs,
-    rich_markup_mode=None,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="What one training step computes and communicates: generate, show, convert, capture.",
+app = group(
+    "What one training step computes and communicates: generate, show, convert, capture.",
+    _Verbs,
 )
 for _name, (_help, _) in _COMMANDS.items():
     app.command(_name, help=_help)(_unread)

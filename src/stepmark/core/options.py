@@ -30,7 +30,7 @@ class Reader:
 
     read: Callable[[str, str], Any]
     show: Callable[[Any], str] = str
-    metavar: str = "TEXT"
+    metavar: str = "<str>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,15 @@ class Flag:
     spellings: tuple[str, ...] = ()
     argument: bool = False
     metavar: str = ""
+
+
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
+def group(cls: type[T]) -> type[T]:
+    """Declare a group of options for other classes to inherit.
+
+    A dataclass without methods, which take most of the time that defining one takes.
+    """
+    return dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)(cls)
 
 
 REQUIRED: Any = dataclasses.MISSING
@@ -171,8 +180,8 @@ def exact(value: float) -> str:
 
 _READERS: dict[Any, Reader] = {
     str: Reader(read=lambda text, field: text),
-    int: Reader(read=_whole, metavar="INTEGER"),
-    float: Reader(read=_number, show=exact, metavar="FLOAT"),
+    int: Reader(read=_whole, metavar="<int>"),
+    float: Reader(read=_number, show=exact, metavar="<float>"),
     bool: Reader(read=lambda text, field: text == "True"),
     Path: Reader(read=lambda text, field: Path(text), metavar="PATH"),
 }
@@ -211,7 +220,7 @@ def between(low: float, high: float) -> Reader:
             raise ConfigError(field, text, f"from {exact(low)} to {exact(high)}")
         return value
 
-    return Reader(read=read, show=exact, metavar="INTEGER" if is_whole else "FLOAT")
+    return Reader(read=read, show=exact, metavar="<int>" if is_whole else "<float>")
 
 
 def _duration(seconds: float) -> str:

@@ -1,41 +1,23 @@
-"""The options of verbs that measure nothing of their own, and groups that verbs share."""
+"""The options of verbs that measure nothing of their own."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from stepmark.core.errors import ConfigError
-from stepmark.core.options import REQUIRED, Duration, Share, between, flag, words_of
+from stepmark.core.option_groups import Files
+from stepmark.core.options import REQUIRED, Duration, Share, between, flag, group, words_of
 
 _RUN = "run id or its beginning, a path, or latest"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """Files."""
-
-    json: str | None = flag("rows as JSON; - = stdout, DIR/ = a file in it", metavar="PATH")
-    csv: str | None = flag("rows as CSV; - = stdout, DIR/ = a file in it", metavar="PATH")
-
-    @property
-    def to_stdout(self) -> bool:
-        """Whether stdout is one of the files, so that nothing else may be printed there."""
-        return "-" in (self.json, self.csv)
-
-    def check_stdout(self) -> None:
-        """Refuse two outputs on stdout. Raises ConfigError."""
-        if self.json == self.csv == "-":
-            raise ConfigError("csv", "-", "a path: stdout is already taken by --json")
-
-
-@dataclass(frozen=True, kw_only=True)
+@group
 class RunsFolder:
     """Runs."""
 
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class RunName(RunsFolder):
     """Runs."""
 
@@ -98,7 +80,7 @@ class CheckOptions(Files, RunsFolder):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class Settings:
     """Settings to compare."""
 
@@ -114,7 +96,7 @@ class Settings:
     baseline: str | None = flag("setting to compare with [default, or the first]")
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class Rounds:
     """Rounds."""
 
@@ -135,7 +117,7 @@ class Rounds:
     dry_run: bool = flag("list the commands, run none", "--dry-run", default=False)
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class Recommendation:
     """Recommendation."""
 

@@ -1,16 +1,17 @@
 """The options of `stepmark workload`: ours, and AICB's spellings of the same.
 
 Every option may be written with - or with _. The settings of the framework's rules are options,
-too: `stepmark.app.workload_settings` adds them when the framework is known.
+too: `stepmark.app.workload_flags` adds them when the framework is known.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from stepmark.core.options import flag
-from stepmark.core.verb_options import Files
+from stepmark.core.option_groups import Files
+from stepmark.core.options import REQUIRED, between, flag, group
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class Model:
     """Model."""
 
@@ -55,7 +56,7 @@ class Model:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class Experts:
     """Experts and MLA."""
 
@@ -91,7 +92,7 @@ class Experts:
     v_head_dim: int | None = flag("MLA: width of a value head")
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class Layout:
     """Layout."""
 
@@ -139,7 +140,7 @@ class Layout:
     dtype: str | None = flag("of weights and activations [bf16]")
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class What:
     """Framework."""
 
@@ -151,7 +152,7 @@ class What:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class LeftOut:
     """What a file leaves out."""
 
@@ -194,7 +195,9 @@ class GenerateOptions(What, Model, Experts, Layout, Shown):
 class ShowOptions(Shown, LeftOut):
     """Page."""
 
-    file: str | None = flag("workload, in any format; - = stdin", argument=True)
+    file: str = flag(
+        "workload, in any format; - = stdin", default=REQUIRED, argument=True, metavar="FILE"
+    )
     stage: int | None = flag("pipeline stage [0]")
     html: str | None = flag("page with the figures; needs no network; - = stdout")
 
@@ -203,7 +206,9 @@ class ShowOptions(Shown, LeftOut):
 class ConvertOptions(LeftOut):
     """Output."""
 
-    file: str | None = flag("workload, in any format; - = stdin", argument=True)
+    file: str = flag(
+        "workload, in any format; - = stdin", default=REQUIRED, argument=True, metavar="FILE"
+    )
     to: str | None = flag("of the new file [native]", "--to", "--format")
     out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
     compute_from: str | None = flag(
@@ -217,7 +222,9 @@ class ConvertOptions(LeftOut):
 class CaptureOptions:
     """Capture."""
 
-    file: str | None = flag("FILE.py:FUNCTION that builds the job", argument=True)
-    world_size: int | None = flag("ranks of the job")
-    rank: int | None = flag("the rank that is recorded [0]")
+    file: str = flag(
+        "FILE.py:FUNCTION that builds the job", default=REQUIRED, argument=True, metavar="FILE"
+    )
+    world_size: Annotated[int, between(1, 2**20)] = flag("ranks of the job", default=REQUIRED)
+    rank: int = flag("the rank that is recorded", default=0)
     out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.cli.workload_job import generate
+from stepmark.app.workload import generate
+from stepmark.app.workload_flags import options_class
 from stepmark.core.collectives import Collective
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Group, Operation, Workload
@@ -194,7 +195,11 @@ FRAMEWORKS = {
 def test_no_framework_loses_its_messages(framework: str) -> None:
     spread = {"tp": 4, "world_size": 4} if framework == "tp" else {"world_size": 8}
     more = {"stage": 3} if framework == "deepspeed" else {}
-    workload = generate({"framework": framework, "model": "llama-3-8b", **spread, **more})
+    workload = generate(
+        options_class(framework)(
+            **{"framework": framework, "model": "llama-3-8b", **spread, **more}
+        )
+    )
     assert framework in RULES
     text = text_of(workload)
     for collective in FRAMEWORKS[framework]:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepmark.cli import workload_files, workload_output
+from stepmark.app import workload_files
+from stepmark.app.workload_files import Target
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import CommOp, Kernel, Workload
 from stepmark.workload.formats import FORMATS, chakra, find_format, sniff
@@ -235,19 +236,19 @@ class TestFormats:
         self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         folder = tmp_path / "new" / "folder"
-        workload_output.deliver(every_kind(), {"to": name, "out": f"{folder}/"})
+        workload_files.deliver(every_kind(), Target(to=name, out=f"{folder}/"))
         files = {"chakra": 3, "param": 2}[name]
         assert f"wrote {folder}: {files} files" in capsys.readouterr().err
         assert len(list(folder.iterdir())) == files
         found = workload_files.read(str(folder))
         assert (found.rules, found.world_size) == ({"param": "param-trace"}.get(name, name), 2)
-        workload_output.deliver(every_kind(), {"to": name, "out": str(folder), "rank": 1})
+        workload_files.deliver(every_kind(), Target(to=name, out=str(folder), rank=1))
         assert f"{files - 1} file" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="rank 2"):
-            workload_output.deliver(every_kind(), {"to": name, "out": str(folder), "rank": 2})
+            workload_files.deliver(every_kind(), Target(to=name, out=str(folder), rank=2))
         (tmp_path / "file").touch()
         with pytest.raises(ConfigError, match="a folder"):
-            workload_output.deliver(every_kind(), {"to": name, "out": f"{tmp_path}/file/"})
+            workload_files.deliver(every_kind(), Target(to=name, out=f"{tmp_path}/file/"))
 
     @pytest.mark.parametrize(
         "metadata",

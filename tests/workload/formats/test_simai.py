@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.cli.workload_job import generate
+from stepmark.app.workload import generate
+from stepmark.app.workload_flags import options_class
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import Block, CommOp, ComputeOp, Workload
 from stepmark.workload.formats import native, simai
@@ -266,7 +267,9 @@ def test_a_generated_file_has_the_rows_of_aicb(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("framework", ["fsdp", "ddp", "deepspeed"])
 def test_no_framework_loses_its_messages(framework: str) -> None:
-    workload = generate({"framework": framework, "model": "llama-3-8b", "world_size": 8})
+    workload = generate(
+        options_class(framework)(framework=framework, model="llama-3-8b", world_size=8)
+    )
     workload = replace(workload, blocks=timed(workload))
     sent: Counter[tuple[str, str]] = Counter()
     for op, times in workload.tally().items():

@@ -1,17 +1,31 @@
-"""Which model `stepmark workload generate` is about: a name, a file, AICB's size, or widths.
+"""The model of `stepmark workload generate`: a name, a file, AICB's size, or widths.
 
-Over 250 lines: all that may replace a part of a model.
+Over 250 lines: all that may replace a part of a model, and models that are no decoder.
 """
 
-from dataclasses import dataclass, replace
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from stepmark.cli import workload_aicb
-from stepmark.cli.options import Values
-from stepmark.cli.workload_aicb import GPT_VOCAB_SIZE, LLAMA_VOCAB_SIZE, MAX_POSITIONS
+from stepmark.app.aicb_models import (
+    GPT_VOCAB_SIZE,
+    LLAMA_VOCAB_SIZE,
+    MAX_POSITIONS,
+    Kind,
+    Preset,
+    preset,
+)
+from stepmark.cli.plan import factor, models
 from stepmark.core.errors import ConfigError
-from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig
+from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig, find_model
+from stepmark.core.workload_options import Experts, GenerateOptions, Model
+from stepmark.workload.architecture import Architecture, Batch
 from stepmark.workload.job import with_seq_len
+from stepmark.workload.published import PUBLISHED, SEQ_LENS
+from stepmark.workload.rules import RULES
 
 _WIDTHS = ("num_layers", "hidden_size", "num_heads")
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -21,6 +35,7 @@ _NOTES = {
     "gpt-175b": "gpt-175b is AICB's, of 4096 positions; the published GPT-3 has 2048 "
     "(--seq-len 2048 --max-positions 2048)"
 }
+_TAKEN = ("model", "model_name", "seq_len")  # of a model that is no decoder
 _VOCAB_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 
@@ -32,85 +47,81 @@ class Chosen:
     notes: tuple[str, ...] = ()
 
 
-def choose(values: Values, framework: str, tp: int) -> Chosen:
+def choose(options: GenerateOptions, framework: str, tp: int) -> Chosen:
     """From the flags. Raises ConfigError."""
     notes: list[str] = []
-    model = _resized(_start(values, framework, notes), values, notes)
-    model = _with_experts(_with_mla(model, values), values, notes)
-    if values.get("scale"):
-        from stepmark.cli.plan import factor  # noqa: PLC0415
-
-        text = values["scale"]
+    model = _resized(_start(options, framework, notes), options, notes)
+    model = _with_experts(_with_mla(model, options), options, notes)
+    if options.scale:
+        text = options.scale
         model = model.tiny() if text == "tiny" else model.scaled(factor(text), tp=tp)
-    if seq_len := _positive(values, "seq_len"):
+    if seq_len := _positive(options, "seq_len"):
         model = with_seq_len(model, seq_len)
     elif model.name in _NOTES:
         notes.append(_NOTES[model.name])
     if model.num_layers > _MOST_LAYERS:
         raise ConfigError("num-layers", model.num_layers, f"at most {_MOST_LAYERS}")
-    if values.get("model_name"):
-        model = replace(model, name=values["model_name"])
-    return Chosen(model=_padded(model, values, framework, tp, notes), notes=tuple(notes))
+    if options.model_name:
+        model = replace(model, name=options.model_name)
+    return Chosen(model=_padded(model, options, framework, tp, notes), notes=tuple(notes))
 
 
-def _start(values: Values, framework: str, notes: list[str]) -> ModelConfig:
+def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelConfig:
     """Of the one source that is named."""
-    named = [name for name in ("model", "model_size") if values.get(name)]
+    named = [name for name in ("model", "model_size") if getattr(options, name, None)]
     if len(named) > 1:
         raise ConfigError("model", " and ".join(named), "give one of the two")
-    if values.get("model"):
-        from stepmark.cli.plan import models  # noqa: PLC0415
-
-        found = models({"model": values["model"]})
+    if options.model:
+        found = models({"model": options.model})
         if len(found) != 1:
-            raise ConfigError("model", values["model"], "one model")
+            raise ConfigError("model", options.model, "one model")
         return found[0]
-    if values.get("model_size"):
-        return _of_preset(workload_aicb.preset(values["model_size"], framework), values, notes)
+    if options.model_size:
+        return _of_preset(preset(options.model_size, framework), options, notes)
     for name in _WIDTHS:
-        if values.get(name) is None:
+        if getattr(options, name, None) is None:
             allowed = "a --model, a --model-size, or --num-layers, --hidden-size and "
             raise ConfigError(_flag(name), "missing", allowed + "--num-attention-heads")
-    kind: workload_aicb.Kind = "gpt" if framework == "megatron" else "llama"
+    kind: Kind = "gpt" if framework == "megatron" else "llama"
     like = {
         "gpt": "as GPT (layernorm, gelu unless --swiglu, tied, learned positions)",
         "llama": "as Llama (rmsnorm, swiglu, untied, rotary positions)",
     }[kind]
     notes.append(f"a model of given widths is built {like}")
-    return _built("custom", values, kind, {name: values[name] for name in _WIDTHS}, notes)
+    return _built(
+        "custom", options, kind, {name: getattr(options, name) for name in _WIDTHS}, notes
+    )
 
 
-def _of_preset(found: workload_aicb.Preset, values: Values, notes: list[str]) -> ModelConfig:
+def _of_preset(found: Preset, options: GenerateOptions, notes: list[str]) -> ModelConfig:
     if found.note:
         notes.append(found.note)
     if found.model:
-        from stepmark.core.model import find_model  # noqa: PLC0415
-
         return find_model(found.model)
     widths = {name: getattr(found, name) for name in _WIDTHS}
-    if found.ffn_hidden_size and not values.get("ffn_hidden_size"):
+    if found.ffn_hidden_size and not options.ffn_hidden_size:
         widths["ffn_hidden_size"] = found.ffn_hidden_size
-    return _built(found.name, values, found.kind, widths, notes)
+    return _built(found.name, options, found.kind, widths, notes)
 
 
 def _built(
     name: str,
-    values: Values,
-    kind: workload_aicb.Kind,
+    options: GenerateOptions,
+    kind: Kind,
     widths: dict[str, int],
     notes: list[str],
 ) -> ModelConfig:
     """A model of AICB's: what was not given is as there, and said."""
-    widths = {key: _positive(values, key) or value for key, value in widths.items()}
+    widths = {key: _positive(options, key) or value for key, value in widths.items()}
     hidden, heads = widths["hidden_size"], widths["num_heads"]
-    gated = values.get("swiglu")
+    gated = options.swiglu
     swiglu = kind == "llama" if gated is None else gated
-    vocab = _positive(values, "vocab_size")
+    vocab = _positive(options, "vocab_size")
     if vocab is None:
         vocab = GPT_VOCAB_SIZE if kind == "gpt" else LLAMA_VOCAB_SIZE
         notes.append(f"vocab-size {vocab}, AICB's, as none was given")
-    seq_len = _positive(values, "seq_len") or _DEFAULT_SEQ_LEN
-    if not values.get("seq_len"):
+    seq_len = _positive(options, "seq_len") or _DEFAULT_SEQ_LEN
+    if not options.seq_len:
         notes.append(f"seq-len {seq_len}, AICB's, as none was given")
     return ModelConfig(
         name=name,
@@ -129,13 +140,15 @@ def _built(
     )
 
 
-def _resized(model: ModelConfig, values: Values, notes: list[str]) -> ModelConfig:
+def _resized(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> ModelConfig:
     """Whatever was given beside the model replaces what it has."""
     sizes = (*_WIDTHS, "num_kv_heads", "ffn_hidden_size", "vocab_size")
     changes: dict[str, Any] = {
-        name: _positive(values, name) for name in sizes if values.get(name) is not None
+        name: _positive(options, name)
+        for name in sizes
+        if getattr(options, name, None) is not None
     }
-    changes |= _gate(model, values, notes)
+    changes |= _gate(model, options, notes)
     if {"hidden_size", "num_heads"} & set(changes) and model.mla is None:
         heads = changes.get("num_heads", model.num_heads)
         changes["head_dim"] = _head_dim(changes.get("hidden_size", model.hidden_size), heads)
@@ -143,17 +156,17 @@ def _resized(model: ModelConfig, values: Values, notes: list[str]) -> ModelConfi
             "num_kv_heads",
             heads if model.num_kv_heads == model.num_heads else model.num_kv_heads,
         )
-    if (positions := values.get("max_positions")) is not None:
+    if (positions := options.max_positions) is not None:
         if model.max_positions or not positions:
             changes["max_positions"] = positions
-            if seq_len := _positive(values, "seq_len"):
+            if seq_len := _positive(options, "seq_len"):
                 changes["seq_len"] = seq_len  # the table may be too short for the model's
         else:
             notes.append("--max-position-embeddings: no effect, positions are rotary")
-    if values.get("linear_bias") is not None:
-        changes["linear_bias"] = values["linear_bias"]
-    if values.get("untied") is not None:
-        changes["tied_embeddings"] = not values["untied"]
+    if options.linear_bias is not None:
+        changes["linear_bias"] = options.linear_bias
+    if options.untied is not None:
+        changes["tied_embeddings"] = not options.untied
     changes = {name: new for name, new in changes.items() if new != getattr(model, name)}
     if not changes:
         return model
@@ -165,14 +178,14 @@ def _resized(model: ModelConfig, values: Values, notes: list[str]) -> ModelConfi
     )
 
 
-def _gate(model: ModelConfig, values: Values, notes: list[str]) -> dict[str, Any]:
+def _gate(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> dict[str, Any]:
     """--swiglu of a model without it has an MLP of 8/3 the width, as in Megatron-LM."""
-    gated = values.get("swiglu")
+    gated = options.swiglu
     if gated is None or gated == (model.activation == "swiglu"):
         return {}
     changes: dict[str, Any] = {"activation": "swiglu" if gated else "gelu"}
-    if values.get("ffn_hidden_size") is None and model.ffn_hidden_size:
-        width = _ffn_width(values.get("hidden_size") or model.hidden_size, swiglu=gated)
+    if options.ffn_hidden_size is None and model.ffn_hidden_size:
+        width = _ffn_width(options.hidden_size or model.hidden_size, swiglu=gated)
         changes["ffn_hidden_size"] = width
         notes.append(f"ffn-hidden-size {width}, Megatron-LM's default for this activation")
     return changes
@@ -183,7 +196,9 @@ def _ffn_width(hidden: int, *, swiglu: bool) -> int:
     return int(hidden * 4 * 2 / 3 / 64) * 64 if swiglu else 4 * hidden
 
 
-def _with_experts(model: ModelConfig, values: Values, notes: list[str]) -> ModelConfig:
+def _with_experts(
+    model: ModelConfig, options: GenerateOptions, notes: list[str]
+) -> ModelConfig:
     names = {
         "num_experts": "num_experts",
         "top_k": "top_k",
@@ -191,9 +206,11 @@ def _with_experts(model: ModelConfig, values: Values, notes: list[str]) -> Model
         "dense_layers": "first_dense_layers",
     }
     given = {
-        field: values[name] for name, field in names.items() if values.get(name) is not None
+        field: getattr(options, name)
+        for name, field in names.items()
+        if getattr(options, name, None) is not None
     }
-    if (shared := values.get("shared_experts")) is not None:
+    if (shared := options.shared_experts) is not None:
         width = given.get("ffn_hidden_size") or (
             model.moe.ffn_hidden_size if model.moe else model.ffn_hidden_size
         )
@@ -201,8 +218,8 @@ def _with_experts(model: ModelConfig, values: Values, notes: list[str]) -> Model
     if model.moe:
         return replace(model, moe=replace(model.moe, **given)) if given else model
     if given.get("num_experts", 1) == 1:
-        if values.get("moe_enable") or set(given) - {"num_experts", "top_k"}:
-            raise ConfigError("num-experts", values.get("num_experts"), "2 or more experts")
+        if options.moe_enable or set(given) - {"num_experts", "top_k"}:
+            raise ConfigError("num-experts", options.num_experts, "2 or more experts")
         if given:
             notes.append("--moe-router-topk, --num-experts: no effect on a model of one expert")
         return model
@@ -214,8 +231,12 @@ def _with_experts(model: ModelConfig, values: Values, notes: list[str]) -> Model
     return replace(model, moe=moe, ffn_hidden_size=dense)
 
 
-def _with_mla(model: ModelConfig, values: Values) -> ModelConfig:
-    given = {name: values[name] for name in _MLA if values.get(name) is not None}
+def _with_mla(model: ModelConfig, options: GenerateOptions) -> ModelConfig:
+    given = {
+        name: getattr(options, name)
+        for name in _MLA
+        if getattr(options, name, None) is not None
+    }
     if not given:
         return model
     if model.mla:
@@ -232,10 +253,10 @@ def _with_mla(model: ModelConfig, values: Values) -> ModelConfig:
 
 
 def _padded(
-    model: ModelConfig, values: Values, framework: str, tp: int, notes: list[str]
+    model: ModelConfig, options: GenerateOptions, framework: str, tp: int, notes: list[str]
 ) -> ModelConfig:
     """Source: Megatron-LM, vocab_size_with_padding."""
-    multiple = _positive(values, "make_vocab_size_divisible_by")
+    multiple = _positive(options, "make_vocab_size_divisible_by")
     if framework != "megatron":
         if multiple:
             notes.append("--make-vocab-size-divisible-by: no effect, only Megatron-LM pads")
@@ -259,8 +280,8 @@ def _head_dim(hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _positive(values: Values, name: str) -> int | None:
-    value: int | None = values.get(name)
+def _positive(options: GenerateOptions, name: str) -> int | None:
+    value: int | None = getattr(options, name, None)
     if value is not None and not 1 <= value <= 2**30:
         raise ConfigError(_flag(name), value, "a whole number from 1 to 1073741824")
     return value
@@ -268,3 +289,74 @@ def _positive(values: Values, name: str) -> int | None:
 
 def _flag(name: str) -> str:
     return name.replace("_", "-")
+
+
+def is_own(text: str | None) -> bool:
+    """Whether --model is one of these."""
+    return bool(text) and (text in PUBLISHED or _file_of(str(text)).endswith(".py"))
+
+
+def choose_own(
+    options: GenerateOptions, framework: str, batch: Batch
+) -> tuple[Architecture, tuple[str, ...]]:
+    """The architecture for a batch, and what was decided for the user. Raises ConfigError."""
+    text = str(options.model)
+    able = [name for name, rule in RULES.items() if rule.has_own]
+    if framework not in able:
+        allowed = f"a decoder for {framework}; of other models --framework {', '.join(able)}"
+        raise ConfigError("model", text, allowed)
+    for flag in (*fields(Model), *fields(Experts)):
+        if flag.name not in _TAKEN and getattr(options, flag.name, None) is not None:
+            name = flag.name.replace("_", "-")
+            raise ConfigError(
+                name, getattr(options, flag.name), f"it has no effect with --model {text}"
+            )
+    made = PUBLISHED[text](batch) if text in PUBLISHED else _of_file(text, batch)
+    notes = [f"model of {made.source}"] if made.source else []
+    if not options.seq_len and text not in SEQ_LENS:
+        notes.append(f"seq-len {batch.seq_len}, as none was given")
+    return made, tuple(notes)
+
+
+def own_seq_len(options: GenerateOptions) -> int:
+    """Asked for, or the published model's, or a default."""
+    given: int | None = options.seq_len
+    if given is not None and not 1 <= given <= 2**30:
+        raise ConfigError("seq-len", given, "a whole number from 1 to 1073741824")
+    return given or SEQ_LENS.get(str(options.model), _DEFAULT_SEQ_LEN)
+
+
+def _file_of(text: str) -> str:
+    file, colon, _ = text.rpartition(":")
+    return file if colon else text
+
+
+def _of_file(text: str, batch: Batch) -> Architecture:
+    """What the user's function makes of a batch."""
+    from stepmark.bench.capture.file import load, reported  # noqa: PLC0415
+
+    path = Path(_file_of(text)).resolve()
+    with (
+        _with_place(path),
+        load(text, arguments=1) as (function, file),
+        reported(Path(text).name, file),
+    ):
+        made: object = function(batch)
+    if not isinstance(made, Architecture):
+        allowed = "a function of a Batch that returns an Architecture"
+        raise ConfigError(Path(text).name, type(made).__name__, allowed)
+    return made
+
+
+@contextmanager
+def _with_place(path: Path) -> Iterator[None]:
+    """Where in the user's file the API refused what it was given."""
+    try:
+        yield
+    except ConfigError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == str(path)]
+        if not own or error.__cause__:
+            raise
+        place = f"{path.name}:{own[-1].lineno}: {error.field}"
+        raise ConfigError(place, error.shown, error.allowed) from error

@@ -1,13 +1,12 @@
-"""AICB's model sizes, and AICB's parameters that change nothing here, with the reason.
+"""AICB's model sizes.
 
 Sizes: scripts/megatron_workload_with_aiob.sh, megatron_gpt.sh and deepspeed_llama.sh of
-github.com/aliyun/aicb. Parameters: its get_params and those scripts, and its tutorial's table.
+github.com/aliyun/aicb.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from stepmark.cli.options import Flag
 from stepmark.core.errors import ConfigError
 
 Kind = Literal["gpt", "llama"]
@@ -128,74 +127,3 @@ def preset(size: str, framework: str) -> Preset:
     if key not in known:
         raise ConfigError("model-size", size, f"one of {', '.join(known)} for {framework}")
     return known[key]
-
-
-_AT_ONCE = "attention is one operator, timed by whoever fills in times"
-_NO_KERNEL = "which kernel runs is no part of a workload"
-_NOT_RUN = "nothing is run here; stepmark replay runs a workload"
-_SWEEP = "stepmark comm NAME -b SIZE -e SIZE measures a collective"
-_WITHOUT_VALUE = {
-    "use_flash_attn": _AT_ONCE,
-    "aiob_enable": "without --comp-filepath no times are filled in; nothing is measured here",
-    "aiob": "without --comp-filepath no times are filled in; nothing is measured here",
-    "computation_enable": "computation is always in the workload",
-    "enable_visual": "stepmark workload show FILE --html PAGE draws",
-    "workload_only": "nothing else is done here",
-    "amp_enabled": "--dtype says what weights and messages are",
-    "gated_linear_unit": "--swiglu gives the MLP its gate",
-    "bias_gelu_fusion": _NO_KERNEL,
-    "openai_gelu": "same shapes as gelu",
-    "squared_relu": "same shapes as gelu",
-    "onnx_safe": "nothing is exported to ONNX",
-    "moe_grouped_gemm": "experts are one grouped product in any case",
-    "grouped_gemm": "experts are one grouped product in any case",
-    "overlap_version": "what overlaps is said by the framework's own settings",
-    "overlap_grad_reduce": "this framework's rules have no such setting",
-    "recompute_activations": "this framework's rules recompute nothing",
-    "recompute": "this framework's rules recompute nothing",
-    "use_distributed_optimizer": "this framework's rules have no such setting",
-    "sequence_parallel": "this framework's rules have no such setting",
-    "enable_sequence_parallel": "this framework's rules have no such setting",
-    "sp_enable": "this framework's rules have no such setting",
-    "sp": "this framework's rules have no such setting",
-    "contiguous_gradients": "this framework's rules have no such setting",
-}
-_WITH_VALUE = {
-    "epoch_num": "a workload is one step, and all steps are equal",
-    "gpu_type": "it named AICB's file; -o names this one",
-    "activation_func": "--swiglu or gelu",
-    "result_dir": "-o names the file",
-    "nnodes": _NOT_RUN,
-    "node_rank": _NOT_RUN,
-    "nproc_per_node": _NOT_RUN,
-    "master_addr": _NOT_RUN,
-    "master_port": _NOT_RUN,
-    "begin_size": _SWEEP,
-    "end_size": _SWEEP,
-    "test_comm": _SWEEP,
-    "iter_num": _SWEEP,
-    "multi_all_reduce_enable": _SWEEP,
-    "zero_stage": "only DeepSpeed has ZeRO stages",
-    "reduce_bucket_size": "only DeepSpeed has it",
-    "allgather_bucket_size": "only DeepSpeed has it",
-    "prefetch_bucket_size": "only DeepSpeed has it",
-    "param_persistence_threshold": "only DeepSpeed has it",
-    "model_persistence_threshold": "only DeepSpeed has it",
-    "max_live_parameters": "only DeepSpeed has it",
-}
-NO_EFFECT = {**_WITHOUT_VALUE, **_WITH_VALUE}
-
-
-def flags(taken: set[str]) -> tuple[Flag, ...]:
-    """AICB's parameters that no other flag is called like; taken: names with _."""
-    free = [name for name in NO_EFFECT if name not in taken]
-    return tuple(
-        Flag(
-            name=name,
-            kind=bool if name in _WITHOUT_VALUE else str,
-            default=False if name in _WITHOUT_VALUE else None,
-            names=(f"--{name.replace('_', '-')}",),
-            help="AICB's; no effect",
-        )
-        for name in free
-    )

@@ -1,9 +1,12 @@
-"""The distinct collectives and operators of a workload, as cases that stepmark measures."""
+"""stepmark workload show: tables and figures of a workload, or its distinct cases."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
+from stepmark.app.workload_files import AskedStage, stage_of
 from stepmark.core.case import Label, OpCase
 from stepmark.core.collectives import (
     ALIGN_BYTES,
@@ -17,10 +20,115 @@ from stepmark.core.collectives import (
 )
 from stepmark.core.columns import Row
 from stepmark.core.comm_case import CommCase
+from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Attention, Bmm, Gemm, GroupedGemm, Op
 from stepmark.core.workload import CommOp, ComputeOp, Workload
+from stepmark.core.workload_options import Shown
+from stepmark.report import workload_tables, workload_text
+from stepmark.report.workload_page import page
 from stepmark.report.workload_tables import SETUP, pass_of, ranges
+from stepmark.store import export
+from stepmark.store.files import write_text
+from stepmark.workload.rules import RULES
+
+# Sizes among a framework's settings that no flag of its own stands for.
+_AXES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "num_distributed_optimizer_instances"),
+)
+
+
+def show(
+    workload: Workload, options: Shown, stage: AskedStage | None = None, html: str | None = None
+) -> None:
+    """Print a workload, or write it as --json, --csv and --html ask."""
+    if [options.json, options.csv, html].count("-") > 1:
+        raise ConfigError("json, csv, html", "-", "stdout for one of them")
+    number = stage_of(workload, stage)
+    tables = write_tables(workload, options, stage)
+    if html:
+        write_text(html, page(workload, number, _defaults(workload.rules)), "html")
+        if html != "-":
+            sys.stderr.write(f"wrote {html}\n")
+    if options.to_stdout or html == "-":
+        return
+    if options.distinct:
+        lines = _distinct_lines(workload, tables)
+    else:
+        lines = workload_text.lines(workload, number, _defaults(workload.rules))
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def write_tables(
+    workload: Workload, options: Shown, stage: AskedStage | None = None
+) -> dict[str, list[Row]]:
+    """Write --json and --csv where they are given; return the tables."""
+    number = stage_of(workload, stage)
+    tables = _distinct(workload) if options.distinct else _tables(workload, number)
+    if options.json:
+        export.write_tables(tables, options.json, "json")
+    if options.csv:
+        export.write_tables(
+            {name: rows for name, rows in tables.items() if rows}, options.csv, "csv"
+        )
+    return tables
+
+
+def _defaults(rules: str) -> dict[str, Any]:
+    """What the framework does unless told otherwise; of axes not used the size is 1."""
+    if rules not in RULES:
+        return {}
+    fields = RULES[rules].fields().items()
+    said = {name: getattr(one.default, "value", one.default) for name, one in fields}
+    return dict.fromkeys(_AXES, 1) | said
+
+
+def _tables(workload: Workload, stage: int) -> dict[str, list[Row]]:
+    return {
+        "stages": workload_tables.stage_rows(workload),
+        "communication": workload_tables.collective_rows(workload, stage),
+        "sizes": workload_tables.size_rows(workload, stage),
+        "computation": workload_tables.compute_rows(workload, stage),
+        "layers": workload_tables.layer_rows(workload, stage),
+    }
+
+
+def _distinct(workload: Workload) -> dict[str, list[Row]]:
+    return {
+        "collectives": message_rows(workload),
+        "operators": operator_rows(workload),
+    }
+
+
+def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[str]:
+    head = workload_text.header(workload, _defaults(workload.rules))
+    found = [f"# {line}" for line in head]
+    found += [
+        "",
+        f"# {len(tables['collectives'])} distinct collectives; calls per rank and step",
+    ]
+    several = len(workload.stages) > 1
+    for kind in ("collectives", "operators"):
+        if kind == "operators":
+            count = len(tables[kind])
+            found += [
+                "",
+                f"# {count} distinct products and attentions; calls per rank and step",
+            ]
+        for row in tables[kind]:
+            where = f" in stage {row['stages']}" if several else ""
+            what = "".join(f" {row[key]}" for key in ("groups",) if row.get(key))
+            calls = f"{row['calls']} call{'s' * (row['calls'] != 1)}"
+            said = f"{calls}{where},{what} {row['passes']}: {row['modules']}"
+            found.append(f"{row['command']}  # {' '.join(said.split())}")
+    if any(row["trimmed"] for row in tables["collectives"]):
+        found.append(
+            "# -b is trimmed, as in nccl-tests, where a part is no multiple of 16 bytes;"
+        )
+        found.append("# stepmark comm --from-workload FILE measures the sizes as they are")
+    return found
+
 
 # What a workload's speed hangs on; other operators are listed in show's tables.
 SHAPED = (Gemm, Bmm, GroupedGemm, Attention)

@@ -1,0 +1,237 @@
+"""stepmark workload: generate, show, convert and capture what a training step does.
+
+Over 250 lines: four commands, and how options become the job of a generator.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from stepmark.app import workload_files, workload_flags, workload_model
+from stepmark.app.workload_files import AskedStage, Target, asked_stage
+from stepmark.core.dtypes import DType, parse_dtype
+from stepmark.core.errors import ConfigError
+from stepmark.core.parallel import ParallelConfig
+from stepmark.core.workload import Workload
+from stepmark.core.workload_options import (
+    CaptureOptions,
+    ConvertOptions,
+    Experts,
+    GenerateOptions,
+    Layout,
+    Model,
+    Shown,
+    ShowOptions,
+)
+from stepmark.workload.architecture import AnyJob, Batch, OwnJob
+from stepmark.workload.job import Job, Spread
+from stepmark.workload.rules import RULES, Rule, find_rule
+
+_MODEL_AXES = ("tp", "pp", "cp")
+_DATA_AXES = ("dp_shard", "dp_replicate")
+_RECOMPUTE = ("recompute_activations", "recompute")
+
+
+def run_generate(options: GenerateOptions) -> None:
+    """Write a file, or print what `show` prints."""
+    if names := list(without_effect(options)):
+        sys.stderr.write(f"# AICB's parameters without effect here: {', '.join(names)}\n")
+    made = generate(options)
+    notes = made.notes
+    if options.comp_filepath and not options.compute_from:
+        made = workload_files.timed_as_aicb(made, options.comp_filepath)
+    else:
+        made = workload_files.timed(made, options.compute_from)
+    stage = asked_stage(getattr(options, "pipeline_stage", None), options.pp_rank)
+    if not (options.out or options.to):
+        _show(made, options, stage)
+        return
+    if (options.distinct or options.to_stdout) and (options.out or "-") == "-":
+        raise ConfigError("out", "-", "a file, as the tables go to stdout")
+    for note in notes:
+        sys.stderr.write(f"# {note}\n")
+    target = Target(to=options.to, out=options.out, rank=options.rank, stage=stage)
+    workload_files.deliver(made, target)
+    if options.distinct or options.json or options.csv:
+        _show(made, options, stage, text=options.distinct)
+
+
+def show(options: ShowOptions) -> None:
+    """Print what a file says."""
+    workload = workload_files.read(options.file, options.group_sizes, options.world_size)
+    _show(workload, options, asked_stage(options.stage), options.html)
+
+
+def convert(options: ConvertOptions) -> None:
+    """Write a file in another format."""
+    workload = workload_files.read(options.file, options.group_sizes, options.world_size)
+    stage = asked_stage(options.stage)
+    target = Target(to=options.to, out=options.out, rank=options.rank, stage=stage)
+    workload_files.deliver(workload_files.timed(workload, options.compute_from), target)
+
+
+def capture(options: CaptureOptions) -> None:
+    """Record a rank's step on fake tensors and fake ranks; without -o, print it."""
+    from stepmark.bench.capture.run import capture_file  # noqa: PLC0415 # it loads torch
+
+    file, colon, function = options.file.rpartition(":")
+    if not colon or not file or not function.isidentifier():
+        raise ConfigError("capture", options.file, "FILE.py:FUNCTION")
+    world_size, rank = options.world_size, options.rank
+    if not 0 <= rank < world_size:
+        raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
+    # What the file prints is no part of the answer.
+    with contextlib.redirect_stdout(sys.stderr):
+        made = capture_file(options.file, world_size, rank)
+    if options.out:
+        workload_files.deliver(made, Target(out=options.out))
+    else:
+        _show(made, Shown())
+
+
+def _show(
+    workload: Workload,
+    options: Shown,
+    stage: AskedStage | None = None,
+    html: str | None = None,
+    *,
+    text: bool = True,
+) -> None:
+    from stepmark.app import workload_show  # noqa: PLC0415 # tables load slower than files are made
+
+    if text:
+        workload_show.show(workload, options, stage, html)
+    else:
+        workload_show.write_tables(workload, options, stage)
+
+
+def without_effect(options: GenerateOptions) -> Iterator[str]:
+    """AICB's parameters that were given and that the framework's rules do not have."""
+    own = RULES[find_rule(options.framework or "megatron")].fields()
+    timed = options.comp_filepath or options.compute_from
+    for name in workload_flags.NO_EFFECT:
+        if name in own or getattr(options, name, None) in (None, False):
+            continue
+        if timed and name in ("aiob", "aiob_enable"):
+            continue
+        if name in _RECOMPUTE and "recompute_granularity" in own:
+            continue
+        yield f"--{name.replace('_', '-')}"
+
+
+def generate(options: GenerateOptions) -> Workload:
+    """What the flags ask for. Notes of what was decided are in the workload.
+
+    Raises ConfigError.
+    """
+    framework = find_rule(options.framework or "megatron")
+    rule = RULES[framework]
+    options = _translated(options, rule)
+    settings = settings_of(framework, options)
+    if not rule.has_job:
+        return _without_job(rule, settings, options)
+    job, notes = _job(options, framework)
+    made = rule.function()(job, settings)
+    return replace(made, notes=(*notes, *_of_scripts(options, rule), *made.notes))
+
+
+def _job(options: GenerateOptions, framework: str) -> tuple[AnyJob, tuple[str, ...]]:
+    """What is trained, and what was decided for the user."""
+    spread: dict[str, Any] = {
+        "parallel": parallel_of(options, RULES[framework]),
+        "mbs": 1 if options.mbs is None else options.mbs,
+        "gbs": options.gbs,
+        "dtype": parse_dtype(options.dtype) if options.dtype else DType.BF16,
+    }
+    if not workload_model.is_own(options.model):
+        chosen = workload_model.choose(options, framework, options.tp or 1)
+        return Job(model=chosen.model, **spread), chosen.notes
+    Spread(**spread)  # refuses batches before the user's function sees them
+    length = workload_model.own_seq_len(options)
+    batch = Batch(mbs=spread["mbs"], seq_len=length, dtype=spread["dtype"])
+    made, notes = workload_model.choose_own(options, framework, batch)
+    if options.model_name:
+        made = replace(made, name=options.model_name)
+    return OwnJob(architecture=made, seq_len=length, **spread), notes
+
+
+def _of_scripts(options: GenerateOptions, rule: Rule) -> tuple[str, ...]:
+    name = "use_distributed_optimizer"
+    if (
+        not options.model_size
+        or name not in rule.fields()
+        or getattr(options, name, None) is not None
+    ):
+        return ()
+    return (
+        "AICB's scripts always add --use-distributed-optimizer; here it is off unless given",
+    )
+
+
+def _translated(options: GenerateOptions, rule: Rule) -> GenerateOptions:
+    """AICB's --recompute_activations is Megatron-LM's, which means the selective kind."""
+    name = "recompute_granularity"
+    asked = any(getattr(options, one, None) for one in _RECOMPUTE)
+    if not asked or name not in rule.fields() or getattr(options, name):
+        return options
+    changes: dict[str, Any] = {name: "selective"}
+    return replace(options, **changes)
+
+
+def _without_job(rule: Rule, settings: Any, options: GenerateOptions) -> Workload:
+    """Of no transformer, so nothing about one may be given."""
+    asked = (*fields(Model), *fields(Experts), *fields(Layout))
+    own = {"world_size", *rule.fields()}
+    for flag in asked:
+        if flag.name not in own and getattr(options, flag.name, None) is not None:
+            shown = _flag(flag.name)
+            raise ConfigError(
+                shown, getattr(options, flag.name), f"it has no effect with {rule.module}"
+            )
+    return rule.function()(settings, options.world_size or 1)
+
+
+def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
+    """Data-parallel ranks are those that the world size leaves. Raises ConfigError."""
+    given = {
+        name: getattr(options, name)
+        for name in (*_MODEL_AXES, "ep", *_DATA_AXES)
+        if getattr(options, name, None) is not None
+    }
+    asked = ParallelConfig(**given)
+    world = options.world_size
+    if world is None:
+        return asked
+    if not 1 <= world <= 2**24:
+        raise ConfigError("world-size", world, "from 1 to 16777216")
+    free = [name for name in _DATA_AXES if name not in given]
+    axis = rule.data_axis if rule.data_axis in ("", *free) else (free[0] if free else "")
+    fixed = {name: getattr(asked, name) for name in (*_MODEL_AXES, *_DATA_AXES) if name != axis}
+    at_once = asked.world_size
+    if world % at_once or (not axis and world != at_once):
+        words = " x ".join(f"{_flag(name)} {size}" for name, size in fixed.items() if size > 1)
+        allowed = f"a multiple of {words or 1} ({at_once})"
+        below = world // at_once * at_once
+        near = " or ".join(str(one) for one in (below, below + at_once) if one)
+        if not axis:
+            allowed, near = f"the product of {words or 1} ({at_once})", str(at_once)
+            near += "" if rule.data_axis else "; --framework fsdp has data ranks, too"
+        raise ConfigError("world-size", world, f"{allowed}, e.g. {near}")
+    return replace(asked, **{axis: world // at_once}) if axis else asked
+
+
+def settings_of(framework: str, options: GenerateOptions) -> Any:
+    """The framework's settings from the options that were given. Raises ConfigError."""
+    rule = RULES[framework]
+    found = {
+        name: workload_flags.typed(field, value, name)
+        for name, field in rule.fields().items()
+        if (value := getattr(options, name, None)) is not None
+    }
+    return rule.settings_class()(**found)
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

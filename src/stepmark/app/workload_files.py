@@ -1,0 +1,337 @@
+"""Workloads from files and to files, in whichever format, and times of computation for them.
+
+Over 250 lines: one reader and one writer.
+"""
+
+import contextlib
+import errno
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.workload import ComputeOp, Workload
+from stepmark.store.files import is_special, written
+from stepmark.workload.durations import Fixed, Measured, Named, Profile, fill, parse_source
+from stepmark.workload.formats import FORMATS, Format, aiob, find_format, sniff
+
+AICB_FILLER = "fixed:1ns"
+_MOST_BYTES = 2**30  # as of other files
+
+
+def read(file: str, group_sizes: str | None = None, world_size: int | None = None) -> Workload:
+    """The workload in a file, whatever its format; "-" is stdin. Raises ConfigError.
+
+    group_sizes (AICB) and world_size (SimAI): what the file leaves out.
+    """
+    with _to_read_twice(file) as path:
+        kind = sniff(path)
+        more: dict[str, object] = {}
+        for name, value, of in (
+            ("group_sizes", group_sizes, "aicb"),
+            ("world_size", world_size, "simai"),
+        ):
+            if value is None:
+                continue
+            if kind != of:
+                field = name.replace("_", "-")
+                raise ConfigError(field, value, f"it has no effect on a file of format {kind}")
+            more[name] = _group_sizes(value) if isinstance(value, str) else value
+        found: Workload = FORMATS[kind].load().read(path, **more)
+    return found
+
+
+@contextlib.contextmanager
+def _to_read_twice(file: str) -> Iterator[Path]:
+    """The file, or a copy of what comes from stdin or a pipe, which give it once."""
+    path = Path(file)
+    if file != "-" and (not path.exists() or path.is_file() or path.is_dir()):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / ("stdin" if file == "-" else path.name)
+        _copy(file, copy)
+        try:
+            yield copy
+        except ConfigError as error:
+            field, shown, allowed = (
+                text.replace(str(copy), file)
+                for text in (error.field, error.shown, error.allowed)
+            )
+            raise ConfigError(field, shown, allowed) from None
+
+
+def _copy(file: str, copy: Path) -> None:
+    size = 0
+    try:
+        if file == "-" and sys.stdin is None:
+            raise OSError(errno.EBADF, "it is closed")
+        stdin = contextlib.nullcontext(sys.stdin.buffer) if file == "-" else None
+        with stdin or Path(file).open("rb") as source, copy.open("wb") as stream:
+            while chunk := source.read(2**20):
+                size += len(chunk)
+                if size > _MOST_BYTES:
+                    allowed = f"at most {_MOST_BYTES} bytes"
+                    raise ConfigError("workload", file, allowed)
+                stream.write(chunk)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("workload", file, f"a file that can be read ({reason})") from None
+
+
+def _group_sizes(text: str) -> dict[str, int]:
+    """ep=16,tp=2."""
+    found = {}
+    for word in text.split(","):
+        name, is_, size = word.partition("=")
+        if not is_ or not size.isdecimal() or not 1 <= len(size) <= 7 or not int(size):
+            raise ConfigError("group-sizes", text, "groups and their ranks, e.g. ep=16,tp=2")
+        found[name.strip().removesuffix("_group")] = int(size)
+    return found
+
+
+def timed(workload: Workload, source: str | None) -> Workload:
+    """With times of computation from --compute-from: several, comma-separated, in this order.
+
+    Raises ConfigError, naming them, where operations are left without a time.
+    """
+    if source is None:
+        return workload
+
+    found = [parse_source(word) for word in source.split(",")]
+    opened = [_opened(one.text) if isinstance(one, Named) else one for one in found]
+    return fill(workload, *opened)
+
+
+def timed_as_aicb(workload: Workload, profile: str) -> Workload:
+    """With times of an AIOB profile. What it does not time takes AICB's filler, named."""
+
+    filler = parse_source(AICB_FILLER)
+    assert isinstance(filler, Fixed)
+    found = fill(workload, _opened(profile), filler)
+    filled = {
+        item.module: None
+        for block in found.blocks.values()
+        for item in block
+        if isinstance(item, ComputeOp) and item.time_s == filler.time_s
+    }
+    if filled:
+        said = f"{AICB_FILLER} each, AICB's filler, for what {Path(profile).name} does not time"
+        sys.stderr.write(f"# {said}: {', '.join(filled)}\n")
+    return found
+
+
+def _opened(text: str) -> Measured | Profile:
+    """A profile of AIOB, or a run of stepmark."""
+    path = Path(text)
+    if path.is_file():
+        # AICB takes the mean over iterations, too.
+        sections = {name: part.avg_s for name, part in aiob.read(path).parts.items()}
+        return Profile(sections=sections, name=f"AIOB profile {path.name}")
+    return _of_run(text)
+
+
+def _of_run(text: str) -> Measured:
+    from stepmark.app import view  # noqa: PLC0415 # a run is rarely named; records load slowly
+
+    name, times = view.operator_medians(Path("runs"), text)
+    return Measured(times=times, name=f"run {name}")
+
+
+AskedStage = tuple[str, int]  # the flag that asks for a pipeline stage, and the stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where a workload is written, and which part of it where a format holds one."""
+
+    to: str | None = None
+    out: str | None = None
+    rank: int | None = None
+    stage: AskedStage | None = None
+
+
+def deliver(workload: Workload, target: Target) -> None:
+    """Write it in the format asked for, and say on stderr what that format cannot carry."""
+    name = find_format(target.to or "native", to=True)
+    kind = FORMATS[name]
+    out = target.out or "-"
+    picked = _picked(workload, target, kind)
+    is_folder = out != "-" and (out.endswith("/") or Path(out).is_dir())
+    if is_folder and (not kind.picks or name in workload.origin):
+        raise ConfigError("out", out, f"a file: all of this workload is one in {name}")
+    _say_unused(target, name, kind)
+    if kind.needs_times and _lacks_times(workload):
+        workload = timed(workload, AICB_FILLER)
+        sys.stderr.write(
+            f"# {name} needs times of computation: {AICB_FILLER} each, AICB's filler; "
+            "--compute-from gives others\n"
+        )
+    module: Any = kind.load()
+    for line in module.lost(workload):
+        sys.stderr.write(f"# {name} cannot carry: {line}\n")
+    if is_folder and kind.picks == "rank":
+        one = None if target.rank is None else picked["rank"]
+        files = module.files(workload, None if one is None else [one])
+        _write_folder(files, Path(out), kind, workload.world_size if one is not None else 0)
+    elif is_folder:
+        asked = target.stage is not None or target.rank is not None
+        stages = [picked["stage"]] if asked else list(range(len(workload.stages)))
+        files = (
+            (f"stage{stage}{kind.suffix}", module.write(workload, stage=stage))
+            for stage in stages
+        )
+        _write_folder(files, Path(out), kind, len(workload.stages) if asked else 0)
+    else:
+        _write_file(workload, module, picked, out)
+
+
+def _write_file(workload: Workload, module: Any, picked: dict[str, int], target: str) -> None:
+    """One file, and beside it what is needed to read it."""
+    if target != "-" and hasattr(module, "beside") and not is_special(Path(target)):
+        for path, chunks in module.beside(workload, Path(target), **picked):
+            _write_beside(path, b"".join(_bytes(chunks)))
+    size = write_chunks(_chunks(module, workload, picked), target)
+    if target != "-":
+        held = "".join(f", {what} {number} alone" for what, number in picked.items())
+        held = held if len(workload.stages) > 1 else ""
+        sys.stderr.write(f"wrote {target}: {size:,} bytes{held}\n")
+
+
+def _write_beside(path: Path, data: bytes) -> int:
+    """Never over another's: a file of that name may be of the workload beside it."""
+    try:
+        if path.exists() and path.read_bytes() != data:
+            allowed = f"a folder without {path.name} of another workload"
+            raise ConfigError("out", path.parent, allowed)
+    except OSError as error:
+        allowed = f"a file that can be read ({error.strerror})"
+        raise ConfigError("out", path, allowed) from None
+    return write_chunks(iter((data,)), str(path))
+
+
+def _write_folder(
+    files: Iterable[tuple[str, Iterable[str | bytes]]],
+    folder: Path,
+    kind: Format,
+    number: int,
+) -> None:
+    """A file per rank or stage, and what goes with them.
+
+    number: only some of so many are written, the others may be there; 0: all are.
+    """
+    given = list(files)
+    _refuse_others(folder, kind, {name for name, _ in given}, number)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("out", folder, f"a folder ({error.strerror})") from None
+    size = 0
+    for name, chunks in given:
+        if number and not _OF_ONE.fullmatch(name):  # of all ranks, also of those that stay
+            size += _write_beside(folder / name, b"".join(_bytes(chunks)))
+        else:
+            size += write_chunks(_bytes(chunks), str(folder / name))
+    count = f"{len(given)} file{'s' if len(given) != 1 else ''}"
+    sys.stderr.write(f"wrote {folder}: {count}, {size:,} bytes\n")
+
+
+def _refuse_others(folder: Path, kind: Format, names: set[str], number: int) -> None:
+    """Files that stay and would be read as a part of what is written."""
+    stay = {one.name for pattern in kind.takes for one in folder.glob(pattern)} - names
+    for name in names if number else ():
+        if of_one := _OF_ONE.fullmatch(name):
+            stay -= {f"{of_one[1]}{one}{of_one[2]}" for one in range(number)}
+    if stay:
+        more = f" and {len(stay) - 1} more" if len(stay) > 1 else ""
+        allowed = f"a new or empty folder: it holds {min(stay, key=_in_order)}{more}, "
+        raise ConfigError("out", folder, allowed + "which would be taken as of this workload")
+
+
+_OF_ONE = re.compile(r"(.*?)\d+(\.\w+)")  # the file of a rank or stage
+
+
+def _in_order(name: str) -> tuple[int, str]:
+    """9.json before 10.json."""
+    return len(name), name
+
+
+def _say_unused(target: Target, name: str, kind: Format) -> None:
+    """--stage and --rank change nothing where all are written."""
+    if kind.picks:
+        return
+    flags = [(target.stage[0], "stages")] if target.stage else []
+    flags += [("rank", "ranks")] if target.rank is not None else []
+    for flag, which in flags:
+        sys.stderr.write(f"# --{flag}: no effect: {name} holds all {which}\n")
+
+
+def asked_stage(stage: int | None, pp_rank: int | None = None) -> AskedStage | None:
+    """--stage, or AICB's --pp-rank, of which -1 says nothing.
+
+    Raises ConfigError where they say different things.
+    """
+    rank = None if pp_rank == -1 else pp_rank
+    if None not in (stage, rank) and stage != rank:
+        raise ConfigError("stage", stage, "what --pp-rank says, or one flag")
+    if rank is not None:
+        return "pp-rank", rank
+    return None if stage is None else ("stage", stage)
+
+
+def stage_of(workload: Workload, asked: AskedStage | None) -> int:
+    """The pipeline stage asked for; 0 unless given. Raises ConfigError."""
+    name, stage = asked or ("stage", 0)
+    if not 0 <= stage < len(workload.stages):
+        raise ConfigError(name, stage, f"from 0 to {len(workload.stages) - 1}")
+    return stage
+
+
+def _picked(workload: Workload, target: Target, kind: Format) -> dict[str, int]:
+    """Which stage or rank a format of one holds."""
+    if not kind.picks:
+        return {}
+    stage, rank = stage_of(workload, target.stage), target.rank
+    size = workload.world_size // len(workload.stages)
+    if rank is not None:
+        if not 0 <= rank < workload.world_size:
+            raise ConfigError("rank", rank, f"from 0 to {workload.world_size - 1}")
+        if target.stage is not None and workload.stage_of(rank) != stage:
+            allowed = f"one of stage {stage}: {stage * size} to {(stage + 1) * size - 1}"
+            raise ConfigError("rank", rank, allowed)
+        stage = workload.stage_of(rank)
+    if kind.picks == "stage":
+        return {"stage": stage}
+    return {"rank": stage * size if rank is None else rank}
+
+
+def _lacks_times(workload: Workload) -> bool:
+    return any(
+        isinstance(one, ComputeOp) and one.time_s is None
+        for block in workload.blocks.values()
+        for one in block
+    )
+
+
+def _chunks(module: Any, workload: Workload, picked: dict[str, int]) -> Iterable[bytes]:
+    if hasattr(module, "encode"):
+        return iter((module.encode(workload),))
+    return _bytes(module.write(workload, **picked))
+
+
+def _bytes(chunks: Iterable[str | bytes]) -> Iterator[bytes]:
+    return (chunk if isinstance(chunk, bytes) else chunk.encode() for chunk in chunks)
+
+
+def write_chunks(chunks: Iterable[bytes], target: str) -> int:
+    """Write to a file or to stdout ("-"); return the number of bytes."""
+    size = 0
+    with written(target, "out") as stream:
+        for chunk in chunks:
+            size += len(chunk)
+            stream.write(chunk)
+    return size
