@@ -60,8 +60,7 @@ SCALE = '''\
 
 import torch
 
-from stepmark.bench.operators.call import Call, Impl
-from stepmark.bench.operators.dtypes import normal
+from stepmark.bench.operators.call import Call, Impl, normal
 from stepmark.bench.verify import compare, poisoned_result, tolerance
 from stepmark.core.ops.elementwise import Scale
 from stepmark.core.record import Check
@@ -188,10 +187,10 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
             text='    "scale": Scale,\n',
         ),
         Edit(file="bench/operators/scale.py", text=SCALE),
-        Edit(file="bench/operators/table.py", before="    rope,\n)", text="    scale,\n"),
+        Edit(file="bench/operators/table.py", before="    optimizer,\n)", text="    scale,\n"),
         Edit(
             file="bench/operators/table.py",
-            before='    "copy": {',
+            before='    "copy": elementwise',
             text='    "scale": {"torch": scale.TORCH},\n',
         ),
     ),
