@@ -133,15 +133,19 @@ def alignments(ranks: Ranks, tries: int) -> list[float]:
     return moments
 
 
-def arrivals_and_departures(ranks: Ranks, tries: int) -> list[tuple[float, float]]:
+def arrivals_and_departures(
+    ranks: Ranks, tries: int, lead_s: float
+) -> list[tuple[float, float]]:
     """When this rank comes to each alignment, the last one late, and when it leaves."""
     moments = []
-    for _ in range(tries):
-        if ranks.rank == ranks.num_ranks - 1:
-            time.sleep(2e-3)
-        arrival = ranks.now()
-        ranks.align()
-        moments.append((arrival, ranks.now()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stepmark.bench.ranks._LEAD_S", lead_s)
+        for _ in range(tries):
+            if ranks.rank == ranks.num_ranks - 1:
+                time.sleep(lead_s / 2)
+            arrival = ranks.now()
+            ranks.align()
+            moments.append((arrival, ranks.now()))
     return moments
 
 

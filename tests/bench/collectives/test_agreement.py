@@ -7,7 +7,6 @@ from tests.bench.collectives import on_ranks
 from tests.ranks_pool import Pool
 
 from stepmark.bench.collectives.communicators import _MOST
-from stepmark.bench.ranks import _LEAD_S
 
 
 def test_ranks_leave_an_alignment_together(pool: Pool) -> None:
@@ -21,10 +20,10 @@ def test_ranks_leave_an_alignment_together(pool: Pool) -> None:
 def test_nobody_leaves_an_alignment_before_the_moment_that_the_last_one_named(
     pool: Pool,
 ) -> None:
-    by_rank = pool.run(on_ranks.arrivals_and_departures, 40)
+    by_rank = pool.run(on_ranks.arrivals_and_departures, 5, 0.1)
     for moments in zip(*by_rank, strict=True):
         arrivals, departures = zip(*moments, strict=True)
-        assert min(departures) >= max(arrivals) + _LEAD_S
+        assert min(departures) >= max(arrivals) + 0.1
 
 
 def test_clocks_of_one_host_agree_within_what_is_said(pool: Pool) -> None:
