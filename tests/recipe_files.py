@@ -60,8 +60,7 @@ SCALE = '''\
 
 import torch
 
-from stepmark.bench.operators.call import Call, Impl
-from stepmark.bench.operators.dtypes import normal
+from stepmark.bench.operators.call import Call, Impl, normal
 from stepmark.bench.verify import compare, poisoned_result, tolerance
 from stepmark.core.ops.elementwise import Scale
 from stepmark.core.record import Check
@@ -87,10 +86,10 @@ TORCH = Impl(make=make)
 '''
 
 RING_BACK = """
-def _ring_back(seat: Seat) -> Issue:
-    n, me = seat.case.num_ranks, seat.index
-    moves = [(dist.isend, seat.send, (me - 1) % n), (dist.irecv, seat.recv, (me + 1) % n)]
-    return _batch(seat, moves)
+def _ring_back(end: Endpoint) -> Issue:
+    n, me = end.case.num_ranks, end.index
+    moves = [(dist.isend, end.send, (me - 1) % n), (dist.irecv, end.recv, (me + 1) % n)]
+    return _batch(end, moves)
 
 """
 
@@ -188,10 +187,10 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
             text='    "scale": Scale,\n',
         ),
         Edit(file="bench/operators/scale.py", text=SCALE),
-        Edit(file="bench/operators/table.py", before="    rope,\n)", text="    scale,\n"),
+        Edit(file="bench/operators/table.py", before="    optimizer,\n)", text="    scale,\n"),
         Edit(
             file="bench/operators/table.py",
-            before='    "copy": {',
+            before='    "copy": elementwise',
             text='    "scale": {"torch": scale.TORCH},\n',
         ),
     ),
@@ -213,7 +212,7 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
         ),
         Edit(
             file="bench/collectives/torch_calls.py",
-            before="\ndef _p2p(seat",
+            before="\ndef _p2p(end",
             text=RING_BACK,
         ),
         Edit(

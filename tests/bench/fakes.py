@@ -8,11 +8,12 @@ import torch
 
 from stepmark.bench import clock
 from stepmark.bench.context import MeasureContext
-from stepmark.bench.operators.call import Call, Capabilities, Impl
+from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.ranks import Ranks
 from stepmark.core.case import OpCase
 from stepmark.core.ops import Gemm
+from stepmark.core.ops.backends import Capabilities
 from stepmark.core.plan import Entry
 from stepmark.core.record import AnyCase, Check
 

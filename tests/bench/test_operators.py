@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepmark.bench.operators import activation, attention, embedding_bag, rope
-from stepmark.bench.operators.call import Capabilities
-from stepmark.bench.operators.dtypes import TORCH_DTYPE, normal
+from stepmark.bench.operators import attention, elementwise, embedding_bag
+from stepmark.bench.operators.call import TORCH_DTYPE, normal
 from stepmark.bench.operators.table import IMPLS
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import (
@@ -32,7 +31,7 @@ from stepmark.core.ops import (
     Rope,
     Scaling,
 )
-from stepmark.core.ops.backends import BACKENDS
+from stepmark.core.ops.backends import BACKENDS, Capabilities
 
 CPU = torch.device("cpu")
 NO_COMPILER = Capabilities(
@@ -343,9 +342,9 @@ def test_the_attention_reference_agrees_with_autograd() -> None:
 
 
 def test_rope_keeps_lengths_and_sees_only_distances() -> None:
-    cos, sin = rope.tables(64, 16, CPU)
+    cos, sin = elementwise.tables(64, 16, CPU)
     x = torch.randn(1, 1, 1, 16).expand(1, 64, 1, 16)
-    y = rope.rotate(x, cos, sin)[0, :, 0]
+    y = elementwise.rotate(x, cos, sin)[0, :, 0]
     torch.testing.assert_close(y.norm(dim=-1), x[0, :, 0].norm(dim=-1))
     torch.testing.assert_close(y[3] @ y[10], y[40] @ y[47])
 
@@ -465,4 +464,4 @@ def test_a_compiled_backward_pass_matches_and_compiles_once_for_all_sets() -> No
         call = IMPLS["norm"]["compile"].make(op, CPU)
         call.run()
         assert call.verify().num_wrong == 0
-    assert activation.compiled.cache_info().hits >= 1
+    assert elementwise.compiled.cache_info().hits >= 1

@@ -1,7 +1,6 @@
 """Small real runs on the CPU: every family, outputs, interrupts, resume, ranks."""
 
 import csv
-import dataclasses
 import io
 import json
 from pathlib import Path
@@ -11,9 +10,8 @@ import pytest
 
 from stepmark.cli.main import status
 from stepmark.core.ops import FAMILIES
-from stepmark.core.record import Check
 
-from .process import lines, only_run, stepmark
+from .process import ROOT, lines, only_run, stepmark
 
 SHAPE = {
     "gemm": "--m 32 --n 32 --k 32",
@@ -92,17 +90,9 @@ def _family(record: dict[str, Any]) -> str:
 def test_exit_codes_of_a_bad_case(
     kind: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stepmark.bench.operators.table import IMPLS
-
-    impl = IMPLS["gemm"]["torch"]
-    bad = Check(max_rel_err=9, tolerance=0, num_wrong=1, num_compared=1, reference="fake")
-
-    def make(op: Any, device: Any) -> Any:
-        if kind == "raises":
-            raise RuntimeError("broken on purpose")
-        return dataclasses.replace(impl.make(op, device), verify=lambda: bad)
-
-    monkeypatch.setitem(IMPLS["gemm"], "torch", dataclasses.replace(impl, make=make))
+    monkeypatch.setenv("STEPMARK_TEST_HOOK", "tests.cli.bad_gemm")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("BAD_GEMM", kind)
     assert status(["op", "gemm", *SHAPE["gemm"].split(), *CPU]) == expected
     assert len(lines(only_run(tmp_path / "runs"))) == 1
 

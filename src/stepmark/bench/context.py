@@ -10,8 +10,8 @@ import psutil
 import torch
 
 from stepmark.bench.environment import capabilities
-from stepmark.bench.operators.call import Capabilities
 from stepmark.bench.ranks import Ranks, join
+from stepmark.core.ops.backends import Capabilities
 from stepmark.core.record import Failed
 from stepmark.core.train_case import TrainCase
 

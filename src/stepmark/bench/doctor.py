@@ -13,13 +13,14 @@ from stepmark.bench import amd
 from stepmark.bench.collectives.nccl import find_library
 from stepmark.bench.environment import capabilities, capture, compiler, local_device
 from stepmark.bench.nvidia import IDLE, Health, Links
-from stepmark.bench.operators.call import Capabilities, Impl
+from stepmark.bench.operators.call import Impl
 from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.telemetry import cpu_reading, open_gpu
 from stepmark.core.device import find_device
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import FAMILIES, Gemm, Op
+from stepmark.core.ops.backends import Capabilities
 from stepmark.core.record import DeviceInfo, Environment, Telemetry
 from stepmark.core.units import GIB, format_bytes
 

@@ -16,9 +16,8 @@ import torch
 
 from stepmark import __version__
 from stepmark.bench.nvidia import torch_device_info
-from stepmark.bench.operators.call import Capabilities
 from stepmark.bench.telemetry import open_gpu
-from stepmark.core.ops.backends import MODULES
+from stepmark.core.ops.backends import MODULES, Capabilities
 from stepmark.core.record import DeviceInfo, Environment
 
 PREFIXES = (

@@ -1,11 +1,11 @@
 """Outcome of a case. Records hold samples in seconds; the report derives rates."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stepmark.core.case import OpCase
 from stepmark.core.comm_case import CommCase
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import Training
+from stepmark.core.training import CompileScope, Training
 
 # 2: collectives (comm cases, launches). 3: training.
 SCHEMA = 3
@@ -100,10 +100,16 @@ class _OfCase:
 
     @property
     def train(self) -> TrainCase:
-        """Return the case of a training step. Raise TypeError for another kind."""
+        """Return the training step that ran. Raise TypeError for another kind.
+
+        It is the planned case, except where torch.compile failed and the step ran without it.
+        """
         if not isinstance(self.case, TrainCase):
             raise TypeError(f"{self.case.family} is not a training step")
-        return self.case
+        training: Training | None = getattr(self, "training", None)  # of a measured one
+        if training is None or not training.compile_failed:
+            return self.case
+        return replace(self.case, compile=CompileScope.NONE, compile_mode="default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,7 @@ class Training:
     recompiles: int = 0  # after the first sample, any rank
     graph_breaks: int = 0
     attention_run: str = ""  # kernel seen, e.g. "cudnn"
+    compile_failed: str = ""  # why torch.compile was given up; the step then ran without it
     interrupted: bool = False  # by Ctrl-C, with fewer samples than requested
     data: str = ""  # e.g. "random tokens, shifted labels" or the text and its hash
     messages: tuple[tuple[MessageKind, Tally], ...] = ()  # of one extra, untimed sample

@@ -245,9 +245,9 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("flops_per_token_palm_all", lambda o: o.per_token.palm_all, NUMBER),
     Column("flops_per_token_hfu", lambda o: o.per_token.hfu, NUMBER),
     Column("launch", lambda o: o.record.launch, COUNT),
-    Column("case_id", lambda o: o.case.case_id),
+    Column("case_id", lambda o: o.record.case.case_id),
     Column("run_id", lambda o: o.run.run_id),
-    Column("command", lambda o: o.case.command()),
+    Column("command", lambda o: o.record.case.command()),
     Column("rank", figure(lambda f: f.rank), COUNT, "", _RANKS),
     Column("time_s", figure(lambda f: f.times.median), SECONDS, "sample", EVERYWHERE),
     Column("mean_s", figure(lambda f: f.times.mean), SECONDS),
@@ -361,7 +361,12 @@ def rows(
     ceilings = measured_ceilings(one for one in records if isinstance(one.case, OpCase))
     against = Yardstick(run=run, device=device, ceilings=ceilings)
     steps = [record for record in records if isinstance(record.case, TrainCase)]
-    return rows_of(TRAIN_COLUMNS, (_outcome(record, None, against) for record in steps))
+    found = rows_of(TRAIN_COLUMNS, (_outcome(record, None, against) for record in steps))
+    for row, record in zip(found, steps, strict=True):
+        # A column only where it says something: tables of published runs stay as they are.
+        if isinstance(record, Measured) and record.training and record.training.compile_failed:
+            row["compile_failed"] = record.training.compile_failed
+    return found
 
 
 def per_rank_rows(records: Iterable[Record], run: RunInfo) -> list[Row]:

@@ -25,7 +25,7 @@ def remarks(row: Row) -> list[str]:
             _near_limit(row),
         ),
         *(_slow_rank(row), _slow_forward(row), _throttled(row), _data(row)),
-        *(_recompiled(row), _cycle(row), _nominal(row)),
+        *(_compile_failed(row), _recompiled(row), _cycle(row), _nominal(row)),
     )
     return [line for line in said if line]
 
@@ -94,6 +94,11 @@ def _data(row: Row) -> str:
         return ""
     share = 100 * wait / time_s
     return f"the host waits {format_time(wait)} for a batch, {share:.0f} % of a sample"
+
+
+def _compile_failed(row: Row) -> str:
+    why = row.get("compile_failed")
+    return f"ran without torch.compile, which failed: {why}" if why else ""
 
 
 def _recompiled(row: Row) -> str:

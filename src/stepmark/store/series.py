@@ -48,7 +48,8 @@ def series_of_records(
             wrong += bool(record.num_wrong)
             if not record.num_wrong:
                 # The automatic clock may choose another one in another launch.
-                key = (record.case.case_id, record.samples.method)
+                ran = record.train if isinstance(record.case, TrainCase) else record.case
+                key = (ran.case_id, record.samples.method)
                 by_case.setdefault(key, []).append(record)
     notes = (f"{wrong} wrong results are left out",) if wrong else ()
     return [_of_records(info, launches) for launches in by_case.values()], notes
@@ -64,7 +65,7 @@ def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
             f"{info.run_id}/{record.launch}": mean_of_cycles(record.samples.seconds, case.cycle)
             for record in records
         }
-        return Series(fields=_train_fields(case, method), launches=launches)
+        return Series(fields=_train_fields(records[0].train, method), launches=launches)
     launches = {
         f"{info.run_id}/{record.launch}": tuple(slowest_per_sample(record.samples.seconds))
         for record in records

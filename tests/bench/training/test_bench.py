@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.bench import fakes
+from tests.report.records import run_info
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
@@ -27,6 +28,8 @@ from stepmark.core.plan import TrainHow
 from stepmark.core.record import Failed, Measured, Record, Skipped
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Schedule
+from stepmark.report import train_columns as report
+from stepmark.report.training_remarks import remarks
 
 OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
 Losses = Callable[[int], float]
@@ -346,7 +349,14 @@ def test_or_runs_eagerly_where_asked_and_says_so(install: Install) -> None:
     (record,), position = run([compiled()], TrainHow(steps=3, compile_fallback=True))
     assert isinstance(record, Measured)
     assert position is None
-    assert record.case == replace(compiled(), compile=CompileScope.NONE)
+    assert record.case == compiled(), "the record stays that of the planned case"
+    assert record.training is not None
+    assert record.training.compile_failed == "no compiler"
+    assert record.train == replace(compiled(), compile=CompileScope.NONE)
+    (row,) = report.rows([record], run_info(1))
+    assert (row["compile"], row["compile_failed"]) == ("none", "no compiler")
+    assert row["case_id"] == compiled().case_id
+    assert "ran without torch.compile, which failed: no compiler" in remarks(row)
     assert [of.compile for of in made] == [CompileScope.BLOCK, CompileScope.NONE]
 
 

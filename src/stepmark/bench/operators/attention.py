@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
-from stepmark.bench.operators.activation import compiled
-from stepmark.bench.operators.call import Call, Capabilities, Impl
-from stepmark.bench.operators.dtypes import normal, set_matmul_precision
+from stepmark.bench.operators.call import Call, Impl, normal, set_matmul_precision
+from stepmark.bench.operators.elementwise import compiled
 from stepmark.bench.verify import compare, finite, merge, poisoned_result, tolerance
 from stepmark.core.ops import Attention, Phase, backends
+from stepmark.core.ops.backends import Capabilities
 from stepmark.core.record import Check
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,15 +1,16 @@
-"""What an operator's implementation gives to the runner."""
+"""What an implementation of an operator provides, and random operands for it."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from stepmark.core.dtypes import DType
 from stepmark.core.ops.backends import Capabilities
 from stepmark.core.record import Check
-
-__all__ = ["Call", "Capabilities", "Impl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +41,38 @@ class Impl:
     extra_bytes: Callable[[Any], int] = lambda op: 0
     # False where a call synchronizes or allocates in a way a CUDA graph cannot hold.
     capturable: bool = True
+
+
+TORCH_DTYPE: dict[DType, torch.dtype] = {
+    DType.FP64: torch.float64,
+    DType.FP32: torch.float32,
+    DType.TF32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+    DType.FP8_E4M3: torch.float8_e4m3fn,
+    DType.FP8_E5M2: torch.float8_e5m2,
+}
+
+_seeds = itertools.count(1)
+
+
+def generator(device: torch.device) -> torch.Generator:
+    """A generator with a seed no earlier call had: every operand set differs."""
+    return torch.Generator(device=device).manual_seed(next(_seeds))
+
+
+def normal(*shape: int, dtype: DType, device: torch.device) -> Tensor:
+    """Standard normal values. Constants would draw less power and run faster."""
+    torch_dtype = TORCH_DTYPE[dtype]
+    drawn = torch.bfloat16 if dtype.is_fp8 else torch_dtype
+    return torch.randn(shape, dtype=drawn, device=device, generator=generator(device)).to(
+        torch_dtype
+    )
+
+
+def set_matmul_precision(dtype: DType) -> None:
+    """TF32 units for TF32, true fp32 otherwise.
+
+    This is global state of torch, set when operands are made: cases run one at a time.
+    """
+    torch.set_float32_matmul_precision("high" if dtype is DType.TF32 else "highest")

@@ -1,17 +1,15 @@
 """Mean token loss of logits [T, V], in fp32; in slices of the tokens when op.chunks > 1."""
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepmark.bench.operators.activation import compiled
-from stepmark.bench.operators.call import Call, Impl
-from stepmark.bench.operators.dtypes import generator, normal
+from stepmark.bench.operators.call import Call, generator, normal
+from stepmark.bench.operators.elementwise import compiled, with_compile
 from stepmark.bench.verify import compare, finite, merge, poisoned_result, tolerance
-from stepmark.core.ops import CrossEntropy, Phase, backends
+from stepmark.core.ops import CrossEntropy, Phase
 from stepmark.core.record import Check
 
 LOSS_SCALE = 256.0  # times tokens: keeps 1 / vocab a normal number in fp16
@@ -86,7 +84,4 @@ def _check_grad(op: CrossEntropy, logits: Tensor, targets: Tensor, grad: Tensor)
     return merge([*checks, finite(grad, allowed)])
 
 
-TORCH = Impl(make=make)
-COMPILE = Impl(
-    make=functools.partial(make, is_compiled=True), unsupported=backends.needs_compiler
-)
+BACKENDS = with_compile(make)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepmark.bench.operators.call import Call, Impl
-from stepmark.bench.operators.dtypes import generator, normal
+from stepmark.bench.operators.call import Call, Impl, generator, normal
 from stepmark.bench.verify import compare, finite, merge, poison, sample, tolerance
 from stepmark.core.ops import EmbeddingBag, Phase
 from stepmark.core.record import Check

@@ -1,4 +1,4 @@
-"""y_MN = a_MK @ b_KN by cuBLAS, hipBLASLt or oneDNN, through torch.
+"""y_MN = a_MK @ b_KN by cuBLAS, hipBLASLt or oneDNN, through torch; the same in batches.
 
 fp8_e5m2 stands for a gradient: A is e5m2 and B e4m3, as in a backward pass (cuBLAS has no
 product of two e5m2). Whatever the layout, fp8 operands lie as _scaled_mm wants them: A row
@@ -12,11 +12,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stepmark.bench.operators.call import Call, Impl
-from stepmark.bench.operators.dtypes import TORCH_DTYPE, normal, set_matmul_precision
-from stepmark.bench.verify import compare, merge, poison, product_check, sample, take, tolerance
+from stepmark.bench.operators.call import TORCH_DTYPE, Call, Impl, normal, set_matmul_precision
+from stepmark.bench.verify import (
+    compare,
+    finite,
+    merge,
+    poison,
+    product_check,
+    sample,
+    take,
+    tolerance,
+)
 from stepmark.core.dtypes import DType
-from stepmark.core.ops import Cast, Gemm, Layout, Scaling, backends
+from stepmark.core.ops import Bmm, Cast, Gemm, Layout, Scaling, backends
 from stepmark.core.record import Check
 
 
@@ -156,3 +164,30 @@ def _make_fp8(op: Gemm, device: torch.device) -> Call:
 
 
 TORCH = Impl(make=make, unsupported=backends.gemm)
+
+
+NUM_CHECKED = 4  # products compared; of the others only that they are finite
+
+
+def make_bmm(op: Bmm, device: torch.device) -> Call:
+    set_matmul_precision(op.dtype)
+    a_BMK, b_BKN = operands(op.layout, op.m, op.n, op.k, op.dtype, device, op.batch)
+    y_BMN = torch.empty(op.batch, op.m, op.n, dtype=TORCH_DTYPE[op.dtype], device=device)
+
+    def run() -> Tensor:
+        return torch.bmm(a_BMK, b_BKN, out=y_BMN)
+
+    def verify() -> Check:
+        poison(y_BMN)
+        run()
+        allowed = tolerance(op.dtype, length=op.k)
+        checks = [
+            product_check(a_BMK[i], b_BKN[i], y_BMN[i], allowed)
+            for i in sample(op.batch, torch.device("cpu"), NUM_CHECKED).tolist()
+        ]
+        return merge([*checks, finite(y_BMN, allowed)])
+
+    return Call(run=run, verify=verify, backend_run="torch.bmm")
+
+
+BMM = Impl(make=make_bmm, unsupported=backends.tf32)

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepmark.bench.operators.call import Call, Capabilities, Impl
-from stepmark.bench.operators.dtypes import TORCH_DTYPE, normal, set_matmul_precision
+from stepmark.bench.operators.call import (
+    TORCH_DTYPE,
+    Call,
+    Impl,
+    normal,
+    set_matmul_precision,
+)
 from stepmark.bench.verify import (
     finite,
     merge,
@@ -23,6 +28,7 @@ from stepmark.bench.verify import (
     tolerance,
 )
 from stepmark.core.ops import GroupedGemm, Phase, backends
+from stepmark.core.ops.backends import Capabilities
 from stepmark.core.record import Check
 
 NUM_CHECKED = 8  # experts compared; of the others only that they are finite

@@ -9,8 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from stepmark.bench.operators.call import Call, Impl
-from stepmark.bench.operators.dtypes import TORCH_DTYPE, normal, set_matmul_precision
+from stepmark.bench.operators.call import TORCH_DTYPE, Call, Impl, normal, set_matmul_precision
 from stepmark.bench.verify import compare, finite, merge, poisoned_result, sample, tolerance
 from stepmark.core.ops import Mlp, Phase, backends
 from stepmark.core.record import Check

@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from stepmark.bench.operators.call import Call, Impl
-from stepmark.bench.operators.dtypes import normal
+from stepmark.bench.operators.call import Call, Impl, normal
 from stepmark.bench.verify import compare, finite, merge, sample, tolerance
 from stepmark.core.ops import Optimizer, backends
 from stepmark.core.record import Check

@@ -1,18 +1,14 @@
 """Every way to run every operator: family -> backend -> implementation."""
 
 from stepmark.bench.operators import (
-    activation,
     attention,
-    bmm,
-    copy,
     cross_entropy,
+    elementwise,
     embedding_bag,
     gemm,
     grouped_gemm,
     mlp,
-    norm,
     optimizer,
-    rope,
 )
 from stepmark.bench.operators.call import Impl
 
@@ -20,13 +16,13 @@ IMPLS: dict[str, dict[str, Impl]] = {
     "gemm": {"torch": gemm.TORCH},
     "grouped-gemm": {"torch": grouped_gemm.TORCH, "loop": grouped_gemm.LOOP},
     "attention": attention.BACKENDS,
-    "bmm": {"torch": bmm.TORCH},
+    "bmm": {"torch": gemm.BMM},
     "mlp": {"torch": mlp.TORCH},
     "embedding-bag": {"torch": embedding_bag.TORCH},
-    "norm": {"torch": norm.TORCH, "compile": norm.COMPILE},
-    "activation": {"torch": activation.TORCH, "compile": activation.COMPILE},
-    "rope": {"torch": rope.TORCH, "compile": rope.COMPILE},
-    "cross-entropy": {"torch": cross_entropy.TORCH, "compile": cross_entropy.COMPILE},
+    "norm": elementwise.NORM,
+    "activation": elementwise.ACTIVATION,
+    "rope": elementwise.ROPE,
+    "cross-entropy": cross_entropy.BACKENDS,
     "optimizer": {"torch": optimizer.TORCH},
-    "copy": {"torch": copy.TORCH},
+    "copy": elementwise.COPY,
 }

@@ -64,15 +64,19 @@ class TrainingBench:
             may = self.how.compile_fallback and case.compile is not CompileScope.NONE
             if not may or error.cause != "error":
                 raise
+            why = error.message
         finally:
             _forget()
         # Not in the handler: the error holds the model that failed.
         release(self.context)
         eager = replace(case, compile=CompileScope.NONE, compile_mode="default")
         try:
-            return self._with_broadcast(eager, entry, end_s)
+            record = self._with_broadcast(eager, entry, end_s)
         finally:
             _forget()
+        assert record.training is not None
+        training = replace(record.training, compile_failed=why)
+        return replace(record, case=case, training=training)
 
     def failed(self, entry: Entry, record: Failed) -> Failed:
         case = cast("TrainCase", entry.case)

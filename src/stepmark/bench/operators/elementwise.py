@@ -1,6 +1,7 @@
-"""SwiGLU and GELU, and how any function of rows is timed forwards and backwards.
+"""SwiGLU and GELU, norms, rotary embedding, copy: functions of rows, forwards and backwards.
 
-T tokens, W width. The gate and up halves of SwiGLU lie in one tensor, as one product made them.
+T tokens, W width, H hidden; B batch, S sequence, D head width. The gate and up halves of SwiGLU
+lie in one tensor, as one product made them. Rope rotates halves as in Llama.
 """
 
 import functools
@@ -13,10 +14,9 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn import functional
 
-from stepmark.bench.operators.call import Call, Impl
-from stepmark.bench.operators.dtypes import normal
-from stepmark.bench.verify import compare, merge, poisoned_result, tolerance
-from stepmark.core.ops import Activation, Phase, backends
+from stepmark.bench.operators.call import Call, Impl, normal
+from stepmark.bench.verify import compare, merge, poison, poisoned_result, tolerance
+from stepmark.core.ops import Activation, Copy, Norm, Phase, Rope, backends
 from stepmark.core.record import Check
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -132,13 +132,86 @@ def gelu(x_TW: Tensor) -> Tensor:
     return functional.gelu(x_TW, approximate="tanh")
 
 
-def make(op: Activation, device: torch.device, *, is_compiled: bool = False) -> Call:
+def make_activation(op: Activation, device: torch.device, *, is_compiled: bool = False) -> Call:
     function, planes = (swiglu, 2) if op.kind == "swiglu" else (gelu, 1)
     x = normal(op.tokens, planes * op.width, dtype=op.dtype, device=device)
     return rows_call(op, function, (x,), (), is_compiled=is_compiled)
 
 
-TORCH = Impl(make=make)
-COMPILE = Impl(
-    make=functools.partial(make, is_compiled=True), unsupported=backends.needs_compiler
-)
+EPS = 1e-5
+
+
+def rmsnorm(x_TH: Tensor, weight_H: Tensor) -> Tensor:
+    return functional.rms_norm(x_TH, weight_H.shape, weight_H, EPS)
+
+
+def layernorm(x_TH: Tensor, weight_H: Tensor, bias_H: Tensor) -> Tensor:
+    return functional.layer_norm(x_TH, weight_H.shape, weight_H, bias_H, EPS)
+
+
+def make_norm(op: Norm, device: torch.device, *, is_compiled: bool = False) -> Call:
+    x_TH = normal(op.tokens, op.hidden, dtype=op.dtype, device=device)
+    vectors = 1 if op.kind == "rmsnorm" else 2
+    shared = tuple(normal(op.hidden, dtype=op.dtype, device=device) for _ in range(vectors))
+    function = rmsnorm if op.kind == "rmsnorm" else layernorm
+    return rows_call(op, function, (x_TH,), shared, is_compiled=is_compiled)
+
+
+BASE = 10_000.0
+
+
+def tables(seq: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [S, 1, D] in fp32, computed in fp64."""
+    half = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device)
+    positions = torch.arange(seq, dtype=torch.float64, device=device)
+    angles_SD = torch.outer(positions, BASE ** (-half / head_dim)).repeat(1, 2)
+    return angles_SD.cos().float().unsqueeze(1), angles_SD.sin().float().unsqueeze(1)
+
+
+def rotate(x_BSHD: Tensor, cos_S1D: Tensor, sin_S1D: Tensor) -> Tensor:
+    first, second = x_BSHD.chunk(2, dim=-1)
+    turned_BSHD = torch.cat((-second, first), dim=-1)
+    return x_BSHD * cos_S1D.to(x_BSHD.dtype) + turned_BSHD * sin_S1D.to(x_BSHD.dtype)
+
+
+def rope(q_BSHD: Tensor, k_BSHD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rotate(q_BSHD, cos, sin), rotate(k_BSHD, cos, sin)
+
+
+def make_rope(op: Rope, device: torch.device, *, is_compiled: bool = False) -> Call:
+    q_BSHD, k_BSHD = (
+        normal(op.batch, op.seq, heads, op.head_dim, dtype=op.dtype, device=device)
+        for heads in (op.heads, op.kv_heads)
+    )
+    constants = tables(op.seq, op.head_dim, device)
+    return rows_call(
+        op, rope, (q_BSHD, k_BSHD), (), is_compiled=is_compiled, constants=constants
+    )
+
+
+def make_copy(op: Copy, device: torch.device) -> Call:
+    x = normal(op.num_bytes // 4, dtype=op.dtype, device=device)
+    y = torch.empty_like(x)
+
+    def verify() -> Check:
+        poison(y)
+        y.copy_(x)
+        pairs = zip(y.split(2**24), x.split(2**24), strict=True)
+        return merge(compare(out, ref, 0.0, "the source") for out, ref in pairs)
+
+    return Call(run=lambda: y.copy_(x), verify=verify, backend_run="torch copy_")
+
+
+def with_compile(make: Callable[..., Call]) -> dict[str, Impl]:
+    """Return the backends of a function that torch.compile can fuse."""
+    compiled_make = functools.partial(make, is_compiled=True)
+    return {
+        "torch": Impl(make=make),
+        "compile": Impl(make=compiled_make, unsupported=backends.needs_compiler),
+    }
+
+
+ACTIVATION = with_compile(make_activation)
+NORM = with_compile(make_norm)
+ROPE = with_compile(make_rope)
+COPY = {"torch": Impl(make=make_copy, unsupported=backends.copy)}
