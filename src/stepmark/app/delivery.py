@@ -2,18 +2,16 @@
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.record import Failed, Measured
-from stepmark.core.units import MIB, TFLOP, format_bytes, parse_duration
+from stepmark.core.units import parse_duration
 
 if TYPE_CHECKING:
     from stepmark.app.view import View
-    from stepmark.core.comm_case import CommCase
-    from stepmark.core.train_case import TrainCase
 
 Values = Mapping[str, Any]  # what the user asked for, by option name
 Rows = list[dict[str, Any]]
@@ -62,30 +60,6 @@ def resume_hint(path: Path) -> str:
 
     where = " under the same launcher" if outer_launcher.is_rank() else ""
     return f"finished cases are kept; go on with: stepmark resume {path}{where}"
-
-
-def listed(cases: "Sequence[CommCase | TrainCase]", notes: Iterable[str] = ()) -> None:
-    """--dry-run: the command of each case, with what it computes, sends and holds."""
-    for note in notes:
-        sys.stderr.write(f"# {note}\n")
-    sys.stdout.write("".join(f"{case.command()}  # {_facts(case)}\n" for case in cases))
-    sys.stdout.flush()
-    count = len(cases)
-    sys.stderr.write(f"{count} case{'s' if count != 1 else ''}; none was run\n")
-
-
-def _facts(case: "CommCase | TrainCase") -> str:
-    """Return bytes of a message; FLOPs, messages and estimated memory of a training step."""
-    from stepmark.core.train_case import TrainCase  # noqa: PLC0415
-
-    if not isinstance(case, TrainCase):
-        return format_bytes(case.message_bytes)
-    from stepmark.app.memory import estimate  # noqa: PLC0415
-    from stepmark.core.flops import per_token  # noqa: PLC0415
-
-    flops = per_token(case).hfu * case.tokens_per_step * case.micro_steps
-    memory = format_bytes(round(estimate(case).total_bytes / MIB) * MIB)
-    return f"{flops / TFLOP:.4g} TFLOP per step, about {memory} per rank"
 
 
 def check_outputs(values: Values) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stepmark.app import delivery
 from stepmark.app.delivery import Values
 from stepmark.app.machine import Machine
-from stepmark.core.case import Label, OpCase
+from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops.backends import MODULES, Capabilities
 from stepmark.core.plan import How, OpHow, Plan, entries
@@ -81,40 +81,3 @@ def _show(run: "View", values: Values) -> None:
 
     if not values.get("style"):
         show_rows(run)
-
-
-def listed(cases: Sequence[OpCase], values: Values) -> None:
-    """--dry-run: one line per case, or JSON and CSV of the same."""
-    from stepmark.store.export import write_csv, write_json  # noqa: PLC0415
-
-    rows: list[dict[str, object]] = [
-        {
-            "family": case.family,
-            "model": label.model,
-            "role": label.role,
-            "pass": str(label.phase or ""),
-            "mbs": label.mbs,
-            "shape": case.op.shape_text,
-            "dtype": str(case.dtype),
-            "backend": case.backend,
-            "memory_bytes": case.op.memory_bytes,
-            "flops": case.op.flops,
-            "bytes_moved": case.op.bytes_moved,
-            "case_id": case.case_id,
-            "command": case.command(),
-        }
-        for case in cases
-        for label in case.labels or (Label(),)
-    ]
-    # A plan goes to stdout; files are for results, except where stdout is asked for.
-    if values.get("json") == "-":
-        write_json(rows, "-")
-    elif values.get("csv") == "-":
-        write_csv(rows, "-")
-    else:
-        for row in rows:
-            words = (row["family"], row["model"], row["role"], row["pass"], row["shape"])
-            line = " ".join(str(w) for w in (*words, row["dtype"], row["backend"]) if w)
-            sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-    sys.stderr.write(f"{len(cases)} cases, {len(rows)} rows; none was run\n")

@@ -189,7 +189,6 @@ def measure(values: dict[str, Any]) -> None:
     import typer  # noqa: PLC0415
 
     from stepmark.app import comm as app  # noqa: PLC0415
-    from stepmark.app.delivery import listed  # noqa: PLC0415
     from stepmark.app.machine import machine  # noqa: PLC0415
     from stepmark.cli import comm_workload  # noqa: PLC0415
 
@@ -209,8 +208,9 @@ def measure(values: dict[str, Any]) -> None:
         return plan(names, values, here(dry_run=bool(values.get("dry_run"))))
 
     if values.get("dry_run"):
-        found = planned()
-        listed([entry.case for entry in found.entries], found.notes)  # type: ignore[misc]
+        from stepmark.app import dry_run  # noqa: PLC0415
+
+        dry_run.show(planned(), values.get("json"), values.get("csv"))
         return
     from stepmark.app.measure import measure as measured  # noqa: PLC0415
 

@@ -140,7 +140,9 @@ def execute(cases: "Callable[[Machine], list[OpCase]]", values: Values) -> None:
         return app_op.plan(cases(found), values, found)
 
     if values.get("dry_run"):
-        app_op.listed([entry.case for entry in planned().entries], values)  # type: ignore[misc]
+        from stepmark.app import dry_run  # noqa: PLC0415
+
+        dry_run.show(planned(), values.get("json"), values.get("csv"))
         return
     from stepmark.app.measure import measure  # noqa: PLC0415
 
@@ -176,13 +178,18 @@ def find_max(values: dict[str, Any]) -> None:
     ranks = here.num_ranks(values.get("nproc"))
     if values.get("resume") or ranks > 1 or outer_launcher.is_rank():
         raise ConfigError("find-max", "--resume or --nproc", "one rank, in one go")
-    codes = []
+    searches = []
     for dtype in plan.default_dtypes(values, here.device):
         placed = [(Label(role="find-max"), op) for op in _shapes(dtype, here.device)]
-        cases = of_family("gemm", placed, values | {"rate": "sustained"}, here, 1)
-        if values.get("dry_run"):
-            app_op.listed(cases, values)
-            continue
+        searches.append(of_family("gemm", placed, values | {"rate": "sustained"}, here, 1))
+    if values.get("dry_run"):
+        from stepmark.app import dry_run  # noqa: PLC0415
+
+        everything = [case for cases in searches for case in cases]
+        dry_run.show_cases(everything, values.get("json"), values.get("csv"))
+        return
+    codes = []
+    for cases in searches:
         quick = OpHow(soak_s=0.1, sample_s=0.1)
         first = app_op.plan(cases, values, here, how=quick)
         code, run = measure_quietly(first, values.get("out"), {"stage": "search"})

@@ -65,20 +65,11 @@ def run(
         return made
 
     if dry_run:
-        _list(planned(), values)
+        from stepmark.app.dry_run import show  # noqa: PLC0415
+
+        show(planned())
         return
     raise typer.Exit(measure(planned, lambda: machine(device).device, out))
-
-
-def _list(plan: "Plan", values: dict[str, Any]) -> None:
-    from stepmark.app import delivery  # noqa: PLC0415
-    from stepmark.app import op as app_op  # noqa: PLC0415
-
-    def of_kind(kind: str) -> list[Any]:
-        return [entry.case for entry in plan.entries if entry.case.kind == kind]
-
-    app_op.listed(of_kind("op"), values)
-    delivery.listed([*of_kind("comm"), *of_kind("train")], plan.notes)
 
 
 def plan(values: dict[str, Any], machine: "Machine") -> "Plan":

@@ -17,7 +17,7 @@ def measure(values: dict[str, Any]) -> None:
     """Plan, then measure on ranks of this host, or as one rank of an outer launcher."""
     import typer  # noqa: PLC0415
 
-    from stepmark.app.delivery import check_outputs, listed  # noqa: PLC0415
+    from stepmark.app.delivery import check_outputs  # noqa: PLC0415
     from stepmark.app.machine import machine  # noqa: PLC0415
 
     values = with_models(values)
@@ -28,7 +28,9 @@ def measure(values: dict[str, Any]) -> None:
         return plan(values, here(dry_run=bool(values.get("dry_run"))))
 
     if values.get("dry_run"):
-        listed([entry.case for entry in planned().entries])  # type: ignore[misc]
+        from stepmark.app import dry_run  # noqa: PLC0415
+
+        dry_run.show(planned(), values.get("json"), values.get("csv"))
         return
     from stepmark.app.measure import measure as measured  # noqa: PLC0415
 

@@ -1,0 +1,149 @@
+"""--dry-run: the plan, on any machine and for any device: a line per case, or JSON or CSV."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from stepmark.app.memory import estimate
+from stepmark.core.case import Label, OpCase
+from stepmark.core.comm_case import CommCase
+from stepmark.core.errors import ConfigError
+from stepmark.core.flops import per_token
+from stepmark.core.plan import Plan
+from stepmark.core.record import AnyCase
+from stepmark.core.train_case import TrainCase
+from stepmark.core.units import MIB, TFLOP, format_bytes
+from stepmark.core.workload import CommOp
+from stepmark.store.export import write_csv, write_json
+from stepmark.workload.rules.pytorch.case import of_case
+
+Row = dict[str, object]
+
+
+def show(plan: Plan, json: str | None = None, csv: str | None = None) -> None:
+    """Print the cases of a plan, or write them where --json and --csv say."""
+    for note in plan.notes:
+        sys.stderr.write(f"# {note}\n")
+    show_cases([entry.case for entry in plan.entries if entry.launch == 1], json, csv)
+
+
+def show_cases(
+    cases: Sequence[AnyCase], json: str | None = None, csv: str | None = None
+) -> None:
+    """Print cases that are to be measured, or write them where --json and --csv say."""
+    rows = [row for case in cases for row in _rows(case)]
+    for target, write in ((json, write_json), (csv, write_csv)):
+        if target:
+            write(rows, target)
+    if "-" not in (json, csv):
+        sys.stdout.write("".join(f"{_LINES[str(row['kind'])](row)}\n" for row in rows))
+        sys.stdout.flush()
+    count = f"{len(cases)} case{'s' if len(cases) != 1 else ''}"
+    count += f", {len(rows)} rows" if len(rows) != len(cases) else ""
+    sys.stderr.write(f"{count}; none was run\n")
+
+
+def _rows(case: AnyCase) -> list[Row]:
+    if isinstance(case, OpCase):
+        rows = [_of_operator(case, label) for label in case.labels or (Label(),)]
+    else:
+        rows = [_of_collective(case) if isinstance(case, CommCase) else _of_step(case)]
+    identity = {"case_id": case.case_id, "command": case.command()}
+    return [{"kind": case.kind, "family": case.family, **row, **identity} for row in rows]
+
+
+def _of_operator(case: OpCase, label: Label) -> Row:
+    return {
+        "model": label.model,
+        "role": label.role,
+        "pass": str(label.phase or ""),
+        "mbs": label.mbs,
+        "shape": case.op.shape_text,
+        "dtype": str(case.dtype),
+        "backend": case.backend,
+        "ranks": case.num_ranks,
+        "memory_bytes": case.op.memory_bytes,
+        "flops": case.op.flops,
+        "bytes_moved": case.op.bytes_moved,
+    }
+
+
+def _of_collective(case: CommCase) -> Row:
+    return {
+        "size_bytes": case.message_bytes,
+        "count": case.count,
+        "dtype": str(case.dtype),
+        "redop": str(case.redop),
+        "root": case.root,
+        "in_place": case.in_place,
+        "ranks": case.num_ranks,
+        "mode": str(case.mode),
+        "api": str(case.api),
+        "backend": case.backend,
+    }
+
+
+def _of_step(case: TrainCase) -> Row:
+    """FLOPs are those of all ranks, recomputation included; messages, the busiest rank's."""
+    calls, message_bytes, reason = _messages(case)
+    return {
+        "model": case.model.name,
+        "strategy": case.strategy,
+        "mbs": case.mbs,
+        "seq_len": case.model.seq_len,
+        "dtype": str(case.dtype),
+        "ranks": case.num_ranks,
+        "flops": round(per_token(case).hfu * case.tokens_per_step * case.micro_steps),
+        "message_calls": calls,
+        "message_bytes": message_bytes,
+        "messages_unknown": reason,
+        "memory_bytes": estimate(case).total_bytes,
+    }
+
+
+def _messages(case: TrainCase) -> tuple[int | None, int | None, str]:
+    """Calls and message bytes of one optimizer step, or why they are unknown."""
+    try:
+        workload = of_case(case)
+    except ConfigError as error:
+        return None, None, str(error)
+    stages = [
+        [(op, times) for op, times in workload.tally(index).items() if isinstance(op, CommOp)]
+        for index in range(len(workload.stages))
+    ]
+    total_bytes = [
+        sum(op.message_bytes(workload.groups[op.group]) * times for op, times in stage)
+        for stage in stages
+    ]
+    busiest = total_bytes.index(max(total_bytes))
+    return sum(times for _, times in stages[busiest]), total_bytes[busiest], ""
+
+
+def _operator_line(row: Mapping[str, object]) -> str:
+    names = ("family", "model", "role", "pass", "shape", "dtype", "backend")
+    words = " ".join(str(row[name]) for name in names if row[name])
+    moved = _text(row["bytes_moved"])
+    return f"{words}  # {_flops(row)} TFLOP, {moved} moved, {_text(row['memory_bytes'])} held"
+
+
+def _step_line(row: Mapping[str, object]) -> str:
+    memory = _text(round(float(str(row["memory_bytes"])) / MIB) * MIB)
+    sent = f"messages unknown: {row['messages_unknown']}"
+    if not row["messages_unknown"]:
+        sent = f"{row['message_calls']} messages ({_text(row['message_bytes'])}) per rank"
+    flops = f"{_flops(row)} TFLOP per step of all ranks"
+    return f"{row['command']}  # {flops}, {sent}, about {memory} of memory per rank"
+
+
+def _flops(row: Mapping[str, object]) -> str:
+    return f"{float(str(row['flops'])) / TFLOP:.4g}"
+
+
+def _text(size: object) -> str:
+    return format_bytes(int(str(size)))
+
+
+_LINES: dict[str, Callable[[Mapping[str, object]], str]] = {
+    "op": _operator_line,
+    "comm": lambda row: f"{row['command']}  # {_text(row['size_bytes'])}",
+    "train": _step_line,
+}
