@@ -110,4 +110,17 @@ def release(context: MeasureContext) -> None:
     """Free the memory of a finished case."""
     gc.collect()
     if context.ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # is_broken reports it
+            torch.cuda.empty_cache()
+
+
+def is_broken(context: MeasureContext) -> bool:
+    """Return whether an error has left a CUDA context in which every further call fails."""
+    device = context.ranks.device
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from stepmark.bench.agree import CaseFailedError, agreed
-from stepmark.bench.context import MeasureContext, quick_release, release
+from stepmark.bench.context import MeasureContext, is_broken, quick_release, release
 from stepmark.core.plan import Entry, Plan
 from stepmark.core.record import Failed, Measured, Record, Skipped
 
@@ -125,8 +125,10 @@ def run(
             if isinstance(record, Measured) and record.training and record.training.interrupted:
                 raise KeyboardInterrupt
             budget.spend(time.monotonic() - begin)
-            if isinstance(record, Failed) and bench.restarts(entry) and done < len(current):
-                return current[done].position
+            if isinstance(record, Failed) and done < len(current):
+                is_unusable = any(context.ranks.gather(is_broken(context)))
+                if bench.restarts(entry) or is_unusable:
+                    return current[done].position
     for kind in counts:
         benches[kind].close()
     return entries[len(current)].position if len(entries) > len(current) else None
