@@ -39,7 +39,7 @@ CONFIDENCE = 0.99
 COMMAND_TIMEOUT_S = 240.0
 # On a busy CPU threads of one call wait for each other, milliseconds or not at all.
 THREADS: dict[str, dict[str, str]] = {"cpu": {"OMP_NUM_THREADS": "1"}, "cuda": {}}
-# Commands by kind and device, with the number of their cases: 20 per kind.
+# Commands by kind and device, with the number of their cases.
 COMMANDS: dict[tuple[str, str], list[tuple[str, int]]] = {
     ("op", "cuda"): [
         ("gemm --m 1024,8192 --n 4096 --k 1024,8192 --dtype bf16,fp32 --backend torch", 8),
@@ -65,16 +65,14 @@ COMMANDS: dict[tuple[str, str], list[tuple[str, int]]] = {
     ],
     ("comm", "cuda"): [
         (
-            "all_reduce all_gather reduce_scatter all_to_all"
-            " -b 64K -e 256M -f 8 --dtype bf16 --placement out",
-            20,
+            "all_reduce all_gather reduce_scatter all_to_all -b 64K -e 256M -f 8 --dtype bf16",
+            30,
         ),
     ],
     ("comm", "cpu"): [
         (
-            "all_reduce all_gather reduce_scatter all_to_all"
-            " -b 1K -e 4M -f 8 --dtype fp32 --placement out",
-            20,
+            "all_reduce all_gather reduce_scatter all_to_all -b 1K -e 4M -f 8 --dtype fp32",
+            30,
         ),
     ],
 }
