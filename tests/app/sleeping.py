@@ -83,6 +83,7 @@ class Context:
     folder: Path | None = None
     failures: tuple[Failed, ...] = ()
     on_blocked: Callable[[Failed, int], None] = print
+    largest_mbs: Callable[..., int] | None = None
 
 
 def make_context(device: str, **_: object) -> Context:

@@ -3,14 +3,17 @@
 import dataclasses
 import importlib
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from stepmark.app.delivery import check_outputs
+from stepmark.app.machine import machine
 from stepmark.core.errors import ConfigError
 from stepmark.core.plan import Entry, Plan
-from stepmark.core.record import Failed
+from stepmark.core.record import Failed, Measured
 from stepmark.launch import outer_launcher
 from stepmark.launch.failure_report import RankFailure
 from stepmark.launch.supervise import supervise
@@ -47,7 +50,8 @@ def measure(
     def prepared() -> tuple[Plan, Path]:
         plan = make_plan()
         if resume:
-            return plan, _continued(plan, find_run(root, resume), force=force)
+            run = find_run(root, resume)
+            return _continued(plan, run, force=force), run
         return plan, _begun(plan, root)
 
     if outer_launcher.is_rank():
@@ -58,7 +62,7 @@ def measure(
     plan, run = prepared()
     for note in plan.notes:
         sys.stderr.write(f"# {note}\n")
-    return _measured(plan, run, force=force)
+    return _measured(plan, run, force=force, is_new=resume is None)
 
 
 def measure_quietly(
@@ -67,22 +71,41 @@ def measure_quietly(
     """Measure a plan and show nothing. Returns the exit code of the ranks, and the run."""
     plan = dataclasses.replace(plan, settings={**plan.settings, **(settings or {})})
     run = _begun(plan, Path(out or "runs"))
-    return _supervised(plan, run, force=False), run
+    return _supervised(plan, run, run / plans.FILE, force=False), run
 
 
 def resume(name: str, out: str | None = None, *, force: bool = False) -> int:
     """Measure what is left of a run, as it was planned. Returns the exit code."""
-    run = find_run(Path(out or "runs"), name)
-    if not plans.has_plan(run):
-        command = f"{read_info(run).command} --resume {run}"
-        allowed = f"a run with a plan; an older release wrote this one. Use: {command}"
-        raise ConfigError("run", name, allowed)
+
+    def prepared() -> tuple[Plan, Path]:
+        run = find_run(Path(out or "runs"), name)
+        if not plans.has_plan(run):
+            command = f"{read_info(run).command} --resume {run}"
+            allowed = f"a run with a plan; an older release wrote this one. Use: {command}"
+            raise ConfigError("run", name, allowed)
+        plan = plans.read(run)
+        num_ranks = machine(plan.device).num_ranks(str(plan.world_size))
+        if num_ranks != plan.world_size:
+            allowed = f"resumed with {plan.world_size} ranks, as it began, not {num_ranks}"
+            raise ConfigError("run", name, allowed)
+        check_outputs(plan.options)
+        return plan, run
+
     if not outer_launcher.is_rank():
-        return _measured(plans.read(run), run, force=force)
+        plan, run = prepared()
+        return _measured(plan, run, force=force)
     from stepmark.app.rank import measure_under_launcher  # noqa: PLC0415
 
-    plan = plans.read(run)
-    code, found = measure_under_launcher(plan.device, lambda: (plan, run), force=force)
+    device = machine(None).device
+
+    def prepared_here() -> tuple[Plan, Path]:
+        plan, run = prepared()
+        if plan.device != device:
+            allowed = f"a run on {device}; resume a run on {plan.device} without a launcher"
+            raise ConfigError("run", name, allowed)
+        return plan, run
+
+    code, found = measure_under_launcher(device, prepared_here, force=force)
     return code if found is None else shown(found, code)
 
 
@@ -108,41 +131,52 @@ def _begun(plan: Plan, root: Path) -> Path:
     return run
 
 
-def _continued(plan: Plan, run: Path, *, force: bool) -> Path:
-    """Check that the plan is the run's own; it may be measured for longer or shorter."""
+def _continued(plan: Plan, run: Path, *, force: bool) -> Plan:
+    """Check that the plan is the run's own; it may be measured for longer or shorter.
+
+    The plan keeps the order of the run's. Rank 0 writes it once the run accepts it.
+    """
     before: set[Done] = set()
     command = ""
     if plans.has_plan(run):
         earlier = plans.read(run)
         before, command = _cases(earlier), earlier.command_line
+        if before == _cases(plan):
+            return dataclasses.replace(plan, entries=earlier.entries)
     elif (run / "run.json").is_file():
         before = {(r.case.case_id, r.launch) for r in latest(read_records(run))}
         command = read_info(run).command
-    fits = before == _cases(plan) if plans.has_plan(run) else before <= _cases(plan)
+    fits = not plans.has_plan(run) and before <= _cases(plan)
     if not fits and not force:
         raise ConfigError("resume", run, f"the flags it began with: {command}")
-    plans.replace(run, plan)
-    return run
+    return plan
 
 
 def _cases(plan: Plan) -> set[Done]:
     return {(entry.case.case_id, entry.launch) for entry in plan.entries}
 
 
-def _measured(plan: Plan, run: Path, *, force: bool) -> int:
-    code = _supervised(plan, run, force=force)
+def _measured(plan: Plan, run: Path, *, force: bool, is_new: bool = True) -> int:
+    if is_new:
+        code = _supervised(plan, run, run / plans.FILE, force=force)
+    else:
+        # Ranks are handed this file: plan.jsonl is the run's until the run accepts another.
+        with tempfile.TemporaryDirectory(prefix="stepmark-plan-") as folder:
+            file = Path(folder) / plans.FILE
+            plans.write(file.parent, plan)
+            code = _supervised(plan, run, file, force=force)
     if not (run / "run.json").is_file():
         sys.stderr.write(f"run {run}: nothing was measured\n")
     return shown(run, code)
 
 
-def _supervised(plan: Plan, run: Path, *, force: bool) -> int:
+def _supervised(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:
     from stepmark.app.rank import FORCE  # noqa: PLC0415
 
     num_before = _num_records(run)
     return supervise(
         RANK_MODULE,
-        [str(run.absolute()), *([FORCE] if force else [])],
+        [str(run.absolute()), str(plan_file.absolute()), *([FORCE] if force else [])],
         plan.world_size,
         num_cases=len(plan.entries),
         on_failure=lambda failure: record_failure(failure, run, plan, num_before),
@@ -153,18 +187,22 @@ def _num_records(run: Path) -> int:
     return len(read_records(run))
 
 
-def record_failure(failure: RankFailure, run: Path, plan: Plan, num_before: int) -> None:
+def record_failure(failure: RankFailure, run: Path, plan: Plan, num_before: int) -> bool:
     """Record a case whose ranks hung or died, unless rank 0 has recorded it itself.
 
-    num_before: records of the run that are older than these ranks.
+    num_before: records of the run that are older than these ranks. Returns whether anything
+    was lost.
     """
     if failure.position is None:
         sys.stderr.write(f"stepmark: {failure.message}\n")
-        return
+        return True
     entry = plan.entries[failure.position]
-    _say(failure, entry, len(plan.entries))
     key = (entry.case.case_id, entry.launch)
-    recorded = {(r.case.case_id, r.launch) for r in read_records(run)[num_before:]}
+    recorded = {(r.case.case_id, r.launch): r for r in read_records(run)[num_before:]}
+    if isinstance(recorded.get(key), Measured):
+        sys.stderr.write(f"stepmark: {failure.message}; its case is measured already\n")
+        return False
+    _say(failure, entry, len(plan.entries))
     if key not in recorded:
         writer, _ = RunWriter.go_on(run)
         with writer:
@@ -184,6 +222,7 @@ def record_failure(failure: RankFailure, run: Path, plan: Plan, num_before: int)
         folder.mkdir(exist_ok=True)
         for rank, text in failure.flight.items():
             (folder / f"flight-{failure.position}-rank{rank}.json").write_text(text)
+    return True
 
 
 def _say(failure: RankFailure, entry: Entry, total: int) -> None:

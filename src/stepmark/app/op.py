@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ def plan(
     """The plan of these cases. Raises ConfigError."""
     budget = values.get("budget")
     budget_s = None if budget is None else parse_duration(budget, "budget")
+    timeout_s = parse_duration(values.get("timeout") or "600s", "timeout")
     dataset = values.get("dataset")
     return Plan(
         command="op",
@@ -34,7 +36,7 @@ def plan(
         options=delivery.as_options(values),
         device=machine.device,
         world_size=max((case.num_ranks for case in cases), default=1),
-        how=How(op=how or OpHow(budget_s=budget_s)),
+        how=How(op=replace(how or OpHow(budget_s=budget_s), timeout_s=timeout_s)),
         entries=entries(cases),
         settings={"dataset": dataset.upper()} if dataset else {},
     )

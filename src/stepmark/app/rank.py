@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -44,6 +44,7 @@ TRACES = "traces"  # folder of a run
 FORCE = "--force"  # continue a run although the environment differs
 
 _SETUP_S = 120.0  # joining and leaving: interpreters start at different speeds
+_JOIN_S = 300.0  # under a launcher: ranks of many hosts join, and rank 0 plans
 _UNTIL_SEEN_S = 0.5  # the parent needs this long to see which rank died first
 
 
@@ -62,9 +63,9 @@ def main(arguments: Sequence[str]) -> int:
     # The parent sends SIGINT to interrupt; SIGTERM goes to whole jobs, and to the parent too.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     heartbeat.idle(_SETUP_S)
-    run = Path(arguments[0])
+    run, plan_file = Path(arguments[0]), Path(arguments[1])
     try:
-        plan = plans.read(run)
+        plan = plans.read_file(plan_file)
         rank = Rank(plan, run, heartbeat, force=FORCE in arguments)
         code = rank.measure(_context(plan))
     except StepmarkError as error:
@@ -92,9 +93,12 @@ def measure_under_launcher(
     from stepmark.bench.context import make_context  # noqa: PLC0415
     from stepmark.bench.ranks import LostPeersError  # noqa: PLC0415
 
+    watchdog = Watchdog(lambda position: None)
+    watchdog.idle(_JOIN_S)
     context = make_context(device, for_meshes=True)
     ranks = context.ranks
     text, run, problem = ranks.decide(lambda: _planned(make_plan))
+    watchdog.close(0)
     if problem is not None:
         raise problem
     rank = Rank(plans.decode(text), run if ranks.rank == 0 else None, None, force=force)
@@ -146,6 +150,7 @@ class Rank:
         self._peers: LocalPeers | None = None
         self._position: int | None = None
         self._run_id = ""
+        self._restarts = False  # new ranks take over
 
     def measure(self, context: "MeasureContext") -> int:
         """Measure what is left of the plan. Returns the exit code of this rank."""
@@ -173,7 +178,7 @@ class Rank:
         code = self._ended(lambda: self._run_cases(todo, context), progress)
         code = self._unless_peers_died(code)
         self._guard.idle(_SETUP_S)
-        if not code:
+        if not code and not self._restarts:  # closing may hang after what made ranks restart
             ranks.close()
         if writer is not None:
             writer.close()
@@ -193,8 +198,11 @@ class Rank:
         while left:
             sink = self._progress or (lambda record: None)
             position = run_cases.run(left, context, benches, self, sink)
-            if position is None or self._guard.restart_at(position):
-                return  # all is done, or new ranks take over
+            if position is None:
+                return
+            if self._guard.restart_at(position):
+                self._restarts = True
+                return
             left = [entry for entry in left if entry.position >= position]
 
     def _open(self, ranks: "Ranks") -> "tuple[RunWriter | None, set[Done], tuple[Failed, ...]]":
@@ -230,6 +238,7 @@ class Rank:
         elif (run / "run.json").is_file():
             environment = capture(devices)  # type: ignore[arg-type]
             writer, done = RunWriter.resume(run, environment, force=self._force)
+            plans.replace(run, self._plan)  # only now is it certain that it will be measured
         else:
             info = RunInfo(
                 run_id=run.name,
@@ -279,8 +288,12 @@ class Rank:
             if position + 1 < len(self._plan.entries):
                 self._heartbeat.restart_at(position + 1)
             self._heartbeat.close(3)
-        else:
-            self._say_how_to_resume()
+        elif self._run is not None:
+            from stepmark.app.measure import shown  # noqa: PLC0415
+
+            # Whatever goes wrong with showing the run, this rank must end.
+            with suppress(Exception):
+                shown(self._run, 3)
         _leave(3)
 
     def _unless_peers_died(self, code: int) -> int:

@@ -83,6 +83,11 @@ class _Budget:
     def share_s(self) -> float | None:
         return None if self._left_s is None else max(0.0, self._left_s) / self._num_left
 
+    @property
+    def is_spent(self) -> bool:
+        """Return whether no case is left."""
+        return not self._num_left
+
     def spend(self, seconds: float) -> None:
         self._num_left -= 1
         if self._left_s is not None:
@@ -129,8 +134,8 @@ def run(
                 is_unusable = any(context.ranks.gather(is_broken(context)))
                 if bench.restarts(entry) or is_unusable:
                     return current[done].position
-    for kind in counts:
-        benches[kind].close()
+            if budget.is_spent:
+                bench.close()  # what it holds must not stay beside the next kind of case
     return entries[len(current)].position if len(entries) > len(current) else None
 
 

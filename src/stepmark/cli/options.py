@@ -101,6 +101,7 @@ MEASURE = (
     ),
     Flag(name="rate", kind=str, default="sustained", help="sustained or burst"),
     BUDGET,
+    Flag(name="timeout", kind=str, help="a case that takes longer has failed [600s]"),
     *OUTPUT,
     Flag(name="style", kind=str, help="primus or param: that tool's columns"),
 )

@@ -87,7 +87,8 @@ def plan(values: dict[str, Any], machine: "Machine") -> "Plan":
     parts += entries(op.layer_cases(values, machine))
     world_size = machine.num_ranks(values["nproc"])
     share_s = parse_duration(budget or ("60s" if machine.device == "cpu" else "240s"), "x") / 4
-    if (count := _num_devices(machine)) > 1:
+    count = _num_devices(values, machine)
+    if count > 1:
         asked = {
             **_COLLECTIVES[machine.device],
             "device": values["device"],
@@ -98,7 +99,7 @@ def plan(values: dict[str, Any], machine: "Machine") -> "Plan":
         how, world_size = replace(how, comm=of_comm.how.comm), max(world_size, count)
         parts += of_comm.entries
         notes += of_comm.notes
-    if training := _training(values, machine, share_s, notes):
+    if training := _training(values, machine, count, share_s, notes):
         of_train = train.plan(training, machine)
         how = replace(how, train=of_train.how.train)
         world_size = max(world_size, of_train.world_size)
@@ -115,9 +116,18 @@ def plan(values: dict[str, Any], machine: "Machine") -> "Plan":
     )
 
 
-def _num_devices(machine: "Machine") -> int:
-    """All accelerators, or two ranks of a CPU; one of a device that is only named."""
-    return 2 if machine.device == "cpu" else machine.num_accelerators or 1
+def _num_devices(values: dict[str, Any], machine: "Machine") -> int:
+    """All accelerators, or at least two ranks of a CPU; one of a device that is only named.
+
+    Under an outer launcher the ranks that it started.
+    """
+    from stepmark.launch import outer_launcher  # noqa: PLC0415
+
+    if outer_launcher.is_rank():
+        return outer_launcher.num_ranks()
+    if machine.device == "cpu":
+        return max(2, machine.num_ranks(values["nproc"]))
+    return machine.num_accelerators or 1
 
 
 def _sized(values: dict[str, Any], machine: "Machine") -> dict[str, Any]:
@@ -132,7 +142,7 @@ def _sized(values: dict[str, Any], machine: "Machine") -> dict[str, Any]:
 
 
 def _training(
-    values: dict[str, Any], machine: "Machine", share_s: float, notes: list[str]
+    values: dict[str, Any], machine: "Machine", count: int, share_s: float, notes: list[str]
 ) -> dict[str, Any]:
     """Flags of `stepmark train`: FSDP on all accelerators, or a tiny model on the CPU."""
     if machine.device == "cpu":
@@ -140,13 +150,13 @@ def _training(
             "model": values["model"],
             "scale": "tiny",
             "device": "cpu",
-            "nproc": "2",
-            "strategy": "ddp,fsdp",
+            "nproc": str(count),
+            "strategy": "ddp,fsdp" if count > 1 else "single",
             "steps": 10,
             "budget": "6s",
         }
     how = {"device": values["device"], "compile": True, "steps": 10, "timeout": "15m"}
-    fitting = that_fits(values["model"], _num_devices(machine), machine.memory_bytes or 0)
+    fitting = that_fits(values["model"], count, machine.memory_bytes or 0)
     if not fitting or fitting["model"] != values["model"]:
         instead = f"{fitting['model']} instead" if fitting else "left out"
         notes.append(f"training {values['model']} does not fit, by estimate: {instead}")

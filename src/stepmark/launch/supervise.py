@@ -38,7 +38,7 @@ def supervise(
     num_ranks: int,
     *,
     num_cases: int,
-    on_failure: Callable[[RankFailure], None],
+    on_failure: Callable[[RankFailure], bool],
     poll_s: float = 0.05,
     start_s: float = START_S,
 ) -> int:
@@ -46,8 +46,9 @@ def supervise(
 
     A case that hangs or loses a rank ends these ranks, and new ones begin at the next case.
     When on_failure is called no rank lives; rank 0 may have recorded the case itself, in its
-    last seconds. After SIGINT or SIGTERM every rank gets one SIGINT and 10 s; a second signal
-    kills. Call from the main thread.
+    last seconds. It returns whether anything was lost, which makes the exit code 3. After
+    SIGINT or SIGTERM every rank gets one SIGINT and 10 s; a second signal kills. Call from the
+    main thread.
     """
     first, in_row, codes = 0, 0, [0]
     with catching() as signals:
@@ -60,11 +61,12 @@ def supervise(
                     codes.append(end.code)
                     in_row, following = 0, end.restart_at
                 case RankFailure():
-                    on_failure(end)
-                    codes.append(3)
+                    codes.append(3 if on_failure(end) else 0)
                     finished_some = end.position is not None and end.position > first
                     in_row = 1 if finished_some else in_row + 1
                     following = None if end.position is None else end.position + 1
+                    if following is None and not workers.working():
+                        following = workers.restart_at  # they were leaving for new ranks
             if signals:
                 return 128 + signals[0]
             if following is None or following >= num_cases:
@@ -137,12 +139,12 @@ def _death(workers: Workers, poll_s: float) -> _Ended | RankFailure | None:
         return None
     failure = failure_report.death(workers, died)
     _wait_for_end(workers, _GRACE_S, poll_s)
-    only_left = all(how == _LEFT for how in died.values())
+    only_left = all(how.startswith(_LEFT) for how in died.values())
     # Every rank may be leaving by the same exception, and rank 0 be the last.
     return (_normal_end(workers, poll_s) if only_left else None) or failure
 
 
-_LEFT = "ended in the middle of a case"
+_LEFT = "left early"
 
 
 def _how_it_died(workers: Workers, rank: int) -> str | None:
@@ -152,12 +154,12 @@ def _how_it_died(workers: Workers, rank: int) -> str | None:
         return None
     if beat is not None and beat.exit_code is not None:
         # Its work was done. A crash in the tear-down of torch or a driver is no loss.
-        return None
+        return f"{_LEFT}, with exit code {beat.exit_code}" if rank and beat.exit_code else None
     if code:
         return failure_report.how_it_ended(code)
     if rank == 0:
         return "ended without an exit code"
-    return None if beat is None or beat.position is None else _LEFT
+    return None if beat is None or beat.position is None else f"{_LEFT}, in a case"
 
 
 def _hang(workers: Workers, start_s: float) -> RankFailure | None:

@@ -32,12 +32,17 @@ def replace(run: Path, plan: Plan) -> None:
 
 def read(run: Path) -> Plan:
     """Raises ConfigError where there is no plan, or none that can be read."""
+    return read_file(run / FILE)
+
+
+def read_file(path: Path) -> Plan:
+    """Read a plan that lies elsewhere than in plan.jsonl of its run. Raises ConfigError."""
     try:
-        text = (run / FILE).read_bytes()
+        text = path.read_bytes()
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError("run", run, f"a run with a {FILE} ({reason})") from None
-    return decode(text, str(run / FILE))
+        raise ConfigError("run", path.parent, f"a run with a {path.name} ({reason})") from None
+    return decode(text, str(path))
 
 
 def has_plan(run: Path) -> bool:

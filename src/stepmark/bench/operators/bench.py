@@ -56,7 +56,7 @@ class OperatorBench:
         if reason := impl.unsupported(case.op, self.context.capabilities):
             return reason, None
         needed = case.op.memory_bytes + impl.extra_bytes(case.op)
-        free = self.context.free_bytes()
+        free = self._free_bytes(case)
         if needed > free * 0.95 and ranks.rank < case.num_ranks:
             return f"needs {format_bytes(needed)}, {format_bytes(free)} are free", needed
         return None
@@ -71,6 +71,13 @@ class OperatorBench:
 
         with _threads_of(case, world):
             return measured_by(world, self._members[case.num_ranks], by)
+
+    def _free_bytes(self, case: OpCase) -> int:
+        """Free memory of a rank; on a CPU with the part of ranks that wait."""
+        free = self.context.free_bytes()
+        if case.device != "cpu":
+            return free
+        return free * self.context.ranks.num_ranks // case.num_ranks
 
     def failed(self, entry: Entry, record: Failed) -> Failed:
         return record
@@ -96,7 +103,7 @@ class OperatorBench:
             )
             usable_s = max(share_s - overhead_s, share_s / 4)
             effort = effort.shortened(max(ranks.gather(usable_s)))
-        context = replace(self.context, ranks=ranks)
+        context = replace(self.context, ranks=ranks, free_bytes=lambda: self._free_bytes(case))
         try:
             with own_stream(context):
                 record = _measure(case, IMPLS[case.family][case.backend], context, effort)

@@ -100,14 +100,15 @@ class TrainingBench:
         broadcast = FailureBroadcast(
             self.context.ranks,
             entry.position,
-            lambda problem: self._blocked(problem, case, entry.launch),
+            lambda problem: self._blocked(problem, entry),
         )
         with broadcast:
             return _measure(case, self.context, self.how, end_s, broadcast, launch=entry.launch)
 
-    def _blocked(self, problem: Problem, case: TrainCase, launch: int) -> None:
+    def _blocked(self, problem: Problem, entry: Entry) -> None:
         """Record the failure when rank 0 is blocked in a collective that a failed rank
         abandoned."""
+        case = cast("TrainCase", entry.case)
         record = Failed(
             run_id=self.context.run_id,
             case=case,
@@ -115,7 +116,7 @@ class TrainingBench:
             message=problem.message,
             ranks=(problem.rank,),
             traceback=problem.trace,
-            launch=launch,
+            launch=entry.launch,
         )
         record = _with_estimate(record, case, self.context)
         self.context.on_blocked(record, problem.position)
