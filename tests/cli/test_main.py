@@ -205,8 +205,8 @@ def test_a_plan_needs_no_run(tmp_path: Path) -> None:
     )
     assert code == 0
     header, *rows = out.splitlines()
-    assert header.startswith("family,model,role,pass")
-    assert len(rows) == 2 * 5 * 3
+    assert header.startswith("kind,family,model,role,pass")
+    assert len(rows) == 2 * 6 * 3
     assert len(err.splitlines()) == 1
     assert "none was run" in err
 
