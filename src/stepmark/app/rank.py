@@ -11,13 +11,11 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from stepmark.core.errors import StepmarkError
@@ -46,10 +44,6 @@ FORCE = "--force"  # continue a run although the environment differs
 _SETUP_S = 120.0  # joining and leaving: interpreters start at different speeds
 _JOIN_S = 300.0  # under a launcher: ranks of many hosts join, and rank 0 plans
 _UNTIL_SEEN_S = 0.5  # the parent needs this long to see which rank died first
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived. Like KeyboardInterrupt, no ordinary handler may swallow it."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -254,13 +248,13 @@ class Rank:
 
     def _ended(self, work: Callable[[], object], progress: "Progress") -> int:
         """Do the work; return 0, or 130 and 143 for an interrupted and a terminated one."""
-        with nullcontext() if self._heartbeat else _terminable():
+        with nullcontext() if self._heartbeat else signals.terminable():
             try:
                 signals.raise_if_seen()
                 work()
             except KeyboardInterrupt:
                 return 130
-            except Terminated:
+            except signals.Terminated:
                 return 143
             finally:
                 progress.close()
@@ -378,21 +372,6 @@ def _flight_recorder() -> str:
 def _abort(benches: "dict[str, Bench]") -> None:
     for bench in benches.values():
         bench.abort()
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _complain(text: str) -> None:

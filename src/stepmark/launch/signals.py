@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -44,3 +45,24 @@ def catching() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. Like KeyboardInterrupt, no ordinary handler may swallow it."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Raise Terminated for SIGTERM; in other threads than the main one do nothing."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
