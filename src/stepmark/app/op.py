@@ -16,7 +16,10 @@ from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops.backends import MODULES, Capabilities
 from stepmark.core.plan import How, OpHow, Plan, entries
+from stepmark.core.record import Measured
+from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.units import parse_duration
+from stepmark.store.reader import read_records
 
 if TYPE_CHECKING:
     from stepmark.app.view import View
@@ -83,3 +86,14 @@ def _show(run: "View", values: Values) -> None:
 
     if not values.get("style"):
         show_rows(run)
+
+
+def fastest(run: Path) -> list[OpCase]:
+    """The four products of a run with the highest rate."""
+    rates = {
+        r.operator: r.operator.op.flops
+        / summarize(slowest_per_sample(r.samples.seconds)).median
+        for r in read_records(run)
+        if isinstance(r, Measured)
+    }
+    return sorted(rates, key=lambda case: rates[case], reverse=True)[:4]

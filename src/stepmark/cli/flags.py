@@ -21,11 +21,20 @@ _WORDS = "stepmark.words"  # of the command line, for messages
 Run = Callable[[Any], int | None]
 
 
-class _QuickHelp:
-    """A --help that does not wait for pydantic.
+class _Text:
+    """Takes words of the command line, and switches, as they are."""
 
-    An unset --help is None, which typer (0.29) takes through a pydantic adapter, though a bool
-    it takes as it is. Loading pydantic is a third of the time that --help may take.
+    def coerce(self, value: Any, *, param: Any, ctx: Any) -> Any:
+        if param.multiple or param.nargs == -1:
+            return list(value or ())
+        return value
+
+
+class _WithoutPydantic:
+    """A command that does not wait for pydantic, a tenth of a second of imports.
+
+    typer (0.29) takes every value but a bool through a pydantic adapter: also an unset --help,
+    which is None, and text, which needs none.
     """
 
     def get_help_option(self, ctx: Any) -> Any:
@@ -34,12 +43,20 @@ class _QuickHelp:
             option.default = False
         return option
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for parameter in self.params:  # type: ignore[attr-defined]
+            descriptor = getattr(parameter, "type_descriptor", None)
+            if descriptor is not None and descriptor.annotation in (str, bool, list[str]):
+                parameter._runtime_param = _Text()
+        parsed: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        return parsed
 
-class Group(_QuickHelp, typer.core.TyperGroup):
+
+class Group(_WithoutPydantic, typer.core.TyperGroup):
     """A verb with commands of its own."""
 
 
-class Command(_QuickHelp, typer.core.TyperCommand):
+class Command(_WithoutPydantic, typer.core.TyperCommand):
     """A command whose help has a section per options class, and whose errors name flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -65,6 +65,8 @@ def app(arguments: list[str]) -> typer.Typer:
             made.command(name, help=verb.help)(_unread)
             continue
         found = getattr(importlib.import_module(f"stepmark.cli.{verb.module}"), verb.name)
+        if name == "op":
+            found = found(arguments)
         if isinstance(found, typer.Typer):
             made.add_typer(found, name=name)
         else:

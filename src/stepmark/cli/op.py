@@ -8,25 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepmark.cli.flags import Command
+from stepmark.cli.flags import Command, Group
 from stepmark.cli.options import MEASURE, MODEL, SELECT, Flag, Values, as_command, of_operator
 from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.dtypes import OPERATOR_DTYPES
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.ops import FAMILIES, Copy, Gemm
-from stepmark.core.record import Measured
 
 if TYPE_CHECKING:
     from stepmark.app.machine import Machine
     from stepmark.core.dtypes import DType
     from stepmark.core.plan import Plan
-
-app = typer.Typer(
-    rich_markup_mode=None,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Measure operators: one family, or all of a model's layer.",
-)
 
 SHAPES = Flag(
     name="shapes", kind=str, help="JSON list of shapes (or Primus' attention_shapes.json)"
@@ -195,7 +187,9 @@ def find_max(values: dict[str, Any]) -> None:
         code, run = measure_quietly(first, values.get("out"), {"stage": "search"})
         if code not in (0, 3):
             raise typer.Exit(code)
-        final = [dataclasses.replace(c, rate=rate) for rate in Rate for c in _fastest(run)]
+        final = [
+            dataclasses.replace(c, rate=rate) for rate in Rate for c in app_op.fastest(run)
+        ]
         last = app_op.plan(final, values, here)
         code, run = measure_quietly(last, values.get("out"), {"stage": "best"})
         codes.append(shown(run, code))
@@ -214,21 +208,6 @@ def _shapes(dtype: "DType", device: str) -> list[Gemm]:
     ]
 
 
-def _fastest(run: Path) -> list[OpCase]:
-    """The four products of a run with the highest rate."""
-    from stepmark.core.stats import slowest_per_sample, summarize  # noqa: PLC0415
-    from stepmark.store.reader import read_records  # noqa: PLC0415
-
-    rates = {
-        r.operator: r.operator.op.flops
-        / summarize(slowest_per_sample(r.samples.seconds)).median
-        for r in read_records(run)
-        if isinstance(r, Measured)
-    }
-    return sorted(rates, key=lambda case: rates[case], reverse=True)[:4]
-
-
-@app.callback(invoke_without_command=True)
 def operators(
     context: typer.Context,
     config: Annotated[
@@ -285,8 +264,24 @@ def run_config(path: Path, values: dict[str, Any]) -> None:
     execute(cases, values)
 
 
-def _register() -> None:
+def app(arguments: Sequence[str]) -> typer.Typer:
+    """All families by name, and the flags of those that are in the command line.
+
+    The flags of all of them take longer than the answer of --help may.
+    """
+    made = typer.Typer(
+        cls=Group,
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help="Measure operators: one family, or all of a model's layer.",
+    )
+    made.callback(invoke_without_command=True)(operators)
     for family, kind in FAMILIES.items():
+        text = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+        if family not in arguments:
+            made.command(family, help=text)(_unread)
+            continue
         extra: tuple[Flag, ...] = (
             (DATASET,) if family in ("gemm", "embedding-bag", "mlp") else ()
         )
@@ -297,15 +292,16 @@ def _register() -> None:
         def handler(values: dict[str, Any], family: str = family) -> None:
             measure_family(family, values)
 
-        text = (kind.__doc__ or "").split("\n\n")[0].replace("\n", " ")
         groups = (of_operator(kind), (SHAPES,), extra, MODEL, AS, SELECT, MEASURE)
-        app.command(family, cls=Command)(as_command(handler, " ".join(text.split()), *groups))
+        made.command(family, cls=Command)(as_command(handler, text, *groups))
     doc = "Every operator of one layer of a model, its head, loss and optimizer."
     dtype = Flag(name="dtype", kind=str, help=f"element type(s): {', '.join(OPERATOR_DTYPES)}")
     skew = Flag(name="skew", kind=str, help="Zipf exponent of tokens per expert; 0 = balanced")
-    app.command("all", cls=Command)(
+    made.command("all", cls=Command)(
         as_command(all_families, doc, (dtype, skew), MODEL, AS, SELECT, MEASURE)
     )
+    return made
 
 
-_register()
+def _unread() -> None:
+    raise AssertionError("the flags of a family that is asked for are read")
