@@ -19,19 +19,13 @@ run: $(VENV)/.installed
 
 setup: $(VENV)/.installed-dev
 
-# Tests that start processes and look at the clock come second, alone. What fails is run once
-# more, by itself: only what fails twice is wrong, since a busy machine can make a timing test
-# fail. A half may have no test that ARGS selects (5), not both.
+# Tests that start processes and look at the clock come second, alone. A half may have no test
+# that ARGS selects (5), not both.
 test: $(VENV)/.installed-dev
 	@status=5; \
 	for half in "not ranks" ranks; do \
-	  run="$(BIN)/python -m pytest -o cache_dir=.pytest_cache/$${half%% *}"; \
 	  echo "pytest -m '$$half'"; code=0; \
-	  $$run -m "$$half" $(ARGS) || code=$$?; \
-	  if [ $$code = 1 ]; then \
-	    echo "pytest -m '$$half': once more what failed"; code=0; \
-	    $$run -m "$$half" $(ARGS) --last-failed --last-failed-no-failures none || code=$$?; \
-	  fi; \
+	  $(BIN)/python -m pytest -m "$$half" $(ARGS) || code=$$?; \
 	  case $$code in 5) ;; 0) [ $$status != 5 ] || status=0 ;; *) status=$$code ;; esac; \
 	done; \
 	exit $$status
