@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.app import delivery
+from stepmark.app import dry_run
 from stepmark.cli import comm, comm_plan
 from stepmark.cli.comm_values import collective_name
 from stepmark.cli.main import status
@@ -198,7 +198,9 @@ def test_every_case_prints_the_command_that_plans_it(monkeypatch: pytest.MonkeyP
     found += cases("all_reduce", n=4, group_split="mod 2", redop="max", ranks=None)
     found += cases("all_to_all_v", n=4, spread="0.5", beside="gemm:8")
     planned_again: list[CommCase] = []
-    monkeypatch.setattr(delivery, "listed", lambda cases, notes=(): planned_again.extend(cases))
+    monkeypatch.setattr(
+        dry_run, "show_cases", lambda planned, *_: planned_again.extend(planned)
+    )
     for case in found:
         assert status([*shlex.split(case.command())[1:], "--dry-run"]) == 0
         without = [dataclasses.replace(case, beside="")] if case.beside else []

@@ -51,3 +51,15 @@ def test_what_is_not_derived_is_unknown(tmp_path: Path) -> None:
     (row,) = planned(command, tmp_path / "plan.json")
     assert row["message_bytes"] is None
     assert "loss-chunks" in row["messages_unknown"]
+
+
+def test_flops_and_messages_are_of_one_optimizer_step(tmp_path: Path) -> None:
+    """Also with --schedule micro, where a sample is a part of it."""
+    command = (
+        "train gpt2-125m --strategy ddp --nproc 2 --device cpu --scale tiny --grad-accum 4"
+    )
+    (whole,) = planned(f"{command} --schedule step", tmp_path / "step.json")
+    (parts,) = planned(f"{command} --schedule micro", tmp_path / "micro.json")
+    (one,) = planned(command.replace("accum 4", "accum 1"), tmp_path / "one.json")
+    assert parts["flops"] == whole["flops"] == 4 * one["flops"]
+    assert parts["message_bytes"] == whole["message_bytes"]

@@ -14,7 +14,7 @@ import typer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from stepmark.app import delivery
+from stepmark.app import dry_run
 from stepmark.app import train as app_train
 from stepmark.app.memory import estimate
 from stepmark.cli import (
@@ -54,10 +54,10 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def plan(words: list[str]) -> list[TrainCase]:
     """The cases of a command line."""
     with pytest.MonkeyPatch.context() as patch:
-        found: list[TrainCase] = []
-        patch.setattr(delivery, "listed", found.extend)
+        cases: list[TrainCase] = []
+        patch.setattr(dry_run, "show_cases", lambda planned, *_: cases.extend(planned))
         assert status(["train", *words, "--dry-run"]) == 0
-        return found
+        return cases
 
 
 def one(words: list[str]) -> TrainCase:

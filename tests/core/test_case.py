@@ -113,7 +113,7 @@ def parsed(command: str) -> list[OpCase]:
     """What `stepmark op FAMILY ...` would measure."""
     program, verb, family, *arguments = shlex.split(command)
     assert (program, verb) == ("stepmark", "op")
-    commands = typer.main.get_command(op_command.app).commands  # type: ignore[attr-defined]
+    commands = typer.main.get_command(op_command.app([family])).commands  # type: ignore[attr-defined]
     values = commands[family].make_context(family, arguments).params
     placed = plan.placed_ops(family, values, values["device"])
     return plan.cases(

@@ -83,7 +83,10 @@ def _of_collective(case: CommCase) -> Row:
 
 
 def _of_step(case: TrainCase) -> Row:
-    """FLOPs are those of all ranks, recomputation included; messages, the busiest rank's."""
+    """Of one optimizer step: FLOPs of all ranks with recomputation, messages of the busiest.
+
+    A sample of --schedule micro is a part of that step.
+    """
     calls, message_bytes, reason = _messages(case)
     return {
         "model": case.model.name,
@@ -92,7 +95,7 @@ def _of_step(case: TrainCase) -> Row:
         "seq_len": case.model.seq_len,
         "dtype": str(case.dtype),
         "ranks": case.num_ranks,
-        "flops": round(per_token(case).hfu * case.tokens_per_step * case.micro_steps),
+        "flops": round(per_token(case).hfu * case.tokens_per_step * case.grad_accum),
         "message_calls": calls,
         "message_bytes": message_bytes,
         "messages_unknown": reason,
@@ -121,8 +124,8 @@ def _messages(case: TrainCase) -> tuple[int | None, int | None, str]:
 def _operator_line(row: Mapping[str, object]) -> str:
     names = ("family", "model", "role", "pass", "shape", "dtype", "backend")
     words = " ".join(str(row[name]) for name in names if row[name])
-    moved = _text(row["bytes_moved"])
-    return f"{words}  # {_flops(row)} TFLOP, {moved} moved, {_text(row['memory_bytes'])} held"
+    moved, memory = _text(row["bytes_moved"]), _text(row["memory_bytes"])
+    return f"{words}  # {_flops(row)} TFLOP, {moved} moved, {memory} of operands"
 
 
 def _step_line(row: Mapping[str, object]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.app.delivery import check_outputs
-from stepmark.app.machine import machine
+from stepmark.app.machine import Machine, machine
 from stepmark.core.errors import ConfigError
 from stepmark.core.plan import Entry, Plan
 from stepmark.core.record import Failed, Measured
@@ -63,6 +63,29 @@ def measure(
     for note in plan.notes:
         sys.stderr.write(f"# {note}\n")
     return _measured(plan, run, force=force, is_new=resume is None)
+
+
+def measure_or_list(
+    make_plan: Callable[[Callable[[], Machine]], Plan], values: Mapping[str, Any]
+) -> int:
+    """Carry out a measuring verb: measure its plan, or with --dry-run print it.
+
+    make_plan gets a function that finds the machine. Returns the exit code.
+    """
+    device = values.get("device")
+    if values.get("dry_run"):
+        from stepmark.app import dry_run  # noqa: PLC0415
+
+        plan = make_plan(lambda: machine(device, dry_run=True))
+        dry_run.show(plan, values.get("json"), values.get("csv"))
+        return 0
+    return measure(
+        lambda: make_plan(lambda: machine(device)),
+        lambda: machine(device).device,
+        values.get("out"),
+        resume=values.get("resume"),
+        force=bool(values.get("force")),
+    )
 
 
 def measure_quietly(

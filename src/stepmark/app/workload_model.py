@@ -18,7 +18,7 @@ from stepmark.app.aicb_models import (
     Preset,
     preset,
 )
-from stepmark.cli.plan import factor, models
+from stepmark.app.models import read_models, scaled
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig, find_model
 from stepmark.core.workload_options import Experts, GenerateOptions, Model
@@ -53,8 +53,7 @@ def choose(options: GenerateOptions, framework: str, tp: int) -> Chosen:
     model = _resized(_start(options, framework, notes), options, notes)
     model = _with_experts(_with_mla(model, options), options, notes)
     if options.scale:
-        text = options.scale
-        model = model.tiny() if text == "tiny" else model.scaled(factor(text), tp=tp)
+        model = scaled(model, options.scale, tp)
     if seq_len := _positive(options, "seq_len"):
         model = with_seq_len(model, seq_len)
     elif model.name in _NOTES:
@@ -72,10 +71,10 @@ def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelC
     if len(named) > 1:
         raise ConfigError("model", " and ".join(named), "give one of the two")
     if options.model:
-        found = models({"model": options.model})
-        if len(found) != 1:
+        models = read_models(options.model)
+        if len(models) != 1:
             raise ConfigError("model", options.model, "one model")
-        return found[0]
+        return models[0]
     if options.model_size:
         return _of_preset(preset(options.model_size, framework), options, notes)
     for name in _WIDTHS:

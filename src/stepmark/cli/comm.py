@@ -1,6 +1,5 @@
 """stepmark comm NAME...: collectives, with nccl-tests' flags and table."""
 
-import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,8 @@ from stepmark.core.dtypes import MESSAGE_DTYPES
 from stepmark.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stepmark.app.machine import Machine
     from stepmark.core.plan import Plan
 
@@ -189,7 +190,7 @@ def measure(values: dict[str, Any]) -> None:
     import typer  # noqa: PLC0415
 
     from stepmark.app import comm as app  # noqa: PLC0415
-    from stepmark.app.machine import machine  # noqa: PLC0415
+    from stepmark.app.measure import measure_or_list  # noqa: PLC0415
     from stepmark.cli import comm_workload  # noqa: PLC0415
 
     names = values.pop("names") or []
@@ -200,28 +201,13 @@ def measure(values: dict[str, Any]) -> None:
         _check(names, values)
         comm_workload.print_commands(names, values)
         return
-    here = functools.partial(machine, values.get("device"))
 
-    def planned() -> "Plan":
+    def planned(here: "Callable[[], Machine]") -> "Plan":
         _check(names, values)
         app.check(values)
-        return plan(names, values, here(dry_run=bool(values.get("dry_run"))))
+        return plan(names, values, here())
 
-    if values.get("dry_run"):
-        from stepmark.app import dry_run  # noqa: PLC0415
-
-        dry_run.show(planned(), values.get("json"), values.get("csv"))
-        return
-    from stepmark.app.measure import measure as measured  # noqa: PLC0415
-
-    code = measured(
-        planned,
-        lambda: here().device,
-        values.get("out"),
-        resume=values.get("resume"),
-        force=bool(values.get("force")),
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(measure_or_list(planned, values))
 
 
 def _check(names: list[str], values: Values) -> None:

@@ -2,6 +2,7 @@
 
 import math
 
+from stepmark.app.models import read_models
 from stepmark.cli.options import Values, whole_numbers, words
 from stepmark.core.case import Label
 from stepmark.core.collectives import sizes
@@ -52,7 +53,6 @@ def sweep(values: Values, device: str) -> list[int]:
 
 def _messages(case: CommCase, values: Values) -> list[Sized]:
     """--model: what training it sends by this collective, per micro-batch."""
-    from stepmark.cli.plan import models  # noqa: PLC0415
     from stepmark.workload.messages import ROLES, messages  # noqa: PLC0415
 
     wanted = words(values.get("message"))
@@ -60,7 +60,7 @@ def _messages(case: CommCase, values: Values) -> list[Sized]:
         if role not in ROLES:
             raise ConfigError("message", role, f"one of {', '.join(ROLES)}")
     found: list[Sized] = []
-    for model in models(values):
+    for model in read_models(values.get("model"), values.get("scale")):
         seq_len = values.get("seq_len") or model.seq_len
         if not 1 <= seq_len <= 2**30:
             raise ConfigError("seq-len", seq_len, "from 1 to 1073741824")

@@ -1,7 +1,6 @@
 """stepmark op FAMILY: one operator family, or every operator of a model's layer."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -122,30 +121,14 @@ def layer_cases(values: Values, machine: "Machine") -> list[OpCase]:
 def execute(cases: "Callable[[Machine], list[OpCase]]", values: Values) -> None:
     """List for --dry-run; otherwise measure."""
     from stepmark.app import op as app_op  # noqa: PLC0415
-    from stepmark.app.machine import machine  # noqa: PLC0415
+    from stepmark.app.measure import measure_or_list  # noqa: PLC0415
 
-    here = functools.partial(machine, values.get("device"))
-
-    def planned() -> "Plan":
+    def planned(here: "Callable[[], Machine]") -> "Plan":
         app_op.check(values)
-        found = here(dry_run=bool(values.get("dry_run")))
-        return app_op.plan(cases(found), values, found)
+        machine = here()
+        return app_op.plan(cases(machine), values, machine)
 
-    if values.get("dry_run"):
-        from stepmark.app import dry_run  # noqa: PLC0415
-
-        dry_run.show(planned(), values.get("json"), values.get("csv"))
-        return
-    from stepmark.app.measure import measure  # noqa: PLC0415
-
-    code = measure(
-        planned,
-        lambda: here().device,
-        values.get("out"),
-        resume=values.get("resume"),
-        force=bool(values.get("force")),
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(measure_or_list(planned, values))
 
 
 _MAX_SIDES = (4096, 8192, 12288, 16384)

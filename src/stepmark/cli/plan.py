@@ -3,15 +3,14 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from stepmark.app.models import factor, read_models
 from stepmark.cli.options import Values, whole_numbers, words
 from stepmark.core.case import ClockName, Label, OpCase, Rate
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
-from stepmark.core.model import ModelConfig, find_model
 from stepmark.core.ops import FAMILIES, Attention, Cast, Gemm, Op, Phase, Scaling
 from stepmark.core.parallel import ParallelConfig
 
@@ -97,7 +96,7 @@ def layer_shapes(values: Values, device: str) -> list[Any]:
     parallel = ParallelConfig(**{name: n for name, n in axes.items() if n is not None})
     layout = layout_of(values.get("run_as") or "train", parallel, etp=values.get("etp"))
     shapes = []
-    for model in models(values, parallel.tp):
+    for model in read_models(values.get("model"), values.get("scale"), parallel.tp):
         layout.check(model)
         seq_len = values.get("seq_len")
         seq_len = model.seq_len if seq_len is None else seq_len
@@ -129,54 +128,6 @@ def _member(kind: Any, text: str | None, field: str, default: Any) -> Any:
         return kind(text) if text else default
     except ValueError:
         raise ConfigError(field, text, f"one of {', '.join(kind)}") from None
-
-
-def models(values: Values, tp: int = 1) -> list[ModelConfig]:
-    """Built-in models by name, or files: a config.json of Hugging Face or llm-train-bench, or
-    Primus' list of models."""
-    found: list[ModelConfig] = []
-    for word in words(values.get("model")):
-        path = Path(word)
-        if path.suffix == ".json" or path.is_dir():
-            found += _models_of_file(path)
-        else:
-            found.append(find_model(word))
-    scale = values.get("scale")
-    if scale == "tiny":
-        return [model.tiny() for model in found]
-    return [model.scaled(factor(scale), tp=tp) for model in found] if scale else found
-
-
-def _models_of_file(path: Path) -> list[ModelConfig]:
-    from stepmark.workload.formats import (  # noqa: PLC0415
-        huggingface,
-        llm_train_bench,
-        primus,
-        strict_json,
-    )
-
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        with file.open("rb") as stream:
-            start = stream.read(4096).lstrip()[:1]
-    except OSError as error:
-        raise ConfigError("model", file, f"a readable file ({error.strerror})") from None
-    if start == b"[":
-        return list(primus.read_model_configs(file))
-    if llm_train_bench.is_config(strict_json.read_json(file)):
-        return [llm_train_bench.read_config(file)]
-    return [huggingface.read_config(file)]
-
-
-def factor(text: str) -> Fraction:
-    """--scale as a fraction above 0 and at most 1."""
-    try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        raise ConfigError("scale", text, "a fraction such as 1/64, or tiny") from None
-    if not 0 < value <= 1:
-        raise ConfigError("scale", text, "above 0 and at most 1")
-    return value
 
 
 def _of_file(family: str, values: Values, device: str) -> Iterator[Placed]:

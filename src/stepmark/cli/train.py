@@ -1,6 +1,5 @@
 """stepmark train MODEL...: real training steps, spread and sped up as the flags say."""
 
-import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +8,8 @@ from stepmark.cli.options import Values, as_command
 from stepmark.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stepmark.app.machine import Machine
     from stepmark.core.plan import Plan
 
@@ -18,30 +19,15 @@ def measure(values: dict[str, Any]) -> None:
     import typer  # noqa: PLC0415
 
     from stepmark.app.delivery import check_outputs  # noqa: PLC0415
-    from stepmark.app.machine import machine  # noqa: PLC0415
+    from stepmark.app.measure import measure_or_list  # noqa: PLC0415
 
     values = with_models(values)
-    here = functools.partial(machine, values.get("device"))
 
-    def planned() -> "Plan":
+    def planned(here: "Callable[[], Machine]") -> "Plan":
         check_outputs(values)
-        return plan(values, here(dry_run=bool(values.get("dry_run"))))
+        return plan(values, here())
 
-    if values.get("dry_run"):
-        from stepmark.app import dry_run  # noqa: PLC0415
-
-        dry_run.show(planned(), values.get("json"), values.get("csv"))
-        return
-    from stepmark.app.measure import measure as measured  # noqa: PLC0415
-
-    code = measured(
-        planned,
-        lambda: here().device,
-        values.get("out"),
-        resume=values.get("resume"),
-        force=bool(values.get("force")),
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(measure_or_list(planned, values))
 
 
 def plan(values: Values, machine: "Machine") -> "Plan":

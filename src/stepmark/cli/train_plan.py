@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from stepmark.cli import plan as models_of
+from stepmark.app.models import read_models
 from stepmark.cli import train_refusals
 from stepmark.cli.options import Values, whole_numbers, words
 from stepmark.cli.train_spread import spread, strategies_of
@@ -81,7 +81,7 @@ def _models(values: Values, tp: int) -> Iterator[tuple[ModelConfig, str]]:
     if not asked:
         raise ConfigError("model", "missing", "a name, or a file such as config.json")
     for word in asked:
-        of_file = models_of.models({**values, "model": word}, tp)
+        of_file = read_models(word, values.get("scale"), tp)
         is_file = Path(word).suffix == ".json" or Path(word).is_dir()
         if len(of_file) != 1:
             raise ConfigError("model", word, f"a file of one model, not {len(of_file)}")

@@ -1,8 +1,7 @@
 """Exceptions that a user can see.
 
 StepmarkError
-├── ConfigError    bad input: exit code 2, one sentence that names field, value and rule
-└── CheckError     a measured check failed: exit code 1
+└── ConfigError    bad input: exit code 2, one sentence that names field, value and rule
 """
 
 
@@ -52,10 +51,6 @@ def _sentence(field: str, shown: str, allowed: str) -> str:
             rule = f"it must be {rule}"
         text = f"{field}{value} is invalid: {rule}"
     return text if text.endswith((".", "?", "!")) else f"{text}."
-
-
-class CheckError(StepmarkError):
-    """A measured figure fails a check."""
 
 
 # In order of precedence, the last one is the strongest; 130 and 143 are interrupts.

@@ -1,0 +1,60 @@
+"""The models that --model and --scale name: built-in ones by name, or files."""
+
+from fractions import Fraction
+from pathlib import Path
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.model import ModelConfig, find_model
+
+
+def read_models(names: str | None, scale: str | None = None, tp: int = 1) -> list[ModelConfig]:
+    """Return the models of a comma-separated list, scaled. Raises ConfigError.
+
+    A file is a config.json of Hugging Face or llm-train-bench, or Primus' list of models.
+    """
+    models: list[ModelConfig] = []
+    for name in filter(None, map(str.strip, (names or "").split(","))):
+        path = Path(name)
+        if path.suffix == ".json" or path.is_dir():
+            models += _models_of_file(path)
+        else:
+            models.append(find_model(name))
+    return [scaled(model, scale, tp) for model in models] if scale else models
+
+
+def scaled(model: ModelConfig, scale: str, tp: int = 1) -> ModelConfig:
+    """Return the model as --scale says: tiny, or a fraction of its widths."""
+    return model.tiny() if scale == "tiny" else model.scaled(factor(scale), tp=tp)
+
+
+def factor(scale: str) -> Fraction:
+    """Return --scale as a fraction above 0 and at most 1."""
+    try:
+        value = Fraction(scale)
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError("scale", scale, "a fraction such as 1/64, or tiny") from None
+    if not 0 < value <= 1:
+        raise ConfigError("scale", scale, "above 0 and at most 1")
+    return value
+
+
+def _models_of_file(path: Path) -> list[ModelConfig]:
+    # Readers of files take longer to import than a model by name may take in all.
+    from stepmark.workload.formats import (  # noqa: PLC0415
+        huggingface,
+        llm_train_bench,
+        primus,
+        strict_json,
+    )
+
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(4096).lstrip()[:1]
+    except OSError as error:
+        raise ConfigError("model", file, f"a readable file ({error.strerror})") from None
+    if start == b"[":
+        return list(primus.read_model_configs(file))
+    if llm_train_bench.is_config(strict_json.read_json(file)):
+        return [llm_train_bench.read_config(file)]
+    return [huggingface.read_config(file)]
