@@ -209,8 +209,8 @@ def test_every_case_prints_the_command_that_plans_it(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("factor", [2.0, 1.5, 1.0000001234567])
-def test_ranks_get_a_factor_as_it_was_given(factor: float) -> None:
-    """Parent and ranks count cases by position: a rounded factor would shift them."""
+def test_the_tuner_measures_the_factor_as_it_was_given(factor: float) -> None:
+    """Its probe runs this command line: a rounded factor would give other sizes."""
     words = comm.as_arguments(["all_reduce"], {"factor": factor, "out": "runs.0"})
     assert float(words[words.index("-f") + 1]) == factor
     assert words[words.index("--out") + 1] == "runs.0"

@@ -324,17 +324,6 @@ def test_most_single_techniques_go_with_every_spread(spread: str, flags: str) ->
     assert refused in {"", *asked} | ({"mbs", "fp8-all-gather"} if flags else set())
 
 
-def test_ranks_plan_what_their_parent_planned() -> None:
-    words = [*GPT, "--strategy", "fsdp", "--nproc", "2", "--lr", "1e-5", "--fp8"]
-    words += ["--no-fp8-all-gather", "--sac", "1/2", "--text", "--bsz", "1-3"]
-    values = parsed(words)
-    told = train.as_arguments({**values, "device": "cpu", "nproc": "2"})
-    assert told[0] == "train"
-    assert plan(told[1:]) == plan(words)
-    assert "--no-fp8-all-gather" in told
-    assert "--fp8-head" not in told
-
-
 REFUSED = [
     # who takes part
     (

@@ -173,10 +173,10 @@ def health_text(health: Health) -> str:
         "thermal throttled s": health.thermal_throttled_s,
     }
     words = {True: "on", False: "off"}
-    told = {name: value for name, value in facts.items() if value is not None}
+    known = {name: value for name, value in facts.items() if value is not None}
     return ", ".join(
         f"{name} {words[value] if isinstance(value, bool) else f'{value:.4g}'}"
-        for name, value in told.items()
+        for name, value in known.items()
     )
 
 

@@ -265,7 +265,7 @@ def check_flags(command: Sequence[str], found: Sequence[Setting]) -> None:
 def notes(found: Sequence[Setting], base: Mapping[str, str]) -> tuple[str, ...]:
     """What else of the environment decides: overridden, constant, or in a file."""
     swept = [name for name, _ in found[0].variables]
-    said = [
+    remarks = [
         f"{name}={base[name]} of your environment is overridden"
         for name in swept
         if name in base
@@ -275,9 +275,9 @@ def notes(found: Sequence[Setting], base: Mapping[str, str]) -> tuple[str, ...]:
         for name, value in sorted(base.items())
         if name.startswith(("NCCL_", "RCCL_")) and name not in swept
     }
-    said += [f"{name}={value} is the same for all" for name, value in constant.items()]
+    remarks += [f"{name}={value} is the same for all" for name, value in constant.items()]
     if any(name.startswith("NCCL_") for name in swept):
         files = [Path(base.get("NCCL_CONF_FILE", "~/.nccl.conf")).expanduser()]
         files.append(Path("/etc/nccl.conf"))
-        said += [f"NCCL also reads {file}" for file in files if os.path.isfile(file)]
-    return tuple(said)
+        remarks += [f"NCCL also reads {file}" for file in files if os.path.isfile(file)]
+    return tuple(remarks)

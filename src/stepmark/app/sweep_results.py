@@ -193,12 +193,12 @@ def _show(
     if request is None:
         return code
     try:
-        said, tuned = tuner.emit(journal, found.advice, request, means, signals)
+        remarks, tuned = tuner.emit(journal, found.advice, request, means, signals)
     except ProbeError:
         if not signals:
             raise
         return code  # a probe that a signal ended
-    for line in said:
+    for line in remarks:
         _say(line)
     return worst(code, tuned)
 

@@ -120,8 +120,10 @@ def timed_as_aicb(workload: Workload, profile: str) -> Workload:
         if isinstance(item, ComputeOp) and item.time_s == filler.time_s
     }
     if filled:
-        said = f"{AICB_FILLER} each, AICB's filler, for what {Path(profile).name} does not time"
-        sys.stderr.write(f"# {said}: {', '.join(filled)}\n")
+        remark = (
+            f"{AICB_FILLER} each, AICB's filler, for what {Path(profile).name} does not time"
+        )
+        sys.stderr.write(f"# {remark}: {', '.join(filled)}\n")
     return found
 
 
@@ -197,9 +199,9 @@ def _write_file(workload: Workload, module: Any, picked: dict[str, int], target:
             _write_beside(path, b"".join(_bytes(chunks)))
     size = write_chunks(_chunks(module, workload, picked), target)
     if target != "-":
-        held = "".join(f", {what} {number} alone" for what, number in picked.items())
-        held = held if len(workload.stages) > 1 else ""
-        sys.stderr.write(f"wrote {target}: {size:,} bytes{held}\n")
+        places = "".join(f", {what} {number} alone" for what, number in picked.items())
+        places = places if len(workload.stages) > 1 else ""
+        sys.stderr.write(f"wrote {target}: {size:,} bytes{places}\n")
 
 
 def _write_beside(path: Path, data: bytes) -> int:

@@ -80,8 +80,8 @@ def _defaults(rules: str) -> dict[str, Any]:
     if rules not in RULES:
         return {}
     fields = RULES[rules].fields().items()
-    said = {name: getattr(one.default, "value", one.default) for name, one in fields}
-    return dict.fromkeys(_AXES, 1) | said
+    defaults = {name: getattr(one.default, "value", one.default) for name, one in fields}
+    return dict.fromkeys(_AXES, 1) | defaults
 
 
 def _tables(workload: Workload, stage: int) -> dict[str, list[Row]]:
@@ -120,8 +120,8 @@ def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[st
             where = f" in stage {row['stages']}" if several else ""
             what = "".join(f" {row[key]}" for key in ("groups",) if row.get(key))
             calls = f"{row['calls']} call{'s' * (row['calls'] != 1)}"
-            said = f"{calls}{where},{what} {row['passes']}: {row['modules']}"
-            found.append(f"{row['command']}  # {' '.join(said.split())}")
+            text = f"{calls}{where},{what} {row['passes']}: {row['modules']}"
+            found.append(f"{row['command']}  # {' '.join(text.split())}")
     if any(row["trimmed"] for row in tables["collectives"]):
         found.append(
             "# -b is trimmed, as in nccl-tests, where a part is no multiple of 16 bytes;"

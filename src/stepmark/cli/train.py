@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from stepmark.cli import options, train_flags
+from stepmark.cli import train_flags
 from stepmark.cli.options import Values, as_command
 from stepmark.core.errors import ConfigError
 
@@ -59,12 +59,6 @@ def with_models(values: Values) -> dict[str, Any]:
         raise ConfigError("model", values["model"], "given once: as words or as --model")
     given = ",".join(words) if words else values.get("model")
     return {**values, "models": None, "model": given}
-
-
-def as_arguments(values: Values) -> list[str]:
-    """The command line that gives these values."""
-    models = options.words(values.get("model"))
-    return options.as_arguments(["train", *models], {**values, "model": None}, *train_flags.ALL)
 
 
 command = as_command(

@@ -128,13 +128,13 @@ def with_bare_recompute(args: list[str]) -> list[str]:
 
 def refuse_two_formats(args: Sequence[str]) -> None:
     """--to and --format that differ: ConfigError. The last one of other flags wins."""
-    said: dict[str, str] = {}
+    formats: dict[str, str] = {}
     for word, after in zip(args, [*args[1:], ""], strict=False):
         name, is_, value = word.partition("=")
         if name in _FORMAT:
-            said[name] = value if is_ else after
-    if len(set(said.values())) > 1:
-        raise ConfigError("format", " and ".join(said.values()), "one format")
+            formats[name] = value if is_ else after
+    if len(set(formats.values())) > 1:
+        raise ConfigError("format", " and ".join(formats.values()), "one format")
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], Any]]] = {

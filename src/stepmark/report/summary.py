@@ -96,8 +96,8 @@ def _fastest(jobs: Sequence[Row]) -> list[Row]:
         if time_s is None:
             continue
         key = tuple(row[name] for name in ("family", "shape", "dtype", "layout", "pass"))
-        held = number(best[key], "time_s") if key in best else None
-        if held is None or time_s < held:
+        best_s = number(best[key], "time_s") if key in best else None
+        if best_s is None or time_s < best_s:
             best[key] = row
     return list(best.values())
 
@@ -145,24 +145,24 @@ def comm_lines(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     statuses = Counter(text(row, "status") for row in rows)
-    said = [("collective", ", ".join(f"{n} {status}" for status, n in statuses.items()))]
+    entries = [("collective", ", ".join(f"{n} {status}" for status, n in statuses.items()))]
     right = [row for row in rows if row["status"] == "measured"]
-    for held in grouped([row for row in right if not row["pair"]], _WAY):
-        said += [("busbw" if held[0]["busbw_gb_s"] is not None else "time", _best(held))]
-        said += [
-            ("straggler", f"{_way(held[0])}: {line}")
-            for line in straggler(held)
+    for group in grouped([row for row in right if not row["pair"]], _WAY):
+        entries += [("busbw" if group[0]["busbw_gb_s"] is not None else "time", _best(group))]
+        entries += [
+            ("straggler", f"{_way(group[0])}: {line}")
+            for line in straggler(group)
             if line.startswith("rank")
         ]
     for matrix in matrices(rows):
-        said += [("pairs", f"{matrix.title}: {line}") for line in slow_lines(matrix)]
-    said += [("wrong", describe(row)) for row in rows if row["status"] == "wrong"]
-    said += [
+        entries += [("pairs", f"{matrix.title}: {line}") for line in slow_lines(matrix)]
+    entries += [("wrong", describe(row)) for row in rows if row["status"] == "wrong"]
+    entries += [
         ("impossible", f"{describe(row)}: busbw above the link")
         for row in rows
         if row["over_limit"]
     ]
-    return [f"{lead:<{LEAD}}{line}" for lead, line in said]
+    return [f"{lead:<{LEAD}}{line}" for lead, line in entries]
 
 
 def _way(row: Row) -> str:
@@ -174,10 +174,10 @@ def _way(row: Row) -> str:
     return " ".join(words)
 
 
-def _best(held: Sequence[Row]) -> str:
+def _best(group: Sequence[Row]) -> str:
     """The highest busbw of one way of calling, and the shortest time."""
-    soonest = min(number(row, "time_s") or 0.0 for row in held)
-    best = max(held, key=lambda row: number(row, "busbw_gb_s") or 0.0)
+    soonest = min(number(row, "time_s") or 0.0 for row in group)
+    best = max(group, key=lambda row: number(row, "busbw_gb_s") or 0.0)
     if best["busbw_gb_s"] is None:
         return f"{_way(best)} {format_time(soonest)}"
     share = number(best, "pct_link")
@@ -192,13 +192,13 @@ def train_lines(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     statuses = Counter(text(row, "status") for row in rows)
-    said = [("training", ", ".join(f"{n} {status}" for status, n in statuses.items()))]
+    entries = [("training", ", ".join(f"{n} {status}" for status, n in statuses.items()))]
     for row in rows:
         if number(row, "time_s") is None:
             continue
-        said.append(("step", f"{title(row)}: {_reached(row)}"))
-        said += [("", line) for line in remarks(row)]
-    return [f"{lead:<{LEAD}}{line}" for lead, line in said]
+        entries.append(("step", f"{title(row)}: {_reached(row)}"))
+        entries += [("", line) for line in remarks(row)]
+    return [f"{lead:<{LEAD}}{line}" for lead, line in entries]
 
 
 def _reached(row: Row) -> str:

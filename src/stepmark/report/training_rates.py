@@ -27,21 +27,21 @@ class Yardstick:
     ceilings: Ceilings
 
 
-def rates(record: Measured, told: Training, against: Yardstick) -> Row:
+def rates(record: Measured, facts: Training, against: Yardstick) -> Row:
     """Tokens and FLOPs per second, over whole cycles, so that the optimizer has its share."""
     case, seconds = record.train, record.samples.seconds
     slowest = slowest_per_sample(seconds)
-    cycles = len(slowest) // told.cycle
+    cycles = len(slowest) // facts.cycle
     typical_s = median(slowest)
     row: Row = {"whole_cycles": cycles}
     if typical_s:
-        typical = told.tokens_per_sample / typical_s / case.num_ranks
+        typical = facts.tokens_per_sample / typical_s / case.num_ranks
         row["tokens_per_s_gpu_median"] = typical
     # Ranks may take turns at being the slowest: a sum over these would be nobody's time.
-    total_s = max(fsum(values[: cycles * told.cycle]) for values in seconds)
+    total_s = max(fsum(values[: cycles * facts.cycle]) for values in seconds)
     if not total_s:
         return row
-    per_gpu = told.tokens_per_sample * told.cycle * cycles / total_s / case.num_ranks
+    per_gpu = facts.tokens_per_sample * facts.cycle * cycles / total_s / case.num_ranks
     row |= {"tokens_per_s_gpu": per_gpu, "tokens_per_s": per_gpu * case.num_ranks}
     return row | _flops_rates(case, per_token(case), per_gpu, against)
 
@@ -92,17 +92,17 @@ def phases(record: Measured, rank: int) -> Row:
     """Medians over the samples of a rank; of the optimizer over the samples that have one.
 
     `other` is what of a sample is in no phase. `data` is the host's wait for a batch; the
-    device may have had work meanwhile. Phases that cannot be told apart are left out.
+    device may have had work meanwhile. Phases that cannot be facts apart are left out.
     """
-    told = record.training
-    if told is None:
+    facts = record.training
+    if facts is None:
         return {}
     row: Row = {}
-    if waits := _of(told.data_s, rank):
+    if waits := _of(facts.data_s, rank):
         row |= {"data_s": median(waits), "data_max_s": max(waits)}
-    if taken := [value for value in _of(told.optim_s, rank) if value > 0]:
-        row["optim_s"] = median(taken)
-    if not (split := _split(record, told, rank)):
+    if times := [value for value in _of(facts.optim_s, rank) if value > 0]:
+        row["optim_s"] = median(times)
+    if not (split := _split(record, facts, rank)):
         return row
     fwd, bwd, _, other = split
     return row | {"fwd_s": median(fwd), "bwd_s": median(bwd), "other_s": median(other)}
@@ -110,21 +110,21 @@ def phases(record: Measured, rank: int) -> Row:
 
 def mean_phases(record: Measured, rank: int) -> dict[str, float]:
     """Means over whole cycles: they add up to the mean sample. Empty where unknown."""
-    told = record.training
-    split = _split(record, told, rank) if told else ()
-    if not told or not split:
+    facts = record.training
+    split = _split(record, facts, rank) if facts else ()
+    if not facts or not split:
         return {}
-    whole = len(split[0]) // told.cycle * told.cycle
+    whole = len(split[0]) // facts.cycle * facts.cycle
     return {
         name: fmean(values[:whole] or values)
         for name, values in zip(PHASES, split, strict=True)
     }
 
 
-def _split(record: Measured, told: Training, rank: int) -> tuple[Sequence[float], ...]:
+def _split(record: Measured, facts: Training, rank: int) -> tuple[Sequence[float], ...]:
     """Seconds of each sample by phase, in the order of PHASES; empty where unknown."""
     seconds = record.samples.seconds[rank]
-    known = [_of(each, rank) for each in (told.fwd_s, told.bwd_s, told.optim_s)]
+    known = [_of(each, rank) for each in (facts.fwd_s, facts.bwd_s, facts.optim_s)]
     if not seconds or any(len(values) != len(seconds) for values in known):
         return ()
     other = [whole - sum(parts) for whole, *parts in zip(seconds, *known, strict=True)]

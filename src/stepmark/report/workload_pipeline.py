@@ -160,9 +160,11 @@ def lines(workload: Workload) -> list[str]:
                 for unit in range(slot.start, slot.end):
                     cells[unit] = _cell(slot).ljust(width)
         drawn.append(f"{f'stage {stage}'.ljust(label)}  {' '.join(cells)}".rstrip())
-    said = "f forward 1 unit, b backward 2, o optimizer; the number is the micro-batch"
-    said += f"; {found.left_out} repeats of the steady state left out" if found.left_out else ""
-    return [*drawn, f"{said}; idle {found.idle_percent:.1f} %"]
+    legend = "f forward 1 unit, b backward 2, o optimizer; the number is the micro-batch"
+    legend += (
+        f"; {found.left_out} repeats of the steady state left out" if found.left_out else ""
+    )
+    return [*drawn, f"{legend}; idle {found.idle_percent:.1f} %"]
 
 
 def _width(found: Timeline) -> int:
