@@ -117,7 +117,7 @@ def test_summary_names_best_straggler_slow_pair_and_wrong(table: list[Row]) -> N
         number(row, "busbw_gb_s") or 0.0 for row in table if row["collective"] == "all_to_all"
     )
     assert re.search(rf"busbw      all_to_all bf16 x8 {best:.4g} GB/s at 4 GiB, \d+ % of", text)
-    assert "straggler  all_reduce bf16 x8: rank 5 is waited for" in text
+    assert "straggler  all_reduce bf16 x8: slowest rank: 5, which delays the others" in text
     assert "slow: 3 -> 5" in text
     assert "wrong      gather 1 MiB x8" in text
     assert "time       barrier" in text

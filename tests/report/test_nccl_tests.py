@@ -168,21 +168,23 @@ def test_the_rank_that_is_waited_for_is_named_if_it_costs() -> None:
     cases = [comm_case(size=2**power) for power in (10, 12, 14)]
     (line,) = straggler(table([comm_measured(cases[0], late), flat(cases[1], 20e-6)]))
     assert (
-        line
-        == "rank 7 is waited for in 1 of 2 sizes, by up to 6 us (30 % of the time at 1 KiB)"
+        line == "slowest rank: 7, which delays the others in 1 of 2 sizes by up to 6 us "
+        "(30 % of the time at 1 KiB)"
     )
     # Five samples, in all of which rank 1 of 2 is the faster: luck gives that.
     lucky = comm_case(size=2**10, num_ranks=2, world_size=2)
     few = comm_measured(lucky, [[20e-6] * 5, [14e-6] * 5])
-    assert straggler(table([few])) == ["no rank is waited for"]
+    assert straggler(table([few])) == ["slowest rank: none that delays the others"]
     many = comm_measured(lucky, [[20e-6] * 12, [14e-6] * 12])
-    assert straggler(table([many]))[0].startswith("rank 1 is waited for in 1 of 1 sizes")
+    assert straggler(table([many]))[0].startswith(
+        "slowest rank: 1, which delays the others in 1 of 1 sizes"
+    )
     assert straggler(table([comm_measured(case, even) for case in cases])) == [
-        "no rank is waited for"
+        "slowest rank: none that delays the others"
     ]
     one_of_four = [comm_measured(cases[0], late), *(flat(case, 2e-5) for case in cases[1:])]
     one_of_four.append(flat(comm_case(size=2**16), 2e-5))
-    assert straggler(table(one_of_four)) == ["no rank is waited for"]
+    assert straggler(table(one_of_four)) == ["slowest rank: none that delays the others"]
     sent = comm_case(Collective.SENDRECV, size=2**12)
     assert straggler(table([comm_measured(sent, late)])) == []
 

@@ -171,7 +171,9 @@ def _continued(plan: Plan, run: Path, *, force: bool) -> Plan:
         command = read_info(run).command
     fits = not plans.has_plan(run) and before <= _cases(plan)
     if not fits and not force:
-        raise ConfigError("resume", run, f"the flags it began with: {command}")
+        raise ConfigError(
+            "resume", run, f"it needs the flags that the run began with: {command}"
+        )
     return plan
 
 

@@ -11,6 +11,7 @@ from stepmark.core.units import GB, format_bytes, format_time
 # A rank is named if the others wait this share of the time and this long for it, in at least
 # this share of the sizes.
 WAIT_SHARE, WAIT_S, OF_SIZES = 0.05, 1e-6, 1 / 3
+NO_STRAGGLER = "slowest rank: none that delays the others"
 # A line that misses a point by more than this says little.
 WORST_FIT = 0.3
 
@@ -65,13 +66,13 @@ def straggler(rows: Sequence[Row]) -> list[str]:
     )
     rank, num_sizes = max(of_rank.items(), key=lambda item: item[1], default=(None, 0))
     if num_sizes < OF_SIZES * len(sizes) or not num_sizes:
-        return ["no rank is waited for"]
-    held = [row for row in costly if row["waited_for_rank"] == rank]
-    worst = max(held, key=lambda row: number(row, "waited_for_s") or 0.0)
+        return [NO_STRAGGLER]
+    delayed = [row for row in costly if row["waited_for_rank"] == rank]
+    worst = max(delayed, key=lambda row: number(row, "waited_for_s") or 0.0)
     wait, time_s = number(worst, "waited_for_s") or 0.0, number(worst, "time_s") or 1.0
     return [
-        f"rank {rank} is waited for in {num_sizes} of {len(sizes)} sizes, by up to "
-        f"{format_time(wait)} ({100 * wait / time_s:.0f} % of the time at "
+        f"slowest rank: {rank}, which delays the others in {num_sizes} of {len(sizes)} sizes "
+        f"by up to {format_time(wait)} ({100 * wait / time_s:.0f} % of the time at "
         f"{format_bytes(number(worst, 'size_bytes') or 0)})"
     ]
 
@@ -132,8 +133,8 @@ def _times(row: Row, key: str) -> str:
 def _host(rows: Sequence[Row]) -> str:
     issues = [value for row in rows if (value := number(row, "issue_s")) is not None]
     lates = [value for row in rows if (value := number(row, "late_s")) is not None]
-    words = [f"host issues a call in {_range(issues)}"] if issues else []
-    words += [f"last rank starts {_range(lates)} after the first"] if lates else []
+    words = [f"host launch overhead {_range(issues)} per call"] if issues else []
+    words += [f"arrival skew {_range(lates)}"] if lates else []
     return "; ".join(words)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.record import RunInfo
 from stepmark.core.units import format_bytes, format_time
-from stepmark.report.nccl_remarks import straggler
+from stepmark.report.nccl_remarks import NO_STRAGGLER, straggler
 from stepmark.report.nccl_tests import grouped
 from stepmark.report.p2p_matrix import matrices, slow_lines
 from stepmark.report.row_tables import describe
@@ -152,7 +152,7 @@ def comm_lines(rows: Sequence[Row]) -> list[str]:
         entries += [
             ("straggler", f"{_way(group[0])}: {line}")
             for line in straggler(group)
-            if line.startswith("rank")
+            if line != NO_STRAGGLER
         ]
     for matrix in matrices(rows):
         entries += [("pairs", f"{matrix.title}: {line}") for line in slow_lines(matrix)]
