@@ -16,7 +16,7 @@ from tests.report.comm_records import comm_case, comm_measured, comm_run
 from tests.trace.flight_samples import SAMPLE, dump, entry, write
 from tests.trace.test_inspector import header, operation
 
-from stepmark.app.log_inputs import FLIGHT, INSPECTOR, LOG, TABLES, collect, kinds_of
+from stepmark.app.log_sources import FLIGHT, INSPECTOR, LOG, TABLES, collect, kinds_of
 from stepmark.cli.main import status
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.errors import ConfigError

@@ -11,8 +11,8 @@ from stepmark.core.collectives import Collective
 from stepmark.core.columns import Row, number
 from stepmark.report.comm_columns import COMM_COLUMNS, rows
 from stepmark.report.comm_figures import contention, drawn, heat_map, over_size
+from stepmark.report.comm_remarks import matrices
 from stepmark.report.op_columns import rows as operator_rows
-from stepmark.report.p2p_matrix import matrices
 from stepmark.report.page import html
 from stepmark.report.row_tables import print_rows
 from stepmark.report.summary import comm_lines

@@ -19,14 +19,16 @@ from stepmark.report.histogram import (
     PER_RANK,
     Bins,
     default_bins,
+    lines,
     parse_bins,
     parse_by,
     rows,
     size_of,
+    summary,
+    unknown_ranks,
     with_ranks,
 )
 from stepmark.report.histogram_figures import drawn, page
-from stepmark.report.histogram_text import lines, summary, unknown_ranks
 
 NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 

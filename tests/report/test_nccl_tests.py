@@ -14,9 +14,9 @@ from stepmark.core.columns import Row
 from stepmark.core.dtypes import parse_dtype
 from stepmark.core.record import Record, Skipped
 from stepmark.report.comm_columns import rows
-from stepmark.report.nccl_json import json_document
-from stepmark.report.nccl_remarks import straggler
+from stepmark.report.comm_remarks import straggler
 from stepmark.report.nccl_tests import NA_HALF, float_text, text_of
+from stepmark.report.peer_formats import json_document
 
 from .comm_records import (
     NUM_RANKS,

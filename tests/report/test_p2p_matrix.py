@@ -7,7 +7,7 @@ import pytest
 
 from stepmark.core.collectives import Collective, Mode
 from stepmark.report.comm_columns import rows
-from stepmark.report.p2p_matrix import PairMatrix, matrices, matrix_text
+from stepmark.report.comm_remarks import PairMatrix, matrices, matrix_text
 
 from .comm_records import (
     NUM_RANKS,

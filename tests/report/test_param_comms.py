@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stepmark.core.collectives import Collective
-from stepmark.report.param_comms import param_comms
+from stepmark.report.peer_formats import param_comms
 
 from .comm_records import comm_case, comm_measured, comm_run, flat, full_comm_run
 

@@ -12,7 +12,7 @@ from stepmark.core.comparison import Comparison, Series, Side
 from stepmark.core.ratio import ratio
 from stepmark.report.recommendation import Advice, Range, advise, p_faster, rows, text_of
 from stepmark.store.compare import Options, compare
-from stepmark.store.join import STRICT
+from stepmark.store.series import STRICT
 
 SIZES = [2**power for power in range(10, 30, 2)]
 Gain = Callable[[str, int], float]

@@ -14,8 +14,7 @@ from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.report import workload_tables as tables
 from stepmark.report import workload_text
-from stepmark.report.workload_figures import layers, sizes
-from stepmark.report.workload_page import page
+from stepmark.report.workload_page import layers, page, sizes
 from stepmark.workload.job import Job
 from stepmark.workload.rules.megatron import rule as megatron
 from stepmark.workload.rules.megatron.settings import Megatron

@@ -14,7 +14,7 @@ from stepmark.core.model import find_model
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import CommOp, ComputeOp, Group, Item, Kernel, Stage, Workload
-from stepmark.report import workload_figures, workload_pipeline
+from stepmark.report import workload_page, workload_pipeline
 from stepmark.report.workload_lanes import slots
 from stepmark.report.workload_pipeline import Timeline, num_steady, shortened, timeline
 from stepmark.workload.job import Job
@@ -108,7 +108,7 @@ def test_what_is_too_wide_is_left_to_the_page() -> None:
 
 def test_the_figure_has_a_bar_per_slot() -> None:
     found = drawn(job(4, 8, 2))
-    figure = workload_figures.pipeline(found)
+    figure = workload_page.pipeline(found)
     assert [trace.name for trace in figure.data] == ["forward", "backward", "optimizer"]
     assert [len(trace.x) for trace in figure.data] == [4 * 8 * 2, 4 * 8 * 2, 4]
     spans = {

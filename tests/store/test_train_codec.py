@@ -13,7 +13,7 @@ from tests.store.test_query import sql
 from tests.store.test_runs import INFO
 from typer.testing import CliRunner
 
-from stepmark.app import report
+from stepmark.app import runs
 from stepmark.cli.runs import app
 from stepmark.core.comparison import Comparison, Side
 from stepmark.core.dtypes import DType
@@ -465,7 +465,7 @@ def test_runs_show_export_and_report_have_training(tmp_path: Path) -> None:
     head, *lines = (tmp_path / "rows.csv").read_text().splitlines()
     assert "tokens_per_s_gpu" in head
     assert len(lines) == 2
-    page = report.write(tmp_path / run_id)
+    page = runs.write_page(tmp_path / run_id)
     assert "<h2>Training</h2>" in page.read_text(encoding="utf-8")
 
 

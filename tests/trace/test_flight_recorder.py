@@ -25,8 +25,7 @@ from stepmark.trace.flight_recorder import (
     restricted_pickle,
 )
 from stepmark.trace.flight_recorder.findings import findings
-from stepmark.trace.flight_recorder.groups import progress, ranks_text
-from stepmark.trace.flight_recorder.operations import message_kind
+from stepmark.trace.flight_recorder.operations import message_kind, progress, ranks_text
 from stepmark.trace.nccl_log import read_log
 
 from .flight_samples import SAMPLE, as_json, as_old, dump, entry, transfer, write
@@ -333,7 +332,7 @@ def test_real_findings_and_progress() -> None:
     dumps = read_flight_recorder(REAL).dumps
     assert [one.rule for one in findings(dumps)] == ["fr-missing-dump", "fr-status-lags"]
     lines = progress(dumps)
-    assert [one.completed for one in lines] == [260] * 4
+    assert [one.last_completed for one in lines] == [260] * 4
     assert [one.watchdog_completed for one in lines] == [258, 257, 253, 234]
 
 

@@ -2,11 +2,13 @@
 
 import pytest
 
-from stepmark.report.tables_found import rows
+from stepmark.core.units import GB
+from stepmark.report.log_summary import rows
 from stepmark.trace.tables import tables_of
-from stepmark.trace.tables.generic_tables import FigureUnit, unit_of
+from stepmark.trace.tables.slide_tables import FigureUnit, unit_of
 
 NOTHING = FigureUnit()
+SCALE = dict.fromkeys(("busbw", "algbw", "GB/s"), GB)
 
 
 @pytest.mark.parametrize(
@@ -21,9 +23,9 @@ NOTHING = FigureUnit()
 def test_times(column: str, seconds: float) -> None:
     # Also in a table of rates: its own heading counts.
     for title in ("", "AllReduce busbw GB/s"):
-        assert unit_of(column, (title, "size"), "") == FigureUnit(seconds=seconds)
+        assert unit_of(column, (title, "size"), "") == FigureUnit("s", seconds)
     if "A" not in column:
-        assert unit_of("A", (column, "size"), "") == FigureUnit(seconds=seconds)
+        assert unit_of("A", (column, "size"), "") == FigureUnit("s", seconds)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ def test_times(column: str, seconds: float) -> None:
 )
 def test_rates(column: str, unit: str) -> None:
     for title in ("", "AllReduce latency (us)"):
-        assert unit_of(column, (title, "size"), "") == FigureUnit(rate=unit)
+        assert unit_of(column, (title, "size"), "") == FigureUnit(unit, SCALE.get(unit, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -54,12 +56,12 @@ def test_what_is_not_said_or_said_twice(column: str) -> None:
 
 def test_a_latency_is_no_rate_though_the_title_names_one() -> None:
     assert unit_of("Latency", ("busbw (GB/s)", "size"), "") == NOTHING
-    assert unit_of("Latency", ("all in us (us)", "size"), "") == FigureUnit(seconds=1e-6)
+    assert unit_of("Latency", ("all in us (us)", "size"), "") == FigureUnit("s", 1e-6)
 
 
 def test_the_text_beside_counts_last_and_brackets_in_it_do_not() -> None:
-    assert unit_of("A", ("Two nodes", "size"), "in images/s") == FigureUnit(rate="images/s")
-    assert unit_of("A", ("busbw", "size"), "in images/s") == FigureUnit(rate="busbw")
+    assert unit_of("A", ("Two nodes", "size"), "in images/s") == FigureUnit("images/s")
+    assert unit_of("A", ("busbw", "size"), "in images/s") == FigureUnit("busbw", GB)
     assert unit_of("A", ("Two nodes", "size"), "seen by us (us)") == NOTHING
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from stepmark.core.collectives import Collective, num_parts
 from stepmark.core.log_facts import LogFacts, Occurrences
 from stepmark.core.message import Histogram
-from stepmark.trace.nccl_log import calls, read_log
 from stepmark.trace.nccl_log import lines as log_lines
+from stepmark.trace.nccl_log import read_log
 
 from .nccl_lines import (
     DATA,
@@ -250,7 +250,7 @@ def test_no_comparison_where_lines_are_missing() -> None:
 
 
 def test_sizes_beyond_memory_are_rounded_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MAX_KINDS", 10)
+    monkeypatch.setattr(log_lines, "MAX_KINDS", 10)
     lines = [coll(0, Issued("Send", count=1000 + index)) for index in range(200)]
     facts = facts_of(lines)
     assert sum(tally.calls for tally in facts.messages.values()) == 200

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.report.comm_records import comm_run
 
 from stepmark.core.errors import ConfigError
-from stepmark.report.nccl_json import json_document
-from stepmark.report.tables_found import rows
+from stepmark.report.log_summary import rows
+from stepmark.report.peer_formats import json_document
 from stepmark.trace.read_text import read_bytes
 from stepmark.trace.tables import find, looks_like_tables, tables_of
 from stepmark.trace.tables.validate import validate

@@ -10,12 +10,12 @@ from tests.report.records import full_run, run_info
 
 from stepmark.core.columns import Row, number
 from stepmark.core.reading import IN_PLACE, Reading, Table
-from stepmark.report.nccl_json import json_document
 from stepmark.report.nccl_tests import text_of
 from stepmark.report.op_columns import rows as op_rows
+from stepmark.report.peer_formats import json_document
 from stepmark.store.export import write_csv
-from stepmark.trace.parse_numbers import rounding_error
 from stepmark.trace.tables import find, tables_of
+from stepmark.trace.tables.printed_figures import rounding_error
 from stepmark.trace.tables.validate import validate
 
 from .table_samples import RCCL_NODE, RCCL_NODES, made_up_rows

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.core.reading import IN_PLACE, Table
-from stepmark.report.tables_found import name_of, print_found, rows
+from stepmark.report.log_summary import name_of, print_found, rows
 from stepmark.trace.tables import find, looks_like_tables, tables_of
 from stepmark.trace.tables.validate import validate
 

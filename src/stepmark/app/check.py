@@ -15,7 +15,7 @@ from stepmark.core.plan import OpHow
 from stepmark.core.record import Measured
 from stepmark.core.verb_options import CheckOptions
 from stepmark.report import comparison as drawn
-from stepmark.report.comparison_printing import printed
+from stepmark.report.comparison import printed
 from stepmark.store.compare import Options, compare
 from stepmark.store.export import write_csv, write_json
 from stepmark.store.reader import find_run, read

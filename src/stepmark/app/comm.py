@@ -50,7 +50,7 @@ def check(values: Values) -> None:
 
 
 def _styles() -> dict[str, Callable[[Iterable[Record], RunInfo], dict[str, str]]]:
-    from stepmark.report.param_comms import param_comms  # noqa: PLC0415
+    from stepmark.report.peer_formats import param_comms  # noqa: PLC0415
 
     return {"param": param_comms}
 
@@ -62,7 +62,7 @@ def show(path: Path, values: Values, code: int) -> int:
 
 def _show(run: "View", values: Values) -> None:
     from stepmark.app.view import show_rows  # noqa: PLC0415
-    from stepmark.report import nccl_tests, p2p_matrix  # noqa: PLC0415
+    from stepmark.report import comm_remarks, nccl_tests  # noqa: PLC0415
 
     if style := values.get("style"):
         sys.stdout.write("\n".join(_styles()[style](run.records, run.run).values()))
@@ -70,10 +70,10 @@ def _show(run: "View", values: Values) -> None:
     if values.get("wide"):
         show_rows(run)
         return
-    matrices = [m for m in p2p_matrix.matrices(run.comm_rows) if len(m.known) > 1]
+    matrices = [m for m in comm_remarks.matrices(run.comm_rows) if len(m.known) > 1]
     drawn = {matrix.family for matrix in matrices}
     for matrix in matrices:
-        sys.stdout.write(p2p_matrix.matrix_text(matrix) + "\n")
+        sys.stdout.write(comm_remarks.matrix_text(matrix) + "\n")
     rest = [row for row in run.comm_rows if row["family"] not in drawn]
     if rest:
         sys.stdout.write(nccl_tests.text_of(rest, run.run, step=step_asked(values)))
@@ -93,7 +93,7 @@ def step_asked(values: Values) -> tuple[int, bool] | None:
 
 
 def _files(run: "View", values: Values) -> None:
-    from stepmark.report import nccl_json  # noqa: PLC0415
+    from stepmark.report import peer_formats  # noqa: PLC0415
     from stepmark.store.export import write_json, write_tables  # noqa: PLC0415
     from stepmark.store.files import new_file  # noqa: PLC0415
 
@@ -106,7 +106,7 @@ def _files(run: "View", values: Values) -> None:
             tables = by_name if delivery.is_folder(target) else {"rows": rows}
             write_tables(tables, target, kind)
     if target := values.get("output_file"):
-        document = nccl_json.json_document(
+        document = peer_formats.json_document(
             rows, run.run, sys.argv, ended_at=datetime.now(UTC).isoformat(timespec="seconds")
         )
         file = new_file(Path(target))

@@ -11,12 +11,12 @@ from stepmark.core.units import parse_bytes
 from stepmark.core.verb_options import CompareOptions
 from stepmark.report import comparison as drawn
 from stepmark.report import comparison_page
-from stepmark.report.comparison_printing import printed
+from stepmark.report.comparison import printed
 from stepmark.store.compare import Options
 from stepmark.store.compare import compare as compare_sides
 from stepmark.store.export import write_csv, write_json
 from stepmark.store.files import write_text
-from stepmark.store.join import STRICT
+from stepmark.store.series import STRICT
 
 _PLACEMENTS = {"in": "in-place", "out": "out-of-place", "both": None}
 

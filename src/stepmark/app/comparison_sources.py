@@ -18,8 +18,8 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.reading import Reading, Table
 from stepmark.store.reader import find_run, is_run, list_runs, read
 from stepmark.store.series import context, series_of_records
-from stepmark.trace.parse_numbers import parse_number, rounding_error
 from stepmark.trace.tables import find
+from stepmark.trace.tables.printed_figures import parse_number, rounding_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""stepmark runs: list, show, export and query what earlier runs measured."""
+"""stepmark runs and report: list, show, export and query earlier runs; the page of one."""
 
 import sys
 from collections import Counter
@@ -13,12 +13,15 @@ from stepmark.core.record import RunInfo
 from stepmark.core.verb_options import (
     ExportOptions,
     ListOptions,
+    ReportOptions,
     ShowOptions,
     SqlOptions,
 )
+from stepmark.report.page import html
 from stepmark.store import query
 from stepmark.store.codec import to_plain
 from stepmark.store.export import columns_of, export, write_csv, write_json
+from stepmark.store.files import write_text
 from stepmark.store.reader import Run, find_run, list_runs, read
 
 Row = dict[str, object]
@@ -120,3 +123,17 @@ def _shown(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def run_report(options: ReportOptions) -> None:
+    """Write the page and print where it is."""
+    sys.stdout.write(f"{write_page(find_run(options.runs, options.run), options.out)}\n")
+
+
+def write_page(path: Path, target: Path | None = None) -> Path:
+    """Write the page of the run at `path`."""
+    seen = view(path)
+    target = target or path / "report.html"
+    text = html(seen.run, seen.records, seen.rows, seen.device, seen.comm_rows, seen.train_rows)
+    write_text(target, text, "out")
+    return target

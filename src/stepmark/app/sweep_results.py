@@ -24,14 +24,14 @@ from stepmark.core.verb_options import SweepOptions
 from stepmark.launch.signals import catching
 from stepmark.report import comparison as drawn
 from stepmark.report import recommendation
+from stepmark.report.comparison import printed
 from stepmark.report.comparison_page import html
-from stepmark.report.comparison_printing import printed
 from stepmark.report.recommendation import Advice
 from stepmark.store.codec import to_plain
 from stepmark.store.compare import Options, compare
 from stepmark.store.export import write_csv, write_json
 from stepmark.store.files import write_text
-from stepmark.store.join import STRICT
+from stepmark.store.series import STRICT
 from stepmark.store.sweeps import Journal
 
 

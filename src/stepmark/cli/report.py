@@ -5,6 +5,6 @@ from stepmark.core.verb_options import ReportOptions
 
 command = verb(
     ReportOptions,
-    "stepmark.app.report:run",
+    "stepmark.app.runs:run_report",
     "Write report.html of a run: roofline, tables, curves, commands, environment.",
 )

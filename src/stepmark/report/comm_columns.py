@@ -30,8 +30,7 @@ from stepmark.core.device import DeviceSpec
 from stepmark.core.record import Record, RunInfo
 from stepmark.core.stats import Summary, quantile, summarize
 from stepmark.core.units import GB, format_bytes
-from stepmark.report.launches import Launches, pooled
-from stepmark.report.outcomes import LIMIT_SLACK
+from stepmark.report.outcomes import LIMIT_SLACK, Launches, pooled
 
 # NVLS and SHARP reduce or copy in the switch: the busbw of these can pass the link.
 _IN_NETWORK = {

@@ -9,8 +9,8 @@ from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.device import DeviceSpec
 from stepmark.core.record import RunInfo
 from stepmark.core.units import GB, format_bytes, format_time
+from stepmark.report.comm_remarks import PairMatrix, matrices
 from stepmark.report.figures import COLOURS, INK, SYMBOLS, styled
-from stepmark.report.p2p_matrix import PairMatrix, matrices
 from stepmark.report.row_tables import describe
 
 if TYPE_CHECKING:

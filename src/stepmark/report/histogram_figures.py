@@ -8,8 +8,7 @@ from stepmark.core.columns import Row, number, text
 from stepmark.core.finding import Finding
 from stepmark.core.units import format_bytes
 from stepmark.report.figures import COLOURS, styled
-from stepmark.report.histogram import MESSAGE
-from stepmark.report.histogram_text import lines
+from stepmark.report.histogram import MESSAGE, lines
 from stepmark.report.page import document, figure_section
 
 if TYPE_CHECKING:

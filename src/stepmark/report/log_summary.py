@@ -1,12 +1,14 @@
-"""A debug log's facts and findings: as lines for a terminal, and as flat rows."""
+"""Facts and findings of a debug log, and tables of a file: as lines and as flat rows."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from stepmark.core.collectives import Collective
 from stepmark.core.columns import Row
 from stepmark.core.finding import Finding
 from stepmark.core.log_facts import Communicator, LogFacts, Occurrences, Transport
+from stepmark.core.reading import Table
 from stepmark.core.units import GB, format_bytes, format_time
 from stepmark.report.summary import LEAD
 
@@ -14,24 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MOST = 8
-
-
-def terminal_summary(facts: LogFacts, findings: Sequence[Finding], console: "Console") -> None:
-    """Print what a log says and what is wrong with it."""
-    for line in [*fact_lines(facts), *finding_lines(findings)]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def finding_lines(findings: Sequence[Finding]) -> list[str]:
-    """A line per finding, and below it the first line that shows it."""
-    lines = []
-    for one in findings:
-        lines.append(f"{one.severity:<{LEAD}}{one.text} [{one.rule}]")
-        for shown in one.evidence[:2]:
-            lines.append(f"{'':<{LEAD}}  {shown.file}:{shown.line}: {shown.text[:160]}")
-        if one.count > 2:
-            lines.append(f"{'':<{LEAD}}  {one.count} lines in all")
-    return lines
 
 
 def fact_lines(facts: LogFacts) -> list[str]:
@@ -262,3 +246,96 @@ def prediction_rows(facts: LogFacts) -> list[Row]:
         }
         for one in facts.predictions
     ]
+
+
+Found = Sequence[tuple[Table, Sequence[Finding]]]
+_TITLE_WIDTH = 60
+
+
+def rows(found: Found) -> list[Row]:
+    """One flat row per table; unknown is None, as in all rows of ours."""
+    return [_table_row(table, findings) for table, findings in found]
+
+
+def name_of(table: Table) -> str:
+    """FILE:2, as a command line names the second table of a file."""
+    return f"{table.file}:{table.index}"
+
+
+def print_found(found: Found, console: "Console", *, file_width: int = 40) -> None:
+    """A block per table: what it is, how each fact is known, what is odd."""
+    for table, findings in found:
+        row = _table_row(table, findings)
+        _say(console, f"{_shortened(name_of(table), file_width)}  {table.title[:_TITLE_WIDTH]}")
+        for line in (*_table_facts(row), *(f"note: {note}" for note in table.notes)):
+            _say(console, f"    {line}")
+        for finding in findings:
+            _say(console, f"    {finding.severity}: {finding.text}")
+
+
+def _table_row(table: Table, findings: Sequence[Finding]) -> Row:
+    # Times stand in seconds, whatever their headings say; a column per setting needs it told.
+    timed = table.columns and any(one.time_s is not None for one in table.readings)
+    sizes = [one.size_bytes for one in table.readings if one.size_bytes is not None]
+    return {
+        "table": name_of(table),
+        "file": table.file,
+        "index": table.index,
+        "first_line": table.first_line,
+        "last_line": table.last_line,
+        "title": table.title or None,
+        "tool": table.tool,
+        "version": table.version or None,
+        "collective": table.collective or None,
+        "collective_from": table.collective_from or None,
+        "num_ranks": table.num_ranks,
+        "num_ranks_from": table.num_ranks_from or None,
+        "method": table.method or None,
+        "unit": table.unit or ("s" if timed else None),
+        "columns": ", ".join(table.columns) or None,
+        "rows": len(
+            {
+                (one.line, one.size_bytes, one.dtype, one.redop, one.root, one.cycle)
+                for one in table.readings
+            }
+        ),
+        "readings": len(table.readings),
+        "min_bytes": min(sizes, default=None),
+        "max_bytes": max(sizes, default=None),
+        "findings": len(findings),
+        "notes": "; ".join(table.notes) or None,
+    }
+
+
+def _table_facts(row: Mapping[str, object]) -> list[str]:
+    """What is known, with the evidence; what is not, said so."""
+    tool = " ".join(str(row[key]) for key in ("tool", "version", "method") if row[key])
+    plural = "" if row["rows"] == 1 else "s"
+    lines = [f"{tool}, {row['rows']} row{plural}{_range(row)}"]
+    what = "collective" if row["collective"] in list(Collective) else "figure"
+    for key, word in (("collective", what), ("num_ranks", "ranks")):
+        if row[key] is not None:
+            why = f" ({row[f'{key}_from']})" if row[f"{key}_from"] else ""
+            lines.append(f"{word}: {row[key]}{why}")
+    if row["columns"]:
+        unit = row["unit"] or "unit not said"
+        lines.append(f"columns ({unit}): {row['columns']}")
+    elif row["unit"]:
+        lines.append(f"unit: {row['unit']}")
+    return lines
+
+
+def _range(row: Mapping[str, object]) -> str:
+    low, high = row["min_bytes"], row["max_bytes"]
+    if not isinstance(low, int) or not isinstance(high, int):
+        return ""
+    return f", {format_bytes(low)} to {format_bytes(high)}"
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"...{text[3 - width :]}"
+
+
+def _say(console: "Console", line: str) -> None:
+    """As it stands: titles and notes of other people's files may hold brackets."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

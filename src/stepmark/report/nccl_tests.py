@@ -14,7 +14,7 @@ from stepmark.core.collectives import Collective, groups
 from stepmark.core.columns import Row, number, text
 from stepmark.core.dtypes import DType
 from stepmark.core.record import RunInfo
-from stepmark.report.nccl_remarks import remarks, setting_line
+from stepmark.report.comm_remarks import remarks, setting_line
 
 TYPE_NAMES = {
     DType.FP64: "double",

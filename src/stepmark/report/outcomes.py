@@ -1,9 +1,13 @@
-"""What rows of operators, collectives and training steps derive alike."""
+"""What rows of operators, collectives and training derive alike, and pooled launches."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 
+from stepmark.core.collectives import FACTS
+from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import Bmm, Copy, Gemm, GroupedGemm
 from stepmark.core.record import Failed, Measured, Record, Skipped, Telemetry
@@ -92,3 +96,166 @@ def ratio(values: Sequence[float], index: int) -> float | None:
 def percent(value: float | None, base: float | None) -> float | None:
     """None where either is unknown."""
     return 100 * value / base if value is not None and base else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """One case, measured in several launches. Samples of one launch are not independent, so
+    the time is the median over launches of each launch's median."""
+
+    case: CommCase
+    measured: tuple[Measured, ...]
+    others: tuple[Skipped | Failed, ...]
+
+    @property
+    def num_wrong(self) -> int | None:
+        """Over ranks and launches. None where no launch was checked."""
+        checks = [check for record in self.measured for check in record.checks]
+        return sum(check.num_wrong for check in checks) if checks else None
+
+    @property
+    def status(self) -> str:
+        if self.measured:
+            return "wrong" if self.num_wrong else "measured"
+        failed = any(isinstance(record, Failed) for record in self.others)
+        return "failed" if failed else "skipped"
+
+    @property
+    def message(self) -> str | None:
+        """Why the case, or one launch of it, has no samples."""
+        reasons = dict.fromkeys(
+            record.reason
+            if isinstance(record, Skipped)
+            else f"{record.cause}: {record.message}"
+            for record in self.others
+        )
+        said = "; ".join(reasons) or None
+        if said and self.measured:
+            numbers = ", ".join(str(record.launch) for record in self.others)
+            return f"launch {numbers}: {said}"
+        return said
+
+    @cached_property
+    def slowest_s(self) -> list[list[float]]:
+        """By launch: the slowest rank's time of each sample."""
+        return [slowest_per_sample(record.samples.seconds) for record in self.measured]
+
+    @cached_property
+    def launch_medians_s(self) -> list[float]:
+        return [summarize(values).median for values in self.slowest_s]
+
+    @cached_property
+    def rank_medians_s(self) -> list[float]:
+        """By rank, in the order of case.members."""
+        by_launch = [
+            [summarize(values).median for values in record.samples.seconds]
+            for record in self.measured
+        ]
+        return [median(values) for values in zip(*by_launch, strict=True)]
+
+    @property
+    def time_min_s(self) -> float | None:
+        """As the time, of the fastest rank: the wire's share where all ranks wait for all."""
+        if not FACTS[self.case.collective].synchronizing or not self.measured:
+            return None
+        by_launch: list[list[float]] = [
+            [min(column) for column in zip(*record.samples.seconds, strict=True)]
+            for record in self.measured
+        ]
+        return median(median(fastest) for fastest in by_launch)
+
+    @property
+    def launch_spread_pct(self) -> float | None:
+        """(max - min) / median of the launches' medians."""
+        if len(self.measured) < 2:
+            return None
+        medians = self.launch_medians_s
+        return 100 * (max(medians) - min(medians)) / median(medians)
+
+    def waited_for(self) -> tuple[int, float] | None:
+        """The world rank that the others of its communicator wait for, and how long.
+
+        Where no rank can finish before all have come, the last to come has the shortest time;
+        what the median of the others has above it is the cost. None where ranks do not wait,
+        and where it is not the fastest more often than by chance: three standard deviations of
+        a binomial over all samples.
+        """
+        if not FACTS[self.case.collective].synchronizing or len(self.rank_medians_s) < 2:
+            return None
+        of_rank = dict(zip(self.case.members, self.rank_medians_s, strict=True))
+        found = []
+        for ranks in self.case.communicators:
+            last = min(ranks, key=of_rank.__getitem__)
+            others = [of_rank[rank] for rank in ranks if rank != last]
+            if self._is_beyond_chance(last, ranks):
+                found.append((median(others) - of_rank[last], last))
+        return max(found)[::-1] if found else None
+
+    def _is_beyond_chance(self, rank: int, among: tuple[int, ...]) -> bool:
+        """Whether this rank has the shortest time of a sample too often for luck."""
+        places = [self.case.members.index(one) for one in among]
+        mine = self.case.members.index(rank)
+        columns = [
+            column
+            for record in self.measured
+            for column in zip(*record.samples.seconds, strict=True)
+        ]
+        fastest = sum(min(column[i] for i in places) == column[mine] for column in columns)
+        n, p = len(columns), 1 / len(places)
+        return bool(fastest > n * p + 3 * math.sqrt(n * p * (1 - p)))
+
+    def late_s(self) -> float | None:
+        """How long after the first rank the last one began a batch: a median.
+
+        None where the clocks of the hosts are not known to agree better than that.
+        """
+        late: list[float] = []
+        error = 0.0
+        for record in self.measured:
+            arrivals = record.arrivals
+            if arrivals is None or not arrivals.late_s:
+                continue
+            if arrivals.error_s is None:
+                return None
+            error = max(error, arrivals.error_s)
+            late += slowest_per_sample(arrivals.late_s)
+        if not late:
+            return None
+        middle = median(late)
+        return None if middle < error else middle
+
+    def issue_s(self) -> float | None:
+        """Host seconds to issue one call, of the slowest rank."""
+        by_launch = [
+            max(record.arrivals.issue_s)
+            for record in self.measured
+            if record.arrivals and record.arrivals.issue_s
+        ]
+        return median(by_launch) if by_launch else None
+
+    def beside_s(self) -> tuple[float, float] | None:
+        """One call of the compute beside: alone, and together; of the slowest rank."""
+        held = [record.beside for record in self.measured if record.beside]
+        if not held:
+            return None
+        return (
+            median(max(map(median, one.alone_s)) for one in held),
+            median(max(map(median, one.together_s)) for one in held),
+        )
+
+
+def pooled(records: Iterable[Record]) -> list[Launches]:
+    """Collectives by case, in the order in which they came; operators are left out."""
+    cases: dict[str, list[Record]] = {}
+    for record in records:
+        if isinstance(record.case, CommCase):
+            cases.setdefault(record.case.case_id, []).append(record)
+    return [_of_one_case(held) for held in cases.values()]
+
+
+def _of_one_case(held: Sequence[Record]) -> Launches:
+    return Launches(
+        case=held[0].comm,
+        measured=tuple(r for r in held if isinstance(r, Measured) and r.samples.seconds),
+        others=tuple(r for r in held if not isinstance(r, Measured)),
+    )

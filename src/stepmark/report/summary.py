@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.record import RunInfo
 from stepmark.core.units import format_bytes, format_time
-from stepmark.report.nccl_remarks import NO_STRAGGLER, straggler
+from stepmark.report.comm_remarks import NO_STRAGGLER, matrices, slow_lines, straggler
 from stepmark.report.nccl_tests import grouped
-from stepmark.report.p2p_matrix import matrices, slow_lines
 from stepmark.report.row_tables import describe
 from stepmark.report.training_remarks import remarks, title
 

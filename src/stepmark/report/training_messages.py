@@ -4,7 +4,7 @@ from stepmark.core.columns import Row
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.core.training import Training
 from stepmark.core.units import format_bytes
-from stepmark.report import histogram_text
+from stepmark.report.histogram import lines as histogram_lines
 from stepmark.report.histogram import rows, size_of, summed
 
 
@@ -33,5 +33,5 @@ def lines(told: Training, num_ranks: int) -> list[str]:
     total = f"{calls / num_ranks:.6g} calls, {format_bytes(num_bytes / num_ranks)}"
     return [
         f"messages of {what}, not timed: {total} per rank",
-        *histogram_text.lines(message_rows(told, num_ranks)),
+        *histogram_lines(message_rows(told, num_ranks)),
     ]

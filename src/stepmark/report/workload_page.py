@@ -1,12 +1,171 @@
 """A workload as one HTML file that needs no network: pipeline, sizes, layers, tables."""
 
+from collections.abc import Iterable, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
+from stepmark.core.columns import Row, number
+from stepmark.core.units import TFLOP
 from stepmark.core.workload import Workload
-from stepmark.report import workload_figures, workload_text
+from stepmark.report import histogram_figures, workload_text
+from stepmark.report.figures import COLOURS, styled
+from stepmark.report.histogram import rows as histogram_rows
 from stepmark.report.page import document, figure_section, section
-from stepmark.report.workload_pipeline import timeline
+from stepmark.report.workload_lanes import Slot
+from stepmark.report.workload_pipeline import Timeline, timeline
+from stepmark.report.workload_tables import alike_layers, histogram, stage_rows
 from stepmark.report.workload_text import NO_DEFAULTS, Settings
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_KINDS = ("forward", "backward", "optimizer")
+_PASSES = ("forward", "backward")
+_NUMBERED = 400  # slots with edges; of more, edges would be all one sees
+_PALE = 3  # from this chunk on, dark letters read better than white ones
+_GIB = 2**30
+
+
+def pipeline(found: Timeline) -> "Figure":
+    """Stages by time, a bar per forward and backward, lighter from chunk to chunk."""
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    chunk_of = _chunks(found.slots)
+    few = len(found.slots) <= _NUMBERED
+    figure = go.Figure()
+    for kind, colour in zip(_KINDS, COLOURS, strict=False):
+        # The legend has the first one's shade.
+        held = sorted(
+            (chunk_of.get((slot.stage, slot.layer), 0), place)
+            for place, slot in enumerate(found.slots)
+            if slot.kind == kind
+        )
+        if not held:
+            continue
+        own = [found.slots[place] for _, place in held]
+        figure.add_bar(
+            orientation="h",
+            y=[f"stage {slot.stage}" for slot in own],
+            base=[slot.start for slot in own],
+            x=[slot.end - slot.start for slot in own],
+            name=kind,
+            marker={
+                "color": [_lighter(colour, chunk) for chunk, _ in held],
+                "line": {"width": 0.5 if few else 0, "color": "rgba(255,255,255,0.6)"},
+            },
+            text=["" if one.microbatch is None else str(one.microbatch) for one in own],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            textfont={
+                "size": 11,
+                "color": ["white" if chunk < _PALE else "#222222" for chunk, _ in held],
+            },
+            hovertext=[_hover(slot) for slot in own],
+            hoverinfo="text",
+            offset=-0.45,
+            width=0.9,
+        )
+    names = [f"stage {stage}" for stage in range(found.num_stages)]
+    figure.update_yaxes(
+        autorange="reversed", type="category", categoryorder="array", categoryarray=names
+    )
+    figure.update_yaxes(showgrid=False)
+    figure.update_xaxes(title="time in units", range=[0, found.end])
+    figure.update_layout(barmode="overlay")
+    made = styled(figure, height=130 + 28 * found.num_stages)
+    return made.update_layout(uniformtext={"mode": "hide", "minsize": 8})
+
+
+def _chunks(slots: Iterable[Slot]) -> dict[tuple[int, int | None], int]:
+    """The how-manieth of its stage's chunks a slot's is."""
+    layers: dict[int, set[int]] = {}
+    for slot in slots:
+        if slot.layer is not None:
+            layers.setdefault(slot.stage, set()).add(slot.layer)
+    return {
+        (stage, layer): index
+        for stage, held in layers.items()
+        for index, layer in enumerate(sorted(held))
+    }
+
+
+def _lighter(colour: str, steps: int) -> str:
+    """Towards white, so that chunks side by side differ."""
+    share = 1 - 0.85**steps
+    parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+
+
+def _hover(slot: Slot) -> str:
+    words = [f"stage {slot.stage} {slot.kind}"]
+    words += [] if slot.microbatch is None else [f"micro-batch {slot.microbatch}"]
+    words += [] if slot.layer is None else [f"from layer {slot.layer}"]
+    return ", ".join(words)
+
+
+def sizes(workload: Workload, stage: int) -> list[tuple[str, "Figure"]]:
+    """Calls and bytes of a step by message size; none where nothing is communicated."""
+    counted = histogram(workload, stage)
+    if not counted:
+        return []
+    rows = [
+        row | {"gib": (number(row, "bytes_per_rank") or 0) / _GIB}
+        for row in histogram_rows(counted, by=("collective", "group"))
+    ]
+    return [
+        ("Calls by message size", histogram_figures.bars(rows, "calls_per_rank", "calls")),
+        ("Bytes by message size", histogram_figures.bars(rows, "gib", "GiB")),
+    ]
+
+
+def layers(workload: Workload) -> list[tuple[str, "Figure"]]:
+    """Computation and messages of each layer, where layers differ."""
+    held = {
+        layer: sums
+        for stage in range(len(workload.stages))
+        for alike, sums in alike_layers(workload, stage)
+        for layer in alike
+        if layer is not None
+    }
+    found = []
+    for title, what, unit, of in (
+        ("Computation by layer", "flops", TFLOP, "TFLOP"),
+        ("Messages by layer", "comm_bytes", _GIB, "GiB of messages"),
+    ):
+        rows: list[Row] = []
+        for layer in sorted(held):
+            row: Row = {when: held[layer][when, what] for when in _PASSES}
+            rows.append(row | {"layer": layer})
+        if len({tuple(row[when] for when in _PASSES) for row in rows}) > 1:
+            found.append((title, _bars(rows, _PASSES, unit, of, "layer")))
+    return found
+
+
+def stages(workload: Workload) -> "Figure":
+    """Computation of one rank and step by pipeline stage."""
+    rows = stage_rows(workload)
+    return _bars(rows, ("forward_flops", "backward_flops"), TFLOP, "TFLOP", "stage")
+
+
+def _bars(
+    rows: Sequence[Row], keys: Sequence[str], unit: float, title: str, by: str
+) -> "Figure":
+    import plotly.graph_objects as go  # noqa: PLC0415
+
+    figure = go.Figure()
+    for index, key in enumerate(keys):
+        figure.add_bar(
+            x=[number(row, by) for row in rows],
+            y=[(number(row, key) or 0) / unit for row in rows],
+            name=key.split("_")[0],
+            marker_color=COLOURS[index],
+        )
+    figure.update_xaxes(title=by, dtick=1 if len(rows) <= 40 else None)
+    figure.update_yaxes(title=title, rangemode="tozero")
+    figure.update_layout(barmode="stack")
+    return styled(figure, height=300)
+
 
 _MOST_SLOTS = 20_000
 
@@ -24,14 +183,8 @@ def page(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> st
     parts = [
         section("Workload", f"<pre>{escape(chr(10).join(head))}</pre>"),
         _pipeline(workload),
-        *(
-            figure_section(title, size_note, figure)
-            for title, figure in workload_figures.sizes(workload, stage)
-        ),
-        *(
-            figure_section(title, layer_note, figure)
-            for title, figure in workload_figures.layers(workload)
-        ),
+        *(figure_section(title, size_note, figure) for title, figure in sizes(workload, stage)),
+        *(figure_section(title, layer_note, figure) for title, figure in layers(workload)),
         section("Tables", f"<pre>{escape(chr(10).join(said[1:]))}</pre>"),
         _settings(workload),
     ]
@@ -52,10 +205,8 @@ def _pipeline(workload: Workload) -> str:
     )
     if found.left_out:
         note += f" {found.left_out} repeats of the steady state are left out."
-    figure = workload_figures.pipeline(found)
-    by_stage = figure_section(
-        "Computation by stage", "Of one rank and step.", workload_figures.stages(workload)
-    )
+    figure = pipeline(found)
+    by_stage = figure_section("Computation by stage", "Of one rank and step.", stages(workload))
     return figure_section("Pipeline", note, figure) + by_stage
 
 

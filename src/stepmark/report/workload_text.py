@@ -9,8 +9,9 @@ from types import MappingProxyType
 from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.units import format_bytes, format_time
 from stepmark.core.workload import Workload
-from stepmark.report import histogram_text, workload_pipeline
+from stepmark.report import workload_pipeline
 from stepmark.report.histogram import default_bins, size_of
+from stepmark.report.histogram import lines as histogram_lines
 from stepmark.report.histogram import rows as histogram_rows
 from stepmark.report.workload_tables import (
     collective_rows,
@@ -115,7 +116,7 @@ def _size_lines(workload: Workload, stage: int) -> list[str]:
         {key: value for key, value in row.items() if key not in _OF_SEVERAL_RANKS}
         for row in histogram_rows(counted, by=("collective",))
     ]
-    found = histogram_text.lines(table)
+    found = histogram_lines(table)
     if default_bins(counted).name != "exact":
         each = len({size_of(kind)[0] for kind in counted})
         found.append(f"{each} sizes in bins, powers of two; --json and --csv have each")

@@ -25,7 +25,7 @@ from stepmark.core.ratio import (
     ratio,
     spread_of,
 )
-from stepmark.store.join import NAMING, STRICT, join
+from stepmark.store.series import NAMING, STRICT, join
 
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "mean": fmean}
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 from stepmark.core.finding import Evidence, Finding, Severity
 from stepmark.core.message import RECV, SEND
-from stepmark.trace.flight_recorder.groups import (
+from stepmark.trace.flight_recorder.operations import (
+    Dump,
     GroupDumps,
+    Operation,
     Step,
     described,
     evidence_of,
@@ -23,7 +25,6 @@ from stepmark.trace.flight_recorder.groups import (
     signature,
     total,
 )
-from stepmark.trace.flight_recorder.operations import Dump, Operation
 
 _CAVEAT = (
     "a dump of a running job looks the same: it is a hang if a later dump shows the same number"
@@ -208,8 +209,8 @@ def _watchdog(dumps: Sequence[Dump]) -> list[Finding]:
         one
         for one in progress(dumps)
         if one.watchdog_completed is not None
-        and one.completed is not None
-        and one.watchdog_completed < one.completed
+        and one.last_completed is not None
+        and one.watchdog_completed < one.last_completed
     ]
     if not behind:
         return []
@@ -222,7 +223,7 @@ def _watchdog(dumps: Sequence[Dump]) -> list[Finding]:
             file=one.file,
             line=0,
             text=f"last_completed_collective {one.watchdog_completed}, state completed up to "
-            f"{one.completed}",
+            f"{one.last_completed}",
         )
         for one in behind[:3]
     )

@@ -10,23 +10,21 @@ from pathlib import Path
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.log_facts import LogFacts
-from stepmark.trace.nccl_log import links, startup
-from stepmark.trace.nccl_log.calls import (
-    FIRST,
-    OTHER,
-    UNKNOWN,
-    CallCounter,
-    ParsedCall,
-    parse_call,
-    parse_coll,
-)
+from stepmark.trace.nccl_log import handlers
 from stepmark.trace.nccl_log.collector import Collector
 from stepmark.trace.nccl_log.lines import (
+    FIRST,
     MAX_LINE_BYTES,
+    OTHER,
+    UNKNOWN,
     UNKNOWN_WRITER,
+    CallCounter,
     LogMessage,
+    ParsedCall,
     Writer,
     batches,
+    parse_call,
+    parse_coll,
     segments,
     text_of,
     unstamped,
@@ -221,7 +219,7 @@ class _Reader:
         elif line.startswith(_VERSIONS):
             message = self._log_message(line, -1, number, following, line)
             self._has_messages = self._has_messages or line.startswith(_VERSIONS[:2])
-            startup.version(self.collector, message)
+            handlers.version(self.collector, message)
 
     def _info(self, message: LogMessage, line: bytes) -> None:
         word = message.text.split(" ", 1)[0]
@@ -229,13 +227,13 @@ class _Reader:
         if handler is not None:
             handler(self.collector, message)
         elif word.startswith("NET/"):
-            startup.net(self.collector, message)
+            handlers.net(self.collector, message)
         elif " set by environment to " in message.text:
-            startup.variable(self.collector, message)
+            handlers.variable(self.collector, message)
         elif " Bytes -> " in message.text:
             self._choice(message, line)
         elif word.isascii() and word.isdecimal():
-            startup.channel_counts(self.collector, message)
+            handlers.channel_counts(self.collector, message)
         elif "|" in message.text:
             handle = self.collector.communicators.latest(message)
             self.collector.predictions.add_row(
@@ -257,7 +255,7 @@ class _Reader:
         message = self._log_message(line, at, number, b"", line[at + 10 :])
         parsed = parse_call(line[at + 10 :])
         if parsed is None:
-            startup.init_call(self.collector, message)
+            handlers.init_call(self.collector, message)
             return
         counter = self._call_counter(message, parsed, is_api=True)
         if counter is not None:
@@ -307,12 +305,12 @@ def _p2p(collector: Collector, message: LogMessage) -> None:
     if message.text.startswith("P2P is disabled"):
         collector.count_similar(collector.p2p_disabled, message)
     else:
-        startup.plugin_loaded(collector, message)
+        handlers.plugin_loaded(collector, message)
 
 
 def _nvls(collector: Collector, message: LogMessage) -> None:
-    startup.multicast(collector, message)
-    links.multicast_group(collector, message)
+    handlers.multicast(collector, message)
+    handlers.multicast_group(collector, message)
 
 
 # Lines that look like errors in virtual machines and containers, and have no effect.
@@ -325,34 +323,34 @@ HARMLESS = (
 )
 
 _HANDLERS: dict[str, Callable[[Collector, LogMessage], None]] = {
-    **dict.fromkeys(("NCCL", "RCCL", "HIP", "ROCm", "cudaDriverVersion"), startup.version),
+    **dict.fromkeys(("NCCL", "RCCL", "HIP", "ROCm", "cudaDriverVersion"), handlers.version),
     **dict.fromkeys(
         (
             *("NET/Plugin", "NET/Plugin:", "TUNER/Plugin:", "TUNER/Plugin", "ENV/Plugin:"),
             *("PROFILER/Plugin:", "PROFILER/Plugin", "GIN/Plugin:", "RMA/Plugin:"),
         ),
-        startup.plugin,
+        handlers.plugin,
     ),
-    **dict.fromkeys(("Successfully", "External", "Failed"), startup.plugin_loaded),
-    **dict.fromkeys(("Bootstrap", "Bootstrap:"), startup.bootstrap),
+    **dict.fromkeys(("Successfully", "External", "Failed"), handlers.plugin_loaded),
+    **dict.fromkeys(("Bootstrap", "Bootstrap:"), handlers.bootstrap),
     **dict.fromkeys(
         (
             *("comm", "[Rank", "ncclCommInitRank", "ncclCommInitRankConfig"),
             *("ncclCommInitRankScalable", "ncclCommInitAll", "ncclCommSplit"),
             *("ncclCommShrink", "ncclCommGrow"),
         ),
-        startup.communicator,
+        handlers.communicator,
     ),
     **dict.fromkeys(("dlvsym", "Topology", "Could"), _harmless),
     "P2P": _p2p,
-    "Using": startup.network,
-    "GPU": startup.net,
-    "Init": startup.init_time,
-    "Channel": links.channel,
-    "Ring": links.ring,
-    "CollNet": links.collnet,
-    "Trees": links.trees,
-    "Pattern": startup.graph,
+    "Using": handlers.network,
+    "GPU": handlers.net,
+    "Init": handlers.init_time,
+    "Channel": handlers.channel,
+    "Ring": handlers.ring,
+    "CollNet": handlers.collnet,
+    "Trees": handlers.trees,
+    "Pattern": handlers.graph,
     "NVLS": _nvls,
 }
 

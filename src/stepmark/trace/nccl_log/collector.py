@@ -19,14 +19,14 @@ from stepmark.core.log_facts import (
     Transport,
 )
 from stepmark.trace.nccl_log import mismatch
-from stepmark.trace.nccl_log.calls import Calls
 from stepmark.trace.nccl_log.communicators import (
     CommunicatorTable,
+    PredictionTable,
+    TuningChoices,
     communicators_of,
     histogram_of,
 )
-from stepmark.trace.nccl_log.lines import LogMessage
-from stepmark.trace.nccl_log.tuning import PredictionTable, TuningChoices
+from stepmark.trace.nccl_log.lines import Calls, LogMessage
 
 _MAX_EVIDENCE = 3
 _MAX_SIMILAR = 500

@@ -1,19 +1,25 @@
-"""Lines of a debug log as bytes: read in blocks, with the process that wrote each.
+"""Lines of a debug log as bytes: the process that wrote each, and the calls that they state.
 
 A line is `[time stamp] [launcher's tag] host:pid:tid [device] NCCL INFO message`; `[device]` is
-absent in CALL lines, and what precedes NCCL may also be missing (text copied from a page).
+absent in CALL lines, and what precedes NCCL may also be missing (text copied from a page). Enum
+numbers of calls are those of nccl.h, as printed.
 """
 
 import gzip
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
+from stepmark.core.collectives import FACTS, Collective, Parts, num_parts
+from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Evidence
+from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.units import MIB
 from stepmark.trace.read_text import open_binary
 
@@ -144,3 +150,210 @@ def _split(raw: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, list[bytes]]]:
         lines.append(b"")
     if len(lines) > 1:
         yield first, lines
+
+
+DTYPES = (
+    *(DType.INT8, DType.UINT8, DType.INT32, DType.UINT32, DType.INT64, DType.UINT64),
+    *(DType.FP16, DType.FP32, DType.FP64, DType.BF16, DType.FP8_E4M3, DType.FP8_E5M2),
+)
+_OPS = ("sum", "prod", "max", "min", "avg")
+NAMES = {
+    "AllReduce": Collective.ALL_REDUCE,
+    "AllGather": Collective.ALL_GATHER,
+    "ReduceScatter": Collective.REDUCE_SCATTER,
+    "Broadcast": Collective.BROADCAST,
+    "Bcast": Collective.BROADCAST,
+    "Reduce": Collective.REDUCE,
+    "AlltoAll": Collective.ALL_TO_ALL,
+    "AllToAll": Collective.ALL_TO_ALL,
+    "AlltoAllv": Collective.ALL_TO_ALL_V,
+    "AllToAllv": Collective.ALL_TO_ALL_V,
+    "Gather": Collective.GATHER,
+    "Scatter": Collective.SCATTER,
+    "Send": "send",
+    "Recv": "recv",
+}
+NAMES_OF = {str(name): name for name in Collective}
+# Threads of a process: any but the first, the first, one that the line does not name.
+OTHER, FIRST, UNKNOWN = range(3)
+_UNCOMPARED = ("send", "recv")  # each rank has its own
+# More distinct kinds than this would be sizes that change with every call.
+MAX_KINDS = 100_000
+
+_COLL = re.compile(
+    rb"(\w+): opCount ([0-9a-f]{1,16}) .{0,200}? count (\d{1,18}) datatype (\d{1,4}) "
+    rb"(?:op (\d{1,9}) (?:root (-?\d{1,9}) "
+    rb"(?:comm (0x[0-9a-f]+) (?:\[nranks=(\d{1,9})\])?)?)?)?"
+)
+_GLOBAL_RANK = re.compile(rb" globalrank (\d{1,9})")
+_CALL = re.compile(
+    rb"nccl(\w+)\([0-9a-fx]+,[0-9a-fx]+,(\d{1,18}),(\d{1,4}),(\d{1,9}),(-?\d{1,9}),(0x[0-9a-f]+|[0-9a-f]+),"
+)
+
+
+class Call(NamedTuple):
+    """One call as its line states it. Matching calls of a communicator's ranks are equal."""
+
+    collective: str
+    elements: int  # the count of the line
+    dtype: int
+    op: int | None
+    root: int | None
+
+    def num_bytes(self) -> int | None:
+        """Return the size of the count; None for an unknown type."""
+        known = self.dtype < len(DTYPES)
+        return self.elements * DTYPES[self.dtype].itemsize if known else None
+
+    def text(self) -> str:
+        """Return a description, e.g. "all_gather of 512 bf16"."""
+        kind = str(DTYPES[self.dtype]) if self.dtype < len(DTYPES) else f"type {self.dtype}"
+        words = f"{self.collective} of {self.elements} {kind}"
+        known = NAMES_OF.get(self.collective)
+        if known and FACTS[known].reduces and self.op is not None:
+            words += f", {_OPS[self.op] if self.op < len(_OPS) else 'user-defined op'}"
+        if known and FACTS[known].rooted and self.root is not None:
+            words += f", root {self.root}"
+        return words
+
+
+class ParsedCall(NamedTuple):
+    """A call and its communicator; pointer b"" where the line is cut before it."""
+
+    call: Call
+    pointer: bytes
+    op_count: int | None
+    num_ranks: int | None
+    global_rank: int | None
+
+
+@dataclass(slots=True)
+class CallCounter:
+    """Counts the lines of one kind, and appends them to their communicator's sequence."""
+
+    calls: int
+    append: Callable[[int], None]
+    base: int  # number of the call, in the upper half; the line's number goes below
+
+
+@dataclass(slots=True)
+class CallSequence:
+    """Calls of one communicator on one rank, in the order of their lines.
+
+    A call takes 8 bytes: 4 for what it is, 4 for its line.
+    """
+
+    calls: "array[int]" = field(default_factory=lambda: array("Q"))
+    files: list[tuple[int, int]] = field(default_factory=list)
+    first_op_count: int | None = None
+    counters: dict[int, CallCounter] = field(
+        default_factory=dict
+    )  # number of the call x 3 + thread
+
+    def enter_file(self, file_index: int) -> None:
+        """Attribute the following calls to this file."""
+        if not self.files or self.files[-1][1] != file_index:
+            self.files.append((len(self.calls), file_index))
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Return (file, line) of a call."""
+        index = next(index for at, index in reversed(self.files) if at <= position)
+        return index, self.calls[position] & 0xFFFFFFFF
+
+
+_DISCARD: deque[int] = deque(maxlen=0)
+
+
+class Calls:
+    """Numbers of distinct calls, and the counters of their lines."""
+
+    def __init__(self) -> None:
+        self.known: dict[Call, int] = {}
+        self.listed: list[Call] = []
+        self.rounded: set[int] = set()
+        self.unread = 0
+        self.broken: set[str] = set()  # processes of which calls are missing
+
+    def counter(
+        self, sequence: CallSequence, call: Call, thread: int, *, is_compared: bool
+    ) -> CallCounter:
+        """Return the counter of such calls of this communicator and thread."""
+        number = self._number(call)
+        key = number * 3 + thread
+        counter = sequence.counters.get(key)
+        if counter is None:
+            is_ordered = is_compared and call.collective not in _UNCOMPARED
+            append = sequence.calls.append if is_ordered else _DISCARD.append
+            counter = sequence.counters[key] = CallCounter(0, append, number << 32)
+        return counter
+
+    def _number(self, call: Call) -> int:
+        if call.collective in _UNCOMPARED:
+            call = call._replace(op=None, root=None)
+        number = self.known.get(call)
+        if number is not None:
+            return number
+        too_many = len(self.listed) >= MAX_KINDS
+        if too_many:
+            rounded = 1 << (call.elements - 1).bit_length() if call.elements else 0
+            call = call._replace(elements=rounded)
+            if call in self.known:
+                return self.known[call]
+        number = self.known[call] = len(self.listed)
+        self.listed.append(call)
+        if too_many:
+            self.rounded.add(number)
+        return number
+
+
+def parse_coll(line: bytes) -> ParsedCall | None:
+    """Parse a COLL line; None if it is cut before its count and type are complete."""
+    match = _COLL.search(line)
+    if match is None:
+        return None
+    name, order, count, dtype, op, root, pointer, num_ranks = match.groups()
+    rank = _GLOBAL_RANK.search(line, match.end())
+    call = _call(name, count, dtype, op, root)
+    ranks = _int(num_ranks)
+    if ranks is not None and ranks > MAX_RANKS:
+        ranks = None
+    return ParsedCall(call, pointer or b"", int(order, 16), ranks, _int(rank and rank[1]))
+
+
+def parse_call(line: bytes) -> ParsedCall | None:
+    """Parse a CALL line of a collective or of Send and Recv; None for other API calls."""
+    match = _CALL.search(line)
+    if match is None:
+        return None
+    name, count, dtype, op, root, pointer = match.groups()
+    return ParsedCall(_call(name, count, dtype, op, root), pointer, None, None, None)
+
+
+def _call(
+    name: bytes, count: bytes, dtype: bytes, op: bytes | None, root: bytes | None
+) -> Call:
+    plain = name.decode("ascii", errors="replace").removeprefix("mscclFunc")
+    collective = str(NAMES.get(plain, plain.lower()))
+    number = _int(op)
+    return Call(
+        collective=collective,
+        elements=int(count),
+        dtype=min(int(dtype), 99),
+        # Each process numbers its user-defined operations.
+        op=None if number is None else min(number, len(_OPS)),
+        root=_int(root),
+    )
+
+
+def _int(digits: bytes | None) -> int | None:
+    return None if digits is None else int(digits)
+
+
+def message_bytes(collective: str, call_bytes: int, num_ranks: int | None) -> int | None:
+    """Return the size as nccl-tests counts it; None where it depends on unknown ranks."""
+    known = NAMES_OF.get(collective)
+    if known is None:
+        return call_bytes if collective in _UNCOMPARED else None
+    if FACTS[known].parts is Parts.WHOLE:
+        return call_bytes
+    return None if num_ranks is None else call_bytes * num_parts(known, num_ranks)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from stepmark.core.finding import Evidence
 from stepmark.core.log_facts import IssuedCall, LaggingRank, Mismatch
-from stepmark.trace.nccl_log.calls import Calls
 from stepmark.trace.nccl_log.communicators import CommHandle
-from stepmark.trace.nccl_log.lines import quotes
+from stepmark.trace.nccl_log.lines import Calls, quotes
 
 _Result = tuple[list[Mismatch], list[LaggingRank]]
 

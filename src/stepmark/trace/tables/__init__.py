@@ -6,13 +6,7 @@ from pathlib import Path
 
 from stepmark.core.reading import Table
 from stepmark.trace.read_text import lines_of, read_text
-from stepmark.trace.tables import (
-    generic_tables,
-    nccl_json,
-    nccl_text,
-    result_csv,
-    throughput_tables,
-)
+from stepmark.trace.tables import nccl_json, nccl_text, result_csv, slide_tables
 
 _MARKS = re.compile(
     r"^\#?\s*nThreads?:? +\d+ +nGpus:? +\d"
@@ -49,7 +43,7 @@ def looks_like_tables(head: str) -> bool:
     A log of NCCL alone has none. True is no promise; tables may also begin after the head.
     """
     head = head[:_HEAD]
-    return bool(_MARKS.search(head)) or bool(generic_tables.read(lines_of(head), ""))
+    return bool(_MARKS.search(head)) or bool(slide_tables.read(lines_of(head), ""))
 
 
 def _read(text: str, file: str) -> list[Table]:
@@ -65,6 +59,6 @@ def _read(text: str, file: str) -> list[Table]:
     lines = lines_of(text)
     return [
         *nccl_text.read(lines, file),
-        *generic_tables.read(lines, file),
-        *(throughput_tables.read(lines, file) if throughput_tables.is_mentioned(text) else ()),
+        *slide_tables.read(lines, file),
+        *slide_tables.read_trainer(lines, file),
     ]

@@ -14,7 +14,7 @@ import msgspec
 
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.core.units import GB
-from stepmark.trace.tables import infer, nccl_lines
+from stepmark.trace.tables import nccl_lines, printed_figures
 
 JsonObject = Mapping[str, object]
 _PLACEMENTS = (("out_of_place", OUT_OF_PLACE), ("in_place", IN_PLACE))
@@ -51,44 +51,33 @@ def _documents(text: str) -> Iterator[tuple[object, int, str]]:
     if (whole := decode(text)) is not None:
         yield whole, 1, ""
         return
-    for start, end in _objects(text):
-        line = text.count("\n", 0, start) + 1
-        part = text[start:end]
+    for part, start, note in _objects(text):
         if (document := decode(part)) is not None:
-            yield document, line, ""
-        elif (document := decode(_closed(part))) is not None:
-            yield document, line, _UNCLOSED
+            yield document, text.count("\n", 0, start) + 1, note
 
 
-def _objects(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where top-level objects begin and end; the last may have no end."""
-    depth = start = count = 0
-    for token in _TOKEN.finditer(text):
-        if token[0] in ("{", "["):
-            start = token.start() if depth == 0 else start
-            depth += 1
-        elif token[0] in ("}", "]") and depth:
-            depth -= 1
-            if depth == 0 and count < _MAX_DOCUMENTS:
-                count += 1
-                yield start, token.end()
-    if depth:
-        yield start, len(text)
+def _objects(text: str) -> Iterator[tuple[str, int, str]]:
+    """Yield (text, start, note) of top-level objects; the last may never have been closed.
 
-
-def _closed(text: str) -> str:
-    """Return the text up to its last complete value, with what is open closed."""
+    Of that one everything up to its last complete value is returned, with what is open closed.
+    """
     stack: list[str] = []
-    end, closing = 0, ""
+    start = end = count = 0
+    closing = ""
     for token in _TOKEN.finditer(text):
         if token[0] in _CLOSING:
+            start = start if stack else token.start()
             stack.append(token[0])
-        elif token[0] in ("}", "]"):
-            if not stack or _CLOSING[stack.pop()] != token[0]:
-                break
+        elif token[0] in ("}", "]") and stack:
+            if _CLOSING[stack.pop()] != token[0]:
+                return
             end = token.end()
             closing = "".join(_CLOSING[sign] for sign in reversed(stack))
-    return text[:end] + closing
+            if not stack and count < _MAX_DOCUMENTS:
+                count += 1
+                yield text[start:end], start, ""
+    if stack and end > start:
+        yield text[start:end] + closing, start, _UNCLOSED
 
 
 def _tables(document: JsonObject, file: str, line: int, note: str) -> list[Table]:
@@ -118,7 +107,7 @@ def _table(
     collective, collective_from = _collective(args, name, file, readings)
     num_ranks, num_ranks_from = _num_ranks(config)
     if num_ranks is None:
-        num_ranks, num_ranks_from = infer.num_ranks_of(readings, collective)
+        num_ranks, num_ranks_from = printed_figures.num_ranks_of(readings, collective)
     stepmark = _object(document.get("stepmark"))
     tool = "rccl-tests" if args and "rccl" in args[0] else "nccl-tests"
     tool = "stepmark" if stepmark else tool
@@ -160,7 +149,7 @@ def _collective(
     file_name = PurePath(file).name
     if collective := nccl_lines.collective_in_text(file_name):
         return collective, f"the file's name, {file_name}"
-    return infer.collective_of(readings)
+    return printed_figures.collective_of(readings)
 
 
 def _num_ranks(config: JsonObject) -> tuple[int | None, str]:
@@ -173,7 +162,7 @@ def _num_ranks(config: JsonObject) -> tuple[int | None, str]:
     same = sum(device.get("group") == group for device in devices)
     of_all = f" of group {group}, of {len(devices)} in all" if same < len(devices) else ""
     reason = f"{same} devices{of_all}" + (f", {each} GPUs each" if each > 1 else "")
-    return (same * each, reason) if 0 < same * each < infer.MAX_RANKS else (None, "")
+    return (same * each, reason) if 0 < same * each < printed_figures.MAX_RANKS else (None, "")
 
 
 def _method(

@@ -7,20 +7,161 @@ lost or scrambled are read by the number of figures in their rows.
 
 With -C the time column is the time to enqueue: such readings have their bus bandwidth as `rate`
 and no time_s. The `error` column before 2.13 is a difference, no count: num_wrong is None.
+Several outputs may stand in one text, one after the other or, marked by a launcher, line by
+line mixed. A row may be broken by log lines; its rest is a line of figures alone.
 """
 
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.core.units import GB
-from stepmark.trace.parse_numbers import parse_number, rounding_error
-from stepmark.trace.tables import infer, nccl_lines
-from stepmark.trace.tables.nccl_lines import OutputFacts
-from stepmark.trace.tables.nccl_output import Output, outputs_of
-from stepmark.trace.tables.nccl_rows import Layout, Row, layout_of
-from stepmark.trace.tables.table_titles import heading_above
+from stepmark.trace.tables import nccl_lines, printed_figures
+from stepmark.trace.tables.nccl_lines import (
+    Layout,
+    OutputFacts,
+    Row,
+    header_layout,
+    layout_of,
+    parse_continuation,
+    parse_row,
+    split_prefix,
+)
+from stepmark.trace.tables.printed_figures import parse_number, rounding_error
+from stepmark.trace.tables.slide_tables import heading_above
+
+_MENTIONS_OUTPUT = re.compile(
+    r"#|nThread|_perf|[Rr]ank|Out of bounds|Avg bus|rccl-tests|(?i:size|bytes)"
+)
+# A row behind a prefix. Quick, since logs have many lines of other kinds.
+_TYPED_ROW = re.compile(
+    r"\d[\s|,]+(?:u?int(?:8|16|32|64)?|char|half|float|double|bfloat16|f8e\dm\d|fp8\w*)[\s|,]"
+)
+_ROW_START = re.compile(r"[\s|>*-]*\d")
+_DEFAULT_WIDTH = 9  # cells of a row where the header does not state it
+_MAX_LINES_WITHIN_ROW = 400
+
+
+@dataclass(slots=True)
+class Output:
+    """One output, as far as it was read."""
+
+    first_line: int
+    tag: str  # of the launcher
+    facts: OutputFacts = field(default_factory=OutputFacts)
+    rows: list[Row] = field(default_factory=list)
+    collective: str = ""  # of the command above
+    command_line: int = 0
+    num_parameter_lines: int = 0
+    stated_width: int = 0  # cells of a row, as the header says
+
+    @property
+    def width(self) -> int:
+        """Cells of a complete row, as far as known while reading."""
+        return self.stated_width or max(len(self.rows[0].cells), _DEFAULT_WIDTH)
+
+
+def outputs_of(lines: Sequence[str]) -> list[Output]:
+    """Return all outputs that have rows, in the order of their first rows."""
+    reader = _Reader()
+    for number, line in enumerate(lines, 1):
+        reader.read(line, number)
+    for tag in list(reader.open):
+        reader.close(tag)
+    return sorted(reader.closed, key=lambda output: output.rows[0].line)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Lines in, outputs out; one open output per launcher tag."""
+
+    open: dict[str, Output] = field(default_factory=dict)
+    closed: list[Output] = field(default_factory=list)
+    collective: str = ""  # of a command whose output did not begin yet
+    command_line: int = 0
+    incomplete: dict[str, int] = field(default_factory=dict)  # tag: last line of its row
+
+    def output(self, tag: str, number: int) -> Output:
+        return self.open.setdefault(tag, Output(number, tag))
+
+    def output_without_rows(self, tag: str, number: int) -> Output:
+        """Begin another output if the current one has rows."""
+        if self.output(tag, number).rows:
+            self.close(tag)
+        return self.output(tag, number)
+
+    def close(self, tag: str) -> None:
+        self.incomplete.pop(tag, None)
+        output = self.open.pop(tag, None)
+        if output and output.rows:
+            self.closed.append(output)
+
+    def read(self, line: str, number: int) -> None:
+        if _ROW_START.match(line) and (row := parse_row(line, number)):
+            self._add(row, "")
+        elif _TYPED_ROW.search(line):
+            tag, rest = split_prefix(line)
+            if row := parse_row(rest, number):
+                self._add(row, tag)
+        elif self.incomplete and self._continue_row(line, number):
+            return
+        elif " NCCL " not in line and _MENTIONS_OUTPUT.search(line):
+            tag, rest = split_prefix(line)
+            self._add_facts(rest, tag, number)
+
+    def _add(self, row: Row, tag: str) -> None:
+        if self.output(tag, row.line).facts.is_complete:
+            self.close(tag)
+        output = self.output(tag, row.line)
+        if not output.rows and not output.collective and self.collective:
+            output.collective, output.command_line = self.collective, self.command_line
+            self.collective = self.collective if output.facts.parameters else ""
+        output.rows.append(row)
+        if len(row.cells) < output.width:
+            self.incomplete[tag] = row.line + _MAX_LINES_WITHIN_ROW
+        else:
+            self.incomplete.pop(tag, None)
+
+    def _continue_row(self, prefixed: str, number: int) -> bool:
+        """Return whether the line is the rest of its tag's last row, and add it if so."""
+        tag, line = split_prefix(prefixed)
+        if number > self.incomplete.get(tag, 0):
+            self.incomplete.pop(tag, None)
+            return False
+        output = self.open[tag]
+        row = output.rows[-1]
+        cells = parse_continuation(line)
+        if not cells or len(row.cells) + len(cells) > output.width:
+            return False
+        row.cells += cells
+        row.last_line = number
+        if len(row.cells) == output.width:
+            self.incomplete.pop(tag)
+        return True
+
+    def _add_facts(self, line: str, tag: str, number: int) -> None:
+        if rank := nccl_lines.rank_of(line):
+            output = self.output(tag, number)
+            if not output.rows or rank[0] in {known for known, _ in output.facts.ranks}:
+                output = self.output_without_rows(tag, number)
+            output.facts.ranks.append(rank)
+        elif nccl_lines.opens_output(line):
+            output = self.output_without_rows(tag, number)
+            output.num_parameter_lines += "nThread" in line
+            nccl_lines.add_facts(output.facts, line)
+        elif placements := nccl_lines.placements_of(line):
+            self.output_without_rows(tag, number).facts.placements = placements
+        elif columns := nccl_lines.columns_of(line):
+            output = self.output_without_rows(tag, number)
+            layout = header_layout(columns)
+            output.facts.columns, output.stated_width = columns, layout.width if layout else 0
+        elif collective := nccl_lines.collective_in_command(line):
+            self.collective, self.command_line = collective, number
+        elif tag in self.open:
+            nccl_lines.add_facts(self.open[tag].facts, line)
+
 
 # Beginnings of the notes that validate() turns into findings.
 ROWS_MISSING = "the footer's average bus bandwidth"
@@ -30,28 +171,8 @@ _MAX_NOTES = 5
 
 def read(lines: Sequence[str], file: str) -> list[Table]:
     """Return all tables of these lines, in order; their index is left at 0."""
-    pairs = [(output, _table(output, lines, file)) for output in outputs_of(lines)]
-    pairs = [(output, table) for output, table in pairs if table.readings]
-    note = _separate_jobs_note([output for output, _ in pairs if output.facts.ranks])
-    return [
-        replace(table, notes=(*table.notes, note)) if note and output.facts.ranks else table
-        for output, table in pairs
-    ]
-
-
-def _separate_jobs_note(outputs: Sequence[Output]) -> str:
-    """Return a note if the outputs look like one job whose processes did not connect."""
-    if len(outputs) < 2:
-        return ""
-    kinds = {(output.facts.parameters, output.facts.collective) for output in outputs}
-    is_rank_0 = all({rank for rank, _ in output.facts.ranks} == {0} for output in outputs)
-    num_tags = len({output.tag for output in outputs})
-    if len(kinds) > 1 or not (is_rank_0 or num_tags == len(outputs)):
-        return ""
-    return (
-        f"{len(outputs)} complete outputs with equal parameters, each with rank 0: if one "
-        "mpirun started them, the program was built without MPI and each is a job of its own"
-    )
+    tables = [_table(output, lines, file) for output in outputs_of(lines)]
+    return [table for table in tables if table.readings]
 
 
 def _table(output: Output, lines: Sequence[str], file: str) -> Table:
@@ -197,7 +318,7 @@ def _collective(output: Output, readings: Sequence[Reading], file: str) -> tuple
     name = PurePath(file).name
     if collective := nccl_lines.collective_in_text(name):
         return collective, f"the file's name, {name}"
-    return infer.collective_of(readings)
+    return printed_figures.collective_of(readings)
 
 
 def _num_ranks(
@@ -214,7 +335,7 @@ def _num_ranks(
             "several processes that did not connect (a build without MPI)"
         )
         return same, f"{same} rank lines{of_all}", (note,) if repeated else ()
-    num_ranks, reason = infer.num_ranks_of(readings, collective)
+    num_ranks, reason = printed_figures.num_ranks_of(readings, collective)
     if num_ranks is not None:
         return num_ranks, reason, ()
     why = f" ({reason})" if reason else ""
@@ -222,7 +343,7 @@ def _num_ranks(
 
 
 def _unknown_collective_note(readings: Sequence[Reading]) -> tuple[str, ...]:
-    parts = infer.parts_of(readings)
+    parts = printed_figures.parts_of(readings)
     hint = ""
     if parts and parts > 1:
         hint = f"; size is {parts} x count: one of all_gather, all_to_all, gather, scatter"

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.core.units import GB
-from stepmark.trace.parse_numbers import parse_integer, parse_number
-from stepmark.trace.tables import infer, nccl_json, nccl_lines
+from stepmark.trace.tables import nccl_json, nccl_lines, printed_figures
+from stepmark.trace.tables.printed_figures import parse_integer, parse_number
 
 Row = Mapping[str, str]
 _NEEDED = {"family", "dtype", "case_id", "run_id", "time_s"}
@@ -219,7 +219,7 @@ def _rccl_tables(
     for (collective, stated, reason_stated), readings in groups.items():
         num_ranks, reason = stated, reason_stated
         if num_ranks is None:
-            num_ranks, reason = infer.num_ranks_of(readings, collective)
+            num_ranks, reason = printed_figures.num_ranks_of(readings, collective)
         tables.append(
             Table(
                 file=file,

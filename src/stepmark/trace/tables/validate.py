@@ -28,9 +28,9 @@ from stepmark.core.collectives import FACTS, Collective, Parts, busbw_factor
 from stepmark.core.finding import Evidence, Finding, Severity
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.core.units import GB, format_bytes, format_time
-from stepmark.trace.parse_numbers import parse_number, rounding_error
-from stepmark.trace.tables import infer
+from stepmark.trace.tables import printed_figures
 from stepmark.trace.tables.nccl_text import OUT_OF_BOUNDS, ROWS_MISSING
+from stepmark.trace.tables.printed_figures import parse_number, rounding_error
 
 MAX_SLOW_RATIO, MAX_PLACEMENT_RATIO = 1.3, 1.1
 _MAX_EVIDENCE = 5
@@ -126,7 +126,7 @@ def _size_doubts(table: Table) -> Iterator[Doubt]:
     # Both placements of a row have the same size and count.
     rows = {(one.line, one.size_bytes, one.count): one for one in table.readings}
     for reading in rows.values():
-        itemsize = infer.itemsize_of(reading.dtype)
+        itemsize = printed_figures.itemsize_of(reading.dtype)
         if not reading.count or reading.size_bytes is None or itemsize is None or uneven:
             continue
         unit = reading.count * itemsize
@@ -161,7 +161,7 @@ def _busbw(table: Table) -> Finding | None:
         if expected and shown and not _overlap(expected, shown):
             doubts.append((reading, f"{_name_of(reading)}: {_against(shown, expected)}"))
     without_counts = [replace(reading, count=None) for reading in table.readings]
-    fits, reason = infer.num_ranks_of(without_counts, table.collective)
+    fits, reason = printed_figures.num_ranks_of(without_counts, table.collective)
     if 2 * len(doubts) > checked and fits and fits != table.num_ranks:
         text = f"{{}}: busbw is not that of {table.num_ranks} ranks ({reason})"
         return _finding(table, "ranks-factor", doubts, text)
