@@ -14,6 +14,9 @@ T = TypeVar("T")
 Row = dict[str, object]
 
 
+_FLOP_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
 class Unit(Enum):
     """What a value is, and so how it reads and which SQL type it has."""
 
@@ -26,6 +29,7 @@ class Unit(Enum):
     PERCENT = "one decimal"
     RATIO = "three decimals"
     ERROR = "with an exponent"
+    FLOPS = "with a prefix, from k to P"
 
     @property
     def sql_type(self) -> str:
@@ -49,11 +53,15 @@ class Unit(Enum):
             return format_time(value)
         if self is Unit.BYTES:
             return format_bytes(value)
+        if self is Unit.FLOPS:
+            fits = (one for one in _FLOP_PREFIXES if value >= one[0])
+            scale, prefix = next(fits, (1.0, ""))
+            return f"{digits(value / scale)} {prefix}".rstrip()
         places = {Unit.PERCENT: ".1f", Unit.RATIO: ".3f", Unit.ERROR: ".1e"}
         return f"{value:{places[self]}}" if self in places else digits(value)
 
 
-TEXT, FLAG, COUNT, NUMBER, SECONDS, BYTES, PERCENT, RATIO, ERROR = Unit
+TEXT, FLAG, COUNT, NUMBER, SECONDS, BYTES, PERCENT, RATIO, ERROR, FLOPS = Unit
 
 
 class View(Enum):
@@ -92,6 +100,18 @@ class Column(Generic[T]):
 def rows(columns: Sequence[Column[T]], outcomes: Iterable[T]) -> list[Row]:
     """One row per outcome, with every column."""
     return [{column.name: column.of(one) for column in columns} for one in outcomes]
+
+
+def aligned(cells: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]:
+    """Lines of a table as wide as it needs to be; the first line of cells is the heading."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, is_right, strict=True)
+        ).rstrip()
+        for line in cells
+    ]
 
 
 def digits(value: float | None, places: int = 4) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.core.collectives import Collective, busbw_factor, num_parts
-from stepmark.core.columns import Row, number, text
+from stepmark.core.columns import Row, aligned, number, text
 from stepmark.core.errors import ConfigError
 from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.message import Histogram, MessageKind, Tally
@@ -237,14 +237,7 @@ def lines(table: Sequence[Row]) -> list[str]:
     shown = [(key, head) for key, head in _PRINTED if any(_cell(row, key) for row in table)]
     cells = [[head for _, head in shown]]
     cells += [[_cell(row, key) for key, _ in shown] for row in table]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(shown))]
-    return [
-        "  ".join(
-            value.rjust(width) if key in _NUMBERS else value.ljust(width)
-            for value, width, (key, _) in zip(line, widths, shown, strict=True)
-        ).rstrip()
-        for line in cells
-    ]
+    return aligned(cells, [key in _NUMBERS for key, _ in shown])
 
 
 def _cell(row: Row, key: str) -> str:

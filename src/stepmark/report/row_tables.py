@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
-from stepmark.core.columns import Column, Row, View, number, text
+from stepmark.core.columns import Column, Row, View, aligned, number, text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,16 +51,9 @@ def _print_fitted(
 
 def _plain_lines(columns: Sequence[Column[Any]], ran: Sequence[Row]) -> list[str]:
     """The same table as wide as it needs to be: a file or a pipe has no edge."""
-    widths = [_width(ran, column) - 2 for column in columns]
-    lines = [[column.title for column in columns]]
-    lines += [[_printed(row, column) for column in columns] for row in ran]
-    return [
-        "  ".join(
-            value.rjust(width) if column.unit.is_numeric else value.ljust(width)
-            for value, width, column in zip(line, widths, columns, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
+    cells = [[column.title for column in columns]]
+    cells += [[_printed(row, column) for column in columns] for row in ran]
+    return aligned(cells, [column.unit.is_numeric for column in columns])
 
 
 def describe(row: Row) -> str:

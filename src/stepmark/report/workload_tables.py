@@ -7,12 +7,34 @@ Over 250 lines: the tables share their sums.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from stepmark.core.columns import Row
+from stepmark.core.columns import (
+    BYTES,
+    COUNT,
+    FLOPS,
+    PERCENT,
+    SECONDS,
+    SHOWN,
+    TEXT,
+    Column,
+    Row,
+)
+from stepmark.core.columns import rows as rows_of
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.core.ops import FAMILY_OF, Op, Phase
-from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Run, Workload
+from stepmark.core.workload import (
+    CommOp,
+    ComputeOp,
+    Group,
+    Kernel,
+    Operation,
+    Run,
+    Stage,
+    Workload,
+)
 from stepmark.report.histogram import size_of
+from stepmark.report.outcomes import percent
 
 SETUP = "setup"  # what runs once, before the first step
 _PASS = {
@@ -24,7 +46,6 @@ _PASS = {
     Phase.STEP: "step",
 }
 PASSES = (SETUP, "forward", "backward", "optimizer", "step")
-_Kind = tuple[int, str, str, int, str, str, str]
 Sums = Counter[tuple[str, str]]  # (pass, what is summed)
 
 
@@ -33,71 +54,171 @@ def pass_of(operation: Operation) -> str:
     return "backward" if operation.recompute else _PASS[operation.phase]
 
 
+@dataclass(frozen=True, slots=True)
+class _StageSums:
+    """A pipeline stage with its operations and their sums."""
+
+    index: int
+    stage: Stage
+    operations: Mapping[Operation, int]
+    sums: Sums
+
+    @property
+    def has(self) -> str:
+        words = ("embedding",) * self.stage.has_embedding + ("head",) * self.stage.has_head
+        return " ".join(words)
+
+    @property
+    def num_collectives(self) -> int:
+        return sum(n for one, n in self.operations.items() if isinstance(one, CommOp))
+
+    def over_passes(self, what: str) -> int:
+        return sum(number for (_, name), number in self.sums.items() if name == what)
+
+    @property
+    def time_s(self) -> float | None:
+        """Time of all computation; None where one operator's is not known."""
+        times = [
+            None if one.time_s is None else calls * one.time_s
+            for one, calls in self.operations.items()
+            if isinstance(one, ComputeOp)
+        ]
+        known = [time for time in times if time is not None]
+        return sum(known) if len(known) == len(times) else None
+
+
+@dataclass(slots=True)
+class _Messages:
+    """Calls alike in pass, collective, group, size, type and stream."""
+
+    when: str
+    operation: CommOp
+    group: Group
+    calls: int = 0
+    bus_bytes: float = 0.0
+    modules: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.operation.message_bytes(self.group)
+
+
+@dataclass(slots=True)
+class _Computed:
+    """Calls of one operator in one pass."""
+
+    op: Op | Kernel
+    phase: str
+    calls: int = 0
+    time_s: float | None = None
+    modules: dict[str, None] = field(default_factory=dict)
+    all_flops: int = 0  # of the stage
+
+    @property
+    def flops(self) -> int | None:
+        return None if self.op.flops is None else self.calls * self.op.flops
+
+    @property
+    def bytes_moved(self) -> int | None:
+        return None if self.op.bytes_moved is None else self.calls * self.op.bytes_moved
+
+
+AlikeLayers = tuple[list[int | None], Sums]
+
+STAGE_COLUMNS: tuple[Column[_StageSums], ...] = (
+    Column("stage", lambda o: o.index, views=SHOWN),
+    Column("layers", lambda o: len(o.stage.layers), COUNT, "", SHOWN),
+    Column("which", lambda o: ranges(o.stage.layers), views=SHOWN),
+    Column("has", lambda o: o.has, TEXT, "and", SHOWN),
+    Column("operations", lambda o: sum(o.operations.values()), COUNT, "", SHOWN),
+    Column("collectives", lambda o: o.num_collectives, COUNT, "", SHOWN),
+    Column("forward_flops", lambda o: o.sums["forward", "flops"], FLOPS, "fwd FLOP", SHOWN),
+    Column("backward_flops", lambda o: o.sums["backward", "flops"], FLOPS, "bwd FLOP", SHOWN),
+    Column("comm_bytes", lambda o: o.over_passes("comm_bytes"), BYTES, "messages", SHOWN),
+    Column("bus_bytes", lambda o: o.over_passes("bus_bytes"), BYTES, "on the bus", SHOWN),
+    Column("time_s", lambda o: o.time_s, SECONDS, "compute", SHOWN),
+)
+COLLECTIVE_COLUMNS: tuple[Column[_Messages], ...] = (
+    Column("pass", lambda o: o.when, views=SHOWN),
+    Column("collective", lambda o: o.operation.collective, views=SHOWN),
+    Column("dtype", lambda o: o.operation.dtype.value, views=SHOWN),
+    Column("group", lambda o: o.operation.group, views=SHOWN),
+    Column("num_ranks", lambda o: o.group.size, COUNT, "ranks", SHOWN),
+    Column("count", lambda o: o.operation.count, COUNT, "", SHOWN),
+    Column("size_bytes", lambda o: o.size_bytes, BYTES, "size", SHOWN),
+    Column("calls", lambda o: o.calls, COUNT, "", SHOWN),
+    Column("bytes", lambda o: o.calls * o.size_bytes, BYTES, "", SHOWN),
+    Column("bus_bytes", lambda o: o.bus_bytes, BYTES, "on the bus", SHOWN),
+    Column("stream", lambda o: o.operation.stream, views=SHOWN),
+    Column("modules", lambda o: ", ".join(o.modules), TEXT, "of", SHOWN),
+)
+COMPUTE_COLUMNS: tuple[Column[_Computed], ...] = (
+    Column("family", lambda o: _family(o.op), TEXT, "operator", SHOWN),
+    Column("pass", lambda o: o.phase, views=SHOWN),
+    Column("shape", lambda o: _shape(o.op), views=SHOWN),
+    Column("dtype", lambda o: _dtype(o.op), views=SHOWN),
+    Column("calls", lambda o: o.calls, COUNT, "", SHOWN),
+    Column("flops_each", lambda o: o.op.flops, FLOPS),
+    Column("flops", lambda o: o.flops, FLOPS, "FLOP", SHOWN),
+    Column("pct_flops", lambda o: percent(o.flops or None, o.all_flops), PERCENT, "%", SHOWN),
+    Column("bytes_moved", lambda o: o.bytes_moved, BYTES, "memory", SHOWN),
+    Column("time_s", lambda o: o.time_s, SECONDS, "time each", SHOWN),
+    Column("modules", lambda o: ", ".join(o.modules), TEXT, "of", SHOWN),
+)
+LAYER_COLUMNS: tuple[Column[AlikeLayers], ...] = (
+    Column("layers", lambda o: ranges(_known(o)) or "none", views=SHOWN),
+    Column("number", lambda o: len(_known(o)) or None, COUNT, "", SHOWN),
+    Column("forward_flops", lambda o: o[1]["forward", "flops"], FLOPS, "fwd FLOP", SHOWN),
+    Column("backward_flops", lambda o: o[1]["backward", "flops"], FLOPS, "bwd FLOP", SHOWN),
+    Column(
+        "forward_comm_bytes", lambda o: o[1]["forward", "comm_bytes"], BYTES, "fwd bytes", SHOWN
+    ),
+    Column(
+        "backward_comm_bytes",
+        lambda o: o[1]["backward", "comm_bytes"],
+        BYTES,
+        "bwd bytes",
+        SHOWN,
+    ),
+    Column("forward_bytes_moved", lambda o: o[1]["forward", "bytes_moved"], BYTES),
+    Column("backward_bytes_moved", lambda o: o[1]["backward", "bytes_moved"], BYTES),
+    Column(
+        "optimizer_comm_bytes",
+        lambda o: o[1]["optimizer", "comm_bytes"] + o[1]["step", "comm_bytes"],
+        BYTES,
+        "optimizer bytes",
+        SHOWN,
+    ),
+)
+
+
 def stage_rows(workload: Workload) -> list[Row]:
     """One row per pipeline stage."""
-    rows: list[Row] = []
-    for index, stage in enumerate(workload.stages):
-        counted = workload.tally(index)
-        sums = _sums(counted, workload)
-        row: Row = {
-            "stage": index,
-            "layers": len(stage.layers),
-            "which": ranges(stage.layers),
-            "has": " ".join(
-                word
-                for word, there in (
-                    ("embedding", stage.has_embedding),
-                    ("head", stage.has_head),
-                )
-                if there
-            ),
-            "operations": sum(counted.values()),
-            "collectives": sum(n for one, n in counted.items() if isinstance(one, CommOp)),
-            "forward_flops": sums["forward", "flops"],
-            "backward_flops": sums["backward", "flops"],
-            "comm_bytes": _over_passes(sums, "comm_bytes"),
-            "bus_bytes": _over_passes(sums, "bus_bytes"),
-            "time_s": _known_time(counted),
-        }
-        rows.append(row)
-    return rows
+    counted = [(stage, workload.tally(index)) for index, stage in enumerate(workload.stages)]
+    return rows_of(
+        STAGE_COLUMNS,
+        (
+            _StageSums(index, stage, operations, _sums(operations, workload))
+            for index, (stage, operations) in enumerate(counted)
+        ),
+    )
 
 
 def collective_rows(workload: Workload, stage: int) -> list[Row]:
     """One row per pass, collective, type, group and size."""
-    found: dict[_Kind, Row] = {}
-    modules: dict[_Kind, dict[str, None]] = defaultdict(dict)
+    found: dict[tuple[int, str, str, int, str, str, str], _Messages] = {}
     for when, operation, calls in _communication(workload, stage):
         group = workload.groups[operation.group]
-        size = operation.message_bytes(group)
         key = (
-            *(PASSES.index(when), operation.collective, operation.group, size),
-            *(operation.dtype.value, operation.redop.value, operation.stream),
+            *(PASSES.index(when), operation.collective, operation.group),
+            *(operation.message_bytes(group), operation.dtype.value, operation.redop.value),
+            operation.stream,
         )
-        row = found.setdefault(
-            key,
-            {
-                "pass": when,
-                "collective": operation.collective,
-                "dtype": operation.dtype.value,
-                "group": operation.group,
-                "num_ranks": group.size,
-                "count": operation.count,
-                "size_bytes": size,
-                "calls": 0,
-                "bytes": 0,
-                "bus_bytes": 0.0,
-                "stream": operation.stream,
-                "modules": "",
-            },
-        )
-        row["calls"] = _int(row["calls"]) + calls
-        row["bytes"] = _int(row["bytes"]) + calls * size
-        row["bus_bytes"] = _float(row["bus_bytes"]) + calls * operation.bus_bytes(group)
-        modules[key][operation.module] = None
-    for key, row in found.items():
-        row["modules"] = ", ".join(modules[key])
-    return [found[key] for key in sorted(found)]
+        messages = found.setdefault(key, _Messages(when, operation, group))
+        messages.calls += calls
+        messages.bus_bytes += calls * operation.bus_bytes(group)
+        messages.modules[operation.module] = None
+    return rows_of(COLLECTIVE_COLUMNS, (found[key] for key in sorted(found)))
 
 
 def histogram(workload: Workload, stage: int) -> Histogram:
@@ -123,15 +244,13 @@ def histogram(workload: Workload, stage: int) -> Histogram:
 
 def size_rows(workload: Workload, stage: int) -> list[Row]:
     """One row per collective and size, whatever its pass and group."""
-    found: dict[tuple[str, int], Row] = {}
+    calls: Counter[tuple[str, int]] = Counter()
     for kind, tally in histogram(workload, stage).items():
-        key = kind.collective, size_of(kind)[0]
-        row = found.setdefault(
-            key, {"collective": key[0], "size_bytes": key[1], "calls": 0, "bytes": 0}
-        )
-        row["calls"] = _int(row["calls"]) + tally.calls
-        row["bytes"] = _int(row["bytes"]) + tally.calls * key[1]
-    return [found[key] for key in sorted(found)]
+        calls[kind.collective, size_of(kind)[0]] += tally.calls
+    return [
+        {"collective": name, "size_bytes": size, "calls": n, "bytes": n * size}
+        for (name, size), n in sorted(calls.items())
+    ]
 
 
 def is_wait(operation: ComputeOp) -> bool:
@@ -141,35 +260,19 @@ def is_wait(operation: ComputeOp) -> bool:
 
 def compute_rows(workload: Workload, stage: int) -> list[Row]:
     """One row per distinct operator and pass, most FLOPs first."""
-    found: dict[tuple[Op | Kernel, Phase, bool], int] = Counter()
-    modules: dict[tuple[Op | Kernel, Phase, bool], dict[str, None]] = defaultdict(dict)
-    times: dict[tuple[Op | Kernel, Phase, bool], float | None] = {}
+    found: dict[tuple[Op | Kernel, str], _Computed] = {}
     for operation, calls in workload.tally(stage).items():
         if isinstance(operation, ComputeOp) and not is_wait(operation):
-            key = (operation.op, operation.phase, operation.recompute)
-            found[key] += calls
-            modules[key][operation.module] = None
-            times[key] = operation.time_s
-    total = sum(n * (op.flops or 0) for (op, _, _), n in found.items())
-    rows: list[Row] = []
-    for (op, phase, recompute), calls in found.items():
-        flops = None if op.flops is None else calls * op.flops
-        moved = None if op.bytes_moved is None else calls * op.bytes_moved
-        row: Row = {
-            "family": "kernel" if isinstance(op, Kernel) else FAMILY_OF[type(op)],
-            "pass": f"{phase.value} again" if recompute else phase.value,
-            "shape": op.name if isinstance(op, Kernel) else op.shape_text,
-            "dtype": "" if isinstance(op, Kernel) else op.dtype.value,
-            "calls": calls,
-            "flops_each": op.flops,
-            "flops": flops,
-            "pct_flops": 100 * flops / total if flops and total else None,
-            "bytes_moved": moved,
-            "time_s": times[op, phase, recompute],
-            "modules": ", ".join(modules[op, phase, recompute]),
-        }
-        rows.append(row)
-    return sorted(rows, key=lambda row: -(_int(row["flops"] or 0)))
+            phase = operation.phase.value + (" again" if operation.recompute else "")
+            key = (operation.op, phase)
+            computed = found.setdefault(key, _Computed(operation.op, phase))
+            computed.calls += calls
+            computed.time_s = operation.time_s
+            computed.modules[operation.module] = None
+    total = sum(one.flops or 0 for one in found.values())
+    for one in found.values():
+        one.all_flops = total
+    return rows_of(COMPUTE_COLUMNS, sorted(found.values(), key=lambda one: -(one.flops or 0)))
 
 
 def layer_rows(workload: Workload, stage: int) -> list[Row]:
@@ -177,29 +280,13 @@ def layer_rows(workload: Workload, stage: int) -> list[Row]:
 
     The row without layers is of what belongs to none: embedding, head, optimizer.
     """
-    rows: list[Row] = []
-    for layers, held in alike_layers(workload, stage):
-        known = [layer for layer in layers if layer is not None]
-        row: Row = {
-            "layers": ranges(known) if known else "none",
-            "number": len(known) or None,
-            "forward_flops": held["forward", "flops"],
-            "backward_flops": held["backward", "flops"],
-            "forward_comm_bytes": held["forward", "comm_bytes"],
-            "backward_comm_bytes": held["backward", "comm_bytes"],
-            "forward_bytes_moved": held["forward", "bytes_moved"],
-            "backward_bytes_moved": held["backward", "bytes_moved"],
-            "optimizer_comm_bytes": held["optimizer", "comm_bytes"]
-            + held["step", "comm_bytes"],
-        }
-        rows.append(row)
-    return rows
+    return rows_of(LAYER_COLUMNS, alike_layers(workload, stage))
 
 
-def alike_layers(workload: Workload, stage: int) -> list[tuple[list[int | None], Sums]]:
+def alike_layers(workload: Workload, stage: int) -> list[AlikeLayers]:
     """Layers that do the same, and the sums of one of them; None is what belongs to none."""
     sums = _by_layer(workload, workload.stages[stage].step, {})
-    merged: list[tuple[list[int | None], Sums]] = []
+    merged: list[AlikeLayers] = []
     for layer in sorted(sums, key=lambda layer: (layer is None, layer or 0)):
         alike = [held for held, other in merged if layer is not None and other == sums[layer]]
         if alike:
@@ -243,19 +330,20 @@ def _sums(counted: Mapping[Operation, int], workload: Workload) -> Sums:
     return found
 
 
-def _over_passes(sums: Sums, what: str) -> int:
-    return sum(number for (_, name), number in sums.items() if name == what)
+def _known(alike: AlikeLayers) -> list[int]:
+    return [layer for layer in alike[0] if layer is not None]
 
 
-def _known_time(counted: Mapping[Operation, int]) -> float | None:
-    """Of all computation; None where one operator's is not known."""
-    total = 0.0
-    for operation, calls in counted.items():
-        if isinstance(operation, ComputeOp):
-            if operation.time_s is None:
-                return None
-            total += calls * operation.time_s
-    return total
+def _family(op: Op | Kernel) -> str:
+    return "kernel" if isinstance(op, Kernel) else FAMILY_OF[type(op)]
+
+
+def _shape(op: Op | Kernel) -> str:
+    return op.name if isinstance(op, Kernel) else op.shape_text
+
+
+def _dtype(op: Op | Kernel) -> str:
+    return "" if isinstance(op, Kernel) else op.dtype.value
 
 
 def _by_layer(
@@ -283,13 +371,3 @@ def _by_layer(
         found[layer].update(_sums(operations, workload))
     known[block] = dict(found)
     return known[block]
-
-
-def _int(value: object) -> int:
-    assert isinstance(value, int)
-    return value
-
-
-def _float(value: object) -> float:
-    assert isinstance(value, float)
-    return value

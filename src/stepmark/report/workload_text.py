@@ -1,19 +1,20 @@
-"""A workload as text: what `stepmark workload show` prints.
+"""A workload as text: what `stepmark workload show` prints."""
 
-Over 250 lines because of the tables of columns.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
-from stepmark.core.columns import Row, digits, number, text
-from stepmark.core.units import format_bytes, format_time
+from stepmark.core.columns import COUNT, TEXT, Column, Row, View, aligned
 from stepmark.core.workload import Workload
 from stepmark.report import workload_pipeline
 from stepmark.report.histogram import default_bins, size_of
 from stepmark.report.histogram import lines as histogram_lines
 from stepmark.report.histogram import rows as histogram_rows
 from stepmark.report.workload_tables import (
+    COLLECTIVE_COLUMNS,
+    COMPUTE_COLUMNS,
+    LAYER_COLUMNS,
+    STAGE_COLUMNS,
     collective_rows,
     compute_rows,
     histogram,
@@ -21,11 +22,11 @@ from stepmark.report.workload_tables import (
     stage_rows,
 )
 
-Shown = Callable[[Row, str], str]
 Settings = Mapping[str, str | int | float | bool | None]
 NO_DEFAULTS: Settings = MappingProxyType({})
 _MOST_SHAPES = 24
 _MOST_STAGES = 8
+_MOST_LETTERS = 48
 _OF_SEVERAL_RANKS = ("calls", "bytes", "size_is")  # of a histogram's columns
 
 
@@ -85,7 +86,7 @@ def tables(workload: Workload, stage: int) -> list[str]:
     of_stage = f", stage {stage}" if len(workload.stages) > 1 else ""
     found += _section(
         f"Communication{of_stage} (per rank and step)",
-        aligned(collective_rows(workload, stage), _COLLECTIVES),
+        _aligned(collective_rows(workload, stage), COLLECTIVE_COLUMNS),
     )
     if sizes := _size_lines(workload, stage):
         found += _section(
@@ -96,13 +97,13 @@ def tables(workload: Workload, stage: int) -> list[str]:
     found += _section(
         f"Computation{of_stage}",
         [
-            *aligned(computed[:_MOST_SHAPES], _COMPUTE),
+            *_aligned(computed[:_MOST_SHAPES], COMPUTE_COLUMNS),
             *([f"and {more} more; --json has all"] if more > 0 else []),
         ],
     )
     found += _section(
         f"Layers{of_stage} (each of them; bytes: messages)",
-        aligned(layer_rows(workload, stage), _LAYERS),
+        _aligned(layer_rows(workload, stage), LAYER_COLUMNS),
     )
     return found + _section("Pipeline", workload_pipeline.lines(workload))
 
@@ -123,19 +124,25 @@ def _size_lines(workload: Workload, stage: int) -> list[str]:
     return found
 
 
-def aligned(rows: Sequence[Row], columns: Mapping[str, tuple[str, Shown]]) -> list[str]:
-    """Rows under headings, columns with nothing to say left out; numbers to the right."""
-    shown = {
-        key: [heading, *(form(row, key) for row in rows)]
-        for key, (heading, form) in columns.items()
-        if any(form(row, key) for row in rows)
-    }
-    right = {key for key in shown if any(number(row, key) is not None for row in rows)}
-    padded = []
-    for key, cells in shown.items():
-        width = max(map(len, cells))
-        padded.append([c.rjust(width) if key in right else c.ljust(width) for c in cells])
-    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+def _aligned(rows: Sequence[Row], columns: Sequence[Column[Any]]) -> list[str]:
+    """Rows under headings, columns with nothing to show left out; numbers to the right."""
+    shown = [
+        column
+        for column in columns
+        if View.CONSOLE in column.views and any(_cell(row, column) for row in rows)
+    ]
+    cells = [[column.title for column in shown]]
+    cells += [[_cell(row, column) for column in shown] for row in rows]
+    return aligned(cells, [column.unit.is_numeric for column in shown])
+
+
+def _cell(row: Row, column: Column[Any]) -> str:
+    """A value as text: a zero with a unit is empty, words are cut."""
+    value = row[column.name]
+    if column.unit is TEXT:
+        text = column.unit.show(value)
+        return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 3] + "..."
+    return "" if not value and column.unit is not COUNT else column.unit.show(value)
 
 
 def _section(title: str, found: Sequence[str]) -> list[str]:
@@ -162,7 +169,7 @@ def _stage_lines(stages: Sequence[Row]) -> list[str]:
         else row | {"stage": f"{held[0]}-{held[-1]}", "which": "each"}
         for held, row in merged
     ]
-    return aligned(shown, _STAGES)
+    return _aligned(shown, STAGE_COLUMNS)
 
 
 def _many(count: int, word: str) -> str:
@@ -175,94 +182,3 @@ def word(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "unset" if value is None else str(value)
-
-
-def _text(row: Row, key: str) -> str:
-    return text(row, key)
-
-
-def _bytes(row: Row, key: str) -> str:
-    value = number(row, key)
-    return "" if value is None else format_bytes(value)
-
-
-def _nonzero(form: Shown) -> Shown:
-    return lambda row, key: form(row, key) if number(row, key) else ""
-
-
-def _flops(row: Row, key: str) -> str:
-    value = number(row, key)
-    if value is None:
-        return ""
-    scale, unit = next(
-        ((scale, unit) for scale, unit in _FLOP_UNITS if value >= scale), (1.0, "")
-    )
-    return f"{digits(value / scale)} {unit}".rstrip()
-
-
-_FLOP_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def _percent(row: Row, key: str) -> str:
-    value = number(row, key)
-    return "" if value is None else f"{value:.1f}"
-
-
-def _time(row: Row, key: str) -> str:
-    value = number(row, key)
-    return "" if value is None else format_time(value)
-
-
-def _short(row: Row, key: str) -> str:
-    shown = text(row, key)
-    return shown if len(shown) <= 48 else shown[:45] + "..."
-
-
-_STAGES: dict[str, tuple[str, Shown]] = {
-    "stage": ("stage", _text),
-    "layers": ("layers", _text),
-    "which": ("which", _short),
-    "has": ("and", _text),
-    "operations": ("operations", _text),
-    "collectives": ("collectives", _nonzero(_text)),
-    "forward_flops": ("fwd FLOP", _flops),
-    "backward_flops": ("bwd FLOP", _flops),
-    "comm_bytes": ("messages", _nonzero(_bytes)),
-    "bus_bytes": ("on the bus", _nonzero(_bytes)),
-    "time_s": ("compute", _nonzero(_time)),
-}
-_COLLECTIVES: dict[str, tuple[str, Shown]] = {
-    "pass": ("pass", _text),
-    "collective": ("collective", _text),
-    "dtype": ("dtype", _text),
-    "group": ("group", _text),
-    "num_ranks": ("ranks", _text),
-    "size_bytes": ("size", _bytes),
-    "count": ("count", _text),
-    "calls": ("calls", _text),
-    "bytes": ("bytes", _bytes),
-    "bus_bytes": ("on the bus", _bytes),
-    "stream": ("stream", _text),
-    "modules": ("of", _short),
-}
-_COMPUTE: dict[str, tuple[str, Shown]] = {
-    "family": ("operator", _text),
-    "pass": ("pass", _text),
-    "shape": ("shape", _short),
-    "dtype": ("dtype", _text),
-    "calls": ("calls", _text),
-    "flops": ("FLOP", _nonzero(_flops)),
-    "pct_flops": ("%", _percent),
-    "bytes_moved": ("memory", _nonzero(_bytes)),
-    "time_s": ("time each", _time),
-    "modules": ("of", _short),
-}
-_LAYERS: dict[str, tuple[str, Shown]] = {
-    "layers": ("layers", _text),
-    "number": ("number", _text),
-    "forward_flops": ("fwd FLOP", _nonzero(_flops)),
-    "backward_flops": ("bwd FLOP", _nonzero(_flops)),
-    "forward_comm_bytes": ("fwd bytes", _nonzero(_bytes)),
-    "backward_comm_bytes": ("bwd bytes", _nonzero(_bytes)),
-    "optimizer_comm_bytes": ("optimizer bytes", _nonzero(_bytes)),
-}
