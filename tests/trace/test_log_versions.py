@@ -348,12 +348,13 @@ def test_phases_need_both_threads(threads: tuple[int, ...], phases: set[str]) ->
 
 
 def test_warnings_that_differ_in_numbers_are_one() -> None:
-    texts = [remark.text for remark in read_log([DATA / "warns.txt"]).warnings]
+    texts = list(read_log([DATA / "warns.txt"]).warnings)
     assert len(texts) == 6
     lines = [f"h:1:2 [0] net.cc:5 NCCL WARN peer {index} is lost" for index in range(9)]
-    (remark,) = facts_of(lines).warnings
-    assert (remark.text, remark.occurrences.lines) == ("peer 0 is lost", 9)
-    assert len(remark.occurrences.evidence) == 3
+    (remark,) = facts_of(lines).warnings.items()
+    text, occurrences = remark
+    assert (text, occurrences.lines) == ("peer 0 is lost", 9)
+    assert len(occurrences.evidence) == 3
 
 
 def test_user_made_operations_have_numbers_of_their_own() -> None:

@@ -1,6 +1,7 @@
 """Facts of a debug log of NCCL or RCCL, each with the lines that state it."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stepmark.core.finding import Evidence
 from stepmark.core.message import Histogram
@@ -15,6 +16,7 @@ class Occurrences:
 
     lines: int
     processes: int  # 0 where the lines name none
+    hosts: tuple[str, ...]
     evidence: tuple[Evidence, ...]
 
 
@@ -118,8 +120,7 @@ class NicUse:
     evidence: Evidence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plugin:
+class Plugin(NamedTuple):
     """One event of a plugin of one kind (NET, COLLNET, TUNER, PROFILER, ENV).
 
     event: "asked" (requested by a variable), "missing" (no such library), "symbol" (an API
@@ -130,22 +131,17 @@ class Plugin:
     event: str
     name: str
     api: int | None
-    occurrences: Occurrences
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interface:
+class Interface(NamedTuple):
     """A network interface or adapter. role: "bootstrap", "socket", "ib", "oob"."""
 
     role: str
     name: str
     address: str  # "" for adapters
-    hosts: tuple[str, ...]
-    occurrences: Occurrences
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuDirect:
+class GpuDirect(NamedTuple):
     """Use of GPUDirect RDMA by an adapter. distance and level: of the path, or None."""
 
     enabled: bool
@@ -153,7 +149,6 @@ class GpuDirect:
     device: str
     distance: str | None
     level: str | None
-    occurrences: Occurrences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,14 +179,6 @@ class Choice:
     channels: int | None
     time_s: float | None  # NCCL's prediction, versions 2.21 to 2.23
     calls: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimilarMessages:
-    """Lines that differ in numbers alone: warnings, or lines known as harmless."""
-
-    text: str
-    occurrences: Occurrences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +226,7 @@ class LogFacts:
 
     versions: (what, value) with what in nccl, rccl, cuda, cuda_driver, hip, rocm.
     environment: (variable, value). networks: the one in use. nvls: support by True/False.
+    warnings, harmless and p2p_disabled: the first of lines that differ in numbers alone.
     """
 
     files: tuple[str, ...]
@@ -252,14 +240,14 @@ class LogFacts:
     communicators: tuple[Communicator, ...]
     transports: tuple[Transport, ...]
     nics: tuple[NicUse, ...]
-    plugins: tuple[Plugin, ...]
-    interfaces: tuple[Interface, ...]
-    gpudirect: tuple[GpuDirect, ...]
+    plugins: dict[Plugin, Occurrences]
+    interfaces: dict[Interface, Occurrences]
+    gpudirect: dict[GpuDirect, Occurrences]
     predictions: tuple[Prediction, ...]
     choices: tuple[Choice, ...]
-    warnings: tuple[SimilarMessages, ...]
-    harmless: tuple[SimilarMessages, ...]
-    p2p_disabled: tuple[SimilarMessages, ...]
+    warnings: dict[str, Occurrences]
+    harmless: dict[str, Occurrences]
+    p2p_disabled: dict[str, Occurrences]
     messages: Histogram
     mismatches: tuple[Mismatch, ...]
     behind: tuple[LaggingRank, ...]

@@ -141,18 +141,18 @@ def fact_rows(facts: LogFacts) -> list[Row]:
         for has, lines in facts.nvls.items()
     ]
     rows += [
-        _row("plugin", f"{one.kind} {one.event}", _api(one.name, one.api), one.occurrences)
-        for one in facts.plugins
+        _row("plugin", f"{one.kind} {one.event}", _api(one.name, one.api), lines)
+        for one, lines in facts.plugins.items()
     ]
     rows += [
-        _row("interface", one.role, f"{one.name} {one.address}".strip(), one.occurrences)
-        for one in facts.interfaces
+        _row("interface", one.role, f"{one.name} {one.address}".strip(), lines)
+        for one, lines in facts.interfaces.items()
     ]
     rows += [
-        _row("GPUDirect", one.device, "enabled" if one.enabled else "disabled", one.occurrences)
-        for one in facts.gpudirect
+        _row("GPUDirect", one.device, "enabled" if one.enabled else "disabled", lines)
+        for one, lines in facts.gpudirect.items()
     ]
-    rows += [_row("warning", "", one.text, one.occurrences) for one in facts.warnings]
+    rows += [_row("warning", "", text, lines) for text, lines in facts.warnings.items()]
     return rows
 
 

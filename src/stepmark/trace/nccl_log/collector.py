@@ -15,7 +15,6 @@ from stepmark.core.log_facts import (
     NicUse,
     Occurrences,
     Plugin,
-    SimilarMessages,
     Transport,
 )
 from stepmark.trace.nccl_log import mismatch
@@ -55,10 +54,12 @@ class OccurrenceCounter:
 
     lines: int = 0
     processes: set[str] = field(default_factory=set)
+    hosts: dict[str, None] = field(default_factory=dict)
     evidence: list[Evidence] = field(default_factory=list)
 
     def add(self, message: LogMessage) -> None:
         self.lines += 1
+        self.hosts[message.host] = None
         if message.process:
             self.processes.add(message.process)
         if len(self.evidence) < _MAX_EVIDENCE:
@@ -66,7 +67,10 @@ class OccurrenceCounter:
 
     def result(self) -> Occurrences:
         return Occurrences(
-            lines=self.lines, processes=len(self.processes), evidence=tuple(self.evidence)
+            lines=self.lines,
+            processes=len(self.processes),
+            hosts=tuple(self.hosts),
+            evidence=tuple(self.evidence),
         )
 
 
@@ -106,12 +110,9 @@ class Collector:
         # By communicator, rank and device.
         self.nics: dict[tuple[int, int, int], LinkLines] = {}
         self.forget_counters: Callable[[], None] = lambda: None
-        self._plugins: dict[tuple[str, str, str, int | None], OccurrenceCounter] = {}
-        self._interfaces: dict[tuple[str, str, str], OccurrenceCounter] = {}
-        self._interface_hosts: dict[tuple[str, str, str], dict[str, None]] = {}
-        self._gpudirect: dict[
-            tuple[bool, str, str, str | None, str | None], OccurrenceCounter
-        ] = {}
+        self.plugins: dict[Plugin, OccurrenceCounter] = {}
+        self.interfaces: dict[Interface, OccurrenceCounter] = {}
+        self.gpudirect: dict[GpuDirect, OccurrenceCounter] = {}
 
     def count(self, table: dict[Key, OccurrenceCounter], key: Key, message: LogMessage) -> None:
         """Count a line under what it states."""
@@ -126,21 +127,19 @@ class Collector:
     def add_plugin(
         self, message: LogMessage, kind: str, event: str, name: str, api: int | None = None
     ) -> None:
-        self.count(self._plugins, (kind, event, name, api), message)
+        self.count(self.plugins, Plugin(kind, event, name, api), message)
 
     def add_interface(self, message: LogMessage, role: str, name: str, address: str) -> None:
-        key = (role, name, address)
-        self._interface_hosts.setdefault(key, {})[message.host] = None
-        self.count(self._interfaces, key, message)
+        self.count(self.interfaces, Interface(role, name, address), message)
 
     def add_gpudirect(self, message: LogMessage) -> None:
         if match := _GPUDIRECT.match(message.text):
             net, state, gpu, index, name, distance, level = match.groups()
             device = name or (f"GPU {gpu} / HCA {index}" if gpu else f"HCA {index}")
-            key = (state == "Enabled", net or "", device, distance, level)
+            use = GpuDirect(state == "Enabled", net or "", device, distance, level)
         else:
-            key = (False, "OFI", message.text, None, None)
-        self.count(self._gpudirect, key, message)
+            use = GpuDirect(False, "OFI", message.text, None, None)
+        self.count(self.gpudirect, use, message)
 
     def result(self, files: Sequence[Path], num_lines: int, num_ranks: int | None) -> LogFacts:
         """Return everything, once the last line was read."""
@@ -160,36 +159,14 @@ class Collector:
             communicators=communicators,
             transports=self._transports(communicators),
             nics=self._nic_uses(),
-            plugins=tuple(
-                Plugin(kind=kind, event=event, name=name, api=api, occurrences=occurrences)
-                for (kind, event, name, api), occurrences in _results(self._plugins).items()
-            ),
-            interfaces=tuple(
-                Interface(
-                    role=key[0],
-                    name=key[1],
-                    address=key[2],
-                    hosts=tuple(self._interface_hosts[key]),
-                    occurrences=occurrences,
-                )
-                for key, occurrences in _results(self._interfaces).items()
-            ),
-            gpudirect=tuple(
-                GpuDirect(
-                    enabled=key[0],
-                    net=key[1],
-                    device=key[2],
-                    distance=key[3],
-                    level=key[4],
-                    occurrences=occurrences,
-                )
-                for key, occurrences in _results(self._gpudirect).items()
-            ),
+            plugins=_results(self.plugins),
+            interfaces=_results(self.interfaces),
+            gpudirect=_results(self.gpudirect),
             predictions=tuple(self.predictions.cells.values()),
             choices=self.choices.result(handles, self.calls, num_ranks),
-            warnings=_similar(self.warnings),
-            harmless=_similar(self.harmless),
-            p2p_disabled=_similar(self.p2p_disabled),
+            warnings=_results(dict(self.warnings.values())),
+            harmless=_results(dict(self.harmless.values())),
+            p2p_disabled=_results(dict(self.p2p_disabled.values())),
             messages=messages,
             mismatches=tuple(mismatches),
             behind=tuple(behind),
@@ -247,13 +224,6 @@ class Collector:
 
 def _results(table: Mapping[Key, OccurrenceCounter]) -> dict[Key, Occurrences]:
     return {key: counter.result() for key, counter in table.items()}
-
-
-def _similar(table: SimilarTable) -> tuple[SimilarMessages, ...]:
-    return tuple(
-        SimilarMessages(text=text, occurrences=counter.result())
-        for text, counter in table.values()
-    )
 
 
 def _same_host(

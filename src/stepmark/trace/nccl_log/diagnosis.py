@@ -28,10 +28,10 @@ def diagnose(facts: LogFacts) -> list[Finding]:
 def failures(facts: LogFacts) -> Iterator[Finding]:
     """Report WARN lines: known failures with their meaning, others as they stand."""
     known: dict[tuple[str, str], list[Occurrences]] = {}
-    for warning in facts.warnings:
-        fits = (failure for failure in FAILURES if failure[1].search(warning.text))
-        rule, _, text = next(fits, ("warning", None, f"NCCL warns: {warning.text}"))
-        known.setdefault((rule, text), []).append(warning.occurrences)
+    for warning, occurrences in facts.warnings.items():
+        fits = (failure for failure in FAILURES if failure[1].search(warning))
+        rule, _, text = next(fits, ("warning", None, f"NCCL warns: {warning}"))
+        known.setdefault((rule, text), []).append(occurrences)
     for (rule, text), lines in known.items():
         severity = Severity.WARNING if rule == "warning" else Severity.PROBLEM
         yield finding_of(rule, severity, text, lines)
@@ -203,9 +203,9 @@ def init_incomplete(facts: LogFacts) -> Iterator[Finding]:
 def harmless(facts: LogFacts) -> Iterator[Finding]:
     """Report lines that look like errors and are none."""
     known: dict[str, list[Occurrences]] = {}
-    for message in facts.harmless:
-        text = next((why for start, why in _HARMLESS if message.text.startswith(start)), "")
-        known.setdefault(text, []).append(message.occurrences)
+    for message, occurrences in facts.harmless.items():
+        text = next((why for start, why in _HARMLESS if message.startswith(start)), "")
+        known.setdefault(text, []).append(occurrences)
     for text, lines in known.items():
         if text:
             yield finding_of("harmless", Severity.NOTE, text, lines)

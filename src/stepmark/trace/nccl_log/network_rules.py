@@ -79,7 +79,7 @@ def net_socket(facts: LogFacts) -> Iterator[Finding]:
     failed = [one for one in facts.plugins if one.event == "failed" and one.name[:2] == "IB"]
     if failed:
         text += f"; InfiniBand was tried: {listed(sorted({one.name for one in failed}))}"
-    lines += [one.occurrences for one in failed]
+    lines += [facts.plugins[one] for one in failed]
     yield finding_of("net-socket", Severity.WARNING, text + ".", lines)
 
 
@@ -112,7 +112,7 @@ def _plugin(facts: LogFacts, kind: str, by_event: dict[str, list[Plugin]]) -> It
             text += f"; not found: {listed(dict.fromkeys(one.name for one in missing))}"
         elif symbols:
             text += "; the library lacks every version of the interface that NCCL looks for"
-        lines = [one.occurrences for one in (*asked, *why)]
+        lines = [facts.plugins[one] for one in (*asked, *why)]
         yield finding_of("plugin-not-loaded", Severity.WARNING, text + ".", lines)
     elif symbols and loaded:
         newest = max((one.api or 0 for one in symbols), default=0)
@@ -121,7 +121,7 @@ def _plugin(facts: LogFacts, kind: str, by_event: dict[str, list[Plugin]]) -> It
             f"The {kind} plugin has no interface v{newest}; NCCL then loaded an older one, "
             f"{loaded[0].name}{api}. Harmless: NCCL tries the newest version first."
         )
-        lines = [one.occurrences for one in (*symbols, *loaded)]
+        lines = [facts.plugins[one] for one in (*symbols, *loaded)]
         yield finding_of("plugin-older-api", Severity.NOTE, text, lines)
     elif symbols:
         text = (
@@ -129,7 +129,7 @@ def _plugin(facts: LogFacts, kind: str, by_event: dict[str, list[Plugin]]) -> It
             "that was wanted."
         )
         yield finding_of(
-            "plugin-no-collnet", Severity.NOTE, text, [one.occurrences for one in symbols]
+            "plugin-no-collnet", Severity.NOTE, text, [facts.plugins[one] for one in symbols]
         )
     elif missing and kind == "NET":
         yield _missing(facts, missing)
@@ -137,7 +137,7 @@ def _plugin(facts: LogFacts, kind: str, by_event: dict[str, list[Plugin]]) -> It
 
 def _missing(facts: LogFacts, missing: list[Plugin]) -> Finding:
     names = listed(dict.fromkeys(one.name for one in missing if one.name)) or "none found"
-    lines = [one.occurrences for one in missing]
+    lines = [facts.plugins[one] for one in missing]
     if _socket_between_nodes(facts):
         text = (
             f"No network plugin ({names}), and data between nodes goes through TCP sockets: a "
@@ -179,7 +179,7 @@ def no_gpudirect(facts: LogFacts) -> Iterator[Finding]:
     elif reasons:
         text += "; the adapter's driver does not offer it (nvidia_peermem, dma-buf)"
     lines: list[Occurrences | Evidence] = [way.evidence for way in staged[:1]]
-    lines += [one.occurrences for one in reasons]
+    lines += [facts.gpudirect[one] for one in reasons]
     lines += [way.evidence for way in staged[1:]]
     yield finding_of("no-gpudirect", Severity.WARNING, text + ".", lines)
 
@@ -202,7 +202,7 @@ def shm_instead_of_p2p(facts: LogFacts) -> Iterator[Finding]:
             lines.append(setting)
     if facts.p2p_disabled:
         text += "; the driver refuses peer access"
-        lines += [one.occurrences for one in facts.p2p_disabled]
+        lines += facts.p2p_disabled.values()
     lines += [way.evidence for way in ways[1:]]
     yield finding_of("shm-instead-of-p2p", Severity.WARNING, text + ".", lines)
 
@@ -220,14 +220,14 @@ def wrong_interface(facts: LogFacts) -> Iterator[Finding]:
     for one in interfaces:
         if one.name == "lo" or one.address.startswith(("127.", "::1")):
             text = f"{_role(one)} uses {one.name} ({one.address}): other hosts cannot reach it."
-            yield finding_of("wrong-interface", Severity.PROBLEM, text, [one.occurrences])
+            yield finding_of("wrong-interface", Severity.PROBLEM, text, [facts.interfaces[one]])
         elif _VIRTUAL.match(one.name):
             text = (
                 f"{_role(one)} uses {one.name} ({one.address}), a bridge inside the host; "
                 "NCCL_SOCKET_IFNAME names another."
             )
-            yield finding_of("wrong-interface", Severity.WARNING, text, [one.occurrences])
-    yield from _mixed_interfaces([one for one in interfaces if one.role == "bootstrap"])
+            yield finding_of("wrong-interface", Severity.WARNING, text, [facts.interfaces[one]])
+    yield from _mixed_interfaces(facts, [one for one in interfaces if one.role == "bootstrap"])
 
 
 def _role(one: Interface) -> str:
@@ -235,7 +235,7 @@ def _role(one: Interface) -> str:
     return names.get(one.role, "Data over sockets")
 
 
-def _mixed_interfaces(interfaces: list[Interface]) -> Iterator[Finding]:
+def _mixed_interfaces(facts: LogFacts, interfaces: list[Interface]) -> Iterator[Finding]:
     firsts: dict[str, Interface] = {}
     for one in interfaces:
         firsts.setdefault(one.name, one)
@@ -248,12 +248,12 @@ def _mixed_interfaces(interfaces: list[Interface]) -> Iterator[Finding]:
             f"Hosts start on interfaces of different names ({listed(firsts)}). Right if these "
             "reach each other."
         )
-        lines = [one.occurrences for one in firsts.values()]
+        lines = [facts.interfaces[one] for one in firsts.values()]
         yield finding_of("mixed-interfaces", Severity.NOTE, text, lines)
     elif len(subnets) > 1:
         names = listed(f"{a}.{b}.*" for a, b in subnets)
         text = f"Hosts start on addresses of different networks ({names}). Right if routed."
-        lines = [one.occurrences for one in subnets.values()]
+        lines = [facts.interfaces[one] for one in subnets.values()]
         yield finding_of("mixed-interfaces", Severity.NOTE, text, lines)
 
 
@@ -284,5 +284,9 @@ def _adapters(facts: LogFacts, host: str) -> set[int]:
     """Return the adapters that the host lists; else those that any host uses."""
     in_use = {way.kind for way in facts.transports if way.kind.startswith("NET/")}
     role = "socket" if in_use == {SOCKET} else "ib"
-    names = {one.name for one in facts.interfaces if one.role == role and host in one.hosts}
+    names = {
+        one.name
+        for one, lines in facts.interfaces.items()
+        if one.role == role and host in lines.hosts
+    }
     return {use.device for use in facts.nics} | set(range(len(names)))
