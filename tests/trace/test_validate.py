@@ -180,16 +180,3 @@ def test_a_faster_step_is_no_outlier(slides: Sequence[Table]) -> None:
     assert large < small
     assert times[2**17, IN_PLACE]
     assert "slow-outlier" not in counts(slides[0])
-
-
-def test_all_gathers_old_algbw_is_a_note() -> None:
-    body = []
-    for size in SIZES:
-        cells = [half(size, one, factor=7 / 8) for one in (False, True)]
-        words = [str(size), str(size // 32), "float", "none", "-1"]
-        for time, _, busbw, wrong in cells:
-            words += [time, busbw, busbw, wrong]
-        body.append("  ".join(words))
-    found = rules(one(modern(body, name="all_gather_perf")))
-    assert set(found) == {"old-algbw"}
-    assert found["old-algbw"].severity is Severity.NOTE

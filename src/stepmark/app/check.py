@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from stepmark.app import op
-from stepmark.app.comparison_sources import side_of_runs
+from stepmark.app.compare import side_of_runs
 from stepmark.app.delivery import exit_code
 from stepmark.app.machine import machine
 from stepmark.app.measure import measure_quietly

@@ -1,12 +1,22 @@
-"""stepmark compare: runs, files of nccl-tests, CSVs and tables of slides, with verdicts."""
+"""stepmark compare: runs, files of nccl-tests, CSVs and tables of slides, with verdicts.
 
-from collections.abc import Sequence
+A source is a run (path, id, "latest"), a file, `FILE:2` for the second table of a file, a
+folder or a quoted pattern. Several joined by commas are launches of one side; `name=` in front
+names it.
+"""
 
-from stepmark.app.comparison_sources import InputDefaults, sides
+import dataclasses
+import glob
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
 from stepmark.app.view import console
-from stepmark.core.collectives import Collective
-from stepmark.core.comparison import Comparison, Side
+from stepmark.core.collectives import Collective, busbw_factor
+from stepmark.core.comparison import UNKNOWN, Comparison, Series, Side
 from stepmark.core.errors import ConfigError
+from stepmark.core.reading import Reading, Table
 from stepmark.core.units import parse_bytes
 from stepmark.core.verb_options import CompareOptions
 from stepmark.report import comparison as drawn
@@ -16,7 +26,287 @@ from stepmark.store.compare import Options
 from stepmark.store.compare import compare as compare_sides
 from stepmark.store.export import write_csv, write_json
 from stepmark.store.files import write_text
-from stepmark.store.series import STRICT
+from stepmark.store.reader import find_run, is_run, list_runs, read
+from stepmark.store.series import STRICT, context, series_of_records
+from stepmark.trace.tables import find
+from stepmark.trace.tables.nccl_lines import collective_named
+from stepmark.trace.tables.printed_figures import parse_number, rounding_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputDefaults:
+    """Facts from the command line, for files that do not state them."""
+
+    collective: str | None = None
+    num_ranks: int | None = None
+    placement: str | None = None  # the only one that is compared
+    unit: str | None = None  # "rate" or "time": of figures that say neither
+
+
+def sides(words: Sequence[str], runs: Path, defaults: InputDefaults) -> list[Side]:
+    """Return one side per word; of a single table with a column per setting, one per column."""
+    named: list[Side] = []
+    for word in words:
+        name, sources = _split(word)
+        read = [_read(source, runs) for text in sources for source in _expand(text)]
+        named += _sides_of(name, word, read, defaults)
+    return _distinct(named)
+
+
+def side_of_runs(name: str, paths: Sequence[Path]) -> Side:
+    """Return the launches of all these runs taken together."""
+    return _pooled(name, [_of_run(path) for path in paths])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """The series of one file or run by column ("" for all but tables with several)."""
+
+    name: str
+    columns: Mapping[str, Callable[[InputDefaults], list[Series]]]
+    context: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def _split(word: str) -> tuple[str, list[str]]:
+    """Split "tcp=a.txt,b.txt" into ("tcp", ["a.txt", "b.txt"]), but no existing path."""
+    if not word.strip():
+        raise ConfigError("compare", word, "a run or a file")
+    if _exists(word):
+        return "", [word]
+    name, equals, rest = word.partition("=")
+    if not equals or "/" in name:
+        name, rest = "", word
+    if not rest:
+        raise ConfigError("compare", word, "NAME=SOURCE")
+    return name, [rest] if _exists(rest) else [part for part in rest.split(",") if part]
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # many names with commas are longer than a name may be
+        return False
+
+
+def _check_name(text: str) -> None:
+    try:
+        Path(text).exists()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError("compare", text, f"a name that can be read ({reason})") from None
+
+
+def _expand(text: str) -> list[str]:
+    """Return the files of a pattern or a folder; anything else is itself."""
+    _check_name(text)
+    path = Path(text)
+    if path.is_dir() and not is_run(path):
+        inside = (p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        sources = sorted([*inside, *list_runs(path)])
+        if not sources:
+            raise ConfigError("compare", text, "a run, a file, or a folder of these")
+        return [str(p) for p in sources]
+    if any(sign in text for sign in "*?[") and not path.exists():
+        matches = sorted(glob.glob(text))
+        if not matches:
+            raise ConfigError("compare", text, "a pattern that matches files or runs")
+        return matches
+    return [text]
+
+
+def _read(text: str, runs: Path) -> _Source:
+    path = Path(text)
+    if path.is_file():
+        return _of_file(path, None)
+    head, colon, number = text.rpartition(":")
+    if colon and number.isdecimal() and Path(head).is_file():
+        return _of_file(Path(head), int(number))
+    if path.parent != Path() and not path.exists() and not (runs / path).exists():
+        raise ConfigError("compare", text, "a run or a file that exists")
+    return _of_run(find_run(runs, text))
+
+
+def _of_run(path: Path) -> _Source:
+    run = read(path)
+    series, notes = series_of_records(run.info, run.latest)
+    return _Source(
+        name=path.name,
+        columns={"": lambda _: series},
+        context=context(run.info) if run.is_known else {},
+        notes=(*run.notes, *notes),
+    )
+
+
+def _of_file(path: Path, number: int | None) -> _Source:
+    tables = find(path)
+    if number is not None:
+        tables = [table for table in tables if table.index == number]
+        if not tables:
+            raise ConfigError("compare", f"{path}:{number}", "a table of this file")
+    if not tables:
+        raise ConfigError("compare", path, "a file with a table of times or rates")
+    wide = [table for table in tables if table.columns]
+    if wide and len(tables) > 1:
+        raise ConfigError("compare", path, f"one of its tables: {_table_list(path, tables)}")
+    name = path.name.removesuffix(".gz").removesuffix(path.suffix)
+    name += f":{number}" if number is not None else ""
+    columns = wide[0].columns if wide else ("",)
+    wrong = sum(bool(reading.num_wrong) for table in tables for reading in table.readings)
+    return _Source(
+        name=name,
+        columns={name: partial(_series_of_tables, path, tables, name) for name in columns},
+        notes=(f"{wrong} wrong results are left out",) if wrong else (),
+    )
+
+
+def _sides_of(
+    name: str, word: str, read: Sequence[_Source], defaults: InputDefaults
+) -> list[Side]:
+    columns = list(dict.fromkeys(column for source in read for column in source.columns))
+    sides = []
+    for column in columns:
+        called = name or (read[0].name if len(read) == 1 else word)
+        called = f"{name} {column}".strip() if column else called
+        chosen = [
+            dataclasses.replace(source, columns={"": source.columns[column]})
+            for source in read
+            if column in source.columns
+        ]
+        sides.append(_pooled(called, chosen, defaults))
+    return sides
+
+
+def _pooled(name: str, read: Sequence[_Source], defaults: InputDefaults | None = None) -> Side:
+    """Merge series that differ in nothing into one, with the launches of all."""
+    merged: dict[tuple[object, ...], Series] = {}
+    for source in read:
+        for series in source.columns[""](defaults or InputDefaults()):
+            placed = series.fields.get("placement") or None
+            if defaults and defaults.placement and placed not in (None, defaults.placement):
+                continue
+            key = (tuple(series.fields.items()), series.size_bytes, series.unit)
+            merged[key] = _merged(name, merged[key], series) if key in merged else series
+    notes = tuple(dict.fromkeys(note for source in read for note in source.notes))
+    if not merged:
+        reason = f" ({'; '.join(notes)})" if notes else ""
+        raise ConfigError("compare", name, f"a source with at least one time or rate{reason}")
+    contexts = [source.context for source in read]
+    under = {
+        key: ", ".join(dict.fromkeys(one.get(key, "unset") for one in contexts))
+        for key in dict.fromkeys(key for one in contexts for key in one)
+    }
+    return Side(name=name, series=tuple(merged.values()), context=under, notes=notes)
+
+
+def _merged(name: str, one: Series, other: Series) -> Series:
+    """Merge two series. A launch printed as 0 bounds the whole: a mean would be too high."""
+    if twice := one.launches.keys() & other.launches.keys():
+        raise ConfigError(
+            "compare", name, f"give each launch once, not {sorted(twice)[0]} twice"
+        )
+    if not one.launches or not other.launches:
+        below = max(series.below or 0.0 for series in (one, other)) or None
+        return dataclasses.replace(one, launches={}, below=below)
+    return dataclasses.replace(
+        one,
+        launches={**one.launches, **other.launches},
+        rounding=max(one.rounding, other.rounding),
+    )
+
+
+def _distinct(named: Sequence[Side]) -> list[Side]:
+    """Number sources of the same name."""
+    taken = {side.name for side in named}
+    distinct: list[Side] = []
+    for side in named:
+        name, count = side.name, 1
+        while any(one.name == name for one in distinct) or (count > 1 and name in taken):
+            count += 1
+            name = f"{side.name} ({count})"
+        distinct.append(dataclasses.replace(side, name=name))
+    return distinct
+
+
+def _table_list(path: Path, tables: Sequence[Table]) -> str:
+    """Return how to name each table of a file."""
+    shown = [f"{path}:{table.index} ({table.title or table.tool})" for table in tables]
+    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
+
+
+def _series_of_tables(
+    path: Path, tables: Sequence[Table], column: str, defaults: InputDefaults
+) -> list[Series]:
+    """Return the series of a file. Repeats of a sweep are values of one launch."""
+    groups: dict[tuple[object, ...], tuple[Table, list[Reading]]] = {}
+    for table in tables:
+        for reading in table.readings:
+            # nccl-tests prints rows of size 0 where a message is too small to share out.
+            if reading.size_bytes == 0 or (column and reading.column != column):
+                continue
+            if reading.num_wrong:
+                continue
+            key = _reading_key(reading, table)
+            first, readings = groups.setdefault(key, (table, []))
+            if first is not table or any(r.cycle == reading.cycle for r in readings):
+                raise ConfigError(
+                    "compare", path, f"one of its tables: {_table_list(path, tables)}"
+                )
+            readings.append(reading)
+    all_series = (_of_readings(path, *group, defaults) for group in groups.values())
+    return [series for series in all_series if series.launches or series.below is not None]
+
+
+def _reading_key(reading: Reading, table: Table) -> tuple[object, ...]:
+    return (
+        *(table.collective, table.method, table.unit, table.num_ranks),
+        *(reading.label, reading.size_bytes, reading.dtype, reading.redop, reading.root),
+        *(reading.placement, reading.column),
+    )
+
+
+def _of_readings(
+    path: Path, table: Table, readings: Sequence[Reading], defaults: InputDefaults
+) -> Series:
+    first = readings[0]
+    collective = table.collective or defaults.collective or ""
+    num_ranks = table.num_ranks or defaults.num_ranks
+    times = tuple(r.time_s for r in readings if r.time_s is not None and r.time_s > 0)
+    rates = tuple(r.rate for r in readings if r.rate is not None and r.rate > 0)
+    values = times or rates
+    unit = "s" if times else table.unit or defaults.unit or UNKNOWN
+    return Series(
+        fields={
+            "family": collective,
+            "label": first.label,
+            "dtype": first.dtype,
+            "redop": first.redop,
+            "root": first.root,
+            "placement": first.placement,
+            "num_ranks": num_ranks,
+            "method": table.method,
+        },
+        size_bytes=first.size_bytes,
+        unit=unit,
+        launches={f"{path}:{table.index}": values} if values else {},
+        busbw_factor=_factor(collective, num_ranks) if times else None,
+        below=None if values else first.rate_below,
+        rounding=max(map(_rounding, readings)) if times else 0.0,
+    )
+
+
+def _rounding(reading: Reading) -> float:
+    """Return the unit of a time's last digit over the time; 0 where it is unknown."""
+    text = reading.printed[0] if reading.printed else ""
+    value = parse_number(text) if text else None
+    return 2 * rounding_error(text) / value if value else 0.0
+
+
+def _factor(collective: str, num_ranks: int | None) -> float | None:
+    if num_ranks is None or collective not in list(Collective):
+        return None
+    return busbw_factor(Collective(collective), num_ranks) or None
+
 
 _PLACEMENTS = {"in": "in-place", "out": "out-of-place", "both": None}
 
@@ -58,11 +348,10 @@ def run(options: CompareOptions) -> int:
 def _collective(text: str | None) -> str | None:
     if text is None:
         return None
-    name = text.lower().replace("-", "_").removesuffix("_perf").replace("_", "")
-    known = {one.value.replace("_", ""): one.value for one in Collective}
-    if name not in known:
+    name = collective_named(text)
+    if name not in list(Collective):
         raise ConfigError("collective", text, f"one of {', '.join(Collective)}")
-    return known[name]
+    return name
 
 
 def _allowed(names: Sequence[str], force: bool) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.app import sweep_run, tuner
-from stepmark.app.comparison_sources import side_of_runs
+from stepmark.app.compare import side_of_runs
 from stepmark.app.delivery import make_folder
 from stepmark.app.sweep_run import Means
 from stepmark.app.tuner import ProbeError

@@ -274,8 +274,6 @@ def print_found(found: Found, console: "Console", *, file_width: int = 40) -> No
 
 
 def _table_row(table: Table, findings: Sequence[Finding]) -> Row:
-    # Times stand in seconds, whatever their headings say; a column per setting needs it told.
-    timed = table.columns and any(one.time_s is not None for one in table.readings)
     sizes = [one.size_bytes for one in table.readings if one.size_bytes is not None]
     return {
         "table": name_of(table),
@@ -291,7 +289,7 @@ def _table_row(table: Table, findings: Sequence[Finding]) -> Row:
         "num_ranks": table.num_ranks,
         "num_ranks_from": table.num_ranks_from or None,
         "method": table.method or None,
-        "unit": table.unit or ("s" if timed else None),
+        "unit": table.unit or None,
         "columns": ", ".join(table.columns) or None,
         "rows": len(
             {

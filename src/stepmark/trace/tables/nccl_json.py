@@ -104,7 +104,7 @@ def _table(
     config = _object(document.get("config"))
     args = [str(arg) for arg in _list(document.get("args"))]
     readings = tuple(_readings(results, line))
-    collective, collective_from = _collective(args, name, file, readings)
+    collective, collective_from = _collective(args, name, file)
     num_ranks, num_ranks_from = _num_ranks(config)
     if num_ranks is None:
         num_ranks, num_ranks_from = printed_figures.num_ranks_of(readings, collective)
@@ -137,9 +137,7 @@ def _table(
     )
 
 
-def _collective(
-    args: Sequence[str], name: str, file: str, readings: Sequence[Reading]
-) -> tuple[str, str]:
+def _collective(args: Sequence[str], name: str, file: str) -> tuple[str, str]:
     """Return (collective, how it is known)."""
     if name:
         return nccl_lines.collective_named(name), "the results' experiment_name"
@@ -149,7 +147,7 @@ def _collective(
     file_name = PurePath(file).name
     if collective := nccl_lines.collective_in_text(file_name):
         return collective, f"the file's name, {file_name}"
-    return printed_figures.collective_of(readings)
+    return "", ""
 
 
 def _num_ranks(config: JsonObject) -> tuple[int | None, str]:

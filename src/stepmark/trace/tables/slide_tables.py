@@ -1,10 +1,10 @@
 """Tables of slides: a column per setting, or results of a Hugging Face Trainer, with titles.
 
-Cells are separated by tabs, bars or commas. The first column is a message size or a label
-("16 nodes, 128 ranks"), the others are figures. Sizes with a unit are binary, as in nccl-tests.
-The unit of a figure is only what a heading or the text below the table states; otherwise it
-is "" and the figures are kept as printed. A Trainer's result is a dict on one line, which may
-have lost quotes when it was copied; loss and epoch are left out.
+Cells are separated by tabs. The first column is a message size or a label ("16 nodes, 128
+ranks"), the others are figures. Sizes with a unit are binary, as in nccl-tests. The unit of a
+figure is the one rate that a heading or the text below the table names; otherwise it is "" and
+the figures are kept as printed (compare --unit). A Trainer's result is a dict on one line,
+which may have lost quotes when it was copied; loss and epoch are left out.
 """
 
 import re
@@ -40,20 +40,12 @@ _NCCL_TESTS_LINE = re.compile(
 
 _MAX_LINE, _MAX_COLUMNS = 4096, 24
 _LINES_BELOW = 4  # a table, in which its unit may be stated
-_RULE = re.compile(r"[\s|:+=-]+")
-_LAST_CHARACTERS = frozenset('0123456789|-\t *`"aAnN')
 _SIZE = re.compile(r"\d{1,19}|\d{1,6}(?:\.\d{1,3})?\s?[KMGT]i?B?", re.IGNORECASE | re.ASCII)
 _SIZE_HEADING = re.compile(r"\b(?:bytes?|message|msg)\b|size", re.IGNORECASE)
 _SIZE_UNIT = re.compile(r"\(\s*([KMGT])i?B\s*\)", re.IGNORECASE)
 _RANKS = re.compile(r"\b(\d{1,7}) (?:ranks|GPUs|gpus|GCDs)\b")
 
-# Units are lower case, as they are written: "(US)" is a country. "step(s)" is a plural.
-_SECONDS = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "ns": 1e-9}
-_SECONDS |= dict.fromkeys(("us", "µs", "μs"), 1e-6)
-_TIME_UNIT = f"(?P<unit>{'|'.join(sorted(_SECONDS, key=len, reverse=True))})(?![\\w'’/])"
 _TIME_WORD = re.compile(r"(?i:time|latency|latencies)(?![a-z])")
-_TIME_AFTER_WORD = re.compile(rf"{_TIME_WORD.pattern}[ _,(\[]*{_TIME_UNIT}")
-_TIME_IN_BRACKETS = re.compile(rf"(?:\[|(?<!\w)\()\s*{_TIME_UNIT}")
 _BANDWIDTHS = {
     "busbw": re.compile(r"bus ?_?(?:bw|bandwidth)", re.I),
     "algbw": re.compile(r"alg(?:o(?:rithm)?)? ?_?(?:bw|bandwidth)", re.I),
@@ -69,13 +61,6 @@ _METRIC = re.compile(
     \s{{0,40}}:\s{{0,40}}(?P<value>{NUMBER})(?![\w:])""",
     re.VERBOSE,
 )
-
-
-class FigureUnit(NamedTuple):
-    """Unit of a column: "s" for times, the name of a rate, "" if unknown."""
-
-    name: str = ""
-    scale: float = 1.0  # SI units per printed unit
 
 
 class _Grid(NamedTuple):
@@ -120,83 +105,55 @@ def heading_above(lines: Sequence[str], first_line: int) -> str:
     return next(filter(None, headings), "")
 
 
-def unit_of(column: str, titles: Sequence[str], below: str) -> FigureUnit:
-    """Return the unit by the column's heading, else the titles, else the text below."""
-    units = _units_in(column)
-    if not units:
-        units = _units_in(" ".join(titles)) or _units_in(below, has_brackets=False)
-        if _TIME_WORD.search(column):  # a latency is no rate, though the title names one
-            units = {unit for unit in units if unit.name == "s"}
-    return units.pop() if len(units) == 1 else FigureUnit()
+def unit_of(column: str, titles: Sequence[str], below: str) -> str:
+    """Return the rate that the column's heading names, else the titles, else the text below.
 
-
-def _units_in(text: str, *, has_brackets: bool = True) -> set[FigureUnit]:
-    """Return the units that a text names, with an unknown one for those not read."""
-    patterns = (_TIME_AFTER_WORD, _TIME_IN_BRACKETS) if has_brackets else (_TIME_AFTER_WORD,)
-    rates = {name for name, pattern in _BANDWIDTHS.items() if pattern.search(text)}
-    if len(rates) > 1:
-        rates.discard("GB/s")  # the unit of the other
-    things = {match[1].lower() for match in _THROUGHPUT.finditer(text)}
-    return {
-        *(FigureUnit("s", _SECONDS[m["unit"]]) for p in patterns for m in p.finditer(text)),
-        *(FigureUnit(rate, GB) for rate in rates),
-        *(FigureUnit(f"{_THINGS.get(thing, thing)}s/s") for thing in things),
-        *([FigureUnit()] if _OTHER_BANDWIDTH.search(text) else []),
-    }
+    "" where none or several are named, and for a column of times.
+    """
+    for text in (column, " ".join(titles), below):
+        rates = {name for name, pattern in _BANDWIDTHS.items() if pattern.search(text)}
+        if len(rates) > 1:
+            rates.discard("GB/s")  # the unit of the other
+        things = {match[1].lower() for match in _THROUGHPUT.finditer(text)}
+        rates |= {f"{_THINGS.get(thing, thing)}s/s" for thing in things}
+        rates |= {""} if _OTHER_BANDWIDTH.search(text) else set()
+        if rates:
+            is_clear = len(rates) == 1 and not _TIME_WORD.search(column)
+            return rates.pop() if is_clear else ""
+    return ""
 
 
 def _grids(lines: Sequence[str]) -> Iterator[_Grid]:
     """Yield headings with at least two rows of as many cells below them."""
     index = 0
     while index < len(lines):
-        cells, separator = _row_cells(lines[index])
-        first = index
+        cells, first = _row_cells(lines[index]), index
         rows: list[tuple[int, list[str]]] = []
         while cells and (not rows or len(cells) == len(rows[0][1])):
             rows.append((index + 1, cells))
             index += 1
-            cells = _row_cells(lines[index], separator)[0] if index < len(lines) else []
+            cells = _row_cells(lines[index]) if index < len(lines) else []
         index += not rows
-        if len(rows) > 1 and (head := _head(lines, first, separator, len(rows[0][1]))):
-            yield _Grid(first, head, rows)
+        if len(rows) > 1 and first:
+            head = _cells(lines[first - 1])
+            is_named = all(cell and not is_number(cell) for cell in head[1:])
+            if is_named and len(head) == len(rows[0][1]):
+                yield _Grid(first, head, rows)
 
 
-def _row_cells(line: str, separator: str = "") -> tuple[list[str], str]:
-    """Return (cells, separator) of a row of figures; quickly ([], "") for most other lines."""
-    if not line or line[-1] not in _LAST_CHARACTERS or len(line) > _MAX_LINE:
-        return [], ""
-    separator = separator or next((sign for sign in "\t|," if sign in line), "")
-    if not separator:
-        return [], ""
-    if separator != "|":  # most lines of logs with commas or tabs end here
-        second = line.split(separator, 2)[1:2]
-        if not second or not is_cell(second[0].strip(" *`")):
-            return [], ""
-    cells = _cells(line, separator)
+def _row_cells(line: str) -> list[str]:
+    """Return the cells of a row of figures; [] for any other line."""
+    cells = _cells(line)
     is_row = len(cells) > 1 and cells[0] and all(map(is_cell, cells[1:]))
-    return (cells, separator) if is_row and any(map(is_number, cells[1:])) else ([], "")
+    return cells if is_row and any(map(is_number, cells[1:])) else []
 
 
-def _cells(line: str, separator: str) -> list[str]:
+def _cells(line: str) -> list[str]:
     """Return the cells of a line; [] for a line without any or with too many."""
-    if len(line) > _MAX_LINE:
+    if "\t" not in line or len(line) > _MAX_LINE:
         return []
-    cells = [cell.strip(" *`") for cell in line.rstrip().split(separator, 4 * _MAX_COLUMNS)]
-    if separator == "|" and not cells[0]:
-        del cells[0]
-    while len(cells) > 1 and not cells[-1]:
-        cells.pop()
+    cells = [cell.strip(" *`") for cell in line.rstrip().split("\t", 4 * _MAX_COLUMNS)]
     return cells if 1 < len(cells) <= _MAX_COLUMNS else []
-
-
-def _head(lines: Sequence[str], first: int, separator: str, width: int) -> list[str]:
-    """Return the heading's cells above row `first`, past a rule; [] if there is none."""
-    above = first - 1
-    if above >= 0 and lines[above].strip() and _RULE.fullmatch(lines[above][:_MAX_LINE]):
-        above -= 1
-    cells = _cells(lines[above], separator) if above >= 0 else []
-    is_head = len(cells) == width and all(cell and not is_number(cell) for cell in cells[1:])
-    return cells if is_head else []
 
 
 def _table(grid: _Grid, lines: Sequence[str], file: str) -> Table:
@@ -205,21 +162,15 @@ def _table(grid: _Grid, lines: Sequence[str], file: str) -> Table:
     last_line = grid.rows[-1][0]
     below = " ".join(lines[last_line : last_line + _LINES_BELOW])
     units = [unit_of(name, (title, grid.head[0]), below) for name in grid.head[1:]]
-    rates = {unit.name for unit in units if unit.name != "s"}
-    rate = rates.pop() if len(rates) == 1 else ""
+    rate = units[0] if len(set(units)) == 1 else ""
     collective = collective_in_text(f"{title} {grid.head[0]}")
     ranks = set(_RANKS.findall(title))
     num_ranks = int(ranks.pop()) if len(ranks) == 1 else None
     readings = tuple(_readings(grid, sizes, units))
     bounds = sum(one.rate_below is not None for one in readings)
-    zeros = sum(one.rate is one.rate_below is one.time_s is None for one in readings)
     notes = (
         (bounds, f"{bounds} cells are 0: read as below half of the last printed digit"),
-        (zeros, f"{zeros} times are 0 and left out"),
-        (
-            sizes and not all(unit.name for unit in units),
-            "the table does not say what its figures are",
-        ),
+        (sizes and not all(units), "the table does not say what its figures are"),
         (sizes and not collective, "the collective is not known (compare --collective NAME)"),
         (
             sizes and num_ranks is None,
@@ -262,7 +213,7 @@ def _sizes(grid: _Grid) -> list[int] | None:
 
 
 def _readings(
-    grid: _Grid, sizes: Sequence[int] | None, units: Sequence[FigureUnit]
+    grid: _Grid, sizes: Sequence[int] | None, units: Sequence[str]
 ) -> Iterator[Reading]:
     """Yield figures row by row. A zero among figures with decimals was rounded to zero."""
     # Of the finest figure: spreadsheets drop the zeros at the end of others.
@@ -274,18 +225,17 @@ def _readings(
             value = parse_number(cell)
             if value is None or value < 0:
                 continue
-            figure = value * unit.scale if value > 0 else None
-            rate = None if unit.name == "s" else figure
+            scale = GB if unit in _BANDWIDTHS else 1.0
+            rate = value * scale if value > 0 else None
             yield Reading(
                 line=line,
                 label="" if sizes else cells[0],
                 column=column,
                 size_bytes=sizes[index] if sizes else None,
-                time_s=figure if unit.name == "s" else None,
-                algbw_bytes_per_s=rate if unit.name == "algbw" else None,
-                busbw_bytes_per_s=rate if unit.name == "busbw" else None,
+                algbw_bytes_per_s=rate if unit == "algbw" else None,
+                busbw_bytes_per_s=rate if unit == "busbw" else None,
                 rate=rate,
-                rate_below=half * unit.scale if not value and unit.name != "s" else None,
+                rate_below=half * scale if not value else None,
             )
 
 

@@ -9,7 +9,6 @@ Rules, each at most one finding with its first lines as evidence:
     ranks-factor      WARNING  busbw fits another number of ranks
     slow-outlier      WARNING  one size took far longer than the sizes beside it
     placement-ratio   NOTE     out-of-place and in-place are more than 10 % apart
-    old-algbw         NOTE     algbw leaves out a rank's own part, as before June 2020
     rows-missing      NOTE     the footer's average is not that of the rows
 
 Two figures disagree only if no true values round to both. slow-outlier: time / interpolation
@@ -17,10 +16,10 @@ between both neighbours (in log size, log time) above 1.3, and one more sign: lo
 next size's, longer than the other placement's by 10 %, or, where the table holds bandwidth
 alone, a bandwidth below that of the size before. A step to a faster algorithm is no outlier.
 
-Over 250 lines: nine rules, each with what it holds against what.
+Over 250 lines: eight rules, each with what it holds against what.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import exp, inf, log
 
@@ -43,27 +42,16 @@ Point = tuple[int, float, Reading]  # size, time or what is proportional to it
 
 def validate(table: Table) -> list[Finding]:
     """Return what is wrong or odd in a table, worst first."""
-    algbw = list(_algbw_doubts(table))
-    is_old = _is_old_algbw(table, algbw)
-    old_text = "{}: algbw leaves out a rank's own part, as nccl-tests did before June 2020"
+    outlier_text = "{} took far longer than the neighbouring sizes suggest"
     placement_text = "{}: out-of-place and in-place are more than 10 % apart"
+    doubts = _placement_doubts(table)
     findings = [
         _wrong_values(table),
         _finding(table, "size-count", _size_doubts(table), "{}: count x element is not size"),
-        None
-        if is_old
-        else _finding(table, "algbw-time", algbw, "{}: algbw is not size / time"),
+        _finding(table, "algbw-time", _algbw_doubts(table), "{}: algbw is not size / time"),
         _busbw(table),
-        _finding(
-            table,
-            "slow-outlier",
-            _outliers(table),
-            "{} took far longer than the neighbouring sizes suggest",
-        ),
-        _finding(
-            table, "placement-ratio", _placement_doubts(table), placement_text, Severity.NOTE
-        ),
-        _finding(table, "old-algbw", algbw, old_text, Severity.NOTE) if is_old else None,
+        _finding(table, "slow-outlier", _outliers(table), outlier_text),
+        _finding(table, "placement-ratio", doubts, placement_text, Severity.NOTE),
         _noted(table, "rows-missing", Severity.NOTE, ROWS_MISSING, "{}"),
     ]
     return [finding for finding in findings if finding]
@@ -167,16 +155,6 @@ def _busbw(table: Table) -> Finding | None:
         return _finding(table, "ranks-factor", doubts, text)
     text = f"{{}}: busbw is not algbw x {factor:.6g}, the factor of {table.num_ranks} ranks"
     return _finding(table, "busbw-factor", doubts, text)
-
-
-def _is_old_algbw(table: Table, doubts: Sequence[Doubt]) -> bool:
-    """Return whether algbw is (n-1) x count / time, as it once was for parts per rank."""
-    if table.collective not in ("all_gather", "reduce_scatter") or not doubts:
-        return False
-    return all(
-        reading.printed is not None and reading.printed[1] == reading.printed[2]
-        for reading, _ in doubts
-    )
 
 
 def _outliers(table: Table) -> Iterator[Doubt]:
