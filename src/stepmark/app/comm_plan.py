@@ -1,9 +1,9 @@
 """From the options of `stepmark comm` to its cases."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stepmark.app.models import read_models
@@ -42,7 +42,7 @@ _ONLY_OF: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Cases in the order in which they run, and what a user should know of them."""
 
@@ -91,7 +91,7 @@ def _of_name(
         if max(two) >= world_size:
             shown = f"{two[0]},{two[1]}"
             raise ConfigError("pair", shown, f"two ranks under {world_size}: 0,1")
-        base = dataclasses.replace(base, num_ranks=2, pair=two)
+        base = replace(base, num_ranks=2, pair=two)
     yield from _of_collective(collective, options, base, notes)
 
 
@@ -126,7 +126,7 @@ def _of_collective(
     if collective is Collective.BARRIER:
         if base.mode is Mode.GRAPH:
             raise ConfigError("mode", base.mode, "queued or blocking for a barrier")
-        yield from (dataclasses.replace(base, beside=one) for one in companions)
+        yield from (replace(base, beside=one) for one in companions)
         return
     for one in _forms(collective, options, base):
         if reason := impossible(one):
@@ -137,7 +137,7 @@ def _of_collective(
         for sized in _sized(one, options, notes):
             for in_place in _placement(collective, options, base.api):
                 for beside in companions:
-                    yield dataclasses.replace(sized, in_place=in_place, beside=beside)
+                    yield replace(sized, in_place=in_place, beside=beside)
 
 
 def _forms(collective: Collective, options: CommOptions, base: CommCase) -> Iterator[CommCase]:
@@ -149,7 +149,7 @@ def _forms(collective: Collective, options: CommOptions, base: CommCase) -> Iter
         _roots(options, base.num_ranks) if facts.rooted else (-1,),
         _max_ctas(options, base.api, base.backend),
     ):
-        yield dataclasses.replace(
+        yield replace(
             base, collective=collective, dtype=dtype, redop=redop, root=root, max_ctas=ctas
         )
 
@@ -159,11 +159,9 @@ def impossible(case: CommCase) -> tuple[str, object, str] | None:
     if case.api is Api.NCCL or not (reason := unsupported(case)):
         return None
     # The flag without which it would be possible is to blame.
-    if not unsupported(dataclasses.replace(case, calls_per_group=1)):
+    if not unsupported(replace(case, calls_per_group=1)):
         return "agg-iters", case.calls_per_group, reason
-    if case.redop is not RedOp.NONE and not unsupported(
-        dataclasses.replace(case, redop=RedOp.SUM)
-    ):
+    if case.redop is not RedOp.NONE and not unsupported(replace(case, redop=RedOp.SUM)):
         return "redop", case.redop, reason
     return "dtype", case.dtype, reason
 
@@ -175,16 +173,16 @@ def _sized(case: CommCase, options: CommOptions, notes: list[str]) -> Iterator[C
             yield _with_matrix(case, options.matrix)
             return
         imbalance = 1.0 if options.imbalance is None else options.imbalance
-        case = dataclasses.replace(case, spread=imbalance)
+        case = replace(case, spread=imbalance)
     found, trimmed = dict[int, CommCase](), 0
     for label, size in _sizes_of(case, options):
         count = trimmed_count(case.collective, size, case.dtype.itemsize, case.num_ranks)
-        one = dataclasses.replace(case, count=count)
+        one = replace(case, count=count)
         trimmed += one.message_bytes != size
         if count and one.message_bytes:
             labels = found[count].labels if count in found else ()
             labels += (label,) if label else ()
-            found[count] = dataclasses.replace(one, labels=labels)
+            found[count] = replace(one, labels=labels)
     if not found:
         given = plain(options)
         raise ConfigError("end", given.get("end", given.get("begin")), _least(case))
@@ -210,15 +208,15 @@ def _matrix_of_pairs(
     """Bandwidth and latency of every ordered pair, one pair at a time."""
     default = 64 * MIB if base.device == "cuda" else MIB
     big = options.begin or options.end or default
-    bandwidth = dataclasses.replace(options, begin=big, end=options.end or big)
-    tiny = dataclasses.replace(options, begin=_LATENCY_BYTES, end=_LATENCY_BYTES)
+    bandwidth = replace(options, begin=big, end=options.end or big)
+    tiny = replace(options, begin=_LATENCY_BYTES, end=_LATENCY_BYTES)
     # Issued one by one, so small a message takes its host's time.
     is_mode_given = options.mode or options.blocking
     mode = Mode.GRAPH if base.device == "cuda" and not is_mode_given else base.mode
     for source, target in itertools.permutations(range(base.num_ranks), 2):
-        pair = dataclasses.replace(base, num_ranks=2, pair=(source, target))
+        pair = replace(base, num_ranks=2, pair=(source, target))
         yield from _of_collective(collective, bandwidth, pair, notes)
-        latency = dataclasses.replace(pair, mode=mode)
+        latency = replace(pair, mode=mode)
         yield from _of_collective(Collective.PING_PONG, tiny, latency, notes)
 
 
@@ -292,8 +290,7 @@ def _check_meant_for(names: list[str], options: CommOptions) -> None:
     given = plain(options)
     for name, collectives in _ONLY_OF.items():
         if name in given and not set(names) & set(collectives):
-            shown = "given" if given[name] is True else given[name]
-            raise ConfigError(name, shown, f"only with {', '.join(collectives)}")
+            raise ConfigError(name, given[name], f"only with {', '.join(collectives)}")
 
 
 def _ranks(options: CommOptions, world_size: int) -> tuple[int, ...]:
@@ -365,7 +362,7 @@ def _with_matrix(case: CommCase, file: str) -> CommCase:
     matrix: Matrix = tuple(
         tuple(int(value) // 16 * 16 // itemsize for value in row[:n]) for row in table[:n]
     )
-    with_matrix = dataclasses.replace(case, matrix=matrix, matrix_file=file)
+    with_matrix = replace(case, matrix=matrix, matrix_file=file)
     if not with_matrix.message_bytes:
         raise ConfigError("matrix", file, "at least one part of 16 bytes")
     return with_matrix

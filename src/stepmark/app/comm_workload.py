@@ -67,8 +67,7 @@ def _cases(options: CommOptions) -> Iterable[CommCase]:
     given = plain(options)
     for name in _SAID:
         if name in given:
-            shown = "given" if given[name] is True else given[name]
-            raise ConfigError(name, shown, "it cannot be combined with --from-workload")
+            raise ConfigError(name, given[name], "it cannot be combined with --from-workload")
     # A send and its receipt are p2p here; nccl-tests' program for it is sendrecv.
     wanted = [Collective.P2P if name == Collective.SENDRECV else name for name in options.names]
     workload = workload_files.read(options.from_workload or "")

@@ -1,4 +1,4 @@
-"""The command line that measures a case, as its row shows it."""
+"""The shell command that measures a case alone: what rows, records and plans show."""
 
 import importlib
 import shlex
@@ -7,12 +7,12 @@ from stepmark.core.comm_case import CommCase
 from stepmark.core.options import argv
 from stepmark.core.record import AnyCase
 
-# By kind of case: a module that has options_of(case). Imported when a command is shown.
+# By kind of case: a module that has options_of(case), imported when a command is shown.
 _OPTIONS = {"comm": "stepmark.core.comm_options"}
 
 
 def command_of(case: AnyCase) -> str:
-    """Return the shell command that measures this case."""
+    """Return the command, quoted for a shell."""
     if case.kind not in _OPTIONS:
         assert not isinstance(case, CommCase)
         return case.command()
