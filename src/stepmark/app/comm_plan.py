@@ -224,14 +224,13 @@ def _sizes_of(case: CommCase, options: CommOptions) -> list[tuple[Label | None, 
     """Bytes, and what they stand for where a model gave them. Raises ConfigError."""
     given = plain(options)
     if not options.model:
-        for name in ("message", "seq_len"):
-            if name in given:
-                raise ConfigError(name, given[name], "a --model beside it")
+        for name in {"message", "seq_len"} & given.keys():
+            raise ConfigError(name, given[name], "a --model beside it")
         return [(None, size) for size in _sweep(options, case.device)]
     for name in ("begin", "end", "step", "factor"):
         if name in given:
-            allowed = "it cannot be combined with --model, which has sizes"
-            raise ConfigError(name, given[name], allowed)
+            rule = "it cannot be combined with --model, which has sizes"
+            raise ConfigError(name, given[name], rule)
     return _messages(case, options)
 
 
@@ -325,11 +324,8 @@ def _mode(options: CommOptions, device: str) -> tuple[Mode, bool]:
     given += [f"--mode {options.mode}"] if options.mode else []
     if len(given) > 1:
         raise ConfigError("mode", " ".join(given), "one of --mode, -z and -G")
-    mode = options.mode or Mode.QUEUED
-    if blocking:
-        mode = Mode.BLOCKING
-    if graph:
-        mode = Mode.GRAPH
+    mode = options.mode or (Mode.BLOCKING if blocking else Mode.QUEUED)
+    mode = Mode.GRAPH if graph else mode
     if mode is Mode.GRAPH and device != "cuda":
         flag, value = ("-G", graph) if graph else ("mode", "graph")
         raise ConfigError(flag, value, "queued or blocking calls on a CPU, which has no graphs")
