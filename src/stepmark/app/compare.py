@@ -275,6 +275,9 @@ def _of_readings(
     rates = tuple(r.rate for r in readings if r.rate is not None and r.rate > 0)
     values = times or rates
     unit = "s" if times else table.unit or defaults.unit or UNKNOWN
+    factor = None
+    if num_ranks is not None and collective in list(Collective):
+        factor = busbw_factor(Collective(collective), num_ranks) or None
     return Series(
         fields={
             "family": collective,
@@ -289,7 +292,7 @@ def _of_readings(
         size_bytes=first.size_bytes,
         unit=unit,
         launches={f"{path}:{table.index}": values} if values else {},
-        busbw_factor=_factor(collective, num_ranks) if times else None,
+        busbw_factor=factor if times else None,
         below=None if values else first.rate_below,
         rounding=max(map(_rounding, readings)) if times else 0.0,
     )
@@ -300,12 +303,6 @@ def _rounding(reading: Reading) -> float:
     text = reading.printed[0] if reading.printed else ""
     value = parse_number(text) if text else None
     return 2 * rounding_error(text) / value if value else 0.0
-
-
-def _factor(collective: str, num_ranks: int | None) -> float | None:
-    if num_ranks is None or collective not in list(Collective):
-        return None
-    return busbw_factor(Collective(collective), num_ranks) or None
 
 
 _PLACEMENTS = {"in": "in-place", "out": "out-of-place", "both": None}
