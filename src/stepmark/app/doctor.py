@@ -1,10 +1,7 @@
 """stepmark doctor: what this machine is, what would be measured, what not, and why."""
 
-import csv as csv_format
-import io
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import msgspec
 from rich.console import Console
@@ -15,7 +12,7 @@ from stepmark.bench.doctor import Device, Findings, examine
 from stepmark.bench.nvidia import Health, Links
 from stepmark.core.units import GB, TFLOP, format_bytes
 from stepmark.core.verb_options import DoctorOptions
-from stepmark.store.files import config_errors, write_text
+from stepmark.store.export import write_csv, write_json
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
 STYLE = {OK: "green", WARNING: "yellow", MISSING: "dim"}
@@ -39,10 +36,9 @@ def run(options: DoctorOptions) -> None:
     report = list(lines(findings))
     draw(report, to_stderr=options.to_stdout)
     if options.json:
-        text = msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()
-        write(options.json, text + "\n", "doctor.json")
+        write_json(msgspec.to_builtins(findings), options.json, "doctor")
     if options.csv:
-        write(options.csv, as_csv(report), "doctor.csv")
+        write_csv([asdict(line) for line in report], options.csv, "doctor")
 
 
 def draw(report: list[Line], *, to_stderr: bool) -> None:
@@ -63,24 +59,6 @@ def draw(report: list[Line], *, to_stderr: bool) -> None:
                 table.add_row(mark, Text(line.item), Text(line.detail))
         console.print(table)
         console.print()
-
-
-def as_csv(report: list[Line]) -> str:
-    out = io.StringIO()
-    writer = csv_format.writer(out, lineterminator="\n")
-    writer.writerow(("section", "item", "mark", "detail"))
-    writer.writerows((line.section, line.item, line.mark, line.detail) for line in report)
-    return out.getvalue()
-
-
-def write(target: str, text: str, name: str) -> None:
-    """Write to stdout ("-"), into a folder under `name`, or to a file."""
-    path = Path(target)
-    if target != "-" and (target.endswith("/") or path.is_dir()):
-        with config_errors(path):
-            path.mkdir(parents=True, exist_ok=True)
-        target = str(path / name)
-    write_text(target, text)
 
 
 def lines(findings: Findings) -> Iterator[Line]:

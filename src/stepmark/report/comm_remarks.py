@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 
 from stepmark.core.collectives import FACTS, Collective
@@ -201,7 +202,7 @@ class PairMatrix:
             for link, best in zip(self.known, self._bests, strict=True)
             if self._is_slow(best)
         ]
-        return sorted(found, key=_value, reverse=not self.more_is_better)
+        return sorted(found, key=itemgetter(2), reverse=not self.more_is_better)
 
     @property
     def _bests(self) -> list[float]:
@@ -211,10 +212,6 @@ class PairMatrix:
         if self.more_is_better:
             return best < SLOW * self.median
         return best * SLOW > self.median
-
-
-def _value(link: tuple[int, int, float]) -> float:
-    return link[2]
 
 
 def matrices(rows: Sequence[Row]) -> list[PairMatrix]:

@@ -3,18 +3,17 @@
 `speed` is always B's speed over the baseline's: above 1 is faster.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from stepmark.core.columns import Row, digits
+from stepmark.core.columns import COUNT, PAGE, SHOWN, TEXT, Column, Row, View, digits
 from stepmark.core.comparison import TIME, Cell, Comparison, Line, Overall
 from stepmark.core.ratio import Ratio, Verdict
 from stepmark.core.units import GB, format_bytes, format_time
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
 # Fields in the order in which they are read; all others follow.
 _ORDER = (
@@ -246,6 +245,7 @@ _STYLE = {Verdict.FASTER: "green", Verdict.SLOWER: "red"}
 # Up to this many sides beside the baseline have their values, intervals and verdicts in the
 # table; more have the ratio and a mark.
 _WIDE = 2
+_VERDICT, _MARKED = "verdict", "ratio with a mark"  # headings
 _MARKS = {
     Verdict.FASTER: "+",
     Verdict.SLOWER: "-",
@@ -255,76 +255,87 @@ _MARKS = {
 _MARKS_SAY = "ratios with + faster, - slower, = same, ? cannot tell; intervals: --json, --csv"
 
 
+def columns_of(comparison: Comparison) -> list[Column[Line]]:
+    """What tells lines apart, their size, what each side reached, ratios and verdicts."""
+    base, *others = comparison.names
+    _, varying = split_fields(comparison.lines)
+    columns: list[Column[Line]] = [
+        *(Column(name, partial(_field, name), views=SHOWN) for name in varying),
+        Column("size", size_text, COUNT, views=SHOWN),
+        *(Column(name, partial(_value, name), COUNT, views=SHOWN) for name in comparison.names),
+    ]
+    for name in others:
+        ratio = Column(name, partial(_ratio, name), COUNT, f"{name} / {base}", SHOWN)
+        # Where nothing is known of how a side's values vary, ratios stand alone.
+        cells = (line.cells.get(name) for line in comparison.lines)
+        judged = any(cell and cell.ratio and cell.ratio.low is not None for cell in cells)
+        views = SHOWN if judged else PAGE
+        columns += [ratio, Column(name, partial(_verdict, name), TEXT, _VERDICT, views)]
+    return columns
+
+
+def _field(name: str, line: Line) -> str:
+    return shown(line.fields.get(name))
+
+
+def _value(name: str, line: Line) -> str:
+    return value_text(line, line.cells.get(name))
+
+
+def _ratio(name: str, line: Line) -> str:
+    found = cell.ratio if (cell := line.cells.get(name)) else None
+    return "" if found is None else ratio_text(found)
+
+
+def _verdict(name: str, line: Line) -> str:
+    cell = line.cells.get(name)
+    if cell is None:
+        return ""
+    return verdict_text(cell.ratio) if cell.ratio else "cannot tell (printed as 0)"
+
+
+def _marked(name: str, line: Line) -> str:
+    cell = line.cells.get(name)
+    found = cell.ratio if cell else None
+    return f"{found.speed:.3f} {_MARKS[found.verdict]}" if found else ""
+
+
+def _style(column: Column[Line], line: Line) -> str:
+    """Colour of a verdict, or of a ratio with its mark."""
+    cell = line.cells.get(column.name)
+    is_judgement = column.heading in (_VERDICT, _MARKED)
+    return _STYLE.get(cell.ratio.verdict, "") if is_judgement and cell and cell.ratio else ""
+
+
 def printed(comparison: Comparison, console: "Console") -> None:
     """Constants, a line per size or shape, geometric means, and what else is to be known."""
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
     others = comparison.names[1:]
-    constant, varying = split_fields(comparison.lines)
+    constant, _ = split_fields(comparison.lines)
     console.print(Text(headline(comparison, constant)), soft_wrap=True)
+    columns = [one for one in columns_of(comparison) if View.CONSOLE in one.views]
+    if not any(line.size_bytes is not None for line in comparison.lines):
+        columns = [one for one in columns if one.name != "size"]
+    is_wide = len(others) > _WIDE
+    if is_wide:
+        columns = [one for one in columns if one.name not in others]
+        columns += [Column(name, partial(_marked, name), COUNT, _MARKED) for name in others]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    has_sizes = any(line.size_bytes is not None for line in comparison.lines)
-    for head in [*varying, *(["size"] if has_sizes else [])]:
-        table.add_column(head, justify="right" if head == "size" else "left", no_wrap=True)
-    ratio_cells = _columns(comparison, table)
-    valued = comparison.names if len(others) <= _WIDE else comparison.names[:1]
+    for column in columns:
+        is_side = column.name in comparison.names
+        table.add_column(
+            column.name if column.heading == _MARKED else column.title,
+            justify="right" if column.unit.is_numeric else "left",
+            overflow="fold",
+            no_wrap=not is_side or not column.unit.is_numeric,
+            max_width=24 if is_wide and column.name in others else None,
+        )
     for line in comparison.lines:
-        words = [shown(line.fields.get(name)) for name in varying]
-        words += [size_text(line)] if has_sizes else []
-        words += [value_text(line, line.cells.get(name)) for name in valued]
-        table.add_row(*map(Text, words), *ratio_cells(line))
+        cells = (Text(shown(one.of(line)), style=_style(one, line)) for one in columns)
+        table.add_row(*cells)
     console.print(table)
-    marks = [_MARKS_SAY] if len(others) > _WIDE else []
+    marks = [_MARKS_SAY] if is_wide else []
     for text in (*marks, *map(mean_text, comparison.overall), *closing(comparison)):
         console.print(Text(text), soft_wrap=True)
-
-
-def _columns(comparison: Comparison, table: "Table") -> "Callable[[Line], list[Text]]":
-    """Declare the columns of values and ratios; what makes a line's cells of the ratios."""
-    base, *others = comparison.names
-    if len(others) > _WIDE:
-        table.add_column(base, justify="right")
-        for name in others:
-            table.add_column(name, justify="right", overflow="fold", max_width=24)
-        return lambda line: [_marked(line.cells.get(name)) for name in others]
-    for name in comparison.names:
-        table.add_column(name, justify="right", overflow="fold")
-    judged = {name for name in others if _is_judged(comparison, name)}
-    for name in others:
-        table.add_column(f"{name} / {base}", justify="right", overflow="fold")
-        if name in judged:
-            table.add_column("", no_wrap=True)
-    return lambda line: [
-        cell
-        for name in others
-        for cell in _ratio_cells(line.cells.get(name))[: 2 if name in judged else 1]
-    ]
-
-
-def _marked(cell: Cell | None) -> "Text":
-    from rich.text import Text  # noqa: PLC0415
-
-    if cell is None or cell.ratio is None:
-        return Text("")
-    found = cell.ratio
-    mark, style = _MARKS[found.verdict], _STYLE.get(found.verdict, "")
-    return Text(f"{found.speed:.3f} {mark}", style=style)
-
-
-def _is_judged(comparison: Comparison, name: str) -> bool:
-    """Whether anything is known of how this side's values vary; else ratios stand alone."""
-    cells = (line.cells.get(name) for line in comparison.lines)
-    return any(cell and cell.ratio and cell.ratio.low is not None for cell in cells)
-
-
-def _ratio_cells(cell: Cell | None) -> "list[Text]":
-    from rich.text import Text  # noqa: PLC0415
-
-    if cell is None:
-        return [Text(""), Text("")]
-    found = cell.ratio
-    if found is None:
-        return [Text(""), Text("cannot tell (printed as 0)")]
-    style = _STYLE.get(found.verdict, "")
-    return [Text(ratio_text(found)), Text(verdict_text(found), style=style)]

@@ -5,19 +5,19 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from stepmark.core.comparison import Comparison, Line
-from stepmark.core.ratio import EFFECT_FLOOR
+from stepmark.core.ratio import EFFECT_FLOOR, Ratio
 from stepmark.core.units import format_bytes
 from stepmark.report.comm_figures import curve_style, size_ticks
 from stepmark.report.comparison import (
     busbw_gb_s,
     closing,
+    columns_of,
     headline,
     mean_text,
     ratio_text,
     split_fields,
     unit_text,
     value_text,
-    verdict_text,
 )
 from stepmark.report.figures import INK, styled
 from stepmark.report.page import document, figure_section, section
@@ -31,7 +31,7 @@ _GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
 
 def html(comparison: Comparison, lead: Sequence[str] = ()) -> str:
     """The whole document; `lead` are lines that come first, as a recommendation does."""
-    constant, varying = split_fields(comparison.lines)
+    constant, _ = split_fields(comparison.lines)
     said = [*map(mean_text, comparison.overall), *closing(comparison)]
     summary = f"<pre>{escape(chr(10).join(lead))}</pre>" if lead else ""
     summary += "".join(f"<p>{escape(text)}</p>" for text in said)
@@ -40,7 +40,7 @@ def html(comparison: Comparison, lead: Sequence[str] = ()) -> str:
         (
             section("Summary", summary),
             *figures,
-            section("All lines", _table(comparison, varying)),
+            section("All lines", _table(comparison)),
         )
     )
     names = " and ".join([", ".join(comparison.names[:-1]), comparison.names[-1]])
@@ -91,7 +91,10 @@ def over_size(lines: Sequence[Line], names: Sequence[str]) -> "Figure":
             col=1,
         )
         _add_ratios(figure, held, name, index)
-    _add_band(figure, row=1, col=2)
+    low, high = 1 / (1 + EFFECT_FLOOR), 1 + EFFECT_FLOOR
+    figure.add_hrect(
+        y0=low, y1=high, fillcolor=INK, opacity=0.25, line_width=0, layer="below", row=1, col=2
+    )
     sizes = [float(line.size_bytes or 1) for line in ordered]
     figure.update_xaxes(title="size", type="log", **size_ticks(sizes))
     figure.update_yaxes(title=unit_text(ordered[0]), type="log", dtick="D2", row=1, col=1)
@@ -134,13 +137,7 @@ def _add_ratios(figure: "Figure", held: Sequence[Line], name: str, index: int) -
     figure.add_scatter(
         x=[line.size_bytes for line, _ in known],
         y=[r.speed for _, r in known],
-        error_y={
-            "type": "data",
-            "symmetric": False,
-            "array": [(r.high or r.speed) - r.speed for _, r in known],
-            "arrayminus": [r.speed - (r.low or r.speed) for _, r in known],
-            "thickness": 1,
-        },
+        error_y=_intervals([r for _, r in known]),
         name=escape(name),
         legendgroup=name,
         showlegend=False,
@@ -152,11 +149,15 @@ def _add_ratios(figure: "Figure", held: Sequence[Line], name: str, index: int) -
     )
 
 
-def _add_band(figure: "Figure", **place: int) -> None:
-    low, high = 1 / (1 + EFFECT_FLOOR), 1 + EFFECT_FLOOR
-    figure.add_hrect(
-        y0=low, y1=high, fillcolor=INK, opacity=0.25, line_width=0, layer="below", **place
-    )
+def _intervals(known: Sequence[Ratio]) -> dict[str, object]:
+    """Error bars of speeds; none where an interval is unknown."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [(one.high or one.speed) - one.speed for one in known],
+        "arrayminus": [one.speed - (one.low or one.speed) for one in known],
+        "thickness": 1,
+    }
 
 
 def ratios(lines: Sequence[Line], comparison: Comparison) -> "Figure":
@@ -176,13 +177,7 @@ def ratios(lines: Sequence[Line], comparison: Comparison) -> "Figure":
         figure.add_scatter(
             y=[label for label, *_ in known],
             x=[r.speed for *_, r in known],
-            error_x={
-                "type": "data",
-                "symmetric": False,
-                "array": [(r.high or r.speed) - r.speed for *_, r in known],
-                "arrayminus": [r.speed - (r.low or r.speed) for *_, r in known],
-                "thickness": 1,
-            },
+            error_x=_intervals([r for *_, r in known]),
             name=escape(name),
             **style,
             text=[escape(f"{label}: {_hover(line, name)}") for label, line, _ in known],
@@ -199,24 +194,16 @@ def _label(line: Line, varying: Sequence[str]) -> str:
     return " ".join(str(word) for word in words if word not in (None, ""))
 
 
-def _table(comparison: Comparison, varying: Sequence[str]) -> str:
-    base, *others = comparison.names
-    heads = [*varying, "size", *comparison.names]
-    for name in others:
-        heads += [f"{name} / {base}", "verdict"]
-    lines = []
-    for line in comparison.lines:
-        words = ["" if (v := line.fields.get(n)) is None else str(v) for n in varying]
-        words.append("" if line.size_bytes is None else format_bytes(line.size_bytes))
-        words += [value_text(line, line.cells.get(name)) for name in comparison.names]
-        for name in others:
-            found = cell.ratio if (cell := line.cells.get(name)) else None
-            words += ["", ""] if found is None else [ratio_text(found), verdict_text(found)]
-        lines.append("".join(f"<td>{escape(word)}</td>" for word in words))
+def _table(comparison: Comparison) -> str:
+    columns = columns_of(comparison)
     head = "".join(
-        f'<th scope="col"><button type="button">{escape(h)}</button></th>' for h in heads
+        f'<th scope="col"><button type="button">{escape(column.title)}</button></th>'
+        for column in columns
     )
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    body = "\n".join(
+        f"<tr>{''.join(f'<td>{escape(str(one.of(line)))}</td>' for one in columns)}</tr>"
+        for line in comparison.lines
+    )
     return (
         f'<div class="box"><table><thead><tr>{head}</tr></thead>\n'
         f"<tbody>{body}</tbody></table></div>"

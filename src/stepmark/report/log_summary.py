@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from stepmark.core.collectives import Collective
@@ -202,16 +203,7 @@ def communicator_rows(facts: LogFacts) -> list[Row]:
 def transport_rows(facts: LogFacts) -> list[Row]:
     """One row per pair of ranks and way between them."""
     return [
-        {
-            "communicator": way.communicator,
-            "kind": way.kind,
-            "source": way.source,
-            "target": way.target,
-            "same_host": way.same_host,
-            "channels": way.channels,
-            "gdrdma": way.gdrdma,
-            "pxn": way.pxn,
-        }
+        {name: value for name, value in asdict(way).items() if name != "evidence"}
         for way in facts.transports
     ]
 
@@ -266,7 +258,9 @@ def print_found(found: Found, console: "Console", *, file_width: int = 40) -> No
     """A block per table: what it is, how each fact is known, what is odd."""
     for table, findings in found:
         row = _table_row(table, findings)
-        _say(console, f"{_shortened(name_of(table), file_width)}  {table.title[:_TITLE_WIDTH]}")
+        name = name_of(table)
+        name = name if len(name) <= file_width else f"...{name[3 - file_width :]}"
+        _say(console, f"{name}  {table.title[:_TITLE_WIDTH]}")
         for line in (*_table_facts(row), *(f"note: {note}" for note in table.notes)):
             _say(console, f"    {line}")
         for finding in findings:
@@ -328,10 +322,6 @@ def _range(row: Mapping[str, object]) -> str:
     if not isinstance(low, int) or not isinstance(high, int):
         return ""
     return f", {format_bytes(low)} to {format_bytes(high)}"
-
-
-def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else f"...{text[3 - width :]}"
 
 
 def _say(console: "Console", line: str) -> None:

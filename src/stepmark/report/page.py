@@ -34,7 +34,7 @@ def html(
             section("Summary", _summary(run, rows, device, comm_rows, train_rows)),
             *_train_sections(records, train_rows),
             *_figure_sections(run, rows, device),
-            *_comm_sections(run, comm_rows, device),
+            *_figures(comm_figures.drawn(comm_rows, run, device)),
             section("Measurements", table(rows, OP_COLUMNS) if rows or not beside else ""),
             section("Collectives", table(comm_rows, COMM_COLUMNS) if comm_rows else ""),
             section("Skipped and failed", _unmeasured(records, [*rows, *beside])),
@@ -125,29 +125,21 @@ def _figure_sections(run: RunInfo, rows: Sequence[Row], device: DeviceSpec | Non
             figures.time_breakdown(rows, run),
         ),
     )
-    return [
-        figure_section(title, note, figure)
-        for title, note, figure in drawn
-        if any(trace.type == "bar" or trace.mode == "markers" for trace in figure.data)
-    ]
+    return _figures(
+        one
+        for one in drawn
+        if any(trace.type == "bar" or trace.mode == "markers" for trace in one[2].data)
+    )
 
 
-def _comm_sections(
-    run: RunInfo, comm_rows: Sequence[Row], device: DeviceSpec | None
-) -> list[str]:
-    return [
-        figure_section(title, note, figure)
-        for title, note, figure in comm_figures.drawn(comm_rows, run, device)
-    ]
+def _figures(drawn: Iterable[tuple[str, str, "Figure"]]) -> list[str]:
+    return [figure_section(title, note, figure) for title, note, figure in drawn]
 
 
 def _train_sections(records: Sequence[Record], train_rows: Sequence[Row]) -> list[str]:
     if not train_rows:
         return []
-    figures_ = [
-        figure_section(title, note, figure)
-        for title, note, figure in training_figures.drawn(records)
-    ]
+    figures_ = _figures(training_figures.drawn(records))
     return [section("Training", table(train_rows, TRAIN_COLUMNS)), *figures_]
 
 
