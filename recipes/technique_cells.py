@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stepmark.cli.train_plan import cases
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -31,7 +32,6 @@ from stepmark.bench.training import trainer
 from stepmark.bench.training.mesh import SequenceShard, coordinates_of
 from stepmark.bench.training.refusals import why_not
 from stepmark.bench.training.weights import canonical_name
-from stepmark.cli.train_plan import cases
 from stepmark.core.errors import ConfigError
 from stepmark.core.train_case import TrainCase
 

@@ -10,29 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from stepmark.app import dry_run
-from stepmark.app import train as app_train
+from stepmark.app import dry_run, train, train_plan, train_refusals
 from stepmark.app.memory import estimate
-from stepmark.cli import (
-    options,
-    run,
-    train,
-    train_flags,
-    train_plan,
-    train_refusals,
-    train_spread,
-)
+from stepmark.cli import run
+from stepmark.cli.flags import parse
 from stepmark.cli.main import status
+from stepmark.core.commands import command_of
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import find_model
+from stepmark.core.options import build, plain
 from stepmark.core.parallel import ParallelConfig
-from stepmark.core.plan import TrainHow
 from stepmark.core.train_case import TrainCase
+from stepmark.core.train_options import STRATEGIES, TrainOptions
 from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision, Recompute
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -76,16 +69,18 @@ def test_a_plain_command_is_one_rank_on_a_cpu() -> None:
 
 
 def test_defaults_on_accelerators() -> None:
-    values = {"model": "llama-3.1-8b"}
-    (case,) = train_plan.cases(values, "cuda", 8)
+    plain = parsed(["llama-3.1-8b"])
+    (case,) = train_plan.cases(plain, "cuda", 8)
     assert (case.strategy, case.parallel) == ("fsdp", ParallelConfig(dp_shard=8))
     assert (case.precision, case.reduce_dtype, case.workers) == ("amp", "bf16", 2)
     assert (case.device, case.backend) == ("cuda", "nccl")
-    assert train_spread.default_nproc(values, "cuda") == "all"
-    assert train_spread.default_nproc({**values, "strategy": "single"}, "cuda") == "1"
-    (ddp,) = train_plan.cases({**values, "strategy": "ddp"}, "cuda", 8)
+    assert train_plan.default_nproc(plain, "cuda") == "all"
+    single = parsed(["llama-3.1-8b", "--strategy", "single"])
+    assert train_plan.default_nproc(single, "cuda") == "1"
+    words = ["llama-3.1-8b", "--strategy", "ddp"]
+    (ddp,) = train_plan.cases(parsed(words), "cuda", 8)
     assert ddp.reduce_dtype == "fp32"
-    (low,) = train_plan.cases({**values, "strategy": "ddp", "precision": "bf16"}, "cuda", 8)
+    (low,) = train_plan.cases(parsed([*words, "--precision", "bf16"]), "cuda", 8)
     assert low.reduce_dtype == "bf16"
 
 
@@ -135,7 +130,7 @@ def test_how_ranks_are_divided(words: str, axes: dict[str, int], strategy: str) 
 
 
 @given(
-    strategy=st.sampled_from(train_spread.STRATEGIES),
+    strategy=st.sampled_from(STRATEGIES),
     world=st.integers(1, 64),
     sizes=st.fixed_dictionaries(
         {},
@@ -146,7 +141,7 @@ def test_all_ranks_are_used_or_the_flags_refused(
     strategy: str, world: int, sizes: dict[str, int]
 ) -> None:
     try:
-        _, parallel = train_spread.spread({"strategy": strategy, **sizes}, world)
+        _, parallel = train_plan.layout(TrainOptions(**sizes), strategy, world)
     except ConfigError:
         assume(False)
     assert parallel.world_size == world
@@ -189,7 +184,7 @@ def test_files_are_models_and_the_command_names_them() -> None:
     ):
         case = one([str(EXAMPLES / file), "--device", "cpu"])
         assert (case.model_file, case.model.seq_len) == (str(EXAMPLES / file), seq_len)
-        assert str(EXAMPLES / file) in case.command()
+        assert str(EXAMPLES / file) in command_of(case)
     folder = one([str(EXAMPLES / "hf/llama-3.1-8b"), "--device", "cpu"])
     assert folder.model.num_params == find_model("llama-3.1-8b").num_params
 
@@ -200,7 +195,8 @@ def test_files_are_models_and_the_command_names_them() -> None:
         ("--sac none", (Recompute.NONE, (1, 1))),
         ("--sac full", (Recompute.FULL, (1, 1))),
         ("--sac ops", (Recompute.OPS, (1, 1))),
-        ("--sac 1/4", (Recompute.BLOCKS, (1, 4))),
+        ("--ac selective", (Recompute.OPS, (1, 1))),
+        ("--ac 1/4", (Recompute.BLOCKS, (1, 4))),
         ("--sac 2/4", (Recompute.BLOCKS, (2, 4))),
         ("--sac 1/1", (Recompute.FULL, (1, 1))),
         ("--sac-freq 1/4", (Recompute.BLOCKS, (1, 4))),
@@ -239,7 +235,7 @@ def test_both_schedules_are_two_cases() -> None:
     assert [(case.schedule, case.grad_accum) for case in found] == [("micro", 8), ("step", 1)]
 
 
-# The law of TrainCase.command(): its words plan the same case.
+# The law of options_of(): its words plan the same case.
 SPREADS = (
     "--strategy single",
     "--strategy ddp --nproc 4",
@@ -254,7 +250,16 @@ SPREADS = (
     "--strategy fsdp --nproc 4 --cp 2 --tp 2",
 )
 ANY = (
-    *("", "--sac full", "--sac ops", "--sac 1/4", "--sac 3/8", "--text", "--scale 1/8"),
+    *(
+        "",
+        "--ac full",
+        "--ac selective",
+        "--sac ops",
+        "--sac 1/4",
+        "--sac 3/8",
+        "--text",
+        "--scale 1/8",
+    ),
     *("--fp8", "--fp8 --fp8-head", "--fp8 --fp8-recipe rowwise", "--precision bf16"),
     "--precision master",
     *("--fp8 --no-fp8-all-gather --precision bf16", "--compile", "--compile-scope model"),
@@ -281,7 +286,7 @@ def test_the_words_of_a_command_plan_the_same_case(
         (case,) = [again(words)]
     except ConfigError:
         assume(False)
-    program, verb, *told = shlex.split(case.command())
+    program, verb, *told = shlex.split(command_of(case))
     assert (program, verb) == ("stepmark", "train")
     assert again(told) == dataclasses.replace(case)
     assert again(told).case_id == case.case_id
@@ -289,23 +294,17 @@ def test_the_words_of_a_command_plan_the_same_case(
 
 def again(words: list[str]) -> TrainCase:
     """As `plan`, but errors are raised."""
-    values = parsed(words)
-    device = values["device"]
-    values["nproc"] = train_spread.default_nproc(values, device)
-    (case,) = train_plan.cases(values, device, int(values["nproc"]))
+    options = parsed(words)
+    device = options.device or "cpu"
+    (case,) = train_plan.cases(options, device, int(train_plan.default_nproc(options, device)))
     return case
 
 
-GIVEN: dict[str, Any] = {}
-APP = typer.Typer()
-APP.command()(options.as_command(GIVEN.update, "", train_flags.MODELS, *train_flags.ALL))
-
-
-def parsed(words: list[str]) -> dict[str, Any]:
-    """The values that a command line gives."""
-    GIVEN.clear()
-    APP(words, standalone_mode=False)
-    return train.with_models(GIVEN)
+def parsed(words: list[str]) -> TrainOptions:
+    """The options of a command line; a plan keeps them as plain data."""
+    options = parse(TrainOptions, words)
+    assert build(TrainOptions, plain(options)) == options
+    return options
 
 
 @pytest.mark.parametrize("spread", SPREADS)
@@ -320,7 +319,7 @@ def test_most_single_techniques_go_with_every_spread(spread: str, flags: str) ->
         refused = error.field
     else:
         refused = ""
-        assert again(shlex.split(case.command())[2:]).case_id == case.case_id
+        assert again(shlex.split(command_of(case))[2:]).case_id == case.case_id
     assert refused in {"", *asked} | ({"mbs", "fp8-all-gather"} if flags else set())
 
 
@@ -809,10 +808,10 @@ def test_refused_in_one_line(
 def test_fp8_needs_widths_of_multiples_of_16(changes: dict[str, Any], what: str) -> None:
     model = find_model("llama-3.1-8b")
     case = TrainCase(model=model, fp8=Fp8.TENSORWISE, fp8_head=True)
-    train_refusals.check(case, {})
+    train_refusals.check(case, TrainOptions())
     broken = dataclasses.replace(case, model=dataclasses.replace(model, **changes))
     with pytest.raises(ConfigError, match=what):
-        train_refusals.check(broken, {})
+        train_refusals.check(broken, TrainOptions())
 
 
 def test_a_dry_run_prints_a_command_per_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -823,19 +822,15 @@ def test_a_dry_run_prints_a_command_per_case(capsys: pytest.CaptureFixture[str])
     assert told.err == "2 cases; none was run\n"
 
 
-def how_of(values: dict[str, Any], num_ranks: int) -> TrainHow:
-    return app_train.how(values, train_refusals.profiled_ranks(values, num_ranks))
-
-
 def test_the_runner_gets_what_was_asked() -> None:
     asked = parsed([*GPT, "--steps", "7", "--timeout", "2m", "--budget", "30s", "--messages"])
-    told = how_of(asked, 2)
+    told = train.how(asked, 2)
     assert (told.steps, told.timeout_s, told.budget_s) == (7, 120.0, 30.0)
     assert (told.messages, told.profile, told.find_batch) == (True, False, False)
-    plain = how_of(parsed(GPT), 1)
+    plain = train.how(parsed(GPT), 1)
     assert (plain.steps, plain.timeout_s, plain.budget_s) == (None, 600.0, None)
     profiled = parsed([*GPT, "--profile", "--profile-ranks", "1,0", "--strategy", "ddp"])
-    assert how_of(profiled, 2).profile_ranks == (0, 1)
+    assert train.how(profiled, 2).profile_ranks == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -852,7 +847,7 @@ def test_the_main_job_trains_what_fits(
 ) -> None:
     found = run.that_fits("llama-3.1-8b", num_ranks, gib * 2**30)
     assert (found["model"], found["strategy"]) == (model, strategy)
-    (case,) = train_plan.cases(found, "cuda", num_ranks)
+    (case,) = train_plan.cases(build(TrainOptions, found), "cuda", num_ranks)
     assert estimate(case).total_bytes < gib * 2**30
     assert run.that_fits("llama-3.1-8b", num_ranks, 2**28) == {}
 

@@ -4,10 +4,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stepmark.core.columns import Row, View, digits, number, text
-from stepmark.core.units import format_time
+from stepmark.core.message import Histogram
+from stepmark.core.training import Training
+from stepmark.core.units import format_bytes, format_time
+from stepmark.report import histogram_text
+from stepmark.report.histogram import rows as histogram_rows
+from stepmark.report.histogram import size_of, summed
 from stepmark.report.row_tables import print_rows
 from stepmark.report.train_columns import TRAIN_COLUMNS
-from stepmark.report.training_remarks import remarks, title
+from stepmark.report.training_words import remarks, title
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -142,7 +147,7 @@ def _phases(row: Row) -> str:
     named = (("forward", "fwd_s"), ("backward", "bwd_s"), ("optimizer", "optim_s"))
     words = [
         f"{name} {_time(row, key)}"
-        for name, key in (*named, ("other", "other_s"), ("batch waited for", "data_s"))
+        for name, key in (*named, ("other", "other_s"), ("waiting for data", "data_s"))
         if row[key] is not None
     ]
     return ", ".join(words)
@@ -184,3 +189,32 @@ def _ranks(row: Row) -> str:
     if ratio is None:
         return ""
     return f"slowest is rank {row['slowest_rank']}, {ratio:.3f} x the median rank"
+
+
+def histogram(training: Training) -> Histogram:
+    """Return the messages of one cycle; kinds that occur twice are added up."""
+    messages: Histogram = {}
+    for kind, tally in training.messages:
+        messages[kind] = summed(messages[kind], tally) if kind in messages else tally
+    return messages
+
+
+def message_rows(training: Training, num_ranks: int) -> list[Row]:
+    """Return one row per kind of message and bin of sizes; means over num_ranks."""
+    return histogram_rows(histogram(training), num_ranks_seen=num_ranks)
+
+
+def message_lines(training: Training, num_ranks: int) -> list[str]:
+    """Return a total and the rows as text, as `stepmark logs` prints those of a log."""
+    messages = histogram(training)
+    cycle = training.cycle
+    what = "one sample" if cycle == 1 else f"{cycle} samples, one with the optimizer"
+    if not messages:
+        return [f"no messages in {what}"]
+    calls = sum(tally.calls for tally in messages.values())
+    num_bytes = sum(tally.calls * size_of(kind)[0] for kind, tally in messages.items())
+    total = f"{calls / num_ranks:.6g} calls, {format_bytes(num_bytes / num_ranks)}"
+    return [
+        f"messages of {what}, not timed: {total} per rank",
+        *histogram_text.lines(message_rows(training, num_ranks)),
+    ]
