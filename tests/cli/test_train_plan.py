@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stepmark.app import dry_run, train, train_plan, train_refusals
-from stepmark.app.memory import estimate
+from stepmark.app.train_plan import estimated_memory as estimate
 from stepmark.cli import run
 from stepmark.cli.flags import parse
 from stepmark.cli.main import status

@@ -24,6 +24,8 @@ from stepmark.core.training import (
     Recompute,
     Schedule,
 )
+from stepmark.predict import memory
+from stepmark.workload.tree import stage_of_case
 
 # Micro-batches that --find-batch tries, until one is too large.
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -232,3 +234,13 @@ def _data_axes(
     if shards * cp % ep:
         raise ConfigError("ep", ep, f"a divisor of {shards * cp} FSDP ranks")
     return {"dp_replicate": copies, "dp_shard": shards, "ep": ep}
+
+
+def estimated_memory(case: TrainCase) -> memory.TrainMemory:
+    """Estimate the memory of a rank from the modules of the step."""
+    return memory.estimate(case, stage_of_case)
+
+
+def largest_mbs(case: TrainCase, memory_bytes: int) -> int:
+    """Return the largest micro-batch whose estimate fits; 0 if not even one sequence does."""
+    return memory.largest_mbs(case, memory_bytes, stage_of_case)

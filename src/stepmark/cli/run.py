@@ -172,13 +172,12 @@ def _training(
 def that_fits(model: str, num_ranks: int, memory_bytes: int) -> dict[str, Any]:
     """This model or a smaller one, spread over these accelerators; empty where none fits."""
     from stepmark.app import train_plan  # noqa: PLC0415
-    from stepmark.app.memory import largest_mbs  # noqa: PLC0415
 
     strategy = "fsdp" if num_ranks > 1 else "single"
     for name in (model, *_SMALLER):
         asked = {"model": name, "strategy": strategy, "nproc": str(num_ranks), "compile": True}
         planned = train_plan.cases(build(TrainOptions, asked), "cuda", num_ranks)
-        most = min(largest_mbs(case, int(memory_bytes * _SHARE)) for case in planned)
+        most = min(train_plan.largest_mbs(case, int(memory_bytes * _SHARE)) for case in planned)
         if most:
             return {**asked, "mbs": str(min(most, _MOST_MBS))}
     return {}

@@ -30,8 +30,10 @@ _CONVENTIONS = (
 def print_training(
     rows: Sequence[Row], console: "Console", per_rank: Sequence[Row] = ()
 ) -> None:
-    """A block for each case, with a line per rank where `per_rank` rows are given; then a
-    table of all cases if there are several, else what was skipped or failed."""
+    """Print a block for each case, with a line per rank if `per_rank` rows are given.
+
+    Then a table of all cases if there are several, else what was skipped or failed.
+    """
     for row in rows:
         if number(row, "time_s") is None:
             continue
@@ -48,17 +50,17 @@ def print_training(
 
 
 def best_batches(rows: Sequence[Row]) -> list[str]:
-    """The micro-batch with the most tokens per second, of cases that differ in nothing else."""
+    """Return the fastest micro-batch of cases that differ in nothing else, in words."""
     alike: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         if row["status"] == "measured" and number(row, "tokens_per_s_gpu"):
             key = tuple(row[name] for name in _BUT_BATCH)
             alike.setdefault(key, []).append(row)
     lines = []
-    for held in alike.values():
-        if len({row["mbs"] for row in held}) < 2:
+    for group in alike.values():
+        if len({row["mbs"] for row in group}) < 2:
             continue
-        best = max(held, key=lambda row: number(row, "tokens_per_s_gpu") or 0.0)
+        best = max(group, key=lambda row: number(row, "tokens_per_s_gpu") or 0.0)
         rate = digits(number(best, "tokens_per_s_gpu"))
         lines.append(
             f"best mbs {best['mbs']}: {rate} tokens/s per GPU "
@@ -68,7 +70,7 @@ def best_batches(rows: Sequence[Row]) -> list[str]:
 
 
 def block(row: Row) -> list[str]:
-    """Lines about one case that ran."""
+    """Return lines about one measured case."""
     lines = (
         ("sample", _sample(row)),
         ("tokens/s", _tokens(row)),
@@ -101,8 +103,8 @@ def _sample(row: Row) -> str:
 def _counts(row: Row) -> str:
     dropped = number(row, "warmup_samples")
     plural = "" if row["n"] == 1 else "s"
-    found = f"{row['n']} sample{plural}"
-    return found if dropped is None else f"{found} after {dropped:.0f} of warm-up"
+    count = f"{row['n']} sample{plural}"
+    return count if dropped is None else f"{count} after {dropped:.0f} of warm-up"
 
 
 def _tokens(row: Row) -> str:
@@ -133,7 +135,7 @@ def _flops(row: Row) -> str:
 
 
 def _against(row: Row) -> str:
-    """What the shares are of."""
+    """Return the peaks that shares are of."""
     peak = number(row, "peak_tflops")
     words = ["peak n/a" if peak is None else f"of {digits(peak)} ({row['peak_dtype']} peak)"]
     if (share := number(row, "mfu_fp8_pct")) is not None:
@@ -159,8 +161,8 @@ def _memory(row: Row) -> str:
         return ""
     whole = number(row, "memory_gib")
     of = "" if whole is None else f" of {digits(whole)}"
-    held = "" if reserved is None else f", {digits(reserved)} reserved{of}"
-    return f"{digits(allocated)} GiB allocated at most{held}"
+    cached = "" if reserved is None else f", {digits(reserved)} reserved{of}"
+    return f"{digits(allocated)} GiB allocated at most{cached}"
 
 
 def _device(row: Row) -> str:

@@ -10,7 +10,7 @@ from stepmark.core.units import format_time
 
 
 def shape_text(case: TrainCase) -> str:
-    """Strategy, ranks, batch and length, then what is unusual."""
+    """Return strategy, ranks, batch and length, then techniques."""
     words = [case.strategy]
     words += [f"x{case.num_ranks}"] if case.num_ranks > 1 else []
     words += [f"mbs {case.mbs} seq {case.model.seq_len}"]
@@ -19,7 +19,7 @@ def shape_text(case: TrainCase) -> str:
 
 
 def techniques(case: TrainCase) -> str:
-    """Precision, and every technique that is switched on or not as by default."""
+    """Return the precision, and every technique that is on or differs from its default."""
     words = [case.precision.value, *_fp8(case), *_compile(case), *_recompute(case)]
     if case.grad_accum > 1:
         last = " reduced last" if case.grad_sync is GradSync.LAST else ""
@@ -31,21 +31,21 @@ def techniques(case: TrainCase) -> str:
 
 
 def recompute_text(case: TrainCase) -> str:
-    """none, full, ops, or q/p."""
+    """Return none, full, ops, or q/p."""
     if case.recompute is Recompute.BLOCKS:
         return "{}/{}".format(*case.recompute_blocks)
     return case.recompute.value
 
 
 def compile_text(case: TrainCase) -> str:
-    """none, block, model; with the mode where it is not the default one."""
+    """Return none, block or model, with the mode if it is not the default one."""
     mode = case.compile_mode
     plain = case.compile is CompileScope.NONE or mode == "default"
     return case.compile.value if plain else f"{case.compile.value} {mode}"
 
 
 def fp8_text(case: TrainCase) -> str:
-    """none, or the recipe and what else is in FP8."""
+    """Return none, or the recipe and what else is in FP8."""
     if case.fp8 is Fp8.NONE:
         return case.fp8.value
     head = " +head" if case.fp8_head else ""
@@ -65,7 +65,7 @@ def _recompute(case: TrainCase) -> list[str]:
 
 
 def _spread(case: TrainCase) -> list[str]:
-    """What only several ranks have."""
+    """Return settings that only several ranks have."""
     if case.num_ranks == 1:
         return []
     words = [f"reduce {case.reduce_dtype.value}"] if case.reduce_dtype is not DType.FP32 else []
