@@ -14,7 +14,7 @@ from stepmark.core.units import format_bytes, format_time
 from stepmark.report.comm_remarks import NO_STRAGGLER, matrices, slow_lines, straggler
 from stepmark.report.nccl_tests import grouped
 from stepmark.report.row_tables import describe
-from stepmark.report.training_remarks import remarks, title
+from stepmark.report.training_words import remarks, title
 
 if TYPE_CHECKING:
     from rich.console import Console
