@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from stepmark.app.view import console
-from stepmark.core.collectives import Collective, busbw_factor
+from stepmark.core.collectives import Collective, busbw_factor, collective_named
 from stepmark.core.comparison import UNKNOWN, Comparison, Series, Side
 from stepmark.core.errors import ConfigError
 from stepmark.core.reading import Reading, Table
@@ -29,7 +29,6 @@ from stepmark.store.files import write_text
 from stepmark.store.reader import find_run, is_run, list_runs, read
 from stepmark.store.series import STRICT, context, series_of_records
 from stepmark.trace.tables import find
-from stepmark.trace.tables.nccl_lines import collective_named
 from stepmark.trace.tables.printed_figures import parse_number, rounding_error
 
 

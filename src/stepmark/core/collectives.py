@@ -6,6 +6,7 @@ count argument: elements per rank, per peer or in total, depending on the collec
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -38,6 +39,18 @@ class Collective(StrEnum):
     INCAST = "incast"  # all to one, message by message
     MULTICAST = "multicast"  # one to all, message by message
     BARRIER = "barrier"
+
+
+_SQUEEZED = {one.value.replace("_", ""): one.value for one in Collective} | {
+    "bcast": "broadcast",
+    "alltoallsingle": "all_to_all",
+}
+
+
+def collective_named(text: str) -> str:
+    """Return our name of a collective in any usual spelling; the text itself for others."""
+    bare = re.sub(r"_perf(?:_\w+)?$", "", text.strip().lower())
+    return _SQUEEZED.get(re.sub(r"[ _-]", "", bare.removeprefix("nccl")), bare)
 
 
 class RedOp(StrEnum):

@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from stepmark.core.collectives import FACTS, Collective, num_parts
+from stepmark.core.collectives import FACTS, Collective, collective_named, num_parts
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Evidence, Finding, Severity
 from stepmark.core.log_facts import MAX_RANKS
-from stepmark.core.message import Histogram, MessageKind, Tally
+from stepmark.core.message import RECV, SEND, Histogram, MessageKind, Tally
 from stepmark.trace.read_text import open_binary
 
 MAX_LINE_BYTES = 2**24
@@ -28,18 +28,7 @@ MAX_LINE_BYTES = 2**24
 DEFAULT_FLOOR_BYTES = 8192
 KERNEL_GPU = "kernel_gpu"  # the device's clock; the others are the host's
 
-_NAMES = {
-    "allreduce": Collective.ALL_REDUCE.value,
-    "allgather": Collective.ALL_GATHER.value,
-    "reducescatter": Collective.REDUCE_SCATTER.value,
-    "broadcast": Collective.BROADCAST.value,
-    "reduce": Collective.REDUCE.value,
-    "alltoall": Collective.ALL_TO_ALL.value,
-    "gather": Collective.GATHER.value,
-    "scatter": Collective.SCATTER.value,
-    "send": "send",
-    "recv": "recv",
-}
+_KNOWN = {*Collective, SEND, RECV}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +160,9 @@ def _whole(value: object) -> int | None:
 def _add(
     state: _State, fields: Mapping[str, Any], prefix: str, communicator: _Communicator
 ) -> None:
-    name = _NAMES.get(str(fields.get(prefix) or "").lower().removeprefix("nccl"))
+    name = collective_named(str(fields.get(prefix) or ""))
     size = _whole(fields.get(f"{prefix}_msg_size_bytes"))
-    if name is None or size is None:
+    if name not in _KNOWN or size is None:
         state.num_unread += 1
         return
     kind = MessageKind(
@@ -203,7 +192,7 @@ def _add(
 
 
 def _message_bytes(name: str, size: int, num_ranks: int | None) -> int | None:
-    if name in ("send", "recv"):
+    if name in (SEND, RECV):
         return size
     if num_ranks is None:
         return size if num_parts(Collective(name), 2) == 1 else None
@@ -300,7 +289,7 @@ def _findings(state: _State, sources: Counter[str], clock: str) -> Iterator[Find
             text=f"no operation is below {DEFAULT_FLOOR_BYTES} bytes: by default it leaves "
             "smaller messages out (NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES)",
         )
-    names = {kind.collective for kind in state.totals} - {"send", "recv"}
+    names = {kind.collective for kind in state.totals} - {SEND, RECV}
     if any(FACTS[Collective(name)].synchronizing for name in names):
         yield Finding(
             rule="inspector-waits",

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from stepmark.core.collectives import collective_named
 from stepmark.core.finding import Evidence
 from stepmark.core.log_facts import (
     ChannelCounts,
@@ -18,7 +19,7 @@ from stepmark.core.log_facts import (
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.trace.nccl_log.lines import (
     DTYPES,
-    NAMES,
+    NAMES_OF,
     UNKNOWN,
     Call,
     Calls,
@@ -267,9 +268,9 @@ class PredictionTable:
         elif name == "Latency/AlgBw":
             heads = (_OLD_HEAD.match(column) for column in columns)
             self._heads[place] = [(_spelled(m[1]), _spelled(m[2])) for m in heads if m]
-        elif name in NAMES and place in self._heads:
+        elif collective_named(name) in NAMES_OF and place in self._heads:
             for head, column in zip(self._heads[place], columns, strict=False):
-                self._add_cell(communicator, str(NAMES[name]), *head, column)
+                self._add_cell(communicator, collective_named(name), *head, column)
 
     def _add_cell(
         self, communicator: str, collective: str, algorithm: str, protocol: str, text: str
@@ -329,7 +330,7 @@ def _choice(match: re.Match[str]) -> Choice:
     seconds = None if time is None else _float(time)
     named = (variant or "").strip(" []") or (other or "")
     return Choice(
-        collective=str(NAMES.get(name or "", (name or "").lower())),
+        collective=collective_named(name or ""),
         printed_bytes=int(size),
         message_bytes=int(size),
         algorithm=_spelled(algorithm) if algorithm else named,

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from stepmark.core.collectives import FACTS, Collective, Parts, num_parts
+from stepmark.core.collectives import FACTS, Collective, Parts, collective_named, num_parts
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Evidence
@@ -157,22 +157,6 @@ DTYPES = (
     *(DType.FP16, DType.FP32, DType.FP64, DType.BF16, DType.FP8_E4M3, DType.FP8_E5M2),
 )
 _OPS = ("sum", "prod", "max", "min", "avg")
-NAMES = {
-    "AllReduce": Collective.ALL_REDUCE,
-    "AllGather": Collective.ALL_GATHER,
-    "ReduceScatter": Collective.REDUCE_SCATTER,
-    "Broadcast": Collective.BROADCAST,
-    "Bcast": Collective.BROADCAST,
-    "Reduce": Collective.REDUCE,
-    "AlltoAll": Collective.ALL_TO_ALL,
-    "AllToAll": Collective.ALL_TO_ALL,
-    "AlltoAllv": Collective.ALL_TO_ALL_V,
-    "AllToAllv": Collective.ALL_TO_ALL_V,
-    "Gather": Collective.GATHER,
-    "Scatter": Collective.SCATTER,
-    "Send": "send",
-    "Recv": "recv",
-}
 NAMES_OF = {str(name): name for name in Collective}
 # Threads of a process: any but the first, the first, one that the line does not name.
 OTHER, FIRST, UNKNOWN = range(3)
@@ -333,10 +317,9 @@ def _call(
     name: bytes, count: bytes, dtype: bytes, op: bytes | None, root: bytes | None
 ) -> Call:
     plain = name.decode("ascii", errors="replace").removeprefix("mscclFunc")
-    collective = str(NAMES.get(plain, plain.lower()))
     number = _int(op)
     return Call(
-        collective=collective,
+        collective=collective_named(plain),
         elements=int(count),
         dtype=min(int(dtype), 99),
         # Each process numbers its user-defined operations.

@@ -12,6 +12,7 @@ from pathlib import PurePath
 
 import msgspec
 
+from stepmark.core.collectives import collective_named
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.core.units import GB
 from stepmark.trace.tables import nccl_lines, printed_figures
@@ -140,7 +141,7 @@ def _table(
 def _collective(args: Sequence[str], name: str, file: str) -> tuple[str, str]:
     """Return (collective, how it is known)."""
     if name:
-        return nccl_lines.collective_named(name), "the results' experiment_name"
+        return collective_named(name), "the results' experiment_name"
     program = PurePath(args[0]).name if args else ""
     if collective := nccl_lines.collective_in_command(program):
         return collective, "the first of its args"

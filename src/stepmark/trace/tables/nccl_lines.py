@@ -9,14 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stepmark.core.collectives import Collective
+from stepmark.core.collectives import collective_named
 from stepmark.core.dtypes import DTYPE_ALIASES
 from stepmark.trace.tables.printed_figures import NUMBER
 
-_COLLECTIVES = {one.value.replace("_", ""): one.value for one in Collective} | {
-    "bcast": "broadcast",
-    "alltoallsingle": "all_to_all",
-}
 # As nccl-tests calls them, and with what people put between the words.
 _TESTS = (
     "all_reduce_bias|all_reduce|all_gather|reduce_scatter|broadcast|reduce|alltoallv|alltoall|"
@@ -82,12 +78,6 @@ class OutputFacts:
     columns: list[str] = field(default_factory=list)  # header words, in order
     placements: list[str] = field(default_factory=list)  # of the line above them
     is_complete: bool = False
-
-
-def collective_named(text: str) -> str:
-    """Return our name of a collective in any usual spelling; the text itself for others."""
-    bare = re.sub(r"_perf(?:_\w+)?$", "", text.strip().lower())
-    return _COLLECTIVES.get(re.sub(r"[ _-]", "", bare.removeprefix("nccl")), bare)
 
 
 def collective_in_command(line: str) -> str:

@@ -11,6 +11,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from stepmark.core.collectives import collective_named
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.core.units import GB
 from stepmark.trace.tables import nccl_json, nccl_lines, printed_figures
@@ -213,7 +214,7 @@ def _rccl_tables(
     groups: dict[tuple[str, int | None, str], list[Reading]] = {}
     for number, row in rows:
         if reading := _rccl_reading(number, row):
-            name = nccl_lines.collective_named(row.get("collective") or row.get("name") or "")
+            name = collective_named(row.get("collective") or row.get("name") or "")
             groups.setdefault((name, *_rccl_num_ranks(row)), []).append(reading)
     tables: list[Table] = []
     for (collective, stated, reason_stated), readings in groups.items():
