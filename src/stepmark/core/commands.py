@@ -1,14 +1,13 @@
 """The shell command that measures a case alone: what rows, records and plans show."""
 
-import importlib
 import shlex
 
 from stepmark.core.comm_case import CommCase
-from stepmark.core.options import argv
+from stepmark.core.options import argv, load
 from stepmark.core.record import AnyCase
 
-# By kind of case: a module that has options_of(case), imported when a command is shown.
-_OPTIONS = {"comm": "stepmark.core.comm_options"}
+# By kind of case: options_of(case), imported when a command is shown.
+_OPTIONS = {"comm": "stepmark.core.comm_options:options_of"}
 
 
 def command_of(case: AnyCase) -> str:
@@ -16,5 +15,5 @@ def command_of(case: AnyCase) -> str:
     if case.kind not in _OPTIONS:
         assert not isinstance(case, CommCase)
         return case.command()
-    options = importlib.import_module(_OPTIONS[case.kind]).options_of(case)
+    options = load(_OPTIONS[case.kind])(case)
     return shlex.join(["stepmark", case.kind, *argv(options)])

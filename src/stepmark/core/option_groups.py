@@ -1,9 +1,12 @@
 """Groups of options that several verbs share."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import Duration, flag, group
+
+RUN_NAME = "run id or its beginning, a path, or latest"
 
 
 @group
@@ -68,3 +71,12 @@ class TimeLimits(Budget):
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions(Output, TimeLimits, Device):
     """Options of every verb that measures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions:
+    """Run."""
+
+    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID")
+    out: Path = flag("folder of runs", "--out", "--runs", default=Path("runs"), metavar="DIR")
+    force: bool = flag("resume although the environment differs", "--force", default=False)
