@@ -26,7 +26,7 @@ HOOK = {"STEPMARK_TEST_HOOK": "tests.app.sleeping"}
 
 @pytest.fixture(autouse=True)
 def _hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/src:{ROOT}")
     monkeypatch.setenv("STEPMARK_TEST_HOOK", HOOK["STEPMARK_TEST_HOOK"])
     monkeypatch.setenv("LOG", str(tmp_path))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from stepmark.app.progress import Progress
+from stepmark.core.commands import command_of
 from stepmark.core.errors import StepmarkError
 from stepmark.core.options import load
 from stepmark.core.plan import FORCE, Entry, Plan
@@ -223,6 +224,9 @@ class Rank:
     ) -> tuple[RunWriter, set[Done], tuple[Failed, ...]]:
         from stepmark.bench.environment import capture  # noqa: PLC0415
 
+        # Records spell commands: what that imports is imported before the first case.
+        for case in {entry.case.kind: entry.case for entry in self._plan.entries}.values():
+            command_of(case)
         if self._guard.first:  # earlier ranks of the same parent began it
             writer, done = RunWriter.go_on(run)
         elif (run / "run.json").is_file():
