@@ -126,7 +126,7 @@ def _context(plan: Plan) -> "MeasureContext":
 
 def _largest_mbs(case: "TrainCase", memory_bytes: int) -> int:
     """Import the estimate when a case has run out of memory."""
-    mbs: int = load("stepmark.app.memory:largest_mbs")(case, memory_bytes)
+    mbs: int = load("stepmark.app.train_plan:largest_mbs")(case, memory_bytes)
     return mbs
 
 

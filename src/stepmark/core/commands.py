@@ -2,18 +2,20 @@
 
 import shlex
 
-from stepmark.core.comm_case import CommCase
+from stepmark.core.case import OpCase
 from stepmark.core.options import argv, load
 from stepmark.core.record import AnyCase
 
 # By kind of case: options_of(case), imported when a command is shown.
-_OPTIONS = {"comm": "stepmark.core.comm_options:options_of"}
+_OPTIONS = {
+    "comm": "stepmark.core.comm_options:options_of",
+    "train": "stepmark.core.train_options:options_of",
+}
 
 
 def command_of(case: AnyCase) -> str:
     """Return the command, quoted for a shell."""
-    if case.kind not in _OPTIONS:
-        assert not isinstance(case, CommCase)
+    if isinstance(case, OpCase):
         return case.command()
     options = load(_OPTIONS[case.kind])(case)
     return shlex.join(["stepmark", case.kind, *argv(options)])
