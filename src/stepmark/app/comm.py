@@ -139,7 +139,7 @@ def _files(run: View, options: CommOptions) -> None:
     delivery.write_rows(run.comm_rows, options, by="family")
     if target := options.output_file:
         ended_at = datetime.now(UTC).isoformat(timespec="seconds")
-        make_document = load("stepmark.report.nccl_json:json_document")
+        make_document = load("stepmark.report.peer_formats:json_document")
         document = make_document(run.comm_rows, run.run, sys.argv, ended_at=ended_at)
         file = new_file(Path(target))
         load("stepmark.store.export:write_json")(document, file)

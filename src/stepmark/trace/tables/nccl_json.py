@@ -105,7 +105,7 @@ def _table(
     config = _object(document.get("config"))
     args = [str(arg) for arg in _list(document.get("args"))]
     readings = tuple(_readings(results, line))
-    collective, collective_from = _collective(args, name, file)
+    collective, collective_from = _collective(args, name, file, readings)
     num_ranks, num_ranks_from = _num_ranks(config)
     if num_ranks is None:
         num_ranks, num_ranks_from = printed_figures.num_ranks_of(readings, collective)
@@ -138,7 +138,9 @@ def _table(
     )
 
 
-def _collective(args: Sequence[str], name: str, file: str) -> tuple[str, str]:
+def _collective(
+    args: Sequence[str], name: str, file: str, readings: Sequence[Reading]
+) -> tuple[str, str]:
     """Return (collective, how it is known)."""
     if name:
         return collective_named(name), "the results' experiment_name"
@@ -148,7 +150,7 @@ def _collective(args: Sequence[str], name: str, file: str) -> tuple[str, str]:
     file_name = PurePath(file).name
     if collective := nccl_lines.collective_in_text(file_name):
         return collective, f"the file's name, {file_name}"
-    return "", ""
+    return printed_figures.collective_of(readings)
 
 
 def _num_ranks(config: JsonObject) -> tuple[int | None, str]:

@@ -184,7 +184,7 @@ def _table(output: Output, lines: Sequence[str], file: str) -> Table:
     layout = layout_of(rows, facts.columns)
     complete = [row for row in rows if layout and len(row.cells) == layout.width]
     readings = _readings(complete, layout, output) if layout else []
-    collective, collective_from = _collective(output, file)
+    collective, collective_from = _collective(output, readings, file)
     num_ranks, num_ranks_from, notes = _num_ranks(facts, readings, collective)
     if num_ranks != 1:  # of one rank a bandwidth is 0
         readings = [_with_bound(reading) for reading in readings]
@@ -309,7 +309,7 @@ def _with_bound(reading: Reading) -> Reading:
     )
 
 
-def _collective(output: Output, file: str) -> tuple[str, str]:
+def _collective(output: Output, readings: Sequence[Reading], file: str) -> tuple[str, str]:
     """Return (collective, how it is known)."""
     if output.facts.collective:
         return output.facts.collective, "the line 'Collective test starting'"
@@ -318,7 +318,7 @@ def _collective(output: Output, file: str) -> tuple[str, str]:
     name = PurePath(file).name
     if collective := nccl_lines.collective_in_text(name):
         return collective, f"the file's name, {name}"
-    return "", ""
+    return printed_figures.collective_of(readings)
 
 
 def _num_ranks(

@@ -84,6 +84,24 @@ def parts_of(readings: Sequence[Reading]) -> int | None:
     return parts.pop() if len(parts) == 1 else None
 
 
+def collective_of(readings: Sequence[Reading]) -> tuple[str, str]:
+    """Return (collective, reason) if the figures leave one; ("", "") otherwise."""
+    factor, parts = factor_interval(readings), parts_of(readings)
+    if factor and factor[0] > 1.01:
+        return "all_reduce", f"busbw/algbw is {_middle(factor):.4g}: above 1"
+    if {reading.redop for reading in readings} & {"", "none"}:
+        return "", ""
+    if parts and parts > 1:
+        return "reduce_scatter", f"it reduces, and size is {parts} x count elements"
+    roots = {reading.root for reading in readings}
+    if parts == 1 and None not in roots and factor and factor[0] > 0:
+        if -1 not in roots:
+            return "reduce", "it reduces to a root"
+        if roots == {-1}:
+            return "all_reduce", "it reduces, has no root, and size is count elements"
+    return "", ""
+
+
 def num_ranks_of(readings: Sequence[Reading], collective: str) -> RanksAndReason:
     """Return (ranks, reason), or (None, reason why not)."""
     facts = FACTS.get(Collective(collective)) if collective in set(Collective) else None
