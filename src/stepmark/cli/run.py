@@ -77,7 +77,9 @@ def run(
 def plan(values: dict[str, Any], machine: "Machine") -> "Plan":
     """One plan of operators, collectives and training steps. Raises ConfigError."""
     from stepmark.app.delivery import as_options  # noqa: PLC0415
-    from stepmark.cli import comm, op, train  # noqa: PLC0415
+    from stepmark.app.op_plan import layer_cases  # noqa: PLC0415
+    from stepmark.cli import comm, train  # noqa: PLC0415
+    from stepmark.core.op_options import LayerOptions  # noqa: PLC0415
     from stepmark.core.plan import How, OpHow, Plan, entries  # noqa: PLC0415
 
     budget = values["budget"]
@@ -86,7 +88,10 @@ def plan(values: dict[str, Any], machine: "Machine") -> "Plan":
     parts: list[Entry] = []
     notes: list[str] = []
     how = How(op=OpHow(budget_s=budget_s))
-    parts += entries(op.layer_cases(values, machine))
+    of_layer = LayerOptions(
+        model=values["model"], seq_len=values.get("seq_len"), nproc=values["nproc"]
+    )
+    parts += entries(layer_cases(of_layer, machine))
     world_size = machine.num_ranks(values["nproc"])
     share_s = parse_duration(budget or ("60s" if machine.device == "cpu" else "240s"), "x") / 4
     count = _num_devices(values, machine)

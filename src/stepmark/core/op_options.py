@@ -1,4 +1,4 @@
-"""The options of `stepmark op`: those of every family, and the fields of the one it measures."""
+"""The options of `stepmark op`: fields of the operator, and what all families have."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from stepmark.core.case import ClockName, OpCase, Rate
 from stepmark.core.dtypes import OPERATOR_DTYPES
 from stepmark.core.ops import FAMILIES, FAMILY_OF, Op
-from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.option_groups import Device, MeasureOptions
 from stepmark.core.options import WholeNumbers, Words, between, flag, group
 
 LAYER = "all"  # in place of a family: all operators of a model's layer
@@ -34,20 +34,36 @@ class OfModel:
     etp: int | None = flag("tensor-parallel degree of experts [tp]")
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpOptions(MeasureOptions):
-    """Measurement."""
+@group
+class Selection:
+    """Selection."""
 
-    family: str | None = flag(
-        f"what to measure: {', '.join(FAMILIES)}, or {LAYER}",
-        argument=True,
-        metavar="FAMILY",
-    )
     scale: str | None = flag("1/64: scaled-down shapes; tiny: a tiny model")
     backend: Words = flag("backend(s), comma-separated [all that run]", default=())
+
+
+@group
+class Devices(Device):
+    """Device."""
+
     nproc: str = flag("devices measured at once: a number or all", default="1")
+
+
+@group
+class Timing:
+    """Timing."""
+
     clock: ClockName = flag(f"timing method: {', '.join(ClockName)}", default=ClockName.AUTO)
-    rate: Rate = flag("sustained or burst", default=Rate.SUSTAINED)
+    rate: Rate | None = flag("sustained or burst [sustained]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpOptions(Selection, Devices, Timing, MeasureOptions):
+    """Operators."""
+
+    family: str | None = flag(
+        f"one of those above, or {LAYER}", argument=True, metavar="FAMILY"
+    )
     style: str | None = flag("primus or param: that tool's columns")
 
     def field(self, name: str) -> Any:
@@ -79,7 +95,6 @@ class FamilyOptions(OfModel, OpOptions):
 
     family: str = flag("family of operators", default="", argument=True, metavar="FAMILY")
     shapes: str | None = flag("JSON list of shapes (or Primus' attention_shapes.json)")
-    dataset: str | None = flag("gemm, mlp, embedding-bag: PARAM's built-in shapes A, B or C")
 
 
 @functools.cache
@@ -92,7 +107,8 @@ def options_class(family: str | None) -> type[OpOptions]:
         text = field.metadata["help"]
         if allowed := field.metadata.get("allowed"):
             text += f": {', '.join(allowed)}"
-        kind, spelling = str | None, _dashed(field.name)
+        kind: Any = str | None
+        spelling = _dashed(field.name)
         if isinstance(field.default, bool):
             kind, spelling = bool | None, f"{spelling}/--no-{spelling[2:]}"
         elif field.name == "phase":
@@ -101,6 +117,9 @@ def options_class(family: str | None) -> type[OpOptions]:
     if family in ("gemm", "bmm"):  # it permutes the dimensions, so it is no field
         text = "pass of a linear layer: fwd, dgrad, wgrad"
         fields["phase"] = ("phase", str | None, flag(text, "--pass"))
+    if family in ("gemm", "mlp", "embedding-bag"):
+        text = "PARAM's built-in shapes: A, B or C"
+        fields["dataset"] = ("dataset", str | None, flag(text))
     if family == "gemm":
         text = "sweep for the highest matmul rate; burst and sustained"
         fields["find_max"] = ("find_max", bool, flag(text, "--find-max", default=False))
