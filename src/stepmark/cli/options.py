@@ -1,5 +1,4 @@
-"""Flags, declared once. A command's flags are the fields of the operator it measures, then the
-groups below; a handler gets them as one mapping."""
+"""Flags, declared once; a handler gets them as one mapping."""
 
 import dataclasses
 import inspect
@@ -9,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import Op
 
 Values = Mapping[str, Any]
 
@@ -44,24 +42,6 @@ class Flag:
         )
 
 
-MODEL = (
-    Flag(name="model", kind=str, help="model name(s), config.json or model_configs.json"),
-    Flag(
-        name="mbs",
-        kind=str,
-        default="1",
-        names=("--mbs", "--bsz"),
-        help="micro-batch: 1, 1,2 or 1-8",
-    ),
-    Flag(name="tp", kind=int, default=1, help="tensor-parallel degree"),
-    Flag(name="ep", kind=int, default=1, help="expert-parallel degree"),
-    Flag(name="dp_shard", kind=int, default=1, help="FSDP shards"),
-    Flag(name="seq_len", kind=int, help="sequence length instead of the model's"),
-)
-SELECT = (
-    Flag(name="scale", kind=str, help="1/64: scaled-down shapes; tiny: a tiny model"),
-    Flag(name="backend", kind=str, help="backend(s), comma-separated; default all that run"),
-)
 OUTPUT = (
     Flag(name="out", kind=str, help="folder for run directories [runs]"),
     Flag(
@@ -90,42 +70,6 @@ OUTPUT = (
 )
 DEVICE = Flag(name="device", kind=str, help="cuda or cpu; default cuda where there is one")
 BUDGET = Flag(name="budget", kind=str, help="time for all cases together, e.g. 60s")
-MEASURE = (
-    DEVICE,
-    Flag(name="nproc", kind=str, default="1", help="devices measured at once: a number or all"),
-    Flag(
-        name="clock",
-        kind=str,
-        default="auto",
-        help="auto, event-rotate, event-flush, event-hot, graph-rotate",
-    ),
-    Flag(name="rate", kind=str, default="sustained", help="sustained or burst"),
-    BUDGET,
-    Flag(name="timeout", kind=str, help="a case that takes longer has failed [600s]"),
-    *OUTPUT,
-    Flag(name="style", kind=str, help="primus or param: that tool's columns"),
-)
-
-
-def of_operator(kind: type[Op]) -> tuple[Flag, ...]:
-    """A flag for every field. Text, so that 128,256 sweeps and a+b packs a list."""
-    flags = []
-    for field in dataclasses.fields(kind):
-        text = field.metadata["help"]
-        if allowed := field.metadata.get("allowed"):
-            text += f": {', '.join(allowed)}"
-        if isinstance(field.default, bool):
-            name = field.name.replace("_", "-")
-            flags.append(
-                Flag(name=field.name, kind=bool, names=(f"--{name}/--no-{name}",), help=text)
-            )
-        elif field.name == "phase":
-            flags.append(Flag(name="phase", kind=str, names=("--pass",), help=text))
-        else:
-            flags.append(Flag(name=field.name, kind=str, help=text))
-    return tuple(flags)
-
-
 def as_command(
     handler: Callable[[dict[str, Any]], None], doc: str, *groups: tuple[Flag, ...]
 ) -> Any:
