@@ -70,6 +70,8 @@ OUTPUT = (
 )
 DEVICE = Flag(name="device", kind=str, help="cuda or cpu; default cuda where there is one")
 BUDGET = Flag(name="budget", kind=str, help="time for all cases together, e.g. 60s")
+
+
 def as_command(
     handler: Callable[[dict[str, Any]], None], doc: str, *groups: tuple[Flag, ...]
 ) -> Any:
