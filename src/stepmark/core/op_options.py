@@ -57,7 +57,7 @@ class Timing:
     rate: Rate | None = flag("sustained or burst [sustained]")
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class OpOptions(Selection, Devices, Timing, MeasureOptions):
     """Operators."""
 
@@ -71,14 +71,14 @@ class OpOptions(Selection, Devices, Timing, MeasureOptions):
         return getattr(self, name, None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class ConfigOptions(OpOptions):
     """Operators of a file."""
 
     config: Path | None = flag("run PARAM's JSON operator config")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class LayerOptions(OfModel, OpOptions):
     """A model's layer."""
 
@@ -86,7 +86,7 @@ class LayerOptions(OfModel, OpOptions):
     skew: str | None = flag(_SKEW)
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class FamilyOptions(OfModel, OpOptions):
     """Other sources of shapes.
 
