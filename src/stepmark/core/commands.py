@@ -3,17 +3,17 @@
 import importlib
 import shlex
 
-from stepmark.core.case import OpCase
 from stepmark.core.options import argv
 from stepmark.core.record import AnyCase
+from stepmark.core.train_case import TrainCase
 
-# By kind of case: the module whose options_of gives its options. Ranks read only their own.
-_MODULES = {"op": "stepmark.core.op_options"}
+# By kind of case: a module that has options_of(case), imported when a command is shown.
+_OPTIONS = {"op": "stepmark.core.op_options", "comm": "stepmark.core.comm_options"}
 
 
 def command_of(case: AnyCase) -> str:
     """Return the command, quoted for a shell."""
-    if not isinstance(case, OpCase):
+    if isinstance(case, TrainCase):
         return case.command()
-    options_of = importlib.import_module(_MODULES[case.kind]).options_of
-    return shlex.join(["stepmark", case.kind, *argv(options_of(case))])
+    options = importlib.import_module(_OPTIONS[case.kind]).options_of(case)
+    return shlex.join(["stepmark", case.kind, *argv(options)])
