@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.parsing import parse
 
 from stepmark.app.op_plan import placed_ops
-from stepmark.cli.flags import parse
 from stepmark.core.op_options import FamilyOptions, options_class
 from stepmark.core.ops import Attention, Gemm
 from stepmark.core.workload import CommOp

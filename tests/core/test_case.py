@@ -5,10 +5,10 @@ import shlex
 from dataclasses import replace
 
 import pytest
+from tests.parsing import parse
 
 from stepmark.app import op_plan
 from stepmark.app.machine import Machine
-from stepmark.cli.flags import parse
 from stepmark.core.case import ClockName, Label, OpCase, Rate
 from stepmark.core.commands import command_of
 from stepmark.core.dtypes import OPERATOR_DTYPES, DType
