@@ -4,12 +4,13 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepmark.app import delivery
 from stepmark.app.machine import Machine, machine
 from stepmark.app.measure import measure_or_list, measure_quietly, shown
 from stepmark.app.op_plan import Placed, cases, dtypes, family_cases, layer_cases
+from stepmark.app.view import View, show_rows
 from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError, worst
@@ -28,9 +29,6 @@ from stepmark.launch import outer_launcher
 from stepmark.report import styles
 from stepmark.store.reader import read_records
 from stepmark.workload.formats.param import read_config
-
-if TYPE_CHECKING:
-    from stepmark.app.view import View
 
 Plans = Callable[[Machine], list[OpCase]]
 
@@ -160,15 +158,13 @@ def show(path: Path, given: Mapping[str, Any], code: int) -> int:
     return delivery.deliver(path, options, code, files=_files, show=_show)
 
 
-def _files(run: "View", options: OpOptions) -> None:
+def _files(run: View, options: OpOptions) -> None:
     if options.style:
         text = styles.as_text(styles.STYLES[options.style](run.records, run.run))
         sys.stdout.write(text)
     delivery.write_rows(run.rows, options)
 
 
-def _show(run: "View", options: OpOptions) -> None:
-    from stepmark.app.view import show_rows  # noqa: PLC0415
-
+def _show(run: View, options: OpOptions) -> None:
     if not options.style:
         show_rows(run)
