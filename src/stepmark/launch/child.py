@@ -15,8 +15,7 @@ from stepmark.launch.pdeathsig import tie_child
 
 MARK = "STEPMARK_CHILD"  # in the environment of the command and of all that it starts
 _POLL_S = 0.1
-# After a signal, to end by itself what it has begun: more than a supervising parent gives its
-# ranks (launch/supervise.py).
+# After a signal, to end by itself what it has begun: more than ranks get of its supervisor.
 GRACE_S = 15.0
 _KILL_S = 10.0
 
