@@ -662,7 +662,7 @@ def test_a_file_that_would_change_nothing_is_not_written(tmp_path: Path) -> None
         min_gain=0.01,
         left_out={},
     )
-    asked = tuning.Request(target=tmp_path / "t", plugin=None, values={}, names=())
+    asked = tuning.Request(target=tmp_path / "t", plugin=None, options=CommOptions())
     with Journal.create(tmp_path, sweep_of("fast")) as journal:
         said, code = tuning.emit(journal, advice, asked, means(tmp_path), [])
     assert (said, code) == (["no tuner file: the default stays everywhere"], 0)

@@ -1,19 +1,18 @@
 """The shell command that measures a case alone: what rows, records and plans show."""
 
-import importlib
 import shlex
 
-from stepmark.core.options import argv
+from stepmark.core.options import argv, load
 from stepmark.core.record import AnyCase
-from stepmark.core.train_case import TrainCase
 
-# By kind of case: a module that has options_of(case), imported when a command is shown.
-_OPTIONS = {"op": "stepmark.core.op_options", "comm": "stepmark.core.comm_options"}
+# By kind of case: options_of(case), imported when a command is shown.
+_OPTIONS = {
+    "op": "stepmark.core.op_options:options_of",
+    "comm": "stepmark.core.comm_options:options_of",
+    "train": "stepmark.core.train_options:options_of",
+}
 
 
 def command_of(case: AnyCase) -> str:
     """Return the command, quoted for a shell."""
-    if isinstance(case, TrainCase):
-        return case.command()
-    options = importlib.import_module(_OPTIONS[case.kind]).options_of(case)
-    return shlex.join(["stepmark", case.kind, *argv(options)])
+    return shlex.join(["stepmark", case.kind, *argv(load(_OPTIONS[case.kind])(case))])
