@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.parsing import parse
 
 from stepmark.app import dry_run, run, train, train_plan, train_refusals
 from stepmark.app.train_plan import estimated_memory as estimate
-
-from stepmark.cli.flags import parse
 from stepmark.cli.main import status
 from stepmark.core.commands import command_of
 from stepmark.core.dtypes import DType

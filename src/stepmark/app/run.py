@@ -23,9 +23,7 @@ from stepmark.report import summary
 
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _COLLECTIVES = {
-    "cuda": CommOptions(
-        names=_NAMES, begin=4 * KIB, end=GIB, factor=8.0, dtype=(DType.BF16,)
-    ),
+    "cuda": CommOptions(names=_NAMES, begin=4 * KIB, end=GIB, factor=8.0, dtype=(DType.BF16,)),
     "cpu": CommOptions(names=_NAMES, begin=4 * KIB, end=4 * MIB, factor=32.0),
 }
 _MAX_MBS = 8
@@ -107,7 +105,9 @@ def _num_devices(options: RunOptions, machine: Machine) -> int:
 def _sized(options: RunOptions, machine: Machine) -> tuple[RunOptions, int | None]:
     """A model that fits, and its sequence length: a CPU gets small ones, and 60 s in all."""
     if machine.device == "cpu":
-        small = replace(options, model=options.model or "gpt2-125m", budget=options.budget or 60.0)
+        small = replace(
+            options, model=options.model or "gpt2-125m", budget=options.budget or 60.0
+        )
         return small, None if options.model else 512
     fits = (machine.memory_bytes or 0) >= 40 * GIB
     default = "llama-3.1-8b" if fits else "gpt2-125m"
