@@ -26,7 +26,9 @@ class Verb:
 
 
 VERBS = {
-    "run": Verb("run", "run", "The main job: operators, collectives, summary and HTML report."),
+    "run": Verb(
+        "run", "command", "The main job: operators, collectives, summary and HTML report."
+    ),
     "doctor": Verb("doctor", "command", "Show devices, peaks, health and what would run."),
     "check": Verb("check", "command", "Measure a reference run's cases again; is any slower?"),
     "compare": Verb("compare", "command", "Runs, nccl-tests files, CSVs: ratios and verdicts."),
