@@ -119,6 +119,7 @@ def test_images_per_second_have_labels_and_a_unit_said_beside(slides: Sequence[T
     ("text", "sizes"),
     [
         (VALUES, [2**16, 2**17, 2**18]),
+        (VALUES.replace("\t", ","), [2**16, 2**17, 2**18]),
         (
             VALUES.replace("65536", "64 KiB")
             .replace("131072", "128K")
@@ -133,7 +134,7 @@ def test_images_per_second_have_labels_and_a_unit_said_beside(slides: Sequence[T
             [2**20, 2**21, 2**22],
         ),
     ],
-    ids=["tabs", "units", "unit in the head"],
+    ids=["tabs", "commas", "units", "unit in the head"],
 )
 def test_value_tables_in_every_dress_are_one(text: str, sizes: list[int]) -> None:
     (table,) = tables_of(text, "x")
@@ -162,8 +163,7 @@ def test_a_title_is_the_nearest_heading(above: str, title: str) -> None:
 
 
 def test_tables_with_other_separators_are_not_read() -> None:
-    for text in (VALUES.replace("\t", ","), VALUES.replace("\t", " | ")):
-        assert tables_of(text, "x") == []
+    assert tables_of(VALUES.replace("\t", " | "), "x") == []
 
 
 def test_a_unit_in_the_head_scales() -> None:

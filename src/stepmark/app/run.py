@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from stepmark.app import comm, delivery, op_plan, report, train, train_plan
+from stepmark.app import comm, delivery, op_plan, train, train_plan
 from stepmark.app.machine import Machine, machine
 from stepmark.app.measure import measure
+from stepmark.app.runs import write_page
 from stepmark.app.view import console, show_rows, view
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.dtypes import DType
@@ -154,7 +155,7 @@ def that_fits(model: str, num_ranks: int, memory_bytes: int) -> TrainOptions | N
 def show(path: Path, given: Mapping[str, object], code: int) -> int:
     """Show operators, collectives and training steps; write the page. Returns the exit code."""
     run = view(path)
-    page = report.write(path)
+    page = write_page(path)
     show_rows(run)
     lines = summary.comm_lines(run.comm_rows)
     for line in (*lines, *summary.train_lines(run.train_rows)):

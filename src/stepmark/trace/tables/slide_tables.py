@@ -1,10 +1,10 @@
 """Tables of slides: a column per setting, or results of a Hugging Face Trainer, with titles.
 
-Cells are separated by tabs. The first column is a message size or a label ("16 nodes, 128
-ranks"), the others are figures. Sizes with a unit are binary, as in nccl-tests. The unit of a
-figure is the one rate that a heading or the text below the table names; otherwise it is "" and
-the figures are kept as printed (compare --unit). A Trainer's result is a dict on one line,
-which may have lost quotes when it was copied; loss and epoch are left out.
+Cells are separated by tabs or commas. The first column is a message size or a label ("16
+nodes, 128 ranks"), the others are figures. Sizes with a unit are binary, as in nccl-tests. The
+unit of a figure is the one rate that a heading or the text below the table names; otherwise it
+is "" and the figures are kept as printed (compare --unit). A Trainer's result is a dict on one
+line, which may have lost quotes when it was copied; loss and epoch are left out.
 """
 
 import re
@@ -142,7 +142,10 @@ def _grids(lines: Sequence[str]) -> Iterator[_Grid]:
 
 
 def _row_cells(line: str) -> list[str]:
-    """Return the cells of a row of figures; [] for any other line."""
+    """Return the cells of a row of figures; quickly [] for most other lines."""
+    second = line.split(_separator(line), 2)[1:2]
+    if not second or not is_cell(second[0].strip(" *`")):
+        return []
     cells = _cells(line)
     is_row = len(cells) > 1 and cells[0] and all(map(is_cell, cells[1:]))
     return cells if is_row and any(map(is_number, cells[1:])) else []
@@ -150,10 +153,14 @@ def _row_cells(line: str) -> list[str]:
 
 def _cells(line: str) -> list[str]:
     """Return the cells of a line; [] for a line without any or with too many."""
-    if "\t" not in line or len(line) > _MAX_LINE:
+    if len(line) > _MAX_LINE:
         return []
-    cells = [cell.strip(" *`") for cell in line.rstrip().split("\t", 4 * _MAX_COLUMNS)]
-    return cells if 1 < len(cells) <= _MAX_COLUMNS else []
+    parts = line.rstrip().split(_separator(line), 4 * _MAX_COLUMNS)
+    return [cell.strip(" *`") for cell in parts] if 1 < len(parts) <= _MAX_COLUMNS else []
+
+
+def _separator(line: str) -> str:
+    return "\t" if "\t" in line else ","
 
 
 def _table(grid: _Grid, lines: Sequence[str], file: str) -> Table:
