@@ -44,7 +44,7 @@ def _models_of_file(path: Path) -> list[ModelConfig]:
         huggingface,
         llm_train_bench,
         primus,
-        strict_json,
+        source_file,
     )
 
     file = path / "config.json" if path.is_dir() else path
@@ -55,6 +55,6 @@ def _models_of_file(path: Path) -> list[ModelConfig]:
         raise ConfigError("model", file, f"a readable file ({error.strerror})") from None
     if start == b"[":
         return list(primus.read_model_configs(file))
-    if llm_train_bench.is_config(strict_json.read_json(file)):
+    if llm_train_bench.is_config(source_file.read_json(file)):
         return [llm_train_bench.read_config(file)]
     return [huggingface.read_config(file)]

@@ -225,7 +225,7 @@ def operators(
 def run_config(path: Path, values: dict[str, Any]) -> None:
     """PARAM's operator config: what we have is measured, what we lack is named."""
     from stepmark.core.ops import FAMILY_OF  # noqa: PLC0415
-    from stepmark.workload.formats.param import read_config  # noqa: PLC0415
+    from stepmark.workload.formats.shapes import read_config  # noqa: PLC0415
 
     found = read_config(path)
     for name in found.lacking:

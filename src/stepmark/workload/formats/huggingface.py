@@ -12,7 +12,7 @@ import msgspec
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import Activation, MlaConfig, ModelConfig, MoeConfig
-from stepmark.workload.formats.strict_json import convert, one_line, read_json
+from stepmark.workload.formats.source_file import convert, one_line, read_json
 
 # Far above any model, and low enough that 4 x a width is still one ModelConfig accepts.
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**24)]

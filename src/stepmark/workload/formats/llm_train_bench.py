@@ -12,7 +12,7 @@ import msgspec
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
-from stepmark.workload.formats.strict_json import convert, one_line, read_json
+from stepmark.workload.formats.source_file import convert, one_line, read_json
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 Multiplier = Annotated[float, msgspec.Meta(gt=0, le=64)]

@@ -12,7 +12,7 @@ import msgspec
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig
 from stepmark.workload.formats.huggingface import in_words_of_file
-from stepmark.workload.formats.strict_json import convert, one_line, read_json
+from stepmark.workload.formats.source_file import convert, one_line, read_json
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=64)]

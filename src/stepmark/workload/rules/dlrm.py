@@ -7,8 +7,6 @@ round. The two MLPs are wrapped in DistributedDataParallel, each by itself. Sour
 all_to_all_single, backward as well), dlrm_s_pytorch.py (distributed_forward: lookups, exchange
 begun, bottom MLP beside it, wait, interaction, top MLP). Its messages on two and four ranks
 are these (tests/data/dlrm).
-
-Over 250 lines because of the two passes of each part.
 """
 
 from collections.abc import Sequence

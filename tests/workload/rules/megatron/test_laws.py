@@ -17,7 +17,7 @@ from stepmark.core.model import ModelConfig
 from stepmark.core.ops import GroupedGemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.job import Job
-from stepmark.workload.rules.megatron.dispatch import exchanged
+from stepmark.workload.rules.megatron.experts import exchanged
 from stepmark.workload.rules.megatron.rule import Megatron, workload
 from stepmark.workload.rules.megatron.settings import (
     CpComm,

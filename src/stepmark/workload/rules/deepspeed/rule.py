@@ -8,8 +8,7 @@ message of runs of that version on two, three and four ranks (CPU, gloo) is one 
 this order: tests/data/deepspeed.
 
 Parameters are one group of the optimizer, in the order of registration. A collective of a
-module's hook comes after all computation of that module. Over 250 lines because stages share
-most of a step.
+module's hook comes after all computation of that module.
 """
 
 from collections.abc import Iterator
@@ -24,11 +23,18 @@ from stepmark.core.ops import Optimizer, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Item, Operation, Stage, Workload
 from stepmark.workload.architecture import AnyJob, OwnJob
 from stepmark.workload.job import TRAINED, Comms, Job, mesh_groups
-from stepmark.workload.rules.deepspeed import huggingface, modules, own
-from stepmark.workload.rules.deepspeed.buckets import Bucket, Message, all_reduced, shares
+from stepmark.workload.rules.deepspeed import huggingface, modules
 from stepmark.workload.rules.deepspeed.modules import COMPUTE, GRADS
 from stepmark.workload.rules.deepspeed.settings import DeepSpeed
-from stepmark.workload.rules.deepspeed.tape import Program, Tape, reduction
+from stepmark.workload.rules.deepspeed.tape import (
+    Bucket,
+    Message,
+    Program,
+    Tape,
+    all_reduced,
+    reduction,
+    shares,
+)
 from stepmark.workload.rules.deepspeed.zero3 import Fetch, Pass, persistent, steady_step
 
 SOURCE = "deepspeedai/DeepSpeed 0.19.8: deepspeed/runtime/engine.py, zero, bf16_optimizer.py"
@@ -92,7 +98,7 @@ class _Plan:
         self._check_accumulation()
         divided = settings.stage == 3
         if isinstance(job, OwnJob):
-            found = own.modules_of(job.architecture, divided=divided)
+            found = modules.modules_of(job.architecture, divided=divided)
             self.root, self.params, self.parts = found.root, found.params, found.parts
             self.recreated = found.used
         else:
@@ -226,13 +232,7 @@ class _Plan:
 
     def _scalar(self, module: str, dtype: DType, redop: RedOp) -> tuple[CommOp, ...]:
         return self.comms(
-            Collective.ALL_REDUCE,
-            1,
-            "dp",
-            phase=Phase.OPTIM,
-            module=module,
-            dtype=dtype,
-            redop=redop,
+            Collective.ALL_REDUCE, 1, "dp", Phase.OPTIM, module, dtype, redop=redop
         )
 
     def _update(self, num_params: int) -> ComputeOp:
@@ -242,7 +242,7 @@ class _Plan:
     def _gathered(
         self, elements: int, phase: Phase = Phase.OPTIM, module: str = "optimizer"
     ) -> tuple[CommOp, ...]:
-        return self.comms(Collective.ALL_GATHER, elements, "dp", phase=phase, module=module)
+        return self.comms(Collective.ALL_GATHER, elements, "dp", phase, module)
 
     def setup(self) -> Iterator[Operation]:
         """deepspeed.initialize: weights of rank 0 to all, as bytes; stage 3 divides them.
@@ -256,20 +256,15 @@ class _Plan:
                 Collective.BROADCAST,
                 param.numel * self.dtype.itemsize,
                 "dp",
-                phase=Phase.FWD,
-                module="setup",
-                dtype=DType.UINT8,
+                Phase.FWD,
+                "setup",
+                DType.UINT8,
             ):
                 yield replace(made, root=0)
         if divided:
             for _ in range(3):
                 yield from self.comms(
-                    Collective.BARRIER,
-                    0,
-                    "dp",
-                    phase=Phase.FWD,
-                    module="setup",
-                    dtype=DType.UINT8,
+                    Collective.BARRIER, 0, "dp", Phase.FWD, "setup", DType.UINT8
                 )
             for param in self.params:
                 whole = -(-param.numel // self.ranks) * self.ranks

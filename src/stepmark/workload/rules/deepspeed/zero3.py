@@ -7,8 +7,7 @@ gathered one by one).
 
 The order of modules is traced in the first two micro-batches and kept; what a module may
 release is worked out in the micro-batch after that and kept as well (__params_to_release is
-cached). So training is followed from its beginning until steps are equal. Over 250 lines
-because all hooks change one state.
+cached). So training is followed from its beginning until steps are equal.
 """
 
 from collections import deque

@@ -17,9 +17,8 @@ from stepmark.core.message import RECV, SEND
 from stepmark.core.module import Module
 from stepmark.core.ops import Attention, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Operation
-from stepmark.workload.rules.megatron.layer import column, leaves, row
+from stepmark.workload.rules.megatron.layer import Step, column, leaves, of_leaf, row
 from stepmark.workload.rules.megatron.settings import CpComm, Plan
-from stepmark.workload.rules.megatron.steps import Step, of_leaf
 
 
 def attention(plan: Plan) -> tuple[Step, ...]:
@@ -52,10 +51,9 @@ def _latent(plan: Plan, parts: dict[str, Module]) -> Iterator[Step]:
     down = of_leaf(parts["kv_down"])
     if plan.sequence_parallel:
         shared = plan.tokens * mla.qk_rope_head_dim
-        of: dict[str, Any] = {"module": down.module, "layer": 0, "microbatch": 0}
-        made = plan.comms
-        ahead = made(Collective.ALL_GATHER, shared, "tp", phase=Phase.FWD, **of)
-        back = made(Collective.REDUCE_SCATTER, shared, "tp", phase=Phase.DGRAD, **of)
+        name, made = down.module, plan.inside
+        ahead = made(Collective.ALL_GATHER, shared, "tp", Phase.FWD, name)
+        back = made(Collective.REDUCE_SCATTER, shared, "tp", Phase.DGRAD, name)
         down = Step(module=down.module, fwd=(*down.fwd, *ahead), bwd=(*back, *down.bwd))
     yield down
     yield from (of_leaf(parts[name]) for name in ("q_norm", "kv_norm") if name in parts)
@@ -81,12 +79,13 @@ def _core(plan: Plan, leaf: Module) -> Step:
 
 def _gathered(plan: Plan, leaf: Module, own: list[int]) -> Step:
     """Keys and values gathered, again in the backward pass; their gradients scattered."""
-    cp, made = plan.size("cp"), plan.comms
-    of: dict[str, Any] = {"module": leaf.role, "layer": 0, "microbatch": 0}
+    cp = plan.size("cp")
 
     def both(kind: Collective, phase: Phase) -> tuple[CommOp, ...]:
         return tuple(
-            op for elements in own for op in made(kind, cp * elements, "cp", phase=phase, **of)
+            op
+            for elements in own
+            for op in plan.inside(kind, cp * elements, "cp", phase, leaf.role)
         )
 
     return Step(
@@ -108,21 +107,12 @@ def _ring(plan: Plan, leaf: Module, own: int) -> Step:
     exact.
     """
     cp, name = plan.size("cp"), "kv"
-    of: dict[str, Any] = {"module": leaf.role, "layer": 0, "microbatch": 0, "stream": "cp"}
+    of: dict[str, Any] = {"layer": 0, "microbatch": 0, "stream": "cp"}
 
     def pass_on(elements: int, phase: Phase) -> tuple[CommOp, ...]:
-        sent = plan.comms(SEND, elements, "cp", peer=1, phase=phase, **of)
-        got = plan.comms(
-            RECV,
-            elements,
-            "cp",
-            peer=-1,
-            phase=phase,
-            fused=True,
-            name=name,
-            **of,
-        )
-        return (*sent, *got)
+        where = (elements, "cp", phase, leaf.role)
+        sent = plan.comms(SEND, *where, peer=1, **of)
+        return (*sent, *plan.comms(RECV, *where, peer=-1, fused=True, name=name, **of))
 
     fwd: list[Operation] = []
     bwd: list[Operation] = []

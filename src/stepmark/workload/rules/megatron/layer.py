@@ -1,21 +1,118 @@
-"""Linear layers, embedding and head under tensor and sequence parallelism.
+"""Modules with the communication around them, and in which order operations are issued.
 
-Source: megatron-core 0.16.1, tensor_parallel/layers.py (ColumnParallelLinear,
-RowParallelLinear, LinearWithGradAccumulationAndAsyncCommunication, VocabParallelEmbedding),
-tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py.
-Compared with a run of Megatron-LM (tests/data/megatron).
+Linear layers, embedding and head under tensor and sequence parallelism. Source: megatron-core
+0.16.1, tensor_parallel/layers.py (ColumnParallelLinear, RowParallelLinear,
+LinearWithGradAccumulationAndAsyncCommunication, VocabParallelEmbedding),
+tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py. Compared with a run of
+Megatron-LM (tests/data/megatron).
+
+An asynchronous collective lies on a stream of its own; it starts after what the stream of
+computation was given before it, as NCCL's streams do, and what needs it waits by name.
 """
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.dtypes import DType
 from stepmark.core.module import Module
 from stepmark.core.ops import Phase
-from stepmark.core.workload import CommOp, Operation
+from stepmark.core.workload import COMPUTE, CommOp, Operation
+from stepmark.workload.pipeline import PASSED
 from stepmark.workload.rules.megatron.settings import Plan
-from stepmark.workload.rules.megatron.steps import Step, marked, of_leaf, split_backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One module. pending: a collective of its backward that the next computation waits for."""
+
+    module: str
+    fwd: tuple[Operation, ...]
+    bwd: tuple[Operation, ...]
+    pending: str = ""
+
+
+def of_leaf(leaf: Module) -> Step:
+    """A module without communication."""
+    return Step(module=leaf.role, fwd=leaf.fwd, bwd=leaf.bwd)
+
+
+def forward(steps: Iterable[Step], *, again: bool = False) -> tuple[Operation, ...]:
+    """again: as the backward pass runs it a second time."""
+    found = [op for step in steps for op in step.fwd]
+    return issued([replace(op, recompute=True) for op in found] if again else found)
+
+
+def backward(
+    steps: Sequence[Step], recomputed: Mapping[str, str] | None = None
+) -> tuple[Operation, ...]:
+    """In reverse order of steps. recomputed: of modules, which group they are checkpointed in.
+
+    A group's forward operations run again before the first of its backward operations.
+    """
+    groups = recomputed or {}
+    found: list[Operation] = []
+    current, pending = "", ""
+    for index in range(len(steps) - 1, -1, -1):
+        step, group = steps[index], groups.get(steps[index].module, "")
+        own: list[Operation] = []
+        if group and group != current:
+            members = [one for one in steps[: index + 1] if groups.get(one.module) == group]
+            own += forward(members, again=True)
+        own += step.bwd
+        current = group
+        if pending and own:
+            own[0] = replace(own[0], after=(*own[0].after, pending))
+            pending = ""
+        found += own
+        pending = step.pending or pending
+    return issued(found)
+
+
+def issued(
+    operations: Sequence[Operation], before: tuple[str, ...] = ()
+) -> tuple[Operation, ...]:
+    """With a name on computation that an asynchronous collective is issued behind.
+
+    before: names of what was computed before all of these.
+    """
+    found, behind = list(operations), before
+    last: int | None = None
+    for index, op in enumerate(found):
+        if op.stream == COMPUTE:
+            last = index
+            continue
+        if last is not None:
+            newest = found[last]
+            if not newest.name:
+                newest = replace(newest, name=f"{newest.module}.{newest.phase}")
+                found[last] = newest
+            behind = (newest.name,)
+        new = (name for name in behind if name not in op.after)
+        found[index] = replace(op, after=(*new, *op.after))
+    return tuple(found)
+
+
+def passed(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """With PASSED on the last computation, for what is issued behind the block."""
+    found = list(operations)
+    for index in range(len(found) - 1, -1, -1):
+        if found[index].stream == COMPUTE:
+            found[index] = replace(found[index], name=found[index].name or PASSED)
+            break
+    return tuple(found)
+
+
+def split_backward(leaf: Module) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+    """Gradients of the data, and those of the weights."""
+    of_weights = tuple(op for op in leaf.bwd if op.phase is Phase.WGRAD)
+    return tuple(op for op in leaf.bwd if op.phase is not Phase.WGRAD), of_weights
+
+
+def marked(operations: Iterable[CommOp], **marks: str) -> tuple[CommOp, ...]:
+    """Asynchronous: with a stream and a name."""
+    return tuple(replace(op, **marks) for op in operations)  # type: ignore[arg-type]
 
 
 def leaves(plan: Plan, *, moe: bool) -> dict[str, Module]:
@@ -50,14 +147,14 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
     if plan.size("tp") == 1:
         return of_leaf(leaf)
     if not plan.sequence_parallel:
-        reduce = made(Collective.ALL_REDUCE, rows, "tp", phase=Phase.DGRAD, module=module, **of)
+        reduce = made(Collective.ALL_REDUCE, rows, "tp", Phase.DGRAD, module, **of)
         name = f"{module}.reduce"
         backward = (*of_data, *marked(reduce, stream="tp", name=name), *of_weights)
         return Step(module=module, fwd=leaf.fwd, bwd=backward, pending=name)
     gather, scatter = f"{module}.gather", f"{module}.scatter"
-    ahead = made(Collective.ALL_GATHER, rows, "tp", phase=Phase.FWD, module=module, **of)
-    again = made(Collective.ALL_GATHER, rows, "tp", phase=Phase.WGRAD, module=module, **of)
-    back = made(Collective.REDUCE_SCATTER, rows, "tp", phase=Phase.DGRAD, module=module, **of)
+    ahead = made(Collective.ALL_GATHER, rows, "tp", Phase.FWD, module, **of)
+    again = made(Collective.ALL_GATHER, rows, "tp", Phase.WGRAD, module, **of)
+    back = made(Collective.REDUCE_SCATTER, rows, "tp", Phase.DGRAD, module, **of)
     return Step(
         module=module,
         fwd=(*ahead, *leaf.fwd),
@@ -73,15 +170,20 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
 
 def row(plan: Plan, leaf: Module, width: int) -> Step:
     """A linear layer with its input features over tp; width: of its output."""
-    made, rows, first = plan.comms, plan.tokens * width, leaf.fwd[0]
-    of: dict[str, Any] = {"layer": first.layer, "microbatch": first.microbatch}
-    kind = Collective.REDUCE_SCATTER if plan.sequence_parallel else Collective.ALL_REDUCE
-    sums = made(kind, rows, "tp", phase=Phase.FWD, module=leaf.role, **of)
+    return _summed(plan, leaf, plan.tokens * width, layer=0)
+
+
+def _summed(
+    plan: Plan, leaf: Module, rows: int, *, layer: int | None, scatters: bool = True
+) -> Step:
+    """What a module makes is summed over tp; the gradient of a part of it is gathered."""
+    scatters = scatters and plan.sequence_parallel
+    kind = Collective.REDUCE_SCATTER if scatters else Collective.ALL_REDUCE
+    of: dict[str, Any] = {"layer": layer, "microbatch": 0}
+    sums = plan.comms(kind, rows, "tp", Phase.FWD, leaf.role, **of)
     back: tuple[CommOp, ...] = ()
     if plan.sequence_parallel:
-        back = made(
-            Collective.ALL_GATHER, rows, "tp", phase=Phase.DGRAD, module=leaf.role, **of
-        )
+        back = plan.comms(Collective.ALL_GATHER, rows, "tp", Phase.DGRAD, leaf.role, **of)
     return Step(module=leaf.role, fwd=(*leaf.fwd, *sums), bwd=(*back, *leaf.bwd))
 
 
@@ -93,14 +195,7 @@ def embedding(plan: Plan) -> Step:
     """
     leaf = plan.tree.embedding().inside[0]
     rows = plan.tokens * plan.model.hidden_size
-    scatters = plan.sequence_parallel and not plan.model.max_positions
-    kind = Collective.REDUCE_SCATTER if scatters else Collective.ALL_REDUCE
-    of: dict[str, Any] = {"module": leaf.role, "microbatch": 0}
-    ahead = plan.comms(kind, rows, "tp", phase=Phase.FWD, **of)
-    back: tuple[CommOp, ...] = ()
-    if plan.sequence_parallel:
-        back = plan.comms(Collective.ALL_GATHER, rows, "tp", phase=Phase.DGRAD, **of)
-    return Step(module=leaf.role, fwd=(*leaf.fwd, *ahead), bwd=(*back, *leaf.bwd))
+    return _summed(plan, leaf, rows, layer=None, scatters=not plan.model.max_positions)
 
 
 def head(plan: Plan) -> tuple[Step, ...]:
@@ -119,10 +214,10 @@ def head(plan: Plan) -> tuple[Step, ...]:
             Collective.ALL_REDUCE,
             per_token * plan.tokens,
             "tp",
-            phase=Phase.FWD,
-            module=loss.role,
+            Phase.FWD,
+            loss.role,
+            DType.FP32,
             microbatch=0,
-            dtype=DType.FP32,
             redop=redop,
         )
     return (
@@ -155,12 +250,6 @@ def data(plan: Plan, *, first: bool, last: bool) -> tuple[Operation, ...]:
         for asked, elements, dtype in wanted
         if asked
         for op in plan.comms(
-            Collective.BROADCAST,
-            elements,
-            "tp",
-            phase=Phase.FWD,
-            module="data",
-            microbatch=0,
-            dtype=dtype,
+            Collective.BROADCAST, elements, "tp", Phase.FWD, "data", dtype, microbatch=0
         )
     )

@@ -8,20 +8,17 @@ follows, and says what of it was compared with a run and what was only read.
 Chosen where Megatron-LM leaves a choice: routing is balanced; a step is not the first one,
 in which overlapped reductions wait for the end of the backward pass; the embedding's
 gradient is taken, so the first layer has a data gradient like any other.
-
-Over 250 lines: a stage's blocks are put together in one place.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Phase
 from stepmark.core.workload import COMPUTE, Block, CommOp, Item, Run, Stage, Workload
 from stepmark.workload.job import Job
-from stepmark.workload.pipeline import Act, Action, Pipeline, program
+from stepmark.workload.pipeline import PASSED, Act, Action, Pipeline, Span, Tick, program, wait
 from stepmark.workload.pipeline_schedules import schedule
-from stepmark.workload.rules.megatron.anchors import anchored
 from stepmark.workload.rules.megatron.chunk import (
     Library,
     Segment,
@@ -31,19 +28,108 @@ from stepmark.workload.rules.megatron.chunk import (
     is_moe,
     last_backward,
 )
-from stepmark.workload.rules.megatron.finish import Owned, finish, names_of, wait
 from stepmark.workload.rules.megatron.gradients import (
     Bucket,
+    Owned,
     buckets,
     chunk_params,
+    finish,
     gather,
+    names_of,
     reduce,
     stream_of,
 )
-from stepmark.workload.rules.megatron.notes import notes_of
+from stepmark.workload.rules.megatron.layer import issued
 from stepmark.workload.rules.megatron.settings import Megatron, Plan, make_plan, padded
 from stepmark.workload.rules.megatron.split import Chunk, split
-from stepmark.workload.rules.megatron.steps import PASSED, issued
+
+_LARGE_MASK_BYTES = 2**30
+
+
+def notes_of(job: Job, plan: Plan) -> Iterator[str]:
+    """What of the job has no effect, was changed, or is easily overlooked.
+
+    Source of gathers: optimizer/optimizer.py (ChainedOptimizer.step_with_ready_grads) and
+    distrib_optimizer.py (step_with_ready_grads: start_param_sync of each model chunk, whose
+    bucket groups are those of dense parameters and of experts).
+    """
+    settings = plan.settings
+    if settings.sequence_parallel and plan.tp == 1:
+        yield "sequence_parallel has no effect with tp 1"
+    if plan.model.vocab_size != job.model.vocab_size:
+        yield f"vocabulary padded from {job.model.vocab_size} to {plan.model.vocab_size}"
+    masks = settings.create_attention_mask_in_dataloader and plan.tp > 1
+    size = job.mbs * job.model.seq_len**2  # a byte per pair of tokens
+    if masks and size >= _LARGE_MASK_BYTES:
+        yield (
+            f"each micro-batch's attention mask, {size / 2**30:.4g} GiB, is broadcast over tp;"
+            " --no-create-attention-mask-in-dataloader leaves it out"
+        )
+    if _gathers_twice(plan):
+        yield (
+            "parameters are gathered twice per step: the optimizer of the dense ones and that"
+            " of the experts each gather all (ChainedOptimizer); with overlap_param_gather once"
+        )
+
+
+def _gathers_twice(plan: Plan) -> bool:
+    settings = plan.settings
+    return (
+        settings.use_distributed_optimizer
+        and not settings.overlap_param_gather
+        and plan.job.parallel.ep > 1
+        and max(plan.size("intra_dp_cp"), plan.size("intra_expt_dp")) > 1
+    )
+
+
+_COMPUTES = (Act.FORWARD, Act.BACKWARD, Act.WAIT)
+_TRANSFERS = (Act.SEND_FORWARD, Act.RECV_FORWARD, Act.SEND_BACKWARD, Act.RECV_BACKWARD)
+
+
+def anchored(
+    spans: Iterable[Span], beside: Callable[[Action], tuple[str, ...]], *, blocking: bool
+) -> tuple[Span, ...]:
+    """Spans whose actions beside the computation are after what was computed before.
+
+    beside: names of what an action leaves in flight. blocking: a call of transfers waits for
+    all of that (torch.cuda.synchronize) and not only for its own.
+
+    PyTorch lets an asynchronous collective or transfer wait for the current stream at the call
+    (c10d, ProcessGroupNCCL.cpp, syncStream). Source of the rest, read only:
+    pipeline_parallel/p2p_communication.py (_communicate, batch_p2p_sync).
+    """
+    anchors = _Anchors(beside, blocking)
+    return tuple(
+        replace(span, ticks=tuple(tuple(anchors.tick(tick)) for tick in span.ticks))
+        for span in spans
+    )
+
+
+@dataclass(slots=True)
+class _Anchors:
+    """begun: the step has computed or waited, so there is something to be after."""
+
+    beside: Callable[[Action], tuple[str, ...]]
+    blocking: bool
+    begun: bool = False
+    flying: dict[str, None] = field(default_factory=dict)
+
+    def tick(self, tick: Tick) -> Iterator[Action]:
+        for action, following in zip(tick, (*tick[1:], None), strict=True):
+            moves = action.act in _TRANSFERS
+            computes = action.act in _COMPUTES or (moves and self.blocking)
+            yield action if computes or not self.begun else replace(action, after=(PASSED,))
+            self.begun = self.begun or computes
+            if not self.blocking:
+                continue
+            if action.act is Act.FORWARD and action.edge:  # waits for its own parameters
+                for name in self.beside(Action(act=Act.GATHER, chunk=action.chunk)):
+                    self.flying.pop(name, None)
+            self.flying.update(dict.fromkeys(self.beside(action)))
+            if moves and self.flying and not (following and following.fused):
+                yield Action(act=Act.WAIT, after=tuple(self.flying))
+                self.flying.clear()
+
 
 __all__ = ["Megatron", "padded", "workload"]
 
@@ -267,8 +353,8 @@ class _StageMaker:
             SEND if sends else RECV,
             self.plan.own_tokens * self.plan.model.hidden_size,
             group,
-            phase=Phase.FWD if forward else Phase.DGRAD,
-            module="pipeline",
+            Phase.FWD if forward else Phase.DGRAD,
+            "pipeline",
             microbatch=action.microbatch,
             stream=stream,
             name=PASSED if stream == COMPUTE else str(action.act),
@@ -291,7 +377,7 @@ class _StageMaker:
         if not plan.model.tied_embeddings or not (owned.is_first or owned.is_last):
             return ""
         table = plan.model.vocab_size // plan.tp * plan.model.hidden_size
-        made = plan.comms("all_reduce", table, "embd", phase=Phase.OPTIM, module="embedding")
+        made = plan.comms("all_reduce", table, "embd", Phase.OPTIM, "embedding")
         if made:
             self.blocks["setup"] = made
         return "setup" if made else ""

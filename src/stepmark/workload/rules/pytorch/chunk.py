@@ -2,8 +2,7 @@
 
 fully_shard is called on the embedding and the output, or the root has both; on every
 blocks_per_group blocks; and with expert parallelism on the experts of each block before it
-(bench/training/parallelize.py: _fsdp). Without a Sharding the same passes run plain. Over 250
-lines: every call of FSDP has its place between the same few modules.
+(bench/training/parallelize.py: _fsdp). Without a Sharding the same passes run plain.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,33 +12,17 @@ from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.training import Recompute
 from stepmark.core.workload import Block, Item, Operation, Run
+from stepmark.workload.architecture import Unit
+from stepmark.workload.pipeline import PASSED, in_layer
 from stepmark.workload.rules.pytorch.fsdp_order import (
-    PASSED,
     Group,
     Order,
-    Sharding,
     linked,
 )
 from stepmark.workload.rules.pytorch.recompute import again, ahead
-from stepmark.workload.units import Unit
+from stepmark.workload.rules.pytorch.technique import Technique
 
 BLOCKS = dict[str, Block]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is wrapped together. together: embedding and output are the root's own.
-
-    table_again: the embedding's table is gathered for its backward pass, too. marked: the ends
-    of passes have a name, for what runs beside the computation.
-    """
-
-    sharding: Sharding | None = None
-    marked: bool = False
-    together: bool = True
-    table_again: bool = True
-    blocks_per_group: int = 1
-    recompute: Recompute = Recompute.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +43,7 @@ class Chunk:
 
     def __init__(
         self,
-        plan: Plan,
+        how: Technique,
         layers: Sequence[Layer],
         *,
         blocks: BLOCKS,
@@ -68,29 +51,29 @@ class Chunk:
         output: Unit | None = None,
         suffix: str = "",
     ) -> None:
-        self._plan, self.blocks, self._suffix = plan, blocks, suffix
+        self._technique, self.blocks, self._suffix = how, blocks, suffix
         self.embedding, self.output = embedding, output
-        how = plan.sharding
-        self._order = Order(how, suffix) if how else None
+        sharding = how.sharding
+        self._order = Order(sharding, suffix) if sharding else None
         self._unsharding = False  # all at once, ahead of a pass
-        reshard = how.reshard if how else None
+        reshard = sharding.reshard if sharding else None
         ends = [unit for unit in (embedding, output) if unit]
         self._root = self._first = self._last = None
-        if plan.together and ends:
+        if how.together and ends:
             params = tuple(one for unit in ends for one in unit.params)
             self._root = Group(module="root", params=params, reshard=None)
-        elif not plan.together:
+        elif not how.together:
             if embedding:
                 self._first = Group(
                     module="embedding",
                     params=embedding.params,
                     reshard=reshard,
-                    in_backward=plan.table_again,
+                    in_backward=how.table_again,
                 )
             if output:
                 self._last = Group(module="output", params=output.params, reshard=None)
         self.layers = [self._with_experts(one, reshard) for one in layers]
-        size = plan.blocks_per_group
+        size = how.blocks_per_group
         self._groups: list[tuple[Group, list[Layer]]] = []
         for first in range(0, len(self.layers), size):
             members = self.layers[first : first + size]
@@ -101,7 +84,7 @@ class Chunk:
                 reshard=reshard,
             )
             self._groups.append((group, members))
-        linked([group for group, _ in self._groups], how.prefetch if how else 1)
+        linked([group for group, _ in self._groups], sharding.prefetch if sharding else 1)
         for unit in ends:
             self._register(unit)
         for unit in {one.unit.name: one.unit for one in self.layers}.values():
@@ -208,13 +191,13 @@ class Chunk:
 
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
         ways = {"fwd": unit.fwd, "bwd": unit.bwd}
-        if is_layer and self._plan.recompute is not Recompute.NONE:
-            early, (first, *others) = ahead(unit), again(unit, self._plan.recompute)
+        if is_layer and self._technique.recompute is not Recompute.NONE:
+            early, (first, *others) = ahead(unit), again(unit, self._technique.recompute)
             ways["again"] = ((*unit.bwd[0][:early], *first), *others)
             ways["rest"] = (unit.bwd[0][early:], *unit.bwd[1:])
         for way, pieces in ways.items():
             for index, piece in enumerate(pieces):
-                is_end = self._plan.marked and way != "again" and index + 1 == len(pieces)
+                is_end = self._technique.marked and way != "again" and index + 1 == len(pieces)
                 name = _name(unit, way, index, len(pieces))
                 self.blocks[name] = _marked(piece) if is_end else piece
 
@@ -348,7 +331,7 @@ def folded(segments: Sequence[tuple[Block, int]], blocks: BLOCKS, way: str) -> B
         ]:
             times += 1
         if times == 1:
-            found += [_at(item, first) for item in segment]
+            found += [in_layer(item, first) for item in segment]
         else:
             name = next((name for name, block in blocks.items() if block == segment), "")
             name = name or f"{way}.{len(blocks)}"
@@ -368,9 +351,3 @@ def _name(unit: Unit, way: str, index: int, pieces: int) -> str:
 
 def _run(unit: Unit, way: str, index: int = 0, pieces: int = 1, layer: int = 0) -> Run:
     return Run(block=_name(unit, way, index, pieces), layer=layer)
-
-
-def _at(item: Item, layer: int) -> Item:
-    if isinstance(item, Run):
-        return replace(item, layer=item.layer + layer)
-    return item if item.layer is None else replace(item, layer=item.layer + layer)

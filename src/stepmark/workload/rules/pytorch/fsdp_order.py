@@ -8,22 +8,22 @@ foreach_reduce). Gathers and reductions of a process group are on one stream, na
 though torch has two: a group does one at a time (core/workload.py). Torch's own order of
 gathers, whatever their group, is told by `after`; that of reductions follows from the copies
 into their buffers, each of which waits for the reduction before it. Copies in and out of
-buffers are on "compute". Over 250 lines: one state machine, whose methods are torch's calls.
+buffers are on "compute".
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
 from stepmark.core.module import Param
 from stepmark.core.ops import Phase
-from stepmark.core.workload import FSDP_REPLICATE, CommOp, ComputeOp, Item, Kernel, Run
+from stepmark.core.workload import FSDP_REPLICATE, ComputeOp, Item, Kernel
 from stepmark.workload.job import Comms
+from stepmark.workload.pipeline import PASSED, in_layer, wait
 
 GATHER, REDUCE, REPLICATE = "fsdp", "fsdp_reduce", "fsdp_replicate"  # what others wait for
-PASSED = "passed"  # the newest computation of a pass
 _COPY_IN, _COPY_OUT = "reduce_copy_in", "copy_out"
 
 
@@ -104,7 +104,7 @@ class Order:
 
     def take(self, layer: int = 0) -> tuple[Item, ...]:
         """What was issued since the last call, layers relative to this one."""
-        taken = tuple(_shifted(item, -layer) for item in self.items)
+        taken = tuple(in_layer(item, -layer) for item in self.items)
         self.items.clear()
         return taken
 
@@ -212,9 +212,9 @@ class Order:
                     Collective.ALL_REDUCE,
                     one.numel,
                     "tp",
-                    phase=Phase.BWD,
-                    module=one.part,
-                    dtype=how.reduced if how.held else how.gathered,
+                    Phase.BWD,
+                    one.part,
+                    how.reduced if how.held else how.gathered,
                     layer=group.layer,
                     microbatch=self._microbatch,
                 )
@@ -252,9 +252,9 @@ class Order:
             collective,
             elements,
             group.shards if scatters else "replicate",
-            phase=Phase.BWD,
-            module=group.module,
-            dtype=how.reduced,
+            Phase.BWD,
+            group.module,
+            how.reduced,
             layer=group.layer,
             microbatch=self._microbatch,
             stream=group.shards if scatters else FSDP_REPLICATE,
@@ -290,14 +290,6 @@ class Order:
         return f"{stem}{self._suffix}{mark}{back}"
 
 
-def wait(after: tuple[str, ...], phase: Phase, module: str = "gradients") -> ComputeOp:
-    """The computation goes on when these are done; it takes no time itself."""
-    kernel = Kernel(name="wait", flops=0, bytes_moved=0)
-    return ComputeOp(
-        op=kernel, phase=phase, module=module, name=PASSED, after=after, time_s=0.0
-    )
-
-
 def linked(groups: Sequence[Group], prefetch: int) -> None:
     """Explicit prefetching of groups of blocks; torch gathers one ahead by itself.
 
@@ -308,9 +300,3 @@ def linked(groups: Sequence[Group], prefetch: int) -> None:
     for index, group in enumerate(groups):
         group.ahead = list(groups[index + 1 : index + 1 + prefetch])
         group.behind = list(groups[max(0, index - prefetch) : index][::-1])
-
-
-def _shifted(item: Item, layers: int) -> Item:
-    if isinstance(item, CommOp | ComputeOp):
-        return item if item.layer is None else replace(item, layer=item.layer + layers)
-    return replace(item, layer=item.layer + layers) if isinstance(item, Run) else item

@@ -5,19 +5,7 @@ from dataclasses import replace
 from stepmark.core.ops import Attention, Gemm, GroupedGemm
 from stepmark.core.training import Recompute
 from stepmark.core.workload import ComputeOp, Operation
-from stepmark.workload.units import Unit
-
-
-def is_checkpointed(recompute: Recompute, blocks: tuple[int, int], layer: int) -> bool:
-    """blocks: so many of so many, where recompute says blocks."""
-    match recompute:
-        case Recompute.NONE:
-            return False
-        case Recompute.BLOCKS:
-            some, every = blocks
-            return layer % every < some
-        case _:
-            return True
+from stepmark.workload.architecture import Unit
 
 
 def again(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]:
@@ -34,7 +22,7 @@ def again(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]
         found: list[Operation] = []
         for one in piece:
             place += 1
-            if isinstance(one, ComputeOp) and isinstance(one.op, Gemm | GroupedGemm):
+            if _is_product(one):
                 products += 1
             if place > stop or (recompute is Recompute.OPS and _is_kept(one, products)):
                 continue
@@ -49,25 +37,19 @@ def _last_needed(unit: Unit) -> int:
     Rows of experts are weighted and sent back after their last product.
     """
     ops = [one for piece in unit.fwd for one in piece]
-    products = [
-        (at, one)
-        for at, one in enumerate(ops)
-        if isinstance(one, ComputeOp) and isinstance(one.op, Gemm | GroupedGemm)
-    ]
+    products = [(at, one) for at, one in enumerate(ops) if _is_product(one)]
     if not products:
         return len(ops)
     last, product = products[-1]
-    if isinstance(product, ComputeOp) and isinstance(product.op, Gemm):
+    if _is_plain(product):
         return last
     return 1 + max(at for at, one in enumerate(ops) if one.module == product.module)
 
 
 def _is_kept(one: Operation, products: int) -> bool:
-    if not isinstance(one, ComputeOp):
-        return True
-    if isinstance(one.op, Gemm | GroupedGemm):
+    if _is_product(one):
         return products % 2 == 1
-    return isinstance(one.op, Attention)
+    return not isinstance(one, ComputeOp) or isinstance(one.op, Attention)
 
 
 def ahead(unit: Unit) -> int:
