@@ -31,7 +31,7 @@ from stepmark.workload.formats.aicb_line import (
     text_of,
 )
 from stepmark.workload.formats.aicb_line import lost as lost_of_generated
-from stepmark.workload.formats.source_file import in_file, read_lines
+from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
 from stepmark.workload.formats.walk import RepeatedText
 
 FORMAT = "aicb"
@@ -303,12 +303,7 @@ def lost(workload: Workload) -> list[str]:
 
 
 def _write_again(workload: Workload) -> Iterator[str]:
-    try:
-        origin = msgspec.convert(workload.origin[FORMAT], type=_Origin)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"origin.{FORMAT}", "unreadable", f"it does not decode: {error}"
-        ) from None
+    origin = origin_of(workload, FORMAT, _Origin)
 
     def line(op: Operation) -> str:
         ours = line_of(op, workload.groups)

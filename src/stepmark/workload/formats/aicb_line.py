@@ -23,6 +23,7 @@ from stepmark.core.workload import (
     Operation,
     Workload,
 )
+from stepmark.workload.formats.walk import remarks
 
 HEADER = (
     "comm_type,comm_group,comm_group_size,msg_size,stage,dst,src,additional,"
@@ -159,11 +160,8 @@ def operation(line: Line, groups: Mapping[str, Group], where: str) -> Operation:
     if collective in (SEND, RECV):
         peer = _PEERS.get(line.additional.partition("_")[2])
         if peer is None:
-            raise ConfigError(
-                f"{where}, additional",
-                line.additional,
-                "send_next, send_prev, recv_next or recv_prev",
-            )
+            allowed = "send_next, send_prev, recv_next or recv_prev"
+            raise ConfigError(f"{where}, additional", line.additional, allowed)
     op = CommOp(
         collective=collective,
         dtype=DType.UINT8,
@@ -269,10 +267,7 @@ _GROUP_OF: Mapping[str, str] = {
 _CARRIED = {*COLLECTIVES.values(), str(Collective.ALL_TO_ALL_V)}
 _COLUMN = ("qkv", "q", "kv", "gate_up", "up", "norm", "core")
 _ROW = ("out", "down", "residual")
-_PLAIN = {
-    "data": "forward_step",
-    "gradients.norms": "step._allreduce_layernorm_grads",
-}
+_PLAIN = {"data": "forward_step", "gradients.norms": "step._allreduce_layernorm_grads"}
 _CLASSES = {"loss": "_step._VocabParallelCrossEntropy", "embedding": ".MegatronEmbedding"}
 
 
@@ -307,7 +302,7 @@ class Lines:
         self._names = group_names(workload)
         self._sizes = {name: group.size for name, group in workload.groups.items()}
         self._computation = computation
-        self._stage = init_name if setup else stage_name
+        self._setup = setup
         self._known: dict[Operation, str] = {}
 
     def __call__(self, op: Operation) -> str:
@@ -316,9 +311,12 @@ class Lines:
         return self._known[op]
 
     def _line(self, op: Operation) -> str:
+        stage = stage_name(op)
+        if self._setup:  # what runs before the first step
+            stage = "init" if op.module == "setup" else f"init.{_plain(op.module)}"
         if isinstance(op, ComputeOp):
-            return text_of(op, self._stage(op), "", 0) if self._computation else ""
-        return text_of(op, self._stage(op), self._names[op.group], self._sizes[op.group])
+            return text_of(op, stage, "", 0) if self._computation else ""
+        return text_of(op, stage, self._names[op.group], self._sizes[op.group])
 
     def carries(self, op: Operation) -> bool:
         """Matrix products, and communication in a group that AICB has a name of.
@@ -333,18 +331,15 @@ class Lines:
         return op.group in self._names and op.collective in _CARRIED
 
 
-def init_name(op: Operation) -> str:
-    """AICB's stage of what runs before the first step."""
-    return "init" if op.module == "setup" else f"init.{_plain(op.module)}"
-
-
 def stage_name(op: Operation) -> str:
     """AICB's stage: the pass and its class of the module, e.g. forward.MegatronRowLinear."""
     if op.module in _PLAIN:
         return _PLAIN[op.module]
     part, _, role = op.module.partition(".")
     forward = op.phase is Phase.FWD and not op.recompute
-    if op.module in ("gradients", "parameters") and _is_last(op):
+    # After the last backward pass, not beside it.
+    is_last = op.stream == COMPUTE and op.microbatch is None and op.phase is not Phase.FWD
+    if op.module in ("gradients", "parameters") and is_last:
         reduced = getattr(op, "collective", "") == Collective.ALL_REDUCE
         return "step.finish_grad_sync" if reduced else "step"
     if op.phase in (Phase.OPTIM, Phase.STEP):
@@ -355,11 +350,6 @@ def stage_name(op: Operation) -> str:
     if part in ("attention", "mlp", "head"):
         return word + _linear(op, part, role, forward=forward)
     return word + _CLASSES.get(part, f".{_plain(op.module)}")
-
-
-def _is_last(op: Operation) -> bool:
-    """After the last backward pass, not beside it."""
-    return op.stream == COMPUTE and op.microbatch is None and op.phase is not Phase.FWD
 
 
 def _linear(op: Operation, part: str, role: str, *, forward: bool) -> str:
@@ -385,13 +375,6 @@ def _plain(module: str) -> str:
 
 def lost(workload: Workload) -> list[str]:
     """What the CSV cannot say of this workload, a line each."""
-    found = [
-        "overlap: every line waits for the one before it; streams go",
-        "layers and micro-batches: lines follow each other without them",
-        "element types and times: sizes are bytes",
-    ]
-    if len(workload.stages) > 1:
-        found.append("stages: one is written")
     line = Lines(workload, computation=True)
     ops = {
         op
@@ -399,8 +382,14 @@ def lost(workload: Workload) -> list[str]:
         for setup in (False, True)
         for op in workload.tally(stage, setup=setup)
     }
-    if any(getattr(op, "collective", "") == Collective.ALL_TO_ALL_V for op in ops):
-        found.append("uneven parts of all_to_all_v: written as all_to_all of the average")
+    uneven = any(getattr(op, "collective", "") == Collective.ALL_TO_ALL_V for op in ops)
+    found = remarks(
+        (True, "overlap: every line waits for the one before it; streams go"),
+        (True, "layers and micro-batches: lines follow each other without them"),
+        (True, "element types and times: sizes are bytes"),
+        (len(workload.stages) > 1, "stages: one is written"),
+        (uneven, "uneven parts of all_to_all_v: written as all_to_all of the average"),
+    )
     left = {
         f"{op.collective} of {op.group}"
         if isinstance(op, CommOp)

@@ -28,8 +28,8 @@ from stepmark.workload.formats.chakra_schema import (
     classes,
     framed,
 )
-from stepmark.workload.formats.ranks import Instances, Issued, check_rank
-from stepmark.workload.formats.walk import walk
+from stepmark.workload.formats.ranks import Instances, Issued, check_rank, of_a_rank
+from stepmark.workload.formats.walk import remarks, walk
 
 _GATHERED = (Collective.ALL_GATHER, Collective.GATHER)  # whose input is one part
 TYPES = COMM_TYPES | {Collective.ALL_TO_ALL_V: COMM_TYPES[Collective.ALL_TO_ALL]}
@@ -74,15 +74,12 @@ def constant(
             values["time_s.double"] = one.time_s
         name = f"{one.phase}.{one.module}.{what.partition(' ')[0]}"
         node = made.node(name=name, type=int(kind))
-        node.attr.extend(_attribute(made, key, value) for key, value in values.items())
+        for key, value in values.items():
+            label, _, kind_of_value = key.rpartition(".")
+            node.attr.append(made.attribute(name=label, **{f"{kind_of_value}_val": value}))
         return one, node.SerializeToString()
 
     return of
-
-
-def _attribute(made: Any, key: str, value: object) -> Any:
-    name, _, kind = key.rpartition(".")
-    return made.attribute(name=name, **{f"{kind}_val": value})
 
 
 def _computation(one: ComputeOp, what: str) -> dict[str, object]:
@@ -187,34 +184,26 @@ def lost(workload: Workload) -> list[str]:
     computes = [one for one in ops if isinstance(one, ComputeOp)]
     comms = [one for one in ops if isinstance(one, CommOp)]
     used = {one.collective for one in comms}
-    found = [
-        "operators' shapes (only FLOPs, bytes and a name)",
-        "model, settings, notes and the number of micro-batches",
-    ]
-    if untimed := sum(one.time_s is None and not is_wait(one) for one in computes):
-        found.append(f"{untimed} computations without a time: ASTRA-sim takes 1 ns")
-    if costless := sum(None in (one.op.flops, one.op.bytes_moved) for one in computes):
-        found.append(
-            f"{costless} computations without FLOPs or bytes: no roofline in ASTRA-sim"
-        )
-    if any(_is_fraction(one.time_s) for one in ops):
-        found.append("durations below a microsecond: rounded, exact in the attribute time_s")
-    if Collective.ALL_TO_ALL_V in used:
-        found.append("uneven parts of an all_to_all_v: written as an all-to-all")
-    if refused := sorted(used & set(_REFUSED)):
-        found.append(f"{', '.join(refused)}: in the file, but ASTRA-sim refuses them")
-    if Collective.BROADCAST in used:
-        found.append("broadcast: in the file, but ASTRA-sim gives it its duration or 1 ns")
-    if any(workload.groups[one.group].size == 1 for one in comms):
-        found.append("communication of a rank with itself")
-    if any(stage.setup for stage in workload.stages):
-        found.append("what runs once before the first step")
-    return found
-
-
-def _is_fraction(time_s: float | None) -> bool:
-    """Of microseconds."""
-    return time_s is not None and not math.isclose(time_s * 1e6, round(time_s * 1e6))
+    untimed = sum(one.time_s is None and not is_wait(one) for one in computes)
+    costless = sum(None in (one.op.flops, one.op.bytes_moved) for one in computes)
+    micros = [one.time_s * 1e6 for one in ops if one.time_s is not None]
+    rounded = any(not math.isclose(time, round(time)) for time in micros)
+    uneven, broadcast = Collective.ALL_TO_ALL_V in used, Collective.BROADCAST in used
+    refused = ", ".join(sorted(used & set(_REFUSED)))
+    return remarks(
+        (True, "operators' shapes (only FLOPs, bytes and a name)"),
+        (True, "model, settings, notes and the number of micro-batches"),
+        (untimed, f"{untimed} computations without a time: ASTRA-sim takes 1 ns"),
+        (
+            costless,
+            f"{costless} computations without FLOPs or bytes: no roofline in ASTRA-sim",
+        ),
+        (rounded, "durations below a microsecond: rounded, exact in the attribute time_s"),
+        (uneven, "uneven parts of an all_to_all_v: written as an all-to-all"),
+        (refused, f"{refused}: in the file, but ASTRA-sim refuses them"),
+        (broadcast, "broadcast: in the file, but ASTRA-sim gives it its duration or 1 ns"),
+        *of_a_rank(workload, comms),
+    )
 
 
 @dataclass(slots=True)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from stepmark.core.collectives import Collective, RedOp, num_parts
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType, parse_dtype
 from stepmark.core.errors import ConfigError
@@ -41,7 +39,7 @@ from stepmark.workload.formats.chakra_schema import (
     through,
 )
 from stepmark.workload.formats.ranks import WORLD, group_of, name_of, stages_of
-from stepmark.workload.formats.source_file import read_bytes
+from stepmark.workload.formats.source_file import decoded
 
 GROUPS_FILE = "comm_groups.json"
 
@@ -77,10 +75,7 @@ def groups(folder: Path) -> dict[str, list[int]]:
     file = folder / GROUPS_FILE
     if not file.is_file():
         return {}
-    try:
-        return msgspec.json.decode(read_bytes(file, WHAT), type=dict[str, list[int]])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ConfigError(WHAT, file, f'{{"1": [0, 1], ...}} ({error})') from None
+    return decoded(file, dict[str, list[int]], WHAT, '{"1": [0, 1], ...}')
 
 
 CPU, COMMUNICATION = "cpu", "communication"

@@ -13,7 +13,7 @@ from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.workload.formats.ranks import group_of, name_of, stages_of
-from stepmark.workload.formats.source_file import read_bytes
+from stepmark.workload.formats.source_file import decoded
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 Ranks = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
@@ -197,12 +197,7 @@ def _rank_files(path: Path) -> list[Path]:
 
 
 def _entries(path: Path) -> list[Entry]:
-    data = read_bytes(path, _WHAT)
-    try:
-        return msgspec.json.decode(data, type=list[Entry])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        reason = str(error) or "nested too deep"
-        raise ConfigError(_WHAT, path, f"a JSON list of comms and compute ({reason})") from None
+    return decoded(path, list[Entry], _WHAT, "a JSON list of comms and compute")
 
 
 def _world_size(entries: Sequence[Entry]) -> int:

@@ -3,9 +3,8 @@
 Source: AMD-AGI/Primus, benchmark/kernel/{gemm,attention}.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,20 +16,6 @@ from stepmark.workload.formats.source_file import convert, one_line, read_json
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """One entry of attention_shapes.json; batch and dtype are not in it."""
-
-    model: str
-    seqlen_q: int
-    seqlen_kv: int
-    num_head_q: int
-    num_head_kv: int
-    head_dim_qk: int
-    head_dim_v: int
-    causal: bool
 
 
 class _Model(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +44,9 @@ class _DeepSeek(_Model, kw_only=True, forbid_unknown_fields=True):
     v_head_dim: Size
 
 
-class _Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class AttentionShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """One entry of attention_shapes.json; batch and dtype are not in it."""
+
     model: Name
     seqlen_q: Size
     seqlen_kv: Size
@@ -109,67 +96,58 @@ def _read_model(entry: object, where: str) -> ModelConfig:
         raise ConfigError(where.rstrip("."), one_line(entry), "an object")
     deepseek = not _ONLY_DEEPSEEK.isdisjoint(entry)
     try:
-        if deepseek:
-            return _deepseek(convert(entry, _DeepSeek, where), where)
-        return _dense(convert(entry, _Dense, where), where)
+        raw: _Model = convert(entry, _DeepSeek if deepseek else _Dense, where)
+        return ModelConfig(
+            name=raw.model,
+            hidden_size=raw.hidden_size,
+            num_layers=1,
+            num_heads=raw.num_attention_heads,
+            ffn_hidden_size=raw.intermediate_size,
+            vocab_size=raw.vocab_size,
+            seq_len=raw.seqlen,
+            source=f"{where.rstrip('.')} (Primus: names no depth, hence 1 layer)",
+            **_deepseek(raw) if isinstance(raw, _DeepSeek) else _dense(raw),
+        )
     except ConfigError as error:
         if error.field.startswith(where):
             raise
         raise in_words_of_file(error, entry, where, _NAMES) from None
 
 
-def _dense(raw: _Dense, where: str) -> ModelConfig:
-    return ModelConfig(
-        name=raw.model,
-        hidden_size=raw.hidden_size,
-        num_layers=1,
-        num_heads=raw.num_attention_heads,
-        num_kv_heads=raw.num_key_value_heads,
-        head_dim=raw.head_dim,
-        ffn_hidden_size=raw.intermediate_size,
-        vocab_size=raw.vocab_size,
-        seq_len=raw.seqlen,
-        source=f"{where.rstrip('.')} (Primus: names no depth, hence 1 layer)",
-    )
+def _dense(raw: _Model) -> dict[str, Any]:
+    assert isinstance(raw, _Dense)
+    return {"num_kv_heads": raw.num_key_value_heads, "head_dim": raw.head_dim}
 
 
-def _deepseek(raw: _DeepSeek, where: str) -> ModelConfig:
-    return ModelConfig(
-        name=raw.model,
-        hidden_size=raw.hidden_size,
-        num_layers=1,
-        num_heads=raw.num_attention_heads,
-        num_kv_heads=raw.num_attention_heads,
-        head_dim=raw.qk_nope_head_dim + raw.qk_rope_head_dim,
-        ffn_hidden_size=raw.intermediate_size,
-        vocab_size=raw.vocab_size,
-        seq_len=raw.seqlen,
-        moe=MoeConfig(
+def _deepseek(raw: _DeepSeek) -> dict[str, Any]:
+    return {
+        "num_kv_heads": raw.num_attention_heads,
+        "head_dim": raw.qk_nope_head_dim + raw.qk_rope_head_dim,
+        "moe": MoeConfig(
             num_experts=raw.n_routed_experts,
             top_k=raw.num_experts_per_tok,
             ffn_hidden_size=raw.moe_intermediate_size,
             num_shared_experts=raw.n_shared_experts,
             shared_ffn_hidden_size=raw.n_shared_experts * raw.moe_intermediate_size,
         ),
-        mla=MlaConfig(
+        "mla": MlaConfig(
             q_lora_rank=raw.q_lora_rank,
             kv_lora_rank=raw.kv_lora_rank,
             qk_nope_head_dim=raw.qk_nope_head_dim,
             qk_rope_head_dim=raw.qk_rope_head_dim,
             v_head_dim=raw.v_head_dim,
         ),
-        source=f"{where.rstrip('.')} (Primus: names no depth, hence 1 layer)",
-    )
+    }
 
 
 def _read_shape(entry: object, where: str) -> AttentionShape:
     if not isinstance(entry, dict):
         raise ConfigError(where.rstrip("."), one_line(entry), "an object")
-    raw = convert(entry, _Shape, where)
+    raw = convert(entry, AttentionShape, where)
     if raw.num_head_q % raw.num_head_kv:
         allowed = f"a multiple of num_head_kv={raw.num_head_kv}"
         raise ConfigError(f"{where}num_head_q", raw.num_head_q, allowed)
     if raw.causal and raw.seqlen_q != raw.seqlen_kv:
         allowed = f"seqlen_q={raw.seqlen_q} when causal"
         raise ConfigError(f"{where}seqlen_kv", raw.seqlen_kv, allowed)
-    return AttentionShape(**msgspec.structs.asdict(raw))
+    return raw

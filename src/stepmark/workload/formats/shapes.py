@@ -24,24 +24,14 @@ from stepmark.core.case import Label
 from stepmark.core.dtypes import parse_dtype
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import FAMILIES, Bmm, Gemm, Layout, Op
+from stepmark.workload.formats.source_file import decoded
 
 _LABELS = ("model", "role", "mbs")
-_MAX_BYTES = 64 * 2**20
 
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
     """A JSON array of objects. Raises ConfigError for anything else."""
-    if "\0" in str(path):
-        raise ConfigError("shapes", path, "a readable file (NUL in its name)")
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError("shapes", path, "a file of at most 64 MiB")
-        return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
-    except OSError as error:
-        raise ConfigError("shapes", path, f"a readable file ({error.strerror})") from None
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        reason = str(error) or "nested too deep"
-        raise ConfigError("shapes", path, f"a JSON list of shapes ({reason})") from None
+    return decoded(path, list[dict[str, Any]], "shapes", "a JSON list of shapes")
 
 
 def read_shapes(path: Path, family: str, defaults: dict[str, object]) -> list[tuple[Label, Op]]:
@@ -116,9 +106,6 @@ def _label(where: str, item: dict[str, Any]) -> Label:
     return Label(model=item.get("model", ""), role=item.get("role", ""), mbs=item.get("mbs"))
 
 
-_MAX_CONFIG_BYTES = 16 * 2**20
-
-
 class _Input(msgspec.Struct):
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -143,17 +130,7 @@ class ParamConfig:
 
 def read_config(path: Path) -> ParamConfig:
     """Raises ConfigError, one line, for anything that is not such a file."""
-    if "\0" in str(path):
-        raise ConfigError("config", path, "a readable file (NUL in its name)")
-    try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ConfigError("config", path, "a file of at most 16 MiB")
-        operators = msgspec.json.decode(path.read_bytes(), type=dict[str, _Operator])
-    except OSError as error:
-        raise ConfigError("config", path, f"a readable file ({error.strerror})") from None
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        reason = str(error) or "nested too deep"
-        raise ConfigError("config", path, f"a PARAM operator config ({reason})") from None
+    operators = decoded(path, dict[str, _Operator], "config", "a PARAM operator config")
     ops: list[tuple[str, Op]] = []
     lacking = []
     for name, operator in operators.items():

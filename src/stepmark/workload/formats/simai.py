@@ -17,7 +17,7 @@ from stepmark.core.workload import Block, Group, Run, Stage, Workload
 from stepmark.workload.fold import Repeat, fold
 from stepmark.workload.formats import simai_rows
 from stepmark.workload.formats.simai_row import Row, blocks_of, parse, row_of
-from stepmark.workload.formats.source_file import in_file, read_lines
+from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
 from stepmark.workload.formats.walk import RepeatedText
 
 FORMAT = "simai"
@@ -52,7 +52,9 @@ def _workload(lines: list[str], name: str, world_size: int | None) -> Workload:
     if len(lines) < 3:
         raise ConfigError("lines", len(lines), "a header, a number of rows, rows")
     header = _header(lines[0], world_size)
-    _check_count(lines[1], len(lines) - 2)
+    count, digits = len(lines) - 2, lines[1].strip()
+    if not digits.isascii() or not digits.isdecimal() or int(digits[:18]) != count:
+        raise ConfigError("line 2", lines[1], f"the number of rows that follow, {count}")
     reader = Reader(header)
     numbers = [reader.number(text, place) for place, text in enumerate(lines[2:], start=3)]
     reader.program(fold(numbers))
@@ -78,7 +80,11 @@ def write(workload: Workload, *, stage: int = 0) -> Iterator[str]:
     if FORMAT not in workload.origin:
         yield from simai_rows.write(workload, stage)
         return
-    origin = _origin(workload)
+    origin = origin_of(workload, FORMAT, _Origin)
+    if "step.fwd" not in workload.blocks:
+        raise ConfigError(
+            f"origin.{FORMAT}", "step.fwd", "a block, as reading SimAI text makes"
+        )
 
     def whole(name: str) -> str | None:
         leaf = _LEAF.fullmatch(name)
@@ -96,20 +102,6 @@ def write(workload: Workload, *, stage: int = 0) -> Iterator[str]:
 def lost(workload: Workload) -> list[str]:
     """What the text cannot say of this workload, a line each."""
     return [] if FORMAT in workload.origin else simai_rows.lost(workload)
-
-
-def _origin(workload: Workload) -> _Origin:
-    try:
-        found = msgspec.convert(workload.origin[FORMAT], type=_Origin)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"origin.{FORMAT}", "unreadable", f"it does not decode: {error}"
-        ) from None
-    if "step.fwd" not in workload.blocks:
-        raise ConfigError(
-            f"origin.{FORMAT}", "step.fwd", "a block, as reading SimAI text makes"
-        )
-    return found
 
 
 def _header(line: str, world_size: int | None) -> dict[str, int]:
@@ -136,12 +128,6 @@ def _header(line: str, world_size: int | None) -> dict[str, int]:
     if not at_once or found["all_gpus"] % at_once:
         raise ConfigError("line 1, all_gpus", found["all_gpus"], f"a multiple of {at_once}")
     return found
-
-
-def _check_count(text: str, rows: int) -> None:
-    digits = text.strip()
-    if not digits.isascii() or not digits.isdecimal() or int(digits[:18]) != rows:
-        raise ConfigError("line 2", text, f"the number of rows that follow, {rows}")
 
 
 def _row_text(workload: Workload, index: str, raw: Mapping[str, tuple[str, str]]) -> str:

@@ -12,7 +12,10 @@ from typing import TypeVar
 import msgspec
 
 from stepmark.core.errors import ConfigError
+from stepmark.core.workload import Workload
 
+S = TypeVar("S")
+T = TypeVar("T", bound=msgspec.Struct)
 _MAX_BYTES = 2**30  # unpacked; 2048 micro-batches of 96 layers take 214 MB in AICB's CSV
 _GZIP = b"\x1f\x8b"
 
@@ -34,6 +37,25 @@ def read_bytes(path: Path, what: str) -> bytes:
     return data
 
 
+def decoded(path: Path, kind: type[S], what: str, allowed: str) -> S:
+    """JSON that msgspec takes for `kind`. Raises ConfigError naming `what`."""
+    data = read_bytes(path, what)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        reason = str(error) or "nested too deep"
+        raise ConfigError(what, path, f"{allowed} ({reason})") from None
+
+
+def origin_of(workload: Workload, name: str, kind: type[S]) -> S:
+    """What a format kept of its own file. Raises ConfigError for a broken one."""
+    try:
+        return msgspec.convert(workload.origin[name], type=kind)
+    except msgspec.ValidationError as error:
+        allowed = f"it does not decode: {error}"
+        raise ConfigError(f"origin.{name}", "unreadable", allowed) from None
+
+
 def read_lines(path: Path, what: str) -> list[str]:
     """Lines without their "\\n"; the last is "" where the file ends in one."""
     try:
@@ -50,8 +72,6 @@ def in_file(path: Path) -> Iterator[None]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.field}", error.shown, error.allowed) from None
 
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 _MAX_JSON_BYTES = 64 * 2**20  # the largest real file of this kind has about 100 kB
 _MAX_NEIGHBOURS = 200  # unknown keys that are compared with known ones

@@ -8,6 +8,17 @@ from stepmark.core.workload import Block, Operation, Run, Workload
 T = TypeVar("T")
 
 
+def remarks(*listed: tuple[object, str]) -> list[str]:
+    """Those that hold."""
+    return [text for holds, text in listed if holds]
+
+
+def setup_remark(workload: Workload) -> tuple[bool, str]:
+    """Of formats that have a step alone."""
+    has_setup = any(stage.setup for stage in workload.stages)
+    return has_setup, "what runs once before the first step"
+
+
 class Placed(NamedTuple, Generic[T]):
     """What was made of an operation; its layer and micro-batch before those of its place."""
 

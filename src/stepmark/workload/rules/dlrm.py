@@ -10,15 +10,15 @@ are these (tests/data/dlrm).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Bmm, EmbeddingBag, Gemm, Layout, Optimizer, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Group, Item, Kernel, Stage, Workload
+from stepmark.workload.job import setting
 
 SOURCE = "facebookresearch/dlrm 0eb05fd: extend_distributed.py, dlrm_s_pytorch.py"
 _FIRST_BUCKET_BYTES = 2**20  # of torch's DistributedDataParallel
@@ -26,21 +26,17 @@ _BUCKET_BYTES = 25 * 2**20
 _MAX_WIDTH = 2**24
 
 
-def _setting(default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"help": meaning})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dlrm:
     """facebookresearch/dlrm's own flags. Sizes are joined by "-", as there."""
 
-    arch_embedding_size: str = _setting("4-3-2", "rows of each table")
-    arch_sparse_feature_size: int = _setting(2, "width of a table's row")
-    arch_mlp_bot: str = _setting("4-3-2", "bottom MLP: dense features to sparse feature size")
-    arch_mlp_top: str = _setting("4-2-1", "top MLP after the interaction's own width")
-    mini_batch_size: int = _setting(1, "samples per step over all ranks")
-    num_indices_per_lookup: int = _setting(10, "rows summed per sample and table")
-    dtype: DType = _setting(DType.FP32, "of weights, activations and messages")
+    arch_embedding_size: str = setting("4-3-2", "rows of each table")
+    arch_sparse_feature_size: int = setting(2, "width of a table's row")
+    arch_mlp_bot: str = setting("4-3-2", "bottom MLP: dense features to sparse feature size")
+    arch_mlp_top: str = setting("4-2-1", "top MLP after the interaction's own width")
+    mini_batch_size: int = setting(1, "samples per step over all ranks")
+    num_indices_per_lookup: int = setting(10, "rows summed per sample and table")
+    dtype: DType = setting(DType.FP32, "of weights, activations and messages")
 
     def __post_init__(self) -> None:
         for name in ("arch_embedding_size", "arch_mlp_bot", "arch_mlp_top"):

@@ -72,6 +72,13 @@ def backward(module: Module) -> Iterator[Event]:
         yield LEAVE, module, Phase.BWD
 
 
+def with_leaves(module: Module) -> Module:
+    """With each block of experts as a leaf (zero/leaf_module_config.py)."""
+    if any(child.name == "experts" for child in module.children):
+        return as_leaf(module)
+    return replace(module, children=tuple(with_leaves(child) for child in module.children))
+
+
 def as_leaf(module: Module) -> Module:
     """Hooks at the top alone: all weights come and go together, gradients go at the end."""
     inside = tuple(_unhooked(child) for child in module.children)
@@ -157,6 +164,7 @@ class _Maker:
         used = tuple(self.stored[name] for name in piece.uses)
         inside = tuple(self.piece(one, at, child, layer) for child in piece.inside)
         backwards = piece.is_linear and not self.divided
+        backwards |= any(param.is_expert for param in piece.params)
         return Module(
             name=piece.name,
             params=(*own, *used),

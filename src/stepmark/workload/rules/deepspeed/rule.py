@@ -96,15 +96,14 @@ class _Plan:
         self.sent_dtype = DType(settings.communication_data_type or self.dtype)
         self.accumulated = DType(settings.grad_accum_dtype or self.dtype)
         self._check_accumulation()
-        divided = settings.stage == 3
-        if isinstance(job, OwnJob):
-            found = modules.modules_of(job.architecture, divided=divided)
-            self.root, self.params, self.parts = found.root, found.params, found.parts
-            self.recreated = found.used
-        else:
-            self.root, self.params = huggingface.modules_of(job, divided=divided)
-            self.parts = huggingface.parts_of(job)
-            self.recreated = self.params[:1] if job.model.tied_embeddings else ()
+        made = job.architecture if isinstance(job, OwnJob) else huggingface.architecture(job)
+        # GPT-2's layers are Conv1D, which the function in place of torch's leaves alone.
+        linears = isinstance(job, OwnJob) or huggingface.is_llama(job.model)
+        found = modules.modules_of(made, divided=settings.stage == 3 and linears)
+        self.root, self.params, self.parts = found.root, found.params, found.parts
+        self.recreated = found.used
+        if settings.stage == 3 and isinstance(job, Job) and job.model.mla is None:
+            self.root = modules.with_leaves(self.root)
         self.shares = shares(
             self.params, self.ranks, round_robin=settings.round_robin_gradients
         )
@@ -133,7 +132,7 @@ class _Plan:
             passes = steady_step(
                 self.root,
                 self.params,
-                self.settings.limits,
+                self.settings,
                 ranks=self.ranks,
                 num_microbatches=times,
             )
@@ -227,7 +226,7 @@ class _Plan:
                 yield from self._scalar("norm", DType.FP64, RedOp.SUM)
                 held = 0
         yield self._update(sum(parts))
-        for param in persistent(self.params, self.settings.limits):
+        for param in persistent(self.params, self.settings):
             yield from self._gathered(-(-param.numel // self.ranks) * self.ranks)
 
     def _scalar(self, module: str, dtype: DType, redop: RedOp) -> tuple[CommOp, ...]:
@@ -272,7 +271,7 @@ class _Plan:
 
     def notes(self) -> Iterator[str]:
         if isinstance(self.job, Job):
-            family = "Llama" if self.job.model.activation == "swiglu" else "GPT-2"
+            family = "Llama" if huggingface.is_llama(self.job.model) else "GPT-2"
             yield f"modules and parameters in the order of Hugging Face's {family}"
         if self.settings.stage == 3:
             yield (

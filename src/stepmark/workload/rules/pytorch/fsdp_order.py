@@ -20,6 +20,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.workload import FSDP_REPLICATE, ComputeOp, Item, Kernel
+from stepmark.core.workload import Group as RankGroup
 from stepmark.workload.job import Comms
 from stepmark.workload.pipeline import PASSED, in_layer, wait
 
@@ -43,6 +44,10 @@ class Sharding:
     held: bool = False
 
 
+_ALONE = dict.fromkeys(("fsdp", "replicate"), RankGroup(digits=((1, 1),)))
+UNSHARDED = Sharding(comms=Comms(groups=_ALONE), gathered=DType.FP32, reduced=DType.FP32)
+
+
 @dataclass(slots=True, eq=False)
 class Group:
     """Parameters that are gathered and reduced together. layer: the first one's, or None."""
@@ -62,13 +67,13 @@ class Group:
     # By forward pass without its backward one: the group before, and how often in a row.
     before: "list[tuple[Group | None, int]]" = field(default_factory=list)
 
-    def pushed(self, other: "Group | None", times: int = 1) -> None:
+    def pushed(self, other: "Group | None") -> None:
         """After a forward pass that came behind the other one's."""
         last, count = self.before[-1] if self.before else (None, 0)
         if count and last is other:
-            self.before[-1] = other, count + times
+            self.before[-1] = other, count + 1
         else:
-            self.before.append((other, times))
+            self.before.append((other, 1))
 
     def popped(self) -> "Group | None":
         """What came before in the newest forward pass, which is forgotten."""
@@ -81,7 +86,7 @@ class Group:
 
 
 class Order:
-    """Issues what FSDP does, in the order of the calls of these methods."""
+    """Issues what FSDP does, in the order of the calls of these methods; nothing for None."""
 
     def __init__(self, sharding: Sharding, suffix: str = "") -> None:
         self._how, self._suffix = sharding, suffix
@@ -175,21 +180,27 @@ class Order:
         after = self._named(GATHER) + (f"~{back}" if back else "")
         self._copy("fsdp_copy_out", 2 * size, group, phase, after=(after,), name=_COPY_OUT)
 
-    def pre_forward(self, group: Group) -> None:
+    def pre_forward(self, group: Group | None) -> None:
+        if group is None:
+            return
         # The buffer of the gather before the last is free once it was copied from.
         self.unshard(group, Phase.FWD, (f"{_COPY_OUT}~1",))
         self.wait(group, Phase.FWD)
         for other in group.ahead:
             self.unshard(other, Phase.FWD, (f"{_COPY_OUT}~1",))
 
-    def post_forward(self, group: Group) -> None:
+    def post_forward(self, group: Group | None) -> None:
+        if group is None:
+            return
         if group.reshard is not None:
             group.is_whole = False
             group.is_inner = group.reshard > 0
         group.pushed(self._newest)
         self._newest = group
 
-    def pre_backward(self, group: Group) -> None:
+    def pre_backward(self, group: Group | None) -> None:
+        if group is None:
+            return
         self.unshard(group, Phase.BWD, (_COPY_OUT,))
         self.wait(group, Phase.BWD)
         if group.behind:
@@ -198,8 +209,12 @@ class Order:
         elif (before := group.popped()) is not None:
             self.unshard(before, Phase.BWD, (_COPY_OUT,))
 
-    def post_backward(self, group: Group, *, reduces: bool = True, keeps: bool = False) -> None:
+    def post_backward(
+        self, group: Group | None, *, reduces: bool = True, keeps: bool = False
+    ) -> None:
         """keeps: weights stay, as in a pipeline."""
+        if group is None:
+            return
         if not keeps:
             group.is_whole = group.is_inner = False
         trained = [one for one in group.params if one.is_trained]
