@@ -13,14 +13,14 @@ A function from a `Batch` to an `Architecture` is all that data-parallel rules n
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
-from stepmark.core.module import Module, Param, in_registered_order, work_of
-from stepmark.core.ops import Activation, Attention, Copy, CrossEntropy, Norm, Op, Phase, Rope
+from stepmark.core.module import Module, Param, between, both, in_registered_order, work_of
+from stepmark.core.ops import Activation, Attention, Copy, CrossEntropy, Norm, Phase, Rope
 from stepmark.core.workload import ComputeOp, Kernel, Operation
 from stepmark.workload.job import Job, Spread
 from stepmark.workload.layout import Inputs, linear_products
@@ -278,13 +278,13 @@ class Batch:
             for one in names
         ]
         op = Norm(tokens=self.tokens, hidden=width, kind=kind, dtype=self.dtype)
-        work = work_of(name, *_both(op))
+        work = work_of(name, *both(op))
         return Module(name=name, role=name, params=tuple(kept), work=work)
 
     def activation(self, name: str, width: int, *, kind: str = "gelu") -> Module:
         """gelu, or swiglu of a gate beside (width: of the result)."""
         op = Activation(tokens=self.tokens, width=width, kind=kind, dtype=self.dtype)
-        return _between(name, *_both(op))
+        return between(name, *both(op))
 
     def rope(self, name: str, heads: int, kv_heads: int, rotated: int) -> Module:
         op = Rope(
@@ -295,7 +295,7 @@ class Batch:
             head_dim=rotated,
             dtype=self.dtype,
         )
-        return _between(name, *_both(op))
+        return between(name, *both(op))
 
     def attention(
         self,
@@ -320,29 +320,18 @@ class Batch:
             causal=causal,
             dtype=self.dtype,
         )
-        return _between(name, *_both(op))
+        return between(name, *both(op))
 
     def add(self, name: str, width: int) -> Module:
         """A sum of two tensors; backward, of two gradients."""
         moved = 3 * self.tokens * width * self.dtype.itemsize
         op = Kernel(name="add", flops=0, bytes_moved=moved)
-        return _between(name, (Phase.FWD, op), (Phase.BWD, op))
+        return between(name, (Phase.FWD, op), (Phase.BWD, op))
 
     def loss(self, name: str, vocab: int, *, rows: int | None = None) -> Module:
         """Cross-entropy of logits over vocab classes."""
         op = CrossEntropy(tokens=rows or self.tokens, vocab=vocab, dtype=self.dtype)
-        return _between(name, *_both(op))
-
-
-def _between(name: str, *operations: tuple[Phase, Op | Kernel]) -> Module:
-    return Module(name=name, role=name, work=work_of(name, *operations), is_module=False)
-
-
-def _both(
-    op: Norm | Activation | Rope | Attention | CrossEntropy,
-) -> Iterator[tuple[Phase, Op]]:
-    yield Phase.FWD, op
-    yield Phase.BWD, replace(op, phase=Phase.BWD)
+        return between(name, *both(op))
 
 
 Build = Callable[[Batch], Architecture]

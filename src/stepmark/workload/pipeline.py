@@ -111,6 +111,7 @@ class Pipeline:
         return min(warmup, self.num_microbatches * self.num_chunks)
 
 
+TRANSFERS = (Act.SEND_FORWARD, Act.RECV_FORWARD, Act.SEND_BACKWARD, Act.RECV_BACKWARD)
 # No micro-batch of their own.
 _OF_NONE = (Act.WAIT, Act.GATHER, Act.REDUCE, Act.RELEASE)
 Lower = Callable[[Action], tuple[Item, ...]]

@@ -299,16 +299,11 @@ def _file(data: bytes) -> _File:
 def _item(item: Operation | Run, numbers: dict[Operation, int]) -> Any:
     if not isinstance(item, Run):
         return numbers.setdefault(item, len(numbers))
-    shift = {
-        name: value
-        for name in ("layer", "layer_step", "microbatch", "microbatch_step")
-        if (value := getattr(item, name))
-    }
+    shift = {name: value for name in _Shift.__struct_fields__ if (value := getattr(item, name))}
     return [item.block, item.times, shift] if shift else [item.block, item.times]
 
 
-def _json(value: Any) -> bytes:
-    return msgspec.json.encode(value)
+_json = msgspec.json.encode
 
 
 def _block(name: str, items: Iterable[int | _Run], ops: list[Operation]) -> Block:

@@ -54,7 +54,7 @@ class Queue:
         for request in self._issued.find(one.after):
             if request in self._outstanding:
                 self._outstanding.discard(request)
-                yield _wait(request)
+                yield _WAIT.format(request)
         if line.pair:
             self._held.append(line)
         elif line.text and isinstance(one, CommOp):
@@ -77,11 +77,10 @@ class Queue:
             if self._issued.note(one.name, request) and one.stream != COMPUTE:
                 self._outstanding.add(request)
             if one.stream == COMPUTE:
-                yield _wait(request)
+                yield _WAIT.format(request)
 
 
-def _wait(request: int) -> str:
-    return f'{{"comms":"wait","req":{request}}}'
+_WAIT = '{{"comms":"wait","req":{}}}'
 
 
 __all__ = ["files", "lost", "read", "write"]

@@ -14,7 +14,6 @@ module's hook comes after all computation of that module.
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from enum import StrEnum
-from typing import Any
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.dtypes import DType
@@ -64,7 +63,10 @@ def workload(job: AnyJob, settings: DeepSpeed) -> Workload:
         world_size=job.parallel.world_size,
         num_microbatches=job.num_microbatches,
         model=job.config,
-        settings={name: _plain(value) for name, value in asdict(settings).items()},
+        settings={
+            name: str(value) if isinstance(value, StrEnum) else value
+            for name, value in asdict(settings).items()
+        },
         groups=plan.comms.groups,
         blocks=program.blocks,
         stages=(stage,),
@@ -72,10 +74,6 @@ def workload(job: AnyJob, settings: DeepSpeed) -> Workload:
     )
     made.check()
     return made
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, StrEnum) else value
 
 
 class _Plan:

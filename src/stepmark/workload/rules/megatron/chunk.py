@@ -260,6 +260,7 @@ def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
     """Modules that selective recompute runs again, and with which others."""
     found: dict[str, str] = {}
     kept = ("mlp.norm", "mlp.residual")
+    has_router = any(step.module == "mlp.router" for step in steps)
     for word in plan.settings.modules:
         for name in (step.module for step in steps):
             inside = {
@@ -267,17 +268,13 @@ def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
                 "layernorm": name in ("attention.norm", "mlp.norm"),
                 "mla_up_proj": plan.model.mla is not None and name in _LATENT_UP,
                 "mlp": name in ("mlp.up", "mlp.gate_up", "mlp.activation", "mlp.down"),
-                "moe": name.startswith("mlp.") and name not in kept and _has_router(steps),
+                "moe": name.startswith("mlp.") and name not in kept and has_router,
                 "moe_act": name == "mlp.experts_activation",
                 "shared_experts": name.startswith("mlp.shared_"),
             }[word]
             if inside:
                 found[name] = f"{word}.{name}" if word == "layernorm" else word
     return found
-
-
-def _has_router(steps: Sequence[Step]) -> bool:
-    return any(step.module == "mlp.router" for step in steps)
 
 
 def last_backward(

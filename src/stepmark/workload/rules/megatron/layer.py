@@ -104,12 +104,6 @@ def passed(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     return tuple(found)
 
 
-def split_backward(leaf: Module) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    """Gradients of the data, and those of the weights."""
-    of_weights = tuple(op for op in leaf.bwd if op.phase is Phase.WGRAD)
-    return tuple(op for op in leaf.bwd if op.phase is not Phase.WGRAD), of_weights
-
-
 def marked(operations: Iterable[CommOp], **marks: str) -> tuple[CommOp, ...]:
     """Asynchronous: with a stream and a name."""
     return tuple(replace(op, **marks) for op in operations)  # type: ignore[arg-type]
@@ -140,7 +134,8 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
     Under sequence parallelism the input is gathered, again for the weights' gradient beside
     the data's, and the data's is scattered beside the weights'; else it is all-reduced there.
     """
-    of_data, of_weights = split_backward(leaf)
+    of_weights: list[Operation] = [op for op in leaf.bwd if op.phase is Phase.WGRAD]
+    of_data: list[Operation] = [op for op in leaf.bwd if op.phase is not Phase.WGRAD]
     made, rows = plan.comms, plan.tokens * width
     module, first = leaf.role, leaf.fwd[0]
     of: dict[str, Any] = {"layer": first.layer, "microbatch": first.microbatch}

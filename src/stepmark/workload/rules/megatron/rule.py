@@ -17,7 +17,17 @@ from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Phase
 from stepmark.core.workload import COMPUTE, Block, CommOp, Item, Run, Stage, Workload
 from stepmark.workload.job import Job
-from stepmark.workload.pipeline import PASSED, Act, Action, Pipeline, Span, Tick, program, wait
+from stepmark.workload.pipeline import (
+    PASSED,
+    TRANSFERS,
+    Act,
+    Action,
+    Pipeline,
+    Span,
+    Tick,
+    program,
+    wait,
+)
 from stepmark.workload.pipeline_schedules import schedule
 from stepmark.workload.rules.megatron.chunk import (
     Library,
@@ -65,25 +75,19 @@ def notes_of(job: Job, plan: Plan) -> Iterator[str]:
             f"each micro-batch's attention mask, {size / 2**30:.4g} GiB, is broadcast over tp;"
             " --no-create-attention-mask-in-dataloader leaves it out"
         )
-    if _gathers_twice(plan):
+    if (
+        settings.use_distributed_optimizer
+        and not settings.overlap_param_gather
+        and plan.job.parallel.ep > 1
+        and max(plan.size("intra_dp_cp"), plan.size("intra_expt_dp")) > 1
+    ):
         yield (
             "parameters are gathered twice per step: the optimizer of the dense ones and that"
             " of the experts each gather all (ChainedOptimizer); with overlap_param_gather once"
         )
 
 
-def _gathers_twice(plan: Plan) -> bool:
-    settings = plan.settings
-    return (
-        settings.use_distributed_optimizer
-        and not settings.overlap_param_gather
-        and plan.job.parallel.ep > 1
-        and max(plan.size("intra_dp_cp"), plan.size("intra_expt_dp")) > 1
-    )
-
-
 _COMPUTES = (Act.FORWARD, Act.BACKWARD, Act.WAIT)
-_TRANSFERS = (Act.SEND_FORWARD, Act.RECV_FORWARD, Act.SEND_BACKWARD, Act.RECV_BACKWARD)
 
 
 def anchored(
@@ -116,7 +120,7 @@ class _Anchors:
 
     def tick(self, tick: Tick) -> Iterator[Action]:
         for action, following in zip(tick, (*tick[1:], None), strict=True):
-            moves = action.act in _TRANSFERS
+            moves = action.act in TRANSFERS
             computes = action.act in _COMPUTES or (moves and self.blocking)
             yield action if computes or not self.begun else replace(action, after=(PASSED,))
             self.begun = self.begun or computes

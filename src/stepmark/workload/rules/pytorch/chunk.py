@@ -86,7 +86,8 @@ class Chunk:
             for part in (parts if sharding else ())
         ]
         linked(groups, sharding.prefetch if sharding else 1)
-        self._groups = list(zip(groups or [None] * len(parts), parts, strict=True))
+        of_parts = (groups[at] if groups else None for at in range(len(parts)))
+        self._groups = list(zip(of_parts, parts, strict=True))
         for unit in ends:
             self._register(unit)
         for unit in {one.unit.name: one.unit for one in self.layers}.values():

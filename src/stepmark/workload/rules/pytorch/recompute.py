@@ -24,9 +24,11 @@ def again(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]
             place += 1
             if _is_product(one):
                 products += 1
-            if place > stop or (recompute is Recompute.OPS and _is_kept(one, products)):
-                continue
-            found.append(replace(one, recompute=True))
+            is_kept = not isinstance(one, ComputeOp) or isinstance(one.op, Attention)
+            if _is_product(one):
+                is_kept = products % 2 == 1
+            if place <= stop and not (recompute is Recompute.OPS and is_kept):
+                found.append(replace(one, recompute=True))
         pieces.append(tuple(found))
     return tuple(pieces)
 
@@ -44,12 +46,6 @@ def _last_needed(unit: Unit) -> int:
     if _is_plain(product):
         return last
     return 1 + max(at for at, one in enumerate(ops) if one.module == product.module)
-
-
-def _is_kept(one: Operation, products: int) -> bool:
-    if _is_product(one):
-        return products % 2 == 1
-    return not isinstance(one, ComputeOp) or isinstance(one.op, Attention)
 
 
 def ahead(unit: Unit) -> int:

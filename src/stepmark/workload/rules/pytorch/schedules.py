@@ -17,17 +17,10 @@ from functools import cache
 
 from stepmark.core.errors import ConfigError
 from stepmark.workload.job import Job
-from stepmark.workload.pipeline import PASSED, Act, Action, Span, Tick
+from stepmark.workload.pipeline import PASSED, TRANSFERS, Act, Action, Span, Tick
 
 COMPUTE = (Act.FORWARD, Act.BACKWARD)
-# What has a micro-batch.
-MOVED = (
-    *COMPUTE,
-    Act.SEND_FORWARD,
-    Act.RECV_FORWARD,
-    Act.SEND_BACKWARD,
-    Act.RECV_BACKWARD,
-)
+MOVED = (*COMPUTE, *TRANSFERS)  # what has a micro-batch
 
 
 class Schedule(StrEnum):
@@ -189,14 +182,10 @@ def _lengthened(short: list[Tick], long: list[Tick], step: int, times: int) -> t
 
 def _moved(tick: Tick, microbatches: int) -> Tick:
     """Of later micro-batches."""
-    return tuple(_moved_one(one, microbatches) for one in tick)
-
-
-@cache
-def _moved_one(one: Action, microbatches: int) -> Action:
-    if one.act not in MOVED:
-        return one
-    return replace(one, microbatch=one.microbatch + microbatches)
+    return tuple(
+        replace(one, microbatch=one.microbatch + microbatches) if one.act in MOVED else one
+        for one in tick
+    )
 
 
 def _interleaved(order: Order, count: int) -> list[list[Tick]]:
@@ -211,7 +200,8 @@ def _interleaved(order: Order, count: int) -> list[list[Tick]]:
             if heads[rank] == len(plan):
                 continue
             action = plan[heads[rank]]
-            if not _is_ready(order, rank, action, arrived):
+            needed = _needed(order, rank, action)
+            if needed and (needed, rank, action.chunk, action.microbatch) not in arrived:
                 continue
             heads[rank] += 1
             issued[rank].append(action)
@@ -270,13 +260,6 @@ def _with_parameters(actions: list[Action], chunks: int, count: int) -> Iterator
 
 def _stage(order: Order, rank: int, action: Action) -> int:
     return action.chunk * order.num_ranks + rank
-
-
-def _is_ready(
-    order: Order, rank: int, action: Action, arrived: set[tuple[Act, int, int, int]]
-) -> bool:
-    needed = _needed(order, rank, action)
-    return needed is None or (needed, rank, action.chunk, action.microbatch) in arrived
 
 
 def _needed(order: Order, rank: int, action: Action) -> Act | None:
