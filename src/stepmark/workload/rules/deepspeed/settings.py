@@ -24,36 +24,36 @@ class Switch(StrEnum):
 class DeepSpeed:
     """Settings under DeepSpeed's names, with its defaults. Sizes are elements."""
 
-    stage: int = setting(3, "what is divided: 0 nothing, 1 optimizer, 2 gradients, 3 weights")
-    reduce_bucket_size: int = setting(500_000_000, "gradients reduced at a time (stages 1-3)")
+    stage: int = setting(3, "shards: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights")
+    reduce_bucket_size: int = setting(500_000_000, "elements per gradient bucket (stages 1-3)")
     allgather_bucket_size: int = setting(
         500_000_000, "no effect: stages 1 and 2 gather all weights in one call"
     )
     overlap_comm: Switch = setting(
-        Switch.AUTO, "reduce beside the backward pass; auto: stage 3 alone"
+        Switch.AUTO, "overlap reductions with the backward pass; auto: at stage 3"
     )
-    reduce_scatter: bool = setting(True, "false: gradients are all-reduced at stage 3 as well")
-    contiguous_gradients: bool = setting(True, "gradients copied into one buffer")
+    reduce_scatter: bool = setting(True, "false: all-reduce gradients, at stage 3 as well")
+    contiguous_gradients: bool = setting(True, "copy gradients into one buffer")
     use_multi_rank_bucket_allreduce: bool = setting(
-        True, "stages 1 and 2: all-reduce a bucket; false: reduce each slice to its owner"
+        True, "stages 1 and 2: all-reduce buckets; false: reduce slices to owners"
     )
-    round_robin_gradients: bool = setting(False, "stages 1 and 2: parameters dealt to ranks")
-    compute_grad_norm: bool = setting(True, "false: stages 1 and 2 take no norm")
-    gradient_clipping: float = setting(1.0, "0: stage 0 in fp32 takes no norm")
-    check_grad_overflow: bool = setting(True, "bf16 at stages 1 and 2: look for infinities")
-    grad_accum_dtype: str = setting("", "fp32, bf16, fp16; empty: that of the weights")
-    communication_data_type: str = setting("", "of gradients; empty: that of the weights")
-    sub_group_size: int = setting(1_000_000_000, "stage 3: elements of a rank per norm")
-    stage3_prefetch_bucket_size: int = setting(50_000_000, "weights gathered ahead of use")
+    round_robin_gradients: bool = setting(False, "stages 1 and 2: deal parameters to ranks")
+    compute_grad_norm: bool = setting(True, "stages 1 and 2: compute the norm of gradients")
+    gradient_clipping: float = setting(1.0, "norm to clip to; 0: none (stage 0, fp32: no norm)")
+    check_grad_overflow: bool = setting(True, "bf16, stages 1 and 2: check for infinities")
+    grad_accum_dtype: str = setting("", "dtype of accumulated gradients [that of weights]")
+    communication_data_type: str = setting("", "dtype of reduced gradients [that of weights]")
+    sub_group_size: int = setting(1_000_000_000, "stage 3: elements per rank and norm")
+    stage3_prefetch_bucket_size: int = setting(50_000_000, "elements gathered ahead of use")
     stage3_param_persistence_threshold: int = setting(
-        100_000, "parameters up to this stay whole"
+        100_000, "parameters of at most this many elements are not sharded"
     )
-    stage3_model_persistence_threshold: int = setting(_MOST, "as many as these together")
-    stage3_max_live_parameters: int = setting(1_000_000_000, "no prefetch beyond these")
+    stage3_model_persistence_threshold: int = setting(_MOST, "elements of these together")
+    stage3_max_live_parameters: int = setting(1_000_000_000, "prefetch up to these elements")
     stage3_max_reuse_distance: int = setting(
-        1_000_000_000, "weights used again within these are kept"
+        1_000_000_000, "keep weights used again within this many elements"
     )
-    zero_init: bool = setting(False, "stage 3: the model is built under deepspeed.zero.Init")
+    zero_init: bool = setting(False, "stage 3: build the model under deepspeed.zero.Init")
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):

@@ -82,57 +82,53 @@ class Megatron:
     """Parameters of Megatron-LM beside the model, the mesh and the batches."""
 
     sequence_parallel: bool = setting(False, "norms and residuals on 1/tp of each sequence")
-    use_distributed_optimizer: bool = setting(False, "optimizer states over data ranks")
-    overlap_grad_reduce: bool = setting(False, "gradients are reduced during the backward pass")
-    overlap_param_gather: bool = setting(
-        False, "parameters are gathered during the forward pass"
-    )
-    align_grad_reduce: bool = setting(
-        True, "stages reduce a chunk's gradients at the same time"
-    )
+    use_distributed_optimizer: bool = setting(False, "shard optimizer states over data ranks")
+    overlap_grad_reduce: bool = setting(False, "reduce gradients during the backward pass")
+    overlap_param_gather: bool = setting(False, "gather parameters during the forward pass")
+    align_grad_reduce: bool = setting(True, "stages reduce a chunk's gradients together")
     align_param_gather: bool = setting(True, "interleaved stages gather parameters together")
     ddp_bucket_size: int | None = setting(
-        None, "elements of a gradient bucket where overlapped; none: max(40M, 1M x dp x cp)"
+        None, "elements per overlapped gradient bucket [max(40M, 1M x dp x cp)]"
     )
-    ddp_pad_buckets_for_high_nccl_busbw: bool = setting(False, "buckets are multiples of 65536")
-    ddp_average_in_collective: bool = setting(False, "gradients are averaged, not scaled first")
-    grad_reduce_in_bf16: bool = setting(False, "gradients in bf16; else main gradients in fp32")
+    ddp_pad_buckets_for_high_nccl_busbw: bool = setting(False, "pad buckets to 65536 elements")
+    ddp_average_in_collective: bool = setting(False, "average gradients in the collective")
+    grad_reduce_in_bf16: bool = setting(False, "reduce gradients in bf16 instead of fp32")
     virtual_pipeline_model_parallel_size: int = setting(1, "model chunks per pipeline stage")
-    overlap_p2p_comm: bool = setting(True, "interleaved stages send beside the computation")
+    overlap_p2p_comm: bool = setting(True, "interleaved stages overlap transfers with compute")
     decoder_first_pipeline_num_layers: int | None = setting(None, "layers of the first stage")
     decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last stage")
     account_for_embedding_in_pipeline_split: bool = setting(
-        False, "the embedding takes a layer's place"
+        False, "embedding counts as a layer"
     )
-    account_for_loss_in_pipeline_split: bool = setting(False, "the head takes a layer's place")
-    cp_comm_type: CpComm = setting(CpComm.P2P, "keys and values: p2p ring, or all_gather")
-    expert_tensor_parallel_size: int | None = setting(None, "tp of experts; none: tp")
+    account_for_loss_in_pipeline_split: bool = setting(False, "head counts as a layer")
+    cp_comm_type: CpComm = setting(CpComm.P2P, "keys and values: p2p (ring) or all_gather")
+    expert_tensor_parallel_size: int | None = setting(
+        None, "tensor parallelism of experts [tp]"
+    )
     moe_token_dispatcher_type: Dispatcher = setting(
-        Dispatcher.ALLTOALL, "alltoall or allgather"
+        Dispatcher.ALLTOALL, "token dispatcher: alltoall or allgather"
     )
     moe_expert_capacity_factor: float | None = setting(
-        None, "tokens an expert takes, of its even share; none or below 0: all (dropless)"
+        None, "tokens per expert / its even share; below 0: all [dropless]"
     )
-    moe_pad_expert_input_to_capacity: bool = setting(False, "experts are filled up to capacity")
-    moe_router_dtype: RouterDtype = setting(RouterDtype.MODEL, "of router and probabilities")
+    moe_pad_expert_input_to_capacity: bool = setting(False, "pad experts' inputs to capacity")
+    moe_router_dtype: RouterDtype = setting(RouterDtype.MODEL, "router's: model, fp32 or fp64")
     moe_router_load_balancing_type: Balancing = setting(Balancing.AUX_LOSS, "auxiliary loss")
-    moe_aux_loss_coeff: float = setting(0.0, "0: no auxiliary loss")
-    recompute_granularity: Granularity = setting(Granularity.NONE, "none, selective, full")
+    moe_aux_loss_coeff: float = setting(0.0, "weight of the auxiliary loss; 0: none")
+    recompute_granularity: Granularity = setting(Granularity.NONE, "none, selective or full")
     recompute_modules: str = setting(
         "core_attn", f"with selective, several by comma: {', '.join(RECOMPUTE_MODULES)}"
     )
-    recompute_method: str = setting("uniform", "with full: uniform, or block")
+    recompute_method: str = setting("uniform", "with full: uniform or block")
     recompute_num_layers: int = setting(
         1, "with full: layers per checkpoint (uniform), or recomputed per chunk (block)"
     )
-    cross_entropy_loss_fusion: bool = setting(False, "two of the loss's all-reduces in one")
-    calculate_per_token_loss: bool = setting(
-        False, "gradients are divided by the tokens' count"
-    )
+    cross_entropy_loss_fusion: bool = setting(False, "fuse two all-reduces of the loss")
+    calculate_per_token_loss: bool = setting(False, "divide gradients by the number of tokens")
     create_attention_mask_in_dataloader: bool = setting(
-        True, "the mask of each micro-batch is sent to all tp ranks"
+        True, "broadcast each attention mask over tp"
     )
-    make_vocab_size_divisible_by: int = setting(128, "the vocabulary is padded to this x tp")
+    make_vocab_size_divisible_by: int = setting(128, "pad the vocabulary to this x tp")
 
     def __post_init__(self) -> None:
         sizes = ("expert_tensor_parallel_size", "recompute_num_layers", "ddp_bucket_size")

@@ -18,7 +18,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync, Recompute
-from stepmark.core.workload import DDP, Block, ComputeOp, Item, Kernel, Operation, Run, Workload
+from stepmark.core.workload import DDP, Block, ComputeOp, Item, Kernel, Run, Workload
 from stepmark.workload.architecture import AnyJob, Unit
 from stepmark.workload.job import Comms, not_below, setting
 from stepmark.workload.pipeline import wait
@@ -73,12 +73,6 @@ def completed(
     return found
 
 
-def ready_at(body: tuple[Operation, ...], param: Param) -> int:
-    """Behind the last operation of the parameter's module."""
-    places = [at for at, one in enumerate(body, 1) if one.module == param.part]
-    return places[-1] if places else len(body)
-
-
 def ready_order(params: tuple[Param, ...], *, autocast: bool) -> tuple[Param, ...]:
     """Parameters as their gradients become ready, the last module's first.
 
@@ -107,19 +101,19 @@ _BUCKET, _READY = "bucket", "ready"
 class Ddp:
     """DistributedDataParallel's settings by their own names, and how a step runs."""
 
-    param_dtype: DType = setting(DType.FP32, "type of weights, and so of gradients")
-    autocast: bool = setting(True, "products in bf16 though weights are fp32")
-    masters: bool = setting(False, "fp32 weights for the optimizer beside the model's")
-    compress_bf16: bool = setting(False, "bf16_compress_hook: gradients travel as bf16")
-    bucket_cap_mb: int = setting(0, "MiB of a bucket; 0: 25 after a first one of 1")
-    find_unused_parameters: bool = setting(False, "buckets stay as made, one message more")
-    gradient_as_bucket_view: bool = setting(False, "gradients are not copied out of buckets")
-    init_sync: bool = setting(True, "rank 0's weights are broadcast at the start")
-    grad_sync: GradSync = setting(GradSync.EVERY, "reduce with every micro-batch or the last")
-    clip: bool = setting(True, "gradients are clipped by their norm")
-    recompute: Recompute = setting(Recompute.NONE, "activation checkpointing: none, full, ...")
-    recompute_some: int = setting(1, "checkpointed blocks, with blocks")
-    recompute_every: int = setting(1, "of so many, with blocks")
+    param_dtype: DType = setting(DType.FP32, "dtype of weights and gradients")
+    autocast: bool = setting(True, "bf16 products with fp32 weights")
+    masters: bool = setting(False, "keep fp32 master weights for the optimizer")
+    compress_bf16: bool = setting(False, "send gradients in bf16 (bf16_compress_hook)")
+    bucket_cap_mb: int = setting(0, "MiB per gradient bucket; 0: 25, the first one 1")
+    find_unused_parameters: bool = setting(False, "reduce which parameters were used as well")
+    gradient_as_bucket_view: bool = setting(False, "gradients are views of buckets")
+    init_sync: bool = setting(True, "broadcast rank 0's weights at the start")
+    grad_sync: GradSync = setting(GradSync.EVERY, "reduce every micro-batch or the last one")
+    clip: bool = setting(True, "clip gradients by their norm")
+    recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
+    recompute_some: int = setting(1, "with blocks: checkpointed blocks in each cycle")
+    recompute_every: int = setting(1, "with blocks: blocks per cycle")
 
     def __post_init__(self) -> None:
         not_below(self, 0, "bucket_cap_mb")
@@ -177,7 +171,9 @@ class Reducing:
             early = ahead(unit) if is_checkpointed else 0
             body, done = unit.bwd[0], early
             for param, elements in full.get(number, ()):
-                place = max(done, ready_at(body, param))
+                # Behind the last operation of the parameter's module.
+                ends = [at for at, one in enumerate(body, 1) if one.module == param.part]
+                place = max(done, ends[-1] if ends else len(body))
                 items += body[done:place]
                 items += self._reduced(elements, unit, layer)
                 done = place

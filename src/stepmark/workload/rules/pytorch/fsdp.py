@@ -31,25 +31,25 @@ class Ends(StrEnum):
 class Fsdp:
     """fully_shard and MixedPrecisionPolicy by their own names, and how a step runs."""
 
-    param_dtype: DType = setting(DType.BF16, "type that weights are gathered and used in")
-    reduce_dtype: DType = setting(DType.FP32, "type that gradients are reduced in")
-    shard_dtype: DType = setting(DType.FP32, "type of shards, which the optimizer updates")
-    reshard_after_forward: str = setting("yes", "yes, no, or ranks to reshard over")
-    prefetch: int = setting(1, "groups gathered ahead; 1 is torch's own way")
-    blocks_per_group: int = setting(1, "blocks that are gathered together")
-    ends: Ends = setting(Ends.ROOT, "embedding and output: root or apart")
+    param_dtype: DType = setting(DType.BF16, "dtype of gathered weights")
+    reduce_dtype: DType = setting(DType.FP32, "dtype of reduced gradients")
+    shard_dtype: DType = setting(DType.FP32, "dtype of the shards that the optimizer updates")
+    reshard_after_forward: str = setting("yes", "yes, no, or a number of ranks to reshard over")
+    prefetch: int = setting(1, "groups gathered ahead; 1: as torch does by itself")
+    blocks_per_group: int = setting(1, "transformer blocks per FSDP group")
+    ends: Ends = setting(Ends.ROOT, "who wraps embedding and output: root or apart")
     embedding_in_backward: bool = setting(
-        True, "with ends apart: set_unshard_in_backward of the embedding"
+        True, "with --ends apart: set_unshard_in_backward of the embedding"
     )
     tp_plan: TpPlan = setting(TpPlan.TORCHTITAN, "embedding and loss: torchtitan or whole")
-    grad_sync: GradSync = setting(GradSync.EVERY, "reduce with every micro-batch or the last")
-    clip: bool = setting(True, "gradients are clipped by their norm")
-    recompute: Recompute = setting(Recompute.NONE, "activation checkpointing: none, full, ...")
-    recompute_some: int = setting(1, "checkpointed blocks, with blocks")
-    recompute_every: int = setting(1, "of so many, with blocks")
+    grad_sync: GradSync = setting(GradSync.EVERY, "reduce every micro-batch or the last one")
+    clip: bool = setting(True, "clip gradients by their norm")
+    recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
+    recompute_some: int = setting(1, "with blocks: checkpointed blocks in each cycle")
+    recompute_every: int = setting(1, "with blocks: blocks per cycle")
     pp_schedule: Schedule = setting(Schedule.ONE_F_ONE_B, "1f1b, interleaved or gpipe")
-    pp_microbatches: int = setting(0, "of one pass through the pipeline; 0: all")
-    pp_stages: int = setting(2, "stages of a rank, with interleaved")
+    pp_microbatches: int = setting(0, "micro-batches per pass through the pipeline; 0: all")
+    pp_stages: int = setting(2, "with --pp-schedule interleaved: stages per rank")
 
     def __post_init__(self) -> None:
         not_below(self, 1, "prefetch", "blocks_per_group")

@@ -23,13 +23,13 @@ from stepmark.workload.rules.pytorch.units import TpPlan
 class Tp:
     """Types and techniques of a step."""
 
-    param_dtype: DType = setting(DType.FP32, "type of the model's weights; fp32 is autocast")
-    masters: bool = setting(False, "fp32 weights for the optimizer beside the model's")
+    param_dtype: DType = setting(DType.FP32, "dtype of the model's weights; fp32: autocast")
+    masters: bool = setting(False, "keep fp32 master weights for the optimizer")
     tp_plan: TpPlan = setting(TpPlan.TORCHTITAN, "embedding and loss: torchtitan or whole")
-    clip: bool = setting(True, "gradients are clipped by their norm")
-    recompute: Recompute = setting(Recompute.NONE, "activation checkpointing: none, full, ...")
-    recompute_some: int = setting(1, "checkpointed blocks, with blocks")
-    recompute_every: int = setting(1, "of so many, with blocks")
+    clip: bool = setting(True, "clip gradients by their norm")
+    recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
+    recompute_some: int = setting(1, "with blocks: checkpointed blocks in each cycle")
+    recompute_every: int = setting(1, "with blocks: blocks per cycle")
 
     def __post_init__(self) -> None:
         checked(self)
@@ -40,8 +40,8 @@ class Pp(Tp):
     """The same, and the schedule of a step."""
 
     pp_schedule: Schedule = setting(Schedule.ONE_F_ONE_B, "1f1b, interleaved or gpipe")
-    pp_microbatches: int = setting(0, "of one pass through the pipeline; 0: all")
-    pp_stages: int = setting(2, "stages of a rank, with interleaved")
+    pp_microbatches: int = setting(0, "micro-batches per pass through the pipeline; 0: all")
+    pp_stages: int = setting(2, "with --pp-schedule interleaved: stages per rank")
 
 
 def workload(job: Job, settings: Tp) -> Workload:
