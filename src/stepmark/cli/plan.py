@@ -143,7 +143,7 @@ def _of_file(family: str, values: Values, device: str) -> Iterator[Placed]:
 
 
 def _primus_attention(path: Path, values: Values, dtype: DType) -> Iterator[Placed]:
-    from stepmark.workload.formats.primus import read_attention_shapes  # noqa: PLC0415
+    from stepmark.workload.formats.benchmark_models import read_attention_shapes  # noqa: PLC0415
 
     for shape in read_attention_shapes(path):
         for mbs in whole_numbers(values["mbs"], "mbs"):

@@ -15,7 +15,6 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
 from stepmark.core.workload import COMPUTE, Block, CommOp, Operation, Run
 from stepmark.workload.pipeline import PASSED, in_layer
-from stepmark.workload.rules.megatron.attention import attention
 from stepmark.workload.rules.megatron.experts import experts
 from stepmark.workload.rules.megatron.gradients import (
     EMBEDDING,
@@ -28,6 +27,7 @@ from stepmark.workload.rules.megatron.gradients import (
 )
 from stepmark.workload.rules.megatron.layer import (
     Step,
+    attention,
     backward,
     embedding,
     forward,

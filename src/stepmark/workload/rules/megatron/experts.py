@@ -43,7 +43,7 @@ def exchanged(
     size = plan.size(group)
     if kind is not Collective.ALL_REDUCE:
         elements = math.ceil(elements / size) * size
-    return plan.inside(kind, elements, group, phase, module, dtype)
+    return plan.comms(kind, elements, group, phase, module, dtype, layer=0, microbatch=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from stepmark.core.workload import Block, Item, Run
 from stepmark.workload.architecture import Unit
 from stepmark.workload.pipeline import PASSED, in_layer
 from stepmark.workload.rules.pytorch.fsdp_order import UNSHARDED, Group, Order, linked
-from stepmark.workload.rules.pytorch.recompute import again, ahead
-from stepmark.workload.rules.pytorch.technique import Technique
+from stepmark.workload.rules.pytorch.technique import Technique, again, ahead
 
 BLOCKS = dict[str, Block]
 

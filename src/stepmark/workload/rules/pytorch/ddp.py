@@ -23,9 +23,8 @@ from stepmark.workload.architecture import AnyJob, Unit
 from stepmark.workload.job import Comms, not_below, setting
 from stepmark.workload.pipeline import wait
 from stepmark.workload.rules.pytorch.chunk import Chunk, folded
-from stepmark.workload.rules.pytorch.recompute import ahead
 from stepmark.workload.rules.pytorch.step import SOURCE, build
-from stepmark.workload.rules.pytorch.technique import checked, technique
+from stepmark.workload.rules.pytorch.technique import ahead, checked, technique
 from stepmark.workload.rules.pytorch.units import groups_of
 
 

@@ -1,15 +1,20 @@
-"""How a step of a PyTorch trainer runs, whatever is sharded or reduced in it; its settings."""
+"""How a step of a PyTorch trainer runs, whatever is sharded or reduced in it; its settings.
+
+And what activation checkpointing runs again in the backward pass of a block.
+"""
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Attention, Gemm, GroupedGemm
 from stepmark.core.training import Recompute
-from stepmark.core.workload import Block
+from stepmark.core.workload import Block, ComputeOp, Operation
+from stepmark.workload.architecture import Unit
 from stepmark.workload.job import check_trained, not_below
 from stepmark.workload.rules.pytorch.fsdp_order import Sharding
 from stepmark.workload.rules.pytorch.schedules import Schedule
@@ -105,3 +110,68 @@ def plain_settings(settings: Any) -> dict[str, Setting]:
         name: value.value if isinstance(value, StrEnum) else value
         for name, value in found.items()
     }
+
+
+def again(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]:
+    """What checkpointing runs again: up to the last input that its backward pass needs.
+
+    torch.utils.checkpoint stops early there: before the last product, whose own input is
+    known by then, and what follows it. Per operator (bench/training/checkpointing.py)
+    attention, communication and every second product are kept.
+    """
+    stop, place = _last_needed(unit), 0
+    products = 0
+    pieces: list[tuple[Operation, ...]] = []
+    for piece in unit.fwd:
+        found: list[Operation] = []
+        for one in piece:
+            place += 1
+            if _is_product(one):
+                products += 1
+            is_kept = not isinstance(one, ComputeOp) or isinstance(one.op, Attention)
+            if _is_product(one):
+                is_kept = products % 2 == 1
+            if place <= stop and not (recompute is Recompute.OPS and is_kept):
+                found.append(replace(one, recompute=True))
+        pieces.append(tuple(found))
+    return tuple(pieces)
+
+
+def _last_needed(unit: Unit) -> int:
+    """Forward operations up to the last product; with it where it is of experts.
+
+    Rows of experts are weighted and sent back after their last product.
+    """
+    ops = [one for piece in unit.fwd for one in piece]
+    products = [(at, one) for at, one in enumerate(ops) if _is_product(one)]
+    if not products:
+        return len(ops)
+    last, product = products[-1]
+    if _is_plain(product):
+        return last
+    return 1 + max(at for at, one in enumerate(ops) if one.module == product.module)
+
+
+def ahead(unit: Unit) -> int:
+    """Backward operations before those of the last product, which need nothing kept.
+
+    Blocks are computed again when the first kept tensor is asked for.
+    """
+    products = [one for piece in unit.fwd for one in piece if _is_product(one)]
+    if not products or not _is_plain(products[-1]):
+        return 0
+    module = products[-1].module
+    places = [
+        at
+        for at, one in enumerate(unit.bwd[0])
+        if one.module == module and isinstance(one, ComputeOp)
+    ]
+    return min(places, default=0)
+
+
+def _is_product(one: Operation) -> bool:
+    return isinstance(one, ComputeOp) and isinstance(one.op, Gemm | GroupedGemm)
+
+
+def _is_plain(one: Operation) -> bool:
+    return isinstance(one, ComputeOp) and isinstance(one.op, Gemm)
