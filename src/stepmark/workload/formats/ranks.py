@@ -22,7 +22,7 @@ class Instances:
             (
                 (name, rank)
                 for rank in range(world - max(group.members(0)))
-                if base(group, rank) == rank
+                if group.first(rank) == rank
             )
             for name, group in self._groups.items()
         )
@@ -30,7 +30,7 @@ class Instances:
 
     def number(self, group: str, rank: int) -> int:
         """Of the communicator of this group that rank is in. Raises ConfigError for none."""
-        key = group, base(self._groups[group], rank)
+        key = group, self._groups[group].first(rank)
         if key not in self._numbers:
             raise ConfigError(f"group {group}", f"rank {rank}", "ranks that all are members")
         return self._numbers[key]
@@ -70,11 +70,6 @@ class Issued:
             if len(self._newest[name]) > back:
                 found.append(self._newest[name][-1 - back])
         return found
-
-
-def base(group: Group, rank: int) -> int:
-    """The first member of the group that rank is in."""
-    return rank - sum(rank // stride % size * stride for size, stride in group.digits)
 
 
 def of_a_rank(workload: Workload, comms: Iterable[CommOp]) -> Iterator[tuple[object, str]]:

@@ -39,7 +39,6 @@ from stepmark.workload.rules.megatron.chunk import (
     last_backward,
 )
 from stepmark.workload.rules.megatron.gradients import (
-    Bucket,
     Owned,
     buckets,
     chunk_params,
@@ -52,6 +51,8 @@ from stepmark.workload.rules.megatron.gradients import (
 from stepmark.workload.rules.megatron.layer import issued
 from stepmark.workload.rules.megatron.settings import Megatron, Plan, make_plan, padded
 from stepmark.workload.rules.megatron.split import Chunk, split
+
+__all__ = ["Megatron", "padded", "workload"]
 
 _LARGE_MASK_BYTES = 2**30
 
@@ -135,8 +136,6 @@ class _Anchors:
                 self.flying.clear()
 
 
-__all__ = ["Megatron", "padded", "workload"]
-
 _SOURCE = (
     "NVIDIA/Megatron-LM core_v0.16.1 (55ac708): megatron/core/tensor_parallel/layers.py,"
     " megatron/core/pipeline_parallel/schedules.py,"
@@ -159,7 +158,7 @@ def workload(job: Job, settings: Megatron) -> Workload:
     blocks: dict[str, Block] = {}
     library = Library(plan, blocks)
     made = [
-        _StageMaker(plan, pipeline, library, index, chunks).make()
+        _StageMaker(pipeline, library, index, chunks).make()
         for index, chunks in enumerate(stages)
     ]
     return Workload(
@@ -192,40 +191,34 @@ def _asked(plan: Plan) -> dict[str, str | int | float | bool | None]:
     }
 
 
-@dataclass(frozen=True, slots=True)
 class _StageMaker:
     """Puts the blocks of one stage into the library's workload."""
 
-    plan: Plan
-    pipeline: Pipeline
-    library: Library
-    index: int
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def blocks(self) -> dict[str, Block]:
-        return self.library.blocks
+    def __init__(
+        self, pipeline: Pipeline, library: Library, index: int, chunks: tuple[Chunk, ...]
+    ) -> None:
+        self.pipeline, self.library, self.index, self.chunks = pipeline, library, index, chunks
+        self.plan, self.blocks, self.owned = library.plan, library.blocks, self._owned(chunks)
 
     def make(self) -> Stage:
         plan, index = self.plan, self.index
-        owned = self.owned()
         step = f"stage{index}.step"
         spans = schedule(
             self.pipeline, index, gathers=self.aligned_gathers, reduces=self.aligned_reduces
         )
-        self.passes(owned)
+        self.passes()
         pipeline = self.pipeline
         spans = anchored(
             spans,
-            lambda action: self.beside(action, owned),
+            self.beside,
             blocking=pipeline.num_chunks > 1 and not pipeline.overlap,
         )
-        items = program(spans, self.lower(owned), self.blocks, f"stage{index}.")
-        self.blocks[f"stage{index}.finish"] = finish(plan, owned)
+        items = program(spans, self.lower, self.blocks, f"stage{index}.")
+        self.blocks[f"stage{index}.finish"] = finish(plan, self.owned)
         self.blocks[step] = (*items, Run(block=f"stage{index}.finish"))
         return Stage(
             step=step,
-            setup=self.setup(owned),
+            setup=self.setup(),
             layers=tuple(layer for chunk in self.chunks for layer in chunk.layers),
             has_embedding=any(chunk.has_embedding for chunk in self.chunks),
             has_head=any(chunk.has_head for chunk in self.chunks),
@@ -250,16 +243,16 @@ class _StageMaker:
             and (self.pipeline.num_chunks > 1 or self.index > 0)
         )
 
-    def owned(self) -> Owned:
-        kinds = [[is_moe(self.plan, layer) for layer in chunk.layers] for chunk in self.chunks]
+    def _owned(self, chunks: tuple[Chunk, ...]) -> Owned:
+        plan = self.library.plan
+        kinds = [[is_moe(plan, layer) for layer in chunk.layers] for chunk in chunks]
         params = tuple(
-            chunk_params(self.plan, chunk, kind)
-            for chunk, kind in zip(self.chunks, kinds, strict=True)
+            chunk_params(plan, chunk, kind) for chunk, kind in zip(chunks, kinds, strict=True)
         )
         return Owned(
             params=params,
             buckets=tuple(
-                buckets(self.plan, one, split=self.index == 0 and number == 0)
+                buckets(plan, one, split=self.index == 0 and number == 0)
                 for number, one in enumerate(params)
             ),
             is_first=self.index == 0,
@@ -267,7 +260,7 @@ class _StageMaker:
             moe_layers=sum(map(sum, kinds)),
         )
 
-    def passes(self, owned: Owned) -> None:
+    def passes(self) -> None:
         """Forward and backward blocks of the chunks, and those of their edges."""
         settings = self.plan.settings
         for number, chunk in enumerate(self.chunks):
@@ -277,35 +270,32 @@ class _StageMaker:
             self.put(f"backward{number}", back)
             if settings.overlap_param_gather and not self.aligned_gathers:
                 begun = self.index > 0 or number > 0
-                changed = first_forward(self.library, ahead, owned.buckets[number], begun=begun)
+                changed = first_forward(
+                    self.library, ahead, self.owned.buckets[number], begun=begun
+                )
                 self.put(f"forward{number}.first", changed)
             if settings.overlap_grad_reduce and not self.aligned_reduces:
-                changed = last_backward(self.library, back, owned.buckets[number])
+                changed = last_backward(self.library, back, self.owned.buckets[number])
                 self.put(f"backward{number}.last", changed)
 
     def put(self, name: str, segments: list[Segment]) -> None:
         self.blocks[f"stage{self.index}.{name}"] = self.library.runs(segments)
 
-    def lower(self, owned: Owned) -> Callable[[Action], tuple[Item, ...]]:
+    def lower(self, action: Action) -> tuple[Item, ...]:
         """What an action of the schedule is."""
+        match action.act:
+            case Act.FORWARD | Act.BACKWARD:
+                return self.run(action)
+            case Act.WAIT:
+                return (wait(action.after, Phase.FWD, "pipeline"),)
+            case Act.REDUCE:
+                return issued(self.reduces(action.chunk), action.after)
+            case Act.GATHER:
+                return issued(self.gathers(action.chunk), action.after)
+            case _:
+                return self.transfer(action)
 
-        def lowered(action: Action) -> tuple[Item, ...]:
-            match action.act:
-                case Act.FORWARD | Act.BACKWARD:
-                    return self.run(action, owned)
-                case Act.WAIT:
-                    return (wait(action.after, Phase.FWD, "pipeline"),)
-                case Act.REDUCE:
-                    return issued(self.reduces(owned.buckets[action.chunk]), action.after)
-                case Act.GATHER:
-                    made = self.gathers(owned.buckets[action.chunk], action.chunk)
-                    return issued(made, action.after)
-                case _:
-                    return self.transfer(action)
-
-        return lowered
-
-    def run(self, action: Action, owned: Owned) -> tuple[Item, ...]:
+    def run(self, action: Action) -> tuple[Item, ...]:
         name = f"stage{self.index}.{action.act}{action.chunk}"
         edge = ".first" if action.act is Act.FORWARD else ".last"
         if action.edge and name + edge in self.blocks:
@@ -313,30 +303,28 @@ class _StageMaker:
         found = Run(block=name, microbatch=action.microbatch)
         if not (action.edge and action.act is Act.FORWARD and self.aligned_gathers):
             return (found,)
-        made = self.gathers(owned.buckets[action.chunk], action.chunk)
-        names = dict.fromkeys(op.name for op in made)
+        names = dict.fromkeys(op.name for op in self.gathers(action.chunk))
         return (wait(tuple(names), Phase.FWD, "parameters"), found) if names else (found,)
 
-    def beside(self, action: Action, owned: Owned) -> tuple[str, ...]:
+    def beside(self, action: Action) -> tuple[str, ...]:
         """Names of collectives that are in flight when an action ends."""
-        listed, chunk = owned.buckets[action.chunk], action.chunk
         ends = action.act is Act.BACKWARD and action.edge
         if action.act is Act.REDUCE or (
             ends and self.plan.settings.overlap_grad_reduce and not self.aligned_reduces
         ):
-            return names_of(self.plan, listed)
+            return names_of(self.plan, self.owned.buckets[action.chunk])
         if action.act is Act.GATHER:
-            return tuple(dict.fromkeys(op.name for op in self.gathers(listed, chunk)))
+            return tuple(dict.fromkeys(op.name for op in self.gathers(action.chunk)))
         return ()
 
-    def reduces(self, listed: tuple[Bucket, ...]) -> tuple[CommOp, ...]:
-        sent = (op for bucket in listed for op in reduce(self.plan, bucket, overlapped=True))
-        return tuple(sent)
+    def reduces(self, chunk: int) -> tuple[CommOp, ...]:
+        listed = self.owned.buckets[chunk]
+        return tuple(op for one in listed for op in reduce(self.plan, one, overlapped=True))
 
-    def gathers(self, listed: tuple[Bucket, ...], chunk: int) -> tuple[CommOp, ...]:
+    def gathers(self, chunk: int) -> tuple[CommOp, ...]:
         return tuple(
             op
-            for bucket in listed
+            for bucket in self.owned.buckets[chunk]
             for op in gather(self.plan, bucket, name=f"{stream_of(bucket)}.parameters{chunk}")
         )
 
@@ -375,10 +363,10 @@ class _StageMaker:
             return "pp.send" if sends else "pp.recv"
         return "pp.next" if ahead else "pp.prev"
 
-    def setup(self, owned: Owned) -> str:
+    def setup(self) -> str:
         """First and last stage begin with the same embedding (language_module.py)."""
         plan = self.plan
-        if not plan.model.tied_embeddings or not (owned.is_first or owned.is_last):
+        if not plan.model.tied_embeddings or not (self.owned.is_first or self.owned.is_last):
             return ""
         table = plan.model.vocab_size // plan.tp * plan.model.hidden_size
         made = plan.comms("all_reduce", table, "embd", Phase.OPTIM, "embedding")
