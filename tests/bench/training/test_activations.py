@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from stepmark.app.memory import estimate
+from stepmark.app.train_plan import estimated_memory as estimate
 from stepmark.bench.training.transformer import Transformer
 from stepmark.bench.training.weights import init_weights, tie
 from stepmark.core.model import Activation, ModelConfig, find_model
