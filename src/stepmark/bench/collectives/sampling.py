@@ -3,13 +3,16 @@
 import math
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from stepmark.bench.agree import agreed
-from stepmark.bench.collectives.concurrent_compute import ConcurrentCompute
 from stepmark.bench.collectives.timing import Batch, Timer
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.stopping import Effort, is_enough
 from stepmark.core.stats import slowest_per_sample
+
+if TYPE_CHECKING:
+    from stepmark.bench.collectives.concurrent_compute import ConcurrentCompute
 
 _BATCH_S = 0.1
 _MOST_SAMPLES = 1000  # of a batch
@@ -31,7 +34,7 @@ class CallSamples:
 def collect(
     ranks: Ranks,
     timer: Timer,
-    compute: ConcurrentCompute | None,
+    compute: "ConcurrentCompute | None",
     sample_s: float,
     effort: Effort,
     wanted: int | None,
@@ -70,7 +73,7 @@ def collect(
 
 
 def _batch(
-    timer: Timer, compute: ConcurrentCompute | None, count: int, cover_s: float
+    timer: Timer, compute: "ConcurrentCompute | None", count: int, cover_s: float
 ) -> tuple[Batch, list[float] | None]:
     """Samples, and seconds of the calls beside them. The compute ends with the batch."""
     if compute is None:
