@@ -1,100 +1,37 @@
 """stepmark op FAMILY: one operator family, or every operator of a model's layer."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import Any
 
-import typer
+from stepmark.cli.flags import Command, verb
+from stepmark.core.errors import ConfigError
+from stepmark.core.op_options import LAYER, options_class
+from stepmark.core.ops import FAMILIES
 
-from stepmark.cli.flags import Command, Group
-from stepmark.cli.options import MEASURE, MODEL, SELECT, Flag, Values, as_command, of_operator
-from stepmark.core.case import Label, OpCase, Rate
-from stepmark.core.dtypes import OPERATOR_DTYPES
-from stepmark.core.errors import ConfigError, worst
-from stepmark.core.ops import FAMILIES, Copy, Gemm
-from stepmark.core.option_groups import MeasureOptions
-from stepmark.core.options import build
-
-if TYPE_CHECKING:
-    from stepmark.app.machine import Machine
-    from stepmark.core.dtypes import DType
-    from stepmark.core.plan import Plan
-
-SHAPES = Flag(
-    name="shapes", kind=str, help="JSON list of shapes (or Primus' attention_shapes.json)"
-)
-DATASET = Flag(name="dataset", kind=str, help="PARAM's built-in shapes: A, B or C")
-PASS = Flag(
-    name="phase", kind=str, names=("--pass",), help="pass of a linear layer: fwd, dgrad, wgrad"
-)
-FIND_MAX = Flag(
-    name="find_max",
-    kind=bool,
-    default=False,
-    names=("--find-max",),
-    help="sweep for the highest matmul rate; burst and sustained",
-)
-AS = (
-    Flag(
-        name="run_as",
-        kind=str,
-        names=("--as",),
-        help="whose products --model stands for: train (default), megatron, fsdp",
-    ),
-    Flag(name="etp", kind=int, help="tensor-parallel degree of experts; default tp"),
-)
-# Worth measuring but not what a layer runs by default.
-_NOT_IN_ALL = ("math", "loop")
+_DOC = "Measure operators: one family, or all of a model's layer."
+_LAYER = "Every operator of one layer of a model, its head, loss and optimizer."
 
 
-def measure_family(family: str, values: dict[str, Any]) -> None:
-    """Plan, then measure or list."""
-    if values.get("find_max"):
-        find_max(values)
-        return
+class _Command(Command):
+    """Lists the families; without words it is --help."""
 
-    def cases(machine: "Machine") -> list[OpCase]:
-        from stepmark.cli import plan  # noqa: PLC0415
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["--help"])
 
-        ranks = machine.num_ranks(values.get("nproc"))
-        placed = plan.placed_ops(family, values, machine.device)
-        if not placed:
-            raise ConfigError("model", values.get("model"), f"a model with {family} operators")
-        return of_family(family, placed, values, machine, ranks)
-
-    execute(cases, values)
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        if self.help == _DOC:
+            with formatter.section("Families (stepmark op FAMILY --help shows their options)"):
+                formatter.write_dl([(name, _about(name)) for name in (*FAMILIES, LAYER)])
+        super().format_options(ctx, formatter)
 
 
-def of_family(
-    family: str,
-    placed: Any,
-    values: Values,
-    machine: "Machine",
-    ranks: int,
-    leave_out: Sequence[str] = (),
-) -> list[OpCase]:
-    """Cases of every backend that runs there, unless --backend says which."""
-    from stepmark.app.op import capabilities  # noqa: PLC0415
-    from stepmark.cli import plan  # noqa: PLC0415
-    from stepmark.core.ops.backends import BACKENDS, unsupported  # noqa: PLC0415
-
-    device = machine.device
-    known = BACKENDS[family]
-    found = plan.cases(family, placed, values, device=device, num_ranks=ranks, backends=known)
-    if values.get("backend"):
-        return found
-    limits = capabilities(machine)
-    kept: dict[Any, list[OpCase]] = {}
-    for case in found:
-        reason = unsupported(family, case.backend, case.op, limits)
-        if reason is None and case.backend not in leave_out:
-            kept.setdefault(case.op, []).append(case)
-    # An operator that nothing runs stays once, so that its reason is recorded.
-    first = {case.op: case for case in reversed(found)}
-    return [case for op, one in reversed(first.items()) for case in kept.get(op, [one])]
+def _about(family: str) -> str:
+    if family == LAYER:
+        return _LAYER
+    return " ".join((FAMILIES[family].__doc__ or "").split("\n\n")[0].split())
 
 
+<<<<<<< HEAD
 def all_families(values: dict[str, Any]) -> None:
     """Every operator of one layer, the head, the loss, the optimizer, and a copy."""
     execute(lambda machine: layer_cases(values, machine), values)
@@ -290,3 +227,13 @@ def app(arguments: Sequence[str]) -> typer.Typer:
 
 def _unread() -> None:
     raise AssertionError("the flags of a family that is asked for are read")
+=======
+def command(arguments: Sequence[str]) -> Any:
+    """The verb with the options of the family that is asked for. Raises ConfigError."""
+    after = list(arguments[arguments.index("op") + 1 :])
+    if after and not after[0].startswith("-") and after[0] not in (*FAMILIES, LAYER):
+        raise ConfigError("family", after[0], f"one of {', '.join(FAMILIES)}, or {LAYER}")
+    family = next((word for word in after if word in (*FAMILIES, LAYER)), None)
+    doc = _DOC if family is None else _about(family)
+    return verb(options_class(family), "stepmark.app.op:run", doc, _Command)
+>>>>>>> main
