@@ -87,7 +87,7 @@ everything = st.builds(
 
 @given(everything)
 def test_what_is_spelled_is_read_back(asked: Everything) -> None:
-    from stepmark.cli.flags import parse
+    from tests.parsing import parse
 
     assert parse(Everything, argv(asked)) == asked
 

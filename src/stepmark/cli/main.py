@@ -26,7 +26,9 @@ class Verb:
 
 
 VERBS = {
-    "run": Verb("run", "run", "The main job: operators, collectives, summary and HTML report."),
+    "run": Verb(
+        "run", "command", "The main job: operators, collectives, summary and HTML report."
+    ),
     "doctor": Verb("doctor", "command", "Show devices, peaks, health and what would run."),
     "check": Verb("check", "command", "Measure a reference run's cases again; is any slower?"),
     "compare": Verb("compare", "command", "Runs, nccl-tests files, CSVs: ratios and verdicts."),
@@ -34,7 +36,7 @@ VERBS = {
     "comm": Verb("comm", "command", "Measure collectives: nccl-tests' flags, no MPI."),
     "train": Verb("train", "command", "Measure training steps: single, DDP, FSDP, TP, PP."),
     "resume": Verb("resume", "command", "Measure what is left of a run that was cut short."),
-    "op": Verb("op", "app", "Measure operators: one family, or all of a model's layer."),
+    "op": Verb("op", "command", "Measure operators: one family, or all of a model's layer."),
     "workload": Verb("workload", "app", "What a step does: generate, show, convert, capture."),
     "runs": Verb("runs", "app", "List, show, export and query earlier runs."),
     "sweep": Verb("sweep", "command", "The same command under several settings, compared."),
@@ -66,7 +68,7 @@ def app(arguments: list[str]) -> typer.Typer:
             continue
         found = getattr(importlib.import_module(f"stepmark.cli.{verb.module}"), verb.name)
         if name == "op":
-            found = found(arguments)
+            found = found(arguments)  # its options are those of the family
         if isinstance(found, typer.Typer):
             made.add_typer(found, name=name)
         else:
