@@ -14,6 +14,7 @@ from stepmark.core.options import WholeNumbers, Words, between, flag, group
 
 LAYER = "all"  # in place of a family: all operators of a model's layer
 _SKEW = "Zipf exponent of tokens per expert; 0 = balanced"
+_ZIPF = ("--skew", "--zipf")
 
 
 @group
@@ -83,7 +84,7 @@ class LayerOptions(OfModel, OpOptions):
     """A model's layer."""
 
     dtype: str | None = flag(f"element type(s): {', '.join(OPERATOR_DTYPES)}")
-    skew: str | None = flag(_SKEW)
+    skew: str | None = flag(_SKEW, *_ZIPF)
 
 
 @group
@@ -113,7 +114,8 @@ def options_class(family: str | None) -> type[OpOptions]:
             kind, spelling = bool | None, f"{spelling}/--no-{spelling[2:]}"
         elif field.name == "phase":
             spelling = "--pass"
-        fields[field.name] = (field.name, kind, flag(text, spelling))
+        spellings = _ZIPF if field.name == "skew" else (spelling,)
+        fields[field.name] = (field.name, kind, flag(text, *spellings))
     if family in ("gemm", "bmm"):  # it permutes the dimensions, so it is no field
         text = "pass of a linear layer: fwd, dgrad, wgrad"
         fields["phase"] = ("phase", str | None, flag(text, "--pass"))
