@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from stepmark.app import delivery
 from stepmark.app.delivery import Rows, Values
 from stepmark.core.errors import ConfigError
+from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.options import build
 from stepmark.core.plan import CommHow
 from stepmark.core.record import Record, RunInfo
 from stepmark.core.units import parse_bytes, parse_duration
@@ -38,7 +40,7 @@ def _seconds(values: Values, name: str) -> float | None:
 
 def check(values: Values) -> None:
     """Refuse outputs that cannot be written before an hour of measuring."""
-    delivery.check_outputs(values)
+    delivery.check_outputs(build(MeasureOptions, values))
     style = values.get("style")
     if style and style not in _styles():
         raise ConfigError("style", style, f"one of {', '.join(_styles())}")
@@ -57,7 +59,13 @@ def _styles() -> dict[str, Callable[[Iterable[Record], RunInfo], dict[str, str]]
 
 def show(path: Path, values: Values, code: int) -> int:
     """Show the run, write the files that were asked for; the exit code of it all."""
-    return delivery.deliver(path, values, code, files=_files, show=_show)
+    return delivery.deliver(
+        path,
+        build(MeasureOptions, values),
+        code,
+        files=lambda run, _: _files(run, values),
+        show=lambda run, _: _show(run, values),
+    )
 
 
 def _show(run: "View", values: Values) -> None:

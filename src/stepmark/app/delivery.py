@@ -4,34 +4,35 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepmark.core.errors import ConfigError, worst
+from stepmark.core.option_groups import Files, Output
 from stepmark.core.record import Failed, Measured
-from stepmark.core.units import parse_duration
 
 if TYPE_CHECKING:
     from stepmark.app.view import View
 
 Values = Mapping[str, Any]  # what the user asked for, by option name
 Rows = list[dict[str, Any]]
+Options = TypeVar("Options", bound=Files)
 
 
 def deliver(
     path: Path,
-    values: Values,
+    options: Options,
     code: int,
     *,
-    files: "Callable[[View, Values], None]",
-    show: "Callable[[View, Values], None]",
+    files: "Callable[[View, Options], None]",
+    show: "Callable[[View, Options], None]",
 ) -> int:
     """Write the files that were asked for, show the run; the exit code of it all."""
     from stepmark.app.view import view  # noqa: PLC0415
 
     run = view(path)
-    files(run, values)
-    if "-" not in (values.get("json"), values.get("csv")):
-        show(run, values)
+    files(run, options)
+    if not options.to_stdout:
+        show(run, options)
     return ended(run, path, code)
 
 
@@ -62,21 +63,17 @@ def resume_hint(path: Path) -> str:
     return f"finished cases are kept; go on with: stepmark resume {path}{where}"
 
 
-def check_outputs(values: Values) -> None:
+def check_outputs(options: Output) -> None:
     """Refuse outputs that cannot be written before an hour of measuring."""
-    if values.get("budget") is not None:
-        parse_duration(values["budget"], "budget")
-    if values.get("dry_run"):
+    if options.dry_run:
         return
-    if values.get("json") == values.get("csv") == "-":
-        raise ConfigError("csv", "-", "a path: stdout is already taken by --json")
-    for name in ("json", "csv"):
-        target = values.get(name)
+    options.check_stdout()
+    for name, target in (("json", options.json), ("csv", options.csv)):
         if not target or target == "-":
             continue
         make_folder(name, Path(target) if is_folder(target) else Path(target).parent)
-    if out := values.get("out"):
-        make_folder("out", Path(out))
+    if options.out:
+        make_folder("out", Path(options.out))
 
 
 def make_folder(name: str, folder: Path) -> None:
@@ -98,14 +95,18 @@ def is_folder(target: str) -> bool:
     return target.endswith("/") or Path(target).is_dir()
 
 
-def write_rows(rows: Rows, values: Values) -> None:
+def write_rows(rows: Rows, options: Files) -> None:
     """--json and --csv: all rows, or in a folder a file per model or family."""
     from stepmark.store.export import write_tables  # noqa: PLC0415
 
-    for kind in ("json", "csv"):
-        if target := values.get(kind):
-            tables = by_model(rows) if is_folder(target) else {"rows": rows}
-            write_tables(tables, target, kind)
+    if options.json:
+        write_tables(_as_tables(rows, options.json), options.json, "json")
+    if options.csv:
+        write_tables(_as_tables(rows, options.csv), options.csv, "csv")
+
+
+def _as_tables(rows: Rows, target: str) -> dict[str, Rows]:
+    return by_model(rows) if is_folder(target) else {"rows": rows}
 
 
 def by_model(rows: Rows) -> dict[str, Rows]:

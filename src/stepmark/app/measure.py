@@ -12,6 +12,8 @@ from typing import Any
 from stepmark.app.delivery import check_outputs
 from stepmark.app.machine import Machine, machine
 from stepmark.core.errors import ConfigError
+from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.options import build
 from stepmark.core.plan import Entry, Plan
 from stepmark.core.record import Failed, Measured
 from stepmark.launch import outer_launcher
@@ -66,25 +68,25 @@ def measure(
 
 
 def measure_or_list(
-    make_plan: Callable[[Callable[[], Machine]], Plan], values: Mapping[str, Any]
+    make_plan: Callable[[Callable[[], Machine]], Plan], options: MeasureOptions
 ) -> int:
     """Carry out a measuring verb: measure its plan, or with --dry-run print it.
 
     make_plan gets a function that finds the machine. Returns the exit code.
     """
-    device = values.get("device")
-    if values.get("dry_run"):
+    device = options.device
+    if options.dry_run:
         from stepmark.app import dry_run  # noqa: PLC0415
 
         plan = make_plan(lambda: machine(device, dry_run=True))
-        dry_run.show(plan, values.get("json"), values.get("csv"))
+        dry_run.show(plan, options.json, options.csv)
         return 0
     return measure(
         lambda: make_plan(lambda: machine(device)),
         lambda: machine(device).device,
-        values.get("out"),
-        resume=values.get("resume"),
-        force=bool(values.get("force")),
+        options.out,
+        resume=options.resume,
+        force=options.force,
     )
 
 
@@ -111,7 +113,7 @@ def resume(name: str, out: str | None = None, *, force: bool = False) -> int:
         if num_ranks != plan.world_size:
             allowed = f"resumed with {plan.world_size} ranks, as it began, not {num_ranks}"
             raise ConfigError("run", name, allowed)
-        check_outputs(plan.options)
+        check_outputs(build(MeasureOptions, plan.options))
         return plan, run
 
     if not outer_launcher.is_rank():

@@ -15,6 +15,8 @@ from stepmark.app.machine import Machine
 from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops.backends import MODULES, Capabilities
+from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.options import build
 from stepmark.core.plan import How, OpHow, Plan, entries
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample, summarize
@@ -62,7 +64,7 @@ def check(values: Values) -> None:
     """Refuse outputs that cannot be written before an hour of measuring."""
     from stepmark.report import styles  # noqa: PLC0415
 
-    delivery.check_outputs(values)
+    delivery.check_outputs(build(MeasureOptions, values))
     style = values.get("style")
     if style and not values.get("dry_run") and style not in styles.STYLES:
         raise ConfigError("style", style, f"one of {', '.join(styles.STYLES)}")
@@ -70,22 +72,23 @@ def check(values: Values) -> None:
 
 def show(path: Path, values: Values, code: int) -> int:
     """Show the run, write the files that were asked for; the exit code of it all."""
-    return delivery.deliver(path, values, code, files=_files, show=_show)
-
-
-def _files(run: "View", values: Values) -> None:
+    from stepmark.app.view import show_rows  # noqa: PLC0415
     from stepmark.report import styles  # noqa: PLC0415
 
-    if style := values.get("style"):
-        sys.stdout.write(styles.as_text(styles.STYLES[style](run.records, run.run)))
-    delivery.write_rows(run.rows, values)
+    style = values.get("style")
 
+    def files(run: "View", options: MeasureOptions) -> None:
+        if style:
+            sys.stdout.write(styles.as_text(styles.STYLES[style](run.records, run.run)))
+        delivery.write_rows(run.rows, options)
 
-def _show(run: "View", values: Values) -> None:
-    from stepmark.app.view import show_rows  # noqa: PLC0415
-
-    if not values.get("style"):
-        show_rows(run)
+    return delivery.deliver(
+        path,
+        build(MeasureOptions, values),
+        code,
+        files=files,
+        show=lambda run, _: None if style else show_rows(run),
+    )
 
 
 def fastest(run: Path) -> list[OpCase]:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from stepmark.app import delivery
 from stepmark.app.delivery import Values
+from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.options import build
 from stepmark.core.plan import TrainHow
 from stepmark.core.record import Failed, Measured, Record
 from stepmark.core.units import parse_duration
@@ -40,7 +42,7 @@ def show(path: Path, values: Values, code: int) -> int:
     # What was too large is how the search ended.
     code = delivery.deliver(
         path,
-        values,
+        build(MeasureOptions, values),
         0 if found and code == 3 else code,
         files=lambda run, given: delivery.write_rows(run.train_rows, given),
         show=lambda run, given: _show(run, path),

@@ -8,6 +8,8 @@ from stepmark.cli.options import BUDGET, DEVICE, OUTPUT, Flag, Values, as_comman
 from stepmark.core.collectives import FACTS, Api, Collective, placements
 from stepmark.core.dtypes import MESSAGE_DTYPES
 from stepmark.core.errors import ConfigError
+from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.options import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,7 +209,7 @@ def measure(values: dict[str, Any]) -> None:
         app.check(values)
         return plan(names, values, here())
 
-    raise typer.Exit(measure_or_list(planned, values))
+    raise typer.Exit(measure_or_list(planned, build(MeasureOptions, values)))
 
 
 def _check(names: list[str], values: Values) -> None:

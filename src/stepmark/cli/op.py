@@ -13,6 +13,8 @@ from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.dtypes import OPERATOR_DTYPES
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.ops import FAMILIES, Copy, Gemm
+from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.options import build
 
 if TYPE_CHECKING:
     from stepmark.app.machine import Machine
@@ -128,7 +130,7 @@ def execute(cases: "Callable[[Machine], list[OpCase]]", values: Values) -> None:
         machine = here()
         return app_op.plan(cases(machine), values, machine)
 
-    raise typer.Exit(measure_or_list(planned, values))
+    raise typer.Exit(measure_or_list(planned, build(MeasureOptions, values)))
 
 
 _MAX_SIDES = (4096, 8192, 12288, 16384)

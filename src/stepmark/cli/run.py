@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.options import build
 from stepmark.core.units import GIB, parse_duration
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ def run(
 
     def planned() -> "Plan":
         made = plan(values, machine(device, dry_run=dry_run))
-        delivery.check_outputs(values)
+        delivery.check_outputs(build(MeasureOptions, values))
         if not dry_run and outer_launcher.is_first():
             # In a process of its own: it imports torch, which takes seconds and memory.
             command = [sys.executable, "-m", "stepmark", "doctor"]

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from stepmark.cli import train_flags
 from stepmark.cli.options import Values, as_command
 from stepmark.core.errors import ConfigError
+from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.options import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +24,13 @@ def measure(values: dict[str, Any]) -> None:
     from stepmark.app.measure import measure_or_list  # noqa: PLC0415
 
     values = with_models(values)
+    options = build(MeasureOptions, values)
 
     def planned(here: "Callable[[], Machine]") -> "Plan":
-        check_outputs(values)
+        check_outputs(options)
         return plan(values, here())
 
-    raise typer.Exit(measure_or_list(planned, values))
+    raise typer.Exit(measure_or_list(planned, options))
 
 
 def plan(values: Values, machine: "Machine") -> "Plan":

@@ -235,6 +235,42 @@ def _size(num_bytes: int) -> str:
     return str(num_bytes)
 
 
+def comma_list(of: Reader, everything: tuple[Any, ...] = ()) -> Reader:
+    """A tuple of values with commas between them; `all` stands for everything."""
+
+    def read(text: str, field: str) -> tuple[Any, ...]:
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        if not words:
+            raise ConfigError(field, text, "at least one word")
+        if everything and words == ["all"]:
+            return everything
+        return tuple(of.read(word, field) for word in words)
+
+    def show(values: tuple[Any, ...]) -> str:
+        return "all" if values and values == everything else ",".join(map(of.show, values))
+
+    return Reader(read=read, show=show, metavar=f"{of.metavar},...")
+
+
+def _ranges(text: str, field: str) -> tuple[int, ...]:
+    """'1,2' or '1-8'."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        if not low.isdecimal() or (dash and not high.isdecimal()) or len(part) > 40:
+            raise ConfigError(field, text, "whole numbers such as 1, 1,2 or 1-8")
+        last = int(high) if dash else int(low)
+        if not 1 <= int(low) <= last <= 2**20 or last - int(low) > 4096:
+            raise ConfigError(field, text, "a rising range from 1")
+        numbers += range(int(low), last + 1)
+    return tuple(numbers)
+
+
+Words = Annotated[tuple[str, ...], comma_list(_READERS[str])]
+WholeNumbers = Annotated[
+    tuple[int, ...],
+    Reader(read=_ranges, show=lambda numbers: ",".join(map(str, numbers)), metavar="1,2|1-8"),
+]
 Size = Annotated[int, Reader(read=parse_bytes, show=_size, metavar="SIZE")]
 Share = Annotated[float, Reader(read=parse_share, show=exact, metavar="SHARE")]
 Duration = Annotated[float, Reader(read=parse_duration, show=_duration, metavar="DURATION")]
@@ -265,6 +301,18 @@ def _read(option: Option, value: object) -> object:
 
 def _field(option: Option) -> str:
     return option.name.rstrip("_").replace("_", "-")
+
+
+def plain(given: object) -> dict[str, Any]:
+    """What differs from the defaults, as plain data; `build` makes the same options of it."""
+    found: dict[str, Any] = {}
+    for option in options(type(given)):
+        value = getattr(given, option.name)
+        if value is None or value == option.default:
+            continue
+        show = (lambda one: one) if option.is_switch else option.reader.show
+        found[option.name] = [show(one) for one in value] if option.is_list else show(value)
+    return found
 
 
 def argv(given: object) -> list[str]:
