@@ -10,7 +10,7 @@ def test_torch_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(machine, "_ASK_TORCH", "import time; time.sleep(60)")
     monkeypatch.setattr(machine, "_TORCH_LIMIT_S", 0.2)
     with pytest.raises(
-        StepmarkError, match="did not list the devices .* --device cpu"
+        StepmarkError, match=r"did not list the devices .* --device cpu"
     ) as caught:
         machine._asked_of_torch()
     assert "\n" not in str(caught.value)
