@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from stepmark.app.memory import estimate
 from stepmark.core.case import Label, OpCase
 from stepmark.core.comm_case import CommCase
+from stepmark.core.commands import command_of
 from stepmark.core.errors import ConfigError
 from stepmark.core.flops import per_token
 from stepmark.core.plan import Plan
@@ -47,7 +48,7 @@ def _rows(case: AnyCase) -> list[Row]:
         rows = [_of_operator(case, label) for label in case.labels or (Label(),)]
     else:
         rows = [_of_collective(case) if isinstance(case, CommCase) else _of_step(case)]
-    identity = {"case_id": case.case_id, "command": case.command()}
+    identity = {"case_id": case.case_id, "command": command_of(case)}
     return [{"kind": case.kind, "family": case.family, **row, **identity} for row in rows]
 
 

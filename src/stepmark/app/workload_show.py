@@ -20,6 +20,7 @@ from stepmark.core.collectives import (
 )
 from stepmark.core.columns import Row
 from stepmark.core.comm_case import CommCase
+from stepmark.core.commands import command_of
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Attention, Bmm, Gemm, GroupedGemm, Op
@@ -234,7 +235,7 @@ def message_rows(workload: Workload, collectives: Iterable[str] = ()) -> list[Ro
             "groups": ", ".join(one.groups),
             "modules": ", ".join(one.modules),
             "trimmed": _is_trimmed(one.case),
-            "command": one.case.command(),
+            "command": command_of(one.case),
         }
         for one in messages(workload, collectives)
     ]
@@ -274,7 +275,7 @@ _BACKEND = {Gemm: "torch", Bmm: "torch", GroupedGemm: "torch", Attention: "torch
 
 def _plain(case: OpCase) -> str:
     """The command without backend, device and rate, which are the machine's matter."""
-    return case.command().partition(" --backend ")[0]
+    return command_of(case).partition(" --backend ")[0]
 
 
 def _communication(workload: Workload) -> Iterable[tuple[int, str, CommOp, int]]:

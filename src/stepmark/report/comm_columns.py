@@ -26,6 +26,7 @@ from stepmark.core.columns import (
 )
 from stepmark.core.columns import rows as rows_of
 from stepmark.core.comm_case import CommCase
+from stepmark.core.commands import command_of
 from stepmark.core.device import DeviceSpec
 from stepmark.core.record import Record, RunInfo
 from stepmark.core.stats import Summary, quantile, summarize
@@ -215,7 +216,7 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     Column("beside", lambda o: o.case.beside or None, views=SHOWN, leaves=1),
     Column("case_id", lambda o: o.case.case_id),
     Column("run_id", lambda o: o.run.run_id),
-    Column("command", lambda o: o.case.command()),
+    Column("command", lambda o: command_of(o.case)),
     Column("time_s", ran(lambda o: o.time_s), SECONDS, "time", SHOWN),
     Column("time_min_s", ran(lambda o: o.launches.time_min_s), SECONDS, "fastest rank", PAGE),
     Column("mean_s", ran(lambda o: o.times.mean), SECONDS),

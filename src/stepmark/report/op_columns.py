@@ -26,6 +26,7 @@ from stepmark.core.columns import (
     View,
 )
 from stepmark.core.columns import rows as rows_of
+from stepmark.core.commands import command_of
 from stepmark.core.device import DeviceSpec
 from stepmark.core.ops import EmbeddingBag, Phase
 from stepmark.core.record import Measured, Record, RunInfo, Telemetry
@@ -246,7 +247,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("arithmetic_intensity", lambda o: o.intensity, NUMBER, "FLOP/byte", PAGE),
     Column("case_id", lambda o: o.case.case_id),
     Column("run_id", lambda o: o.run.run_id),
-    Column("command", lambda o: o.case.command()),
+    Column("command", lambda o: command_of(o.case)),
     Column("backend_run", figure(lambda f: f.record.backend_run or None), TEXT, "ran as", PAGE),
     Column("rank", figure(lambda f: f.rank), COUNT, "", SHOWN),
     Column("time_s", figure(lambda f: f.times.median), SECONDS, "time", SHOWN),

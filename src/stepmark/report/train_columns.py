@@ -28,6 +28,7 @@ from stepmark.core.columns import (
     View,
 )
 from stepmark.core.columns import rows as rows_of
+from stepmark.core.commands import command_of
 from stepmark.core.device import DeviceSpec
 from stepmark.core.flops import TokenFlops, per_token
 from stepmark.core.record import Measured, Record, RunInfo, Telemetry
@@ -247,7 +248,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("launch", lambda o: o.record.launch, COUNT),
     Column("case_id", lambda o: o.record.case.case_id),
     Column("run_id", lambda o: o.run.run_id),
-    Column("command", lambda o: o.record.case.command()),
+    Column("command", lambda o: command_of(o.record.case)),
     Column("rank", figure(lambda f: f.rank), COUNT, "", _RANKS),
     Column("time_s", figure(lambda f: f.times.median), SECONDS, "sample", EVERYWHERE),
     Column("mean_s", figure(lambda f: f.times.mean), SECONDS),

@@ -17,6 +17,7 @@ import msgspec
 
 from stepmark.core.case import OpCase
 from stepmark.core.comm_case import CommCase
+from stepmark.core.commands import command_of
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import FAMILIES
 from stepmark.core.record import (
@@ -50,7 +51,7 @@ def encode(record: Record) -> bytes:
         "kind": record.kind,
         "run_id": record.run_id,
         "case_id": record.case.case_id,
-        "command": record.case.command(),
+        "command": command_of(record.case),
     }
     return msgspec.json.encode({**head, **beside, **plain}) + b"\n"
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stepmark.core.commands import command_of
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import Environment, Measured, Record, RunInfo
 from stepmark.store import codec, files
@@ -181,7 +182,7 @@ def _read_lines(path: Path) -> tuple[list[Record], list[bytes], list[str]]:
         try:
             record = codec.decode(line)
             if wrong := _impossible(path, record):
-                raise ConfigError("samples", record.case.command(), wrong)
+                raise ConfigError("samples", command_of(record.case), wrong)
         except ConfigError as error:
             damaged.append(f"{RECORDS}:{number}: {error}")
         else:
