@@ -187,9 +187,9 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
             text='    "scale": Scale,\n',
         ),
         Edit(file="bench/operators/scale.py", text=SCALE),
-        Edit(file="bench/operators/table.py", before="    optimizer,\n)", text="    scale,\n"),
+        Edit(file="bench/operators/__init__.py", before="matmul, recommender", text="scale, "),
         Edit(
-            file="bench/operators/table.py",
+            file="bench/operators/__init__.py",
             before='    "copy": elementwise',
             text='    "scale": {"torch": scale.TORCH},\n',
         ),

@@ -93,7 +93,7 @@ def test_a_new_room_needs_a_limit() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_in_every_table(family: str) -> None:
-    from stepmark.bench.operators.table import IMPLS
+    from stepmark.bench.operators import IMPLS
 
     assert IMPLS[family], family
     assert IMPLS.keys() == FAMILIES.keys()

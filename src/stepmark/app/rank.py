@@ -22,10 +22,9 @@ from stepmark.core.errors import StepmarkError
 from stepmark.core.plan import Entry, Plan
 from stepmark.core.record import Failed, RunInfo
 from stepmark.launch import outer_launcher, signals
-from stepmark.launch.failure_report import ranks_text
-from stepmark.launch.heartbeat import Heartbeat
-from stepmark.launch.local_peers import LocalPeers
-from stepmark.launch.watchdog import Watchdog
+from stepmark.launch.heartbeat import Heartbeat, Watchdog
+from stepmark.launch.processes import LocalPeers
+from stepmark.launch.supervise import ranks_text
 from stepmark.store import plans
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from stepmark.bench import amd
 from stepmark.bench.collectives.nccl import find_library
 from stepmark.bench.environment import capabilities, capture, compiler, local_device
 from stepmark.bench.nvidia import IDLE, Health, Links
+from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.call import Impl
-from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.telemetry import cpu_reading, open_gpu
 from stepmark.core.device import find_device
 from stepmark.core.dtypes import DType

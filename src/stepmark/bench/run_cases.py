@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from stepmark.bench.agree import CaseFailedError, agreed
 from stepmark.bench.context import MeasureContext, is_broken, quick_release, release
+from stepmark.bench.ranks import CaseFailedError, agreed
 from stepmark.core.plan import Entry, Plan
 from stepmark.core.record import Failed, Measured, Record, Skipped
 

@@ -6,8 +6,7 @@ import pytest
 from tests.bench.capture.example import Config, build
 from tests.bench.capture.user_code import Step
 
-from stepmark.bench.capture import run
-from stepmark.bench.capture.run import capture
+from stepmark.bench.capture import capture, run
 from stepmark.core.fold_items import fold
 from stepmark.core.ops import Optimizer
 from stepmark.core.workload import Block, ComputeOp, Operation, Workload

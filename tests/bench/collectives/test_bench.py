@@ -11,11 +11,11 @@ from tests.bench.collectives.cases import case_of
 from tests.bench.collectives.on_ranks import FEW
 from tests.ranks_pool import Pool
 
-from stepmark.bench.collectives import sampling, torch_calls
+from stepmark.bench.clock import Effort
+from stepmark.bench.collectives import bench, torch_calls
 from stepmark.bench.collectives.communicators import TorchCommunicator
 from stepmark.bench.collectives.timing import Batch
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.stopping import Effort
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.comm_case import CommCase
 from stepmark.core.plan import CommHow
@@ -59,7 +59,7 @@ class OneSecond:
 
 def test_the_delay_of_a_rank_is_counted_from_the_first_rank() -> None:
     ranks = cast("Ranks", LateRanks())
-    samples = sampling.collect(ranks, OneSecond(), None, 1.0, Effort(), wanted=2)
+    samples = bench.collect(ranks, OneSecond(), None, 1.0, Effort(), wanted=2)
     assert samples.late_s == [[0.0, 0.5]] * 2
     assert samples.seconds == [1.0, 1.0]
 

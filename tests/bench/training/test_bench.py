@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 from stepmark.bench import run_cases
 from stepmark.bench.context import MeasureContext
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.training import failure_broadcast, profiling, refusals, trainer
+from stepmark.bench.training import bench, failure_broadcast, profiling, trainer
 from stepmark.bench.training.bench import TrainingBench
 from stepmark.bench.training.failure_broadcast import FailureBroadcast, Problem
 from stepmark.core.model import find_model
@@ -90,7 +90,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
             return found
 
         monkeypatch.setattr(trainer, "make", make)
-        monkeypatch.setattr(refusals, "why_not", lambda of, _rig: reason(of))
+        monkeypatch.setattr(bench, "refusal", lambda of, _rig: reason(of))
         return made
 
     return put

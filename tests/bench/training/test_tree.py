@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepmark.bench.capture.run import capture
-from stepmark.bench.training import expert_parallel, experts, parallelize
+from stepmark.bench.capture import capture
+from stepmark.bench.training import experts, model_parallel, parallelize
 from stepmark.bench.training.mesh import Meshes
-from stepmark.bench.training.pipeline import stage_layers
+from stepmark.bench.training.trainer import stage_layers
 from stepmark.bench.training.transformer import Transformer
 from stepmark.core.dtypes import DType
 from stepmark.core.model import ModelConfig, load_models
@@ -171,7 +171,7 @@ def balanced(self: Any, rows: Tensor, ends: Tensor, compute: experts.Compute) ->
 
 def same(case: TrainCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "multiply", grouped)
-    monkeypatch.setattr(expert_parallel.AllToAll, "__call__", balanced)
+    monkeypatch.setattr(model_parallel.AllToAll, "__call__", balanced)
     monkeypatch.setattr(parallelize, "Transformer", on_cpu)
     monkeypatch.setattr(parallelize, "_materialize", lambda model, *_: model.tie())
     axes = case.parallel

@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepmark.bench.capture.compute import computed, tensors
-from stepmark.bench.capture.ddp import Buckets, Rebuilding, with_result
+from stepmark.bench.capture.fake import Buckets, Rebuilding, with_result
 from stepmark.bench.capture.messages import NAMESPACES, Groups, Pairs, communicated
 from stepmark.bench.capture.modules import OUTSIDE, ModulePosition, ModuleTracker, in_backward
 from stepmark.bench.capture.overlap import Overlap

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from stepmark.bench.agree import agreed
 from stepmark.bench.collectives import nccl
 from stepmark.bench.collectives.torch_calls import Endpoint, Issue, bind
-from stepmark.bench.ranks import Ranks
+from stepmark.bench.ranks import Ranks, agreed
 from stepmark.core.collectives import Api
 from stepmark.core.comm_case import CommCase
 

@@ -15,8 +15,8 @@ import torch
 
 from stepmark.bench.collectives import timing
 from stepmark.bench.context import MeasureContext
+from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.call import Call
-from stepmark.bench.operators.table import IMPLS
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import FAMILY_OF
 from stepmark.core.ops.shorthand import from_shorthand

@@ -11,12 +11,11 @@ from typing import cast
 import torch
 
 from stepmark.bench import clock as clocks
-from stepmark.bench.agree import agreed, measured_by
+from stepmark.bench.clock import BURST_IDLE_S, Effort, is_enough
 from stepmark.bench.context import MeasureContext, own_stream
+from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.call import Call, Impl
-from stepmark.bench.operators.table import IMPLS
-from stepmark.bench.ranks import Ranks
-from stepmark.bench.stopping import BURST_IDLE_S, Effort, is_enough
+from stepmark.bench.ranks import Ranks, agreed, measured_by
 from stepmark.bench.telemetry import Sampler
 from stepmark.core.case import ClockName, OpCase, Rate
 from stepmark.core.plan import Entry, OpHow

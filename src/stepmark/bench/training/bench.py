@@ -1,5 +1,6 @@
-"""Measure one training step: build, compile, sample, check_losses the losses."""
+"""Measure one training step: refuse, build, compile, sample, check the losses."""
 
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -7,11 +8,11 @@ from typing import Any, cast
 
 import torch
 
-from stepmark.bench.agree import CaseFailedError, agreed
 from stepmark.bench.context import MeasureContext, release
-from stepmark.bench.ranks import Ranks
+from stepmark.bench.environment import HAS_TRITON
+from stepmark.bench.ranks import CaseFailedError, Ranks, agreed
 from stepmark.bench.telemetry import Sampler
-from stepmark.bench.training import data, loop, profiling, refusals, trainer
+from stepmark.bench.training import data, loop, profiling, trainer
 from stepmark.bench.training.failure_broadcast import FailureBroadcast, Problem
 from stepmark.bench.training.mesh import RankCoordinates, SequenceShard, coordinates_of
 from stepmark.bench.training.results import Counter, check_losses, forget_counts, steady_results
@@ -19,7 +20,7 @@ from stepmark.core.message import MessageKind, Tally
 from stepmark.core.plan import Entry, TrainHow
 from stepmark.core.record import Failed, Measured
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import CompileScope, Schedule
+from stepmark.core.training import CompileScope, Fp8, Precision, Schedule
 
 _STEPS, _CYCLES = 30, 10
 # Of a device's memory: the rest is the context, NCCL's buffers and what lies between tensors.
@@ -52,7 +53,7 @@ class TrainingBench:
         started = self.context.ranks.num_ranks
         if case.num_ranks != started:
             return f"needs {case.num_ranks} ranks, {started} were started", None
-        reason = refusals.why_not(case, self.context)
+        reason = refusal(case, self.context)
         return None if reason is None else (reason, None)
 
     def measure(self, entry: Entry, share_s: float | None) -> Measured:
@@ -233,3 +234,68 @@ def _wanted(case: TrainCase, how: TrainHow) -> int:
     usual = _STEPS if case.schedule is Schedule.STEP else _CYCLES * case.cycle
     wanted = how.steps or usual
     return -(-wanted // case.cycle) * case.cycle
+
+
+_CPU_LACKS = {
+    "cudnn": "cuDNN attention needs a CUDA device",
+    "efficient": "the memory-efficient attention needs a CUDA device",
+}
+
+
+def refusal(case: TrainCase, context: MeasureContext) -> str | None:
+    """Return why this machine cannot run the case; None where it can be tried."""
+    refusals = (_format_refusal, _compiler_refusal, _device_refusal)
+    return next(filter(None, (refuse(case, context) for refuse in refusals)), None)
+
+
+def _format_refusal(case: TrainCase, context: MeasureContext) -> str | None:
+    if case.fp8 is Fp8.NONE:
+        return None
+    on_gpu = case.device == "cuda"
+    if case.fp8 is Fp8.TE:
+        return _te_refusal(case)
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed: pip install torchao (extra fp8)"
+    is_compiled = case.compile is not CompileScope.NONE
+    if on_gpu and case.fp8 is Fp8.ROWWISE and case.parallel.cp > 1 and is_compiled:
+        # torch 2.11 on H200, recipes/technique_table.py; why is not known, perhaps a race.
+        return (
+            "wrong gradients with cp, --fp8-recipe rowwise and --compile: without one of them"
+        )
+    if on_gpu and not context.capabilities.is_rocm and context.capabilities.capability < (8, 9):
+        capability = ".".join(map(str, context.capabilities.capability))
+        return f"FP8 products need compute capability 8.9, this device has {capability}"
+    return None
+
+
+def _te_refusal(case: TrainCase) -> str | None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "transformer_engine is not installed: --fp8-recipe tensorwise uses torchao"
+    if case.compile is not CompileScope.NONE:
+        return "TransformerEngine's FP8 layers do not compile: --fp8-recipe tensorwise"
+    return None if case.device == "cuda" else "TransformerEngine needs a CUDA device"
+
+
+def _compiler_refusal(case: TrainCase, context: MeasureContext) -> str | None:
+    if case.compile is CompileScope.NONE:
+        return None
+    if case.device == "cpu" and not context.capabilities.has_compiler:
+        return "torch.compile needs a C++ compiler: none of $CXX, c++, g++, clang++ is here"
+    if case.device == "cuda" and not HAS_TRITON:
+        return "torch.compile needs triton, which is not installed"
+    return None
+
+
+def _device_refusal(case: TrainCase, context: MeasureContext) -> str | None:
+    if case.device == "cpu":
+        if case.cuda_graph:
+            return "CUDA graphs need a CUDA device"
+        if case.async_tp:
+            return "asynchronous tensor parallelism needs CUDA devices (symmetric memory)"
+        return _CPU_LACKS.get(case.attention)
+    odd = case.model.d_qk % 8 or case.model.d_v % 8 or context.capabilities.is_rocm
+    if case.parallel.cp > 1 and case.attention == "flash" and odd:
+        return "flash attention takes no mask, which cp needs here: --attention auto"
+    if case.precision is not Precision.FP32 and not torch.cuda.is_bf16_supported():
+        return "this device has no bf16"
+    return None

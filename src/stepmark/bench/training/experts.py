@@ -13,8 +13,7 @@ from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from stepmark.bench.training.activation import activate
-from stepmark.bench.training.layers import FeedForward
+from stepmark.bench.training.layers import FeedForward, activate
 from stepmark.core.model import ModelConfig, MoeConfig
 
 # (rows_MC, ends_E) -> out_MC; rows of expert e lie from ends_E[e - 1] to ends_E[e].

@@ -10,8 +10,7 @@ from typing import Any, Self
 import msgspec
 import torch.distributed as dist
 
-from stepmark.bench.agree import cause_of
-from stepmark.bench.ranks import Ranks
+from stepmark.bench.ranks import Ranks, cause_of
 
 _POLL_S = 0.25
 # A rank that does not hang learns of the failure by itself within this: ranks meet in `agreed`.

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism through DTensor alone, on one data rank (torch 2.13.0).
 
 With data ranks beside it, it is the fsdp rule. The plan and its collectives are in
-units: bench/training/tensor_parallel.py, torch/distributed/tensor/parallel/style.py.
+units: bench/training/model_parallel.py, torch/distributed/tensor/parallel/style.py.
 """
 
 from dataclasses import dataclass

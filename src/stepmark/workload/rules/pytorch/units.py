@@ -1,6 +1,6 @@
 """The parts of a plain PyTorch decoder with the communication inside them: tp, cp and ep.
 
-As `stepmark train` spreads it: bench/training/tensor_parallel.py (DTensor's ColwiseParallel,
+As `stepmark train` spreads it: bench/training/model_parallel.py (DTensor's ColwiseParallel,
 RowwiseParallel and SequenceParallel, torch 2.13, torch/distributed/tensor/parallel/style.py;
 torchtitan's plan for Llama, in which the two differ at the ends: TpPlan),
 context_parallel.py (keys and values gathered, arXiv:2407.21783, section 3.3.2) and
