@@ -85,12 +85,9 @@ def make(op: Scale, device: torch.device) -> Call:
 TORCH = Impl(make=make)
 '''
 
-RING_BACK = """
-def _ring_back(end: Endpoint) -> Issue:
-    n, me = end.case.num_ranks, end.index
-    moves = [(dist.isend, end.send, (me - 1) % n), (dist.irecv, end.recv, (me + 1) % n)]
-    return _batch(end, moves)
-
+RING_BACK = """\
+        case Collective.RING_BACK:
+            return [to((index - 1) % n, c), of((index + 1) % n, c)]
 """
 
 RECEIVED = """\
@@ -211,14 +208,9 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
             text=RECEIVED,
         ),
         Edit(
-            file="bench/collectives/torch_calls.py",
-            before="\ndef _p2p(end",
+            file="bench/collectives/data.py",
+            before="        case Collective.P2P:\n            return [of(0, c)",
             text=RING_BACK,
-        ),
-        Edit(
-            file="bench/collectives/torch_calls.py",
-            before="    Collective.BARRIER: _barrier,",
-            text="    Collective.RING_BACK: _ring_back,\n",
         ),
     ),
     "a model": (Edit(file="data/models/toy.toml", text=TOY_MODEL),),

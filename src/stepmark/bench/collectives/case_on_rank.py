@@ -10,6 +10,7 @@ import torch
 from stepmark.bench.collectives import concurrent_compute, data, timing
 from stepmark.bench.collectives.communicators import Communicator
 from stepmark.bench.context import MeasureContext
+from stepmark.bench.verify import merge
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.comm_case import CommCase
 from stepmark.core.plan import CommHow
@@ -73,7 +74,11 @@ class CaseOnRank:
     """A rank's part in a case. Outside the communicator each step does nothing."""
 
     def __init__(
-        self, case: CommCase, context: MeasureContext, communicator: Communicator, how: CommHow
+        self,
+        case: CommCase,
+        context: MeasureContext,
+        communicator: Communicator | None,
+        how: CommHow,
     ) -> None:
         self._context, self._communicator, self._how = context, communicator, how
         self._world_case = case
@@ -112,8 +117,7 @@ class CaseOnRank:
         # Grouped calls on one set would reduce it several times.
         case, index = dataclasses.replace(self._local[0], calls_per_group=1), self._local[1]
         send, recv = self._sets[0]
-        call = self._communicator.bind(case, index, send, recv)
-        found = NOT_CHECKED
+        call, checks = self._bound(case, index, (send, recv)), list[Check]()
         if self._world_case.mode is Mode.GRAPH:
             call()  # makes connections, which a graph cannot hold
             self._wait()
@@ -123,15 +127,17 @@ class CaseOnRank:
             data.fill(case, index, send, turn)
             call()
             self._wait()
-            found = _merge(found, data.check(case, index, recv, turn))
-        return found
+            checks.append(data.check(case, index, recv, turn))
+        return merge(checks) if checks else NOT_CHECKED
 
     def bind(self) -> None:
         if self._local is not None:
             case, index = self._local
-            self._calls = [
-                self._communicator.bind(case, index, send, recv) for send, recv in self._sets
-            ]
+            self._calls = [self._bound(case, index, pair) for pair in self._sets]
+
+    def _bound(self, case: CommCase, index: int, pair: Pair) -> Callable[[], object]:
+        assert self._communicator is not None
+        return self._communicator.bind(case, index, *pair)
 
     def warm_up(self) -> None:
         for i in range(self._how.warmups if self._calls else 0):
@@ -216,19 +222,6 @@ class CaseOnRank:
     def _wait(self) -> None:
         if self._context.ranks.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-
-
-def _merge(one: Check, other: Check) -> Check:
-    """Both together; what was not checked says nothing."""
-    if one is NOT_CHECKED:
-        return other
-    return Check(
-        max_rel_err=max(one.max_rel_err, other.max_rel_err),
-        tolerance=max(one.tolerance, other.tolerance),
-        num_wrong=one.num_wrong + other.num_wrong,
-        num_compared=one.num_compared + other.num_compared,
-        reference=other.reference,
-    )
 
 
 def backend_run(case: CommCase) -> str:
