@@ -11,7 +11,7 @@ from tests.bench.training.models import batch, made
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepmark.bench.training.experts import (
+from stepmark.bench.training.layers import (
     Compute,
     Experts,
     HeldExperts,

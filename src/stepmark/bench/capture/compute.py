@@ -4,12 +4,13 @@ Matrix products, attention, norms and fused optimizers become operators; all oth
 with the bytes they must move. Views and allocations are no work.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from stepmark.bench.training.messages import tensors
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import (
@@ -232,12 +233,3 @@ def _num_bytes(tensor: Tensor) -> int:
     for size in sizes:
         total *= size
     return total if tensor.numel() else 0
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Those of an argument, which may be a list of lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)

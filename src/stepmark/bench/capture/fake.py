@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stepmark.bench.capture.compute import tensors
+from stepmark.bench.training.messages import tensors
 from stepmark.core.errors import ConfigError
 
 # Methods of DeviceMesh that calculate with ranks' numbers.

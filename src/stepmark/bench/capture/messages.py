@@ -2,8 +2,7 @@
 
 Source of the names of pipeline stages: torch 2.13, distributed/pipelining/stage.py (the
 operations that a stage issues, by micro-batch) and distributed_c10d.py (a batch of them is
-one group call on NCCL). Over 250 lines because a message, its group and its peers are found
-from the same arguments.
+one group call on NCCL).
 """
 
 import contextlib
@@ -19,16 +18,14 @@ from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from stepmark.bench.capture.modules import ModulePosition
-from stepmark.bench.training.messages import group_of, kinds
+from stepmark.bench.training.messages import BATCH_P2P, group_of, kinds
 from stepmark.core.collectives import FACTS, Collective, RedOp
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
 from stepmark.core.message import SEND
 from stepmark.core.ops import Phase
 from stepmark.core.workload import COMMUNICATIONS, CommOp, Group
 
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 _PAIRS = ("send", "recv_", "isend", "irecv")
-_BATCH = "batch_p2p_ops"
 _ROOTED = ("broadcast_", "reduce_", "gather_", "scatter_")
 _REDUCTIONS = {
     dist.ReduceOp.SUM: RedOp.SUM,
@@ -151,7 +148,7 @@ def communicated(
 
 
 def _peers(name: str, values: Sequence[Any], group: Any, count: int) -> Sequence[int | None]:
-    if name == _BATCH:
+    if name == BATCH_P2P:
         return [(int(rank) - group.rank()) % group.size() for rank in values[1]]
     if name in _PAIRS:
         return [(_numbers(values)[0] - group.rank()) % group.size()]

@@ -14,8 +14,8 @@ from stepmark.bench.ranks import CaseFailedError, Ranks, agreed
 from stepmark.bench.telemetry import Sampler
 from stepmark.bench.training import data, loop, profiling, trainer
 from stepmark.bench.training.failure_broadcast import FailureBroadcast, Problem
+from stepmark.bench.training.loop import Counter, check_losses, forget_counts, steady_results
 from stepmark.bench.training.mesh import RankCoordinates, SequenceShard, coordinates_of
-from stepmark.bench.training.results import Counter, check_losses, forget_counts, steady_results
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.plan import Entry, TrainHow
 from stepmark.core.record import Failed, Measured

@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from stepmark.bench.training.attention import Attention, LatentAttention, causal_attention
-from stepmark.bench.training.experts import Compute, Experts
+from stepmark.bench.training.layers import Compute, Experts
 from stepmark.bench.training.mesh import Meshes, SequenceShard
 from stepmark.bench.training.transformer import Embedding, Transformer
 from stepmark.core.model import ModelConfig

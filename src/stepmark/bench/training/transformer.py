@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
 from stepmark.bench.training.attention import KERNELS, Attention, LatentAttention, rope_tables
-from stepmark.bench.training.experts import Experts
-from stepmark.bench.training.layers import FeedForward, Norm
+from stepmark.bench.training.layers import Experts, FeedForward, Norm
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
 
