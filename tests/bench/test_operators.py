@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from stepmark.bench.operators import IMPLS, attention, elementwise, recommender
-from stepmark.bench.operators.call import TORCH_DTYPE, normal
+from stepmark.bench.operators.call import normal
+from stepmark.bench.verify import TORCH_DTYPE
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import (
     FAMILIES,

@@ -2,9 +2,6 @@
 
 Facts of named models lie in `data/models/*.toml`, one file each, with their source.
 `find_model` reads one of them; nothing is read on import.
-
-Over 250 lines because a count, the check that makes it valid and the scaling that keeps it
-valid belong to the same fields.
 """
 
 import re

@@ -42,7 +42,8 @@ def _hang_report(workers: Workers, overdue: list[int]) -> RankFailure:
     Takes up to 3 s, where ranks do not answer.
     """
     position = _position_of(workers)
-    limit_s = min(_limit_s(workers.beats[rank]) for rank in overdue)
+    beats = [workers.beats[rank] for rank in overdue]
+    limit_s = min((beat.deadline_s or beat.since_s) - beat.since_s for beat in beats)
     activity = {rank: _activity(workers, rank, position) for rank in range(workers.num_ranks)}
     words = _described(workers, activity)
     if suspects := _suspects(activity, position):
@@ -133,10 +134,6 @@ def _described(workers: Workers, activity: dict[int, str]) -> list[str]:
             f"{ranks_text(ranks)} {what}{form.format(max(times_s)) if times_s else ''}"
         )
     return words
-
-
-def _limit_s(beat: Beat) -> float:
-    return (beat.deadline_s or beat.since_s) - beat.since_s
 
 
 def _stacks(workers: Workers, activity: dict[int, str], answering: list[int]) -> str:

@@ -118,9 +118,9 @@ def _measure(
     each = [value / part.operations_per_call for value in samples.seconds]
     issue_s = summarize(samples.issue_s).median if samples.issue_s else 0.0
     beside = (alone_s, samples.together_s, compute.backend_run if compute else "")
-    everyone = ranks.gather(
-        (each, check, sampler.telemetry(), issue_s, beside, _peak_memory(context))
-    )
+    on_gpu = ranks.device.type == "cuda"
+    peak_bytes = torch.cuda.max_memory_allocated(ranks.device) if on_gpu else None
+    everyone = ranks.gather((each, check, sampler.telemetry(), issue_s, beside, peak_bytes))
     seconds, checks, telemetry, issues, besides, peaks = zip(
         *(everyone[rank] for rank in case.members), strict=True
     )
@@ -161,11 +161,6 @@ def _beside(of_ranks: Sequence[tuple[list[float], list[float], str]]) -> Beside 
         together_s=tuple(map(tuple, togethers)),
         backend_run=backends[0],
     )
-
-
-def _peak_memory(context: MeasureContext) -> int | None:
-    device = context.ranks.device
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 _BATCH_S = 0.1

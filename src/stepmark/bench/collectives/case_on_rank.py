@@ -10,7 +10,7 @@ import torch
 from stepmark.bench.collectives import concurrent_compute, data, timing
 from stepmark.bench.collectives.communicators import Communicator
 from stepmark.bench.context import MeasureContext
-from stepmark.bench.verify import merge
+from stepmark.bench.verify import TORCH_DTYPE, merge
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.comm_case import CommCase
 from stepmark.core.plan import CommHow
@@ -29,7 +29,7 @@ def needed_bytes(case: CommCase, index: int) -> int:
 def allocate_buffers(case: CommCase, index: int, device: torch.device) -> Pair:
     """send and recv, flat; in place they share storage as nccl-tests lays them out."""
     sent, received = case.send_count(index), case.recv_count(index)
-    dtype = data.TORCH_OF[case.dtype]
+    dtype = TORCH_DTYPE[case.dtype]
     if not case.in_place:
         return (
             torch.empty(sent, dtype=dtype, device=device),

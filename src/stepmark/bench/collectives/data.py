@@ -17,7 +17,6 @@ from stepmark.bench.collectives.values import (
     BITS_OF,
     PREMUL_FACTOR,
     ROWS,
-    TORCH_OF,
     Expected,
     expected,
     hash64,
@@ -30,7 +29,7 @@ from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import DType
 from stepmark.core.record import Check
 
-__all__ = ["PREMUL_FACTOR", "TORCH_OF", "check", "fill", "poison"]
+__all__ = ["PREMUL_FACTOR", "check", "fill", "poison"]
 
 _CHUNK = {"cpu": 2**18}  # elements at a time, for the cache
 _DEVICE_CHUNK = 2**22  # and 200 MiB of temporaries at most

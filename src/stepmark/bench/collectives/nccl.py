@@ -27,19 +27,15 @@ Share = Callable[[bytes | None], bytes]
 Call = Callable[[], int]
 
 _SONAMES = ("libnccl.so.2", "librccl.so.1")
+# Numbers of ncclDataType_t.
 _DTYPE = {
-    DType.INT8: 0,
-    DType.UINT8: 1,
-    DType.INT32: 2,
-    DType.UINT32: 3,
-    DType.INT64: 4,
-    DType.UINT64: 5,
-    DType.FP16: 6,
-    DType.FP32: 7,
-    DType.FP64: 8,
-    DType.BF16: 9,
-    DType.FP8_E4M3: 10,
-    DType.FP8_E5M2: 11,
+    dtype: number
+    for number, dtype in enumerate(
+        (
+            *(DType.INT8, DType.UINT8, DType.INT32, DType.UINT32, DType.INT64, DType.UINT64),
+            *(DType.FP16, DType.FP32, DType.FP64, DType.BF16, DType.FP8_E4M3, DType.FP8_E5M2),
+        )
+    )
 }
 _REDOP = {RedOp.SUM: 0, RedOp.PROD: 1, RedOp.MAX: 2, RedOp.MIN: 3, RedOp.AVG: 4}
 _WHOLE = {
@@ -128,14 +124,6 @@ def load(path: str) -> ctypes.CDLL:
     library.ncclCommDestroy.argtypes = [c_void_p]
     library.ncclCommAbort.argtypes = [c_void_p]
     return library
-
-
-def version(path: str | None = None) -> str:
-    """For example "2.28.9". Raises ConfigError without a library."""
-    code = _version_code(load(path or find_library()))
-    # Until 2.8 the code had one digit for the minor version.
-    major = 10_000 if code >= 10_000 else 1000
-    return f"{code // major}.{code % major // 100}.{code % 100}"
 
 
 def _version_code(library: ctypes.CDLL) -> int:

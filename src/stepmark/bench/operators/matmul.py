@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepmark.bench.operators.call import TORCH_DTYPE, Call, Impl, normal, set_matmul_precision
+from stepmark.bench.operators.call import Call, Impl, normal, set_matmul_precision
 from stepmark.bench.verify import (
+    TORCH_DTYPE,
     compare,
     finite,
     merge,

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepmark.bench.operators.call import (
-    TORCH_DTYPE,
     Call,
     Impl,
     generator,
@@ -26,6 +25,7 @@ from stepmark.bench.operators.call import (
     set_matmul_precision,
 )
 from stepmark.bench.verify import (
+    TORCH_DTYPE,
     compare,
     finite,
     merge,

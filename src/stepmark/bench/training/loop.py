@@ -340,7 +340,8 @@ def steady_results(
         found = tuple(tuple(getattr(rank, name)[start:end]) for rank in of_ranks)
         return found if any(any(values) for values in found) else ()
 
-    samples = Samples(seconds=steady("seconds"), method=f"{_clock(case)}/{VERSION}")
+    clock = f"train-{case.schedule}-{'events' if case.device == 'cuda' else 'host'}"
+    samples = Samples(seconds=steady("seconds"), method=f"{clock}/{VERSION}")
     return samples, Training(
         tokens_per_sample=case.tokens_per_step * case.micro_steps,
         cycle=case.cycle,
@@ -359,10 +360,6 @@ def steady_results(
         recompiles=max(rank.recompiles for rank in counts),
         graph_breaks=max(rank.graph_breaks for rank in counts),
     )
-
-
-def _clock(case: TrainCase) -> str:
-    return f"train-{case.schedule}-{'events' if case.device == 'cuda' else 'host'}"
 
 
 def check_losses(loss: Sequence[float], case: TrainCase) -> Check:
