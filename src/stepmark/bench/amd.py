@@ -67,17 +67,17 @@ class AmdGpu(Card):
     """One card behind an amdsmi handle."""
 
     def device_info(self, rank: int) -> DeviceInfo:
-        found, health = torch_device_info(self._index, rank), self.health()
+        info, health = torch_device_info(self._index, rank), self.health()
         asic = self._ask("amdsmi_get_gpu_asic_info") or {}
         clocks = self._library.AmdSmiClkType
         gfx = self._ask("amdsmi_get_clock_info", clocks.GFX)
         memory = self._ask("amdsmi_get_clock_info", clocks.MEM)
         name = str(asic.get("market_name", "N/A"))
         return replace(
-            found,
-            name=found.name if name == "N/A" else name,
-            uuid=self._ask("amdsmi_get_gpu_device_uuid") or found.uuid,
-            num_sms=number(asic, "num_compute_units") or found.num_sms,
+            info,
+            name=info.name if name == "N/A" else name,
+            uuid=self._ask("amdsmi_get_gpu_device_uuid") or info.uuid,
+            num_sms=number(asic, "num_compute_units") or info.num_sms,
             max_sm_clock_hz=scaled(number(gfx, "max_clk"), MHZ),
             max_memory_clock_hz=scaled(number(memory, "max_clk"), MHZ),
             power_limit_w=health.power_limit_w,
@@ -94,12 +94,12 @@ class AmdGpu(Card):
             for key in ("socket_power", "current_socket_power", "average_socket_power")
         ]
         # Which field holds the figure depends on card and release; the others are 0 or N/A.
-        told = [value for value in watts if value]
+        known = [value for value in watts if value]
         clock = self._ask("amdsmi_get_clock_info", smi.AmdSmiClkType.GFX)
         status = self._ask("amdsmi_get_violation_status") or {}
         return Telemetry(
             sm_clock_hz=scaled(number(clock, "clk"), MHZ),
-            power_w=float(told[0]) if told else None,
+            power_w=float(known[0]) if known else None,
             temperature_c=scaled(
                 self._ask(
                     "amdsmi_get_temp_metric",

@@ -152,13 +152,13 @@ class NvidiaGpu(Card):
     """One card behind an NVML handle."""
 
     def device_info(self, rank: int) -> DeviceInfo:
-        nvml, health, found = self._library, self.health(), torch_device_info(self._index, rank)
+        nvml, health, info = self._library, self.health(), torch_device_info(self._index, rank)
         sm = self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)
         memory = self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM)
         return replace(
-            found,
-            name=self._ask("nvmlDeviceGetName") or found.name,
-            uuid=self._ask("nvmlDeviceGetUUID") or found.uuid,
+            info,
+            name=self._ask("nvmlDeviceGetName") or info.name,
+            uuid=self._ask("nvmlDeviceGetUUID") or info.uuid,
             max_sm_clock_hz=scaled(sm, MHZ),
             max_memory_clock_hz=scaled(memory, MHZ),
             power_limit_w=health.power_limit_w,
@@ -186,14 +186,14 @@ class NvidiaGpu(Card):
             self._ask("nvmlDeviceGetNvLinkState", link)
             for link in range(self._library.NVML_NVLINK_MAX_LINKS)
         ]
-        told = [state for state in states if state is not None]
+        known = [state for state in states if state is not None]
         return Links(
             pcie_generation=self._ask("nvmlDeviceGetCurrPcieLinkGeneration"),
             pcie_max_generation=self._ask("nvmlDeviceGetMaxPcieLinkGeneration"),
             pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth"),
             pcie_max_width=self._ask("nvmlDeviceGetMaxPcieLinkWidth"),
             fabric="NVLink",
-            num_fabric_links=sum(map(bool, told)) if told else None,
+            num_fabric_links=sum(map(bool, known)) if known else None,
         )
 
     def health(self) -> Health:

@@ -163,15 +163,15 @@ def clock_offset(
     """
     hosts: list[Any] = [None] * num_ranks
     _reach(lambda: dist.all_gather_object(hosts, host))
-    found: dict[str, tuple[float, float]] = {hosts[0]: (0.0, 0.0)}
+    offsets: dict[str, tuple[float, float]] = {hosts[0]: (0.0, 0.0)}
     for name in dict.fromkeys(hosts):
-        if name in found:
+        if name in offsets:
             continue
         speaker = hosts.index(name)
         box = [_exchange(rank, speaker, rounds) if rank in (0, speaker) else (0.0, 0.0)]
         _reach(lambda: dist.broadcast_object_list(box, src=speaker))  # noqa: B023
-        found[name] = box[0]
-    return found[host]
+        offsets[name] = box[0]
+    return offsets[host]
 
 
 def _exchange(rank: int, speaker: int, rounds: int) -> tuple[float, float]:

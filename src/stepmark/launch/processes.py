@@ -14,12 +14,12 @@ import psutil
 
 def marked(name: str, value: str) -> list[psutil.Process]:
     """Return all living processes that have NAME=value in their environment."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(name) == value and is_alive(process):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -125,12 +125,12 @@ class LocalPeers:
     @property
     def stopped(self) -> list[int]:
         """Ranks that SIGSTOP or a debugger holds now."""
-        found = []
+        ranks = []
         for rank, process in self._processes.items():
             with contextlib.suppress(psutil.Error):
                 if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                    found.append(rank)
-        return found
+                    ranks.append(rank)
+        return ranks
 
     def wait_for_end(self, limit_s: float) -> tuple[int, ...]:
         """The first that are seen to have ended; none within limit_s."""

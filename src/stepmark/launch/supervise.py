@@ -78,8 +78,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
         else:
             spans.append([rank])
     texts = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
-    one = len(spans) == 1 and len(spans[0]) == 1
-    return f"rank{'' if one else 's'} {', '.join(texts)}"
+    is_single = len(spans) == 1 and len(spans[0]) == 1
+    return f"rank{'' if is_single else 's'} {', '.join(texts)}"
 
 
 _HERE, _AHEAD, _ENDED, _NOT_UP = "in this case", "ahead of this case", "ended", "not up"

@@ -58,10 +58,12 @@ def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
     """
     if dist.is_initialized():
         raise ConfigError("capture", "a process group", "a process that has none yet")
-    seen = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    told = mock.patch.dict(os.environ, {name: str(value) for name, value in seen.items()})
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    environment = mock.patch.dict(
+        os.environ, {name: str(value) for name, value in variables.items()}
+    )
     mesh_sizes: list[int] = []
-    with told, contextlib.ExitStack() as stack:
+    with environment, contextlib.ExitStack() as stack:
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         # DTensor keeps layouts with their meshes, which equal those of another rank.
         stack.callback(_clear_sharding_prop_cache)
@@ -171,18 +173,18 @@ def _chunked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _flagged(original: Callable[..., None]) -> Callable[..., None]:
     """Of an operator of n tensors this is called n times, and looks at all n each time."""
-    asked: list[Any] = [None, None]  # the operator's schema, and what of it can matter
+    newest: list[Any] = [None, None]  # the operator's schema, and what of it can matter
 
     def call(op_strategy: Any, op_schema: Any) -> None:
-        if asked[0] is not op_schema:
+        if newest[0] is not op_schema:
             strided = [
                 spec
                 for spec in op_schema.args_spec
                 if any(isinstance(placement, _StridedShard) for placement in spec.placements)
             ]
             flags = {spec.use_strided_shard_as_shard_order: spec for spec in strided}
-            asked[:] = [op_schema, SimpleNamespace(args_spec=tuple(flags.values()))]
-        original(op_strategy, asked[1])
+            newest[:] = [op_schema, SimpleNamespace(args_spec=tuple(flags.values()))]
+        original(op_strategy, newest[1])
 
     return call
 

@@ -144,10 +144,10 @@ class Overlap:
             replicates = op.collective == Collective.ALL_REDUCE
             kind = FSDP_REDUCE if self._apart else FSDP
             self._stream = FSDP_REPLICATE if replicates else self._stream_of(op, kind)
-            made = self._reduction(op, before, self._stream)
+            reduction = self._reduction(op, before, self._stream)
             if not replicates:
                 self._scattered = self._issued[REDUCED]
-            return made
+            return reduction
         if self._within == "reduce":  # the sum over replicas of what was scattered
             self._stream = FSDP_REPLICATE
             self._count(REDUCED)

@@ -208,15 +208,19 @@ def collect(
         count = most if wanted is None else min(most, wanted - sum(map(len, batches)))
         cover_s = stretch * count * sample_s + _START_S
         batch, together = agreed(ranks, lambda: _batch(timer, compute, count, cover_s))  # noqa: B023
-        found = ranks.gather((batch.seconds, batch.began_s, together is not None))
-        if not all(one[2] for one in found):
+        everyone = ranks.gather((batch.seconds, batch.began_s, together is not None))
+        if not all(is_covered for _, _, is_covered in everyone):
             # Somewhere the compute ended first, so this batch does not count.
             tries += 1
             agreed(ranks, lambda: _give_up_after(tries))  # noqa: B023  called at once
             stretch, most = _longer(stretch, count, longest_s / sample_s)
             continue
-        _keep(samples, batch, together or [], [one[1] for one in found if one[0]], found)
-        batches.append(slowest_per_sample([one[0] for one in found if one[0]]))
+        first_s = min(began_s for seconds, began_s, _ in everyone if seconds)
+        samples.seconds += batch.seconds
+        samples.issue_s.append(batch.issue_s)
+        samples.together_s += together or []
+        samples.late_s.append([max(0.0, began_s - first_s) for _, began_s, _ in everyone])
+        batches.append(slowest_per_sample([seconds for seconds, _, _ in everyone if seconds]))
         if ranks.decide(enough):
             return samples
 
@@ -234,19 +238,6 @@ def _batch(
         compute.stop(None)
         raise
     return batch, compute.stop(batch.span)
-
-
-def _keep(
-    samples: CallSamples,
-    batch: Batch,
-    together: list[float],
-    starts: list[float],
-    found: list[tuple[list[float], float, bool]],
-) -> None:
-    samples.seconds += batch.seconds
-    samples.issue_s.append(batch.issue_s)
-    samples.together_s += together
-    samples.late_s.append([max(0.0, began_s - min(starts)) for _, began_s, _ in found])
 
 
 def _longer(stretch: float, count: int, most: float) -> tuple[float, int]:

@@ -201,23 +201,23 @@ class CaseOnRank:
         case = self._world_case
         if case.mode is Mode.BLOCKING or (case.skew_s and case.mode is not Mode.GRAPH):
             return 1
-        asked = self._how.iterations
+        iterations = self._how.iterations
         if case.mode is Mode.GRAPH:
             # As nccl-tests: -n calls are captured, and the graph is launched several times.
             fitting = math.ceil(_GRAPH_SAMPLE_S / max(estimate_s, 1e-9))
-            return min(_MOST_CAPTURED, asked or max(1, fitting))
+            return min(_MOST_CAPTURED, iterations or max(1, fitting))
         k = max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
         # Few calls still give samples enough to show how they spread.
-        return k if asked is None else min(k, max(1, asked // 5))
+        return k if iterations is None else min(k, max(1, iterations // 5))
 
     def samples(self, calls_per_sample: int) -> int | None:
-        """How many are asked for; None: until it is enough."""
-        asked = self._how.iterations
-        if asked is None:
+        """Return the number of samples that -n asks for; None: until it is enough."""
+        iterations = self._how.iterations
+        if iterations is None:
             return None
         if self._world_case.mode is Mode.GRAPH:
             return max(_FEWEST_GRAPHS, self._how.graphs)
-        return math.ceil(asked / calls_per_sample)
+        return math.ceil(iterations / calls_per_sample)
 
     def _wait(self) -> None:
         if self._context.ranks.device.type == "cuda":

@@ -304,8 +304,8 @@ class _Calls:
         case, facts = self._case, FACTS[self._case.collective]
         if self.token is not None:
             self._send = self._recv = self.token.data_ptr()
-            one = (c_size_t(1), c_int(_DTYPE[DType.FP32]), c_int(_REDOP[RedOp.SUM]))
-            return [self._whole("ncclAllReduce", *one)]
+            token = (c_size_t(1), c_int(_DTYPE[DType.FP32]), c_int(_REDOP[RedOp.SUM]))
+            return [self._whole("ncclAllReduce", *token)]
         name = _WHOLE.get(case.collective, "")
         newer = _WHOLE_SINCE_2_28.get(case.collective, "")
         if name or (newer and hasattr(self._library, newer)):

@@ -124,7 +124,7 @@ class Loop:
     def run(self, wanted: int, end_s: float | None) -> None:
         """Until `wanted` samples are steady on every rank, or time is up. Call `first` before.
 
-        end_s: on time.monotonic. Ctrl-C ends it on all ranks, with taken.interrupted set.
+        end_s: on time.monotonic. Ctrl-C ends it on all ranks, with samples.interrupted set.
         """
         most = _PATIENCE * wanted + _MORE_CYCLES * self._case.cycle
         with _deferred_interrupt() as interrupts, _no_collection():
@@ -337,8 +337,8 @@ def steady_results(
     end = start + count
 
     def steady(name: str) -> tuple[tuple[float, ...], ...]:
-        found = tuple(tuple(getattr(rank, name)[start:end]) for rank in of_ranks)
-        return found if any(any(values) for values in found) else ()
+        seconds = tuple(tuple(getattr(rank, name)[start:end]) for rank in of_ranks)
+        return seconds if any(any(values) for values in seconds) else ()
 
     clock = f"train-{case.schedule}-{'events' if case.device == 'cuda' else 'host'}"
     samples = Samples(seconds=steady("seconds"), method=f"{clock}/{VERSION}")

@@ -103,14 +103,14 @@ def _apply_te(model: nn.Module, case: TrainCase) -> None:
             continue
         assert isinstance(module, nn.Linear)
         parent = model.get_submodule(name.rpartition(".")[0])
-        made = te.Linear(
+        replacement = te.Linear(
             module.in_features,
             module.out_features,
             bias=module.bias is not None,
             params_dtype=module.weight.dtype,
             device=module.weight.device.type,
         )
-        setattr(parent, name.rpartition(".")[2], made)
+        setattr(parent, name.rpartition(".")[2], replacement)
 
 
 def fp8_region(case: TrainCase) -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -131,8 +131,10 @@ def after_optimizer(case: TrainCase) -> Callable[[nn.Module], None] | None:
     """FP8 all-gather takes the scales of all weights at once, in one all-reduce."""
     if not case.fp8_all_gather:
         return None
-    made: Callable[[nn.Module], None] = _torchao().precompute_float8_dynamic_scale_for_fsdp
-    return made
+    precompute: Callable[[nn.Module], None] = (
+        _torchao().precompute_float8_dynamic_scale_for_fsdp
+    )
+    return precompute
 
 
 @torch.library.custom_op("stepmark::transposed", mutates_args=())

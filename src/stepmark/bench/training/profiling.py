@@ -222,7 +222,7 @@ def attention_kernel(case: TrainCase, device: torch.device) -> str:
         mask = torch.empty(shape_of_mask, dtype=torch.bool, device=device) if cp > 1 else None
     except torch.OutOfMemoryError:
         return ""
-    found = torch._fused_sdp_choice(
+    choice = torch._fused_sdp_choice(
         query, key, value, mask, is_causal=cp == 1, enable_gqa=heads != kv_heads
     )
-    return _KERNELS.get(int(found), str(found))
+    return _KERNELS.get(int(choice), str(choice))

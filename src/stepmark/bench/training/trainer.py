@@ -165,13 +165,13 @@ class Pipelined:
         self._case, self._group = case, group
         self._is_first = rank == 0
         self._is_last = rank == num_ranks - 1
-        mine = range(rank, num_stages, num_ranks)
-        built = [parallelize(case, meshes, device, layers[stage]) for stage in mine]
+        own_stages = range(rank, num_stages, num_ranks)
+        built = [parallelize(case, meshes, device, layers[stage]) for stage in own_stages]
         self.models: list[nn.Module] = [stage.model for stage in built]
         self._autocast = precision.autocast(case)
         stages: list[Any] = [
             PipelineStage(stage.call, index, num_stages, device, group=group)
-            for index, stage in zip(mine, built, strict=True)
+            for index, stage in zip(own_stages, built, strict=True)
         ]
         count = case.pp_microbatches or num_stages
         if case.mbs % count:
