@@ -7,7 +7,7 @@ A question that driver, card or virtual machine does not answer is None.
 import importlib
 import os
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -64,16 +64,6 @@ class Health:
     power_throttled_s: float | None = None  # since the driver was loaded
     thermal_throttled_s: float | None = None
     memory_used_bytes: int | None = None  # by everyone
-
-
-class Gpu(Protocol):
-    """One card, of either vendor."""
-
-    def device_info(self, rank: int) -> DeviceInfo: ...
-    def reading(self) -> Telemetry: ...
-    def links(self) -> Links: ...
-    def health(self) -> Health: ...
-    def driver(self) -> str: ...
 
 
 def throttle_words(reasons: int | None) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ Matrix products, attention, norms and fused optimizers become operators; all oth
 with the bytes they must move. Views and allocations are no work.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -165,9 +166,7 @@ def _attention(given: Arguments, *, backward: bool) -> Attention:
 
 
 def _norm(x: Tensor, num_dims: int, kind: str, phase: Phase) -> Norm:
-    hidden = 1
-    for size in x.shape[x.dim() - num_dims :]:
-        hidden *= size
+    hidden = math.prod(x.shape[x.dim() - num_dims :])
     return Norm(
         tokens=x.numel() // hidden, hidden=hidden, kind=kind, dtype=_dtype(x), phase=phase
     )
@@ -229,7 +228,4 @@ def _bytes_moved(
 def _num_bytes(tensor: Tensor) -> int:
     """An expanded tensor is no larger than what it expands."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    total: int = tensor.element_size()
-    for size in sizes:
-        total *= size
-    return total if tensor.numel() else 0
+    return tensor.element_size() * math.prod(sizes) if tensor.numel() else 0

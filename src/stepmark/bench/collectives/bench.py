@@ -20,6 +20,7 @@ from stepmark.bench.collectives.concurrent_compute import ConcurrentCompute
 from stepmark.bench.collectives.timing import Batch, Timer
 from stepmark.bench.context import MeasureContext, own_stream
 from stepmark.bench.ranks import Ranks, agreed
+from stepmark.bench.run_cases import Bench
 from stepmark.bench.telemetry import Sampler
 from stepmark.core.comm_case import CommCase, unsupported
 from stepmark.core.plan import CommHow, Entry
@@ -34,7 +35,7 @@ _CHECK_BYTES = 2**29
 
 
 @dataclass(slots=True)
-class CollectiveBench:
+class CollectiveBench(Bench):
     """Collectives. Ranks outside a case's communicator take every step with nothing to do."""
 
     context: MeasureContext
@@ -74,9 +75,6 @@ class CollectiveBench:
         if record.cause != "oom":
             self._communicators.forget(cast("CommCase", entry.case))
         return record
-
-    def restarts(self, entry: Entry) -> bool:
-        return False
 
     def limit_s(self, share_s: float | None) -> float:
         return self.how.timeout_s + self._effort(share_s).sample_s

@@ -93,53 +93,43 @@ def rows_call(
 
     def verify() -> Check:
         results = poisoned_result(run)
-        reference = _Reference(function, rows, shared, constants, grads)
         allowed = tolerance(op.dtype, length=rows[0].shape[0], roundings=roundings)
-        return reference.check(results, allowed)
+        return _check_rows(function, (rows, shared, constants), grads, results, allowed)
 
     name = "torch.compile" if is_compiled else "torch eager"
     return Call(run=run, verify=verify, backend_run=name)
 
 
-class _Reference:
-    """The function in fp64, with its gradients where `grads` are given."""
-
-    def __init__(
-        self,
-        function: Function,
-        rows: tuple[Tensor, ...],
-        shared: tuple[Tensor, ...],
-        constants: tuple[Tensor, ...],
-        grads: tuple[Tensor, ...],
-    ) -> None:
-        self.function, self.rows, self.grads = function, rows, grads
-        self.shared = [t.detach().double().requires_grad_(t.requires_grad) for t in shared]
-        self.constants = [tensor.double() for tensor in constants]
-
-    def check(self, results: tuple[Tensor, ...], allowed: float) -> Check:
-        count = len(self.rows) if self.grads else len(results)
-        sums = [torch.zeros_like(tensor) for tensor in self.shared]
-        checks = []
-        step = max(1, _CHUNK // self.rows[0][0].numel())
-        for start in range(0, self.rows[0].shape[0], step):
-            part = slice(start, start + step)
-            refs = self._part(part)
-            for out, ref in zip(results[:count], refs, strict=False):
-                checks.append(compare(out[part], ref, allowed, "fp64, all elements"))
-            for total, ref in zip(sums, refs[count:], strict=False):
-                total.add_(ref)
-        for out, total in zip(results[count:], sums, strict=False):
-            checks.append(compare(out, total, allowed, "fp64, all elements"))
-        return merge(checks)
-
-    def _part(self, part: slice) -> tuple[Tensor, ...]:
-        rows = [t[part].detach().double().requires_grad_(t.requires_grad) for t in self.rows]
-        result = self.function(*rows, *self.shared, *self.constants)
-        outputs = (result,) if isinstance(result, Tensor) else result
-        if not self.grads:
-            return outputs
-        grads = tuple(grad[part].double() for grad in self.grads)
-        return torch.autograd.grad(outputs, [*rows, *self.shared], grads)
+def _check_rows(
+    function: Function,
+    inputs: tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]],
+    grads: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
+    allowed: float,
+) -> Check:
+    """Compare with the function in fp64, or with its gradients where `grads` are given."""
+    rows, shared, constants = inputs
+    shared = tuple(t.detach().double().requires_grad_(t.requires_grad) for t in shared)
+    wide_constants = [tensor.double() for tensor in constants]
+    count = len(rows) if grads else len(results)
+    sums = [torch.zeros_like(tensor) for tensor in shared]
+    checks = []
+    step = max(1, _CHUNK // rows[0][0].numel())
+    for start in range(0, rows[0].shape[0], step):
+        part = slice(start, start + step)
+        parts = [t[part].detach().double().requires_grad_(t.requires_grad) for t in rows]
+        refs = function(*parts, *shared, *wide_constants)
+        refs = (refs,) if isinstance(refs, Tensor) else refs
+        if grads:
+            wide_grads = tuple(grad[part].double() for grad in grads)
+            refs = torch.autograd.grad(refs, [*parts, *shared], wide_grads)
+        for out, ref in zip(results[:count], refs, strict=False):
+            checks.append(compare(out[part], ref, allowed, "fp64, all elements"))
+        for total, ref in zip(sums, refs[count:], strict=False):
+            total.add_(ref)
+    for out, total in zip(results[count:], sums, strict=False):
+        checks.append(compare(out, total, allowed, "fp64, all elements"))
+    return merge(checks)
 
 
 def swiglu(x_T2W: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from stepmark.bench.context import MeasureContext, release
 from stepmark.bench.environment import HAS_TRITON
 from stepmark.bench.ranks import CaseFailedError, Ranks, agreed
+from stepmark.bench.run_cases import Bench
 from stepmark.bench.telemetry import Sampler
 from stepmark.bench.training import data, loop, profiling, trainer
 from stepmark.bench.training.failure_broadcast import FailureBroadcast, Problem
@@ -28,11 +29,12 @@ _USABLE = 0.93
 
 
 @dataclass(slots=True)
-class TrainingBench:
+class TrainingBench(Bench):
     """Training steps, on all ranks.
 
     After a failure devices and communicators are in no known state, so new processes go on;
     but a search for the largest micro-batch ends with the first that runs out of memory.
+    Process groups of a mesh cannot be aborted from outside: the parent kills hanging ranks.
     """
 
     context: MeasureContext
@@ -90,12 +92,6 @@ class TrainingBench:
 
     def limit_s(self, share_s: float | None) -> float:
         return self.how.timeout_s + (share_s or 0.0)
-
-    def abort(self) -> None:
-        """Process groups of a mesh cannot be aborted from outside: the parent kills them."""
-
-    def close(self) -> None:
-        """Training keeps nothing between cases."""
 
     def _with_broadcast(self, case: TrainCase, entry: Entry, end_s: float | None) -> Measured:
         broadcast = FailureBroadcast(

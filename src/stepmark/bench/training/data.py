@@ -40,13 +40,9 @@ class Sequences(IterableDataset[Batch]):
     def __init__(
         self, case: TrainCase, data_rank: int, num_data_ranks: int, share: SequenceShard
     ) -> None:
-        self._vocab_size = case.model.vocab_size
-        self._length = case.model.seq_len + 1
-        self._mbs = case.mbs
-        self._seed = case.seed
-        self._data_rank = data_rank
-        self._num_data_ranks = num_data_ranks
-        self._share = share
+        self._case, self._share = case, share
+        self._vocab_size, self._length = case.model.vocab_size, case.model.seq_len + 1
+        self._data_rank, self._num_data_ranks = data_rank, num_data_ranks
         self._text: torch.Tensor | None = None
         if case.data == RANDOM:
             return
@@ -68,10 +64,10 @@ class Sequences(IterableDataset[Batch]):
 
     def batch(self, micro_step: int, generator: torch.Generator) -> Batch:
         """This data rank's part of a micro-step."""
-        number = (micro_step * self._num_data_ranks + self._data_rank) * self._mbs
-        drawn_BT = torch.empty((self._mbs, self._length), dtype=torch.int64)
+        number = (micro_step * self._num_data_ranks + self._data_rank) * self._case.mbs
+        drawn_BT = torch.empty((self._case.mbs, self._length), dtype=torch.int64)
         for row, drawn_T in enumerate(drawn_BT):
-            generator.manual_seed(_seed_of(self._seed, number + row))
+            generator.manual_seed(_seed_of(self._case.seed, number + row))
             self._draw(drawn_T, generator)
         tokens_BT, labels_BT = drawn_BT[:, :-1], drawn_BT[:, 1:]
         return (

@@ -4,7 +4,6 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -56,12 +55,7 @@ class FailureBroadcast:
                 self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._left.set()
         if self._thread is not None:
             self._thread.join(_GRACE_S)

@@ -6,7 +6,7 @@ A pipeline goes through torch.distributed.pipelining: 1F1B, or interleaved.
 import contextlib
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,36 +29,12 @@ from stepmark.core.training import GradSync
 Mark = Callable[[str], None]
 
 
-class Trainer(Protocol):
-    """What the loop calls. Nothing in it waits for the device."""
-
-    models: list[nn.Module]
-
-    def micro_step(
-        self, tokens: Tensor, labels: Tensor, *, is_last: bool, mark: Mark
-    ) -> Tensor | None:
-        """Forward and backward; marks "fwd" and "bwd" where these can be told apart.
-
-        is_last: the optimizer follows. Returns the loss (detached); None on ranks without it.
-        """
-
-    def optimizer_step(self) -> None:
-        """Clip, update, and forget the gradients."""
-
-
-def make(case: TrainCase, device: torch.device) -> Trainer:
-    """The trainer of this rank. Every rank calls it."""
-    torch.set_float32_matmul_precision("highest")  # fp32 is not TF32
-    meshes = Meshes(case)
-    if case.parallel.pp > 1:
-        return Pipelined(case, meshes, device)
-    built = parallelize(case, meshes, device)
-    plain = Plain(case, built)
-    return Graphed(plain, case, device) if case.cuda_graph else plain
-
-
 class Plain:
-    """Forward and backward on every rank."""
+    """Forward and backward on every rank. As in every trainer nothing waits for the device.
+
+    micro_step marks "fwd" and "bwd" where these can be told apart; after the last one the
+    optimizer follows. It returns the loss (detached); None on ranks without it.
+    """
 
     def __init__(self, case: TrainCase, built: Parallelized) -> None:
         self.models: list[nn.Module] = [built.model]
@@ -209,3 +185,17 @@ class Pipelined:
     def _sum_over_stages(self, square: Tensor) -> Tensor:
         dist.all_reduce(square, group=self._group)
         return square
+
+
+Trainer = Plain | Graphed | Pipelined
+
+
+def make(case: TrainCase, device: torch.device) -> Trainer:
+    """The trainer of this rank. Every rank calls it."""
+    torch.set_float32_matmul_precision("highest")  # fp32 is not TF32
+    meshes = Meshes(case)
+    if case.parallel.pp > 1:
+        return Pipelined(case, meshes, device)
+    built = parallelize(case, meshes, device)
+    plain = Plain(case, built)
+    return Graphed(plain, case, device) if case.cuda_graph else plain
