@@ -29,7 +29,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from stepmark.bench.context import MeasureContext, make_context, release
 from stepmark.bench.training import trainer
 from stepmark.bench.training.bench import refusal
-from stepmark.bench.training.mesh import SequenceShard, coordinates_of
+from stepmark.bench.training.model_parallel import SequenceShard, coordinates_of
 from stepmark.bench.training.transformer import canonical_name
 from stepmark.cli.train_plan import cases
 from stepmark.core.errors import ConfigError

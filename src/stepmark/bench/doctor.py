@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from stepmark.bench import amd
 from stepmark.bench.collectives.nccl import find_library
-from stepmark.bench.environment import capabilities, capture, compiler, local_device
+from stepmark.bench.environment import capabilities, capture, compiler, local_device, read_fact
 from stepmark.bench.nvidia import IDLE, Health, Links
 from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.call import Impl
@@ -197,22 +197,17 @@ def nics(root: Path) -> tuple[Nic, ...]:
     ports = []
     for path in sorted((root / "net").glob("*")):
         if path.name != "lo" and path.is_dir():
-            speed = _fact(path / "speed")  # Mb/s; -1 or unreadable where there is no link
+            speed = read_fact(path / "speed")  # Mb/s; -1 or unreadable where there is no link
             rate = f"{int(speed) / 1000:g} Gb/s" if speed.isdigit() and int(speed) else ""
-            state = _fact(path / "operstate")
+            state = read_fact(path / "operstate")
             ports.append(Nic(name=path.name, kind="net", state=state, rate=rate))
     for port in sorted((root / "infiniband").glob("*/ports/*")):
         name = f"{port.parent.parent.name}:{port.name}"
-        state = _fact(port / "state").partition(": ")[2].lower()
-        ports.append(Nic(name=name, kind="infiniband", state=state, rate=_fact(port / "rate")))
+        state = read_fact(port / "state").partition(": ")[2].lower()
+        ports.append(
+            Nic(name=name, kind="infiniband", state=state, rate=read_fact(port / "rate"))
+        )
     return tuple(ports)
-
-
-def _fact(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # the kernel answers EINVAL for the speed of an interface that is down
-        return ""
 
 
 def shared_memory(path: Path) -> int | None:

@@ -175,27 +175,31 @@ def memory_bytes() -> int:
 
 def cgroup_limit(membership: Path, mount: Path) -> int | None:
     """The smallest memory.max from our cgroup (v2) up to the root; None where unlimited."""
-    lines = _text(membership).splitlines()
+    lines = read_fact(membership).splitlines()
     path = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
     groups = [mount / path, *(mount / path).parents]
-    texts = [_text(group / "memory.max").strip() for group in groups if group != mount.parent]
+    texts = [read_fact(group / "memory.max") for group in groups if group != mount.parent]
     limits = [int(text) for text in texts if text.isdigit()]
     return min(limits, default=None)
 
 
 def cpu_name(cpuinfo: Path) -> str:
-    match = re.search(r"^model name\s*:\s*(.+)$", _text(cpuinfo), re.MULTILINE)
+    match = re.search(r"^model name\s*:\s*(.+)$", read_fact(cpuinfo), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def os_name(release: Path) -> str:
-    match = re.search(r'^PRETTY_NAME="?([^"\n]+)', _text(release), re.MULTILINE)
+    match = re.search(r'^PRETTY_NAME="?([^"\n]+)', read_fact(release), re.MULTILINE)
     return match[1] if match else platform.system()
 
 
-def _text(path: Path) -> str:
+def read_fact(path: Path) -> str:
+    """Return the stripped text; "" where there is none.
+
+    The kernel answers EINVAL for the speed of an interface that is down.
+    """
     try:
-        return path.read_text()
+        return path.read_text().strip()
     except OSError:
         return ""
 

@@ -16,8 +16,7 @@ from torch.nn import functional
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import data, model_parallel
 from stepmark.bench.training.attention import _of_prefix, causal_attention, prefix_kernel
-from stepmark.bench.training.mesh import SequenceShard
-from stepmark.bench.training.model_parallel import Gathered
+from stepmark.bench.training.model_parallel import Gathered, SequenceShard
 
 from .context_on_ranks import CASES, ROUNDED, learned_and_sent
 from .curves import LLAMA, alone, case, first_norm, losses

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stepmark.bench.capture import capture
 from stepmark.bench.training import layers, model_parallel, parallelize
-from stepmark.bench.training.mesh import Meshes
+from stepmark.bench.training.model_parallel import Meshes
 from stepmark.bench.training.trainer import stage_layers
 from stepmark.bench.training.transformer import Transformer
 from stepmark.core.dtypes import DType

@@ -30,8 +30,8 @@ from torch.distributed.tensor.parallel import (
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import model_parallel, parallelize, trainer
 from stepmark.bench.training.layers import Experts
-from stepmark.bench.training.mesh import Meshes, coordinates_of
 from stepmark.bench.training.messages import BATCH_P2P, MessageRecorder, group_of, kinds
+from stepmark.bench.training.model_parallel import Meshes, coordinates_of
 from stepmark.bench.training.optimizer import Update
 from stepmark.bench.training.transformer import Transformer
 from stepmark.core.message import MessageKind

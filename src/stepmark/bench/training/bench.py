@@ -1,22 +1,29 @@
 """Measure one training step: refuse, build, compile, sample, check the losses."""
 
 import importlib.util
+import itertools
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
+import msgspec
 import torch
+import torch.distributed as dist
 
 from stepmark.bench.context import MeasureContext, release
 from stepmark.bench.environment import HAS_TRITON
-from stepmark.bench.ranks import CaseFailedError, Ranks, agreed
+from stepmark.bench.ranks import CaseFailedError, Ranks, agreed, cause_of
 from stepmark.bench.run_cases import Bench
 from stepmark.bench.telemetry import Sampler
 from stepmark.bench.training import data, loop, profiling, trainer
-from stepmark.bench.training.failure_broadcast import FailureBroadcast, Problem
 from stepmark.bench.training.loop import Counter, check_losses, forget_counts, steady_results
-from stepmark.bench.training.mesh import RankCoordinates, SequenceShard, coordinates_of
+from stepmark.bench.training.model_parallel import (
+    RankCoordinates,
+    SequenceShard,
+    coordinates_of,
+)
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.plan import Entry, TrainHow
 from stepmark.core.record import Failed, Measured
@@ -26,6 +33,86 @@ from stepmark.core.training import CompileScope, Fp8, Precision, Schedule
 _STEPS, _CYCLES = 30, 10
 # Of a device's memory: the rest is the context, NCCL's buffers and what lies between tensors.
 _USABLE = 0.93
+
+
+_POLL_S = 0.25
+# A rank that does not hang learns of the failure by itself within this: ranks meet in `agreed`.
+_GRACE_S = 3.0
+# Numbered identically on every rank, so a stale failure cannot trigger a later one.
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """The failure of the first rank that failed."""
+
+    rank: int
+    position: int
+    cause: str  # as Failed has it
+    message: str
+    trace: str
+
+
+class FailureBroadcast:
+    """Ends the wait of all ranks when one fails inside `with broadcast:`.
+
+    on_blocked runs in a thread of rank 0, some seconds after another rank announced a failure,
+    if this rank has not left the block by then.
+    """
+
+    def __init__(
+        self, ranks: Ranks, position: int, on_blocked: Callable[[Problem], None]
+    ) -> None:
+        self._ranks, self._position, self._on_blocked = ranks, position, on_blocked
+        self._left = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._store: Any = None
+        self._key = f"stepmark/failure/{next(_numbers)}"
+
+    def __enter__(self) -> Self:
+        if self._ranks.num_ranks > 1:
+            self._store = dist.distributed_c10d._get_default_store()
+            if self._ranks.rank == 0:
+                self._thread = threading.Thread(
+                    target=self._watch, name="failures", daemon=True
+                )
+                self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._left.set()
+        if self._thread is not None:
+            self._thread.join(_GRACE_S)
+
+    def announced(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap the step so that its failure is announced before this rank waits for others."""
+
+        def watched() -> Any:
+            try:
+                return step()
+            except Exception as error:
+                if self._store is not None:
+                    cause, message, trace = cause_of(error)
+                    problem = Problem(
+                        rank=self._ranks.rank,
+                        position=self._position,
+                        cause=cause,
+                        message=message,
+                        trace=trace,
+                    )
+                    self._store.set(self._key, msgspec.json.encode(problem))
+                raise
+
+        return watched
+
+    def _watch(self) -> None:
+        while not self._left.wait(_POLL_S):
+            if not self._store.check([self._key]):
+                continue
+            if self._left.wait(_GRACE_S):
+                return
+            self._on_blocked(msgspec.json.decode(self._store.get(self._key), type=Problem))
+            return
 
 
 @dataclass(slots=True)

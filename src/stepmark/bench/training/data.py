@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from stepmark.bench.training.mesh import SequenceShard
+from stepmark.bench.training.model_parallel import SequenceShard
 from stepmark.core.errors import ConfigError
 from stepmark.core.train_case import TrainCase
 

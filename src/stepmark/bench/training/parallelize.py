@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from stepmark.bench.training import model_parallel, precision
-from stepmark.bench.training.mesh import Meshes
+from stepmark.bench.training.model_parallel import Meshes
 from stepmark.bench.training.transformer import Transformer, init_weights, tie
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, DataParallel, Precision, Recompute

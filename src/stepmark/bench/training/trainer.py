@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 from torch.nn import functional
 
 from stepmark.bench.training import precision
-from stepmark.bench.training.mesh import Meshes
+from stepmark.bench.training.model_parallel import Meshes
 from stepmark.bench.training.optimizer import Update
 from stepmark.bench.training.parallelize import Parallelized, parallelize
 from stepmark.core.errors import ConfigError

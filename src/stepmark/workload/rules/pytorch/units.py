@@ -40,7 +40,7 @@ class TpPlan(StrEnum):
 
 
 def groups_of(job: AnyJob) -> dict[str, Group]:
-    """By axis, as bench/training/mesh.py divides the ranks."""
+    """By axis, as bench/training/model_parallel.py divides the ranks."""
     axes = job.parallel
     shards = axes.dp_shard * axes.cp
     if axes.ep > 1 and shards % axes.ep:
