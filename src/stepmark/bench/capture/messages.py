@@ -27,21 +27,16 @@ from stepmark.core.workload import COMMUNICATIONS, CommOp, Group
 
 _PAIRS = ("send", "recv_", "isend", "irecv")
 _ROOTED = ("broadcast_", "reduce_", "gather_", "scatter_")
-_REDUCTIONS = {
-    dist.ReduceOp.SUM: RedOp.SUM,
-    dist.ReduceOp.AVG: RedOp.AVG,
-    dist.ReduceOp.PRODUCT: RedOp.PROD,
-    dist.ReduceOp.MIN: RedOp.MIN,
-    dist.ReduceOp.MAX: RedOp.MAX,
-    dist.ReduceOp.PREMUL_SUM: RedOp.MULSUM,
-}
-_BY_NUMBER = {int(reduction.value): redop for reduction, redop in _REDUCTIONS.items()}
-_BY_WORD = {
+_REDOPS = {  # by the lower-case name in torch.distributed.ReduceOp
     "sum": RedOp.SUM,
     "avg": RedOp.AVG,
     "product": RedOp.PROD,
     "min": RedOp.MIN,
     "max": RedOp.MAX,
+    "premul_sum": RedOp.MULSUM,
+}
+_BY_NUMBER = {
+    int(getattr(dist.ReduceOp, word.upper()).value): redop for word, redop in _REDOPS.items()
 }
 
 
@@ -165,8 +160,8 @@ def _redop(collective: str, values: Sequence[Any]) -> RedOp:
     for value in values:
         if isinstance(value, torch.ScriptObject) and "ReduceOp" in str(value._type()):
             return _BY_NUMBER.get(int(value.op()), RedOp.SUM)  # type: ignore[attr-defined]
-        if isinstance(value, str) and value in _BY_WORD:
-            return _BY_WORD[value]
+        if isinstance(value, str) and value in _REDOPS:
+            return _REDOPS[value]
     return RedOp.SUM
 
 
