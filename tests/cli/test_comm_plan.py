@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from stepmark.app import dry_run
-from stepmark.cli import comm, comm_plan
-from stepmark.cli.comm_values import collective_name
+from stepmark.app import comm_plan, dry_run
 from stepmark.cli.main import status
 from stepmark.core.collectives import Api, Collective, Mode, RedOp
 from stepmark.core.comm_case import CommCase
+from stepmark.core.comm_options import CommOptions, collective_name
+from stepmark.core.commands import command_of
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
+from stepmark.core.options import argv, build, plain
 
 KIB = 2**10
 
@@ -27,7 +28,9 @@ def cases(names: str, n: int = 2, device: str = "cpu", **values: Any) -> list[Co
 
 def planned(names: str, n: int = 2, device: str = "cpu", **values: Any) -> comm_plan.Plan:
     asked: Mapping[str, Any] = {"begin": "1K", "end": "1K"} | values
-    return comm_plan.plan(names.split(), asked, device, n)
+    options = build(CommOptions, {"names": names.split(), **asked})
+    assert build(CommOptions, plain(options)) == options, "a plan keeps what was asked for"
+    return comm_plan.plan(options, device, n)
 
 
 def refused(names: str, n: int = 2, device: str = "cpu", **values: Any) -> ConfigError:
@@ -73,7 +76,7 @@ def test_order_is_ranks_collective_type_reduction_size_placement_company() -> No
         dtype="half,fp32",
         end="2K",
         factor=2.0,
-        beside="gemm:8",
+        overlap_with="gemm:8",
     )
     keys = [(c.num_ranks, c.collective, c.dtype, c.count, c.in_place, c.beside) for c in found]
     assert len(set(keys)) == len(keys) == 2 * 2 * 2 * 2 * 3
@@ -176,7 +179,7 @@ def test_latencies_of_a_matrix_of_pairs_come_from_graphs_where_there_are_any() -
 
 
 def test_spread_and_matrix_file(tmp_path: Path) -> None:
-    (even,) = cases("all_to_all_v", spread="0")
+    (even,) = cases("all_to_all_v", imbalance="0")
     assert even.counts == ((128, 128), (128, 128))
     file = tmp_path / "matrix"
     file.write_text("0 40 7\n16 0 7\n7 7 7\n")
@@ -194,15 +197,17 @@ def test_modes() -> None:
 
 def test_every_case_prints_the_command_that_plans_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, but for the case without company that compute beside is compared with."""
-    found = cases("all_gather p2p broadcast", n=4, dtype="bf16", skew="50us", blocking=1)
+    found = cases(
+        "all_gather p2p broadcast", n=4, dtype="bf16", arrival_skew="50us", blocking=1
+    )
     found += cases("all_reduce", n=4, group_split="mod 2", redop="max", ranks=None)
-    found += cases("all_to_all_v", n=4, spread="0.5", beside="gemm:8")
+    found += cases("all_to_all_v", n=4, imbalance="0.5", overlap_with="gemm:8")
     planned_again: list[CommCase] = []
     monkeypatch.setattr(
         dry_run, "show_cases", lambda planned, *_: planned_again.extend(planned)
     )
     for case in found:
-        assert status([*shlex.split(case.command())[1:], "--dry-run"]) == 0
+        assert status([*shlex.split(command_of(case))[1:], "--dry-run"]) == 0
         without = [dataclasses.replace(case, beside="")] if case.beside else []
         assert planned_again == [*without, case]
         planned_again.clear()
@@ -211,6 +216,6 @@ def test_every_case_prints_the_command_that_plans_it(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("factor", [2.0, 1.5, 1.0000001234567])
 def test_the_tuner_measures_the_factor_as_it_was_given(factor: float) -> None:
     """Its probe runs this command line: a rounded factor would give other sizes."""
-    words = comm.as_arguments(["all_reduce"], {"factor": factor, "out": "runs.0"})
+    words = argv(CommOptions(names=("all_reduce",), factor=factor, out="runs.0"))
     assert float(words[words.index("-f") + 1]) == factor
     assert words[words.index("--out") + 1] == "runs.0"

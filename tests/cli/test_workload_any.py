@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import HealthCheck, assume, given, settings
 
 from stepmark.app import workload_show
-from stepmark.cli.comm_workload import commands
+from stepmark.app.comm_workload import commands
 from stepmark.core.message import RECV
 from stepmark.core.workload import CommOp, Workload
 from stepmark.report import workload_tables as tables

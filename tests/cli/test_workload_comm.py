@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.cli.comm_workload import command
+from stepmark.app.comm_workload import command
 from stepmark.core.collectives import Collective
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import DType
@@ -137,14 +137,14 @@ def test_cases_on_the_ranks_there_are(run: Program) -> None:
     assert done.code == 0, done.err
     lines = done.text.splitlines()
     assert f"{len(lines)} cases; none was run" in done.err
-    assert any("comm all_gather --dtype bf16 -b 8192 " in line for line in lines)
-    assert any("comm p2p --dtype bf16 -b 4096 " in line for line in lines)
+    assert any("comm all_gather -b 8K -e 8K --dtype bf16 " in line for line in lines)
+    assert any("comm p2p -b 4K -e 4K --dtype bf16 " in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("--from-workload w.json --print nccl", "nccl-tests or rccl-tests"),
+        ("--from-workload w.json --print nccl", "one of nccl-tests, rccl-tests"),
         ("--from-workload w.json -b 8 --print nccl-tests", "-b"),
         ("--from-workload w.json --model llama-3.1-8b --print nccl-tests", "model"),
         ("--from-workload w.json -d bf16 --print nccl-tests", "-d"),

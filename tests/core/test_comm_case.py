@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.cli import comm as comm_command
-from stepmark.cli import comm_plan
+from stepmark.app import comm_plan
+from stepmark.cli.flags import parse
 from stepmark.core.case import Label
 from stepmark.core.collectives import FACTS, Api, Collective, Mode, RedOp, busbw_factor
 from stepmark.core.comm_case import CommCase
+from stepmark.core.comm_options import CommOptions
+from stepmark.core.commands import command_of
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 
@@ -95,28 +96,11 @@ def test_every_field_but_labels_and_a_files_name_is_identity() -> None:
 # The command
 
 
-FLAGS = [flag for group in (comm_command.NAMES, *comm_command.ALL) for flag in group]
-
-
-def values_of(command: str) -> dict[str, Any]:
-    """The flags as typer reads them; nothing is run."""
-    program, verb, *words = shlex.split(command)
-    assert (program, verb) == ("stepmark", "comm")
-    found: dict[str, Any] = {}
-
-    def keep(values: dict[str, Any]) -> None:
-        found.update(values)
-
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(comm_command.as_command(keep, "comm", FLAGS))  # type: ignore[arg-type]
-    app(words, standalone_mode=False)
-    return found
-
-
 def planned(case: CommCase) -> list[CommCase]:
-    values = values_of(case.command())
-    names, nproc = values.pop("names"), int(values["nproc"])
-    return comm_plan.plan(names, values, values["device"], nproc).cases
+    program, verb, *words = shlex.split(command_of(case))
+    assert (program, verb) == ("stepmark", "comm")
+    options = parse(CommOptions, words)
+    return comm_plan.plan(options, str(options.device), int(options.nproc or 0)).cases
 
 
 @pytest.mark.parametrize("name", SAMPLES)

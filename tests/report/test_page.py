@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from plotly.offline import get_plotlyjs
 
+from stepmark.core.commands import command_of
 from stepmark.report.op_columns import rows
 from stepmark.report.page import html
 from stepmark.report.summary import summary_lines
@@ -42,7 +43,7 @@ def test_script_tags_balance(page: str) -> None:
 
 def test_every_row_names_its_command_and_every_gap_its_reason(page: str) -> None:
     for record in full_run():
-        assert record.case.command() in page.replace("&#x27;", "'")
+        assert command_of(record.case) in page.replace("&#x27;", "'")
     assert "transformer-engine is not installed" in page
     assert "oom: tried 128 GiB" in page
     assert "power limit below default" in page

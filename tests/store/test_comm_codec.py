@@ -12,6 +12,7 @@ from tests.store.test_query import sql
 from tests.store.test_runs import INFO
 
 from stepmark.core.comm_case import CommCase
+from stepmark.core.commands import command_of
 from stepmark.core.record import (
     SCHEMA,
     Arrivals,
@@ -113,7 +114,7 @@ def test_a_line_stands_alone() -> None:
     plain = json.loads(codec.encode(ALL[0]))
     assert plain["schema"] == SCHEMA
     assert plain["case_id"] == PLAIN.case_id
-    assert plain["command"] == PLAIN.command()
+    assert plain["command"] == command_of(PLAIN)
     assert plain["case"]["collective"] == "all_reduce"
 
 

@@ -1,81 +1,119 @@
 """stepmark comm: measure a plan of collectives; show nccl-tests' table, wide columns, files."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepmark.app import delivery
-from stepmark.app.delivery import Rows, Values
+from stepmark.app import comm_plan, delivery
+from stepmark.app.machine import Machine
+from stepmark.app.measure import measure_or_list
+from stepmark.core.collectives import FACTS, Api, Collective, placements
+from stepmark.core.comm_options import CommOptions
 from stepmark.core.errors import ConfigError
-from stepmark.core.option_groups import MeasureOptions
-from stepmark.core.options import build
-from stepmark.core.plan import CommHow
-from stepmark.core.record import Record, RunInfo
-from stepmark.core.units import parse_bytes, parse_duration
+from stepmark.core.options import build, load, plain
+from stepmark.core.plan import CommHow, How, Plan, entries
 
 if TYPE_CHECKING:
     from stepmark.app.view import View
 
 _DEFAULT_STEP = (4, True)
+_STYLES = {"param": "stepmark.report.param_comms:param_comms"}
 
 
-def how(values: Values) -> CommHow:
+def run(options: CommOptions) -> int:
+    """Plan, then measure on ranks of this host, or as one rank of an outer launcher."""
+    if options.list_all:
+        sys.stdout.write(table())
+        return 0
+    if not options.names and not options.from_workload:
+        raise ConfigError("collective", "missing", "a name; `stepmark comm --list` shows them")
+    if options.print_as:
+        load("stepmark.app.comm_workload:print_commands")(options)
+        return 0
+
+    def planned(here: Callable[[], Machine]) -> Plan:
+        _check_outputs(options)
+        return plan(options, here())
+
+    return measure_or_list(planned, options)
+
+
+def plan(options: CommOptions, machine: Machine) -> Plan:
+    """The plan of these options. Raises ConfigError."""
+    device = machine.device
+    world_size = machine.num_ranks(options.nproc, "all" if device == "cuda" else "2")
+    of_workload = "stepmark.app.comm_workload:plan"
+    make_cases = load(of_workload) if options.from_workload else comm_plan.plan
+    found = make_cases(options, device, world_size)
+    return Plan(
+        command="comm",
+        argv=tuple(sys.argv[1:]),
+        options=plain(options),
+        device=device,
+        world_size=world_size,
+        how=How(comm=_how(options)),
+        entries=entries(found.cases, options.launches),
+        notes=tuple(found.notes),
+    )
+
+
+def _how(options: CommOptions) -> CommHow:
     """-n, -w, -c, --timeout and --budget."""
     given: dict[str, Any] = {
-        "iterations": values.get("iters"),
-        "graphs": values.get("cudagraph"),
-        "warmups": values.get("warmup_iters"),
-        "checks": values.get("check"),
-        "timeout_s": _seconds(values, "timeout"),
-        "budget_s": _seconds(values, "budget"),
+        "iterations": options.iters,
+        "graphs": options.cudagraph,
+        "warmups": options.warmup_iters,
+        "checks": options.check,
+        "timeout_s": options.timeout,
+        "budget_s": options.budget,
     }
     return CommHow(**{name: value for name, value in given.items() if value is not None})
 
 
-def _seconds(values: Values, name: str) -> float | None:
-    return parse_duration(values[name], name) if values.get(name) else None
+def table() -> str:
+    """`comm --list`: every collective and what it can do."""
+    lines = [f"{'name':<15}{'busbw/algbw':<13}{'size counts':<16}{'torch':<14}nccl"]
+    for one in Collective:
+        facts = FACTS[one]
+        forms = {
+            api: "/".join("in" if inside else "out" for inside in placements(one, api))
+            for api in Api
+        }
+        lines.append(
+            f"{one:<15}{facts.busbw:<13}{facts.parts:<16}"
+            f"{forms[Api.TORCH]:<14}{forms[Api.NCCL]}"
+        )
+    lines.append("p2p-matrix     every ordered pair: bandwidth and latency, one pair at a time")
+    lines.append("out, in: of place. Reductions: sum, prod, min, max, avg, mulsum.")
+    return "\n".join(lines) + "\n"
 
 
-def check(values: Values) -> None:
+def _check_outputs(options: CommOptions) -> None:
     """Refuse outputs that cannot be written before an hour of measuring."""
-    delivery.check_outputs(build(MeasureOptions, values))
-    style = values.get("style")
-    if style and style not in _styles():
-        raise ConfigError("style", style, f"one of {', '.join(_styles())}")
-    if target := values.get("output_file"):
+    delivery.check_outputs(options)
+    if target := options.output_file:
         if Path(target).suffix != ".json":
             raise ConfigError("-J", target, "a name that ends in .json")
-        if not values.get("dry_run"):
+        if not options.dry_run:
             delivery.make_folder("-J", Path(target).parent)
 
 
-def _styles() -> dict[str, Callable[[Iterable[Record], RunInfo], dict[str, str]]]:
-    from stepmark.report.param_comms import param_comms  # noqa: PLC0415
-
-    return {"param": param_comms}
-
-
-def show(path: Path, values: Values, code: int) -> int:
+def show(path: Path, given: Mapping[str, object], code: int) -> int:
     """Show the run, write the files that were asked for; the exit code of it all."""
-    return delivery.deliver(
-        path,
-        build(MeasureOptions, values),
-        code,
-        files=lambda run, _: _files(run, values),
-        show=lambda run, _: _show(run, values),
-    )
+    return delivery.deliver(path, build(CommOptions, given), code, files=_files, show=_show)
 
 
-def _show(run: "View", values: Values) -> None:
+def _show(run: "View", options: CommOptions) -> None:
     from stepmark.app.view import show_rows  # noqa: PLC0415
     from stepmark.report import nccl_tests, p2p_matrix  # noqa: PLC0415
 
-    if style := values.get("style"):
-        sys.stdout.write("\n".join(_styles()[style](run.records, run.run).values()))
+    if options.style:
+        texts: dict[str, str] = load(_STYLES[options.style])(run.records, run.run)
+        sys.stdout.write("\n".join(texts.values()))
         return
-    if values.get("wide"):
+    if options.wide:
         show_rows(run)
         return
     matrices = [m for m in p2p_matrix.matrices(run.comm_rows) if len(m.known) > 1]
@@ -84,39 +122,31 @@ def _show(run: "View", values: Values) -> None:
         sys.stdout.write(p2p_matrix.matrix_text(matrix) + "\n")
     rest = [row for row in run.comm_rows if row["family"] not in drawn]
     if rest:
-        sys.stdout.write(nccl_tests.text_of(rest, run.run, step=step_asked(values)))
+        sys.stdout.write(nccl_tests.text_of(rest, run.run, step=step_asked(options)))
 
 
-def step_asked(values: Values) -> tuple[int, bool] | None:
+def step_asked(options: CommOptions) -> tuple[int, bool] | None:
     """Return the step of the sizes and whether it is a factor; None for sizes of a model."""
-    if values.get("model") or values.get("from_workload"):
+    if options.model or options.from_workload:
         return None
-    if factor := values.get("factor"):
-        return round(factor), True
-    if step := values.get("step"):
-        return parse_bytes(str(step), "step"), False
+    if options.factor:
+        return round(options.factor), True
+    if options.step:
+        return options.step, False
     # One size alone has nccl-tests' own default.
-    one = values.get("begin") is not None and values.get("begin") == values.get("end")
-    return None if one else _DEFAULT_STEP
+    is_one = options.begin is not None and options.begin == options.end
+    return None if is_one else _DEFAULT_STEP
 
 
-def _files(run: "View", values: Values) -> None:
-    from stepmark.report import nccl_json  # noqa: PLC0415
-    from stepmark.store.export import write_json, write_tables  # noqa: PLC0415
-    from stepmark.store.files import new_file  # noqa: PLC0415
+def _files(run: "View", options: CommOptions) -> None:
+    delivery.write_rows(run.comm_rows, options, by="family")
+    if target := options.output_file:
+        from stepmark.report import nccl_json  # noqa: PLC0415
+        from stepmark.store.export import write_json  # noqa: PLC0415
+        from stepmark.store.files import new_file  # noqa: PLC0415
 
-    rows = run.comm_rows
-    by_name: dict[str, Rows] = {}
-    for row in rows:
-        by_name.setdefault(str(row["family"]), []).append(row)
-    for kind in ("json", "csv"):
-        if target := values.get(kind):
-            tables = by_name if delivery.is_folder(target) else {"rows": rows}
-            write_tables(tables, target, kind)
-    if target := values.get("output_file"):
-        document = nccl_json.json_document(
-            rows, run.run, sys.argv, ended_at=datetime.now(UTC).isoformat(timespec="seconds")
-        )
+        ended_at = datetime.now(UTC).isoformat(timespec="seconds")
+        document = nccl_json.json_document(run.comm_rows, run.run, sys.argv, ended_at=ended_at)
         file = new_file(Path(target))
         write_json(document, file)
         if file != Path(target):

@@ -95,29 +95,25 @@ def is_folder(target: str) -> bool:
     return target.endswith("/") or Path(target).is_dir()
 
 
-def write_rows(rows: Rows, options: Files) -> None:
+def write_rows(rows: Rows, options: Files, by: str = "model") -> None:
     """--json and --csv: all rows, or in a folder a file per model or family."""
     from stepmark.store.export import write_tables  # noqa: PLC0415
 
     if options.json:
-        write_tables(_as_tables(rows, options.json), options.json, "json")
+        write_tables(_as_tables(rows, options.json, by), options.json, "json")
     if options.csv:
-        write_tables(_as_tables(rows, options.csv), options.csv, "csv")
+        write_tables(_as_tables(rows, options.csv, by), options.csv, "csv")
 
 
-def _as_tables(rows: Rows, target: str) -> dict[str, Rows]:
-    return by_model(rows) if is_folder(target) else {"rows": rows}
-
-
-def by_model(rows: Rows) -> dict[str, Rows]:
-    """By a name that a file can have: of the model, or of the family."""
-    groups: dict[str, Rows] = {}
+def _as_tables(rows: Rows, target: str, by: str) -> dict[str, Rows]:
+    if not is_folder(target):
+        return {"rows": rows}
+    tables: dict[str, Rows] = {}
     for row in rows:
-        name = str(row.get("model") or row.get("family"))
-        groups.setdefault(
-            "".join(c if c.isalnum() or c in "._-" else "_" for c in name), []
-        ).append(row)
-    return groups
+        name = str(row.get(by) or row.get("family"))
+        file_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
+        tables.setdefault(file_name, []).append(row)
+    return tables
 
 
 def as_options(values: Values) -> dict[str, object]:

@@ -1,7 +1,6 @@
 """Measure a plan: make its run directory, start and watch ranks, show what they recorded."""
 
 import dataclasses
-import importlib
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from stepmark.app.delivery import check_outputs
 from stepmark.app.machine import Machine, machine
 from stepmark.core.errors import ConfigError
 from stepmark.core.option_groups import MeasureOptions
-from stepmark.core.options import build
+from stepmark.core.options import build, load
 from stepmark.core.plan import Entry, Plan
 from stepmark.core.record import Failed, Measured
 from stepmark.launch import outer_launcher
@@ -138,8 +137,7 @@ def shown(run: Path, code: int) -> int:
     if code == 2 or not (run / "run.json").is_file():
         return code
     plan = plans.read(run)
-    module, _, name = SHOW[plan.command].partition(":")
-    show: Show = getattr(importlib.import_module(module), name)
+    show: Show = load(SHOW[plan.command])
     return show(run, plan.options, code)
 
 

@@ -3,19 +3,17 @@
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import typer
 
 from stepmark.app.machine import machine
 from stepmark.app.sweep_run import Means, environment
-from stepmark.cli import comm
-from stepmark.cli.options import as_command
+from stepmark.cli.flags import parse
+from stepmark.core.comm_options import CommOptions
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.log_facts import Choice
+from stepmark.core.options import argv, plain
 from stepmark.core.record import RunInfo
 from stepmark.core.sweep import DEFAULT, Setting, Sweep, TunerChoice, cut
 from stepmark.core.units import GIB, KIB
@@ -39,21 +37,19 @@ PLUGIN, CONFIG = "NCCL_TUNER_PLUGIN", "NCCL_TUNER_CONFIG_FILE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Where the file is to be, the plugin that reads it, and the command as comm's values."""
+    """Where the file is to be, the plugin that reads it, and the options of the command."""
 
     target: Path
     plugin: str | None
-    values: Mapping[str, Any]
-    names: tuple[str, ...]  # collectives
+    options: CommOptions
 
 
 def request(path: Path, plugin: str | None, sweep: Sweep, *, force: bool) -> Request:
     """Refuses, before anything is measured, what no tuner file can say."""
     if sweep.command[0] != "comm":
         raise ConfigError("emit-tuner", sweep.command[0], "only for comm")
-    values = _values_of(sweep.command)
-    names = tuple(values.pop("names") or ())
-    if others := [name for name in names if name not in tuner.COLLECTIVES]:
+    options = parse(CommOptions, sweep.command[1:])
+    if others := [name for name in options.names if name not in tuner.COLLECTIVES]:
         known = ", ".join(tuner.COLLECTIVES)
         raise ConfigError("emit-tuner", ", ".join(others), f"only for {known}")
     variables = [name for name, _ in sweep.settings[0].variables]
@@ -71,31 +67,22 @@ def request(path: Path, plugin: str | None, sweep: Sweep, *, force: bool) -> Req
         raise ConfigError("emit-tuner", PLUGIN, "a sweep measured without a tuner plugin")
     if sweep.baseline != DEFAULT:
         raise ConfigError("baseline", sweep.baseline, "the default, for a tuner file")
+    given = plain(options)
     for name in ("group_split", "max_ctas", "ranks"):
-        if value := values.get(name):
-            raise ConfigError(
-                name, value, "left out, for a tuner file: one communicator of all"
-            )
+        if name in given:
+            allowed = "left out, for a tuner file: one communicator of all"
+            raise ConfigError(name, given[name], allowed)
     if path.exists() and not force:
         raise ConfigError("emit-tuner", path, "a file that does not exist yet, or --force")
     if not path.resolve().parent.is_dir():
         raise ConfigError("emit-tuner", path, "a file in a folder that exists")
-    return Request(target=path, plugin=plugin, values=values, names=names)
+    return Request(target=path, plugin=plugin, options=options)
 
 
 def check_device(request: Request) -> None:
     """Raises ConfigError where NCCL does not run."""
-    if machine(request.values.get("device")).device != "cuda":
+    if machine(request.options.device).device != "cuda":
         raise ConfigError("emit-tuner", "cpu", "only on accelerators: gloo has no tuner")
-
-
-def _values_of(command: Sequence[str]) -> dict[str, Any]:
-    """The flags of a comm command as its verb sees them."""
-    caught: list[dict[str, Any]] = []
-    app = typer.Typer(rich_markup_mode=None, add_completion=False)
-    app.command()(as_command(caught.append, "", comm.NAMES, *comm.ALL))
-    app(list(command[1:]), standalone_mode=False)
-    return caught[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +109,7 @@ def emit(
     every = tuple(tuner.COLLECTIVES)
     probe = Probe(
         journal=journal,
-        values=asked.values,
-        names=asked.names,
+        options=asked.options,
         num_ranks=place.num_ranks,
         means=means,
         signals=signals,
@@ -131,7 +117,7 @@ def emit(
     # NCCL refuses a collective that has not the algorithm which a winner forces.
     logged = {advice.baseline: probe.logged(advice.baseline, "default", every)}
     for at, name in enumerate(sorted(winners), 1):
-        logged[name] = probe.logged(name, f"winner{at}", asked.names)
+        logged[name] = probe.logged(name, f"winner{at}", asked.options.names)
     chosen = choose(logged, advice)
     try:
         found = tuner.rules(chosen, num_nodes=place.num_nodes, num_ranks=place.num_ranks)
@@ -219,12 +205,6 @@ def _facts(sweep: Sweep, place: _Place) -> list[str]:
     ]
 
 
-# Every power of two, of every form that a collective has; the rest of the command stays.
-_SIZES = {"begin": str(KIB), "end": str(GIB), "factor": 2.0}
-_NO_MORE = dict.fromkeys(("step", "placement", "model", "mbs", "seq_len", "message", "spread"))
-_BRIEF = {"iters": 1, "warmup_iters": 1, "check": 0, "launches": None, "budget": None}
-
-
 class ProbeError(StepmarkError):
     """What NCCL chooses could not be read; what was measured is kept."""
 
@@ -236,8 +216,7 @@ class Probe:
     """Runs the command with NCCL's log on; no time is taken from these runs."""
 
     journal: Journal
-    values: Mapping[str, Any]  # of the command, as comm's flags
-    names: tuple[str, ...]  # collectives of the command
+    options: CommOptions  # of the command
     num_ranks: int
     means: Means
     signals: Sequence[int]
@@ -246,20 +225,33 @@ class Probe:
         self,
         name: str,
         folder: str,
-        names: Sequence[str],
+        names: tuple[str, ...],
         more: Mapping[str, str] | None = None,
     ) -> Logged:
         """What NCCL chose for these collectives, at powers of two and at the measured sizes."""
         setting = next(one for one in self.journal.sweep.settings if one.name == name)
-        given = {**self.values, **_BRIEF}
-        everywhere = {**given, **_SIZES, **_NO_MORE}
+        measured = replace(
+            self.options, iters=1, warmup_iters=1, check=0, launches=1, budget=None
+        )
+        # Every power of two, of every form that a collective has; the rest stays.
+        powers = replace(
+            measured,
+            names=names,
+            begin=KIB,
+            end=GIB,
+            factor=2.0,
+            step=None,
+            placement="both",
+            model=None,
+            mbs=None,
+            seq_len=None,
+            message=None,
+            imbalance=None,
+        )
         at = self.journal.path / "probe" / folder
         found: Logged = {}
-        for part, held, values in (
-            ("powers", names, everywhere),
-            ("measured", self.names, given),
-        ):
-            self._run(at / part, setting, held, values, more or {})
+        for part, options in (("powers", powers), ("measured", measured)):
+            self._run(at / part, setting, options, more or {})
             found |= logged_in(at / part, self.num_ranks)
         return found
 
@@ -267,8 +259,7 @@ class Probe:
         self,
         folder: Path,
         setting: Setting,
-        names: Sequence[str],
-        values: Mapping[str, Any],
+        options: CommOptions,
         more: Mapping[str, str],
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -281,12 +272,7 @@ class Probe:
         }
         self.means.say(f"probe {folder.relative_to(self.journal.path)}: {setting.name}")
         ended = child.run(
-            [
-                *self.means.program,
-                *comm.as_arguments(list(names), values),
-                "--out",
-                str(folder),
-            ],
+            [*self.means.program, "comm", *argv(replace(options, out=str(folder)))],
             {**environment(setting, self.means.base), **log, **more},
             out=folder / "out",
             err=folder / "err",

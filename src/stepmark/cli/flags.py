@@ -3,10 +3,9 @@
 A handler is named as text and imported when it is called, so --help reads no other room.
 """
 
-import importlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, TypeVar
 
 import typer
 import typer.core
@@ -18,7 +17,6 @@ from stepmark.core.options import Option
 
 T = TypeVar("T")
 _WORDS = "stepmark.words"  # of the command line, for messages
-Run = Callable[[Any], int | None]
 
 
 class _Text:
@@ -88,7 +86,8 @@ def verb(cls: type[Any], handler: str, doc: str, command: type[Any] = Command) -
     """A command for typer: it builds the options and hands them to "module:function"."""
 
     def call(**given: Any) -> int:
-        return load(handler)(options.build(cls, given)) or 0
+        code: int | None = options.load(handler)(options.build(cls, given))
+        return code or 0
 
     parameters = [_parameter(option) for option in options.options(cls)]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -129,12 +128,6 @@ def parse(cls: type[T], words: Sequence[str]) -> T:
     app.command()(keep)
     app(list(words), standalone_mode=False)
     return found[0]
-
-
-def load(handler: str) -> Run:
-    """The function that "module:function" names."""
-    module, _, name = handler.partition(":")
-    return cast(Run, getattr(importlib.import_module(module), name))
 
 
 def as_typed(

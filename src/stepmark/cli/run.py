@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stepmark.core.plan import Entry, Plan
 
 NAMES = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-_COLLECTIVES: dict[str, dict[str, Any]] = {
+_COLLECTIVES = {
     "cuda": {"begin": "4K", "end": "1G", "factor": 8.0, "dtype": "bf16"},
     "cpu": {"begin": "4K", "end": "4M", "factor": 32.0},
 }
@@ -82,8 +82,10 @@ def run(
 
 def plan(values: dict[str, Any], machine: "Machine") -> "Plan":
     """One plan of operators, collectives and training steps. Raises ConfigError."""
+    from stepmark.app import comm  # noqa: PLC0415
     from stepmark.app.delivery import as_options  # noqa: PLC0415
-    from stepmark.cli import comm, op, train  # noqa: PLC0415
+    from stepmark.cli import op, train  # noqa: PLC0415
+    from stepmark.core.comm_options import CommOptions  # noqa: PLC0415
     from stepmark.core.plan import How, OpHow, Plan, entries  # noqa: PLC0415
 
     budget = values["budget"]
@@ -99,11 +101,12 @@ def plan(values: dict[str, Any], machine: "Machine") -> "Plan":
     if count > 1:
         asked = {
             **_COLLECTIVES[machine.device],
+            "names": NAMES,
             "device": values["device"],
             "nproc": str(count),
             "budget": f"{share_s:g}s",
         }
-        of_comm = comm.plan(NAMES, asked, machine)
+        of_comm = comm.plan(build(CommOptions, asked), machine)
         how, world_size = replace(how, comm=of_comm.how.comm), max(world_size, count)
         parts += of_comm.entries
         notes += of_comm.notes

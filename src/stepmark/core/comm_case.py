@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import shlex
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -53,7 +52,7 @@ class CommCase:
     pair: tuple[int, int] | None = None  # source and destination
     spread: float | None = None  # of all_to_all_v
     matrix: Matrix | None = None  # of all_to_all_v, elements
-    matrix_file: str = ""  # file of the matrix; for command() only
+    matrix_file: str = ""  # file of the matrix; for its command only
     skew_s: float = 0.0  # the last rank arrives this much after the first
     max_ctas: int | None = None  # thread blocks a communicator may use
     beside: str = ""  # concurrent compute, e.g. "gemm:8192"
@@ -153,43 +152,6 @@ class CommCase:
         del identity["matrix_file"], identity["labels"]
         text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def command(self) -> str:
-        """Return the shell command that measures this case (with compute: also without it)."""
-        words = ["stepmark", "comm", self.family, "--dtype", self.dtype]
-        if self.message_bytes and self.matrix is None:
-            size = self.count * num_parts(self.collective, self.num_ranks)
-            num_bytes = str(size * self.dtype.itemsize)
-            words += ["-b", num_bytes, "-e", num_bytes]
-        # A split or a pair determines the number of ranks of a communicator.
-        ranks_implied = bool(self.split or self.pair)
-        flags: list[tuple[str, object, object]] = [
-            ("--redop", self.redop, RedOp.NONE if self.redop is RedOp.NONE else RedOp.SUM),
-            ("--root", self.root, 0 if FACTS[self.collective].rooted else -1),
-            ("--placement", "in" if self.in_place else "out", None),
-            ("--mode", self.mode, Mode.QUEUED),
-            ("--api", self.api, Api.TORCH),
-            ("--backend", self.backend, "nccl" if self.device == "cuda" else "gloo"),
-            ("--device", self.device, None),
-            ("--nproc", self.world_size, None),
-            ("--ranks", None if ranks_implied else self.num_ranks, self.world_size),
-            ("-m", self.calls_per_group, 1),
-            ("--group-split", self.split, ""),
-            ("--spread", self.spread, None if self.matrix else 1.0),
-            ("--matrix", self.matrix_file, ""),
-            ("--max-ctas", self.max_ctas, None),
-            ("--with", self.beside, ""),
-        ]
-        for flag, value, default in flags:
-            if value != default and value is not None:
-                words += [flag, str(value)]
-        if self.pair:
-            words += ["--pair", f"{self.pair[0]},{self.pair[1]}"]
-        if self.skew_s:
-            words += ["--skew", f"{self.skew_s!r}s"]  # all digits: part of the identity
-        if not self.aligned:
-            words += ["--no-align"]
-        return shlex.join(words)
 
 
 _COALESCED = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)

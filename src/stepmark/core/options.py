@@ -5,6 +5,7 @@ A field is declared with `flag(help, *spellings)`. Its type reads and spells the
 """
 
 import dataclasses
+import importlib
 import inspect
 import math
 import types
@@ -274,6 +275,13 @@ WholeNumbers = Annotated[
 Size = Annotated[int, Reader(read=parse_bytes, show=_size, metavar="SIZE")]
 Share = Annotated[float, Reader(read=parse_share, show=exact, metavar="SHARE")]
 Duration = Annotated[float, Reader(read=parse_duration, show=_duration, metavar="DURATION")]
+
+
+def load(handler: str) -> Callable[..., Any]:
+    """The function that "module:function" names, imported when it is called."""
+    module, _, name = handler.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def build(cls: type[T], given: Mapping[str, object]) -> T:

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from stepmark.cli import comm_plan, comm_values
-from stepmark.cli.comm_plan import Plan
-from stepmark.cli.options import Values
+from stepmark.app import comm_plan, workload_files, workload_show
+from stepmark.app.comm_plan import Plan
 from stepmark.core.case import Label
 from stepmark.core.collectives import (
     ALIGN_BYTES,
@@ -20,14 +19,17 @@ from stepmark.core.collectives import (
     placements,
 )
 from stepmark.core.comm_case import CommCase
+from stepmark.core.comm_options import CommOptions
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.units import format_bytes, parse_duration
+from stepmark.core.options import plain
+from stepmark.core.units import format_bytes
+from stepmark.report.nccl_tests import test_name, type_name
 
 # What a workload says, so that no flag may say it, too.
 _SAID = (
     *("begin", "end", "step", "factor", "model", "mbs", "seq_len", "message", "dtype", "redop"),
-    *("root", "pair", "bidirectional", "spread", "matrix", "ranks", "group_split"),
+    *("root", "pair", "bidirectional", "imbalance", "matrix", "ranks", "group_split"),
 )
 _PRINT_RANKS = 8  # of --print without --nproc
 _GPUS_PER_PROCESS = 8  # more ranks are started by mpirun
@@ -37,14 +39,14 @@ _NO_PROGRAM = (
 )
 
 
-def plan(names: list[str], values: Values, device: str, world_size: int) -> Plan:
+def plan(options: CommOptions, device: str, world_size: int) -> Plan:
     """The distinct collectives of a file; larger groups on the ranks there are. ConfigError."""
     if world_size < 2:
         raise ConfigError("nproc", world_size, "at least 2 ranks; one has nobody to talk to")
     notes: list[str] = []
     cases: dict[CommCase, CommCase] = {}
-    base = comm_plan.shared(values, device, world_size, world_size)
-    for true in _cases(names, values):
+    base = comm_plan.shared(options, device, world_size, world_size)
+    for true in _cases(options):
         one = _placed(true, base, world_size, notes)
         if one is None:
             continue
@@ -56,30 +58,23 @@ def plan(names: list[str], values: Values, device: str, world_size: int) -> Plan
         cases[bare] = replace(one, labels=(*held, *one.labels))
     if not cases:
         allowed = f"a workload with collectives that run here; {'; '.join(notes)}"
-        raise ConfigError("from-workload", values["from_workload"], allowed)
+        raise ConfigError("from-workload", options.from_workload, allowed)
     return Plan(cases=list(cases.values()), notes=list(dict.fromkeys(notes)))
 
 
-def _cases(names: list[str], values: Values) -> Iterable[CommCase]:
+def _cases(options: CommOptions) -> Iterable[CommCase]:
     """With their true groups, labelled with what they are of."""
-    from stepmark.app import workload_files, workload_show  # noqa: PLC0415
-
-    for flag in _SAID:
-        if values.get(flag):
-            shown = "given" if values[flag] is True else values[flag]
-            raise ConfigError(
-                flag.replace("_", "-"), shown, "it cannot be combined with --from-workload"
-            )
+    given = plain(options)
+    for name in _SAID:
+        if name in given:
+            raise ConfigError(name, given[name], "it cannot be combined with --from-workload")
     # A send and its receipt are p2p here; nccl-tests' program for it is sendrecv.
-    wanted = [
-        Collective.P2P if name == Collective.SENDRECV else name
-        for name in map(comm_values.collective_name, names)
-    ]
-    workload = workload_files.read(values["from_workload"])
+    wanted = [Collective.P2P if name == Collective.SENDRECV else name for name in options.names]
+    workload = workload_files.read(options.from_workload or "")
     found = workload_show.messages(workload, wanted)
     if not found:
         allowed = f"a workload that has {' or '.join(wanted) or 'communication'}"
-        raise ConfigError("from-workload", values["from_workload"], allowed)
+        raise ConfigError("from-workload", options.from_workload, allowed)
     for one in found:
         label = Label(
             model=workload.name, role=", ".join(one.modules), count=max(one.calls.values())
@@ -91,8 +86,6 @@ def _placed(
     true: CommCase, base: CommCase, world_size: int, notes: list[str]
 ) -> CommCase | None:
     """On this machine, called as the flags say."""
-    from stepmark.app import workload_show  # noqa: PLC0415
-
     fitted = workload_show.fitted(true, world_size)
     if fitted is None:
         notes.append(f"left out: {_described(true)}: too small for {world_size} ranks")
@@ -120,27 +113,19 @@ def _placed(
     )
 
 
-def print_commands(names: list[str], values: Values) -> None:
+def print_commands(options: CommOptions) -> None:
     """--print: on stdout a line per distinct message. Needs no device. Raises ConfigError."""
-    tool = str(values["print_as"]).strip().lower().replace("_", "-")
-    if tool not in ("nccl-tests", "rccl-tests"):
-        raise ConfigError("print", values["print_as"], "nccl-tests or rccl-tests")
-    for line in commands(_to_print(names, values), tool, _as_given(values)):
+    given = plain(options)
+    same = [
+        word for name, flag in _LETTERS.items() if name in given for word in (flag, given[name])
+    ]
+    if options.timeout:
+        same += ["-T", str(math.ceil(options.timeout))]
+    for line in commands(_to_print(options), str(options.print_as), same):
         (sys.stderr if line.startswith("# left out") else sys.stdout).write(line + "\n")
 
 
-def _as_given(values: Values) -> list[str]:
-    """Flags that both tools have under the same letters, where they were given."""
-    found = []
-    for name, letter in _LETTERS.items():
-        if values.get(name) is not None:
-            found += [letter, str(values[name])]
-    if values.get("timeout"):
-        seconds = math.ceil(parse_duration(values["timeout"], "timeout"))
-        found += ["-T", str(seconds)]
-    return found
-
-
+# Flags that both tools have under the same letters.
 _LETTERS = {
     "iters": "-n",
     "warmup_iters": "-w",
@@ -151,16 +136,15 @@ _LETTERS = {
 }
 
 
-def _to_print(names: list[str], values: Values) -> Iterable[CommCase]:
-    if values.get("from_workload"):
-        yield from _cases(names, values)
+def _to_print(options: CommOptions) -> Iterable[CommCase]:
+    if options.from_workload:
+        yield from _cases(options)
         return
-    asked = str(values.get("nproc") or _PRINT_RANKS)
-    if not asked.isdecimal() or not 2 <= int(asked) <= 2**20:
-        raise ConfigError("nproc", asked, "a number of ranks from 2")
-    kept = {**values, "api": Api.NCCL, "backend": None, "placement": None}
-    planned = comm_plan.plan(names, kept, "cuda", int(asked))
-    yield from planned.cases
+    nproc = str(options.nproc or _PRINT_RANKS)
+    if not nproc.isdecimal() or not 2 <= int(nproc) <= 2**20:
+        raise ConfigError("nproc", nproc, "a number of ranks from 2")
+    of_nccl = replace(options, api=Api.NCCL, backend=None, placement="both")
+    yield from comm_plan.plan(of_nccl, "cuda", int(nproc)).cases
 
 
 def commands(cases: Iterable[CommCase], tool: str, given: Sequence[str] = ()) -> Iterable[str]:
@@ -187,8 +171,6 @@ def commands(cases: Iterable[CommCase], tool: str, given: Sequence[str] = ()) ->
 def command(case: CommCase, tool: str) -> str:
     """-b and -e count the gathered buffer, as core.collectives does. More ranks than a node
     usually has are started by mpirun, one per process."""
-    from stepmark.report.nccl_tests import test_name, type_name  # noqa: PLC0415
-
     even_parts = case.collective is Collective.ALL_TO_ALL_V
     name = "sendrecv_perf" if FACTS[case.collective].pair else test_name(case.collective)
     ahead = []

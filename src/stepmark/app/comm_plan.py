@@ -1,0 +1,397 @@
+"""From the options of `stepmark comm` to its cases."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stepmark.app.models import read_models
+from stepmark.core.case import Label
+from stepmark.core.collectives import (
+    ALIGN_BYTES,
+    FACTS,
+    Api,
+    Collective,
+    Matrix,
+    Mode,
+    Parts,
+    RedOp,
+    groups,
+    num_parts,
+    parse_split,
+    placements,
+    sizes,
+    trimmed_count,
+)
+from stepmark.core.comm_case import CommCase, unsupported
+from stepmark.core.comm_options import MATRIX_OF_PAIRS, REDOPS, CommOptions
+from stepmark.core.dtypes import MESSAGE_DTYPES, DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops.shorthand import from_shorthand
+from stepmark.core.options import plain
+from stepmark.core.units import GIB, KIB, MIB, format_bytes
+
+_LATENCY_BYTES = 8
+# What no other collective heeds. nccl-tests' own flags, as -r and -o, may be given to any.
+_ONLY_OF: dict[str, tuple[str, ...]] = {
+    "pair": (Collective.P2P, Collective.P2P_BOTH, Collective.PING_PONG),
+    "bidirectional": (Collective.P2P, Collective.P2P_BOTH, MATRIX_OF_PAIRS),
+    "imbalance": (Collective.ALL_TO_ALL_V,),
+    "matrix": (Collective.ALL_TO_ALL_V,),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Cases in the order in which they run, and what a user should know of them."""
+
+    cases: list[CommCase]
+    notes: list[str]
+
+
+def plan(options: CommOptions, device: str, world_size: int) -> Plan:
+    """Every combination that the options name. Raises ConfigError."""
+    if world_size < 2:
+        allowed = "at least 2 ranks; one has nobody to talk to"
+        allowed += " (to try it out: --device cpu)" if device == "cuda" else ""
+        raise ConfigError("nproc", options.nproc or world_size, allowed)
+    wanted = list(dict.fromkeys(options.names))
+    _check_meant_for(wanted, options)
+    # Like nccl-tests, every collective takes a root; only some heed it.
+    _roots(options, world_size)
+    found: list[CommCase] = []
+    notes: list[str] = []
+    for n in _ranks(options, world_size):
+        for name in wanted:
+            found += _of_name(name, options, device, n, world_size, notes)
+    if not found:
+        raise ConfigError(
+            "dtype",
+            plain(options).get("dtype", "fp32"),
+            "it leaves nothing to measure; " + "; ".join(dict.fromkeys(notes)),
+        )
+    return Plan(cases=list(dict.fromkeys(found)), notes=list(dict.fromkeys(notes)))
+
+
+def _of_name(
+    name: str, options: CommOptions, device: str, n: int, world_size: int, notes: list[str]
+) -> Iterator[CommCase]:
+    base = shared(options, device, n, world_size)
+    collective = Collective.P2P if name == MATRIX_OF_PAIRS else Collective(name)
+    if collective is Collective.P2P and options.bidirectional:
+        collective = Collective.P2P_BOTH
+    if FACTS[collective].pair and base.split:
+        raise ConfigError("group-split", base.split, f"none with {name.replace('_', '-')}")
+    if name == MATRIX_OF_PAIRS:
+        yield from _matrix_of_pairs(collective, options, base, notes)
+        return
+    if FACTS[collective].pair:
+        two = options.pair or (0, 1)
+        if max(two) >= world_size:
+            shown = f"{two[0]},{two[1]}"
+            raise ConfigError("pair", shown, f"two ranks under {world_size}: 0,1")
+        base = replace(base, num_ranks=2, pair=two)
+    yield from _of_collective(collective, options, base, notes)
+
+
+def shared(options: CommOptions, device: str, n: int, world_size: int) -> CommCase:
+    """What all cases of one communicator share; a barrier stands in for the collective."""
+    split, n = _split(options, n, world_size)
+    mode, aligned = _mode(options, device)
+    if options.api is Api.NCCL and device != "cuda":
+        raise ConfigError("api", options.api, "it needs a GPU; on a CPU use --api torch")
+    return CommCase(
+        collective=Collective.BARRIER,
+        count=0,
+        dtype=DType.UINT8,
+        num_ranks=n,
+        world_size=world_size,
+        mode=mode,
+        aligned=aligned,
+        api=options.api,
+        backend=_backend(options, device),
+        device=device,
+        calls_per_group=options.agg_iters,
+        split=split,
+        skew_s=options.arrival_skew or 0.0,
+    )
+
+
+def _of_collective(
+    collective: Collective, options: CommOptions, base: CommCase, notes: list[str]
+) -> Iterator[CommCase]:
+    """Every size in every form, size by size as nccl-tests prints them."""
+    companions = ("", *_concurrent_compute(options, base.device))
+    if collective is Collective.BARRIER:
+        if base.mode is Mode.GRAPH:
+            raise ConfigError("mode", base.mode, "queued or blocking for a barrier")
+        yield from (replace(base, beside=one) for one in companions)
+        return
+    for one in _forms(collective, options, base):
+        if reason := impossible(one):
+            if options.dtype != MESSAGE_DTYPES and options.redop != REDOPS:
+                raise ConfigError(reason[0], reason[1], f"it cannot run: {reason[2]}")
+            notes.append(f"left out: {reason[2]}")
+            continue
+        for sized in _sized(one, options, notes):
+            for in_place in _placement(collective, options, base.api):
+                for beside in companions:
+                    yield replace(sized, in_place=in_place, beside=beside)
+
+
+def _forms(collective: Collective, options: CommOptions, base: CommCase) -> Iterator[CommCase]:
+    """The case without a size: every type, reduction, root and limit of thread blocks."""
+    facts = FACTS[collective]
+    for dtype, redop, root, ctas in itertools.product(
+        options.dtype or (DType.FP32,),
+        (options.redop or (RedOp.SUM,)) if facts.reduces else (RedOp.NONE,),
+        _roots(options, base.num_ranks) if facts.rooted else (-1,),
+        _max_ctas(options, base.api, base.backend),
+    ):
+        yield replace(
+            base, collective=collective, dtype=dtype, redop=redop, root=root, max_ctas=ctas
+        )
+
+
+def impossible(case: CommCase) -> tuple[str, object, str] | None:
+    """field, value and why, for what no size will change."""
+    if case.api is Api.NCCL or not (reason := unsupported(case)):
+        return None
+    # The flag without which it would be possible is to blame.
+    if not unsupported(replace(case, calls_per_group=1)):
+        return "agg-iters", case.calls_per_group, reason
+    if case.redop is not RedOp.NONE and not unsupported(replace(case, redop=RedOp.SUM)):
+        return "redop", case.redop, reason
+    return "dtype", case.dtype, reason
+
+
+def _sized(case: CommCase, options: CommOptions, notes: list[str]) -> Iterator[CommCase]:
+    """The case at each size, trimmed as nccl-tests trims; nothing is not measured."""
+    if case.collective is Collective.ALL_TO_ALL_V:
+        if options.matrix:
+            yield _with_matrix(case, options.matrix)
+            return
+        imbalance = 1.0 if options.imbalance is None else options.imbalance
+        case = replace(case, spread=imbalance)
+    found, trimmed = dict[int, CommCase](), 0
+    for label, size in _sizes_of(case, options):
+        count = trimmed_count(case.collective, size, case.dtype.itemsize, case.num_ranks)
+        one = replace(case, count=count)
+        trimmed += one.message_bytes != size
+        if count and one.message_bytes:
+            labels = found[count].labels if count in found else ()
+            labels += (label,) if label else ()
+            found[count] = replace(one, labels=labels)
+    if not found:
+        given = plain(options)
+        raise ConfigError("end", given.get("end", given.get("begin")), _least(case))
+    if trimmed and FACTS[case.collective].parts is not Parts.WHOLE:
+        notes.append(
+            f"{case.collective}: {trimmed} size{'s'[: trimmed > 1]} trimmed so that each of "
+            f"{case.num_ranks} parts is a multiple of {ALIGN_BYTES} bytes; those left with "
+            "nothing are not run"
+        )
+    yield from found.values()
+
+
+def _least(case: CommCase) -> str:
+    whole = FACTS[case.collective].parts is Parts.WHOLE
+    part = case.dtype.itemsize if whole else ALIGN_BYTES
+    least = part * num_parts(case.collective, case.num_ranks)
+    return f"at least {least} bytes for {case.collective} of {case.dtype}"
+
+
+def _matrix_of_pairs(
+    collective: Collective, options: CommOptions, base: CommCase, notes: list[str]
+) -> Iterator[CommCase]:
+    """Bandwidth and latency of every ordered pair, one pair at a time."""
+    default = 64 * MIB if base.device == "cuda" else MIB
+    big = options.begin or options.end or default
+    bandwidth = replace(options, begin=big, end=options.end or big)
+    tiny = replace(options, begin=_LATENCY_BYTES, end=_LATENCY_BYTES)
+    # Issued one by one, so small a message takes its host's time.
+    is_mode_given = options.mode or options.blocking
+    mode = Mode.GRAPH if base.device == "cuda" and not is_mode_given else base.mode
+    for source, target in itertools.permutations(range(base.num_ranks), 2):
+        pair = replace(base, num_ranks=2, pair=(source, target))
+        yield from _of_collective(collective, bandwidth, pair, notes)
+        latency = replace(pair, mode=mode)
+        yield from _of_collective(Collective.PING_PONG, tiny, latency, notes)
+
+
+def _sizes_of(case: CommCase, options: CommOptions) -> list[tuple[Label | None, int]]:
+    """Bytes, and what they stand for where a model gave them. Raises ConfigError."""
+    given = plain(options)
+    if not options.model:
+        for name in {"message", "seq_len"} & given.keys():
+            raise ConfigError(name, given[name], "a --model beside it")
+        return [(None, size) for size in _sweep(options, case.device)]
+    for name in ("begin", "end", "step", "factor"):
+        if name in given:
+            rule = "it cannot be combined with --model, which has sizes"
+            raise ConfigError(name, given[name], rule)
+    return _messages(case, options)
+
+
+def _sweep(options: CommOptions, device: str) -> list[int]:
+    """-b to -e by -f or -i."""
+    given = plain(options)
+    lowest, highest = (KIB, GIB) if device == "cuda" else (KIB, 4 * MIB)
+    first, last = options.begin, options.end
+    low = first if first is not None else min(lowest, last or lowest)
+    high = last if last is not None else max(highest, low)
+    if low > high:
+        raise ConfigError("begin", given["begin"], f"at most the end, {format_bytes(high)}")
+    if low == 0:
+        raise ConfigError("begin", given["begin"], "at least 1 byte")
+    factor = options.factor
+    if factor is not None and not math.isfinite(factor):
+        raise ConfigError("factor", factor, "a number above 1, such as 2")
+    if options.step == 0 and not factor:
+        raise ConfigError("step", given["step"], "at least 1 byte")
+    if not options.step and not factor:
+        factor = 4.0
+    return sizes(low, high, factor=factor or 0.0, step=options.step or 0)
+
+
+def _messages(case: CommCase, options: CommOptions) -> list[tuple[Label | None, int]]:
+    """--model: what training it sends by this collective, per micro-batch."""
+    from stepmark.workload.messages import ROLES, messages  # noqa: PLC0415
+
+    wanted = options.message or ()
+    for role in wanted:
+        if role not in ROLES:
+            raise ConfigError("message", role, f"one of {', '.join(ROLES)}")
+    found: dict[tuple[Label | None, int], None] = {}
+    for model, mbs in itertools.product(read_models(options.model), options.mbs or (1,)):
+        sent = messages(
+            model,
+            case.collective,
+            mbs=mbs,
+            seq_len=options.seq_len or model.seq_len,
+            itemsize=case.dtype.itemsize,
+            num_ranks=case.num_ranks,
+        )
+        for role, num_bytes in sent.items():
+            if not wanted or role in wanted:
+                depends = "layer" not in role
+                label = Label(model=model.name, role=role, mbs=mbs if depends else None)
+                found[label, num_bytes] = None
+    if not found:
+        allowed = f"a message that {case.collective} carries in this model"
+        raise ConfigError("message", plain(options).get("message"), allowed)
+    return list(found)
+
+
+def _check_meant_for(names: list[str], options: CommOptions) -> None:
+    """A flag that none of these collectives heeds would be silently ignored."""
+    given = plain(options)
+    for name, collectives in _ONLY_OF.items():
+        if name in given and not set(names) & set(collectives):
+            raise ConfigError(name, given[name], f"only with {', '.join(collectives)}")
+
+
+def _ranks(options: CommOptions, world_size: int) -> tuple[int, ...]:
+    """--ranks: sizes of communicators over the first ranks of the world."""
+    if options.ranks and options.group_split:
+        shown = plain(options)["ranks"]
+        raise ConfigError("ranks", shown, "it cannot be combined with --group-split")
+    for n in options.ranks or ():
+        if not 2 <= n <= world_size:
+            allowed = f"from 2 to {world_size}" if world_size > 2 else "2, as there are no more"
+            raise ConfigError("ranks", n, allowed)
+    return options.ranks or (world_size,)
+
+
+def _split(options: CommOptions, n: int, world_size: int) -> tuple[str, int]:
+    """--group-split, and how many ranks each communicator then has; else n."""
+    text = (options.group_split or "").strip().lower()
+    if not text:
+        return "", n
+    counts = {len(ranks) for ranks in groups(world_size, text)}
+    if len(counts) > 1 or counts == {1}:
+        allowed = f"groups of {world_size} ranks that are of equal size, 2 ranks or more"
+        raise ConfigError("group-split", text, allowed)
+    return " ".join(map(str, parse_split(text))), counts.pop()
+
+
+def _mode(options: CommOptions, device: str) -> tuple[Mode, bool]:
+    """--mode, or -z and -G as nccl-tests has them; and whether ranks start calls together."""
+    blocking, graph = options.blocking, options.cudagraph
+    given = [f"-z {blocking}"] if blocking else []
+    given += [f"-G {graph}"] if graph else []
+    given += [f"--mode {options.mode}"] if options.mode else []
+    if len(given) > 1:
+        raise ConfigError("mode", " ".join(given), "one of --mode, -z and -G")
+    mode = options.mode or (Mode.BLOCKING if blocking else Mode.QUEUED)
+    mode = Mode.GRAPH if graph else mode
+    if mode is Mode.GRAPH and device != "cuda":
+        flag, value = ("-G", graph) if graph else ("mode", "graph")
+        raise ConfigError(flag, value, "queued or blocking calls on a CPU, which has no graphs")
+    free = blocking == 2 or (options.no_align and mode is Mode.BLOCKING)
+    return mode, not free
+
+
+def _backend(options: CommOptions, device: str) -> str:
+    """Of torch.distributed: nccl or gloo."""
+    known = ("nccl", "gloo") if device == "cuda" else ("gloo",)
+    backend = (options.backend or known[0]).lower()
+    if backend not in known:
+        raise ConfigError("backend", backend, f"{' or '.join(known)} with --device {device}")
+    return backend
+
+
+def _with_matrix(case: CommCase, file: str) -> CommCase:
+    """The first ranks of nccl-tests' matrix file: bytes from row to column, 16-byte parts."""
+    n, itemsize = case.num_ranks, case.dtype.itemsize
+    try:
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
+        table = [[float(word) for word in line.split()] for line in lines if line.split()]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError("matrix", file, f"a file of numbers ({reason})") from None
+    if len({len(row) for row in table} | {len(table)}) != 1 or len(table) < n:
+        raise ConfigError("matrix", file, f"a square of numbers, {n} rows or more")
+    if not all(0 <= value <= 2**50 for row in table for value in row):
+        raise ConfigError("matrix", file, "bytes from 0 to 2^50")
+    matrix: Matrix = tuple(
+        tuple(int(value) // 16 * 16 // itemsize for value in row[:n]) for row in table[:n]
+    )
+    with_matrix = replace(case, matrix=matrix, matrix_file=file)
+    if not with_matrix.message_bytes:
+        raise ConfigError("matrix", file, "at least one part of 16 bytes")
+    return with_matrix
+
+
+def _roots(options: CommOptions, n: int) -> tuple[int, ...]:
+    """-r; -1: every rank in turn."""
+    root = options.root or 0
+    if root >= n:
+        raise ConfigError("root", root, f"a rank from 0 to {n - 1}, or -1 for all in turn")
+    return tuple(range(n)) if root < 0 else (root,)
+
+
+def _placement(collective: Collective, options: CommOptions, api: Api) -> list[bool]:
+    asked, possible = options.placement, placements(collective, api)
+    wanted = [one for one in possible if asked == "both" or one is (asked == "in")]
+    if not wanted:
+        only = "in" if possible == (True,) else "out"
+        raise ConfigError("placement", asked, f"{only} for {collective} with --api {api}")
+    return wanted
+
+
+def _concurrent_compute(options: CommOptions, device: str) -> list[str]:
+    """--overlap-with, spelled as the case keeps it."""
+    operators = [word.lower() for word in options.overlap_with or ()]
+    for word in operators:
+        from_shorthand(word, DType.BF16 if device == "cuda" else DType.FP32, "overlap-with")
+    return operators
+
+
+def _max_ctas(options: CommOptions, api: Api, backend: str) -> tuple[int, ...] | tuple[None]:
+    """--max-ctas; (None,) where NCCL may choose."""
+    if options.max_ctas and api is Api.TORCH and backend != "nccl":
+        shown = plain(options)["max_ctas"]
+        raise ConfigError("max-ctas", shown, f"only with nccl, not with {backend}")
+    return options.max_ctas or (None,)
