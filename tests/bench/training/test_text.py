@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_each_letter_of_context_tells_more() -> None:
 
 def test_words_are_drawn_as_zipf_says() -> None:
     """Half as often in the second place; of all nouns, what 1/k gives the first."""
-    nouns = data._WORDS["N"].split()
+    nouns = tomllib.loads(data._TABLES.read_text())["words"]["N"].split()
     assert len(nouns) == len(set(nouns)) > 100
     zipf = data._Zipf(tuple(nouns))
     draws = data._Draws(5)
