@@ -6,11 +6,9 @@ for nothing else.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tests.bench.training.curves import _batches
 from tests.bench.training.workload_cases import CASES, DDP, GPIPE, TABLE_AGAIN, TITAN, WITH_ROOT
 from torch import Tensor
@@ -30,51 +28,14 @@ from torch.distributed.tensor.parallel import (
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import model_parallel, parallelize, trainer
 from stepmark.bench.training.layers import Experts
-from stepmark.bench.training.messages import BATCH_P2P, MessageRecorder, group_of, kinds
+from stepmark.bench.training.messages import PAIRS, OrderedRecorder
 from stepmark.bench.training.model_parallel import Meshes, coordinates_of
 from stepmark.bench.training.optimizer import Update
 from stepmark.bench.training.transformer import Transformer
-from stepmark.core.message import MessageKind
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel, Precision
 
-_SIDES = ("send", "recv_", "isend", "irecv")
 Row = tuple[str, str, int, int | None, tuple[int, ...], int | None, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One call on this rank. members: world ranks of its group, in the order of group ranks."""
-
-    kind: MessageKind
-    members: tuple[int, ...] = ()
-    peer: int | None = None  # of send and recv: group rank
-    in_backward: bool = False  # issued by autograd
-
-
-class OrderedRecorder(MessageRecorder):
-    """Keeps the order, and who takes part. Its memory grows with the number of messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ordered: list[Message] = []
-
-    def note(self, name: str, values: Sequence[Any], result: Any) -> None:
-        super().note(name, values, result)
-        group = next((messages for value in values if (messages := group_of(value))), None)
-        members = tuple(dist.get_process_group_ranks(group)) if group else ()
-        in_backward = torch._C._current_graph_task_id() != -1
-        messages = list(kinds(name, values, result, self.phase))
-        self.ordered.extend(
-            Message(kind=kind, members=members, peer=peer, in_backward=in_backward)
-            for kind, peer in zip(messages, _peers(name, values, len(messages)), strict=True)
-        )
-
-
-def _peers(name: str, values: Sequence[Any], count: int) -> Sequence[int | None]:
-    if name == BATCH_P2P:
-        return list(values[1])
-    return [int(values[2])] if name in _SIDES else [None] * count
 
 
 class Recorder(OrderedRecorder):
@@ -93,7 +54,7 @@ class Recorder(OrderedRecorder):
             phase = one.kind.phase
             if self.is_pipeline and phase == "forward":
                 phase = "backward" if one.in_backward else phase
-                if name in _SIDES:
+                if name in PAIRS:
                     phase = self.by_buffer.get(values[0][0].data_ptr(), "")
             kind = one.kind
             self.rows.append(

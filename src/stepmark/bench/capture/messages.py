@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from stepmark.bench.capture.modules import ModulePosition
-from stepmark.bench.training.messages import BATCH_P2P, group_of, kinds
+from stepmark.bench.training.messages import BATCH_P2P, PAIRS, group_of, kinds
 from stepmark.core.collectives import FACTS, Collective, RedOp
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
 from stepmark.core.message import SEND
 from stepmark.core.ops import Phase
 from stepmark.core.workload import COMMUNICATIONS, CommOp, Group
 
-_PAIRS = ("send", "recv_", "isend", "irecv")
 _ROOTED = ("broadcast_", "reduce_", "gather_", "scatter_")
 _REDOPS = {  # by the lower-case name in torch.distributed.ReduceOp
     "sum": RedOp.SUM,
@@ -145,7 +144,7 @@ def communicated(
 def _peers(name: str, values: Sequence[Any], group: Any, count: int) -> Sequence[int | None]:
     if name == BATCH_P2P:
         return [(int(rank) - group.rank()) % group.size() for rank in values[1]]
-    if name in _PAIRS:
+    if name in PAIRS:
         return [(_numbers(values)[0] - group.rank()) % group.size()]
     return [None] * count
 

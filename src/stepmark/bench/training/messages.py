@@ -11,6 +11,7 @@ Sizes are counted as nccl-tests does; `core.message` has the rule.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor
 # Operators of those that move nothing.
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
 BATCH_P2P = "batch_p2p_ops"
+PAIRS = ("send", "recv_", "isend", "irecv")
 
 # By how an operator takes its buffers. One buffer, of both directions:
 _IN_PLACE: dict[str, str] = {
@@ -256,3 +258,38 @@ def _group_name(group: Any) -> str:
     """E.g. "mesh_tp": what it is for, which all ranks call alike, else its number."""
     described = group.group_desc
     return str(described if described not in ("", "undefined") else group.group_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One call on this rank. members: world ranks of its group, in the order of group ranks."""
+
+    kind: MessageKind
+    members: tuple[int, ...] = ()
+    peer: int | None = None  # of send and recv: group rank
+    in_backward: bool = False  # issued by autograd
+
+
+class OrderedRecorder(MessageRecorder):
+    """Keeps the order, and who takes part. Its memory grows with the number of messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ordered: list[Message] = []
+
+    def note(self, name: str, values: Sequence[Any], result: Any) -> None:
+        super().note(name, values, result)
+        group = next((messages for value in values if (messages := group_of(value))), None)
+        members = tuple(dist.get_process_group_ranks(group)) if group else ()
+        in_backward = torch._C._current_graph_task_id() != -1
+        messages = list(kinds(name, values, result, self.phase))
+        self.ordered.extend(
+            Message(kind=kind, members=members, peer=peer, in_backward=in_backward)
+            for kind, peer in zip(messages, _peers(name, values, len(messages)), strict=True)
+        )
+
+
+def _peers(name: str, values: Sequence[Any], count: int) -> Sequence[int | None]:
+    if name == BATCH_P2P:
+        return list(values[1])
+    return [int(values[2])] if name in PAIRS else [None] * count

@@ -3,8 +3,9 @@
 As `stepmark train` spreads it: bench/training/model_parallel.py (DTensor's ColwiseParallel,
 RowwiseParallel and SequenceParallel, torch 2.13, torch/distributed/tensor/parallel/style.py;
 torchtitan's plan for Llama, in which the two differ at the ends: TpPlan; keys and values
-gathered, arXiv:2407.21783, section 3.3.2; experts). Backward each of these does its dual, where its forward pass was. Over
-250 lines because a decoder's units and those of any architecture come to the same.
+gathered, arXiv:2407.21783, section 3.3.2; experts). Backward each of these does its dual,
+where its forward pass was. Over 250 lines because a decoder's units and those of any
+architecture come to the same.
 """
 
 from collections.abc import Iterable, Mapping
