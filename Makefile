@@ -20,10 +20,10 @@ run: $(VENV)/.installed
 setup: $(VENV)/.installed-dev
 
 # Tests that start processes and look at the clock come second, alone. A half may have no test
-# that ARGS selects (5), not both.
+# that ARGS selects (5), not both. Slow tests are `make soak`'s.
 test: $(VENV)/.installed-dev
 	@status=5; \
-	for half in "not ranks" ranks; do \
+	for half in "not ranks and not slow" "ranks and not slow"; do \
 	  echo "pytest -m '$$half'"; code=0; \
 	  $(BIN)/python -m pytest -m "$$half" $(ARGS) || code=$$?; \
 	  case $$code in 5) ;; 0) [ $$status != 5 ] || status=0 ;; *) status=$$code ;; esac; \
@@ -34,9 +34,10 @@ test: $(VENV)/.installed-dev
 mutations: $(VENV)/.installed-dev
 	$(BIN)/python tests/mutate.py $(ARGS)
 
-# Tests of kills, hangs, interrupts and lost ranks, TURNS times over.
+# The slow tests; then those of kills, hangs, interrupts and lost ranks, TURNS times over.
 TURNS := 20
 soak: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow $(ARGS)
 	@for turn in $$(seq $(TURNS)); do \
 	  echo "turn $$turn of $(TURNS)"; \
 	  $(BIN)/python -m pytest -x tests/launch tests/cli \

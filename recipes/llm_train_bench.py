@@ -79,10 +79,10 @@ _PUBLISHED: tuple[tuple[str, str, str, tuple[str, ...], float | None], ...] = (
     ("proxy-fsdp-mp", PROXY, "fsdp", MP, 650),
     ("proxy-fsdp-pc", PROXY, "fsdp", COMPILE, 680),
     ("proxy-fsdp-fp8", PROXY, "fsdp", FP8, 1000),
-    ("gpt2-fsdp-sac", GPT2, "fsdp", ("--sac", "1/8"), 320),
-    ("gpt2-fsdp-sac-pc", GPT2, "fsdp", ("--sac", "1/8", *COMPILE), 330),
-    ("8b-fsdp-sac", LLAMA, "fsdp", ("--sac", "1/4"), 330),
-    ("8b-fsdp-sac-pc", LLAMA, "fsdp", ("--sac", "1/4", *COMPILE), None),
+    ("gpt2-fsdp-sac", GPT2, "fsdp", ("--ac", "1/8"), 320),
+    ("gpt2-fsdp-sac-pc", GPT2, "fsdp", ("--ac", "1/8", *COMPILE), 330),
+    ("8b-fsdp-sac", LLAMA, "fsdp", ("--ac", "1/4"), 330),
+    ("8b-fsdp-sac-pc", LLAMA, "fsdp", ("--ac", "1/4", *COMPILE), None),
 )
 # Rows without a published figure.
 _FURTHER: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (

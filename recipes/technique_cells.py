@@ -26,14 +26,16 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
+from stepmark.app.train_plan import cases
 from stepmark.bench.context import MeasureContext, make_context, release
 from stepmark.bench.training import trainer
 from stepmark.bench.training.bench import refusal
 from stepmark.bench.training.model_parallel import SequenceShard, coordinates_of
 from stepmark.bench.training.transformer import canonical_name
-from stepmark.cli.train_plan import cases
 from stepmark.core.errors import ConfigError
+from stepmark.core.options import build
 from stepmark.core.train_case import TrainCase
+from stepmark.core.train_options import TrainOptions
 
 LIMIT_S = 300  # per cell
 ROWS = 4  # sequences per data rank and optimizer step
@@ -44,7 +46,7 @@ BASE: dict[str, Any] = {"scale": "tiny", "mbs": str(ROWS), "lr": 3e-3}
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
 TOLERANCE_BF16, TOLERANCE_FP8 = 5e-3, 5e-3
 
-# Key on the command line -> column head, and flags of `stepmark train`.
+# Key on the command line -> column head, and options of `stepmark train`.
 TECHNIQUES: dict[str, tuple[str, dict[str, Any]]] = {
     "amp": ("bf16 autocast", {"precision": "amp"}),
     "bf16": ("bf16 weights", {"precision": "bf16"}),
@@ -57,9 +59,9 @@ TECHNIQUES: dict[str, tuple[str, dict[str, Any]]] = {
     "row": ("FP8 rowwise", {"fp8": True, "fp8_recipe": "rowwise"}),
     "head": ("FP8 head", {"fp8": True, "fp8_head": True}),
     "gath": ("FP8 all-gather", {"fp8": True, "fp8_all_gather": True}),
-    "1/2": ("AC, 1 of 2 blocks", {"sac": "1/2"}),
-    "full": ("AC, every block", {"sac": "full"}),
-    "ops": ("AC, per operator", {"sac": "ops"}),
+    "1/2": ("AC, 1 of 2 blocks", {"ac": "1/2"}),
+    "full": ("AC, every block", {"ac": "full"}),
+    "ops": ("AC, per operator", {"ac": "ops"}),
     "chk": ("loss in 4 chunks", {"loss_chunks": 4}),
     "acc": ("accumulation over 2", {"grad_accum": 2}),
 }
@@ -126,7 +128,7 @@ def planned(setting: Setting, cell: Cell | None) -> TrainCase:
         values["mbs"] = str(ROWS // values["grad_accum"])
         if layout in ("ddp", "fsdp", "cp", "fsdp-tp"):
             values["grad_sync"] = "last"
-    return cases(values, setting.device, setting.num_ranks)[0]
+    return cases(build(TrainOptions, values), setting.device, setting.num_ranks)[0]
 
 
 def main() -> None:

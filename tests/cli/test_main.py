@@ -15,7 +15,7 @@ from stepmark.cli import main
 from stepmark.cli.main import status
 from stepmark.core.ops import FAMILIES
 
-from .process import stepmark
+from .process import stepmark_process
 
 VERBS = list(main.VERBS)
 GEMM = ["op", "gemm", "--m", "64", "--n", "64", "--k", "64"]
@@ -48,7 +48,7 @@ def test_help_is_fast(tmp_path: Path) -> None:
 
     def seconds() -> float:
         begin = os.times()
-        assert stepmark("--help", cwd=tmp_path).returncode == 0
+        assert stepmark_process("--help", cwd=tmp_path).returncode == 0
         end = os.times()
         spent = end.children_user + end.children_system
         return spent - begin.children_user - begin.children_system
@@ -79,7 +79,7 @@ def test_help_of_a_family(family: str) -> None:
 
 
 def test_a_command_line_without_words_is_help(tmp_path: Path) -> None:
-    done = stepmark(cwd=tmp_path)
+    done = stepmark_process(cwd=tmp_path)
     assert "Usage" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
@@ -180,7 +180,7 @@ def test_bad_input_is_one_line_and_two(arguments: list[str], word: str, tmp_path
 
 
 def test_bad_input_in_a_process(tmp_path: Path) -> None:
-    done = stepmark(*GEMM, "--rate", "leisurely", cwd=tmp_path)
+    done = stepmark_process(*GEMM, "--rate", "leisurely", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
 

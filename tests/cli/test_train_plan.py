@@ -10,29 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from stepmark.app import dry_run
-from stepmark.app import train as app_train
-from stepmark.app.memory import estimate
-from stepmark.cli import (
-    options,
-    run,
-    train,
-    train_flags,
-    train_plan,
-    train_refusals,
-    train_spread,
-)
+from stepmark.app import dry_run, train, train_plan, train_refusals
+from stepmark.app.train_plan import estimated_memory as estimate
+from stepmark.cli import run
+from stepmark.cli.flags import parse
 from stepmark.cli.main import status
+from stepmark.core.commands import command_of
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import find_model
+from stepmark.core.options import build, plain
 from stepmark.core.parallel import ParallelConfig
-from stepmark.core.plan import TrainHow
 from stepmark.core.train_case import TrainCase
+from stepmark.core.train_options import STRATEGIES, TrainOptions
 from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision, Recompute
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -76,16 +69,18 @@ def test_a_plain_command_is_one_rank_on_a_cpu() -> None:
 
 
 def test_defaults_on_accelerators() -> None:
-    values = {"model": "llama-3.1-8b"}
-    (case,) = train_plan.cases(values, "cuda", 8)
+    plain = parsed(["llama-3.1-8b"])
+    (case,) = train_plan.cases(plain, "cuda", 8)
     assert (case.strategy, case.parallel) == ("fsdp", ParallelConfig(dp_shard=8))
     assert (case.precision, case.reduce_dtype, case.workers) == ("amp", "bf16", 2)
     assert (case.device, case.backend) == ("cuda", "nccl")
-    assert train_spread.default_nproc(values, "cuda") == "all"
-    assert train_spread.default_nproc({**values, "strategy": "single"}, "cuda") == "1"
-    (ddp,) = train_plan.cases({**values, "strategy": "ddp"}, "cuda", 8)
+    assert train_plan.default_nproc(plain, "cuda") == "all"
+    single = parsed(["llama-3.1-8b", "--strategy", "single"])
+    assert train_plan.default_nproc(single, "cuda") == "1"
+    words = ["llama-3.1-8b", "--strategy", "ddp"]
+    (ddp,) = train_plan.cases(parsed(words), "cuda", 8)
     assert ddp.reduce_dtype == "fp32"
-    (low,) = train_plan.cases({**values, "strategy": "ddp", "precision": "bf16"}, "cuda", 8)
+    (low,) = train_plan.cases(parsed([*words, "--precision", "bf16"]), "cuda", 8)
     assert low.reduce_dtype == "bf16"
 
 
@@ -135,7 +130,7 @@ def test_how_ranks_are_divided(words: str, axes: dict[str, int], strategy: str) 
 
 
 @given(
-    strategy=st.sampled_from(train_spread.STRATEGIES),
+    strategy=st.sampled_from(STRATEGIES),
     world=st.integers(1, 64),
     sizes=st.fixed_dictionaries(
         {},
@@ -146,7 +141,7 @@ def test_all_ranks_are_used_or_the_flags_refused(
     strategy: str, world: int, sizes: dict[str, int]
 ) -> None:
     try:
-        _, parallel = train_spread.spread({"strategy": strategy, **sizes}, world)
+        _, parallel = train_plan.layout(TrainOptions(**sizes), strategy, world)
     except ConfigError:
         assume(False)
     assert parallel.world_size == world
@@ -189,7 +184,7 @@ def test_files_are_models_and_the_command_names_them() -> None:
     ):
         case = one([str(EXAMPLES / file), "--device", "cpu"])
         assert (case.model_file, case.model.seq_len) == (str(EXAMPLES / file), seq_len)
-        assert str(EXAMPLES / file) in case.command()
+        assert str(EXAMPLES / file) in command_of(case)
     folder = one([str(EXAMPLES / "hf/llama-3.1-8b"), "--device", "cpu"])
     assert folder.model.num_params == find_model("llama-3.1-8b").num_params
 
@@ -200,7 +195,8 @@ def test_files_are_models_and_the_command_names_them() -> None:
         ("--sac none", (Recompute.NONE, (1, 1))),
         ("--sac full", (Recompute.FULL, (1, 1))),
         ("--sac ops", (Recompute.OPS, (1, 1))),
-        ("--sac 1/4", (Recompute.BLOCKS, (1, 4))),
+        ("--ac selective", (Recompute.OPS, (1, 1))),
+        ("--ac 1/4", (Recompute.BLOCKS, (1, 4))),
         ("--sac 2/4", (Recompute.BLOCKS, (2, 4))),
         ("--sac 1/1", (Recompute.FULL, (1, 1))),
         ("--sac-freq 1/4", (Recompute.BLOCKS, (1, 4))),
@@ -239,7 +235,7 @@ def test_both_schedules_are_two_cases() -> None:
     assert [(case.schedule, case.grad_accum) for case in found] == [("micro", 8), ("step", 1)]
 
 
-# The law of TrainCase.command(): its words plan the same case.
+# The law of options_of(): its words plan the same case.
 SPREADS = (
     "--strategy single",
     "--strategy ddp --nproc 4",
@@ -254,7 +250,8 @@ SPREADS = (
     "--strategy fsdp --nproc 4 --cp 2 --tp 2",
 )
 ANY = (
-    *("", "--sac full", "--sac ops", "--sac 1/4", "--sac 3/8", "--text", "--scale 1/8"),
+    *("", "--ac full", "--ac selective", "--sac ops", "--sac 1/4", "--sac 3/8"),
+    *("--text", "--scale 1/8"),
     *("--fp8", "--fp8 --fp8-head", "--fp8 --fp8-recipe rowwise", "--precision bf16"),
     "--precision master",
     *("--fp8 --no-fp8-all-gather --precision bf16", "--compile", "--compile-scope model"),
@@ -281,7 +278,7 @@ def test_the_words_of_a_command_plan_the_same_case(
         (case,) = [again(words)]
     except ConfigError:
         assume(False)
-    program, verb, *told = shlex.split(case.command())
+    program, verb, *told = shlex.split(command_of(case))
     assert (program, verb) == ("stepmark", "train")
     assert again(told) == dataclasses.replace(case)
     assert again(told).case_id == case.case_id
@@ -289,23 +286,17 @@ def test_the_words_of_a_command_plan_the_same_case(
 
 def again(words: list[str]) -> TrainCase:
     """As `plan`, but errors are raised."""
-    values = parsed(words)
-    device = values["device"]
-    values["nproc"] = train_spread.default_nproc(values, device)
-    (case,) = train_plan.cases(values, device, int(values["nproc"]))
+    options = parsed(words)
+    device = options.device or "cpu"
+    (case,) = train_plan.cases(options, device, int(train_plan.default_nproc(options, device)))
     return case
 
 
-GIVEN: dict[str, Any] = {}
-APP = typer.Typer()
-APP.command()(options.as_command(GIVEN.update, "", train_flags.MODELS, *train_flags.ALL))
-
-
-def parsed(words: list[str]) -> dict[str, Any]:
-    """The values that a command line gives."""
-    GIVEN.clear()
-    APP(words, standalone_mode=False)
-    return train.with_models(GIVEN)
+def parsed(words: list[str]) -> TrainOptions:
+    """The options of a command line; a plan keeps them as plain data."""
+    options = parse(TrainOptions, words)
+    assert build(TrainOptions, plain(options)) == options
+    return options
 
 
 @pytest.mark.parametrize("spread", SPREADS)
@@ -320,7 +311,7 @@ def test_most_single_techniques_go_with_every_spread(spread: str, flags: str) ->
         refused = error.field
     else:
         refused = ""
-        assert again(shlex.split(case.command())[2:]).case_id == case.case_id
+        assert again(shlex.split(command_of(case))[2:]).case_id == case.case_id
     assert refused in {"", *asked} | ({"mbs", "fp8-all-gather"} if flags else set())
 
 
@@ -360,9 +351,9 @@ REFUSED = [
     (
         LLAMA,
         "--strategy tp --nproc 1",
-        "strategy tp is invalid: it must be one that divides 1 ranks",
+        "strategy tp is invalid: it must be one for which 1 ranks leave 2 or more",
     ),
-    (LLAMA, "--tp 0", "tp 0 is invalid: it must be a whole number from 1"),
+    (LLAMA, "--tp 0", "tp 0 is invalid: it must be from 1 to 1048576"),
     (LLAMA, "--nproc 0", "nproc 0 is invalid: it must be all, or from 1 to 1024"),
     (
         LLAMA,
@@ -416,27 +407,27 @@ REFUSED = [
     (
         LLAMA,
         "--strategy cp --nproc 2 --seq-len 510",
-        "cp 2 is invalid: it must be such that 4 equal parts make",
+        "cp 2 is invalid: it must be a divisor of half the sequence length (510 / 2)",
     ),
     (
         GPT,
         "--strategy fsdp --nproc 6 --cp 3",
-        "cp 3 is invalid: it must be such that 6 equal parts make the",
+        "cp 3 is invalid: it must be a divisor of half the sequence length (1024 / 2)",
     ),
     (
         LLAMA,
         "--strategy tp --nproc 4 --cp 2",
-        "cp 2 is invalid: it must be 1 with tp or pp alone, which reduce",
+        "cp 2 is invalid: it must be 1 with tp or pp alone; with --strategy fsdp",
     ),
     (
         LLAMA,
         "--strategy pp --nproc 4 --cp 2 --mbs 2",
-        "cp 2 is invalid: it must be 1 with tp or pp alone, which",
+        "cp 2 is invalid: it must be 1 with tp or pp alone; with --strategy fsdp",
     ),
     (
         LLAMA,
         "--strategy cp --nproc 4 --tp 2",
-        "tp 2 is invalid: it must be 1 with ddp; --strategy fsdp",
+        "tp 2 is invalid: it must be 1 with ddp; with --strategy fsdp",
     ),
     (
         LLAMA,
@@ -466,12 +457,12 @@ REFUSED = [
     (
         LLAMA,
         "--strategy ddp --nproc 4 --tp 2",
-        "tp 2 is invalid: it must be 1 with ddp; --strategy fsdp",
+        "tp 2 is invalid: it must be 1 with ddp; with --strategy fsdp",
     ),
     (
         LLAMA,
         "--strategy ddp --nproc 4 --pp 2 --mbs 2",
-        "pp 2 is invalid: it must be 1 with ddp; --strategy fsdp",
+        "pp 2 is invalid: it must be 1 with ddp; with --strategy fsdp",
     ),
     (
         LLAMA,
@@ -545,15 +536,15 @@ REFUSED = [
         "--sac 1/1",
         "sac full is invalid: it must be none: llama-3.1-70b-pr",
     ),
-    (LLAMA, "--sac half", "sac half is invalid: it must be none, full, ops, or q/p"),
+    (LLAMA, "--sac half", "sac half is invalid: it must be none, full, selective, or q/p"),
     (
         LLAMA,
         "--sac 2/1",
-        "sac 2/1 is invalid: it must be none, full, ops, or q/p with 1 <= q <= p",
+        "sac 2/1 is invalid: it must be none, full, selective, or q/p with 1 <= q <= p",
     ),
-    (LLAMA, "--sac 0/4", "sac 0/4 is invalid: it must be none, full, ops, or q/p"),
-    (LLAMA, "--sac 1/", "sac 1/ is invalid: it must be none, full, ops, or q/p"),
-    (LLAMA, "--sac -1/4", "sac -1/4 is invalid: it must be none, full, ops, or q/p"),
+    (LLAMA, "--sac 0/4", "sac 0/4 is invalid: it must be none, full, selective, or q/p"),
+    (LLAMA, "--sac 1/", "sac 1/ is invalid: it must be none, full, selective, or q/p"),
+    (LLAMA, "--sac -1/4", "sac -1/4 is invalid: it must be none, full, selective, or q/p"),
     (
         LLAMA,
         "--sac 1/64",
@@ -563,7 +554,7 @@ REFUSED = [
     (
         LLAMA,
         "--sac 1/4 --sac-freq 1/4",
-        "sac-freq 1/4 is invalid: it cannot be combined with --sac",
+        "sac-freq 1/4 is invalid: it cannot be combined with --ac",
     ),
     (
         LLAMA,
@@ -606,7 +597,7 @@ REFUSED = [
     (
         GPT,
         "--fp8 --seq-len 1000 --mbs 1",
-        "fp8 tensorwise is invalid: it must be widths of multiples of 16: toke",
+        "fp8 tensorwise is invalid: it works only with widths that are multiples of 16: toke",
     ),
     (
         LLAMA,
@@ -661,7 +652,7 @@ REFUSED = [
     (
         LLAMA,
         "--strategy tp --nproc 2 --compile --sac full",
-        "sac full is invalid: it must be ops with tp and",
+        "sac full is invalid: it must be selective with tp and",
     ),
     (
         LLAMA,
@@ -707,9 +698,9 @@ REFUSED = [
         "--strategy ddp --precision bf16 --reduce-dtype fp32",
         "reduce-dtype fp32 is invalid: it must be bf16: ddp reduces gradients as they are",
     ),
-    (LLAMA, "--lr 0", "lr 0.0 is invalid: it must be from 1e-12 to 1e+12"),
-    (LLAMA, "--lr nan", "lr nan is invalid: it must be from 1e-12 to 1e+12"),
-    (LLAMA, "--clip -1", "clip -1.0 is invalid: it must be from 0 to 1e+06"),
+    (LLAMA, "--lr 0", "lr 0 is invalid: it must be from 1e-12 to 1000000000000"),
+    (LLAMA, "--lr nan", "lr nan is invalid: it must be from 1e-12 to 1000000000000"),
+    (LLAMA, "--clip -1", "clip -1 is invalid: it must be from 0 to 1000000"),
     (LLAMA, "--bucket-mb 50", "bucket-mb 50 is invalid: it works only with --strategy ddp"),
     (LLAMA, "--strategy ddp --bucket-mb 0", "bucket-mb 0 is invalid: it must be from 1 to"),
     (LLAMA, "--reshard no", "reshard no is invalid: it works only with --strategy fsdp"),
@@ -753,13 +744,13 @@ REFUSED = [
     (LLAMA, "--workers -1", "workers -1 is invalid: it must be from 0 to 256"),
     (LLAMA, "--seed -1", "seed -1 is invalid: it must be from 0 to"),
     # how
-    (LLAMA, "--steps 0", "steps 0 is invalid: it must be a whole number from 1"),
+    (LLAMA, "--steps 0", "steps 0 is invalid: it must be from 1"),
     (
         LLAMA,
         "--schedule micro --steps 12",
         "steps 12 is invalid: it must be a multiple of 8: whole optimizer",
     ),
-    (LLAMA, "--launches 0", "launches 0 is invalid: it must be a whole number from 1"),
+    (LLAMA, "--launches 0", "launches 0 is invalid: it must be from 1"),
     (LLAMA, "--timeout soon", "timeout soon is invalid: it must be a duration such as"),
     (LLAMA, "--budget 0s", "budget 0s is invalid: it must be a duration above 0"),
     (LLAMA, "--profile-ranks 0", "profile-ranks 0 is invalid: it works only with --profile"),
@@ -771,7 +762,7 @@ REFUSED = [
     (
         LLAMA,
         "--profile --profile-ranks a",
-        "profile-ranks a is invalid: it must be ranks from 0 to 0",
+        "profile-ranks a is invalid: it must be a whole number",
     ),
     (LLAMA, "--find-batch --mbs 4", "mbs 4 is invalid: it must be several with --find-batch"),
     (
@@ -809,10 +800,10 @@ def test_refused_in_one_line(
 def test_fp8_needs_widths_of_multiples_of_16(changes: dict[str, Any], what: str) -> None:
     model = find_model("llama-3.1-8b")
     case = TrainCase(model=model, fp8=Fp8.TENSORWISE, fp8_head=True)
-    train_refusals.check(case, {})
+    train_refusals.check(case, TrainOptions())
     broken = dataclasses.replace(case, model=dataclasses.replace(model, **changes))
     with pytest.raises(ConfigError, match=what):
-        train_refusals.check(broken, {})
+        train_refusals.check(broken, TrainOptions())
 
 
 def test_a_dry_run_prints_a_command_per_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -823,19 +814,15 @@ def test_a_dry_run_prints_a_command_per_case(capsys: pytest.CaptureFixture[str])
     assert told.err == "2 cases; none was run\n"
 
 
-def how_of(values: dict[str, Any], num_ranks: int) -> TrainHow:
-    return app_train.how(values, train_refusals.profiled_ranks(values, num_ranks))
-
-
 def test_the_runner_gets_what_was_asked() -> None:
     asked = parsed([*GPT, "--steps", "7", "--timeout", "2m", "--budget", "30s", "--messages"])
-    told = how_of(asked, 2)
+    told = train.how(asked, 2)
     assert (told.steps, told.timeout_s, told.budget_s) == (7, 120.0, 30.0)
     assert (told.messages, told.profile, told.find_batch) == (True, False, False)
-    plain = how_of(parsed(GPT), 1)
+    plain = train.how(parsed(GPT), 1)
     assert (plain.steps, plain.timeout_s, plain.budget_s) == (None, 600.0, None)
     profiled = parsed([*GPT, "--profile", "--profile-ranks", "1,0", "--strategy", "ddp"])
-    assert how_of(profiled, 2).profile_ranks == (0, 1)
+    assert train.how(profiled, 2).profile_ranks == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -852,7 +839,7 @@ def test_the_main_job_trains_what_fits(
 ) -> None:
     found = run.that_fits("llama-3.1-8b", num_ranks, gib * 2**30)
     assert (found["model"], found["strategy"]) == (model, strategy)
-    (case,) = train_plan.cases(found, "cuda", num_ranks)
+    (case,) = train_plan.cases(build(TrainOptions, found), "cuda", num_ranks)
     assert estimate(case).total_bytes < gib * 2**30
     assert run.that_fits("llama-3.1-8b", num_ranks, 2**28) == {}
 

@@ -19,7 +19,7 @@ from stepmark.core.workload import CommOp
 from stepmark.workload.formats import FORMATS
 from stepmark.workload.rules import RULES
 
-from .process import environment, stepmark
+from .process import environment, stepmark_process
 from .workload_program import AICB, Program, program, refused
 
 TINY = "--model llama-3.1-8b --scale tiny"
@@ -517,7 +517,7 @@ def test_a_file_is_made_in_half_a_second(tmp_path: Path) -> None:
 
     def seconds() -> float:
         begin = os.times()
-        assert stepmark(*words.split(), cwd=tmp_path).returncode == 0
+        assert stepmark_process(*words.split(), cwd=tmp_path).returncode == 0
         end = os.times()
         spent = end.children_user + end.children_system
         return spent - begin.children_user - begin.children_system

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.app.memory import estimate, largest_mbs
+from stepmark.app.train_plan import estimated_memory as estimate
+from stepmark.app.train_plan import largest_mbs
 from stepmark.core.dtypes import DType
 from stepmark.core.model import ModelConfig, find_model
 from stepmark.core.parallel import ParallelConfig

@@ -25,8 +25,7 @@ from stepmark.core.training import (
 from stepmark.report.train_columns import per_rank_rows, rows
 from stepmark.report.training_printing import best_batches
 from stepmark.report.training_rates import PHASES, drift, mean_phases
-from stepmark.report.training_remarks import remarks
-from stepmark.report.training_words import shape_text, techniques
+from stepmark.report.training_words import remarks, shape_text, techniques
 
 from .records import FAST, gemm, measured
 from .train_records import (

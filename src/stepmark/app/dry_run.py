@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from stepmark.app.memory import estimate
+from stepmark.app.train_plan import estimated_memory
 from stepmark.core.case import Label, OpCase
 from stepmark.core.comm_case import CommCase
 from stepmark.core.commands import command_of
@@ -100,7 +100,7 @@ def _of_step(case: TrainCase) -> Row:
         "message_calls": calls,
         "message_bytes": message_bytes,
         "messages_unknown": reason,
-        "memory_bytes": estimate(case).total_bytes,
+        "memory_bytes": estimated_memory(case).total_bytes,
     }
 
 

@@ -123,7 +123,7 @@ def _context(plan: Plan) -> "MeasureContext":
 
 def _largest_mbs(case: "TrainCase", memory_bytes: int) -> int:
     """Import the estimate when a case has run out of memory."""
-    from stepmark.app.memory import largest_mbs  # noqa: PLC0415
+    from stepmark.app.train_plan import largest_mbs  # noqa: PLC0415
 
     return largest_mbs(case, memory_bytes)
 

@@ -1,51 +1,75 @@
-"""stepmark train: what it shows. A block per case, its messages and profile, a table, files."""
+"""stepmark train: its plan, and what it shows: a block per case, messages, profile, a table."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from stepmark.app import delivery
-from stepmark.app.delivery import Values
-from stepmark.core.option_groups import MeasureOptions
-from stepmark.core.options import build
-from stepmark.core.plan import TrainHow
+from stepmark.app import delivery, train_plan, train_refusals
+from stepmark.app.machine import Machine
+from stepmark.app.measure import measure_or_list
+from stepmark.app.progress import named
+from stepmark.app.view import View, console
+from stepmark.core.options import build, plain
+from stepmark.core.plan import How, Plan, TrainHow, entries
 from stepmark.core.record import Failed, Measured, Record
-from stepmark.core.units import parse_duration
-
-if TYPE_CHECKING:
-    from stepmark.app.view import View
+from stepmark.core.train_options import TrainOptions
+from stepmark.report import train_columns, training_printing
+from stepmark.store.reader import read_records
 
 _TRACES = "traces"  # folder of a run
 
 
-def how(values: Values, profile_ranks: tuple[int, ...]) -> TrainHow:
-    """--steps, --budget and the like."""
-    return TrainHow(
-        steps=values.get("steps"),
-        budget_s=parse_duration(values["budget"], "budget") if values.get("budget") else None,
-        timeout_s=parse_duration(values.get("timeout") or "600s", "timeout"),
-        messages=bool(values.get("messages")),
-        profile=bool(values.get("profile")),
-        profile_ranks=profile_ranks,
-        find_batch=bool(values.get("find_batch")),
-        compile_fallback=bool(values.get("compile_fallback")),
+def run(options: TrainOptions) -> int:
+    """Plan, then measure on ranks of this host, or as one rank of an outer launcher."""
+
+    def planned(machine: Callable[[], Machine]) -> Plan:
+        delivery.check_outputs(options)
+        return plan(options, machine())
+
+    return measure_or_list(planned, options)
+
+
+def plan(options: TrainOptions, machine: Machine) -> Plan:
+    """Plan every case of the options. Raises ConfigError."""
+    device = machine.device
+    world_size = machine.num_ranks(train_plan.default_nproc(options, device))
+    cases = train_plan.cases(options, device, world_size)
+    return Plan(
+        command="train",
+        argv=tuple(sys.argv[1:]),
+        options=plain(options),
+        device=device,
+        world_size=world_size,
+        how=How(train=how(options, world_size)),
+        entries=entries(cases, options.launches),
     )
 
 
-def show(path: Path, values: Values, code: int) -> int:
-    """Show the run, write the files that were asked for; the exit code of it all."""
-    from stepmark.store.reader import read_records  # noqa: PLC0415
+def how(options: TrainOptions, world_size: int) -> TrainHow:
+    """Return how thoroughly steps are measured."""
+    return TrainHow(
+        steps=options.steps,
+        budget_s=options.budget,
+        timeout_s=options.timeout or 600.0,
+        messages=options.messages,
+        profile=options.profile,
+        profile_ranks=train_refusals.profiled_ranks(options, world_size),
+        find_batch=options.find_batch,
+        compile_fallback=options.compile_fallback,
+    )
 
-    launches = values.get("launches") or 1
-    found = bool(values.get("find_batch")) and found_batch(read_records(path), launches)
-    # What was too large is how the search ended.
+
+def show(path: Path, values: Mapping[str, object], code: int) -> int:
+    """Show the run, write the files of --json and --csv. Returns the exit code of it all."""
+    options = build(TrainOptions, values)
+    # A batch that is too large is how a search ends.
+    found = options.find_batch and found_batch(read_records(path), options.launches)
     code = delivery.deliver(
         path,
-        build(MeasureOptions, values),
+        options,
         0 if found and code == 3 else code,
-        files=lambda run, given: delivery.write_rows(run.train_rows, given),
-        show=lambda run, given: _show(run, path),
+        files=lambda run, _: delivery.write_rows(run.train_rows, options),
+        show=lambda run, _: _show(run, path),
     )
     return 0 if found and code == 3 else code
 
@@ -58,11 +82,7 @@ def found_batch(records: Iterable[Record], launches: int) -> bool:
     return measured >= set(range(1, launches + 1)) and causes == {"oom"}
 
 
-def _show(run: "View", path: Path) -> None:
-    from stepmark.app.progress import named  # noqa: PLC0415
-    from stepmark.app.view import console  # noqa: PLC0415
-    from stepmark.report import train_columns, training_messages, training_printing  # noqa: PLC0415
-
+def _show(run: View, path: Path) -> None:
     per_rank = train_columns.per_rank_rows(run.records, run.run)
     several = [row for row in per_rank if len(run.run.environment.devices) > 1]
     training_printing.print_training(run.train_rows, console(), several)
@@ -73,7 +93,7 @@ def _show(run: "View", path: Path) -> None:
         if facts.messages or tables:
             sys.stdout.write(f"\n{named(record.case)}\n")
         if facts.messages:
-            lines = training_messages.lines(facts, record.case.num_ranks)
+            lines = training_printing.message_lines(facts, record.case.num_ranks)
             sys.stdout.write("\n".join(lines) + "\n")
         for table in tables:
             sys.stdout.write(table.read_text() + "\n")

@@ -74,7 +74,7 @@ def convert(options: ConvertOptions) -> None:
 
 def capture(options: CaptureOptions) -> None:
     """Record a rank's step on fake tensors and fake ranks; without -o, print it."""
-    from stepmark.bench.capture import capture_file  # noqa: PLC0415 # it loads torch
+    from stepmark.bench.capture.run import capture_file  # noqa: PLC0415 # it loads torch
 
     file, colon, function = options.file.rpartition(":")
     if not colon or not file or not function.isidentifier():

@@ -16,6 +16,7 @@ from stepmark.workload.rules import RULES
 _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "sequence_parallel": ("--sp", "--enable-sequence-parallel", "--sp-enable"),
     "virtual_pipeline_model_parallel_size": ("--vpp",),
+    "recompute": ("--ac",),
     "stage": ("--zero-stage",),
     "stage3_prefetch_bucket_size": ("--prefetch-bucket-size",),
     "stage3_param_persistence_threshold": ("--param-persistence-threshold",),

@@ -332,7 +332,7 @@ def _file_of(text: str) -> str:
 
 def _of_file(text: str, batch: Batch) -> Architecture:
     """What the user's function makes of a batch."""
-    from stepmark.bench.capture import load, reported  # noqa: PLC0415
+    from stepmark.bench.capture.file import load, reported  # noqa: PLC0415
 
     path = Path(_file_of(text)).resolve()
     with (

@@ -9,6 +9,7 @@ import typer
 
 from stepmark.core.option_groups import MeasureOptions
 from stepmark.core.options import build
+from stepmark.core.train_options import TrainOptions
 from stepmark.core.units import GIB, parse_duration
 
 if TYPE_CHECKING:
@@ -82,9 +83,9 @@ def run(
 
 def plan(values: dict[str, Any], machine: "Machine") -> "Plan":
     """One plan of operators, collectives and training steps. Raises ConfigError."""
-    from stepmark.app import comm  # noqa: PLC0415
+    from stepmark.app import comm, train  # noqa: PLC0415
     from stepmark.app.delivery import as_options  # noqa: PLC0415
-    from stepmark.cli import op, train  # noqa: PLC0415
+    from stepmark.cli import op  # noqa: PLC0415
     from stepmark.core.comm_options import CommOptions  # noqa: PLC0415
     from stepmark.core.plan import How, OpHow, Plan, entries  # noqa: PLC0415
 
@@ -111,7 +112,7 @@ def plan(values: dict[str, Any], machine: "Machine") -> "Plan":
         parts += of_comm.entries
         notes += of_comm.notes
     if training := _training(values, machine, count, share_s, notes):
-        of_train = train.plan(training, machine)
+        of_train = train.plan(build(TrainOptions, training), machine)
         how = replace(how, train=of_train.how.train)
         world_size = max(world_size, of_train.world_size)
         parts += of_train.entries
@@ -176,14 +177,13 @@ def _training(
 
 def that_fits(model: str, num_ranks: int, memory_bytes: int) -> dict[str, Any]:
     """This model or a smaller one, spread over these accelerators; empty where none fits."""
-    from stepmark.app.memory import largest_mbs  # noqa: PLC0415
-    from stepmark.cli import train_plan  # noqa: PLC0415
+    from stepmark.app import train_plan  # noqa: PLC0415
 
     strategy = "fsdp" if num_ranks > 1 else "single"
     for name in (model, *_SMALLER):
         asked = {"model": name, "strategy": strategy, "nproc": str(num_ranks), "compile": True}
-        planned = train_plan.cases(asked, "cuda", num_ranks)
-        most = min(largest_mbs(case, int(memory_bytes * _SHARE)) for case in planned)
+        planned = train_plan.cases(build(TrainOptions, asked), "cuda", num_ranks)
+        most = min(train_plan.largest_mbs(case, int(memory_bytes * _SHARE)) for case in planned)
         if most:
             return {**asked, "mbs": str(min(most, _MOST_MBS))}
     return {}

@@ -3,18 +3,17 @@
 import importlib
 import shlex
 
-from stepmark.core.comm_case import CommCase
+from stepmark.core.case import OpCase
 from stepmark.core.options import argv
 from stepmark.core.record import AnyCase
 
 # By kind of case: a module that has options_of(case), imported when a command is shown.
-_OPTIONS = {"comm": "stepmark.core.comm_options"}
+_OPTIONS = {"comm": "stepmark.core.comm_options", "train": "stepmark.core.train_options"}
 
 
 def command_of(case: AnyCase) -> str:
     """Return the command, quoted for a shell."""
-    if case.kind not in _OPTIONS:
-        assert not isinstance(case, CommCase)
+    if isinstance(case, OpCase):
         return case.command()
     options = importlib.import_module(_OPTIONS[case.kind]).options_of(case)
     return shlex.join(["stepmark", case.kind, *argv(options)])

@@ -1,9 +1,13 @@
 """Groups of options that several verbs share."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.options import Duration, flag, group
+from stepmark.core.options import Duration, between, flag, group
+
+Degree = Annotated[int, between(1, 2**20)]
+MICRO_BATCH = ("--mbs", "--bsz", "--micro-batch", "--micro-batch-size", "--batch-size")
 
 
 @group
@@ -68,3 +72,43 @@ class TimeLimits(Budget):
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions(Output, TimeLimits, Device):
     """Options of every verb that measures."""
+
+
+@group
+class ModelChoice:
+    """Model."""
+
+    model: str | None = flag("model name, or a file such as config.json")
+    scale: str | None = flag("1/64: scaled-down widths; tiny: a tiny model")
+    seq_len: int | None = flag("tokens per sequence [the model's]", "--seq-len", "--seq-length")
+
+
+@group
+class Axes:
+    """Layout."""
+
+    tp: Degree | None = flag(
+        "tensor-parallel degree [1]", "--tp", "--tp-num", "--tensor-model-parallel-size"
+    )
+    pp: Degree | None = flag(
+        "pipeline-parallel degree [1]",
+        "--pp",
+        "--pp-num",
+        "--pipeline-model-parallel",
+        "--pipeline-model-parallel-size",
+    )
+    cp: Degree | None = flag(
+        "context-parallel degree: ranks of a sequence [1]", "--cp", "--context-parallel-size"
+    )
+    ep: Degree | None = flag(
+        "expert-parallel degree, within the data ranks [1]",
+        "--ep",
+        "--expert-model-parallel-size",
+        "--expert-parallel-size",
+        "--ep-num",
+    )
+    dp_replicate: Degree | None = flag(
+        "copies, each over the other ranks (HSDP)",
+        "--dp-replicate",
+        "--num-distributed-optimizer-instances",
+    )

@@ -3,9 +3,8 @@
 import dataclasses
 import hashlib
 import json
-import shlex
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from stepmark.core.case import Label
 from stepmark.core.dtypes import DType
@@ -69,7 +68,7 @@ class TrainCase:
     workers: int = 0  # processes of the data loader
     seed: int = 0
     scale: str = ""  # e.g. 1/8 or tiny
-    model_file: str = ""  # file of the model; for command() only
+    model_file: str = ""  # file of the model; for the command only
     labels: tuple[Label, ...] = ()
 
     @property
@@ -143,68 +142,3 @@ class TrainCase:
             del identity["model"][name]
         text = json.dumps({"family": self.family, **identity}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def command(self) -> str:
-        """Return the shell command that measures this case alone."""
-        axes = self.parallel
-        words = ["stepmark", "train", self.model_file or self.model.name.partition("@")[0]]
-        words += ["--scale", self.scale] if self.scale else []
-        words += ["--strategy", self._strategy_flag, "--nproc", str(self.num_ranks)]
-        for axis in ("tp", "pp", "cp", "ep", "dp_replicate"):
-            if getattr(axes, axis) > 1:
-                words += ["--" + axis.replace("_", "-"), str(getattr(axes, axis))]
-        words += ["--mbs", str(self.mbs), "--seq-len", str(self.model.seq_len)]
-        words += self._techniques()
-        return shlex.join([*words, "--device", self.device])
-
-    @property
-    def _strategy_flag(self) -> str:
-        if self.data_parallel is not DataParallel.NONE:
-            return self.data_parallel.value
-        axes = self.parallel
-        return next((axis for axis in ("pp", "tp", "cp") if getattr(axes, axis) > 1), "single")
-
-    def _techniques(self) -> list[str]:
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        words: list[str] = []
-        for name in _VALUES:
-            value: Any = getattr(self, name)
-            if value != defaults[name] or name in _ALWAYS:
-                words += ["--" + name.replace("_", "-"), str(value)]
-        for name in ("fp8_head", "fp8_all_gather", "cuda_graph", "async_tp"):
-            words += ["--" + name.replace("_", "-")] if getattr(self, name) else []
-        if self.fp8 is not Fp8.NONE:
-            words += ["--fp8", "--fp8-recipe", self.fp8]
-            words += [] if self.fp8_all_gather else ["--no-fp8-all-gather"]
-        if self.compile is not CompileScope.NONE:
-            words += ["--compile", "--compile-scope", self.compile]
-        match self.recompute:
-            case Recompute.BLOCKS:
-                words += ["--sac", "{}/{}".format(*self.recompute_blocks)]
-            case Recompute.FULL | Recompute.OPS:
-                words += ["--sac", self.recompute]
-        if self.data == "text":
-            words += ["--text"]
-        elif self.data != "random":
-            words += ["--text-file", self.data]
-        return words
-
-
-# Flags with one value. Flags in _ALWAYS have defaults that depend on the device or other flags.
-_ALWAYS = ("precision", "schedule", "grad_accum", "reduce_dtype", "workers")
-_VALUES = (
-    *_ALWAYS,
-    "grad_sync",
-    "compile_mode",
-    "attention",
-    "loss_chunks",
-    "lr",
-    "clip",
-    "reshard",
-    "prefetch",
-    "blocks_per_group",
-    "bucket_mb",
-    "pp_schedule",
-    "pp_microbatches",
-    "seed",
-)

@@ -50,6 +50,10 @@ class Recompute(StrEnum):
     BLOCKS = "blocks"  # q of every p blocks
     OPS = "ops"  # every block except attention, collectives and every second product
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Recompute | None":
+        return cls.OPS if value == "selective" else None  # torchtitan's word
+
 
 class Schedule(StrEnum):
     """Content of one sample."""

@@ -7,12 +7,12 @@ too: `stepmark.app.workload_flags` adds them when the framework is known.
 from dataclasses import dataclass
 from typing import Annotated
 
-from stepmark.core.option_groups import Files
+from stepmark.core.option_groups import MICRO_BATCH, Axes, Files, ModelChoice
 from stepmark.core.options import REQUIRED, between, flag, group
 
 
 @group
-class Model:
+class Model(ModelChoice):
     """Model."""
 
     model: str | None = flag("model name, config.json (Hugging Face's) or FILE.py:function")
@@ -22,7 +22,6 @@ class Model:
         "--model-size",
     )
     model_name: str | None = flag("what the workload is called")
-    scale: str | None = flag("1/64: scaled-down widths; tiny: a tiny model")
     num_layers: int | None = flag("transformer layers")
     hidden_size: int | None = flag("width of the residual stream")
     ffn_hidden_size: int | None = flag("width of the MLP [4 x hidden; swiglu 8/3 x]")
@@ -42,7 +41,6 @@ class Model:
         "--max-positions",
         "--max-position-embeddings",
     )
-    seq_len: int | None = flag("tokens per sequence [the model's]", "--seq-len", "--seq-length")
     swiglu: bool | None = flag("gated MLP with SiLU", "--swiglu/--no-swiglu")
     linear_bias: bool | None = flag(
         "biases of linear layers",
@@ -93,50 +91,18 @@ class Experts:
 
 
 @group
-class Layout:
+class Layout(Axes):
     """Layout."""
 
     world_size: int | None = flag("ranks in all [the product of the axes]")
-    tp: int | None = flag(
-        "tensor-parallel degree [1]", "--tp", "--tp-num", "--tensor-model-parallel-size"
-    )
-    pp: int | None = flag(
-        "pipeline stages' ranks [1]",
-        "--pp",
-        "--pp-num",
-        "--pipeline-model-parallel",
-        "--pipeline-model-parallel-size",
-    )
-    cp: int | None = flag(
-        "context-parallel degree: ranks of a sequence [1]", "--cp", "--context-parallel-size"
-    )
-    ep: int | None = flag(
-        "expert-parallel degree, within the data ranks [1]",
-        "--ep",
-        "--expert-model-parallel-size",
-        "--expert-parallel-size",
-        "--ep-num",
-    )
     dp_shard: int | None = flag("ranks that shard [what world-size leaves]")
-    dp_replicate: int | None = flag(
-        "copies, each over the other ranks (HSDP)",
-        "--dp-replicate",
-        "--num-distributed-optimizer-instances",
-    )
     gbs: int | None = flag(
         "sequences per optimizer step [one micro-batch per data rank]",
         "--gbs",
         "--global-batch",
         "--global-batch-size",
     )
-    mbs: int | None = flag(
-        "sequences per micro-batch [1]",
-        "--mbs",
-        "--bsz",
-        "--micro-batch",
-        "--micro-batch-size",
-        "--batch-size",
-    )
+    mbs: int | None = flag("sequences per micro-batch [1]", *MICRO_BATCH)
     dtype: str | None = flag("of weights and activations [bf16]")
 
 

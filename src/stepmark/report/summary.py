@@ -15,7 +15,7 @@ from stepmark.report.nccl_remarks import NO_STRAGGLER, straggler
 from stepmark.report.nccl_tests import grouped
 from stepmark.report.p2p_matrix import matrices, slow_lines
 from stepmark.report.row_tables import describe
-from stepmark.report.training_remarks import remarks, title
+from stepmark.report.training_words import remarks, title
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Training steps: the columns of their rows: rates in named conventions, phases, memory.
+"""Columns of the rows of training steps: rates in named conventions, phases, memory.
 
 One row per record, or one per rank of it. Times are of the slowest rank of each sample;
 phases, clock and power of the rank that is slowest over all samples.
@@ -76,7 +76,7 @@ class TrainFigures:
 
     @cached_property
     def shown(self) -> int:
-        """The rank itself, or the slowest of all."""
+        """Return the rank itself, or the slowest of all."""
         return self.medians.index(max(self.medians)) if self.rank is None else self.rank
 
     @cached_property
@@ -94,7 +94,7 @@ class TrainFigures:
     @property
     def is_straggler(self) -> bool | None:
         seconds = self.record.samples.seconds
-        return _is_often_last(seconds, self.shown) if len(seconds) > 1 else None
+        return _is_often_slowest(seconds, self.shown) if len(seconds) > 1 else None
 
     @cached_property
     def state(self) -> Telemetry | None:
@@ -113,9 +113,9 @@ class TrainFigures:
         return rates(self.record, self.training, self.against) if self.training else {}
 
     def gib(self, by_rank: Sequence[int | None]) -> float | None:
-        """Memory of this rank, or of the rank with most of it."""
-        known = [value for value in self.own(by_rank) if value is not None]
-        return max(known) / GIB if known else None
+        """Return the memory of this rank, or of the rank that uses most."""
+        sizes = [value for value in self.own(by_rank) if value is not None]
+        return max(sizes) / GIB if sizes else None
 
     def own(self, by_rank: Sequence[int | None]) -> Sequence[int | None]:
         return by_rank if self.rank is None else by_rank[self.rank : self.rank + 1]
@@ -134,13 +134,11 @@ class TrainFigures:
 
     @property
     def loss_falls(self) -> bool | None:
-        """False for a loss on text that does not fall; None where that was not judged."""
-        wrong = bool(self.record.num_wrong) and self.record.train.data != "random"
-        return (
-            False
-            if wrong and self.training and all(map(isfinite, self.training.loss))
-            else None
-        )
+        """Return False for a loss on text that does not fall; None where it was not checked."""
+        if not self.record.num_wrong or self.record.train.data == "random":
+            return None
+        is_finite = self.training and all(map(isfinite, self.training.loss))
+        return False if is_finite else None
 
     @property
     def drift_pct(self) -> float | None:
@@ -151,9 +149,9 @@ class TrainFigures:
 
     @cached_property
     def slow_forward(self) -> tuple[int | None, float | None]:
-        """The rank with the longest forward pass, over the median rank; others wait for it.
+        """Return the rank with the longest forward pass, and its time over the median rank's.
 
-        None where it is not the slowest of a sample more often than by chance: three standard
+        None unless it is the slowest of a sample more often than by chance: three standard
         deviations of a binomial.
         """
         forward = self.training.fwd_s if self.training else ()
@@ -161,14 +159,14 @@ class TrainFigures:
             return None, None
         medians = [median(values) for values in forward]
         slow = medians.index(max(medians))
-        if not _is_often_last(forward, slow):
+        if not _is_often_slowest(forward, slow):
             return None, None
         return slow, ratio(medians, slow)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOutcome:
-    """A row: what was asked, and what came of it."""
+    """A row: a record of training, and its figures if it was measured."""
 
     record: Record
     run: RunInfo
@@ -194,17 +192,17 @@ class TrainOutcome:
 
 
 def figure(of: Callable[[TrainFigures], object]) -> Callable[[TrainOutcome], object]:
-    """A column that only a measurement fills."""
+    """Make a column that is empty without a measurement."""
     return lambda one: None if one.figures is None else of(one.figures)
 
 
 def whole(of: Callable[[TrainFigures], object]) -> Callable[[TrainOutcome], object]:
-    """A column of all ranks together."""
+    """Make a column of all ranks together."""
     return figure(lambda f: of(f) if f.rank is None else None)
 
 
 def step(of: Callable[[Training], object]) -> Callable[[TrainOutcome], object]:
-    """A column of what is recorded of the training of all ranks, beside the samples."""
+    """Make a column of the data that training records in addition to samples."""
     return whole(lambda f: None if f.training is None else of(f.training))
 
 
@@ -229,7 +227,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("num_ranks", lambda o: o.case.num_ranks, COUNT, "ranks", SHOWN),
     Column("mbs", lambda o: o.case.mbs, COUNT, "", SHOWN),
     Column("seq_len", lambda o: o.case.model.seq_len, COUNT, "seq", SHOWN, 5),
-    Column("schedule", lambda o: o.case.schedule.value, TEXT, "sample is", PAGE),
+    Column("schedule", lambda o: o.case.schedule.value, TEXT, "", PAGE),
     Column("grad_accum", lambda o: o.case.grad_accum, COUNT),
     Column("techniques", lambda o: techniques(o.case), views=SHOWN),
     Column("precision", lambda o: o.case.precision.value),
@@ -358,20 +356,20 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
 def rows(
     records: Sequence[Record], run: RunInfo, device: DeviceSpec | None = None
 ) -> list[Row]:
-    """One flat row per record of training. Operators of the run give the measured ceiling."""
+    """Return one row per record of training; operators of the run give the measured ceiling."""
     ceilings = measured_ceilings(one for one in records if isinstance(one.case, OpCase))
     against = Yardstick(run=run, device=device, ceilings=ceilings)
     steps = [record for record in records if isinstance(record.case, TrainCase)]
-    found = rows_of(TRAIN_COLUMNS, (_outcome(record, None, against) for record in steps))
-    for row, record in zip(found, steps, strict=True):
-        # A column only where it says something: tables of published runs stay as they are.
+    table = rows_of(TRAIN_COLUMNS, (_outcome(record, None, against) for record in steps))
+    for row, record in zip(table, steps, strict=True):
+        # Only where compiling failed, so that tables of published runs stay as they are.
         if isinstance(record, Measured) and record.training and record.training.compile_failed:
             row["compile_failed"] = record.training.compile_failed
-    return found
+    return table
 
 
 def per_rank_rows(records: Iterable[Record], run: RunInfo) -> list[Row]:
-    """One row per record and rank, of what ran."""
+    """Return one row per measured record and rank."""
     against = Yardstick(run=run, device=None, ceilings=Ceilings())
     return rows_of(
         TRAIN_COLUMNS,
@@ -391,8 +389,8 @@ def _outcome(record: Record, rank: int | None, against: Yardstick) -> TrainOutco
     return TrainOutcome(record=record, run=against.run, figures=figures)
 
 
-def _is_often_last(seconds: Sequence[Sequence[float]], rank: int) -> bool:
-    """Whether this rank takes longest more often than by chance."""
+def _is_often_slowest(seconds: Sequence[Sequence[float]], rank: int) -> bool:
+    """Return whether this rank takes longest more often than by chance."""
     columns = list(zip(*seconds, strict=True))
     count = sum(column[rank] == max(column) for column in columns)
     n, p = len(columns), 1 / len(seconds)

@@ -1,4 +1,4 @@
-"""Training to plotly figures, in the manner of report/figures.py: samples, phases, loss."""
+"""Plotly figures of training: samples, phases, loss."""
 
 from collections.abc import Sequence
 from html import escape
@@ -16,9 +16,9 @@ from stepmark.report.training_words import shape_text
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-# More cases have no figure of their own; the table has them.
+# Further cases have no figure of their own; the table has them.
 MAX_CASES = 6
-# More ranks are drawn as the slowest of each sample alone.
+# More ranks are drawn as one line, the slowest of each sample.
 MAX_RANKS = 16
 _NAMES = {"fwd_s": "forward", "bwd_s": "backward", "optim_s": "optimizer", "other_s": "other"}
 _DASHES = ("solid", "dash", "dot", "dashdot")
@@ -27,7 +27,7 @@ Drawn = tuple[str, str, "Figure"]  # title, note, figure
 
 
 def drawn(records: Sequence[Record]) -> list[Drawn]:
-    """All figures of the training of a run; none for what was not measured."""
+    """Return all figures of the training of a run; none for what was not measured."""
     ran = [
         one
         for one in records
@@ -37,23 +37,23 @@ def drawn(records: Sequence[Record]) -> list[Drawn]:
         and one.samples.seconds[0]
     ]
     more = f" {len(ran) - MAX_CASES} more cases are not drawn." if len(ran) > MAX_CASES else ""
-    found: list[Drawn] = []
+    figures: list[Drawn] = []
     for record in ran[:MAX_CASES]:
-        note = f"Shaded: warm-up, left out of all rates; it may pass the upper edge.{more}"
-        found.append((f"Samples: {_name(record)}", note, samples(record)))
+        note = f"Shaded: warm-up, left out of all rates; it may exceed the upper edge.{more}"
+        figures.append((f"Samples: {_name(record)}", note, samples(record)))
     if any(mean_phases(record, 0) for record in ran):
         note = (
             "Mean sample of the slowest rank over whole cycles, so that the optimizer counts."
         )
-        found.append(("Phases of a sample", note, phase_bars(ran)))
+        figures.append(("Phases of a sample", note, phase_bars(ran)))
     if any(record.training and record.training.loss for record in ran):
         note = "Loss of each sample from the very first one, mean over ranks."
-        found.append(("Loss", note, losses(ran)))
-    return found
+        figures.append(("Loss", note, losses(ran)))
+    return figures
 
 
 def samples(record: Measured) -> "Figure":
-    """A line per rank over the samples, warm-up included and shaded."""
+    """Draw a line per rank over the samples, warm-up included and shaded."""
     import plotly.graph_objects as go  # noqa: PLC0415
 
     figure = go.Figure()
@@ -73,7 +73,7 @@ def samples(record: Measured) -> "Figure":
         figure.add_vrect(**edges, fillcolor=INK, opacity=0.2, line_width=0)
     is_micro = record.train.schedule is Schedule.MICRO
     figure.update_xaxes(title="micro-step" if is_micro else "step")
-    # A first sample that compiles takes a hundred others: it must not flatten them.
+    # A first sample that compiles takes as long as a hundred others and would flatten them.
     top = 1.25e3 * max(map(max, record.samples.seconds))
     figure.update_yaxes(title="ms", range=[0, top])
     return styled(figure, height=340)
@@ -93,24 +93,24 @@ def _by_rank(record: Measured) -> list[tuple[str, list[float]]]:
 
 
 def phase_bars(ran: Sequence[Measured]) -> "Figure":
-    """One bar per case, its phases stacked; they add up to the mean sample."""
+    """Draw one bar per case, its phases stacked; they add up to the mean sample."""
     import plotly.graph_objects as go  # noqa: PLC0415
 
     bars = []
     for record in ran:
         medians = [summarize(values).median for values in record.samples.seconds]
-        if found := mean_phases(record, medians.index(max(medians))):
-            bars.append((record, found))
+        if means := mean_phases(record, medians.index(max(medians))):
+            bars.append((record, means))
     names = _unique([_name(record) for record, _ in bars])
     figure = go.Figure()
     for index, phase in enumerate(PHASES):
         figure.add_bar(
             orientation="h",
             y=[escape(name) for name in names],
-            x=[found[phase] * 1e3 for _, found in bars],
+            x=[means[phase] * 1e3 for _, means in bars],
             name=_NAMES[phase],
             marker_color=COLOURS[index],
-            hovertext=[f"{_NAMES[phase]} {format_time(found[phase])}" for _, found in bars],
+            hovertext=[f"{_NAMES[phase]} {format_time(means[phase])}" for _, means in bars],
             hoverinfo="text",
         )
     figure.update_layout(barmode="stack")
@@ -120,14 +120,13 @@ def phase_bars(ran: Sequence[Measured]) -> "Figure":
 
 
 def losses(ran: Sequence[Measured]) -> "Figure":
-    """A curve per case. What is not finite is a gap."""
+    """Draw a curve per case; a loss that is not finite is a gap."""
     import plotly.graph_objects as go  # noqa: PLC0415
 
-    told = [(record, record.training.loss) for record in ran if record.training]
-    held = [(record, loss) for record, loss in told if loss]
-    names = _unique([_name(record) for record, _ in held])
+    curves = [(r, r.training.loss) for r in ran if r.training and r.training.loss]
+    names = _unique([_name(record) for record, _ in curves])
     figure = go.Figure()
-    for index, ((_, loss), name) in enumerate(zip(held, names, strict=True)):
+    for index, ((_, loss), name) in enumerate(zip(curves, names, strict=True)):
         figure.add_scatter(
             x=list(range(len(loss))),
             y=list(loss),
@@ -137,11 +136,11 @@ def losses(ran: Sequence[Measured]) -> "Figure":
         )
     figure.update_xaxes(title="sample")
     figure.update_yaxes(title="loss")
-    return styled(figure, height=340 + 20 * len(held))
+    return styled(figure, height=340 + 20 * len(curves))
 
 
 def _style(index: int) -> dict[str, object]:
-    """Colour, dash and symbol together tell lines apart."""
+    """Return a line style; colour, dash and symbol together distinguish lines."""
     colour = COLOURS[index % len(COLOURS)]
     return {
         "mode": "lines+markers",
@@ -155,7 +154,7 @@ def _name(record: Measured) -> str:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Bars of one name would be drawn over each other."""
+    """Number equal names, whose bars would be drawn over each other."""
     return [
         name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
         for index, name in enumerate(names)

@@ -4,10 +4,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stepmark.core.columns import Row, View, digits, number, text
-from stepmark.core.units import format_time
+from stepmark.core.message import Histogram
+from stepmark.core.training import Training
+from stepmark.core.units import format_bytes, format_time
+from stepmark.report import histogram_text
+from stepmark.report.histogram import rows as histogram_rows
+from stepmark.report.histogram import size_of, summed
 from stepmark.report.row_tables import print_rows
 from stepmark.report.train_columns import TRAIN_COLUMNS
-from stepmark.report.training_remarks import remarks, title
+from stepmark.report.training_words import remarks, title
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,8 +30,10 @@ _CONVENTIONS = (
 def print_training(
     rows: Sequence[Row], console: "Console", per_rank: Sequence[Row] = ()
 ) -> None:
-    """A block for each case, with a line per rank where `per_rank` rows are given; then a
-    table of all cases if there are several, else what was skipped or failed."""
+    """Print a block for each case, with a line per rank if `per_rank` rows are given.
+
+    Then a table of all cases if there are several, else what was skipped or failed.
+    """
     for row in rows:
         if number(row, "time_s") is None:
             continue
@@ -43,17 +50,17 @@ def print_training(
 
 
 def best_batches(rows: Sequence[Row]) -> list[str]:
-    """The micro-batch with the most tokens per second, of cases that differ in nothing else."""
+    """Return the fastest micro-batch of cases that differ in nothing else, in words."""
     alike: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         if row["status"] == "measured" and number(row, "tokens_per_s_gpu"):
             key = tuple(row[name] for name in _BUT_BATCH)
             alike.setdefault(key, []).append(row)
     lines = []
-    for held in alike.values():
-        if len({row["mbs"] for row in held}) < 2:
+    for group in alike.values():
+        if len({row["mbs"] for row in group}) < 2:
             continue
-        best = max(held, key=lambda row: number(row, "tokens_per_s_gpu") or 0.0)
+        best = max(group, key=lambda row: number(row, "tokens_per_s_gpu") or 0.0)
         rate = digits(number(best, "tokens_per_s_gpu"))
         lines.append(
             f"best mbs {best['mbs']}: {rate} tokens/s per GPU "
@@ -63,7 +70,7 @@ def best_batches(rows: Sequence[Row]) -> list[str]:
 
 
 def block(row: Row) -> list[str]:
-    """Lines about one case that ran."""
+    """Return lines about one measured case."""
     lines = (
         ("sample", _sample(row)),
         ("tokens/s", _tokens(row)),
@@ -96,8 +103,8 @@ def _sample(row: Row) -> str:
 def _counts(row: Row) -> str:
     dropped = number(row, "warmup_samples")
     plural = "" if row["n"] == 1 else "s"
-    found = f"{row['n']} sample{plural}"
-    return found if dropped is None else f"{found} after {dropped:.0f} of warm-up"
+    count = f"{row['n']} sample{plural}"
+    return count if dropped is None else f"{count} after {dropped:.0f} of warm-up"
 
 
 def _tokens(row: Row) -> str:
@@ -128,7 +135,7 @@ def _flops(row: Row) -> str:
 
 
 def _against(row: Row) -> str:
-    """What the shares are of."""
+    """Return the peaks that shares are of."""
     peak = number(row, "peak_tflops")
     words = ["peak n/a" if peak is None else f"of {digits(peak)} ({row['peak_dtype']} peak)"]
     if (share := number(row, "mfu_fp8_pct")) is not None:
@@ -142,7 +149,7 @@ def _phases(row: Row) -> str:
     named = (("forward", "fwd_s"), ("backward", "bwd_s"), ("optimizer", "optim_s"))
     words = [
         f"{name} {_time(row, key)}"
-        for name, key in (*named, ("other", "other_s"), ("batch waited for", "data_s"))
+        for name, key in (*named, ("other", "other_s"), ("waiting for data", "data_s"))
         if row[key] is not None
     ]
     return ", ".join(words)
@@ -154,8 +161,8 @@ def _memory(row: Row) -> str:
         return ""
     whole = number(row, "memory_gib")
     of = "" if whole is None else f" of {digits(whole)}"
-    held = "" if reserved is None else f", {digits(reserved)} reserved{of}"
-    return f"{digits(allocated)} GiB allocated at most{held}"
+    cached = "" if reserved is None else f", {digits(reserved)} reserved{of}"
+    return f"{digits(allocated)} GiB allocated at most{cached}"
 
 
 def _device(row: Row) -> str:
@@ -184,3 +191,32 @@ def _ranks(row: Row) -> str:
     if ratio is None:
         return ""
     return f"slowest is rank {row['slowest_rank']}, {ratio:.3f} x the median rank"
+
+
+def histogram(training: Training) -> Histogram:
+    """Return the messages of one cycle; kinds that occur twice are added up."""
+    messages: Histogram = {}
+    for kind, tally in training.messages:
+        messages[kind] = summed(messages[kind], tally) if kind in messages else tally
+    return messages
+
+
+def message_rows(training: Training, num_ranks: int) -> list[Row]:
+    """Return one row per kind of message and bin of sizes; means over num_ranks."""
+    return histogram_rows(histogram(training), num_ranks_seen=num_ranks)
+
+
+def message_lines(training: Training, num_ranks: int) -> list[str]:
+    """Return a total and the rows as text, as `stepmark logs` prints those of a log."""
+    messages = histogram(training)
+    cycle = training.cycle
+    what = "one sample" if cycle == 1 else f"{cycle} samples, one with the optimizer"
+    if not messages:
+        return [f"no messages in {what}"]
+    calls = sum(tally.calls for tally in messages.values())
+    num_bytes = sum(tally.calls * size_of(kind)[0] for kind, tally in messages.items())
+    total = f"{calls / num_ranks:.6g} calls, {format_bytes(num_bytes / num_ranks)}"
+    return [
+        f"messages of {what}, not timed: {total} per rank",
+        *histogram_text.lines(message_rows(training, num_ranks)),
+    ]

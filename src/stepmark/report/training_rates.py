@@ -1,4 +1,4 @@
-"""Rates of a training record, where the time of its samples goes, and whether it drifts."""
+"""Rates, phases and drift of a training record."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from stepmark.report.outcomes import LIMIT_SLACK, Ceilings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yardstick:
-    """What a measurement is held against."""
+    """Limits that a measurement is compared with."""
 
     run: RunInfo
     device: DeviceSpec | None
@@ -28,7 +28,7 @@ class Yardstick:
 
 
 def rates(record: Measured, facts: Training, against: Yardstick) -> Row:
-    """Tokens and FLOPs per second, over whole cycles, so that the optimizer has its share."""
+    """Return tokens and FLOPs per second over whole cycles, which include the optimizer."""
     case, seconds = record.train, record.samples.seconds
     slowest = slowest_per_sample(seconds)
     cycles = len(slowest) // facts.cycle
@@ -37,7 +37,7 @@ def rates(record: Measured, facts: Training, against: Yardstick) -> Row:
     if typical_s:
         typical = facts.tokens_per_sample / typical_s / case.num_ranks
         row["tokens_per_s_gpu_median"] = typical
-    # Ranks may take turns at being the slowest: a sum over these would be nobody's time.
+    # Ranks may take turns at being the slowest: the sum of the slowest is no rank's time.
     total_s = max(fsum(values[: cycles * facts.cycle]) for values in seconds)
     if not total_s:
         return row
@@ -75,7 +75,7 @@ def _flops_rates(case: TrainCase, each: TokenFlops, per_gpu: float, against: Yar
 def _over_limit(
     case: TrainCase, executed: float, device: DeviceSpec | None, run: RunInfo
 ) -> bool | None:
-    """Whether more is executed than the hardware can; None where no limit is known."""
+    """Return whether FLOP/s exceed what the hardware can do; None without a known limit."""
     clocks = [one.max_sm_clock_hz for one in run.environment.devices if one.max_sm_clock_hz]
     limit = device.max_flops_per_s(case.dtype, max(clocks)) if device and clocks else None
     return None if limit is None else executed > limit * LIMIT_SLACK
@@ -89,10 +89,10 @@ PHASES = ("fwd_s", "bwd_s", "optim_s", "other_s")
 
 
 def phases(record: Measured, rank: int) -> Row:
-    """Medians over the samples of a rank; of the optimizer over the samples that have one.
+    """Return medians over the samples of a rank; the optimizer's over samples that have one.
 
-    `other` is what of a sample is in no phase. `data` is the host's wait for a batch; the
-    device may have had work meanwhile. Phases that cannot be facts apart are left out.
+    `other` is the rest of a sample. `data` is the time that the host waits for a batch; the
+    device may have work meanwhile. Phases that cannot be separated are left out.
     """
     facts = record.training
     if facts is None:
@@ -109,7 +109,7 @@ def phases(record: Measured, rank: int) -> Row:
 
 
 def mean_phases(record: Measured, rank: int) -> dict[str, float]:
-    """Means over whole cycles: they add up to the mean sample. Empty where unknown."""
+    """Return means over whole cycles, which add up to the mean sample; empty if unknown."""
     facts = record.training
     split = _split(record, facts, rank) if facts else ()
     if not facts or not split:
@@ -122,7 +122,7 @@ def mean_phases(record: Measured, rank: int) -> dict[str, float]:
 
 
 def _split(record: Measured, facts: Training, rank: int) -> tuple[Sequence[float], ...]:
-    """Seconds of each sample by phase, in the order of PHASES; empty where unknown."""
+    """Return seconds of each sample by phase, in the order of PHASES; empty if unknown."""
     seconds = record.samples.seconds[rank]
     known = [_of(each, rank) for each in (facts.fwd_s, facts.bwd_s, facts.optim_s)]
     if not seconds or any(len(values) != len(seconds) for values in known):
@@ -135,14 +135,14 @@ def _of(by_rank: Sequence[Sequence[float]], rank: int) -> Sequence[float]:
     return by_rank[rank] if rank < len(by_rank) else ()
 
 
-# Fewer values cannot show a trend; more are averaged, so that the pairs stay few.
+# Fewer values cannot show a trend; more are averaged to limit the number of pairs.
 LEAST, MOST = 8, 64
-# Standard deviations of the trend statistic, and the least change that is worth a word.
+# Standard deviations of the trend statistic, and the smallest change that is reported.
 SURE, WORTH = 3.0, 0.01
 
 
 def drift(seconds: Sequence[float], cycle: int = 1) -> float | None:
-    """Median of the second half over that of the first, less 1; None without a sure trend.
+    """Return the median of the second half over the first's, minus 1; None without a trend.
 
     Mann's test (H. B. Mann, "Nonparametric tests against trend", Econometrica 13(3), 1945)
     over means of whole cycles: is a later one above an earlier one more often than by chance?
@@ -165,6 +165,6 @@ def drift(seconds: Sequence[float], cycle: int = 1) -> float | None:
 
 
 def _means(values: Sequence[float], size: int) -> list[float]:
-    """Of whole groups."""
+    """Return means of whole groups of this size."""
     whole = len(values) // size * size
     return [fmean(values[first : first + size]) for first in range(0, whole, size)]

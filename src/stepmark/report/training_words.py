@@ -1,12 +1,16 @@
-"""A training case in words: its shape as one reads it aloud, its techniques, its units."""
+"""Training in words: a case's shape and techniques, and what is notable about a row."""
 
+from collections.abc import Callable
+
+from stepmark.core.columns import Row, number, text
 from stepmark.core.dtypes import DType
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Fp8, GradSync, Recompute, Schedule
+from stepmark.core.units import format_time
 
 
 def shape_text(case: TrainCase) -> str:
-    """Strategy, ranks, batch and length, then what is unusual."""
+    """Return strategy, ranks, batch and length, then techniques."""
     words = [case.strategy]
     words += [f"x{case.num_ranks}"] if case.num_ranks > 1 else []
     words += [f"mbs {case.mbs} seq {case.model.seq_len}"]
@@ -15,7 +19,7 @@ def shape_text(case: TrainCase) -> str:
 
 
 def techniques(case: TrainCase) -> str:
-    """Precision, and every technique that is switched on or not as by default."""
+    """Return the precision, and every technique that is on or differs from its default."""
     words = [case.precision.value, *_fp8(case), *_compile(case), *_recompute(case)]
     if case.grad_accum > 1:
         last = " reduced last" if case.grad_sync is GradSync.LAST else ""
@@ -27,21 +31,21 @@ def techniques(case: TrainCase) -> str:
 
 
 def recompute_text(case: TrainCase) -> str:
-    """none, full, ops, or q/p."""
+    """Return none, full, ops, or q/p."""
     if case.recompute is Recompute.BLOCKS:
         return "{}/{}".format(*case.recompute_blocks)
     return case.recompute.value
 
 
 def compile_text(case: TrainCase) -> str:
-    """none, block, model; with the mode where it is not the default one."""
+    """Return none, block or model, with the mode if it is not the default one."""
     mode = case.compile_mode
     plain = case.compile is CompileScope.NONE or mode == "default"
     return case.compile.value if plain else f"{case.compile.value} {mode}"
 
 
 def fp8_text(case: TrainCase) -> str:
-    """none, or the recipe and what else is in FP8."""
+    """Return none, or the recipe and what else is in FP8."""
     if case.fp8 is Fp8.NONE:
         return case.fp8.value
     head = " +head" if case.fp8_head else ""
@@ -61,7 +65,7 @@ def _recompute(case: TrainCase) -> list[str]:
 
 
 def _spread(case: TrainCase) -> list[str]:
-    """What only several ranks have."""
+    """Return settings that only several ranks have."""
     if case.num_ranks == 1:
         return []
     words = [f"reduce {case.reduce_dtype.value}"] if case.reduce_dtype is not DType.FP32 else []
@@ -75,3 +79,118 @@ def _spread(case: TrainCase) -> list[str]:
         many = f" of {case.pp_microbatches}" if case.pp_microbatches else ""
         words.append(f"{case.pp_schedule}{many}")
     return words
+
+
+def title(row: Row) -> str:
+    """Return the case of a row in one line."""
+    scale = f" (scaled {row['scale']})" if row["scale"] else ""
+    return f"{text(row, 'model')}{scale} {text(row, 'shape')}"
+
+
+# A rank this much slower than the median rank gets a remark.
+SLOW_RANK = 1.03
+# So does this share of a sample for which the host waits for its batch.
+DATA_SHARE = 0.01
+# Reserved memory this close to all of it: one more fragment and the allocator retries.
+NEAR_LIMIT = 0.95
+
+
+def remarks(row: Row) -> list[str]:
+    """Return one finding per line, the gravest first; none for a row without samples."""
+    if number(row, "time_s") is None:
+        return []
+    return [line for remark in _REMARKS if (line := remark(row))]
+
+
+def _wrong(row: Row) -> str:
+    if row["loss_falls"] is False and row["num_wrong"]:
+        return "wrong: the loss on text does not fall"
+    return f"wrong: {row['num_wrong']} losses are not finite" if row["num_wrong"] else ""
+
+
+def _interrupted(row: Row) -> str:
+    text = f"interrupted after {row['n']} samples; --resume measures the case again"
+    return text if row["interrupted"] else ""
+
+
+def _over_limit(row: Row) -> str:
+    return "impossible: more FLOPs than the device can do" if row["over_limit"] else ""
+
+
+def _drift(row: Row) -> str:
+    change = number(row, "drift_pct")
+    text = "not steady: samples of the second half take {:+.1f} % against the first half"
+    return "" if change is None else text.format(change)
+
+
+def _retries(row: Row) -> str:
+    count = number(row, "alloc_retries")
+    text = f"memory ran out and its cache was flushed {count or 0:.0f} times: steps are slower"
+    return text if count else ""
+
+
+def _near_limit(row: Row) -> str:
+    reserved, whole = number(row, "reserved_gib"), number(row, "memory_gib")
+    if not reserved or not whole or reserved < NEAR_LIMIT * whole:
+        return ""
+    return f"reserved memory is {100 * reserved / whole:.0f} % of the device's"
+
+
+def _slow_rank(row: Row) -> str:
+    ratio = number(row, "vs_median_rank") or 0.0
+    if ratio <= SLOW_RANK or not row["is_straggler"]:
+        return ""
+    return f"straggler: rank {row['slowest_rank']} takes {ratio:.3f} x the median rank's time"
+
+
+def _slow_forward(row: Row) -> str:
+    """Ranks that wait for each other end together: the time before the wait shows the cause."""
+    ratio = number(row, "fwd_vs_median_rank") or 0.0
+    if ratio <= SLOW_RANK or (row["slow_fwd_rank"] == row["slowest_rank"] and _slow_rank(row)):
+        return ""
+    return f"straggler: rank {row['slow_fwd_rank']}'s forward takes {ratio:.3f} x the median's"
+
+
+def _throttled(row: Row) -> str:
+    return f"throttled: {row['throttle']}" if row["throttle"] else ""
+
+
+def _data(row: Row) -> str:
+    wait_s, time_s = number(row, "data_s") or 0.0, number(row, "time_s") or 0.0
+    if wait_s <= DATA_SHARE * time_s:
+        return ""
+    share = 100 * wait_s / time_s
+    return f"the host waits {format_time(wait_s)} for a batch, {share:.0f} % of a sample"
+
+
+def _compile_failed(row: Row) -> str:
+    reason = row.get("compile_failed")
+    return f"ran without torch.compile, which failed: {reason}" if reason else ""
+
+
+def _recompiled(row: Row) -> str:
+    kinds = {"recompiles": "recompiles after the first sample", "graph_breaks": "graph breaks"}
+    counts = ((number(row, key), what) for key, what in kinds.items())
+    return ", ".join(f"{count:.0f} {what}" for count, what in counts if count)
+
+
+def _cycle(row: Row) -> str:
+    cycle = number(row, "cycle") or 1
+    if cycle == 1:
+        return ""
+    if not row["whole_cycles"]:
+        return f"no rate: fewer samples than from one optimizer step to the next ({cycle:.0f})"
+    return f"1 of {cycle:.0f} samples has the optimizer; rates are of whole cycles"
+
+
+def _nominal(row: Row) -> str:
+    """Conventions that count what is not executed may exceed the peak."""
+    shares = {"torchtitan": "mfu_torchtitan_pct", "palm-all": "mfu_palm_all_pct"}
+    above = [name for name, key in shares.items() if (number(row, key) or 0.0) > 100]
+    return f"above the peak by convention (nominal): {', '.join(above)}" if above else ""
+
+
+_REMARKS: tuple[Callable[[Row], str], ...] = (
+    *(_wrong, _interrupted, _over_limit, _drift, _retries, _near_limit, _slow_rank),
+    *(_slow_forward, _throttled, _data, _compile_failed, _recompiled, _cycle, _nominal),
+)

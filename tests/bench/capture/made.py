@@ -4,7 +4,7 @@ import functools
 
 from tests.bench.capture.user_code import CASES
 
-from stepmark.bench.capture import capture
+from stepmark.bench.capture.run import capture
 from stepmark.core.workload import Workload
 
 NUM_RANKS = 4

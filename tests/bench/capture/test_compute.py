@@ -15,7 +15,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from stepmark.bench.capture import capture
+from stepmark.bench.capture.run import capture
 from stepmark.core.ops import Attention, Gemm, Norm, Optimizer, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Workload
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.bench.capture import capture_file
+from stepmark.bench.capture.run import capture_file
 from stepmark.cli.main import status
 from stepmark.core.errors import ConfigError
 

@@ -6,8 +6,8 @@ import pytest
 from tests.bench.capture.example import Config, build
 from tests.bench.capture.user_code import Step
 
-from stepmark.bench import capture as package
-from stepmark.bench.capture import capture
+from stepmark.bench.capture import run
+from stepmark.bench.capture.run import capture
 from stepmark.core.fold_items import fold
 from stepmark.core.ops import Optimizer
 from stepmark.core.workload import Block, ComputeOp, Operation, Workload
@@ -45,7 +45,7 @@ def made() -> dict[Shape, tuple[Workload, list[Operation]]]:
         return fold(seen[name], name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(package, "fold", noted)
+        patch.setattr(run, "fold", noted)
         for shape in (FEW, MANY):
             workload = capture(lambda shape=shape: llama(*shape), 4)  # type: ignore[misc]
             found[shape] = workload, seen["step"]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tests.bench.capture.user_code import Step
 from torch.distributed.device_mesh import init_device_mesh
 
-from stepmark.bench.capture import capture
 from stepmark.bench.capture.messages import digits
+from stepmark.bench.capture.run import capture
 from stepmark.core.workload import CommOp, Group
 
 

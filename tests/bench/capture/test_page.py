@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.ranks_pool import ROOT
 
-from stepmark.bench.capture import capture_file
+from stepmark.bench.capture.run import capture_file
 from stepmark.core.ops import Optimizer
 from stepmark.core.workload import CommOp, ComputeOp
 

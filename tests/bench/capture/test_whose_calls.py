@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from stepmark.bench.capture import capture
 from stepmark.bench.capture.overlap import Overlap
+from stepmark.bench.capture.run import capture
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from stepmark.app.memory import estimate
+from stepmark.app.train_plan import estimated_memory as estimate
 from stepmark.bench.training.transformer import Transformer, init_weights, tie
 from stepmark.core.model import Activation, ModelConfig, find_model
 from stepmark.core.train_case import TrainCase

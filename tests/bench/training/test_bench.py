@@ -28,7 +28,7 @@ from stepmark.core.record import Failed, Measured, Record, Skipped
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Schedule
 from stepmark.report import train_columns as report
-from stepmark.report.training_remarks import remarks
+from stepmark.report.training_words import remarks
 
 OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
 Losses = Callable[[int], float]

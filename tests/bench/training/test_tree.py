@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepmark.bench.capture import capture
+from stepmark.bench.capture.run import capture
 from stepmark.bench.training import layers, model_parallel, parallelize
 from stepmark.bench.training.model_parallel import Meshes
 from stepmark.bench.training.trainer import stage_layers

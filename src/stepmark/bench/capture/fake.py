@@ -193,7 +193,7 @@ _VERIFY = "_verify_param_shape_across_processes"
 _REGISTER = "_register_comm_hook"
 _ENGINE = vars(graph)["_engine_run_backward"].__code__
 # What may lie between an operator and its caller: modes, the user's among them.
-_DISPATCH = ("stepmark.bench.capture", "torch._ops", "torch._compile", "torch._dynamo.")
+_DISPATCH = ("stepmark.bench.capture.", "torch._ops", "torch._compile", "torch._dynamo.")
 
 
 def with_result(returned: Any) -> Any:

@@ -225,7 +225,7 @@ def _with_estimate(record: Failed, case: TrainCase, context: MeasureContext) -> 
     hint = (
         f"about --mbs {most} should fit (estimate)"
         if most
-        else "by estimate no micro-batch fits: more shards, --sac full or --loss-chunks"
+        else "by estimate no micro-batch fits: more shards, --ac full or --loss-chunks"
     )
     return replace(record, message=f"{record.message.rstrip('.')}. {hint}")
 

@@ -1,0 +1,230 @@
+"""The workload of somebody's own PyTorch code, recorded while it runs without any hardware.
+
+The code runs on the CPU with fake tensors, which have shapes and no data, as one rank of a fake
+process group, whose collectives return at once (torch.testing's "fake" backend): FSDP2, tensor
+parallelism by DTensor and DDP issue what they would on as many real ranks. What is recorded is
+what reaches the dispatcher below DTensor.
+
+The contract: a function, by any name, without arguments. It is called when torch.distributed
+is up; it makes its mesh (device type "cpu"), model and optimizer and returns a function of no
+arguments that does one training step: forward, loss, backward, optimizer.step(). It does not
+call init_process_group and does not compile. Values of tensors do not exist: one that is read
+(loss.item()) is 1. With DDP and pipelines, whose first steps differ, the third is recorded.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from stepmark.bench.capture.fake import fake_world
+from stepmark.bench.capture.file import load, reported
+from stepmark.bench.capture.modules import modules_held
+from stepmark.bench.capture.record import CaptureRecorder
+from stepmark.core.errors import ConfigError
+from stepmark.core.fold_items import fold
+from stepmark.core.message import RECV, SEND
+from stepmark.core.workload import (
+    Block,
+    CommOp,
+    ComputeOp,
+    Group,
+    Operation,
+    Stage,
+    Workload,
+)
+
+Step = Callable[[], object]
+MAX_WORLD_SIZE = 2**20
+
+
+def capture_file(spec: str, world_size: int, rank: int = 0) -> Workload:
+    """capture() of "FILE.py:function"; the function's name is "build" if left out.
+
+    Raises ConfigError; of an error in the user's code it tells the place.
+    """
+    with load(spec) as (build, file):
+        return capture(build, world_size, rank, spec=spec, file=file)
+
+
+def capture(
+    build: Callable[[], Step],
+    world_size: int,
+    rank: int = 0,
+    *,
+    spec: str = "",
+    file: str = "",
+) -> Workload:
+    """What this rank computes and communicates in a step, repeats folded.
+
+    One stage stands for all ranks. Of code that sends to its neighbours (pipelines) there is a
+    stage for each rank of the pipeline; the pipeline must be the mesh's slowest axis. `spec`
+    and `file` are what the user asked for, for the record and for messages. Not thread-safe:
+    it takes the place of methods of torch as long as it runs.
+    """
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ConfigError("world-size", world_size, f"from 1 to {MAX_WORLD_SIZE}")
+    if not 0 <= rank < world_size:
+        raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
+    name = spec or getattr(build, "__name__", "capture")
+    where = file or getattr(getattr(build, "__code__", None), "co_filename", "")
+    captures = [_captured(build, world_size, rank, name, where)]
+    num_stages, stride = _pipeline(captures[0], world_size)
+    if num_stages > 1:
+        captures = [
+            _captured(build, world_size, stage * stride + rank % stride, name, where)
+            for stage in range(num_stages)
+        ]
+    return _workload(captures, world_size=world_size, rank=rank, name=name)
+
+
+class _Captured:
+    """One rank's operations of setup and step, and what was noticed."""
+
+    def __init__(
+        self, recorder: CaptureRecorder, setup: Sequence[Operation], num_warm_ups: int
+    ) -> None:
+        self.setup = _communication(setup)
+        self.step = tuple(recorder.operations)
+        self.groups = recorder.groups.groups
+        self.num_microbatches = recorder.modules.num_microbatches
+        self.notes = [*recorder.groups.notes, *_remarks(recorder, num_warm_ups)]
+
+
+def _communication(operations: Sequence[Operation]) -> tuple[CommOp, ...]:
+    """Alone, and so without waiting for what is no longer there."""
+    kept = [op for op in operations if isinstance(op, CommOp)]
+    names = {op.name for op in kept}
+    return tuple(
+        replace(op, after=tuple(name for name in op.after if name.partition("~")[0] in names))
+        for op in kept
+    )
+
+
+def _captured(
+    build: Callable[[], Step], world_size: int, rank: int, name: str, file: str
+) -> _Captured:
+    recorder = CaptureRecorder(rank)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(reported(name, file))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of code that is made for other devices
+        mesh_sizes = stack.enter_context(fake_world(world_size, rank))
+        stack.enter_context(recorder.recording())
+        recorder.begin_step()
+        step = build()
+        if not callable(step):
+            raise ConfigError(
+                name, type(step).__name__, "a function that returns a function: one step"
+            )
+        for model in modules_held(step):
+            recorder.modules.name(model)
+        setup = recorder.operations
+        recorder.begin_step()
+        step()
+        num_warm_ups = _num_warm_ups(recorder)
+        for _ in range(num_warm_ups):
+            setup = [*setup, *recorder.operations]
+            recorder.begin_step()
+            step()
+    captured = _Captured(recorder, setup, num_warm_ups)
+    _check(captured, world_size, mesh_sizes, name)
+    return captured
+
+
+def _num_warm_ups(recorder: CaptureRecorder) -> int:
+    """DDP makes its buckets anew in the second step, pipelines agree on shapes in the first."""
+    sends = any(
+        isinstance(op, CommOp) and op.collective in (SEND, RECV) for op in recorder.operations
+    )
+    return 2 if recorder.modules.has_ddp or sends else 0
+
+
+def _check(captured: _Captured, world_size: int, mesh_sizes: Sequence[int], name: str) -> None:
+    if not captured.step:
+        raise ConfigError(name, "no operation", "a step that computes something")
+    if mesh_sizes and max(mesh_sizes) != world_size and "world" not in captured.groups:
+        raise ConfigError(
+            "world-size", world_size, f"{max(mesh_sizes)}, the ranks of the largest mesh made"
+        )
+
+
+def _remarks(recorder: CaptureRecorder, num_warm_ups: int) -> list[str]:
+    remarks = []
+    if recorder.reads:
+        remarks.append(
+            f"values of tensors are read in {', '.join(recorder.reads)}: each is taken for 1"
+        )
+    if num_warm_ups:
+        remarks.append(
+            f"step {num_warm_ups + 1} is recorded,"
+            f" the first {num_warm_ups} are part of the setup"
+        )
+    return remarks
+
+
+def _pipeline(captured: _Captured, world_size: int) -> tuple[int, int]:
+    """(number of stages, ranks of each) as groups of sends tell; 1 where nothing is sent.
+
+    Raises ConfigError where stages are not the slowest digit of a rank's number.
+    """
+    names = {
+        op.group
+        for op in captured.step
+        if isinstance(op, CommOp) and op.collective in (SEND, RECV)
+    }
+    if not names:
+        return 1, world_size
+    name = min(names)
+    group = captured.groups[name]
+    size, stride = group.digits[-1]
+    if len(names) > 1 or len(group.digits) > 1 or size * stride != world_size:
+        raise ConfigError("mesh", name, "one pipeline, as the mesh's first (slowest) axis")
+    return size, stride
+
+
+def _workload(
+    captures: Sequence[_Captured], *, world_size: int, rank: int, name: str
+) -> Workload:
+    blocks: dict[str, Block] = {}
+    stages: list[Stage] = []
+    groups: dict[str, Group] = {}
+    notes: list[str] = []
+    for number, captured in enumerate(captures):
+        mark = f"{number}" if len(captures) > 1 else ""
+        blocks |= fold(captured.step, f"step{mark}")
+        if captured.setup:
+            blocks |= fold(captured.setup, f"setup{mark}")
+        stages.append(_stage(captured, mark))
+        groups |= captured.groups
+        notes += [note for note in captured.notes if note not in notes]
+    workload = Workload(
+        name=name,
+        rules="capture",
+        source=f"torch {torch.__version__}",
+        world_size=world_size,
+        num_microbatches=max(captured.num_microbatches for captured in captures),
+        settings={"function": name, "rank": rank},
+        groups=groups,
+        blocks=blocks,
+        stages=tuple(stages),
+        notes=tuple(notes),
+    )
+    workload.check()
+    return workload
+
+
+def _stage(captured: _Captured, mark: str) -> Stage:
+    layers = dict.fromkeys(
+        op.layer for op in captured.step if isinstance(op, ComputeOp) and op.layer is not None
+    )
+    kernels = {getattr(op.op, "name", "") for op in captured.step if isinstance(op, ComputeOp)}
+    return Stage(
+        step=f"step{mark}",
+        setup=f"setup{mark}" if captured.setup else "",
+        layers=tuple(layers),
+        has_embedding="aten.embedding" in kernels,
+        has_head=any(kernel.startswith("aten.nll_loss") for kernel in kernels),
+    )

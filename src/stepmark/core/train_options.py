@@ -1,0 +1,337 @@
+"""The options of `stepmark train`, llm-train-bench's spellings among them."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from stepmark.core.dtypes import DType, parse_dtype
+from stepmark.core.errors import ConfigError
+from stepmark.core.option_groups import MICRO_BATCH, Axes, MeasureOptions, ModelChoice
+from stepmark.core.options import (
+    Reader,
+    WholeNumbers,
+    between,
+    comma_list,
+    flag,
+    group,
+    one_of,
+    words_of,
+)
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import (
+    CompileScope,
+    DataParallel,
+    Fp8,
+    GradSync,
+    Precision,
+    Recompute,
+    Schedule,
+)
+
+STRATEGIES = ("single", "ddp", "fsdp", "tp", "pp", "cp")
+Blocks = tuple[Recompute, tuple[int, int]]  # with BLOCKS: q of every p blocks
+
+
+def _read_blocks(text: str, field: str) -> Blocks:
+    if text in ("none", "full", "ops", "selective"):
+        return Recompute(text), (1, 1)
+    some, every = _fraction(text, field, "none, full, selective, or ")
+    return (Recompute.FULL, (1, 1)) if some == every else (Recompute.BLOCKS, (some, every))
+
+
+def _read_frequency(text: str, field: str) -> Blocks:
+    """Read as llm-train-bench does, where 1/1 means off."""
+    if _fraction(text, field, "") == (1, 1):
+        return Recompute.NONE, (1, 1)
+    return _read_blocks(text, field)
+
+
+def _fraction(text: str, field: str, others: str) -> tuple[int, int]:
+    some, slash, every = text.partition("/")
+    numbers = [part for part in (some, every) if part.isdecimal() and len(part) < 10]
+    if not slash or len(numbers) < 2 or not 1 <= int(some) <= int(every):
+        raise ConfigError(field, text, f"{others}q/p with 1 <= q <= p, such as 1/4")
+    return int(some), int(every)
+
+
+def show_blocks(value: Blocks) -> str:
+    """Return the value as --ac takes it."""
+    recompute, (some, every) = value
+    if recompute is Recompute.BLOCKS:
+        return f"{some}/{every}"
+    return "selective" if recompute is Recompute.OPS else recompute.value
+
+
+def _read_reduce_dtype(text: str, field: str) -> DType:
+    dtype = parse_dtype(text)
+    if dtype not in (DType.FP32, DType.BF16):
+        raise ConfigError(field, text, "fp32 or bf16")
+    return dtype
+
+
+Checkpointing = Annotated[
+    Blocks, Reader(read=_read_blocks, show=show_blocks, metavar="none|full|selective|Q/P")
+]
+Frequency = Annotated[Blocks, Reader(read=_read_frequency, show=show_blocks, metavar="Q/P")]
+ReduceDType = Annotated[DType, Reader(read=_read_reduce_dtype, metavar="fp32|bf16")]
+Strategies = Annotated[tuple[str, ...], comma_list(words_of(*STRATEGIES))]
+Schedules = Annotated[tuple[Schedule, ...], comma_list(one_of(Schedule))]
+Ranks = Annotated[tuple[int, ...], comma_list(between(0, 2**20))]
+Count = Annotated[int, between(1, 65536)]
+Groups = Annotated[int, between(1, 1024)]
+Times = Annotated[int, between(1, 10**6)]
+
+
+@group
+class Model(ModelChoice):
+    """Model."""
+
+    models: tuple[str, ...] = flag(
+        "model name(s), a config.json of Hugging Face or of llm-train-bench",
+        default=(),
+        argument=True,
+        metavar="MODEL...",
+    )
+    model: str | None = flag("the same as a flag: one, or several with commas")
+
+
+@group
+class Parallelism:
+    """Layout."""
+
+    strategy: Strategies | None = flag(
+        f"{', '.join(STRATEGIES)}, or several [single for one rank, else fsdp]"
+    )
+    nproc: str | None = flag(
+        "ranks [all accelerators; on a CPU 1, or as few as the strategy needs]", "--nproc", "-g"
+    )
+
+
+@group
+class Batch:
+    """Data."""
+
+    mbs: WholeNumbers | None = flag("per data rank: 1, 1,2 or 1-8 [1]", *MICRO_BATCH)
+    text: bool = flag(
+        "real text by bytes, so that the loss must fall, instead of random tokens",
+        "--text",
+        default=False,
+    )
+    text_file: str | None = flag("text to train on", metavar="PATH")
+    workers: Annotated[int, between(0, 256)] | None = flag(
+        "processes of the data loader [2 on accelerators, 0 on a CPU]",
+        "--workers",
+        "--n-workers",
+        "--n_workers",
+    )
+    seed: Annotated[int, between(0, 2**31 - 1)] | None = flag("seed of weights and data [0]")
+
+
+@group
+class OptimizerStep:
+    """Optimizer step."""
+
+    schedule: Schedules | None = flag(
+        "what one sample is: step (with optimizer), micro (optimizer every Nth), or both [step]"
+    )
+    grad_accum: Count | None = flag(
+        "micro-steps per optimizer step [1; 8 with --schedule micro]",
+        "--grad-accum",
+        "--grad-acc-steps",
+        "--grad_acc_steps",
+    )
+    grad_sync: GradSync | None = flag("reduce gradients: every micro-step, or last [every]")
+    lr: Annotated[float, between(1e-12, 1e12)] | None = flag("learning rate of AdamW [0.0003]")
+    clip: Annotated[float, between(0.0, 1e6)] | None = flag(
+        "gradient norm to clip to; 0 = no clipping [1]"
+    )
+
+
+@group
+class Numbers:
+    """Precision."""
+
+    precision: Precision | None = flag(
+        "amp (fp32 weights, autocast to bf16), master (bf16 weights with fp32 copies that the "
+        "optimizer updates), bf16, fp32 [amp; fp32 on a CPU]"
+    )
+    reduce_dtype: ReduceDType | None = flag(
+        "type in which data ranks reduce gradients [bf16 for fsdp with amp and for bf16 "
+        "weights, else fp32]"
+    )
+    fp8: bool = flag("linear layers in FP8", "--fp8", "--use-fp8", "--use_fp8", default=False)
+    fp8_recipe: Annotated[str, words_of("tensorwise", "rowwise", "te")] | None = flag(
+        "tensorwise, rowwise (torchao), te (TransformerEngine) [tensorwise]"
+    )
+    fp8_head: bool | None = flag("the output head, too [no]", "--fp8-head/--no-fp8-head")
+    fp8_all_gather: bool | None = flag(
+        "fsdp gathers weights in FP8 [yes for tensorwise]",
+        "--fp8-all-gather/--no-fp8-all-gather",
+    )
+
+
+@group
+class Techniques:
+    """Techniques."""
+
+    ac: Checkpointing | None = flag(
+        "activation checkpointing: none, full, selective (recomputes all but attention, "
+        "collectives and every second product), or Q of every P blocks [none]",
+        "--ac",
+        "--sac",
+    )
+    sac_freq: Frequency | None = flag(
+        "llm-train-bench's --ac, where 1/1 is none", "--sac-freq", "--sac_freq"
+    )
+    compile: bool = flag(
+        "torch.compile", "--compile", "--pt-compile", "--pt_compile", default=False
+    )
+    compile_scope: Annotated[str, words_of("block", "model")] | None = flag(
+        "one graph per block, or model [block]"
+    )
+    compile_mode: (
+        Annotated[
+            str,
+            words_of(
+                "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+            ),
+        ]
+        | None
+    ) = flag(
+        "default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs [default]",
+        "--compile-mode",
+        "--compile_mode",
+    )
+    compile_fallback: bool = flag(
+        "run eagerly where compiling fails", "--compile-fallback", default=False
+    )
+    attention: (
+        Annotated[str, words_of("auto", "cudnn", "flash", "efficient", "math")] | None
+    ) = flag("backend: auto, cudnn, flash, efficient or math [auto]")
+    loss_chunks: Count | None = flag("head and loss in this many parts of the tokens [1]")
+    cuda_graph: bool = flag(
+        "single: the whole step as one CUDA graph", "--cuda-graph", default=False
+    )
+
+
+@group
+class Sharding:
+    """Settings of one strategy."""
+
+    reshard: str | None = flag("fsdp, after forward: yes, no, or a number of ranks [yes]")
+    prefetch: Groups | None = flag("fsdp: groups gathered ahead [1]")
+    blocks_per_group: Groups | None = flag("fsdp: blocks gathered together [1]")
+    bucket_mb: Annotated[int, between(1, 2**20)] | None = flag(
+        "ddp: MB of gradients per bucket [25]"
+    )
+    async_tp: bool = flag(
+        "tp with --compile: overlap parts of a product with their communication",
+        "--async-tp",
+        default=False,
+    )
+    pp_schedule: Annotated[str, words_of("1f1b", "interleaved")] | None = flag(
+        "1f1b or interleaved [1f1b]"
+    )
+    pp_microbatches: Annotated[int, between(0, 65536)] | None = flag(
+        "parts of a micro-batch [the number of stages]"
+    )
+
+
+@group
+class Sampling:
+    """Measurement."""
+
+    steps: Times | None = flag(
+        "minimum of steady samples [30; with --schedule micro 10 optimizer steps' worth]",
+        "--steps",
+        "--n-steps",
+        "--n_steps",
+    )
+    launches: Times = flag("times that all is measured in new processes", default=1)
+    find_batch: bool = flag(
+        "search the fastest micro-batch that fits", "--find-batch", default=False
+    )
+    profile: bool = flag(
+        "Kineto traces of a few more steps, and their table", "--profile", default=False
+    )
+    profile_ranks: Ranks | None = flag("ranks that write a trace, e.g. 0,1 [0]")
+    messages: bool = flag(
+        "every collective of one more step, as a histogram", "--messages", default=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(
+    Model,
+    Axes,
+    Parallelism,
+    Batch,
+    OptimizerStep,
+    Numbers,
+    Techniques,
+    Sharding,
+    Sampling,
+    MeasureOptions,
+):
+    """stepmark train."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names and files from the command line. Raises ConfigError."""
+        if self.models and self.model:
+            raise ConfigError("model", self.model, "given once: as words or as --model")
+        listed = ",".join(self.models) if self.models else self.model or ""
+        names = tuple(filter(None, map(str.strip, listed.split(","))))
+        if not names:
+            raise ConfigError("model", "missing", "a name, or a file such as config.json")
+        return names
+
+
+# Options that are the case's field of the same name; those of _ALWAYS have defaults that
+# depend on the device or on other options.
+_ALWAYS = ("precision", "grad_accum", "reduce_dtype", "workers")
+SAME_IN_CASE = (
+    *_ALWAYS,
+    *("grad_sync", "compile_mode", "attention", "loss_chunks", "lr", "clip", "reshard"),
+    *("prefetch", "blocks_per_group", "bucket_mb", "pp_schedule", "pp_microbatches", "seed"),
+    *("cuda_graph", "async_tp", "scale"),
+)
+
+
+def options_of(case: TrainCase) -> TrainOptions:
+    """The options that measure this case alone."""
+    defaults = {field.name: field.default for field in dataclasses.fields(case)}
+    given: dict[str, Any] = {
+        name: getattr(case, name)
+        for name in SAME_IN_CASE
+        if name in _ALWAYS or getattr(case, name) != defaults[name]
+    }
+    axes = case.parallel
+    for axis in ("tp", "pp", "cp", "ep", "dp_replicate"):
+        if (degree := getattr(axes, axis)) > 1:
+            given[axis] = degree
+    is_fp8 = case.fp8 is not Fp8.NONE
+    if is_fp8:
+        given |= {"fp8": True, "fp8_recipe": case.fp8.value}
+    if is_fp8 or case.fp8_all_gather:
+        given["fp8_all_gather"] = case.fp8_all_gather
+    if case.compile is not CompileScope.NONE:
+        given |= {"compile": True, "compile_scope": case.compile.value}
+    if case.recompute is not Recompute.NONE:
+        given["ac"] = case.recompute, case.recompute_blocks
+    if case.data != "random":
+        given |= {"text": True} if case.data == "text" else {"text_file": case.data}
+    strategy = case.data_parallel.value
+    if case.data_parallel is DataParallel.NONE:
+        strategy = next((axis for axis in ("pp", "tp", "cp") if axis in given), "single")
+    return TrainOptions(
+        models=(case.model_file or case.model.name.partition("@")[0],),
+        strategy=(strategy,),
+        nproc=str(case.num_ranks),
+        mbs=(case.mbs,),
+        seq_len=case.model.seq_len,
+        schedule=(case.schedule,),
+        fp8_head=case.fp8_head or None,
+        device=case.device,
+        **given,
+    )
