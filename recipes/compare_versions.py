@@ -65,8 +65,12 @@ COMMANDS: dict[tuple[str, str], list[tuple[str, int]]] = {
     ],
     ("comm", "cuda"): [
         (
-            "all_reduce all_gather reduce_scatter all_to_all -b 64K -e 256M -f 8 --dtype bf16",
-            30,
+            "all_reduce all_gather reduce_scatter all_to_all -b 64K -e 512K -f 8 --dtype bf16",
+            12,
+        ),
+        (
+            "all_reduce all_gather reduce_scatter all_to_all -b 4M -e 256M -f 8 --dtype bf16",
+            18,
         ),
     ],
     ("comm", "cpu"): [

@@ -15,6 +15,7 @@ from tests.app.sleeping import plan
 
 from stepmark.app import measure as measure_module
 from stepmark.app.measure import measure_quietly, resume
+from stepmark.core.option_groups import ResumeOptions
 from stepmark.core.record import Failed, Measured, Record
 from stepmark.launch import supervise as supervise_module
 from stepmark.store.reader import read_info, read_records
@@ -25,7 +26,7 @@ HOOK = {"STEPMARK_TEST_HOOK": "tests.app.sleeping"}
 
 @pytest.fixture(autouse=True)
 def _hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/src:{ROOT}")
     monkeypatch.setenv("STEPMARK_TEST_HOOK", HOOK["STEPMARK_TEST_HOOK"])
     monkeypatch.setenv("LOG", str(tmp_path))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -231,7 +232,7 @@ def test_resume_measures_what_is_left_as_it_was_planned(
     assert go(tmp_path, 2, 5, "1:1:kill", "1:3:exit7") == 3
     run = run_of(tmp_path)
     before = records(tmp_path)
-    assert resume(run.name, str(tmp_path / "runs")) == 0
+    assert resume(ResumeOptions(run=run.name, out=tmp_path / "runs")) == 0
     after = records(tmp_path)
     assert after[: len(before)] == before
     assert [r.comm.count for r in after[len(before) :]] == [
@@ -240,7 +241,7 @@ def test_resume_measures_what_is_left_as_it_was_planned(
     assert all(isinstance(record, Measured) for record in after[len(before) :])
     assert capsys.readouterr().out.count("\n        1024 ") == 1, "the whole run is shown"
     num_ups = len(firsts(tmp_path))
-    assert resume("latest", str(tmp_path / "runs")) == 0
+    assert resume(ResumeOptions(out=tmp_path / "runs")) == 0
     assert records(tmp_path) == after
     assert len(firsts(tmp_path)) == num_ups + 1
 
@@ -251,7 +252,7 @@ def test_a_run_that_has_only_a_plan_is_begun_by_resume(
     with monkeypatch.context() as patch:
         patch.setattr(measure_module, "RANK_MODULE", "tests.launch.no_such_module")
         _, run = measure_quietly(plan(2, 2), str(tmp_path / "runs"))
-    assert resume(run.name, str(tmp_path / "runs")) == 0
+    assert resume(ResumeOptions(run=run.name, out=tmp_path / "runs")) == 0
     assert len(records(tmp_path)) == read_info(run).num_cases == 2
 
 

@@ -22,10 +22,18 @@ LIMIT_S = 120.0  # busy machines
 class Running:
     """A started command whose ranks can be found by rank."""
 
-    def __init__(self, *arguments: str, cwd: Path, torchrun: int = 0, hook: str = ""):
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path,
+        torchrun: int = 0,
+        hook: str = "",
+        is_forking: bool = False,
+    ):
         """torchrun: so many ranks under a launcher of its own, as a user starts one.
 
-        hook: a module that ranks import before they begin.
+        hook: a module that ranks import before they begin; is_forking: for commands that start
+        many, which cannot be found by rank then.
         """
         self.folder = cwd
         launcher = [
@@ -34,7 +42,8 @@ class Running:
             f"--nproc-per-node={torchrun}",
             "-m",
         ]
-        words = [*(launcher if torchrun else []), "stepmark", *arguments]
+        program = "tests.cli.forking" if is_forking else "stepmark"
+        words = [*(launcher if torchrun else []), program, *arguments]
         self._mark = ("STEPMARK_TEST", str(cwd))
         self._out, self._err = (cwd / "stdout").open("w"), (cwd / "stderr").open("w")
         self.process = subprocess.Popen(

@@ -72,7 +72,7 @@ def chosen(name: str, size: int) -> tuple[str, str, int]:
 def log(target: str, words: list[str]) -> None:
     """TUNING lines as NCCL 2.24 and later write them, one per call."""
     file = target.replace("%h", "node1").replace("%p", "7")
-    sizes = [2**power for power in range(10, 31)] if "1073741824" in words else SIZES
+    sizes = [2**power for power in range(10, 31)] if "1G" in words else SIZES
     names = {name: NCCL_NAMES[name] for name in words if name in NCCL_NAMES}
     with open(file, "w") as stream:
         for name, theirs in names.items():

@@ -20,6 +20,7 @@ from stepmark.app import sweep_results, sweep_run
 from stepmark.app import tuner as tuning
 from stepmark.app.sweep import refuse_ranks, settings, split_values
 from stepmark.app.sweep_run import Means, make, order_of
+from stepmark.core.comm_options import CommOptions
 from stepmark.core.comparison import Series, Side
 from stepmark.core.errors import ConfigError
 from stepmark.core.sweep import Outcome, Setting, Sweep, Try, TunerChoice
@@ -635,7 +636,7 @@ def test_a_file_that_would_change_nothing_is_not_written(tmp_path: Path) -> None
         min_gain=0.01,
         left_out={},
     )
-    asked = tuning.Request(target=tmp_path / "t", plugin=None, values={}, names=())
+    asked = tuning.Request(target=tmp_path / "t", plugin=None, options=CommOptions())
     with Journal.create(tmp_path, sweep_of("fast")) as journal:
         said, code = tuning.emit(journal, advice, asked, means(tmp_path), [])
     assert (said, code) == (["no tuner file: the default stays everywhere"], 0)

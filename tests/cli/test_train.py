@@ -74,7 +74,7 @@ def test_two_ranks_of_each_strategy_learn_a_text_and_tell_their_messages(
 def test_a_broken_rank_costs_its_case_and_new_ranks_go_on(tmp_path: Path) -> None:
     words = ["train", "gpt2-125m", "--strategy", "ddp", *TINY, "--mbs", "2-4"]
     words += ["--steps", "3", "--timeout", "60s"]
-    running = Running(*words, cwd=tmp_path, hook="tests.cli.failing")
+    running = Running(*words, cwd=tmp_path, hook="tests.cli.failing", is_forking=True)
     assert running.end() == 3, running.err()
     records = running.records()
     assert outcomes(records) == ["error", "error", "measured"]
@@ -90,7 +90,7 @@ def test_a_batch_that_is_too_large_ends_a_search_well(tmp_path: Path) -> None:
     """In each launch; new ranks, since one hung in a collective, try nothing larger."""
     words = ["train", "gpt2-125m", "--strategy", "ddp", *TINY, "--mbs", "1,8,16"]
     words += ["--find-batch", "--steps", "3", "--launches", "2", "--timeout", "60s"]
-    running = Running(*words, cwd=tmp_path, hook="tests.cli.failing")
+    running = Running(*words, cwd=tmp_path, hook="tests.cli.failing", is_forking=True)
     assert running.end() == 0, running.err()
     assert outcomes(running.records()) == ["measured", "oom", "skipped"] * 2
     assert "not all cases were measured" not in running.err()

@@ -4,19 +4,19 @@ import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepmark.app import comm_plan, delivery
 from stepmark.app.machine import Machine
 from stepmark.app.measure import measure_or_list
+from stepmark.app.view import View, show_rows
 from stepmark.core.collectives import FACTS, Api, Collective, placements
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import build, load, plain
 from stepmark.core.plan import CommHow, How, Plan, entries
-
-if TYPE_CHECKING:
-    from stepmark.app.view import View
+from stepmark.report import nccl_tests, p2p_matrix
+from stepmark.store.files import new_file
 
 _DEFAULT_STEP = (4, True)
 _STYLES = {"param": "stepmark.report.param_comms:param_comms"}
@@ -105,10 +105,7 @@ def show(path: Path, given: Mapping[str, object], code: int) -> int:
     return delivery.deliver(path, build(CommOptions, given), code, files=_files, show=_show)
 
 
-def _show(run: "View", options: CommOptions) -> None:
-    from stepmark.app.view import show_rows  # noqa: PLC0415
-    from stepmark.report import nccl_tests, p2p_matrix  # noqa: PLC0415
-
+def _show(run: View, options: CommOptions) -> None:
     if options.style:
         texts: dict[str, str] = load(_STYLES[options.style])(run.records, run.run)
         sys.stdout.write("\n".join(texts.values()))
@@ -138,16 +135,13 @@ def step_asked(options: CommOptions) -> tuple[int, bool] | None:
     return None if is_one else _DEFAULT_STEP
 
 
-def _files(run: "View", options: CommOptions) -> None:
+def _files(run: View, options: CommOptions) -> None:
     delivery.write_rows(run.comm_rows, options, by="family")
     if target := options.output_file:
-        from stepmark.report import nccl_json  # noqa: PLC0415
-        from stepmark.store.export import write_json  # noqa: PLC0415
-        from stepmark.store.files import new_file  # noqa: PLC0415
-
         ended_at = datetime.now(UTC).isoformat(timespec="seconds")
-        document = nccl_json.json_document(run.comm_rows, run.run, sys.argv, ended_at=ended_at)
+        make_document = load("stepmark.report.nccl_json:json_document")
+        document = make_document(run.comm_rows, run.run, sys.argv, ended_at=ended_at)
         file = new_file(Path(target))
-        write_json(document, file)
+        load("stepmark.store.export:write_json")(document, file)
         if file != Path(target):
             sys.stderr.write(f"{target} exists: written to {file}\n")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stepmark.app.models import read_models
 from stepmark.core.case import Label
 from stepmark.core.collectives import (
     ALIGN_BYTES,
@@ -28,8 +27,7 @@ from stepmark.core.comm_case import CommCase, unsupported
 from stepmark.core.comm_options import MATRIX_OF_PAIRS, REDOPS, CommOptions
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops.shorthand import from_shorthand
-from stepmark.core.options import plain
+from stepmark.core.options import load, plain
 from stepmark.core.units import GIB, KIB, MIB, format_bytes
 
 _LATENCY_BYTES = 8
@@ -257,6 +255,7 @@ def _sweep(options: CommOptions, device: str) -> list[int]:
 
 def _messages(case: CommCase, options: CommOptions) -> list[tuple[Label | None, int]]:
     """--model: what training it sends by this collective, per micro-batch."""
+    from stepmark.app.models import read_models  # noqa: PLC0415
     from stepmark.workload.messages import ROLES, messages  # noqa: PLC0415
 
     wanted = options.message or ()
@@ -385,7 +384,8 @@ def _concurrent_compute(options: CommOptions, device: str) -> list[str]:
     """--overlap-with, spelled as the case keeps it."""
     operators = [word.lower() for word in options.overlap_with or ()]
     for word in operators:
-        from_shorthand(word, DType.BF16 if device == "cuda" else DType.FP32, "overlap-with")
+        read = load("stepmark.core.ops.shorthand:from_shorthand")
+        read(word, DType.BF16 if device == "cuda" else DType.FP32, "overlap-with")
     return operators
 
 

@@ -4,14 +4,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from stepmark.app.view import View, view
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.option_groups import Files, Output
+from stepmark.core.options import load
 from stepmark.core.record import Failed, Measured
-
-if TYPE_CHECKING:
-    from stepmark.app.view import View
+from stepmark.launch import outer_launcher
 
 Values = Mapping[str, Any]  # what the user asked for, by option name
 Rows = list[dict[str, Any]]
@@ -23,12 +23,10 @@ def deliver(
     options: Options,
     code: int,
     *,
-    files: "Callable[[View, Options], None]",
-    show: "Callable[[View, Options], None]",
+    files: Callable[[View, Options], None],
+    show: Callable[[View, Options], None],
 ) -> int:
     """Write the files that were asked for, show the run; the exit code of it all."""
-    from stepmark.app.view import view  # noqa: PLC0415
-
     run = view(path)
     files(run, options)
     if not options.to_stdout:
@@ -36,7 +34,7 @@ def deliver(
     return ended(run, path, code)
 
 
-def ended(run: "View", path: Path, code: int) -> int:
+def ended(run: View, path: Path, code: int) -> int:
     """Say where the run lies, and how to go on with one that was cut short."""
     sys.stdout.flush()
     sys.stderr.write(f"run {path}\n")
@@ -46,7 +44,7 @@ def ended(run: "View", path: Path, code: int) -> int:
     return worst(code, exit_code(run))
 
 
-def exit_code(run: "View") -> int:
+def exit_code(run: View) -> int:
     """1 for wrong results or figures above a binding limit, 3 for failed cases, else 0."""
     if any(isinstance(r, Measured) and r.num_wrong for r in run.records):
         return 1
@@ -57,8 +55,6 @@ def exit_code(run: "View") -> int:
 
 def resume_hint(path: Path) -> str:
     """What to do after an interrupt. How an outer launcher was called is not known."""
-    from stepmark.launch import outer_launcher  # noqa: PLC0415
-
     where = " under the same launcher" if outer_launcher.is_rank() else ""
     return f"finished cases are kept; go on with: stepmark resume {path}{where}"
 
@@ -97,12 +93,10 @@ def is_folder(target: str) -> bool:
 
 def write_rows(rows: Rows, options: Files, by: str = "model") -> None:
     """--json and --csv: all rows, or in a folder a file per model or family."""
-    from stepmark.store.export import write_tables  # noqa: PLC0415
-
-    if options.json:
-        write_tables(_as_tables(rows, options.json, by), options.json, "json")
-    if options.csv:
-        write_tables(_as_tables(rows, options.csv, by), options.csv, "csv")
+    for kind, target in (("json", options.json), ("csv", options.csv)):
+        if target:
+            write_tables = load("stepmark.store.export:write_tables")
+            write_tables(_as_tables(rows, target, by), target, kind)
 
 
 def _as_tables(rows: Rows, target: str, by: str) -> dict[str, Rows]:

@@ -11,9 +11,9 @@ from typing import Any
 from stepmark.app.delivery import check_outputs
 from stepmark.app.machine import Machine, machine
 from stepmark.core.errors import ConfigError
-from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.option_groups import MeasureOptions, ResumeOptions
 from stepmark.core.options import build, load
-from stepmark.core.plan import Entry, Plan
+from stepmark.core.plan import FORCE, Entry, Plan
 from stepmark.core.record import Failed, Measured
 from stepmark.launch import outer_launcher
 from stepmark.launch.supervise import RankFailure, supervise
@@ -31,6 +31,7 @@ SHOW = {
 Show = Callable[[Path, Mapping[str, Any], int], int]
 
 RANK_MODULE = "stepmark.app.rank"
+_UNDER_LAUNCHER = f"{RANK_MODULE}:measure_under_launcher"
 
 
 def measure(
@@ -55,9 +56,7 @@ def measure(
         return plan, _begun(plan, root)
 
     if outer_launcher.is_rank():
-        from stepmark.app.rank import measure_under_launcher  # noqa: PLC0415
-
-        code, run = measure_under_launcher(device(), prepared, force=force)
+        code, run = load(_UNDER_LAUNCHER)(device(), prepared, force=force)
         return code if run is None else shown(run, code)
     plan, run = prepared()
     for note in plan.notes:
@@ -74,10 +73,8 @@ def measure_or_list(
     """
     device = options.device
     if options.dry_run:
-        from stepmark.app import dry_run  # noqa: PLC0415
-
         plan = make_plan(lambda: machine(device, dry_run=True))
-        dry_run.show(plan, options.json, options.csv)
+        load("stepmark.app.dry_run:show")(plan, options.json, options.csv)
         return 0
     return measure(
         lambda: make_plan(lambda: machine(device)),
@@ -97,11 +94,12 @@ def measure_quietly(
     return _supervised(plan, run, run / plans.FILE, force=False), run
 
 
-def resume(name: str, out: str | None = None, *, force: bool = False) -> int:
+def resume(options: ResumeOptions) -> int:
     """Measure what is left of a run, as it was planned. Returns the exit code."""
+    name, force = options.run, options.force
 
     def prepared() -> tuple[Plan, Path]:
-        run = find_run(Path(out or "runs"), name)
+        run = find_run(options.out, name)
         if not plans.has_plan(run):
             command = f"{read_info(run).command} --resume {run}"
             allowed = f"a run with a plan; an older release wrote this one. Use: {command}"
@@ -117,8 +115,6 @@ def resume(name: str, out: str | None = None, *, force: bool = False) -> int:
     if not outer_launcher.is_rank():
         plan, run = prepared()
         return _measured(plan, run, force=force)
-    from stepmark.app.rank import measure_under_launcher  # noqa: PLC0415
-
     device = machine(None).device
 
     def prepared_here() -> tuple[Plan, Path]:
@@ -128,7 +124,7 @@ def resume(name: str, out: str | None = None, *, force: bool = False) -> int:
             raise ConfigError("run", name, allowed)
         return plan, run
 
-    code, found = measure_under_launcher(device, prepared_here, force=force)
+    code, found = load(_UNDER_LAUNCHER)(device, prepared_here, force=force)
     return code if found is None else shown(found, code)
 
 
@@ -195,8 +191,6 @@ def _measured(plan: Plan, run: Path, *, force: bool, is_new: bool = True) -> int
 
 
 def _supervised(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:
-    from stepmark.app.rank import FORCE  # noqa: PLC0415
-
     num_before = _num_records(run)
     return supervise(
         RANK_MODULE,
@@ -250,9 +244,7 @@ def record_failure(failure: RankFailure, run: Path, plan: Plan, num_before: int)
 
 
 def _say(failure: RankFailure, entry: Entry, total: int) -> None:
-    from stepmark.app.progress import named  # noqa: PLC0415
-
+    case = load("stepmark.app.progress:named")(entry.case)
     sys.stderr.write(
-        f"[{entry.position + 1}/{total}] {named(entry.case)}: "
-        f"failed ({failure.cause}): {failure.message}\n"
+        f"[{entry.position + 1}/{total}] {case}: failed ({failure.cause}): {failure.message}\n"
     )

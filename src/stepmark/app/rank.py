@@ -18,27 +18,29 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from stepmark.app.progress import Progress
+from stepmark.core.commands import command_of
 from stepmark.core.errors import StepmarkError
-from stepmark.core.plan import Entry, Plan
+from stepmark.core.options import load
+from stepmark.core.plan import FORCE, Entry, Plan
 from stepmark.core.record import Failed, RunInfo
 from stepmark.launch import outer_launcher, signals
 from stepmark.launch.heartbeat import Heartbeat, Watchdog
 from stepmark.launch.processes import LocalPeers
 from stepmark.launch.supervise import ranks_text
 from stepmark.store import plans
+from stepmark.store.reader import read_records
+from stepmark.store.runs import Done, RunWriter
 
 if TYPE_CHECKING:
-    from stepmark.app.progress import Progress
     from stepmark.bench.context import MeasureContext
     from stepmark.bench.ranks import Ranks
     from stepmark.bench.run_cases import Bench
     from stepmark.core.train_case import TrainCase
-    from stepmark.store.runs import Done, RunWriter
 
 # A module that is imported before a rank begins, so that a test can put faults into it.
 TEST_HOOK = "STEPMARK_TEST_HOOK"
 TRACES = "traces"  # folder of a run
-FORCE = "--force"  # continue a run although the environment differs
 
 _SETUP_S = 120.0  # joining and leaving: interpreters start at different speeds
 _JOIN_S = 300.0  # under a launcher: ranks of many hosts join, and rank 0 plans
@@ -123,9 +125,8 @@ def _context(plan: Plan) -> "MeasureContext":
 
 def _largest_mbs(case: "TrainCase", memory_bytes: int) -> int:
     """Import the estimate when a case has run out of memory."""
-    from stepmark.app.train_plan import largest_mbs  # noqa: PLC0415
-
-    return largest_mbs(case, memory_bytes)
+    mbs: int = load("stepmark.app.train_plan:largest_mbs")(case, memory_bytes)
+    return mbs
 
 
 class Rank:
@@ -147,8 +148,6 @@ class Rank:
 
     def measure(self, context: "MeasureContext") -> int:
         """Measure what is left of the plan. Returns the exit code of this rank."""
-        from stepmark.app.progress import Progress  # noqa: PLC0415
-
         self._guard.idle(_SETUP_S)
         ranks = context.ranks
         writer, done, failures = self._open(ranks)
@@ -198,7 +197,7 @@ class Rank:
                 return
             left = [entry for entry in left if entry.position >= position]
 
-    def _open(self, ranks: "Ranks") -> "tuple[RunWriter | None, set[Done], tuple[Failed, ...]]":
+    def _open(self, ranks: "Ranks") -> tuple[RunWriter | None, set[Done], tuple[Failed, ...]]:
         """Begin the run, or continue it: for all ranks. The writer is rank 0's."""
         from stepmark.bench.environment import local_device  # noqa: PLC0415
 
@@ -221,11 +220,12 @@ class Rank:
 
     def _opened(
         self, run: Path, devices: list[object]
-    ) -> "tuple[RunWriter, set[Done], tuple[Failed, ...]]":
+    ) -> tuple[RunWriter, set[Done], tuple[Failed, ...]]:
         from stepmark.bench.environment import capture  # noqa: PLC0415
-        from stepmark.store.reader import read_records  # noqa: PLC0415
-        from stepmark.store.runs import RunWriter  # noqa: PLC0415
 
+        # Records spell commands: what that imports is imported before the first case.
+        for case in {entry.case.kind: entry.case for entry in self._plan.entries}.values():
+            command_of(case)
         if self._guard.first:  # earlier ranks of the same parent began it
             writer, done = RunWriter.go_on(run)
         elif (run / "run.json").is_file():
@@ -245,7 +245,7 @@ class Rank:
         failures = [r for r in read_records(run) if isinstance(r, Failed)]
         return writer, done, tuple(failures)
 
-    def _ended(self, work: Callable[[], object], progress: "Progress") -> int:
+    def _ended(self, work: Callable[[], object], progress: Progress) -> int:
         """Do the work; return 0, or 130 and 143 for an interrupted and a terminated one."""
         with nullcontext() if self._heartbeat else signals.terminable():
             try:
@@ -282,11 +282,9 @@ class Rank:
                 self._heartbeat.restart_at(position + 1)
             self._heartbeat.close(3)
         elif self._run is not None:
-            from stepmark.app.measure import shown  # noqa: PLC0415
-
             # Whatever goes wrong with showing the run, this rank must end.
             with suppress(Exception):
-                shown(self._run, 3)
+                load("stepmark.app.measure:shown")(self._run, 3)
         _leave(3)
 
     def _unless_peers_died(self, code: int) -> int:
@@ -344,9 +342,7 @@ class Rank:
 
     def _say_how_to_resume(self) -> None:
         if self._progress and self._run:
-            from stepmark.app.delivery import resume_hint  # noqa: PLC0415
-
-            self._progress.say(resume_hint(self._run))
+            self._progress.say(load("stepmark.app.delivery:resume_hint")(self._run))
 
 
 def _local_peers(ranks: "Ranks") -> LocalPeers:

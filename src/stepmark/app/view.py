@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 from stepmark.core.case import OpCase
 from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.ops import Op
+from stepmark.core.options import load
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample, summarize
-from stepmark.report import comm_columns, op_columns, train_columns
-from stepmark.report.row_tables import print_rows
-from stepmark.report.training_printing import print_training
 from stepmark.store.reader import (
     Run,
     find_run,
@@ -27,6 +25,10 @@ from stepmark.store.reader import (
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+# By kind of case: the module whose rows and columns it has, imported when a run has the kind.
+_COLUMNS = {kind: f"stepmark.report.{kind}_columns" for kind in ("op", "comm", "train")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +65,17 @@ def say(notes: Iterable[str]) -> None:
 def of_records(run: RunInfo, records: list[Record]) -> View:
     names = {device.name for device in run.environment.devices}
     device = find_device(names.pop()) if len(names) == 1 else None
-    has_operators = any(isinstance(record.case, OpCase) for record in records)
-    known = reference(run) if has_operators else {}
-    rows = op_columns.rows(records, run, device=device, reference=known)
+    kinds = {record.case.kind for record in records}
+    rows: dict[str, list[dict[str, object]]] = {}
+    for kind in kinds:
+        known = {"reference": reference(run)} if kind == "op" else {}
+        rows[kind] = load(f"{_COLUMNS[kind]}:rows")(records, run, device=device, **known)
     return View(
         run=run,
         records=records,
-        rows=rows,
-        comm_rows=comm_columns.rows(records, run, device),
-        train_rows=train_columns.rows(records, run, device),
+        rows=rows.get("op", []),
+        comm_rows=rows.get("comm", []),
+        train_rows=rows.get("train", []),
         device=device,
     )
 
@@ -128,18 +132,22 @@ def operator_medians(runs: Path, name: str) -> tuple[str, dict[Op, float]]:
 
 def sql_types() -> dict[str, str]:
     """The SQL type of every declared column."""
-    declared = (op_columns.OP_COLUMNS, comm_columns.COMM_COLUMNS, train_columns.TRAIN_COLUMNS)
-    return {column.name: column.unit.sql_type for columns in declared for column in columns}
+    return {
+        column.name: column.unit.sql_type
+        for kind, module in _COLUMNS.items()
+        for column in load(f"{module}:{kind.upper()}_COLUMNS")
+    }
 
 
 def show_rows(seen: View) -> None:
     """A table for each kind of case that the run has."""
+    print_rows = load("stepmark.report.row_tables:print_rows")
     if seen.rows or not (seen.comm_rows or seen.train_rows):
-        print_rows(seen.rows, console(), op_columns.OP_COLUMNS)
+        print_rows(seen.rows, console(), load(f"{_COLUMNS['op']}:OP_COLUMNS"))
     if seen.comm_rows:
-        print_rows(seen.comm_rows, console(), comm_columns.COMM_COLUMNS)
+        print_rows(seen.comm_rows, console(), load(f"{_COLUMNS['comm']}:COMM_COLUMNS"))
     if seen.train_rows:
-        print_training(seen.train_rows, console())
+        load("stepmark.report.training_printing:print_training")(seen.train_rows, console())
 
 
 def console(*, stderr: bool = False) -> "Console":

@@ -33,7 +33,7 @@ VERBS = {
     "report": Verb("report", "command", "Write report.html of a run."),
     "comm": Verb("comm", "command", "Measure collectives: nccl-tests' flags, no MPI."),
     "train": Verb("train", "command", "Measure training steps: single, DDP, FSDP, TP, PP."),
-    "resume": Verb("resume", "resume", "Measure what is left of a run that was cut short."),
+    "resume": Verb("resume", "command", "Measure what is left of a run that was cut short."),
     "op": Verb("op", "app", "Measure operators: one family, or all of a model's layer."),
     "workload": Verb("workload", "app", "What a step does: generate, show, convert, capture."),
     "runs": Verb("runs", "app", "List, show, export and query earlier runs."),

@@ -1,6 +1,7 @@
 """Groups of options that several verbs share."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from stepmark.core.errors import ConfigError
@@ -8,6 +9,8 @@ from stepmark.core.options import Duration, between, flag, group
 
 Degree = Annotated[int, between(1, 2**20)]
 MICRO_BATCH = ("--mbs", "--bsz", "--micro-batch", "--micro-batch-size", "--batch-size")
+
+RUN_NAME = "run id or its beginning, a path, or latest"
 
 
 @group
@@ -72,6 +75,15 @@ class TimeLimits(Budget):
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions(Output, TimeLimits, Device):
     """Options of every verb that measures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions:
+    """Run."""
+
+    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID")
+    out: Path = flag("folder of runs", "--out", "--runs", default=Path("runs"), metavar="DIR")
+    force: bool = flag("resume although the environment differs", "--force", default=False)
 
 
 @group

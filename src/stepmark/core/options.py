@@ -277,11 +277,10 @@ Share = Annotated[float, Reader(read=parse_share, show=exact, metavar="SHARE")]
 Duration = Annotated[float, Reader(read=parse_duration, show=_duration, metavar="DURATION")]
 
 
-def load(handler: str) -> Callable[..., Any]:
-    """The function that "module:function" names, imported when it is called."""
-    module, _, name = handler.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
+def load(name: str) -> Any:
+    """Import what "module:name" names, such as a handler of a verb."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def build(cls: type[T], given: Mapping[str, object]) -> T:

@@ -8,6 +8,7 @@ from stepmark.core.case import SOAK_S
 from stepmark.core.record import AnyCase
 
 PLAN_SCHEMA = 1
+FORCE = "--force"  # tells ranks to continue a run although the environment differs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from stepmark.core.option_groups import Files
+from stepmark.core.option_groups import RUN_NAME, Files
 from stepmark.core.options import REQUIRED, Duration, Share, between, flag, group, words_of
-
-_RUN = "run id or its beginning, a path, or latest"
 
 
 @group
@@ -21,7 +19,7 @@ class RunsFolder:
 class RunName(RunsFolder):
     """Runs."""
 
-    run: str = flag(_RUN, default="latest", argument=True, metavar="ID")
+    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,7 @@ class ShowOptions(Files, RunName):
 class ExportOptions(RunsFolder):
     """Export."""
 
-    run: str = flag(_RUN, default=REQUIRED, argument=True, metavar="ID")
+    run: str = flag(RUN_NAME, default=REQUIRED, argument=True, metavar="ID")
     path: str = flag(
         "file, or folder of a tracker", default=REQUIRED, argument=True, metavar="PATH"
     )

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tests.bench.training.curves import GPT2, LLAMA, first_norm, losses, spread
+from tests.bench.training import curves
+from tests.bench.training.curves import GPT2, LLAMA, spread
 from tests.bench.training.techniques_on_ranks import AMP, BLOCKS, FP8, FULL, HALF, OPS
 
 from stepmark.bench.ranks import Ranks
@@ -69,5 +70,5 @@ def learned_and_sent(ranks: Ranks) -> dict[str, Any]:
         torch.compiler.reset()
         backend = "inductor" if name in INDUCTOR else "aot_eager"
         torch.compile = functools.partial(whole, backend=backend)  # type: ignore[assignment]
-        learned[name] = losses(case, ranks), first_norm(case, ranks)
+        learned[name] = curves.learned(case, ranks)
     return {"learned": learned, "sent": {name: sent(CASES[name], ranks) for name in TOLD}}

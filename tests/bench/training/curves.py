@@ -104,44 +104,39 @@ def alone(spread_case: TrainCase) -> TrainCase:
     return case(spread_case.model, mbs=GLOBAL_BATCH, **values)
 
 
-def first_norm(of: TrainCase, ranks: Ranks) -> float:
-    """Of all gradients before the first update. Every rank calls it.
+def learned(of: TrainCase, ranks: Ranks, steps: int = STEPS) -> tuple[list[float], float]:
+    """The loss of each sample, mean over data ranks, and the first norm. Every rank calls it.
 
-    AdamW's steps do not tell of a gradient that is wrong by a factor; its norm does.
+    The norm is that of all gradients before the first update: AdamW's steps do not tell of a
+    gradient that is wrong by a factor.
     """
     made: Any = trainer.make(of, ranks.device)
     batches = _batches(of, coordinates_of(ranks.rank, of.parallel))
-    for step in range(of.grad_accum):
-        tokens, labels = next(batches)
-        is_last = step + 1 == of.grad_accum
-        made.micro_step(tokens, labels, is_last=is_last, mark=lambda _name: None)
-    update = made._update
-    return float(clip_gradients(update._updated, math.inf, update._over_stages))
-
-
-def losses(of: TrainCase, ranks: Ranks, steps: int = STEPS) -> list[float]:
-    """Of each sample, mean over data ranks. Every rank calls it."""
-    made = trainer.make(of, ranks.device)
-    batches = _batches(of, coordinates_of(ranks.rank, of.parallel))
     mine: list[list[Tensor]] = []
+    norm = math.nan
     for step in range(steps * of.grad_accum):
         tokens, labels = next(batches)
         is_last = (step + 1) % of.grad_accum == 0
         loss = made.micro_step(tokens, labels, is_last=is_last, mark=lambda _name: None)
         if loss is not None:
             mine.append([loss.clone()])
+        if is_last and math.isnan(norm):
+            update = made._update
+            norm = float(clip_gradients(update._updated, math.inf, update._over_stages))
         if is_last:
             made.optimizer_step()
     told = [one for one in ranks.gather([float(one) for (one,) in mine]) if one]
-    return [sum(column) / len(column) for column in zip(*told, strict=True)]
+    return [sum(column) / len(column) for column in zip(*told, strict=True)], norm
+
+
+def losses(of: TrainCase, ranks: Ranks, steps: int = STEPS) -> list[float]:
+    """Of each sample, mean over data ranks. Every rank calls it."""
+    return learned(of, ranks, steps)[0]
 
 
 def curves_of_all(ranks: Ranks) -> dict[str, tuple[list[float], float]]:
     """Losses of few steps and the first gradient norm of every case. Every rank calls it."""
-    return {
-        name: (losses(case, ranks, FEW_STEPS), first_norm(case, ranks))
-        for name, case in CASES.items()
-    }
+    return {name: learned(case, ranks, FEW_STEPS) for name, case in CASES.items()}
 
 
 def _batches(of: TrainCase, place: RankCoordinates) -> Iterator[tuple[Tensor, Tensor]]:

@@ -19,7 +19,7 @@ from stepmark.bench.training.attention import _of_prefix, causal_attention, pref
 from stepmark.bench.training.model_parallel import Gathered, SequenceShard
 
 from .context_on_ranks import CASES, ROUNDED, learned_and_sent
-from .curves import LLAMA, alone, case, first_norm, losses
+from .curves import LLAMA, alone, case, learned
 from .models import apart
 
 CPU = torch.device("cpu")
@@ -206,7 +206,7 @@ def reference(name: str) -> tuple[list[float], float]:
     """Without any technique, but in the same precision, on one rank."""
     of = (CASES | ROUNDED)[name]
     plain = replace(alone(of), precision=of.precision)
-    return losses(plain, ONE), first_norm(plain, ONE)
+    return learned(plain, ONE)
 
 
 @pytest.mark.parametrize("name", CASES)

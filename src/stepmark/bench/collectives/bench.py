@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -16,7 +16,6 @@ from stepmark.bench.collectives.case_on_rank import (
     needed_bytes,
 )
 from stepmark.bench.collectives.communicators import Communicators
-from stepmark.bench.collectives.concurrent_compute import ConcurrentCompute
 from stepmark.bench.collectives.timing import Batch, Timer
 from stepmark.bench.context import MeasureContext, own_stream
 from stepmark.bench.ranks import Ranks, agreed
@@ -27,6 +26,9 @@ from stepmark.core.plan import CommHow, Entry
 from stepmark.core.record import Arrivals, Beside, Failed, Measured, Samples
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from stepmark.bench.collectives.concurrent_compute import ConcurrentCompute
 
 # A second of samples in at least five batches: what repeats is the batch, as with operators.
 DEFAULT = Effort(sample_s=1.0, soak_s=0.0, target_ci_rel=0.005, min_batches=5)
@@ -181,7 +183,7 @@ class CallSamples:
 def collect(
     ranks: Ranks,
     timer: Timer,
-    compute: ConcurrentCompute | None,
+    compute: "ConcurrentCompute | None",
     sample_s: float,
     effort: Effort,
     wanted: int | None,
@@ -224,7 +226,7 @@ def collect(
 
 
 def _batch(
-    timer: Timer, compute: ConcurrentCompute | None, count: int, cover_s: float
+    timer: Timer, compute: "ConcurrentCompute | None", count: int, cover_s: float
 ) -> tuple[Batch, list[float] | None]:
     """Samples, and seconds of the calls beside them. The compute ends with the batch."""
     if compute is None:

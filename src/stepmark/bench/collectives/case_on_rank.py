@@ -4,17 +4,22 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from stepmark.bench.collectives import concurrent_compute, data, timing
+from stepmark.bench.collectives import data, timing
 from stepmark.bench.collectives.communicators import Communicator
 from stepmark.bench.context import MeasureContext
 from stepmark.bench.verify import TORCH_DTYPE, merge
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.comm_case import CommCase
+from stepmark.core.options import load
 from stepmark.core.plan import CommHow
 from stepmark.core.record import Check
+
+if TYPE_CHECKING:
+    from stepmark.bench.collectives.concurrent_compute import ConcurrentCompute
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -186,10 +191,13 @@ class CaseOnRank:
         case, index = self._local
         return case.skew_s * index / max(1, case.num_ranks - 1)
 
-    def concurrent_compute(self) -> concurrent_compute.ConcurrentCompute | None:
+    def concurrent_compute(self) -> "ConcurrentCompute | None":
+        """Import all operators only for a case beside compute."""
         if self._local is None or not self._world_case.beside:
             return None
-        return concurrent_compute.make(self._world_case.beside, self._context)
+        make = load("stepmark.bench.collectives.concurrent_compute:make")
+        compute: ConcurrentCompute = make(self._world_case.beside, self._context)
+        return compute
 
     @property
     def operations_per_call(self) -> int:

@@ -1,0 +1,10 @@
+"""`python -m tests.cli.forking WORDS`: stepmark, whose ranks are forked."""
+
+from tests import forked_ranks
+
+from stepmark.cli.main import main
+from stepmark.launch import workers
+
+if __name__ == "__main__":
+    workers._start = forked_ranks.start
+    main()
