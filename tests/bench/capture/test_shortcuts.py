@@ -11,8 +11,9 @@ from tests.bench.capture.made import NUM_RANKS, made_of
 from tests.bench.capture.user_code import CASES
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
 
+from stepmark.bench.capture import fake
 from stepmark.bench.capture.fake import shortcuts
-from stepmark.bench.capture.run import capture, fake
+from stepmark.bench.capture.run import capture
 
 
 @given(st.integers(0, 20), st.integers(1, 3), st.integers(1, 24), st.integers(0, 1))
