@@ -351,7 +351,7 @@ REFUSED = [
     (
         LLAMA,
         "--strategy tp --nproc 1",
-        "strategy tp is invalid: it must be one for which 1 ranks leave 2 or more",
+        "strategy tp is invalid: it needs at least 2 ranks, and has 1 of 1",
     ),
     (LLAMA, "--tp 0", "tp 0 is invalid: it must be from 1 to 1048576"),
     (LLAMA, "--nproc 0", "nproc 0 is invalid: it must be all, or from 1 to 1024"),

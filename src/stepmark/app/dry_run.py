@@ -1,4 +1,4 @@
-"""--dry-run: the plan, on any machine and for any device: a line per case, or JSON or CSV."""
+"""--dry-run: print a plan on any machine, for any device, or write it as JSON or CSV."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -84,9 +84,9 @@ def _of_collective(case: CommCase) -> Row:
 
 
 def _of_step(case: TrainCase) -> Row:
-    """Of one optimizer step: FLOPs of all ranks with recomputation, messages of the busiest.
+    """Return the figures of one optimizer step, of which --schedule micro measures parts.
 
-    A sample of --schedule micro is a part of that step.
+    FLOPs are of all ranks, with recomputation; messages are of the pipeline stage with most.
     """
     calls, message_bytes, reason = _messages(case)
     return {
@@ -105,7 +105,7 @@ def _of_step(case: TrainCase) -> Row:
 
 
 def _messages(case: TrainCase) -> tuple[int | None, int | None, str]:
-    """Calls and message bytes of one optimizer step, or why they are unknown."""
+    """Return calls and message bytes of one optimizer step, or why they are unknown."""
     try:
         workload = of_case(case)
     except ConfigError as error:

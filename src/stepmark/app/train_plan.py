@@ -207,9 +207,8 @@ def _check_ranks(
     if strategy == "single" and world_size > 1:
         raise ConfigError("nproc", world_size, "1 with --strategy single")
     if degrees.get(strategy) == 1:
-        raise ConfigError(
-            "strategy", strategy, f"one for which {world_size} ranks leave 2 or more"
-        )
+        allowed = f"it needs at least 2 ranks, and has 1 of {world_size}"
+        raise ConfigError("strategy", strategy, allowed)
     if strategy in _DATA_PARALLEL and data_ranks * degrees["cp"] == 1:
         axes = f" next to {_product(degrees)}" if max(degrees.values()) > 1 else ""
         allowed = f"it needs at least 2 data ranks{axes}, and has 1"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
@@ -17,7 +17,6 @@ from stepmark.core.options import (
     one_of,
     words_of,
 )
-from stepmark.core.train_case import TrainCase
 from stepmark.core.training import (
     CompileScope,
     DataParallel,
@@ -27,6 +26,9 @@ from stepmark.core.training import (
     Recompute,
     Schedule,
 )
+
+if TYPE_CHECKING:  # --help is faster without it
+    from stepmark.core.train_case import TrainCase
 
 STRATEGIES = ("single", "ddp", "fsdp", "tp", "pp", "cp")
 Blocks = tuple[Recompute, tuple[int, int]]  # with BLOCKS: q of every p blocks
@@ -298,7 +300,7 @@ SAME_IN_CASE = (
 )
 
 
-def options_of(case: TrainCase) -> TrainOptions:
+def options_of(case: "TrainCase") -> TrainOptions:
     """The options that measure this case alone."""
     defaults = {field.name: field.default for field in dataclasses.fields(case)}
     given: dict[str, Any] = {
