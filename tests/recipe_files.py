@@ -25,32 +25,20 @@ class Edit:
 
 OPERATOR = '''\
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class Scale(Operator):
     """A tensor times a number."""
 
     elements: int = count("elements")
-    dtype: DType = choice("element type", default=DType.BF16)
+    dtype: DType = choice("element type", default=DType.BF16, allowed=STORED)
     phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd",))
-
-    def __post_init__(self) -> None:
-        validate(self)
-        _storage_type(self.dtype, "scale")
 
     @property
     def shape_text(self) -> str:
         return f"{self.elements} elements"
 
     @property
-    def flops(self) -> int:
-        return 0
-
-    @property
     def bytes_moved(self) -> int:
         return 2 * self.elements * self.dtype.itemsize
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.bytes_moved
 
 
 '''

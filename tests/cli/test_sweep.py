@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.comm_samples import SAMPLES
+from tests.parsing import parse as typed
 
 from stepmark.app import sweep as app
 from stepmark.app import sweep_results, sweep_run
@@ -21,6 +24,7 @@ from stepmark.app import tuner as tuning
 from stepmark.app.sweep import refuse_ranks, settings, split_values
 from stepmark.app.sweep_run import Means, make, order_of
 from stepmark.core.comm_options import CommOptions
+from stepmark.core.commands import command_of
 from stepmark.core.comparison import Series, Side
 from stepmark.core.errors import ConfigError
 from stepmark.core.sweep import Outcome, Setting, Sweep, Try, TunerChoice
@@ -595,6 +599,28 @@ def test_a_tuner_file_has_the_winner_and_nccls_own_choices(tmp_path: Path) -> No
     for name in ("all_gather", "reduce_scatter", "broadcast", "reduce"):
         assert how(name, 2**15) == ("ring", "ll", 2)
         assert how(name, 2**16) == ("ring", "simple", 24)
+
+
+WORDS = [
+    *(shlex.split(command_of(case))[2:] for case in SAMPLES.values()),
+    ["-b", "1K", "-e", "1G", "-f", "2", "-r", "-1", "all_reduce", "--no-align", "all_gather"],
+    ["all_reduce", "-b1K", "--end=4M", "--with", "gemm:64", "-n", "3", "--wide", "broadcast"],
+]
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_a_comm_command_is_read_as_its_verb_reads_it(words: list[str]) -> None:
+    assert tuning.comm_options(words) == typed(CommOptions, words)
+
+
+def test_a_comm_command_that_its_verb_refuses_is_refused() -> None:
+    for words in (
+        ["all_reduce", "--nonsense"],
+        ["all_reduce", "-b"],
+        ["all_reduce", "--be=1K"],
+    ):
+        with pytest.raises(ConfigError, match="command"):
+            tuning.comm_options(words)
 
 
 def test_a_plugin_that_does_as_told_verifies(tmp_path: Path) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.parsing import parse
 
-from stepmark.app import dry_run, train, train_plan, train_refusals
+from stepmark.app import dry_run, run, train, train_plan, train_refusals
 from stepmark.app.train_plan import estimated_memory as estimate
-from stepmark.cli import run
-from stepmark.cli.flags import parse
 from stepmark.cli.main import status
 from stepmark.core.commands import command_of
 from stepmark.core.dtypes import DType
@@ -838,10 +837,11 @@ def test_the_main_job_trains_what_fits(
     num_ranks: int, gib: int, model: str, strategy: str
 ) -> None:
     found = run.that_fits("llama-3.1-8b", num_ranks, gib * 2**30)
-    assert (found["model"], found["strategy"]) == (model, strategy)
-    (case,) = train_plan.cases(build(TrainOptions, found), "cuda", num_ranks)
+    assert found is not None
+    assert (found.model, found.strategy) == (model, (strategy,))
+    (case,) = train_plan.cases(found, "cuda", num_ranks)
     assert estimate(case).total_bytes < gib * 2**30
-    assert run.that_fits("llama-3.1-8b", num_ranks, 2**28) == {}
+    assert run.that_fits("llama-3.1-8b", num_ranks, 2**28) is None
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.parsing import parse
 
-from stepmark.cli import plan
+from stepmark.app.op_plan import placed_ops
+from stepmark.core.op_options import FamilyOptions, options_class
 from stepmark.core.ops import Attention, Gemm
 from stepmark.core.workload import CommOp
 from stepmark.workload.formats import FORMATS
@@ -119,13 +121,10 @@ def test_a_distinct_shape_is_what_its_command_measures(run: Program) -> None:
     rows = json.loads(run("show w.json --distinct --json -").out)["operators"]
     asked = set()
     for row in rows:
-        _, _, family, *words = row["command"].split()
-        flags = {
-            name.removeprefix("--").replace("-", "_"): value
-            for name, value in zip(words[::2], words[1::2], strict=True)
-        }
-        flags |= {"phase": flags.pop("pass")} if "pass" in flags else {}
-        asked |= {op for _, op in plan.placed_ops(family, flags, "cuda")}
+        words = row["command"].split()[2:]
+        options = parse(options_class(words[0]), words)
+        assert isinstance(options, FamilyOptions)
+        asked |= {op for _, op in placed_ops(options, "cuda")}
     workload = made.workload
     held = {one.op for stage in (0, 1) for one in workload.tally(stage) if hasattr(one, "op")}
     assert asked == {op for op in held if isinstance(op, (Gemm, Attention))}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.parsing import parse
 
 from stepmark.app import comm_plan
-from stepmark.cli.flags import parse
 from stepmark.core.case import Label
 from stepmark.core.collectives import FACTS, Api, Collective, Mode, RedOp, busbw_factor
 from stepmark.core.comm_case import CommCase

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepmark.core.comm_options import CommOptions
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import (
     REQUIRED,
@@ -21,6 +22,9 @@ from stepmark.core.options import (
     options,
     words_of,
 )
+from stepmark.core.train_options import TrainOptions
+from stepmark.core.verb_options import CheckOptions, CompareOptions
+from stepmark.core.workload_options import GenerateOptions
 
 
 class Mode(StrEnum):
@@ -83,7 +87,7 @@ everything = st.builds(
 
 @given(everything)
 def test_what_is_spelled_is_read_back(asked: Everything) -> None:
-    from stepmark.cli.flags import parse
+    from tests.parsing import parse
 
     assert parse(Everything, argv(asked)) == asked
 
@@ -128,3 +132,15 @@ def test_a_required_option_is_missing() -> None:
 
     with pytest.raises(ConfigError, match=r"^query is missing: give a query\.$"):
         build(Needy, {})
+
+
+def test_a_flag_names_one_option_in_every_verb() -> None:
+    """A long spelling is no alias elsewhere; verbs that share an option share a spelling."""
+    classes = (TrainOptions, CommOptions, GenerateOptions, CheckOptions, CompareOptions)
+    known = [one for cls in classes for one in options(cls) if not one.argument]
+    for option in known:
+        for other in known:
+            same_name = option.name == other.name
+            long = next(word for word in option.words if word.startswith("--"))
+            assert same_name or long not in other.words, (option, other)
+            assert not same_name or set(option.words) & set(other.words), (option, other)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stepmark.launch import child, processes
+from stepmark.launch import child, processes, supervise
 from stepmark.launch.signals import catching
 
 # A child of its own, and one that leaves the session as a launcher's ranks do.
@@ -62,6 +62,23 @@ def test_what_hangs_is_killed_with_its_grandchildren(
     assert len(kids(tmp_path)) == 2
     assert alive(kids(tmp_path)) == []
     assert ended.survivors == ()
+
+
+def test_a_command_past_its_limit_stores_what_it_has(tmp_path: Path) -> None:
+    """As a verb does whose ranks get time for that; the command gets more than its ranks."""
+    assert child.GRACE_S >= supervise.INTERRUPT_S + 3
+    code = "import signal, sys, time\n"
+    code += "signal.signal(15, lambda *_: (time.sleep(0.5), print('kept', flush=True), "
+    code += "sys.exit(143)))\nprint('up', flush=True)\ntime.sleep(60)"
+    ended = child.run(
+        [sys.executable, "-c", code],
+        os.environ,
+        out=tmp_path / "out",
+        err=tmp_path / "err",
+        limit_s=2.0,
+    )
+    assert (ended.exit_code, ended.timed_out) == (143, True)
+    assert (tmp_path / "out").read_text() == "up\nkept\n"
 
 
 def test_what_a_command_leaves_behind_is_killed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from stepmark.app.measure import measure_quietly
 from stepmark.app.view import console, view
 from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError, worst
+from stepmark.core.op_options import ConfigOptions
 from stepmark.core.plan import OpHow
 from stepmark.core.record import Measured
 from stepmark.core.verb_options import CheckOptions
@@ -56,8 +57,8 @@ def _measured(
 ) -> tuple[list[Path], int, set[str]]:
     """Run folders, the worst exit code, and which cases gave wrong results."""
     how = OpHow(budget_s=options.budget / options.launches)
-    here = machine(next(iter(reference.values())).case.device)
-    plan = op.plan([record.operator for record in reference.values()], {}, here, how=how)
+    machine(next(iter(reference.values())).case.device)  # refused where there is none
+    plan = op.plan([record.operator for record in reference.values()], ConfigOptions(), how=how)
     paths: list[Path] = []
     code, wrong = 0, set[str]()
     for number in range(options.launches):

@@ -2,7 +2,7 @@
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,6 @@ from stepmark.core.options import load
 from stepmark.core.record import Failed, Measured
 from stepmark.launch import outer_launcher
 
-Values = Mapping[str, Any]  # what the user asked for, by option name
 Rows = list[dict[str, Any]]
 Options = TypeVar("Options", bound=Files)
 
@@ -108,8 +107,3 @@ def _as_tables(rows: Rows, target: str, by: str) -> dict[str, Rows]:
         file_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
         tables.setdefault(file_name, []).append(row)
     return tables
-
-
-def as_options(values: Values) -> dict[str, object]:
-    """What a plan keeps of them: what was given."""
-    return {name: value for name, value in values.items() if value not in (None, False, [])}

@@ -1,102 +1,170 @@
-"""stepmark op: a plan of operators, and what is shown of a run of them."""
+"""stepmark op: from its options to a plan of operators, and what is shown of a run of them."""
 
-import importlib.util
-import os
-import shutil
+import dataclasses
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from stepmark.app import delivery
-from stepmark.app.delivery import Values
-from stepmark.app.machine import Machine
-from stepmark.core.case import OpCase
-from stepmark.core.errors import ConfigError
-from stepmark.core.ops.backends import MODULES, Capabilities
-from stepmark.core.option_groups import MeasureOptions
-from stepmark.core.options import build
+from stepmark.app.machine import Machine, machine
+from stepmark.app.measure import measure_or_list, measure_quietly, shown
+from stepmark.app.op_plan import Placed, cases, dtypes, family_cases, layer_cases
+from stepmark.app.view import View, show_rows
+from stepmark.core.case import Label, OpCase, Rate
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError, worst
+from stepmark.core.op_options import (
+    FamilyOptions,
+    LayerOptions,
+    OpOptions,
+    options_class,
+)
+from stepmark.core.ops import FAMILIES, FAMILY_OF, Gemm
+from stepmark.core.options import build, plain
 from stepmark.core.plan import How, OpHow, Plan, entries
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample, summarize
-from stepmark.core.units import parse_duration
+from stepmark.launch import outer_launcher
+from stepmark.report import styles
 from stepmark.store.reader import read_records
+from stepmark.workload.formats.param import read_config
 
-if TYPE_CHECKING:
-    from stepmark.app.view import View
+Plans = Callable[[Machine], list[OpCase]]
 
 
-def plan(
-    cases: Sequence[OpCase], values: Values, machine: Machine, *, how: OpHow | None = None
-) -> Plan:
+def run(options: OpOptions) -> int:
+    """Plan, then measure or list. Returns the exit code."""
+    if isinstance(options, LayerOptions):
+        return execute(lambda here: layer_cases(options, here), options)
+    if not isinstance(options, FamilyOptions):
+        return execute(_of_config(options), options)
+    if options.field("find_max"):
+        return find_max(options)
+    return execute(lambda here: family_cases(options, here), options)
+
+
+def execute(make_cases: Plans, options: OpOptions) -> int:
+    """List for --dry-run; otherwise measure."""
+
+    def planned(here: Callable[[], Machine]) -> Plan:
+        check(options)
+        return plan(make_cases(here()), options)
+
+    return measure_or_list(planned, options)
+
+
+def plan(found: Sequence[OpCase], options: OpOptions, *, how: OpHow | None = None) -> Plan:
     """The plan of these cases. Raises ConfigError."""
-    budget = values.get("budget")
-    budget_s = None if budget is None else parse_duration(budget, "budget")
-    timeout_s = parse_duration(values.get("timeout") or "600s", "timeout")
-    dataset = values.get("dataset")
+    how = how or OpHow(budget_s=options.budget)
+    dataset = options.field("dataset")
     return Plan(
         command="op",
         argv=tuple(sys.argv[1:]),
-        options=delivery.as_options(values),
-        device=machine.device,
-        world_size=max((case.num_ranks for case in cases), default=1),
-        how=How(op=replace(how or OpHow(budget_s=budget_s), timeout_s=timeout_s)),
-        entries=entries(cases),
+        options=plain(options),
+        device=found[0].device,
+        world_size=max(case.num_ranks for case in found),
+        how=How(op=dataclasses.replace(how, timeout_s=options.timeout or how.timeout_s)),
+        entries=entries(found),
         settings={"dataset": dataset.upper()} if dataset else {},
     )
 
 
-def capabilities(machine: Machine) -> Capabilities:
-    """What support is decided from. Of another machine its packages are not known: as here."""
-    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
-    has_compiler = not machine.is_here or any(name and shutil.which(name) for name in names)
-    return Capabilities(
-        device_type=machine.device,
-        capability=machine.capability,
-        is_rocm=machine.is_rocm,
-        has_compiler=has_compiler,
-        modules=frozenset(name for name in MODULES if importlib.util.find_spec(name)),
-    )
-
-
-def check(values: Values) -> None:
+def check(options: OpOptions) -> None:
     """Refuse outputs that cannot be written before an hour of measuring."""
-    from stepmark.report import styles  # noqa: PLC0415
-
-    delivery.check_outputs(build(MeasureOptions, values))
-    style = values.get("style")
-    if style and not values.get("dry_run") and style not in styles.STYLES:
-        raise ConfigError("style", style, f"one of {', '.join(styles.STYLES)}")
+    delivery.check_outputs(options)
+    if options.style and not options.dry_run and options.style not in styles.STYLES:
+        raise ConfigError("style", options.style, f"one of {', '.join(styles.STYLES)}")
 
 
-def show(path: Path, values: Values, code: int) -> int:
-    """Show the run, write the files that were asked for; the exit code of it all."""
-    from stepmark.app.view import show_rows  # noqa: PLC0415
-    from stepmark.report import styles  # noqa: PLC0415
-
-    style = values.get("style")
-
-    def files(run: "View", options: MeasureOptions) -> None:
-        if style:
-            sys.stdout.write(styles.as_text(styles.STYLES[style](run.records, run.run)))
-        delivery.write_rows(run.rows, options)
-
-    return delivery.deliver(
-        path,
-        build(MeasureOptions, values),
-        code,
-        files=files,
-        show=lambda run, _: None if style else show_rows(run),
-    )
+def _of_config(options: OpOptions) -> Plans:
+    """PARAM's operator config: what we have is measured, what we lack is named."""
+    path = options.field("config")
+    if path is None:
+        raise ConfigError("family", "missing", f"one of {', '.join(FAMILIES)}, or all")
+    found = read_config(path)
+    for name in found.lacking:
+        sys.stderr.write(f"not measured: {name}: no such operator here\n")
+    if not found.ops:
+        allowed = "at least one operator that stepmark has"
+        raise ConfigError("config", path, allowed)
+    placed: dict[str, list[Placed]] = {"gemm": [], "bmm": []}
+    for name, op in found.ops:
+        placed[FAMILY_OF[type(op)]].append((Label(role=name), op))
+    return lambda here: [
+        case for family, ops in placed.items() for case in cases(family, ops, options, here)
+    ]
 
 
-def fastest(run: Path) -> list[OpCase]:
+_MAX_SIDES = {"cuda": (4096, 8192, 12288, 16384), "cpu": (256, 512, 1024)}
+_MAX_DEPTHS = {"cuda": (4096, 8192, 16384), "cpu": (256, 1024)}
+
+
+def find_max(options: FamilyOptions) -> int:
+    """A quick look at many shapes, then the best few in burst and sustained.
+
+    The sides are multiples of common tile sizes; the search is coarse on purpose: the best
+    shape is a property of the library's tiles, not of a model.
+    """
+    check(options)
+    here = machine(options.device, dry_run=options.dry_run)
+    ranks = here.num_ranks(options.nproc)
+    if options.resume or ranks > 1 or outer_launcher.is_rank():
+        raise ConfigError("find-max", "--resume or --nproc", "one rank, in one go")
+    sustained = dataclasses.replace(options, rate=Rate.SUSTAINED)
+    searches = [
+        cases("gemm", _largest(dtype, here.device), sustained, here)
+        for dtype in dtypes(options, here.device)
+    ]
+    if options.dry_run:
+        return execute(lambda _: [case for search in searches for case in search], options)
+    codes: list[int] = []
+    for search in searches:
+        first = plan(search, options, how=OpHow(soak_s=0.1, sample_s=0.1))
+        code, path = measure_quietly(first, options.out, {"stage": "search"})
+        if code not in (0, 3):
+            return worst(0, *codes, code)
+        best = [dataclasses.replace(case, rate=rate) for rate in Rate for case in fastest(path)]
+        code, path = measure_quietly(plan(best, options), options.out, {"stage": "best"})
+        codes.append(shown(path, code))
+    return worst(0, *codes)
+
+
+def _largest(dtype: DType, device: str) -> list[tuple[Label, Gemm]]:
+    sides, depths = _MAX_SIDES[device], _MAX_DEPTHS[device]
+    return [
+        (Label(role="find-max"), Gemm(m=m, n=n, k=k, dtype=dtype))
+        for m in sides
+        for n in sides
+        for k in depths
+        if m * n * k <= sides[-1] * sides[-2] * depths[-1]
+    ]
+
+
+def fastest(path: Path) -> list[OpCase]:
     """The four products of a run with the highest rate."""
     rates = {
         r.operator: r.operator.op.flops
         / summarize(slowest_per_sample(r.samples.seconds)).median
-        for r in read_records(run)
+        for r in read_records(path)
         if isinstance(r, Measured)
     }
     return sorted(rates, key=lambda case: rates[case], reverse=True)[:4]
+
+
+def show(path: Path, given: Mapping[str, Any], code: int) -> int:
+    """Show the run, write the files that were asked for; the exit code of it all."""
+    options = build(options_class(given.get("family")), given)
+    return delivery.deliver(path, options, code, files=_files, show=_show)
+
+
+def _files(run: View, options: OpOptions) -> None:
+    if options.style:
+        text = styles.as_text(styles.STYLES[options.style](run.records, run.run))
+        sys.stdout.write(text)
+    delivery.write_rows(run.rows, options)
+
+
+def _show(run: View, options: OpOptions) -> None:
+    if not options.style:
+        show_rows(run)

@@ -1,19 +1,21 @@
 """--emit-tuner: what NCCL runs under the winners, read from its log, as a tuner file."""
 
+import argparse
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NoReturn
 
 from stepmark.app.machine import machine
 from stepmark.app.sweep_run import Means, environment
-from stepmark.cli.flags import parse
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.log_facts import Choice
-from stepmark.core.options import argv, plain
+from stepmark.core.options import argv, build, plain
+from stepmark.core.options import options as options_in
 from stepmark.core.record import RunInfo
 from stepmark.core.sweep import DEFAULT, Setting, Sweep, TunerChoice, cut
 from stepmark.core.units import GIB, KIB
@@ -48,7 +50,7 @@ def request(path: Path, plugin: str | None, sweep: Sweep, *, force: bool) -> Req
     """Refuses, before anything is measured, what no tuner file can say."""
     if sweep.command[0] != "comm":
         raise ConfigError("emit-tuner", sweep.command[0], "only for comm")
-    options = parse(CommOptions, sweep.command[1:])
+    options = comm_options(sweep.command[1:])
     if others := [name for name in options.names if name not in tuner.COLLECTIVES]:
         known = ", ".join(tuner.COLLECTIVES)
         raise ConfigError("emit-tuner", ", ".join(others), f"only for {known}")
@@ -77,6 +79,26 @@ def request(path: Path, plugin: str | None, sweep: Sweep, *, force: bool) -> Req
     if not path.resolve().parent.is_dir():
         raise ConfigError("emit-tuner", path, "a file in a folder that exists")
     return Request(target=path, plugin=plugin, options=options)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("command", message, "words that stepmark comm reads")
+
+
+def comm_options(words: Sequence[str]) -> CommOptions:
+    """The options of a comm command, as its verb reads them. Raises ConfigError."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for option in options_in(CommOptions):
+        if option.argument:
+            parser.add_argument(option.name, nargs="*")
+        elif option.is_switch:
+            parser.add_argument(
+                *option.spellings, dest=option.name, action="store_const", const=True
+            )
+        else:
+            parser.add_argument(*option.spellings, dest=option.name)
+    return build(CommOptions, vars(parser.parse_intermixed_args(words)))
 
 
 def check_device(request: Request) -> None:

@@ -1,5 +1,6 @@
 """stepmark workload show: tables and figures of a workload, or its distinct cases."""
 
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stepmark.app.workload_files import AskedStage, stage_of
-from stepmark.core.case import Label, OpCase
+from stepmark.core.case import Label
 from stepmark.core.collectives import (
     ALIGN_BYTES,
     FACTS,
@@ -23,7 +24,9 @@ from stepmark.core.comm_case import CommCase
 from stepmark.core.commands import command_of
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
-from stepmark.core.ops import Attention, Bmm, Gemm, GroupedGemm, Op
+from stepmark.core.op_options import shape_options
+from stepmark.core.ops import FAMILY_OF, Attention, Bmm, Gemm, GroupedGemm, Op
+from stepmark.core.options import argv
 from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.core.workload_options import Shown
 from stepmark.report import workload_tables, workload_text
@@ -253,29 +256,19 @@ def operator_rows(workload: Workload) -> list[Row]:
                 labels[operation.op][label] = None
     rows: list[Row] = []
     for op, by_stage in calls.items():
-        case = OpCase(op=op, backend=_BACKEND[type(op)])
         row: Row = {
-            "family": case.family,
+            "family": FAMILY_OF[type(op)],
             "shape": op.shape_text,
-            "dtype": case.dtype.value,
+            "dtype": op.dtype.value,
             "passes": ", ".join(dict.fromkeys(str(one.phase) for one in labels[op])),
             "flops": op.flops,
             "calls": max(by_stage.values()),
             "stages": ranges(sorted(by_stage)),
             "modules": ", ".join(dict.fromkeys(one.role for one in labels[op])),
-            "command": _plain(case),
+            "command": shlex.join(["stepmark", "op", *argv(shape_options(op))]),
         }
         rows.append(row)
     return rows
-
-
-# Any that the command then leaves out: stepmark op runs what there is.
-_BACKEND = {Gemm: "torch", Bmm: "torch", GroupedGemm: "torch", Attention: "torch"}
-
-
-def _plain(case: OpCase) -> str:
-    """The command without backend, device and rate, which are the machine's matter."""
-    return command_of(case).partition(" --backend ")[0]
 
 
 def _communication(workload: Workload) -> Iterable[tuple[int, str, CommOp, int]]:

@@ -114,22 +114,6 @@ def add(app: typer.Typer, name: str, found: Any) -> None:
     app.command(name, cls=getattr(found, "command_class", Command))(found)
 
 
-def parse(cls: type[T], words: Sequence[str]) -> T:
-    """The options that a command line gives. Raises ConfigError, or typer's usage error."""
-    found: list[T] = []
-    app = typer.Typer(rich_markup_mode=None, add_completion=False)
-
-    def keep(**given: Any) -> None:
-        found.append(options.build(cls, given))
-
-    like = verb(cls, "", "")
-    keep.__signature__ = like.__signature__  # type: ignore[attr-defined]
-    keep.__annotations__ = like.__annotations__
-    app.command()(keep)
-    app(list(words), standalone_mode=False)
-    return found[0]
-
-
 def as_typed(
     error: ConfigError, parameters: Iterable[Any], words: Sequence[str]
 ) -> ConfigError:

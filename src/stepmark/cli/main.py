@@ -1,47 +1,114 @@
 """The command line: verbs, and how an error ends a process."""
 
 import errno
-import importlib
 import io
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 import typer
 
 from stepmark import __version__
-from stepmark.cli.flags import Command, Group
+from stepmark.cli.flags import Command, Group, verb
 from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.options import load
 from stepmark.launch import outer_launcher, signals
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """Where a verb lives and what `stepmark --help` says of it."""
+    """A verb: what `stepmark --help` and its own --help say, its options, its handler.
 
-    module: str
-    name: str
+    options and handler: "module:name". A verb without options makes its command itself.
+    """
+
     help: str
+    handler: str
+    options: str = ""
+    doc: str = ""
 
 
+_SHARED, _MEASURE_NOTHING = "stepmark.core.option_groups", "stepmark.core.verb_options"
 VERBS = {
-    "run": Verb("run", "run", "The main job: operators, collectives, summary and HTML report."),
-    "doctor": Verb("doctor", "command", "Show devices, peaks, health and what would run."),
-    "check": Verb("check", "command", "Measure a reference run's cases again; is any slower?"),
-    "compare": Verb("compare", "command", "Runs, nccl-tests files, CSVs: ratios and verdicts."),
-    "report": Verb("report", "command", "Write report.html of a run."),
-    "comm": Verb("comm", "command", "Measure collectives: nccl-tests' flags, no MPI."),
-    "train": Verb("train", "command", "Measure training steps: single, DDP, FSDP, TP, PP."),
-    "resume": Verb("resume", "command", "Measure what is left of a run that was cut short."),
-    "op": Verb("op", "app", "Measure operators: one family, or all of a model's layer."),
-    "workload": Verb("workload", "app", "What a step does: generate, show, convert, capture."),
-    "runs": Verb("runs", "app", "List, show, export and query earlier runs."),
-    "sweep": Verb("sweep", "command", "The same command under several settings, compared."),
+    "run": Verb(
+        "The main job: operators, collectives, summary and HTML report.",
+        "stepmark.app.run:run",
+        f"{_SHARED}:RunOptions",
+        "Doctor, operators of a model's layer, collectives, training steps, summary, HTML.",
+    ),
+    "doctor": Verb(
+        "Show devices, peaks, health and what would run.",
+        "stepmark.app.doctor:run",
+        f"{_MEASURE_NOTHING}:DoctorOptions",
+        "What this machine is; what would be measured, what not, and why.",
+    ),
+    "check": Verb(
+        "Measure a reference run's cases again; is any slower?",
+        "stepmark.app.check:run",
+        f"{_MEASURE_NOTHING}:CheckOptions",
+        "Measure a reference run's cases again; exit 1 if any is slower beyond noise.",
+    ),
+    "compare": Verb(
+        "Runs, nccl-tests files, CSVs: ratios and verdicts.",
+        "stepmark.app.compare:run",
+        f"{_MEASURE_NOTHING}:CompareOptions",
+        "Ratio of speeds per size or shape, its 99 % interval over launches, and a verdict.",
+    ),
+    "report": Verb(
+        "Write report.html of a run.",
+        "stepmark.app.report:run",
+        f"{_MEASURE_NOTHING}:ReportOptions",
+        "Write report.html of a run: roofline, tables, curves, commands, environment.",
+    ),
+    "comm": Verb(
+        "Measure collectives: nccl-tests' flags, no MPI.",
+        "stepmark.app.comm:run",
+        "stepmark.core.comm_options:CommOptions",
+        "Measure collectives: nccl-tests' flags, table and figures; no MPI.",
+    ),
+    "train": Verb(
+        "Measure training steps: single, DDP, FSDP, TP, PP.",
+        "stepmark.app.train:run",
+        "stepmark.core.train_options:TrainOptions",
+        "Train for real: steps of single, DDP, FSDP, TP, PP by phase, MFU by convention.",
+    ),
+    "resume": Verb(
+        "Measure what is left of a run that was cut short.",
+        "stepmark.app.measure:resume",
+        f"{_SHARED}:ResumeOptions",
+        "Measure what is left of a run that was cut short; measured cases are skipped.",
+    ),
+    "op": Verb(
+        "Measure operators: one family, or all of a model's layer.", "stepmark.cli.op:command"
+    ),
+    "workload": Verb(
+        "What a step does: generate, show, convert, capture.", "stepmark.cli.workload:app"
+    ),
+    "runs": Verb("List, show, export and query earlier runs.", "stepmark.cli.runs:app"),
+    "sweep": Verb(
+        "The same command under several settings, compared.",
+        "stepmark.app.sweep:run",
+        f"{_MEASURE_NOTHING}:SweepOptions",
+        "Measure the same command under several settings, in interleaved rounds, and compare.",
+    ),
     "logs": Verb(
-        "logs", "command", "Read NCCL logs, flight-recorder dumps, tables of results."
+        "Read NCCL logs, flight-recorder dumps, tables of results.",
+        "stepmark.app.logs:run",
+        f"{_MEASURE_NOTHING}:LogsOptions",
+        "Read a job's logs: transports, mistakes, hangs, and how often each message is sent.",
     ),
 }
+
+
+def command(name: str, arguments: Sequence[str] = ()) -> Any:
+    """Make the command of a verb, or its group of commands."""
+    asked = VERBS[name]
+    if asked.options:
+        return verb(load(asked.options), asked.handler, asked.doc)
+    made = load(asked.handler)
+    return made(arguments) if name == "op" else made  # its options are those of the family
 
 
 def app(arguments: list[str]) -> typer.Typer:
@@ -60,13 +127,11 @@ def app(arguments: list[str]) -> typer.Typer:
     )
     made.callback()(_options)
     asked = next((word for word in arguments if not word.startswith("-")), "")
-    for name, verb in VERBS.items():
+    for name, one in VERBS.items():
         if name != asked:
-            made.command(name, help=verb.help)(_unread)
+            made.command(name, help=one.help)(_unread)
             continue
-        found = getattr(importlib.import_module(f"stepmark.cli.{verb.module}"), verb.name)
-        if name == "op":
-            found = found(arguments)
+        found = command(name, arguments)
         if isinstance(found, typer.Typer):
             made.add_typer(found, name=name)
         else:

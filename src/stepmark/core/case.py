@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
@@ -109,28 +108,3 @@ class OpCase:
         }
         text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def command(self) -> str:
-        """The shell command that measures this case alone."""
-        words = ["stepmark", "op", self.family]
-        for field in dataclasses.fields(self.op):
-            value = getattr(self.op, field.name)
-            default = None if field.default is dataclasses.MISSING else field.default
-            flag = "--" + field.name.replace("_", "-")
-            if field.name == "phase":
-                flag = "--pass"
-            elif value == default and field.name != "dtype":
-                continue
-            if isinstance(value, bool):
-                words.append(flag if value else "--no-" + flag[2:])
-            elif isinstance(value, tuple):
-                words += [flag, "+".join(map(str, value))]
-            elif value is not None:
-                words += [flag, str(value)]
-        words += ["--backend", self.backend, "--device", self.device]
-        if self.num_ranks > 1:
-            words += ["--nproc", str(self.num_ranks)]
-        if self.clock is not ClockName.AUTO:
-            words += ["--clock", self.clock]
-        words += ["--rate", self.rate]
-        return shlex.join(words)

@@ -2,12 +2,12 @@
 
 import shlex
 
-from stepmark.core.case import OpCase
 from stepmark.core.options import argv, load
 from stepmark.core.record import AnyCase
 
 # By kind of case: options_of(case), imported when a command is shown.
 _OPTIONS = {
+    "op": "stepmark.core.op_options:options_of",
     "comm": "stepmark.core.comm_options:options_of",
     "train": "stepmark.core.train_options:options_of",
 }
@@ -15,7 +15,4 @@ _OPTIONS = {
 
 def command_of(case: AnyCase) -> str:
     """Return the command, quoted for a shell."""
-    if isinstance(case, OpCase):
-        return case.command()
-    options = load(_OPTIONS[case.kind])(case)
-    return shlex.join(["stepmark", case.kind, *argv(options)])
+    return shlex.join(["stepmark", case.kind, *argv(load(_OPTIONS[case.kind])(case))])

@@ -79,6 +79,10 @@ ReduceDType = Annotated[DType, Reader(read=_read_reduce_dtype, metavar="fp32|bf1
 Strategies = Annotated[tuple[str, ...], comma_list(words_of(*STRATEGIES))]
 Schedules = Annotated[tuple[Schedule, ...], comma_list(one_of(Schedule))]
 Ranks = Annotated[tuple[int, ...], comma_list(between(0, 2**20))]
+CompileMode = Annotated[
+    str, words_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+]
+AttentionBackend = Annotated[str, words_of("auto", "cudnn", "flash", "efficient", "math")]
 Count = Annotated[int, between(1, 65536)]
 Groups = Annotated[int, between(1, 1024)]
 Times = Annotated[int, between(1, 10**6)]
@@ -94,7 +98,7 @@ class Model(ModelChoice):
         argument=True,
         metavar="MODEL...",
     )
-    model: str | None = flag("the same as a flag: one, or several with commas")
+    model: str | None = flag("the same as MODEL: one name, or several with commas")
 
 
 @group
@@ -113,7 +117,9 @@ class Parallelism:
 class Batch:
     """Data."""
 
-    mbs: WholeNumbers | None = flag("per data rank: 1, 1,2 or 1-8 [1]", *MICRO_BATCH)
+    mbs: WholeNumbers | None = flag(
+        "sequences per micro-batch and data rank: 1, 1,2 or 1-8 [1]", *MICRO_BATCH
+    )
     text: bool = flag(
         "real text by bytes, so that the loss must fall, instead of random tokens",
         "--text",
@@ -191,15 +197,7 @@ class Techniques:
     compile_scope: Annotated[str, words_of("block", "model")] | None = flag(
         "one graph per block, or model [block]"
     )
-    compile_mode: (
-        Annotated[
-            str,
-            words_of(
-                "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
-            ),
-        ]
-        | None
-    ) = flag(
+    compile_mode: CompileMode | None = flag(
         "default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs [default]",
         "--compile-mode",
         "--compile_mode",
@@ -207,9 +205,9 @@ class Techniques:
     compile_fallback: bool = flag(
         "run eagerly where compiling fails", "--compile-fallback", default=False
     )
-    attention: (
-        Annotated[str, words_of("auto", "cudnn", "flash", "efficient", "math")] | None
-    ) = flag("backend: auto, cudnn, flash, efficient or math [auto]")
+    attention: AttentionBackend | None = flag(
+        "backend: auto, cudnn, flash, efficient or math [auto]"
+    )
     loss_chunks: Count | None = flag("head and loss in this many parts of the tokens [1]")
     cuda_graph: bool = flag(
         "single: the whole step as one CUDA graph", "--cuda-graph", default=False

@@ -13,8 +13,8 @@ from stepmark.launch.processes import tie_child
 
 MARK = "STEPMARK_CHILD"  # in the environment of the command and of all that it starts
 _POLL_S = 0.1
-_GRACE_S = 3.0  # past its limit: to end by itself what it has begun
-_INTERRUPT_S = 15.0  # after Ctrl-C; a supervising parent gives its ranks 10 s of these
+# After a signal, to end by itself what it has begun: more than ranks get of its supervisor.
+GRACE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,12 @@ def run(
     err: Path,
     limit_s: float,
     signals: Sequence[int] = (),
-    grace_s: float = _GRACE_S,
+    grace_s: float = GRACE_S,
 ) -> Ended:
     """Run it with its output in two files, and end it after limit_s.
 
-    `signals` is what `catching` gave: with a signal in it the command gets one SIGINT and
-    15 s; with a second one it is killed. Past its limit it gets SIGTERM, grace_s and SIGKILL.
+    `signals` is what `catching` gave: with a signal in it the command gets one SIGINT, past
+    its limit SIGTERM. After grace_s, or with another signal, it is killed.
     It is in a session of its own, so a terminal's Ctrl-C reaches only us.
     Raises OSError, as for a command that is not there.
     """
@@ -67,7 +67,7 @@ def run(
         if timed_out:
             _ask(process, signal.SIGTERM, grace_s, signals)
         elif interrupted:
-            _ask(process, signal.SIGINT, _INTERRUPT_S, signals)
+            _ask(process, signal.SIGINT, grace_s, signals)
     finally:
         survivors = tuple(processes.kill_all([process], MARK, token))
     return Ended(

@@ -170,7 +170,7 @@ def _wait(is_done: Callable[[], bool], limit_s: float) -> None:
 START_S = 120.0  # until the first beat of every rank: python and its imports on a slow disk
 _GRACE_S = 3.0  # after a death: rank 0 may be writing
 _LINGER_S = 10.0  # after rank 0 has reported its exit code
-_INTERRUPT_S = 10.0  # to store what is finished after Ctrl-C
+INTERRUPT_S = 10.0  # to store what is finished after Ctrl-C
 _MAX_IN_ROW = 3
 
 
@@ -262,7 +262,7 @@ def _interrupted(workers: Workers, signals: list[int], poll_s: float) -> _Interr
     """Ranks that have not come up have nothing to keep: they are killed at once."""
     if workers.beats:
         workers.send(signal.SIGINT, workers.working())
-        end_s = time.monotonic() + _INTERRUPT_S
+        end_s = time.monotonic() + INTERRUPT_S
         while len(signals) == 1 and workers.working() and time.monotonic() < end_s:
             time.sleep(poll_s)
             workers.look()

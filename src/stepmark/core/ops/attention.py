@@ -4,17 +4,18 @@ from dataclasses import dataclass
 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops.fields import Phase, choice, count, validate
+from stepmark.core.ops.fields import MULTIPLIED, Operator, Phase, choice, count, validate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class Attention(Operator):
     """Scaled dot-product attention on one rank.
 
     q [batch, seq_q, heads, head_dim_qk], k [batch, seq_kv, kv_heads, head_dim_qk],
     v [batch, seq_kv, kv_heads, head_dim_v]. `varlen` packs sequences of these lengths into
     one row (batch 1, seq_q = seq_kv = their sum) that do not attend to each other. `window`
-    w > 0: a query attends to its own key and the w - 1 keys before it.
+    w > 0: a query attends to its own key and the w - 1 keys before it. Bytes and memory are of
+    a fused kernel; the math backend adds its score matrix.
     """
 
     batch: int = count("sequences")
@@ -27,7 +28,7 @@ class Attention:
     causal: bool = choice("mask the future", default=True)
     window: int = count("sliding window in keys; 0 = none", low=0, default=0)
     varlen: tuple[int, ...] = count("packed sequence lengths, e.g. 1024+512", default=())
-    dtype: DType = choice("element type", default=DType.BF16)
+    dtype: DType = choice("element type", default=DType.BF16, allowed=MULTIPLIED)
     phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd", "bwd"))
 
     def __post_init__(self) -> None:
@@ -49,8 +50,6 @@ class Attention:
             )
         if self.varlen and self.seq_q != self.seq_kv:
             raise ConfigError("seq-kv", self.seq_kv, "equal to --seq-q with --varlen")
-        if self.dtype.is_fp8:
-            raise ConfigError("dtype", self.dtype, "bf16, fp16, fp32 or fp64 for attention")
 
     @property
     def pairs(self) -> int:
@@ -101,8 +100,3 @@ class Attention:
         q, kv, out = self._elements
         elements = q + kv + out if self.phase is Phase.FWD else 2 * (q + kv + out)
         return elements * self.dtype.itemsize
-
-    @property
-    def memory_bytes(self) -> int:
-        """Return the size for a fused kernel; the math backend adds its score matrix."""
-        return self.bytes_moved

@@ -4,39 +4,25 @@ from dataclasses import dataclass
 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops.fields import Phase, choice, count, validate
+from stepmark.core.ops.fields import STORED, Operator, Phase, choice, count, validate
 from stepmark.core.units import format_bytes
 
 FWD_BWD = ("fwd", "bwd")
 
 
-def _storage_type(dtype: DType, family: str) -> None:
-    """Refuse fp8 and tf32, which are types of matrix units."""
-    if dtype.is_fp8 or dtype is DType.TF32:
-        raise ConfigError("dtype", dtype, f"bf16, fp16, fp32 or fp64 for {family}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
+class Norm(Operator):
     """RMSNorm or LayerNorm over the last dimension of x [tokens, hidden], with weight."""
 
     tokens: int = count("rows")
     hidden: int = count("normalized width")
     kind: str = choice("which norm", default="rmsnorm", allowed=("rmsnorm", "layernorm"))
-    dtype: DType = choice("element type", default=DType.BF16)
+    dtype: DType = choice("element type", default=DType.BF16, allowed=STORED)
     phase: Phase = choice("pass", default=Phase.FWD, allowed=FWD_BWD)
-
-    def __post_init__(self) -> None:
-        validate(self)
-        _storage_type(self.dtype, "norm")
 
     @property
     def shape_text(self) -> str:
         return f"{self.kind} {self.tokens}x{self.hidden}"
-
-    @property
-    def flops(self) -> int:
-        return 0
 
     @property
     def bytes_moved(self) -> int:
@@ -55,26 +41,18 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
+class Activation(Operator):
     """SwiGLU: silu(gate) * up of [tokens, 2 width] -> [tokens, width]; GELU: same width."""
 
     tokens: int = count("rows")
     width: int = count("width of the result")
     kind: str = choice("which activation", default="swiglu", allowed=("swiglu", "gelu"))
-    dtype: DType = choice("element type", default=DType.BF16)
+    dtype: DType = choice("element type", default=DType.BF16, allowed=STORED)
     phase: Phase = choice("pass", default=Phase.FWD, allowed=FWD_BWD)
-
-    def __post_init__(self) -> None:
-        validate(self)
-        _storage_type(self.dtype, "activation")
 
     @property
     def shape_text(self) -> str:
         return f"{self.kind} {self.tokens}x{self.width}"
-
-    @property
-    def flops(self) -> int:
-        return 0
 
     @property
     def bytes_moved(self) -> int:
@@ -89,7 +67,7 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
+class Rope(Operator):
     """Rotary position embedding of q and k [batch, seq, heads | kv_heads, head_dim]."""
 
     batch: int = count("sequences")
@@ -97,22 +75,17 @@ class Rope:
     heads: int = count("query heads")
     kv_heads: int = count("key heads")
     head_dim: int = count("rotated width of a head", high=2**16)
-    dtype: DType = choice("element type", default=DType.BF16)
+    dtype: DType = choice("element type", default=DType.BF16, allowed=STORED)
     phase: Phase = choice("pass", default=Phase.FWD, allowed=FWD_BWD)
 
     def __post_init__(self) -> None:
         validate(self)
-        _storage_type(self.dtype, "rope")
         if self.head_dim % 2:
             raise ConfigError("head-dim", self.head_dim, "an even number")
 
     @property
     def shape_text(self) -> str:
         return f"b{self.batch} s{self.seq} h{self.heads}/{self.kv_heads} d{self.head_dim}"
-
-    @property
-    def flops(self) -> int:
-        return 0
 
     @property
     def bytes_moved(self) -> int:
@@ -126,7 +99,7 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossEntropy:
+class CrossEntropy(Operator):
     """Mean token loss of logits [tokens, vocab], computed in fp32.
 
     chunks > 1 processes the tokens in that many slices, so that only one slice's fp32 logits
@@ -136,12 +109,11 @@ class CrossEntropy:
     tokens: int = count("rows")
     vocab: int = count("classes")
     chunks: int = count("slices of the tokens; 1 = full", high=2**16, default=1)
-    dtype: DType = choice("type of the logits", default=DType.BF16)
+    dtype: DType = choice("type of the logits", default=DType.BF16, allowed=STORED)
     phase: Phase = choice("pass", default=Phase.FWD, allowed=FWD_BWD)
 
     def __post_init__(self) -> None:
         validate(self)
-        _storage_type(self.dtype, "cross-entropy")
         if self.chunks > self.tokens:
             raise ConfigError("chunks", self.chunks, f"at most tokens ({self.tokens})")
 
@@ -149,10 +121,6 @@ class CrossEntropy:
     def shape_text(self) -> str:
         chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ""
         return f"{self.tokens}x{self.vocab}{chunks}"
-
-    @property
-    def flops(self) -> int:
-        return 0
 
     @property
     def bytes_moved(self) -> int:
@@ -171,25 +139,19 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimizer:
+class Optimizer(Operator):
     """One step of a fused optimizer over one flat parameter vector."""
 
     num_params: int = count("parameters on this rank")
     kind: str = choice("which optimizer", default="adamw", allowed=("adamw", "adam", "sgd"))
-    dtype: DType = choice("type of parameters, gradients and states", default=DType.FP32)
+    dtype: DType = choice(
+        "type of parameters, gradients and states", default=DType.FP32, allowed=STORED
+    )
     phase: Phase = choice("pass", default=Phase.OPTIM, allowed=("optim",))
-
-    def __post_init__(self) -> None:
-        validate(self)
-        _storage_type(self.dtype, "optimizer")
 
     @property
     def shape_text(self) -> str:
         return f"{self.kind} {self.num_params} params"
-
-    @property
-    def flops(self) -> int:
-        return 0
 
     @property
     def bytes_moved(self) -> int:
@@ -204,14 +166,11 @@ class Optimizer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class Copy(Operator):
     """Device-to-device copy, which measures the achievable memory bandwidth."""
 
     num_bytes: int = count("bytes read, and as many written")
     phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd",))
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     @property
     def dtype(self) -> DType:
@@ -221,10 +180,6 @@ class Copy:
     @property
     def shape_text(self) -> str:
         return format_bytes(self.num_bytes)
-
-    @property
-    def flops(self) -> int:
-        return 0
 
     @property
     def bytes_moved(self) -> int:

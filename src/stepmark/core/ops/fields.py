@@ -24,6 +24,34 @@ class Phase(StrEnum):
     STEP = "step"
 
 
+# Element types of operators that only move data, and of those that matrix units may compute.
+STORED = (DType.BF16, DType.FP16, DType.FP32, DType.FP64)
+MULTIPLIED = (*STORED, DType.TF32)
+
+
+class Operator:
+    """Base of all families: what is true of an operator unless its family says otherwise."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    @property
+    def flops(self) -> int:
+        """Return 0, as of operators without matrix products."""
+        return 0
+
+    @property
+    def bytes_moved(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the size of a kernel that keeps its operands and results alone."""
+        return self.bytes_moved
+
+
 def count(meaning: str, *, low: int = 1, high: int = MAX_DIM, default: Any = None) -> Any:
     """Declare a field that holds a whole number from low to high."""
     metadata = {"help": meaning, "low": low, "high": high}

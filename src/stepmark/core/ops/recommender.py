@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
-from stepmark.core.ops.fields import Phase, choice, count, validate
+from stepmark.core.ops.fields import MULTIPLIED, STORED, Operator, Phase, choice, count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mlp:
+class Mlp(Operator):
     """PARAM's linear stack: layers + 1 linears, in -> hidden -> ... -> out, ReLU between."""
 
     layers: int = count("hidden layers; the stack has one more linear layer", high=10_000)
@@ -20,13 +19,8 @@ class Mlp:
     optimizer: str = choice(
         "update in a step", default="sgd", allowed=("none", "sgd", "adagrad", "adam")
     )
-    dtype: DType = choice("element type", default=DType.FP32)
+    dtype: DType = choice("element type", default=DType.FP32, allowed=MULTIPLIED)
     phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd", "bwd", "step"))
-
-    def __post_init__(self) -> None:
-        validate(self)
-        if self.dtype.is_fp8:
-            raise ConfigError("dtype", self.dtype, "bf16, fp16, fp32, tf32 or fp64 for mlp")
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -81,7 +75,7 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingBag:
+class EmbeddingBag(Operator):
     """Sum of `pooling` rows of a table [rows, dim] for each of `batch` bags."""
 
     rows: int = count("rows of the table")
@@ -91,22 +85,13 @@ class EmbeddingBag:
     alpha: float = count(
         "Zipf exponent of the indices; 0 = uniform", low=0, high=8, default=0.0
     )
-    dtype: DType = choice("element type", default=DType.FP32)
+    dtype: DType = choice("element type", default=DType.FP32, allowed=STORED)
     phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd", "bwd"))
-
-    def __post_init__(self) -> None:
-        validate(self)
-        if self.dtype.is_fp8 or self.dtype is DType.TF32:
-            raise ConfigError("dtype", self.dtype, "fp32, bf16, fp16 or fp64 for embedding-bag")
 
     @property
     def shape_text(self) -> str:
         zipf = f" zipf {self.alpha:g}" if self.alpha else ""
         return f"b{self.batch} pool {self.pooling} of {self.rows}x{self.dim}{zipf}"
-
-    @property
-    def flops(self) -> int:
-        return 0
 
     @property
     def bytes_moved(self) -> int:

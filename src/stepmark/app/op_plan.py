@@ -1,0 +1,349 @@
+"""From options to the cases of `stepmark op`: shapes, element types, backends."""
+
+import dataclasses
+import importlib.util
+import itertools
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from stepmark.app.machine import Machine
+from stepmark.app.models import factor, read_models
+from stepmark.core.case import ClockName, Label, OpCase, Rate
+from stepmark.core.dtypes import DType, parse_dtype
+from stepmark.core.errors import ConfigError
+from stepmark.core.op_options import FamilyOptions, LayerOptions, OpOptions
+from stepmark.core.ops import FAMILIES, Attention, Cast, Copy, Gemm, Op, Phase, Scaling
+from stepmark.core.ops.backends import BACKENDS, MODULES, Capabilities, unsupported
+from stepmark.core.parallel import ParallelConfig
+from stepmark.workload.datasets import dataset
+from stepmark.workload.formats import primus, shapes
+from stepmark.workload.layout import Inputs, layout_of
+from stepmark.workload.operators import BY_FAMILY, ModelShape
+
+Placed = tuple[Label, Op]
+
+# A field that is not given takes another's value.
+_SAME_AS = {
+    "seq_kv": "seq_q",
+    "kv_heads": "heads",
+    "head_dim_v": "head_dim_qk",
+    "hidden": "input",
+    "output": "input",
+}
+_START = {"batch": 1}
+_LAYOUT_OF = {"fwd": "nt", "dgrad": "nn", "wgrad": "tn"}
+# Worth measuring but not what a layer runs by default.
+_NOT_IN_A_LAYER = ("math", "loop")
+
+
+def family_cases(options: FamilyOptions, machine: Machine) -> list[OpCase]:
+    """The cases of one family. Raises ConfigError."""
+    placed = placed_ops(options, machine.device)
+    if not placed:
+        raise ConfigError("model", options.model, f"a model with {options.family} operators")
+    return cases(options.family, placed, options, machine)
+
+
+def layer_cases(options: LayerOptions, machine: Machine) -> list[OpCase]:
+    """The cases of `op all`: a copy, one layer of each kind, the head, loss and optimizer."""
+    if not options.model:
+        raise ConfigError("model", "missing", "a model name or config.json for op all")
+    on_gpu = machine.device == "cuda"
+    layers = _model_shapes(options, machine.device)
+    leave_out = _NOT_IN_A_LAYER if on_gpu else (*_NOT_IN_A_LAYER, "compile")
+    copy = Copy(num_bytes=2**30 if on_gpu else 2**27)
+    # First, so that a short budget does not leave the ceiling of all others to the end.
+    unscaled = dataclasses.replace(options, scale=None)
+    found = cases("copy", [(Label(role="copy"), copy)], unscaled, machine)
+    for family, operators in BY_FAMILY.items():
+        placed = [item for shape in layers for item in operators(shape)]
+        found += cases(family, placed, options, machine, leave_out)
+    return found
+
+
+def cases(
+    family: str,
+    placed: Iterable[Placed],
+    options: OpOptions,
+    machine: Machine,
+    leave_out: tuple[str, ...] = (),
+) -> list[OpCase]:
+    """One case per operator and backend; the same operator in two places is measured once.
+
+    Without --backend every backend that runs there, but for those that are left out.
+    """
+    if machine.device == "cpu" and options.clock not in (ClockName.AUTO, ClockName.HOST):
+        raise ConfigError("clock", options.clock, "auto or host on a CPU")
+    known = BACKENDS[family]
+    for name in options.backend:
+        if name not in known:
+            raise ConfigError("backend", name, f"one of {', '.join(known)} for {family}")
+    num_ranks, limits = machine.num_ranks(options.nproc), capabilities(machine)
+    labels: dict[Op, dict[Label, None]] = {}
+    for label, op in placed:
+        labels.setdefault(op, {})[label] = None
+    usual = [name for name in known if name not in leave_out]
+    return [
+        OpCase(
+            op=op,
+            backend=backend,
+            device=machine.device,
+            num_ranks=num_ranks,
+            clock=options.clock,
+            rate=options.rate or Rate.SUSTAINED,
+            labels=tuple(places),
+            scale=options.scale or "",
+        )
+        for op, places in labels.items()
+        # An operator that nothing runs stays once, so that its reason is recorded.
+        for backend in dict.fromkeys(options.backend)
+        or [name for name in usual if unsupported(family, name, op, limits) is None]
+        or known[:1]
+    ]
+
+
+def capabilities(machine: Machine) -> Capabilities:
+    """What support is decided from. Of another machine its packages are not known: as here."""
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    has_compiler = not machine.is_here or any(name and shutil.which(name) for name in names)
+    return Capabilities(
+        device_type=machine.device,
+        capability=machine.capability,
+        is_rocm=machine.is_rocm,
+        has_compiler=has_compiler,
+        modules=frozenset(name for name in MODULES if importlib.util.find_spec(name)),
+    )
+
+
+def dtypes(options: OpOptions, device: str) -> list[DType]:
+    """The types of --dtype; else bf16 on accelerators, fp32 on CPUs, which emulate bf16."""
+    default = DType.BF16 if device == "cuda" else DType.FP32
+    return [parse_dtype(text) for text in _words(options.field("dtype"))] or [default]
+
+
+def placed_ops(options: FamilyOptions, device: str) -> list[Placed]:
+    """The operators that the options name, with what is known of their place in a model."""
+    sources = [name for name in ("model", "shapes", "dataset") if options.field(name)]
+    fields = dataclasses.fields(FAMILIES[options.family])
+    required = [one.name for one in fields if one.default is dataclasses.MISSING]
+    flags = ["--" + name.replace("_", "-") for name in required]
+    given = [
+        flag
+        for name, flag in zip(required, flags, strict=True)
+        if options.field(name) is not None
+    ]
+    sources += given[:1]
+    if len(sources) > 1:
+        raise ConfigError("shape", " and ".join(sources), "one source of shapes at a time")
+    if not sources:
+        allowed = f"{' '.join(flags)}, or --model, --shapes or --dataset"
+        raise ConfigError("shape", "missing", allowed)
+    find = {"model": _of_model, "shapes": _of_file, "dataset": _of_dataset}
+    return list(find.get(sources[0], _explicit)(options, device))
+
+
+def _of_model(options: FamilyOptions, device: str) -> Iterator[Placed]:
+    wanted = _phases(options)
+    for shape in _model_shapes(options, device):
+        if options.family not in BY_FAMILY:
+            allowed = f"it gives shapes of {', '.join(BY_FAMILY)} only"
+            raise ConfigError("model", shape.model.name, allowed)
+        for label, op in BY_FAMILY[options.family](shape):
+            if not wanted or label.phase in wanted:
+                yield label, op
+
+
+def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[ModelShape]:
+    """One per model, micro-batch and dtype, as the framework of --as runs them."""
+    axes = ParallelConfig(tp=options.tp, ep=options.ep, dp_shard=options.dp_shard)
+    layout = layout_of(options.run_as, axes, etp=options.etp)
+    models = read_models(options.model, options.scale, axes.tp)
+    for model in models:
+        layout.check(model)
+    return [
+        ModelShape(
+            model=model,
+            layout=layout,
+            inputs=Inputs(
+                mbs=mbs,
+                seq_len=options.seq_len or model.seq_len,
+                dtype=dtype,
+                skew=_number(options.field("skew"), "skew"),
+                scaling=_member(Scaling, options.field("scaling"), "scaling"),
+                cast=_member(Cast, options.field("cast"), "cast"),
+            ),
+        )
+        for model in models
+        for mbs in options.mbs
+        for dtype in dtypes(options, device)
+    ]
+
+
+def _of_file(options: FamilyOptions, device: str) -> Iterator[Placed]:
+    path, family = Path(options.shapes or ""), options.family
+    for dtype in dtypes(options, device):
+        first = shapes.read_objects(path)[:1] if family == "attention" else []
+        if any("seqlen_q" in item for item in first):
+            yield from _primus_attention(path, options, dtype)
+            continue
+        for label, op in shapes.read_shapes(path, family, {"dtype": dtype}):
+            yield label, _scaled(op, options)
+
+
+def _primus_attention(path: Path, options: FamilyOptions, dtype: DType) -> Iterator[Placed]:
+    both = [Phase.FWD, Phase.BWD]
+    wanted = [phase for phase in _phases(options) or both if phase in both]
+    places = itertools.product(primus.read_attention_shapes(path), options.mbs, wanted)
+    for shape, mbs, phase in places:
+        op = Attention(
+            batch=mbs,
+            seq_q=shape.seqlen_q,
+            seq_kv=shape.seqlen_kv,
+            heads=shape.num_head_q,
+            kv_heads=shape.num_head_kv,
+            head_dim_qk=shape.head_dim_qk,
+            head_dim_v=shape.head_dim_v,
+            causal=shape.causal,
+            dtype=dtype,
+            phase=phase,
+        )
+        label = Label(model=shape.model, role="attention", phase=phase, mbs=mbs)
+        yield label, _scaled(op, options)
+
+
+def _of_dataset(options: FamilyOptions, device: str) -> Iterator[Placed]:
+    name, wanted = options.field("dataset"), _phases(options)
+    changes: dict[str, Any] = {}
+    if optimizer := options.field("optimizer"):
+        changes["optimizer"] = optimizer
+    if alpha := options.field("alpha"):
+        changes["alpha"] = _number(alpha, "alpha")
+    # PARAM's own default, whatever the device.
+    for dtype in dtypes(options, "cpu"):
+        for op in dataset(options.family, name, dtype):
+            phase = getattr(op, "phase", Phase.FWD)
+            if not wanted or phase in wanted:
+                label = Label(role=f"dataset {name.upper()}", phase=phase)
+                yield label, _scaled(dataclasses.replace(op, **changes), options)
+
+
+def _explicit(options: FamilyOptions, device: str) -> Iterator[Placed]:
+    """The product of every comma-separated list."""
+    kind = FAMILIES[options.family]
+    names = {field.name for field in dataclasses.fields(kind)}
+    chosen = _chosen(options, device)
+    for combination in itertools.product(*chosen.values()):
+        item = dict(zip(chosen, combination, strict=True))
+        for name, twin in _SAME_AS.items():
+            if name in names and name not in item and twin in item:
+                item[name] = item[twin]
+        for phase, changed in _passes(item, options):
+            yield Label(phase=phase), _scaled(shapes.build(kind, changed, ""), options)
+
+
+def _chosen(options: FamilyOptions, device: str) -> dict[str, list[Any]]:
+    """Every field that is given, and its values. Raises ConfigError for a missing one."""
+    chosen: dict[str, list[Any]] = {}
+    for field in dataclasses.fields(FAMILIES[options.family]):
+        text = options.field(field.name)
+        if field.name == "phase":
+            continue
+        if field.name == "dtype":
+            if _words(text) or field.default is not DType.FP32:
+                chosen["dtype"] = list(dtypes(options, device))
+        elif text is not None:
+            words = [text] if isinstance(text, bool) else _words(text)
+            chosen[field.name] = [_read(field.name, word) for word in words]
+        elif field.default is dataclasses.MISSING and _SAME_AS.get(field.name) not in chosen:
+            if field.name not in _START:
+                flag = "--" + field.name.replace("_", "-")
+                raise ConfigError(flag, "missing", field.metadata["help"])
+            chosen[field.name] = [_START[field.name]]
+    return chosen
+
+
+def _passes(item: dict[str, Any], options: FamilyOptions) -> Iterator[tuple[Phase, Any]]:
+    """One item per pass. A GEMM's pass permutes its dimensions; others carry it as a field."""
+    family, wanted = options.family, _phases(options)
+    if family not in ("gemm", "bmm"):
+        fields = {field.name: field for field in dataclasses.fields(FAMILIES[family])}
+        allowed = fields["phase"].metadata["allowed"]
+        matched = [phase for phase in wanted if phase in allowed]
+        if wanted and not matched:
+            text = f"one of {', '.join(allowed)} for {family}"
+            raise ConfigError("pass", options.field("phase"), text)
+        for name in matched or allowed:
+            yield Phase(name), item | {"phase": name}
+        return
+    if wanted and "layout" in item:
+        allowed = "it cannot be combined with --pass, which implies it"
+        raise ConfigError("layout", item["layout"], allowed)
+    if not wanted:
+        yield Phase.FWD, item
+    m, n, k = item["m"], item["n"], item["k"]
+    dims = {"fwd": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
+    for phase in wanted:
+        if phase in dims:
+            rows, columns, inner = dims[phase]
+            fp8 = family == "gemm" and item["dtype"].is_fp8
+            layout = "nt" if fp8 else _LAYOUT_OF[phase]
+            yield phase, item | {"m": rows, "n": columns, "k": inner, "layout": layout}
+
+
+def _phases(options: OpOptions) -> list[Phase]:
+    """--pass; bwd stands for dgrad and wgrad too."""
+    chosen: list[Phase] = []
+    for word in _words(options.field("phase")):
+        phase = _member(Phase, word.lower(), "pass")
+        chosen += [phase] if phase is not Phase.BWD else [Phase.BWD, Phase.DGRAD, Phase.WGRAD]
+    return chosen
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()] if text else []
+
+
+def _number(text: str | None, field: str) -> float:
+    try:
+        return float(text or 0)
+    except ValueError:
+        raise ConfigError(field, text, "a number") from None
+
+
+def _member(kind: Any, text: str | None, field: str) -> Any:
+    try:
+        return kind(text or "none")
+    except ValueError:
+        raise ConfigError(field, text, f"one of {', '.join(kind)}") from None
+
+
+def _read(field: str, text: Any) -> Any:
+    """Numbers as numbers, a+b as a list, the rest as it is."""
+    if isinstance(text, bool):
+        return text
+    if field == "varlen":
+        return [_read("", part) for part in text.split("+")]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _scaled(op: Op, options: OpOptions) -> Op:
+    """--scale multiplies sequence length and batch of an operator."""
+    if not options.scale:
+        return op
+    share = factor("1/64" if options.scale == "tiny" else options.scale)
+    names: tuple[str, ...] = ("batch", "seq_q", "seq_kv", "seq", "tokens", "m")
+    if isinstance(op, Gemm):
+        names = ("m",)
+    fields = {field.name for field in dataclasses.fields(op)}
+    changes = {
+        name: max(1, round(getattr(op, name) * share)) for name in names if name in fields
+    }
+    return dataclasses.replace(op, **changes)

@@ -1,0 +1,167 @@
+"""The options of `stepmark op`: fields of the operator, and what all families have."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from stepmark.core.case import ClockName, OpCase, Rate
+from stepmark.core.dtypes import OPERATOR_DTYPES
+from stepmark.core.ops import FAMILIES, FAMILY_OF, Op
+from stepmark.core.option_groups import Device, MeasureOptions
+from stepmark.core.options import WholeNumbers, Words, between, flag, group
+
+LAYER = "all"  # in place of a family: all operators of a model's layer
+_SKEW = "Zipf exponent of tokens per expert; 0 = balanced"
+_ZIPF = ("--skew", "--zipf")
+
+
+@group
+class OfModel:
+    """Shapes of a model."""
+
+    model: str | None = flag("model name(s), config.json or model_configs.json")
+    run_as: str = flag(
+        "whose products --model stands for: train, megatron, fsdp", "--as", default="train"
+    )
+    mbs: WholeNumbers = flag("micro-batch: 1, 1,2 or 1-8", "--mbs", "--bsz", default=(1,))
+    seq_len: Annotated[int, between(1, 2**30)] | None = flag(
+        "sequence length instead of the model's"
+    )
+    tp: int = flag("tensor-parallel degree", default=1)
+    ep: int = flag("expert-parallel degree", default=1)
+    dp_shard: int = flag("FSDP shards", default=1)
+    etp: int | None = flag("tensor-parallel degree of experts [tp]")
+
+
+@group
+class Selection:
+    """Selection."""
+
+    scale: str | None = flag("1/64: scaled-down shapes; tiny: a tiny model")
+    backend: Words = flag("backend(s), comma-separated [all that run]", default=())
+
+
+@group
+class Devices(Device):
+    """Device."""
+
+    nproc: str = flag("devices measured at once: a number or all", default="1")
+
+
+@group
+class Timing:
+    """Timing."""
+
+    clock: ClockName = flag(f"timing method: {', '.join(ClockName)}", default=ClockName.AUTO)
+    rate: Rate | None = flag("sustained or burst [sustained]")
+
+
+@group
+class OpOptions(Selection, Devices, Timing, MeasureOptions):
+    """Operators."""
+
+    family: str | None = flag(
+        f"one of those above, or {LAYER}", argument=True, metavar="FAMILY"
+    )
+    style: str | None = flag("primus or param: that tool's columns")
+
+    def field(self, name: str) -> Any:
+        """The text of an operator's field; None where it is not given, or not a field."""
+        return getattr(self, name, None)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class ConfigOptions(OpOptions):
+    """Operators of a file."""
+
+    config: Path | None = flag("run PARAM's JSON operator config")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class LayerOptions(OfModel, OpOptions):
+    """A model's layer."""
+
+    dtype: str | None = flag(f"element type(s): {', '.join(OPERATOR_DTYPES)}")
+    skew: str | None = flag(_SKEW, *_ZIPF)
+
+
+@group
+class FamilyOptions(OfModel, OpOptions):
+    """Other sources of shapes.
+
+    Fields of the operator are text, so that 128,256 sweeps and a+b packs a list.
+    """
+
+    family: str = flag("family of operators", default="", argument=True, metavar="FAMILY")
+    shapes: str | None = flag("JSON list of shapes (or Primus' attention_shapes.json)")
+
+
+@functools.cache
+def options_class(family: str | None) -> type[OpOptions]:
+    """The options of a family, of LAYER, or of no family."""
+    if family not in FAMILIES:
+        return LayerOptions if family == LAYER else ConfigOptions
+    fields: dict[str, tuple[str, Any, Any]] = {}
+    for field in dataclasses.fields(FAMILIES[family]):
+        text = field.metadata["help"]
+        if allowed := field.metadata.get("allowed"):
+            text += f": {', '.join(allowed)}"
+        kind: Any = str | None
+        spelling = _dashed(field.name)
+        if isinstance(field.default, bool):
+            kind, spelling = bool | None, f"{spelling}/--no-{spelling[2:]}"
+        elif field.name == "phase":
+            spelling = "--pass"
+        spellings = _ZIPF if field.name == "skew" else (spelling,)
+        fields[field.name] = (field.name, kind, flag(text, *spellings))
+    if family in ("gemm", "bmm"):  # it permutes the dimensions, so it is no field
+        text = "pass of a linear layer: fwd, dgrad, wgrad"
+        fields["phase"] = ("phase", str | None, flag(text, "--pass"))
+    if family in ("gemm", "mlp", "embedding-bag"):
+        text = "PARAM's built-in shapes: A, B or C"
+        fields["dataset"] = ("dataset", str | None, flag(text))
+    if family == "gemm":
+        text = "sweep for the highest matmul rate; burst and sustained"
+        fields["find_max"] = ("find_max", bool, flag(text, "--find-max", default=False))
+    made: type[OpOptions] = dataclasses.make_dataclass(
+        "FamilyOptions",
+        fields.values(),
+        bases=(FamilyOptions,),
+        namespace={"__doc__": f"Operator {family}."},
+        frozen=True,
+        kw_only=True,
+        repr=False,
+        eq=False,
+    )
+    return made
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def shape_options(op: Op) -> OpOptions:
+    """The options that give this operator alone, on any device."""
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(op):
+        value = getattr(op, field.name)
+        is_default = value == field.default and field.name not in ("dtype", "phase")
+        if value is not None and not is_default:
+            text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            given[field.name] = value if isinstance(value, bool) else text
+    family = FAMILY_OF[type(op)]
+    return options_class(family)(family=family, **given)
+
+
+def options_of(case: OpCase) -> OpOptions:
+    """The options that measure this case alone."""
+    return dataclasses.replace(
+        shape_options(case.op),
+        backend=(case.backend,),
+        device=case.device,
+        nproc=str(case.num_ranks),
+        clock=case.clock,
+        rate=case.rate,
+    )
