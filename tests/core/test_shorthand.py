@@ -4,8 +4,7 @@ import pytest
 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import Attention, Copy, Gemm
-from stepmark.core.ops.shorthand import from_shorthand
+from stepmark.core.ops import Attention, Copy, Gemm, from_shorthand
 from stepmark.core.units import MIB
 
 

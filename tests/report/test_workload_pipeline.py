@@ -20,7 +20,7 @@ from stepmark.report.workload_pipeline import Timeline, num_steady, shortened, t
 from stepmark.workload.job import Job
 from stepmark.workload.rules.megatron import rule as megatron
 from stepmark.workload.rules.megatron.settings import Megatron
-from stepmark.workload.rules.pytorch import fsdp, pp
+from stepmark.workload.rules.pytorch import fsdp, plain
 from stepmark.workload.rules.pytorch.schedules import Schedule
 
 GEMM = Gemm(m=8, n=8, k=8, dtype=DType.BF16)
@@ -191,12 +191,12 @@ def test_shards_change_nothing_of_a_pipelines_figure(
     shards = Job(model=model, parallel=ranks, gbs=8 * ranks.data_ranks)
     sharded = drawn(fsdp.workload(shards, fsdp.Fsdp(**asked)))
     whole = Job(model=model, parallel=ParallelConfig(pp=4), gbs=8)
-    plain = drawn(pp.workload(whole, pp.Pp(**asked)))
-    assert sharded.slots == plain.slots
-    assert sharded.idle_percent == plain.idle_percent
+    alone = drawn(plain.workload(whole, plain.Pp(**asked)))
+    assert sharded.slots == alone.slots
+    assert sharded.idle_percent == alone.idle_percent
     if schedule is not Schedule.INTERLEAVED:
         micro = per_pass or 8
-        assert plain.idle_percent == pytest.approx(100 * 3 / (micro + 3))
+        assert alone.idle_percent == pytest.approx(100 * 3 / (micro + 3))
 
 
 def test_a_receipt_is_waited_for_where_its_name_is() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig, find_model
-from stepmark.workload.formats.llm_train_bench import is_config, read_config
+from stepmark.workload.formats.benchmark_models import is_config, read_config
 
 from .mutations import mutated, only_config_errors
 

@@ -11,7 +11,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig, find_model, load_models
 from stepmark.core.ops import Attention, Gemm, GroupedGemm, Layout, Norm, Optimizer, Phase
 from stepmark.core.parallel import ParallelConfig
-from stepmark.workload.formats.primus import read_model_configs
+from stepmark.workload.formats.benchmark_models import read_model_configs
 from stepmark.workload.layout import Inputs, layout_of
 from stepmark.workload.operators import BY_FAMILY, ModelShape, Placed
 

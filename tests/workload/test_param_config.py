@@ -9,7 +9,7 @@ import pytest
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Bmm, Gemm, Layout
-from stepmark.workload.formats.param import ParamConfig, read_config
+from stepmark.workload.formats.shapes import ParamConfig, read_config
 
 from .mutations import mutated, only_config_errors
 

@@ -9,8 +9,8 @@ import pytest
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import find_model
+from stepmark.workload.formats.benchmark_models import read_attention_shapes, read_model_configs
 from stepmark.workload.formats.huggingface import read_config
-from stepmark.workload.formats.primus import read_attention_shapes, read_model_configs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODELS = json.loads((EXAMPLES / "model_configs.json").read_text())

@@ -38,80 +38,57 @@ def _deepseek(name: str, model: str, wrong: int, right: int) -> Preset:
     return Preset(name=name, model=model, note=note + ", which is taken")
 
 
-_GPT = {
-    "7": Preset(
-        name="gpt_7B",
-        num_layers=36,
-        hidden_size=4096,
-        num_heads=32,
-        note="AICB's 7B has 36 layers; the published Llama 2 7B has 32 (--model llama-2-7b)",
-    ),
-    "13": Preset(name="gpt_13B", num_layers=40, hidden_size=5120, num_heads=40),
-    "22": Preset(name="gpt_22B", num_layers=48, hidden_size=6144, num_heads=64),
-    "65": Preset(
-        name="gpt_65B",
-        num_layers=80,
-        hidden_size=8192,
-        num_heads=64,
-        ffn_hidden_size=28672,
-        note="AICB's 65B has the MLP width of Llama 2 70B, 28672; LLaMA 65B has 22016",
-    ),
-    "175": Preset(name="gpt_175B", num_layers=96, hidden_size=12288, num_heads=96),
-    "405": Preset(
-        name="llama_405B",
-        num_layers=128,
-        hidden_size=16384,
-        num_heads=128,
-        ffn_hidden_size=53248,
-        note="AICB's 405B has 128 layers and 128 KV heads; the published model has 126 and 8 "
-        "(--model llama-3.1-405b)",
-    ),
-    "moe": Preset(
-        name="Mixtral_8*7B",
-        num_layers=32,
-        hidden_size=4096,
-        num_heads=32,
-        ffn_hidden_size=14336,
-        note="AICB's Mixtral has 32 KV heads; the published model has 8 (--model mixtral-8x7b)",
-    ),
+def _presets(
+    kind: Kind, rows: dict[str, tuple[str, int, int, int, int | None]]
+) -> "dict[str, Preset]":
+    """By size, from rows of name, layers, hidden size, heads and width of the MLP."""
+    return {
+        size: Preset(
+            name=name,
+            num_layers=layers,
+            hidden_size=hidden,
+            num_heads=heads,
+            ffn_hidden_size=ffn,
+            kind=kind,
+            note=_NOTES.get(name, ""),
+        )
+        for size, (name, layers, hidden, heads, ffn) in rows.items()
+    }
+
+
+_NOTES = {
+    "gpt_7B": "AICB's 7B has 36 layers; the published Llama 2 7B has 32 (--model llama-2-7b)",
+    "gpt_65B": "AICB's 65B has the MLP width of Llama 2 70B, 28672; LLaMA 65B has 22016",
+    "llama_405B": "AICB's 405B has 128 layers and 128 KV heads; the published model has 126 "
+    "and 8 (--model llama-3.1-405b)",
+    "Mixtral_8*7B": "AICB's Mixtral has 32 KV heads; the published model has 8 "
+    "(--model mixtral-8x7b)",
+}
+_GPT = _presets(
+    "gpt",
+    {
+        "7": ("gpt_7B", 36, 4096, 32, None),
+        "13": ("gpt_13B", 40, 5120, 40, None),
+        "22": ("gpt_22B", 48, 6144, 64, None),
+        "65": ("gpt_65B", 80, 8192, 64, 28672),
+        "175": ("gpt_175B", 96, 12288, 96, None),
+        "405": ("llama_405B", 128, 16384, 128, 53248),
+        "moe": ("Mixtral_8*7B", 32, 4096, 32, 14336),
+    },
+) | {
     "deepseek16": _deepseek("DeepSeek_16B", "deepseek-v2-lite", 10944, 2048),
     "deepseek236": _deepseek("DeepSeek_236B", "deepseek-v2", 12288, 5120),
     "deepseek671": _deepseek("DeepSeek_671B", "deepseek-v3", 18432, 7168),
 }
-_LLAMA = {
-    "7": Preset(
-        name="llama_7b",
-        num_layers=32,
-        hidden_size=4096,
-        num_heads=32,
-        ffn_hidden_size=11008,
-        kind="llama",
-    ),
-    "13": Preset(
-        name="llama_13b",
-        num_layers=40,
-        hidden_size=5120,
-        num_heads=40,
-        ffn_hidden_size=13824,
-        kind="llama",
-    ),
-    "30": Preset(
-        name="llama_30b",
-        num_layers=60,
-        hidden_size=6656,
-        num_heads=52,
-        ffn_hidden_size=17920,
-        kind="llama",
-    ),
-    "65": Preset(
-        name="llama_65b",
-        num_layers=80,
-        hidden_size=8192,
-        num_heads=64,
-        ffn_hidden_size=22016,
-        kind="llama",
-    ),
-}
+_LLAMA = _presets(
+    "llama",
+    {
+        "7": ("llama_7b", 32, 4096, 32, 11008),
+        "13": ("llama_13b", 40, 5120, 40, 13824),
+        "30": ("llama_30b", 60, 6656, 52, 17920),
+        "65": ("llama_65b", 80, 8192, 64, 22016),
+    },
+)
 _SPELLINGS = {"16": "deepseek16", "236": "deepseek236", "671": "deepseek671"}
 _SPELLINGS |= {"deepseek": "deepseek671"}
 

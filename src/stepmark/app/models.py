@@ -41,10 +41,9 @@ def factor(scale: str) -> Fraction:
 def _models_of_file(path: Path) -> list[ModelConfig]:
     # Readers of files take longer to import than a model by name may take in all.
     from stepmark.workload.formats import (  # noqa: PLC0415
+        benchmark_models,
         huggingface,
-        llm_train_bench,
-        primus,
-        strict_json,
+        source_file,
     )
 
     file = path / "config.json" if path.is_dir() else path
@@ -54,7 +53,7 @@ def _models_of_file(path: Path) -> list[ModelConfig]:
     except OSError as error:
         raise ConfigError("model", file, f"a readable file ({error.strerror})") from None
     if start == b"[":
-        return list(primus.read_model_configs(file))
-    if llm_train_bench.is_config(strict_json.read_json(file)):
-        return [llm_train_bench.read_config(file)]
+        return list(benchmark_models.read_model_configs(file))
+    if benchmark_models.is_config(source_file.read_json(file)):
+        return [benchmark_models.read_config(file)]
     return [huggingface.read_config(file)]

@@ -28,7 +28,7 @@ from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.launch import outer_launcher
 from stepmark.report import styles
 from stepmark.store.reader import read_records
-from stepmark.workload.formats.param import read_config
+from stepmark.workload.formats.shapes import read_config
 
 Plans = Callable[[Machine], list[OpCase]]
 

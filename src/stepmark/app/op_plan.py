@@ -19,7 +19,7 @@ from stepmark.core.ops import FAMILIES, Attention, Cast, Copy, Gemm, Op, Phase, 
 from stepmark.core.ops.backends import BACKENDS, MODULES, Capabilities, unsupported
 from stepmark.core.parallel import ParallelConfig
 from stepmark.workload.datasets import dataset
-from stepmark.workload.formats import primus, shapes
+from stepmark.workload.formats import benchmark_models, shapes
 from stepmark.workload.layout import Inputs, layout_of
 from stepmark.workload.operators import BY_FAMILY, ModelShape
 
@@ -196,7 +196,9 @@ def _of_file(options: FamilyOptions, device: str) -> Iterator[Placed]:
 def _primus_attention(path: Path, options: FamilyOptions, dtype: DType) -> Iterator[Placed]:
     both = [Phase.FWD, Phase.BWD]
     wanted = [phase for phase in _phases(options) or both if phase in both]
-    places = itertools.product(primus.read_attention_shapes(path), options.mbs, wanted)
+    places = itertools.product(
+        benchmark_models.read_attention_shapes(path), options.mbs, wanted
+    )
     for shape, mbs, phase in places:
         op = Attention(
             batch=mbs,

@@ -1,7 +1,4 @@
-"""stepmark workload: generate, show, convert and capture what a training step does.
-
-Over 250 lines: four commands, and how options become the job of a generator.
-"""
+"""stepmark workload: generate, show, convert and capture what a training step does."""
 
 import contextlib
 import sys

@@ -1,7 +1,4 @@
-"""Workloads from files and to files, in whichever format, and times of computation for them.
-
-Over 250 lines: one reader and one writer.
-"""
+"""Workloads from files and to files, in whichever format, and times of computation for them."""
 
 import contextlib
 import errno
@@ -167,7 +164,10 @@ def deliver(workload: Workload, target: Target) -> None:
     if is_folder and (not kind.picks or name in workload.origin):
         raise ConfigError("out", out, f"a file: all of this workload is one in {name}")
     _say_unused(target, name, kind)
-    if kind.needs_times and _lacks_times(workload):
+    items = (item for block in workload.blocks.values() for item in block)
+    if kind.needs_times and any(
+        isinstance(one, ComputeOp) and one.time_s is None for one in items
+    ):
         workload = timed(workload, AICB_FILLER)
         sys.stderr.write(
             f"# {name} needs times of computation: {AICB_FILLER} each, AICB's filler; "
@@ -197,7 +197,9 @@ def _write_file(workload: Workload, module: Any, picked: dict[str, int], target:
     if target != "-" and hasattr(module, "beside") and not is_special(Path(target)):
         for path, chunks in module.beside(workload, Path(target), **picked):
             _write_beside(path, b"".join(_bytes(chunks)))
-    size = write_chunks(_chunks(module, workload, picked), target)
+    has_all = hasattr(module, "encode")
+    chunks = [module.encode(workload)] if has_all else _bytes(module.write(workload, **picked))
+    size = write_chunks(chunks, target)
     if target != "-":
         places = "".join(f", {what} {number} alone" for what, number in picked.items())
         places = places if len(workload.stages) > 1 else ""
@@ -250,16 +252,12 @@ def _refuse_others(folder: Path, kind: Format, names: set[str], number: int) -> 
             stay -= {f"{of_one[1]}{one}{of_one[2]}" for one in range(number)}
     if stay:
         more = f" and {len(stay) - 1} more" if len(stay) > 1 else ""
-        allowed = f"a new or empty folder: it holds {min(stay, key=_in_order)}{more}, "
+        first = min(stay, key=lambda name: (len(name), name))  # 9.json before 10.json
+        allowed = f"a new or empty folder: it holds {first}{more}, "
         raise ConfigError("out", folder, allowed + "which would be taken as of this workload")
 
 
 _OF_ONE = re.compile(r"(.*?)\d+(\.\w+)")  # the file of a rank or stage
-
-
-def _in_order(name: str) -> tuple[int, str]:
-    """9.json before 10.json."""
-    return len(name), name
 
 
 def _say_unused(target: Target, name: str, kind: Format) -> None:
@@ -309,20 +307,6 @@ def _picked(workload: Workload, target: Target, kind: Format) -> dict[str, int]:
     if kind.picks == "stage":
         return {"stage": stage}
     return {"rank": stage * size if rank is None else rank}
-
-
-def _lacks_times(workload: Workload) -> bool:
-    return any(
-        isinstance(one, ComputeOp) and one.time_s is None
-        for block in workload.blocks.values()
-        for one in block
-    )
-
-
-def _chunks(module: Any, workload: Workload, picked: dict[str, int]) -> Iterable[bytes]:
-    if hasattr(module, "encode"):
-        return iter((module.encode(workload),))
-    return _bytes(module.write(workload, **picked))
 
 
 def _bytes(chunks: Iterable[str | bytes]) -> Iterator[bytes]:

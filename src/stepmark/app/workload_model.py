@@ -1,7 +1,4 @@
-"""The model of `stepmark workload generate`: a name, a file, AICB's size, or widths.
-
-Over 250 lines: all that may replace a part of a model, and models that are no decoder.
-"""
+"""The model of `stepmark workload generate`: a name, a file, AICB's size, or widths."""
 
 import traceback
 from collections.abc import Iterator
@@ -143,9 +140,7 @@ def _resized(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> 
     """Whatever was given beside the model replaces what it has."""
     sizes = (*_WIDTHS, "num_kv_heads", "ffn_hidden_size", "vocab_size")
     changes: dict[str, Any] = {
-        name: _positive(options, name)
-        for name in sizes
-        if getattr(options, name, None) is not None
+        name: value for name in sizes if (value := _positive(options, name)) is not None
     }
     changes |= _gate(model, options, notes)
     if {"hidden_size", "num_heads"} & set(changes) and model.mla is None:
@@ -205,9 +200,9 @@ def _with_experts(
         "dense_layers": "first_dense_layers",
     }
     given = {
-        field: getattr(options, name)
+        field: value
         for name, field in names.items()
-        if getattr(options, name, None) is not None
+        if (value := getattr(options, name)) is not None
     }
     if (shared := options.shared_experts) is not None:
         width = given.get("ffn_hidden_size") or (
@@ -231,11 +226,7 @@ def _with_experts(
 
 
 def _with_mla(model: ModelConfig, options: GenerateOptions) -> ModelConfig:
-    given = {
-        name: getattr(options, name)
-        for name in _MLA
-        if getattr(options, name, None) is not None
-    }
+    given = {name: value for name in _MLA if (value := getattr(options, name)) is not None}
     if not given:
         return model
     if model.mla:

@@ -69,7 +69,10 @@ def write_tables(
 ) -> dict[str, list[Row]]:
     """Write --json and --csv where they are given; return the tables."""
     number = stage_of(workload, stage)
-    tables = _distinct(workload) if options.distinct else _tables(workload, number)
+    if options.distinct:
+        tables = {"collectives": message_rows(workload), "operators": operator_rows(workload)}
+    else:
+        tables = _tables(workload, number)
     if options.json:
         export.write_tables(tables, options.json, "json")
     if options.csv:
@@ -95,13 +98,6 @@ def _tables(workload: Workload, stage: int) -> dict[str, list[Row]]:
         "sizes": workload_tables.size_rows(workload, stage),
         "computation": workload_tables.compute_rows(workload, stage),
         "layers": workload_tables.layer_rows(workload, stage),
-    }
-
-
-def _distinct(workload: Workload) -> dict[str, list[Row]]:
-    return {
-        "collectives": message_rows(workload),
-        "operators": operator_rows(workload),
     }
 
 
@@ -188,26 +184,21 @@ def case_of(operation: CommOp, num_ranks: int) -> CommCase | None:
     collective = Collective.P2P if pair else Collective(operation.collective)
     if not operation.count and collective is not Collective.BARRIER:
         return None
-    facts = FACTS[collective]
+    facts, redop = FACTS[collective], RedOp.NONE
+    if facts.reduces:  # other tools' files do not say how: then it sums
+        redop = RedOp.SUM if operation.redop is RedOp.NONE else operation.redop
     return CommCase(
         collective=collective,
         count=0 if collective is Collective.BARRIER else operation.count,
         dtype=operation.dtype,
         num_ranks=2 if pair else num_ranks,
         world_size=2 if pair else num_ranks,
-        redop=_redop(operation, collective),
+        redop=redop,
         root=(operation.root or 0) if facts.rooted else -1,
         in_place=placements(collective, Api.TORCH)[0],
         pair=(0, 1) if facts.pair else None,
         spread=0.0 if collective is Collective.ALL_TO_ALL_V else None,
     )
-
-
-def _redop(operation: CommOp, collective: Collective) -> RedOp:
-    """Other tools' files do not say how a reduction reduces: then it sums."""
-    if not FACTS[collective].reduces:
-        return RedOp.NONE
-    return RedOp.SUM if operation.redop is RedOp.NONE else operation.redop
 
 
 def fitted(case: CommCase, world_size: int) -> CommCase | None:

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import Op, Phase
+from stepmark.core.ops import Activation, Attention, CrossEntropy, Norm, Op, Phase, Rope
 from stepmark.core.workload import ComputeOp, Kernel
+
+PassedOp = Norm | Activation | Rope | Attention | CrossEntropy  # one per pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,16 @@ class Module:
             for leaf in unit.walk():
                 if leaf.work or leaf.params:
                     yield ".".join(filter(None, (unit.name, leaf.name))), unit.times, leaf
+
+
+def between(name: str, *operations: tuple[Phase, Op | Kernel]) -> Module:
+    """Return computation that is no module of its own."""
+    return Module(name=name, role=name, work=work_of(name, *operations), is_module=False)
+
+
+def both(op: PassedOp) -> tuple[tuple[Phase, Op], ...]:
+    """Return an operator's forward and backward pass."""
+    return (Phase.FWD, replace(op, phase=Phase.FWD)), (Phase.BWD, replace(op, phase=Phase.BWD))
 
 
 def in_registered_order(

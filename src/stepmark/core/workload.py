@@ -63,10 +63,13 @@ class Group:
     def size(self) -> int:
         return math.prod(size for size, _ in self.digits)
 
+    def first(self, rank: int) -> int:
+        """Return the first world rank of the group of a rank."""
+        return rank - sum(rank // stride % size * stride for size, stride in self.digits)
+
     def members(self, rank: int) -> tuple[int, ...]:
         """Return the world ranks of the group of a rank, in the order of their group ranks."""
-        base = rank - sum(rank // stride % size * stride for size, stride in self.digits)
-        ranks = [base]
+        ranks = [self.first(rank)]
         for size, stride in self.digits:
             ranks = [first + index * stride for index in range(size) for first in ranks]
         return tuple(ranks)

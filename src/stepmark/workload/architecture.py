@@ -11,27 +11,134 @@ A function from a `Batch` to an `Architecture` is all that data-parallel rules n
 `stepmark workload generate --model FILE.py:build` reads it: docs/howto/custom-models.md.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
-from stepmark.core.module import Module, Param, work_of
-from stepmark.core.ops import (
-    Activation,
-    Attention,
-    Copy,
-    CrossEntropy,
-    Norm,
-    Op,
-    Phase,
-    Rope,
-)
-from stepmark.core.workload import Kernel
+from stepmark.core.module import Module, Param, between, both, in_registered_order, work_of
+from stepmark.core.ops import Activation, Attention, Copy, CrossEntropy, Norm, Phase, Rope
+from stepmark.core.workload import ComputeOp, Kernel, Operation
 from stepmark.workload.job import Job, Spread
 from stepmark.workload.layout import Inputs, linear_products
-from stepmark.workload.units import Unit, check_names, module, stored, unit
+
+Ops = tuple[Operation, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """`times` of a layer: as many, one after the other, with parameters of their own each.
+
+    fwd, bwd: in pieces, between which the module of the experts is entered and left: one
+    piece, or what comes before the experts, they themselves, and what comes after. within:
+    the module that calls this unit and its neighbours of the same word. pieces and registered
+    are as a Module's; a unit that only PyTorch's rules see has none.
+    """
+
+    name: str
+    params: tuple[Param, ...]
+    fwd: tuple[Ops, ...]
+    bwd: tuple[Ops, ...]
+    times: int = 1
+    is_layer: bool = False
+    within: str = ""
+    pieces: tuple[Module, ...] = ()
+    registered: tuple[str, ...] = ()
+
+    @property
+    def experts_at(self) -> int | None:
+        """Which piece of fwd, and of bwd, the module of the experts is; None: not apart."""
+        return 1 if len(self.fwd) == 3 else None
+
+    @property
+    def experts(self) -> tuple[Param, ...]:
+        return tuple(one for one in self.params if one.is_expert)
+
+    @property
+    def others(self) -> tuple[Param, ...]:
+        return tuple(one for one in self.params if not one.is_expert)
+
+    @property
+    def registered_params(self) -> tuple[Param, ...]:
+        """Of one time, in the order of registration."""
+        pieces = in_registered_order(self.name, self.pieces, self.registered)
+        return tuple(chain.from_iterable(piece.all_params for piece in pieces))
+
+    def walk(self) -> Iterator[Module]:
+        for piece in self.pieces:
+            yield from piece.walk()
+
+
+def unit(
+    name: str,
+    *pieces: Module,
+    times: int | None = None,
+    registered: Iterable[str] = (),
+    within: str = "",
+) -> Unit:
+    """Modules in the order they run. times: how many of them, as layers; None: no layer.
+
+    registered: names of the pieces in the order of the module's constructor, if another.
+    Raises ConfigError.
+    """
+    if times is not None and (isinstance(times, bool) or not 1 <= times <= 2**20):
+        raise ConfigError(f"{name}: times", times, "a whole number from 1 to 1048576")
+    order = tuple(registered)
+    inside = tuple(one for each in pieces for one in each.walk())
+    params = tuple(param for one in inside for param in one.params)
+    check_names(f"{name}: parameter", [param.name for param in params])
+    if order:
+        in_registered_order(name, pieces, order)
+    return Unit(
+        name=name,
+        params=params,
+        fwd=(tuple(op for one in inside for op in one.fwd),),
+        bwd=(tuple(op for one in reversed(inside) for op in weights_first(one.bwd)),),
+        times=times or 1,
+        is_layer=times is not None,
+        within=within,
+        pieces=pieces,
+        registered=order,
+    )
+
+
+def module(
+    name: str, *inside: Module, registered: Iterable[str] = (), in_backward: bool = True
+) -> Module:
+    """A module of others, or of none, such as a dropout that does nothing.
+
+    in_backward: False where what it returns has no gradient, such as a table of angles.
+    """
+    return Module(
+        name=name, inside=inside, registered=tuple(registered), in_backward=in_backward
+    )
+
+
+def stored(name: str, *shape: int, part: str = "") -> Module:
+    """A parameter whose use another module shows, which `part` may name."""
+    return Module(name=name, params=(Param(name=name, shape=shape, part=part),))
+
+
+def weights_first(ops: Iterable[ComputeOp]) -> tuple[ComputeOp, ...]:
+    """Product by product, as autograd's nodes run (torch 2.13, MmBackward0)."""
+    listed = tuple(ops)
+    weights = [op for op in listed if op.phase is Phase.WGRAD]
+    inputs = [op for op in listed if op.phase is Phase.DGRAD]
+    if len(weights) != len(inputs):
+        return listed
+    pairs = [op for pair in zip(weights, inputs, strict=True) for op in pair]
+    return (*pairs, *(op for op in listed if op.phase not in (Phase.WGRAD, Phase.DGRAD)))
+
+
+def check_names(what: str, names: list[str]) -> None:
+    """Raises ConfigError where one comes twice."""
+    twice = next((one for one, count in Counter(names).items() if count > 1), None)
+    if twice:
+        raise ConfigError(what, twice, "a name that no other one has")
+
 
 __all__ = [
     "Architecture",
@@ -171,13 +278,13 @@ class Batch:
             for one in names
         ]
         op = Norm(tokens=self.tokens, hidden=width, kind=kind, dtype=self.dtype)
-        work = work_of(name, *_both(op))
+        work = work_of(name, *both(op))
         return Module(name=name, role=name, params=tuple(kept), work=work)
 
     def activation(self, name: str, width: int, *, kind: str = "gelu") -> Module:
         """gelu, or swiglu of a gate beside (width: of the result)."""
         op = Activation(tokens=self.tokens, width=width, kind=kind, dtype=self.dtype)
-        return _between(name, *_both(op))
+        return between(name, *both(op))
 
     def rope(self, name: str, heads: int, kv_heads: int, rotated: int) -> Module:
         op = Rope(
@@ -188,7 +295,7 @@ class Batch:
             head_dim=rotated,
             dtype=self.dtype,
         )
-        return _between(name, *_both(op))
+        return between(name, *both(op))
 
     def attention(
         self,
@@ -213,29 +320,18 @@ class Batch:
             causal=causal,
             dtype=self.dtype,
         )
-        return _between(name, *_both(op))
+        return between(name, *both(op))
 
     def add(self, name: str, width: int) -> Module:
         """A sum of two tensors; backward, of two gradients."""
         moved = 3 * self.tokens * width * self.dtype.itemsize
         op = Kernel(name="add", flops=0, bytes_moved=moved)
-        return _between(name, (Phase.FWD, op), (Phase.BWD, op))
+        return between(name, (Phase.FWD, op), (Phase.BWD, op))
 
     def loss(self, name: str, vocab: int, *, rows: int | None = None) -> Module:
         """Cross-entropy of logits over vocab classes."""
         op = CrossEntropy(tokens=rows or self.tokens, vocab=vocab, dtype=self.dtype)
-        return _between(name, *_both(op))
-
-
-def _between(name: str, *operations: tuple[Phase, Op | Kernel]) -> Module:
-    return Module(name=name, role=name, work=work_of(name, *operations), is_module=False)
-
-
-def _both(
-    op: Norm | Activation | Rope | Attention | CrossEntropy,
-) -> Iterator[tuple[Phase, Op]]:
-    yield Phase.FWD, op
-    yield Phase.BWD, replace(op, phase=Phase.BWD)
+        return between(name, *both(op))
 
 
 Build = Callable[[Batch], Architecture]

@@ -24,7 +24,8 @@ class Fixed:
 
     time_s: float
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
         return f"{format_time(self.time_s)} each"
 
 
@@ -34,7 +35,8 @@ class Roofline:
 
     device: DeviceSpec
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
         return f"roofline of {self.device.names[0]}"
 
 
@@ -45,9 +47,6 @@ class Profile:
     sections: Mapping[str, float]
     name: str = "AIOB profile"
 
-    def __str__(self) -> str:
-        return self.name
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -55,9 +54,6 @@ class Measured:
 
     times: Mapping[Op, float]
     name: str = "measured"
-
-    def __str__(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +135,13 @@ def fill(workload: Workload, *sources: Source) -> Workload:
             missing[f"{describe(key[0])} ({key[1]})"] = None
         else:
             times[key] = found
-    words = ", ".join(map(str, sources))
+    words = ", ".join(one.name for one in sources)
     if missing:
-        raise ConfigError(FIELD, words, _missing(list(missing)))
+        shown = "; ".join(list(missing)[:_NAMED_MISSING])
+        more = len(missing) - _NAMED_MISSING
+        rest = f"; and {more} more" if more > 0 else ""
+        allowed = f"a source that times every operation; without a time are {len(missing)}: "
+        raise ConfigError(FIELD, words, allowed + shown + rest)
     notes = tuple(note for note in workload.notes if not note.startswith(_NOTE))
     return replace(
         workload,
@@ -264,12 +264,3 @@ def _section(profile: Profile, module: str, phase: Phase) -> float | None:
         if all(name in profile.sections for name in names):
             return _PASSES[phase] * sum(profile.sections[name] for name in names) or None
     return None
-
-
-def _missing(names: list[str]) -> str:
-    shown = "; ".join(names[:_NAMED_MISSING])
-    more = len(names) - _NAMED_MISSING
-    rest = f"; and {more} more" if more > 0 else ""
-    return (
-        f"a source that times every operation; without a time are {len(names)}: {shown}{rest}"
-    )

@@ -1,6 +1,6 @@
 """What is trained, over which ranks, in which batches: what all rules start from."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stepmark.core.collectives import FACTS, Collective, Parts, RedOp
@@ -15,6 +15,26 @@ from stepmark.workload.layout import FUSED, Inputs, ShardLayout
 from stepmark.workload.tree import TreeMaker
 
 TRAINED = (DType.FP32, DType.BF16, DType.FP16)  # types that rules know all messages of
+
+
+# What runs backward where this runs forward.
+DUAL = {
+    Collective.ALL_GATHER: Collective.REDUCE_SCATTER,
+    Collective.REDUCE_SCATTER: Collective.ALL_GATHER,
+}
+
+
+def setting(default: Any, meaning: str) -> Any:
+    """A field of a framework's settings with its help."""
+    return field(default=default, metadata={"help": meaning})
+
+
+def not_below(settings: Any, least: int, *names: str) -> None:
+    """Raises ConfigError where a setting of these names is given and less."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            raise ConfigError(name, value, f"{least} or more")
 
 
 def check_trained(name: str, dtype: DType) -> None:
@@ -134,10 +154,10 @@ class Comms:
         collective: Collective | str,
         elements: int,
         group: str,
-        *,
         phase: Phase,
         module: str,
         dtype: DType | None = None,
+        *,
         layer: int | None = None,
         microbatch: int | None = None,
         stream: str = COMPUTE,

@@ -5,12 +5,34 @@ Spans, so a step costs the same memory whatever the number of micro-batches. The
 ticks are in pipeline_schedules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.workload import Block, Item, Run
+from stepmark.core.ops import Phase
+from stepmark.core.workload import Block, ComputeOp, Item, Kernel, Run
+
+T = TypeVar("T", bound=Item)
+PASSED = "passed"  # name of the newest computation that ends a block or a pass, or of a wait
+
+
+def wait(after: Iterable[str], phase: Phase, module: str = "gradients") -> ComputeOp:
+    """The computation goes on when these are done; it takes no time itself."""
+    return ComputeOp(
+        op=Kernel(name="wait", flops=0, bytes_moved=0),
+        phase=phase,
+        module=module,
+        name=PASSED,
+        after=tuple(after),
+        time_s=0.0,
+    )
+
+
+def in_layer(item: T, layers: int) -> T:
+    """An item so many layers further on; one of no layer stays."""
+    return item if item.layer is None else replace(item, layer=item.layer + layers)
 
 
 class Act(StrEnum):
@@ -89,6 +111,7 @@ class Pipeline:
         return min(warmup, self.num_microbatches * self.num_chunks)
 
 
+TRANSFERS = (Act.SEND_FORWARD, Act.RECV_FORWARD, Act.SEND_BACKWARD, Act.RECV_BACKWARD)
 # No micro-batch of their own.
 _OF_NONE = (Act.WAIT, Act.GATHER, Act.REDUCE, Act.RELEASE)
 Lower = Callable[[Action], tuple[Item, ...]]

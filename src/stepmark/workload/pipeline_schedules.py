@@ -6,8 +6,6 @@ forward_backward_pipelining_with_interleaving, get_pp_rank_microbatches, get_sch
 p2p_communication.py: _batched_p2p_ops, _p2p_ops). The micro-batch group of a virtual stage is
 as large as the pipeline, Megatron's default. That an overlapped send is waited for when the
 next one has been issued is left out: it is long done by then.
-
-Over 250 lines: one schedule is little more than its own special cases.
 """
 
 from collections.abc import Iterator, Mapping

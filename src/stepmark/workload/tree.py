@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from stepmark.core.dtypes import DType
 from stepmark.core.model import Linear, ModelConfig
-from stepmark.core.module import Kept, Module, Param, work_of
+from stepmark.core.module import Kept, Module, Param, between, both, work_of
 from stepmark.core.ops import (
     Activation,
     Attention,
@@ -117,7 +117,7 @@ class TreeMaker:
         inside = (
             replace(norm, keeps=Kept(whole=width)),
             replace(head, keeps=Kept(whole=width)),
-            _between("loss", *_both(loss)),
+            between("loss", *both(loss)),
         )
         outside = tuple(
             replace(
@@ -215,7 +215,7 @@ class TreeMaker:
             )
             turned = (model.num_heads + model.num_kv_heads) * model.d_qk
             turned = model.num_heads * mla.qk_nope_head_dim if mla else turned
-            made = _between("attention.rope", *_both(rope))
+            made = between("attention.rope", *both(rope))
             yield replace(made, keeps=Kept(divided=turned))
         core = Attention(
             batch=inputs.mbs,
@@ -231,7 +231,7 @@ class TreeMaker:
         # Keys and values of all ranks of cp.
         keys = cp * model.num_kv_heads * (model.d_qk + model.d_v)
         keeps = Kept(divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads)
-        yield replace(_between("attention.core", *_both(core)), keeps=keeps)
+        yield replace(between("attention.core", *both(core)), keeps=keeps)
 
     def _mlp(self, linears: list[Linear], *, is_shared: bool = False) -> tuple[Module, ...]:
         *ups, down = (self.linear(one, role_of(one.name)) for one in linears)
@@ -248,7 +248,7 @@ class TreeMaker:
         is_gated = kind == "swiglu"
         op = Activation(tokens=rows, width=width, kind=kind, dtype=dtype)
         keeps = Kept(divided=2 * kept, eager=kept) if is_gated else Kept(divided=kept)
-        return replace(_between(role, *_both(op)), keeps=keeps)
+        return replace(between(role, *both(op)), keeps=keeps)
 
     def _experts(self, linears: list[Linear]) -> Module:
         """Router, routed experts and shared ones; a token keeps its copies there and back."""
@@ -348,7 +348,7 @@ class TreeMaker:
         return Module(
             name=name,
             role=role,
-            work=work_of(role, *_both(op)),
+            work=work_of(role, *both(op)),
             params=(param,),
             twins=twins,
             keeps=Kept(divided=width),
@@ -375,7 +375,7 @@ class TreeMaker:
         """A sum of two tensors, forward; backward one of two gradients."""
         moved = 3 * rows * self.model.hidden_size * self.inputs.plain_dtype.itemsize
         op = Kernel(name="add", flops=0, bytes_moved=moved)
-        return _between(role, (Phase.FWD, op), (Phase.BWD, op))
+        return between(role, (Phase.FWD, op), (Phase.BWD, op))
 
 
 def _summed(ups: list[Module], maker: TreeMaker, rows: int = 0) -> tuple[Module, ...]:
@@ -385,15 +385,3 @@ def _summed(ups: list[Module], maker: TreeMaker, rows: int = 0) -> tuple[Module,
     gate, up = ups
     added = maker.add(gate.role, rows or maker.tokens).bwd
     return replace(gate, work=(*gate.work, *added)), up
-
-
-def _between(role: str, *operations: tuple[Phase, Op | Kernel]) -> Module:
-    """Computation that is no module of its own."""
-    return Module(name=role, role=role, work=work_of(role, *operations), is_module=False)
-
-
-def _both(
-    op: Norm | Activation | Rope | Attention | CrossEntropy,
-) -> Iterator[tuple[Phase, Op]]:
-    for phase in (Phase.FWD, Phase.BWD):
-        yield phase, replace(op, phase=phase)

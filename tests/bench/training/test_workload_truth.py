@@ -21,13 +21,11 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel
 from stepmark.core.workload import CommOp, Workload
 from stepmark.workload.pipeline import Act
-from stepmark.workload.rules.pytorch import ddp, fsdp, interleaved, tp
+from stepmark.workload.rules.pytorch import ddp, fsdp, plain, schedules
 from stepmark.workload.rules.pytorch.case import (
-    ddp_settings,
-    fsdp_settings,
     job_of,
     of_case,
-    tp_settings,
+    settings_of,
 )
 from stepmark.workload.rules.pytorch.schedules import MOVED, Order, Schedule
 from stepmark.workload.rules.pytorch.units import TpPlan
@@ -52,18 +50,20 @@ def recorded() -> dict[int, Recorded]:
 
 def generated(case: TrainCase, name: str = "") -> Workload:
     if name in DDP:
-        made = ddp.workload(job_of(case), replace(ddp_settings(case), **DDP[name]))
+        made = ddp.workload(job_of(case), replace(settings_of(case, ddp.Ddp), **DDP[name]))
     elif name in TABLE_AGAIN:
-        settings = replace(fsdp_settings(case), embedding_in_backward=True)
+        settings = replace(settings_of(case, fsdp.Fsdp), embedding_in_backward=True)
         made = fsdp.workload(job_of(case), settings)
     elif name in WITH_ROOT:
-        made = fsdp.workload(job_of(case), replace(fsdp_settings(case), ends=fsdp.Ends.ROOT))
+        made = fsdp.workload(
+            job_of(case), replace(settings_of(case, fsdp.Fsdp), ends=fsdp.Ends.ROOT)
+        )
     elif name in TITAN:
         titan = {"tp_plan": TpPlan.TORCHTITAN}
         made = (
-            fsdp.workload(job_of(case), replace(fsdp_settings(case), **titan))
+            fsdp.workload(job_of(case), replace(settings_of(case, fsdp.Fsdp), **titan))
             if case.data_parallel is DataParallel.FSDP
-            else tp.workload(job_of(case), replace(tp_settings(case), **titan))
+            else plain.workload(job_of(case), replace(settings_of(case, plain.Tp), **titan))
         )
     else:
         made = of_case(replace(case, pp_schedule="gpipe") if name in GPIPE else case)
@@ -183,7 +183,7 @@ def ours(ranks: int, count: int, chunks: int) -> Iterator[list[Done]]:
         num_microbatches=count,
         num_chunks=chunks,
     )
-    for spans in interleaved.spans(order):
+    for spans in schedules.spans(order):
         yield [
             (
                 one.act,

@@ -17,7 +17,7 @@ from stepmark.core.collectives import Collective
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.workload.formats import aicb
-from stepmark.workload.formats.aicb_names import group_names
+from stepmark.workload.formats.aicb_line import group_names
 from stepmark.workload.rules import RULES
 from stepmark.workload.rules.megatron.settings import Granularity
 

@@ -25,7 +25,7 @@ def read(tmp_path: Path, text: str | bytes) -> Profile:
 
 
 def test_a_real_profile_comes_back_byte_for_byte() -> None:
-    assert "".join(aiob.write(aiob.read(EXAMPLE))) == EXAMPLE.read_text()
+    assert "".join(aiob.profile_text(aiob.read(EXAMPLE))) == EXAMPLE.read_text()
 
 
 def test_parts_are_seconds() -> None:
@@ -82,7 +82,7 @@ def test_what_is_written_is_read_back(
     }
     phase = "prefill" if iterations is None else ""
     profile = Profile(parts=parts, iterations=iterations, inference_phase=phase)
-    again = read(tmp_path_factory.getbasetemp(), "".join(aiob.write(profile)))
+    again = read(tmp_path_factory.getbasetemp(), "".join(aiob.profile_text(profile)))
     assert again.iterations == iterations
     assert list(again.parts) == list(parts)
     for name, part in parts.items():
@@ -128,7 +128,7 @@ def test_a_broken_file_is_one_line(tmp_path: Path, text: str, words: str) -> Non
 def test_any_broken_file_is_one_line_or_comes_back(tmp_path: Path) -> None:
     def there_and_back(path: Path) -> None:
         profile = aiob.read(path)
-        again = "".join(aiob.write(profile))
+        again = "".join(aiob.profile_text(profile))
         path.write_text(again)
         assert aiob.read(path) == profile
 

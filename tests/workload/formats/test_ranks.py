@@ -12,7 +12,6 @@ from stepmark.core.workload import Group, Stage, Workload
 from stepmark.workload.formats.ranks import (
     WORLD,
     Instances,
-    base,
     group_of,
     name_of,
     stages_of,
@@ -41,7 +40,7 @@ def test_a_group_is_found_from_the_ranks_of_any_member(made: tuple[Group, int]) 
         found = group_of(ranks, "x")
         assert found.size == group.size
         assert found.members(rank) == tuple(sorted(ranks))
-        assert base(group, rank) == min(ranks)
+        assert group.first(rank) == min(ranks)
     assert (name_of(group, world) == WORLD) is (group.size == world)
 
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepmark.core.workload import Operation, Run, Workload
-from stepmark.workload.formats import repeated_text
-from stepmark.workload.formats.repeated_text import RepeatedText, joined, repeated
+from stepmark.workload.formats import walk
+from stepmark.workload.formats.walk import RepeatedText, joined, repeated
 
 from ...core.workload_samples import compute, workloads
 
@@ -19,7 +19,7 @@ def line(op: Operation) -> str:
 @settings(max_examples=60)
 @given(workloads(), st.sampled_from([0, 3, 12]), st.integers(1, 30))
 def test_text_is_that_of_every_operation(workload: Workload, kept: int, chunk: int) -> None:
-    with mock.patch.multiple(repeated_text, _BLOCK=kept, _CHUNK=chunk):
+    with mock.patch.multiple(walk, _BLOCK=kept, _CHUNK=chunk):
         text = RepeatedText(workload.blocks, line)
         for number, stage in enumerate(workload.stages):
             pieces = list(text.chunks(stage.step))
@@ -35,13 +35,13 @@ def test_nested_repeats_are_whole_however_little_is_kept() -> None:
     }
     wanted = "d\n" + ("a\nb\n" * 3 + "c\n") * 2 + "a\nb\n" * 2
     for kept in range(len(wanted) + 1):
-        with mock.patch.multiple(repeated_text, _BLOCK=kept, _CHUNK=5):
+        with mock.patch.multiple(walk, _BLOCK=kept, _CHUNK=5):
             assert "".join(RepeatedText(blocks, line).chunks("outer")) == wanted
 
 
 @given(st.text(max_size=9), st.integers(1, 50), st.integers(1, 30))
 def test_repeats_are_whole(text: str, times: int, chunk: int) -> None:
-    with mock.patch.object(repeated_text, "_CHUNK", chunk):
+    with mock.patch.object(walk, "_CHUNK", chunk):
         pieces = list(repeated(text, times))
         assert "".join(pieces) == text * times
         assert max(map(len, pieces)) <= max(chunk, len(text)) or not text

@@ -18,8 +18,7 @@ from stepmark.bench.context import MeasureContext
 from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.call import Call
 from stepmark.core.dtypes import DType
-from stepmark.core.ops import FAMILY_OF
-from stepmark.core.ops.shorthand import from_shorthand
+from stepmark.core.ops import FAMILY_OF, from_shorthand
 
 _ALONE_S = 0.3
 _MARK_S = 0.5e-3

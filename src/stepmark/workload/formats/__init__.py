@@ -126,7 +126,7 @@ FORMATS: dict[str, Format] = {
         takes=("*.et", "0.json"),
     ),
     "aiob": Format(
-        module="aiob_profile",
+        module="aiob",
         help="AIOB's profile: forward times of a model's parts",
         suffix=".txt",
         is_one=lambda head: False,

@@ -5,18 +5,242 @@ read and written again is the same bytes. A physical run's log has the same colu
 it is read as one step of median times, and is written without them.
 """
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.workload import Operation, Workload
-from stepmark.workload.formats import aicb_names
-from stepmark.workload.formats.aicb_line import EPOCH_END, HEADER, no_setup
-from stepmark.workload.formats.aicb_reader import FORMAT, Reader, line_of
-from stepmark.workload.formats.repeated_text import RepeatedText
-from stepmark.workload.formats.source_file import in_file, read_lines
+from stepmark.core.workload import Block, ComputeOp, Group, Operation, Run, Stage, Workload
+from stepmark.workload.fold import Repeat, fold
+from stepmark.workload.formats.aicb_line import (
+    END,
+    EPOCH_END,
+    GROUPS,
+    HEADER,
+    TRANSFERS,
+    Line,
+    Lines,
+    aicb_group,
+    no_setup,
+    operation,
+    parse,
+    text_of,
+)
+from stepmark.workload.formats.aicb_line import lost as lost_of_generated
+from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
+from stepmark.workload.formats.walk import RepeatedText
+
+FORMAT = "aicb"
+_EMBEDDING = "forward.MegatronEmbedding"
+
+
+def line_of(op: Operation, groups: Mapping[str, Group]) -> str:
+    """What we write for an operation that was read."""
+    if isinstance(op, ComputeOp):
+        return text_of(op, op.module, "", 0)
+    return text_of(op, op.module, aicb_group(op.group), groups[op.group].size)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Numbered:
+    """A section as numbers of distinct lines, an iteration each, without its end."""
+
+    before: str
+    epochs: list[list[int]]
+    ends: list[int]
+
+
+class Reader:
+    """Distinct lines become operations, each iteration a block of folded repeats."""
+
+    def __init__(self, lines: Sequence[str], sizes: dict[str, int]) -> None:
+        self._texts: list[str] = []
+        self._parsed: list[Line] = []
+        self._places: list[int] = []
+        self._numbers: dict[str, int] = {}
+        self._sections = list(self._split(lines))
+        if not self._sections:
+            raise ConfigError("AICB workload", "empty", HEADER)
+        self._groups = self._known_groups(sizes)
+        self._blocks: dict[str, Block] = {}
+        self._bodies: dict[Repeat[Operation], str] = {}
+        self._lines: dict[str, str] = {}
+        self._ends: dict[str, str] = {}
+        self._notes: list[str] = []
+
+    def workload(self, name: str, end: str) -> Workload:
+        timed = any(line.elapsed_ms is not None for line in self._parsed)
+        ops: list[Operation | None] = [
+            None if line.kind == END else self._operation(index, timed=timed)
+            for index, line in enumerate(self._parsed)
+        ]
+        stages, sections = [], []
+        for index, section in enumerate(self._sections):
+            prefix = f"stage {index} " if len(self._sections) > 1 else ""
+            make = self._timed_stage if timed else self._stage
+            stage, epochs = make(prefix, section, ops)
+            stages.append(stage)
+            sections.append({"before": section.before, "epochs": epochs})
+        origin = {"end": end, "sections": sections, "lines": self._lines, "ends": self._ends}
+        return Workload(
+            name=name,
+            rules=FORMAT,
+            source="AICB per-operation CSV; sizes are bytes, element types are not in the file",
+            world_size=self._world,
+            num_microbatches=self._num_microbatches(),
+            groups=self._groups,
+            blocks=self._blocks,
+            stages=tuple(stages),
+            notes=tuple(dict.fromkeys(self._notes)),
+            origin={FORMAT: origin},
+        )
+
+    def _split(self, lines: Sequence[str]) -> Iterator[_Numbered]:
+        """A section starts with its header, or with a line in brackets before it."""
+        place = 0
+        while place < len(lines):
+            before = ""
+            if lines[place].startswith("["):
+                before = lines[place] + "\n"
+                place += 1
+            if place >= len(lines) or lines[place].rstrip("\r") != HEADER:
+                found = lines[place] if place < len(lines) else "nothing"
+                raise ConfigError(f"line {place + 1}", found, HEADER)
+            if lines[place] != HEADER:
+                raise ConfigError(f"line {place + 1}", "CRLF", "lines that end in LF")
+            start = place = place + 1
+            while place < len(lines) and not lines[place].startswith(("[", "comm_type")):
+                place += 1
+            yield self._section(before, lines, start, place)
+
+    def _section(self, before: str, lines: Sequence[str], start: int, stop: int) -> _Numbered:
+        found = _Numbered(before=before, epochs=[[]], ends=[])
+        for place in range(start, stop):
+            text = lines[place]
+            number = self._numbers.setdefault(text, len(self._texts))
+            if number == len(self._texts):
+                self._parsed.append(parse(text, f"line {place + 1}"))
+                self._texts.append(text)
+                self._places.append(place + 1)
+            if self._parsed[number].kind == END:
+                found.ends.append(number)
+                found.epochs.append([])
+            else:
+                found.epochs[-1].append(number)
+        if not found.ends or found.epochs.pop():
+            raise ConfigError(f"line {stop}", lines[stop - 1], "CommType.epoch_end at the end")
+        return found
+
+    def _known_groups(self, sizes: dict[str, int]) -> dict[str, Group]:
+        """AICB's order of ranks: tensor, data, pipeline; experts lie within data."""
+        for name in sizes:
+            if name not in GROUPS.values():
+                raise ConfigError("group-sizes", name, f"one of {', '.join(GROUPS.values())}")
+        known, others = dict(sizes), set[tuple[str, int]]()
+        for line in self._parsed:
+            if line.group and line.group_size:
+                name = GROUPS[line.group]
+                known[name] = max(known.get(name, 1), line.group_size)
+                if line.kind not in TRANSFERS:
+                    others.add((name, line.group_size))
+        tp, dp, pp = (known.get(name, 1) for name in ("tp", "dp", "pp"))
+        pp = max(pp, len(self._sections))
+        self._world = max(tp * dp * pp, *known.values(), 1)
+        strides = {"tp": 1, "dp": tp, "pp": tp * dp, "ep": tp, "world": 1, "embedding": tp * dp}
+        strides |= {"ep_dp": tp * known.get("ep", 1), "ep_tp": 1}
+        if tp * known.get("ep", 1) > self._world:  # experts are spread over tensor ranks, too
+            strides["ep"] = 1
+        found = {name: Group(digits=((size, strides[name]),)) for name, size in known.items()}
+        for name, size in sorted(others):
+            if size != known[name]:
+                found[f"{name}_{size}"] = Group(digits=((size, strides[name]),))
+        return found
+
+    def _operation(self, index: int, *, timed: bool) -> Operation:
+        op = operation(self._parsed[index], self._groups, f"line {self._places[index]}")
+        ours, text = line_of(op, self._groups), self._texts[index] + "\n"
+        if timed:
+            return op
+        if f"|{ours}" in self._lines or (ours != text and ours[:-1] in self._numbers):
+            op = replace(op, name=f"line {self._places[index]}")
+        if ours != text:
+            self._lines[f"{op.name}|{ours}"] = text
+        return op
+
+    def _stage(
+        self, prefix: str, section: _Numbered, ops: Sequence[Operation | None]
+    ) -> tuple[Stage, list[str]]:
+        """Iterations that are equal are one step; others are one after the other in it."""
+        names: list[str] = []
+        known: dict[tuple[int, ...], str] = {}
+        for index, (numbers, end) in enumerate(zip(section.epochs, section.ends, strict=True)):
+            key = (*numbers, end)
+            if key not in known:
+                known[key] = f"{prefix}{f'iteration {index}' if index else 'setup'}"
+                self._block(known[key], [op for one in numbers if (op := ops[one])])
+                if self._texts[end] != EPOCH_END:
+                    self._ends[known[key]] = self._texts[end]
+            names.append(known[key])
+        if len(names) == 1:
+            return Stage(step=names[0]), names
+        steps = dict.fromkeys(names[1:])
+        if len(steps) == 1:
+            return Stage(step=names[1], setup=names[0]), names
+        self._blocks[f"{prefix}step"] = tuple(Run(block=name) for name in names[1:])
+        self._notes.append(f"a step is {len(names) - 1} iterations of the file, which differ")
+        return Stage(step=f"{prefix}step", setup=names[0]), names
+
+    def _timed_stage(
+        self, prefix: str, section: _Numbered, ops: Sequence[Operation | None]
+    ) -> tuple[Stage, list[str]]:
+        """Of a log: its iterations as one, with the median time of each operation."""
+        setup = section.epochs[0] if len(section.epochs) > 1 else []
+        steps = section.epochs[1:] or section.epochs
+        done = []
+        for column in itertools.zip_longest(*steps):
+            if None in column or len({ops[number] for number in column}) > 1:
+                raise ConfigError("iterations", len(steps), "ones of the same operations")
+            done.append(self._timed(column, ops))
+        self._block(f"{prefix}setup", [self._timed([one], ops) for one in setup])
+        self._block(f"{prefix}step", done)
+        self._notes.append(
+            f"times are medians of {len(steps)} iterations, as the host saw them"
+        )
+        names = [f"{prefix}setup", f"{prefix}step"]
+        return Stage(step=names[1], setup=names[0]), names
+
+    def _timed(self, column: Sequence[int], ops: Sequence[Operation | None]) -> Operation:
+        times = [self._parsed[one].elapsed_ms for one in column]
+        op = ops[column[0]]
+        assert op is not None
+        known = [one for one in times if one is not None]
+        return replace(op, time_s=median(known) * 1e-3 if known else None)
+
+    def _block(self, name: str, ops: Sequence[Operation]) -> None:
+        self._blocks[name] = self._items(fold(ops))
+
+    def _items(self, folded: "tuple[Operation | Repeat[Operation], ...]") -> Block:
+        found: list[Operation | Run] = []
+        for item in folded:
+            if not isinstance(item, Repeat):
+                found.append(item)
+                continue
+            if item not in self._bodies:
+                body = self._items(item.body)
+                self._bodies[item] = f"lines {len(self._bodies)}"
+                self._blocks[self._bodies[item]] = body
+            found.append(Run(block=self._bodies[item], times=item.times))
+        return tuple(found)
+
+    def _num_microbatches(self) -> int:
+        """Of the first iteration, as far as its embedding tells."""
+        marks = {index for index, line in enumerate(self._parsed) if line.stage == _EMBEDDING}
+        first = self._sections[0].epochs
+        return max(1, sum(1 for one in first[1 if len(first) > 1 else 0] if one in marks))
 
 
 class _Section(msgspec.Struct):
@@ -59,12 +283,12 @@ def write(workload: Workload, *, stage: int = 0, computation: bool = True) -> It
         return
     chosen = workload.stages[stage]
     yield HEADER + "\n"
-    init = aicb_names.Lines(workload, computation=computation, setup=True)
+    init = Lines(workload, computation=computation, setup=True)
     before = RepeatedText(workload.blocks, init)
     setup = "".join(before.chunks(chosen.setup)) if chosen.setup else ""
     yield setup or no_setup(workload.world_size)
     yield EPOCH_END + "\n"
-    line = aicb_names.Lines(workload, computation=computation)
+    line = Lines(workload, computation=computation)
     yield from RepeatedText(workload.blocks, line).chunks(chosen.step)
     yield EPOCH_END + "\n"
 
@@ -72,19 +296,14 @@ def write(workload: Workload, *, stage: int = 0, computation: bool = True) -> It
 def lost(workload: Workload) -> list[str]:
     """What the CSV cannot say of this workload, a line each."""
     if FORMAT not in workload.origin:
-        return aicb_names.lost(workload)
+        return lost_of_generated(workload)
     ops = (item for block in workload.blocks.values() for item in block)
     timed = any(getattr(op, "time_s", None) is not None for op in ops)
     return ["times: a workload of AICB has none, only its log of a run"] if timed else []
 
 
 def _write_again(workload: Workload) -> Iterator[str]:
-    try:
-        origin = msgspec.convert(workload.origin[FORMAT], type=_Origin)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"origin.{FORMAT}", "unreadable", f"it does not decode: {error}"
-        ) from None
+    origin = origin_of(workload, FORMAT, _Origin)
 
     def line(op: Operation) -> str:
         ours = line_of(op, workload.groups)

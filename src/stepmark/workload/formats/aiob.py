@@ -12,11 +12,15 @@ type or shape, and has no backward pass.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Phase
+from stepmark.core.workload import ComputeOp, Workload
+from stepmark.workload.durations import is_wait, section_of
 from stepmark.workload.formats.source_file import in_file, read_lines
 
 _FIRST = re.compile(r"(train_iter):(\d{1,9})|(inference_term):(\w{1,40})")
@@ -85,7 +89,7 @@ _ALLOWED = (
 )
 
 
-def write(profile: Profile) -> Iterator[str]:
+def profile_text(profile: Profile) -> Iterator[str]:
     """The text, a line at a time; equal times are written equally."""
     if profile.iterations is None:
         yield f"inference_term:{profile.inference_phase}\n"
@@ -106,3 +110,40 @@ def _part(name: str, times: Mapping[str, float]) -> Part:
         shown = " ".join(f"{times[key] * 1e6:g}" for key in ("min", "avg", "max"))
         raise ConfigError(name, shown, "min <= avg <= max")
     return Part(max_s=times["max"], min_s=times["min"], avg_s=times["avg"])
+
+
+def write(workload: Workload) -> Iterator[str]:
+    """Raises ConfigError where no operator that AIOB has a part for has a time."""
+    found = _parts(workload)
+    if not found:
+        allowed = "times of computation, which the profile is of"
+        raise ConfigError("compute-from", "missing", allowed)
+    yield from profile_text(Profile(parts=found, iterations=1))
+
+
+def lost(workload: Workload) -> list[str]:
+    """What stands in no part."""
+    left_out = dict.fromkeys(
+        item.module
+        for stage in range(len(workload.stages))
+        for item in workload.tally(stage)
+        if isinstance(item, ComputeOp) and not is_wait(item) and not section_of(item.module)
+    )
+    found = ["all but the time of the forward pass: shapes, types, communication, order"]
+    return found + [f"left out: {module}: AIOB has no part for it" for module in left_out]
+
+
+def _parts(workload: Workload) -> dict[str, Part]:
+    """By section, in the order of first use: the mean over calls."""
+    spent: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    for stage in range(len(workload.stages)):
+        for item, times in workload.tally(stage).items():
+            if not isinstance(item, ComputeOp) or item.phase is not Phase.FWD:
+                continue
+            section = section_of(item.module)
+            if section and item.time_s is not None and not item.recompute:
+                spent[section] += times * item.time_s
+                calls[section] += times
+    means = {name: total / calls[name] for name, total in spent.items()}
+    return {name: Part(max_s=mean, min_s=mean, avg_s=mean) for name, mean in means.items()}

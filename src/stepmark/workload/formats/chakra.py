@@ -10,20 +10,117 @@ chakra_reader.py.
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from stepmark.core.collectives import Collective
 from stepmark.core.errors import ConfigError
-from stepmark.core.workload import CommOp, ComputeOp, Workload
-from stepmark.workload.durations import is_wait
-from stepmark.workload.formats.chakra_folder import GROUPS_FILE
-from stepmark.workload.formats.chakra_node import PAIR, TYPES, Places, constant
-from stepmark.workload.formats.chakra_reader import read
-from stepmark.workload.formats.chakra_schema import VERSION, classes, framed
-from stepmark.workload.formats.ranks import Instances, Issued, check_rank
-from stepmark.workload.formats.walk import walk
+from stepmark.core.message import RECV, SEND
+from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Workload
+from stepmark.workload.durations import describe, is_wait
+from stepmark.workload.formats.chakra_reader import GROUPS_FILE, read
+from stepmark.workload.formats.chakra_schema import (
+    COMM_TYPES,
+    VERSION,
+    NodeType,
+    classes,
+    framed,
+)
+from stepmark.workload.formats.ranks import Instances, Issued, check_rank, of_a_rank
+from stepmark.workload.formats.walk import remarks, walk
+
+_GATHERED = (Collective.ALL_GATHER, Collective.GATHER)  # whose input is one part
+TYPES = COMM_TYPES | {Collective.ALL_TO_ALL_V: COMM_TYPES[Collective.ALL_TO_ALL]}
+PAIR = {SEND: NodeType.COMM_SEND, RECV: NodeType.COMM_RECV}
+
+
+class Places:
+    """Layers and micro-batches as serialized attributes: two parts of a message are one."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        self._known: dict[tuple[str, int], bytes] = {}
+
+    def get(self, name: str, value: int) -> bytes:
+        found = self._known.get((name, value))
+        if found is None:
+            one = self._made.attribute(name=name, int32_val=value)
+            found = self._known[name, value] = self._made.node(attr=[one]).SerializeToString()
+        return found
+
+
+def constant(
+    workload: Workload, rank: int, instances: Instances, made: Any
+) -> Callable[[Operation], tuple[Operation, bytes]]:
+    """An operation and what of its node is the same wherever it runs; b"" if it has no node."""
+    tags = {name: index for index, name in enumerate(workload.groups)}
+
+    def of(one: Operation) -> tuple[Operation, bytes]:
+        if isinstance(one, ComputeOp):
+            what = one.op.name if isinstance(one.op, Kernel) else describe(one.op)
+            kind, values = NodeType.COMP, _computation(one, what)
+        elif workload.groups[one.group].size == 1:
+            return one, b""
+        else:
+            kind, what = PAIR.get(one.collective, NodeType.COMM_COLL), one.collective
+            values = _communication(one, workload, rank, instances, tags)
+        values |= {"phase.string": one.phase, "module.string": one.module}
+        values |= {"stream.string": one.stream}
+        if one.recompute:
+            values["recompute.bool"] = True
+        if one.time_s is not None:
+            values["time_s.double"] = one.time_s
+        name = f"{one.phase}.{one.module}.{what.partition(' ')[0]}"
+        node = made.node(name=name, type=int(kind))
+        for key, value in values.items():
+            label, _, kind_of_value = key.rpartition(".")
+            node.attr.append(made.attribute(name=label, **{f"{kind_of_value}_val": value}))
+        return one, node.SerializeToString()
+
+    return of
+
+
+def _computation(one: ComputeOp, what: str) -> dict[str, object]:
+    """ASTRA-sim's roofline divides by num_ops and never ends at a tensor_size of 0: not 0."""
+    values: dict[str, object] = {"is_cpu_op.bool": False}
+    for key, name, value in (
+        ("num_ops.int64", "flops", one.op.flops),
+        ("tensor_size.uint64", "bytes_moved", one.op.bytes_moved),
+    ):
+        if value is not None:
+            values[key] = value or 1
+        if value == 0:
+            values[f"{name}.int64"] = 0
+    values["op.string"] = what
+    return values
+
+
+def _communication(
+    one: CommOp, workload: Workload, rank: int, instances: Instances, tags: dict[str, int]
+) -> dict[str, object]:
+    group = workload.groups[one.group]
+    is_part = one.collective in (*PAIR, *_GATHERED)
+    size = one.call_bytes() if is_part else one.message_bytes(group)
+    values: dict[str, object] = {"is_cpu_op.bool": False, "comm_size.int64": size}
+    if one.peer is None:
+        values["comm_type.int64"] = TYPES[one.collective]
+        values["pg_name.string"] = str(instances.number(one.group, rank))
+        if one.root is not None:
+            values["root.int32"] = one.root
+        if one.redop != "none":
+            values["redop.string"] = one.redop
+    else:
+        ranks = group.members(rank)
+        peer = ranks[(ranks.index(rank) + one.peer) % len(ranks)]
+        source, target = (rank, peer) if one.collective == SEND else (peer, rank)
+        values |= {"comm_src.int32": source, "comm_dst.int32": target}
+        values["comm_tag.int32"] = tags[one.group]
+    if one.fused:
+        values["fused.bool"] = True
+    return values | {"dtype.string": one.dtype}
+
 
 __all__ = ["beside", "comm_groups", "files", "lost", "read", "write"]
 
@@ -87,34 +184,26 @@ def lost(workload: Workload) -> list[str]:
     computes = [one for one in ops if isinstance(one, ComputeOp)]
     comms = [one for one in ops if isinstance(one, CommOp)]
     used = {one.collective for one in comms}
-    found = [
-        "operators' shapes (only FLOPs, bytes and a name)",
-        "model, settings, notes and the number of micro-batches",
-    ]
-    if untimed := sum(one.time_s is None and not is_wait(one) for one in computes):
-        found.append(f"{untimed} computations without a time: ASTRA-sim takes 1 ns")
-    if costless := sum(None in (one.op.flops, one.op.bytes_moved) for one in computes):
-        found.append(
-            f"{costless} computations without FLOPs or bytes: no roofline in ASTRA-sim"
-        )
-    if any(_is_fraction(one.time_s) for one in ops):
-        found.append("durations below a microsecond: rounded, exact in the attribute time_s")
-    if Collective.ALL_TO_ALL_V in used:
-        found.append("uneven parts of an all_to_all_v: written as an all-to-all")
-    if refused := sorted(used & set(_REFUSED)):
-        found.append(f"{', '.join(refused)}: in the file, but ASTRA-sim refuses them")
-    if Collective.BROADCAST in used:
-        found.append("broadcast: in the file, but ASTRA-sim gives it its duration or 1 ns")
-    if any(workload.groups[one.group].size == 1 for one in comms):
-        found.append("communication of a rank with itself")
-    if any(stage.setup for stage in workload.stages):
-        found.append("what runs once before the first step")
-    return found
-
-
-def _is_fraction(time_s: float | None) -> bool:
-    """Of microseconds."""
-    return time_s is not None and not math.isclose(time_s * 1e6, round(time_s * 1e6))
+    untimed = sum(one.time_s is None and not is_wait(one) for one in computes)
+    costless = sum(None in (one.op.flops, one.op.bytes_moved) for one in computes)
+    micros = [one.time_s * 1e6 for one in ops if one.time_s is not None]
+    rounded = any(not math.isclose(time, round(time)) for time in micros)
+    uneven, broadcast = Collective.ALL_TO_ALL_V in used, Collective.BROADCAST in used
+    refused = ", ".join(sorted(used & set(_REFUSED)))
+    return remarks(
+        (True, "operators' shapes (only FLOPs, bytes and a name)"),
+        (True, "model, settings, notes and the number of micro-batches"),
+        (untimed, f"{untimed} computations without a time: ASTRA-sim takes 1 ns"),
+        (
+            costless,
+            f"{costless} computations without FLOPs or bytes: no roofline in ASTRA-sim",
+        ),
+        (rounded, "durations below a microsecond: rounded, exact in the attribute time_s"),
+        (uneven, "uneven parts of an all_to_all_v: written as an all-to-all"),
+        (refused, f"{refused}: in the file, but ASTRA-sim refuses them"),
+        (broadcast, "broadcast: in the file, but ASTRA-sim gives it its duration or 1 ns"),
+        *of_a_rank(workload, comms),
+    )
 
 
 @dataclass(slots=True)

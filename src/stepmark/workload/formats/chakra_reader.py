@@ -4,9 +4,9 @@ Nodes run in the order of their numbers as far as their dependencies allow; thos
 compute nor communicate are left out, and what waits for them waits for what they wait for. A
 trace from elsewhere has no streams of ours: its computation is one stream, that of the CPU a
 second, its communication a third, each in order. Loads and stores are computation too.
-Over 250 lines: the checks of what foreign files say.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,18 +26,57 @@ from stepmark.core.workload import (
     Operation,
     Workload,
 )
-from stepmark.workload.formats.chakra_folder import GROUPS_FILE, groups, rank_files
-from stepmark.workload.formats.chakra_graph import (
+from stepmark.workload.formats.chakra_schema import (
+    COLLECTIVE_OF,
     COMPUTES,
+    WHAT,
     Node,
+    NodeType,
     Value,
     in_order,
     is_done,
     nodes,
     through,
 )
-from stepmark.workload.formats.chakra_schema import COLLECTIVE_OF, NodeType
 from stepmark.workload.formats.ranks import WORLD, group_of, name_of, stages_of
+from stepmark.workload.formats.source_file import decoded
+
+GROUPS_FILE = "comm_groups.json"
+
+
+def rank_files(path: Path) -> list[Path]:
+    """PREFIX.0.et, PREFIX.1.et, ... of the folder, or of the one that is named."""
+    if path.is_dir():
+        first = sorted(path.glob("*.0.et"))
+        if len(first) != 1:
+            raise ConfigError(WHAT, path, f"a folder with one PREFIX.0.et: it has {len(first)}")
+        path = first[0]
+    if not (named := re.fullmatch(r"(.+)\.\d+\.et", path.name)):
+        raise ConfigError(WHAT, path, "a file PREFIX.RANK.et")
+    ranks = _ranks(path.parent, named[1])
+    found = [path.with_name(f"{named[1]}.{rank}.et") for rank in range(len(ranks))]
+    absent = [one.name for one in found if not one.is_file()]
+    if absent or path not in found:
+        lacks = absent[0] if absent else path.name
+        raise ConfigError(
+            WHAT, path, f"it must have the files of all ranks: there is no {lacks}"
+        )
+    return found
+
+
+def _ranks(folder: Path, prefix: str) -> list[int]:
+    """Those that have a file."""
+    matches = (re.fullmatch(r"(.+)\.(\d+)\.et", one.name) for one in folder.glob("*.et"))
+    return [int(one[2]) for one in matches if one and one[1] == prefix]
+
+
+def groups(folder: Path) -> dict[str, list[int]]:
+    """The ranks that each pg_name means; none where the file is not there."""
+    file = folder / GROUPS_FILE
+    if not file.is_file():
+        return {}
+    return decoded(file, dict[str, list[int]], WHAT, '{"1": [0, 1], ...}')
+
 
 CPU, COMMUNICATION = "cpu", "communication"
 _CALLERS = (

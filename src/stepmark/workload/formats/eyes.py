@@ -2,13 +2,13 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Workload
+from stepmark.core.workload import CommOp, Kernel, Operation, Workload
 from stepmark.workload.durations import family, shape
-from stepmark.workload.formats.walk import walk
+from stepmark.workload.formats.walk import remarks, setup_remark, walk
 
 COLUMNS = (
     *("index", "stage", "phase", "layer", "microbatch", "module", "kind", "operation"),
@@ -31,22 +31,19 @@ def write(workload: Workload, stages: Sequence[int] | None = None) -> Iterator[s
 
 def lost(workload: Workload) -> list[str]:
     """What stands in no column."""
-    found = [
-        "model, settings, notes and the number of micro-batches",
-        "which ranks form a group",
-        "roots, peers, reductions, what is recomputed, which messages are one call",
-    ]
-    if any(stage.setup for stage in workload.stages):
-        found.append("what runs once before the first step")
-    return found
+    return remarks(
+        (True, "model, settings, notes and the number of micro-batches"),
+        (True, "which ranks form a group"),
+        (True, "roots, peers, reductions, what is recomputed, which messages are one call"),
+        setup_remark(workload),
+    )
 
 
 def _lines(workload: Workload, stages: Sequence[int]) -> Iterator[str]:
     yield _csv(COLUMNS) + "\n"
-    ends = _ends(workload)
     for stage in stages:
         index = 0
-        for operations, layer, microbatch in walk(workload, stage, ends):
+        for operations, layer, microbatch in walk(workload, stage, partial(_ends, workload)):
             rows = []
             for (head, tail), own_layer, own_microbatch in operations:
                 in_layer = "" if own_layer is None else own_layer + layer
@@ -56,30 +53,20 @@ def _lines(workload: Workload, stages: Sequence[int]) -> Iterator[str]:
             yield "".join(rows)
 
 
-def _ends(workload: Workload) -> Callable[[Operation], tuple[str, str]]:
+def _ends(workload: Workload, one: Operation) -> tuple[str, str]:
     """What of a row is the same wherever the operation runs: before and behind its place."""
-    return lambda one: (
-        _csv([one.phase]),
-        _csv([one.module, *_what(one, workload), *_when(one)]),
-    )
-
-
-def _what(one: Operation, workload: Workload) -> list[object]:
     if isinstance(one, CommOp):
         group = workload.groups[one.group]
         size = one.message_bytes(group)
-        named = [one.collective, one.count, one.dtype, size, one.group, group.size]
-        return ["communication", *named]
-    return ["computation", family(one.op), shape(one.op, dtype=False), *_cost(one), None, None]
-
-
-def _cost(one: ComputeOp) -> tuple[DType | None, int | None]:
-    return (None if isinstance(one.op, Kernel) else one.op.dtype), one.op.bytes_moved
-
-
-def _when(one: Operation) -> list[object]:
+        what: list[object] = ["communication", one.collective, one.count, one.dtype, size]
+        what += [one.group, group.size]
+    else:
+        dtype = None if isinstance(one.op, Kernel) else one.op.dtype
+        what = ["computation", family(one.op), shape(one.op, dtype=False), dtype]
+        what += [one.op.bytes_moved, None, None]
     time_us = None if one.time_s is None else f"{one.time_s * 1e6:.9g}"
-    return [one.stream, one.name, " ".join(one.after), time_us]
+    when = [one.stream, one.name, " ".join(one.after), time_us]
+    return _csv([one.phase]), _csv([one.module, *what, *when])
 
 
 def _csv(cells: Sequence[object]) -> str:

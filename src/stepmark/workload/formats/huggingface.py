@@ -5,6 +5,8 @@ sliding windows, multi-token-prediction layers, quantization.
 """
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +14,7 @@ import msgspec
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import Activation, MlaConfig, ModelConfig, MoeConfig
-from stepmark.workload.formats.strict_json import convert, one_line, read_json
+from stepmark.workload.formats.source_file import convert, one_line, read_json
 
 # Far above any model, and low enough that 4 x a width is still one ModelConfig accepts.
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
@@ -129,21 +131,16 @@ def in_words_of_file(
     return ConfigError(f"{where}{field}", one_line(raw.get(field, "missing")), allowed)
 
 
-def _llama(raw: dict[str, object], where: str, facts: dict[str, Any]) -> ModelConfig:
-    config = convert(raw, _Llama, where)
-    return ModelConfig(**facts, **_dense(config, where))
-
-
-def _qwen2(raw: dict[str, object], where: str, facts: dict[str, Any]) -> ModelConfig:
-    """Biases on q, k and v only; the file has no field for it."""
-    return ModelConfig(
-        **facts, **_dense(convert(raw, _Llama, where), where) | {"qkv_bias": True}
-    )
-
-
-def _qwen3(raw: dict[str, object], where: str, facts: dict[str, Any]) -> ModelConfig:
-    config = convert(raw, _Llama, where)
-    return ModelConfig(**facts, qk_norm=True, **_dense(config, where, head_dim=128))
+def _llama(
+    raw: dict[str, object],
+    where: str,
+    facts: dict[str, Any],
+    *,
+    head_dim: int | None = None,
+    **more: bool,
+) -> ModelConfig:
+    """more: what the family has and the file has no field for."""
+    return ModelConfig(**facts, **_dense(convert(raw, _Llama, where), where, head_dim) | more)
 
 
 def _mixtral(raw: dict[str, object], where: str, facts: dict[str, Any]) -> ModelConfig:
@@ -270,13 +267,13 @@ def _activation(name: str, field: str) -> Activation:
 
 _GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
-_FAMILIES = {
+_FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "llama": _llama,
     "mistral": _llama,
     "mixtral": _mixtral,
     "gpt2": _gpt2,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    "qwen2": partial(_llama, qkv_bias=True),  # on q, k and v only
+    "qwen3": partial(_llama, head_dim=128, qk_norm=True),
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,

@@ -10,7 +10,8 @@ Messages of one call are posted one after the other, by source and destination, 
 commsTraceReplay waits for each (is_blocking) and posts those of a batch (use_batch) twice.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,11 +23,65 @@ from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import EmbeddingBag, Gemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation, Workload
 from stepmark.workload.durations import is_wait
-from stepmark.workload.formats.param_trace_entry import COMPUTATIONS, Entry
-from stepmark.workload.formats.param_trace_queue import Line, Queue
-from stepmark.workload.formats.param_trace_reader import read
-from stepmark.workload.formats.ranks import Instances, check_rank
-from stepmark.workload.formats.walk import walk
+from stepmark.workload.formats.param_trace_reader import COMPUTATIONS, Entry, read
+from stepmark.workload.formats.ranks import Instances, Issued, check_rank, of_a_rank
+from stepmark.workload.formats.walk import remarks, walk
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An operation's entry but for its request; "" where PARAM has none."""
+
+    operation: Operation
+    text: str
+    pair: tuple[int, int] | None  # source and destination of a message
+
+
+class Queue:
+    """Numbers requests, puts waits where they belong: of calls in one behind the last."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._issued = Issued(workload)
+        self._outstanding: set[int] = set()
+        self._held: list[Line] = []  # sends and receives that may be one call
+        self._next = 0
+
+    def add(self, line: Line) -> Iterator[str]:
+        one = line.operation
+        joins = self._held and line.pair and isinstance(one, CommOp) and one.fused
+        if not joins:
+            yield from self.flush()
+        for request in self._issued.find(one.after):
+            if request in self._outstanding:
+                self._outstanding.discard(request)
+                yield _WAIT.format(request)
+        if line.pair:
+            self._held.append(line)
+        elif line.text and isinstance(one, CommOp):
+            yield from self._post([line])
+        elif line.text:
+            yield line.text + "}"
+
+    def flush(self) -> Iterator[str]:
+        if self._held:
+            held, self._held = self._held, []
+            yield from self._post(sorted(held, key=lambda line: line.pair or ()))
+
+    def _post(self, lines: Sequence[Line]) -> Iterator[str]:
+        first = self._next
+        for request, line in enumerate(lines, first):
+            yield f'{line.text},"req":{request}}}'
+        self._next += len(lines)
+        for request, line in enumerate(lines, first):
+            one = line.operation
+            if self._issued.note(one.name, request) and one.stream != COMPUTE:
+                self._outstanding.add(request)
+            if one.stream == COMPUTE:
+                yield _WAIT.format(request)
+
+
+_WAIT = '{{"comms":"wait","req":{}}}'
+
 
 __all__ = ["files", "lost", "read", "write"]
 
@@ -99,37 +154,30 @@ def lost(workload: Workload) -> list[str]:
         for one, count in tally.items()
         if isinstance(one, ComputeOp) and _compute(one) is None and not is_wait(one)
     )
-    found = ["layers, micro-batches, recomputation, times, model, settings and notes"]
-    if unsaid:
-        found.append(f"{unsaid} computations that are no product or embedding lookup")
-    if any(_is_narrowed(one) for one in ops):
-        found.append("layouts, scaling and output types of products, skew and type of lookups")
-    if any(one.stream != COMPUTE for one in ops):
-        found.append("streams: only where each message is waited for")
-    if stand_ins := sorted({one.dtype for one in comms} & set(_STAND_INS)):
-        found.append(f"{', '.join(stand_ins)}: written as another type of the same size")
-    if redops := sorted({one.redop for one in comms} - {"none", "sum"}):
-        found.append(f"reductions other than sum: {', '.join(redops)}")
-    if Collective.ALL_TO_ALL_V in used:
-        found.append("uneven parts of an all_to_all_v: written as equal ones")
-    if Collective.BROADCAST in used:
-        found.append("broadcast: in the file, but commsTraceReplay stops at one")
-    if any(one.root for one in comms):
-        found.append("roots: in the file, but commsTraceReplay takes rank 0")
-    if any(one.fused for one in comms):
-        found.append("which messages are one call")
-    if any(workload.groups[one.group].size == 1 for one in comms):
-        found.append("communication of a rank with itself")
-    if any(stage.setup for stage in workload.stages):
-        found.append("what runs once before the first step")
-    return found
-
-
-def _is_narrowed(one: Operation) -> bool:
-    """Whether a computation's entry says less than what it is."""
-    if not isinstance(one, ComputeOp) or (entry := _compute(one)) is None:
-        return False
-    return COMPUTATIONS[entry["compute"]](Entry(**entry), "") != one.op
+    entries = [(one, _compute(one)) for one in ops if isinstance(one, ComputeOp)]
+    narrowed = any(
+        COMPUTATIONS[entry["compute"]](Entry(**entry), "") != one.op
+        for one, entry in entries
+        if entry
+    )
+    streams = any(one.stream != COMPUTE for one in ops)
+    stand_ins = ", ".join(sorted({one.dtype for one in comms} & set(_STAND_INS)))
+    redops = ", ".join(sorted({one.redop for one in comms} - {"none", "sum"}))
+    uneven, broadcast = Collective.ALL_TO_ALL_V in used, Collective.BROADCAST in used
+    rooted, fused = any(one.root for one in comms), any(one.fused for one in comms)
+    return remarks(
+        (True, "layers, micro-batches, recomputation, times, model, settings and notes"),
+        (unsaid, f"{unsaid} computations that are no product or embedding lookup"),
+        (narrowed, "layouts, scaling and output types of products, skew and type of lookups"),
+        (streams, "streams: only where each message is waited for"),
+        (stand_ins, f"{stand_ins}: written as another type of the same size"),
+        (redops, f"reductions other than sum: {redops}"),
+        (uneven, "uneven parts of an all_to_all_v: written as equal ones"),
+        (broadcast, "broadcast: in the file, but commsTraceReplay stops at one"),
+        (rooted, "roots: in the file, but commsTraceReplay takes rank 0"),
+        (fused, "which messages are one call"),
+        *of_a_rank(workload, comms),
+    )
 
 
 def _file(workload: Workload, rank: int) -> Iterator[str]:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.fold_items import fold
-from stepmark.core.workload import Block, Group, Operation, Run, Stage, Workload
+from stepmark.core.workload import Block, CommOp, Group, Operation, Run, Stage, Workload
+from stepmark.workload.formats.walk import setup_remark
 
 WORLD = "world"  # group of all ranks
 
@@ -18,14 +19,18 @@ class Instances:
         self._groups = {name: one for name, one in workload.groups.items() if one.size > 1}
         world = workload.world_size
         found = itertools.chain.from_iterable(
-            ((name, rank) for rank in range(world - _reach(group)) if base(group, rank) == rank)
+            (
+                (name, rank)
+                for rank in range(world - max(group.members(0)))
+                if group.first(rank) == rank
+            )
             for name, group in self._groups.items()
         )
         self._numbers = {key: number for number, key in enumerate(found, first)}
 
     def number(self, group: str, rank: int) -> int:
         """Of the communicator of this group that rank is in. Raises ConfigError for none."""
-        key = group, base(self._groups[group], rank)
+        key = group, self._groups[group].first(rank)
         if key not in self._numbers:
             raise ConfigError(f"group {group}", f"rank {rank}", "ranks that all are members")
         return self._numbers[key]
@@ -67,14 +72,11 @@ class Issued:
         return found
 
 
-def base(group: Group, rank: int) -> int:
-    """The first member of the group that rank is in."""
-    return rank - sum(rank // stride % size * stride for size, stride in group.digits)
-
-
-def _reach(group: Group) -> int:
-    """From the first member to the last."""
-    return sum((size - 1) * stride for size, stride in group.digits)
+def of_a_rank(workload: Workload, comms: Iterable[CommOp]) -> Iterator[tuple[object, str]]:
+    """What no file of one rank's step holds."""
+    alone = any(workload.groups[one.group].size == 1 for one in comms)
+    yield alone, "communication of a rank with itself"
+    yield setup_remark(workload)
 
 
 def check_rank(workload: Workload, rank: int) -> None:

@@ -1,39 +1,37 @@
-"""Our own shape list: a JSON array of objects whose keys are an operator's fields.
+"""Lists of operators: our own shapes, and PARAM's operator configuration.
 
-Beside the fields an object may name `model`, `role` and `mbs`, which become columns.
+Ours is a JSON array of objects whose keys are an operator's fields; beside them an object may
+name `model`, `role` and `mbs`, which become columns. PARAM's (facebookresearch/param,
+train/compute/python/README.md) is { "torch.mm": { "config": [ { "input": [...] } ] } }: each
+input is a list of argument specifications, whose `__range__` macros are expanded. Operators
+that we do not have are named, not dropped.
 """
 
 import dataclasses
 import difflib
 import enum
+import itertools
 import types
 import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from stepmark.core.case import Label
+from stepmark.core.dtypes import parse_dtype
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import FAMILIES, Op
+from stepmark.core.ops import FAMILIES, Bmm, Gemm, Layout, Op
+from stepmark.workload.formats.source_file import decoded
 
 _LABELS = ("model", "role", "mbs")
-_MAX_BYTES = 64 * 2**20
 
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
     """A JSON array of objects. Raises ConfigError for anything else."""
-    if "\0" in str(path):
-        raise ConfigError("shapes", path, "a readable file (NUL in its name)")
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError("shapes", path, "a file of at most 64 MiB")
-        return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
-    except OSError as error:
-        raise ConfigError("shapes", path, f"a readable file ({error.strerror})") from None
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        reason = str(error) or "nested too deep"
-        raise ConfigError("shapes", path, f"a JSON list of shapes ({reason})") from None
+    return decoded(path, list[dict[str, Any]], "shapes", "a JSON list of shapes")
 
 
 def read_shapes(path: Path, family: str, defaults: dict[str, object]) -> list[tuple[Label, Op]]:
@@ -106,3 +104,104 @@ def _label(where: str, item: dict[str, Any]) -> Label:
     if item.get("mbs", 1) < 1:
         raise ConfigError(f"{where}: mbs", item["mbs"], "at least 1")
     return Label(model=item.get("model", ""), role=item.get("role", ""), mbs=item.get("mbs"))
+
+
+class _Input(msgspec.Struct):
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class _Config(msgspec.Struct):
+    input: list[_Input]
+    build: list[Any] = []
+
+
+class _Operator(msgspec.Struct):
+    config: list[_Config]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamConfig:
+    """The operators of the file that we have, and the names of those we lack."""
+
+    ops: tuple[tuple[str, Op], ...]
+    lacking: tuple[str, ...]
+
+
+def read_config(path: Path) -> ParamConfig:
+    """Raises ConfigError, one line, for anything that is not such a file."""
+    operators = decoded(path, dict[str, _Operator], "config", "a PARAM operator config")
+    ops: list[tuple[str, Op]] = []
+    lacking = []
+    for name, operator in operators.items():
+        if name not in _BUILD:
+            lacking.append(name)
+            continue
+        for config in operator.config:
+            for item in config.input:
+                ops += [(name, op) for op in _ops(name, item, path)]
+    return ParamConfig(ops=tuple(ops), lacking=tuple(lacking))
+
+
+def _ops(name: str, item: _Input, path: Path) -> Iterator[Op]:
+    where = f"config {path.name}: {name}"
+    shapes, dtypes = [], []
+    for index, argument in enumerate(item.args):
+        if not isinstance(argument, dict) or argument.get("type") != "tensor":
+            raise ConfigError(f"{where}: args[{index}]", argument, "a tensor specification")
+        shape = argument.get("shape")
+        if not isinstance(shape, list) or not shape:
+            raise ConfigError(f"{where}: args[{index}].shape", shape, "a list of dimensions")
+        shapes.append([_values(where, value) for value in shape])
+        dtypes.append(str(argument.get("dtype", "float")))
+    if len(shapes) != 2:
+        raise ConfigError(f"{where}: args", f"{len(shapes)} tensors", "two tensors")
+    flat = [*shapes[0], *shapes[1]]
+    choices = itertools.product(*flat)
+    for number, dims in enumerate(choices):
+        if number >= 100_000:
+            raise ConfigError(f"{where}: shape", "__range__", "at most 100000 combinations")
+        first, second = list(dims[: len(shapes[0])]), list(dims[len(shapes[0]) :])
+        try:
+            yield _BUILD[name](where, first, second, dtypes[0])
+        except ConfigError as error:
+            if error.field.startswith(where):
+                raise
+            raise ConfigError(
+                f"{where}: shape", f"{first} x {second}", f"it has a bad size: {error}"
+            ) from None
+
+
+def _values(where: str, value: object) -> list[int]:
+    """One dimension: a number, or a macro ["__range__", low, high, step]."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    if (
+        isinstance(value, list)
+        and len(value) == 4
+        and value[0] == "__range__"
+        and all(isinstance(item, int) and item > 0 for item in value[1:])
+        and value[1] <= value[2]
+    ):
+        return list(range(value[1], min(value[2] + 1, value[1] + 100_001 * value[3]), value[3]))
+    raise ConfigError(f"{where}: shape", value, "a number or [__range__, low, high, step]")
+
+
+def _gemm(where: str, first: list[int], second: list[int], dtype: str) -> Op:
+    if len(first) != 2 or len(second) != 2 or first[1] != second[0]:
+        raise ConfigError(f"{where}: shape", f"{first} x {second}", "[m, k] x [k, n]")
+    kind = parse_dtype(dtype, f"{where}: dtype")
+    return Gemm(m=first[0], n=second[1], k=first[1], dtype=kind, layout=Layout.NN)
+
+
+def _bmm(where: str, first: list[int], second: list[int], dtype: str) -> Op:
+    fits = len(first) == len(second) == 3 and first[0] == second[0] and first[2] == second[1]
+    if not fits:
+        raise ConfigError(f"{where}: shape", f"{first} x {second}", "[b, m, k] x [b, k, n]")
+    kind = parse_dtype(dtype, f"{where}: dtype")
+    return Bmm(
+        batch=first[0], m=first[1], n=second[2], k=first[2], dtype=kind, layout=Layout.NN
+    )
+
+
+_BUILD = {"torch.mm": _gemm, "torch.matmul": _gemm, "torch.bmm": _bmm}

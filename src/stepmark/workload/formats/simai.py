@@ -7,18 +7,18 @@ are written by simai_rows.py.
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.workload import Run, Stage, Workload
-from stepmark.workload.fold import fold
+from stepmark.core.workload import Block, Group, Run, Stage, Workload
+from stepmark.workload.fold import Repeat, fold
 from stepmark.workload.formats import simai_rows
-from stepmark.workload.formats.repeated_text import RepeatedText
-from stepmark.workload.formats.simai_reader import Reader
-from stepmark.workload.formats.simai_row import row_of
-from stepmark.workload.formats.source_file import in_file, read_lines
+from stepmark.workload.formats.simai_row import Row, blocks_of, parse, row_of
+from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
+from stepmark.workload.formats.walk import RepeatedText
 
 FORMAT = "simai"
 _LEAF = re.compile(r"row (\d+)\.fwd")
@@ -52,7 +52,9 @@ def _workload(lines: list[str], name: str, world_size: int | None) -> Workload:
     if len(lines) < 3:
         raise ConfigError("lines", len(lines), "a header, a number of rows, rows")
     header = _header(lines[0], world_size)
-    _check_count(lines[1], len(lines) - 2)
+    count, digits = len(lines) - 2, lines[1].strip()
+    if not digits.isascii() or not digits.isdecimal() or int(digits[:18]) != count:
+        raise ConfigError("line 2", lines[1], f"the number of rows that follow, {count}")
     reader = Reader(header)
     numbers = [reader.number(text, place) for place, text in enumerate(lines[2:], start=3)]
     reader.program(fold(numbers))
@@ -78,7 +80,11 @@ def write(workload: Workload, *, stage: int = 0) -> Iterator[str]:
     if FORMAT not in workload.origin:
         yield from simai_rows.write(workload, stage)
         return
-    origin = _origin(workload)
+    origin = origin_of(workload, FORMAT, _Origin)
+    if "step.fwd" not in workload.blocks:
+        raise ConfigError(
+            f"origin.{FORMAT}", "step.fwd", "a block, as reading SimAI text makes"
+        )
 
     def whole(name: str) -> str | None:
         leaf = _LEAF.fullmatch(name)
@@ -96,20 +102,6 @@ def write(workload: Workload, *, stage: int = 0) -> Iterator[str]:
 def lost(workload: Workload) -> list[str]:
     """What the text cannot say of this workload, a line each."""
     return [] if FORMAT in workload.origin else simai_rows.lost(workload)
-
-
-def _origin(workload: Workload) -> _Origin:
-    try:
-        found = msgspec.convert(workload.origin[FORMAT], type=_Origin)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"origin.{FORMAT}", "unreadable", f"it does not decode: {error}"
-        ) from None
-    if "step.fwd" not in workload.blocks:
-        raise ConfigError(
-            f"origin.{FORMAT}", "step.fwd", "a block, as reading SimAI text makes"
-        )
-    return found
 
 
 def _header(line: str, world_size: int | None) -> dict[str, int]:
@@ -138,12 +130,6 @@ def _header(line: str, world_size: int | None) -> dict[str, int]:
     return found
 
 
-def _check_count(text: str, rows: int) -> None:
-    digits = text.strip()
-    if not digits.isascii() or not digits.isdecimal() or int(digits[:18]) != rows:
-        raise ConfigError("line 2", text, f"the number of rows that follow, {rows}")
-
-
 def _row_text(workload: Workload, index: str, raw: Mapping[str, tuple[str, str]]) -> str:
     """The row as it was, but for fields that have changed since."""
     fwd, bwd = (workload.blocks.get(f"row {index}.{side}", ()) for side in ("fwd", "bwd"))
@@ -157,3 +143,118 @@ def _row_text(workload: Workload, index: str, raw: Mapping[str, tuple[str, str]]
         return text
     trio = zip(now.split(), ours.split(), text.split(), strict=False)
     return "\t".join(old if new == then else new for new, then, old in trio) + "\n"
+
+
+def _groups_of(header: Mapping[str, int]) -> dict[str, Group]:
+    """Ranks of a tensor-parallel group are neighbours; then data, then pipeline."""
+    tp, ep = header["model_parallel_NPU_group"], header.get("ep", 1)
+    dp = header["all_gpus"] // (tp * header.get("pp", 1))
+    found = {"tp": Group(digits=((tp, 1),)), "dp": Group(digits=((dp, tp),))}
+    if ep and dp % ep == 0:
+        found["ep"] = Group(digits=((ep, tp),))
+        found["dp_ep"] = Group(digits=((dp // ep, tp * ep),))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Micro-batches begun so far, and layers begun in the newest of them."""
+
+    microbatch: int = 0
+    layer: int = 0
+
+
+class Reader:
+    """header: of line 1. Rows come by `number`, then `program` makes the blocks."""
+
+    def __init__(self, header: Mapping[str, int]) -> None:
+        self.groups = _groups_of(header)
+        self.blocks: dict[str, Block] = {}
+        self.raw: dict[str, list[str]] = {}  # of rows that we would write in another way
+        self.rows: list[Row] = []
+        self.num_microbatches = 0
+        self._numbers: dict[str, int] = {}
+        self._lines: list[tuple[str, int]] = []
+        self._bodies: dict[Repeat[int], tuple[str, _Place]] = {}
+        self._num_repeats = 0
+
+    def number(self, text: str, place: int) -> int:
+        """Which distinct row this is."""
+        found = self._numbers.setdefault(text, len(self.rows))
+        if found == len(self.rows):
+            self.rows.append(parse(text, f"line {place}"))
+            self._lines.append((text, place))
+        return found
+
+    def program(self, folded: "tuple[int | Repeat[int], ...]") -> None:
+        """Fills blocks; the rows are known."""
+        layers = any(row.starts_layer for row in self.rows)
+        microbatches = any(row.starts_microbatch for row in self.rows)
+        for index, row in enumerate(self.rows):
+            text, place = self._lines[index]
+            fwd, bwd = blocks_of(
+                row, self.groups, f"line {place}", layers=layers, microbatches=microbatches
+            )
+            self.blocks[f"row {index}.fwd"], self.blocks[f"row {index}.bwd"] = fwd, bwd
+            ours = row_of(row.name, fwd, bwd, self.groups).line()
+            if ours != text + "\n" or not (fwd or bwd):
+                self.raw[str(index)] = [ours, text + "\n"]
+        self.num_microbatches = self._body("step", folded).microbatch
+        self.blocks["step"] = (Run(block="step.fwd"), Run(block="step.bwd"))
+
+    def _body(self, name: str, body: "tuple[int | Repeat[int], ...]") -> _Place:
+        """Two blocks; returns how far they count."""
+        place, found = _Place(), []
+        for item in body:
+            if isinstance(item, int):
+                row = self.rows[item]
+                if row.starts_microbatch:
+                    place = _Place(place.microbatch + 1, 0)
+                if row.starts_layer:
+                    place = replace(place, layer=place.layer + 1)
+                at = {"layer": place.layer - 1, "microbatch": place.microbatch - 1}
+                found.append((f"row {item}", 1, at, _Place()))
+                continue
+            if item not in self._bodies:
+                self._num_repeats += 1
+                inner = f"rows {self._num_repeats}"
+                self._bodies[item] = (inner, self._body(inner, item.body))
+            inner, step = self._bodies[item]
+            at = {
+                "layer": 0 if step.microbatch else place.layer,
+                "microbatch": place.microbatch,
+            }
+            if step.microbatch:
+                place = _Place(place.microbatch + item.times * step.microbatch, step.layer)
+                step = _Place(step.microbatch, 0)
+            else:
+                place = replace(place, layer=place.layer + item.times * step.layer)
+            found.append((inner, item.times, at, step))
+        self.blocks[f"{name}.fwd"] = tuple(_run(*one, backward=False) for one in found)
+        self.blocks[f"{name}.bwd"] = tuple(_run(*one, backward=True) for one in found[::-1])
+        return place
+
+    def notes(self) -> tuple[str, ...]:
+        cells = [cell for row in self.rows for cell in (row.fwd, row.dgrad, row.wgrad)]
+        if all(cell.compute_ns <= 1 for cell in cells):
+            return ("every compute time is 1 ns: AICB's filler where there is no profile",)
+        return ()
+
+
+def _run(block: str, times: int, at: dict[str, int], step: _Place, *, backward: bool) -> Run:
+    if not backward:
+        return Run(
+            block=f"{block}.fwd",
+            times=times,
+            layer_step=step.layer,
+            microbatch_step=step.microbatch,
+            **at,
+        )
+    return Run(
+        block=f"{block}.bwd",
+        times=times,
+        layer=at["layer"] + step.layer * (times - 1),
+        layer_step=-step.layer,
+        microbatch=at["microbatch"] + step.microbatch * (times - 1),
+        microbatch_step=-step.microbatch,
+    )

@@ -8,7 +8,7 @@ are nanoseconds.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stepmark.core.collectives import Collective, RedOp
+from stepmark.core.collectives import FACTS, Collective, RedOp, num_parts
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
@@ -156,10 +156,7 @@ def _message(
     if group not in groups:
         raise ConfigError(where, cell.comm, "a group that the header's sizes make possible")
     collective = TYPES[base]
-    parts = (
-        1 if collective in (Collective.ALL_REDUCE, Collective.BROADCAST) else groups[group].size
-    )
-    reduces = collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
+    parts, reduces = num_parts(collective, groups[group].size), FACTS[collective].reduces
     return CommOp(
         collective=str(collective),
         dtype=DType.UINT8,
@@ -188,7 +185,7 @@ def row_of(name: str, fwd: Block, bwd: Block, groups: Mapping[str, Group]) -> Ro
             old = cells.get(item.phase, Cell())
             cells[item.phase] = Cell(
                 compute_ns=old.compute_ns,
-                comm=TYPE_OF[item.collective] + suffix_of(item.group),
+                comm=TYPE_OF[item.collective] + _SUFFIX_OF.get(item.group, ""),
                 num_bytes=item.message_bytes(groups[item.group]),
             )
     return Row(
@@ -196,6 +193,4 @@ def row_of(name: str, fwd: Block, bwd: Block, groups: Mapping[str, Group]) -> Ro
     )
 
 
-def suffix_of(group: str) -> str:
-    """SimAI's mark of a group named as here."""
-    return next((suffix for suffix, name in SUFFIXES.items() if name == group), "")
+_SUFFIX_OF = {group: suffix for suffix, group in SUFFIXES.items()}

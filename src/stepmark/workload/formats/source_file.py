@@ -1,13 +1,21 @@
-"""A file of foreign origin as bytes or lines: plain or gzip, or one ConfigError."""
+"""A file from elsewhere as bytes, lines or typed JSON; else a ConfigError with the place."""
 
 import contextlib
 import gzip
+import re
 import zlib
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from stepmark.core.errors import ConfigError
+from stepmark.core.workload import Workload
 
+S = TypeVar("S")
+T = TypeVar("T", bound=msgspec.Struct)
 _MAX_BYTES = 2**30  # unpacked; 2048 micro-batches of 96 layers take 214 MB in AICB's CSV
 _GZIP = b"\x1f\x8b"
 
@@ -29,6 +37,25 @@ def read_bytes(path: Path, what: str) -> bytes:
     return data
 
 
+def decoded(path: Path, kind: type[S], what: str, allowed: str) -> S:
+    """JSON that msgspec takes for `kind`. Raises ConfigError naming `what`."""
+    data = read_bytes(path, what)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        reason = str(error) or "nested too deep"
+        raise ConfigError(what, path, f"{allowed} ({reason})") from None
+
+
+def origin_of(workload: Workload, name: str, kind: type[S]) -> S:
+    """What a format kept of its own file. Raises ConfigError for a broken one."""
+    try:
+        return msgspec.convert(workload.origin[name], type=kind)
+    except msgspec.ValidationError as error:
+        allowed = f"it does not decode: {error}"
+        raise ConfigError(f"origin.{name}", "unreadable", allowed) from None
+
+
 def read_lines(path: Path, what: str) -> list[str]:
     """Lines without their "\\n"; the last is "" where the file ends in one."""
     try:
@@ -44,3 +71,90 @@ def in_file(path: Path) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.field}", error.shown, error.allowed) from None
+
+
+_MAX_JSON_BYTES = 64 * 2**20  # the largest real file of this kind has about 100 kB
+_MAX_NEIGHBOURS = 200  # unknown keys that are compared with known ones
+
+
+def read_json(path: Path) -> object:
+    """The file as plain dicts and lists. Raises ConfigError whatever is in the file."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(str(path), error.strerror, "a JSON file that can be read") from None
+    except ValueError:  # a NUL in the path
+        raise ConfigError("path", path, "a JSON file that can be read") from None
+    if len(data) > _MAX_JSON_BYTES:
+        raise ConfigError(str(path), "too large", f"at most {_MAX_JSON_BYTES} bytes of JSON")
+    try:
+        return msgspec.json.decode(data)
+    except RecursionError:
+        raise ConfigError(str(path), "too deeply nested", "JSON") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), one_line(data[:40]), f"JSON ({error})") from None
+
+
+def convert(raw: object, kind: type[T], where: str) -> T:
+    """`raw` as `kind`. `where` is put before a field's name: "x.json: " or "x.json: [3].".
+
+    A key that is no field of `kind` but resembles one that is missing is an error even
+    where unknown fields are allowed: else `num_key_value_head` would silently mean MHA.
+    """
+    if isinstance(raw, dict):
+        _check_spelling(raw, kind, where)
+    try:
+        return msgspec.convert(raw, type=kind, strict=True)
+    except RecursionError:
+        raise ConfigError(where.rstrip(": ."), "too deeply nested", "JSON") from None
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), raw, where) from None
+
+
+def one_line(value: object) -> str:
+    """A value from a file as a message may show it: scalars as they are, others by kind."""
+    if isinstance(value, bytes):
+        return value.decode("ascii", "backslashreplace")
+    if isinstance(value, dict | list):
+        return "an array" if isinstance(value, list) else "an object"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _check_spelling(raw: dict[object, object], kind: type[T], where: str) -> None:
+    closed = bool(kind.__struct_config__.forbid_unknown_fields)
+    fields = msgspec.structs.fields(kind)
+    missing = {f.encode_name: f.required for f in fields if f.encode_name not in raw}
+    known = {f.encode_name for f in fields}
+    unknown = [key for key in raw if key not in known]
+    for key in map(str, unknown[:_MAX_NEIGHBOURS]):
+        close = get_close_matches(key[:80], missing, n=1, cutoff=0.8 if closed else 0.85)
+        hint = f", did you mean `{close[0]}`?" if close else ""
+        if closed:
+            hint = hint or f"; allowed: {', '.join(sorted(known))}"
+        elif close and not missing[close[0]]:
+            hint = hint if get_close_matches(key[:80], close, cutoff=0.9) else ""
+        if hint:
+            shown = ascii(key[:80])[1:-1]
+            raise ConfigError(
+                f"{where}{shown}", one_line(raw[key]), f"it is an unknown field{hint}"
+            )
+
+
+def _explain(message: str, raw: object, where: str) -> ConfigError:
+    """msgspec's message, with the value it is about."""
+    text, _, place = message.partition(" - at `$")
+    place = place.rstrip("`").removeprefix(".")
+    if missing := re.match(r"Object missing required field `(\w+)`", text):
+        field = f"{place}.{missing[1]}" if place else missing[1]
+        return ConfigError(f"{where}{field}", "missing", "it is a required field")
+    value = raw
+    for name, index in re.findall(r"(\w+)|\[(\d+)\]", place):
+        if isinstance(value, dict):
+            value = value.get(name)
+        elif isinstance(value, list) and (index or name).isdigit():
+            value = value[int(index or name)]
+    allowed = text.removeprefix("Expected ").replace("`", "").replace(", got ", ", not ")
+    return ConfigError(f"{where}{place or 'top level'}", one_line(value), allowed)

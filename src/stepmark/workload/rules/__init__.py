@@ -85,14 +85,14 @@ RULES: dict[str, Rule] = {
         has_own=True,
     ),
     "tp": Rule(
-        module="pytorch.tp",
-        settings="pytorch.tp.Tp",
+        module="pytorch.plain",
+        settings="pytorch.plain.Tp",
         help="PyTorch tensor and sequence parallelism as torchtitan's, one data rank",
         data_axis="",
     ),
     "pp": Rule(
-        module="pytorch.pp",
-        settings="pytorch.pp.Pp",
+        module="pytorch.plain",
+        settings="pytorch.plain.Pp",
         help="PyTorch pipeline parallelism: 1F1B, interleaved; one data rank",
         data_axis="",
     ),

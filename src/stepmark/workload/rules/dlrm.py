@@ -7,42 +7,36 @@ round. The two MLPs are wrapped in DistributedDataParallel, each by itself. Sour
 all_to_all_single, backward as well), dlrm_s_pytorch.py (distributed_forward: lookups, exchange
 begun, bottom MLP beside it, wait, interaction, top MLP). Its messages on two and four ranks
 are these (tests/data/dlrm).
-
-Over 250 lines because of the two passes of each part.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Bmm, EmbeddingBag, Gemm, Layout, Optimizer, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Group, Item, Kernel, Stage, Workload
+from stepmark.workload.job import setting
+from stepmark.workload.rules.pytorch.ddp import closed
 
 SOURCE = "facebookresearch/dlrm 0eb05fd: extend_distributed.py, dlrm_s_pytorch.py"
-_FIRST_BUCKET_BYTES = 2**20  # of torch's DistributedDataParallel
-_BUCKET_BYTES = 25 * 2**20
+_BUCKETS = (2**20, 25 * 2**20)  # bytes: of torch's first one, and of the others
 _MAX_WIDTH = 2**24
-
-
-def _setting(default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"help": meaning})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dlrm:
     """facebookresearch/dlrm's own flags. Sizes are joined by "-", as there."""
 
-    arch_embedding_size: str = _setting("4-3-2", "rows of each table")
-    arch_sparse_feature_size: int = _setting(2, "width of a table's row")
-    arch_mlp_bot: str = _setting("4-3-2", "bottom MLP: dense features to sparse feature size")
-    arch_mlp_top: str = _setting("4-2-1", "top MLP after the interaction's own width")
-    mini_batch_size: int = _setting(1, "samples per step over all ranks")
-    num_indices_per_lookup: int = _setting(10, "rows summed per sample and table")
-    dtype: DType = _setting(DType.FP32, "of weights, activations and messages")
+    arch_embedding_size: str = setting("4-3-2", "rows of each table")
+    arch_sparse_feature_size: int = setting(2, "width of a table's row")
+    arch_mlp_bot: str = setting("4-3-2", "bottom MLP: dense features to sparse feature size")
+    arch_mlp_top: str = setting("4-2-1", "top MLP after the interaction's own width")
+    mini_batch_size: int = setting(1, "samples per step over all ranks")
+    num_indices_per_lookup: int = setting(10, "rows summed per sample and table")
+    dtype: DType = setting(DType.FP32, "of weights, activations and messages")
 
     def __post_init__(self) -> None:
         for name in ("arch_embedding_size", "arch_mlp_bot", "arch_mlp_top"):
@@ -135,14 +129,6 @@ def _step(settings: Dlrm, world_size: int, local_tables: int) -> list[Item]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bucket:
-    """Gradients reduced at once, and the linear layer whose gradient fills it last."""
-
-    layer: int
-    elements: int
-
-
 class _Mlp:
     """Linear layers with an activation after each."""
 
@@ -163,36 +149,35 @@ class _Mlp:
     def backward(self, *, first: bool, reduced: bool) -> list[Item]:
         """first: its input needs no gradient. reduced: buckets go out as they fill."""
         found: list[Item] = []
-        buckets = {one.layer: one for one in self.buckets()} if reduced else {}
+        buckets = self.buckets() if reduced else {}
         for index, (k, n) in reversed(list(enumerate(self.layers))):
             found.append(self._activation(index, Phase.BWD, n))
             if index or not first:
                 found.append(self._gemm(index, Phase.DGRAD, self.rows, k, n, Layout.NN))
             name = f"{self.name}.{index}.wgrad"
             found.append(self._gemm(index, Phase.WGRAD, n, k, self.rows, Layout.TN, name))
-            if bucket := buckets.get(index):
-                found.append(self._reduce(bucket, name))
+            if elements := buckets.get(index):
+                found.append(self._reduce(elements, name))
         return found
 
-    def buckets(self) -> list[_Bucket]:
-        """DistributedDataParallel's: from the last layer, the first bucket small.
+    def buckets(self) -> dict[int, int]:
+        """DistributedDataParallel's: elements, by the linear layer whose gradient fills it.
 
-        A layer's bias and weight are ready at once; a bucket closes when it has its size.
+        From the last layer, of which bias and weight are ready at once.
         """
-        found, held, limit = [], 0, _FIRST_BUCKET_BYTES
-        for index, (k, n) in reversed(list(enumerate(self.layers))):
-            for elements in (n, n * k):
-                held += elements
-                if held * self.dtype.itemsize >= limit:
-                    found.append(_Bucket(layer=index, elements=held))
-                    held, limit = 0, _BUCKET_BYTES
-        return found + ([_Bucket(layer=0, elements=held)] if held else [])
+        sizes = [
+            (index, elements)
+            for index, (k, n) in reversed(list(enumerate(self.layers)))
+            for elements in (n, n * k)
+        ]
+        every = closed([size for _, size in sizes], self.dtype.itemsize, _BUCKETS)
+        return {sizes[one[-1]][0]: sum(sizes[at][1] for at in one) for one in every}
 
-    def _reduce(self, bucket: _Bucket, after: str) -> CommOp:
+    def _reduce(self, elements: int, after: str) -> CommOp:
         return CommOp(
             collective=Collective.ALL_REDUCE,
             dtype=self.dtype,
-            count=bucket.elements,
+            count=elements,
             group="world",
             phase=Phase.BWD,
             module=self.name,

@@ -17,7 +17,7 @@ from stepmark.core.model import ModelConfig
 from stepmark.core.ops import GroupedGemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.job import Job
-from stepmark.workload.rules.megatron.dispatch import exchanged
+from stepmark.workload.rules.megatron.experts import exchanged
 from stepmark.workload.rules.megatron.rule import Megatron, workload
 from stepmark.workload.rules.megatron.settings import (
     CpComm,
@@ -400,7 +400,7 @@ def test_only_named_streams_are_used() -> None:
 def test_uneven_parts_are_rounded_up(elements: int, sent: int) -> None:
     """An average part that is no whole number loses nothing."""
     plan: Any = SimpleNamespace(
-        size=lambda _group: 4, comms=lambda _kind, count, _group, **_of: count
+        size=lambda _group: 4, comms=lambda _kind, count, *_rest, **_of: count
     )
     kind = Collective.ALL_TO_ALL_V
     assert exchanged(plan, kind, elements, "ep", "moe", Phase.FWD) == sent

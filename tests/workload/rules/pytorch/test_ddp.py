@@ -17,8 +17,7 @@ from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.rules.pytorch import ddp
-from stepmark.workload.rules.pytorch.buckets import closed, completed
-from stepmark.workload.rules.pytorch.ddp import MIB, Ddp
+from stepmark.workload.rules.pytorch.ddp import MIB, Ddp, closed, completed
 
 from .jobs import BIASED, DENSE, EXPERTS, comms, make
 

@@ -22,7 +22,7 @@ from stepmark.core.training import GradSync
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Run, Workload
 from stepmark.workload.formats import native
 from stepmark.workload.job import Job
-from stepmark.workload.rules.pytorch import ddp, fsdp, pipeline, pp, tp
+from stepmark.workload.rules.pytorch import ddp, fsdp, pipeline, plain
 from stepmark.workload.rules.pytorch.ddp import Ddp
 from stepmark.workload.rules.pytorch.fsdp import Fsdp
 from stepmark.workload.rules.pytorch.fsdp_order import REDUCE, REPLICATE
@@ -296,8 +296,8 @@ SPREAD: list[tuple[str, dict[str, Any], dict[str, int]]] = [
 RULES: dict[str, tuple[Any, Any]] = {
     "fsdp": (fsdp.workload, Fsdp),
     "ddp": (ddp.workload, Ddp),
-    "tp": (tp.workload, tp.Tp),
-    "pp": (pp.workload, pp.Pp),
+    "tp": (plain.workload, plain.Tp),
+    "pp": (plain.workload, plain.Pp),
 }
 
 
@@ -339,7 +339,7 @@ def test_a_program_does_not_grow_with_layers(model: ModelConfig, mesh: dict[str,
 @pytest.mark.parametrize("schedule", Schedule)
 def test_stages_have_all_layers_and_micro_batches_once(schedule: Schedule) -> None:
     job = make(replace(DENSE, num_layers=11), microbatches=8, pp=4)
-    made = pp.workload(job, pp.Pp(pp_schedule=schedule))
+    made = plain.workload(job, plain.Pp(pp_schedule=schedule))
     made.check()
     assert sorted(one for stage in made.stages for one in stage.layers) == list(range(11))
     for stage, has in enumerate(made.stages):

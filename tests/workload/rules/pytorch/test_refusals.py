@@ -10,21 +10,20 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.model import find_model
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision
-from stepmark.workload.rules.pytorch import ddp, fsdp, pp, tp
+from stepmark.workload.rules.pytorch import ddp, fsdp, plain
 from stepmark.workload.rules.pytorch.case import of_case
 from stepmark.workload.rules.pytorch.ddp import Ddp
 from stepmark.workload.rules.pytorch.fsdp import Fsdp
-from stepmark.workload.rules.pytorch.pp import Pp
+from stepmark.workload.rules.pytorch.plain import Pp, Tp
 from stepmark.workload.rules.pytorch.schedules import Schedule
-from stepmark.workload.rules.pytorch.tp import Tp
 
 from .jobs import BIASED, DENSE, EXPERTS, make
 
 FUNCTIONS: dict[type, Any] = {
     Fsdp: fsdp.workload,
     Ddp: ddp.workload,
-    Tp: tp.workload,
-    Pp: pp.workload,
+    Tp: plain.workload,
+    Pp: plain.workload,
 }
 INTERLEAVED = Pp(pp_schedule=Schedule.INTERLEAVED)
 

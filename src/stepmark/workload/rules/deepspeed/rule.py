@@ -8,14 +8,12 @@ message of runs of that version on two, three and four ranks (CPU, gloo) is one 
 this order: tests/data/deepspeed.
 
 Parameters are one group of the optimizer, in the order of registration. A collective of a
-module's hook comes after all computation of that module. Over 250 lines because stages share
-most of a step.
+module's hook comes after all computation of that module.
 """
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from enum import StrEnum
-from typing import Any
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.dtypes import DType
@@ -24,11 +22,18 @@ from stepmark.core.ops import Optimizer, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Item, Operation, Stage, Workload
 from stepmark.workload.architecture import AnyJob, OwnJob
 from stepmark.workload.job import TRAINED, Comms, Job, mesh_groups
-from stepmark.workload.rules.deepspeed import huggingface, modules, own
-from stepmark.workload.rules.deepspeed.buckets import Bucket, Message, all_reduced, shares
+from stepmark.workload.rules.deepspeed import huggingface, modules
 from stepmark.workload.rules.deepspeed.modules import COMPUTE, GRADS
 from stepmark.workload.rules.deepspeed.settings import DeepSpeed
-from stepmark.workload.rules.deepspeed.tape import Program, Tape, reduction
+from stepmark.workload.rules.deepspeed.tape import (
+    Bucket,
+    Message,
+    Program,
+    Tape,
+    all_reduced,
+    reduction,
+    shares,
+)
 from stepmark.workload.rules.deepspeed.zero3 import Fetch, Pass, persistent, steady_step
 
 SOURCE = "deepspeedai/DeepSpeed 0.19.8: deepspeed/runtime/engine.py, zero, bf16_optimizer.py"
@@ -58,7 +63,10 @@ def workload(job: AnyJob, settings: DeepSpeed) -> Workload:
         world_size=job.parallel.world_size,
         num_microbatches=job.num_microbatches,
         model=job.config,
-        settings={name: _plain(value) for name, value in asdict(settings).items()},
+        settings={
+            name: str(value) if isinstance(value, StrEnum) else value
+            for name, value in asdict(settings).items()
+        },
         groups=plan.comms.groups,
         blocks=program.blocks,
         stages=(stage,),
@@ -66,10 +74,6 @@ def workload(job: AnyJob, settings: DeepSpeed) -> Workload:
     )
     made.check()
     return made
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, StrEnum) else value
 
 
 class _Plan:
@@ -90,15 +94,14 @@ class _Plan:
         self.sent_dtype = DType(settings.communication_data_type or self.dtype)
         self.accumulated = DType(settings.grad_accum_dtype or self.dtype)
         self._check_accumulation()
-        divided = settings.stage == 3
-        if isinstance(job, OwnJob):
-            found = own.modules_of(job.architecture, divided=divided)
-            self.root, self.params, self.parts = found.root, found.params, found.parts
-            self.recreated = found.used
-        else:
-            self.root, self.params = huggingface.modules_of(job, divided=divided)
-            self.parts = huggingface.parts_of(job)
-            self.recreated = self.params[:1] if job.model.tied_embeddings else ()
+        made = job.architecture if isinstance(job, OwnJob) else huggingface.architecture(job)
+        # GPT-2's layers are Conv1D, which the function in place of torch's leaves alone.
+        linears = isinstance(job, OwnJob) or huggingface.is_llama(job.model)
+        found = modules.modules_of(made, divided=settings.stage == 3 and linears)
+        self.root, self.params, self.parts = found.root, found.params, found.parts
+        self.recreated = found.used
+        if settings.stage == 3 and isinstance(job, Job) and job.model.mla is None:
+            self.root = modules.with_leaves(self.root)
         self.shares = shares(
             self.params, self.ranks, round_robin=settings.round_robin_gradients
         )
@@ -127,7 +130,7 @@ class _Plan:
             passes = steady_step(
                 self.root,
                 self.params,
-                self.settings.limits,
+                self.settings,
                 ranks=self.ranks,
                 num_microbatches=times,
             )
@@ -221,18 +224,12 @@ class _Plan:
                 yield from self._scalar("norm", DType.FP64, RedOp.SUM)
                 held = 0
         yield self._update(sum(parts))
-        for param in persistent(self.params, self.settings.limits):
+        for param in persistent(self.params, self.settings):
             yield from self._gathered(-(-param.numel // self.ranks) * self.ranks)
 
     def _scalar(self, module: str, dtype: DType, redop: RedOp) -> tuple[CommOp, ...]:
         return self.comms(
-            Collective.ALL_REDUCE,
-            1,
-            "dp",
-            phase=Phase.OPTIM,
-            module=module,
-            dtype=dtype,
-            redop=redop,
+            Collective.ALL_REDUCE, 1, "dp", Phase.OPTIM, module, dtype, redop=redop
         )
 
     def _update(self, num_params: int) -> ComputeOp:
@@ -242,7 +239,7 @@ class _Plan:
     def _gathered(
         self, elements: int, phase: Phase = Phase.OPTIM, module: str = "optimizer"
     ) -> tuple[CommOp, ...]:
-        return self.comms(Collective.ALL_GATHER, elements, "dp", phase=phase, module=module)
+        return self.comms(Collective.ALL_GATHER, elements, "dp", phase, module)
 
     def setup(self) -> Iterator[Operation]:
         """deepspeed.initialize: weights of rank 0 to all, as bytes; stage 3 divides them.
@@ -256,20 +253,15 @@ class _Plan:
                 Collective.BROADCAST,
                 param.numel * self.dtype.itemsize,
                 "dp",
-                phase=Phase.FWD,
-                module="setup",
-                dtype=DType.UINT8,
+                Phase.FWD,
+                "setup",
+                DType.UINT8,
             ):
                 yield replace(made, root=0)
         if divided:
             for _ in range(3):
                 yield from self.comms(
-                    Collective.BARRIER,
-                    0,
-                    "dp",
-                    phase=Phase.FWD,
-                    module="setup",
-                    dtype=DType.UINT8,
+                    Collective.BARRIER, 0, "dp", Phase.FWD, "setup", DType.UINT8
                 )
             for param in self.params:
                 whole = -(-param.numel // self.ranks) * self.ranks
@@ -277,7 +269,7 @@ class _Plan:
 
     def notes(self) -> Iterator[str]:
         if isinstance(self.job, Job):
-            family = "Llama" if self.job.model.activation == "swiglu" else "GPT-2"
+            family = "Llama" if huggingface.is_llama(self.job.model) else "GPT-2"
             yield f"modules and parameters in the order of Hugging Face's {family}"
         if self.settings.stage == 3:
             yield (

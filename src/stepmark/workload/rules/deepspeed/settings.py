@@ -3,13 +3,11 @@
 DeepSpeed 0.19.8: deepspeed/runtime/zero/config.py, runtime/config.py, engine.py.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from stepmark.core.errors import ConfigError
-from stepmark.workload.job import TRAINED
-from stepmark.workload.rules.deepspeed.zero3 import Limits
+from stepmark.workload.job import TRAINED, setting
 
 _MOST = 2**63 - 1
 
@@ -22,44 +20,40 @@ class Switch(StrEnum):
     FALSE = "false"
 
 
-def _setting(default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"help": meaning})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeed:
     """Settings under DeepSpeed's names, with its defaults. Sizes are elements."""
 
-    stage: int = _setting(3, "what is divided: 0 nothing, 1 optimizer, 2 gradients, 3 weights")
-    reduce_bucket_size: int = _setting(500_000_000, "gradients reduced at a time (stages 1-3)")
-    allgather_bucket_size: int = _setting(
+    stage: int = setting(3, "shards: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights")
+    reduce_bucket_size: int = setting(500_000_000, "elements per gradient bucket (stages 1-3)")
+    allgather_bucket_size: int = setting(
         500_000_000, "no effect: stages 1 and 2 gather all weights in one call"
     )
-    overlap_comm: Switch = _setting(
-        Switch.AUTO, "reduce beside the backward pass; auto: stage 3 alone"
+    overlap_comm: Switch = setting(
+        Switch.AUTO, "overlap reductions with the backward pass; auto: at stage 3"
     )
-    reduce_scatter: bool = _setting(True, "false: gradients are all-reduced at stage 3 as well")
-    contiguous_gradients: bool = _setting(True, "gradients copied into one buffer")
-    use_multi_rank_bucket_allreduce: bool = _setting(
-        True, "stages 1 and 2: all-reduce a bucket; false: reduce each slice to its owner"
+    reduce_scatter: bool = setting(True, "false: all-reduce gradients, at stage 3 as well")
+    contiguous_gradients: bool = setting(True, "copy gradients into one buffer")
+    use_multi_rank_bucket_allreduce: bool = setting(
+        True, "stages 1 and 2: all-reduce buckets; false: reduce slices to owners"
     )
-    round_robin_gradients: bool = _setting(False, "stages 1 and 2: parameters dealt to ranks")
-    compute_grad_norm: bool = _setting(True, "false: stages 1 and 2 take no norm")
-    gradient_clipping: float = _setting(1.0, "0: stage 0 in fp32 takes no norm")
-    check_grad_overflow: bool = _setting(True, "bf16 at stages 1 and 2: look for infinities")
-    grad_accum_dtype: str = _setting("", "fp32, bf16, fp16; empty: that of the weights")
-    communication_data_type: str = _setting("", "of gradients; empty: that of the weights")
-    sub_group_size: int = _setting(1_000_000_000, "stage 3: elements of a rank per norm")
-    stage3_prefetch_bucket_size: int = _setting(50_000_000, "weights gathered ahead of use")
-    stage3_param_persistence_threshold: int = _setting(
-        100_000, "parameters up to this stay whole"
+    round_robin_gradients: bool = setting(False, "stages 1 and 2: deal parameters to ranks")
+    compute_grad_norm: bool = setting(True, "stages 1 and 2: compute the norm of gradients")
+    gradient_clipping: float = setting(1.0, "norm to clip to; 0: none (stage 0, fp32: no norm)")
+    check_grad_overflow: bool = setting(True, "bf16, stages 1 and 2: check for infinities")
+    grad_accum_dtype: str = setting("", "dtype of accumulated gradients [that of weights]")
+    communication_data_type: str = setting("", "dtype of reduced gradients [that of weights]")
+    sub_group_size: int = setting(1_000_000_000, "stage 3: elements per rank and norm")
+    stage3_prefetch_bucket_size: int = setting(50_000_000, "elements gathered ahead of use")
+    stage3_param_persistence_threshold: int = setting(
+        100_000, "parameters of at most this many elements are not sharded"
     )
-    stage3_model_persistence_threshold: int = _setting(_MOST, "as many as these together")
-    stage3_max_live_parameters: int = _setting(1_000_000_000, "no prefetch beyond these")
-    stage3_max_reuse_distance: int = _setting(
-        1_000_000_000, "weights used again within these are kept"
+    stage3_model_persistence_threshold: int = setting(_MOST, "elements of these together")
+    stage3_max_live_parameters: int = setting(1_000_000_000, "prefetch up to these elements")
+    stage3_max_reuse_distance: int = setting(
+        1_000_000_000, "keep weights used again within this many elements"
     )
-    zero_init: bool = _setting(False, "stage 3: the model is built under deepspeed.zero.Init")
+    zero_init: bool = setting(False, "stage 3: build the model under deepspeed.zero.Init")
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
@@ -88,16 +82,6 @@ class DeepSpeed:
         if self.overlap_comm is Switch.AUTO:
             return self.stage == 3
         return self.overlap_comm is Switch.TRUE
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(
-            prefetch_bucket_size=self.stage3_prefetch_bucket_size,
-            param_persistence_threshold=self.stage3_param_persistence_threshold,
-            model_persistence_threshold=self.stage3_model_persistence_threshold,
-            max_live_parameters=self.stage3_max_live_parameters,
-            max_reuse_distance=self.stage3_max_reuse_distance,
-        )
 
 
 _SIZES = (

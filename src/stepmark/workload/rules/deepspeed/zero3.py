@@ -7,8 +7,7 @@ gathered one by one).
 
 The order of modules is traced in the first two micro-batches and kept; what a module may
 release is worked out in the micro-batch after that and kept as well (__params_to_release is
-cached). So training is followed from its beginning until steps are equal. Over 250 lines
-because all hooks change one state.
+cached). So training is followed from its beginning until steps are equal.
 """
 
 from collections import deque
@@ -25,17 +24,7 @@ from stepmark.workload.rules.deepspeed.modules import (
     backward,
     forward,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Elements, under DeepSpeed's names less "stage3_"."""
-
-    prefetch_bucket_size: int
-    param_persistence_threshold: int
-    model_persistence_threshold: int
-    max_live_parameters: int
-    max_reuse_distance: int
+from stepmark.workload.rules.deepspeed.settings import DeepSpeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +42,14 @@ class Fetch:
 Pass = tuple[tuple[Event, Fetch], ...]  # of one micro-batch; ENTER alone fetches
 
 
-def persistent(params: Iterable[Param], limits: Limits) -> tuple[Param, ...]:
+def persistent(params: Iterable[Param], settings: DeepSpeed) -> tuple[Param, ...]:
     """Parameters that stay whole between steps."""
     found: list[Param] = []
     total = 0
     for param in params:
-        if param.numel + total > limits.model_persistence_threshold:
+        if param.numel + total > settings.stage3_model_persistence_threshold:
             continue
-        if param.numel <= limits.param_persistence_threshold:
+        if param.numel <= settings.stage3_param_persistence_threshold:
             found.append(param)
             total += param.numel
     return tuple(found)
@@ -69,13 +58,13 @@ def persistent(params: Iterable[Param], limits: Limits) -> tuple[Param, ...]:
 def steady_step(
     root: Module,
     params: tuple[Param, ...],
-    limits: Limits,
+    settings: DeepSpeed,
     *,
     ranks: int,
     num_microbatches: int,
 ) -> tuple[tuple[Pass, int], ...]:
     """The micro-batches of a step as they are from the third step on: (pass, times)."""
-    coordinator = Coordinator(root=root, params=params, limits=limits, ranks=ranks)
+    coordinator = Coordinator(root=root, params=params, settings=settings, ranks=ranks)
     found: tuple[tuple[Pass, int], ...] = ()
     for _ in range(3):
         found = _step(coordinator, num_microbatches)
@@ -104,7 +93,7 @@ class Coordinator:
 
     root: Module
     params: tuple[Param, ...]
-    limits: Limits
+    settings: DeepSpeed
     ranks: int
     available: set[int] = field(default_factory=set)
     kept: frozenset[int] = frozenset()
@@ -123,7 +112,7 @@ class Coordinator:
     issued: int = 0  # gathers
 
     def __post_init__(self) -> None:
-        self.kept = frozenset(param.index for param in persistent(self.params, self.limits))
+        self.kept = frozenset(param.index for param in persistent(self.params, self.settings))
         self.events = (*forward(self.root), *backward(self.root))
         self.order = tuple(module for kind, module, _ in self.events if kind == ENTER)
         self.trace = tuple(
@@ -190,10 +179,11 @@ class Coordinator:
             param, at = self.queue.popleft()
             self.last_use[param.index] = at
             seen.add(param.index)
-        if not self.limits.prefetch_bucket_size:
+        if not self.settings.stage3_prefetch_bucket_size:
             return []
         room = min(
-            self.limits.max_live_parameters - self.live, self.limits.prefetch_bucket_size
+            self.settings.stage3_max_live_parameters - self.live,
+            self.settings.stage3_prefetch_bucket_size,
         )
         wanted: dict[int, Param] = {}
         numel = 0
@@ -234,7 +224,7 @@ class Coordinator:
         }
         passed = 0
         for later in self.order[self.step :]:
-            if passed >= self.limits.max_reuse_distance or not found:
+            if passed >= self.settings.stage3_max_reuse_distance or not found:
                 break
             for param in self._ahead(later, whole=module.is_leaf):
                 found.discard(param.index)

@@ -6,8 +6,6 @@ distributed/distributed_data_parallel.py (_make_forward_pre_hook, _make_backward
 param_and_grad_buffer.py (finish_param_sync, register_grad_ready); recompute:
 transformer/transformer_block.py (_checkpointed_forward), attention.py, mlp.py, moe_layer.py,
 tensor_parallel/random.py. Compared with a run of megatron-core (tests/data/megatron).
-
-Over 250 lines: what a step's first and last pass change refers to the plain ones throughout.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
 from stepmark.core.workload import COMPUTE, Block, CommOp, Operation, Run
-from stepmark.workload.rules.megatron import attention as attention_steps
-from stepmark.workload.rules.megatron import experts as expert_steps
-from stepmark.workload.rules.megatron import layer as layer_steps
+from stepmark.workload.pipeline import PASSED, in_layer
+from stepmark.workload.rules.megatron.experts import experts
 from stepmark.workload.rules.megatron.gradients import (
     EMBEDDING,
     HEAD,
@@ -28,16 +25,20 @@ from stepmark.workload.rules.megatron.gradients import (
     reduce,
     stream_of,
 )
-from stepmark.workload.rules.megatron.settings import Granularity, Plan
-from stepmark.workload.rules.megatron.split import Chunk
-from stepmark.workload.rules.megatron.steps import (
-    PASSED,
+from stepmark.workload.rules.megatron.layer import (
     Step,
+    attention,
     backward,
+    embedding,
     forward,
+    head,
     issued,
+    mlp,
     passed,
 )
+from stepmark.workload.rules.megatron.layer import data as data_of
+from stepmark.workload.rules.megatron.settings import Granularity, Plan
+from stepmark.workload.rules.megatron.split import Chunk
 
 _DENSE, _MOE = "dense", "moe"
 _LATENT_UP = ("attention.q_up", "attention.q", "attention.kv_up", "attention.rope")
@@ -85,11 +86,11 @@ class Library:
             self.add(f"{kind}.again", forward(steps, again=True))
             self.add(f"{kind}.backward", backward(steps, _selected(plan, steps)))
             self.add(f"{kind}.full", (*self.operations[f"{kind}.again"], *backward(steps)))
-        self.add("embedding.forward", forward([layer_steps.embedding(plan)]))
-        self.add("embedding.backward", backward([layer_steps.embedding(plan)]))
-        head = layer_steps.head(plan)
-        self.add("head.forward", forward(head))
-        self.add("head.backward", backward(head))
+        self.add("embedding.forward", forward([embedding(plan)]))
+        self.add("embedding.backward", backward([embedding(plan)]))
+        last = head(plan)
+        self.add("head.forward", forward(last))
+        self.add("head.backward", backward(last))
 
     def add(self, name: str, operations: tuple[Operation, ...]) -> str:
         if name not in self.operations:
@@ -187,7 +188,7 @@ def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
     if chunk.has_embedding or chunk.has_head:
         first, last = chunk.has_embedding, chunk.has_head
         name = "data" + ".first" * first + ".last" * last
-        data = layer_steps.data(plan, first=first, last=last)
+        data = data_of(plan, first=first, last=last)
         found.append(Segment(block=library.add(name, data)))
     if chunk.has_embedding:
         found.append(Segment(block="embedding.forward", places=(EMBEDDING,)))
@@ -244,27 +245,22 @@ def _together(library: Library, kinds: Sequence[str]) -> str:
         return name
     found: list[Operation] = []
     for offset, kind in enumerate(kinds):
-        found += (_shifted(op, offset) for op in library.operations[f"{kind}.again"])
+        found += (in_layer(op, offset) for op in library.operations[f"{kind}.again"])
     for offset in range(len(kinds) - 1, -1, -1):
         steps = _layer(library.plan, kinds[offset] == _MOE)
-        found += (_shifted(op, offset) for op in backward(steps))
+        found += (in_layer(op, offset) for op in backward(steps))
     return library.add(name, tuple(found))
 
 
-def _shifted(op: Operation, offset: int) -> Operation:
-    return replace(op, layer=None if op.layer is None else op.layer + offset)
-
-
 def _layer(plan: Plan, moe: bool) -> tuple[Step, ...]:
-    attention = attention_steps.attention(plan)
-    inner = expert_steps.experts(plan) if moe else layer_steps.mlp(plan)
-    return (*attention, *inner)
+    return (*attention(plan), *(experts(plan) if moe else mlp(plan)))
 
 
 def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
     """Modules that selective recompute runs again, and with which others."""
     found: dict[str, str] = {}
     kept = ("mlp.norm", "mlp.residual")
+    has_router = any(step.module == "mlp.router" for step in steps)
     for word in plan.settings.modules:
         for name in (step.module for step in steps):
             inside = {
@@ -272,17 +268,13 @@ def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
                 "layernorm": name in ("attention.norm", "mlp.norm"),
                 "mla_up_proj": plan.model.mla is not None and name in _LATENT_UP,
                 "mlp": name in ("mlp.up", "mlp.gate_up", "mlp.activation", "mlp.down"),
-                "moe": name.startswith("mlp.") and name not in kept and _has_router(steps),
+                "moe": name.startswith("mlp.") and name not in kept and has_router,
                 "moe_act": name == "mlp.experts_activation",
                 "shared_experts": name.startswith("mlp.shared_"),
             }[word]
             if inside:
                 found[name] = f"{word}.{name}" if word == "layernorm" else word
     return found
-
-
-def _has_router(steps: Sequence[Step]) -> bool:
-    return any(step.module == "mlp.router" for step in steps)
 
 
 def last_backward(

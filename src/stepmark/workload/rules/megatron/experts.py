@@ -1,24 +1,149 @@
-"""A layer of experts: router, dispatch, experts, combination, shared experts.
+"""A layer of experts, and how rows come to the ranks of their experts and back.
 
 Source: megatron-core 0.16.1, transformer/moe/moe_layer.py, router.py, experts.py,
-shared_experts.py. Shared experts run before the routed ones (no moe_shared_expert_overlap).
+shared_experts.py, token_dispatcher.py (MoEAlltoAllTokenDispatcher,
+MoEAllGatherTokenDispatcher), moe_utils.py (permute, sort_chunks_by_idxs, get_capacity). Shared
+experts run before the routed ones (no moe_shared_expert_overlap). Routing is balanced: what a
+rank sends and computes is the average, exact with experts that are filled up to capacity.
 Compared with a run of megatron-core in which routing is even (tests/data/megatron).
 """
 
+import math
+from dataclasses import dataclass
+
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
+from stepmark.core.model import MoeConfig
 from stepmark.core.module import Module
 from stepmark.core.ops import Phase
-from stepmark.core.workload import CommOp
-from stepmark.workload.rules.megatron.dispatch import (
-    AllToAll,
-    all_gather,
-    exchanged,
-    moe_of,
-)
-from stepmark.workload.rules.megatron.layer import column, leaves, row
+from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation
+from stepmark.workload.job import DUAL
+from stepmark.workload.rules.megatron.layer import Step, column, leaves, of_leaf, row
 from stepmark.workload.rules.megatron.settings import Balancing, Dispatcher, Plan
-from stepmark.workload.rules.megatron.steps import Step, of_leaf
+
+_Pair = tuple[tuple[Operation, ...], tuple[Operation, ...]]
+
+
+def moe_of(plan: Plan) -> MoeConfig:
+    """Of a model that has experts."""
+    assert plan.model.moe is not None
+    return plan.model.moe
+
+
+def exchanged(
+    plan: Plan,
+    kind: Collective,
+    elements: int,
+    group: str,
+    module: str,
+    phase: Phase,
+    dtype: DType | None = None,
+) -> tuple[CommOp, ...]:
+    """Where average parts of an uneven exchange are no whole number they are rounded up."""
+    size = plan.size(group)
+    if kind is not Collective.ALL_REDUCE:
+        elements = math.ceil(elements / size) * size
+    return plan.comms(kind, elements, group, phase, module, dtype, layer=0, microbatch=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """A module whose backward pass undoes the forward one, step by step from its end."""
+
+    plan: Plan
+    module: str
+
+    def step(self, *pairs: _Pair) -> Step:
+        return Step(
+            module=self.module,
+            fwd=tuple(op for fwd, _ in pairs for op in fwd),
+            bwd=tuple(op for _, bwd in reversed(pairs) for op in bwd),
+        )
+
+    def send(
+        self, kind: Collective, elements: int, group: str, dtype: DType | None = None
+    ) -> _Pair:
+        """A collective, and its dual backward."""
+        plan, module, back = self.plan, self.module, DUAL.get(kind, kind)
+        return (
+            exchanged(plan, kind, elements, group, module, Phase.FWD, dtype),
+            exchanged(plan, back, elements, group, module, Phase.BWD, dtype),
+        )
+
+    def ep(self, width: int, dtype: DType | None = None) -> _Pair:
+        kind = Collective.ALL_TO_ALL if _is_even(self.plan) else Collective.ALL_TO_ALL_V
+        return self.send(kind, self.plan.expert_rows * width, "ep", dtype)
+
+    def etp(self, kind: Collective, width: int, dtype: DType | None = None) -> _Pair:
+        return self.send(kind, self.plan.expert_rows * width * self.plan.etp, "etp", dtype)
+
+    def permute(self, rows: int, forward: str = "permute", back: str = "unpermute") -> _Pair:
+        """Rows read and written in another order."""
+        moved = 2 * rows * self.plan.model.hidden_size * self.plan.job.dtype.itemsize
+
+        def made(name: str, phase: Phase) -> tuple[ComputeOp, ...]:
+            op = Kernel(name=name, flops=0, bytes_moved=moved)
+            return (ComputeOp(op=op, phase=phase, module=self.module, layer=0, microbatch=0),)
+
+        return made(forward, Phase.FWD), made(back, Phase.BWD)
+
+    def by_expert(self) -> _Pair:
+        """sort_chunks_by_idxs, or a transpose where experts are filled up."""
+        if moe_of(self.plan).num_experts == self.plan.size("ep"):
+            return (), ()
+        return self.permute(self.plan.expert_rows * self.plan.etp, "sort_chunks", "sort_chunks")
+
+
+def _is_even(plan: Plan) -> bool:
+    return plan.settings.moe_pad_expert_input_to_capacity
+
+
+def all_to_all(plan: Plan) -> tuple[Step, Step]:
+    """Rows and their probabilities to the experts' ranks, then over the experts' tp; back.
+
+    Without fixed capacity all ranks first tell how many rows they have for each expert.
+    combine_preprocess sums in the probabilities' type.
+    """
+    there, back = _Exchange(plan, "mlp.dispatch"), _Exchange(plan, "mlp.combine")
+    hidden, probs, rows = plan.model.hidden_size, plan.probs_dtype, plan.expert_rows
+    gather, counts = Collective.ALL_GATHER, moe_of(plan).num_experts * plan.size("tp_ep")
+    told = there.send(gather, counts, "tp_ep", DType.INT64)[0]
+    dispatch = there.step(
+        (() if _is_even(plan) else told, ()),
+        there.permute(rows),
+        there.ep(hidden),
+        there.ep(1, probs),
+        there.etp(gather, hidden),
+        there.etp(gather, 1, probs),
+        there.by_expert(),
+    )
+    combine = back.step(
+        back.by_expert(),
+        back.etp(Collective.REDUCE_SCATTER, hidden, probs),
+        back.ep(hidden),
+        back.permute(rows, "unpermute", "permute"),
+    )
+    return dispatch, combine
+
+
+def all_gather(plan: Plan) -> tuple[Step, Step]:
+    """All tokens to all ranks of tp and ep; sums scattered back."""
+    there, back = _Exchange(plan, "mlp.dispatch"), _Exchange(plan, "mlp.combine")
+    hidden, probs, experts = plan.model.hidden_size, plan.probs_dtype, moe_of(plan).num_experts
+    rows, local = plan.own_tokens * plan.size("tp_ep"), plan.expert_rows * plan.etp
+    gather = Collective.ALL_GATHER
+    dispatch = there.step(
+        (there.send(gather, rows * experts, "tp_ep", DType.UINT8)[0], ()),
+        there.send(gather, rows * experts, "tp_ep", probs),
+        there.send(gather, rows * hidden, "tp_ep"),
+        there.permute(local),
+    )
+    combine = back.step(
+        back.permute(local, "unpermute", "permute"),
+        back.send(Collective.REDUCE_SCATTER, rows * hidden, "tp_ep", probs),
+    )
+    return dispatch, combine
+
 
 _EXPERTS = "mlp.experts"
 
@@ -38,8 +163,7 @@ def experts(plan: Plan) -> tuple[Step, ...]:
                 )
     found.append(_router(plan, parts["mlp.router"]))
     gathers = plan.settings.moe_token_dispatcher_type is Dispatcher.ALLGATHER
-    to_all = AllToAll(plan)
-    before, after = all_gather(plan) if gathers else (to_all.dispatch(), to_all.combine())
+    before, after = all_gather(plan) if gathers else all_to_all(plan)
     own = (leaf for name, leaf in parts.items() if name.startswith(_EXPERTS))
     inner = [of_leaf(leaf) for leaf in own]
     return (*found, before, *inner, after, of_leaf(parts["mlp.residual"]))
@@ -47,7 +171,6 @@ def experts(plan: Plan) -> tuple[Step, ...]:
 
 def _router(plan: Plan, leaf: Module) -> Step:
     """On this rank's tokens; with an auxiliary loss the experts' loads are summed."""
-
     loss = plan.settings.moe_router_load_balancing_type
     sums: tuple[CommOp, ...] = ()
     if plan.settings.moe_aux_loss_coeff and loss is not Balancing.NONE:

@@ -1,21 +1,27 @@
-"""Parameters of a rank, the buckets of their gradients, and how buckets are reduced.
+"""Parameters of a rank, buckets of their gradients, and what follows the last backward pass.
 
 Source: megatron-core 0.16.1, distributed/distributed_data_parallel.py and
-param_and_grad_buffer.py (_ParamAndGradBuffer, _ParamAndGradBucketGroup), and get_model of
-megatron/training/training.py. Parameters are in the order in which the local
-layer specification registers them, experts' in that of grouped layers. Compared with a run of
-megatron-core (tests/data/megatron).
+param_and_grad_buffer.py (_ParamAndGradBuffer, _ParamAndGradBucketGroup), get_model of
+megatron/training/training.py; distributed/finalize_model_grads.py, optimizer/optimizer.py,
+clip_grads.py, distrib_optimizer.py, transformer/moe/moe_utils.py (get_updated_expert_bias);
+train_step and training_log of megatron/training/training.py and utils.py of core_v0.16.1.
+Parameters are in the order in which the local layer specification registers them, experts' in
+that of grouped layers. Compared with a run of Megatron-LM (tests/data/megatron), the learning
+rate's reduction as training_log begins with.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from stepmark.core.collectives import Collective, RedOp
+from stepmark.core.dtypes import DType
 from stepmark.core.module import Module
-from stepmark.core.ops import Phase
-from stepmark.core.workload import COMPUTE, CommOp
+from stepmark.core.ops import Optimizer, Phase
+from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation
+from stepmark.workload.pipeline import wait
 from stepmark.workload.rules.megatron.settings import Plan
 from stepmark.workload.rules.megatron.split import Chunk
 
@@ -184,8 +190,8 @@ def gather(plan: Plan, bucket: Bucket, *, name: str = "") -> tuple[CommOp, ...]:
         Collective.ALL_GATHER,
         bucket.padded,
         group,
-        phase=Phase.FWD if name else Phase.OPTIM,
-        module="parameters",
+        Phase.FWD if name else Phase.OPTIM,
+        "parameters",
         stream=stream_of(bucket) if name else COMPUTE,
         name=name,
     )
@@ -193,3 +199,113 @@ def gather(plan: Plan, bucket: Bucket, *, name: str = "") -> tuple[CommOp, ...]:
 
 def stream_of(bucket: Bucket) -> str:
     return "expt_dp" if bucket.expert else "dp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owned:
+    """What a stage holds, by model chunk. moe_layers: how many layers have experts."""
+
+    params: tuple[tuple[Param, ...], ...]
+    buckets: tuple[tuple[Bucket, ...], ...]
+    is_first: bool
+    is_last: bool
+    moe_layers: int = 0
+
+    @property
+    def all_buckets(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for chunk in self.buckets for bucket in chunk)
+
+
+def names_of(plan: Plan, listed: Iterable[Bucket]) -> tuple[str, ...]:
+    """By which overlapped reductions of these buckets are waited for."""
+    sent = (op.name for bucket in listed for op in reduce(plan, bucket, overlapped=True))
+    return tuple(sorted(set(sent)))
+
+
+def finish(plan: Plan, owned: Owned) -> tuple[Operation, ...]:
+    """From the end of the last backward pass to that of the step."""
+    return (*_gradients(plan, owned), *_update(plan, owned), *_reports(plan, owned))
+
+
+def _gradients(plan: Plan, owned: Owned) -> list[Operation]:
+    """finalize_model_grads."""
+    settings, found = plan.settings, list[Operation]()
+    if settings.overlap_grad_reduce:
+        if names := names_of(plan, owned.all_buckets):
+            found.append(wait(names, Phase.BWD, "gradients"))
+    else:
+        for bucket in owned.all_buckets:
+            found += reduce(plan, bucket, overlapped=False)
+    kind, phase = plan.gradient_dtype, Phase.BWD
+    whole = sum(one.count for chunk in owned.params for one in chunk if one.whole)
+    summed = partial(plan.comms, Collective.ALL_REDUCE)
+    if whole:
+        found += summed(whole, "tp", phase, "gradients.norms", kind)
+    if plan.model.tied_embeddings and (owned.is_first or owned.is_last):
+        table = plan.model.vocab_size // plan.tp * plan.model.hidden_size
+        found += summed(table, "embd", phase, "gradients.embedding", kind)
+    moe = plan.model.moe
+    if moe is not None and moe.router_bias and owned.moe_layers:
+        loads = owned.moe_layers * moe.num_experts
+        # The count is a buffer of the model, which is turned to 16 bits with its weights.
+        found += summed(loads, "tp_dp_cp", phase, "expert_bias", plan.job.dtype)
+    if settings.calculate_per_token_loss:
+        found += plan.comms(Collective.BROADCAST, 1, "pp", phase, "tokens", DType.INT32)
+        found += summed(1, "dp_cp", phase, "tokens", DType.INT32)
+    return found
+
+
+def _update(plan: Plan, owned: Owned) -> list[Operation]:
+    """ChainedOptimizer.step: one optimizer of dense parameters, one of experts' with ep."""
+    sharded = plan.settings.use_distributed_optimizer
+    kinds = sorted({bucket.expert for bucket in owned.all_buckets})
+    norm_groups = ["expt_tp_pp" if expert else "mp" for expert in kinds]
+    if sharded:
+        norm_groups = ["intra_dist_opt" for _ in kinds]
+    found: list[Operation] = []
+    if plan.job.dtype is DType.FP16:
+        for group in norm_groups:
+            found += _small(plan, group, "overflow", redop=RedOp.MAX)
+    for group in dict.fromkeys(norm_groups):
+        found += _small(plan, group, "gradient_norm")
+    gathers = sharded and not plan.settings.overlap_param_gather
+    for expert in kinds:
+        found.append(_adam(plan, owned, expert))
+        # Each optimizer gathers all buckets of the chunks, those of the other one too.
+        for bucket in owned.all_buckets if gathers else ():
+            found += gather(plan, bucket)
+    return found
+
+
+def _adam(plan: Plan, owned: Owned, expert: bool) -> ComputeOp:
+    """Over this rank's share of parameters, in fp32."""
+    held = [bucket for bucket in owned.all_buckets if bucket.expert is expert]
+    count = sum(bucket.count for bucket in held)
+    if plan.settings.use_distributed_optimizer:
+        ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
+        count = sum(bucket.padded for bucket in held) // ranks
+    return ComputeOp(
+        op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
+        phase=Phase.OPTIM,
+        module="optimizer.experts" if expert else "optimizer",
+    )
+
+
+def _reports(plan: Plan, owned: Owned) -> list[Operation]:
+    """train_step and training_log: success, gradient norm, loss, learning rate."""
+    worst = partial(_small, plan, "mp", redop=RedOp.MAX)
+    loss = _small(plan, "dp_cp", "loss", 2) if owned.is_last else ()
+    success = _small(plan, "mp", "success", dtype=DType.INT32, redop=RedOp.MIN)
+    return [*success, *worst("gradient_norm"), *loss, *worst("learning_rate")]
+
+
+def _small(
+    plan: Plan,
+    group: str,
+    module: str,
+    count: int = 1,
+    dtype: DType = DType.FP32,
+    redop: RedOp = RedOp.SUM,
+) -> tuple[CommOp, ...]:
+    kind, phase = Collective.ALL_REDUCE, Phase.OPTIM
+    return plan.comms(kind, count, group, phase, module, dtype, redop=redop)

@@ -8,20 +8,27 @@ follows, and says what of it was compared with a run and what was only read.
 Chosen where Megatron-LM leaves a choice: routing is balanced; a step is not the first one,
 in which overlapped reductions wait for the end of the backward pass; the embedding's
 gradient is taken, so the first layer has a data gradient like any other.
-
-Over 250 lines: a stage's blocks are put together in one place.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Phase
 from stepmark.core.workload import COMPUTE, Block, CommOp, Item, Run, Stage, Workload
 from stepmark.workload.job import Job
-from stepmark.workload.pipeline import Act, Action, Pipeline, program
+from stepmark.workload.pipeline import (
+    PASSED,
+    TRANSFERS,
+    Act,
+    Action,
+    Pipeline,
+    Span,
+    Tick,
+    program,
+    wait,
+)
 from stepmark.workload.pipeline_schedules import schedule
-from stepmark.workload.rules.megatron.anchors import anchored
 from stepmark.workload.rules.megatron.chunk import (
     Library,
     Segment,
@@ -31,21 +38,103 @@ from stepmark.workload.rules.megatron.chunk import (
     is_moe,
     last_backward,
 )
-from stepmark.workload.rules.megatron.finish import Owned, finish, names_of, wait
 from stepmark.workload.rules.megatron.gradients import (
-    Bucket,
+    Owned,
     buckets,
     chunk_params,
+    finish,
     gather,
+    names_of,
     reduce,
     stream_of,
 )
-from stepmark.workload.rules.megatron.notes import notes_of
+from stepmark.workload.rules.megatron.layer import issued
 from stepmark.workload.rules.megatron.settings import Megatron, Plan, make_plan, padded
 from stepmark.workload.rules.megatron.split import Chunk, split
-from stepmark.workload.rules.megatron.steps import PASSED, issued
 
 __all__ = ["Megatron", "padded", "workload"]
+
+_LARGE_MASK_BYTES = 2**30
+
+
+def notes_of(job: Job, plan: Plan) -> Iterator[str]:
+    """What of the job has no effect, was changed, or is easily overlooked.
+
+    Source of gathers: optimizer/optimizer.py (ChainedOptimizer.step_with_ready_grads) and
+    distrib_optimizer.py (step_with_ready_grads: start_param_sync of each model chunk, whose
+    bucket groups are those of dense parameters and of experts).
+    """
+    settings = plan.settings
+    if settings.sequence_parallel and plan.tp == 1:
+        yield "sequence_parallel has no effect with tp 1"
+    if plan.model.vocab_size != job.model.vocab_size:
+        yield f"vocabulary padded from {job.model.vocab_size} to {plan.model.vocab_size}"
+    masks = settings.create_attention_mask_in_dataloader and plan.tp > 1
+    size = job.mbs * job.model.seq_len**2  # a byte per pair of tokens
+    if masks and size >= _LARGE_MASK_BYTES:
+        yield (
+            f"each micro-batch's attention mask, {size / 2**30:.4g} GiB, is broadcast over tp;"
+            " --no-create-attention-mask-in-dataloader leaves it out"
+        )
+    if (
+        settings.use_distributed_optimizer
+        and not settings.overlap_param_gather
+        and plan.job.parallel.ep > 1
+        and max(plan.size("intra_dp_cp"), plan.size("intra_expt_dp")) > 1
+    ):
+        yield (
+            "parameters are gathered twice per step: the optimizer of the dense ones and that"
+            " of the experts each gather all (ChainedOptimizer); with overlap_param_gather once"
+        )
+
+
+_COMPUTES = (Act.FORWARD, Act.BACKWARD, Act.WAIT)
+
+
+def anchored(
+    spans: Iterable[Span], beside: Callable[[Action], tuple[str, ...]], *, blocking: bool
+) -> tuple[Span, ...]:
+    """Spans whose actions beside the computation are after what was computed before.
+
+    beside: names of what an action leaves in flight. blocking: a call of transfers waits for
+    all of that (torch.cuda.synchronize) and not only for its own.
+
+    PyTorch lets an asynchronous collective or transfer wait for the current stream at the call
+    (c10d, ProcessGroupNCCL.cpp, syncStream). Source of the rest, read only:
+    pipeline_parallel/p2p_communication.py (_communicate, batch_p2p_sync).
+    """
+    anchors = _Anchors(beside, blocking)
+    return tuple(
+        replace(span, ticks=tuple(tuple(anchors.tick(tick)) for tick in span.ticks))
+        for span in spans
+    )
+
+
+@dataclass(slots=True)
+class _Anchors:
+    """begun: the step has computed or waited, so there is something to be after."""
+
+    beside: Callable[[Action], tuple[str, ...]]
+    blocking: bool
+    begun: bool = False
+    flying: dict[str, None] = field(default_factory=dict)
+
+    def tick(self, tick: Tick) -> Iterator[Action]:
+        for action, following in zip(tick, (*tick[1:], None), strict=True):
+            moves = action.act in TRANSFERS
+            computes = action.act in _COMPUTES or (moves and self.blocking)
+            yield action if computes or not self.begun else replace(action, after=(PASSED,))
+            self.begun = self.begun or computes
+            if not self.blocking:
+                continue
+            if action.act is Act.FORWARD and action.edge:  # waits for its own parameters
+                for name in self.beside(Action(act=Act.GATHER, chunk=action.chunk)):
+                    self.flying.pop(name, None)
+            self.flying.update(dict.fromkeys(self.beside(action)))
+            if moves and self.flying and not (following and following.fused):
+                yield Action(act=Act.WAIT, after=tuple(self.flying))
+                self.flying.clear()
+
 
 _SOURCE = (
     "NVIDIA/Megatron-LM core_v0.16.1 (55ac708): megatron/core/tensor_parallel/layers.py,"
@@ -69,7 +158,7 @@ def workload(job: Job, settings: Megatron) -> Workload:
     blocks: dict[str, Block] = {}
     library = Library(plan, blocks)
     made = [
-        _StageMaker(plan, pipeline, library, index, chunks).make()
+        _StageMaker(pipeline, library, index, chunks).make()
         for index, chunks in enumerate(stages)
     ]
     return Workload(
@@ -102,40 +191,34 @@ def _asked(plan: Plan) -> dict[str, str | int | float | bool | None]:
     }
 
 
-@dataclass(frozen=True, slots=True)
 class _StageMaker:
     """Puts the blocks of one stage into the library's workload."""
 
-    plan: Plan
-    pipeline: Pipeline
-    library: Library
-    index: int
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def blocks(self) -> dict[str, Block]:
-        return self.library.blocks
+    def __init__(
+        self, pipeline: Pipeline, library: Library, index: int, chunks: tuple[Chunk, ...]
+    ) -> None:
+        self.pipeline, self.library, self.index, self.chunks = pipeline, library, index, chunks
+        self.plan, self.blocks, self.owned = library.plan, library.blocks, self._owned(chunks)
 
     def make(self) -> Stage:
         plan, index = self.plan, self.index
-        owned = self.owned()
         step = f"stage{index}.step"
         spans = schedule(
             self.pipeline, index, gathers=self.aligned_gathers, reduces=self.aligned_reduces
         )
-        self.passes(owned)
+        self.passes()
         pipeline = self.pipeline
         spans = anchored(
             spans,
-            lambda action: self.beside(action, owned),
+            self.beside,
             blocking=pipeline.num_chunks > 1 and not pipeline.overlap,
         )
-        items = program(spans, self.lower(owned), self.blocks, f"stage{index}.")
-        self.blocks[f"stage{index}.finish"] = finish(plan, owned)
+        items = program(spans, self.lower, self.blocks, f"stage{index}.")
+        self.blocks[f"stage{index}.finish"] = finish(plan, self.owned)
         self.blocks[step] = (*items, Run(block=f"stage{index}.finish"))
         return Stage(
             step=step,
-            setup=self.setup(owned),
+            setup=self.setup(),
             layers=tuple(layer for chunk in self.chunks for layer in chunk.layers),
             has_embedding=any(chunk.has_embedding for chunk in self.chunks),
             has_head=any(chunk.has_head for chunk in self.chunks),
@@ -160,16 +243,16 @@ class _StageMaker:
             and (self.pipeline.num_chunks > 1 or self.index > 0)
         )
 
-    def owned(self) -> Owned:
-        kinds = [[is_moe(self.plan, layer) for layer in chunk.layers] for chunk in self.chunks]
+    def _owned(self, chunks: tuple[Chunk, ...]) -> Owned:
+        plan = self.library.plan
+        kinds = [[is_moe(plan, layer) for layer in chunk.layers] for chunk in chunks]
         params = tuple(
-            chunk_params(self.plan, chunk, kind)
-            for chunk, kind in zip(self.chunks, kinds, strict=True)
+            chunk_params(plan, chunk, kind) for chunk, kind in zip(chunks, kinds, strict=True)
         )
         return Owned(
             params=params,
             buckets=tuple(
-                buckets(self.plan, one, split=self.index == 0 and number == 0)
+                buckets(plan, one, split=self.index == 0 and number == 0)
                 for number, one in enumerate(params)
             ),
             is_first=self.index == 0,
@@ -177,7 +260,7 @@ class _StageMaker:
             moe_layers=sum(map(sum, kinds)),
         )
 
-    def passes(self, owned: Owned) -> None:
+    def passes(self) -> None:
         """Forward and backward blocks of the chunks, and those of their edges."""
         settings = self.plan.settings
         for number, chunk in enumerate(self.chunks):
@@ -187,35 +270,32 @@ class _StageMaker:
             self.put(f"backward{number}", back)
             if settings.overlap_param_gather and not self.aligned_gathers:
                 begun = self.index > 0 or number > 0
-                changed = first_forward(self.library, ahead, owned.buckets[number], begun=begun)
+                changed = first_forward(
+                    self.library, ahead, self.owned.buckets[number], begun=begun
+                )
                 self.put(f"forward{number}.first", changed)
             if settings.overlap_grad_reduce and not self.aligned_reduces:
-                changed = last_backward(self.library, back, owned.buckets[number])
+                changed = last_backward(self.library, back, self.owned.buckets[number])
                 self.put(f"backward{number}.last", changed)
 
     def put(self, name: str, segments: list[Segment]) -> None:
         self.blocks[f"stage{self.index}.{name}"] = self.library.runs(segments)
 
-    def lower(self, owned: Owned) -> Callable[[Action], tuple[Item, ...]]:
+    def lower(self, action: Action) -> tuple[Item, ...]:
         """What an action of the schedule is."""
+        match action.act:
+            case Act.FORWARD | Act.BACKWARD:
+                return self.run(action)
+            case Act.WAIT:
+                return (wait(action.after, Phase.FWD, "pipeline"),)
+            case Act.REDUCE:
+                return issued(self.reduces(action.chunk), action.after)
+            case Act.GATHER:
+                return issued(self.gathers(action.chunk), action.after)
+            case _:
+                return self.transfer(action)
 
-        def lowered(action: Action) -> tuple[Item, ...]:
-            match action.act:
-                case Act.FORWARD | Act.BACKWARD:
-                    return self.run(action, owned)
-                case Act.WAIT:
-                    return (wait(action.after, Phase.FWD, "pipeline"),)
-                case Act.REDUCE:
-                    return issued(self.reduces(owned.buckets[action.chunk]), action.after)
-                case Act.GATHER:
-                    made = self.gathers(owned.buckets[action.chunk], action.chunk)
-                    return issued(made, action.after)
-                case _:
-                    return self.transfer(action)
-
-        return lowered
-
-    def run(self, action: Action, owned: Owned) -> tuple[Item, ...]:
+    def run(self, action: Action) -> tuple[Item, ...]:
         name = f"stage{self.index}.{action.act}{action.chunk}"
         edge = ".first" if action.act is Act.FORWARD else ".last"
         if action.edge and name + edge in self.blocks:
@@ -223,30 +303,28 @@ class _StageMaker:
         found = Run(block=name, microbatch=action.microbatch)
         if not (action.edge and action.act is Act.FORWARD and self.aligned_gathers):
             return (found,)
-        made = self.gathers(owned.buckets[action.chunk], action.chunk)
-        names = dict.fromkeys(op.name for op in made)
+        names = dict.fromkeys(op.name for op in self.gathers(action.chunk))
         return (wait(tuple(names), Phase.FWD, "parameters"), found) if names else (found,)
 
-    def beside(self, action: Action, owned: Owned) -> tuple[str, ...]:
+    def beside(self, action: Action) -> tuple[str, ...]:
         """Names of collectives that are in flight when an action ends."""
-        listed, chunk = owned.buckets[action.chunk], action.chunk
         ends = action.act is Act.BACKWARD and action.edge
         if action.act is Act.REDUCE or (
             ends and self.plan.settings.overlap_grad_reduce and not self.aligned_reduces
         ):
-            return names_of(self.plan, listed)
+            return names_of(self.plan, self.owned.buckets[action.chunk])
         if action.act is Act.GATHER:
-            return tuple(dict.fromkeys(op.name for op in self.gathers(listed, chunk)))
+            return tuple(dict.fromkeys(op.name for op in self.gathers(action.chunk)))
         return ()
 
-    def reduces(self, listed: tuple[Bucket, ...]) -> tuple[CommOp, ...]:
-        sent = (op for bucket in listed for op in reduce(self.plan, bucket, overlapped=True))
-        return tuple(sent)
+    def reduces(self, chunk: int) -> tuple[CommOp, ...]:
+        listed = self.owned.buckets[chunk]
+        return tuple(op for one in listed for op in reduce(self.plan, one, overlapped=True))
 
-    def gathers(self, listed: tuple[Bucket, ...], chunk: int) -> tuple[CommOp, ...]:
+    def gathers(self, chunk: int) -> tuple[CommOp, ...]:
         return tuple(
             op
-            for bucket in listed
+            for bucket in self.owned.buckets[chunk]
             for op in gather(self.plan, bucket, name=f"{stream_of(bucket)}.parameters{chunk}")
         )
 
@@ -267,8 +345,8 @@ class _StageMaker:
             SEND if sends else RECV,
             self.plan.own_tokens * self.plan.model.hidden_size,
             group,
-            phase=Phase.FWD if forward else Phase.DGRAD,
-            module="pipeline",
+            Phase.FWD if forward else Phase.DGRAD,
+            "pipeline",
             microbatch=action.microbatch,
             stream=stream,
             name=PASSED if stream == COMPUTE else str(action.act),
@@ -285,13 +363,13 @@ class _StageMaker:
             return "pp.send" if sends else "pp.recv"
         return "pp.next" if ahead else "pp.prev"
 
-    def setup(self, owned: Owned) -> str:
+    def setup(self) -> str:
         """First and last stage begin with the same embedding (language_module.py)."""
         plan = self.plan
-        if not plan.model.tied_embeddings or not (owned.is_first or owned.is_last):
+        if not plan.model.tied_embeddings or not (self.owned.is_first or self.owned.is_last):
             return ""
         table = plan.model.vocab_size // plan.tp * plan.model.hidden_size
-        made = plan.comms("all_reduce", table, "embd", phase=Phase.OPTIM, module="embedding")
+        made = plan.comms("all_reduce", table, "embd", Phase.OPTIM, "embedding")
         if made:
             self.blocks["setup"] = made
         return "setup" if made else ""

@@ -1,19 +1,27 @@
 """Megatron-LM's parameters that shape a step, and what follows from them for a job.
 
 Names and defaults are those of megatron/training/arguments.py of core_v0.16.1.
-Over 250 lines: a parameter, its meaning and what excludes it stand together.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
+from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
-from stepmark.core.workload import Group
-from stepmark.workload.job import AXES, Comms, Job, check_trained, mesh_groups
+from stepmark.core.ops import Phase
+from stepmark.core.workload import CommOp, Group
+from stepmark.workload.job import (
+    AXES,
+    Comms,
+    Job,
+    check_trained,
+    mesh_groups,
+    not_below,
+    setting,
+)
 from stepmark.workload.tree import TreeMaker
 
 
@@ -65,78 +73,67 @@ RECOMPUTE_MODULES = (
     "moe_act",
     "shared_experts",
 )
-
-
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-
-
-def _set(default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"help": meaning})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Megatron:
     """Parameters of Megatron-LM beside the model, the mesh and the batches."""
 
-    sequence_parallel: bool = _set(False, "norms and residuals on 1/tp of each sequence")
-    use_distributed_optimizer: bool = _set(False, "optimizer states over data ranks")
-    overlap_grad_reduce: bool = _set(False, "gradients are reduced during the backward pass")
-    overlap_param_gather: bool = _set(False, "parameters are gathered during the forward pass")
-    align_grad_reduce: bool = _set(True, "stages reduce a chunk's gradients at the same time")
-    align_param_gather: bool = _set(True, "interleaved stages gather parameters together")
-    ddp_bucket_size: int | None = _set(
-        None, "elements of a gradient bucket where overlapped; none: max(40M, 1M x dp x cp)"
+    sequence_parallel: bool = setting(False, "norms and residuals on 1/tp of each sequence")
+    use_distributed_optimizer: bool = setting(False, "shard optimizer states over data ranks")
+    overlap_grad_reduce: bool = setting(False, "reduce gradients during the backward pass")
+    overlap_param_gather: bool = setting(False, "gather parameters during the forward pass")
+    align_grad_reduce: bool = setting(True, "stages reduce a chunk's gradients together")
+    align_param_gather: bool = setting(True, "interleaved stages gather parameters together")
+    ddp_bucket_size: int | None = setting(
+        None, "elements per overlapped gradient bucket [max(40M, 1M x dp x cp)]"
     )
-    ddp_pad_buckets_for_high_nccl_busbw: bool = _set(False, "buckets are multiples of 65536")
-    ddp_average_in_collective: bool = _set(False, "gradients are averaged, not scaled first")
-    grad_reduce_in_bf16: bool = _set(False, "gradients in bf16; else main gradients in fp32")
-    virtual_pipeline_model_parallel_size: int = _set(1, "model chunks per pipeline stage")
-    overlap_p2p_comm: bool = _set(True, "interleaved stages send beside the computation")
-    decoder_first_pipeline_num_layers: int | None = _set(None, "layers of the first stage")
-    decoder_last_pipeline_num_layers: int | None = _set(None, "layers of the last stage")
-    account_for_embedding_in_pipeline_split: bool = _set(
-        False, "the embedding takes a layer's place"
+    ddp_pad_buckets_for_high_nccl_busbw: bool = setting(False, "pad buckets to 65536 elements")
+    ddp_average_in_collective: bool = setting(False, "average gradients in the collective")
+    grad_reduce_in_bf16: bool = setting(False, "reduce gradients in bf16 instead of fp32")
+    virtual_pipeline_model_parallel_size: int = setting(1, "model chunks per pipeline stage")
+    overlap_p2p_comm: bool = setting(True, "interleaved stages overlap transfers with compute")
+    decoder_first_pipeline_num_layers: int | None = setting(None, "layers of the first stage")
+    decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last stage")
+    account_for_embedding_in_pipeline_split: bool = setting(
+        False, "embedding counts as a layer"
     )
-    account_for_loss_in_pipeline_split: bool = _set(False, "the head takes a layer's place")
-    cp_comm_type: CpComm = _set(CpComm.P2P, "keys and values: p2p ring, or all_gather")
-    expert_tensor_parallel_size: int | None = _set(None, "tp of experts; none: tp")
-    moe_token_dispatcher_type: Dispatcher = _set(Dispatcher.ALLTOALL, "alltoall or allgather")
-    moe_expert_capacity_factor: float | None = _set(
-        None, "tokens an expert takes, of its even share; none or below 0: all (dropless)"
+    account_for_loss_in_pipeline_split: bool = setting(False, "head counts as a layer")
+    cp_comm_type: CpComm = setting(CpComm.P2P, "keys and values: p2p (ring) or all_gather")
+    expert_tensor_parallel_size: int | None = setting(
+        None, "tensor parallelism of experts [tp]"
     )
-    moe_pad_expert_input_to_capacity: bool = _set(False, "experts are filled up to capacity")
-    moe_router_dtype: RouterDtype = _set(RouterDtype.MODEL, "of router and probabilities")
-    moe_router_load_balancing_type: Balancing = _set(Balancing.AUX_LOSS, "auxiliary loss")
-    moe_aux_loss_coeff: float = _set(0.0, "0: no auxiliary loss")
-    recompute_granularity: Granularity = _set(Granularity.NONE, "none, selective, full")
-    recompute_modules: str = _set(
+    moe_token_dispatcher_type: Dispatcher = setting(
+        Dispatcher.ALLTOALL, "token dispatcher: alltoall or allgather"
+    )
+    moe_expert_capacity_factor: float | None = setting(
+        None, "tokens per expert / its even share; below 0: all [dropless]"
+    )
+    moe_pad_expert_input_to_capacity: bool = setting(False, "pad experts' inputs to capacity")
+    moe_router_dtype: RouterDtype = setting(RouterDtype.MODEL, "router's: model, fp32 or fp64")
+    moe_router_load_balancing_type: Balancing = setting(Balancing.AUX_LOSS, "auxiliary loss")
+    moe_aux_loss_coeff: float = setting(0.0, "weight of the auxiliary loss; 0: none")
+    recompute_granularity: Granularity = setting(Granularity.NONE, "none, selective or full")
+    recompute_modules: str = setting(
         "core_attn", f"with selective, several by comma: {', '.join(RECOMPUTE_MODULES)}"
     )
-    recompute_method: str = _set("uniform", "with full: uniform, or block")
-    recompute_num_layers: int = _set(
+    recompute_method: str = setting("uniform", "with full: uniform or block")
+    recompute_num_layers: int = setting(
         1, "with full: layers per checkpoint (uniform), or recomputed per chunk (block)"
     )
-    cross_entropy_loss_fusion: bool = _set(False, "two of the loss's all-reduces in one")
-    calculate_per_token_loss: bool = _set(False, "gradients are divided by the tokens' count")
-    create_attention_mask_in_dataloader: bool = _set(
-        True, "the mask of each micro-batch is sent to all tp ranks"
+    cross_entropy_loss_fusion: bool = setting(False, "fuse two all-reduces of the loss")
+    calculate_per_token_loss: bool = setting(False, "divide gradients by the number of tokens")
+    create_attention_mask_in_dataloader: bool = setting(
+        True, "broadcast each attention mask over tp"
     )
-    make_vocab_size_divisible_by: int = _set(128, "the vocabulary is padded to this x tp")
+    make_vocab_size_divisible_by: int = setting(128, "pad the vocabulary to this x tp")
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("ddp_bucket_size", 1),
-            ("virtual_pipeline_model_parallel_size", 1),
-            ("decoder_first_pipeline_num_layers", 1),
-            ("decoder_last_pipeline_num_layers", 1),
-            ("expert_tensor_parallel_size", 1),
-            ("recompute_num_layers", 1),
-            ("make_vocab_size_divisible_by", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ConfigError(name, value, f"{low} or more")
+        sizes = ("expert_tensor_parallel_size", "recompute_num_layers", "ddp_bucket_size")
+        splits = ("virtual_pipeline_model_parallel_size", *_UNEVEN)
+        not_below(self, 1, *sizes, *splits, "make_vocab_size_divisible_by")
         factor = self.moe_expert_capacity_factor
         if factor is not None and factor < 0:  # as TransformerConfig.__post_init__
             object.__setattr__(self, "moe_expert_capacity_factor", None)
@@ -247,6 +244,18 @@ class Plan:
         made = self.job.tree("megatron", sequence_parallel=sequence, etp=etp)
         inputs = replace(made.inputs, expert_rows=self.expert_rows * etp)
         return replace(made, inputs=inputs)
+
+    def inside(
+        self,
+        kind: Collective,
+        elements: int,
+        group: str,
+        phase: Phase,
+        module: str,
+        dtype: DType | None = None,
+    ) -> tuple[CommOp, ...]:
+        """A collective in a layer."""
+        return self.comms(kind, elements, group, phase, module, dtype, layer=0, microbatch=0)
 
     def size(self, group: str) -> int:
         return self.comms.groups[group].size

@@ -39,7 +39,7 @@ def split(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...]]:
     embedding = settings.account_for_embedding_in_pipeline_split
     loss = settings.account_for_loss_in_pipeline_split
     notes: tuple[str, ...] = ()
-    if _is_uneven(settings):
+    if any(getattr(settings, name) is not None for name in (_FIRST, _LAST)):
         sizes = _uneven(settings, total, pp, chunks)
     else:
         places = pp * chunks
@@ -61,13 +61,6 @@ def split(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...]]:
     if sizes[0][0] < 0 or sizes[-1][-1] < 0:
         raise ConfigError("pp", pp, f"fewer stages or chunks for {total} layers")
     return _numbered(sizes), notes
-
-
-def _is_uneven(settings: Megatron) -> bool:
-    return (
-        settings.decoder_first_pipeline_num_layers is not None
-        or settings.decoder_last_pipeline_num_layers is not None
-    )
 
 
 def _uneven(settings: Megatron, total: int, pp: int, chunks: int) -> list[list[int]]:

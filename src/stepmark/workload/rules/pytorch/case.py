@@ -1,6 +1,7 @@
 """The workload of a training case: which of PyTorch's rules it runs by, with which settings."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import TypeVar
 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
@@ -8,10 +9,11 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision
 from stepmark.core.workload import Workload
 from stepmark.workload.job import Job
-from stepmark.workload.rules.pytorch import ddp, fsdp, pp, tp
+from stepmark.workload.rules.pytorch import ddp, fsdp, plain
 from stepmark.workload.rules.pytorch.schedules import Schedule
 from stepmark.workload.rules.pytorch.units import TpPlan
 
+T = TypeVar("T")
 _COMPILED = "compiled: kernels are fused, communication is that of eager code"
 
 
@@ -31,13 +33,13 @@ def of_case(case: TrainCase) -> Workload:
     job = job_of(case)
     match case.data_parallel:
         case DataParallel.FSDP:
-            made = fsdp.workload(job, fsdp_settings(case))
+            made = fsdp.workload(job, settings_of(case, fsdp.Fsdp))
         case DataParallel.DDP:
-            made = ddp.workload(job, ddp_settings(case))
+            made = ddp.workload(job, settings_of(case, ddp.Ddp))
         case _ if case.parallel.pp > 1:
-            made = pp.workload(job, pp_settings(case))
+            made = plain.workload(job, settings_of(case, plain.Pp))
         case _:
-            made = tp.workload(job, tp_settings(case))
+            made = plain.workload(job, settings_of(case, plain.Tp))
     if case.compile is not CompileScope.NONE:
         made = replace(made, notes=(*made.notes, _COMPILED))
     return made
@@ -65,73 +67,36 @@ def _parts(case: TrainCase) -> int:
     return case.pp_microbatches or stages
 
 
-def fsdp_settings(case: TrainCase) -> fsdp.Fsdp:
-    kept = _model_weights(case)
-    return fsdp.Fsdp(
-        param_dtype=DType.BF16 if case.precision is Precision.AMP else kept,
-        reduce_dtype=case.reduce_dtype,
-        shard_dtype=kept,
-        reshard_after_forward=case.reshard,
-        prefetch=case.prefetch,
-        blocks_per_group=case.blocks_per_group,
-        ends=fsdp.Ends.APART,
-        embedding_in_backward=False,
-        tp_plan=TpPlan.WHOLE,
-        grad_sync=case.grad_sync,
-        clip=case.clip > 0,
-        recompute=case.recompute,
-        recompute_some=case.recompute_blocks[0],
-        recompute_every=case.recompute_blocks[1],
-        pp_schedule=Schedule(case.pp_schedule),
-        pp_microbatches=_parts(case),
-    )
-
-
-def ddp_settings(case: TrainCase) -> ddp.Ddp:
+def settings_of(case: TrainCase, kind: type[T]) -> T:
+    """A rule's settings as `stepmark train` runs the case."""
     is_amp = case.precision is Precision.AMP
-    halved = case.reduce_dtype is not DType.FP32
-    return ddp.Ddp(
-        autocast=is_amp,
-        param_dtype=_model_weights(case),
-        masters=case.precision is Precision.MASTER,
-        compress_bf16=halved and case.precision in (Precision.AMP, Precision.FP32),
-        bucket_cap_mb=case.bucket_mb,
-        gradient_as_bucket_view=True,
-        init_sync=False,
-        grad_sync=case.grad_sync,
-        clip=case.clip > 0,
-        recompute=case.recompute,
-        recompute_some=case.recompute_blocks[0],
-        recompute_every=case.recompute_blocks[1],
-    )
-
-
-def tp_settings(case: TrainCase) -> tp.Tp:
-    return tp.Tp(
-        tp_plan=TpPlan.WHOLE,
-        param_dtype=_model_weights(case),
-        masters=case.precision is Precision.MASTER,
-        clip=case.clip > 0,
-        recompute=case.recompute,
-        recompute_some=case.recompute_blocks[0],
-        recompute_every=case.recompute_blocks[1],
-    )
-
-
-def pp_settings(case: TrainCase) -> pp.Pp:
-    return pp.Pp(
-        tp_plan=TpPlan.WHOLE,
-        param_dtype=_model_weights(case),
-        masters=case.precision is Precision.MASTER,
-        clip=case.clip > 0,
-        recompute=case.recompute,
-        recompute_some=case.recompute_blocks[0],
-        recompute_every=case.recompute_blocks[1],
-        pp_schedule=Schedule(case.pp_schedule),
-        pp_microbatches=_parts(case),
-    )
-
-
-def _model_weights(case: TrainCase) -> DType:
     is_half = case.precision in (Precision.BF16, Precision.MASTER)
-    return DType.BF16 if is_half else DType.FP32
+    kept = DType.BF16 if is_half else DType.FP32
+    is_sharded = kind is fsdp.Fsdp
+    halved = case.reduce_dtype is not DType.FP32
+    values = {
+        "param_dtype": DType.BF16 if is_amp and is_sharded else kept,
+        "reduce_dtype": case.reduce_dtype,
+        "shard_dtype": kept,
+        "reshard_after_forward": case.reshard,
+        "prefetch": case.prefetch,
+        "blocks_per_group": case.blocks_per_group,
+        "ends": fsdp.Ends.APART,
+        "embedding_in_backward": False,
+        "tp_plan": TpPlan.WHOLE,
+        "autocast": is_amp,
+        "masters": case.precision is Precision.MASTER,
+        "compress_bf16": halved and case.precision in (Precision.AMP, Precision.FP32),
+        "bucket_cap_mb": case.bucket_mb,
+        "gradient_as_bucket_view": True,
+        "init_sync": False,
+        "grad_sync": case.grad_sync,
+        "clip": case.clip > 0,
+        "recompute": case.recompute,
+        "recompute_some": case.recompute_blocks[0],
+        "recompute_every": case.recompute_blocks[1],
+        "pp_schedule": Schedule(case.pp_schedule),
+        "pp_microbatches": _parts(case),
+    }
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in known})

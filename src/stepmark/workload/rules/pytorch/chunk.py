@@ -2,44 +2,23 @@
 
 fully_shard is called on the embedding and the output, or the root has both; on every
 blocks_per_group blocks; and with expert parallelism on the experts of each block before it
-(bench/training/parallelize.py: _fsdp). Without a Sharding the same passes run plain. Over 250
-lines: every call of FSDP has its place between the same few modules.
+(bench/training/parallelize.py: _fsdp). Without a Sharding the same passes run plain.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.training import Recompute
-from stepmark.core.workload import Block, Item, Operation, Run
-from stepmark.workload.rules.pytorch.fsdp_order import (
-    PASSED,
-    Group,
-    Order,
-    Sharding,
-    linked,
-)
-from stepmark.workload.rules.pytorch.recompute import again, ahead
-from stepmark.workload.units import Unit
+from stepmark.core.workload import Block, Item, Run
+from stepmark.workload.architecture import Unit
+from stepmark.workload.pipeline import PASSED, in_layer
+from stepmark.workload.rules.pytorch.fsdp_order import UNSHARDED, Group, Order, linked
+from stepmark.workload.rules.pytorch.technique import Technique, again, ahead
 
 BLOCKS = dict[str, Block]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is wrapped together. together: embedding and output are the root's own.
-
-    table_again: the embedding's table is gathered for its backward pass, too. marked: the ends
-    of passes have a name, for what runs beside the computation.
-    """
-
-    sharding: Sharding | None = None
-    marked: bool = False
-    together: bool = True
-    table_again: bool = True
-    blocks_per_group: int = 1
-    recompute: Recompute = Recompute.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +39,7 @@ class Chunk:
 
     def __init__(
         self,
-        plan: Plan,
+        how: Technique,
         layers: Sequence[Layer],
         *,
         blocks: BLOCKS,
@@ -68,40 +47,46 @@ class Chunk:
         output: Unit | None = None,
         suffix: str = "",
     ) -> None:
-        self._plan, self.blocks, self._suffix = plan, blocks, suffix
+        self._technique, self.blocks, self._suffix = how, blocks, suffix
         self.embedding, self.output = embedding, output
-        how = plan.sharding
-        self._order = Order(how, suffix) if how else None
+        sharding = how.sharding
+        self._order = Order(sharding or UNSHARDED, suffix)
         self._unsharding = False  # all at once, ahead of a pass
-        reshard = how.reshard if how else None
+        reshard = sharding.reshard if sharding else None
         ends = [unit for unit in (embedding, output) if unit]
         self._root = self._first = self._last = None
-        if plan.together and ends:
+        if sharding and how.together and ends:
             params = tuple(one for unit in ends for one in unit.params)
             self._root = Group(module="root", params=params, reshard=None)
-        elif not plan.together:
+        elif sharding and not how.together:
             if embedding:
                 self._first = Group(
                     module="embedding",
                     params=embedding.params,
                     reshard=reshard,
-                    in_backward=plan.table_again,
+                    in_backward=how.table_again,
                 )
             if output:
                 self._last = Group(module="output", params=output.params, reshard=None)
         self.layers = [self._with_experts(one, reshard) for one in layers]
-        size = plan.blocks_per_group
-        self._groups: list[tuple[Group, list[Layer]]] = []
-        for first in range(0, len(self.layers), size):
-            members = self.layers[first : first + size]
-            group = Group(
+        size = how.blocks_per_group
+        parts = [self.layers[at : at + size] for at in range(0, len(self.layers), size)]
+        groups = [
+            Group(
                 module="blocks",
-                params=tuple(p for one in members for p in self._own(one)),
-                layer=members[0].index,
+                params=tuple(
+                    param
+                    for one in part
+                    for param in (one.unit.others if one.experts else one.unit.params)
+                ),
+                layer=part[0].index,
                 reshard=reshard,
             )
-            self._groups.append((group, members))
-        linked([group for group, _ in self._groups], how.prefetch if how else 1)
+            for part in (parts if sharding else ())
+        ]
+        linked(groups, sharding.prefetch if sharding else 1)
+        of_parts = (groups[at] if groups else None for at in range(len(parts)))
+        self._groups = list(zip(of_parts, parts, strict=True))
         for unit in ends:
             self._register(unit)
         for unit in {one.unit.name: one.unit for one in self.layers}.values():
@@ -115,11 +100,11 @@ class Chunk:
 
     @property
     def is_sharded(self) -> bool:
-        return self._order is not None
+        return self._technique.sharding is not None
 
     def state(self) -> tuple[object, ...]:
         """Of FSDP: equal before two passes means that these are equal."""
-        return self._order.state(self._all_groups()) if self._order else ()
+        return self._order.state(self._all_groups())
 
     def open_passes(self) -> list[int]:
         """How many forward passes of each group lie open, by what came before them."""
@@ -133,30 +118,64 @@ class Chunk:
 
     def passed(self, times: int = 1) -> None:
         """So many operations named PASSED were issued, in this chunk or another."""
-        if self._order:
-            self._order.passed(times)
+        self._order.passed(times)
 
     def forward(self) -> Block:
-        segments = [(self._opened(Phase.FWD), 0), *self._forward()]
+        order, segments = self._order, [(self._opened(Phase.FWD), 0)]
+        order.begin()
+        order.pre_forward(self._root)
+        segments += self._forward(self.embedding, self._first)
+        for group, members in self._groups:
+            order.pre_forward(group)
+            segments.append((tuple(self._passes(members, "fwd")), members[0].index))
+            order.post_forward(group)
+        segments += self._forward(self.output, self._last)
+        order.post_forward(self._root)
         return folded(segments, self.blocks, f"fwd{self._suffix}")
+
+    def _forward(self, unit: Unit | None, group: Group | None) -> Iterator[tuple[Block, int]]:
+        """One end of the model."""
+        if unit:
+            self._order.pre_forward(group)
+            yield (*self._order.take(), _run(unit, "fwd")), 0
+            self.passed()
+            self._order.post_forward(group)
 
     def backward(self, *, reduces: bool = True, keeps: bool = False) -> Block:
         """keeps: as in a pipeline, weights stay gathered and the step has more passes."""
-        segments = [(self._opened(Phase.BWD), 0)]
-        segments += self._backward(reduces=reduces, keeps=keeps)
-        if self._order and not keeps:
-            self._order.end(self._all_groups(), reduces=reduces)
-            segments.append((self._take(), 0))
+        order, segments = self._order, [(self._opened(Phase.BWD), 0)]
+        leave = partial(order.post_backward, reduces=reduces, keeps=keeps)
+        order.pre_backward(self._root)
+        order.pre_backward(self._last)
+        if self.output:
+            segments.append(((*order.take(), _run(self.output, "bwd")), 0))
+            self.passed()
+            leave(self._last)
+        segments.append((order.take(), 0))
+        for group, members in reversed(self._groups):
+            base = members[0].index
+            order.pre_backward(group)
+            passes = tuple(self._passes(members, "bwd", leave))
+            leave(group)
+            segments.append(((*passes, *order.take(base)), base))
+        order.pre_backward(self._first)
+        if self.embedding:
+            segments.append(((*order.take(), _run(self.embedding, "bwd")), 0))
+        leave(self._first)
+        leave(self._root)
+        segments.append((order.take(), 0))
+        if not keeps:
+            order.end(self._all_groups(), reduces=reduces)
+            segments.append((order.take(), 0))
         return folded(segments, self.blocks, f"bwd{self._suffix}")
 
     def gather(self) -> Block:
         """All weights, ahead of the passes that need them: a pipeline's UNSHARD."""
-        if self._order:
-            self._unsharding = True
-            with self._order.of_all():
-                for group in self._all_groups():
-                    self._order.unshard(group, Phase.FWD, (PASSED,))
-        return self._take()
+        self._unsharding = True
+        with self._order.of_all():
+            for group in self._all_groups():
+                self._order.unshard(group, Phase.FWD, (PASSED,))
+        return self._order.take()
 
     def release(self) -> None:
         """Weights given back between passes: a pipeline's RESHARD."""
@@ -165,29 +184,25 @@ class Chunk:
 
     def _opened(self, phase: Phase) -> Block:
         """What was gathered ahead is waited for as a whole (_assert_unsharded)."""
-        if self._order and self._unsharding:
+        if self._unsharding:
             for group in self._all_groups():
                 self._order.wait(group, phase)
         self._unsharding = False
-        return self._take()
+        return self._order.take()
 
     def reduce(self) -> Block:
         """All gradients, in the order of the modules: perform_reduce_grad of a stage."""
         segments: list[tuple[Block, int]] = []
-        if self._order:
-            for group in self._all_groups():
-                with self._order.of_all():
-                    self._order.post_backward(group)
-                segments.append((self._take(group.layer or 0), group.layer or 0))
-            self._order.end(self._all_groups())
-            segments.append((self._take(), 0))
+        for group in self._all_groups():
+            with self._order.of_all():
+                self._order.post_backward(group)
+            segments.append((self._order.take(group.layer or 0), group.layer or 0))
+        self._order.end(self._all_groups())
+        segments.append((self._order.take(), 0))
         return folded(segments, self.blocks, f"reduce{self._suffix}")
 
-    def _own(self, layer: Layer) -> tuple[Param, ...]:
-        return layer.unit.others if layer.experts else layer.unit.params
-
     def _with_experts(self, layer: Layer, reshard: int | None) -> Layer:
-        if layer.unit.experts_at is None:
+        if layer.unit.experts_at is None or not self.is_sharded:
             return layer
         group = Group(
             module="experts",
@@ -200,137 +215,57 @@ class Chunk:
 
     def _all_groups(self) -> list[Group]:
         """As named_modules meets them."""
-        found = [one for one in (self._root, self._first) if one]
-        for group, members in self._groups:
-            found.append(group)
-            found += [one.experts for one in members if one.experts]
-        return [*found, self._last] if self._last else found
+        inside = (
+            one
+            for group, members in self._groups
+            for one in (group, *(layer.experts for layer in members))
+        )
+        return [one for one in (self._root, self._first, *inside, self._last) if one]
 
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
         ways = {"fwd": unit.fwd, "bwd": unit.bwd}
-        if is_layer and self._plan.recompute is not Recompute.NONE:
-            early, (first, *others) = ahead(unit), again(unit, self._plan.recompute)
+        if is_layer and self._technique.recompute is not Recompute.NONE:
+            early, (first, *others) = ahead(unit), again(unit, self._technique.recompute)
             ways["again"] = ((*unit.bwd[0][:early], *first), *others)
             ways["rest"] = (unit.bwd[0][early:], *unit.bwd[1:])
         for way, pieces in ways.items():
             for index, piece in enumerate(pieces):
-                is_end = self._plan.marked and way != "again" and index + 1 == len(pieces)
+                is_end = self._technique.marked and way != "again" and index + 1 == len(pieces)
                 name = _name(unit, way, index, len(pieces))
-                self.blocks[name] = _marked(piece) if is_end else piece
-
-    def _take(self, layer: int = 0) -> Block:
-        return self._order.take(layer) if self._order else ()
-
-    def _forward(self) -> Iterator[tuple[Block, int]]:
-        order = self._order
-        if order:
-            order.begin()
-        self._enter(self._root)
-        if self.embedding:
-            self._enter(self._first)
-            yield (*self._take(), _run(self.embedding, "fwd")), 0
-            self.passed()
-            self._leave(self._first)
-        for group, members in self._groups:
-            self._enter(group)
-            yield self._passes(members, group, "fwd"), members[0].index
-            self._leave(group)
-        if self.output:
-            self._enter(self._last)
-            yield (*self._take(), _run(self.output, "fwd")), 0
-            self.passed()
-            self._leave(self._last)
-        self._leave(self._root)
-
-    def _enter(self, group: Group | None) -> None:
-        if self._order and group:
-            self._order.pre_forward(group)
-
-    def _leave(self, group: Group | None) -> None:
-        if self._order and group:
-            self._order.post_forward(group)
-
-    def _backward(self, *, reduces: bool, keeps: bool) -> Iterator[tuple[Block, int]]:
-        order = self._order
-
-        def leave(group: Group | None) -> None:
-            if order and group:
-                order.post_backward(group, reduces=reduces, keeps=keeps)
-
-        for group in (self._root, self._last):
-            if order and group:
-                order.pre_backward(group)
-        if self.output:
-            yield (*self._take(), _run(self.output, "bwd")), 0
-            self.passed()
-            leave(self._last)
-        before = self._take()
-        if before:
-            yield before, 0
-        for group, members in reversed(self._groups):
-            base = members[0].index
-            if order:
-                order.pre_backward(group)
-            passes = self._passes(members, group, "bwd", reduces=reduces, keeps=keeps)
-            leave(group)
-            yield (*passes, *self._take(base)), base
-        if order and self._first:
-            order.pre_backward(self._first)
-        if self.embedding:
-            yield (*self._take(), _run(self.embedding, "bwd")), 0
-        leave(self._first)
-        leave(self._root)
-        yield self._take(), 0
+                marked = (replace(one, name=PASSED) for one in piece[-1:])
+                self.blocks[name] = (*piece[:-1], *marked) if is_end else piece
 
     def _passes(
         self,
         members: Sequence[Layer],
-        group: Group,
         way: str,
-        *,
-        reduces: bool = True,
-        keeps: bool = False,
-    ) -> Block:
+        leave: Callable[[Group | None], None] = lambda group: None,
+    ) -> Iterator[Item]:
         """Blocks one after the other, the last one first if backward."""
         base = members[0].index
-        found = [*self._take(base)]
+        yield from self._order.take(base)
         for one in members if way == "fwd" else reversed(members):
-            layer = one.index - base
-            mine = way
-            if way == "bwd" and one.is_checkpointed:
-                found += self._pieces(one, "again", layer, base)
-                mine = "rest"
-            found += self._pieces(one, mine, layer, base, reduces=reduces, keeps=keeps)
-        return tuple(found)
+            ways = ["again", "rest"] if way == "bwd" and one.is_checkpointed else [way]
+            for each in ways:
+                yield from self._pieces(one, each, base, leave)
 
     def _pieces(
-        self,
-        one: Layer,
-        way: str,
-        layer: int,
-        base: int,
-        *,
-        reduces: bool = True,
-        keeps: bool = False,
+        self, one: Layer, way: str, base: int, leave: Callable[[Group | None], None]
     ) -> Iterator[Item]:
-        unit, order, experts = one.unit, self._order, one.experts
+        """leave: what is called behind experts in the backward pass."""
+        unit, order = one.unit, self._order
         is_backward = way in ("bwd", "rest")
         pieces = unit.bwd if is_backward else unit.fwd
         for index in range(len(pieces)):
-            is_inside = index == unit.experts_at
-            if order and experts and is_inside:
-                if is_backward:
-                    order.pre_backward(experts)
-                else:
-                    order.pre_forward(experts)
-                yield from self._take(base)
-            yield _run(unit, way, index, len(pieces), layer)
-            if order and experts and is_inside:
-                if way == "fwd":
-                    order.post_forward(experts)
-                elif is_backward:
-                    order.post_backward(experts, reduces=reduces, keeps=keeps)
-                yield from self._take(base)
+            experts = one.experts if index == unit.experts_at else None
+            (order.pre_backward if is_backward else order.pre_forward)(experts)
+            yield from order.take(base)
+            yield _run(unit, way, index, len(pieces), one.index - base)
+            if way == "fwd":
+                order.post_forward(experts)
+            elif is_backward:
+                leave(experts)
+            yield from order.take(base)
         if way != "again":
             self.passed()
 
@@ -348,7 +283,7 @@ def folded(segments: Sequence[tuple[Block, int]], blocks: BLOCKS, way: str) -> B
         ]:
             times += 1
         if times == 1:
-            found += [_at(item, first) for item in segment]
+            found += [in_layer(item, first) for item in segment]
         else:
             name = next((name for name, block in blocks.items() if block == segment), "")
             name = name or f"{way}.{len(blocks)}"
@@ -358,19 +293,9 @@ def folded(segments: Sequence[tuple[Block, int]], blocks: BLOCKS, way: str) -> B
     return tuple(found)
 
 
-def _marked(piece: tuple[Operation, ...]) -> tuple[Operation, ...]:
-    return (*piece[:-1], *(replace(one, name=PASSED) for one in piece[-1:]))
-
-
 def _name(unit: Unit, way: str, index: int, pieces: int) -> str:
     return f"{unit.name}.{way}" if pieces == 1 else f"{unit.name}.{way}.{index}"
 
 
 def _run(unit: Unit, way: str, index: int = 0, pieces: int = 1, layer: int = 0) -> Run:
     return Run(block=_name(unit, way, index, pieces), layer=layer)
-
-
-def _at(item: Item, layer: int) -> Item:
-    if isinstance(item, Run):
-        return replace(item, layer=item.layer + layer)
-    return item if item.layer is None else replace(item, layer=item.layer + layer)

@@ -8,7 +8,7 @@ became ready. With find_unused_parameters they stay in the order of the modules,
 ones were used is reduced as well. The first bucket holds 1 MiB only where no size is given.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,23 +19,76 @@ from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync, Recompute
 from stepmark.core.workload import DDP, Block, ComputeOp, Item, Kernel, Run, Workload
-from stepmark.workload.architecture import AnyJob
-from stepmark.workload.job import Comms
-from stepmark.workload.rules.pytorch.buckets import (
-    closed,
-    completed,
-    filled,
-    ready_at,
-    ready_order,
-)
+from stepmark.workload.architecture import AnyJob, Unit
+from stepmark.workload.job import Comms, not_below, setting
+from stepmark.workload.pipeline import wait
 from stepmark.workload.rules.pytorch.chunk import Chunk, folded
-from stepmark.workload.rules.pytorch.fsdp import checked, said, setting
-from stepmark.workload.rules.pytorch.fsdp_order import wait
-from stepmark.workload.rules.pytorch.recompute import ahead
-from stepmark.workload.rules.pytorch.step import SOURCE, Rule, build
-from stepmark.workload.rules.pytorch.technique import Technique
+from stepmark.workload.rules.pytorch.step import SOURCE, build
+from stepmark.workload.rules.pytorch.technique import ahead, checked, technique
 from stepmark.workload.rules.pytorch.units import groups_of
-from stepmark.workload.units import Unit
+
+
+def closed(sizes: Sequence[int], itemsize: int, limits: tuple[int, ...]) -> Iterator[list[int]]:
+    """Places of tensors by bucket: each is closed by the tensor that reaches its limit.
+
+    limits: of the first ones in bytes; the last stands for all others
+    (compute_bucket_assignment_by_size).
+    """
+    bucket: list[int] = []
+    held, closed = 0, 0
+    for at, size in enumerate(sizes):
+        bucket.append(at)
+        held += size * itemsize
+        if held >= limits[min(closed, len(limits) - 1)]:
+            yield bucket
+            bucket, held = [], 0
+            closed += 1
+    if bucket:
+        yield bucket
+
+
+def filled(
+    params: Sequence[Param], itemsize: int, limits: tuple[int, ...]
+) -> Iterator[list[Param]]:
+    for bucket in closed([one.numel for one in params], itemsize, limits):
+        yield [params[at] for at in bucket]
+
+
+Placed = tuple[int, Param]  # number of its unit
+
+
+def completed(
+    ready: Sequence[Placed], buckets: Sequence[Sequence[Placed]]
+) -> dict[int, list[tuple[Param, int]]]:
+    """Which gradient, ready in this order, lets which buckets go."""
+    place = {(number, one.name): at for at, (number, one) in enumerate(ready)}
+    found: dict[int, list[tuple[Param, int]]] = {}
+    latest = -1
+    for bucket in buckets:
+        latest = max(latest, *(place[number, one.name] for number, one in bucket))
+        number, param = ready[latest]
+        elements = sum(one.numel for _, one in bucket)
+        found.setdefault(number, []).append((param, elements))
+    return found
+
+
+def ready_order(params: tuple[Param, ...], *, autocast: bool) -> tuple[Param, ...]:
+    """Parameters as their gradients become ready, the last module's first.
+
+    Nodes of autograd run newest first; of one node's parameters the order is that of
+    torch 2.13: bias before weight of a linear layer, weight before bias of a norm, and the
+    other way round under autocast, whose casts are nodes of their own.
+    """
+    by_module: dict[str, list[Param]] = {}
+    for one in params:
+        if one.is_trained:
+            by_module.setdefault(one.name.rpartition(".")[0], []).append(one)
+    found: list[Param] = []
+    for members in reversed(by_module.values()):
+        in_order = members[0].is_norm is not autocast and not members[0].is_expert
+        found += members if in_order else reversed(members)
+    return tuple(found)
+
 
 MIB = 2**20
 _FIRST, _DEFAULT_MB = MIB, 25
@@ -47,23 +100,22 @@ _BUCKET, _READY = "bucket", "ready"
 class Ddp:
     """DistributedDataParallel's settings by their own names, and how a step runs."""
 
-    param_dtype: DType = setting(DType.FP32, "type of weights, and so of gradients")
-    autocast: bool = setting(True, "products in bf16 though weights are fp32")
-    masters: bool = setting(False, "fp32 weights for the optimizer beside the model's")
-    compress_bf16: bool = setting(False, "bf16_compress_hook: gradients travel as bf16")
-    bucket_cap_mb: int = setting(0, "MiB of a bucket; 0: 25 after a first one of 1")
-    find_unused_parameters: bool = setting(False, "buckets stay as made, one message more")
-    gradient_as_bucket_view: bool = setting(False, "gradients are not copied out of buckets")
-    init_sync: bool = setting(True, "rank 0's weights are broadcast at the start")
-    grad_sync: GradSync = setting(GradSync.EVERY, "reduce with every micro-batch or the last")
-    clip: bool = setting(True, "gradients are clipped by their norm")
-    recompute: Recompute = setting(Recompute.NONE, "activation checkpointing: none, full, ...")
-    recompute_some: int = setting(1, "checkpointed blocks, with blocks")
-    recompute_every: int = setting(1, "of so many, with blocks")
+    param_dtype: DType = setting(DType.FP32, "dtype of weights and gradients")
+    autocast: bool = setting(True, "bf16 products with fp32 weights")
+    masters: bool = setting(False, "keep fp32 master weights for the optimizer")
+    compress_bf16: bool = setting(False, "send gradients in bf16 (bf16_compress_hook)")
+    bucket_cap_mb: int = setting(0, "MiB per gradient bucket; 0: 25, the first one 1")
+    find_unused_parameters: bool = setting(False, "reduce which parameters were used as well")
+    gradient_as_bucket_view: bool = setting(False, "gradients are views of buckets")
+    init_sync: bool = setting(True, "broadcast rank 0's weights at the start")
+    grad_sync: GradSync = setting(GradSync.EVERY, "reduce every micro-batch or the last one")
+    clip: bool = setting(True, "clip gradients by their norm")
+    recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
+    recompute_some: int = setting(1, "with blocks: checkpointed blocks in each cycle")
+    recompute_every: int = setting(1, "with blocks: blocks per cycle")
 
     def __post_init__(self) -> None:
-        if self.bucket_cap_mb < 0:
-            raise ConfigError("bucket_cap_mb", self.bucket_cap_mb, "0 or more")
+        not_below(self, 0, "bucket_cap_mb")
         checked(self)
 
     @property
@@ -84,19 +136,14 @@ def workload(job: AnyJob, settings: Ddp) -> Workload:
     def reducing(chunk: Chunk) -> "Reducing":
         return Reducing(chunk, settings, comms)
 
-    technique = Technique(
-        weights=DType.FP32 if settings.masters else settings.param_dtype,
-        model_weights=settings.param_dtype,
+    how = technique(
+        settings,
         holds=settings.grad_sync is GradSync.LAST,
-        clips=settings.clip,
-        recompute=settings.recompute,
-        recompute_blocks=(settings.recompute_some, settings.recompute_every),
         buckets=reducing,
         setup=(lambda chunk: reducing(chunk).setup()) if settings.init_sync else None,
     )
     source = f"{SOURCE}, torch/nn/parallel/distributed.py, c10d/reducer.cpp"
-    rule = Rule(name="ddp", source=source, settings=said(settings))
-    return build(job, technique, rule)
+    return build(job, how, "ddp", source, settings)
 
 
 class Reducing:
@@ -123,7 +170,9 @@ class Reducing:
             early = ahead(unit) if is_checkpointed else 0
             body, done = unit.bwd[0], early
             for param, elements in full.get(number, ()):
-                place = max(done, ready_at(body, param))
+                # Behind the last operation of the parameter's module.
+                ends = [at for at, one in enumerate(body, 1) if one.module == param.part]
+                place = max(done, ends[-1] if ends else len(body))
                 items += body[done:place]
                 items += self._reduced(elements, unit, layer)
                 done = place
@@ -151,9 +200,7 @@ class Reducing:
         return tuple(
             replace(made, root=0) if kind is Collective.BROADCAST else made
             for kind, elements, one in sent
-            for made in self._comms(
-                kind, elements, "ddp", phase=Phase.OPTIM, module="parameters", dtype=one
-            )
+            for made in self._comms(kind, elements, "ddp", Phase.OPTIM, "parameters", one)
         )
 
     def _full(self) -> dict[int, list[tuple[Param, int]]]:
@@ -177,14 +224,13 @@ class Reducing:
             ]
         size = self._settings.param_dtype.itemsize
         sizes = [one.numel for _, one in order]
-        buckets = [[order[at] for at in bucket] for bucket in closed(sizes, size, self._limits)]
+        buckets = [
+            [order[at] for at in bucket]
+            for bucket in closed(sizes, size, self._settings.limits)
+        ]
         if self._settings.find_unused_parameters:
             buckets.reverse()
         return completed(ready, buckets)
-
-    @property
-    def _limits(self) -> tuple[int, int]:
-        return self._settings.limits
 
     def _reduced(self, elements: int, unit: Unit, layer: int | None) -> tuple[Item, ...]:
         """Gradients are divided by the ranks on their way into the bucket."""
@@ -223,9 +269,9 @@ class Reducing:
                 Collective.ALL_REDUCE,
                 len(params),
                 "ddp",
-                phase=Phase.BWD,
-                module="used",
-                dtype=DType.INT32,
+                Phase.BWD,
+                "used",
+                DType.INT32,
                 microbatch=0,
                 stream=DDP,
                 name=_BUCKET,

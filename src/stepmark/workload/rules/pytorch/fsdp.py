@@ -4,21 +4,19 @@ Follows torch 2.13.0, torch/distributed/fsdp/_fully_shard, and the trainer of `s
 (bench/training/parallelize.py), with whose real runs tests compare every message.
 """
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.training import GradSync, Recompute
 from stepmark.core.workload import Group, Workload
 from stepmark.workload.architecture import AnyJob
-from stepmark.workload.job import Comms, check_trained
+from stepmark.workload.job import Comms, not_below, setting
 from stepmark.workload.rules.pytorch.fsdp_order import Sharding
 from stepmark.workload.rules.pytorch.schedules import Schedule
-from stepmark.workload.rules.pytorch.step import SOURCE, Rule, Setting, build
-from stepmark.workload.rules.pytorch.technique import Pipelined, Technique
+from stepmark.workload.rules.pytorch.step import SOURCE, build
+from stepmark.workload.rules.pytorch.technique import checked, technique
 from stepmark.workload.rules.pytorch.units import TpPlan, groups_of
 
 
@@ -29,58 +27,29 @@ class Ends(StrEnum):
     APART = "apart"  # the embedding and the output each, as `stepmark train` has it
 
 
-def not_below(settings: Any, least: int, *names: str) -> None:
-    """Raises ConfigError where a setting of these names is less."""
-    for name in names:
-        if getattr(settings, name) < least:
-            raise ConfigError(name, getattr(settings, name), f"{least} or more")
-
-
-def checked(settings: Any) -> None:
-    """Raises ConfigError for types, recompute_* and pp_* that mean nothing."""
-    for name in ("param_dtype", "reduce_dtype", "shard_dtype"):
-        if hasattr(settings, name):
-            check_trained(name, getattr(settings, name))
-    not_below(settings, 1, "recompute_some", "recompute_every")
-    if settings.recompute_some > settings.recompute_every:
-        raise ConfigError(
-            "recompute_some",
-            settings.recompute_some,
-            f"at most recompute_every ({settings.recompute_every})",
-        )
-    if hasattr(settings, "pp_stages"):
-        not_below(settings, 1, "pp_stages")
-        not_below(settings, 0, "pp_microbatches")
-
-
-def setting(default: Any, text: str) -> Any:
-    """A field with its help."""
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp:
     """fully_shard and MixedPrecisionPolicy by their own names, and how a step runs."""
 
-    param_dtype: DType = setting(DType.BF16, "type that weights are gathered and used in")
-    reduce_dtype: DType = setting(DType.FP32, "type that gradients are reduced in")
-    shard_dtype: DType = setting(DType.FP32, "type of shards, which the optimizer updates")
-    reshard_after_forward: str = setting("yes", "yes, no, or ranks to reshard over")
-    prefetch: int = setting(1, "groups gathered ahead; 1 is torch's own way")
-    blocks_per_group: int = setting(1, "blocks that are gathered together")
-    ends: Ends = setting(Ends.ROOT, "embedding and output: root or apart")
+    param_dtype: DType = setting(DType.BF16, "dtype of gathered weights")
+    reduce_dtype: DType = setting(DType.FP32, "dtype of reduced gradients")
+    shard_dtype: DType = setting(DType.FP32, "dtype of the shards that the optimizer updates")
+    reshard_after_forward: str = setting("yes", "yes, no, or a number of ranks to reshard over")
+    prefetch: int = setting(1, "groups gathered ahead; 1: as torch does by itself")
+    blocks_per_group: int = setting(1, "transformer blocks per FSDP group")
+    ends: Ends = setting(Ends.ROOT, "who wraps embedding and output: root or apart")
     embedding_in_backward: bool = setting(
-        True, "with ends apart: set_unshard_in_backward of the embedding"
+        True, "with --ends apart: set_unshard_in_backward of the embedding"
     )
     tp_plan: TpPlan = setting(TpPlan.TORCHTITAN, "embedding and loss: torchtitan or whole")
-    grad_sync: GradSync = setting(GradSync.EVERY, "reduce with every micro-batch or the last")
-    clip: bool = setting(True, "gradients are clipped by their norm")
-    recompute: Recompute = setting(Recompute.NONE, "activation checkpointing: none, full, ...")
-    recompute_some: int = setting(1, "checkpointed blocks, with blocks")
-    recompute_every: int = setting(1, "of so many, with blocks")
+    grad_sync: GradSync = setting(GradSync.EVERY, "reduce every micro-batch or the last one")
+    clip: bool = setting(True, "clip gradients by their norm")
+    recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
+    recompute_some: int = setting(1, "with blocks: checkpointed blocks in each cycle")
+    recompute_every: int = setting(1, "with blocks: blocks per cycle")
     pp_schedule: Schedule = setting(Schedule.ONE_F_ONE_B, "1f1b, interleaved or gpipe")
-    pp_microbatches: int = setting(0, "of one pass through the pipeline; 0: all")
-    pp_stages: int = setting(2, "stages of a rank, with interleaved")
+    pp_microbatches: int = setting(0, "micro-batches per pass through the pipeline; 0: all")
+    pp_stages: int = setting(2, "with --pp-schedule interleaved: stages per rank")
 
     def __post_init__(self) -> None:
         not_below(self, 1, "prefetch", "blocks_per_group")
@@ -107,36 +76,18 @@ def workload(job: AnyJob, settings: Fsdp) -> Workload:
         prefetch=settings.prefetch,
         held=(holds and job.num_microbatches > 1) or job.parallel.pp > 1,
     )
-    technique = Technique(
+    how = technique(
+        settings,
         weights=settings.shard_dtype,
         model_weights=settings.shard_dtype,
         sharding=sharding,
-        plan=settings.tp_plan,
         table_again=settings.embedding_in_backward,
         together=settings.ends is Ends.ROOT,
         blocks_per_group=settings.blocks_per_group,
-        recompute=settings.recompute,
-        recompute_blocks=(settings.recompute_some, settings.recompute_every),
         holds=holds,
-        clips=settings.clip,
-        pipelined=Pipelined(
-            schedule=settings.pp_schedule,
-            num_microbatches=settings.pp_microbatches,
-            num_chunks=settings.pp_stages,
-        ),
     )
     source = f"{SOURCE}, torch/distributed/fsdp/_fully_shard"
-    rule = Rule(name="fsdp", source=source, settings=said(settings))
-    return build(job, technique, rule)
-
-
-def said(settings: Any) -> dict[str, Setting]:
-    """Fields of a rule's settings as plain values."""
-    found: dict[str, Setting] = {}
-    for one in dataclasses.fields(settings):
-        value = getattr(settings, one.name)
-        found[one.name] = value.value if isinstance(value, StrEnum) else value
-    return found
+    return build(job, how, "fsdp", source, settings)
 
 
 def _reshard(text: str, shards: int) -> int | None:

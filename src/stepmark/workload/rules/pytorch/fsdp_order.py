@@ -8,22 +8,23 @@ foreach_reduce). Gathers and reductions of a process group are on one stream, na
 though torch has two: a group does one at a time (core/workload.py). Torch's own order of
 gathers, whatever their group, is told by `after`; that of reductions follows from the copies
 into their buffers, each of which waits for the reduction before it. Copies in and out of
-buffers are on "compute". Over 250 lines: one state machine, whose methods are torch's calls.
+buffers are on "compute".
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
 from stepmark.core.module import Param
 from stepmark.core.ops import Phase
-from stepmark.core.workload import FSDP_REPLICATE, CommOp, ComputeOp, Item, Kernel, Run
+from stepmark.core.workload import FSDP_REPLICATE, ComputeOp, Item, Kernel
+from stepmark.core.workload import Group as RankGroup
 from stepmark.workload.job import Comms
+from stepmark.workload.pipeline import PASSED, in_layer, wait
 
 GATHER, REDUCE, REPLICATE = "fsdp", "fsdp_reduce", "fsdp_replicate"  # what others wait for
-PASSED = "passed"  # the newest computation of a pass
 _COPY_IN, _COPY_OUT = "reduce_copy_in", "copy_out"
 
 
@@ -41,6 +42,10 @@ class Sharding:
     reshard: int | None = 0
     prefetch: int = 1
     held: bool = False
+
+
+_ALONE = dict.fromkeys(("fsdp", "replicate"), RankGroup(digits=((1, 1),)))
+UNSHARDED = Sharding(comms=Comms(groups=_ALONE), gathered=DType.FP32, reduced=DType.FP32)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,13 +67,13 @@ class Group:
     # By forward pass without its backward one: the group before, and how often in a row.
     before: "list[tuple[Group | None, int]]" = field(default_factory=list)
 
-    def pushed(self, other: "Group | None", times: int = 1) -> None:
+    def pushed(self, other: "Group | None") -> None:
         """After a forward pass that came behind the other one's."""
         last, count = self.before[-1] if self.before else (None, 0)
         if count and last is other:
-            self.before[-1] = other, count + times
+            self.before[-1] = other, count + 1
         else:
-            self.before.append((other, times))
+            self.before.append((other, 1))
 
     def popped(self) -> "Group | None":
         """What came before in the newest forward pass, which is forgotten."""
@@ -81,7 +86,7 @@ class Group:
 
 
 class Order:
-    """Issues what FSDP does, in the order of the calls of these methods."""
+    """Issues what FSDP does, in the order of the calls of these methods; nothing for None."""
 
     def __init__(self, sharding: Sharding, suffix: str = "") -> None:
         self._how, self._suffix = sharding, suffix
@@ -104,7 +109,7 @@ class Order:
 
     def take(self, layer: int = 0) -> tuple[Item, ...]:
         """What was issued since the last call, layers relative to this one."""
-        taken = tuple(_shifted(item, -layer) for item in self.items)
+        taken = tuple(in_layer(item, -layer) for item in self.items)
         self.items.clear()
         return taken
 
@@ -175,21 +180,27 @@ class Order:
         after = self._named(GATHER) + (f"~{back}" if back else "")
         self._copy("fsdp_copy_out", 2 * size, group, phase, after=(after,), name=_COPY_OUT)
 
-    def pre_forward(self, group: Group) -> None:
+    def pre_forward(self, group: Group | None) -> None:
+        if group is None:
+            return
         # The buffer of the gather before the last is free once it was copied from.
         self.unshard(group, Phase.FWD, (f"{_COPY_OUT}~1",))
         self.wait(group, Phase.FWD)
         for other in group.ahead:
             self.unshard(other, Phase.FWD, (f"{_COPY_OUT}~1",))
 
-    def post_forward(self, group: Group) -> None:
+    def post_forward(self, group: Group | None) -> None:
+        if group is None:
+            return
         if group.reshard is not None:
             group.is_whole = False
             group.is_inner = group.reshard > 0
         group.pushed(self._newest)
         self._newest = group
 
-    def pre_backward(self, group: Group) -> None:
+    def pre_backward(self, group: Group | None) -> None:
+        if group is None:
+            return
         self.unshard(group, Phase.BWD, (_COPY_OUT,))
         self.wait(group, Phase.BWD)
         if group.behind:
@@ -198,8 +209,12 @@ class Order:
         elif (before := group.popped()) is not None:
             self.unshard(before, Phase.BWD, (_COPY_OUT,))
 
-    def post_backward(self, group: Group, *, reduces: bool = True, keeps: bool = False) -> None:
+    def post_backward(
+        self, group: Group | None, *, reduces: bool = True, keeps: bool = False
+    ) -> None:
         """keeps: weights stay, as in a pipeline."""
+        if group is None:
+            return
         if not keeps:
             group.is_whole = group.is_inner = False
         trained = [one for one in group.params if one.is_trained]
@@ -212,9 +227,9 @@ class Order:
                     Collective.ALL_REDUCE,
                     one.numel,
                     "tp",
-                    phase=Phase.BWD,
-                    module=one.part,
-                    dtype=how.reduced if how.held else how.gathered,
+                    Phase.BWD,
+                    one.part,
+                    how.reduced if how.held else how.gathered,
                     layer=group.layer,
                     microbatch=self._microbatch,
                 )
@@ -252,9 +267,9 @@ class Order:
             collective,
             elements,
             group.shards if scatters else "replicate",
-            phase=Phase.BWD,
-            module=group.module,
-            dtype=how.reduced,
+            Phase.BWD,
+            group.module,
+            how.reduced,
             layer=group.layer,
             microbatch=self._microbatch,
             stream=group.shards if scatters else FSDP_REPLICATE,
@@ -290,14 +305,6 @@ class Order:
         return f"{stem}{self._suffix}{mark}{back}"
 
 
-def wait(after: tuple[str, ...], phase: Phase, module: str = "gradients") -> ComputeOp:
-    """The computation goes on when these are done; it takes no time itself."""
-    kernel = Kernel(name="wait", flops=0, bytes_moved=0)
-    return ComputeOp(
-        op=kernel, phase=phase, module=module, name=PASSED, after=after, time_s=0.0
-    )
-
-
 def linked(groups: Sequence[Group], prefetch: int) -> None:
     """Explicit prefetching of groups of blocks; torch gathers one ahead by itself.
 
@@ -308,9 +315,3 @@ def linked(groups: Sequence[Group], prefetch: int) -> None:
     for index, group in enumerate(groups):
         group.ahead = list(groups[index + 1 : index + 1 + prefetch])
         group.behind = list(groups[max(0, index - prefetch) : index][::-1])
-
-
-def _shifted(item: Item, layers: int) -> Item:
-    if isinstance(item, CommOp | ComputeOp):
-        return item if item.layer is None else replace(item, layer=item.layer + layers)
-    return replace(item, layer=item.layer + layers) if isinstance(item, Run) else item

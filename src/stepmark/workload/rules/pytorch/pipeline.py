@@ -13,22 +13,13 @@ from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Phase
 from stepmark.core.workload import Block, Item, Run
 from stepmark.workload.job import Comms, Job
-from stepmark.workload.pipeline import Act, Action, Span, Tick
-from stepmark.workload.rules.pytorch import interleaved, schedules
+from stepmark.workload.pipeline import PASSED, Act, Action, Span, Tick, wait
 from stepmark.workload.rules.pytorch.chunk import BLOCKS, Chunk
-from stepmark.workload.rules.pytorch.fsdp_order import PASSED, wait
-from stepmark.workload.rules.pytorch.schedules import MOVED, Order, Schedule
+from stepmark.workload.rules.pytorch.schedules import MOVED
 
 _NEXT = (Act.SEND_FORWARD, Act.RECV_BACKWARD)  # to or from the next stage
 _SENDS = (Act.SEND_FORWARD, Act.SEND_BACKWARD)
 _FORWARD = (Act.SEND_FORWARD, Act.RECV_FORWARD)
-
-
-def spans(order: Order) -> list[tuple[Span, ...]]:
-    """By rank of pp what it does, call by call."""
-    if order.schedule is Schedule.INTERLEAVED:
-        return interleaved.spans(order)
-    return schedules.spans(order)
 
 
 class Stage:
@@ -158,8 +149,8 @@ class Stage:
             SEND if action.act in _SENDS else RECV,
             job.tokens // job.parallel.tp * job.model.hidden_size,
             "pp",
-            phase=Phase.FWD if action.act in _FORWARD else Phase.BWD,
-            module="pipeline",
+            Phase.FWD if action.act in _FORWARD else Phase.BWD,
+            "pipeline",
             microbatch=microbatch,
             stream=("pp.next" if ahead or is_pair else "pp.prev")
             if action.after

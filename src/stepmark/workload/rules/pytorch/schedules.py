@@ -1,9 +1,13 @@
 """In which order a stage of torch.distributed.pipelining works, call by call.
 
 torch 2.13, torch/distributed/pipelining/schedules.py: Schedule1F1B and ScheduleGPipe
-(_step_microbatches); the interleaved one is in interleaved. What a call waits for at once
-lies on the computation's stream; an action with `after` is asynchronous. Waits for sends,
-long done by then, are left out.
+(_step_microbatches), ScheduleInterleaved1F1B (_get_1f1b_rank_ops, _add_unshard_reshard,
+_add_reduce_grad, _add_send_recv). What a call waits for at once lies on the computation's
+stream; an action with `after` is asynchronous. Waits for sends are left out:
+they are long done by then.
+
+The interleaved order is worked out for a few rounds of micro-batches: one round more puts the
+same actions in at the same place, so more rounds are more of the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,18 +16,11 @@ from enum import StrEnum
 from functools import cache
 
 from stepmark.core.errors import ConfigError
-from stepmark.workload.pipeline import Act, Action, Span, Tick
-from stepmark.workload.rules.pytorch.fsdp_order import PASSED
+from stepmark.workload.job import Job
+from stepmark.workload.pipeline import PASSED, TRANSFERS, Act, Action, Span, Tick
 
 COMPUTE = (Act.FORWARD, Act.BACKWARD)
-# What has a micro-batch.
-MOVED = (
-    *COMPUTE,
-    Act.SEND_FORWARD,
-    Act.RECV_FORWARD,
-    Act.SEND_BACKWARD,
-    Act.RECV_BACKWARD,
-)
+MOVED = (*COMPUTE, *TRANSFERS)  # what has a micro-batch
 
 
 class Schedule(StrEnum):
@@ -63,6 +60,20 @@ class Order:
         return self.num_ranks * self.num_chunks
 
 
+def order_of(job: Job, schedule: Schedule, count: int, num_chunks: int) -> Order:
+    """count: micro-batches of one pass; 0: all of a step. Raises ConfigError."""
+    count = count or job.num_microbatches
+    if job.num_microbatches % count:
+        allowed = f"a divisor of {job.num_microbatches} micro-batches of a step"
+        raise ConfigError("pp_microbatches", count, allowed)
+    return Order(
+        schedule=schedule,
+        num_ranks=job.parallel.pp,
+        num_microbatches=count,
+        num_chunks=num_chunks if schedule is Schedule.INTERLEAVED else 1,
+    )
+
+
 @cache
 def act_of(act: Act, microbatch: int = 0, chunk: int = 0, *, fused: bool = False) -> Action:
     return Action(act=act, microbatch=microbatch, chunk=chunk, fused=fused)
@@ -75,7 +86,9 @@ def later(act: Act, microbatch: int, chunk: int = 0) -> Action:
 
 
 def spans(order: Order) -> list[tuple[Span, ...]]:
-    """By rank what it does where it has one stage; ticks that repeat as one span."""
+    """By rank of pp what it does, call by call; ticks that repeat as one span."""
+    if order.schedule is Schedule.INTERLEAVED:
+        return _interleaved_spans(order)
     one = _gpipe if order.schedule is Schedule.GPIPE else _one_f_one_b
     ranks, count = order.num_ranks, order.num_microbatches
     return [tuple(one(rank, ranks, count)) for rank in range(ranks)]
@@ -134,3 +147,162 @@ def _one_f_one_b(rank: int, num_ranks: int, count: int) -> Iterator[Span]:
         cool = tuple(replace(one, microbatch=first + 1) for one in back)
         yield Span(ticks=(kept(cool),), times=warmup - 1)
     yield Span(ticks=((act_of(Act.REDUCE),),))
+
+
+_MOST_ACTIVE = 3  # stages of a rank whose parameters are gathered at a time
+_FEW = 2  # rounds that are worked out, and one more to see what is put in
+
+
+def _interleaved_spans(order: Order) -> list[tuple[Span, ...]]:
+    """By rank."""
+    per_round = order.num_microbatches // order.rounds
+    if order.rounds <= _FEW + 1:
+        made = _interleaved(order, order.num_microbatches)
+        return [tuple(Span(ticks=(tick,)) for tick in ticks) for ticks in made]
+    few = _interleaved(order, per_round * _FEW)
+    more = _interleaved(order, per_round * (_FEW + 1))
+    times = order.rounds - _FEW
+    return [
+        _lengthened(short, long, per_round, times)
+        for short, long in zip(few, more, strict=True)
+    ]
+
+
+def _lengthened(short: list[Tick], long: list[Tick], step: int, times: int) -> tuple[Span, ...]:
+    """What is in `long` beyond `short`, so many times where it is."""
+    extra = len(long) - len(short)
+    at = len(short)
+    while at and long[at - 1 + extra] == _moved(short[at - 1], step):
+        at -= 1
+    assert long[:at] == short[:at]
+    period = Span(ticks=tuple(long[at : at + extra]), times=times, step=step)
+    rest = (Span(ticks=(_moved(tick, step * times),)) for tick in short[at:])
+    return (*(Span(ticks=(tick,)) for tick in short[:at]), period, *rest)
+
+
+def _moved(tick: Tick, microbatches: int) -> Tick:
+    """Of later micro-batches."""
+    return tuple(
+        replace(one, microbatch=one.microbatch + microbatches) if one.act in MOVED else one
+        for one in tick
+    )
+
+
+def _interleaved(order: Order, count: int) -> list[list[Tick]]:
+    """By rank, as _add_send_recv finds it: whoever sends says when the other one receives."""
+    ranks = order.num_ranks
+    planned = [_computed(order, count, rank) for rank in range(ranks)]
+    issued: list[list[Action]] = [[] for _ in range(ranks)]
+    arrived: set[tuple[Act, int, int, int]] = set()
+    heads = [0] * ranks
+    while any(head < len(plan) for head, plan in zip(heads, planned, strict=True)):
+        for rank, plan in enumerate(planned):
+            if heads[rank] == len(plan):
+                continue
+            action = plan[heads[rank]]
+            needed = _needed(order, rank, action)
+            if needed and (needed, rank, action.chunk, action.microbatch) not in arrived:
+                continue
+            heads[rank] += 1
+            issued[rank].append(action)
+            for sender, receiver, peer in _transfers(order, rank, action):
+                issued[rank].append(sender)
+                issued[peer].append(receiver)
+                arrived.add((receiver.act, peer, receiver.chunk, receiver.microbatch))
+    return [_ticks(order, rank, actions) for rank, actions in enumerate(issued)]
+
+
+def _computed(order: Order, count: int, rank: int) -> list[Action]:
+    """Forward and backward passes of a rank's stages, their gathers and reductions."""
+    chunks, total = order.num_chunks, order.num_chunks * count
+    per_round = count // max(1, count // order.num_ranks)
+    ahead = (chunks - 1) * per_round + 2 * (order.num_ranks - 1 - rank)
+    warmup = min(ahead, total)
+    done = {act: [0] * chunks for act in COMPUTE}
+    found: list[Action] = []
+
+    def add(act: Act, chunk: int) -> None:
+        found.append(act_of(act, done[act][chunk], chunk))
+        done[act][chunk] += 1
+
+    for number in range(warmup + total):
+        if number < total:
+            add(Act.FORWARD, number // per_round % chunks)
+        if number >= warmup:
+            add(Act.BACKWARD, chunks - 1 - (number - warmup) // per_round % chunks)
+    return list(_with_parameters(found, chunks, count))
+
+
+def _with_parameters(actions: list[Action], chunks: int, count: int) -> Iterator[Action]:
+    """Parameters of the next stages are gathered, those of others given back."""
+    following: list[tuple[int, ...]] = [()] * (len(actions) + 1)
+    for index in range(len(actions) - 1, -1, -1):
+        mine = actions[index].chunk
+        following[index] = (mine, *(one for one in following[index + 1] if one != mine))
+    active: set[int] = set()
+    back = [0] * chunks
+    for index, action in enumerate(actions):
+        wanted = following[index][:_MOST_ACTIVE]
+        for chunk in sorted(active.difference(wanted)):
+            yield act_of(Act.RELEASE, chunk=chunk)
+        for chunk in wanted:
+            if chunk not in active:
+                yield act_of(Act.GATHER, chunk=chunk)
+        active = set(wanted)
+        yield action
+        if action.act is Act.BACKWARD:
+            back[action.chunk] += 1
+            if back[action.chunk] == count:
+                yield act_of(Act.REDUCE, chunk=action.chunk)
+    for chunk in sorted(active):
+        yield act_of(Act.RELEASE, chunk=chunk)
+
+
+def _stage(order: Order, rank: int, action: Action) -> int:
+    return action.chunk * order.num_ranks + rank
+
+
+def _needed(order: Order, rank: int, action: Action) -> Act | None:
+    """What has to arrive before a computation."""
+    stage = _stage(order, rank, action)
+    if action.act is Act.FORWARD and stage > 0:
+        return Act.RECV_FORWARD
+    if action.act is Act.BACKWARD and stage < order.num_stages - 1:
+        return Act.RECV_BACKWARD
+    return None
+
+
+def _transfers(order: Order, rank: int, action: Action) -> Iterator[tuple[Action, Action, int]]:
+    """What a computation makes, as both sides see it, and the other one's rank."""
+    if action.act not in COMPUTE:
+        return
+    forward = action.act is Act.FORWARD
+    there = _stage(order, rank, action) + (1 if forward else -1)
+    if not 0 <= there < order.num_stages:
+        return
+    chunk, peer = divmod(there, order.num_ranks)
+    send, recv = (
+        (Act.SEND_FORWARD, Act.RECV_FORWARD)
+        if forward
+        else (Act.SEND_BACKWARD, Act.RECV_BACKWARD)
+    )
+    microbatch = action.microbatch
+    yield later(send, microbatch, action.chunk), later(recv, microbatch, chunk), peer
+
+
+def _ticks(order: Order, rank: int, actions: list[Action]) -> list[Tick]:
+    """Cut before each computation, which waits for what it needs."""
+    found: list[list[Action]] = [[]]
+    received: dict[tuple[Act, int], int] = {}
+    for action in actions:
+        if action.act in COMPUTE:
+            found.append([])
+            if (needed := _needed(order, rank, action)) is not None:
+                newer = received[needed, action.chunk] - 1 - action.microbatch
+                name = f"{needed}.{action.chunk}" + (f"~{newer}" if newer else "")
+                found[-1].append(Action(act=Act.WAIT, after=(name,)))
+        elif action.act in (Act.RECV_FORWARD, Act.RECV_BACKWARD):
+            key = action.act, action.chunk
+            received[key] = received.get(key, 0) + 1
+        found[-1].append(action)
+    return [tuple(tick) for tick in found if tick]

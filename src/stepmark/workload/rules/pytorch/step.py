@@ -4,46 +4,28 @@ As bench/training/trainer.py runs them.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from stepmark.core.collectives import Collective
+from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import Phase
-from stepmark.core.workload import (
-    Block,
-    ComputeOp,
-    Group,
-    Item,
-    Run,
-    Stage,
-    Workload,
-)
-from stepmark.workload.architecture import AnyJob, OwnJob
+from stepmark.core.module import Param
+from stepmark.core.ops import Optimizer, Phase
+from stepmark.core.workload import Block, ComputeOp, Group, Item, Kernel, Run, Stage, Workload
+from stepmark.workload.architecture import AnyJob, OwnJob, Unit
 from stepmark.workload.job import Comms, Job, check_trained
-from stepmark.workload.rules.pytorch import pipeline
-from stepmark.workload.rules.pytorch.chunk import BLOCKS, Chunk, Layer, Plan
-from stepmark.workload.rules.pytorch.recompute import is_checkpointed
-from stepmark.workload.rules.pytorch.technique import Pipelined, Technique
+from stepmark.workload.rules.pytorch.chunk import BLOCKS, Chunk, Layer
+from stepmark.workload.rules.pytorch.pipeline import Stage as PipelineStage
+from stepmark.workload.rules.pytorch.schedules import order_of
+from stepmark.workload.rules.pytorch.schedules import spans as spans_of
+from stepmark.workload.rules.pytorch.technique import Technique, plain_settings
 from stepmark.workload.rules.pytorch.units import Maker, groups_of, of_architecture
-from stepmark.workload.rules.pytorch.update import update
-from stepmark.workload.units import Unit
 
 SOURCE = "PyTorch 2.13.0"
-Setting = str | int | float | bool | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """What a workload says of where it is from."""
-
-    name: str
-    source: str
-    settings: Mapping[str, Setting]
-    notes: tuple[str, ...] = ()
-
-
-def build(job: AnyJob, how: Technique, rule: Rule) -> Workload:
+def build(job: AnyJob, how: Technique, name: str, source: str, settings: object) -> Workload:
     """The workload of a job. Raises ConfigError for what these rules do not know."""
     check_trained("dtype", job.dtype)
     groups = dict(how.sharding.comms.groups if how.sharding else groups_of(job))
@@ -54,16 +36,15 @@ def build(job: AnyJob, how: Technique, rule: Rule) -> Workload:
     used = _used(blocks, stages)
     return Workload(
         name=job.name,
-        rules=rule.name,
-        source=rule.source,
+        rules=name,
+        source=source,
         world_size=job.parallel.world_size,
         num_microbatches=job.num_microbatches,
         model=job.config,
-        settings=dict(rule.settings),
+        settings=plain_settings(settings),
         groups={name: group for name, group in groups.items() if name in used},
         blocks=blocks,
         stages=stages,
-        notes=rule.notes,
     )
 
 
@@ -122,12 +103,12 @@ def _pipelined(
     job: Job, how: Technique, comms: Comms, blocks: BLOCKS
 ) -> Iterator[tuple[list[Chunk], Block]]:
     """By rank of pp its parts of the model, and its passes of all micro-batches."""
-    order = (how.pipelined or Pipelined()).order(job)
+    order = order_of(job, how.schedule, how.pp_microbatches, how.pp_stages)
     chunks = _chunks(job, how, comms.groups, blocks, order.num_stages)
     times, count = job.num_microbatches // order.num_microbatches, order.num_microbatches
-    for rank, spans in enumerate(pipeline.spans(order)):
+    for rank, spans in enumerate(spans_of(order)):
         mine = chunks[rank :: order.num_ranks]
-        stage = pipeline.Stage(job, mine, rank, comms=comms, blocks=blocks)
+        stage = PipelineStage(job, mine, rank, comms=comms, blocks=blocks)
         passes = (*stage.program(spans), *_collected(job, how, mine, None))
         if times > 1:
             blocks[f"pass.{rank}"] = passes
@@ -157,30 +138,23 @@ def _chunks(
     for moe in (False, True):
         if (moe and model.num_moe_layers) or (not moe and model.num_dense_layers):
             kinds[moe] = maker.block(moe=moe)
-    plan = Plan(
-        sharding=how.sharding,
+    how = replace(
+        how,
         marked=how.sharding is not None or job.parallel.pp > 1,
-        table_again=how.table_again,
         together=how.together or model.tied_embeddings,
-        blocks_per_group=how.blocks_per_group,
-        recompute=how.recompute,
     )
     small, rest = divmod(model.num_layers, count)
     ends = [0, *itertools.accumulate(small + (index < rest) for index in range(count))]
     found: list[Chunk] = []
     for index, (start, stop) in enumerate(itertools.pairwise(ends)):
-        layers = [
-            Layer(
-                unit=kinds[model.moe is not None and at >= model.num_dense_layers],
-                index=at,
-                is_checkpointed=is_checkpointed(how.recompute, how.recompute_blocks, at),
-            )
+        units = [
+            kinds[model.moe is not None and at >= model.num_dense_layers]
             for at in range(start, stop)
         ]
         is_first, is_last = index == 0, index == count - 1
         made = Chunk(
-            plan,
-            layers,
+            how,
+            _layers_of(how, units, start),
             blocks=blocks,
             embedding=maker.embedding() if is_first else None,
             output=maker.output(has_table=is_first) if is_last else None,
@@ -193,23 +167,20 @@ def _chunks(
 def _own_chunk(job: OwnJob, how: Technique, blocks: BLOCKS) -> Chunk:
     """An architecture of the user's on one stage."""
     made = of_architecture(job.architecture)
-    plan = Plan(
-        sharding=how.sharding,
-        marked=how.sharding is not None or job.parallel.pp > 1,
-        table_again=how.table_again,
+    how = replace(
+        how,
+        marked=how.sharding is not None,
         together=how.together or bool(job.architecture.uses),
-        blocks_per_group=how.blocks_per_group,
-        recompute=how.recompute,
     )
-    layers = [
-        Layer(
-            unit=unit,
-            index=at,
-            is_checkpointed=is_checkpointed(how.recompute, how.recompute_blocks, at),
-        )
-        for at, unit in enumerate(made.layers)
+    layers = _layers_of(how, made.layers, 0)
+    return Chunk(how, layers, blocks=blocks, embedding=made.embedding, output=made.output)
+
+
+def _layers_of(how: Technique, units: Sequence[Unit], first: int) -> list[Layer]:
+    return [
+        Layer(unit=unit, index=at, is_checkpointed=how.is_checkpointed(at))
+        for at, unit in enumerate(units, first)
     ]
-    return Chunk(plan, layers, blocks=blocks, embedding=made.embedding, output=made.output)
 
 
 def _accumulated(job: AnyJob, how: Technique, chunk: Chunk, blocks: BLOCKS) -> Block:
@@ -246,11 +217,70 @@ def _collected(
         for one in chunk.params
         if one.is_partial
         for made in comms(
-            Collective.ALL_REDUCE,
-            one.numel,
-            "tp",
-            phase=Phase.BWD,
-            module=one.part,
-            microbatch=microbatch,
+            Collective.ALL_REDUCE, one.numel, "tp", Phase.BWD, one.part, microbatch=microbatch
         )
     )
+
+
+def update(job: AnyJob, how: Technique, chunks: list[Chunk], comms: Comms) -> Block:
+    """Clipping by the norm of all gradients, then AdamW on what this rank updates.
+
+    As bench/training/optimizer.py runs them (torch 2.13: nn/utils/clip_grad.py get_total_norm
+    over DTensors, optim/adamw.py).
+    """
+    every = [one for chunk in chunks for one in chunk.params]
+    trained = [one for one in every if one.is_trained and not one.is_copy]
+    # Without masters or FSDP, norms of a sequence's parts still have gradients that are parts.
+    partial = [one for one in trained if one.is_partial]
+    if how.sharding or how.weights is not how.model_weights:
+        partial = []
+
+    def summed(module: str) -> Block:
+        return tuple(
+            made
+            for one in partial
+            for made in comms(
+                Collective.ALL_REDUCE, one.numel, "tp", Phase.OPTIM, module, how.weights
+            )
+        )
+
+    size = sum(_held(one, how) for one in trained)
+    found: list[Item] = []
+    if how.clips:
+        found += [*summed("clip"), *_norms(job, how, trained, comms)]
+        moved = 2 * size * how.weights.itemsize
+        found.append(_computed("clip", Kernel(name="scale", flops=0, bytes_moved=moved)))
+    found += summed("update")
+    adam = Optimizer(num_params=max(1, size), kind="adamw", dtype=how.weights)
+    return (*found, _computed("update", adam))
+
+
+def _held(one: Param, how: Technique) -> int:
+    if how.sharding is None:
+        return one.numel
+    group = "expert_fsdp" if one.is_expert and "ep" in how.sharding.comms.groups else "fsdp"
+    return one.shard(how.sharding.comms.groups[group].size)
+
+
+def _norms(job: AnyJob, how: Technique, trained: list[Param], comms: Comms) -> list[Item]:
+    """One number per tensor is summed over the ranks that its gradient is divided over."""
+    apart = job.parallel.ep > 1
+    plain = [one for one in trained if not (apart and one.is_expert)]
+    moved = sum(_held(one, how) for one in trained) * how.weights.itemsize
+    squared = Kernel(name="norms", flops=0, bytes_moved=moved)
+    found: list[Item] = [_computed("clip", squared)]
+    groups = ["fsdp_tp" if how.sharding else "tp"]
+    sets = [(len(plain), groups)]
+    if apart:
+        sets.append((len(trained) - len(plain), ["expert_fsdp", "ep"]))
+    for count, over in sets:
+        for group in over:
+            found += comms(
+                Collective.ALL_REDUCE, count, group, Phase.OPTIM, "clip", how.weights
+            )
+    found += comms(Collective.ALL_REDUCE, 1, "pp", Phase.OPTIM, "clip", DType.FP32)
+    return found
+
+
+def _computed(module: str, op: Kernel | Optimizer) -> ComputeOp:
+    return ComputeOp(op=op, phase=Phase.OPTIM, module=module)

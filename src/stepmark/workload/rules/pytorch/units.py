@@ -4,8 +4,7 @@ As `stepmark train` spreads it: bench/training/model_parallel.py (DTensor's Colw
 RowwiseParallel and SequenceParallel, torch 2.13, torch/distributed/tensor/parallel/style.py;
 torchtitan's plan for Llama, in which the two differ at the ends: TpPlan; keys and values
 gathered, arXiv:2407.21783, section 3.3.2; experts). Backward each of these does its dual,
-where its forward pass was. Over 250 lines because a decoder's units and those of any
-architecture come to the same.
+where its forward pass was.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,16 +17,9 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.module import Module
 from stepmark.core.ops import Phase
 from stepmark.core.workload import CommOp, Group, Operation
-from stepmark.workload.architecture import AnyJob, Architecture
-from stepmark.workload.job import Comms, Job, mesh_groups
+from stepmark.workload.architecture import AnyJob, Architecture, Ops, Unit, weights_first
+from stepmark.workload.job import DUAL, Comms, Job, mesh_groups
 from stepmark.workload.tree import TreeMaker
-from stepmark.workload.units import Ops, Unit, weights_first
-
-_DUAL = {
-    Collective.ALL_GATHER: Collective.REDUCE_SCATTER,
-    Collective.REDUCE_SCATTER: Collective.ALL_GATHER,
-    Collective.ALL_TO_ALL_V: Collective.ALL_TO_ALL_V,
-}
 
 
 class TpPlan(StrEnum):
@@ -133,13 +125,13 @@ class Maker:
             Collective.ALL_REDUCE if is_whole else Collective.REDUCE_SCATTER,
             size,
             "tp",
-            phase=Phase.FWD,
-            module="embedding",
-            dtype=self.lookup_dtype,
+            Phase.FWD,
+            "embedding",
+            self.lookup_dtype,
             microbatch=0,
         )
         gathered = self.comms(
-            Collective.ALL_GATHER, size, "tp", phase=Phase.BWD, module="embedding", microbatch=0
+            Collective.ALL_GATHER, size, "tp", Phase.BWD, "embedding", microbatch=0
         )
         return Unit(
             name="embedding",
@@ -185,9 +177,9 @@ class Maker:
             collective,
             elements,
             "tp",
-            phase=Phase.FWD,
-            module="head" if collective is Collective.ALL_GATHER else "loss",
-            dtype=dtype,
+            Phase.FWD,
+            "head" if collective is Collective.ALL_GATHER else "loss",
+            dtype,
             microbatch=0,
             redop=redop,
         )
@@ -238,9 +230,9 @@ class Maker:
                 Collective.ALL_TO_ALL,
                 model.moe.num_experts,
                 "ep",
-                phase=Phase.FWD,
-                module="mlp.router",
-                dtype=DType.INT32,
+                Phase.FWD,
+                "mlp.router",
+                DType.INT32,
                 layer=0,
                 microbatch=0,
             )
@@ -261,11 +253,9 @@ class Maker:
         """Forward, and its dual backward."""
 
         def made(one: Collective, phase: Phase) -> tuple[CommOp, ...]:
-            return self.comms(
-                one, elements, group, phase=phase, module=module, layer=layer, microbatch=0
-            )
+            return self.comms(one, elements, group, phase, module, layer=layer, microbatch=0)
 
-        return made(collective, Phase.FWD), made(_DUAL[collective], Phase.BWD)
+        return made(collective, Phase.FWD), made(DUAL.get(collective, collective), Phase.BWD)
 
 
 # Products of one input, whose gradients are complete together.
