@@ -27,7 +27,8 @@ from stepmark.core.comm_case import CommCase, unsupported
 from stepmark.core.comm_options import MATRIX_OF_PAIRS, REDOPS, CommOptions
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.options import load, plain
+from stepmark.core.ops import from_shorthand
+from stepmark.core.options import plain
 from stepmark.core.units import GIB, KIB, MIB, format_bytes
 
 _LATENCY_BYTES = 8
@@ -384,8 +385,7 @@ def _concurrent_compute(options: CommOptions, device: str) -> list[str]:
     """--overlap-with, spelled as the case keeps it."""
     operators = [word.lower() for word in options.overlap_with or ()]
     for word in operators:
-        read = load("stepmark.core.ops.shorthand:from_shorthand")
-        read(word, DType.BF16 if device == "cuda" else DType.FP32, "overlap-with")
+        from_shorthand(word, DType.BF16 if device == "cuda" else DType.FP32, "overlap-with")
     return operators
 
 

@@ -14,7 +14,7 @@ from stepmark.core.options import WholeNumbers, Words, between, flag, group
 
 LAYER = "all"  # in place of a family: all operators of a model's layer
 _SKEW = "Zipf exponent of tokens per expert; 0 = balanced"
-_ZIPF = ("--skew", "--zipf")
+_ZIPF = {"skew": ("--zipf", "--skew"), "alpha": ("--zipf", "--alpha")}
 
 
 @group
@@ -84,7 +84,7 @@ class LayerOptions(OfModel, OpOptions):
     """A model's layer."""
 
     dtype: str | None = flag(f"element type(s): {', '.join(OPERATOR_DTYPES)}")
-    skew: str | None = flag(_SKEW, *_ZIPF)
+    skew: str | None = flag(_SKEW, *_ZIPF["skew"])
 
 
 @group
@@ -114,7 +114,7 @@ def options_class(family: str | None) -> type[OpOptions]:
             kind, spelling = bool | None, f"{spelling}/--no-{spelling[2:]}"
         elif field.name == "phase":
             spelling = "--pass"
-        spellings = _ZIPF if field.name == "skew" else (spelling,)
+        spellings = _ZIPF.get(field.name, (spelling,))
         fields[field.name] = (field.name, kind, flag(text, *spellings))
     if family in ("gemm", "bmm"):  # it permutes the dimensions, so it is no field
         text = "pass of a linear layer: fwd, dgrad, wgrad"
