@@ -20,7 +20,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from stepmark.bench import clock
-from stepmark.bench.operators.table import IMPLS
+from stepmark.bench.operators import IMPLS
 from stepmark.core.case import ClockName
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import Gemm

@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from stepmark.bench.collectives import sampling, timing
-from stepmark.bench.collectives.bench import DEFAULT
+from stepmark.bench.collectives import timing
+from stepmark.bench.collectives.bench import DEFAULT, collect
 from stepmark.bench.ranks import Ranks, join
 from stepmark.core.units import KIB, MIB, format_bytes
 
@@ -45,7 +45,7 @@ def bare(t: torch.Tensor, k: int, num_samples: int) -> list[float]:
 def ours(ranks: Ranks, t: torch.Tensor, k: int, num_samples: int) -> list[float]:
     call = functools.partial(dist.all_reduce, t)
     timer = timing.HostTimer([call], ranks, k, name="queued", wait_s=0.0)
-    return sampling.collect(ranks, timer, None, SAMPLE_S, DEFAULT, num_samples).seconds
+    return collect(ranks, timer, None, SAMPLE_S, DEFAULT, num_samples).seconds
 
 
 def turn(ranks: Ranks, way: Way) -> tuple[float, float]:

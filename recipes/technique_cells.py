@@ -29,9 +29,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from stepmark.app.train_plan import cases
 from stepmark.bench.context import MeasureContext, make_context, release
 from stepmark.bench.training import trainer
-from stepmark.bench.training.mesh import SequenceShard, coordinates_of
-from stepmark.bench.training.refusals import why_not
-from stepmark.bench.training.weights import canonical_name
+from stepmark.bench.training.bench import refusal
+from stepmark.bench.training.model_parallel import SequenceShard, coordinates_of
+from stepmark.bench.training.transformer import canonical_name
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import build
 from stepmark.core.train_case import TrainCase
@@ -200,7 +200,7 @@ def outcome(
         case = planned(setting, cell)
     except ConfigError as error:
         return {"mark": "refused", "text": str(error)}
-    if reason := next(filter(None, context.ranks.gather(why_not(case, context))), None):
+    if reason := next(filter(None, context.ranks.gather(refusal(case, context))), None):
         return {"mark": "refused", "text": reason}
     attempt = Attempt(context, case)
     is_graphed = case.cuda_graph or case.compiles_graphs

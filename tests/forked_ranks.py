@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 
-from stepmark.launch.pdeathsig import tie_to_parent
+from stepmark.launch.processes import tie_to_parent
 
 ROOT = Path(__file__).parents[1]
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)

@@ -73,12 +73,9 @@ def make(op: Scale, device: torch.device) -> Call:
 TORCH = Impl(make=make)
 '''
 
-RING_BACK = """
-def _ring_back(end: Endpoint) -> Issue:
-    n, me = end.case.num_ranks, end.index
-    moves = [(dist.isend, end.send, (me - 1) % n), (dist.irecv, end.recv, (me + 1) % n)]
-    return _batch(end, moves)
-
+RING_BACK = """\
+        case Collective.RING_BACK:
+            return [to((index - 1) % n, c), of((index + 1) % n, c)]
 """
 
 RECEIVED = """\
@@ -175,9 +172,9 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
             text='    "scale": Scale,\n',
         ),
         Edit(file="bench/operators/scale.py", text=SCALE),
-        Edit(file="bench/operators/table.py", before="    optimizer,\n)", text="    scale,\n"),
+        Edit(file="bench/operators/__init__.py", before="matmul, recommender", text="scale, "),
         Edit(
-            file="bench/operators/table.py",
+            file="bench/operators/__init__.py",
             before='    "copy": elementwise',
             text='    "scale": {"torch": scale.TORCH},\n',
         ),
@@ -199,14 +196,9 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
             text=RECEIVED,
         ),
         Edit(
-            file="bench/collectives/torch_calls.py",
-            before="\ndef _p2p(end",
+            file="bench/collectives/data.py",
+            before="        case Collective.P2P:\n            return [of(0, c)",
             text=RING_BACK,
-        ),
-        Edit(
-            file="bench/collectives/torch_calls.py",
-            before="    Collective.BARRIER: _barrier,",
-            text="    Collective.RING_BACK: _ring_back,\n",
         ),
     ),
     "a model": (Edit(file="data/models/toy.toml", text=TOY_MODEL),),

@@ -8,8 +8,8 @@ import torch
 
 from stepmark.bench import clock
 from stepmark.bench.context import MeasureContext
+from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.call import Call, Impl
-from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.ranks import Ranks
 from stepmark.core.case import OpCase
 from stepmark.core.ops import Gemm

@@ -8,8 +8,8 @@ import torch
 from stepmark.bench import doctor
 from stepmark.bench.doctor import Device, backends, nics, warnings_of
 from stepmark.bench.nvidia import Health, Links
+from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.call import Impl
-from stepmark.bench.operators.table import IMPLS
 from stepmark.core.ops import FAMILIES, FAMILY_OF
 from stepmark.core.ops.backends import Capabilities
 from stepmark.core.record import DeviceInfo, Telemetry

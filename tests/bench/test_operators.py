@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepmark.bench.operators import attention, elementwise, embedding_bag
-from stepmark.bench.operators.call import TORCH_DTYPE, normal
-from stepmark.bench.operators.table import IMPLS
+from stepmark.bench.operators import IMPLS, attention, elementwise, recommender
+from stepmark.bench.operators.call import normal
+from stepmark.bench.verify import TORCH_DTYPE
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import (
     FAMILIES,
@@ -351,18 +351,18 @@ def test_rope_keeps_lengths_and_sees_only_distances() -> None:
 
 def test_embedding_bags_share_a_table_and_never_repeat_indices() -> None:
     op = EmbeddingBag(rows=900, dim=16, pooling=10, batch=20)
-    first, second = (embedding_bag._Bags(op, CPU) for _ in range(2))
+    first, second = (recommender._Bags(op, CPU) for _ in range(2))
     assert first.table is second.table
     rings = torch.stack([*first.ring, *second.ring])
-    assert len(torch.unique(rings, dim=0)) == 2 * embedding_bag.RING
+    assert len(torch.unique(rings, dim=0)) == 2 * recommender.RING
     assert not torch.equal(first.fwd(), first.fwd())
     del first, second
-    assert not embedding_bag._tables
+    assert not recommender._tables
 
 
 def test_zipf_indices_follow_their_law() -> None:
     op = EmbeddingBag(rows=100, dim=1, pooling=1, batch=1, alpha=1.0)
-    table = embedding_bag._Table(op, CPU)
+    table = recommender._Table(op, CPU)
     rows = table.draw(100_000)
     counts = torch.bincount(rows, minlength=100).double().sort(descending=True).values
     shares = 1 / torch.arange(1, 101, dtype=torch.float64)

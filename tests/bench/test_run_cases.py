@@ -11,9 +11,9 @@ from tests.bench.two_ranks import measure_and_check
 from tests.ranks_pool import Pool
 
 from stepmark.bench import clock, run_cases
+from stepmark.bench.clock import Effort
 from stepmark.bench.operators import bench as operators
 from stepmark.bench.operators.bench import OperatorBench
-from stepmark.bench.stopping import Effort
 from stepmark.core.case import OpCase, Rate
 from stepmark.core.plan import OpHow
 from stepmark.core.record import Failed, Measured, Record, Skipped

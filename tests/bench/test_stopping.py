@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.bench.stopping import MAX_SAMPLES, Effort, is_enough
+from stepmark.bench.clock import MAX_SAMPLES, Effort, is_enough
 
 
 @given(usable_s=st.floats(0.1, 1e4), sample_s=st.floats(0.1, 1e3), soak_s=st.floats(0, 1e3))

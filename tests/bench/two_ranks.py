@@ -5,8 +5,8 @@ import time
 from tests.bench.fakes import GOOD, WRONG, NoGuard, context, entries, gemm, impl
 
 from stepmark.bench import run_cases
+from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.bench import OperatorBench
-from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.ranks import Ranks
 from stepmark.core.plan import OpHow
 from stepmark.core.record import Check, Failed, Measured, Record, Skipped

@@ -4,7 +4,7 @@ import dataclasses
 import os
 from typing import Any
 
-from stepmark.bench.operators.table import IMPLS
+from stepmark.bench.operators import IMPLS
 from stepmark.core.record import Check
 
 _impl = IMPLS["gemm"]["torch"]

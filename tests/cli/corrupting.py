@@ -4,8 +4,7 @@ import os
 
 import torch
 
-from stepmark.bench.collectives.communicators import TorchCommunicator
-from stepmark.bench.collectives.torch_calls import Issue
+from stepmark.bench.collectives.communicators import Issue, TorchCommunicator
 from stepmark.core.comm_case import CommCase
 
 _bind = TorchCommunicator.bind

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.core.steady import steady_from
+from stepmark.core.stats import steady_from
 
 TIMES = st.lists(st.floats(1e-6, 1e3), max_size=60)
 CYCLES = st.integers(1, 8)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stepmark.launch.heartbeat_store import (
+from stepmark.launch.heartbeat import (
     ABORT,
     FIRST,
     FOLDER,

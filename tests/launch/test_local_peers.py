@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepmark.launch.local_peers import LocalPeers
+from stepmark.launch.processes import LocalPeers
 
 Peer = subprocess.Popen[bytes]
 

@@ -6,7 +6,7 @@ import time
 
 SCRIPT = """
 import sys, time
-from stepmark.launch.watchdog import Watchdog
+from stepmark.launch.heartbeat import Watchdog
 
 def stuck_in_this_function():
     time.sleep(100)

@@ -11,10 +11,11 @@ from functools import cache
 from pathlib import Path
 
 from stepmark.core.device import DeviceSpec, find_device_by_alias, load_devices
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.launch import outer_launcher
 
 _MAX_CPU_RANKS = 1024
+_TORCH_LIMIT_S = 120.0  # importing torch from a slow disk, and waking all drivers
 _ASK_TORCH = """
 import json, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -181,9 +182,16 @@ def _is_sliced(nvml: object, handle: object) -> bool:
 
 def _asked_of_torch() -> list[_Card]:
     """Ask in a process of its own: importing torch takes seconds and stays."""
-    done = subprocess.run(
-        [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", _ASK_TORCH]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise StepmarkError(
+            f"torch did not list the devices of this machine within {_TORCH_LIMIT_S:.0f} s: "
+            "a driver may hang; --device cpu does not ask it."
+        ) from None
     try:
         rows = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

@@ -16,8 +16,7 @@ from stepmark.core.options import build, load
 from stepmark.core.plan import FORCE, Entry, Plan
 from stepmark.core.record import Failed, Measured
 from stepmark.launch import outer_launcher
-from stepmark.launch.failure_report import RankFailure
-from stepmark.launch.supervise import supervise
+from stepmark.launch.supervise import RankFailure, supervise
 from stepmark.store import plans
 from stepmark.store.reader import find_run, latest, read_info, read_records
 from stepmark.store.runs import Done, RunWriter, new_run_id

@@ -25,10 +25,9 @@ from stepmark.core.options import load
 from stepmark.core.plan import FORCE, Entry, Plan
 from stepmark.core.record import Failed, RunInfo
 from stepmark.launch import outer_launcher, signals
-from stepmark.launch.failure_report import ranks_text
-from stepmark.launch.heartbeat import Heartbeat
-from stepmark.launch.local_peers import LocalPeers
-from stepmark.launch.watchdog import Watchdog
+from stepmark.launch.heartbeat import Heartbeat, Watchdog
+from stepmark.launch.processes import LocalPeers
+from stepmark.launch.supervise import ranks_text
 from stepmark.store import plans
 from stepmark.store.reader import read_records
 from stepmark.store.runs import Done, RunWriter

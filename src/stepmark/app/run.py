@@ -30,6 +30,7 @@ _COLLECTIVES = {
 _MAX_MBS = 8
 # Of an accelerator's memory; the rest is for what the estimate leaves out.
 _SHARE = 0.85
+_DOCTOR_LIMIT_S = 180.0  # it imports torch and reads every device
 _SMALLER = ("gpt2-1.5b", "gpt2-125m")
 
 
@@ -46,7 +47,12 @@ def run(options: RunOptions) -> int:
             delivery.make_folder("out", Path(options.out))
         if outer_launcher.is_first():
             # In a process of its own: it imports torch, which takes seconds and memory.
-            subprocess.run([sys.executable, "-m", "stepmark", "doctor"], check=False)
+            command = [sys.executable, "-m", "stepmark", "doctor"]
+            try:
+                subprocess.run(command, timeout=_DOCTOR_LIMIT_S, check=False)
+            except subprocess.TimeoutExpired:
+                limit = f"{_DOCTOR_LIMIT_S:.0f} s"
+                sys.stderr.write(f"stepmark: doctor took more than {limit} and was ended.\n")
         return whole
 
     return measure(planned, lambda: machine(options.device).device, options.out)

@@ -10,6 +10,7 @@ from typing import Any
 
 from stepmark.bench.nvidia import (
     MHZ,
+    Card,
     Health,
     Links,
     pci_bus_id,
@@ -56,39 +57,27 @@ def find(index: int) -> "AmdGpu | None":
         wanted = pci_bus_id(index)
         for handle in smi.amdsmi_get_processor_handles():
             if smi.amdsmi_get_gpu_device_bdf(handle).lower() == wanted:
-                return AmdGpu(smi, handle, index)
+                return AmdGpu(smi, handle, index, smi.AmdSmiException)
     except smi.AmdSmiException:
         return None
     return None
 
 
-class AmdGpu:
+class AmdGpu(Card):
     """One card behind an amdsmi handle."""
 
-    def __init__(self, smi: Any, handle: Any, index: int) -> None:
-        self._smi = smi
-        self._handle = handle
-        self._index = index
-
-    def _ask(self, query: str, *args: Any) -> Any:
-        """The answer, or None where it is not supported."""
-        try:
-            return getattr(self._smi, query)(self._handle, *args)
-        except self._smi.AmdSmiException:
-            return None
-
     def device_info(self, rank: int) -> DeviceInfo:
-        found, health = torch_device_info(self._index, rank), self.health()
+        info, health = torch_device_info(self._index, rank), self.health()
         asic = self._ask("amdsmi_get_gpu_asic_info") or {}
-        clocks = self._smi.AmdSmiClkType
+        clocks = self._library.AmdSmiClkType
         gfx = self._ask("amdsmi_get_clock_info", clocks.GFX)
         memory = self._ask("amdsmi_get_clock_info", clocks.MEM)
         name = str(asic.get("market_name", "N/A"))
         return replace(
-            found,
-            name=found.name if name == "N/A" else name,
-            uuid=self._ask("amdsmi_get_gpu_device_uuid") or found.uuid,
-            num_sms=number(asic, "num_compute_units") or found.num_sms,
+            info,
+            name=info.name if name == "N/A" else name,
+            uuid=self._ask("amdsmi_get_gpu_device_uuid") or info.uuid,
+            num_sms=number(asic, "num_compute_units") or info.num_sms,
             max_sm_clock_hz=scaled(number(gfx, "max_clk"), MHZ),
             max_memory_clock_hz=scaled(number(memory, "max_clk"), MHZ),
             power_limit_w=health.power_limit_w,
@@ -98,18 +87,19 @@ class AmdGpu:
         )
 
     def reading(self) -> Telemetry:
-        smi = self._smi
+        smi = self._library
         power = self._ask("amdsmi_get_power_info")
         watts = [
             number(power, key)
             for key in ("socket_power", "current_socket_power", "average_socket_power")
         ]
         # Which field holds the figure depends on card and release; the others are 0 or N/A.
-        told = [value for value in watts if value]
+        known = [value for value in watts if value]
         clock = self._ask("amdsmi_get_clock_info", smi.AmdSmiClkType.GFX)
+        status = self._ask("amdsmi_get_violation_status") or {}
         return Telemetry(
             sm_clock_hz=scaled(number(clock, "clk"), MHZ),
-            power_w=float(told[0]) if told else None,
+            power_w=float(known[0]) if known else None,
             temperature_c=scaled(
                 self._ask(
                     "amdsmi_get_temp_metric",
@@ -118,13 +108,9 @@ class AmdGpu:
                 ),
                 1.0,
             ),
-            throttle=self._throttle(),
+            throttle=tuple(word for key, word in VIOLATIONS.items() if status.get(key) is True),
             num_readings=1,
         )
-
-    def _throttle(self) -> tuple[str, ...]:
-        status = self._ask("amdsmi_get_violation_status") or {}
-        return tuple(word for key, word in VIOLATIONS.items() if status.get(key) is True)
 
     def links(self) -> Links:
         pcie = self._ask("amdsmi_get_pcie_info") or {}

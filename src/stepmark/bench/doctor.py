@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from stepmark.bench import amd
 from stepmark.bench.collectives.nccl import find_library
-from stepmark.bench.environment import capabilities, capture, compiler, local_device
+from stepmark.bench.environment import capabilities, capture, compiler, local_device, read_fact
 from stepmark.bench.nvidia import IDLE, Health, Links
+from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.call import Impl
-from stepmark.bench.operators.table import IMPLS
 from stepmark.bench.telemetry import cpu_reading, open_gpu
 from stepmark.core.device import find_device
 from stepmark.core.dtypes import DType
@@ -149,7 +149,7 @@ def examine_device(device: torch.device, rank: int) -> Device:
 
 
 def backends(
-    impls: Mapping[str, Mapping[str, Impl]], found: Capabilities
+    impls: Mapping[str, Mapping[str, Impl]], capable: Capabilities
 ) -> tuple[Backend, ...]:
     """Every backend of every family, and why it would be skipped here."""
     return tuple(
@@ -157,7 +157,7 @@ def backends(
             family=family,
             backend=name,
             dtype=str(getattr(op, "dtype", "bytes")),
-            reason=impl.unsupported(op, found),
+            reason=impl.unsupported(op, capable),
         )
         for family, table in impls.items()
         for op in samples(family)
@@ -194,25 +194,20 @@ def peer_access() -> tuple[tuple[bool, ...], ...]:
 
 def nics(root: Path) -> tuple[Nic, ...]:
     """Network interfaces but lo, then InfiniBand ports, from /sys/class."""
-    found = []
+    ports = []
     for path in sorted((root / "net").glob("*")):
         if path.name != "lo" and path.is_dir():
-            speed = _fact(path / "speed")  # Mb/s; -1 or unreadable where there is no link
+            speed = read_fact(path / "speed")  # Mb/s; -1 or unreadable where there is no link
             rate = f"{int(speed) / 1000:g} Gb/s" if speed.isdigit() and int(speed) else ""
-            state = _fact(path / "operstate")
-            found.append(Nic(name=path.name, kind="net", state=state, rate=rate))
+            state = read_fact(path / "operstate")
+            ports.append(Nic(name=path.name, kind="net", state=state, rate=rate))
     for port in sorted((root / "infiniband").glob("*/ports/*")):
         name = f"{port.parent.parent.name}:{port.name}"
-        state = _fact(port / "state").partition(": ")[2].lower()
-        found.append(Nic(name=name, kind="infiniband", state=state, rate=_fact(port / "rate")))
-    return tuple(found)
-
-
-def _fact(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # the kernel answers EINVAL for the speed of an interface that is down
-        return ""
+        state = read_fact(port / "state").partition(": ")[2].lower()
+        ports.append(
+            Nic(name=name, kind="infiniband", state=state, rate=read_fact(port / "rate"))
+        )
+    return tuple(ports)
 
 
 def shared_memory(path: Path) -> int | None:
@@ -224,38 +219,38 @@ def host_warnings(
     environment: Environment, shm_bytes: int | None, cxx: str | None
 ) -> list[str]:
     num_gpus = torch.cuda.device_count()
-    found = []
+    texts = []
     if shm_bytes is not None and shm_bytes < GIB:
-        found.append(f"/dev/shm has {format_bytes(shm_bytes)}; NCCL wants 1 GiB or more")
+        texts.append(f"/dev/shm has {format_bytes(shm_bytes)}; NCCL wants 1 GiB or more")
     if num_gpus and environment.num_cores < MIN_CORES_PER_GPU * num_gpus:
-        found.append(f"{environment.num_cores} CPU cores for {num_gpus} GPUs: launches suffer")
+        texts.append(f"{environment.num_cores} CPU cores for {num_gpus} GPUs: launches suffer")
     if cxx is None:
-        found.append("no C++ compiler: torch.compile cases will be skipped")
-    return found
+        texts.append("no C++ compiler: torch.compile cases will be skipped")
+    return texts
 
 
 def warnings_of(device: Device) -> list[str]:
     """What is wrong with one device now."""
     health, links, where = device.health, device.links, f"device {device.info.index}"
-    found = []
+    texts = []
     if health.ecc_uncorrected:
-        found.append(f"{where}: {health.ecc_uncorrected} uncorrected ECC errors in its life")
+        texts.append(f"{where}: {health.ecc_uncorrected} uncorrected ECC errors in its life")
     if health.remapped_rows or health.remap_pending or health.remap_failed:
         state = "failed" if health.remap_failed else "pending" if health.remap_pending else ""
-        found.append(
+        texts.append(
             f"{where}: {health.remapped_rows or 0} memory rows remapped {state}".strip()
         )
     if words := [word for word in device.now.throttle if word != IDLE]:
-        found.append(f"{where}: throttled now: {', '.join(words)}")
+        texts.append(f"{where}: throttled now: {', '.join(words)}")
     if _below(links.pcie_width, links.pcie_max_width):
-        found.append(f"{where}: PCIe x{links.pcie_width} of x{links.pcie_max_width}")
+        texts.append(f"{where}: PCIe x{links.pcie_width} of x{links.pcie_max_width}")
     if _below(links.pcie_generation, links.pcie_max_generation):
         now, most = links.pcie_generation, links.pcie_max_generation
-        found.append(f"{where}: PCIe gen{now} of gen{most} (some cards save power when idle)")
+        texts.append(f"{where}: PCIe gen{now} of gen{most} (some cards save power when idle)")
     used = device.others_bytes or 0
     if device.info.memory_bytes and used > OTHERS_SHARE * device.info.memory_bytes:
-        found.append(f"{where}: {format_bytes(used)} of its memory is in use by others")
-    return found
+        texts.append(f"{where}: {format_bytes(used)} of its memory is in use by others")
+    return texts
 
 
 def _below(now: int | None, most: int | None) -> bool:

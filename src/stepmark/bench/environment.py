@@ -57,8 +57,7 @@ def capture(devices: Sequence[DeviceInfo]) -> Environment:
 
 def local_device(device: torch.device, rank: int) -> DeviceInfo:
     """The device of this rank, as found."""
-    found = _local_device(device, rank)
-    return dataclasses.replace(found, pid=os.getpid())
+    return dataclasses.replace(_local_device(device, rank), pid=os.getpid())
 
 
 def _local_device(device: torch.device, rank: int) -> DeviceInfo:
@@ -78,8 +77,8 @@ def _local_device(device: torch.device, rank: int) -> DeviceInfo:
 
 def _bus_id(index: int) -> str:
     """As nccl-tests prints it; "" where this torch does not tell."""
-    found = torch.cuda.get_device_properties(index)
-    parts = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    card = torch.cuda.get_device_properties(index)
+    parts = [getattr(card, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in parts:
         return ""
     domain, bus, place = parts
@@ -176,27 +175,31 @@ def memory_bytes() -> int:
 
 def cgroup_limit(membership: Path, mount: Path) -> int | None:
     """The smallest memory.max from our cgroup (v2) up to the root; None where unlimited."""
-    lines = _text(membership).splitlines()
+    lines = read_fact(membership).splitlines()
     path = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
     groups = [mount / path, *(mount / path).parents]
-    texts = [_text(group / "memory.max").strip() for group in groups if group != mount.parent]
+    texts = [read_fact(group / "memory.max") for group in groups if group != mount.parent]
     limits = [int(text) for text in texts if text.isdigit()]
     return min(limits, default=None)
 
 
 def cpu_name(cpuinfo: Path) -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _text(cpuinfo), re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", read_fact(cpuinfo), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def os_name(release: Path) -> str:
-    found = re.search(r'^PRETTY_NAME="?([^"\n]+)', _text(release), re.MULTILINE)
-    return found[1] if found else platform.system()
+    match = re.search(r'^PRETTY_NAME="?([^"\n]+)', read_fact(release), re.MULTILINE)
+    return match[1] if match else platform.system()
 
 
-def _text(path: Path) -> str:
+def read_fact(path: Path) -> str:
+    """Return the stripped text; "" where there is none.
+
+    The kernel answers EINVAL for the speed of an interface that is down.
+    """
     try:
-        return path.read_text()
+        return path.read_text().strip()
     except OSError:
         return ""
 
@@ -211,9 +214,9 @@ def device_warnings(devices: Sequence[DeviceInfo]) -> tuple[str, ...]:
 def _limits(device: DeviceInfo) -> list[str]:
     where = f"{device.host or 'host'} device {device.index}"
     limit, default = device.power_limit_w, device.default_power_limit_w
-    found = []
+    texts = []
     if limit is not None and default is not None and limit < default:
-        found.append(f"{where}: power limited to {limit:.0f} W, default {default:.0f} W")
+        texts.append(f"{where}: power limited to {limit:.0f} W, default {default:.0f} W")
     if device.persistence is False:
-        found.append(f"{where}: persistence mode is off")
-    return found
+        texts.append(f"{where}: persistence mode is off")
+    return texts

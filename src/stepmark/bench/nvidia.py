@@ -7,7 +7,7 @@ A question that driver, card or virtual machine does not answer is None.
 import importlib
 import os
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -66,16 +66,6 @@ class Health:
     memory_used_bytes: int | None = None  # by everyone
 
 
-class Gpu(Protocol):
-    """One card, of either vendor."""
-
-    def device_info(self, rank: int) -> DeviceInfo: ...
-    def reading(self) -> Telemetry: ...
-    def links(self) -> Links: ...
-    def health(self) -> Health: ...
-    def driver(self) -> str: ...
-
-
 def throttle_words(reasons: int | None) -> tuple[str, ...]:
     """The set bits as words; a bit we do not know keeps its number."""
     bits = [1 << position for position in range((reasons or 0).bit_length())]
@@ -127,35 +117,38 @@ def find(index: int) -> "NvidiaGpu | None":
         (nvml.nvmlDeviceGetHandleByPciBusId, pci_bus_id(index)),
     ):
         try:
-            return NvidiaGpu(nvml, query(key), index)
+            return NvidiaGpu(nvml, query(key), index, nvml.NVMLError)
         except nvml.NVMLError:
             continue
     return None
 
 
-class NvidiaGpu:
-    """One card behind an NVML handle. No method calls torch's device, or waits for it."""
+class Card:
+    """A card behind a handle of a vendor's library. No method calls torch or waits for it."""
 
-    def __init__(self, nvml: Any, handle: Any, index: int) -> None:
-        self._nvml = nvml
-        self._handle = handle
-        self._index = index
+    def __init__(self, library: Any, handle: Any, index: int, error: type[Exception]) -> None:
+        self._library, self._handle, self._index = library, handle, index
+        self._error = error
 
-    def _ask(self, query: str, *args: int) -> Any:
-        """The answer, or None where it is not supported."""
+    def _ask(self, query: str, *args: Any) -> Any:
+        """Return the answer, or None where it is not supported."""
         try:
-            return getattr(self._nvml, query)(self._handle, *args)
-        except self._nvml.NVMLError:
+            return getattr(self._library, query)(self._handle, *args)
+        except self._error:
             return None
 
+
+class NvidiaGpu(Card):
+    """One card behind an NVML handle."""
+
     def device_info(self, rank: int) -> DeviceInfo:
-        nvml, health, found = self._nvml, self.health(), torch_device_info(self._index, rank)
+        nvml, health, info = self._library, self.health(), torch_device_info(self._index, rank)
         sm = self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)
         memory = self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM)
         return replace(
-            found,
-            name=self._ask("nvmlDeviceGetName") or found.name,
-            uuid=self._ask("nvmlDeviceGetUUID") or found.uuid,
+            info,
+            name=self._ask("nvmlDeviceGetName") or info.name,
+            uuid=self._ask("nvmlDeviceGetUUID") or info.uuid,
             max_sm_clock_hz=scaled(sm, MHZ),
             max_memory_clock_hz=scaled(memory, MHZ),
             power_limit_w=health.power_limit_w,
@@ -167,7 +160,7 @@ class NvidiaGpu:
 
     def reading(self) -> Telemetry:
         """Clock, power, temperature and throttle reasons of this moment; at most 3 ms."""
-        nvml = self._nvml
+        nvml = self._library
         return Telemetry(
             sm_clock_hz=scaled(self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM), MHZ),
             power_w=scaled(self._ask("nvmlDeviceGetPowerUsage"), 1e-3),
@@ -181,20 +174,20 @@ class NvidiaGpu:
     def links(self) -> Links:
         states = [
             self._ask("nvmlDeviceGetNvLinkState", link)
-            for link in range(self._nvml.NVML_NVLINK_MAX_LINKS)
+            for link in range(self._library.NVML_NVLINK_MAX_LINKS)
         ]
-        told = [state for state in states if state is not None]
+        known = [state for state in states if state is not None]
         return Links(
             pcie_generation=self._ask("nvmlDeviceGetCurrPcieLinkGeneration"),
             pcie_max_generation=self._ask("nvmlDeviceGetMaxPcieLinkGeneration"),
             pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth"),
             pcie_max_width=self._ask("nvmlDeviceGetMaxPcieLinkWidth"),
             fabric="NVLink",
-            num_fabric_links=sum(map(bool, told)) if told else None,
+            num_fabric_links=sum(map(bool, known)) if known else None,
         )
 
     def health(self) -> Health:
-        nvml = self._nvml
+        nvml = self._library
         ecc = self._ask("nvmlDeviceGetEccMode")  # [current, pending]
         rows = self._ask("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failed
         persistence = self._ask("nvmlDeviceGetPersistenceMode")
@@ -225,6 +218,6 @@ class NvidiaGpu:
 
     def driver(self) -> str:
         try:
-            return str(self._nvml.nvmlSystemGetDriverVersion())
-        except self._nvml.NVMLError:
+            return str(self._library.nvmlSystemGetDriverVersion())
+        except self._error:
             return ""

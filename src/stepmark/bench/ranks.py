@@ -1,18 +1,23 @@
-"""Which rank this process is, and how ranks agree. Control goes over gloo, never over the
-communicator that is measured."""
+"""Which rank this process is, and how ranks agree.
+
+Control goes over gloo, never over the communicator that is measured. A step is taken by all
+ranks or by none: where one breaks, every rank learns which and why.
+"""
 
 import contextlib
 import os
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from stepmark.core.errors import StepmarkError
+from stepmark.core.record import AnyCase, Failed
 
 # Between agreeing on a moment and that moment: longer than the news takes to reach all.
 _LEAD_S = 300e-6
@@ -158,15 +163,15 @@ def clock_offset(
     """
     hosts: list[Any] = [None] * num_ranks
     _reach(lambda: dist.all_gather_object(hosts, host))
-    found: dict[str, tuple[float, float]] = {hosts[0]: (0.0, 0.0)}
+    offsets: dict[str, tuple[float, float]] = {hosts[0]: (0.0, 0.0)}
     for name in dict.fromkeys(hosts):
-        if name in found:
+        if name in offsets:
             continue
         speaker = hosts.index(name)
         box = [_exchange(rank, speaker, rounds) if rank in (0, speaker) else (0.0, 0.0)]
         _reach(lambda: dist.broadcast_object_list(box, src=speaker))  # noqa: B023
-        found[name] = box[0]
-    return found[host]
+        offsets[name] = box[0]
+    return offsets[host]
 
 
 def _exchange(rank: int, speaker: int, rounds: int) -> tuple[float, float]:
@@ -214,3 +219,76 @@ def _reach(step: Callable[[], Any]) -> Any:
     except RuntimeError as error:  # gloo: connection closed by peer, timed out
         first = str(error).strip().split("\n", maxsplit=1)[0]
         raise LostPeersError(f"a rank cannot be reached: {first}") from error
+
+
+T = TypeVar("T")
+
+
+class CaseFailedError(Exception):
+    """Some rank broke; every rank knows which and why."""
+
+    def __init__(self, cause: str, message: str, ranks: tuple[int, ...], trace: str) -> None:
+        super().__init__(message)
+        self.cause, self.message, self.ranks, self.trace = cause, message, ranks, trace
+
+    def record(self, run_id: str, case: AnyCase, launch: int = 1) -> Failed:
+        return Failed(
+            run_id=run_id,
+            case=case,
+            cause=self.cause,
+            message=self.message,
+            ranks=self.ranks,
+            traceback=self.trace,
+            launch=launch,
+        )
+
+
+def agreed(ranks: Ranks, step: Callable[[], T]) -> T:
+    """Run a step on every rank; if it breaks on any, all raise CaseFailedError together."""
+    result: T | None = None
+    problem: tuple[str, str, str] | None = None
+    try:
+        result = step()
+    except LostPeersError:
+        raise
+    except Exception as error:  # noqa: BLE001  a broken case is a record, not the end
+        problem = cause_of(error)
+    problems = ranks.gather(problem)
+    broken = tuple(rank for rank, other in enumerate(problems) if other)
+    if broken:
+        cause, message, trace = problems[broken[0]]
+        raise CaseFailedError(cause, message, broken, trace)
+    return result  # type: ignore[return-value]
+
+
+def measured_by(world: Ranks, members: Ranks | None, measure: Callable[[Ranks], T]) -> T:
+    """Let some ranks measure while the others wait; all get rank 0's result.
+
+    members: these ranks among themselves, rank 0 always one of them; None on the others.
+    Raises CaseFailedError on all ranks of the world together.
+    """
+    if members is world:
+        return measure(world)
+    result: T | None = None
+    problem: tuple[str, str, tuple[int, ...], str] | None = None
+    if members is not None:
+        try:
+            result = measure(members)
+        except CaseFailedError as error:
+            problem = error.cause, error.message, error.ranks, error.trace
+    result, problem = world.decide(lambda: (result, problem))
+    if problem:
+        raise CaseFailedError(*problem)
+    return result
+
+
+def cause_of(error: Exception) -> tuple[str, str, str]:
+    """Cause as Failed has it, the first line of the message, and a traceback where it helps."""
+    text = str(error).strip()
+    first = text.split("\n", maxsplit=1)[0] or type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError):
+        return "oom", first, ""
+    memory = isinstance(error, MemoryError) or "out of memory" in text.lower()
+    memory = memory or "can't allocate memory" in text.lower()
+    trace = "".join(traceback.format_exception(error))
+    return "oom" if memory else "error", first, trace

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from stepmark.bench.agree import CaseFailedError, agreed
 from stepmark.bench.context import MeasureContext, is_broken, quick_release, release
+from stepmark.bench.ranks import CaseFailedError, agreed
 from stepmark.core.plan import Entry, Plan
 from stepmark.core.record import Failed, Measured, Record, Skipped
 
@@ -32,6 +32,7 @@ class Guard(Protocol):
 class Bench(Protocol):
     """Measures the cases of one kind. Every rank calls every method, but for `abort`.
 
+    What is not overridden suits cases that leave nothing behind and wait for no other rank.
     budget_s: wall seconds that a case has on average; None for no limit.
     """
 
@@ -46,9 +47,11 @@ class Bench(Protocol):
 
     def failed(self, entry: Entry, record: Failed) -> Failed:
         """Clean up after a failed case; return its record, with advice where there is any."""
+        return record
 
     def restarts(self, entry: Entry) -> bool:
         """Return whether, after the entry failed, only new processes are in a known state."""
+        return False
 
     def limit_s(self, share_s: float | None) -> float:
         """Return after how long a case with this share hangs."""

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from stepmark.bench import amd, nvidia
-from stepmark.bench.nvidia import IDLE, MHZ, Gpu
+from stepmark.bench.nvidia import IDLE, MHZ
 from stepmark.core.record import Telemetry
 
 GPU_INTERVAL_S = 0.02
@@ -28,7 +28,7 @@ LOST = (
 )
 
 
-def open_gpu(index: int) -> Gpu | None:
+def open_gpu(index: int) -> amd.AmdGpu | nvidia.NvidiaGpu | None:
     """The card behind a torch device index, or None where no library tells about it."""
     return amd.find(index) if torch.version.hip else nvidia.find(index)
 

@@ -24,6 +24,21 @@ UNIT_ROUNDOFF = {
     DType.FP8_E4M3: 2.0**-4,
     DType.FP8_E5M2: 2.0**-3,
 }
+TORCH_DTYPE: dict[DType, torch.dtype] = {
+    DType.FP64: torch.float64,
+    DType.FP32: torch.float32,
+    DType.TF32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+    DType.FP8_E4M3: torch.float8_e4m3fn,
+    DType.FP8_E5M2: torch.float8_e5m2,
+    DType.INT8: torch.int8,
+    DType.UINT8: torch.uint8,
+    DType.INT32: torch.int32,
+    DType.UINT32: torch.uint32,
+    DType.INT64: torch.int64,
+    DType.UINT64: torch.uint64,
+}
 INT_POISON = 0x5A  # repeated in every byte
 SAMPLES = 64
 _CHUNK = 2**24  # elements converted to fp64 at a time

@@ -25,17 +25,8 @@ _FIGURES = (
     "link_bytes_per_s",
     "tdp_w",
 )
-_KEYS = {
-    "names",
-    "aliases",
-    "capability",
-    *_TEXTS,
-    _PEAK,
-    _CLOCK_OF,
-    *_FIGURES,
-    "link_kind",
-    "sources",
-}
+_REQUIRED = {"names", *_TEXTS, _PEAK, "sources"}
+_KEYS = _REQUIRED | {"aliases", "capability", _CLOCK_OF, *_FIGURES, "link_kind"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +39,8 @@ class DeviceSpec:
     device_is: str  # "one GPU", "one GCD, half a card"
     peak_flops_per_s: Mapping[DType, float]  # dense, of a matrix multiplication
     rated_clock_hz: float | None = None  # clock of the 16-bit peak
-    rated_clock_hz_of: Mapping[DType, float] = field(
-        default_factory=dict
-    )  # types rated otherwise
+    # Types rated otherwise.
+    rated_clock_hz_of: Mapping[DType, float] = field(default_factory=dict)
     hbm_bytes_per_s: float | None = None
     hbm_bytes: int | None = None
     l2_bytes: int | None = None  # of the whole device; torch reports one die's on MI300X
@@ -102,7 +92,7 @@ def load_devices() -> Mapping[str, DeviceSpec]:
 
 def find_device(name: str) -> DeviceSpec | None:
     """Return the device with exactly this name, or None; never a similar one."""
-    return _by_name().get(name)
+    return next((spec for spec in load_devices().values() if name in spec.names), None)
 
 
 def find_device_by_alias(text: str) -> DeviceSpec | None:
@@ -112,11 +102,6 @@ def find_device_by_alias(text: str) -> DeviceSpec | None:
         if wanted in (device.key, *device.aliases, *(name.lower() for name in device.names)):
             return device
     return None
-
-
-@cache
-def _by_name() -> Mapping[str, DeviceSpec]:
-    return MappingProxyType({name: d for d in load_devices().values() for name in d.names})
 
 
 def parse_devices(text: str) -> dict[str, DeviceSpec]:
@@ -134,7 +119,7 @@ def parse_devices(text: str) -> dict[str, DeviceSpec]:
 def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
     if unknown := table.keys() - _KEYS:
         raise ValueError(f"{key}: unknown field {', '.join(sorted(unknown))}")
-    if missing := {"names", *_TEXTS, _PEAK, "sources"} - table.keys():
+    if missing := _REQUIRED - table.keys():
         raise ValueError(f"{key}: missing {', '.join(sorted(missing))}")
     if not table["names"] or not all(isinstance(n, str) and n for n in table["names"]):
         raise ValueError(f"{key}: names must be one or more non-empty strings")

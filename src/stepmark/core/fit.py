@@ -7,7 +7,7 @@ size, so one line rarely holds: `piecewise` finds where to cut.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 MIN_POINTS = 3  # two points make a line, whatever they are
 # One more segment must cut the squared relative error by this factor.
@@ -26,11 +26,6 @@ class Fit:
     beta_bytes_per_s: float | None
     worst_rel: float  # largest |model - t| / t
     num_points: int
-
-    @property
-    def half_rate_bytes(self) -> float | None:
-        """The size at which half of beta is reached: alpha x beta."""
-        return None if self.beta_bytes_per_s is None else self.alpha_s * self.beta_bytes_per_s
 
     def time_s(self, num_bytes: float) -> float:
         """Return the time of a size on the line."""
@@ -131,9 +126,10 @@ def piecewise(points: Iterable[Point], max_segments: int = 3) -> list[Segment]:
         if more_error * FACTOR ** (len(more_cuts) - len(cuts)) < error:
             error, cuts = more_error, more_cuts
     edges = (0, *cuts, len(stacks))
+    parts = [list(chain(*stacks[low:high])) for low, high in pairwise(edges)]
     return [
-        _segment([point for stack in stacks[low:high] for point in stack])
-        for low, high in pairwise(edges)
+        Segment(first_bytes=part[0][0], last_bytes=part[-1][0], fit=_fitted(part))
+        for part in parts
     ]
 
 
@@ -155,10 +151,6 @@ def _fitted(ordered: Sequence[Point]) -> Fit:
         worst_rel=max(abs(alpha + slope * size - time) / time for size, time in ordered),
         num_points=len(ordered),
     )
-
-
-def _segment(ordered: Sequence[Point]) -> Segment:
-    return Segment(first_bytes=ordered[0][0], last_bytes=ordered[-1][0], fit=_fitted(ordered))
 
 
 def _errors(stacks: Sequence[Sequence[Point]]) -> dict[tuple[int, int], float]:

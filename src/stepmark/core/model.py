@@ -2,9 +2,6 @@
 
 Facts of named models lie in `data/models/*.toml`, one file each, with their source.
 `find_model` reads one of them; nothing is read on import.
-
-Over 250 lines because a count, the check that makes it valid and the scaling that keeps it
-valid belong to the same fields.
 """
 
 import re
@@ -327,32 +324,22 @@ class ModelConfig:
         def head_width(value: int) -> int:
             return value if narrower == 1 else times(value, narrower, _GRAIN)
 
-        mla = (
-            None
-            if self.mla is None
-            else replace(
-                self.mla,
-                q_lora_rank=times(self.mla.q_lora_rank, grain=_GRAIN)
-                if self.mla.q_lora_rank
-                else None,
-                kv_lora_rank=times(self.mla.kv_lora_rank, grain=_GRAIN),
-                qk_nope_head_dim=head_width(self.mla.qk_nope_head_dim),
-                qk_rope_head_dim=head_width(self.mla.qk_rope_head_dim),
-                v_head_dim=head_width(self.mla.v_head_dim),
-            )
+        mla = self.mla and replace(
+            self.mla,
+            q_lora_rank=self.mla.q_lora_rank and times(self.mla.q_lora_rank, grain=_GRAIN),
+            kv_lora_rank=times(self.mla.kv_lora_rank, grain=_GRAIN),
+            qk_nope_head_dim=head_width(self.mla.qk_nope_head_dim),
+            qk_rope_head_dim=head_width(self.mla.qk_rope_head_dim),
+            v_head_dim=head_width(self.mla.v_head_dim),
         )
         head_dim = (
             mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else head_width(self.head_dim)
         )
         square = self.hidden_size == self.num_heads * self.head_dim
-        moe = (
-            None
-            if self.moe is None
-            else replace(
-                self.moe,
-                ffn_hidden_size=times(self.moe.ffn_hidden_size),
-                shared_ffn_hidden_size=times(self.moe.shared_ffn_hidden_size),
-            )
+        moe = self.moe and replace(
+            self.moe,
+            ffn_hidden_size=times(self.moe.ffn_hidden_size),
+            shared_ffn_hidden_size=times(self.moe.shared_ffn_hidden_size),
         )
         return replace(
             self,

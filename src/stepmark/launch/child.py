@@ -1,7 +1,5 @@
 """One command in processes of its own, with a time limit; nothing of it outlives `run`."""
 
-import contextlib
-import os
 import secrets
 import signal
 import subprocess
@@ -11,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.launch import processes
-from stepmark.launch.pdeathsig import tie_child
+from stepmark.launch.processes import tie_child
 
 MARK = "STEPMARK_CHILD"  # in the environment of the command and of all that it starts
 _POLL_S = 0.1
 # After a signal, to end by itself what it has begun: more than ranks get of its supervisor.
 GRACE_S = 15.0
-_KILL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +69,7 @@ def run(
         elif interrupted:
             _ask(process, signal.SIGINT, grace_s, signals)
     finally:
-        survivors = _kill(process, token)
+        survivors = tuple(processes.kill_all([process], MARK, token))
     return Ended(
         exit_code=process.poll(),
         seconds=time.monotonic() - started_s,
@@ -93,20 +90,3 @@ def _ask(
     end_s, before = time.monotonic() + limit_s, max(1, len(signals))
     while process.poll() is None and len(signals) <= before and time.monotonic() < end_s:
         time.sleep(_POLL_S)
-
-
-def _kill(process: "subprocess.Popen[bytes]", token: str) -> tuple[int, ...]:
-    """SIGKILL all that has our mark, in whatever session it is. Returns what survives 10 s."""
-    end_s = time.monotonic() + _KILL_S
-    while True:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        left = processes.marked(MARK, token)
-        for other in left:
-            processes.send(other, signal.SIGKILL)
-        if process.poll() is not None and not left:
-            return ()
-        if time.monotonic() > end_s:
-            return tuple(other.pid for other in left)
-        time.sleep(0.02)

@@ -1,17 +1,99 @@
-"""The hang guard of a rank under a parent of ours: it reports, the parent watches."""
+"""The hang guard of a rank: it reports to a parent of ours, or else ends itself.
+
+Ranks and the parent that watches them report to each other through files in one folder.
+"""
 
 import contextlib
 import faulthandler
+import json
 import os
+import shutil
 import signal
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from stepmark.launch import heartbeat_store
-from stepmark.launch.heartbeat_store import Beat, HeartbeatStore
+from stepmark.launch.processes import tie_to_parent
+
+FOLDER = "STEPMARK_HEARTBEATS"  # environment variable: the folder
+FIRST = "STEPMARK_FIRST"  # environment variable: the position at which ranks begin
+
+ABORT = "abort"  # from the parent: ranks are to give up
+# From each rank, with its number: stacks; flight recorder; that it has given up; its state.
+STACK, FLIGHT, GAVE_UP, BEAT = "stack", "flight", "gave_up", "beat"
+_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """What a rank does, and until when, by CLOCK_MONOTONIC, the same in all processes."""
+
+    rank: int
+    pid: int
+    position: int | None  # None in set-up and between cases
+    since_s: float
+    deadline_s: float | None  # None: it may take as long as it takes
+    restart_at: int | None = None  # new ranks should begin there once these have ended
+    exit_code: int | None = None  # all work is done; the process may still take a while to end
+
+
+class HeartbeatStore:
+    """A folder of small files, written beside their place and renamed: never half there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def new(cls) -> "HeartbeatStore":
+        """Make a folder, on tmpfs if there is one: a beat costs 20 us there, 120 us on ext4."""
+        root = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+        return cls(Path(tempfile.mkdtemp(prefix="stepmark-ranks-", dir=root)))
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self.folder.parent == _MEMORY
+
+    def write(self, name: str, text: str) -> None:
+        """Raises OSError, as for a full disk."""
+        target = f"{self.folder}/{name}"
+        beside = f"{target}.{os.getpid()}"
+        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            left = memoryview(text.encode())
+            while left:
+                left = left[os.write(file, left) :]
+        finally:
+            os.close(file)
+        os.rename(beside, target)
+
+    def read(self, name: str) -> str | None:
+        """None until it is there."""
+        try:
+            return (self.folder / name).read_text(errors="replace")
+        except OSError:
+            return None
+
+    def has(self, name: str) -> bool:
+        return os.path.exists(f"{self.folder}/{name}")
+
+    def write_beat(self, beat: Beat) -> None:
+        self.write(f"{BEAT}-{beat.rank}", json.dumps(asdict(beat)))
+
+    def beats(self, num_ranks: int) -> dict[int, Beat]:
+        """Return the last beat of each rank that came up."""
+        texts = (self.read(f"{BEAT}-{rank}") for rank in range(num_ranks))
+        beats = [Beat(**json.loads(text)) for text in texts if text]
+        return {beat.rank: beat for beat in beats}
+
+    def remove(self) -> None:
+        # Without a parent's patience: a rank that is killed may still write here.
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
 
 SET_UP_S = 300.0  # from creation to the first `begin` or `idle`
 _POLL_S = 0.2
@@ -31,7 +113,7 @@ class Heartbeat:
         self._abort: Callable[[], None] = lambda: None
         self._closed = threading.Event()
         # Before the first beat: the parent sends SIGUSR1 to ranks that have one.
-        self._stack = (folder / f"{heartbeat_store.STACK}-{rank}").open("w")
+        self._stack = (folder / f"{STACK}-{rank}").open("w")
         faulthandler.register(signal.SIGUSR1, file=self._stack, all_threads=True)
         self._beat = Beat(
             rank=rank, pid=os.getpid(), position=None, since_s=0.0, deadline_s=None
@@ -42,10 +124,10 @@ class Heartbeat:
     @classmethod
     def from_environment(cls) -> "Heartbeat | None":
         """None in a process that no parent of ours watches."""
-        if not (folder := os.environ.get(heartbeat_store.FOLDER)):
+        if not (folder := os.environ.get(FOLDER)):
             return None
         rank = os.environ.get("RANK", "0")
-        return cls(Path(folder), int(rank), int(os.environ.get(heartbeat_store.FIRST, "0")))
+        return cls(Path(folder), int(rank), int(os.environ.get(FIRST, "0")))
 
     def begin(self, position: int, limit_s: float) -> None:
         """Report work on this case, which should be done in limit_s."""
@@ -90,7 +172,7 @@ class Heartbeat:
 
     def _attend(self) -> None:
         while not self._closed.wait(_POLL_S):
-            if self._store.has(heartbeat_store.ABORT):
+            if self._store.has(ABORT):
                 self._give_up()
                 return
 
@@ -99,8 +181,64 @@ class Heartbeat:
         rank = self._beat.rank
         with contextlib.suppress(Exception):
             if text := self._dump():
-                self._store.write(f"{heartbeat_store.FLIGHT}-{rank}.json", text)
+                self._store.write(f"{FLIGHT}-{rank}.json", text)
         with contextlib.suppress(Exception):
             self._abort()
         with contextlib.suppress(Exception):
-            self._store.write(f"{heartbeat_store.GAVE_UP}-{rank}", "")
+            self._store.write(f"{GAVE_UP}-{rank}", "")
+
+
+_RECORD_S = 10.0  # on_timeout writes one line; a dead file system must not keep us
+_STDERR = 2  # not sys.stderr, which may be replaced or locked by the thread that hangs
+
+
+class Watchdog:
+    """As Heartbeat, but past a deadline: stacks to stderr, on_timeout(position), exit code 3.
+
+    Works while the main thread is in C code that has released the GIL, as torch's waits have.
+    """
+
+    first = 0
+
+    def __init__(
+        self, on_timeout: Callable[[int | None], None], *, die_with_parent: bool = False
+    ) -> None:
+        self._on_timeout = on_timeout
+        # One tuple, so that the thread never sees a position with another's deadline.
+        self._task: tuple[int | None, float] | None = None
+        self._closed = threading.Event()
+        if die_with_parent:
+            tie_to_parent(signal.SIGKILL)()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def begin(self, position: int, limit_s: float) -> None:
+        self._task = (position, time.monotonic() + limit_s)
+
+    def idle(self, limit_s: float) -> None:
+        self._task = (None, time.monotonic() + limit_s)
+
+    def restart_at(self, position: int) -> bool:
+        """False: nobody would start new ranks."""
+        return False
+
+    def close(self, exit_code: int) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_POLL_S):
+            task = self._task
+            if task is not None and time.monotonic() > task[1]:
+                self._end(task[0])
+
+    def _end(self, position: int | None) -> None:
+        where = "between cases" if position is None else f"at position {position}"
+        # Whatever goes wrong with the last words, the rank must end.
+        with contextlib.suppress(OSError):
+            os.write(_STDERR, f"stepmark: a rank hangs {where}; its threads:\n".encode())
+            faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+        record = threading.Thread(target=self._on_timeout, args=(position,), daemon=True)
+        record.start()
+        record.join(_RECORD_S)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.flush()
+        os._exit(3)

@@ -3,16 +3,169 @@
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import psutil
 
 from stepmark.core.errors import EXIT_CODES, worst
-from stepmark.launch import failure_report
-from stepmark.launch.failure_report import RankFailure, ranks_text
+from stepmark.launch import heartbeat
+from stepmark.launch.heartbeat import Beat
 from stepmark.launch.signals import catching
 from stepmark.launch.workers import Workers
 
-__all__ = ["RankFailure", "supervise"]
+_STACKS_S = 1.0
+_FLIGHT_S = 2.0
+
+
+@dataclass(kw_only=True)
+class RankFailure:
+    """The ranks did not finish a case."""
+
+    position: int | None  # None: in set-up or between cases
+    cause: str  # "timeout" or "lost rank", as Failed has it
+    ranks: tuple[int, ...]  # the suspects, or those that died
+    message: str  # one line
+    stacks: str = ""  # Python stacks of all threads, by rank
+    flight: dict[int, str] = field(default_factory=dict)  # rank: flight recorder as JSON
+
+
+def _position_of(workers: Workers) -> int | None:
+    """Return the case that is worked on. Rank 0 records, so its case is not recorded yet."""
+    working = {r: b.position for r, b in workers.beats.items() if b.position is not None}
+    return working.get(0, min(working.values(), default=None))
+
+
+def _hang_report(workers: Workers, overdue: list[int]) -> RankFailure:
+    """Ask the ranks for their stacks and flight recorders; say which ranks the others wait for.
+
+    Takes up to 3 s, where ranks do not answer.
+    """
+    position = _position_of(workers)
+    beats = [workers.beats[rank] for rank in overdue]
+    limit_s = min((beat.deadline_s or beat.since_s) - beat.since_s for beat in beats)
+    activity = {rank: _activity(workers, rank, position) for rank in range(workers.num_ranks)}
+    words = _described(workers, activity)
+    if suspects := _suspects(activity, position):
+        words.append(f"the others wait for {ranks_text(suspects)}")
+    late = {activity[rank] for rank in overdue}  # the first past its limit is not alone in it
+    silent = (_NOT_UP, *_STUCK.values())
+    answering = [rank for rank in workers.working() if activity[rank] not in silent]
+    return RankFailure(
+        position=position,
+        cause="timeout",
+        ranks=tuple(suspects or (r for r in activity if activity[r] in late)),
+        message=f"not done within {limit_s:.3g} s: {'; '.join(words)}",
+        stacks=_stacks(workers, activity, answering),
+        flight=_flight(workers, answering),
+    )
+
+
+def _how_it_ended(return_code: int) -> str:
+    """Return in words what Popen.returncode says."""
+    if return_code < 0:
+        name = next((one.name for one in signal.Signals if one == -return_code), "real time")
+        return f"was killed by signal {-return_code} ({name})"
+    return f"ended with exit code {return_code}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return e.g. "rank 3" or "ranks 0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    texts = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
+    is_single = len(spans) == 1 and len(spans[0]) == 1
+    return f"rank{'' if is_single else 's'} {', '.join(texts)}"
+
+
+_HERE, _AHEAD, _ENDED, _NOT_UP = "in this case", "ahead of this case", "ended", "not up"
+_STUCK = {  # they cannot answer, and most likely the others wait for them
+    psutil.STATUS_STOPPED: "stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "stopped (by a debugger)",
+    psutil.STATUS_DISK_SLEEP: "asleep in the kernel (state D)",
+}
+
+
+def _activity(workers: Workers, rank: int, position: int | None) -> str:
+    beat = workers.beats.get(rank)
+    if beat is None:
+        return _NOT_UP
+    if workers.return_code(rank) is not None:
+        return _ENDED
+    return _STUCK.get(workers.state(rank)) or _where(beat, position)
+
+
+def _where(beat: Beat, position: int | None) -> str:
+    if beat.position is None or position is None:
+        return "closed" if beat.exit_code is not None else "in set-up or between cases"
+    behind = position - beat.position
+    if behind > 0:
+        return f"{behind} case{'s' if behind > 1 else ''} behind"
+    return _HERE if behind == 0 else _AHEAD
+
+
+def _suspects(activity: dict[int, str], position: int | None) -> list[int]:
+    """Return the ranks for which the others wait: stuck ones, else those not in the case."""
+    if stuck := [rank for rank, what in activity.items() if what in _STUCK.values()]:
+        return stuck
+    if position is None:
+        return []
+    return [rank for rank, what in activity.items() if what not in (_HERE, _AHEAD)]
+
+
+def _described(workers: Workers, activity: dict[int, str]) -> list[str]:
+    """Name ranks that do the same together, with the longest of their times."""
+    groups: dict[str, list[int]] = {}
+    for rank, what in activity.items():
+        groups.setdefault(what, []).append(rank)
+    now_s = time.monotonic()
+    words = []
+    for what, ranks in groups.items():
+        times_s = [
+            now_s - workers.beats[rank].since_s for rank in ranks if rank in workers.beats
+        ]
+        silent = what == _ENDED or what in _STUCK.values()
+        form = ", last heard of {:.1f} s ago" if silent else " for {:.1f} s"
+        words.append(
+            f"{ranks_text(ranks)} {what}{form.format(max(times_s)) if times_s else ''}"
+        )
+    return words
+
+
+def _stacks(workers: Workers, activity: dict[int, str], answering: list[int]) -> str:
+    """faulthandler answers in the signal handler, whatever the main thread waits for in C."""
+    store = workers.store
+    names = {rank: f"{heartbeat.STACK}-{rank}" for rank in answering}
+    workers.send(signal.SIGUSR1, answering)
+    _wait(lambda: all(store.read(name) for name in names.values()), _STACKS_S)
+    time.sleep(0.1)  # what has begun to be written is soon written
+    stacks = {rank: store.read(name) for rank, name in names.items()}
+    missing = {rank: f"no stack: {what}\n" for rank, what in activity.items()}
+    texts = [f"rank {rank}:\n{stacks.get(rank) or missing[rank]}" for rank in activity]
+    return "\n".join(texts)
+
+
+def _flight(workers: Workers, answering: list[int]) -> dict[int, str]:
+    """The ranks also end their communicators then, so that no kernel spins on when killed."""
+    store = workers.store
+    store.write(heartbeat.ABORT, "")
+    names = [f"{heartbeat.GAVE_UP}-{rank}" for rank in answering]
+    _wait(lambda: all(store.has(name) for name in names), _FLIGHT_S)
+    texts = {
+        rank: store.read(f"{heartbeat.FLIGHT}-{rank}.json") for rank in range(workers.num_ranks)
+    }
+    return {rank: text for rank, text in texts.items() if text}
+
+
+def _wait(is_done: Callable[[], bool], limit_s: float) -> None:
+    end_s = time.monotonic() + limit_s
+    while not is_done() and time.monotonic() < end_s:
+        time.sleep(0.02)
+
 
 START_S = 120.0  # until the first beat of every rank: python and its imports on a slow disk
 _GRACE_S = 3.0  # after a death: rank 0 may be writing
@@ -137,7 +290,13 @@ def _death(workers: Workers, poll_s: float) -> _Ended | RankFailure | None:
     }
     if workers.exit_code is not None or not died:
         return None
-    failure = failure_report.death(workers, died)
+    words = [f"rank {rank} (pid {workers.pid(rank)}) {how}" for rank, how in died.items()]
+    failure = RankFailure(
+        position=_position_of(workers),
+        cause="lost rank",
+        ranks=tuple(died),
+        message="; ".join(words),
+    )
     _wait_for_end(workers, _GRACE_S, poll_s)
     only_left = all(how.startswith(_LEFT) for how in died.values())
     # Every rank may be leaving by the same exception, and rank 0 be the last.
@@ -156,7 +315,7 @@ def _how_it_died(workers: Workers, rank: int) -> str | None:
         # Its work was done. A crash in the tear-down of torch or a driver is no loss.
         return f"{_LEFT}, with exit code {beat.exit_code}" if rank and beat.exit_code else None
     if code:
-        return failure_report.how_it_ended(code)
+        return _how_it_ended(code)
     if rank == 0:
         return "ended without an exit code"
     return None if beat is None or beat.position is None else f"{_LEFT}, in a case"
@@ -178,7 +337,7 @@ def _hang(workers: Workers, start_s: float) -> RankFailure | None:
         and now_s > beat.deadline_s
         and workers.return_code(beat.rank) is None
     ]
-    return failure_report.hang(workers, overdue) if overdue else None
+    return _hang_report(workers, overdue) if overdue else None
 
 
 def _wait_for_end(workers: Workers, limit_s: float, poll_s: float) -> None:

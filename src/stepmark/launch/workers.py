@@ -11,11 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from stepmark.launch import heartbeat_store, processes
-from stepmark.launch.heartbeat_store import Beat, HeartbeatStore
-from stepmark.launch.pdeathsig import tie_child
-
-_KILL_S = 10.0  # a driver may take seconds to tear a killed process down
+from stepmark.launch import heartbeat
+from stepmark.launch.heartbeat import Beat, HeartbeatStore
+from stepmark.launch.processes import kill_all, tie_child
 
 # How ranks find each other: a FileStore, or rank 0's TCPStore on a socket that we have bound.
 STORE_FILE = "STEPMARK_STORE_FILE"
@@ -39,8 +37,8 @@ class Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
         command = [sys.executable, "-m", module, *arguments]
         shared = _environment(num_ranks) | {
-            heartbeat_store.FOLDER: str(self.store.folder),
-            heartbeat_store.FIRST: str(first),
+            heartbeat.FOLDER: str(self.store.folder),
+            heartbeat.FIRST: str(first),
         }
         listener = None if self.store.is_in_memory else socket.create_server(("127.0.0.1", 0))
         if listener is None:
@@ -99,19 +97,7 @@ class Workers:
 
     def kill(self) -> list[int]:
         """SIGKILL the ranks and all that they started. Return the pids that survive 10 s."""
-        end_s = time.monotonic() + _KILL_S
-        folder = str(self.store.folder)
-        while True:
-            ranks = [process for process in self._processes if process.poll() is None]
-            for process in ranks:
-                process.kill()
-            others = processes.marked(heartbeat_store.FOLDER, folder)
-            for other in others:
-                processes.send(other, signal.SIGKILL)
-            left = {process.pid for process in ranks} | {other.pid for other in others}
-            if not left or time.monotonic() > end_s:
-                return sorted(left)
-            time.sleep(0.02)
+        return kill_all(self._processes, heartbeat.FOLDER, str(self.store.folder))
 
 
 def _start(

@@ -4,10 +4,10 @@ import torch
 from tests.bench.fakes import NoGuard, entries
 
 from stepmark.bench import run_cases
+from stepmark.bench.clock import Effort
 from stepmark.bench.collectives.bench import CollectiveBench
 from stepmark.bench.context import MeasureContext
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.stopping import Effort
 from stepmark.core.comm_case import CommCase
 from stepmark.core.ops.backends import Capabilities
 from stepmark.core.plan import CommHow

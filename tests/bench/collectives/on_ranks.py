@@ -12,13 +12,12 @@ from tests.bench.collectives.cases import case_of
 from tests.bench.fakes import NoGuard, context, entries
 
 from stepmark.bench import run_cases
-from stepmark.bench.agree import CaseFailedError, agreed
+from stepmark.bench.clock import Effort
 from stepmark.bench.collectives import timing
 from stepmark.bench.collectives.bench import CollectiveBench
 from stepmark.bench.collectives.case_on_rank import CaseOnRank
 from stepmark.bench.collectives.communicators import Communicators
-from stepmark.bench.ranks import LostPeersError, Ranks, clock_offset
-from stepmark.bench.stopping import Effort
+from stepmark.bench.ranks import CaseFailedError, LostPeersError, Ranks, agreed, clock_offset
 from stepmark.core.collectives import Collective
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import DType

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 from tests.bench.collectives import on_ranks
@@ -10,10 +11,11 @@ from tests.bench.collectives.cases import case_of
 from tests.bench.collectives.on_ranks import FEW
 from tests.ranks_pool import Pool
 
-from stepmark.bench.collectives import torch_calls
+from stepmark.bench.clock import Effort
+from stepmark.bench.collectives import bench
 from stepmark.bench.collectives.communicators import TorchCommunicator
+from stepmark.bench.collectives.timing import Batch
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.stopping import Effort
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.comm_case import CommCase
 from stepmark.core.plan import CommHow
@@ -31,6 +33,35 @@ def one(pool: Pool, case: CommCase, *more: Any, **place: Any) -> Measured:
     (record,) = records_of(pool, [case], *more, **place)
     assert isinstance(record, Measured), record
     return record
+
+
+class LateRanks:
+    """Rank 0 of two, of which the other begins every batch half a second later."""
+
+    def gather(self, value: Any) -> list[Any]:
+        if isinstance(value, tuple):
+            seconds, began_s, is_covered = value
+            return [value, (seconds, began_s + 0.5, is_covered)]
+        return [value, value]
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        return decision()
+
+
+class OneSecond:
+    """A timer whose samples take a second each, begun at second 10."""
+
+    method, calls_per_sample = "queued/1", 1
+
+    def sample(self, count: int) -> Batch:
+        return Batch(seconds=[1.0] * count, began_s=10.0, issue_s=0.1)
+
+
+def test_the_delay_of_a_rank_is_counted_from_the_first_rank() -> None:
+    ranks = cast("Ranks", LateRanks())
+    samples = bench.collect(ranks, OneSecond(), None, 1.0, Effort(), wanted=2)
+    assert samples.late_s == [[0.0, 0.5]] * 2
+    assert samples.seconds == [1.0, 1.0]
 
 
 # How many samples
@@ -163,8 +194,7 @@ def test_a_budget_is_shared_by_all_cases(pool: Pool) -> None:
 
 def sleeping(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
     """Each call takes 4 ms and moves nothing."""
-    for kind in (Collective.PING_PONG, Collective.P2P):
-        patch.setitem(torch_calls._BINDERS, kind, lambda seat: lambda: time.sleep(4e-3))
+    patch.setattr(TorchCommunicator, "_moved", lambda *_: lambda: time.sleep(4e-3))
 
 
 def test_a_ping_pongs_time_is_one_way(pool: Pool) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepmark.bench.collectives.data import PREMUL_FACTOR, TORCH_OF, check, fill, poison
+from stepmark.bench.collectives.data import PREMUL_FACTOR, check, fill, poison
 from stepmark.bench.collectives.values import BITS_OF, ROWS, expected
+from stepmark.bench.verify import TORCH_DTYPE
 from stepmark.core.collectives import FACTS, Collective, RedOp
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
@@ -65,7 +66,7 @@ def case_of(
 def sends(case: CommCase, round: int = 1) -> list[Tensor]:
     buffers = []
     for index in range(case.num_ranks):
-        buffers.append(torch.empty(case.send_count(index), dtype=TORCH_OF[case.dtype]))
+        buffers.append(torch.empty(case.send_count(index), dtype=TORCH_DTYPE[case.dtype]))
         fill(case, index, buffers[-1], round)
     return buffers
 
@@ -116,7 +117,7 @@ def divided(total: Tensor, n: int, dtype: DType) -> Tensor:
         quotients = [math.trunc(v / n) if abs(v) < 2**52 else v // n for v in values]
         half = 2 ** (8 * dtype.itemsize - 1)
         wrapped = [(q + half) % (2 * half) - half for q in quotients]
-        return torch.tensor(wrapped, dtype=BITS_OF[dtype.itemsize]).view(TORCH_OF[dtype])
+        return torch.tensor(wrapped, dtype=BITS_OF[dtype.itemsize]).view(TORCH_DTYPE[dtype])
     wide = total.float() if dtype.is_fp8 else total.double()
     return (wide / n).to(total.dtype)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stepmark.bench.collectives import nccl
-from stepmark.bench.collectives.data import TORCH_OF
+from stepmark.bench.verify import TORCH_DTYPE
 from stepmark.core.collectives import FACTS, Collective, RedOp
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
@@ -199,7 +199,7 @@ def case_of(collective: Collective, n: int = 3, **fields: Any) -> CommCase:
 
 def issued(fake: Fake, case: CommCase, index: int) -> list[str]:
     """The lines of one call; pointers as s+bytes and r+bytes, the last two as their names."""
-    dtype = TORCH_OF[case.dtype]
+    dtype = TORCH_DTYPE[case.dtype]
     send = torch.empty(case.send_count(index), dtype=dtype)
     recv = send if case.in_place else torch.empty(case.recv_count(index), dtype=dtype)
     issue = join(case.num_ranks, index).bind(case, index, send, recv, STREAM)
@@ -386,7 +386,7 @@ def test_types_by_number(fake: Fake) -> None:
 @pytest.mark.parametrize(("dtype", "byte"), [(DType.FP8_E4M3, "40"), (DType.INT32, "02")])
 def test_mulsum_is_an_operation_made_once(fake: Fake, dtype: DType, byte: str) -> None:
     case = case_of(Collective.ALL_REDUCE, redop=RedOp.MULSUM, dtype=dtype)
-    buffer = torch.empty(10, dtype=TORCH_OF[dtype])
+    buffer = torch.empty(10, dtype=TORCH_DTYPE[dtype])
     joined = join(3, 0)
     fake.reset()
     for _ in range(2):
@@ -454,10 +454,6 @@ def test_it_ends_once(fake: Fake) -> None:
         joined.abort()
         joined.close()
         assert len(fake.lines) == 1
-
-
-def test_version(fake: Fake) -> None:
-    assert nccl.version("fake") == "2.28.9"
 
 
 def test_the_library_of_this_process_is_found(tmp_path: Path) -> None:

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import trainer
-from stepmark.bench.training.mesh import RankCoordinates, SequenceShard, coordinates_of
+from stepmark.bench.training.model_parallel import (
+    RankCoordinates,
+    SequenceShard,
+    coordinates_of,
+)
 from stepmark.bench.training.optimizer import clip_gradients
 from stepmark.core.model import ModelConfig, find_model
 from stepmark.core.parallel import ParallelConfig

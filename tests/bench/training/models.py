@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from stepmark.bench.training.transformer import Transformer
-from stepmark.bench.training.weights import init_weights, tie
+from stepmark.bench.training.transformer import Transformer, init_weights, tie
 from stepmark.core.model import ModelConfig
 
 

@@ -9,7 +9,7 @@ from tests.bench.training.curves import losses, small, spread
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import trainer
 from stepmark.bench.training.messages import MessageRecorder
-from stepmark.bench.training.weights import canonical_name
+from stepmark.bench.training.transformer import canonical_name
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Fp8, GradSync, Precision, Recompute
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepmark.bench.training.activation import activate
 from stepmark.bench.training.attention import join
+from stepmark.bench.training.layers import activate
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from stepmark.app.train_plan import estimated_memory as estimate
-from stepmark.bench.training.transformer import Transformer
-from stepmark.bench.training.weights import init_weights, tie
+from stepmark.bench.training.transformer import Transformer, init_weights, tie
 from stepmark.core.model import Activation, ModelConfig, find_model
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Precision

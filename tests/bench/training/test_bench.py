@@ -20,9 +20,8 @@ from torch._C._distributed_c10d import HashStore
 from stepmark.bench import run_cases
 from stepmark.bench.context import MeasureContext
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.training import failure_broadcast, profiling, refusals, trainer
-from stepmark.bench.training.bench import TrainingBench
-from stepmark.bench.training.failure_broadcast import FailureBroadcast, Problem
+from stepmark.bench.training import bench, profiling, trainer
+from stepmark.bench.training.bench import FailureBroadcast, Problem, TrainingBench
 from stepmark.core.model import find_model
 from stepmark.core.plan import TrainHow
 from stepmark.core.record import Failed, Measured, Record, Skipped
@@ -90,7 +89,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
             return found
 
         monkeypatch.setattr(trainer, "make", make)
-        monkeypatch.setattr(refusals, "why_not", lambda of, _rig: reason(of))
+        monkeypatch.setattr(bench, "refusal", lambda of, _rig: reason(of))
         return made
 
     return put
@@ -389,8 +388,8 @@ def test_the_eager_run_begins_without_the_model_that_failed(
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     store = HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(failure_broadcast, "_POLL_S", 0.01)
-    monkeypatch.setattr(failure_broadcast, "_GRACE_S", 0.05)
+    monkeypatch.setattr(bench, "_POLL_S", 0.01)
+    monkeypatch.setattr(bench, "_GRACE_S", 0.05)
     return Ranks(rank=0, num_ranks=2, local_rank=0, device=torch.device("cpu"))
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.training import context_parallel, data
+from stepmark.bench.training import data, model_parallel
 from stepmark.bench.training.attention import _of_prefix, causal_attention, prefix_kernel
-from stepmark.bench.training.context_parallel import Gathered
-from stepmark.bench.training.mesh import SequenceShard
+from stepmark.bench.training.model_parallel import Gathered, SequenceShard
 
 from .context_on_ranks import CASES, ROUNDED, learned_and_sent
 from .curves import LLAMA, alone, case, learned
@@ -119,7 +118,7 @@ def test_attention_of_all_ranks_is_that_of_the_whole_sequence(
     shares = [SequenceShard(rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
     sent = torch.cat([torch.cat((share.of(k, 1), share.of(v, 1)), -1) for share in shares])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_parallel, "_all_gather", lambda _mine, _dim, _group: sent)
+        patch.setattr(model_parallel, "_all_gather", lambda _mine, _dim, _group: sent)
         total = torch.zeros((), dtype=whole.dtype)
         for share in shares:
             attend: Any = Gathered(None, share)  # type: ignore[arg-type]

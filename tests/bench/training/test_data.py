@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepmark.bench.training import text
+from stepmark.bench.training import data
 from stepmark.bench.training.data import Batch, describe, loader
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import find_model
@@ -55,7 +55,7 @@ def test_random_tokens_are_all_of_the_vocabulary() -> None:
 def test_text_is_text() -> None:
     for tokens_BT, _ in batches(case(data="text"), 3):
         for tokens_T in tokens_BT:
-            assert bytes(tokens_T.tolist()) in text.generated()
+            assert bytes(tokens_T.tolist()) in data.generated()
 
 
 @settings(max_examples=20, deadline=None)
@@ -106,7 +106,7 @@ def test_bytes_need_a_vocabulary_of_256() -> None:
 
 def test_what_it_is_called() -> None:
     assert describe(case()) == "random tokens, shifted labels"
-    assert describe(case(data="text")) == text.describe("text")
+    assert describe(case(data="text")) == data.describe_text("text")
 
 
 def test_thirty_steps_learn_the_text_and_not_the_noise() -> None:

@@ -11,8 +11,7 @@ from tests.bench.training.models import batch, made
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepmark.bench.training.expert_parallel import AllToAll
-from stepmark.bench.training.experts import (
+from stepmark.bench.training.layers import (
     Compute,
     Experts,
     HeldExperts,
@@ -20,6 +19,7 @@ from stepmark.bench.training.experts import (
     looped,
     sort_by_expert,
 )
+from stepmark.bench.training.model_parallel import AllToAll
 from stepmark.core.model import ModelConfig, MoeConfig, find_model
 
 NAMES = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")

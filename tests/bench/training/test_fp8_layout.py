@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepmark.bench.training import fp8_layout
+from stepmark.bench.training import precision
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU"
@@ -23,7 +23,7 @@ def test_transposed_is_the_transpose(
 ) -> None:
     x = torch.randn(shape, device=device).to(dtype)
 
-    y = fp8_layout.transposed(x)
+    y = precision.transposed(x)
 
     assert y.dtype is dtype
     assert y.is_contiguous()
@@ -34,14 +34,14 @@ def test_transposed_is_the_transpose(
 def test_transposed_takes_a_part_of_a_matrix(device: str) -> None:
     x = torch.randn((32, 64), device=device).to(torch.float8_e4m3fn)[:, 16:48]
 
-    y = fp8_layout.transposed(x)
+    y = precision.transposed(x)
 
     assert torch.equal(y.view(torch.uint8), x.view(torch.uint8).t())
 
 
 def test_the_operator_is_one_that_compile_can_trace() -> None:
     x = torch.zeros((8, 24), dtype=torch.uint8)
-    torch.library.opcheck(fp8_layout.transposed, (x,))
+    torch.library.opcheck(precision.transposed, (x,))
 
 
 class Ops:
@@ -64,7 +64,7 @@ def test_torchao_finds_nothing_left_to_copy(
 ) -> None:
     float8 = pytest.importorskip("torchao.float8.float8_training_tensor").Float8TrainingTensor
     monkeypatch.setattr(Ops, "preprocess_addmm", staticmethod(Ops.preprocess_addmm))
-    fp8_layout.lay_out(Ops)
+    precision.lay_out(Ops)
 
     def operand(turned: int, shape: tuple[int, int], scale: float) -> Any:
         data = torch.randn(shape[::-1] if turned else shape).to(torch.float8_e4m3fn)
@@ -81,9 +81,9 @@ def test_torchao_finds_nothing_left_to_copy(
 def test_laying_out_twice_is_laying_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ops, "preprocess_addmm", staticmethod(Ops.preprocess_addmm))
 
-    fp8_layout.lay_out(Ops)
+    precision.lay_out(Ops)
     first = Ops.preprocess_addmm
-    fp8_layout.lay_out(Ops)
+    precision.lay_out(Ops)
 
     assert Ops.preprocess_addmm is first
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.bench.training.models import apart, batch, gradients, made
 from torch import Tensor, nn
 
-from stepmark.bench.training.loss import IGNORED, chunked_loss, mean_loss
+from stepmark.bench.training.transformer import IGNORED, chunked_loss, mean_loss
 from stepmark.core.model import find_model
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.bench.training.refusals import why_not
+from stepmark.bench.training.bench import refusal
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.training import CompileScope, Fp8, Precision
 
@@ -45,6 +45,6 @@ def test_what_gave_wrong_gradients_is_refused(
         precision=Precision.AMP,
     )
 
-    reason = why_not(of, h200())
+    reason = refusal(of, h200())
 
     assert ("wrong gradients" in (reason or "")) is is_refused

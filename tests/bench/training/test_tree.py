@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from stepmark.bench.capture.run import capture
-from stepmark.bench.training import expert_parallel, experts, parallelize
-from stepmark.bench.training.mesh import Meshes
-from stepmark.bench.training.pipeline import stage_layers
+from stepmark.bench.training import layers, model_parallel, parallelize
+from stepmark.bench.training.model_parallel import Meshes
+from stepmark.bench.training.trainer import stage_layers
 from stepmark.bench.training.transformer import Transformer
 from stepmark.core.dtypes import DType
 from stepmark.core.model import ModelConfig, load_models
@@ -161,17 +161,17 @@ def on_cpu(*args: Any, **values: Any) -> Transformer:
 def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """As on a GPU; on a CPU experts run one by one, by numbers that a capture has not."""
     held = weight.to_local() if hasattr(weight, "to_local") else weight
-    return experts.grouped(rows, held, ends)
+    return layers.grouped(rows, held, ends)
 
 
-def balanced(self: Any, rows: Tensor, ends: Tensor, compute: experts.Compute) -> Tensor:
+def balanced(self: Any, rows: Tensor, ends: Tensor, compute: layers.Compute) -> Tensor:
     """As many rows come as go."""
     return compute(rows, ends[: len(ends) // self._num_ranks])
 
 
 def same(case: TrainCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "multiply", grouped)
-    monkeypatch.setattr(expert_parallel.AllToAll, "__call__", balanced)
+    monkeypatch.setattr(layers, "multiply", grouped)
+    monkeypatch.setattr(model_parallel.AllToAll, "__call__", balanced)
     monkeypatch.setattr(parallelize, "Transformer", on_cpu)
     monkeypatch.setattr(parallelize, "_materialize", lambda model, *_: model.tie())
     axes = case.parallel

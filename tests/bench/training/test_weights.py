@@ -10,8 +10,7 @@ from tests.ranks_pool import Pool
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from stepmark.bench.training.transformer import Transformer
-from stepmark.bench.training.weights import canonical_name, init_weights, tie
+from stepmark.bench.training.transformer import Transformer, canonical_name, init_weights, tie
 from stepmark.core.model import find_model
 
 KINDS = ("gpt2-125m", "llama-3.1-8b", "deepseek-v3")

@@ -14,8 +14,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.training.transformer import Transformer
-from stepmark.bench.training.weights import init_weights, tie
+from stepmark.bench.training.transformer import Transformer, init_weights, tie
 from stepmark.core.model import ModelConfig, find_model
 
 PLAN = {

@@ -26,16 +26,15 @@ from torch.distributed.tensor.parallel import (
 )
 
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.training import parallelize, pipeline, tensor_parallel, trainer
-from stepmark.bench.training.experts import Experts
-from stepmark.bench.training.mesh import Meshes, coordinates_of
-from stepmark.bench.training.messages import OrderedRecorder
+from stepmark.bench.training import model_parallel, parallelize, trainer
+from stepmark.bench.training.layers import Experts
+from stepmark.bench.training.messages import PAIRS, OrderedRecorder
+from stepmark.bench.training.model_parallel import Meshes, coordinates_of
 from stepmark.bench.training.optimizer import Update
 from stepmark.bench.training.transformer import Transformer
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel, Precision
 
-_SIDES = ("send", "recv_", "isend", "irecv")
 Row = tuple[str, str, int, int | None, tuple[int, ...], int | None, str]
 
 
@@ -55,7 +54,7 @@ class Recorder(OrderedRecorder):
             phase = one.kind.phase
             if self.is_pipeline and phase == "forward":
                 phase = "backward" if one.in_backward else phase
-                if name in _SIDES:
+                if name in PAIRS:
                     phase = self.by_buffer.get(values[0][0].data_ptr(), "")
             kind = one.kind
             self.rows.append(
@@ -78,7 +77,7 @@ class Told:
         self.recorder = Recorder(is_pipeline=False)
         self.changes: dict[str, Any] = {}  # to how DDP is called
         self.set_unshard = FSDPModule.set_unshard_in_backward
-        self.tensor_parallel = tensor_parallel.apply
+        self.tensor_parallel = model_parallel.apply_tensor
         self.fsdp = parallelize._fsdp
         wrapped = parallelize.DistributedDataParallel  # type: ignore[attr-defined]
         parallelize.DistributedDataParallel = (  # type: ignore[attr-defined]
@@ -131,7 +130,7 @@ def titan(model: Transformer, case: TrainCase, mesh: DeviceMesh) -> None:
         rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         parallelize_module(model.embedding, mesh, {"tokens": rows})
     for block in model.blocks.values():
-        parallelize_module(block, mesh, tensor_parallel._block_plan(case.model))
+        parallelize_module(block, mesh, model_parallel._block_plan(case.model))
     if model.output is not None:
         head = ColwiseParallel(
             input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
@@ -183,7 +182,7 @@ def sent_by_all(ranks: Ranks) -> dict[str, list[list[Row]]]:
     told = Told()
     found: dict[str, list[list[Row]]] = {}
     for name, case in CASES[ranks.num_ranks].items():
-        pipeline.Schedule1F1B = (  # type: ignore[attr-defined]
+        trainer.Schedule1F1B = (  # type: ignore[attr-defined]
             ScheduleGPipe if name in GPIPE else Schedule1F1B
         )
         told.changes = DDP.get(name, {})
@@ -191,7 +190,7 @@ def sent_by_all(ranks: Ranks) -> dict[str, list[list[Row]]]:
             (lambda _module, _on: None) if name in TABLE_AGAIN else told.set_unshard
         )
         parallelize._fsdp = of_root if name in WITH_ROOT else told.fsdp
-        tensor_parallel.apply = titan if name in TITAN else told.tensor_parallel
+        model_parallel.apply_tensor = titan if name in TITAN else told.tensor_parallel
         with loss_parallel() if name in TITAN else contextlib.nullcontext():
             by_rank = ranks.gather(sent(case, ranks, told))
         found[name] = [step for _, step in by_rank]

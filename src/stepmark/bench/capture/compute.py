@@ -4,12 +4,14 @@ Matrix products, attention, norms and fused optimizers become operators; all oth
 with the bytes they must move. Views and allocations are no work.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from stepmark.bench.training.messages import tensors
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import (
@@ -164,9 +166,7 @@ def _attention(given: Arguments, *, backward: bool) -> Attention:
 
 
 def _norm(x: Tensor, num_dims: int, kind: str, phase: Phase) -> Norm:
-    hidden = 1
-    for size in x.shape[x.dim() - num_dims :]:
-        hidden *= size
+    hidden = math.prod(x.shape[x.dim() - num_dims :])
     return Norm(
         tokens=x.numel() // hidden, hidden=hidden, kind=kind, dtype=_dtype(x), phase=phase
     )
@@ -228,16 +228,4 @@ def _bytes_moved(
 def _num_bytes(tensor: Tensor) -> int:
     """An expanded tensor is no larger than what it expands."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    total: int = tensor.element_size()
-    for size in sizes:
-        total *= size
-    return total if tensor.numel() else 0
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Those of an argument, which may be a list of lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
+    return tensor.element_size() * math.prod(sizes) if tensor.numel() else 0

@@ -2,8 +2,7 @@
 
 Source of the names of pipeline stages: torch 2.13, distributed/pipelining/stage.py (the
 operations that a stage issues, by micro-batch) and distributed_c10d.py (a batch of them is
-one group call on NCCL). Over 250 lines because a message, its group and its peers are found
-from the same arguments.
+one group call on NCCL).
 """
 
 import contextlib
@@ -19,32 +18,24 @@ from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from stepmark.bench.capture.modules import ModulePosition
-from stepmark.bench.training.messages import group_of, kinds
+from stepmark.bench.training.messages import BATCH_P2P, PAIRS, group_of, kinds
 from stepmark.core.collectives import FACTS, Collective, RedOp
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
 from stepmark.core.message import SEND
 from stepmark.core.ops import Phase
 from stepmark.core.workload import COMMUNICATIONS, CommOp, Group
 
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
-_PAIRS = ("send", "recv_", "isend", "irecv")
-_BATCH = "batch_p2p_ops"
 _ROOTED = ("broadcast_", "reduce_", "gather_", "scatter_")
-_REDUCTIONS = {
-    dist.ReduceOp.SUM: RedOp.SUM,
-    dist.ReduceOp.AVG: RedOp.AVG,
-    dist.ReduceOp.PRODUCT: RedOp.PROD,
-    dist.ReduceOp.MIN: RedOp.MIN,
-    dist.ReduceOp.MAX: RedOp.MAX,
-    dist.ReduceOp.PREMUL_SUM: RedOp.MULSUM,
-}
-_BY_NUMBER = {int(reduction.value): redop for reduction, redop in _REDUCTIONS.items()}
-_BY_WORD = {
+_REDOPS = {  # by the lower-case name in torch.distributed.ReduceOp
     "sum": RedOp.SUM,
     "avg": RedOp.AVG,
     "product": RedOp.PROD,
     "min": RedOp.MIN,
     "max": RedOp.MAX,
+    "premul_sum": RedOp.MULSUM,
+}
+_BY_NUMBER = {
+    int(getattr(dist.ReduceOp, word.upper()).value): redop for word, redop in _REDOPS.items()
 }
 
 
@@ -151,9 +142,9 @@ def communicated(
 
 
 def _peers(name: str, values: Sequence[Any], group: Any, count: int) -> Sequence[int | None]:
-    if name == _BATCH:
+    if name == BATCH_P2P:
         return [(int(rank) - group.rank()) % group.size() for rank in values[1]]
-    if name in _PAIRS:
+    if name in PAIRS:
         return [(_numbers(values)[0] - group.rank()) % group.size()]
     return [None] * count
 
@@ -168,8 +159,8 @@ def _redop(collective: str, values: Sequence[Any]) -> RedOp:
     for value in values:
         if isinstance(value, torch.ScriptObject) and "ReduceOp" in str(value._type()):
             return _BY_NUMBER.get(int(value.op()), RedOp.SUM)  # type: ignore[attr-defined]
-        if isinstance(value, str) and value in _BY_WORD:
-            return _BY_WORD[value]
+        if isinstance(value, str) and value in _REDOPS:
+            return _REDOPS[value]
     return RedOp.SUM
 
 

@@ -8,6 +8,7 @@ the one before.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -33,7 +34,7 @@ class Overlap:
     def __init__(self) -> None:
         self._stream = COMPUTE
         self._within = ""  # which of FSDP2's calls
-        self._issued: dict[str, int] = {}  # how many operations of a name there were
+        self._issued: Counter[str] = Counter()  # how many operations of a name there were
         self._gathers: dict[int, int] = {}  # the number of each parameter group's gather
         self._copied_forward: int | None = None  # copy-out that the next gather waits for
         self._gather_after: int | None = None
@@ -64,10 +65,10 @@ class Overlap:
         """FSDPParamGroup.unshard: copy-in and gather, beside the computation."""
         if not forward and self._copied_forward is not None:
             self._gather_after, self._copied_forward = self._copied_forward, None
-        before = self._issued.get(GATHER, 0)
+        before = self._issued[GATHER]
         with self._in("gather", FSDP):
             yield
-        if self._issued.get(GATHER, 0) > before:
+        if self._issued[GATHER] > before:
             self._gathers[group] = self._issued[GATHER]
 
     @contextlib.contextmanager
@@ -85,7 +86,7 @@ class Overlap:
             yield
         self._copying = None
         if waited:
-            newest = self._issued.get(COPY_OUT)
+            newest = self._issued[COPY_OUT] or None
             if forward:
                 self._copied_forward = newest
             else:
@@ -125,7 +126,7 @@ class Overlap:
             after += tuple(sorted(self._wait_for))
             self._wait_for.clear()
         if name:
-            self._issued[name] = self._issued.get(name, 0) + 1
+            self._issued[name] += 1
         return replace(op, stream=self._stream, name=name, after=after)
 
     def sending(self, op: CommOp, before: list[Operation], *, own: bool, ddp: bool) -> CommOp:
@@ -144,13 +145,13 @@ class Overlap:
             replicates = op.collective == Collective.ALL_REDUCE
             kind = FSDP_REDUCE if self._apart else FSDP
             self._stream = FSDP_REPLICATE if replicates else self._stream_of(op, kind)
-            made = self._reduction(op, before, self._stream)
+            reduction = self._reduction(op, before, self._stream)
             if not replicates:
                 self._scattered = self._issued[REDUCED]
-            return made
+            return reduction
         if self._within == "reduce":  # the sum over replicas of what was scattered
             self._stream = FSDP_REPLICATE
-            self._count(REDUCED)
+            self._issued[REDUCED] += 1
             return replace(op, stream=self._stream, name=REDUCED, after=(REDUCED,))
         return op
 
@@ -165,7 +166,7 @@ class Overlap:
         if self._gathered_on not in ("", stream):
             after.append(GATHER)
         self._gathered_on = stream
-        self._count(GATHER)
+        self._issued[GATHER] += 1
         return replace(op, stream=stream, name=GATHER, after=tuple(dict.fromkeys(after)))
 
     def _stream_of(self, op: CommOp, kind: str) -> str:
@@ -175,7 +176,7 @@ class Overlap:
 
     def _reduction(self, op: CommOp, before: list[Operation], stream: str) -> CommOp:
         """After the newest operation that the computation went through: gradients are there."""
-        self._count(REDUCED)
+        self._issued[REDUCED] += 1
         self._reducing = True
         at = _newest_computed(before)
         after = () if at is None else (self._told(before, at, GRADS),)
@@ -184,12 +185,9 @@ class Overlap:
     def _told(self, before: list[Operation], at: int, name: str) -> str:
         """The name of an operation, this one if it has none."""
         if not before[at].name:
-            self._count(name)
+            self._issued[name] += 1
             before[at] = replace(before[at], name=name)
         return before[at].name
-
-    def _count(self, name: str) -> None:
-        self._issued[name] = self._issued.get(name, 0) + 1
 
     def _reference(self, name: str, number: int) -> str:
         back = self._issued[name] - number

@@ -4,8 +4,6 @@ FSDP2 and DDP issue communication on streams of their own, which the CPU does no
 they are told by whose calls it is: FSDP2's parameter groups (unshard, wait_for_unshard,
 post_backward, finalize_backward of torch.distributed.fsdp's FSDPParamGroup, whose CUDA events
 are followed) and those of DDP's reducer.
-
-Over 250 lines because one mode of the dispatcher must see everything.
 """
 
 import contextlib
@@ -29,11 +27,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepmark.bench.capture.compute import computed, tensors
-from stepmark.bench.capture.ddp import Buckets, Rebuilding, with_result
-from stepmark.bench.capture.messages import NAMESPACES, Groups, Pairs, communicated
+from stepmark.bench.capture.compute import computed
+from stepmark.bench.capture.fake import Buckets, Rebuilding, with_result
+from stepmark.bench.capture.messages import Groups, Pairs, communicated
 from stepmark.bench.capture.modules import OUTSIDE, ModulePosition, ModuleTracker, in_backward
 from stepmark.bench.capture.overlap import Overlap
+from stepmark.bench.training.messages import NAMESPACES, tensors
 from stepmark.core.ops import Phase
 from stepmark.core.workload import CommOp, ComputeOp, Operation
 
@@ -199,27 +198,22 @@ class CaptureRecorder(TorchDispatchMode):
 
     def _watched(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
         """Methods of torch to follow, each with what replaces it."""
-        watched = {
-            "unshard": self._overlap_unshard,
-            "wait_for_unshard": self._overlap_wait,
-            "post_backward": self._overlap_post_backward,
-            "finalize_backward": self._overlap_finalize,
-        }
-        name = "_root_pre_forward"
-        if hasattr(FSDPState, name):
-            yield (FSDPState, name), _around(getattr(FSDPState, name), self._overlap_begin)
-        for name, around in watched.items():
-            if hasattr(FSDPParamGroup, name):
-                yield (FSDPParamGroup, name), _around(getattr(FSDPParamGroup, name), around)
+        gathering = functools.partial(self._overlap_gather, Overlap.gathering)
+        copying_out = functools.partial(self._overlap_gather, Overlap.copying_out)
+        for owner, name, around in (
+            (FSDPState, "_root_pre_forward", self._overlap_begin),
+            (FSDPParamGroup, "unshard", gathering),
+            (FSDPParamGroup, "wait_for_unshard", copying_out),
+            (FSDPParamGroup, "post_backward", self._overlap_post_backward),
+            (FSDPParamGroup, "finalize_backward", self._overlap_finalize),
+            (Reducer, "_rebuild_buckets", self._rebuilding),
+            # DTensor works layouts out by running operators on whole shapes.
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._silence),
+        ):
+            if hasattr(owner, name):
+                yield (owner, name), _around(getattr(owner, name), around)
         yield from self._pairs.watched()
         yield from self._buckets.watched()
-        rebuilt = _around(Reducer._rebuild_buckets, self._rebuilding)
-        yield (Reducer, "_rebuild_buckets"), rebuilt
-        # DTensor works layouts out by running operators on whole shapes.
-        name = "_propagate_tensor_meta_non_cached"
-        if hasattr(ShardingPropagator, name):
-            original = getattr(ShardingPropagator, name)
-            yield (ShardingPropagator, name), _around(original, self._silence)
 
     @contextlib.contextmanager
     def _silence(self, *_: Any) -> Iterator[None]:
@@ -238,20 +232,14 @@ class CaptureRecorder(TorchDispatchMode):
         yield
 
     @contextlib.contextmanager
-    def _overlap_unshard(self, group: Any, *_: Any) -> Iterator[None]:
+    def _overlap_gather(
+        self, within: Callable[..., Any], group: Any, *_: Any
+    ) -> Iterator[None]:
+        """within: a method of Overlap, which every step has anew."""
         forward = group._training_state.name == "FORWARD"
         with (
             self.modules.owned_by(group.modules[0]),
-            self._overlap.gathering(id(group), forward=forward),
-        ):
-            yield
-
-    @contextlib.contextmanager
-    def _overlap_wait(self, group: Any, *_: Any) -> Iterator[None]:
-        forward = group._training_state.name == "FORWARD"
-        with (
-            self.modules.owned_by(group.modules[0]),
-            self._overlap.copying_out(id(group), forward=forward),
+            within(self._overlap, id(group), forward=forward),
         ):
             yield
 

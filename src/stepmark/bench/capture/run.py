@@ -70,14 +70,14 @@ def capture(
         raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
     name = spec or getattr(build, "__name__", "capture")
     where = file or getattr(getattr(build, "__code__", None), "co_filename", "")
-    found = [_captured(build, world_size, rank, name, where)]
-    num_stages, stride = _pipeline(found[0], world_size)
+    captures = [_captured(build, world_size, rank, name, where)]
+    num_stages, stride = _pipeline(captures[0], world_size)
     if num_stages > 1:
-        found = [
+        captures = [
             _captured(build, world_size, stage * stride + rank % stride, name, where)
             for stage in range(num_stages)
         ]
-    return _workload(found, world_size=world_size, rank=rank, name=name)
+    return _workload(captures, world_size=world_size, rank=rank, name=name)
 
 
 class _Captured:

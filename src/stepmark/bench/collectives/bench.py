@@ -1,14 +1,14 @@
 """Measure one collective: allocate, check, warm up, choose a clock, sample."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from stepmark.bench.agree import agreed
-from stepmark.bench.collectives import sampling
+from stepmark.bench.clock import Effort, is_enough
 from stepmark.bench.collectives.case_on_rank import (
     CaseOnRank,
     backend_run,
@@ -16,14 +16,19 @@ from stepmark.bench.collectives.case_on_rank import (
     needed_bytes,
 )
 from stepmark.bench.collectives.communicators import Communicators
+from stepmark.bench.collectives.timing import Batch, Timer
 from stepmark.bench.context import MeasureContext, own_stream
-from stepmark.bench.stopping import Effort
+from stepmark.bench.ranks import Ranks, agreed
+from stepmark.bench.run_cases import Bench
 from stepmark.bench.telemetry import Sampler
 from stepmark.core.comm_case import CommCase, unsupported
 from stepmark.core.plan import CommHow, Entry
 from stepmark.core.record import Arrivals, Beside, Failed, Measured, Samples
-from stepmark.core.stats import summarize
+from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from stepmark.bench.collectives.concurrent_compute import ConcurrentCompute
 
 # A second of samples in at least five batches: what repeats is the batch, as with operators.
 DEFAULT = Effort(sample_s=1.0, soak_s=0.0, target_ci_rel=0.005, min_batches=5)
@@ -32,7 +37,7 @@ _CHECK_BYTES = 2**29
 
 
 @dataclass(slots=True)
-class CollectiveBench:
+class CollectiveBench(Bench):
     """Collectives. Ranks outside a case's communicator take every step with nothing to do."""
 
     context: MeasureContext
@@ -73,9 +78,6 @@ class CollectiveBench:
             self._communicators.forget(cast("CommCase", entry.case))
         return record
 
-    def restarts(self, entry: Entry) -> bool:
-        return False
-
     def limit_s(self, share_s: float | None) -> float:
         return self.how.timeout_s + self._effort(share_s).sample_s
 
@@ -112,15 +114,13 @@ def _measure(
     alone_s = agreed(ranks, lambda: compute.alone() if compute else [])
     sampler, begin = Sampler(context.device_index), time.monotonic()
     with sampler:
-        samples = sampling.collect(
-            ranks, timer, compute, estimate_s * k, effort, part.samples(k)
-        )
+        samples = collect(ranks, timer, compute, estimate_s * k, effort, part.samples(k))
     each = [value / part.operations_per_call for value in samples.seconds]
     issue_s = summarize(samples.issue_s).median if samples.issue_s else 0.0
     beside = (alone_s, samples.together_s, compute.backend_run if compute else "")
-    everyone = ranks.gather(
-        (each, check, sampler.telemetry(), issue_s, beside, _peak_memory(context))
-    )
+    on_gpu = ranks.device.type == "cuda"
+    peak_bytes = torch.cuda.max_memory_allocated(ranks.device) if on_gpu else None
+    everyone = ranks.gather((each, check, sampler.telemetry(), issue_s, beside, peak_bytes))
     seconds, checks, telemetry, issues, besides, peaks = zip(
         *(everyone[rank] for rank in case.members), strict=True
     )
@@ -163,6 +163,90 @@ def _beside(of_ranks: Sequence[tuple[list[float], list[float], str]]) -> Beside 
     )
 
 
-def _peak_memory(context: MeasureContext) -> int | None:
-    device = context.ranks.device
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+_BATCH_S = 0.1
+_MOST_SAMPLES = 1000  # of a batch
+_MOST_TRIES = 12
+# Aligning the ranks takes about this long, while the compute runs already.
+_START_S = 5e-3
+
+
+@dataclass(slots=True, kw_only=True)
+class CallSamples:
+    """What sampling gives this rank. late_s is of all ranks, by batch."""
+
+    seconds: list[float] = field(default_factory=list)
+    late_s: list[list[float]] = field(default_factory=list)
+    issue_s: list[float] = field(default_factory=list)
+    together_s: list[float] = field(default_factory=list)
+
+
+def collect(
+    ranks: Ranks,
+    timer: Timer,
+    compute: "ConcurrentCompute | None",
+    sample_s: float,
+    effort: Effort,
+    wanted: int | None,
+) -> CallSamples:
+    """Sample until rank 0, seeing all ranks' maxima, says that it is enough.
+
+    sample_s: seconds of one sample, roughly, the same on every rank. wanted: exactly so many
+    samples.
+    """
+    samples, batches = CallSamples(), list[list[float]]()
+    longest_s = min(ranks.gather(compute.longest_s if compute else math.inf))
+    length_s = min(_BATCH_S, effort.sample_s / effort.min_batches, longest_s / 4)
+    most = max(1, min(_MOST_SAMPLES, int(length_s / max(sample_s, 1e-9))))
+    stretch, tries, begin = 1.5, 0, time.monotonic()
+
+    def enough() -> bool:
+        if wanted is not None:
+            return sum(map(len, batches)) >= wanted
+        return is_enough(batches, time.monotonic() - begin, effort)
+
+    while True:  # rank 0 ends it, for all
+        count = most if wanted is None else min(most, wanted - sum(map(len, batches)))
+        cover_s = stretch * count * sample_s + _START_S
+        batch, together = agreed(ranks, lambda: _batch(timer, compute, count, cover_s))  # noqa: B023
+        everyone = ranks.gather((batch.seconds, batch.began_s, together is not None))
+        if not all(is_covered for _, _, is_covered in everyone):
+            # Somewhere the compute ended first, so this batch does not count.
+            tries += 1
+            agreed(ranks, lambda: _give_up_after(tries))  # noqa: B023  called at once
+            stretch, most = _longer(stretch, count, longest_s / sample_s)
+            continue
+        first_s = min(began_s for seconds, began_s, _ in everyone if seconds)
+        samples.seconds += batch.seconds
+        samples.issue_s.append(batch.issue_s)
+        samples.together_s += together or []
+        samples.late_s.append([max(0.0, began_s - first_s) for _, began_s, _ in everyone])
+        batches.append(slowest_per_sample([seconds for seconds, _, _ in everyone if seconds]))
+        if ranks.decide(enough):
+            return samples
+
+
+def _batch(
+    timer: Timer, compute: "ConcurrentCompute | None", count: int, cover_s: float
+) -> tuple[Batch, list[float] | None]:
+    """Samples, and seconds of the calls beside them. The compute ends with the batch."""
+    if compute is None:
+        return timer.sample(count), []
+    compute.start(cover_s)
+    try:
+        batch = timer.sample(count)
+    except BaseException:
+        compute.stop(None)
+        raise
+    return batch, compute.stop(batch.span)
+
+
+def _longer(stretch: float, count: int, most: float) -> tuple[float, int]:
+    """More compute per sample; fewer samples where there cannot be more. most: in samples."""
+    if 2 * stretch * count <= most:
+        return 2 * stretch, count
+    return 2 * stretch, max(1, count // 2)
+
+
+def _give_up_after(tries: int) -> None:
+    if tries > _MOST_TRIES:
+        raise RuntimeError("the compute beside ends before the collective; choose a longer one")

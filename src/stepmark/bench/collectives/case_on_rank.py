@@ -11,6 +11,7 @@ import torch
 from stepmark.bench.collectives import data, timing
 from stepmark.bench.collectives.communicators import Communicator
 from stepmark.bench.context import MeasureContext
+from stepmark.bench.verify import TORCH_DTYPE, merge
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.comm_case import CommCase
 from stepmark.core.options import load
@@ -33,7 +34,7 @@ def needed_bytes(case: CommCase, index: int) -> int:
 def allocate_buffers(case: CommCase, index: int, device: torch.device) -> Pair:
     """send and recv, flat; in place they share storage as nccl-tests lays them out."""
     sent, received = case.send_count(index), case.recv_count(index)
-    dtype = data.TORCH_OF[case.dtype]
+    dtype = TORCH_DTYPE[case.dtype]
     if not case.in_place:
         return (
             torch.empty(sent, dtype=dtype, device=device),
@@ -78,7 +79,11 @@ class CaseOnRank:
     """A rank's part in a case. Outside the communicator each step does nothing."""
 
     def __init__(
-        self, case: CommCase, context: MeasureContext, communicator: Communicator, how: CommHow
+        self,
+        case: CommCase,
+        context: MeasureContext,
+        communicator: Communicator | None,
+        how: CommHow,
     ) -> None:
         self._context, self._communicator, self._how = context, communicator, how
         self._world_case = case
@@ -117,8 +122,7 @@ class CaseOnRank:
         # Grouped calls on one set would reduce it several times.
         case, index = dataclasses.replace(self._local[0], calls_per_group=1), self._local[1]
         send, recv = self._sets[0]
-        call = self._communicator.bind(case, index, send, recv)
-        found = NOT_CHECKED
+        call, checks = self._bound(case, index, (send, recv)), list[Check]()
         if self._world_case.mode is Mode.GRAPH:
             call()  # makes connections, which a graph cannot hold
             self._wait()
@@ -128,15 +132,17 @@ class CaseOnRank:
             data.fill(case, index, send, turn)
             call()
             self._wait()
-            found = _merge(found, data.check(case, index, recv, turn))
-        return found
+            checks.append(data.check(case, index, recv, turn))
+        return merge(checks) if checks else NOT_CHECKED
 
     def bind(self) -> None:
         if self._local is not None:
             case, index = self._local
-            self._calls = [
-                self._communicator.bind(case, index, send, recv) for send, recv in self._sets
-            ]
+            self._calls = [self._bound(case, index, pair) for pair in self._sets]
+
+    def _bound(self, case: CommCase, index: int, pair: Pair) -> Callable[[], object]:
+        assert self._communicator is not None
+        return self._communicator.bind(case, index, *pair)
 
     def warm_up(self) -> None:
         for i in range(self._how.warmups if self._calls else 0):
@@ -203,40 +209,27 @@ class CaseOnRank:
         case = self._world_case
         if case.mode is Mode.BLOCKING or (case.skew_s and case.mode is not Mode.GRAPH):
             return 1
-        asked = self._how.iterations
+        iterations = self._how.iterations
         if case.mode is Mode.GRAPH:
             # As nccl-tests: -n calls are captured, and the graph is launched several times.
             fitting = math.ceil(_GRAPH_SAMPLE_S / max(estimate_s, 1e-9))
-            return min(_MOST_CAPTURED, asked or max(1, fitting))
+            return min(_MOST_CAPTURED, iterations or max(1, fitting))
         k = max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
         # Few calls still give samples enough to show how they spread.
-        return k if asked is None else min(k, max(1, asked // 5))
+        return k if iterations is None else min(k, max(1, iterations // 5))
 
     def samples(self, calls_per_sample: int) -> int | None:
-        """How many are asked for; None: until it is enough."""
-        asked = self._how.iterations
-        if asked is None:
+        """Return the number of samples that -n asks for; None: until it is enough."""
+        iterations = self._how.iterations
+        if iterations is None:
             return None
         if self._world_case.mode is Mode.GRAPH:
             return max(_FEWEST_GRAPHS, self._how.graphs)
-        return math.ceil(asked / calls_per_sample)
+        return math.ceil(iterations / calls_per_sample)
 
     def _wait(self) -> None:
         if self._context.ranks.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-
-
-def _merge(one: Check, other: Check) -> Check:
-    """Both together; what was not checked says nothing."""
-    if one is NOT_CHECKED:
-        return other
-    return Check(
-        max_rel_err=max(one.max_rel_err, other.max_rel_err),
-        tolerance=max(one.tolerance, other.tolerance),
-        num_wrong=one.num_wrong + other.num_wrong,
-        num_compared=one.num_compared + other.num_compared,
-        reference=other.reference,
-    )
 
 
 def backend_run(case: CommCase) -> str:

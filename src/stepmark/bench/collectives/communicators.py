@@ -1,84 +1,36 @@
-"""Communicators by what they are made of, each made once per launch."""
+"""Communicators by what they are made of, each made once per launch; torch's calls."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from stepmark.bench.agree import agreed
 from stepmark.bench.collectives import nccl
-from stepmark.bench.collectives.torch_calls import Endpoint, Issue, bind
-from stepmark.bench.ranks import Ranks
-from stepmark.core.collectives import Api
+from stepmark.bench.collectives.data import PREMUL_FACTOR, moves
+from stepmark.bench.ranks import Ranks, agreed
+from stepmark.core.collectives import Api, Collective, RedOp
 from stepmark.core.comm_case import CommCase
 
 # Each takes device memory and threads; a p2p matrix would make one per pair.
 _MOST = 8
 
+Issue = Callable[[], object]
 
-class Communicator(Protocol):
-    """Ranks that can be reached together."""
-
-    def bind(
-        self, case: CommCase, index: int, send: torch.Tensor, recv: torch.Tensor
-    ) -> Callable[[], object]: ...
-
-    def abort(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Communicators:
-    """The communicators of one launch."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._made: dict[object, Communicator] = {}
-
-    def get(self, case: CommCase) -> Communicator:
-        """For this case; every rank calls it. Raises CaseFailedError on all together."""
-        members, key = case.communicators, self._key(case)
-        if key not in self._made:
-            if len(self._made) >= _MOST:
-                oldest = next(iter(self._made))
-                agreed(self._ranks, self._made.pop(oldest).close)
-            self._made[key] = agreed(self._ranks, lambda: self._make(case, members))
-        return self._made[key]
-
-    def forget(self, case: CommCase) -> None:
-        """After a failure: what carried this case is broken, perhaps. Every rank calls it."""
-        broken = self._made.pop(self._key(case), None)
-        if broken is not None:
-            with contextlib.suppress(Exception):
-                broken.abort()
-            with contextlib.suppress(Exception):
-                broken.close()
-        self._ranks.barrier()
-
-    def abort(self) -> None:
-        """End whatever hangs; to be called from another thread."""
-        for communicator in list(self._made.values()):
-            communicator.abort()
-
-    def close(self) -> None:
-        """Every rank calls it. Ranks meet before and after: teardown races otherwise."""
-        self._ranks.barrier()
-        for communicator in self._made.values():
-            communicator.close()
-        self._made = {}
-        self._ranks.barrier()
-
-    @staticmethod
-    def _key(case: CommCase) -> object:
-        return case.api, case.backend, tuple(case.communicators), case.max_ctas
-
-    def _make(self, case: CommCase, members: list[tuple[int, ...]]) -> Communicator:
-        if case.api is Api.NCCL:
-            return NcclCommunicator(self._ranks, members, case.max_ctas)
-        return TorchCommunicator(self._ranks, members, case.backend, case.max_ctas)
+# torch 2.13 renamed these two; 2.11 knows the former names only.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+_REDOPS = {
+    RedOp.SUM: dist.ReduceOp.SUM,
+    RedOp.PROD: dist.ReduceOp.PRODUCT,
+    RedOp.MIN: dist.ReduceOp.MIN,
+    RedOp.MAX: dist.ReduceOp.MAX,
+    RedOp.AVG: dist.ReduceOp.AVG,
+}
 
 
 class TorchCommunicator:
@@ -94,7 +46,7 @@ class TorchCommunicator:
         """Every rank of the world calls this, member or not."""
         self._device = ranks.device
         self._group: dist.ProcessGroup | None = None
-        self._members: tuple[int, ...] = ()
+        self._members: tuple[int, ...] = ()  # world ranks
         for members in communicators:
             group = dist.new_group(
                 list(members), backend=backend, pg_options=_options(backend, max_ctas)
@@ -102,21 +54,13 @@ class TorchCommunicator:
             if ranks.rank in members:
                 self._group, self._members = group, members
 
-    def bind(self, case: CommCase, index: int, send: torch.Tensor, recv: torch.Tensor) -> Issue:
-        """The call, ready to be made on the current stream."""
+    def bind(self, case: CommCase, index: int, send: Tensor, recv: Tensor) -> Issue:
+        """Return the call, ready to be made on the current stream."""
         assert self._group is not None
-        end = Endpoint(
-            group=self._group,
-            members=self._members,
-            case=case,
-            index=index,
-            send=send,
-            recv=recv,
-        )
-        one = bind(end)
+        issue = self._call(case, index, send, recv)
         if case.calls_per_group == 1:
-            return one
-        return functools.partial(self._coalesced, one, case.calls_per_group)
+            return issue
+        return functools.partial(self._coalesced, issue, case.calls_per_group)
 
     def abort(self) -> None:
         """End whatever hangs in it; to be called from another thread."""
@@ -129,11 +73,70 @@ class TorchCommunicator:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _coalesced(self, one: Issue, count: int) -> None:
+    def _coalesced(self, issue: Issue, count: int) -> None:
         manager: Any = getattr(dist, "_coalescing_manager")  # noqa: B009  no public name
         with manager(self._group, device=self._device):
             for _ in range(count):
-                one()
+                issue()
+
+    def _call(  # noqa: PLR0911, a row per collective
+        self, case: CommCase, index: int, send: Tensor, recv: Tensor
+    ) -> Issue:
+        """Return what torch.distributed offers for the collective."""
+        bound, group, root = functools.partial, self._group, self._members[case.root]
+        at_root = index == case.root
+        match case.collective:
+            case Collective.ALL_REDUCE:
+                return bound(dist.all_reduce, recv, op=_redop(case), group=group)
+            case Collective.ALL_GATHER:
+                return bound(_all_gather, recv, send, group=group)
+            case Collective.REDUCE_SCATTER:
+                return bound(_reduce_scatter, recv, send, op=_redop(case), group=group)
+            case Collective.BROADCAST:
+                return bound(dist.broadcast, recv, src=root, group=group)
+            case Collective.REDUCE:
+                return bound(dist.reduce, recv, dst=root, op=_redop(case), group=group)
+            case Collective.ALL_TO_ALL:
+                return bound(dist.all_to_all_single, recv, send, group=group)
+            case Collective.ALL_TO_ALL_V:
+                into = [row[index] for row in case.counts]
+                counts = into, list(case.counts[index])
+                return bound(dist.all_to_all_single, recv, send, *counts, group=group)
+            case Collective.GATHER:
+                parts = list(recv.chunk(case.num_ranks)) if at_root else None
+                return bound(dist.gather, send, parts, dst=root, group=group)
+            case Collective.SCATTER:
+                parts = list(send.chunk(case.num_ranks)) if at_root else None
+                return bound(dist.scatter, recv, parts, src=root, group=group)
+            case Collective.BARRIER:
+                places = [send.device.index] if send.device.type == "cuda" else None
+                return bound(dist.barrier, group=group, device_ids=places)
+            case _:
+                return self._moved(case, index, send, recv)
+
+    def _moved(self, case: CommCase, index: int, send: Tensor, recv: Tensor) -> Issue:
+        """Return sends and receives in one batch; in turn, where one waits for another."""
+        operations = []
+        for move in moves(case, index):
+            part = (send if move.from_send else recv)[move.at : move.at + move.count]
+            kind, peer = dist.isend if move.sends else dist.irecv, self._members[move.peer]
+            operations.append(dist.P2POp(kind, part, peer=peer, group=self._group))
+        in_turn = case.collective is Collective.PING_PONG
+        batches = [[operation] for operation in operations] if in_turn else [operations]
+
+        def issue() -> None:
+            for batch in batches:
+                for work in dist.batch_isend_irecv(batch):
+                    work.wait()
+
+        return issue
+
+
+def _redop(case: CommCase) -> Any:
+    if case.redop is RedOp.MULSUM:
+        make: Any = getattr(dist, "_make_nccl_premul_sum")  # noqa: B009  no public name
+        return make(PREMUL_FACTOR)
+    return _REDOPS[case.redop]
 
 
 def _options(backend: str, max_ctas: int | None) -> Any:
@@ -145,43 +148,71 @@ def _options(backend: str, max_ctas: int | None) -> Any:
     return options
 
 
-class NcclCommunicator:
-    """This rank's communicator among several side by side; outside of all it has none."""
+Communicator = TorchCommunicator | nccl.Communicator
 
-    def __init__(
-        self, ranks: Ranks, communicators: Sequence[tuple[int, ...]], max_ctas: int | None
-    ) -> None:
-        """Every rank of the world calls this, member or not."""
-        self._comm: nccl.Communicator | None = None
-        mine = next((members for members in communicators if ranks.rank in members), None)
-        if mine is None:
-            ranks.gather(None)
-            return
+
+class Communicators:
+    """The communicators of one launch. A rank outside of those of libnccl has None."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._made: dict[object, Communicator | None] = {}
+
+    def get(self, case: CommCase) -> Communicator | None:
+        """For this case; every rank calls it. Raises CaseFailedError on all together."""
+        key = self._key(case)
+        if key not in self._made:
+            if len(self._made) >= _MOST:
+                oldest = self._made.pop(next(iter(self._made)))
+                agreed(self._ranks, lambda: oldest and oldest.close())
+            self._made[key] = agreed(self._ranks, lambda: self._make(case))
+        return self._made[key]
+
+    def forget(self, case: CommCase) -> None:
+        """After a failure: what carried this case is broken, perhaps. Every rank calls it."""
+        broken = self._made.pop(self._key(case), None)
+        if broken is not None:
+            with contextlib.suppress(Exception):
+                broken.abort()
+            with contextlib.suppress(Exception):
+                broken.close()
+        self._ranks.barrier()
+
+    def abort(self) -> None:
+        """End whatever hangs; to be called from another thread."""
+        for communicator in list(self._made.values()):
+            if communicator is not None:
+                communicator.abort()
+
+    def close(self) -> None:
+        """Every rank calls it. Ranks meet before and after: teardown races otherwise."""
+        self._ranks.barrier()
+        for communicator in self._made.values():
+            if communicator is not None:
+                communicator.close()
+        self._made = {}
+        self._ranks.barrier()
+
+    @staticmethod
+    def _key(case: CommCase) -> object:
+        return case.api, case.backend, tuple(case.communicators), case.max_ctas
+
+    def _make(self, case: CommCase) -> Communicator | None:
+        ranks, groups = self._ranks, case.communicators
+        if case.api is not Api.NCCL:
+            return TorchCommunicator(ranks, groups, case.backend, case.max_ctas)
+        members = next((members for members in groups if ranks.rank in members), None)
+        if members is None:
+            ranks.gather(None)  # as those do that share an identity
+            return None
 
         def share(identity: bytes | None) -> bytes:
             everyone: list[bytes] = ranks.gather(identity)
-            return everyone[mine[0]]
+            return everyone[members[0]]
 
-        self._comm = nccl.Communicator(
-            num_ranks=len(mine),
-            index=mine.index(ranks.rank),
+        return nccl.Communicator(
+            num_ranks=len(members),
+            index=members.index(ranks.rank),
             share=share,
-            max_ctas=max_ctas,
+            max_ctas=case.max_ctas,
         )
-
-    def bind(
-        self, case: CommCase, index: int, send: torch.Tensor, recv: torch.Tensor
-    ) -> Callable[[], object]:
-        """The call, ready to be made on what is the current stream now."""
-        assert self._comm is not None
-        stream = torch.cuda.current_stream().cuda_stream
-        return self._comm.bind(case, index, send, recv, stream)
-
-    def abort(self) -> None:
-        if self._comm is not None:
-            self._comm.abort()
-
-    def close(self) -> None:
-        if self._comm is not None:
-            self._comm.close()
-            self._comm = None

@@ -9,14 +9,14 @@ import itertools
 import math
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from stepmark.bench.collectives import timing
 from stepmark.bench.context import MeasureContext
+from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.call import Call
-from stepmark.bench.operators.table import IMPLS
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import FAMILY_OF, from_shorthand
 
@@ -25,41 +25,10 @@ _MARK_S = 0.5e-3
 _MOST_MARKS = 300
 
 
-class ConcurrentCompute(Protocol):
-    """Compute, started before a batch of collectives and stopped after it."""
-
-    backend_run: str
-
-    @property
-    def longest_s(self) -> float:
-        """For how long it can be kept going."""
-
-    def alone(self) -> list[float]:
-        """Seconds per call with nothing beside it."""
-
-    def start(self, cover_s: float) -> None:
-        """Begin work that lasts at least `cover_s` seconds."""
-
-    def stop(self, span: tuple[Any, Any] | None) -> list[float] | None:
-        """Seconds of the calls within span; None if they ended before it."""
-
-
-def make(beside: str, context: MeasureContext) -> ConcurrentCompute:
-    """The compute that `beside` names, on this rank's device."""
-    on_gpu = context.ranks.device.type == "cuda"
-    op = from_shorthand(beside, DType.BF16 if on_gpu else DType.FP32)
-    backends = IMPLS[FAMILY_OF[type(op)]].values()
-    for impl in backends:
-        if impl.unsupported(op, context.capabilities) is None:
-            call = impl.make(op, context.ranks.device)
-            return StreamCompute(call) if on_gpu else ThreadCompute(call)
-    raise RuntimeError(f"nothing here runs {beside}")
-
-
 class ThreadCompute:
     """Compute in a thread of this process; torch releases the interpreter meanwhile."""
 
-    longest_s = math.inf
+    longest_s = math.inf  # for how long it can be kept going
 
     def __init__(self, call: Call) -> None:
         self._call, self.backend_run = call.run, call.backend_run
@@ -71,6 +40,7 @@ class ThreadCompute:
             self._call()
 
     def alone(self) -> list[float]:
+        """Return seconds per call with nothing beside it."""
         end = time.perf_counter() + _ALONE_S
         seconds: list[float] = []
         while time.perf_counter() < end or len(seconds) < 3:
@@ -80,12 +50,14 @@ class ThreadCompute:
         return seconds
 
     def start(self, cover_s: float) -> None:
+        """Begin work that lasts at least cover_s seconds."""
         self._stop.clear()
         self._times = []
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def stop(self, span: tuple[Any, Any] | None) -> list[float] | None:
+        """Return seconds of the calls within span; None if they ended before it."""
         assert self._thread is not None
         self._stop.set()
         self._thread.join()
@@ -169,3 +141,18 @@ class StreamCompute:
             before.elapsed_time(after) * 1e-3 / self._calls_per_mark
             for before, after in itertools.pairwise(marks)
         ]
+
+
+ConcurrentCompute = ThreadCompute | StreamCompute
+
+
+def make(beside: str, context: MeasureContext) -> ConcurrentCompute:
+    """The compute that `beside` names, on this rank's device."""
+    on_gpu = context.ranks.device.type == "cuda"
+    op = from_shorthand(beside, DType.BF16 if on_gpu else DType.FP32)
+    backends = IMPLS[FAMILY_OF[type(op)]].values()
+    for impl in backends:
+        if impl.unsupported(op, context.capabilities) is None:
+            call = impl.make(op, context.ranks.device)
+            return StreamCompute(call) if on_gpu else ThreadCompute(call)
+    raise RuntimeError(f"nothing here runs {beside}")

@@ -5,8 +5,10 @@ element, so that data that went astray, were shifted, or are left from an earlie
 match. One hash and one lookup per element serve every collective, reduction and type.
 """
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +17,6 @@ from stepmark.bench.collectives.values import (
     BITS_OF,
     PREMUL_FACTOR,
     ROWS,
-    TORCH_OF,
     Expected,
     expected,
     hash64,
@@ -28,7 +29,7 @@ from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import DType
 from stepmark.core.record import Check
 
-__all__ = ["PREMUL_FACTOR", "TORCH_OF", "check", "fill", "poison"]
+__all__ = ["PREMUL_FACTOR", "check", "fill", "poison"]
 
 _CHUNK = {"cpu": 2**18}  # elements at a time, for the cache
 _DEVICE_CHUNK = 2**22  # and 200 MiB of temporaries at most
@@ -149,6 +150,66 @@ def _received_parts(  # noqa: PLR0911, PLR0912, a row per collective
             return [(0, 0, c)]
         case Collective.BARRIER:
             return []
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One send or receive of a rank: `count` elements from element `at` of a buffer."""
+
+    sends: bool
+    peer: int
+    count: int
+    at: int = 0
+    from_send: bool = False  # which buffer: the send buffer, or the receive buffer
+
+
+def moves(  # noqa: PLR0911, PLR0912, a row per collective
+    case: CommCase, index: int
+) -> list[Move]:
+    """Return what this rank sends and receives, itself included, in nccl-tests' order.
+
+    Of collectives that are no more than that; of a ping-pong in the order of time.
+    """
+    n, c, root = case.num_ranks, case.count, case.root
+    others = [rank for rank in range(n) if rank != root]
+    to, of = functools.partial(Move, True, from_send=True), functools.partial(Move, False)
+    match case.collective:
+        case Collective.ALL_TO_ALL:
+            return _exchanged([c] * n, [c] * n)
+        case Collective.ALL_TO_ALL_V:
+            return _exchanged(case.counts[index], [row[index] for row in case.counts])
+        case Collective.GATHER:
+            return [to(root, c), *(of(r, c, r * c) for r in range(n) if index == root)]
+        case Collective.SCATTER:
+            return [*(to(r, c, r * c) for r in range(n) if index == root), of(root, c)]
+        case Collective.SENDRECV:
+            return [to((index + 1) % n, c), of((index - 1) % n, c)]
+        case Collective.P2P:
+            return [of(0, c) if index else to(1, c)]
+        case Collective.P2P_BOTH:
+            return [to(1 - index, c), of(1 - index, c)]
+        case Collective.PING_PONG:  # what arrived goes back
+            return [of(0, c), Move(True, 0, c)] if index else [to(1, c), of(1, c)]
+        case Collective.INCAST if index == root:
+            return [of(r, c, place * c) for place, r in enumerate(others)]
+        case Collective.MULTICAST if index == root:
+            return [to(r, c, place * c) for place, r in enumerate(others)]
+        case Collective.INCAST:
+            return [to(root, c)]
+        case Collective.MULTICAST:
+            return [of(root, c)]
+        case _:
+            raise AssertionError(f"{case.collective} is more than sends and receives")
+
+
+def _exchanged(sent: Sequence[int], received: Sequence[int]) -> list[Move]:
+    """With every rank; empty parts are left out on both sides."""
+    moved, out_at, in_at = list[Move](), 0, 0
+    for peer, (out, into) in enumerate(zip(sent, received, strict=True)):
+        moved += [Move(True, peer, out, out_at, from_send=True)] if out else []
+        moved += [Move(False, peer, into, in_at)] if into else []
+        out_at, in_at = out_at + out, in_at + into
+    return moved
 
 
 def _walk(parts: list[Part], buffer: Tensor, round: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,14 +7,14 @@ of src/nccl.h.in of NVIDIA/nccl 2.28; RCCL has the same.
 
 import ctypes
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stepmark.bench.collectives.data import Move, moves
 from stepmark.bench.collectives.values import PREMUL_FACTOR, narrow
 from stepmark.core.collectives import FACTS, Collective, RedOp
 from stepmark.core.comm_case import CommCase
@@ -27,19 +27,15 @@ Share = Callable[[bytes | None], bytes]
 Call = Callable[[], int]
 
 _SONAMES = ("libnccl.so.2", "librccl.so.1")
+# Numbers of ncclDataType_t.
 _DTYPE = {
-    DType.INT8: 0,
-    DType.UINT8: 1,
-    DType.INT32: 2,
-    DType.UINT32: 3,
-    DType.INT64: 4,
-    DType.UINT64: 5,
-    DType.FP16: 6,
-    DType.FP32: 7,
-    DType.FP64: 8,
-    DType.BF16: 9,
-    DType.FP8_E4M3: 10,
-    DType.FP8_E5M2: 11,
+    dtype: number
+    for number, dtype in enumerate(
+        (
+            *(DType.INT8, DType.UINT8, DType.INT32, DType.UINT32, DType.INT64, DType.UINT64),
+            *(DType.FP16, DType.FP32, DType.FP64, DType.BF16, DType.FP8_E4M3, DType.FP8_E5M2),
+        )
+    )
 }
 _REDOP = {RedOp.SUM: 0, RedOp.PROD: 1, RedOp.MAX: 2, RedOp.MIN: 3, RedOp.AVG: 4}
 _WHOLE = {
@@ -130,14 +126,6 @@ def load(path: str) -> ctypes.CDLL:
     return library
 
 
-def version(path: str | None = None) -> str:
-    """For example "2.28.9". Raises ConfigError without a library."""
-    code = _version_code(load(path or find_library()))
-    # Until 2.8 the code had one digit for the minor version.
-    major = 10_000 if code >= 10_000 else 1000
-    return f"{code // major}.{code % major // 100}.{code % 100}"
-
-
 def _version_code(library: ctypes.CDLL) -> int:
     code = c_int()
     _succeed(library, "ncclGetVersion", library.ncclGetVersion(byref(code)), None)
@@ -185,13 +173,21 @@ class Communicator:
             self._do("ncclCommInitRankConfig", *place, byref(self._config(max_ctas)))
 
     def bind(
-        self, case: CommCase, index: int, send: torch.Tensor, recv: torch.Tensor, stream: int
+        self,
+        case: CommCase,
+        index: int,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        stream: int | None = None,
     ) -> Callable[[], None]:
-        """The call, ready to be made on a stream; `index` as in the case's buffers.
+        """Return the call, ready to be made on a stream; None: on the one that is current now.
 
-        In place is what the pointers say. It keeps the tensors. Raises ConfigError for a
-        ping-pong in a group, whose second half would not wait for the first.
+        `index` is as in the case's buffers. In place is what the pointers say. It keeps the
+        tensors. Raises ConfigError for a ping-pong in a group, whose second half would not
+        wait for the first.
         """
+        if stream is None:
+            stream = torch.cuda.current_stream().cuda_stream
         assert (case.num_ranks, index) == (self._num_ranks, self._index)
         if case.calls_per_group > 1 and case.collective is Collective.PING_PONG:
             raise ConfigError("m", case.calls_per_group, "1 for ping_pong")
@@ -308,80 +304,25 @@ class _Calls:
         case, facts = self._case, FACTS[self._case.collective]
         if self.token is not None:
             self._send = self._recv = self.token.data_ptr()
-            one = (c_size_t(1), c_int(_DTYPE[DType.FP32]), c_int(_REDOP[RedOp.SUM]))
-            return [self._whole("ncclAllReduce", *one)]
+            token = (c_size_t(1), c_int(_DTYPE[DType.FP32]), c_int(_REDOP[RedOp.SUM]))
+            return [self._whole("ncclAllReduce", *token)]
         name = _WHOLE.get(case.collective, "")
         newer = _WHOLE_SINCE_2_28.get(case.collective, "")
         if name or (newer and hasattr(self._library, newer)):
             redop = [self.redop] if facts.reduces else []
             root = [c_int(case.root)] if facts.rooted else []
             return [self._whole(name or newer, c_size_t(case.count), self._kind, *redop, *root)]
-        moves = list(self._moves())
-        in_turn = len(moves) == 1 or case.collective is Collective.PING_PONG
-        return moves if in_turn else self.group(moves)
-
-    def _moves(self) -> Iterator[Call]:  # noqa: PLR0912, a row per collective
-        """Sends and receives, those to oneself included, as nccl-tests groups them."""
-        n, c, me, root = self._case.num_ranks, self._case.count, self._index, self._case.root
-        others = [rank for rank in range(n) if rank != root]
-        match self._case.collective:
-            case Collective.ALL_TO_ALL:
-                yield from self._exchange([c] * n, [c] * n)
-            case Collective.ALL_TO_ALL_V:
-                counts = self._case.counts
-                yield from self._exchange(counts[me], [row[me] for row in counts])
-            case Collective.GATHER:
-                yield self._to(root, c)
-                yield from (self._from(r, c, r * c) for r in range(n) if me == root)
-            case Collective.SCATTER:
-                yield from (self._to(r, c, r * c) for r in range(n) if me == root)
-                yield self._from(root, c)
-            case Collective.SENDRECV:
-                yield self._to((me + 1) % n, c)
-                yield self._from((me - 1) % n, c)
-            case Collective.P2P:
-                yield self._from(0, c) if me else self._to(1, c)
-            case Collective.P2P_BOTH:
-                yield self._to(1 - me, c)
-                yield self._from(1 - me, c)
-            case Collective.PING_PONG if me:  # what arrived goes back
-                yield self._from(0, c)
-                yield self._move("ncclSend", self._recv, 0, c, 0)
-            case Collective.PING_PONG:
-                yield self._to(1, c)
-                yield self._from(1, c)
-            case Collective.INCAST if me != root:
-                yield self._to(root, c)
-            case Collective.INCAST:
-                yield from (self._from(r, c, at * c) for at, r in enumerate(others))
-            case Collective.MULTICAST if me != root:
-                yield self._from(root, c)
-            case Collective.MULTICAST:
-                yield from (self._to(r, c, at * c) for at, r in enumerate(others))
-
-    def _exchange(self, sent: Any, received: Any) -> Iterator[Call]:
-        """With every rank; empty parts are left out on both sides."""
-        out_at = itertools.accumulate(sent, initial=0)
-        in_at = itertools.accumulate(received, initial=0)
-        for peer, (out, out_of, into, into_at) in enumerate(
-            zip(sent, out_at, received, in_at, strict=False)
-        ):
-            if out:
-                yield self._to(peer, out, out_of)
-            if into:
-                yield self._from(peer, into, into_at)
+        calls = [self._move(move) for move in moves(case, self._index)]
+        in_turn = len(calls) == 1 or case.collective is Collective.PING_PONG
+        return calls if in_turn else self.group(calls)
 
     def _whole(self, name: str, *middle: object) -> Call:
         buffers = (c_void_p(self._send), c_void_p(self._recv))
         return functools.partial(getattr(self._library, name), *buffers, *middle, *self._end)
 
-    def _to(self, peer: int, count: int, at: int = 0) -> Call:
-        return self._move("ncclSend", self._send, peer, count, at)
-
-    def _from(self, peer: int, count: int, at: int = 0) -> Call:
-        return self._move("ncclRecv", self._recv, peer, count, at)
-
-    def _move(self, name: str, buffer: int, peer: int, count: int, at: int) -> Call:
-        where = c_void_p(buffer + at * self._case.dtype.itemsize)
-        what = (where, c_size_t(count), self._kind, c_int(peer))
+    def _move(self, move: Move) -> Call:
+        buffer = self._send if move.from_send else self._recv
+        where = c_void_p(buffer + move.at * self._case.dtype.itemsize)
+        what = (where, c_size_t(move.count), self._kind, c_int(move.peer))
+        name = "ncclSend" if move.sends else "ncclRecv"
         return functools.partial(getattr(self._library, name), *what, *self._end)

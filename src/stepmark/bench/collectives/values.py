@@ -20,24 +20,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from stepmark.bench.verify import INT_POISON, UNIT_ROUNDOFF
+from stepmark.bench.verify import INT_POISON, TORCH_DTYPE, UNIT_ROUNDOFF
 from stepmark.core.collectives import RedOp
 from stepmark.core.dtypes import DType
 
-TORCH_OF: dict[DType, torch.dtype] = {
-    DType.FP64: torch.float64,
-    DType.FP32: torch.float32,
-    DType.BF16: torch.bfloat16,
-    DType.FP16: torch.float16,
-    DType.FP8_E4M3: torch.float8_e4m3fn,
-    DType.FP8_E5M2: torch.float8_e5m2,
-    DType.INT8: torch.int8,
-    DType.UINT8: torch.uint8,
-    DType.INT32: torch.int32,
-    DType.UINT32: torch.uint32,
-    DType.INT64: torch.int64,
-    DType.UINT64: torch.uint64,
-}
 PREMUL_FACTOR = 2.0  # of mulsum: each rank's values times this, then summed
 
 # Bits are moved and compared as whole numbers: few operations know the unsigned types or fp8.
@@ -155,7 +141,7 @@ def narrow(wide: Tensor, dtype: DType) -> Tensor:
     """fp64 or int64 as the bits of a type. Integers wrap."""
     if dtype.is_integer:
         return wide.to(BITS_OF[dtype.itemsize])
-    rounded = (wide.float() if dtype.is_fp8 else wide).to(TORCH_OF[dtype])
+    rounded = (wide.float() if dtype.is_fp8 else wide).to(TORCH_DTYPE[dtype])
     return rounded.view(BITS_OF[dtype.itemsize])
 
 
@@ -164,7 +150,7 @@ def widen(bits: Tensor, dtype: DType) -> Tensor:
     if dtype.is_integer:
         unsigned = dtype in (DType.UINT8, DType.UINT32)
         return bits.long() & (1 << 8 * dtype.itemsize) - 1 if unsigned else bits.long()
-    values = bits.view(TORCH_OF[dtype])
+    values = bits.view(TORCH_DTYPE[dtype])
     return (values.float() if dtype.is_fp8 else values).double()
 
 
@@ -233,7 +219,7 @@ def _float_sum(
     else:
         by_rank, total, largest = _spread(num_ranks, limit)
     # Times a power of two, so that results are at least 1 where the type's range allows it.
-    room = math.frexp(torch.finfo(TORCH_OF[dtype]).max / (largest * total))[1] - 1
+    room = math.frexp(torch.finfo(TORCH_DTYPE[dtype]).max / (largest * total))[1] - 1
     scale = 2.0 ** min(room, (divisor - 1).bit_length())
     w = _signed(keys, largest).double() * scale
     return _Scheme(

@@ -205,25 +205,16 @@ def make(
         )
     )
     forward = build(op, device)
-    run: Callable[[], Tensor | tuple[Tensor, ...]]
+    run: Callable[[], Any] = functools.partial(forward, q, k, v)
     do: Tensor | None = None
     if is_bwd:
-        o, grad = (
-            forward(q, k, v),
-            normal(op.batch, op.seq_q, op.heads, op.head_dim_v, dtype=op.dtype, device=device),
-        )
-        do = grad
+        o = run()
+        do = normal(op.batch, op.seq_q, op.heads, op.head_dim_v, dtype=op.dtype, device=device)
 
         def backward() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(o, (q, k, v), grad, retain_graph=True)
+            return torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
         run = backward
-    else:
-
-        def run_forward() -> Tensor:
-            return forward(q, k, v)
-
-        run = run_forward
 
     def verify() -> Check:
         return check(op, (q, k, v), do, poisoned_result(run))

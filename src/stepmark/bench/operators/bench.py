@@ -11,16 +11,16 @@ from typing import cast
 import torch
 
 from stepmark.bench import clock as clocks
-from stepmark.bench.agree import agreed, measured_by
+from stepmark.bench.clock import BURST_IDLE_S, Effort, is_enough
 from stepmark.bench.context import MeasureContext, own_stream
+from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.call import Call, Impl
-from stepmark.bench.operators.table import IMPLS
-from stepmark.bench.ranks import Ranks
-from stepmark.bench.stopping import BURST_IDLE_S, Effort, is_enough
+from stepmark.bench.ranks import Ranks, agreed, measured_by
+from stepmark.bench.run_cases import Bench
 from stepmark.bench.telemetry import Sampler
 from stepmark.core.case import ClockName, OpCase, Rate
 from stepmark.core.plan import Entry, OpHow
-from stepmark.core.record import Check, Failed, Measured, Samples, Telemetry
+from stepmark.core.record import Check, Measured, Samples, Telemetry
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.units import format_bytes
 
@@ -30,7 +30,7 @@ _MAX_SETS = 128
 
 
 @dataclass(slots=True)
-class OperatorBench:
+class OperatorBench(Bench):
     """Operators on the first num_ranks of all ranks, all at once; the others wait."""
 
     context: MeasureContext
@@ -79,20 +79,8 @@ class OperatorBench:
             return free
         return free * self.context.ranks.num_ranks // case.num_ranks
 
-    def failed(self, entry: Entry, record: Failed) -> Failed:
-        return record
-
-    def restarts(self, entry: Entry) -> bool:
-        return False
-
     def limit_s(self, share_s: float | None) -> float:
         return self.how.timeout_s + self.effort.soak_s + self.effort.sample_s
-
-    def abort(self) -> None:
-        """Operators wait for no other rank."""
-
-    def close(self) -> None:
-        """Operators keep nothing between cases."""
 
     def _measure(self, case: OpCase, ranks: Ranks, share_s: float | None) -> Measured:
         begin, timed_s = time.monotonic(), 0.0

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepmark.bench.verify import TORCH_DTYPE
 from stepmark.core.dtypes import DType
 from stepmark.core.ops.backends import Capabilities
 from stepmark.core.record import Check
@@ -42,16 +43,6 @@ class Impl:
     # False where a call synchronizes or allocates in a way a CUDA graph cannot hold.
     capturable: bool = True
 
-
-TORCH_DTYPE: dict[DType, torch.dtype] = {
-    DType.FP64: torch.float64,
-    DType.FP32: torch.float32,
-    DType.TF32: torch.float32,
-    DType.BF16: torch.bfloat16,
-    DType.FP16: torch.float16,
-    DType.FP8_E4M3: torch.float8_e4m3fn,
-    DType.FP8_E5M2: torch.float8_e5m2,
-}
 
 _seeds = itertools.count(1)
 

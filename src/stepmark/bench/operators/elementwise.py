@@ -1,10 +1,12 @@
-"""SwiGLU and GELU, norms, rotary embedding, copy: functions of rows, forwards and backwards.
+"""Functions of rows, forwards and backwards, copy, and one step of a fused optimizer.
 
-T tokens, W width, H hidden; B batch, S sequence, D head width. The gate and up halves of SwiGLU
-lie in one tensor, as one product made them. Rope rotates halves as in Llama.
+SwiGLU and GELU, norms, rotary embedding, token loss. T tokens, W width, H hidden, V vocabulary;
+B batch, S sequence, D head width. The gate and up halves of SwiGLU lie in one tensor, as one
+product made them. Rope rotates halves as in Llama.
 """
 
 import functools
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +16,26 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn import functional
 
-from stepmark.bench.operators.call import Call, Impl, normal
-from stepmark.bench.verify import compare, merge, poison, poisoned_result, tolerance
-from stepmark.core.ops import Activation, Copy, Norm, Phase, Rope, backends
+from stepmark.bench.operators.call import Call, Impl, generator, normal
+from stepmark.bench.verify import (
+    compare,
+    finite,
+    merge,
+    poison,
+    poisoned_result,
+    sample,
+    tolerance,
+)
+from stepmark.core.ops import (
+    Activation,
+    Copy,
+    CrossEntropy,
+    Norm,
+    Optimizer,
+    Phase,
+    Rope,
+    backends,
+)
 from stepmark.core.record import Check
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -74,53 +93,43 @@ def rows_call(
 
     def verify() -> Check:
         results = poisoned_result(run)
-        reference = _Reference(function, rows, shared, constants, grads)
         allowed = tolerance(op.dtype, length=rows[0].shape[0], roundings=roundings)
-        return reference.check(results, allowed)
+        return _check_rows(function, (rows, shared, constants), grads, results, allowed)
 
     name = "torch.compile" if is_compiled else "torch eager"
     return Call(run=run, verify=verify, backend_run=name)
 
 
-class _Reference:
-    """The function in fp64, with its gradients where `grads` are given."""
-
-    def __init__(
-        self,
-        function: Function,
-        rows: tuple[Tensor, ...],
-        shared: tuple[Tensor, ...],
-        constants: tuple[Tensor, ...],
-        grads: tuple[Tensor, ...],
-    ) -> None:
-        self.function, self.rows, self.grads = function, rows, grads
-        self.shared = [t.detach().double().requires_grad_(t.requires_grad) for t in shared]
-        self.constants = [tensor.double() for tensor in constants]
-
-    def check(self, results: tuple[Tensor, ...], allowed: float) -> Check:
-        count = len(self.rows) if self.grads else len(results)
-        sums = [torch.zeros_like(tensor) for tensor in self.shared]
-        checks = []
-        step = max(1, _CHUNK // self.rows[0][0].numel())
-        for start in range(0, self.rows[0].shape[0], step):
-            part = slice(start, start + step)
-            refs = self._part(part)
-            for out, ref in zip(results[:count], refs, strict=False):
-                checks.append(compare(out[part], ref, allowed, "fp64, all elements"))
-            for total, ref in zip(sums, refs[count:], strict=False):
-                total.add_(ref)
-        for out, total in zip(results[count:], sums, strict=False):
-            checks.append(compare(out, total, allowed, "fp64, all elements"))
-        return merge(checks)
-
-    def _part(self, part: slice) -> tuple[Tensor, ...]:
-        rows = [t[part].detach().double().requires_grad_(t.requires_grad) for t in self.rows]
-        result = self.function(*rows, *self.shared, *self.constants)
-        outputs = (result,) if isinstance(result, Tensor) else result
-        if not self.grads:
-            return outputs
-        grads = tuple(grad[part].double() for grad in self.grads)
-        return torch.autograd.grad(outputs, [*rows, *self.shared], grads)
+def _check_rows(
+    function: Function,
+    inputs: tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]],
+    grads: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
+    allowed: float,
+) -> Check:
+    """Compare with the function in fp64, or with its gradients where `grads` are given."""
+    rows, shared, constants = inputs
+    shared = tuple(t.detach().double().requires_grad_(t.requires_grad) for t in shared)
+    wide_constants = [tensor.double() for tensor in constants]
+    count = len(rows) if grads else len(results)
+    sums = [torch.zeros_like(tensor) for tensor in shared]
+    checks = []
+    step = max(1, _CHUNK // rows[0][0].numel())
+    for start in range(0, rows[0].shape[0], step):
+        part = slice(start, start + step)
+        parts = [t[part].detach().double().requires_grad_(t.requires_grad) for t in rows]
+        refs = function(*parts, *shared, *wide_constants)
+        refs = (refs,) if isinstance(refs, Tensor) else refs
+        if grads:
+            wide_grads = tuple(grad[part].double() for grad in grads)
+            refs = torch.autograd.grad(refs, [*parts, *shared], wide_grads)
+        for out, ref in zip(results[:count], refs, strict=False):
+            checks.append(compare(out[part], ref, allowed, "fp64, all elements"))
+        for total, ref in zip(sums, refs[count:], strict=False):
+            total.add_(ref)
+    for out, total in zip(results[count:], sums, strict=False):
+        checks.append(compare(out, total, allowed, "fp64, all elements"))
+    return merge(checks)
 
 
 def swiglu(x_T2W: Tensor) -> Tensor:
@@ -211,7 +220,148 @@ def with_compile(make: Callable[..., Call]) -> dict[str, Impl]:
     }
 
 
+LOSS_SCALE = 256.0  # times tokens: keeps 1 / vocab a normal number in fp16
+
+
+def mean_loss(logits_TV: Tensor, targets_T: Tensor, chunks: int) -> Tensor:
+    tokens = logits_TV.shape[0]
+    size = math.ceil(tokens / chunks)
+    total = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
+    pairs = zip(logits_TV.split(size), targets_T.split(size), strict=True)
+    for logits, targets in pairs:
+        wide = logits.double() if logits.dtype is torch.float64 else logits.float()
+        total = total + functional.cross_entropy(wide, targets, reduction="sum")
+    return total / tokens
+
+
+def make_cross_entropy(
+    op: CrossEntropy, device: torch.device, *, is_compiled: bool = False
+) -> Call:
+    is_bwd = op.phase is Phase.BWD
+    logits_TV = normal(op.tokens, op.vocab, dtype=op.dtype, device=device)
+    logits_TV.requires_grad_(is_bwd)
+    targets_T = torch.randint(
+        op.vocab, (op.tokens,), device=device, generator=generator(device)
+    )
+    function = compiled(mean_loss, op) if is_compiled else mean_loss
+
+    def forward() -> Tensor:
+        loss = function(logits_TV, targets_T, op.chunks)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    kept = forward() if is_bwd else None
+    scale = torch.full((), LOSS_SCALE * op.tokens, device=device)
+
+    def backward() -> tuple[Tensor, ...]:
+        assert kept is not None
+        return torch.autograd.grad(kept, logits_TV, scale.to(kept.dtype), retain_graph=True)
+
+    def verify() -> Check:
+        (result,) = poisoned_result(backward if is_bwd else forward)
+        check = _check_grad if is_bwd else _check_loss
+        return check(op, logits_TV.detach(), targets_T, result)
+
+    name = "torch.compile" if is_compiled else "torch eager"
+    run = backward if is_bwd else forward
+    return Call(run=run, verify=verify, backend_run=f"{name}, {op.chunks} chunks")
+
+
+def _check_loss(op: CrossEntropy, logits: Tensor, targets: Tensor, loss: Tensor) -> Check:
+    step = max(1, _CHUNK // op.vocab)
+    pairs = zip(logits.split(step), targets.split(step), strict=True)
+    total = sum(functional.cross_entropy(x.double(), t, reduction="sum") for x, t in pairs)
+    assert isinstance(total, Tensor)
+    # The loss is fp32 whatever the logits are; a sum over classes, then one over tokens.
+    allowed = tolerance(op.dtype, length=op.vocab) if op.dtype.itemsize >= 4 else 1e-5
+    return compare(loss, total / op.tokens, allowed, "fp64, all tokens")
+
+
+def _check_grad(op: CrossEntropy, logits: Tensor, targets: Tensor, grad: Tensor) -> Check:
+    """softmax - onehot: the entries at the targets and the many small others apart."""
+    step = max(1, _CHUNK // op.vocab)
+    allowed = tolerance(op.dtype, length=op.vocab, roundings=2)
+    checks = []
+    for start in range(0, op.tokens, step):
+        part = slice(start, start + step)
+        ref = logits[part].double().softmax(-1) * LOSS_SCALE
+        out, at = grad[part].double(), targets[part].unsqueeze(1)
+        hit = ref.gather(1, at) - LOSS_SCALE
+        checks.append(compare(out.gather(1, at), hit, allowed, "fp64, all elements"))
+        rest = compare(out.scatter(1, at, 0.0), ref.scatter(1, at, 0.0), allowed, "")
+        checks.append(rest)
+    return merge([*checks, finite(grad, allowed)])
+
+
+LR = 0.1  # so large that one step shows in bf16
+BETA1, BETA2, ADAM_EPS, WEIGHT_DECAY = 0.9, 0.999, 1e-8, 0.01
+NUM_PARAMS = 4096
+
+
+def build_fused(kind: str, params: list[Tensor], device: torch.device) -> torch.optim.Optimizer:
+    """`capturable` keeps the step count on the device, for CUDA graphs."""
+    if kind == "sgd":
+        return torch.optim.SGD(params, lr=LR, fused=True)
+    family = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
+    return family(
+        params,
+        lr=LR,
+        betas=(BETA1, BETA2),
+        eps=ADAM_EPS,
+        weight_decay=WEIGHT_DECAY if kind == "adamw" else 0.0,
+        fused=True,
+        capturable=device.type == "cuda",
+    )
+
+
+def updated(kind: str, step: int, p: Tensor, g: Tensor, *moments: Tensor) -> list[Tensor]:
+    """The update rules as in the papers (Kingma and Ba; Loshchilov and Hutter), in fp64."""
+    if kind == "sgd":
+        return [p - LR * g]
+    m = BETA1 * moments[0] + (1 - BETA1) * g
+    v = BETA2 * moments[1] + (1 - BETA2) * g * g
+    decayed = p * (1 - LR * WEIGHT_DECAY) if kind == "adamw" else p
+    root = v.sqrt() / math.sqrt(1 - BETA2**step) + ADAM_EPS
+    return [decayed - LR / (1 - BETA1**step) * m / root, m, v]
+
+
+def make_optimizer(op: Optimizer, device: torch.device) -> Call:
+    """One step over one flat parameter."""
+    p = normal(op.num_params, dtype=op.dtype, device=device).requires_grad_()
+    p.grad = normal(op.num_params, dtype=op.dtype, device=device)
+    optimizer = build_fused(op.kind, [p], device)
+    optimizer.step()  # allocates the moments
+
+    def run() -> None:
+        optimizer.step()
+
+    def verify() -> Check:
+        """The update is in place, so the state is set anew instead of poisoned."""
+        state = optimizer.state[p]
+        values = [p.detach()]
+        values += [state[name] for name in ("exp_avg", "exp_avg_sq") if name in state]
+        for value in values:
+            value.copy_(normal(op.num_params, dtype=op.dtype, device=device))
+        values[-1].abs_().add_(0.5)  # a second moment is positive; a parameter may be
+        at = sample(op.num_params, device, NUM_PARAMS)
+        before = [value[at].double() for value in values]
+        optimizer.step()
+        assert p.grad is not None
+        step = int(state["step"]) if "step" in state else 0
+        refs = updated(op.kind, step, before[0], p.grad[at].double(), *before[1:])
+        allowed = tolerance(op.dtype, roundings=4)
+        name = f"fp64, {len(at)} parameters"
+        checks = [
+            compare(v[at], ref, allowed, name) for v, ref in zip(values, refs, strict=True)
+        ]
+        return merge([*checks, finite(p, allowed)])
+
+    return Call(run=run, verify=verify, backend_run=f"torch {op.kind}, fused")
+
+
 ACTIVATION = with_compile(make_activation)
 NORM = with_compile(make_norm)
 ROPE = with_compile(make_rope)
 COPY = {"torch": Impl(make=make_copy, unsupported=backends.copy)}
+CROSS_ENTROPY = with_compile(make_cross_entropy)
+OPTIMIZER = Impl(make=make_optimizer, unsupported=backends.optimizer)

@@ -6,7 +6,7 @@ heads, G = H / K, D head width, E head width of values.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ def causal_attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, kernel: str
     if of_prefix:
         return _of_prefix(q, k, v, of_prefix)[..., :width].transpose(1, 2)
     is_square = q.shape[2] == k.shape[2]
-    with _only(kernel):
+    backend = KERNELS[kernel]
+    with nullcontext() if backend is None else sdpa_kernel(backend):
         y = functional.scaled_dot_product_attention(
             *(q, k, v),
             attn_mask=None if is_square else _aligned_last(q, k),
@@ -161,11 +162,6 @@ def split_joined(x: Tensor, sizes: tuple[int, ...], dim: int) -> tuple[Tensor, .
 
 
 _split: Callable[[Tensor, tuple[int, ...], int], tuple[Tensor, ...]] = _Split.apply
-
-
-def _only(kernel: str) -> AbstractContextManager[None]:
-    backend = KERNELS[kernel]
-    return nullcontext() if backend is None else sdpa_kernel(backend)
 
 
 class Attention(nn.Module):

@@ -1,37 +1,127 @@
-"""Measure one training step: build, compile, sample, check_losses the losses."""
+"""Measure one training step: refuse, build, compile, sample, check the losses."""
 
+import importlib.util
+import itertools
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
+import msgspec
 import torch
+import torch.distributed as dist
 
-from stepmark.bench.agree import CaseFailedError, agreed
 from stepmark.bench.context import MeasureContext, release
-from stepmark.bench.ranks import Ranks
+from stepmark.bench.environment import HAS_TRITON
+from stepmark.bench.ranks import CaseFailedError, Ranks, agreed, cause_of
+from stepmark.bench.run_cases import Bench
 from stepmark.bench.telemetry import Sampler
-from stepmark.bench.training import data, loop, profiling, refusals, trainer
-from stepmark.bench.training.failure_broadcast import FailureBroadcast, Problem
-from stepmark.bench.training.mesh import RankCoordinates, SequenceShard, coordinates_of
-from stepmark.bench.training.results import Counter, check_losses, forget_counts, steady_results
+from stepmark.bench.training import data, loop, profiling, trainer
+from stepmark.bench.training.loop import Counter, check_losses, forget_counts, steady_results
+from stepmark.bench.training.model_parallel import (
+    RankCoordinates,
+    SequenceShard,
+    coordinates_of,
+)
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.plan import Entry, TrainHow
 from stepmark.core.record import Failed, Measured
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import CompileScope, Schedule
+from stepmark.core.training import CompileScope, Fp8, Precision, Schedule
 
 _STEPS, _CYCLES = 30, 10
 # Of a device's memory: the rest is the context, NCCL's buffers and what lies between tensors.
 _USABLE = 0.93
 
 
+_POLL_S = 0.25
+# A rank that does not hang learns of the failure by itself within this: ranks meet in `agreed`.
+_GRACE_S = 3.0
+# Numbered identically on every rank, so a stale failure cannot trigger a later one.
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """The failure of the first rank that failed."""
+
+    rank: int
+    position: int
+    cause: str  # as Failed has it
+    message: str
+    trace: str
+
+
+class FailureBroadcast:
+    """Ends the wait of all ranks when one fails inside `with broadcast:`.
+
+    on_blocked runs in a thread of rank 0, some seconds after another rank announced a failure,
+    if this rank has not left the block by then.
+    """
+
+    def __init__(
+        self, ranks: Ranks, position: int, on_blocked: Callable[[Problem], None]
+    ) -> None:
+        self._ranks, self._position, self._on_blocked = ranks, position, on_blocked
+        self._left = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._store: Any = None
+        self._key = f"stepmark/failure/{next(_numbers)}"
+
+    def __enter__(self) -> Self:
+        if self._ranks.num_ranks > 1:
+            self._store = dist.distributed_c10d._get_default_store()
+            if self._ranks.rank == 0:
+                self._thread = threading.Thread(
+                    target=self._watch, name="failures", daemon=True
+                )
+                self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._left.set()
+        if self._thread is not None:
+            self._thread.join(_GRACE_S)
+
+    def announced(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap the step so that its failure is announced before this rank waits for others."""
+
+        def watched() -> Any:
+            try:
+                return step()
+            except Exception as error:
+                if self._store is not None:
+                    cause, message, trace = cause_of(error)
+                    problem = Problem(
+                        rank=self._ranks.rank,
+                        position=self._position,
+                        cause=cause,
+                        message=message,
+                        trace=trace,
+                    )
+                    self._store.set(self._key, msgspec.json.encode(problem))
+                raise
+
+        return watched
+
+    def _watch(self) -> None:
+        while not self._left.wait(_POLL_S):
+            if not self._store.check([self._key]):
+                continue
+            if self._left.wait(_GRACE_S):
+                return
+            self._on_blocked(msgspec.json.decode(self._store.get(self._key), type=Problem))
+            return
+
+
 @dataclass(slots=True)
-class TrainingBench:
+class TrainingBench(Bench):
     """Training steps, on all ranks.
 
     After a failure devices and communicators are in no known state, so new processes go on;
     but a search for the largest micro-batch ends with the first that runs out of memory.
+    Process groups of a mesh cannot be aborted from outside: the parent kills hanging ranks.
     """
 
     context: MeasureContext
@@ -52,7 +142,7 @@ class TrainingBench:
         started = self.context.ranks.num_ranks
         if case.num_ranks != started:
             return f"needs {case.num_ranks} ranks, {started} were started", None
-        reason = refusals.why_not(case, self.context)
+        reason = refusal(case, self.context)
         return None if reason is None else (reason, None)
 
     def measure(self, entry: Entry, share_s: float | None) -> Measured:
@@ -89,12 +179,6 @@ class TrainingBench:
 
     def limit_s(self, share_s: float | None) -> float:
         return self.how.timeout_s + (share_s or 0.0)
-
-    def abort(self) -> None:
-        """Process groups of a mesh cannot be aborted from outside: the parent kills them."""
-
-    def close(self) -> None:
-        """Training keeps nothing between cases."""
 
     def _with_broadcast(self, case: TrainCase, entry: Entry, end_s: float | None) -> Measured:
         broadcast = FailureBroadcast(
@@ -233,3 +317,68 @@ def _wanted(case: TrainCase, how: TrainHow) -> int:
     usual = _STEPS if case.schedule is Schedule.STEP else _CYCLES * case.cycle
     wanted = how.steps or usual
     return -(-wanted // case.cycle) * case.cycle
+
+
+_CPU_LACKS = {
+    "cudnn": "cuDNN attention needs a CUDA device",
+    "efficient": "the memory-efficient attention needs a CUDA device",
+}
+
+
+def refusal(case: TrainCase, context: MeasureContext) -> str | None:
+    """Return why this machine cannot run the case; None where it can be tried."""
+    refusals = (_format_refusal, _compiler_refusal, _device_refusal)
+    return next(filter(None, (refuse(case, context) for refuse in refusals)), None)
+
+
+def _format_refusal(case: TrainCase, context: MeasureContext) -> str | None:
+    if case.fp8 is Fp8.NONE:
+        return None
+    on_gpu = case.device == "cuda"
+    if case.fp8 is Fp8.TE:
+        return _te_refusal(case)
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed: pip install torchao (extra fp8)"
+    is_compiled = case.compile is not CompileScope.NONE
+    if on_gpu and case.fp8 is Fp8.ROWWISE and case.parallel.cp > 1 and is_compiled:
+        # torch 2.11 on H200, recipes/technique_table.py; why is not known, perhaps a race.
+        return (
+            "wrong gradients with cp, --fp8-recipe rowwise and --compile: without one of them"
+        )
+    if on_gpu and not context.capabilities.is_rocm and context.capabilities.capability < (8, 9):
+        capability = ".".join(map(str, context.capabilities.capability))
+        return f"FP8 products need compute capability 8.9, this device has {capability}"
+    return None
+
+
+def _te_refusal(case: TrainCase) -> str | None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "transformer_engine is not installed: --fp8-recipe tensorwise uses torchao"
+    if case.compile is not CompileScope.NONE:
+        return "TransformerEngine's FP8 layers do not compile: --fp8-recipe tensorwise"
+    return None if case.device == "cuda" else "TransformerEngine needs a CUDA device"
+
+
+def _compiler_refusal(case: TrainCase, context: MeasureContext) -> str | None:
+    if case.compile is CompileScope.NONE:
+        return None
+    if case.device == "cpu" and not context.capabilities.has_compiler:
+        return "torch.compile needs a C++ compiler: none of $CXX, c++, g++, clang++ is here"
+    if case.device == "cuda" and not HAS_TRITON:
+        return "torch.compile needs triton, which is not installed"
+    return None
+
+
+def _device_refusal(case: TrainCase, context: MeasureContext) -> str | None:
+    if case.device == "cpu":
+        if case.cuda_graph:
+            return "CUDA graphs need a CUDA device"
+        if case.async_tp:
+            return "asynchronous tensor parallelism needs CUDA devices (symmetric memory)"
+        return _CPU_LACKS.get(case.attention)
+    odd = case.model.d_qk % 8 or case.model.d_v % 8 or context.capabilities.is_rocm
+    if case.parallel.cp > 1 and case.attention == "flash" and odd:
+        return "flash attention takes no mask, which cp needs here: --attention auto"
+    if case.precision is not Precision.FP32 and not torch.cuda.is_bf16_supported():
+        return "this device has no bf16"
+    return None

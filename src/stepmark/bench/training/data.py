@@ -3,17 +3,26 @@
 Sequence number s of a seed is always the same. Micro-step i of n data ranks has the sequences
 from i * n * mbs on, each rank mbs of them: neither the number of workers nor how many data
 ranks share a batch changes what is learned from.
+
+A text is generated, the same bytes everywhere, or read from a file. Generated, it is in the
+public domain and nothing has to be downloaded: sentences of a small grammar with words drawn
+as in natural language, the k-th of a list with a probability of about 1/k (Zipf's law). A model
+that learns nothing but letters, or words, or the grammar lowers its loss by each.
 """
 
 import hashlib
-from collections.abc import Iterator
+import tomllib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from stepmark.bench.training import text
-from stepmark.bench.training.mesh import SequenceShard
+from stepmark.bench.training.model_parallel import SequenceShard
 from stepmark.core.errors import ConfigError
 from stepmark.core.train_case import TrainCase
 
@@ -31,20 +40,16 @@ class Sequences(IterableDataset[Batch]):
     def __init__(
         self, case: TrainCase, data_rank: int, num_data_ranks: int, share: SequenceShard
     ) -> None:
-        self._vocab_size = case.model.vocab_size
-        self._length = case.model.seq_len + 1
-        self._mbs = case.mbs
-        self._seed = case.seed
-        self._data_rank = data_rank
-        self._num_data_ranks = num_data_ranks
-        self._share = share
+        self._case, self._share = case, share
+        self._vocab_size, self._length = case.model.vocab_size, case.model.seq_len + 1
+        self._data_rank, self._num_data_ranks = data_rank, num_data_ranks
         self._text: torch.Tensor | None = None
         if case.data == RANDOM:
             return
         if self._vocab_size < _BYTES:
             allowed = f"at least {_BYTES}, the byte tokenizer's, for a text"
             raise ConfigError("vocab_size", self._vocab_size, allowed)
-        content = bytearray(text.read(case.data, at_least=self._length))
+        content = bytearray(read(case.data, at_least=self._length))
         self._text = torch.frombuffer(content, dtype=torch.uint8)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -59,10 +64,10 @@ class Sequences(IterableDataset[Batch]):
 
     def batch(self, micro_step: int, generator: torch.Generator) -> Batch:
         """This data rank's part of a micro-step."""
-        number = (micro_step * self._num_data_ranks + self._data_rank) * self._mbs
-        drawn_BT = torch.empty((self._mbs, self._length), dtype=torch.int64)
+        number = (micro_step * self._num_data_ranks + self._data_rank) * self._case.mbs
+        drawn_BT = torch.empty((self._case.mbs, self._length), dtype=torch.int64)
         for row, drawn_T in enumerate(drawn_BT):
-            generator.manual_seed(_seed_of(self._seed, number + row))
+            generator.manual_seed(_seed_of(self._case.seed, number + row))
             self._draw(drawn_T, generator)
         tokens_BT, labels_BT = drawn_BT[:, :-1], drawn_BT[:, 1:]
         return (
@@ -115,4 +120,100 @@ def loader(
 
 def describe(case: TrainCase) -> str:
     """What is trained on, e.g. "random tokens, shifted labels". Raises ConfigError."""
-    return "random tokens, shifted labels" if case.data == RANDOM else text.describe(case.data)
+    return "random tokens, shifted labels" if case.data == RANDOM else describe_text(case.data)
+
+
+GENERATED = "text"
+NUM_BYTES = 300_000
+SHA256 = "1f785dcb5cdefa624429ed4f9b7d5da0037fa2c94e162e488479cf97c7b03866"
+
+_TABLES = Path(__file__).parents[2] / "data" / "text.toml"
+_PARAGRAPH = 7  # sentences, about
+
+
+class _Draws:
+    """A linear congruential generator: Knuth's MMIX constants, of which the high bits count.
+
+    Not the random module, whose sequences may change between Python versions.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._state = seed
+
+    def below(self, limit: int) -> int:
+        self._state = (self._state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return (self._state >> 32) * limit >> 32
+
+
+class _Zipf:
+    """Draws from a list, the k-th item with a weight of 1/k."""
+
+    def __init__(self, items: Sequence[str]) -> None:
+        self._items = items
+        # Whole numbers: floats could round differently elsewhere.
+        self._ends = list(accumulate(2**20 // place for place in range(1, len(items) + 1)))
+
+    def draw(self, draws: _Draws) -> str:
+        return self._items[bisect_right(self._ends, draws.below(self._ends[-1]))]
+
+
+@cache
+def generated() -> bytes:
+    """NUM_BYTES of ASCII text. Raises RuntimeError where they are not those of SHA256."""
+    tables = tomllib.loads(_TABLES.read_text(encoding="utf-8"))
+    lists = {
+        kind: _Zipf([word.replace("_", " ") for word in words.split()])
+        for kind, words in tables["words"].items()
+    }
+    templates = _Zipf(tables["templates"])
+    draws = _Draws(1)
+    parts: list[str] = []
+    size = 0
+    while size < NUM_BYTES:
+        sentence = _sentence(templates.draw(draws), lists, draws)
+        parts.append(sentence + ("\n\n" if draws.below(_PARAGRAPH) == 0 else " "))
+        size += len(parts[-1])
+    text = "".join(parts).encode("ascii")[:NUM_BYTES]
+    if hashlib.sha256(text).hexdigest() != SHA256:
+        raise RuntimeError("the generated text is not the one that is expected")
+    return text
+
+
+def _sentence(template: str, lists: dict[str, _Zipf], draws: _Draws) -> str:
+    words = []
+    for slot in template.split():
+        kind = slot.strip('.,?"')
+        word = lists[kind].draw(draws) if kind in lists else kind
+        words.append(slot.replace(kind, word, 1))
+    text = " ".join(words)
+    start = 1 if text[0] == '"' else 0
+    return text[:start] + text[start].upper() + text[start + 1 :]
+
+
+def read(data: str, *, at_least: int = 2) -> bytes:
+    """The generated text for "text", else a file's bytes.
+
+    Raises ConfigError for a file that cannot be read or has fewer bytes than at_least: a
+    sequence needs one more than its length.
+    """
+    if data == GENERATED:
+        text = generated()
+    else:
+        try:
+            text = Path(data).expanduser().read_bytes()
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            raise ConfigError("text-file", data, f"a file that can be read ({why})") from error
+    if len(text) < at_least:
+        allowed = f"a text of at least {at_least} bytes, one sequence; it has {len(text)}"
+        raise ConfigError("text-file", data, allowed)
+    return text
+
+
+def describe_text(data: str) -> str:
+    """E.g. "generated text, 300 kB, sha256 01234..., byte tokenizer". Raises ConfigError."""
+    text = read(data)
+    digest = f"sha256 {hashlib.sha256(text).hexdigest()[:12]}, byte tokenizer"
+    if data == GENERATED:
+        return f"generated text, {len(text) // 1000} kB, {digest}"
+    return f"file {Path(data).name}, {len(text)} bytes, {digest}"

@@ -2,15 +2,16 @@
 
 The host runs at most two samples ahead of the device. Between samples ranks tell each other
 what they have measured and decide together whether to go on; a busy device does not notice.
-Over 250 lines because taking a sample and deciding on the next share the same few lists.
+At the end what the ranks saw becomes what is recorded.
 """
 
 import contextlib
 import gc
+import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training.trainer import Trainer
-from stepmark.core.stats import slowest_per_sample
-from stepmark.core.steady import steady_from
+from stepmark.core.record import Check, Samples
+from stepmark.core.stats import slowest_per_sample, steady_from
 from stepmark.core.train_case import TrainCase
+from stepmark.core.training import Training
 
 VERSION = 1
 _AHEAD = 2
@@ -122,7 +124,7 @@ class Loop:
     def run(self, wanted: int, end_s: float | None) -> None:
         """Until `wanted` samples are steady on every rank, or time is up. Call `first` before.
 
-        end_s: on time.monotonic. Ctrl-C ends it on all ranks, with taken.interrupted set.
+        end_s: on time.monotonic. Ctrl-C ends it on all ranks, with samples.interrupted set.
         """
         most = _PATIENCE * wanted + _MORE_CYCLES * self._case.cycle
         with _deferred_interrupt() as interrupts, _no_collection():
@@ -257,3 +259,125 @@ def _deferred_interrupt() -> Iterator[list[int]]:
         yield seen
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# On text the mean loss must fall by this share from the first to the last fifth of samples.
+_MUST_FALL = 0.01
+_FEWEST = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Of one rank, between the first sample and the last."""
+
+    build_s: float
+    first_s: float
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    alloc_retries: int
+    recompiles: int
+    graph_breaks: int
+
+
+class Counter:
+    """Counts from its creation on: peaks, retries, new graphs. Graph breaks: of the case."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs, self._retries = _num_graphs(), self._num_retries()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def since(self, build_s: float, first_s: float) -> Counts:
+        on_gpu, device = self._device.type == "cuda", self._device
+        return Counts(
+            build_s=build_s,
+            first_s=first_s,
+            allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+            reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
+            alloc_retries=self._num_retries() - self._retries,
+            recompiles=_num_graphs() - self._graphs,
+            graph_breaks=_num_breaks(),
+        )
+
+    def _num_retries(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+
+def forget_counts() -> None:
+    """What torch.compile counted; call between cases."""
+    from torch._dynamo.utils import counters  # noqa: PLC0415
+
+    counters.clear()
+
+
+def _num_graphs() -> int:
+    from torch._dynamo.utils import counters  # noqa: PLC0415
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _num_breaks() -> int:
+    from torch._dynamo.utils import counters  # noqa: PLC0415
+
+    return sum(counters["graph_break"].values())
+
+
+def steady_results(
+    case: TrainCase,
+    of_ranks: Sequence[StepSamples],
+    counts: Sequence[Counts],
+    loss: tuple[float, ...],
+) -> tuple[Samples, Training]:
+    """Steady samples, and what goes beside them. By rank."""
+    start = of_ranks[0].steady
+    count = (min(len(rank.seconds) for rank in of_ranks) - start) // case.cycle * case.cycle
+    end = start + count
+
+    def steady(name: str) -> tuple[tuple[float, ...], ...]:
+        seconds = tuple(tuple(getattr(rank, name)[start:end]) for rank in of_ranks)
+        return seconds if any(any(values) for values in seconds) else ()
+
+    clock = f"train-{case.schedule}-{'events' if case.device == 'cuda' else 'host'}"
+    samples = Samples(seconds=steady("seconds"), method=f"{clock}/{VERSION}")
+    return samples, Training(
+        tokens_per_sample=case.tokens_per_step * case.micro_steps,
+        cycle=case.cycle,
+        num_params=case.model.num_params,
+        warmup_s=tuple(tuple(rank.seconds[:start]) for rank in of_ranks),
+        loss=loss,
+        fwd_s=steady("fwd_s"),
+        bwd_s=steady("bwd_s"),
+        optim_s=steady("optim_s"),
+        data_s=steady("data_s"),
+        build_s=max(rank.build_s for rank in counts),
+        first_s=max(rank.first_s for rank in counts),
+        allocated_bytes=tuple(rank.allocated_bytes for rank in counts),
+        reserved_bytes=tuple(rank.reserved_bytes for rank in counts),
+        alloc_retries=tuple(rank.alloc_retries for rank in counts),
+        recompiles=max(rank.recompiles for rank in counts),
+        graph_breaks=max(rank.graph_breaks for rank in counts),
+    )
+
+
+def check_losses(loss: Sequence[float], case: TrainCase) -> Check:
+    """Every loss is finite; on text it falls. num_wrong counts the losses that are not so."""
+    wrong = sum(not math.isfinite(value) for value in loss)
+    falls = case.data != "random" and len(loss) >= _FEWEST
+    ratio = 0.0
+    if falls and not wrong:
+        part = len(loss) // 5
+        # A loss that blew up at once and comes back down has not fallen.
+        ratio = sum(loss[-part:]) / min(sum(loss[:part]), part * loss[0])
+        wrong = part if ratio > 1 - _MUST_FALL else 0
+    return Check(
+        max_rel_err=ratio,
+        tolerance=1 - _MUST_FALL if falls else 0.0,
+        num_wrong=wrong,
+        num_compared=len(loss),
+        reference="finite; last fifth under the first, and under the start"
+        if falls
+        else "finite",
+    )

@@ -6,8 +6,7 @@ collectives, and those that compiled code calls. Threads of autograd inherit the
 seen: what a replayed CUDA graph issues, and libraries that call NCCL themselves
 (TransformerEngine's userbuffers, DeepEP).
 
-Sizes are counted as nccl-tests does; `core.message` has the rule. Over 250 lines because of
-the tables of torch's operators.
+Sizes are counted as nccl-tests does; `core.message` has the rule.
 """
 
 from collections import Counter
@@ -27,10 +26,11 @@ from stepmark.core.dtypes import MESSAGE_DTYPES, parse_dtype
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND, Histogram, MessageKind, Tally, sized
 
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 # Operators of those that move nothing.
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
-_BATCH_P2P = "batch_p2p_ops"
+BATCH_P2P = "batch_p2p_ops"
+PAIRS = ("send", "recv_", "isend", "irecv")
 
 # By how an operator takes its buffers. One buffer, of both directions:
 _IN_PLACE: dict[str, str] = {
@@ -123,7 +123,7 @@ class MessageRecorder(TorchDispatchMode):
             # DTensor and the like turn it into operators of plain tensors, which come here.
             return NotImplemented
         result = func(*args, **kwargs)
-        if getattr(func, "namespace", "") in _NAMESPACES:
+        if getattr(func, "namespace", "") in NAMESPACES:
             name = func.name().partition("::")[2].partition(".")[0]
             values = (*args, *kwargs.values())
             self.note(name, values, result)
@@ -162,13 +162,13 @@ def kinds(name: str, values: Sequence[Any], result: Any, phase: str) -> Iterator
     if name in _SILENT:
         return
     group = next((found for value in values if (found := group_of(value))), None)
-    if name == _BATCH_P2P:
+    if name == BATCH_P2P:
         for word, tensor in zip(values[0], values[3], strict=True):
             side = SEND if "send" in word else RECV
             yield _kind(side, [tensor], [tensor], group, phase)
         return
-    first, second = (list(_tensors(value)) for value in (*values[:2], None, None)[:2])
-    results = list(_tensors(result))
+    first, second = (list(tensors(value)) for value in (*values[:2], None, None)[:2])
+    results = list(tensors(result))
     if name in _IN_PLACE:
         yield _kind(_IN_PLACE[name], first, first, group, phase)
     elif name in _OUT_IN:
@@ -217,13 +217,13 @@ def _is_uneven(name: str, values: Sequence[Any], first: Tensors, second: Tensors
     return any(len(set(sizes)) > 1 for sizes in splits)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those of an argument, which may be lists of lists."""
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield those of an argument, which may be lists of lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors(item)
 
 
 def _bytes(tensors: Tensors) -> int:
@@ -260,10 +260,6 @@ def _group_name(group: Any) -> str:
     return str(described if described not in ("", "undefined") else group.group_name)
 
 
-_PAIRS = ("send", "recv_", "isend", "irecv")
-_BATCH = "batch_p2p_ops"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One call on this rank. members: world ranks of its group, in the order of group ranks."""
@@ -294,6 +290,6 @@ class OrderedRecorder(MessageRecorder):
 
 
 def _peers(name: str, values: Sequence[Any], count: int) -> Sequence[int | None]:
-    if name == _BATCH:
+    if name == BATCH_P2P:
         return list(values[1])
-    return [int(values[2])] if name in _PAIRS else [None] * count
+    return [int(values[2])] if name in PAIRS else [None] * count

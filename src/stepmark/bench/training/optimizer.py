@@ -92,7 +92,9 @@ def _add_all(sums: list[Tensor], grads: list[Tensor]) -> None:
     """sums += grads. For two dtypes torch has kernels of half the rate of memory only."""
     small: list[tuple[Tensor, Tensor]] = []
     for total, grad in zip(sums, grads, strict=True):
-        if HAS_TRITON and _is_large(total) and grad.is_contiguous():
+        # Too large to be worth more for sharing a launch with others.
+        is_large = total.is_cuda and total.numel() >= 2**18 and total.is_contiguous()
+        if HAS_TRITON and is_large and grad.is_contiguous():
             from stepmark.bench.training.triton_kernels import add_into  # noqa: PLC0415
 
             add_into(total, grad)
@@ -100,11 +102,6 @@ def _add_all(sums: list[Tensor], grads: list[Tensor]) -> None:
             small.append((total, grad))
     if small:
         torch._foreach_add_(*zip(*small, strict=True))
-
-
-def _is_large(total: Tensor) -> bool:
-    """Too large to be worth more for sharing a launch with others."""
-    return total.is_cuda and total.numel() >= 2**18 and total.is_contiguous()
 
 
 def _laid_as(those: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:

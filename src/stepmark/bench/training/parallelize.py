@@ -17,15 +17,9 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from stepmark.bench.training import (
-    context_parallel,
-    expert_parallel,
-    precision,
-    tensor_parallel,
-)
-from stepmark.bench.training.mesh import Meshes
-from stepmark.bench.training.transformer import Transformer
-from stepmark.bench.training.weights import init_weights, tie
+from stepmark.bench.training import model_parallel, precision
+from stepmark.bench.training.model_parallel import Meshes
+from stepmark.bench.training.transformer import Transformer, init_weights, tie
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, DataParallel, Precision, Recompute
 
@@ -54,11 +48,11 @@ def parallelize(
         )
         precision.apply_fp8(model, case)
     if (mesh := meshes.axis("tp")) is not None:
-        tensor_parallel.apply(model, case, mesh)
+        model_parallel.apply_tensor(model, case, mesh)
     if (mesh := meshes.axis("cp")) is not None:
-        context_parallel.apply(model, mesh)
+        model_parallel.apply_context(model, mesh)
     if case.parallel.ep > 1:
-        expert_parallel.apply(model, meshes)
+        model_parallel.apply_experts(model, meshes)
     _checkpoint(model.blocks, case)
     call: nn.Module = model
     match case.compile:
@@ -159,7 +153,7 @@ def _fsdp(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
     options: dict[str, Any] = {"mesh": meshes.data(), "mp_policy": policy}
     blocks = list(model.blocks.values())
     if case.parallel.ep > 1:
-        expert_parallel.shard_experts(
+        model_parallel.shard_experts(
             model, case, meshes, mp_policy=policy, reshard_after_forward=reshard
         )
     groups: list[Any] = []

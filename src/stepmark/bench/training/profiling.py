@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ class Spent:
 
 
 class Profile:
-    """Records the steps between start and stop on this rank. Also a context manager.
+    """Records the steps between start and stop on this rank.
 
     On CUDA times are those of kernels, on a CPU those of operators. Where the driver or CUPTI
     keeps kernels hidden, times are operators' on the host, and the table says so.
@@ -84,34 +83,16 @@ class Profile:
 
     def stop(self) -> tuple[str, ...]:
         """Writes the trace. Returns names of files in the folder."""
-        self._finish()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._profiler.stop()
+        self._averages = list(self._profiler.key_averages())
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # A reader never meets half a file.
         unfinished = self.path.with_name(f".{self.path.name}")
         self._profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(self.path)
         return (self.path.name,)
-
-    def _finish(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._profiler.stop()
-        self._averages = list(self._profiler.key_averages())
-
-    def __enter__(self) -> "Profile":
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.stop()
-        else:
-            self._profiler.stop()
 
     @property
     def has_kernels(self) -> bool:
@@ -241,7 +222,7 @@ def attention_kernel(case: TrainCase, device: torch.device) -> str:
         mask = torch.empty(shape_of_mask, dtype=torch.bool, device=device) if cp > 1 else None
     except torch.OutOfMemoryError:
         return ""
-    found = torch._fused_sdp_choice(
+    choice = torch._fused_sdp_choice(
         query, key, value, mask, is_causal=cp == 1, enable_gqa=heads != kv_heads
     )
-    return _KERNELS.get(int(found), str(found))
+    return _KERNELS.get(int(choice), str(choice))

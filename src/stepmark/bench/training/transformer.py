@@ -2,20 +2,23 @@
 
 Parallelism, compilation and recomputation are put on from outside: linear layers are plain
 nn.Linear, blocks are named by their global index, and a range of them is a pipeline stage.
+Weights come from a seed and their name alone, whoever holds which part of them.
 
-B batch, T tokens, C hidden width, D rotary width of a head, V vocabulary.
+B batch, T tokens, N = B * T, C hidden width, D rotary width of a head, V vocabulary.
 """
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional
 
 from stepmark.bench.training.attention import KERNELS, Attention, LatentAttention, rope_tables
-from stepmark.bench.training.experts import Experts
-from stepmark.bench.training.layers import FeedForward, Norm
-from stepmark.bench.training.loss import chunked_loss, mean_loss, summed_loss
+from stepmark.bench.training.layers import Experts, FeedForward, Norm
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
 
@@ -196,3 +199,148 @@ def _check(model: ModelConfig, layers: range, attention: str, loss_chunks: int) 
         raise ConfigError("attention", attention, f"one of {', '.join(KERNELS)}")
     if loss_chunks < 1:
         raise ConfigError("loss_chunks", loss_chunks, "an integer from 1")
+
+
+IGNORED = -100  # label of a token that does not count
+
+# (head, x_NC, labels_N) -> fp32 sum over the labels that count
+SummedLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def mean_loss(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """Over the labels that count, in fp32."""
+    return functional.cross_entropy(logits_NV.float(), labels_N, ignore_index=IGNORED)
+
+
+def summed_loss(head: nn.Module, x_NC: Tensor, labels_N: Tensor) -> Tensor:
+    logits_NV: Tensor = head(x_NC)
+    return functional.cross_entropy(
+        logits_NV.float(), labels_N, ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def chunked_loss(
+    head: nn.Module,
+    x_NC: Tensor,
+    labels_N: Tensor,
+    *,
+    num_chunks: int,
+    summed: SummedLoss = summed_loss,
+) -> Tensor:
+    """mean_loss(head(x_NC), labels_N), chunk by chunk; any head that maps rows to rows.
+
+    Gradients are taken in the forward pass, while a chunk's logits are there, so that
+    the head is multiplied as often as without chunks. Those of the head's parameters
+    are summed over chunks in the parameters' own dtype.
+    """
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    return _in_chunks(head, summed, num_chunks, x_NC, labels_N, *weights)
+
+
+class _ChunkedLoss(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: nn.Module,
+        summed: SummedLoss,
+        num_chunks: int,
+        x_NC: Tensor,
+        labels_N: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        num_labels = (labels_N != IGNORED).sum()
+        total = torch.zeros((), device=x_NC.device)
+        grad_x_NC = torch.empty_like(x_NC)
+        sums: list[Tensor] = []
+        rows = zip(x_NC.chunk(num_chunks), grad_x_NC.chunk(num_chunks), strict=True)
+        for (part, grad_part), labels in zip(rows, labels_N.chunk(num_chunks), strict=True):
+            with torch.enable_grad():
+                leaf = part.detach().requires_grad_()
+                loss = summed(head, leaf, labels) / num_labels
+            grad_leaf, *grads = torch.autograd.grad(loss, (leaf, *weights))
+            total += loss.detach()
+            grad_part.copy_(grad_leaf)
+            if sums:
+                torch._foreach_add_(sums, grads)
+            else:
+                sums = [grad.clone() for grad in grads]
+        ctx.save_for_backward(grad_x_NC, *sums)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x_NC, *sums = ctx.saved_tensors
+        scaled = (total * grad.to(total.dtype) for total in sums)
+        return None, None, None, grad_x_NC * grad.to(grad_x_NC.dtype), None, *scaled
+
+
+# Gradients are taken inside, which is no part of a graph; what it calls may be compiled.
+_in_chunks: Callable[..., Tensor] = torch.compiler.disable(_ChunkedLoss.apply)
+
+
+STD = 0.02
+
+# What wrappers put into a parameter's name.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
+_HEAD, _TABLE = "output.head.weight", "embedding.tokens.weight"
+
+
+@torch.no_grad()
+def init_weights(module: nn.Module, seed: int) -> None:
+    """Fills all parameters and tables: matrices normal with std 0.02, norms 1, biases 0.
+
+    The same values however the model is split or sharded, on one kind of device; every rank
+    draws a whole parameter on its device, one at a time, and keeps its part.
+    """
+    is_tied = any(part.model.tied_embeddings for part in _transformers(module))
+    for wrapped, parameter in module.named_parameters():
+        name = canonical_name(wrapped)
+        if is_tied and name == _HEAD:  # of a stage without the table
+            name = _TABLE
+        _fill_parameter(parameter, name, seed)
+    for part in module.modules():
+        if isinstance(part, Transformer | Embedding):
+            part.fill_tables()
+
+
+def tie(module: nn.Module) -> None:
+    """Ties the head to the token table where the model has it so and both are here."""
+    for part in _transformers(module):
+        part.tie()
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name in the bare Transformer."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _transformers(module: nn.Module) -> list[Transformer]:
+    return [part for part in module.modules() if isinstance(part, Transformer)]
+
+
+def _fill_parameter(parameter: Tensor, name: str, seed: int) -> None:
+    *_, owner, kind = name.split(".")
+    if kind in ("bias", "router_bias"):
+        parameter.zero_()
+    elif owner.endswith("norm"):
+        parameter.fill_(1)
+    else:
+        _fill_normal(parameter, _seed_of(name, seed))
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """63 bits that stay the same from process to process, unlike hash()."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _fill_normal(parameter: Tensor, seed: int) -> None:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    generator = torch.Generator(local.device).manual_seed(seed)
+    full = torch.empty(parameter.shape, device=local.device)  # fp32, whatever is kept
+    full.normal_(std=STD, generator=generator)
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        # src_data_rank=None: every rank has the same tensor already.
+        full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+    local.copy_(full)

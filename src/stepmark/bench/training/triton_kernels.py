@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepmark.bench.training.activation import CUBIC, LINEAR
+from stepmark.bench.training.layers import CUBIC, LINEAR
 
 # The fastest of ten on an H200 for what layers of GPT-2 and Llama have: 2.9 to 3.9 TB/s.
 _ROWS, _COLUMNS, _WARPS = 64, 256, 8

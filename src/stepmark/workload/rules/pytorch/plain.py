@@ -1,7 +1,7 @@
 """One data rank: tensor and sequence parallelism through DTensor, pipelines (torch 2.13.0).
 
 With data ranks beside it, it is the fsdp rule. The plan of tensor parallelism and its
-collectives are in units: bench/training/tensor_parallel.py,
+collectives are in units: bench/training/model_parallel.py,
 torch/distributed/tensor/parallel/style.py; schedules of torch.distributed.pipelining in
 schedules.
 """

@@ -119,7 +119,7 @@ def _pipelined(
 def _chunks(
     job: Job, how: Technique, groups: dict[str, Group], blocks: BLOCKS, count: int
 ) -> list[Chunk]:
-    """As even as can be, the first ones with what is left over (bench/training/pipeline.py)."""
+    """As even as can be, the first ones with what is left over (bench/training/trainer.py)."""
     model = job.model
     if model.num_layers < count:
         allowed = f"at most {model.num_layers} stages, the layers of {model.name}, not {count}"

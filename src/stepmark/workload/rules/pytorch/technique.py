@@ -116,7 +116,7 @@ def again(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]
     """What checkpointing runs again: up to the last input that its backward pass needs.
 
     torch.utils.checkpoint stops early there: before the last product, whose own input is
-    known by then, and what follows it. Per operator (bench/training/checkpointing.py)
+    known by then, and what follows it. Per operator (bench/training/parallelize.py)
     attention, communication and every second product are kept.
     """
     stop, place = _last_needed(unit), 0

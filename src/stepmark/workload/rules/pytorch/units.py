@@ -1,10 +1,10 @@
 """The parts of a plain PyTorch decoder with the communication inside them: tp, cp and ep.
 
-As `stepmark train` spreads it: bench/training/tensor_parallel.py (DTensor's ColwiseParallel,
+As `stepmark train` spreads it: bench/training/model_parallel.py (DTensor's ColwiseParallel,
 RowwiseParallel and SequenceParallel, torch 2.13, torch/distributed/tensor/parallel/style.py;
-torchtitan's plan for Llama, in which the two differ at the ends: TpPlan),
-context_parallel.py (keys and values gathered, arXiv:2407.21783, section 3.3.2) and
-expert_parallel.py. Backward each of these does its dual, where its forward pass was.
+torchtitan's plan for Llama, in which the two differ at the ends: TpPlan; keys and values
+gathered, arXiv:2407.21783, section 3.3.2; experts). Backward each of these does its dual,
+where its forward pass was.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ class TpPlan(StrEnum):
 
 
 def groups_of(job: AnyJob) -> dict[str, Group]:
-    """By axis, as bench/training/mesh.py divides the ranks."""
+    """By axis, as bench/training/model_parallel.py divides the ranks."""
     axes = job.parallel
     shards = axes.dp_shard * axes.cp
     if axes.ep > 1 and shards % axes.ep:

@@ -1,30 +1,36 @@
-"""y_MN = a_MK @ b_KN by cuBLAS, hipBLASLt or oneDNN, through torch; the same in batches.
+"""y_MN = a_MK @ b_KN by cuBLAS, hipBLASLt or oneDNN, through torch; in batches, or per expert.
 
 fp8_e5m2 stands for a gradient: A is e5m2 and B e4m3, as in a backward pass (cuBLAS has no
 product of two e5m2). Whatever the layout, fp8 operands lie as _scaled_mm wants them: A row
 major, B column major; the layout says how the bf16 sources of a timed cast lie.
 
-M rows, K contracted, N columns.
+M rows, K contracted, N columns. Of experts: T tokens sorted by expert, G experts, N output and
+K input features of the forward product; weights are [G, N, K], as a linear layer stores them.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from stepmark.bench.operators.call import TORCH_DTYPE, Call, Impl, normal, set_matmul_precision
+from stepmark.bench.operators.call import Call, Impl, normal, set_matmul_precision
 from stepmark.bench.verify import (
+    TORCH_DTYPE,
     compare,
     finite,
     merge,
     poison,
+    poisoned_result,
     product_check,
     sample,
     take,
     tolerance,
 )
 from stepmark.core.dtypes import DType
-from stepmark.core.ops import Bmm, Cast, Gemm, Layout, Scaling, backends
+from stepmark.core.ops import Bmm, Cast, Gemm, GroupedGemm, Layout, Phase, Scaling, backends
+from stepmark.core.ops.backends import Capabilities
 from stepmark.core.record import Check
 
 
@@ -39,7 +45,7 @@ def operands(
     return (a if a_rows else a.mT), (b if b_rows else b.mT)
 
 
-def make(op: Gemm, device: torch.device) -> Call:
+def make_gemm(op: Gemm, device: torch.device) -> Call:
     if op.dtype.is_fp8:
         return _make_fp8(op, device)
     set_matmul_precision(op.dtype)
@@ -163,7 +169,7 @@ def _make_fp8(op: Gemm, device: torch.device) -> Call:
     return Call(run=run, verify=verify, backend_run=f"torch._scaled_mm {names}, {op.scaling}")
 
 
-TORCH = Impl(make=make, unsupported=backends.gemm)
+GEMM = Impl(make=make_gemm, unsupported=backends.gemm)
 
 
 NUM_CHECKED = 4  # products compared; of the others only that they are finite
@@ -191,3 +197,112 @@ def make_bmm(op: Bmm, device: torch.device) -> Call:
 
 
 BMM = Impl(make=make_bmm, unsupported=backends.tf32)
+
+
+NUM_EXPERTS = 8  # experts compared; of the others only that they are finite
+_GROUPED_MM: Callable[..., Tensor] | None = getattr(
+    functional, "grouped_mm", getattr(torch, "_grouped_mm", None)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """The two factors of one phase, and where each expert's rows end."""
+
+    a: Tensor  # [T, K], [T, N] or [K, T]
+    b: Tensor  # [G, K, N], [G, N, K] or [T, N]
+    bounds: tuple[tuple[int, int], ...]
+    is_wgrad: bool
+
+    def pair(self, group: int) -> tuple[Tensor, Tensor]:
+        start, end = self.bounds[group]
+        if self.is_wgrad:
+            return self.a[:, start:end], self.b[start:end]
+        return self.a[start:end], self.b[group]
+
+    def result(self, y: Tensor, group: int) -> Tensor:
+        start, end = self.bounds[group]
+        return y[group] if self.is_wgrad else y[start:end]
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        rows, columns = self.a.shape[0], self.b.shape[-1]
+        return (len(self.bounds), rows, columns) if self.is_wgrad else (rows, columns)
+
+
+def _grouped_operands(op: GroupedGemm, device: torch.device) -> _Operands:
+    set_matmul_precision(op.dtype)
+    bounds, end = [], 0
+    for size in op.group_sizes():
+        bounds.append((end, end + size))
+        end += size
+    is_wgrad = op.phase is Phase.WGRAD
+    if is_wgrad:
+        x_TK = normal(op.tokens, op.k, dtype=op.dtype, device=device)
+        dy_TN = normal(op.tokens, op.n, dtype=op.dtype, device=device)
+        # dw as the weight is stored: [G, N, K] = dy.T @ x per expert.
+        return _Operands(dy_TN.t(), x_TK, tuple(bounds), is_wgrad)
+    w_GNK = normal(op.num_groups, op.n, op.k, dtype=op.dtype, device=device)
+    is_fwd = op.phase is Phase.FWD
+    a = normal(op.tokens, op.k if is_fwd else op.n, dtype=op.dtype, device=device)
+    return _Operands(a, w_GNK.mT if is_fwd else w_GNK, tuple(bounds), is_wgrad)
+
+
+def _check_groups(op: GroupedGemm, operands: _Operands, y: Tensor) -> Check:
+    groups = sample(op.num_groups, torch.device("cpu"), NUM_EXPERTS).tolist()
+    allowed = tolerance(op.dtype, length=op.tokens if operands.is_wgrad else max(op.k, op.n))
+    checks = [
+        product_check(*operands.pair(group), operands.result(y, group), allowed)
+        for group in groups
+        if operands.result(y, group).numel()
+    ]
+    return merge([*checks, finite(y, allowed)])
+
+
+def unsupported_grouped(op: GroupedGemm, capabilities: Capabilities) -> str | None:
+    if _GROUPED_MM is None:
+        return "this torch has no grouped_mm"
+    return backends.grouped_gemm(op, capabilities)
+
+
+def make_grouped(op: GroupedGemm, device: torch.device) -> Call:
+    assert _GROUPED_MM is not None
+    grouped_mm = _GROUPED_MM
+    operands = _grouped_operands(op, device)
+    ends = [end for _, end in operands.bounds]
+    ends_G = torch.tensor(ends, dtype=torch.int32, device=device)
+
+    def run() -> Tensor:
+        return grouped_mm(operands.a, operands.b, offs=ends_G)
+
+    def verify() -> Check:
+        (y,) = poisoned_result(run)
+        return _check_groups(op, operands, y)
+
+    return Call(run=run, verify=verify, backend_run="grouped_mm")
+
+
+def make_loop(op: GroupedGemm, device: torch.device) -> Call:
+    operands = _grouped_operands(op, device)
+    y = torch.empty(operands.result_shape, dtype=TORCH_DTYPE[op.dtype], device=device)
+    # An expert without tokens has a zero wgrad, which the loop also writes.
+    products = [
+        (*operands.pair(group), operands.result(y, group))
+        for group, (start, end) in enumerate(operands.bounds)
+        if operands.is_wgrad or end > start
+    ]
+
+    def run() -> None:
+        for a, b, out in products:
+            torch.mm(a, b, out=out)
+
+    def verify() -> Check:
+        poison(y)
+        run()
+        return _check_groups(op, operands, y)
+
+    return Call(run=run, verify=verify, backend_run=f"{len(products)} x torch.mm")
+
+
+GROUPED = Impl(make=make_grouped, unsupported=unsupported_grouped)
+LOOP = Impl(make=make_loop)

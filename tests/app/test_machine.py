@@ -1,0 +1,16 @@
+"""What devices are here, where the answer does not come."""
+
+import pytest
+
+from stepmark.app import machine
+from stepmark.core.errors import StepmarkError
+
+
+def test_torch_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_ASK_TORCH", "import time; time.sleep(60)")
+    monkeypatch.setattr(machine, "_TORCH_LIMIT_S", 0.2)
+    with pytest.raises(
+        StepmarkError, match=r"did not list the devices .* --device cpu"
+    ) as caught:
+        machine._asked_of_torch()
+    assert "\n" not in str(caught.value)
