@@ -75,6 +75,8 @@ class Command(_WithoutPydantic, typer.core.TyperCommand):
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
+                if parameter.param_type_name == "argument":  # typer adds <str> to the name
+                    record = record[0].rpartition(" <")[0], record[1]
                 title = titles.get(parameter.name or "", "Options")
                 sections.setdefault(title, []).append(record)
         for title, records in sorted(sections.items(), key=lambda one: one[0] != "Arguments"):
