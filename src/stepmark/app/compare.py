@@ -16,11 +16,11 @@ from stepmark.app.view import console
 from stepmark.core.collectives import Collective, busbw_factor, collective_named
 from stepmark.core.comparison import UNKNOWN, Comparison, Series, Side
 from stepmark.core.errors import ConfigError
+from stepmark.core.options import load
 from stepmark.core.reading import Reading, Table
 from stepmark.core.units import parse_bytes
 from stepmark.core.verb_options import CompareOptions
 from stepmark.report import comparison as drawn
-from stepmark.report import comparison_page
 from stepmark.report.comparison import printed
 from stepmark.store.compare import Options
 from stepmark.store.compare import compare as compare_sides
@@ -392,6 +392,7 @@ def _deliver(comparison: Comparison, options: CompareOptions) -> None:
     if options.csv:
         write_csv(drawn.rows(comparison), options.csv, "compare")
     if options.html:
-        write_text(options.html, comparison_page.html(comparison), "html")
+        page = load("stepmark.report.comparison_page:html")  # with plotly
+        write_text(options.html, page(comparison), "html")
     if not options.to_stdout:
         printed(comparison, console())

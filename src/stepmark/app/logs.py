@@ -12,12 +12,12 @@ from stepmark.app.log_sources import Inputs, Rows, Source, collect, read_sources
 from stepmark.app.measured_curves import read_curves
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding, Severity
+from stepmark.core.options import load
 from stepmark.core.reading import Table
 from stepmark.core.units import format_bytes, format_time
 from stepmark.core.verb_options import LogsOptions
 from stepmark.report import expected, histogram, log_summary
 from stepmark.report.histogram import lines, summary, unknown_ranks
-from stepmark.report.histogram_figures import page
 from stepmark.report.log_summary import print_found
 from stepmark.store.export import write_json, write_tables
 from stepmark.store.files import write_text
@@ -214,6 +214,7 @@ class LogReport:
                 )
                 for view in self.views
             ]
+            page = load("stepmark.report.histogram_figures:page")  # with plotly
             write_text(self.options.html, page("stepmark logs", sections), "html")
 
     def document(self) -> dict[str, object]:

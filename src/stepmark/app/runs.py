@@ -9,6 +9,7 @@ from rich.text import Text
 
 from stepmark.app.view import View, console, read_aloud, show_rows, sql_types, view
 from stepmark.core.option_groups import Files
+from stepmark.core.options import load
 from stepmark.core.record import RunInfo
 from stepmark.core.verb_options import (
     ExportOptions,
@@ -17,7 +18,6 @@ from stepmark.core.verb_options import (
     ShowOptions,
     SqlOptions,
 )
-from stepmark.report.page import html
 from stepmark.store import query
 from stepmark.store.codec import to_plain
 from stepmark.store.export import columns_of, export, write_csv, write_json
@@ -134,6 +134,7 @@ def write_page(path: Path, target: Path | None = None) -> Path:
     """Write the page of the run at `path`."""
     seen = view(path)
     target = target or path / "report.html"
+    html = load("stepmark.report.page:html")  # with plotly
     text = html(seen.run, seen.records, seen.rows, seen.device, seen.comm_rows, seen.train_rows)
     write_text(target, text, "out")
     return target

@@ -19,13 +19,13 @@ from stepmark.app.tuner import ProbeError
 from stepmark.app.view import console
 from stepmark.core.comparison import Comparison, Series, Side
 from stepmark.core.errors import ConfigError, worst
+from stepmark.core.options import load
 from stepmark.core.sweep import Setting, Sweep
 from stepmark.core.verb_options import SweepOptions
 from stepmark.launch.signals import catching
 from stepmark.report import comparison as drawn
 from stepmark.report import recommendation
 from stepmark.report.comparison import printed
-from stepmark.report.comparison_page import html
 from stepmark.report.recommendation import Advice
 from stepmark.store.codec import to_plain
 from stepmark.store.compare import Options, compare
@@ -252,7 +252,8 @@ def _files(found: _Found, sweep: Sweep, options: SweepOptions, lines: Sequence[s
         }
         write_json(document, target, "sweep")
     if target := options.html:
-        write_text(target, html(comparison, lines), "html")
+        page = load("stepmark.report.comparison_page:html")  # with plotly
+        write_text(target, page(comparison, lines), "html")
 
 
 def _say(text: str) -> None:

@@ -26,11 +26,10 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
 from stepmark.core.op_options import shape_options
 from stepmark.core.ops import FAMILY_OF, Attention, Bmm, Gemm, GroupedGemm, Op
-from stepmark.core.options import argv
+from stepmark.core.options import argv, load
 from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.core.workload_options import Shown
 from stepmark.report import workload_tables, workload_text
-from stepmark.report.workload_page import page
 from stepmark.report.workload_tables import SETUP, pass_of, ranges
 from stepmark.store import export
 from stepmark.store.files import write_text
@@ -52,6 +51,7 @@ def show(
     number = stage_of(workload, stage)
     tables = write_tables(workload, options, stage)
     if html:
+        page = load("stepmark.report.workload_page:page")  # with plotly
         write_text(html, page(workload, number, _defaults(workload.rules)), "html")
         if html != "-":
             sys.stderr.write(f"wrote {html}\n")

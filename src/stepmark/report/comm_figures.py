@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from html import escape
 from math import ceil, floor, log2, log10
-from typing import TYPE_CHECKING
+
+import plotly.graph_objects as go
+from plotly.graph_objects import Figure
+from plotly.subplots import make_subplots
 
 from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.device import DeviceSpec
@@ -13,9 +16,6 @@ from stepmark.report.comm_remarks import PairMatrix, matrices
 from stepmark.report.figures import COLOURS, INK, SYMBOLS, styled
 from stepmark.report.row_tables import describe
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
 # What tells curves of one figure apart; only what differs between them is in their names.
 _CURVE = (
     *("placement", "num_ranks", "world_size", "split", "mode", "aligned", "api", "backend"),
@@ -23,7 +23,7 @@ _CURVE = (
 )
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
-Drawn = tuple[str, str, "Figure"]  # title, note, figure
+Drawn = tuple[str, str, Figure]  # title, note, figure
 
 
 def drawn(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> list[Drawn]:
@@ -45,10 +45,8 @@ def drawn(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> list[
     return found
 
 
-def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "Figure":
+def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Figure:
     """Bus bandwidth and time over the message size, a curve for each way of calling."""
-    from plotly.subplots import make_subplots  # noqa: PLC0415
-
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.09)
     curves = _grouped(rows, _CURVE)
     for index, (held, name) in enumerate(zip(curves, _names(curves), strict=True)):
@@ -73,10 +71,8 @@ def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "
     return styled(figure, height=400 + 20 * (len(curves) // 5))
 
 
-def contention(rows: Sequence[Row], run: RunInfo) -> "Figure":
+def contention(rows: Sequence[Row], run: RunInfo) -> Figure:
     """How much slower collective and compute are together than alone."""
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     figure = go.Figure()
     held = [row for row in rows if row["beside"]]
     curves = _grouped(held, ("collective", "dtype", *_CURVE))
@@ -104,10 +100,8 @@ def contention(rows: Sequence[Row], run: RunInfo) -> "Figure":
     return styled(figure, height=360)
 
 
-def heat_map(matrix: PairMatrix) -> "Figure":
+def heat_map(matrix: PairMatrix) -> Figure:
     """Source by line, destination by column; a frame around each slow link."""
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     names = [str(rank) for rank in matrix.ranks]
     many = len(names) > 24
     values, faster_is_more = [value for *_, value in matrix.known], matrix.more_is_better
@@ -192,7 +186,7 @@ def curve_style(index: int) -> dict[str, object]:
     }
 
 
-def _add_link(figure: "Figure", device: DeviceSpec, rows: Sequence[Row]) -> None:
+def _add_link(figure: Figure, device: DeviceSpec, rows: Sequence[Row]) -> None:
     sizes = [number(row, "size_bytes") or 1 for row in rows]
     rate = (device.link_bytes_per_s or 0.0) / GB
     figure.add_scatter(

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
+
+import plotly.graph_objects as go
+from plotly.graph_objects import Figure
+from plotly.subplots import make_subplots
 
 from stepmark.core.comparison import Comparison, Line
 from stepmark.core.ratio import EFFECT_FLOOR, Ratio
@@ -21,9 +24,6 @@ from stepmark.report.comparison import (
 )
 from stepmark.report.figures import INK, styled
 from stepmark.report.page import document, figure_section, section
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 # What divides lines into figures; size runs along the axis.
 _GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
@@ -47,7 +47,7 @@ def html(comparison: Comparison, lead: Sequence[str] = ()) -> str:
     return document(f"Comparison of {names}", escape(headline(comparison, constant)), body)
 
 
-def drawn(comparison: Comparison) -> list[tuple[str, str, "Figure"]]:
+def drawn(comparison: Comparison) -> list[tuple[str, str, Figure]]:
     """Title, note and figure of each group of lines."""
     base = comparison.names[0]
     note = f"Right: speed over {base}, with 99 % intervals; the band is +-{EFFECT_FLOOR:.0%}."
@@ -70,10 +70,8 @@ def drawn(comparison: Comparison) -> list[tuple[str, str, "Figure"]]:
     return found
 
 
-def over_size(lines: Sequence[Line], names: Sequence[str]) -> "Figure":
+def over_size(lines: Sequence[Line], names: Sequence[str]) -> Figure:
     """Left: what each side reached. Right: its speed over the baseline's."""
-    from plotly.subplots import make_subplots  # noqa: PLC0415
-
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.09)
     ordered = sorted(lines, key=lambda line: line.size_bytes or 0)
     for index, name in enumerate(names):
@@ -130,7 +128,7 @@ def _hover(line: Line, name: str) -> str:
     return text
 
 
-def _add_ratios(figure: "Figure", held: Sequence[Line], name: str, index: int) -> None:
+def _add_ratios(figure: Figure, held: Sequence[Line], name: str, index: int) -> None:
     known = [(line, r) for line in held if (r := line.cells[name].ratio) is not None]
     if not known:
         return
@@ -160,10 +158,8 @@ def _intervals(known: Sequence[Ratio]) -> dict[str, object]:
     }
 
 
-def ratios(lines: Sequence[Line], comparison: Comparison) -> "Figure":
+def ratios(lines: Sequence[Line], comparison: Comparison) -> Figure:
     """One row per line; a point with its interval for each side."""
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     _, varying = split_fields(comparison.lines)
     labels = [_label(line, varying) or f"line {place}" for place, line in enumerate(lines, 1)]
     figure = go.Figure()

@@ -7,7 +7,9 @@ page sets the ink by the reader's light or dark scheme.
 from collections.abc import Sequence
 from html import escape
 from itertools import cycle
-from typing import TYPE_CHECKING
+
+import plotly.graph_objects as go
+from plotly.graph_objects import Figure
 
 from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.device import DeviceSpec
@@ -16,19 +18,14 @@ from stepmark.core.record import RunInfo
 from stepmark.core.units import GB, TFLOP, format_time
 from stepmark.report.row_tables import describe
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 INK = "#777777"
 GRID = "rgba(128,128,128,0.25)"
 
 
-def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "Figure":
+def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Figure:
     """Arithmetic intensity against TFLOP/s, under the roof of each dtype."""
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     points = [row for row in _jobs(rows) if number(row, "tflops")]
     figure = go.Figure()
     intensities = [number(row, "arithmetic_intensity") or 1.0 for row in points] or [1.0]
@@ -57,10 +54,8 @@ def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "F
     return styled(figure, height=520)
 
 
-def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "Figure":
+def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Figure:
     """Operators without matrix products: their share of the memory bandwidth."""
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     key = "pct_hbm" if device and device.hbm_bytes_per_s else "pct_ceiling"
     bars = [r for r in _jobs(rows) if not number(r, "flops") and number(r, key) is not None]
     bars.sort(key=lambda row: (text(row, "family"), number(row, key) or 0.0))
@@ -91,10 +86,8 @@ def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> "
     return styled(figure, height=170 + 26 * len(bars))
 
 
-def time_breakdown(rows: Sequence[Row], run: RunInfo) -> "Figure":
+def time_breakdown(rows: Sequence[Row], run: RunInfo) -> Figure:
     """Time x count of each role in one layer, forward and backward; the fastest backend."""
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     best: dict[tuple[str, str, str], Row] = {}
     for row in _jobs(rows):
         if row["model"] and row["role"] and number(row, "time_s"):
@@ -207,7 +200,7 @@ def _marker(index: int) -> dict[str, object]:
     return {"color": colour, "symbol": symbol, "size": 9, "line": {"width": 0.5, "color": INK}}
 
 
-def styled(figure: "Figure", height: int) -> "Figure":
+def styled(figure: Figure, height: int) -> Figure:
     figure.update_layout(
         template="none",
         height=height,

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
+
+import plotly.graph_objects as go
+from plotly.graph_objects import Figure
 
 from stepmark.core.columns import Row, number, text
 from stepmark.core.finding import Finding
@@ -11,10 +13,7 @@ from stepmark.report.figures import COLOURS, styled
 from stepmark.report.histogram import MESSAGE, lines
 from stepmark.report.page import document, figure_section
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-Drawn = tuple[str, str, "Figure"]  # title, note, figure
+Drawn = tuple[str, str, Figure]  # title, note, figure
 
 
 def drawn(rows: Sequence[Row]) -> list[Drawn]:
@@ -32,10 +31,8 @@ def drawn(rows: Sequence[Row]) -> list[Drawn]:
     return found
 
 
-def bars(rows: Sequence[Row], key: str, title: str) -> "Figure":
+def bars(rows: Sequence[Row], key: str, title: str) -> Figure:
     """One bar per bin, stacked by collective and whatever else the rows tell apart."""
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     order = sorted({(number(row, "from_bytes") or 0.0, _bin(row)) for row in rows})
     names = list(dict.fromkeys(name for _, name in order))
     figure = go.Figure()

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+
+from plotly.graph_objects import Figure
+from plotly.offline import get_plotlyjs
 
 from stepmark.core.columns import Row, text
 from stepmark.core.device import DeviceSpec
@@ -14,9 +16,6 @@ from stepmark.report.op_columns import OP_COLUMNS
 from stepmark.report.row_tables import describe, table
 from stepmark.report.summary import LEAD, comm_lines, summary_lines, train_lines
 from stepmark.report.train_columns import TRAIN_COLUMNS
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 
 def html(
@@ -47,8 +46,6 @@ def html(
 
 def document(title: str, lead: str, body: str) -> str:
     """A page that needs nothing else. `title` is text; `lead` and `body` are HTML."""
-    from plotly.offline import get_plotlyjs  # noqa: PLC0415
-
     shown = escape(title)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{shown}</title>\n'
@@ -132,7 +129,7 @@ def _figure_sections(run: RunInfo, rows: Sequence[Row], device: DeviceSpec | Non
     )
 
 
-def _figures(drawn: Iterable[tuple[str, str, "Figure"]]) -> list[str]:
+def _figures(drawn: Iterable[tuple[str, str, Figure]]) -> list[str]:
     return [figure_section(title, note, figure) for title, note, figure in drawn]
 
 
@@ -143,7 +140,7 @@ def _train_sections(records: Sequence[Record], train_rows: Sequence[Row]) -> lis
     return [section("Training", table(train_rows, TRAIN_COLUMNS)), *figures_]
 
 
-def figure_section(title: str, note: str, figure: "Figure") -> str:
+def figure_section(title: str, note: str, figure: Figure) -> str:
     """A plot under its title (text) and a note."""
     plot = figure.to_html(
         full_html=False,

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
+
+import plotly.graph_objects as go
+from plotly.graph_objects import Figure
 
 from stepmark.core.record import Measured, Record
 from stepmark.core.stats import slowest_per_sample, summarize
@@ -13,9 +15,6 @@ from stepmark.report.figures import COLOURS, INK, SYMBOLS, styled
 from stepmark.report.training_rates import PHASES, mean_phases
 from stepmark.report.training_words import shape_text
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
 # Further cases have no figure of their own; the table has them.
 MAX_CASES = 6
 # More ranks are drawn as one line, the slowest of each sample.
@@ -23,7 +22,7 @@ MAX_RANKS = 16
 _NAMES = {"fwd_s": "forward", "bwd_s": "backward", "optim_s": "optimizer", "other_s": "other"}
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
-Drawn = tuple[str, str, "Figure"]  # title, note, figure
+Drawn = tuple[str, str, Figure]  # title, note, figure
 
 
 def drawn(records: Sequence[Record]) -> list[Drawn]:
@@ -52,10 +51,8 @@ def drawn(records: Sequence[Record]) -> list[Drawn]:
     return figures
 
 
-def samples(record: Measured) -> "Figure":
+def samples(record: Measured) -> Figure:
     """Draw a line per rank over the samples, warm-up included and shaded."""
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     figure = go.Figure()
     warmup = record.training.warmup_s if record.training else ()
     dropped = len(warmup[0]) if warmup else 0
@@ -92,10 +89,8 @@ def _by_rank(record: Measured) -> list[tuple[str, list[float]]]:
     ]
 
 
-def phase_bars(ran: Sequence[Measured]) -> "Figure":
+def phase_bars(ran: Sequence[Measured]) -> Figure:
     """Draw one bar per case, its phases stacked; they add up to the mean sample."""
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     bars = []
     for record in ran:
         medians = [summarize(values).median for values in record.samples.seconds]
@@ -119,10 +114,8 @@ def phase_bars(ran: Sequence[Measured]) -> "Figure":
     return styled(figure, height=170 + 26 * len(bars))
 
 
-def losses(ran: Sequence[Measured]) -> "Figure":
+def losses(ran: Sequence[Measured]) -> Figure:
     """Draw a curve per case; a loss that is not finite is a gap."""
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     curves = [(r, r.training.loss) for r in ran if r.training and r.training.loss]
     names = _unique([_name(record) for record, _ in curves])
     figure = go.Figure()

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+
+import plotly.graph_objects as go
+from plotly.graph_objects import Figure
 
 from stepmark.core.columns import Row, number
 from stepmark.core.units import TFLOP
@@ -16,9 +18,6 @@ from stepmark.report.workload_pipeline import Timeline, timeline
 from stepmark.report.workload_tables import alike_layers, histogram, stage_rows
 from stepmark.report.workload_text import NO_DEFAULTS, Settings
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
 _KINDS = ("forward", "backward", "optimizer")
 _PASSES = ("forward", "backward")
 _NUMBERED = 400  # slots with edges; of more, edges would be all one sees
@@ -26,10 +25,8 @@ _PALE = 3  # from this chunk on, dark letters read better than white ones
 _GIB = 2**30
 
 
-def pipeline(found: Timeline) -> "Figure":
+def pipeline(found: Timeline) -> Figure:
     """Stages by time, a bar per forward and backward, lighter from chunk to chunk."""
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     chunk_of = _chunks(found.slots)
     few = len(found.slots) <= _NUMBERED
     figure = go.Figure()
@@ -104,7 +101,7 @@ def _hover(slot: Slot) -> str:
     return ", ".join(words)
 
 
-def sizes(workload: Workload, stage: int) -> list[tuple[str, "Figure"]]:
+def sizes(workload: Workload, stage: int) -> list[tuple[str, Figure]]:
     """Calls and bytes of a step by message size; none where nothing is communicated."""
     counted = histogram(workload, stage)
     if not counted:
@@ -119,7 +116,7 @@ def sizes(workload: Workload, stage: int) -> list[tuple[str, "Figure"]]:
     ]
 
 
-def layers(workload: Workload) -> list[tuple[str, "Figure"]]:
+def layers(workload: Workload) -> list[tuple[str, Figure]]:
     """Computation and messages of each layer, where layers differ."""
     held = {
         layer: sums
@@ -142,17 +139,13 @@ def layers(workload: Workload) -> list[tuple[str, "Figure"]]:
     return found
 
 
-def stages(workload: Workload) -> "Figure":
+def stages(workload: Workload) -> Figure:
     """Computation of one rank and step by pipeline stage."""
     rows = stage_rows(workload)
     return _bars(rows, ("forward_flops", "backward_flops"), TFLOP, "TFLOP", "stage")
 
 
-def _bars(
-    rows: Sequence[Row], keys: Sequence[str], unit: float, title: str, by: str
-) -> "Figure":
-    import plotly.graph_objects as go  # noqa: PLC0415
-
+def _bars(rows: Sequence[Row], keys: Sequence[str], unit: float, title: str, by: str) -> Figure:
     figure = go.Figure()
     for index, key in enumerate(keys):
         figure.add_bar(

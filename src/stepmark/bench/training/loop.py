@@ -5,6 +5,7 @@ what they have measured and decide together whether to go on; a busy device does
 At the end what the ranks saw becomes what is recorded.
 """
 
+import collections
 import contextlib
 import gc
 import math
@@ -308,21 +309,21 @@ class Counter:
 
 def forget_counts() -> None:
     """What torch.compile counted; call between cases."""
+    _compiler_counts().clear()
+
+
+def _compiler_counts() -> dict[str, collections.Counter[str]]:
     from torch._dynamo.utils import counters  # noqa: PLC0415
 
-    counters.clear()
+    return counters
 
 
 def _num_graphs() -> int:
-    from torch._dynamo.utils import counters  # noqa: PLC0415
-
-    return int(counters["stats"]["unique_graphs"])
+    return _compiler_counts()["stats"]["unique_graphs"]
 
 
 def _num_breaks() -> int:
-    from torch._dynamo.utils import counters  # noqa: PLC0415
-
-    return sum(counters["graph_break"].values())
+    return sum(_compiler_counts()["graph_break"].values())
 
 
 def steady_results(
