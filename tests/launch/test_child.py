@@ -113,8 +113,10 @@ def test_output_and_exit_code(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_reaches_the_command_once(tmp_path: Path) -> None:
+    # A shell starts what it puts into the background with SIGINT ignored.
     code = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     print("up", flush=True); time.sleep(60)
 except KeyboardInterrupt:
