@@ -56,7 +56,7 @@ def test_llama_405b_on_16384_ranks(run: Program) -> None:
     assert "16 stages, 16 micro-batches per step" in shown.text
     # b s h bytes over tp: 8192 x 16384 x 2 / 8; whole sequences are gathered
     assert "recv            bf16   pp        16   16777216     32 MiB" in shown.text
-    assert "all_gather      bf16   tp         8    256 MiB   16777216" in shown.text
+    assert "all_gather      bf16   tp         8   16777216    256 MiB" in shown.text
     # (pp - 1) / (vpp x micro-batches + pp - 1): arXiv 2104.04473, section 2.2
     assert f"idle {100 * 15 / (8 * 16 + 15):.1f} %" in shown.text
     said = next(line for line in shown.text.splitlines() if line.startswith("settings"))
