@@ -10,6 +10,7 @@ from stepmark.app import workload_files, workload_flags, workload_model
 from stepmark.app.workload_files import AskedStage, Target, asked_stage
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
+from stepmark.core.options import load
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import Workload
 from stepmark.core.workload_options import (
@@ -38,7 +39,8 @@ def run_generate(options: GenerateOptions) -> None:
     made = generate(options)
     notes = made.notes
     if options.comp_filepath and not options.compute_from:
-        made = workload_files.timed_as_aicb(made, options.comp_filepath)
+        timed = load("stepmark.app.workload_times:timed_as_aicb")
+        made = timed(made, options.comp_filepath)
     else:
         made = workload_files.timed(made, options.compute_from)
     stage = asked_stage(getattr(options, "pipeline_stage", None), options.pp_rank)

@@ -1,4 +1,4 @@
-"""Workloads from files and to files, in whichever format, and times of computation for them."""
+"""Workloads from files and to files, in whichever format."""
 
 import contextlib
 import errno
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.core.errors import ConfigError
+from stepmark.core.options import load
 from stepmark.core.workload import ComputeOp, Workload
 from stepmark.store.files import is_special, written
-from stepmark.workload.durations import Fixed, Measured, Named, Profile, fill, parse_source
-from stepmark.workload.formats import FORMATS, Format, aiob, find_format, sniff
+from stepmark.workload.formats import FORMATS, Format, find_format, sniff
 
 AICB_FILLER = "fixed:1ns"
 _MOST_BYTES = 2**30  # as of other files
@@ -92,53 +92,11 @@ def _group_sizes(text: str) -> dict[str, int]:
 
 
 def timed(workload: Workload, source: str | None) -> Workload:
-    """With times of computation from --compute-from: several, comma-separated, in this order.
-
-    Raises ConfigError, naming them, where operations are left without a time.
-    """
+    """With times of computation where --compute-from names a source of them."""
     if source is None:
         return workload
-
-    found = [parse_source(word) for word in source.split(",")]
-    opened = [_opened(one.text) if isinstance(one, Named) else one for one in found]
-    return fill(workload, *opened)
-
-
-def timed_as_aicb(workload: Workload, profile: str) -> Workload:
-    """With times of an AIOB profile. What it does not time takes AICB's filler, named."""
-
-    filler = parse_source(AICB_FILLER)
-    assert isinstance(filler, Fixed)
-    found = fill(workload, _opened(profile), filler)
-    filled = {
-        item.module: None
-        for block in found.blocks.values()
-        for item in block
-        if isinstance(item, ComputeOp) and item.time_s == filler.time_s
-    }
-    if filled:
-        remark = (
-            f"{AICB_FILLER} each, AICB's filler, for what {Path(profile).name} does not time"
-        )
-        sys.stderr.write(f"# {remark}: {', '.join(filled)}\n")
+    found: Workload = load("stepmark.app.workload_times:timed")(workload, source)
     return found
-
-
-def _opened(text: str) -> Measured | Profile:
-    """A profile of AIOB, or a run of stepmark."""
-    path = Path(text)
-    if path.is_file():
-        # AICB takes the mean over iterations, too.
-        sections = {name: part.avg_s for name, part in aiob.read(path).parts.items()}
-        return Profile(sections=sections, name=f"AIOB profile {path.name}")
-    return _of_run(text)
-
-
-def _of_run(text: str) -> Measured:
-    from stepmark.app import view  # noqa: PLC0415 # a run is rarely named; records load slowly
-
-    name, times = view.operator_medians(Path("runs"), text)
-    return Measured(times=times, name=f"run {name}")
 
 
 AskedStage = tuple[str, int]  # the flag that asks for a pipeline stage, and the stage
