@@ -128,3 +128,41 @@ def test_an_exit_code_comes_through_the_launcher(tmp_path: Path) -> None:
     done = stepmark(*arguments, "--resume", "20200101-000000-dead", cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+SMALL = ["--m", "4", "--n", "4", "--k", "4", *CPU, "--dry-run"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--out", "copy", "gemm", *SMALL],
+        ["--csv", "norm", "gemm", *SMALL],
+        ["--dry-run", "gemm", *SMALL],
+        ["--m=4", "--n", "4", "gemm", *SMALL[4:]],
+    ],
+)
+def test_a_value_is_not_taken_for_the_family(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(["op", *words]) == 0
+    text = capsys.readouterr().out
+    assert "gemm" in ((tmp_path / "norm").read_text() if "norm" in words else text)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["gemm", "--dry-ru"], "op gemm --help)"),
+        (["grouped_gemm"], "or all (near: grouped-gemm)."),
+        (["--config", "PARAM", "--scale", "1/64"], "--scale 1/64 is invalid"),
+        (["--config", "PARAM", "--nproc", "x"], "--nproc x is invalid"),
+    ],
+)
+def test_bad_words_are_one_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(ROOT / "examples" / "param_operators.json")
+    assert status(["op", *(file if word == "PARAM" else word for word in words)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line

@@ -82,18 +82,25 @@ def _of_config(options: OpOptions) -> Plans:
     path = options.field("config")
     if path is None:
         raise ConfigError("family", "missing", f"one of {', '.join(FAMILIES)}, or all")
+    if options.scale:
+        raise ConfigError("scale", options.scale, "it cannot be combined with --config")
     found = read_config(path)
-    for name in found.lacking:
-        sys.stderr.write(f"not measured: {name}: no such operator here\n")
     if not found.ops:
         allowed = "at least one operator that stepmark has"
         raise ConfigError("config", path, allowed)
     placed: dict[str, list[Placed]] = {"gemm": [], "bmm": []}
     for name, op in found.ops:
         placed[FAMILY_OF[type(op)]].append((Label(role=name), op))
-    return lambda here: [
-        case for family, ops in placed.items() for case in cases(family, ops, options, here)
-    ]
+
+    def plans(here: Machine) -> list[OpCase]:
+        of_all = [
+            case for family, ops in placed.items() for case in cases(family, ops, options, here)
+        ]
+        for name in found.lacking:
+            sys.stderr.write(f"not measured: {name}: no such operator here\n")
+        return of_all
+
+    return plans
 
 
 _MAX_SIDES = {"cuda": (4096, 8192, 12288, 16384), "cpu": (256, 512, 1024)}

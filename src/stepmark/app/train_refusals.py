@@ -232,7 +232,11 @@ def _graphs(case: TrainCase) -> Refused:
         return
     mode = case.compile_mode
     if case.cuda_graph:
-        yield "compile-mode", mode, "it cannot be combined with --cuda-graph"
+        yield (
+            "compile-mode",
+            mode,
+            "it cannot be combined with --cuda-graph: both capture graphs",
+        )
     # A replay overwrites what the one before it returned.
     if case.parallel.pp > 1:
         yield "compile-mode", mode, "default with a pipeline, which has several passes at once"

@@ -1,5 +1,7 @@
 """stepmark op FAMILY: one operator family, or every operator of a model's layer."""
 
+import dataclasses
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,19 +9,30 @@ from stepmark.cli.flags import Command, verb
 from stepmark.core.errors import ConfigError
 from stepmark.core.op_options import LAYER, options_class
 from stepmark.core.ops import FAMILIES
+from stepmark.core.options import options
 
 _DOC = "Measure operators: one family, or all of a model's layer."
 _LAYER = "Every operator of one layer of a model, its head, loss and optimizer."
 
 
 class _Command(Command):
-    """Lists the families; without words it is --help."""
+    """Lists the families; without words it is --help. With a family it is a command of it."""
+
+    family: str | None = None
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if self.family is not None:
+            ctx.info_name = f"{ctx.info_name} {self.family}"
+            argument: Any = next(one for one in self.params if one.name == "family")
+            argument.hidden = True  # the command's name has it
         return super().parse_args(ctx, args or ["--help"])
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces: list[str] = super().collect_usage_pieces(ctx)
+        return pieces if self.family is None else pieces[:1]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        if self.help == _DOC:
+        if self.family is None:
             with formatter.section("Families (stepmark op FAMILY --help shows their options)"):
                 formatter.write_dl([(name, _about(name)) for name in (*FAMILIES, LAYER)])
         super().format_options(ctx, formatter)
@@ -31,11 +44,39 @@ def _about(family: str) -> str:
     return " ".join((FAMILIES[family].__doc__ or "").split("\n\n")[0].split())
 
 
+def _switches() -> set[str]:
+    """The spellings of options that take no value, of all families."""
+    words = {
+        word for one in options(options_class(None)) if one.is_switch for word in one.words
+    }
+    for kind in FAMILIES.values():
+        for field in dataclasses.fields(kind):
+            if isinstance(field.default, bool):
+                name = field.name.replace("_", "-")
+                words |= {f"--{name}", f"--no-{name}"}
+    return words | {"--find-max", "--help"}
+
+
+def _family(words: Sequence[str]) -> str | None:
+    """The first word that is neither an option nor the value of one. Raises ConfigError."""
+    switches, is_value = _switches(), False
+    for word in words:
+        if is_value:
+            is_value = False
+        elif word.startswith("-"):
+            is_value = "=" not in word and word not in switches and word != "--"
+        elif word in (*FAMILIES, LAYER):
+            return word
+        else:
+            near = difflib.get_close_matches(word, (*FAMILIES, LAYER), 1)
+            hint = f" (near: {near[0]})" if near else ""
+            raise ConfigError("family", word, f"one of {', '.join(FAMILIES)}, or {LAYER}{hint}")
+    return None
+
+
 def command(arguments: Sequence[str]) -> Any:
     """The verb with the options of the family that is asked for. Raises ConfigError."""
-    after = list(arguments[arguments.index("op") + 1 :])
-    if after and not after[0].startswith("-") and after[0] not in (*FAMILIES, LAYER):
-        raise ConfigError("family", after[0], f"one of {', '.join(FAMILIES)}, or {LAYER}")
-    family = next((word for word in after if word in (*FAMILIES, LAYER)), None)
+    family = _family(arguments[arguments.index("op") + 1 :])
     doc = _DOC if family is None else _about(family)
-    return verb(options_class(family), "stepmark.app.op:run", doc, _Command)
+    kind = type("_Command", (_Command,), {"family": family})
+    return verb(options_class(family), "stepmark.app.op:run", doc, kind)

@@ -83,7 +83,7 @@ def _skew(text: str, field: str) -> float:
 _Dtype = Reader(read=lambda text, field: parse_dtype(text, field, MESSAGE_DTYPES))
 Dtypes = Annotated[tuple[DType, ...], comma_list(_Dtype, MESSAGE_DTYPES)]
 RedOps = Annotated[tuple[RedOp, ...], comma_list(Reader(read=_redop), REDOPS)]
-Ranks = Annotated[tuple[int, ...], comma_list(between(2, 2**20))]
+Ranks = Annotated[tuple[int, ...], comma_list(between(0, 2**20))]  # limits: --nproc
 Ctas = Annotated[tuple[int, ...], comma_list(between(1, 64))]
 Root = Annotated[int, Reader(read=_root, metavar="RANK")]
 Pair = Annotated[
