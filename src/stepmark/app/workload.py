@@ -20,7 +20,7 @@ from stepmark.core.workload_options import (
     GenerateOptions,
     Layout,
     Model,
-    Shown,
+    Rows,
     ShowOptions,
 )
 from stepmark.workload.architecture import AnyJob, Batch, OwnJob
@@ -87,12 +87,12 @@ def capture(options: CaptureOptions) -> None:
     if options.out:
         workload_files.deliver(made, Target(out=options.out))
     else:
-        _show(made, Shown())
+        _show(made, Rows())
 
 
 def _show(
     workload: Workload,
-    options: Shown,
+    options: Rows,
     stage: AskedStage | None = None,
     html: str | None = None,
     *,

@@ -28,7 +28,7 @@ from stepmark.core.op_options import shape_options
 from stepmark.core.ops import FAMILY_OF, Attention, Bmm, Gemm, GroupedGemm, Op
 from stepmark.core.options import argv, load
 from stepmark.core.workload import CommOp, ComputeOp, Workload
-from stepmark.core.workload_options import Shown
+from stepmark.core.workload_options import Rows
 from stepmark.report import workload_tables, workload_text
 from stepmark.report.workload_tables import SETUP, pass_of, ranges
 from stepmark.store import export
@@ -43,7 +43,7 @@ _AXES = (
 
 
 def show(
-    workload: Workload, options: Shown, stage: AskedStage | None = None, html: str | None = None
+    workload: Workload, options: Rows, stage: AskedStage | None = None, html: str | None = None
 ) -> None:
     """Print a workload, or write it as --json, --csv and --html ask."""
     if [options.json, options.csv, html].count("-") > 1:
@@ -65,7 +65,7 @@ def show(
 
 
 def write_tables(
-    workload: Workload, options: Shown, stage: AskedStage | None = None
+    workload: Workload, options: Rows, stage: AskedStage | None = None
 ) -> dict[str, list[Row]]:
     """Write --json and --csv where they are given; return the tables."""
     number = stage_of(workload, stage)

@@ -45,6 +45,12 @@ class Label:
     mbs: int | None = None
 
 
+def identity_hash(identity: object) -> str:
+    """Return the SHA-256 of the canonical JSON of an identity."""
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 class Case(Protocol):
     """One measurement to make: an operator, a collective or a training step."""
 
@@ -52,7 +58,7 @@ class Case(Protocol):
 
     @property
     def device(self) -> str:
-        """cuda or cpu."""
+        """Type of the device: cuda or cpu."""
 
     @property
     def num_ranks(self) -> int:
@@ -64,7 +70,7 @@ class Case(Protocol):
 
     @property
     def family(self) -> str:
-        """E.g. gemm, all_reduce, train."""
+        """Name of what is measured, e.g. gemm, all_reduce, train."""
 
     @property
     def case_id(self) -> str:
@@ -106,5 +112,4 @@ class OpCase:
             "clock": self.clock,
             "rate": self.rate,
         }
-        text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return identity_hash(identity)

@@ -6,6 +6,7 @@ count argument: elements per rank, per peer or in total, depending on the collec
 """
 
 import math
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Collective(StrEnum):
     BARRIER = "barrier"
 
 
-_SQUEEZED = {one.value.replace("_", ""): one.value for one in Collective} | {
+_SQUEEZED = {name.replace("_", ""): name.value for name in Collective} | {
     "bcast": "broadcast",
     "alltoallsingle": "all_to_all",
 }
@@ -206,26 +207,26 @@ def groups(num_ranks: int, split: str) -> list[tuple[int, ...]]:
     """
     if not split:
         return [tuple(range(num_ranks))]
-    operation, value = parse_split(split)
+    word, value = parse_split(split)
     colours: dict[int, list[int]] = {}
     for rank in range(num_ranks):
-        colour = {
-            "mod": rank % value if value else 0,
-            "div": rank // value if value else 0,
-            "and": rank & value,
-            "or": rank | value,
-        }[operation]
-        colours.setdefault(colour, []).append(rank)
+        colours.setdefault(_SPLITS[word](rank, value), []).append(rank)
     return [tuple(ranks) for ranks in colours.values()]
 
 
 _SPLIT_WORDS = {"%": "mod", "/": "div", "&": "and", "|": "or"}
+_SPLITS: dict[str, Callable[[int, int], int]] = {
+    "mod": operator.mod,
+    "div": operator.floordiv,
+    "and": operator.and_,
+    "or": operator.or_,
+}
 
 
 def parse_split(text: str) -> tuple[str, int]:
     """Parse "MOD 4" or "%4" into ("mod", 4). Raise ConfigError."""
     squeezed = text.strip().lower()
-    for sign, word in (*_SPLIT_WORDS.items(), *((w, w) for w in _SPLIT_WORDS.values())):
+    for sign, word in (*_SPLIT_WORDS.items(), *zip(_SPLITS, _SPLITS, strict=True)):
         if squeezed.startswith(sign):
             try:
                 value = int(squeezed.removeprefix(sign).strip(), 0)

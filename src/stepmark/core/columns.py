@@ -18,7 +18,7 @@ _FLOP_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 class Unit(Enum):
-    """What a value is, and so how it reads and which SQL type it has."""
+    """Kind of a value, which decides how it is formatted and its SQL type."""
 
     TEXT = "text"
     FLAG = "yes or no"
@@ -46,7 +46,7 @@ class Unit(Enum):
         return self not in (Unit.TEXT, Unit.FLAG)
 
     def show(self, value: object) -> str:
-        """A value as people read it: times and sizes with their unit, shares in percent."""
+        """Format a value for people: times and sizes with their unit, shares in percent."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return "" if value is None else str(value)
         if self is Unit.SECONDS:
@@ -54,8 +54,8 @@ class Unit(Enum):
         if self is Unit.BYTES:
             return format_bytes(value)
         if self is Unit.FLOPS:
-            fits = (one for one in _FLOP_PREFIXES if value >= one[0])
-            scale, prefix = next(fits, (1.0, ""))
+            prefixes = (item for item in _FLOP_PREFIXES if value >= item[0])
+            scale, prefix = next(prefixes, (1.0, ""))
             return f"{digits(value / scale)} {prefix}".rstrip()
         places = {Unit.PERCENT: ".1f", Unit.RATIO: ".3f", Unit.ERROR: ".1e"}
         return f"{value:{places[self]}}" if self in places else digits(value)
@@ -82,7 +82,8 @@ EVERYWHERE = frozenset(View)
 class Column(Generic[T]):
     """One column of a table whose rows are made from a T.
 
-    `leaves` is how soon it goes where a terminal is narrow: the highest first, 0 never.
+    `leaves` is the order in which columns are dropped on a narrow terminal: the highest first,
+    0 never.
     """
 
     name: str
@@ -98,12 +99,12 @@ class Column(Generic[T]):
 
 
 def rows(columns: Sequence[Column[T]], outcomes: Iterable[T]) -> list[Row]:
-    """One row per outcome, with every column."""
-    return [{column.name: column.of(one) for column in columns} for one in outcomes]
+    """Return one row per outcome, with every column."""
+    return [{column.name: column.of(outcome) for column in columns} for outcome in outcomes]
 
 
 def aligned(cells: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]:
-    """Lines of a table as wide as it needs to be; the first line of cells is the heading."""
+    """Return the lines of a table as wide as needed; the first line of cells is the heading."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
@@ -115,19 +116,19 @@ def aligned(cells: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[st
 
 
 def digits(value: float | None, places: int = 4) -> str:
-    """Four significant digits without an exponent; never fewer than the whole part."""
+    """Format four significant digits without an exponent, and always the whole integer part."""
     if value is None:
         return ""
     return f"{value:.0f}" if abs(value) >= 10 ** (places - 1) else f"{value:.{places}g}"
 
 
 def number(row: Row, key: str) -> float | None:
-    """A numeric cell, or None where it is unknown."""
+    """Return a numeric cell, or None where it is unknown."""
     value = row.get(key)
     return float(value) if isinstance(value, int | float) else None
 
 
 def text(row: Row, key: str) -> str:
-    """A cell as text; empty where it is unknown."""
+    """Return a cell as text; empty where it is unknown."""
     value = row.get(key)
     return "" if value is None else str(value)

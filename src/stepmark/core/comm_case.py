@@ -1,12 +1,10 @@
 """Case of one collective of one size: how it is called and how it is timed."""
 
 import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stepmark.core.case import Label
+from stepmark.core.case import Label, identity_hash
 from stepmark.core.collectives import (
     FACTS,
     Api,
@@ -103,7 +101,7 @@ class CommCase:
         return self._buffers(index)[0]
 
     def recv_count(self, index: int) -> int:
-        """Elements of its receive buffer."""
+        """Return the elements in the receive buffer of this rank of the communicator."""
         return self._buffers(index)[1]
 
     def _buffers(self, index: int) -> tuple[int, int]:  # noqa: PLR0911, a row per collective
@@ -150,8 +148,7 @@ class CommCase:
         """Return the SHA-256 of the canonical JSON of all fields but labels and matrix_file."""
         identity = dataclasses.asdict(self)
         del identity["matrix_file"], identity["labels"]
-        text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return identity_hash(identity)
 
 
 _COALESCED = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
@@ -175,10 +172,10 @@ def unsupported(case: CommCase) -> str | None:
         return f"{case.dtype} is no type of torch.distributed; use --api nccl"
     if case.calls_per_group > 1 and case.collective not in _COALESCED:
         return f"torch.distributed groups {', '.join(_COALESCED)} only; use --api nccl"
-    return _not_of_gloo(case) if case.backend == "gloo" else None
+    return _unsupported_by_gloo(case) if case.backend == "gloo" else None
 
 
-def _not_of_gloo(case: CommCase) -> str | None:
+def _unsupported_by_gloo(case: CommCase) -> str | None:
     if case.dtype.is_fp8 and case.collective not in _POINT_TO_POINT:
         return "gloo has no fp8 collectives"
     if case.redop is RedOp.MULSUM or (case.redop is RedOp.AVG and case.dtype.is_integer):

@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from stepmark.core.collectives import FACTS, Api, Collective, Mode, RedOp, num_parts
+from stepmark.core.collectives import (
+    FACTS,
+    Api,
+    Collective,
+    Mode,
+    RedOp,
+    collective_named,
+    num_parts,
+)
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType, parse_dtype
 from stepmark.core.errors import ConfigError
 from stepmark.core.option_groups import MeasureOptions
@@ -24,30 +32,16 @@ if TYPE_CHECKING:
     from stepmark.core.comm_case import CommCase
 
 MATRIX_OF_PAIRS = "p2p_matrix"
-_ALIASES = {
-    "alltoall": "all_to_all",
-    "alltoallv": "all_to_all_v",
-    "all_to_allv": "all_to_all_v",
-    "all_to_all_single": "all_to_all",
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "all_gather_base": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "reduce_scatter_base": "reduce_scatter",
-    "send_recv": "sendrecv",
-    "pingpong": "ping_pong",
-}
 _MAX_SKEW_S = 1.0
 REDOPS = tuple(redop for redop in RedOp if redop is not RedOp.NONE)
 
 
-def collective_name(text: str, field: str = "collective") -> str:
-    """Ours of nccl-tests', PARAM's and torch's spellings."""
-    name = text.strip().lower().replace("-", "_").removesuffix("_perf")
-    name = _ALIASES.get(name, name)
+def collective_name(text: str, _field: str = "") -> str:
+    """Return our name of a collective as nccl-tests, PARAM or torch spells it."""
+    name = collective_named(text).replace("-", "_").removesuffix("_base")  # all_gather_base
     if name not in set(Collective) and name != MATRIX_OF_PAIRS:
-        known = ", ".join((*Collective, "p2p-matrix"))
-        raise ConfigError("collective", text, f"one of {known}")
+        allowed = f"one of {', '.join((*Collective, 'p2p-matrix'))}"
+        raise ConfigError("collective", text, allowed)
     return name
 
 
@@ -106,7 +100,7 @@ class Sweep:
 
 
 @group
-class OfModel:
+class ModelMessages:
     """Sizes of a model or workload, instead of a sweep."""
 
     model: str | None = flag("message sizes of training these models")
@@ -121,7 +115,7 @@ class OfModel:
 
 
 @group
-class What:
+class Operation:
     """Operation."""
 
     dtype: Dtypes | None = flag(
@@ -135,7 +129,7 @@ class What:
         "both, in or out (of place)", default="both"
     )
     pair: Pair | None = flag("p2p, ping_pong: source and destination [0,1]")
-    bidirectional: bool = flag("p2p: both directions at once", "--bidirectional", default=False)
+    bidirectional: bool = flag("p2p: both directions at once", default=False)
     imbalance: Annotated[float, between(0.0, 1.0)] | None = flag(
         "all_to_all_v: 0 = even, 1 = by distance [1]", "--imbalance", "--spread"
     )
@@ -143,7 +137,7 @@ class What:
 
 
 @group
-class Who:
+class Communicators:
     """Ranks."""
 
     nproc: str | None = flag("ranks [all accelerators; 2 on a CPU]", "--nproc", "-g")
@@ -165,12 +159,9 @@ class Calls:
         "above 0: as --mode graph", "-G", "--cudagraph", default=0
     )
     blocking: Annotated[int, between(0, 3)] = flag(
-        "1 and 3: as --mode blocking; 2: without a common start",
-        "-z",
-        "--blocking",
-        default=0,
+        "1 and 3: as --mode blocking; 2: without a common start", "-z", "--blocking", default=0
     )
-    no_align: bool = flag("blocking: no common start of each call", "--no-align", default=False)
+    no_align: bool = flag("blocking: no common start of each call", default=False)
     iters: Annotated[int, between(1, 10**6)] | None = flag(
         "timed calls [until the median is within 0.5 %, at most 1 s]", "-n", "--iters"
     )
@@ -197,12 +188,10 @@ class Calls:
 
 
 @group
-class Shown:
+class Tables:
     """Tables."""
 
-    wide: bool = flag(
-        "p50, p99, min, max, spread, slowest rank, % of link", "--wide", default=False
-    )
+    wide: bool = flag("p50, p99, min, max, spread, slowest rank, % of link", default=False)
     output_file: str | None = flag(
         "nccl-tests' JSON; never overwrites", "-J", "--output-file", metavar="PATH"
     )
@@ -214,7 +203,9 @@ class Shown:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommOptions(Sweep, OfModel, What, Who, Calls, Shown, MeasureOptions):
+class CommOptions(
+    Sweep, ModelMessages, Operation, Communicators, Calls, Tables, MeasureOptions
+):
     """stepmark comm."""
 
     names: tuple[Name, ...] = flag(
@@ -223,7 +214,7 @@ class CommOptions(Sweep, OfModel, What, Who, Calls, Shown, MeasureOptions):
 
 
 def options_of(case: "CommCase") -> CommOptions:
-    """Return the options that measure this case; one beside compute is also measured alone."""
+    """Return the options that measure this case, with concurrent compute also without it."""
     facts = FACTS[case.collective]
     size = None
     if case.message_bytes and case.matrix is None:

@@ -1,4 +1,4 @@
-"""The shell command that measures a case alone: what rows, records and plans show."""
+"""The shell command that measures a case alone, which rows, records and plans show."""
 
 import shlex
 

@@ -97,9 +97,9 @@ def find_device(name: str) -> DeviceSpec | None:
 
 def find_device_by_alias(text: str) -> DeviceSpec | None:
     """Return the device of this key, alias or reported name, whatever its case."""
-    wanted = text.strip().lower()
+    alias = text.strip().lower()
     for device in load_devices().values():
-        if wanted in (device.key, *device.aliases, *(name.lower() for name in device.names)):
+        if alias in (device.key, *device.aliases, *(name.lower() for name in device.names)):
             return device
     return None
 

@@ -32,24 +32,24 @@ class ConfigError(StepmarkError):
         return ConfigError, (self.field, self.shown, self.allowed)
 
 
-_GIVEN = ("True", "yes", "given")  # of a switch, whose value nobody types
+_SWITCH_VALUES = ("True", "yes", "given")  # nobody types them
 _CLAUSES = ("it ", "there ", "give ", "use ", "did you ")
 
 
-def _sentence(field: str, shown: str, allowed: str) -> str:
+def _sentence(field: str, value: str, allowed: str) -> str:
     rule = " ".join(allowed.split())
-    if shown == "missing":
+    if value == "missing":
         text = f"{field} is missing: " + (rule if rule.startswith(_CLAUSES) else f"give {rule}")
     else:
-        plain = shown.isprintable() and shown and " " not in shown
-        value = "" if shown in _GIVEN else f" {shown if plain else repr(shown)}"
+        is_plain = value.isprintable() and value and " " not in value
+        shown = "" if value in _SWITCH_VALUES else f" {value if is_plain else repr(value)}"
         if " " in field.rpartition(": ")[2]:  # a place, such as line 2
-            value = f": {shown!r}"
+            shown = f": {value!r}"
         if rule.startswith("only "):
             rule = f"it works {rule}"
         elif not rule.startswith(_CLAUSES):
             rule = f"it must be {rule}"
-        text = f"{field}{value} is invalid: {rule}"
+        text = f"{field}{shown} is invalid: {rule}"
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
@@ -58,5 +58,5 @@ EXIT_CODES = (0, 3, 1, 2, 143, 130)
 
 
 def worst(*codes: int) -> int:
-    """Return the exit code of work whose parts ended with these codes."""
+    """Return the strongest of these exit codes."""
     return max(codes, key=EXIT_CODES.index)

@@ -70,7 +70,7 @@ class _Moments:
         self.vv += weight * size * size
 
     def line(self) -> tuple[float, float]:
-        """(alpha, seconds per byte), both at least 0."""
+        """Return alpha and seconds per byte, both at least 0."""
         slope = self.size_time / self.size_size if self.size_size > 0 else 0.0
         if slope <= 0:
             return self.time, 0.0
@@ -80,7 +80,7 @@ class _Moments:
         return 0.0, self._sum_size_time() / self.vv
 
     def squared_error(self) -> float:
-        """Sum of the squares of the relative errors of line()."""
+        """Return the sum of the squares of the relative errors of line()."""
         alpha, slope = self.line()
         if slope == 0:
             return self.time_time

@@ -20,8 +20,6 @@ from stepmark.core.model import ModelConfig
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Recompute
 
-CONVENTIONS = ("causal", "torchtitan", "palm-all")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFlops:
@@ -34,7 +32,7 @@ class TokenFlops:
 
 
 def per_token(case: TrainCase) -> TokenFlops:
-    """What one token of this case costs."""
+    """Return the FLOPs of one token of this case."""
     model = case.model
     causal = 3 * forward(model)
     return TokenFlops(
@@ -46,20 +44,20 @@ def per_token(case: TrainCase) -> TokenFlops:
 
 
 def forward(model: ModelConfig) -> float:
-    """Products of one token's forward pass, the head included, the embedding lookup not."""
+    """Return one token's forward products with the head, without the embedding lookup."""
     return 2 * model.num_active_matmul_params + model.num_layers * scores(model)
 
 
 def scores(model: ModelConfig) -> float:
-    """q k.T and p v of one token in one layer, forward, under the causal mask."""
+    """Return q k.T and p v of one token in one layer, forward, under the causal mask."""
     pairs = model.seq_len**2 // 2
     return 2 * pairs * model.num_heads * (model.d_qk + model.d_v) / model.seq_len
 
 
 def torchtitan(model: ModelConfig) -> float:
-    """Active parameters of experts; a table that is also the head counts once, as the head."""
-    used = model.num_active_params - model.num_embedding_params
-    return 6 * used + _square(model)
+    """Count active parameters of experts, and a tied table once, as the head."""
+    num_params = model.num_active_params - model.num_embedding_params
+    return 6 * num_params + _square(model)
 
 
 def palm_all(model: ModelConfig) -> float | None:
@@ -67,15 +65,15 @@ def palm_all(model: ModelConfig) -> float | None:
 
 
 def _square(model: ModelConfig) -> float:
-    """Scores of all T keys, forward and backward: 12 L H Dh T where all heads are Dh wide."""
+    """Return the scores of all T keys, forward and backward: 12 L H Dh T with heads Dh wide."""
     width = model.num_heads * (model.d_qk + model.d_v)
     return 6 * model.num_layers * width * model.seq_len
 
 
 def recomputed(case: TrainCase) -> float:
-    """Forward products that the backward pass runs again, per token.
+    """Return the forward products that the backward pass runs again, per token.
 
-    With OPS every second product of a block, the first being kept, and no attention.
+    With OPS every second product of a block is run again; the first one and attention are kept.
     """
     model, total = case.model, 0.0
     for index, again in enumerate(case.is_checkpointed):
@@ -83,7 +81,7 @@ def recomputed(case: TrainCase) -> float:
             continue
         is_moe = index >= model.num_dense_layers
         if case.recompute is Recompute.OPS:
-            total += 2 * sum(one.num_active for one in model.linears(is_moe)[1::2])
+            total += 2 * sum(linear.num_active for linear in model.linears(is_moe)[1::2])
         else:
             total += 2 * model.layer_matmul_params(is_moe, active=True) + scores(model)
     return total

@@ -39,7 +39,7 @@ class _Repeat:
 def fold(operations: Iterable[Operation], name: str) -> dict[str, Block]:
     """Return blocks by name; block `name` runs the others.
 
-    Names of blocks say what repeats ("step.layer.fwd") and are unique under `name`.
+    A block is named after what repeats ("step.layer.fwd"), uniquely under `name`.
     """
     return _Folder(name).fold(operations)
 
@@ -53,8 +53,7 @@ class _Folder:
     def fold(self, operations: Iterable[Operation]) -> dict[str, Block]:
         nodes = [self._node(item, item.layer, item.microbatch) for item in operations]
         step = _placed(self._shortened(nodes), 0, 0)
-        blocks = {named: block for block, named in self._names.items()}
-        return blocks | {self._name: step}
+        return self._blocks() | {self._name: step}
 
     def _shortened(self, nodes: list[_Node]) -> list[_Node]:
         while len(shorter := self._pass(nodes)) < len(nodes):
@@ -114,16 +113,19 @@ class _Folder:
             kind = "layer"
         phase = f".{next(iter(phases))}" if len(phases) == 1 else ""
         stem = name = f"{self._name}.{kind}{phase}"
-        used, number = set(self._names.values()), 1
-        while name in used:
+        names, number = set(self._names.values()), 1
+        while name in names:
             number += 1
             name = f"{stem}-{number}"
         self._names[block] = name
         return name
 
+    def _blocks(self) -> dict[str, Block]:
+        return {name: block for block, name in self._names.items()}
+
     def _phases(self, block: Block) -> set[str]:
         """Return the phases in a block: fwd, bwd (including dgrad and wgrad), optim."""
-        blocks = {name: inner for inner, name in self._names.items()}
+        blocks = self._blocks()
         phases: set[str] = set()
         for item in block:
             if isinstance(item, Run):
@@ -197,14 +199,14 @@ def _aligned(nodes: list[_Node], keys: list[int], repeat: _Repeat) -> _Repeat:
         return repeat
     best, fewest = repeat, _num_layers(nodes, repeat)
     for start in range(repeat.start + 1, repeat.start + repeat.period):
-        moved = replace(repeat, start=start)
+        shifted = replace(repeat, start=start)
         last = start + (repeat.times - 2) * repeat.period
         if last + 2 * repeat.period > len(nodes) or _steps(
             nodes, keys, last, repeat.period
         ) != (repeat.layer_step, repeat.microbatch_step):
-            moved = replace(moved, times=repeat.times - 1)
-        if (number := _num_layers(nodes, moved)) < fewest:
-            best, fewest = moved, number
+            shifted = replace(shifted, times=repeat.times - 1)
+        if (number := _num_layers(nodes, shifted)) < fewest:
+            best, fewest = shifted, number
     return best
 
 

@@ -28,7 +28,7 @@ class MessageKind:
 class Tally:
     """Number of calls of a kind, number of ranks, and the time of calls if it is known."""
 
-    calls: int  # over all ranks seen
+    calls: int  # over all ranks
     ranks: int  # number of ranks with such calls
     timed_calls: int = 0
     seconds: float = 0.0  # sum over the timed calls
@@ -58,6 +58,6 @@ def sized(
     if collective in (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V):
         return (largest // num_ranks if num_ranks else largest), largest
     gathers = collective in (Collective.ALL_GATHER, Collective.GATHER)
-    part, whole = (sent, received) if gathers else (received, sent)
+    part, total = (sent, received) if gathers else (received, sent)
     # Ranks other than the root do not have the whole buffer, but it follows from their part.
-    return part, whole or (part * num_ranks if num_ranks else None)
+    return part, total or (part * num_ranks if num_ranks else None)

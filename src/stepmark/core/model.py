@@ -43,7 +43,7 @@ class MoeConfig:
     num_experts: int  # routed
     top_k: int  # routed experts per token
     ffn_hidden_size: int  # of one routed expert
-    num_shared_experts: int = 0  # seen by every token
+    num_shared_experts: int = 0  # every token uses them
     shared_ffn_hidden_size: int = 0  # all shared experts together
     first_dense_layers: int = 0  # leading layers with an ordinary MLP
     router_bias: bool = False  # one per expert: DeepSeek-V3's e_score_correction_bias
@@ -119,7 +119,7 @@ class ModelConfig:
     head_dim: int  # with mla: qk_nope_head_dim + qk_rope_head_dim
     ffn_hidden_size: int  # of a dense layer; 0 where every layer is MoE
     vocab_size: int
-    seq_len: int  # what benchmarks of this model train with, not the longest it can
+    seq_len: int  # length in benchmarks of this model, not the longest possible
     activation: Activation = "swiglu"
     norm: Norm = "rmsnorm"
     tied_embeddings: bool = False  # the input table is also the output head
@@ -205,14 +205,14 @@ class ModelConfig:
         """One RMSNorm (weight) or LayerNorm (weight and bias) over the hidden width."""
         return self.hidden_size * (2 if self.norm == "layernorm" else 1)
 
-    def linears(self, moe: bool = False) -> "tuple[Linear, ...]":
-        """Weights of one dense or MoE layer, in the order that tokens are multiplied with them.
+    def linears(self, moe: bool = False) -> tuple[Linear, ...]:
+        """Return the weights of one dense or MoE layer in the order of their products.
 
         Names are those of the step that `stepmark train` runs, which has q, k and v in one.
         """
         return (*self._attention_linears(), *self._ffn_linears(moe))
 
-    def _attention_linears(self) -> "Iterator[Linear]":
+    def _attention_linears(self) -> Iterator[Linear]:
         hidden, heads = self.hidden_size, self.num_heads
         out = Linear("attention.out", hidden, heads * self.d_v, "in", self.linear_bias)
         if self.mla is None:
@@ -230,58 +230,59 @@ class ModelConfig:
         rows = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         yield from (Linear("attention.kv_up", rows, mla.kv_lora_rank, "out"), out)
 
-    def _ffn_linears(self, moe: bool) -> "Iterator[Linear]":
+    def _ffn_linears(self, moe: bool) -> Iterator[Linear]:
         if not moe or self.moe is None:
             yield from self._mlp("ffn.", self.ffn_hidden_size)
             return
         experts = self.moe
         yield Linear("ffn.router", experts.num_experts, self.hidden_size)
-        for one in self._mlp("ffn.held.", experts.ffn_hidden_size):
-            yield replace(one, copies=experts.num_experts, active=experts.top_k)
+        for linear in self._mlp("ffn.held.", experts.ffn_hidden_size):
+            yield replace(linear, copies=experts.num_experts, active=experts.top_k)
         if experts.num_shared_experts:
             yield from self._mlp("ffn.shared.", experts.shared_ffn_hidden_size)
 
-    def _mlp(self, prefix: str, width: int) -> "Iterator[Linear]":
+    def _mlp(self, prefix: str, width: int) -> Iterator[Linear]:
         hidden, bias = self.hidden_size, self.linear_bias
         for name in ("gate", "up") if self.activation == "swiglu" else ("up",):
             yield Linear(prefix + name, width, hidden, "out", bias)
         yield Linear(f"{prefix}down", hidden, width, "in", bias)
 
     def layer_matmul_params(self, moe: bool = False, *, active: bool = False) -> int:
-        """Weights of one dense or MoE layer that are multiplied: no norms, no biases.
+        """Return the multiplied weights of one dense or MoE layer: no norms, no biases.
 
         active: of the routed experts only the top_k that one token meets; 2 FLOPs each
         per token forward.
         """
-        listed = self.linears(moe)
-        return sum(one.num_active if active else one.num_weights for one in listed)
+        return sum(
+            linear.num_active if active else linear.num_weights for linear in self.linears(moe)
+        )
 
     def layer_params(self, moe: bool = False, *, active: bool = False) -> int:
         """Return the parameters of one dense or MoE layer, including its two norms."""
-        found = self.layer_matmul_params(moe, active=active) + 2 * self.norm_params
-        found += sum(one.out for one in self.linears(moe) if one.has_bias)
+        total = self.layer_matmul_params(moe, active=active) + 2 * self.norm_params
+        total += sum(linear.out for linear in self.linears(moe) if linear.has_bias)
         if self.qk_norm:
-            found += 2 * self.head_dim
+            total += 2 * self.head_dim
         if self.mla:
-            found += self.mla.kv_lora_rank + (self.mla.q_lora_rank or 0)
+            total += self.mla.kv_lora_rank + (self.mla.q_lora_rank or 0)
         if moe and self.moe and self.moe.router_bias:
-            found += self.moe.num_experts
-        return found
+            total += self.moe.num_experts
+        return total
 
     @property
     def head_params(self) -> int:
-        """The output projection, whether stored of its own or shared with the input table."""
+        """Parameters of the output projection, whether separate or tied to the input table."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_embedding_params(self) -> int:
         """Parameters that are only looked up: positions, and the token table unless tied."""
-        table = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        table = 0 if self.tied_embeddings else self.head_params
         return table + self.max_positions * self.hidden_size
 
     @property
     def num_params(self) -> int:
-        """Everything that is stored. A tied table counts once."""
+        """Return all stored parameters. A tied table counts once."""
         return self._count(active=False)
 
     @property
@@ -303,7 +304,7 @@ class ModelConfig:
         return self.num_embedding_params + layers + self.norm_params + self.head_params
 
     def scaled(self, factor: Fraction, *, tp: int = 1) -> "ModelConfig":
-        """The same architecture with hidden, ffn, heads and vocabulary times `factor`.
+        """Return the architecture with hidden, ffn, heads and vocabulary times `factor`.
 
         Layers, sequence length, experts and top_k stay. Heads keep the GQA ratio and divide
         by `tp`; where that needs more heads than the factor leaves, heads get narrower.
@@ -358,7 +359,7 @@ class ModelConfig:
         )
 
     def tiny(self) -> "ModelConfig":
-        """The same architecture, small enough for a test on CPU: `--scale tiny`."""
+        """Return the same architecture, small enough for a test on CPU: `--scale tiny`."""
         hidden, heads, layers = 64, 4, 2
 
         def width(value: int) -> int:
@@ -416,9 +417,9 @@ _SIZES = (
 
 
 def find_model(name: str) -> ModelConfig:
-    """A built-in model by name or alias; case, punctuation and "org/" in front do not matter.
+    """Return a built-in model by name or alias; case, punctuation and "org/" do not matter.
 
-    Raises ConfigError for an unknown name, with those that are close.
+    Raise ConfigError for an unknown name, with similar names.
     """
     key = _key(name)
     for path in _model_files():
@@ -436,7 +437,7 @@ def find_model(name: str) -> ModelConfig:
 
 @cache
 def load_models() -> dict[str, ModelConfig]:
-    """Every built-in model by its name, in alphabetical order."""
+    """Return every built-in model by its name, in alphabetical order."""
     return {path.stem: _load(path) for path in _model_files()}
 
 

@@ -25,8 +25,8 @@ class Param:
     is_copy: bool = False  # the same tensor as another one that is here
 
     def __post_init__(self) -> None:
-        whole = all(isinstance(size, int) and size > 0 for size in self.shape)
-        if not self.shape or not whole:
+        is_valid = all(isinstance(size, int) and size > 0 for size in self.shape)
+        if not self.shape or not is_valid:
             raise ConfigError(self.name, self.shape, "a shape of whole numbers from 1")
 
     @property
@@ -34,14 +34,14 @@ class Param:
         return math.prod(self.shape)
 
     def padded(self, ranks: int) -> int:
-        """Elements of all shards together: rows are divided evenly, the last ones padded.
+        """Return the elements of all shards: rows are divided evenly, the last ones padded.
 
         torch, _fsdp_param.py: _init_sharded_param; _fsdp_common.py: _get_dim0_padded_size.
         """
         return -(-self.shape[0] // ranks) * ranks * math.prod(self.shape[1:])
 
     def shard(self, ranks: int) -> int:
-        """Elements of the first rank's shard, which no padding is in."""
+        """Return the elements of the first rank's shard, which has no padding."""
         return self.padded(ranks) // ranks
 
 
@@ -72,9 +72,9 @@ class Module:
     """A module and those inside it in the order they run, or computation between modules.
 
     name: its path within the unit that it belongs to, as named_modules() has it; a unit is
-    a child of the whole model. role: what its work is called in workload files and tables.
+    a child of the whole model. role: name of its work in workload files and tables.
     work: one forward pass, then one backward pass, each in the order it runs.
-    twins: tensor-parallel ranks that do this very work, of which the model needs one.
+    twins: tensor-parallel ranks that do the same work, which the model needs once.
     registered: names of the modules inside in the order of the constructor, where that is not
     the order they run in. uses: names of parameters that other units store.
     """
@@ -84,7 +84,7 @@ class Module:
     work: tuple[ComputeOp, ...] = ()
     params: tuple[Param, ...] = ()
     inside: "tuple[Module, ...]" = ()
-    times: int = 1  # so many in a row, with parameters of their own each
+    times: int = 1  # number of copies in a row, each with its own parameters
     twins: int = 1
     keeps: Kept = Kept()
     registered: tuple[str, ...] = ()
@@ -108,15 +108,15 @@ class Module:
 
     @property
     def all_params(self) -> tuple[Param, ...]:
-        """Its parameters and those of the modules inside, in the order of registration."""
+        """Parameters of this module and of those inside, in the order of registration."""
         inside = in_registered_order(self.name, self.inside, self.registered)
-        return (*self.params, *(param for one in inside for param in one.all_params))
+        return (*self.params, *(param for module in inside for param in module.all_params))
 
     def walk(self) -> "Iterator[Module]":
         """Yield this module and those inside, in the order they run."""
         yield self
-        for one in self.inside:
-            yield from one.walk()
+        for module in self.inside:
+            yield from module.walk()
 
     def leaves(self) -> "Iterator[tuple[str, int, Module]]":
         """Yield (path, times, leaf) of a whole model, in forward order."""
@@ -142,15 +142,17 @@ def in_registered_order(
     """Return modules with parameters by the order of their names. Raises ConfigError."""
     if not order:
         return inside
-    having = {one.name: one for one in inside if any(each.params for each in one.walk())}
-    if len(set(order)) != len(order) or not set(having) <= set(order):
-        allowed = f"each of {', '.join(having)} once"
+    with_params = {
+        module.name: module for module in inside if any(leaf.params for leaf in module.walk())
+    }
+    if len(set(order)) != len(order) or not set(with_params) <= set(order):
+        allowed = f"each of {', '.join(with_params)} once"
         raise ConfigError(f"{name}: registered", ", ".join(order), allowed)
-    unknown = set(order) - {one.name for one in inside}
-    if unknown:
-        allowed = f"names of {', '.join(one.name for one in inside if one.name)}"
+    names = [module.name for module in inside]
+    if unknown := set(order) - set(names):
+        allowed = f"names of {', '.join(filter(None, names))}"
         raise ConfigError(f"{name}: registered", min(unknown), allowed)
-    return tuple(having[one] for one in order if one in having)
+    return tuple(with_params[key] for key in order if key in with_params)
 
 
 def work_of(

@@ -1,4 +1,4 @@
-"""The options of `stepmark op`: fields of the operator, and what all families have."""
+"""The options of `stepmark op`: fields of the operator, and those of all families."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from stepmark.core.case import ClockName, OpCase, Rate
 from stepmark.core.dtypes import OPERATOR_DTYPES
 from stepmark.core.ops import FAMILIES, FAMILY_OF, Op
 from stepmark.core.option_groups import Device, MeasureOptions
-from stepmark.core.options import WholeNumbers, Words, between, flag, group
+from stepmark.core.options import WholeNumbers, Words, between, dashed, flag, group
 
 LAYER = "all"  # in place of a family: all operators of a model's layer
 _SKEW = "Zipf exponent of tokens per expert; 0 = balanced"
@@ -18,7 +18,7 @@ _ZIPF = {"skew": ("--zipf", "--skew"), "alpha": ("--zipf", "--alpha")}
 
 
 @group
-class OfModel:
+class ModelShapes:
     """Shapes of a model."""
 
     model: str | None = flag("model name(s), config.json or model_configs.json")
@@ -68,7 +68,7 @@ class OpOptions(Selection, Devices, Timing, MeasureOptions):
     style: str | None = flag("primus or param: that tool's columns")
 
     def field(self, name: str) -> Any:
-        """The text of an operator's field; None where it is not given, or not a field."""
+        """Return the text of an operator's field; None if it is not given or no field."""
         return getattr(self, name, None)
 
 
@@ -80,7 +80,7 @@ class ConfigOptions(OpOptions):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class LayerOptions(OfModel, OpOptions):
+class LayerOptions(ModelShapes, OpOptions):
     """A model's layer."""
 
     dtype: str | None = flag(f"element type(s): {', '.join(OPERATOR_DTYPES)}")
@@ -88,7 +88,7 @@ class LayerOptions(OfModel, OpOptions):
 
 
 @group
-class FamilyOptions(OfModel, OpOptions):
+class FamilyOptions(ModelShapes, OpOptions):
     """Other sources of shapes.
 
     Fields of the operator are text, so that 128,256 sweeps and a+b packs a list.
@@ -100,7 +100,7 @@ class FamilyOptions(OfModel, OpOptions):
 
 @functools.cache
 def options_class(family: str | None) -> type[OpOptions]:
-    """The options of a family, of LAYER, or of no family."""
+    """Return the options of a family, of LAYER, or of no family."""
     if family not in FAMILIES:
         return LayerOptions if family == LAYER else ConfigOptions
     fields: dict[str, tuple[str, Any, Any]] = {}
@@ -109,9 +109,10 @@ def options_class(family: str | None) -> type[OpOptions]:
         if allowed := field.metadata.get("allowed"):
             text += f": {', '.join(allowed)}"
         kind: Any = str | None
-        spelling = _dashed(field.name)
+        name = dashed(field.name)
+        spelling = f"--{name}"
         if isinstance(field.default, bool):
-            kind, spelling = bool | None, f"{spelling}/--no-{spelling[2:]}"
+            kind, spelling = bool | None, f"--{name}/--no-{name}"
         elif field.name == "phase":
             spelling = "--pass"
         spellings = _ZIPF.get(field.name, (spelling,))
@@ -124,8 +125,8 @@ def options_class(family: str | None) -> type[OpOptions]:
         fields["dataset"] = ("dataset", str | None, flag(text))
     if family == "gemm":
         text = "sweep for the highest matmul rate; burst and sustained"
-        fields["find_max"] = ("find_max", bool, flag(text, "--find-max", default=False))
-    made: type[OpOptions] = dataclasses.make_dataclass(
+        fields["find_max"] = ("find_max", bool, flag(text, default=False))
+    cls: type[OpOptions] = dataclasses.make_dataclass(
         "FamilyOptions",
         fields.values(),
         bases=(FamilyOptions,),
@@ -135,28 +136,24 @@ def options_class(family: str | None) -> type[OpOptions]:
         repr=False,
         eq=False,
     )
-    return made
-
-
-def _dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return cls
 
 
 def shape_options(op: Op) -> OpOptions:
-    """The options that give this operator alone, on any device."""
-    given: dict[str, Any] = {}
+    """Return the options that give this operator alone, on any device."""
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(op):
         value = getattr(op, field.name)
         is_default = value == field.default and field.name not in ("dtype", "phase")
         if value is not None and not is_default:
             text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            given[field.name] = value if isinstance(value, bool) else text
+            values[field.name] = value if isinstance(value, bool) else text
     family = FAMILY_OF[type(op)]
-    return options_class(family)(family=family, **given)
+    return options_class(family)(family=family, **values)
 
 
 def options_of(case: OpCase) -> OpOptions:
-    """The options that measure this case alone."""
+    """Return the options that measure this case alone."""
     return dataclasses.replace(
         shape_options(case.op),
         backend=(case.backend,),

@@ -26,7 +26,7 @@ class Files:
         return "-" in (self.json, self.csv)
 
     def check_stdout(self) -> None:
-        """Refuse two outputs on stdout. Raises ConfigError."""
+        """Raise ConfigError for two outputs on stdout."""
         if self.json == self.csv == "-":
             raise ConfigError("csv", "-", "a path: stdout is already taken by --json")
 
@@ -36,7 +36,7 @@ class RunFolder:
     """Run."""
 
     out: str | None = flag("folder for run directories [runs]", metavar="DIR")
-    dry_run: bool = flag("list the cases, run none", "--dry-run", default=False)
+    dry_run: bool = flag("list the cases, run none", default=False)
 
 
 @group
@@ -44,7 +44,7 @@ class Output(RunFolder, Files):
     """Run."""
 
     resume: str | None = flag("go on with this run: skip measured cases, retry failed")
-    force: bool = flag("resume although the environment differs", "--force", default=False)
+    force: bool = flag("resume although the environment differs", default=False)
 
 
 @group
@@ -91,7 +91,7 @@ class ResumeOptions:
 
     run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID")
     out: Path = flag("folder of runs", "--out", "--runs", default=Path("runs"), metavar="DIR")
-    force: bool = flag("resume although the environment differs", "--force", default=False)
+    force: bool = flag("resume although the environment differs", default=False)
 
 
 @group

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """How a value is read from text, and spelled so that reading gives it back.
+    """Conversion of a value from text, and back to text that reads as the same value.
 
     read: text and field to value, raises ConfigError.
     """
@@ -36,7 +36,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """What `flag` declares. help: one line; spellings: the first is the one that is printed."""
+    """Declaration of an option. help: one line; spellings: the first one is printed."""
 
     help: str
     spellings: tuple[str, ...] = ()
@@ -59,12 +59,12 @@ REQUIRED: Any = dataclasses.MISSING
 def flag(
     help: str, *spellings: str, default: Any = None, argument: bool = False, metavar: str = ""
 ) -> Any:
-    """A dataclass field that is an option, or a positional argument.
+    """Declare a dataclass field as an option or a positional argument.
 
     default=REQUIRED: it must be given.
     """
-    declared = Flag(help, spellings, argument, metavar)
-    return dataclasses.field(default=default, metadata={"flag": declared})
+    declaration = Flag(help, spellings, argument, metavar)
+    return dataclasses.field(default=default, metadata={"flag": declaration})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,63 +85,61 @@ class Option:
     @property
     def words(self) -> tuple[str, ...]:
         """Every spelling, the opposite ones of a switch too."""
-        return tuple(word for one in self.spellings for word in one.split("/"))
+        return tuple(word for spelling in self.spellings for word in spelling.split("/"))
+
+
+_OPTIONS: dict[type, tuple[Option, ...]] = {}  # functools.cache rejects classes in mypy
 
 
 def options(cls: type) -> tuple[Option, ...]:
-    """The options of a class, those of its own first and then by base class."""
-    if cls not in _KNOWN:
-        _KNOWN[cls] = _declared(cls)
-    return _KNOWN[cls]
-
-
-_KNOWN: dict[type, tuple[Option, ...]] = {}
-
-
-def _declared(cls: type) -> tuple[Option, ...]:
+    """Return the options of a class, its own first and then those of its base classes."""
+    if cls in _OPTIONS:
+        return _OPTIONS[cls]
     hints = typing.get_type_hints(cls, include_extras=True)
     groups = _groups(cls)
-    found = []
+    declared = []
     for field in dataclasses.fields(cls):
-        declared: Flag = field.metadata["flag"]
+        declaration: Flag = field.metadata["flag"]
         kind, is_list = _element(hints[field.name])
         reader = _reader(kind)
-        found.append(
+        declared.append(
             Option(
                 name=field.name,
                 group=groups[field.name],
-                help=declared.help,
-                spellings=declared.spellings or (_dashed(field.name),),
-                argument=declared.argument,
+                help=declaration.help,
+                spellings=declaration.spellings or (f"--{dashed(field.name)}",),
+                argument=declaration.argument,
                 default=field.default,
                 reader=reader,
                 is_switch=kind is bool,
                 is_list=is_list,
-                metavar=declared.metavar or reader.metavar,
+                metavar=declaration.metavar or reader.metavar,
             )
         )
-    order = list(dict.fromkeys(groups[name] for name in groups))
-    return tuple(sorted(found, key=lambda one: order.index(one.group)))
+    order = list(dict.fromkeys(groups.values()))
+    _OPTIONS[cls] = tuple(sorted(declared, key=lambda option: order.index(option.group)))
+    return _OPTIONS[cls]
 
 
 def _groups(cls: type) -> dict[str, str]:
-    """The class that declares each field, by the title that its docstring is."""
-    found: dict[str, str] = {}
+    """Return the group of each field: the first line of its class's docstring."""
+    groups: dict[str, str] = {}
     for owner in cls.__mro__:
         for name in inspect.get_annotations(owner):
             title = (owner.__doc__ or owner.__name__).partition("\n")[0]
-            found.setdefault(name, title.rstrip("."))
-    return found
+            groups.setdefault(name, title.rstrip("."))
+    return groups
 
 
-def _dashed(name: str) -> str:
-    return "--" + name.rstrip("_").replace("_", "-")
+def dashed(name: str) -> str:
+    """Return a field's name as options and messages spell it, without leading dashes."""
+    return name.replace("_", "-")
 
 
 def _element(hint: Any) -> tuple[Any, bool]:
-    """The type of one value, and whether there may be several; of `int | None` it is int."""
+    """Return the type of one value (int of `int | None`) and whether there may be several."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (one for one in typing.get_args(hint) if one is not types.NoneType)
+        (hint,) = (kind for kind in typing.get_args(hint) if kind is not types.NoneType)
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint)[0], True
     return hint, False
@@ -149,8 +147,8 @@ def _element(hint: Any) -> tuple[Any, bool]:
 
 def _reader(kind: Any) -> Reader:
     if typing.get_origin(kind) is Annotated:
-        found: Reader = kind.__metadata__[0]
-        return found
+        reader: Reader = kind.__metadata__[0]
+        return reader
     if kind in _READERS:
         return _READERS[kind]
     if isinstance(kind, type) and issubclass(kind, StrEnum):
@@ -175,7 +173,7 @@ def _number(text: str, field: str) -> float:
 
 
 def exact(value: float) -> str:
-    """A number so that reading it gives the same; 4.0 is 4."""
+    """Format a number so that reading it gives the same value; 4.0 is 4."""
     return repr(value).removesuffix(".0")
 
 
@@ -189,7 +187,7 @@ _READERS: dict[Any, Reader] = {
 
 
 def one_of(kind: type[StrEnum]) -> Reader:
-    """A member of an enumeration, in any case of letters."""
+    """Return a reader of a member of an enumeration, whatever its case."""
 
     def read(text: str, field: str) -> StrEnum:
         try:
@@ -201,7 +199,7 @@ def one_of(kind: type[StrEnum]) -> Reader:
 
 
 def words_of(*allowed: str) -> Reader:
-    """One of these words."""
+    """Return a reader of one of these words."""
 
     def read(text: str, field: str) -> str:
         if text not in allowed:
@@ -212,7 +210,7 @@ def words_of(*allowed: str) -> Reader:
 
 
 def between(low: float, high: float) -> Reader:
-    """A number within limits; whole where the limits are."""
+    """Return a reader of a number within limits; whole where the limits are."""
     is_whole = isinstance(low, int) and isinstance(high, int)
 
     def read(text: str, field: str) -> float:
@@ -229,7 +227,7 @@ def _duration(seconds: float) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """Exactly, in the largest unit that has no remainder; 1536 stays 1536."""
+    """Format a size exactly, in the largest unit without a remainder; 1536 stays 1536."""
     for letter, unit in (("T", 2**40), ("G", GIB), ("M", MIB), ("K", KIB)):
         if num_bytes and num_bytes % unit == 0:
             return f"{num_bytes // unit}{letter}"
@@ -237,7 +235,7 @@ def _size(num_bytes: int) -> str:
 
 
 def comma_list(of: Reader, everything: tuple[Any, ...] = ()) -> Reader:
-    """A tuple of values with commas between them; `all` stands for everything."""
+    """Return a reader of values with commas between them; `all` stands for everything."""
 
     def read(text: str, field: str) -> tuple[Any, ...]:
         words = [word.strip() for word in text.split(",") if word.strip()]
@@ -254,7 +252,7 @@ def comma_list(of: Reader, everything: tuple[Any, ...] = ()) -> Reader:
 
 
 def _ranges(text: str, field: str) -> tuple[int, ...]:
-    """'1,2' or '1-8'."""
+    """Read '1,2' or '1-8'."""
     numbers: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
@@ -283,60 +281,59 @@ def load(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def build(cls: type[T], given: Mapping[str, object]) -> T:
-    """Options from what a command line gave: text, lists of text, and switches.
+def build(cls: type[T], arguments: Mapping[str, object]) -> T:
+    """Return the options of a command line's arguments: text, lists of text, and switches.
 
-    The only place that reads text; None is the default. Raises ConfigError.
+    Only this function reads text; None is the default. Raise ConfigError.
     """
     values: dict[str, object] = {}
     for option in options(cls):
-        value = given.get(option.name)
+        value = arguments.get(option.name)
         if value is None or (option.is_list and not value):
             if option.default is REQUIRED:
-                raise ConfigError(_field(option), "missing", option.help)
+                raise ConfigError(dashed(option.name), "missing", option.help)
             continue
         if isinstance(value, list | tuple):
-            values[option.name] = tuple(_read(option, one) for one in value)
+            values[option.name] = tuple(_read(option, item) for item in value)
         else:
             values[option.name] = _read(option, value)
     return cls(**values)
 
 
 def _read(option: Option, value: object) -> object:
-    return option.reader.read(value, _field(option)) if isinstance(value, str) else value
+    return option.reader.read(value, dashed(option.name)) if isinstance(value, str) else value
 
 
-def _field(option: Option) -> str:
-    return option.name.rstrip("_").replace("_", "-")
+def _changed(instance: object) -> Iterator[tuple[Option, Any]]:
+    """Yield each option that differs from its default, with its value."""
+    for option in options(type(instance)):
+        value = getattr(instance, option.name)
+        if value is not None and value != option.default:
+            yield option, value
 
 
-def plain(given: object) -> dict[str, Any]:
-    """What differs from the defaults, as plain data; `build` makes the same options of it."""
-    found: dict[str, Any] = {}
-    for option in options(type(given)):
-        value = getattr(given, option.name)
-        if value is None or value == option.default:
-            continue
-        show = (lambda one: one) if option.is_switch else option.reader.show
-        found[option.name] = [show(one) for one in value] if option.is_list else show(value)
-    return found
+def plain(instance: object) -> dict[str, Any]:
+    """Return what differs from the defaults as plain data, from which `build` restores it."""
+    data: dict[str, Any] = {}
+    for option, value in _changed(instance):
+        show = (lambda item: item) if option.is_switch else option.reader.show
+        data[option.name] = [show(item) for item in value] if option.is_list else show(value)
+    return data
 
 
-def argv(given: object) -> list[str]:
-    """The words that give these options again: only what differs from the default."""
-    found: list[str] = []
+def argv(instance: object) -> list[str]:
+    """Return the command-line words of these options: only what differs from the default."""
+    words: list[str] = []
     arguments: list[str] = []
-    for option in options(type(given)):
-        value = getattr(given, option.name)
-        if value is None or value == option.default:
-            continue
+    for option, value in _changed(instance):
         values = value if option.is_list else (value,)
         if option.argument:
             arguments += map(option.reader.show, values)
-            continue
-        found += (word for one in values for word in _spelled(option, one))
-    apart = ["--"] if any(word.startswith("-") for word in arguments) else []
-    return [*found, "--", *arguments] if apart else [*arguments, *found]
+        else:
+            words += (word for item in values for word in _spelled(option, item))
+    if any(word.startswith("-") for word in arguments):
+        return [*words, "--", *arguments]
+    return [*arguments, *words]
 
 
 def _spelled(option: Option, value: object) -> Iterator[str]:
@@ -347,7 +344,7 @@ def _spelled(option: Option, value: object) -> Iterator[str]:
         return
     text = option.reader.show(value)
     if text.startswith("-") or not text:
-        long = next((one for one in option.spellings if one.startswith("--")), name)
+        long = next((word for word in option.spellings if word.startswith("--")), name)
         yield f"{long}={text}"
         return
     yield name

@@ -24,8 +24,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or not 1 <= value <= 2**20:
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if not is_whole or not 1 <= value <= 2**20:
                 name = field.name.replace("_", "-")
                 raise ConfigError(name, value, "a whole number from 1 to 1048576")
 

@@ -1,4 +1,4 @@
-"""What a run measures, in order, and how thoroughly: decided once, before ranks start."""
+"""Plan of a run: its cases in order, and how thoroughly each is measured."""
 
 import shlex
 from collections.abc import Sequence
@@ -76,9 +76,9 @@ class How:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What ranks are handed, and what a run directory keeps as plan.jsonl.
+    """Input of the ranks, which a run directory keeps as plan.jsonl.
 
-    options: what the user asked for, as plain data by option name.
+    options: the user's options, as plain data by option name.
     """
 
     command: str  # the verb: op, comm, train, run, replay

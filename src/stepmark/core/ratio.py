@@ -55,7 +55,7 @@ class Ratio:
     df: int | None = None  # of Student's t; None for the normal distribution
 
     def p_slower(self, limit: float) -> float | None:
-        """One-sided p of "at most `limit` slower", as a share of the time (0.05: 5 %).
+        """Return the one-sided p of "at most `limit` slower", a share of the time (0.05: 5 %).
 
         None where nothing is known of how launches differ.
         """
@@ -134,7 +134,7 @@ def _error(
 
 
 def _welch(part_a: float, n_a: int, part_b: float, n_b: int) -> int:
-    """Round down, but not below the smaller side alone: the conservative choice."""
+    """Return Welch's degrees of freedom, rounded down but not below the smaller side's own."""
     total = part_a + part_b
     if total == 0:
         return min(n_a, n_b) - 1
@@ -169,12 +169,12 @@ def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
     Holm, Scandinavian Journal of Statistics 6, 1979.
     """
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    fallen = [False] * len(p_values)
+    rejected = [False] * len(p_values)
     for place, index in enumerate(order):
         if p_values[index] > alpha / (len(order) - place):
             break
-        fallen[index] = True
-    return fallen
+        rejected[index] = True
+    return rejected
 
 
 def t_cdf(t: float, df: int | None) -> float:

@@ -85,12 +85,12 @@ def steady_from(seconds: Sequence[float], cycle: int = 1) -> int | None:
     # From the end, so that each truncation costs one addition (Welford's recurrence).
     mean, squares = 0.0, 0.0
     error = [math.inf] * num_cycles
-    for count, one in enumerate(reversed(sums), 1):
-        delta = one - mean
+    for count, total in enumerate(reversed(sums), 1):
+        delta = total - mean
         mean += delta / count
-        squares += delta * (one - mean)
+        squares += delta * (total - mean)
         error[num_cycles - count] = squares / count**2
     # At least two must remain, or their error would be 0 for want of a second.
-    kept = max(2, num_cycles // 4)
-    dropped = min(range(num_cycles - kept + 1), key=error.__getitem__)
-    return dropped * cycle if dropped <= num_cycles // 2 else None
+    fewest = max(2, num_cycles // 4)
+    num_dropped = min(range(num_cycles - fewest + 1), key=error.__getitem__)
+    return num_dropped * cycle if num_dropped <= num_cycles // 2 else None

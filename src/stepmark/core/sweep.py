@@ -1,7 +1,7 @@
 """Settings of a sweep, and the outcome of each try."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 DEFAULT = "default"
@@ -61,9 +61,7 @@ class Try:
     started_at: float  # Unix time
     run: str = ""  # folder name under the sweep's runs/; "" where none was written
     stderr: tuple[str, ...] = ()  # last lines of a try that failed
-    differs: tuple[
-        str, ...
-    ] = ()  # differences between its environment and that of the first try
+    differs: tuple[str, ...] = ()  # from the environment of the first try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +80,7 @@ class Sweep:
     timeout_s: float
     notes: tuple[str, ...] = ()
     tries: tuple[Try, ...] = ()
-    schema: int = field(default=SCHEMA)
+    schema: int = SCHEMA
 
     @property
     def failed(self) -> dict[str, Try]:

@@ -126,7 +126,6 @@ class Batch:
     )
     text: bool = flag(
         "real text by bytes, so that the loss must fall, instead of random tokens",
-        "--text",
         default=False,
     )
     text_file: str | None = flag("text to train on", metavar="PATH")
@@ -206,16 +205,12 @@ class Techniques:
         "--compile-mode",
         "--compile_mode",
     )
-    compile_fallback: bool = flag(
-        "run eagerly where compiling fails", "--compile-fallback", default=False
-    )
+    compile_fallback: bool = flag("run eagerly where compiling fails", default=False)
     attention: AttentionBackend | None = flag(
         "backend: auto, cudnn, flash, efficient or math [auto]"
     )
     loss_chunks: Count | None = flag("head and loss in this many parts of the tokens [1]")
-    cuda_graph: bool = flag(
-        "single: the whole step as one CUDA graph", "--cuda-graph", default=False
-    )
+    cuda_graph: bool = flag("single: the whole step as one CUDA graph", default=False)
 
 
 @group
@@ -229,9 +224,7 @@ class Sharding:
         "ddp: MB of gradients per bucket [25]"
     )
     async_tp: bool = flag(
-        "tp with --compile: overlap parts of a product with their communication",
-        "--async-tp",
-        default=False,
+        "tp with --compile: overlap parts of a product with their communication", default=False
     )
     pp_schedule: Annotated[str, words_of("1f1b", "interleaved")] | None = flag(
         "1f1b or interleaved [1f1b]"
@@ -252,16 +245,10 @@ class Sampling:
         "--n_steps",
     )
     launches: Times = flag("times that all is measured in new processes", default=1)
-    find_batch: bool = flag(
-        "search the fastest micro-batch that fits", "--find-batch", default=False
-    )
-    profile: bool = flag(
-        "Kineto traces of a few more steps, and their table", "--profile", default=False
-    )
+    find_batch: bool = flag("search the fastest micro-batch that fits", default=False)
+    profile: bool = flag("Kineto traces of a few more steps, and their table", default=False)
     profile_ranks: Ranks | None = flag("ranks that write a trace, e.g. 0,1 [0]")
-    messages: bool = flag(
-        "every collective of one more step, as a histogram", "--messages", default=False
-    )
+    messages: bool = flag("every collective of one more step, as a histogram", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,11 +268,11 @@ class TrainOptions(
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names and files from the command line. Raises ConfigError."""
+        """Return names and files from the command line. Raise ConfigError."""
         if self.models and self.model:
             raise ConfigError("model", self.model, "given once: as words or as --model")
-        listed = ",".join(self.models) if self.models else self.model or ""
-        names = tuple(filter(None, map(str.strip, listed.split(","))))
+        text = ",".join(self.models) or self.model or ""
+        names = tuple(filter(None, map(str.strip, text.split(","))))
         if not names:
             raise ConfigError("model", "missing", "a name, or a file such as config.json")
         return names
@@ -303,9 +290,9 @@ SAME_IN_CASE = (
 
 
 def options_of(case: "TrainCase") -> TrainOptions:
-    """The options that measure this case alone."""
+    """Return the options that measure this case alone."""
     defaults = {field.name: field.default for field in dataclasses.fields(case)}
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: getattr(case, name)
         for name in SAME_IN_CASE
         if name in _ALWAYS or getattr(case, name) != defaults[name]
@@ -313,21 +300,21 @@ def options_of(case: "TrainCase") -> TrainOptions:
     axes = case.parallel
     for axis in ("tp", "pp", "cp", "ep", "dp_replicate"):
         if (degree := getattr(axes, axis)) > 1:
-            given[axis] = degree
+            values[axis] = degree
     is_fp8 = case.fp8 is not Fp8.NONE
     if is_fp8:
-        given |= {"fp8": True, "fp8_recipe": case.fp8.value}
+        values |= {"fp8": True, "fp8_recipe": case.fp8.value}
     if is_fp8 or case.fp8_all_gather:
-        given["fp8_all_gather"] = case.fp8_all_gather
+        values["fp8_all_gather"] = case.fp8_all_gather
     if case.compile is not CompileScope.NONE:
-        given |= {"compile": True, "compile_scope": case.compile.value}
+        values |= {"compile": True, "compile_scope": case.compile.value}
     if case.recompute is not Recompute.NONE:
-        given["ac"] = case.recompute, case.recompute_blocks
+        values["ac"] = case.recompute, case.recompute_blocks
     if case.data != "random":
-        given |= {"text": True} if case.data == "text" else {"text_file": case.data}
+        values |= {"text": True} if case.data == "text" else {"text_file": case.data}
     strategy = case.data_parallel.value
     if case.data_parallel is DataParallel.NONE:
-        strategy = next((axis for axis in ("pp", "tp", "cp") if axis in given), "single")
+        strategy = next((axis for axis in ("pp", "tp", "cp") if axis in values), "single")
     return TrainOptions(
         models=(case.model_file or case.model.name.partition("@")[0],),
         strategy=(strategy,),
@@ -337,5 +324,5 @@ def options_of(case: "TrainCase") -> TrainOptions:
         schedule=(case.schedule,),
         fp8_head=case.fp8_head or None,
         device=case.device,
-        **given,
+        **values,
     )

@@ -88,9 +88,7 @@ class Settings:
     flags: tuple[str, ...] = flag(
         "NAME=A,B: values of the command's flag --NAME", "--set", default=()
     )
-    no_default: bool = flag(
-        "without the setting in which nothing is set", "--no-default", default=False
-    )
+    no_default: bool = flag("without the setting in which nothing is set", default=False)
     baseline: str | None = flag("setting to compare with [default, or the first]")
 
 
@@ -109,10 +107,8 @@ class Rounds:
     budget: Duration | None = flag("no further round that would end after this")
     out: Path = flag("folder of sweeps", default=Path("sweeps"))
     resume: str | None = flag("go on with this sweep: what is missing, more rounds")
-    force: bool = flag(
-        "more than 64 settings; overwrite the tuner file", "--force", default=False
-    )
-    dry_run: bool = flag("list the commands, run none", "--dry-run", default=False)
+    force: bool = flag("more than 64 settings; overwrite the tuner file", default=False)
+    dry_run: bool = flag("list the commands, run none", default=False)
 
 
 @group
@@ -141,7 +137,7 @@ class SweepOptions(Settings, Rounds, Recommendation, Files):
 class MessageView:
     """Messages."""
 
-    histogram: bool = flag("how often each message size", "--histogram", default=False)
+    histogram: bool = flag("how often each message size", default=False)
     by: str | None = flag("tell apart: collective,dtype,group,phase or fewer [all]")
     bins: str | None = flag("craypat, pow2, exact, or edges 1K,64K,1M [exact while few]")
     ranks: int | None = flag("ranks of communicators that do not state them")
@@ -149,9 +145,9 @@ class MessageView:
     steps: Annotated[int, between(1, 2**31)] | None = flag(
         "training steps in the files, for figures per step"
     )
-    tuning: bool = flag("algorithm and protocol by size, as logged", "--tuning", default=False)
+    tuning: bool = flag("algorithm and protocol by size, as logged", default=False)
     html: str | None = flag("figures of the histogram as one page", metavar="PATH")
-    force: bool = flag("accept a curve of another number of ranks", "--force", default=False)
+    force: bool = flag("accept a curve of another number of ranks", default=False)
 
     @property
     def shows_histogram(self) -> bool:
@@ -170,7 +166,7 @@ class LogsOptions(MessageView, Files, RunsFolder):
         argument=True,
         metavar="FILE...",
     )
-    tables: bool = flag("list and validate tables of results", "--tables", default=False)
+    tables: bool = flag("list and validate tables of results", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,5 +219,5 @@ class CompareOptions(SourceFacts, Statistics, Files, RunsFolder):
     allow: tuple[str, ...] = flag(
         "pair although this differs: method, num_ranks, dtype", default=()
     )
-    force: bool = flag("pair whatever differs", "--force", default=False)
+    force: bool = flag("pair whatever differs", default=False)
     html: Path | None = flag("a page with the curves and ratios")

@@ -28,7 +28,7 @@ COMPUTE = "compute"  # the stream of computation
 # _fully_shard.py: set_separate_reduce_scatter_group separates them). HSDP's sum over replicas
 # uses another group.
 FSDP, FSDP_REDUCE, FSDP_REPLICATE, DDP = "fsdp", "fsdp_reduce", "fsdp_replicate", "dp"
-COMMUNICATIONS = (*(str(one) for one in Collective), SEND, RECV)
+COMMUNICATIONS = (*map(str, Collective), SEND, RECV)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class ComputeOp:
     layer: int | None = None
     microbatch: int | None = None
     stream: str = COMPUTE
-    name: str = ""  # to which `after` of other operations refers
+    name: str = ""  # `after` of other operations refers to it
     after: tuple[str, ...] = ()  # operations of other streams after which it starts
     recompute: bool = False  # a forward operation that the backward pass recomputes
     time_s: float | None = None  # from a run, a file or a model; None: unknown
@@ -168,9 +168,27 @@ Item = Operation | Run
 Block = tuple[Item, ...]
 
 
+def shifted(op: Operation, layer: int, microbatch: int) -> Operation:
+    """Return the operation with these added to its layer and micro-batch, where it has them."""
+    new_layer = None if op.layer is None else op.layer + layer
+    new_microbatch = None if op.microbatch is None else op.microbatch + microbatch
+    if (new_layer, new_microbatch) == (op.layer, op.microbatch):
+        return op
+    return replace(op, layer=new_layer, microbatch=new_microbatch)
+
+
+def parse_after(text: str) -> tuple[str, int]:
+    """Return the name in an entry of `after` and how many occurrences to go back.
+
+    "gather" is ("gather", 0), "gather~1" is ("gather", 1).
+    """
+    name, mark, back = text.rpartition("~")
+    return (name, int(back)) if mark and back.isdecimal() else (text, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Program of one pipeline stage; all its ranks run the same."""
+    """Program of one pipeline stage, which all its ranks run."""
 
     step: str  # block of one optimizer step
     setup: str = ""  # block that runs once, before the first step
@@ -212,10 +230,11 @@ class Workload:
 
     def expand(self, stage: int = 0, *, setup: bool = False) -> Iterator[Operation]:
         """Yield a rank's operations in issue order, with absolute layers and micro-batches."""
-        chosen = self.stages[stage]
-        block = chosen.setup if setup else chosen.step
-        if block:
+        if block := self._program(stage, setup):
             yield from self._expand(block, 0, 0)
+
+    def _program(self, stage: int, setup: bool) -> str:
+        return self.stages[stage].setup if setup else self.stages[stage].step
 
     def _expand(self, block: str, layer: int, microbatch: int) -> Iterator[Operation]:
         for item in self.blocks[block]:
@@ -226,36 +245,25 @@ class Workload:
                         layer + item.layer + index * item.layer_step,
                         microbatch + item.microbatch + index * item.microbatch_step,
                     )
-            elif (layer and item.layer is not None) or (
-                microbatch and item.microbatch is not None
-            ):
-                yield replace(
-                    item,
-                    layer=None if item.layer is None else item.layer + layer,
-                    microbatch=None
-                    if item.microbatch is None
-                    else item.microbatch + microbatch,
-                )
             else:
-                yield item
+                yield shifted(item, layer, microbatch)
 
     def tally(self, stage: int = 0, *, setup: bool = False) -> Counter[Operation]:
         """Count the runs of each operation, with relative layers and micro-batches."""
-        chosen = self.stages[stage]
-        block = chosen.setup if setup else chosen.step
+        block = self._program(stage, setup)
         return Counter(self._tally(block, {})) if block else Counter()
 
-    def _tally(self, block: str, known: dict[str, Counter[Operation]]) -> Counter[Operation]:
-        if block not in known:
+    def _tally(self, block: str, tallies: dict[str, Counter[Operation]]) -> Counter[Operation]:
+        if block not in tallies:
             counts: Counter[Operation] = Counter()
             for item in self.blocks[block]:
                 if isinstance(item, Run):
-                    for operation, count in self._tally(item.block, known).items():
+                    for operation, count in self._tally(item.block, tallies).items():
                         counts[operation] += count * item.times
                 else:
                     counts[item] += 1
-            known[block] = counts
-        return known[block]
+            tallies[block] = counts
+        return tallies[block]
 
     def num_operations(self, stage: int = 0) -> int:
         """Return the number of operations of one step, without expanding it."""

@@ -6,7 +6,7 @@ Programs are not expanded, so the time does not depend on the number of repeats.
 from dataclasses import dataclass, field
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.workload import CommOp, Group, Operation, Run, Workload
+from stepmark.core.workload import CommOp, Group, Operation, Run, Workload, parse_after
 
 # Operations of an expanded program. 2,048 micro-batches of 1,024 layers with 1,000 operations
 # are 2**31; at a million operations per second 2**40 would take twelve days.
@@ -45,16 +45,10 @@ def check(workload: Workload) -> None:
         blocks.find(block)
     for _, program in programs:
         for text in program.awaited:
-            if text not in program.names and awaited_name(text) not in program.names:
+            if text not in program.names and parse_after(text)[0] not in program.names:
                 raise ConfigError("after", text, "the name of an operation of its program")
     if workload.rules != "capture":  # its groups belong to the one rank that ran
         _check_groups(workload, [(number, program.groups) for number, program in programs])
-
-
-def awaited_name(after: str) -> str:
-    """Return the name in an entry of `after`: "gather" for "gather~1"."""
-    name, mark, back = after.rpartition("~")
-    return name if mark and back.isdecimal() else after
 
 
 @dataclass(slots=True)
@@ -62,22 +56,22 @@ class _Blocks:
     """Contents of blocks; each block is read once."""
 
     workload: Workload
-    _known: dict[str, _Inside] = field(default_factory=dict)
-    _above: set[str] = field(default_factory=set)
+    _contents: dict[str, _Inside] = field(default_factory=dict)
+    _parents: set[str] = field(default_factory=set)
     _checked: set[int] = field(default_factory=set)
 
     def find(self, name: str) -> _Inside:
         """Return the content of a block. Raise ConfigError."""
-        if name in self._known:
-            return self._known[name]
+        if name in self._contents:
+            return self._contents[name]
         if name not in self.workload.blocks:
             raise ConfigError("block", name, f"one of {len(self.workload.blocks)} blocks")
-        if name in self._above:
+        if name in self._parents:
             raise ConfigError("block", name, "one that does not run itself")
-        self._above.add(name)
-        self._known[name] = self._read(name)
-        self._above.discard(name)
-        return self._known[name]
+        self._parents.add(name)
+        self._contents[name] = self._read(name)
+        self._parents.discard(name)
+        return self._contents[name]
 
     def _read(self, name: str) -> _Inside:
         length = 0
@@ -115,12 +109,12 @@ class _Blocks:
             raise ConfigError("count", op.count, "a message of less than 2**63 bytes")
 
 
-def _check_groups(workload: Workload, used: list[tuple[int, frozenset[str]]]) -> None:
+def _check_groups(workload: Workload, programs: list[tuple[int, frozenset[str]]]) -> None:
     """Check that all members of a group are ranks, for every rank of the stages that use it."""
     world = workload.world_size
     per_stage = world // len(workload.stages)
     for name, group in workload.groups.items():
-        stages = {number for number, names in used if name in names}
+        stages = {number for number, names in programs if name in names}
         ranks = [range(at * per_stage, (at + 1) * per_stage) for at in sorted(stages)]
         if not _fits(group, world, ranks):
             raise ConfigError("group", group.digits, f"dimensions that fit {world} ranks")

@@ -107,7 +107,7 @@ class Layout(Axes):
 
 
 @group
-class What:
+class FrameworkChoice:
     """Framework."""
 
     framework: str | None = flag(
@@ -119,7 +119,7 @@ class What:
 
 
 @group
-class LeftOut:
+class MissingFacts:
     """What a file leaves out."""
 
     group_sizes: str | None = flag(
@@ -129,18 +129,16 @@ class LeftOut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown(Files):
+class Rows(Files):
     """Tables."""
 
     distinct: bool = flag(
-        "distinct collectives and shapes as stepmark comm and op commands",
-        "--distinct",
-        default=False,
+        "distinct collectives and shapes as stepmark comm and op commands", default=False
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(What, Model, Experts, Layout, Shown):
+class GenerateOptions(FrameworkChoice, Model, Experts, Layout, Rows):
     """Output."""
 
     to: str | None = flag("of the file [native]", "--format", "--to")
@@ -158,7 +156,7 @@ class GenerateOptions(What, Model, Experts, Layout, Shown):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions(Shown, LeftOut):
+class ShowOptions(Rows, MissingFacts):
     """Page."""
 
     file: str = flag(
@@ -169,7 +167,7 @@ class ShowOptions(Shown, LeftOut):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions(LeftOut):
+class ConvertOptions(MissingFacts):
     """Output."""
 
     file: str = flag(

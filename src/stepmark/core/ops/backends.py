@@ -1,4 +1,4 @@
-"""The backends of each operator family, and what is known not to run before a device is asked.
+"""The backends of each operator family, and limits that are known without asking a device.
 
 Without torch: plans are made in processes that do not load it. What only torch or the device
 knows is skipped on the ranks.
@@ -47,7 +47,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a device and its host can do: all that support is decided from."""
+    """Abilities of a device and its host, from which support is decided."""
 
     device_type: str  # "cuda" or "cpu"
     capability: tuple[int, int]  # (9, 0) on Hopper; (0, 0) on CPU
@@ -69,25 +69,24 @@ def unsupported(family: str, backend: str, op: Any, capabilities: Capabilities) 
 def gemm(op: Gemm, capabilities: Capabilities) -> str | None:
     if op.dtype.is_fp8:
         return _fp8(op, capabilities)
-    on_cpu = capabilities.device_type == "cpu"
-    if (reason := _tf32(op.dtype, capabilities)) is not None:
+    if (reason := tf32(op, capabilities)) is not None:
         return reason
     if _stored(op.result_dtype) != _stored(op.dtype):
         if op.result_dtype is not DType.FP32 or op.dtype not in (DType.BF16, DType.FP16):
             return f"torch.mm has no {op.result_dtype} result of {op.dtype} inputs"
-        if on_cpu:
+        if capabilities.device_type == "cpu":
             return "torch.mm writes another type than its inputs' on GPUs only"
     return None
 
 
 def _stored(dtype: DType) -> DType:
-    """TF32 is a way to multiply numbers that are stored as fp32."""
+    """Return the type in memory: TF32 only multiplies numbers that are stored as fp32."""
     return DType.FP32 if dtype is DType.TF32 else dtype
 
 
-def _tf32(dtype: DType, capabilities: Capabilities) -> str | None:
+def tf32(op: Gemm | Bmm | Mlp, capabilities: Capabilities) -> str | None:
     on_cpu = capabilities.device_type == "cpu"
-    if dtype is DType.TF32 and (on_cpu or capabilities.capability < (8, 0)):
+    if op.dtype is DType.TF32 and (on_cpu or capabilities.capability < (8, 0)):
         return "tf32 needs a GPU of compute capability 8.0 or later"
     return None
 
@@ -107,7 +106,7 @@ def _fp8(op: Gemm, capabilities: Capabilities) -> str | None:
 
 
 def grouped_gemm(op: GroupedGemm, capabilities: Capabilities) -> str | None:
-    """The grouped kernel; a loop of products runs anywhere."""
+    """Check the grouped kernel; a loop of products runs anywhere."""
     if capabilities.device_type == "cpu":
         return None
     if op.dtype is not DType.BF16:
@@ -119,14 +118,10 @@ def grouped_gemm(op: GroupedGemm, capabilities: Capabilities) -> str | None:
     return None
 
 
-def tf32(op: Bmm | Mlp, capabilities: Capabilities) -> str | None:
-    return _tf32(op.dtype, capabilities)
-
-
 def optimizer(op: Optimizer, capabilities: Capabilities) -> str | None:
     on_cpu = capabilities.device_type == "cpu"
     if on_cpu and op.kind == "sgd" and op.dtype.itemsize == 2:
-        # From 16 elements on, most come out wrong: seen in torch 2.13.0, by our check.
+        # From 16 elements on, most results are wrong, as our check found in torch 2.13.0.
         return f"torch's fused SGD computes wrong {op.dtype} updates on CPU"
     return None
 

@@ -156,8 +156,8 @@ class GroupedGemm(Operator):
         weights = [1 / (rank + 1) ** self.skew for rank in range(self.num_groups)]
         # Parts and total are summed in the same order, so the last boundary is exact.
         sums = list(itertools.accumulate(weights))
-        ends = [round(self.tokens * part / sums[-1]) for part in sums]
-        return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
+        boundaries = [0, *(round(self.tokens * part / sums[-1]) for part in sums)]
+        return tuple(end - begin for begin, end in itertools.pairwise(boundaries))
 
     @property
     def shape_text(self) -> str:
