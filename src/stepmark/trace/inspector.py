@@ -4,7 +4,7 @@ Up to format 4.2 each line has its communicator as `header`; from 4.3 on only th
 line before them has it. Sizes are per rank for collectives with a part of each rank. The
 format is that of plugins/profiler/inspector in the sources of NCCL.
 
-Over 250 lines: one format, read in one pass, and what its lines reveal to be missing.
+Over 250 lines: one format, read in one pass, and findings on its gaps.
 """
 
 import math
@@ -28,7 +28,7 @@ MAX_LINE_BYTES = 2**24
 DEFAULT_FLOOR_BYTES = 8192
 KERNEL_GPU = "kernel_gpu"  # the device's clock; the others are the host's
 
-_KNOWN = {*Collective, SEND, RECV}
+_NAMES = {*Collective, SEND, RECV}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +68,11 @@ class _Total:
 
 @dataclass(slots=True, kw_only=True)
 class _State:
-    """Everything known after some lines."""
+    """Totals of the lines read so far."""
 
     totals: dict[MessageKind, dict[str, _Total]] = field(default_factory=dict)
     # process -> communicator -> its ranks there
-    seen: dict[tuple[str, str], dict[str, set[int | None]]] = field(default_factory=dict)
+    ranks: dict[tuple[str, str], dict[str, set[int | None]]] = field(default_factory=dict)
     versions: dict[str, None] = field(default_factory=dict)
     dropped: dict[object, int] = field(default_factory=dict)
     algorithms: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -103,7 +103,7 @@ def read_inspector(paths: Sequence[Path]) -> InspectorFacts:
 
 
 def _read_lines(lines: Iterable[bytes], file: str, state: _State) -> None:
-    """Add a file's lines. Lines that are no records of the inspector are counted."""
+    """Add a file's lines; count lines that are no records of the inspector."""
     current: _Communicator | None = None
     unknown = _Communicator(id="", name="", rank=None, num_ranks=None, process=(file, ""))
     for number, line in enumerate(lines, start=1):
@@ -113,8 +113,8 @@ def _read_lines(lines: Iterable[bytes], file: str, state: _State) -> None:
         if record is None:
             state.num_unread += 1
             if len(state.unread) < 3:
-                shown = line[:100].decode("utf-8", "replace").strip()
-                state.unread.append(Evidence(file=file, line=number, text=shown))
+                text = line[:100].decode("utf-8", "replace").strip()
+                state.unread.append(Evidence(file=file, line=number, text=text))
             continue
         if isinstance(record.get("header"), dict):
             current = _communicator(record, file)
@@ -141,17 +141,17 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def _communicator(record: Mapping[str, Any], file: str) -> _Communicator:
     header, metadata = record["header"], record.get("metadata")
     process: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
-    ranks = _whole(header.get("n_ranks"))
+    num_ranks = _integer(header.get("n_ranks"))
     return _Communicator(
         id=str(header.get("id") or "")[:60],
         name=str(header.get("comm_name") or "")[:60],
-        rank=_whole(header.get("rank")),
-        num_ranks=ranks if ranks and ranks <= MAX_RANKS else None,
+        rank=_integer(header.get("rank")),
+        num_ranks=num_ranks if num_ranks and num_ranks <= MAX_RANKS else None,
         process=(str(process.get("hostname") or file)[:200], str(process.get("pid", ""))[:20]),
     )
 
 
-def _whole(value: object) -> int | None:
+def _integer(value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**60:
         return None
     return int(value)
@@ -161,8 +161,8 @@ def _add(
     state: _State, fields: Mapping[str, Any], prefix: str, communicator: _Communicator
 ) -> None:
     name = collective_named(str(fields.get(prefix) or ""))
-    size = _whole(fields.get(f"{prefix}_msg_size_bytes"))
-    if name not in _KNOWN or size is None:
+    size = _integer(fields.get(f"{prefix}_msg_size_bytes"))
+    if name not in _NAMES or size is None:
         state.num_unread += 1
         return
     kind = MessageKind(
@@ -175,16 +175,15 @@ def _add(
         message_bytes=_message_bytes(name, size, communicator.num_ranks),
     )
     source = str(fields.get(f"{prefix}_timing_source") or "")[:40]
-    one = state.totals.setdefault(kind, {}).setdefault(source, _Total())
-    one.calls += 1
+    total = state.totals.setdefault(kind, {}).setdefault(source, _Total())
+    total.calls += 1
     seconds = _microseconds(fields.get(f"{prefix}_exec_time_us"))
     if seconds is not None:
-        one.timed += 1
-        one.seconds += seconds
-    one.ranks.add((communicator.process, communicator.rank))
-    state.seen.setdefault(communicator.process, {}).setdefault(communicator.id, set()).add(
-        communicator.rank
-    )
+        total.timed += 1
+        total.seconds += seconds
+    total.ranks.add((communicator.process, communicator.rank))
+    groups = state.ranks.setdefault(communicator.process, {})
+    groups.setdefault(communicator.id, set()).add(communicator.rank)
     state.smallest = size if state.smallest is None else min(state.smallest, size)
     if algorithm := str(fields.get(f"{prefix}_algo") or "")[:20]:
         protocol = str(fields.get(f"{prefix}_proto") or "")[:20]
@@ -200,7 +199,7 @@ def _message_bytes(name: str, size: int, num_ranks: int | None) -> int | None:
 
 
 def _microseconds(value: object) -> float | None:
-    """Return seconds; 0 is a time below the resolution of one microsecond, so unknown."""
+    """Return seconds; None also for 0, a time below the resolution of one microsecond."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value / 1e6 if 0 < value < math.inf else None
@@ -211,7 +210,7 @@ def _add_stats(
 ) -> None:
     """Add totals, which are cumulative per communicator and rank: the last one counts."""
     for prefix in ("coll", "p2p"):
-        total = _whole(stats.get(f"{prefix}_dropped_total"))
+        total = _integer(stats.get(f"{prefix}_dropped_total"))
         if not total:
             continue
         key = (
@@ -227,16 +226,16 @@ def _add_stats(
 def _facts(state: _State) -> InspectorFacts:
     sources: Counter[str] = Counter()
     for by_source in state.totals.values():
-        for source, one in by_source.items():
-            sources[source] += one.calls
-    # Times of two clocks are never added: the device's, if there are any.
+        for source, total in by_source.items():
+            sources[source] += total.calls
+    # Times of two clocks are never added; the device's are preferred.
     clock = max(sources, key=lambda source: (source == KERNEL_GPU, sources[source]))
     histogram = {}
     for kind, by_source in state.totals.items():
         timed = by_source.get(clock, _Total())
-        ranks: set[object] = set().union(*(one.ranks for one in by_source.values()))
+        ranks: set[object] = set().union(*(total.ranks for total in by_source.values()))
         histogram[kind] = Tally(
-            calls=sum(one.calls for one in by_source.values()),
+            calls=sum(total.calls for total in by_source.values()),
             ranks=len(ranks),
             timed_calls=timed.timed,
             seconds=timed.seconds,
@@ -244,7 +243,7 @@ def _facts(state: _State) -> InspectorFacts:
     return InspectorFacts(
         histogram=histogram,
         # A process's ranks are those of its largest group: all groups count from 0.
-        num_ranks_seen=sum(max(map(len, groups.values())) for groups in state.seen.values()),
+        num_ranks_seen=sum(max(map(len, groups.values())) for groups in state.ranks.values()),
         timing_sources=dict(sources),
         algorithms=dict(state.algorithms),
         versions=tuple(state.versions),
@@ -266,12 +265,12 @@ def _findings(state: _State, sources: Counter[str], clock: str) -> Iterator[Find
         )
     others = {source: n for source, n in sources.items() if source != KERNEL_GPU and source}
     if others:
-        shown = ", ".join(f"{n} {source}" for source, n in others.items())
-        left_out = "" if clock != KERNEL_GPU else "; their times are left out"
+        counts = ", ".join(f"{n} {source}" for source, n in others.items())
+        left_out = "; their times are left out" if clock == KERNEL_GPU else ""
         yield Finding(
             rule="inspector-host-clock",
             severity=Severity.WARNING,
-            text=f"operations timed by the host, not by the device: {shown}{left_out}",
+            text=f"operations timed by the host, not by the device: {counts}{left_out}",
             count=sum(others.values()),
         )
     if state.num_unread:

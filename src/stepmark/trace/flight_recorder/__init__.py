@@ -1,6 +1,6 @@
 """PyTorch flight-recorder dumps: one file per rank, the last operations of each.
 
-Written by torch.distributed (FlightRecorderDetail.hpp) as a pickle or as JSON, version 1.1 to
+torch.distributed (FlightRecorderDetail.hpp) writes them as a pickle or as JSON, version 1.1 to
 2.10. This reader handles what the versions disagree on: seq_id or collective_seq_id, groups as
 mappings or lists of ranks, numbers or strings of numbers, None or 0 for unknown times.
 
@@ -39,7 +39,7 @@ _PEERS = re.compile(r"(\d{1,7})\s*(->|<-)\s*(\d{1,7})")
 # Autograd's own threads run nothing but backward passes.
 _BACKWARD_THREAD = "pt_autograd"
 # Functions of torch that run in one pass only. Checkpointing runs forward hooks again in the
-# backward pass, so a backward frame anywhere outweighs.
+# backward pass, so a backward frame anywhere decides.
 _BACKWARD = frozenset(
     (
         *("pre_backward", "_pre_backward", "post_backward", "_backward_prefetch"),
@@ -107,7 +107,7 @@ def parse(data: bytes, file: str, rank: int | None = None) -> Dump:
     groups = _groups(document.get("pg_config"))
     operations = [_operation(entry, index, file) for index, entry in enumerate(entries)]
     pairs = zip(entries, operations, strict=True)
-    ids = {parse_integer(entry.get("pg_id")): one for entry, one in pairs}
+    ids = {parse_integer(entry.get("pg_id")): operation for entry, operation in pairs}
     return Dump(
         file=file,
         rank=rank if rank is not None else parse_integer(document.get("rank")),
@@ -138,8 +138,8 @@ def _short_int(text: str) -> int:
 def _rank_of(path: Path) -> int | None:
     """Return the rank by the file's name: torch appends it to the path that it was given."""
     name = path.name.removesuffix(".gz")
-    for known in (".pickle", ".pkl", ".json", ".bin", ".txt"):
-        name = name.removesuffix(known)
+    for suffix in (".pickle", ".pkl", ".json", ".bin", ".txt"):
+        name = name.removesuffix(suffix)
     matches = (pattern.search(name) for pattern in _RANK_IN_NAME)
     return next((int(match[1]) for match in matches if match), None)
 
@@ -173,8 +173,8 @@ def _ranks(value: object) -> tuple[int, ...] | None:
     else:
         return None
     ranks = [parse_integer(part) for part in parts]
-    known = [rank for rank in ranks if rank is not None and rank >= 0]
-    return tuple(sorted(set(known))) if known and len(known) == len(ranks) else None
+    valid = [rank for rank in ranks if rank is not None and rank >= 0]
+    return tuple(sorted(set(valid))) if valid and len(valid) == len(ranks) else None
 
 
 def _status(
@@ -263,10 +263,10 @@ def _elements(dims: object) -> int | None:
     if not isinstance(dims, list | tuple) or len(dims) > 64:
         return None
     sizes = [parse_integer(dim) for dim in dims]
-    known = [size for size in sizes if size is not None and 0 <= size <= MAX_ELEMENTS]
-    if len(known) < len(sizes):
+    valid = [size for size in sizes if size is not None and 0 <= size <= MAX_ELEMENTS]
+    if len(valid) < len(sizes):
         return None
-    elements = math.prod(known)
+    elements = math.prod(valid)
     return elements if elements <= MAX_ELEMENTS else None
 
 
@@ -293,11 +293,11 @@ def _phase(thread_name: object, frames: object) -> str:
         return "backward"
     if not isinstance(frames, list | tuple):
         return ""
-    known = [frame for frame in frames[:1000] if isinstance(frame, dict)]
-    names = {str(frame.get("name")) for frame in known}
+    records = [frame for frame in frames[:1000] if isinstance(frame, dict)]
+    names = {str(frame.get("name")) for frame in records}
     if names & _BACKWARD:
         return "backward"
-    if any(_OPTIMIZER_FILE in str(frame.get("filename")) for frame in known):
+    if any(_OPTIMIZER_FILE in str(frame.get("filename")) for frame in records):
         return "optimizer"
     return "forward" if names & _FORWARD else ""
 
@@ -306,12 +306,12 @@ def _where(frames: object) -> str:
     """Return the first frame outside torch, else the innermost one."""
     if not isinstance(frames, list | tuple):
         return ""
-    known = [frame for frame in frames[:200] if isinstance(frame, dict)]
-    own = (frame for frame in known if "torch/" not in str(frame.get("filename")))
-    chosen = next(own, known[0] if known else None)
-    if chosen is None:
+    records = [frame for frame in frames[:200] if isinstance(frame, dict)]
+    own = (frame for frame in records if "torch/" not in str(frame.get("filename")))
+    caller = next(own, records[0] if records else None)
+    if caller is None:
         return ""
-    return f"{chosen.get('name')} at {chosen.get('filename')}:{chosen.get('line')}"[:200]
+    return f"{caller.get('name')} at {caller.get('filename')}:{caller.get('line')}"[:200]
 
 
 def _with_group_state(operations: Sequence[Operation]) -> list[Operation]:

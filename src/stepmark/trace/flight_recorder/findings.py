@@ -7,7 +7,7 @@ Over 250 lines: one function per finding.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from stepmark.core.finding import Evidence, Finding, Severity
 from stepmark.core.message import RECV, SEND
@@ -16,7 +16,7 @@ from stepmark.trace.flight_recorder.operations import (
     GroupDumps,
     Operation,
     Step,
-    described,
+    describe,
     evidence_of,
     groups_of,
     is_done,
@@ -27,29 +27,25 @@ from stepmark.trace.flight_recorder.operations import (
 )
 
 _CAVEAT = (
-    "a dump of a running job looks the same: it is a hang if a later dump shows the same number"
+    "A dump of a running job looks the same: it is a hang if a later dump shows the same number"
 )
 
 
 def findings(dumps: Sequence[Dump]) -> list[Finding]:
     """Return problems first, in the order of groups. One dump alone shows little."""
-    known = [dump for dump in dumps if dump.rank is not None]
-    groups = groups_of(known)
-    unsorted = [
-        *(
-            one
-            for group in groups
-            for rule in (_mismatch, _pairs, _hang)
-            for one in rule(group)
-        ),
-        *_missing(groups),
-        *(one for rule in (_lost, _watchdog, _versions) for one in rule(dumps)),
-    ]
+    groups = groups_of([dump for dump in dumps if dump.rank is not None])
+    unsorted: list[Finding] = []
+    for group in groups:
+        for group_rule in (_mismatch, _pairs, _hang):
+            unsorted += group_rule(group)
+    unsorted += _missing(groups)
+    for rule in (_lost, _watchdog, _versions):
+        unsorted += rule(dumps)
     order = [Severity.PROBLEM, Severity.WARNING, Severity.NOTE]
-    return sorted(unsorted, key=lambda one: order.index(one.severity))
+    return sorted(unsorted, key=lambda finding: order.index(finding.severity))
 
 
-def _mismatch(shared: GroupDumps) -> list[Finding]:
+def _mismatch(shared: GroupDumps) -> Iterator[Finding]:
     """Report the first number at which ranks issue different collectives."""
     numbers = sorted({number for steps in shared.steps.values() for number in steps})
     for number in numbers:
@@ -61,20 +57,23 @@ def _mismatch(shared: GroupDumps) -> list[Finding]:
             continue
         calls = sorted(by_call.values(), key=len)
         sides = "; ".join(
-            f"{ranks_text(ranks)}: {described(shared.steps[ranks[0]][number])}"
+            f"{ranks_text(ranks)}: {describe(shared.steps[ranks[0]][number])}"
             for ranks in calls[:4]
         )
         text = (
             f"{shared.label}: ranks disagree on collective {number}, {sides}. This is the "
             "first such number; the dumps do not show which side is wrong."
         )
-        shown = [_evidence(shared, ranks[0], number) for ranks in calls[:4]]
-        return [_problem("fr-mismatch", text, shown)]
-    return []
+        yield _finding(
+            "fr-mismatch",
+            text,
+            [_evidence(shared, ranks[0], number) for ranks in calls[:4]],
+        )
+        return
 
 
-def _hang(shared: GroupDumps) -> list[Finding]:
-    """Report the first collective that some rank waits for."""
+def _hang(shared: GroupDumps) -> Iterator[Finding]:
+    """Report the first collective that is not completed on every rank."""
     numbers = sorted({number for steps in shared.steps.values() for number in steps})
     for number in numbers:
         by_rank = {r: steps[number] for r, steps in shared.steps.items() if number in steps}
@@ -87,8 +86,8 @@ def _hang(shared: GroupDumps) -> list[Finding]:
             if last is not None and last < number and rank not in by_rank
         ]
         done = [rank for rank in by_rank if rank not in waiting]
-        what = described(by_rank[waiting[0]])
-        head = f"{shared.label}: collective {number}, {what}, is not completed on"
+        call = describe(by_rank[waiting[0]])
+        head = f"{shared.label}: collective {number}, {call}, is not completed on"
         text = f"{head} {ranks_text(waiting)} ({_states(by_rank, waiting)})"
         if absent:
             text += f" and was not enqueued by {ranks_text(absent)}, which it waits for"
@@ -96,41 +95,42 @@ def _hang(shared: GroupDumps) -> list[Finding]:
             text += f", but is on {ranks_text(done)}"
         else:
             text += "; every rank with a dump has enqueued it"
-        gone = set(shared.group.ranks or ()) - shared.steps.keys()
-        if gone and not absent:
-            text += f"; {ranks_text(gone)}, without a dump, may not have"
-        shown = [_evidence(shared, rank, number) for rank in waiting[:3]]
-        shown += [_last(shared, rank) for rank in absent[:3]]
-        text = f"{text}. {_CAVEAT.capitalize()}."
-        if done and not absent:
-            # All have arrived and some have completed: the others' states may only be late.
-            return [_finding(Severity.WARNING, "fr-not-completed", text, shown)]
-        rule = "fr-hang" if absent else "fr-not-completed"
-        return [_problem(rule, text, shown)]
-    return []
+        unreported = set(shared.group.ranks or ()) - shared.steps.keys()
+        if unreported and not absent:
+            text += f"; {ranks_text(unreported)}, without a dump, may not have"
+        evidence = [_evidence(shared, rank, number) for rank in waiting[:3]]
+        evidence += [_last(shared, rank) for rank in absent[:3]]
+        # Where all have enqueued it and some have completed it, states may only be late.
+        is_late = done and not absent
+        yield _finding(
+            "fr-hang" if absent else "fr-not-completed",
+            f"{text}. {_CAVEAT}.",
+            evidence,
+            Severity.WARNING if is_late else Severity.PROBLEM,
+        )
+        return
 
 
 def _states(by_rank: dict[int, Step], waiting: Sequence[int]) -> str:
     """Return the states; without TORCH_NCCL_ENABLE_TIMING nothing records a start."""
     states = Counter(
-        next(one.state for one in by_rank[rank] if not one.is_done) or "no state"
+        next(op.state for op in by_rank[rank] if not op.is_done) or "no state"
         for rank in waiting
     )
-    shown = ", ".join(states)
-    return f"{shown}: it may have started unrecorded" if set(states) == {"scheduled"} else shown
+    names = ", ".join(states)
+    return f"{names}: it may have started unrecorded" if set(states) == {"scheduled"} else names
 
 
-def _pairs(shared: GroupDumps) -> list[Finding]:
+def _pairs(shared: GroupDumps) -> Iterator[Finding]:
     """Compare the n-th send of a pair with the n-th receive, where both dumps are complete."""
     ranks = shared.group.ranks
     if ranks is None:
-        return []
+        return
     sides: dict[tuple[int, int], dict[str, list[Operation]]] = {}
     for dump in shared.dumps.values():
-        for one in dump.operations:
-            if one.group == shared.group.name and one.kind in (SEND, RECV) and one.peers:
-                sides.setdefault(one.peers, {}).setdefault(one.kind, []).append(one)
-    findings = []
+        for op in dump.operations:
+            if op.group == shared.group.name and op.kind in (SEND, RECV) and op.peers:
+                sides.setdefault(op.peers, {}).setdefault(op.kind, []).append(op)
     for pair, by_kind in sides.items():
         if max(pair) >= len(ranks):
             continue
@@ -138,119 +138,116 @@ def _pairs(shared: GroupDumps) -> list[Finding]:
         if not source or not destination or source.num_lost or destination.num_lost:
             continue
         sends, receives = by_kind.get(SEND, []), by_kind.get(RECV, [])
-        findings += _pair(shared, (source, destination), sends, receives)
-    return findings
+        yield from _pair(shared.label, source, destination, sends, receives)
 
 
 def _pair(
-    shared: GroupDumps,
-    ends: tuple[Dump, Dump],
+    label: str,
+    source: Dump,
+    destination: Dump,
     sends: Sequence[Operation],
     receives: Sequence[Operation],
-) -> list[Finding]:
-    source, destination = ends
-    way = f"{shared.label}: rank {source.rank} to rank {destination.rank}"
+) -> Iterator[Finding]:
+    way = f"{label}: rank {source.rank} to rank {destination.rank}"
     for index, (sent, received) in enumerate(zip(sends, receives, strict=False), start=1):
         left, right = total(sent.inputs), total(received.outputs)
         if left is not None and right is not None and left != right:
             sizes = f"sent as {_side(sent)}, received as {_side(received)}"
-            text = f"{way}: transfer {index} is {sizes}"
-            shown = [evidence_of(source, sent), evidence_of(destination, received)]
-            return [_problem("fr-mismatch", text, shown)]
+            evidence = [evidence_of(source, sent), evidence_of(destination, received)]
+            yield _finding("fr-mismatch", f"{way}: transfer {index} is {sizes}", evidence)
+            return
     extra = sends[len(receives) :] or receives[len(sends) :]
-    waiting = [one for one in extra if not one.is_done]
+    waiting = [op for op in extra if not op.is_done]
     if not waiting:
-        return []
+        return
     is_send = len(sends) > len(receives)
     dump, other = (source, destination) if is_send else (destination, source)
     text = (
         f"{way}: {len(sends)} sends, {len(receives)} receives; rank {dump.rank} waits for "
-        f"rank {other.rank}. {_CAVEAT.capitalize()}."
+        f"rank {other.rank}. {_CAVEAT}."
     )
-    return [_problem("fr-hang", text, [evidence_of(dump, waiting[0])])]
+    yield _finding("fr-hang", text, [evidence_of(dump, waiting[0])])
 
 
-def _side(one: Operation) -> str:
-    shapes = one.inputs if one.kind == SEND else one.outputs
+def _side(op: Operation) -> str:
+    shapes = op.inputs if op.kind == SEND else op.outputs
     return ", ".join(f"{elements} {word}" for elements, word in (shapes or ())[:3])
 
 
-def _missing(groups: Sequence[GroupDumps]) -> list[Finding]:
+def _missing(groups: Sequence[GroupDumps]) -> Iterator[Finding]:
     """Report ranks of the groups without a dump."""
     present = {rank for shared in groups for rank in shared.dumps}
-    wanted = {rank for shared in groups for rank in shared.group.ranks or ()}
-    gone = wanted - present
-    if not gone:
-        return []
-    many = f"{len(gone)} of {len(wanted)}"
-    text = f"no dump of {ranks_text(gone)}, {many}: their progress is unknown"
-    return [_finding(Severity.NOTE, "fr-missing-dump", text, (), len(gone))]
+    members = {rank for shared in groups for rank in shared.group.ranks or ()}
+    absent = members - present
+    if absent:
+        count = f"{len(absent)} of {len(members)}"
+        text = f"no dump of {ranks_text(absent)}, {count}: their progress is unknown"
+        yield _finding("fr-missing-dump", text, (), Severity.NOTE, len(absent))
 
 
-def _lost(dumps: Sequence[Dump]) -> list[Finding]:
-    short = [dump for dump in dumps if dump.num_lost]
-    if not short:
-        return []
-    most = max(dump.num_lost for dump in short)
+def _lost(dumps: Sequence[Dump]) -> Iterator[Finding]:
+    incomplete = [dump for dump in dumps if dump.num_lost]
+    if not incomplete:
+        return
+    most = max(dump.num_lost for dump in incomplete)
     text = (
-        f"the ring buffer of {len(short)} of {len(dumps)} dumps lost its beginning, up to "
+        f"the ring buffer of {len(incomplete)} of {len(dumps)} dumps lost its beginning, up to "
         f"{most} operations: counts are not of the whole job (TORCH_FR_BUFFER_SIZE)"
     )
-    shown = tuple(
+    evidence = [
         Evidence(file=dump.file, line=0, text=f"first record_id {dump.num_lost}")
-        for dump in short[:3]
-    )
-    return [_finding(Severity.WARNING, "fr-wrapped", text, shown, len(short))]
+        for dump in incomplete[:3]
+    ]
+    yield _finding("fr-wrapped", text, evidence, Severity.WARNING, len(incomplete))
 
 
-def _watchdog(dumps: Sequence[Dump]) -> list[Finding]:
-    """Report where pg_status, which holds what the watchdog knew, is out of date."""
+def _watchdog(dumps: Sequence[Dump]) -> Iterator[Finding]:
+    """Report where pg_status, which the watchdog updates, is out of date."""
     behind = [
-        one
-        for one in progress(dumps)
-        if one.watchdog_completed is not None
-        and one.last_completed is not None
-        and one.watchdog_completed < one.last_completed
+        entry
+        for entry in progress(dumps)
+        if entry.watchdog_completed is not None
+        and entry.last_completed is not None
+        and entry.watchdog_completed < entry.last_completed
     ]
     if not behind:
-        return []
+        return
     text = (
         "pg_status lags: its last completed collective is behind the states of the entries, "
         "which were looked up for the dump; stepmark uses the states"
     )
-    shown = tuple(
+    evidence = [
         Evidence(
-            file=one.file,
+            file=entry.file,
             line=0,
-            text=f"last_completed_collective {one.watchdog_completed}, state completed up to "
-            f"{one.last_completed}",
+            text=f"last_completed_collective {entry.watchdog_completed}, state completed up to "
+            f"{entry.last_completed}",
         )
-        for one in behind[:3]
-    )
-    return [_finding(Severity.NOTE, "fr-status-lags", text, shown, len(behind))]
+        for entry in behind[:3]
+    ]
+    yield _finding("fr-status-lags", text, evidence, Severity.NOTE, len(behind))
 
 
-def _versions(dumps: Sequence[Dump]) -> list[Finding]:
+def _versions(dumps: Sequence[Dump]) -> Iterator[Finding]:
     by_version: dict[str, list[Dump]] = {}
     for dump in dumps:
         if dump.nccl:
             by_version.setdefault(dump.nccl, []).append(dump)
-    if len(by_version) < 2:
-        return []
-    text = f"ranks use different NCCL versions: {', '.join(sorted(by_version))}"
-    shown = tuple(
-        Evidence(file=users[0].file, line=0, text=f"comm_lib_version {version}")
-        for version, users in by_version.items()
-    )
-    return [_finding(Severity.WARNING, "fr-versions", text, shown[:4])]
-
-
-def _problem(rule: str, text: str, evidence: Sequence[Evidence]) -> Finding:
-    return _finding(Severity.PROBLEM, rule, text, evidence)
+    if len(by_version) > 1:
+        text = f"ranks use different NCCL versions: {', '.join(sorted(by_version))}"
+        evidence = [
+            Evidence(file=users[0].file, line=0, text=f"comm_lib_version {version}")
+            for version, users in by_version.items()
+        ]
+        yield _finding("fr-versions", text, evidence[:4], Severity.WARNING)
 
 
 def _finding(
-    severity: Severity, rule: str, text: str, evidence: Sequence[Evidence], count: int = 1
+    rule: str,
+    text: str,
+    evidence: Sequence[Evidence],
+    severity: Severity = Severity.PROBLEM,
+    count: int = 1,
 ) -> Finding:
     return Finding(
         rule=rule, severity=severity, text=text, evidence=tuple(evidence), count=count

@@ -13,7 +13,7 @@ from stepmark.core.units import format_bytes
 
 _COLLECTIVES: dict[str, Collective] = {
     **dict.fromkeys(
-        # A barrier of NCCL is an all-reduce of one element.
+        # NCCL's barrier is an all-reduce of one element.
         ("all_reduce", "allreduce_coalesced", "all_reduce_sparse", "all_reduce_barrier"),
         Collective.ALL_REDUCE,
     ),
@@ -40,7 +40,7 @@ _COLLECTIVES: dict[str, Collective] = {
     "scatter": Collective.SCATTER,
     "barrier": Collective.BARRIER,
 }
-# Bytes of an element of types that NCCL has no name for but torch sends as bytes or pairs.
+# Element size of types that NCCL does not name; torch sends them as bytes or pairs.
 _OTHER_TYPES = {"bool": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "short": 2, "uint16": 2}
 _OTHER_TYPES |= {"complexhalf": 4, "complexfloat": 8, "complexdouble": 16}
 
@@ -61,7 +61,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """State of a group as its watchdog knew it, which lags behind the entries."""
+    """State of a group as its watchdog recorded it, which lags behind the entries."""
 
     enqueued: int | None
     started: int | None
@@ -173,10 +173,10 @@ def num_bytes(shapes: Shapes | None) -> int | None:
         return None
     total = 0
     for elements, name in shapes:
-        known = dtype_of(name)
-        if known is None:
+        dtype = dtype_of(name)
+        if dtype is None:
             return None
-        total += elements * known[1]
+        total += elements * dtype[1]
     return total
 
 
@@ -212,8 +212,8 @@ def _bare_markers(dumps: Sequence[Dump]) -> int:
     """Return the number of groups without parts: before version 2.7 parts left no entry."""
     count = 0
     for dump in dumps:
-        with_parts = {one.step for one in dump.operations if not one.is_marker}
-        count += sum(one.is_marker and one.step not in with_parts for one in dump.operations)
+        with_parts = {op.step for op in dump.operations if not op.is_marker}
+        count += sum(op.is_marker and op.step not in with_parts for op in dump.operations)
     return count
 
 
@@ -229,7 +229,7 @@ def message_kind(operation: Operation, group: Group) -> MessageKind | str:
     if sent is None and received is None:
         return "operations without sizes or types"
     shapes = operation.inputs or operation.outputs or ()
-    types = {known[0] for _, word in shapes if (known := dtype_of(word))}
+    types = {pair[0] for _, word in shapes if (pair := dtype_of(word))}
     dtype = types.pop() if len(types) == 1 else ""
     sent, received = sent or 0, received or 0
     is_uneven = ranks is not None and (sent != received or sent % ranks != 0)
@@ -261,7 +261,7 @@ class Progress:
     first: int | None  # in the buffer
     last_enqueued: int | None
     last_completed: int | None  # by the states of the entries
-    watchdog_completed: int | None  # as the watchdog last knew, which is earlier
+    watchdog_completed: int | None  # as the watchdog last recorded, which is earlier
     lost: int  # operations of the rank's ring buffer, over all groups
     file: str
 
@@ -284,15 +284,15 @@ def progress(dumps: Sequence[Dump]) -> list[Progress]:
     """Return one line per rank and group that has entries."""
     lines = []
     for dump in dumps:
-        for name in dict.fromkeys(one.group for one in dump.operations):
-            every = [one for one in dump.operations if one.group == name]
-            steps, status = steps_of(every), dump.status.get(name)
+        for name in dict.fromkeys(op.group for op in dump.operations):
+            operations = [op for op in dump.operations if op.group == name]
+            steps, status = steps_of(operations), dump.status.get(name)
             done = [number for number, step in steps.items() if is_done(step)]
             lines.append(
                 Progress(
                     rank=dump.rank,
-                    group=f"{name} {dump.group_of(every[0]).description}".strip(),
-                    operations=len(every),
+                    group=f"{name} {dump.group_of(operations[0]).description}".strip(),
+                    operations=len(operations),
                     first=min(steps, default=None),
                     last_enqueued=max(steps, default=None),
                     last_completed=max(done, default=None),
@@ -312,9 +312,9 @@ def ranks_text(ranks: Iterable[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    shown = [f"{low}" if low == high else f"{low}-{high}" for low, high in spans[:12]]
+    texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in spans[:12]]
     many = len(spans) > 1 or any(low != high for low, high in spans)
-    return f"rank{'s' if many else ''} {', '.join(shown)}{', ...' if len(spans) > 12 else ''}"
+    return f"rank{'s' if many else ''} {', '.join(texts)}{', ...' if len(spans) > 12 else ''}"
 
 
 def groups_of(dumps: Sequence[Dump]) -> list[GroupDumps]:
@@ -322,19 +322,19 @@ def groups_of(dumps: Sequence[Dump]) -> list[GroupDumps]:
     shared_by_key: dict[tuple[str, tuple[int, ...] | None], GroupDumps] = {}
     for dump in dumps:
         assert dump.rank is not None
-        names = {one.group: dump.group_of(one) for one in dump.operations}
+        names = {op.group: dump.group_of(op) for op in dump.operations}
         names |= {n: group for n, group in dump.groups.items() if n and n not in names}
         for name, group in names.items():
             if group.ranks is not None and dump.rank not in group.ranks:
                 continue
-            steps = steps_of(one for one in dump.operations if one.group == name)
+            steps = steps_of(op for op in dump.operations if op.group == name)
             status = dump.status.get(name)
-            ends = [*steps, *([status.enqueued] if status and status.enqueued else [])]
+            numbers = [*steps, *([status.enqueued] if status and status.enqueued else [])]
             unknown = None if dump.num_lost else 0
             new = GroupDumps(group=group, steps={}, enqueued={}, dumps={})
             shared = shared_by_key.setdefault((name, group.ranks), new)
             shared.steps[dump.rank] = steps
-            shared.enqueued[dump.rank] = max(ends, default=unknown)
+            shared.enqueued[dump.rank] = max(numbers, default=unknown)
             shared.dumps[dump.rank] = dump
     return list(shared_by_key.values())
 
@@ -342,33 +342,33 @@ def groups_of(dumps: Sequence[Dump]) -> list[GroupDumps]:
 def steps_of(operations: Iterable[Operation]) -> dict[int, Step]:
     """Return collectives by number, without transfers of pairs."""
     steps: dict[int, Step] = {}
-    for one in operations:
-        if one.sequence is not None and not one.is_p2p:
-            steps[one.sequence] = (*steps.get(one.sequence, ()), one)
+    for op in operations:
+        if op.sequence is not None and not op.is_p2p:
+            steps[op.sequence] = (*steps.get(op.sequence, ()), op)
     return steps
 
 
 def is_done(step: Step) -> bool:
-    return all(one.is_done for one in step)
+    return all(op.is_done for op in step)
 
 
 def signature(step: Step) -> tuple[object, ...]:
     """Return what must agree on all ranks, without what may differ by rank."""
-    return tuple(_agreed(one) for one in step if not one.is_marker)
+    return tuple(_agreed(op) for op in step if not op.is_marker)
 
 
-def _agreed(one: Operation) -> tuple[object, ...]:
-    name = collective_of(one.kind) or one.kind
-    inputs, outputs = one.inputs or None, one.outputs or None
+def _agreed(op: Operation) -> tuple[object, ...]:
+    name = collective_of(op.kind) or op.kind
+    inputs, outputs = op.inputs or None, op.outputs or None
     if name in (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V):
         return name, {word for _, word in inputs or ()} == {word for _, word in outputs or ()}
     if name in (Collective.GATHER, Collective.REDUCE):
         return name, inputs
     if name in (Collective.SCATTER, Collective.BROADCAST):
         return name, outputs
-    if one.kind.endswith("_v"):  # uneven parts: what a rank adds, or keeps, is its own
+    if op.kind.endswith("_v"):  # each rank's part has its own size
         return name, total(outputs if name == Collective.ALL_GATHER else inputs)
-    if one.kind.endswith("_coalesced"):
+    if op.kind.endswith("_coalesced"):
         return name, inputs, outputs
     # NCCL sees elements, not shapes: [2, 3] and [3, 2] are the same message to it.
     return name, total(inputs), total(outputs)
@@ -381,20 +381,21 @@ def total(shapes: object) -> object:
     return sum(elements for elements, _ in shapes), tuple(sorted(words))
 
 
-def described(step: Step) -> str:
+def describe(step: Step) -> str:
+    """Return e.g. 'all_reduce of 1024 Float (4 KiB)'."""
     words = []
-    for one in step[:3]:
-        sizes = one.inputs or one.outputs or ()
+    for op in step[:3]:
+        sizes = op.inputs or op.outputs or ()
         tensors = ", ".join(f"{elements} {word}" for elements, word in sizes[:3])
-        total = num_bytes(one.inputs or one.outputs)
+        total = num_bytes(op.inputs or op.outputs)
         size = f" ({format_bytes(total)})" if total else ""
-        name = collective_of(one.kind) or one.kind
+        name = collective_of(op.kind) or op.kind
         words.append(f"{name} of {tensors or 'no tensor'}{size}")
     return " + ".join(words) + (f" + {len(step) - 3} more" if len(step) > 3 else "")
 
 
-def evidence_of(dump: Dump, one: Operation) -> Evidence:
-    where = f", {one.where}" if one.where else ""
-    number = "" if one.sequence is None else f" {one.sequence}"
-    text = f"rank {dump.rank}:{number} {described((one,))}, {one.state or 'no state'}{where}"
+def evidence_of(dump: Dump, op: Operation) -> Evidence:
+    number = "" if op.sequence is None else f" {op.sequence}"
+    where = f", {op.where}" if op.where else ""
+    text = f"rank {dump.rank}:{number} {describe((op,))}, {op.state or 'no state'}{where}"
     return Evidence(file=dump.file, line=0, text=text)

@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from stepmark.core.errors import ConfigError
 
-# Of pickletools.opcodes, those that make None, bool, int, float, str, bytes, tuple, list, dict
-# and set, and those that move such values around.
+# Opcodes that make None, bool, int, float, str, bytes, tuple, list, dict and set, and those
+# that move such values around.
 _PLAIN = frozenset(
     (
         *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP", "MEMOIZE", "PUT"),
@@ -27,8 +27,8 @@ _PLAIN = frozenset(
     )
 )
 _NAMES_A_CLASS = ("GLOBAL", "INST")
-MAX_LONG_BYTES = 64  # no honest field is a longer integer
-# What the standard library raises for a file that is no pickle.
+MAX_LONG_BYTES = 64  # no field of a dump is a longer integer
+# The standard library raises these for a file that is no pickle.
 _MALFORMED = (
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError),
     *(AttributeError, OverflowError, MemoryError, RecursionError),
@@ -36,7 +36,7 @@ _MALFORMED = (
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """A second guard, should a class pass the check of the opcodes."""
+    """Refuse classes again, in case one passes the check of the opcodes."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise _foreign(f"{module_name}.{global_name}")
@@ -63,7 +63,7 @@ def load(data: bytes, file: str) -> object:
 
 def _check(data: bytes) -> None:
     """Refuse before running. Raises ConfigError, or ValueError for what is no pickle."""
-    texts: list[str] = []  # the last two strings: what STACK_GLOBAL takes
+    texts: list[str] = []  # the last two strings: the operands of STACK_GLOBAL
     for num_ops, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         name = opcode.name
         if name in _NAMES_A_CLASS:
@@ -81,5 +81,5 @@ def _check(data: bytes) -> None:
             raise ValueError("an integer of excessive length")
 
 
-def _foreign(what: str) -> ConfigError:
-    return ConfigError("pickle", what, "plain values only, no class: nothing was run")
+def _foreign(name: str) -> ConfigError:
+    return ConfigError("pickle", name, "plain values only, no class: nothing was run")

@@ -1,4 +1,4 @@
-"""Debug logs of NCCL and RCCL (NCCL_DEBUG=INFO or TRACE), of any size, as facts.
+"""Read debug logs of NCCL and RCCL (NCCL_DEBUG=INFO or TRACE), of any size, as facts.
 
 Files are read once, in blocks. A line of a call is looked up by what does not change from call
 to call (writer, collective, count to communicator), so it is parsed once; other lines are
@@ -66,7 +66,7 @@ class _Reader:
     def __init__(self) -> None:
         self.collector = Collector()
         self.num_lines = 0
-        # Lines that were parsed once are counted by these.
+        # Counters of lines that were parsed once.
         self._counters: dict[bytes, CallCounter] = {}
         self._choices: dict[bytes, list[int]] = {}
         self._writers: dict[bytes, Writer] = {}
@@ -143,7 +143,7 @@ class _Reader:
         self._has_messages = self._has_messages or has_ignored
 
     def _parse(self, line: bytes, number: int, following: bytes) -> None:
-        """Read a line that no counter knows."""
+        """Read a line that has no counter yet."""
         line = unstamped(line.rstrip(b"\r"))
         parts = segments(line[:MAX_LINE_BYTES])
         for part in parts:
@@ -247,7 +247,7 @@ class _Reader:
         counter[0] += 1
         if len(self._choices) >= _MAX_CACHED:
             self._choices.clear()
-        # A time in the line differs from call to call as little as its size does.
+        # A time in the line is constant for a size.
         self._choices[line] = counter
 
     def _api_call(self, line: bytes, at: int, number: int) -> None:
@@ -354,7 +354,7 @@ _HANDLERS: dict[str, Callable[[Collector, LogMessage], None]] = {
     "NVLS": _nvls,
 }
 
-# First words of frequent lines without a fact that is kept.
+# First words of frequent lines that state no fact of use here.
 _IGNORED = frozenset(
     {
         *(b"New", b"Connected", b"Allocated", b"UDS", b"Imported", b"Tree", b"===", b"+"),

@@ -76,7 +76,7 @@ class OccurrenceCounter:
 
 @dataclass(slots=True)
 class LinkLines:
-    """Lines of a connection: of its sending side, of its receiving side, and the first."""
+    """Number of lines of a connection's sending and receiving side, and the first line."""
 
     first: LogMessage
     sides: list[int] = field(default_factory=lambda: [0, 0])
@@ -90,7 +90,7 @@ SimilarTable = dict[str, tuple[str, OccurrenceCounter]]
 
 
 class Collector:
-    """Everything that the handlers of lines have recorded so far."""
+    """All facts that the handlers of lines have recorded so far."""
 
     def __init__(self) -> None:
         self.communicators = CommunicatorTable()
@@ -115,7 +115,7 @@ class Collector:
         self.gpudirect: dict[GpuDirect, OccurrenceCounter] = {}
 
     def count(self, table: dict[Key, OccurrenceCounter], key: Key, message: LogMessage) -> None:
-        """Count a line under what it states."""
+        """Count a line of the fact `key`."""
         table.setdefault(key, OccurrenceCounter()).add(message)
 
     def count_similar(self, table: SimilarTable, message: LogMessage) -> None:
@@ -142,7 +142,7 @@ class Collector:
         self.count(self.gpudirect, use, message)
 
     def result(self, files: Sequence[Path], num_lines: int, num_ranks: int | None) -> LogFacts:
-        """Return everything, once the last line was read."""
+        """Return all facts, after the last line was read."""
         handles = [handle for handle in self.communicators.handles if handle.is_known]
         mismatches, behind = mismatch.compare_sequences(handles, self.calls, files)
         messages, num_rounded = histogram_of(handles, self.calls, num_ranks)
@@ -176,30 +176,28 @@ class Collector:
 
     def _transports(self, communicators: Sequence[Communicator]) -> tuple[Transport, ...]:
         hosts = {
-            one.key: {member.rank: member.host for member in one.members}
-            for one in communicators
+            group.key: {member.rank: member.host for member in group.members}
+            for group in communicators
         }
-        nodes = {one.key: one.num_nodes for one in communicators}
+        nodes = {group.key: group.num_nodes for group in communicators}
         # Every process of a communicator logs its own side of a link.
         joined: dict[tuple[str, Link], LinkLines] = {}
         for (index, link), lines in self.links.items():
             key = (self.communicators.handles[index].key, link)
             total = joined.setdefault(key, LinkLines(lines.first))
-            total.sides = [
-                one + other for one, other in zip(total.sides, lines.sides, strict=True)
-            ]
+            total.sides = [sum(pair) for pair in zip(total.sides, lines.sides, strict=True)]
         transports = []
         for (communicator, link), lines in joined.items():
             host_of = hosts.get(communicator, {})
             target = None if link.target is None else host_of.get(link.target)
-            ends = (host_of.get(link.source), target)
+            link_hosts = (host_of.get(link.source), target)
             transports.append(
                 Transport(
                     communicator=communicator,
                     kind=link.kind,
                     source=link.source,
                     target=link.target,
-                    same_host=_same_host(link.kind, ends, nodes.get(communicator)),
+                    same_host=_same_host(link.kind, link_hosts, nodes.get(communicator)),
                     channels=lines.channels,
                     gdrdma=link.gdrdma,
                     pxn=link.pxn,
@@ -227,10 +225,10 @@ def _results(table: Mapping[Key, OccurrenceCounter]) -> dict[Key, Occurrences]:
 
 
 def _same_host(
-    kind: str, ends: tuple[str | None, str | None], nodes: int | None
+    kind: str, hosts: tuple[str | None, str | None], nodes: int | None
 ) -> bool | None:
     if kind == "SHM" or (kind.startswith("P2P/") and kind != "P2P/MNNVL") or nodes == 1:
         return True
     if kind.startswith("COLLNET/"):
         return False
-    return None if None in ends else ends[0] == ends[1]
+    return None if None in hosts else hosts[0] == hosts[1]

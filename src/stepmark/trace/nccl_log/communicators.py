@@ -19,8 +19,9 @@ from stepmark.core.log_facts import (
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.trace.nccl_log.lines import (
     DTYPES,
+    FIRST,
     NAMES_OF,
-    UNKNOWN,
+    OTHER,
     Call,
     Calls,
     CallSequence,
@@ -31,12 +32,12 @@ from stepmark.trace.nccl_log.lines import (
 
 @dataclass(slots=True, eq=False)
 class CommHandle:
-    """A communicator as one process knows it: its pointer, and what lines state of it."""
+    """A communicator in one process: its pointer, and what its log lines state."""
 
     process: str
     host: str
     pointer: str
-    order: int  # of all, from 0
+    order: int  # of first mention, from 0
     rank: int | None = None
     num_ranks: int | None = None
     comm_id: str | None = None
@@ -64,7 +65,7 @@ class CommHandle:
 
     @property
     def sequence(self) -> CallSequence:
-        """Calls. With NCCL_DEBUG=TRACE each has a line of both kinds: only one is counted."""
+        """The calls. With NCCL_DEBUG=TRACE each has lines of both kinds: one is counted."""
         return self.coll if self.coll.counters else self.api
 
     @property
@@ -82,7 +83,7 @@ class CommunicatorTable:
         self._latest: dict[tuple[str, int | None], CommHandle] = {}
 
     def of(self, message: LogMessage, pointer: str) -> CommHandle:
-        """Return the one a line names. Without a process, the pointer's only owner is meant."""
+        """Return the communicator of a line; without a process, that of the only owner."""
         process = message.process
         owners = self._owners.get(pointer, set())
         if not process and len(owners) == 1:
@@ -95,7 +96,7 @@ class CommunicatorTable:
         return handle
 
     def start(self, message: LogMessage, pointer: str, comm_id: str | None) -> CommHandle:
-        """Return the one that begins with this line: a new one where the pointer was in use."""
+        """Return the communicator that starts here: a new one if the pointer was in use."""
         old = self._live.get((message.process, pointer))
         if old is not None and (old.completed or old.comm_id not in (None, comm_id)):
             self._add(message.process, message.host, pointer)
@@ -104,17 +105,17 @@ class CommunicatorTable:
         return handle
 
     def latest(self, message: LogMessage) -> CommHandle | None:
-        """Return the one that the line's process and device named last; links name none."""
+        """Return the one that this process and device named last; lines of links name none."""
         return self._latest.get((message.process, message.device)) or self._latest.get(
             (message.process, None)
         )
 
     def with_rank(self, message: LogMessage, rank: int, num_ranks: int) -> CommHandle | None:
-        """Return the last one of the line's process with this rank of so many."""
-        wanted = (message.process, rank, num_ranks)
+        """Return the last one of the line's process with this rank and size."""
+        key = (message.process, rank, num_ranks)
         latest = self.latest(message)
         for handle in ([latest] if latest else []) + self.handles[::-1]:
-            if (handle.process, handle.rank, handle.num_ranks) == wanted:
+            if (handle.process, handle.rank, handle.num_ranks) == key:
                 return handle
         return None
 
@@ -138,7 +139,8 @@ def communicators_of(handles: Sequence[CommHandle]) -> tuple[Communicator, ...]:
 def _communicator(key: str, handles: Sequence[CommHandle]) -> Communicator:
     num_ranks = _first(handle.num_ranks for handle in handles)
     num_nodes = _first(handle.num_nodes for handle in handles)
-    if num_nodes is None and num_ranks and _has_all_ranks(handles, num_ranks):
+    ranks = {handle.rank for handle in handles}
+    if num_nodes is None and len(ranks) == num_ranks and ranks == set(range(len(ranks))):
         num_nodes = len({handle.host for handle in handles})
     rings: dict[tuple[int, ...], int] = {}
     for handle in handles:
@@ -164,7 +166,7 @@ def _communicator(key: str, handles: Sequence[CommHandle]) -> Communicator:
                 completed=handle.completed or bool(handle.sequence.counters),
                 init=handle.init,
             )
-            for handle in sorted(handles, key=lambda one: -1 if one.rank is None else one.rank)
+            for handle in sorted(handles, key=lambda h: -1 if h.rank is None else h.rank)
         ),
         rings=tuple(rings.items()),
         num_trees=_first(handle.num_trees for handle in handles),
@@ -172,12 +174,6 @@ def _communicator(key: str, handles: Sequence[CommHandle]) -> Communicator:
         graphs=tuple(dict.fromkeys(graphs)),
         known_by_id=handles[0].comm_id is not None,
     )
-
-
-def _has_all_ranks(handles: Sequence[CommHandle], num_ranks: int) -> bool:
-    ranks = {handle.rank for handle in handles}
-    known = {rank for rank in ranks if rank is not None}
-    return len(known) == len(ranks) == num_ranks == max(known) + 1
 
 
 def _first(values: Iterable[int | None]) -> int | None:
@@ -191,22 +187,22 @@ def histogram_of(
 
     phase: PyTorch runs the backward pass in a thread of its own (autograd's), so where a
     process issued calls both from its first thread and from another, the first thread's are
-    "forward" (including the optimizer's) and the others' "backward". A process whose calls come
-    from one side alone proves nothing: "".
+    "forward" (including the optimizer's) and the others' "backward". It is "" where all calls
+    of a process come from one of the two.
     """
     threads: dict[str, set[int]] = {}
     for handle in handles:
-        known = {key % 3 for key in handle.sequence.counters if key % 3 != UNKNOWN}
-        threads.setdefault(handle.process, set()).update(known)
+        own = threads.setdefault(handle.process, set())
+        own.update(key % 3 for key in handle.sequence.counters)
     counts: Counter[MessageKind] = Counter()
     ranks: Counter[MessageKind] = Counter()
     num_rounded = 0
     for handle in handles:
         kinds = set()
         for key, counter in handle.sequence.counters.items():
-            has_both = len(threads[handle.process]) == 2 and handle.process
+            has_both = threads[handle.process] >= {FIRST, OTHER} and handle.process
             phase = ("backward", "forward", "")[key % 3] if has_both else ""
-            call = calls.listed[key // 3]
+            call = calls.kinds[key // 3]
             kind = _message_kind(call, handle, phase, handle.num_ranks or num_ranks)
             if kind is None:
                 calls.unread += counter.calls
@@ -251,7 +247,7 @@ _OLD_HEAD = re.compile(r"(\w+)/ *(\w+)")
 
 
 class PredictionTable:
-    """The printed table: a head names algorithms, three to a block; then rows."""
+    """The tuner's printed table: headings name algorithms, three to a block; then rows."""
 
     def __init__(self) -> None:
         self.cells: dict[tuple[str, str, str, str], Prediction] = {}
@@ -297,7 +293,7 @@ class TuningChoices:
         self._counts: dict[tuple[str, str], list[int]] = {}
 
     def counter(self, message: LogMessage) -> list[int] | None:
-        """Return the counter of such lines of this process; None if the line is no choice."""
+        """Return the counter of equal lines of this process; None if the line is no choice."""
         if _CHOICE.match(message.text) is None:
             return None
         return self._counts.setdefault((message.process, message.text), [0])
@@ -305,7 +301,7 @@ class TuningChoices:
     def result(
         self, handles: Sequence[CommHandle], calls: Calls, num_ranks: int | None
     ) -> tuple[Choice, ...]:
-        """Return all choices; ranks are those of calls of equal size, if these agree."""
+        """Return all choices. The number of ranks is that of calls of equal size, if unique."""
         by_size, by_process = _ranks(handles, calls)
         counts: dict[Choice, int] = {}
         for (process, text), (count,) in self._counts.items():
@@ -314,9 +310,9 @@ class TuningChoices:
             choice = _choice(match)
             place = (process, choice.collective, choice.printed_bytes)
             ranks = by_size.get(place) or by_process.get(process) or {num_ranks}
-            known = next(iter(ranks)) if len(ranks) == 1 else None
+            agreed_ranks = next(iter(ranks)) if len(ranks) == 1 else None
             if match[6] is None:  # a line with a time has the size of the message
-                size = message_bytes(choice.collective, choice.printed_bytes, known)
+                size = message_bytes(choice.collective, choice.printed_bytes, agreed_ranks)
                 choice = replace(choice, message_bytes=size)
             counts[choice] = counts.get(choice, 0) + count
         return tuple(replace(choice, calls=count) for choice, count in counts.items())
@@ -328,12 +324,12 @@ def _choice(match: re.Match[str]) -> Choice:
         match.groups()
     )
     seconds = None if time is None else _float(time)
-    named = (variant or "").strip(" []") or (other or "")
+    description = (variant or "").strip(" []") or (other or "")
     return Choice(
         collective=collective_named(name or ""),
         printed_bytes=int(size),
         message_bytes=int(size),
-        algorithm=_spelled(algorithm) if algorithm else named,
+        algorithm=_spelled(algorithm) if algorithm else description,
         protocol=_spelled(protocol, _PROTOCOLS) if protocol else (kernel or ""),
         channels=int(channels) if channels else int(high) - int(low) + 1 if high else None,
         time_s=None if seconds is None else seconds * 1e-6,
@@ -367,7 +363,7 @@ def _ranks(
             continue
         by_process.setdefault(handle.process, set()).add(handle.num_ranks)
         for key in handle.sequence.counters:
-            call = calls.listed[key // 3]
+            call = calls.kinds[key // 3]
             if (size := call.num_bytes()) is not None:
                 place = (handle.process, call.collective, size)
                 by_size.setdefault(place, set()).add(handle.num_ranks)

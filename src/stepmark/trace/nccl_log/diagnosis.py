@@ -1,7 +1,7 @@
 """Find what a debug log shows to be wrong, slow, or harmless although it looks bad.
 
-Every rule quotes the lines that prove it; without them it is silent. Long (over 250 lines)
-because each rule is short and they are read side by side.
+Every rule quotes the lines that prove it; without them it reports nothing. Over 250 lines: each
+rule is short, and they are read side by side.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from stepmark.core.finding import Evidence, Finding, Severity
 from stepmark.core.log_facts import IssuedCall, LaggingRank, LogFacts, Occurrences
 from stepmark.trace.nccl_log import network_rules
-from stepmark.trace.nccl_log.network_rules import finding_of, listed, plural
+from stepmark.trace.nccl_log.network_rules import comma_list, finding_of, plural
 
 SLOW_INIT_S = 10.0
 # NVLink systems of the last generations run 12 to 32 channels.
@@ -27,12 +27,12 @@ def diagnose(facts: LogFacts) -> list[Finding]:
 
 def failures(facts: LogFacts) -> Iterator[Finding]:
     """Report WARN lines: known failures with their meaning, others as they stand."""
-    known: dict[tuple[str, str], list[Occurrences]] = {}
+    groups: dict[tuple[str, str], list[Occurrences]] = {}
     for warning, occurrences in facts.warnings.items():
         fits = (failure for failure in FAILURES if failure[1].search(warning))
         rule, _, text = next(fits, ("warning", None, f"NCCL warns: {warning}"))
-        known.setdefault((rule, text), []).append(occurrences)
-    for (rule, text), lines in known.items():
+        groups.setdefault((rule, text), []).append(occurrences)
+    for (rule, text), lines in groups.items():
         severity = Severity.WARNING if rule == "warning" else Severity.PROBLEM
         yield finding_of(rule, severity, text, lines)
 
@@ -53,27 +53,27 @@ def call_mismatch(facts: LogFacts) -> Iterator[Finding]:
         yield finding_of("call-mismatch", severity, text + ".", evidence)
 
 
-def behind(facts: LogFacts) -> Iterator[Finding]:
+def lagging_ranks(facts: LogFacts) -> Iterator[Finding]:
     """Report ranks that issued fewer collectives than others when the log ended."""
     groups: dict[str, list[LaggingRank]] = {}
     for lagging in facts.behind:
         groups.setdefault(lagging.communicator, []).append(lagging)
     for communicator, ranks in groups.items():
-        ranks.sort(key=lambda one: one.issued)
+        ranks.sort(key=lambda rank: rank.issued)
         worst = ranks[0]
-        who = f"rank {worst.rank}" if worst.rank is not None else worst.process
+        name = f"rank {worst.rank}" if worst.rank is not None else worst.process
         last = f"its last is {worst.last.call}" if worst.last else "it issued none"
         text = (
-            f"In communicator {communicator} {who} issued {worst.issued} of {worst.most} "
+            f"In communicator {communicator} {name} issued {worst.issued} of {worst.most} "
             f"collectives: {last}, and it did not issue {worst.missing.call}, which "
             f"{_rank(worst.missing)} did"
         )
         if len(ranks) > 1:
-            others = listed(one.process if one.rank is None else one.rank for one in ranks[1:])
-            text += f". Also behind: {others}"
+            others = (rank.process if rank.rank is None else rank.rank for rank in ranks[1:])
+            text += f". Also behind: {comma_list(others)}"
         text += ". The job hangs here, unless the log was copied while it ran"
-        sides = [one.last for one in ranks if one.last]
-        evidence = [worst.missing.evidence, *(side.evidence for side in sides)]
+        calls = [worst.missing, *(rank.last for rank in ranks if rank.last)]
+        evidence = [call.evidence for call in calls]
         yield finding_of("behind", Severity.WARNING, text + ".", evidence)
 
 
@@ -83,18 +83,20 @@ def _rank(side: IssuedCall) -> str:
 
 def mixed_versions(facts: LogFacts) -> Iterator[Finding]:
     """Report processes with different libraries, or hosts with different drivers."""
-    for what, name in (
+    for component, name in (
         ("nccl", "NCCL"),
         ("rccl", "RCCL"),
         ("cuda_driver", "CUDA drivers"),
         ("aws-ofi-nccl", "aws-ofi-nccl"),
     ):
         versions = {
-            value: lines for (key, value), lines in facts.versions.items() if key == what
+            value: lines for (key, value), lines in facts.versions.items() if key == component
         }
         if len(versions) < 2:
             continue
-        counts = listed(f"{value} ({_processes(lines)})" for value, lines in versions.items())
+        counts = comma_list(
+            f"{value} ({_processes(lines)})" for value, lines in versions.items()
+        )
         text = f"The job uses several versions of {name}: {counts}."
         yield finding_of("mixed-versions", Severity.WARNING, text, versions.values())
 
@@ -128,21 +130,21 @@ def forced_settings(facts: LogFacts) -> Iterator[Finding]:
 def nvls_off(facts: LogFacts) -> Iterator[Finding]:
     """Report that reductions in the NVLink switch are off."""
     disabled = facts.environment.get(("NCCL_NVLS_ENABLE", "0"))
-    none = [
-        one.channels.evidence
-        for one in facts.communicators
-        if one.channels and one.channels.nvls == 0 and (one.local_ranks or 0) > 2
+    without = [
+        comm.channels.evidence
+        for comm in facts.communicators
+        if comm.channels and comm.channels.nvls == 0 and (comm.local_ranks or 0) > 2
     ]
     absent = facts.nvls.get(False)
     if disabled:
         text = "NCCL_NVLS_ENABLE is 0: no reductions in the NVLink switch (NVLS)."
-        yield finding_of("nvls-off", Severity.WARNING, text, [disabled, *none])
+        yield finding_of("nvls-off", Severity.WARNING, text, [disabled, *without])
     elif absent and True not in facts.nvls:
         text = "No GPU has NVLink multicast (NVLS): normal before Hopper and without NVSwitch."
         yield finding_of("nvls-off", Severity.NOTE, text, [absent])
-    elif absent is None and none:
+    elif absent is None and without:
         text = "Communicators have no channels for reductions in the NVLink switch (NVLS)."
-        yield finding_of("nvls-off", Severity.NOTE, text, none)
+        yield finding_of("nvls-off", Severity.NOTE, text, without)
     elif absent:
         text = "Some GPUs have NVLink multicast (NVLS) and others do not."
         yield finding_of("nvls-off", Severity.WARNING, text, [absent, facts.nvls[True]])
@@ -150,9 +152,9 @@ def nvls_off(facts: LogFacts) -> Iterator[Finding]:
 
 def few_channels(facts: LogFacts) -> Iterator[Finding]:
     """Report an NVLink system with so few channels that they cannot fill the links."""
-    for one in facts.communicators:
-        counts, nvlink = one.channels, any(g.path_intra == "NVL" for g in one.graphs)
-        if counts is None or counts.coll >= MIN_CHANNELS or (one.num_ranks or 0) < 2:
+    for comm in facts.communicators:
+        counts, nvlink = comm.channels, any(g.path_intra == "NVL" for g in comm.graphs)
+        if counts is None or counts.coll >= MIN_CHANNELS or (comm.num_ranks or 0) < 2:
             continue
         limits = {
             name: lines
@@ -161,40 +163,36 @@ def few_channels(facts: LogFacts) -> Iterator[Finding]:
         }
         if not nvlink and not limits:
             continue
-        text = f"Communicator {one.key} has {plural(counts.coll, 'channel')} for collectives"
+        text = f"Communicator {comm.key} has {plural(counts.coll, 'channel')} for collectives"
         text += ", few for NVLink" if nvlink else ""
-        text += f"; {listed(limits)} is set" if limits else ""
+        text += f"; {comma_list(limits)} is set" if limits else ""
         lines: list[Occurrences | Evidence] = [counts.evidence, *limits.values()]
         yield finding_of("few-channels", Severity.WARNING, text + ".", lines)
 
 
 def slow_init(facts: LogFacts) -> Iterator[Finding]:
     """Report communicators that took long to start, and the longest part of it."""
-    for one in facts.communicators:
-        times = [member.init for member in one.members if member.init]
-        if not times:
-            continue
-        worst = max(times, key=lambda time: time.total_s)
-        if worst.total_s < SLOW_INIT_S:
+    for comm in facts.communicators:
+        times = [member.init for member in comm.members if member.init]
+        worst = max(times, key=lambda time: time.total_s, default=None)
+        if worst is None or worst.total_s < SLOW_INIT_S:
             continue
         name, seconds = max(worst.parts_s, key=lambda part: part[1], default=("?", 0.0))
-        text = (
-            f"Communicator {one.key} took {worst.total_s:g} s to start, {seconds:g} s of it in "
-            f"{name}."
-        )
+        text = f"Communicator {comm.key} took {worst.total_s:g} s to start"
+        text += f", {seconds:g} s of it in {name}."
         yield finding_of("slow-init", Severity.WARNING, text, [worst.evidence])
 
 
 def init_incomplete(facts: LogFacts) -> Iterator[Finding]:
     """Report ranks that began to start a communicator and never finished."""
-    for one in facts.communicators:
-        stuck = [member for member in one.members if member.started and not member.completed]
+    for comm in facts.communicators:
+        stuck = [member for member in comm.members if member.started and not member.completed]
         if not stuck:
             continue
-        who = listed("?" if member.rank is None else member.rank for member in stuck)
+        ranks = comma_list("?" if member.rank is None else member.rank for member in stuck)
         text = (
-            f"Communicator {one.key}: rank {who} began to start and did not finish; "
-            f"{len(one.members)} of {one.num_ranks or '?'} ranks are in the log."
+            f"Communicator {comm.key}: rank {ranks} began to start and did not finish; "
+            f"{len(comm.members)} of {comm.num_ranks or '?'} ranks are in the log."
         )
         evidence = [member.started for member in stuck if member.started]
         yield finding_of("init-incomplete", Severity.WARNING, text, evidence)
@@ -202,13 +200,13 @@ def init_incomplete(facts: LogFacts) -> Iterator[Finding]:
 
 def harmless(facts: LogFacts) -> Iterator[Finding]:
     """Report lines that look like errors and are none."""
-    known: dict[str, list[Occurrences]] = {}
+    groups: dict[str, list[Occurrences]] = {}
     for message, occurrences in facts.harmless.items():
-        text = next((why for start, why in _HARMLESS if message.startswith(start)), "")
-        known.setdefault(text, []).append(occurrences)
-    for text, lines in known.items():
-        if text:
-            yield finding_of("harmless", Severity.NOTE, text, lines)
+        for start, text in _HARMLESS:
+            if message.startswith(start):
+                groups.setdefault(text, []).append(occurrences)
+    for text, lines in groups.items():
+        yield finding_of("harmless", Severity.NOTE, text, lines)
 
 
 def cut_lines(facts: LogFacts) -> Iterator[Finding]:
@@ -311,7 +309,7 @@ FAILURES: tuple[tuple[str, re.Pattern[str], str], ...] = (
 RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     failures,
     call_mismatch,
-    behind,
+    lagging_ranks,
     init_incomplete,
     mixed_versions,
     network_rules.wrong_interface,

@@ -145,9 +145,9 @@ def net(collector: Collector, message: LogMessage) -> None:
         for name, address in _INTERFACE.findall(rest):
             collector.add_interface(message, "oob", name, address)
     elif text.startswith("NET/OFI"):
-        for what, pattern in _OFI_FACTS:
+        for component, pattern in _OFI_FACTS:
             if match := pattern.search(text):
-                collector.count(collector.versions, (what, match[1]), message)
+                collector.count(collector.versions, (component, match[1]), message)
 
 
 _OFI_FACTS = (
@@ -224,7 +224,7 @@ def init_time(collector: Collector, message: LogMessage) -> None:
 
 
 def _number(digits: str) -> float:
-    """Return 0 for what is no number: a mangled line must not stop the reader."""
+    """Return the number, or 0 for a mangled one, which must not stop the reader."""
     try:
         return float(digits)
     except ValueError:
@@ -306,26 +306,26 @@ def channel(collector: Collector, message: LogMessage) -> None:
         handle.num_ranks = handle.num_ranks or int(stated[2])
         way = way[: stated.start()]
     way = way.split(" comm ", 1)[0].strip()
-    ends = (int(source), int(target))
-    _add_link(collector, message, handle, ends, _SIDES[side or "send"], way)
+    ranks = (int(source), int(target))
+    _add_link(collector, message, handle, ranks, _SIDES[side or "send"], way)
 
 
 def _add_link(
     collector: Collector,
     message: LogMessage,
     handle: CommHandle,
-    ends: tuple[int, int],
+    ranks: tuple[int, int],
     side: int,
     way: str,
 ) -> None:
     net = _NET.match(way)
     gdrdma = bool(net and "/GDRDMA" in net[4])
     pxn = bool(net and net[3])
-    link = Link(_kind(way, net), *ends, gdrdma, pxn)
+    link = Link(_kind(way, net), *ranks, gdrdma, pxn)
     collector.links.setdefault((handle.order, link), LinkLines(message)).sides[side] += 1
-    # Through another rank's GPU (PXN) it is that one's adapter.
+    # With PXN the adapter belongs to another rank's GPU.
     if net and not pxn:
-        key = (handle.order, ends[side], int(net[2]))
+        key = (handle.order, ranks[side], int(net[2]))
         collector.nics.setdefault(key, LinkLines(message)).sides[side] += 1
 
 

@@ -96,7 +96,7 @@ def quotes(path: Path, numbers: Collection[int]) -> dict[int, str]:
             if last < first + len(lines) - 1:
                 break
     except ConfigError:
-        return texts
+        pass
     return texts
 
 
@@ -160,8 +160,8 @@ _OPS = ("sum", "prod", "max", "min", "avg")
 NAMES_OF = {str(name): name for name in Collective}
 # Threads of a process: any but the first, the first, one that the line does not name.
 OTHER, FIRST, UNKNOWN = range(3)
-_UNCOMPARED = ("send", "recv")  # each rank has its own
-# More distinct kinds than this would be sizes that change with every call.
+_UNCOMPARED = ("send", "recv")  # they differ by rank
+# Above this number, sizes probably change with every call and are rounded.
 MAX_KINDS = 100_000
 
 _COLL = re.compile(
@@ -186,17 +186,17 @@ class Call(NamedTuple):
 
     def num_bytes(self) -> int | None:
         """Return the size of the count; None for an unknown type."""
-        known = self.dtype < len(DTYPES)
-        return self.elements * DTYPES[self.dtype].itemsize if known else None
+        is_known = self.dtype < len(DTYPES)
+        return self.elements * DTYPES[self.dtype].itemsize if is_known else None
 
     def text(self) -> str:
         """Return a description, e.g. "all_gather of 512 bf16"."""
         kind = str(DTYPES[self.dtype]) if self.dtype < len(DTYPES) else f"type {self.dtype}"
         words = f"{self.collective} of {self.elements} {kind}"
-        known = NAMES_OF.get(self.collective)
-        if known and FACTS[known].reduces and self.op is not None:
+        collective = NAMES_OF.get(self.collective)
+        if collective and FACTS[collective].reduces and self.op is not None:
             words += f", {_OPS[self.op] if self.op < len(_OPS) else 'user-defined op'}"
-        if known and FACTS[known].rooted and self.root is not None:
+        if collective and FACTS[collective].rooted and self.root is not None:
             words += f", root {self.root}"
         return words
 
@@ -230,9 +230,8 @@ class CallSequence:
     calls: "array[int]" = field(default_factory=lambda: array("Q"))
     files: list[tuple[int, int]] = field(default_factory=list)
     first_op_count: int | None = None
-    counters: dict[int, CallCounter] = field(
-        default_factory=dict
-    )  # number of the call x 3 + thread
+    # By number of the call x 3 + thread.
+    counters: dict[int, CallCounter] = field(default_factory=dict)
 
     def enter_file(self, file_index: int) -> None:
         """Attribute the following calls to this file."""
@@ -252,9 +251,9 @@ class Calls:
     """Numbers of distinct calls, and the counters of their lines."""
 
     def __init__(self) -> None:
-        self.known: dict[Call, int] = {}
-        self.listed: list[Call] = []
-        self.rounded: set[int] = set()
+        self.numbers: dict[Call, int] = {}
+        self.kinds: list[Call] = []  # by number
+        self.rounded: set[int] = set()  # numbers of calls whose size was rounded
         self.unread = 0
         self.broken: set[str] = set()  # processes of which calls are missing
 
@@ -274,17 +273,16 @@ class Calls:
     def _number(self, call: Call) -> int:
         if call.collective in _UNCOMPARED:
             call = call._replace(op=None, root=None)
-        number = self.known.get(call)
-        if number is not None:
-            return number
-        too_many = len(self.listed) >= MAX_KINDS
+        if call in self.numbers:
+            return self.numbers[call]
+        too_many = len(self.kinds) >= MAX_KINDS
         if too_many:
             rounded = 1 << (call.elements - 1).bit_length() if call.elements else 0
             call = call._replace(elements=rounded)
-            if call in self.known:
-                return self.known[call]
-        number = self.known[call] = len(self.listed)
-        self.listed.append(call)
+            if call in self.numbers:
+                return self.numbers[call]
+        number = self.numbers[call] = len(self.kinds)
+        self.kinds.append(call)
         if too_many:
             self.rounded.add(number)
         return number
@@ -334,9 +332,9 @@ def _int(digits: bytes | None) -> int | None:
 
 def message_bytes(collective: str, call_bytes: int, num_ranks: int | None) -> int | None:
     """Return the size as nccl-tests counts it; None where it depends on unknown ranks."""
-    known = NAMES_OF.get(collective)
-    if known is None:
+    name = NAMES_OF.get(collective)
+    if name is None:
         return call_bytes if collective in _UNCOMPARED else None
-    if FACTS[known].parts is Parts.WHOLE:
+    if FACTS[name].parts is Parts.WHOLE:
         return call_bytes
-    return None if num_ranks is None else call_bytes * num_parts(known, num_ranks)
+    return None if num_ranks is None else call_bytes * num_parts(name, num_ranks)

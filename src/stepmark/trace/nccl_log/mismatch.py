@@ -2,8 +2,8 @@
 
 Ranks are compared by position in the log and not by opCount: some versions leave it at 0, and
 calls of one group share it. Only at the first line must it be equal, else parts are missing.
-Send and Recv take no part: each rank has its own. Where a line is cut or has lost its process,
-its rank (or, as that is unknown, no rank) is compared.
+Send and Recv are not compared: they differ by rank. A rank with a cut line is not compared
+either; where a line has lost its process, no rank is.
 """
 
 from array import array
@@ -21,14 +21,14 @@ _Result = tuple[list[Mismatch], list[LaggingRank]]
 def compare_sequences(
     handles: Sequence[CommHandle], calls: Calls, files: Sequence[Path]
 ) -> _Result:
-    """Return the first place where ranks of a communicator differ; else the ranks behind."""
+    """Return the first call at which ranks of a communicator differ; else the ranks behind."""
     comparison = _Comparison(calls, files)
     result = comparison.run(handles)
     if not comparison.texts:
         return result
     for index, path in enumerate(files):
-        wanted = {line for file, line in comparison.texts if file == index}
-        for line, text in (quotes(path, wanted) if wanted else {}).items():
+        numbers = {line for file, line in comparison.texts if file == index}
+        for line, text in (quotes(path, numbers) if numbers else {}).items():
             comparison.texts[index, line] = text
     return comparison.run(handles)
 
@@ -91,7 +91,7 @@ class _Comparison:
 
     def _issued(self, handle: CommHandle, position: int) -> IssuedCall:
         index, line = handle.sequence.place(position)
-        call = self._calls.listed[handle.sequence.calls[position] >> 32].text()
+        call = self._calls.kinds[handle.sequence.calls[position] >> 32].text()
         text = self.texts.setdefault((index, line), "") or call
         return IssuedCall(
             rank=handle.rank,
@@ -106,8 +106,8 @@ def _groups(
 ) -> Iterator[tuple[list[CommHandle], bool]]:
     """Yield ranks that form one communicator, and whether the log states that they do.
 
-    Without lines of its start, as many ranks as a communicator has, one of each process and
-    device, are taken for one.
+    Where its start was not logged, ranks of different processes and devices are assumed to form
+    one communicator if there are as many of them as it has ranks.
     """
     by_id: dict[str, list[CommHandle]] = {}
     by_size: dict[int, list[CommHandle]] = {}
@@ -116,7 +116,7 @@ def _groups(
             by_id.setdefault(handle.comm_id, []).append(handle)
         elif handle.num_ranks and handle.sequence.calls:
             by_size.setdefault(handle.num_ranks, []).append(handle)
-    # A process that logs no calls at all was not asked to.
+    # In a process without any logged call, logging of calls is off.
     with_calls = {handle.process for handle in handles if handle.sequence.calls}
     for members in by_id.values():
         group = [handle for handle in members if handle.process in with_calls]
@@ -129,7 +129,7 @@ def _groups(
 
 
 def _are_ranks(group: Sequence[CommHandle], names: Sequence[object], broken: set[str]) -> bool:
-    first_counts = {one.sequence.first_op_count for one in group if one.sequence.calls}
+    first_counts = {handle.sequence.first_op_count for handle in group if handle.sequence.calls}
     return (
         len(group) > 1
         and len(set(names)) == len(group)
@@ -147,7 +147,9 @@ def _first_difference(group: Sequence[CommHandle]) -> int | None:
     """Return the first position at which two ranks issued different calls."""
     longest = max(group, key=lambda handle: len(handle.sequence.calls))
     numbers = _numbers(longest)
-    positions = (_difference(numbers, _numbers(one)) for one in group if one is not longest)
+    positions = (
+        _difference(numbers, _numbers(handle)) for handle in group if handle is not longest
+    )
     return min((position for position in positions if position is not None), default=None)
 
 
@@ -160,15 +162,15 @@ def _numbers(handle: CommHandle) -> bytes:
 _IS_LITTLE_ENDIAN = array("H", b"\1\0")[0] == 1
 
 
-def _difference(one: bytes, other: bytes) -> int | None:
+def _difference(left: bytes, right: bytes) -> int | None:
     """Bisect: equal prefixes are compared as blocks of memory."""
-    shared = min(len(one), len(other)) // 4
-    if one[: shared * 4] == other[: shared * 4]:
+    shared = min(len(left), len(right)) // 4
+    if left[: shared * 4] == right[: shared * 4]:
         return None
     low, high = 0, shared  # equal up to low, not up to high
     while high - low > 1:
         middle = (low + high) // 2
-        if one[low * 4 : middle * 4] == other[low * 4 : middle * 4]:
+        if left[low * 4 : middle * 4] == right[low * 4 : middle * 4]:
             low = middle
         else:
             high = middle

@@ -4,7 +4,7 @@ Long (over 250 lines) because each rule is short and they are read side by side.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stepmark.core.finding import Evidence, Finding, Severity
 from stepmark.core.log_facts import Interface, LogFacts, NicUse, Occurrences, Plugin
@@ -32,19 +32,23 @@ def finding_of(
 
 
 def is_multi_node(facts: LogFacts) -> bool | None:
-    """Return whether the job spans nodes; None where no line tells.
+    """Return whether the job spans nodes; None where no line shows it.
 
     NCCL's own count decides: containers of one machine have several host names.
     """
-    known = [one.num_nodes for one in facts.communicators if one.num_nodes is not None]
-    if known:
-        return max(known) > 1
+    counts = [
+        communicator.num_nodes
+        for communicator in facts.communicators
+        if communicator.num_nodes is not None
+    ]
+    if counts:
+        return max(counts) > 1
     if len(facts.hosts) > 1 or any(way.same_host is False for way in facts.transports):
         return True
     return None
 
 
-def listed(words: Iterable[object], most: int = 8) -> str:
+def comma_list(words: Iterable[object], most: int = 8) -> str:
     """Return the first of many, e.g. "0, 1, 2 and 5 more"."""
     texts = [str(word) for word in words]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
@@ -60,8 +64,8 @@ def net_socket(facts: LogFacts) -> Iterator[Finding]:
     """Report that TCP sockets carry the data between nodes, or would."""
     ways = [way for way in facts.transports if way.kind == SOCKET]
     lines: list[Occurrences | Evidence] = [way.evidence for way in ways]
-    if used := facts.networks.get("Socket"):
-        lines.append(used)
+    if socket_lines := facts.networks.get("Socket"):
+        lines.append(socket_lines)
     if not lines:
         return
     if ways and all(way.same_host for way in ways):
@@ -76,10 +80,10 @@ def net_socket(facts: LogFacts) -> Iterator[Finding]:
         yield finding_of("net-socket", Severity.NOTE, text, lines)
         return
     text = "Data between nodes goes through TCP sockets, at a fraction of what a fabric carries"
-    failed = [one for one in facts.plugins if one.event == "failed" and one.name[:2] == "IB"]
+    failed = [p for p in facts.plugins if p.event == "failed" and p.name[:2] == "IB"]
     if failed:
-        text += f"; InfiniBand was tried: {listed(sorted({one.name for one in failed}))}"
-    lines += [facts.plugins[one] for one in failed]
+        text += f"; InfiniBand was tried: {comma_list(sorted({p.name for p in failed}))}"
+    lines += _lines(facts, failed)
     yield finding_of("net-socket", Severity.WARNING, text + ".", lines)
 
 
@@ -93,51 +97,50 @@ def _socket_between_nodes(facts: LogFacts) -> bool:
 def plugins(facts: LogFacts) -> Iterator[Finding]:
     """Report a plugin that was requested and did not load, is missing, or has an older API."""
     for kind in ("NET", "TUNER", "PROFILER", "ENV", "COLLNET"):
-        own = [one for one in facts.plugins if one.kind == kind]
-        by_event = {
-            event: [one for one in own if one.event == event]
-            for event in ("asked", "missing", "symbol", "loaded", "failed")
-        }
-        yield from _plugin(facts, kind, by_event)
-
-
-def _plugin(facts: LogFacts, kind: str, by_event: dict[str, list[Plugin]]) -> Iterator[Finding]:
-    asked = [one for one in by_event["asked"] if one.name != "none"]
-    loaded, missing, symbols = by_event["loaded"], by_event["missing"], by_event["symbol"]
-    if (asked or (symbols and kind != "COLLNET")) and not loaded:
-        why = [*missing, *symbols]
-        what = f"{listed(one.name for one in asked)} was requested" if asked else "was found"
-        text = f"The {kind} plugin {what} and did not load"
-        if missing:
-            text += f"; not found: {listed(dict.fromkeys(one.name for one in missing))}"
+        requested, missing, symbols, loaded = (
+            [plugin for plugin in facts.plugins if (plugin.kind, plugin.event) == (kind, event)]
+            for event in ("asked", "missing", "symbol", "loaded")
+        )
+        requested = [plugin for plugin in requested if plugin.name != "none"]
+        if (requested or (symbols and kind != "COLLNET")) and not loaded:
+            origin = f"{_names(requested)} was requested" if requested else "was found"
+            text = f"The {kind} plugin {origin} and did not load"
+            if missing:
+                text += f"; not found: {_names(missing)}"
+            elif symbols:
+                text += "; the library lacks every version of the interface that NCCL looks for"
+            lines = _lines(facts, [*requested, *missing, *symbols])
+            yield finding_of("plugin-not-loaded", Severity.WARNING, text + ".", lines)
+        elif symbols and loaded:
+            newest = max(plugin.api or 0 for plugin in symbols)
+            api = f" (v{loaded[0].api})" if loaded[0].api else ""
+            text = (
+                f"The {kind} plugin has no interface v{newest}; NCCL then loaded an older one, "
+                f"{loaded[0].name}{api}. Harmless: NCCL tries the newest version first."
+            )
+            lines = _lines(facts, [*symbols, *loaded])
+            yield finding_of("plugin-older-api", Severity.NOTE, text, lines)
         elif symbols:
-            text += "; the library lacks every version of the interface that NCCL looks for"
-        lines = [facts.plugins[one] for one in (*asked, *why)]
-        yield finding_of("plugin-not-loaded", Severity.WARNING, text + ".", lines)
-    elif symbols and loaded:
-        newest = max((one.api or 0 for one in symbols), default=0)
-        api = f" (v{loaded[0].api})" if loaded[0].api else ""
-        text = (
-            f"The {kind} plugin has no interface v{newest}; NCCL then loaded an older one, "
-            f"{loaded[0].name}{api}. Harmless: NCCL tries the newest version first."
-        )
-        lines = [facts.plugins[one] for one in (*symbols, *loaded)]
-        yield finding_of("plugin-older-api", Severity.NOTE, text, lines)
-    elif symbols:
-        text = (
-            "The network plugin offers no reduction in the network (CollNet). Harmless unless "
-            "that was wanted."
-        )
-        yield finding_of(
-            "plugin-no-collnet", Severity.NOTE, text, [facts.plugins[one] for one in symbols]
-        )
-    elif missing and kind == "NET":
-        yield _missing(facts, missing)
+            text = (
+                "The network plugin offers no reduction in the network (CollNet). Harmless "
+                "unless that was wanted."
+            )
+            lines = _lines(facts, symbols)
+            yield finding_of("plugin-no-collnet", Severity.NOTE, text, lines)
+        elif missing and kind == "NET":
+            yield _missing(facts, missing)
 
 
-def _missing(facts: LogFacts, missing: list[Plugin]) -> Finding:
-    names = listed(dict.fromkeys(one.name for one in missing if one.name)) or "none found"
-    lines = [facts.plugins[one] for one in missing]
+def _names(plugins: Sequence[Plugin]) -> str:
+    return comma_list(dict.fromkeys(plugin.name for plugin in plugins if plugin.name))
+
+
+def _lines(facts: LogFacts, plugins: Sequence[Plugin]) -> list[Occurrences]:
+    return [facts.plugins[plugin] for plugin in plugins]
+
+
+def _missing(facts: LogFacts, missing: Sequence[Plugin]) -> Finding:
+    names, lines = _names(missing) or "none found", _lines(facts, missing)
     if _socket_between_nodes(facts):
         text = (
             f"No network plugin ({names}), and data between nodes goes through TCP sockets: a "
@@ -155,7 +158,7 @@ def no_gpudirect(facts: LogFacts) -> Iterator[Finding]:
         way for way in facts.transports if way.kind.startswith("NET/") and way.kind != SOCKET
     ]
     staged = [way for way in fabric if not way.gdrdma]
-    reasons = [one for one in facts.gpudirect if not one.enabled and one.net != "Socket"]
+    reasons = [use for use in facts.gpudirect if not use.enabled and use.net != "Socket"]
     if staged:
         total = sum(way.channels for way in fabric)
         slow = sum(way.channels for way in staged)
@@ -170,16 +173,16 @@ def no_gpudirect(facts: LogFacts) -> Iterator[Finding]:
     else:
         return
     text += ": each byte is copied through host memory"
-    far = [one for one in reasons if one.distance]
-    if far:
+    distant = [reason for reason in reasons if reason.distance]
+    if distant:
         text += (
-            f"; GPU and adapter are {far[0].distance} apart and NCCL_NET_GDR_LEVEL allows "
-            f"{far[0].level}"
+            f"; GPU and adapter are {distant[0].distance} apart and NCCL_NET_GDR_LEVEL allows "
+            f"{distant[0].level}"
         )
     elif reasons:
         text += "; the adapter's driver does not offer it (nvidia_peermem, dma-buf)"
     lines: list[Occurrences | Evidence] = [way.evidence for way in staged[:1]]
-    lines += [facts.gpudirect[one] for one in reasons]
+    lines += [facts.gpudirect[reason] for reason in reasons]
     lines += [way.evidence for way in staged[1:]]
     yield finding_of("no-gpudirect", Severity.WARNING, text + ".", lines)
 
@@ -211,50 +214,47 @@ def wrong_interface(facts: LogFacts) -> Iterator[Finding]:
     """Report hosts that connect on an interface which only exists inside each of them."""
     if is_multi_node(facts) is not True or len(facts.hosts) < 2:
         return
-    uses_tcp = "Socket" in facts.networks
-    interfaces = [
-        one
-        for one in facts.interfaces
-        if one.role in ("bootstrap", "oob") or (one.role == "socket" and uses_tcp)
-    ]
-    for one in interfaces:
-        if one.name == "lo" or one.address.startswith(("127.", "::1")):
-            text = f"{_role(one)} uses {one.name} ({one.address}): other hosts cannot reach it."
-            yield finding_of("wrong-interface", Severity.PROBLEM, text, [facts.interfaces[one]])
-        elif _VIRTUAL.match(one.name):
-            text = (
-                f"{_role(one)} uses {one.name} ({one.address}), a bridge inside the host; "
-                "NCCL_SOCKET_IFNAME names another."
-            )
-            yield finding_of("wrong-interface", Severity.WARNING, text, [facts.interfaces[one]])
-    yield from _mixed_interfaces(facts, [one for one in interfaces if one.role == "bootstrap"])
+    bootstrap: dict[Interface, Occurrences] = {}
+    for interface, lines in facts.interfaces.items():
+        name, role = interface.name, interface.role
+        if role == "bootstrap":
+            bootstrap[interface] = lines
+        elif role != "oob" and not (role == "socket" and "Socket" in facts.networks):
+            continue
+        text = f"{_ROLES[role]} uses {name} ({interface.address})"
+        if name == "lo" or interface.address.startswith(("127.", "::1")):
+            text += ": other hosts cannot reach it."
+            yield finding_of("wrong-interface", Severity.PROBLEM, text, [lines])
+        elif _VIRTUAL.match(name):
+            text += ", a bridge inside the host; NCCL_SOCKET_IFNAME names another."
+            yield finding_of("wrong-interface", Severity.WARNING, text, [lines])
+    yield from _mixed_interfaces(bootstrap)
 
 
-def _role(one: Interface) -> str:
-    names = {"bootstrap": "The bootstrap", "oob": "The InfiniBand set-up"}
-    return names.get(one.role, "Data over sockets")
+_ROLES = {
+    "bootstrap": "The bootstrap",
+    "oob": "The InfiniBand set-up",
+    "socket": "Data over sockets",
+}
 
 
-def _mixed_interfaces(facts: LogFacts, interfaces: list[Interface]) -> Iterator[Finding]:
-    firsts: dict[str, Interface] = {}
-    for one in interfaces:
-        firsts.setdefault(one.name, one)
-    subnets: dict[tuple[str, str], Interface] = {}
-    for one in interfaces:
-        if match := _ADDRESS.match(one.address):
-            subnets.setdefault((match[1], match[2]), one)
-    if len(firsts) > 1:
+def _mixed_interfaces(interfaces: Mapping[Interface, Occurrences]) -> Iterator[Finding]:
+    by_name: dict[str, Occurrences] = {}
+    by_network: dict[str, Occurrences] = {}
+    for interface, lines in interfaces.items():
+        by_name.setdefault(interface.name, lines)
+        if match := _ADDRESS.match(interface.address):
+            by_network.setdefault(f"{match[1]}.{match[2]}.*", lines)
+    if len(by_name) > 1:
         text = (
-            f"Hosts start on interfaces of different names ({listed(firsts)}). Right if these "
-            "reach each other."
+            f"Hosts start on interfaces of different names ({comma_list(by_name)}). Right if "
+            "these reach each other."
         )
-        lines = [facts.interfaces[one] for one in firsts.values()]
-        yield finding_of("mixed-interfaces", Severity.NOTE, text, lines)
-    elif len(subnets) > 1:
-        names = listed(f"{a}.{b}.*" for a, b in subnets)
+        yield finding_of("mixed-interfaces", Severity.NOTE, text, by_name.values())
+    elif len(by_network) > 1:
+        names = comma_list(by_network)
         text = f"Hosts start on addresses of different networks ({names}). Right if routed."
-        lines = [facts.interfaces[one] for one in subnets.values()]
-        yield finding_of("mixed-interfaces", Severity.NOTE, text, lines)
+        yield finding_of("mixed-interfaces", Severity.NOTE, text, by_network.values())
 
 
 def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
@@ -266,15 +266,15 @@ def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
         ranks: dict[int, set[int]] = {}
         for use in uses:
             ranks.setdefault(use.device, set()).add(use.rank)
-        known = _adapters(facts, host)
-        idle = sorted(known - ranks.keys())
+        adapters = _adapters(facts, host)
+        idle = sorted(adapters - ranks.keys())
         crowded = max(ranks, key=lambda index: len(ranks[index]))
         if not idle or len(ranks[crowded]) < 2:
             continue
         text = (
-            f"On {host} ranks {listed(sorted(ranks[crowded]))} share network device {crowded} "
-            f"while {plural(len(idle), 'device')} ({listed(idle)}) of {len(known)} "
-            "carry nothing."
+            f"On {host} ranks {comma_list(sorted(ranks[crowded]))} share network device "
+            f"{crowded} while {plural(len(idle), 'device')} ({comma_list(idle)}) of "
+            f"{len(adapters)} carry nothing."
         )
         lines = [use.evidence for use in uses if use.device == crowded]
         yield finding_of("nic-imbalance", Severity.WARNING, text, lines)
@@ -285,8 +285,8 @@ def _adapters(facts: LogFacts, host: str) -> set[int]:
     in_use = {way.kind for way in facts.transports if way.kind.startswith("NET/")}
     role = "socket" if in_use == {SOCKET} else "ib"
     names = {
-        one.name
-        for one, lines in facts.interfaces.items()
-        if one.role == role and host in lines.hosts
+        interface.name
+        for interface, lines in facts.interfaces.items()
+        if interface.role == role and host in lines.hosts
     }
     return {use.device for use in facts.nics} | set(range(len(names)))

@@ -40,7 +40,7 @@ def tables_of(text: str, file: str) -> list[Table]:
 def looks_like_tables(head: str) -> bool:
     """Return whether the beginning of a text has marks of a table; a quick test for sorting.
 
-    A log of NCCL alone has none. True is no promise; tables may also begin after the head.
+    A log of NCCL alone has none. It may be wrong either way: tables may begin after the head.
     """
     head = head[:_HEAD]
     return bool(_MARKS.search(head)) or bool(slide_tables.read(lines_of(head), ""))

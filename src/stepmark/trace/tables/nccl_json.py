@@ -1,9 +1,9 @@
 """nccl-tests -J, versions 1 to 3, and stepmark's own file of that schema.
 
 The file has neither the collective nor the number of ranks: args[0] names the program, and
-`devices` lists one GPU of each process. Read as well: keys misspelt before 2.17.9, infinities
-(not JSON), a file left open after an error (before 2.18.5), of which the complete results are
-kept. The environment, which holds secrets, is never carried on.
+`devices` lists one GPU of each process. Keys misspelt before 2.17.9, infinities (not JSON) and
+files left open after an error (before 2.18.5) are read as well; of the latter the complete
+results are kept. The environment, which holds secrets, is never copied.
 """
 
 import re
@@ -49,8 +49,8 @@ def _documents(text: str) -> Iterator[tuple[object, int, str]]:
     """Yield (document, first line, note) of each object of the text."""
     if '"results"' not in text:
         return
-    if (whole := decode(text)) is not None:
-        yield whole, 1, ""
+    if (document := decode(text)) is not None:
+        yield document, 1, ""
         return
     for part, start, note in _objects(text):
         if (document := decode(part)) is not None:
@@ -60,7 +60,7 @@ def _documents(text: str) -> Iterator[tuple[object, int, str]]:
 def _objects(text: str) -> Iterator[tuple[str, int, str]]:
     """Yield (text, start, note) of top-level objects; the last may never have been closed.
 
-    Of that one everything up to its last complete value is returned, with what is open closed.
+    That one is cut after its last complete value, and its open brackets are closed.
     """
     stack: list[str] = []
     start = end = count = 0
@@ -112,12 +112,14 @@ def _table(
     stepmark = _object(document.get("stepmark"))
     tool = "rccl-tests" if args and "rccl" in args[0] else "nccl-tests"
     tool = "stepmark" if stepmark else tool
-    is_enqueue_time = any("cpu_time" in _object(one.get("out_of_place")) for one in results)
+    is_enqueue_time = any(
+        "cpu_time" in _object(result.get("out_of_place")) for result in results
+    )
     notes = [note] if note else []
     if not collective:
-        notes.append("the collective is not known (compare --collective NAME)")
+        notes.append(nccl_lines.UNKNOWN_COLLECTIVE)
     if not num_ranks:
-        notes.append("the number of ranks is not known (compare --ranks N)")
+        notes.append(nccl_lines.UNKNOWN_RANKS)
     if is_enqueue_time:
         notes.append("times are those to enqueue (-C): they say nothing of busbw")
     return Table(
@@ -127,7 +129,7 @@ def _table(
         title=nccl_lines.command_from(" ".join(args)) or name,
         tool=tool,
         version=str(stepmark.get("version") or ""),
-        unit="busbw" if any(one.rate is not None for one in readings) else "",
+        unit="busbw" if any(reading.rate is not None for reading in readings) else "",
         collective=collective,
         collective_from=collective_from,
         num_ranks=num_ranks,
@@ -147,10 +149,7 @@ def _collective(
     program = PurePath(args[0]).name if args else ""
     if collective := nccl_lines.collective_in_command(program):
         return collective, "the first of its args"
-    file_name = PurePath(file).name
-    if collective := nccl_lines.collective_in_text(file_name):
-        return collective, f"the file's name, {file_name}"
-    return printed_figures.collective_of(readings)
+    return nccl_lines.inferred_collective(file, readings)
 
 
 def _num_ranks(config: JsonObject) -> tuple[int | None, str]:
@@ -159,7 +158,7 @@ def _num_ranks(config: JsonObject) -> tuple[int | None, str]:
     each = (_int(config.get("nthreads")) or 1) * (_int(config.get("ngpus")) or 1)
     if not devices:
         return None, ""
-    group = next((one.get("group") for one in devices if one.get("rank") == 0), 0)
+    group = next((device.get("group") for device in devices if device.get("rank") == 0), 0)
     same = sum(device.get("group") == group for device in devices)
     of_all = f" of group {group}, of {len(devices)} in all" if same < len(devices) else ""
     reason = f"{same} devices{of_all}" + (f", {each} GPUs each" if each > 1 else "")

@@ -1,19 +1,21 @@
-"""Lines of nccl-tests and rccl-tests: facts around a table, and rows of figures.
+"""Parse lines of nccl-tests and rccl-tests: facts around a table, and rows of figures.
 
-Columns are found from the right end: what stands between type and figures (redop, root)
-differs by version and collective, and copies into slides lose empty cells.
+Columns are found from the right end: the columns between type and figures (redop, root) differ
+by version and collective, and copies into slides lose empty cells.
 """
 
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from stepmark.core.collectives import collective_named
 from stepmark.core.dtypes import DTYPE_ALIASES
-from stepmark.trace.tables.printed_figures import NUMBER
+from stepmark.core.reading import Reading
+from stepmark.trace.tables.printed_figures import NUMBER, collective_of
 
-# As nccl-tests calls them, and with what people put between the words.
+# Names of nccl-tests, and common spellings with other separators.
 _TESTS = (
     "all_reduce_bias|all_reduce|all_gather|reduce_scatter|broadcast|reduce|alltoallv|alltoall|"
     "all_to_all_v|all_to_all|gather|scatter|sendrecv|hypercube|p2p_both|p2p|ping_pong|incast|"
@@ -45,6 +47,9 @@ _PLACEMENTS = re.compile(r"#?\s*(?:(?:out-of|in)-place\s*(?:\(\+ per-iteration\)
 _WRONG = re.compile(r"Out of bounds values\s*:\s*(?P<count>\d{1,18})")
 _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*(?P<rate>\S{1,40})")
 
+
+UNKNOWN_COLLECTIVE = "the collective is not known (compare --collective NAME)"
+UNKNOWN_RANKS = "the number of ranks is not known (compare --ranks N)"
 
 # Launchers' prefixes. A tag names the task; a time stamp differs from line to line.
 _TAG = re.compile(
@@ -100,6 +105,14 @@ def collective_in_text(text: str) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
+def inferred_collective(file: str, readings: Sequence[Reading]) -> tuple[str, str]:
+    """Return (collective, reason) by the file's name, else by the figures."""
+    name = PurePath(file).name
+    if collective := collective_in_text(name):
+        return collective, f"the file's name, {name}"
+    return collective_of(readings)
+
+
 def dtype_named(text: str) -> str:
     """Return the type as core/dtypes names it, or the text itself."""
     name = text.lower()
@@ -133,7 +146,7 @@ def placements_of(line: str) -> list[str]:
 
 
 def add_facts(facts: OutputFacts, line: str) -> None:
-    """Add what this line states."""
+    """Add the facts of this line."""
     if match := _VERSION.search(line):
         facts.tool, facts.version = match["tool"].lower(), match["version"]
     elif match := _STEPMARK.search(line):
@@ -155,7 +168,7 @@ def add_facts(facts: OutputFacts, line: str) -> None:
 
 
 def tool_of(facts: OutputFacts, hints: str) -> str:
-    """Return the program as stated, or by what stands around a bare table."""
+    """Return the program as stated, or by the words around a bare table."""
     if facts.tool:
         return facts.tool
     has_colon = facts.parameters.startswith("nThreads:")
@@ -300,8 +313,8 @@ def header_layout(columns: Sequence[str]) -> Layout | None:
     placements = figures.count("time")
     width = len(figures) // max(placements, 1)
     names = tuple(figures[:width])
-    known = names in _FIGURE_NAMES.values() and list(names) * placements == figures
-    if not known or placements > 2:
+    is_usual = names in _FIGURE_NAMES.values() and list(names) * placements == figures
+    if not is_usual or placements > 2:
         return None
     return Layout(placements * width + ("root" in words), placements, names)
 
@@ -312,10 +325,10 @@ def layout_of(rows: Sequence[Row], columns: Sequence[str]) -> Layout | None:
     stated = header_layout(columns)
     if stated and widths[stated.width] * 2 >= len(rows):
         return stated
-    known = [width for width in widths if _layout_by_width(width)]
-    if not known:
+    known_widths = [width for width in widths if _layout_by_width(width)]
+    if not known_widths:
         return stated if stated and widths[stated.width] else None
-    best = max(known, key=lambda width: (widths[width], width))
+    best = max(known_widths, key=lambda width: (widths[width], width))
     placements, num_figures = _layout_by_width(best) or (0, 0)
     return Layout(best, placements, _FIGURE_NAMES[num_figures])
 

@@ -1,6 +1,6 @@
-"""Text that nccl-tests and rccl-tests print, and what people paste of it.
+"""Read the text that nccl-tests and rccl-tests print, and excerpts of it.
 
-One reader for all versions: 1.x (milliseconds), 2.0 - 2.11 (an `error` column), 2.13 and
+One reader covers all versions: 1.x (milliseconds), 2.0 - 2.11 (an `error` column), 2.13 and
 later, options -S, -I, -C, -N, -d all, rccl-tests with one placement or more columns, with
 launcher prefixes, log lines between rows and rows broken in two. Tables whose header cells were
 lost or scrambled are read by the number of figures in their rows.
@@ -14,21 +14,11 @@ line mixed. A row may be broken by log lines; its rest is a line of figures alon
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
 
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.core.units import GB
 from stepmark.trace.tables import nccl_lines, printed_figures
-from stepmark.trace.tables.nccl_lines import (
-    Layout,
-    OutputFacts,
-    Row,
-    header_layout,
-    layout_of,
-    parse_continuation,
-    parse_row,
-    split_prefix,
-)
+from stepmark.trace.tables.nccl_lines import Layout, OutputFacts, Row
 from stepmark.trace.tables.printed_figures import parse_number, rounding_error
 from stepmark.trace.tables.slide_tables import heading_above
 
@@ -46,7 +36,7 @@ _MAX_LINES_WITHIN_ROW = 400
 
 @dataclass(slots=True)
 class Output:
-    """One output, as far as it was read."""
+    """One output, as far as it has been read."""
 
     first_line: int
     tag: str  # of the launcher
@@ -75,7 +65,7 @@ def outputs_of(lines: Sequence[str]) -> list[Output]:
 
 @dataclass(slots=True)
 class _Reader:
-    """Lines in, outputs out; one open output per launcher tag."""
+    """Collects outputs from lines; one open output per launcher tag."""
 
     open: dict[str, Output] = field(default_factory=dict)
     closed: list[Output] = field(default_factory=list)
@@ -99,16 +89,16 @@ class _Reader:
             self.closed.append(output)
 
     def read(self, line: str, number: int) -> None:
-        if _ROW_START.match(line) and (row := parse_row(line, number)):
+        if _ROW_START.match(line) and (row := nccl_lines.parse_row(line, number)):
             self._add(row, "")
         elif _TYPED_ROW.search(line):
-            tag, rest = split_prefix(line)
-            if row := parse_row(rest, number):
+            tag, rest = nccl_lines.split_prefix(line)
+            if row := nccl_lines.parse_row(rest, number):
                 self._add(row, tag)
         elif self.incomplete and self._continue_row(line, number):
             return
         elif " NCCL " not in line and _MENTIONS_OUTPUT.search(line):
-            tag, rest = split_prefix(line)
+            tag, rest = nccl_lines.split_prefix(line)
             self._add_facts(rest, tag, number)
 
     def _add(self, row: Row, tag: str) -> None:
@@ -126,13 +116,13 @@ class _Reader:
 
     def _continue_row(self, prefixed: str, number: int) -> bool:
         """Return whether the line is the rest of its tag's last row, and add it if so."""
-        tag, line = split_prefix(prefixed)
+        tag, line = nccl_lines.split_prefix(prefixed)
         if number > self.incomplete.get(tag, 0):
             self.incomplete.pop(tag, None)
             return False
         output = self.open[tag]
         row = output.rows[-1]
-        cells = parse_continuation(line)
+        cells = nccl_lines.parse_continuation(line)
         if not cells or len(row.cells) + len(cells) > output.width:
             return False
         row.cells += cells
@@ -144,7 +134,7 @@ class _Reader:
     def _add_facts(self, line: str, tag: str, number: int) -> None:
         if rank := nccl_lines.rank_of(line):
             output = self.output(tag, number)
-            if not output.rows or rank[0] in {known for known, _ in output.facts.ranks}:
+            if not output.rows or rank[0] in dict(output.facts.ranks):
                 output = self.output_without_rows(tag, number)
             output.facts.ranks.append(rank)
         elif nccl_lines.opens_output(line):
@@ -155,7 +145,7 @@ class _Reader:
             self.output_without_rows(tag, number).facts.placements = placements
         elif columns := nccl_lines.columns_of(line):
             output = self.output_without_rows(tag, number)
-            layout = header_layout(columns)
+            layout = nccl_lines.header_layout(columns)
             output.facts.columns, output.stated_width = columns, layout.width if layout else 0
         elif collective := nccl_lines.collective_in_command(line):
             self.collective, self.command_line = collective, number
@@ -181,12 +171,12 @@ def _table(output: Output, lines: Sequence[str], file: str) -> Table:
     heading = heading_above(lines, output.command_line or first_line)
     command_line = lines[output.command_line - 1] if output.command_line else ""
     tool = nccl_lines.tool_of(facts, f"{heading} {command_line}")
-    layout = layout_of(rows, facts.columns)
+    layout = nccl_lines.layout_of(rows, facts.columns)
     complete = [row for row in rows if layout and len(row.cells) == layout.width]
     readings = _readings(complete, layout, output) if layout else []
     collective, collective_from = _collective(output, readings, file)
     num_ranks, num_ranks_from, notes = _num_ranks(facts, readings, collective)
-    if num_ranks != 1:  # of one rank a bandwidth is 0
+    if num_ranks != 1:  # the busbw of one rank is 0
         readings = [_with_bound(reading) for reading in readings]
     return Table(
         file=file,
@@ -257,8 +247,8 @@ def _placements(layout: Layout, columns: Sequence[str]) -> tuple[str, ...]:
     """Return the placements in order. A single one is named only by its header."""
     if layout.placements == 2:
         return OUT_OF_PLACE, IN_PLACE
-    named = [word for word in (OUT_OF_PLACE, IN_PLACE) if word in columns]
-    return (named[0] if len(named) == 1 else "",)
+    names = [word for word in (OUT_OF_PLACE, IN_PLACE) if word in columns]
+    return (names[0] if len(names) == 1 else "",)
 
 
 def _is_error_column(rows: Sequence[Row], layout: Layout, columns: Sequence[str]) -> bool:
@@ -275,7 +265,7 @@ def _num_wrong(text: str) -> int | None:
 
 
 def _cycles(rows: Sequence[Row], *, is_mixed: bool) -> list[int]:
-    """Return which repeat of its sweep each row belongs to: a sweep begins where sizes fall.
+    """Return the repeat of the sweep that each row belongs to: a sweep begins where sizes fall.
 
     A sweep of one size repeats it. is_mixed: lines of several outputs, each size several times.
     """
@@ -315,10 +305,7 @@ def _collective(output: Output, readings: Sequence[Reading], file: str) -> tuple
         return output.facts.collective, "the line 'Collective test starting'"
     if output.collective:
         return output.collective, f"the command in line {output.command_line}"
-    name = PurePath(file).name
-    if collective := nccl_lines.collective_in_text(name):
-        return collective, f"the file's name, {name}"
-    return printed_figures.collective_of(readings)
+    return nccl_lines.inferred_collective(file, readings)
 
 
 def _num_ranks(
@@ -347,7 +334,7 @@ def _unknown_collective_note(readings: Sequence[Reading]) -> tuple[str, ...]:
     hint = ""
     if parts and parts > 1:
         hint = f"; size is {parts} x count: one of all_gather, all_to_all, gather, scatter"
-    return (f"the collective is not known (compare --collective NAME){hint}",)
+    return (f"{nccl_lines.UNKNOWN_COLLECTIVE}{hint}",)
 
 
 def _incomplete_rows_notes(rows: Sequence[Row], layout: Layout | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Printed numbers, how exact they are, and what a table's figures say of collective and ranks.
+"""Parse printed numbers with their precision; infer a table's collective and ranks from them.
 
 busbw / algbw is 2(n-1)/n for an all-reduce and (n-1)/n for collectives with a part per rank,
 whose size is n x count elements. A printed ratio is an interval: half a unit in the last
@@ -85,7 +85,7 @@ def parts_of(readings: Sequence[Reading]) -> int | None:
 
 
 def collective_of(readings: Sequence[Reading]) -> tuple[str, str]:
-    """Return (collective, reason) if the figures leave one; ("", "") otherwise."""
+    """Return (collective, reason) if the figures leave only one; ("", "") otherwise."""
     factor, parts = factor_interval(readings), parts_of(readings)
     if factor and factor[0] > 1.01:
         return "all_reduce", f"busbw/algbw is {_middle(factor):.4g}: above 1"
@@ -116,8 +116,10 @@ def num_ranks_of(readings: Sequence[Reading], collective: str) -> RanksAndReason
 
 
 def factor_interval(readings: Sequence[Reading]) -> tuple[float, float] | None:
-    """Return where busbw / algbw of nearly all rows can lie, or None if rows do not agree."""
-    intervals = [one for reading in readings[:_MAX_ROWS] if (one := _interval(reading))]
+    """Return the range of busbw / algbw in nearly all rows, or None if rows do not agree."""
+    intervals = [
+        interval for reading in readings[:_MAX_ROWS] if (interval := _interval(reading))
+    ]
     edges = sorted([(low, -1) for low, _ in intervals] + [(high, 1) for _, high in intervals])
     depth, deepest, best = 0, 0, (0.0, 0.0)
     for index, (value, step) in enumerate(edges):
@@ -152,16 +154,16 @@ def _interval(reading: Reading) -> tuple[float, float] | None:
     time, algbw, busbw = map(parse_number, reading.printed)
     if algbw is None or busbw is None or not reading.size_bytes:
         return None
-    of_time, of_algbw, of_busbw = map(rounding_error, reading.printed)
-    if algbw <= of_algbw or busbw < 0:
+    time_error, algbw_error, busbw_error = map(rounding_error, reading.printed)
+    if algbw <= algbw_error or busbw < 0:
         return None
-    lowest, highest = max(busbw - of_busbw, 0), busbw + of_busbw
-    low, high = lowest / (algbw + of_algbw), highest / (algbw - of_algbw)
+    lowest, highest = max(busbw - busbw_error, 0), busbw + busbw_error
+    low, high = lowest / (algbw + algbw_error), highest / (algbw - algbw_error)
     if time and reading.time_s and reading.algbw_bytes_per_s:
         second, rate = reading.time_s / time, reading.algbw_bytes_per_s / algbw
         scale = second * rate / reading.size_bytes
-        low = max(low, lowest * max(time - of_time, 0) * scale)
-        high = min(high, highest * (time + of_time) * scale)
+        low = max(low, lowest * max(time - time_error, 0) * scale)
+        high = min(high, highest * (time + time_error) * scale)
     return (low - 1e-9, high + 1e-9) if low <= high else None
 
 

@@ -1,7 +1,7 @@
-"""CSV of `stepmark comm` and `stepmark op`, and the CSV and JSON of rccl-tests (-Z).
+"""Read the CSV of `stepmark comm` and `stepmark op`, and the CSV and JSON of rccl-tests (-Z).
 
-Ours has SI units but for GB/s. Rows of one collective that were called alike are one table;
-operators are one table per family, told apart by their label. rccl-tests has a row per size and
+Ours has SI units but for GB/s. Rows of one collective with the same options are one table;
+operators are one table per family and differ in their label. rccl-tests has a row per size and
 placement in us and GB/s; its JSON is one object per line, later one list. Columns are found by
 name; a run on several nodes has `ranks` and `gpusPerRank`, one on a node `gpus`.
 """
@@ -24,7 +24,7 @@ _SAME_IN_TABLE = (
     *("num_ranks", "world_size", "mode", "api", "backend", "device", "split", "pair", "beside"),
     *("aligned", "spread", "skew_s", "max_ctas", "calls_per_group", "method"),
 )
-# The name of an operator, and what two tables of collectives may differ in.
+# The columns that name an operator.
 _OPERATOR_LABEL = (
     *("model", "role", "pass", "shape", "layout", "scale", "dtype", "backend", "device"),
     "rate",
@@ -189,9 +189,9 @@ def read_rccl_json(text: str, file: str) -> list[Table]:
     head = text[:_MAX_LINE].lower()
     if '"busbw"' not in head or '"inplace"' not in head:
         return []
-    whole = nccl_json.decode(text)
-    if isinstance(whole, list):
-        parts: list[tuple[int, object]] = [(1, part) for part in whole]
+    document = nccl_json.decode(text)
+    if isinstance(document, list):
+        parts: list[tuple[int, object]] = [(1, part) for part in document]
     else:  # an object per line, or a list that was never closed
         lines = enumerate(text.split("\n"), 1)
         bare = ((number, line.strip(" \t\r,[]")) for number, line in lines)
@@ -217,8 +217,8 @@ def _rccl_tables(
             name = collective_named(row.get("collective") or row.get("name") or "")
             groups.setdefault((name, *_rccl_num_ranks(row)), []).append(reading)
     tables: list[Table] = []
-    for (collective, stated, reason_stated), readings in groups.items():
-        num_ranks, reason = stated, reason_stated
+    for (collective, stated, source), readings in groups.items():
+        num_ranks, reason = stated, source
         if num_ranks is None:
             num_ranks, reason = printed_figures.num_ranks_of(readings, collective)
         tables.append(

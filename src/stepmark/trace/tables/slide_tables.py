@@ -1,4 +1,4 @@
-"""Tables of slides: a column per setting, or results of a Hugging Face Trainer, with titles.
+"""Read tables of slides (a column per setting) and results of a Hugging Face Trainer.
 
 Cells are separated by tabs or commas. The first column is a message size or a label ("16
 nodes, 128 ranks"), the others are figures. Sizes with a unit are binary, as in nccl-tests. The
@@ -14,7 +14,11 @@ from typing import NamedTuple
 from stepmark.core.errors import ConfigError
 from stepmark.core.reading import Reading, Table
 from stepmark.core.units import GB, parse_bytes
-from stepmark.trace.tables.nccl_lines import collective_in_text
+from stepmark.trace.tables.nccl_lines import (
+    UNKNOWN_COLLECTIVE,
+    UNKNOWN_RANKS,
+    collective_in_text,
+)
 from stepmark.trace.tables.printed_figures import (
     NUMBER,
     is_cell,
@@ -174,15 +178,12 @@ def _table(grid: _Grid, lines: Sequence[str], file: str) -> Table:
     ranks = set(_RANKS.findall(title))
     num_ranks = int(ranks.pop()) if len(ranks) == 1 else None
     readings = tuple(_readings(grid, sizes, units))
-    bounds = sum(one.rate_below is not None for one in readings)
+    bounds = sum(reading.rate_below is not None for reading in readings)
     notes = (
         (bounds, f"{bounds} cells are 0: read as below half of the last printed digit"),
         (sizes and not all(units), "the table does not say what its figures are"),
-        (sizes and not collective, "the collective is not known (compare --collective NAME)"),
-        (
-            sizes and num_ranks is None,
-            "the number of ranks is not known (compare --ranks N)",
-        ),
+        (sizes and not collective, UNKNOWN_COLLECTIVE),
+        (sizes and num_ranks is None, UNKNOWN_RANKS),
         (sizes and _SIZE_UNIT.search(grid.head[0]), "sizes are read as binary units"),
     )
     return Table(
@@ -223,7 +224,7 @@ def _readings(
     grid: _Grid, sizes: Sequence[int] | None, units: Sequence[str]
 ) -> Iterator[Reading]:
     """Yield figures row by row. A zero among figures with decimals was rounded to zero."""
-    # Of the finest figure: spreadsheets drop the zeros at the end of others.
+    # The finest figure decides: spreadsheets drop the zeros at the end of others.
     half = min(
         rounding_error(cell) for _, cells in grid.rows for cell in cells[1:] if is_number(cell)
     )
@@ -252,13 +253,12 @@ def _metrics(line: str, number: int) -> Iterator[Reading]:
         if value is None or value < 0:
             continue
         is_time = match["key"].endswith("runtime")
-        decimals = len(match["value"].partition(".")[2])
         yield Reading(
             line=number,
             label=match["key"],
             time_s=value if is_time and value > 0 else None,
             rate=value if not is_time and value > 0 else None,
-            rate_below=0.5 * 10.0**-decimals if not is_time and value == 0 else None,
+            rate_below=rounding_error(match["value"]) if not is_time and value == 0 else None,
         )
 
 

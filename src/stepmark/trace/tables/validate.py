@@ -1,4 +1,4 @@
-"""Checks of a table's figures against each other, allowing for the rounding of print.
+"""Check a table's figures against each other, allowing for the rounding of print.
 
 Rules, each at most one finding with its first lines as evidence:
 
@@ -16,7 +16,7 @@ between both neighbours (in log size, log time) above 1.3, and one more sign: lo
 next size's, longer than the other placement's by 10 %, or, where the table holds bandwidth
 alone, a bandwidth below that of the size before. A step to a faster algorithm is no outlier.
 
-Over 250 lines: eight rules, each with what it holds against what.
+Over 250 lines: eight rules, each with the figures that it compares.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,7 +41,7 @@ Point = tuple[int, float, Reading]  # size, time or what is proportional to it
 
 
 def validate(table: Table) -> list[Finding]:
-    """Return what is wrong or odd in a table, worst first."""
+    """Return the findings on a table, worst first."""
     outlier_text = "{} took far longer than the neighbouring sizes suggest"
     placement_text = "{}: out-of-place and in-place are more than 10 % apart"
     doubts = _placement_doubts(table)
@@ -65,27 +65,27 @@ def _finding(
     severity: Severity = Severity.WARNING,
 ) -> Finding | None:
     """Return a finding on all doubts, or None if there are none. `{}` is their number."""
-    listed = list(doubts)
-    if not listed:
+    measurements = list(doubts)
+    if not measurements:
         return None
     evidence = tuple(
         Evidence(file=table.file, line=reading.line, text=words)
-        for reading, words in listed[:_MAX_EVIDENCE]
+        for reading, words in measurements[:_MAX_EVIDENCE]
     )
-    number = f"{len(listed)} measurement{'s' if len(listed) > 1 else ''}"
+    number = f"{len(measurements)} measurement{'s' if len(measurements) > 1 else ''}"
     return Finding(
         rule=rule,
         severity=severity,
         text=text.format(number),
         evidence=evidence,
-        count=len(listed),
+        count=len(measurements),
     )
 
 
 def _noted(
     table: Table, rule: str, severity: Severity, beginning: str, text: str
 ) -> Finding | None:
-    """Return a finding on the reader's note that begins so, or None if there is none."""
+    """Return a finding on the reader's note with this beginning, or None if there is none."""
     note = next((note for note in table.notes if note.startswith(beginning)), "")
     if not note:
         return None
@@ -109,16 +109,18 @@ def _wrong_values(table: Table) -> Finding | None:
 def _size_doubts(table: Table) -> Iterator[Doubt]:
     """Yield rows whose size is not count x element x parts; trimmed rows may be 0."""
     facts = FACTS.get(Collective(table.collective)) if _known(table) else None
-    whole = facts is not None and facts.parts is Parts.WHOLE
-    uneven = table.collective == Collective.ALL_TO_ALL_V
+    is_whole = facts is not None and facts.parts is Parts.WHOLE
+    is_uneven = table.collective == Collective.ALL_TO_ALL_V
     # Both placements of a row have the same size and count.
-    rows = {(one.line, one.size_bytes, one.count): one for one in table.readings}
+    rows = {
+        (reading.line, reading.size_bytes, reading.count): reading for reading in table.readings
+    }
     for reading in rows.values():
         itemsize = printed_figures.itemsize_of(reading.dtype)
-        if not reading.count or reading.size_bytes is None or itemsize is None or uneven:
+        if not reading.count or reading.size_bytes is None or itemsize is None or is_uneven:
             continue
         unit = reading.count * itemsize
-        parts = 1 if whole else table.num_ranks
+        parts = 1 if is_whole else table.num_ranks
         fits = reading.size_bytes % unit == 0
         if facts is not None and facts.parts is not Parts.PER_OTHER and parts:
             fits = reading.size_bytes == unit * parts
@@ -130,9 +132,9 @@ def _algbw_doubts(table: Table) -> Iterator[Doubt]:
     if table.collective == "hypercube":
         return
     for reading in table.readings:
-        expected, shown = _expected(reading, 1.0), _rate_span(reading, 1)
-        if expected and shown and not _overlap(expected, shown):
-            yield reading, f"{_name_of(reading)}: {_against(shown, expected)}"
+        expected, printed = _expected(reading, 1.0), _rate_span(reading, 1)
+        if expected and printed and not _overlap(expected, printed):
+            yield reading, f"{_name_of(reading)}: {_against(printed, expected)}"
 
 
 def _busbw(table: Table) -> Finding | None:
@@ -144,10 +146,10 @@ def _busbw(table: Table) -> Finding | None:
         expected = _expected(reading, factor)
         if expected is None and (algbw := _rate_span(reading, 1)):
             expected = algbw[0] * factor, algbw[1] * factor
-        shown = _rate_span(reading, 2)
-        checked += bool(expected and shown)
-        if expected and shown and not _overlap(expected, shown):
-            doubts.append((reading, f"{_name_of(reading)}: {_against(shown, expected)}"))
+        printed = _rate_span(reading, 2)
+        checked += bool(expected and printed)
+        if expected and printed and not _overlap(expected, printed):
+            doubts.append((reading, f"{_name_of(reading)}: {_against(printed, expected)}"))
     without_counts = [replace(reading, count=None) for reading in table.readings]
     fits, reason = printed_figures.num_ranks_of(without_counts, table.collective)
     if 2 * len(doubts) > checked and fits and fits != table.num_ranks:
@@ -219,7 +221,7 @@ def _placement_doubts(table: Table) -> Iterator[Doubt]:
 
 
 def _expected(reading: Reading, factor: float) -> Span | None:
-    """Return where factor x size / time can lie, as far as the time was printed."""
+    """Return the range of factor x size / time, given the rounding of the printed time."""
     if not reading.time_s or not reading.size_bytes:
         return None
     work = factor * reading.size_bytes
@@ -231,7 +233,7 @@ def _expected(reading: Reading, factor: float) -> Span | None:
 
 
 def _rate_span(reading: Reading, which: int) -> Span | None:
-    """Return where algbw (1) or busbw (2) can lie, as printed; bytes/s."""
+    """Return the range of the printed algbw (1) or busbw (2), in bytes/s."""
     if reading.printed is None:
         rate = reading.algbw_bytes_per_s if which == 1 else reading.busbw_bytes_per_s
         if rate is None:
@@ -241,14 +243,14 @@ def _rate_span(reading: Reading, which: int) -> Span | None:
     return None if value is None else ((value - half) * GB, (value + half) * GB)
 
 
-def _overlap(one: Span, other: Span) -> bool:
-    slack = 1e-9 * max(abs(one[0]), abs(other[0]))
-    return one[0] <= other[1] + slack and other[0] <= one[1] + slack
+def _overlap(left: Span, right: Span) -> bool:
+    slack = 1e-9 * max(abs(left[0]), abs(right[0]))
+    return left[0] <= right[1] + slack and right[0] <= left[1] + slack
 
 
-def _against(shown: Span, expected: Span) -> str:
+def _against(printed: Span, expected: Span) -> str:
     low, high = expected[0] / GB, expected[1] / GB
-    middle = (shown[0] + shown[1]) / 2 / GB
+    middle = (printed[0] + printed[1]) / 2 / GB
     return f"{middle:.6g} GB/s printed, {low:.6g} to {high:.6g} by its time"
 
 
