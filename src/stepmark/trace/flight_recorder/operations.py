@@ -202,8 +202,7 @@ def histogram_of(dumps: Sequence[Dump]) -> tuple[Histogram, dict[str, int]]:
                 timed_calls=tally.timed_calls + (seconds is not None),
                 seconds=tally.seconds + (seconds or 0.0),
             )
-    bare = _bare_markers(dumps)
-    if bare:
+    if bare := _bare_markers(dumps):
         uncounted["coalesced groups whose parts are not in the dump"] += bare
     return tallies, dict(uncounted)
 
@@ -236,11 +235,10 @@ def message_kind(operation: Operation, group: Group) -> MessageKind | str:
     if name == Collective.ALL_TO_ALL and is_uneven:
         name = Collective.ALL_TO_ALL_V.value
     call_bytes, message_bytes = sized(name, sent, received, ranks)
-    label = f"{group.name} {group.description}".strip()
     return MessageKind(
         collective=name,
         dtype=dtype,
-        group=label,
+        group=f"{group.name} {group.description}".strip(),
         num_ranks=ranks,
         phase=operation.phase,
         call_bytes=call_bytes,
