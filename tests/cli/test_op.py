@@ -10,6 +10,8 @@ import pytest
 
 from stepmark.cli.main import status
 from stepmark.core.ops import FAMILIES
+from stepmark.core.record import Measured
+from stepmark.store.reader import read_records, with_all_samples
 
 from .process import ROOT, lines, only_run, stepmark
 
@@ -118,8 +120,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert [row["rank"] for row in rows] == ["", "0", "1"]
-    (record,) = lines(only_run(tmp_path / "runs"))
-    assert len(record["samples"]["seconds"]) == 2
+    run = only_run(tmp_path / "runs")
+    (record,) = with_all_samples(run, read_records(run))
+    assert isinstance(record, Measured)
+    assert len(record.samples.seconds) == 2
 
 
 def test_an_exit_code_comes_through_the_launcher(tmp_path: Path) -> None:

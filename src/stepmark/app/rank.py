@@ -95,6 +95,7 @@ def measure_under_launcher(
     text, run, problem = ranks.decide(lambda: _planned(make_plan))
     watchdog.close(0)
     if problem is not None:
+        ranks.close()  # the threads of an open process group can abort the interpreter's exit
         raise problem
     rank = Rank(plans.decode(text), run if ranks.rank == 0 else None, None, force=force)
     try:
@@ -215,6 +216,7 @@ class Rank:
         name = self._run.name if self._run else ""
         problem, (done, failures), self._run_id = ranks.decide(lambda: (problem, opened, name))
         if problem is not None:
+            ranks.close()
             raise problem
         return writer, done, failures
 
