@@ -28,9 +28,10 @@ def words(command: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page names files of the checkout."""
-    monkeypatch.chdir(ROOT)
+def _beside_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page names files of the checkout, and writes some."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
 
 
 def test_every_fence_is_read() -> None:
@@ -57,10 +58,10 @@ MEASURED = {words(command)[0]: command for command in reversed(TRIED)}
 def test_small_command_measures(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = main.status([*words(command), "--out", str(tmp_path)])
+    status = main.status([*words(command), "--out", "runs"])
     told = capsys.readouterr()
     assert status == 0, told.err
-    [run] = tmp_path.iterdir()
+    [run] = (tmp_path / "runs").iterdir()
     kinds = re.findall(r'"kind":\s*"(\w+)"', (run / "records.jsonl").read_text())
     assert "measured" in kinds
     assert "failed" not in kinds
