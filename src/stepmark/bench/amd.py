@@ -34,29 +34,29 @@ PCIE_GENERATION = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 
 
 def number(answer: Any, key: str) -> Any:
-    """answer[key] where the card gave a number, else None."""
+    """Return answer[key] where the card gave a number, else None."""
     value = answer.get(key) if answer else None
     return value if isinstance(value, (int, float)) else None
 
 
 def pcie_generation(speed: float | None) -> int | None:
-    """From GT/s, or MT/s as newer releases say."""
+    """Return the generation of a speed in GT/s, or in MT/s as newer releases report it."""
     if speed is None:
         return None
     return PCIE_GENERATION.get(speed / 1000 if speed >= 1000 else float(speed))
 
 
 def find(index: int) -> "AmdGpu | None":
-    """The card of a torch device index; None without amdsmi or where it hides the card."""
+    """Return the card of a torch device index; None where amdsmi is missing or hides it."""
     try:
         smi = importlib.import_module("amdsmi")
     except (ImportError, OSError, KeyError):  # it looks for its library while importing
         return None
     try:
         smi.amdsmi_init(smi.AmdSmiInitFlags.INIT_AMD_GPUS)
-        wanted = pci_bus_id(index)
+        bus_id = pci_bus_id(index)
         for handle in smi.amdsmi_get_processor_handles():
-            if smi.amdsmi_get_gpu_device_bdf(handle).lower() == wanted:
+            if smi.amdsmi_get_gpu_device_bdf(handle).lower() == bus_id:
                 return AmdGpu(smi, handle, index, smi.AmdSmiException)
     except smi.AmdSmiException:
         return None
@@ -94,12 +94,12 @@ class AmdGpu(Card):
             for key in ("socket_power", "current_socket_power", "average_socket_power")
         ]
         # Which field holds the figure depends on card and release; the others are 0 or N/A.
-        known = [value for value in watts if value]
+        readings = [value for value in watts if value]
         clock = self._ask("amdsmi_get_clock_info", smi.AmdSmiClkType.GFX)
         status = self._ask("amdsmi_get_violation_status") or {}
         return Telemetry(
             sm_clock_hz=scaled(number(clock, "clk"), MHZ),
-            power_w=float(known[0]) if known else None,
+            power_w=float(readings[0]) if readings else None,
             temperature_c=scaled(
                 self._ask(
                     "amdsmi_get_temp_metric",
@@ -130,14 +130,14 @@ class AmdGpu(Card):
         errors = self._ask("amdsmi_get_gpu_total_ecc_count")
         pages = self._ask("amdsmi_get_gpu_bad_page_info")
         memory = self._ask("amdsmi_get_gpu_vram_usage")  # MiB
-        used = number(memory, "vram_used")
+        used_mib = number(memory, "vram_used")
         return Health(
             ecc=None if errors is None else True,
             ecc_uncorrected=number(errors, "uncorrectable_count"),
             remapped_rows=None if pages is None else len(pages),
             power_limit_w=scaled(number(cap, "power_cap"), 1e-6),
             default_power_limit_w=scaled(number(cap, "default_power_cap"), 1e-6),
-            memory_used_bytes=None if used is None else int(used) << 20,
+            memory_used_bytes=None if used_mib is None else int(used_mib) << 20,
         )
 
     def driver(self) -> str:

@@ -1,12 +1,12 @@
-"""How a call is timed, and when it has been timed enough.
+"""Timers of calls, and the rule that decides when samples are enough.
 
-Each way is a named, versioned method; none is mixed with another.
+Each timer is a named, versioned method; none is mixed with another.
 
 event-rotate  k calls between two events, back to back, over operand sets that together exceed
               twice the L2 cache, so that no call finds its operands in it
 graph-rotate  the same calls, unrolled in a CUDA graph: for kernels shorter than their launch
 event-flush   L2 overwritten before each call; one call between two events
-event-hot     one operand set, no flush: what a careless benchmark would see
+event-hot     one operand set, no flush: the result of a careless benchmark
 host          perf_counter around k calls (CPU)
 
 The host enqueues a batch behind a spinning kernel, so that launch latency is not in a time.
@@ -15,7 +15,7 @@ The host enqueues a batch behind a spinning kernel, so that launch latency is no
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -24,10 +24,10 @@ from stepmark.core.case import SOAK_S, ClockName
 from stepmark.core.stats import summarize
 
 VERSION = 1
-# A sample should last this long, so that the two events beside it do not weigh.
+# Minimum sample duration; longer samples amortize the overhead of their two events.
 _SAMPLE_S = 1e-3
-# Under this a kernel is replayed from a graph: the gap between two launches, 1 to 2 us on an
-# H200, would pass 1 %.
+# Shorter kernels are replayed from a graph: the gap between two launches, 1 to 2 us on an
+# H200, would exceed 1 %.
 GRAPH_BELOW_S = 300e-6
 _MAX_UNROLL = 512
 _SPIN_MAX_S = 20e-3
@@ -43,7 +43,7 @@ class Timer(Protocol):
     def calls_per_sample(self) -> int: ...
 
     def sample(self, count: int) -> list[float]:
-        """Seconds per call, `count` times. Returns after the device has finished."""
+        """Return seconds per call, `count` times, after the device has finished."""
 
 
 Calls = Sequence[Callable[[], object]]
@@ -86,7 +86,7 @@ class _EventTimer:
         """Work between two samples, outside both."""
 
     def _issue(self) -> None:
-        raise AssertionError("each timer says what a sample runs")
+        raise NotImplementedError
 
     def sample(self, count: int) -> list[float]:
         pairs = [
@@ -104,7 +104,7 @@ class _EventTimer:
 
 
 class RotateTimer(_EventTimer):
-    """Back-to-back calls over all operand sets (or, for event-hot, over one)."""
+    """Calls back to back over all operand sets (or, for event-hot, over one)."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class RotateTimer(_EventTimer):
 
 
 class FlushTimer(_EventTimer):
-    """One call behind an overwrite of the whole L2, several times its size."""
+    """One call after an overwrite of the whole L2, several times its size."""
 
     def __init__(self, calls: Calls, launch_s: float, l2_bytes: int) -> None:
         super().__init__(ClockName.FLUSH, 1, launch_s)
@@ -155,7 +155,7 @@ class GraphTimer(_EventTimer):
             call()
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # The graph owns what its calls allocate; the calls own what they were given.
+        # The graph owns the memory that its calls allocate; the calls own their operands.
         with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
             for i in range(unroll):
                 calls[i % len(calls)]()
@@ -173,7 +173,7 @@ def spin(seconds: float) -> None:
 
 
 def estimate_host(calls: Calls) -> tuple[float, float]:
-    """Seconds per call of the CPU, after one warm-up call."""
+    """Return the CPU's seconds per call, after one warm-up call."""
     calls[0]()
     start, count = time.perf_counter(), 0
     while count < 3 or (time.perf_counter() - start < 5e-3 and count < 1000):
@@ -185,7 +185,7 @@ def estimate_host(calls: Calls) -> tuple[float, float]:
 
 
 def estimate_device(calls: Calls) -> tuple[float, float]:
-    """Device seconds per call and host seconds per launch, after three warm-up calls."""
+    """Return device seconds per call and host seconds per launch, after three warm-up calls."""
     for i in range(3):
         calls[i % len(calls)]()
     torch.cuda.synchronize()
@@ -203,7 +203,7 @@ def estimate_device(calls: Calls) -> tuple[float, float]:
 
 
 def estimate(calls: Calls, device_type: str) -> tuple[float, float]:
-    """Seconds of one call, and host seconds of its launch (0 on a CPU)."""
+    """Return seconds of one call, and host seconds of its launch (0 on a CPU)."""
     return estimate_host(calls) if device_type == "cpu" else estimate_device(calls)
 
 
@@ -217,10 +217,10 @@ def choose(
     capturable: bool,
     l2_bytes: int,
 ) -> Timer:
-    """The timer for these calls. Equal estimates give all ranks the same method and k."""
+    """Return the timer of these calls. Equal estimates give all ranks the same method and k."""
     if device_type == "cpu":
         return HostTimer(calls, call_s)
-    # Twice the launch just seen: the host may be slower later, and idle time is not ours.
+    # Twice the estimated launch: a host that is slower later must not leave the device idle.
     launch_s *= 2
     rotate = RotateTimer(calls, call_s, launch_s)
     match name:
@@ -237,7 +237,10 @@ def choose(
 
 
 def _graph_or(rotate: RotateTimer, calls: Calls, call_s: float) -> Timer:
-    """Replays if the calls can be captured; some synchronize, or use a stream of their own."""
+    """Return a timer of replays, or `rotate` for calls that cannot be captured.
+
+    Such calls synchronize, or use a stream of their own.
+    """
     try:
         return GraphTimer(calls, call_s)
     except torch.OutOfMemoryError:
@@ -250,14 +253,14 @@ def _graph_or(rotate: RotateTimer, calls: Calls, call_s: float) -> Timer:
 BURST_IDLE_S = 1.0
 MIN_SAMPLES = 5
 MAX_SAMPLES = 20_000
-# A power-limited device drifts over tenths of a second: samples of one batch look alike, so
-# sustained batches are the unit of the interval, and a second of them is the least.
+# A power-limited device drifts over tenths of a second, so samples of one batch are alike: the
+# confidence interval is that of sustained batches, over at least a second.
 MIN_BATCHES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long a case may take and how exact its median should be."""
+    """Duration of a case's samples, and the precision of their median."""
 
     sample_s: float = 3.0  # wall seconds of sampling at most
     soak_s: float = SOAK_S
@@ -265,19 +268,18 @@ class Effort:
     min_batches: int = MIN_BATCHES
 
     def shortened(self, usable_s: float) -> "Effort":
-        """Soak and samples that fit in `usable_s`."""
-        return Effort(
+        """Return an effort whose soak and samples fit in `usable_s`."""
+        return replace(
+            self,
             soak_s=min(self.soak_s, usable_s * 0.3),
             sample_s=min(self.sample_s, max(usable_s * 0.7, 0.01)),
-            target_ci_rel=self.target_ci_rel,
-            min_batches=self.min_batches,
         )
 
 
 def is_enough(
     batches: list[list[float]], spent_s: float, effort: Effort, *, burst: bool = False
 ) -> bool:
-    """Given the slowest rank's seconds per sample, by batch."""
+    """Return whether samples suffice. batches: the slowest rank's seconds per sample."""
     # A burst idles a second per 20 ms of work, so its budget is counted in bursts.
     limit = effort.sample_s + 4 * BURST_IDLE_S if burst else effort.sample_s
     count = sum(map(len, batches))

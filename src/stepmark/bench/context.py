@@ -1,4 +1,4 @@
-"""Where cases run: the ranks, what their device can do, its cache and its free memory."""
+"""The context of a measurement: ranks, device capabilities, cache size and free memory."""
 
 import contextlib
 import gc
@@ -17,12 +17,12 @@ from stepmark.core.train_case import TrainCase
 
 
 def _not_reported(_record: Failed, _position: int) -> None:
-    """Leave a blocked rank to the guard."""
+    """Do nothing: the guard ends a blocked rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureContext:
-    """This rank's place in a run.
+    """This rank's context in a run.
 
     folder: run directory for traces, the same on every rank; None where none is written.
     failures: failed records of the run from before these processes started.
@@ -48,26 +48,25 @@ def make_context(device_type: str, *, for_meshes: bool = False) -> MeasureContex
     """Join the other ranks and describe this rank's device; arguments as of `ranks.join`."""
     ranks = join(device_type, for_meshes=for_meshes)
     device = ranks.device
-    if device.type == "cuda":
-        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        return MeasureContext(
-            ranks=ranks,
-            capabilities=capabilities(device),
-            cache_bytes=cache_bytes,
-            free_bytes=lambda: torch.cuda.mem_get_info(device)[0],
-            device_index=device.index,
-        )
+
+    def free_bytes() -> int:
+        if device.type == "cuda":
+            return torch.cuda.mem_get_info(device)[0]
+        return int(psutil.virtual_memory().available) // ranks.num_ranks
+
     return MeasureContext(
         ranks=ranks,
         capabilities=capabilities(device),
-        cache_bytes=_cpu_cache_bytes(),
-        free_bytes=lambda: psutil.virtual_memory().available // ranks.num_ranks,
-        device_index=None,
+        cache_bytes=torch.cuda.get_device_properties(device).L2_cache_size
+        if device.type == "cuda"
+        else _cpu_cache_bytes(),
+        free_bytes=free_bytes,
+        device_index=device.index,
     )
 
 
 def _cpu_cache_bytes() -> int:
-    """Size of the largest cache that Linux reports; 32 MiB where it reports none."""
+    """Return the size of the largest cache that Linux reports; 32 MiB where it reports none."""
     sizes_kib = [32 * 2**10]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -94,9 +93,9 @@ def own_stream(context: MeasureContext) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick_release() -> Iterator[None]:
-    """Exempt what is alive now from the search of `release`.
+    """Exempt all present objects from the garbage collection of `release`.
 
-    Torch's modules alone take a search of a tenth of a second, longer than many a case.
+    Torch's modules alone take it a tenth of a second, longer than many a case.
     """
     gc.collect()
     gc.freeze()

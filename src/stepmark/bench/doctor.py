@@ -1,4 +1,4 @@
-"""What this machine is, what would be measured here, what not, and why."""
+"""Examine this machine: its devices, what can be measured on it, what not, and why."""
 
 import dataclasses
 import shutil
@@ -46,7 +46,7 @@ def samples(family: str) -> list[Op]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One device as found, and the peaks its figures will be held against."""
+    """One device, and the peaks that its figures are compared with."""
 
     info: DeviceInfo
     peak_flops_per_s: dict[str, float]  # by dtype; empty where the device is unknown
@@ -66,12 +66,12 @@ class Nic:
     name: str
     kind: str  # "net" or "infiniband"
     state: str
-    rate: str  # as the kernel says, e.g. "400 Gb/sec (4X NDR)"; "" unknown
+    rate: str  # as the kernel reports it, e.g. "400 Gb/sec (4X NDR)"; "" unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """Whether one backend of one family would be measured here."""
+    """Support of one backend of one family on this machine."""
 
     family: str
     backend: str
@@ -81,12 +81,12 @@ class Backend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """Whether `stepmark comm` could go this way here."""
+    """Support of one transport of `stepmark comm` on this machine."""
 
     api: str
     backend: str
     reason: str | None  # why not
-    note: str = ""  # what it is, or "written, not run"
+    note: str = ""  # its description, or "written, not run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Findings:
 
 
 def examine() -> Findings:
-    """Look at this machine; start nothing, allocate nothing on a device."""
+    """Examine this machine without starting a process or allocating memory on a device."""
     torch_devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     torch_devices = torch_devices or [torch.device("cpu")]
     devices = tuple(examine_device(d, rank) for rank, d in enumerate(torch_devices))
@@ -132,7 +132,7 @@ def examine_device(device: torch.device, rank: int) -> Device:
     spec = find_device(info.name)
     health = gpu.health() if gpu else Health()
     own = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-    used = health.memory_used_bytes
+    used_bytes = health.memory_used_bytes
     peaks = spec.peak_flops_per_s if spec else {}
     unknown = f"{info.name!r} is not in hardware.toml: peaks n/a, measured ceiling instead"
     return Device(
@@ -143,7 +143,7 @@ def examine_device(device: torch.device, rank: int) -> Device:
         now=gpu.reading() if gpu else Telemetry() if device.type == "cuda" else cpu_reading(),
         links=gpu.links() if gpu else Links(),
         health=health,
-        others_bytes=None if used is None else used - own,
+        others_bytes=None if used_bytes is None else used_bytes - own,
         note=amd.NOTE if device.type == "cuda" and torch.version.hip else "",
     )
 
@@ -151,7 +151,7 @@ def examine_device(device: torch.device, rank: int) -> Device:
 def backends(
     impls: Mapping[str, Mapping[str, Impl]], capable: Capabilities
 ) -> tuple[Backend, ...]:
-    """Every backend of every family, and why it would be skipped here."""
+    """Return every backend of every family, and why it would be skipped here."""
     return tuple(
         Backend(
             family=family,
@@ -166,14 +166,14 @@ def backends(
 
 
 def transports() -> Iterator[Transport]:
-    """The ways to run a collective: torch's back ends, and libnccl itself."""
+    """Yield the ways to run a collective: torch's back ends, and libnccl itself."""
     count, hip = torch.cuda.device_count(), torch.version.hip is not None
     few = None if count > 1 else f"{count} accelerators, and it takes two"
     rocm = "RCCL: written, not run" if hip else ""
-    here = dist.is_available()
-    gloo = None if here and dist.is_gloo_available() else "not in this torch"
+    is_available = dist.is_available()
+    gloo = None if is_available and dist.is_gloo_available() else "not in this torch"
     yield Transport(api="torch", backend="gloo", reason=gloo, note="on the CPU")
-    nccl = few if here and dist.is_nccl_available() else "not in this torch"
+    nccl = few if is_available and dist.is_nccl_available() else "not in this torch"
     yield Transport(api="torch", backend="nccl", reason=nccl, note=rocm)
     try:
         path = find_library()
@@ -193,7 +193,7 @@ def peer_access() -> tuple[tuple[bool, ...], ...]:
 
 
 def nics(root: Path) -> tuple[Nic, ...]:
-    """Network interfaces but lo, then InfiniBand ports, from /sys/class."""
+    """Return network interfaces except lo, then InfiniBand ports, from /sys/class."""
     ports = []
     for path in sorted((root / "net").glob("*")):
         if path.name != "lo" and path.is_dir():
@@ -211,7 +211,7 @@ def nics(root: Path) -> tuple[Nic, ...]:
 
 
 def shared_memory(path: Path) -> int | None:
-    """Size of /dev/shm, which NCCL and data loaders share."""
+    """Return the size of /dev/shm, which NCCL and data loaders share."""
     return shutil.disk_usage(path).total if path.is_dir() else None
 
 
@@ -230,7 +230,7 @@ def host_warnings(
 
 
 def warnings_of(device: Device) -> list[str]:
-    """What is wrong with one device now."""
+    """Return the present problems of one device."""
     health, links, where = device.health, device.links, f"device {device.info.index}"
     texts = []
     if health.ecc_uncorrected:
@@ -247,9 +247,9 @@ def warnings_of(device: Device) -> list[str]:
     if _below(links.pcie_generation, links.pcie_max_generation):
         now, most = links.pcie_generation, links.pcie_max_generation
         texts.append(f"{where}: PCIe gen{now} of gen{most} (some cards save power when idle)")
-    used = device.others_bytes or 0
-    if device.info.memory_bytes and used > OTHERS_SHARE * device.info.memory_bytes:
-        texts.append(f"{where}: {format_bytes(used)} of its memory is in use by others")
+    others_bytes = device.others_bytes or 0
+    if device.info.memory_bytes and others_bytes > OTHERS_SHARE * device.info.memory_bytes:
+        texts.append(f"{where}: {format_bytes(others_bytes)} of its memory is in use by others")
     return texts
 
 

@@ -1,4 +1,4 @@
-"""What a reader needs to judge a figure: machine, devices, versions, variables, commit."""
+"""Facts needed to judge a figure: machine, devices, versions, variables, commit."""
 
 import dataclasses
 import importlib.metadata
@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from stepmark import __version__
-from stepmark.bench.nvidia import torch_device_info
+from stepmark.bench.nvidia import pci_bus_id, torch_device_info
 from stepmark.bench.telemetry import open_gpu
 from stepmark.core.ops.backends import MODULES, Capabilities
 from stepmark.core.record import DeviceInfo, Environment
@@ -33,7 +33,7 @@ PACKAGES = ("triton", "pytorch-triton-rocm", "flash_attn", "transformer_engine",
 
 
 def capture(devices: Sequence[DeviceInfo]) -> Environment:
-    """This host, with the devices of all ranks, by rank."""
+    """Return the environment of this host, with the devices of all ranks, by rank."""
     system = platform.uname()
     return Environment(
         host=system.node,
@@ -46,7 +46,7 @@ def capture(devices: Sequence[DeviceInfo]) -> Environment:
         torch=str(torch.__version__),
         versions=versions(),
         devices=tuple(devices),
-        # A copy of the tree without its history may be told which commit it is.
+        # For a copy of the tree without its history.
         git_commit=os.environ.get("STEPMARK_COMMIT")
         or git_commit(Path(__file__).resolve().parents[3]),
         stepmark=__version__,
@@ -56,7 +56,7 @@ def capture(devices: Sequence[DeviceInfo]) -> Environment:
 
 
 def local_device(device: torch.device, rank: int) -> DeviceInfo:
-    """The device of this rank, as found."""
+    """Return the facts on the device of this rank."""
     return dataclasses.replace(_local_device(device, rank), pid=os.getpid())
 
 
@@ -72,25 +72,16 @@ def _local_device(device: torch.device, rank: int) -> DeviceInfo:
     index = torch.cuda.current_device() if device.index is None else device.index
     gpu = open_gpu(index)
     info = gpu.device_info(rank) if gpu else torch_device_info(index, rank)
-    return dataclasses.replace(info, bus_id=_bus_id(index))
+    # Without the function's number, as nccl-tests prints it.
+    return dataclasses.replace(info, bus_id=pci_bus_id(index).removesuffix(".0"))
 
 
-def _bus_id(index: int) -> str:
-    """As nccl-tests prints it; "" where this torch does not tell."""
-    card = torch.cuda.get_device_properties(index)
-    parts = [getattr(card, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None in parts:
-        return ""
-    domain, bus, place = parts
-    return f"{domain:04x}:{bus:02x}:{place:02x}"
-
-
-# Triton is not imported to find out: that is slow, and fails without a driver.
+# Triton is not imported for this: that is slow, and fails without a driver.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def capabilities(device: torch.device) -> Capabilities:
-    """What support of an operator is decided from."""
+    """Return the facts from which support of an operator is decided."""
     on_gpu = device.type == "cuda"
     return Capabilities(
         device_type=device.type,
@@ -102,13 +93,13 @@ def capabilities(device: torch.device) -> Capabilities:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that torch.compile would find."""
+    """Return the C++ compiler that torch.compile would find."""
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def versions() -> dict[str, str]:
-    """Versions of what is there. No package is imported for it."""
+    """Return versions of drivers and packages without importing any package."""
     by_package = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or ""}
     if torch.cuda.is_available():
         gpu = open_gpu(torch.cuda.current_device())
@@ -122,7 +113,7 @@ def versions() -> dict[str, str]:
 
 
 def package_version(name: str) -> str:
-    """From the package's metadata; "" where it is not installed."""
+    """Return the version from the package's metadata; "" where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -130,9 +121,9 @@ def package_version(name: str) -> str:
 
 
 def captured_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """What steers the libraries that are measured, secrets redacted."""
-    chosen = sorted(name for name in variables if name.startswith(PREFIXES))
-    return {name: redact(name, variables[name]) for name in chosen}
+    """Return the variables that control the measured libraries, secrets redacted."""
+    names = sorted(name for name in variables if name.startswith(PREFIXES))
+    return {name: redact(name, variables[name]) for name in names}
 
 
 def redact(name: str, value: str) -> str:
@@ -142,14 +133,11 @@ def redact(name: str, value: str) -> str:
 
 
 def git_commit(root: Path) -> str:
-    """Commit of the checkout at `root`, "+dirty" where its tree differs; "" unknown."""
+    """Return the commit of the checkout at `root`, "+dirty" where its tree differs, or ""."""
     if not (root / ".git").exists():  # installed, perhaps inside someone else's checkout
         return ""
     commit = _git(root, "rev-parse", "HEAD")
-    if not commit:
-        return ""
-    status = _git(root, "status", "--porcelain")
-    return commit + ("+dirty" if status else "")
+    return commit + ("+dirty" if commit and _git(root, "status", "--porcelain") else "")
 
 
 def _git(root: Path, *args: str) -> str:
@@ -162,19 +150,19 @@ def _git(root: Path, *args: str) -> str:
 
 
 def num_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 def memory_bytes() -> int:
-    """Host memory, or less where a container's limit says so."""
+    """Return the size of the host's memory, or a container's smaller limit."""
     limit = cgroup_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     total = int(psutil.virtual_memory().total)
     return total if limit is None else min(total, limit)
 
 
 def cgroup_limit(membership: Path, mount: Path) -> int | None:
-    """The smallest memory.max from our cgroup (v2) up to the root; None where unlimited."""
+    """Return the smallest memory.max from our cgroup (v2) to the root; None if unlimited."""
     lines = read_fact(membership).splitlines()
     path = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
     groups = [mount / path, *(mount / path).parents]
@@ -194,10 +182,7 @@ def os_name(release: Path) -> str:
 
 
 def read_fact(path: Path) -> str:
-    """Return the stripped text; "" where there is none.
-
-    The kernel answers EINVAL for the speed of an interface that is down.
-    """
+    """Return the stripped text; "" if unreadable, as the speed of an interface that is down."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -205,7 +190,7 @@ def read_fact(path: Path) -> str:
 
 
 def device_warnings(devices: Sequence[DeviceInfo]) -> tuple[str, ...]:
-    """What makes figures of these devices hard to compare with others."""
+    """Return the reasons why figures of these devices are hard to compare with others."""
     names = sorted({device.name for device in devices})
     mixed = [f"mixed device models: {', '.join(names)}"] if len(names) > 1 else []
     return (*mixed, *(text for device in devices for text in _limits(device)))

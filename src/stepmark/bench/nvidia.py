@@ -1,7 +1,7 @@
 """NVIDIA cards through NVML, and the types that both vendors' cards fill.
 
 A card is found by the UUID that torch reports, so CUDA_VISIBLE_DEVICES needs no care.
-A question that driver, card or virtual machine does not answer is None.
+A value that driver, card or virtual machine does not report is None.
 """
 
 import importlib
@@ -32,7 +32,7 @@ EVENT_REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """How a card is attached. None where it does not tell."""
+    """Connections of a card. None where it does not report them."""
 
     pcie_generation: int | None = None
     pcie_max_generation: int | None = None
@@ -51,7 +51,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What makes a card slow or wrong. None where it does not tell."""
+    """Causes of slow or wrong results. None where the card does not report them."""
 
     ecc: bool | None = None
     ecc_uncorrected: int | None = None  # over the life of the card
@@ -63,13 +63,14 @@ class Health:
     default_power_limit_w: float | None = None
     power_throttled_s: float | None = None  # since the driver was loaded
     thermal_throttled_s: float | None = None
-    memory_used_bytes: int | None = None  # by everyone
+    memory_used_bytes: int | None = None  # by all processes
 
 
 def throttle_words(reasons: int | None) -> tuple[str, ...]:
-    """The set bits as words; a bit we do not know keeps its number."""
-    bits = [1 << position for position in range((reasons or 0).bit_length())]
-    return tuple(EVENT_REASONS.get(b, f"reason {b:#x}") for b in bits if (reasons or 0) & b)
+    """Return the set bits as words; an unknown bit keeps its number."""
+    number = reasons or 0
+    bits = [1 << i for i in range(number.bit_length()) if number >> i & 1]
+    return tuple(EVENT_REASONS.get(bit, f"reason {bit:#x}") for bit in bits)
 
 
 def scaled(value: float | None, scale: float) -> float | None:
@@ -77,7 +78,7 @@ def scaled(value: float | None, scale: float) -> float | None:
 
 
 def torch_device_info(index: int, rank: int) -> DeviceInfo:
-    """What torch alone knows of a CUDA or ROCm device."""
+    """Return the facts on a CUDA or ROCm device that torch alone provides."""
     properties = torch.cuda.get_device_properties(index)
     arch = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
     return DeviceInfo(
@@ -94,14 +95,16 @@ def torch_device_info(index: int, rank: int) -> DeviceInfo:
 
 
 def pci_bus_id(index: int) -> str:
-    """E.g. '0000:3b:00.0'."""
-    properties: Any = torch.cuda.get_device_properties(index)  # its stub lacks the address
-    domain, bus = properties.pci_domain_id, properties.pci_bus_id
-    return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
+    """Return e.g. '0000:3b:00.0'; "" where this torch does not report it."""
+    properties = torch.cuda.get_device_properties(index)
+    parts = [
+        getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
+    ]
+    return "" if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
 def find(index: int) -> "NvidiaGpu | None":
-    """The card of a torch device index; None without NVML or where NVML hides the card."""
+    """Return the card of a torch device index; None where NVML is missing or hides it."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -176,14 +179,14 @@ class NvidiaGpu(Card):
             self._ask("nvmlDeviceGetNvLinkState", link)
             for link in range(self._library.NVML_NVLINK_MAX_LINKS)
         ]
-        known = [state for state in states if state is not None]
+        answers = [state for state in states if state is not None]
         return Links(
             pcie_generation=self._ask("nvmlDeviceGetCurrPcieLinkGeneration"),
             pcie_max_generation=self._ask("nvmlDeviceGetMaxPcieLinkGeneration"),
             pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth"),
             pcie_max_width=self._ask("nvmlDeviceGetMaxPcieLinkWidth"),
             fabric="NVLink",
-            num_fabric_links=sum(map(bool, known)) if known else None,
+            num_fabric_links=sum(map(bool, answers)) if answers else None,
         )
 
     def health(self) -> Health:

@@ -1,7 +1,7 @@
-"""Which rank this process is, and how ranks agree.
+"""The rank of this process, and agreement between ranks.
 
-Control goes over gloo, never over the communicator that is measured. A step is taken by all
-ranks or by none: where one breaks, every rank learns which and why.
+Control messages go over gloo, never over the communicator that is measured. A step succeeds on
+all ranks or on none: where one fails, every rank gets its number and the reason.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from stepmark.core.errors import StepmarkError
 from stepmark.core.record import AnyCase, Failed
 
-# Between agreeing on a moment and that moment: longer than the news takes to reach all.
+# From the agreement on a moment to that moment: longer than the message takes to all ranks.
 _LEAD_S = 300e-6
 
 
 class LostPeersError(StepmarkError):
-    """A rank that others need is gone: there is nothing left to agree on."""
+    """Raised where another rank cannot be reached: ranks can no longer agree on anything."""
 
     exit_code = 3
 
@@ -33,9 +33,9 @@ class LostPeersError(StepmarkError):
 class Ranks:
     """This process among its peers. One rank alone needs no process group.
 
-    offset_s is this host's monotonic clock minus rank 0's, offset_error_s by how much that
-    may be wrong: both 0 on rank 0's own host. group: the process group of these ranks, None
-    for the default group.
+    offset_s is this host's monotonic clock minus rank 0's, offset_error_s its uncertainty:
+    both 0 on rank 0's own host. group: the process group of these ranks, None for the default
+    group.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class Ranks:
         return replace(self, num_ranks=count, group=group) if self.rank < count else None
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank, by rank. Raises LostPeersError."""
+        """Return every rank's value, on every rank, by rank. Raises LostPeersError."""
         if self.num_ranks == 1:
             return [value]
         values: list[Any] = [None] * self.num_ranks
@@ -67,7 +67,7 @@ class Ranks:
         return values
 
     def decide(self, decision: Callable[[], Any]) -> Any:
-        """Rank 0's decision, on every rank. Raises LostPeersError."""
+        """Return rank 0's decision, on every rank. Raises LostPeersError."""
         if self.num_ranks == 1:
             return decision()
         box = [decision() if self.rank == 0 else None]
@@ -81,8 +81,8 @@ class Ranks:
     def align(self) -> None:
         """Return on all ranks at one moment, as far as their clocks agree.
 
-        Ranks leave a barrier up to some 100 us apart. So they agree on a moment that lies
-        ahead and wait for it.
+        Ranks leave a barrier up to some 100 us apart, so they agree on a later moment and wait
+        for it.
         """
         if self.num_ranks == 1:
             return
@@ -93,7 +93,7 @@ class Ranks:
             pass
 
     def now(self) -> float:
-        """Seconds on rank 0's monotonic clock."""
+        """Return seconds on rank 0's monotonic clock."""
         return time.monotonic() - self.offset_s
 
     def close(self) -> None:
@@ -102,12 +102,12 @@ class Ranks:
 
 
 def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
-    """Join the ranks that RANK, LOCAL_RANK and WORLD_SIZE tell of; alone without them.
+    """Join the ranks that RANK, LOCAL_RANK and WORLD_SIZE describe; alone without them.
 
     Ranks meet at the store that our own parent names, else at MASTER_ADDR and MASTER_PORT.
     for_meshes: device meshes will be made from the default group. It then has NCCL for device
-    tensors, while what is agreed on here stays on the CPU; and one rank that was started as
-    such has a default group, too.
+    tensors, while agreement stays on the CPU; and a single rank with RANK set has a default
+    group, too.
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -136,11 +136,11 @@ def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
 
 
 def _store_of_parent(num_ranks: int) -> Store | None:
-    """None under an outer launcher. The names are those of launch/workers.py."""
+    """Return the parent's store; None under an outer launcher. Names: launch/workers.py."""
     if file := os.environ.get("STEPMARK_STORE_FILE"):
         return FileStore(file, num_ranks)
     if port := os.environ.get("STEPMARK_STORE_PORT"):
-        # Rank 0 alone has been handed the socket on which the parent listens.
+        # Only rank 0 has the socket on which the parent listens.
         listener = os.environ.get("STEPMARK_STORE_SOCKET")
         return TCPStore(
             "127.0.0.1",
@@ -155,11 +155,11 @@ def _store_of_parent(num_ranks: int) -> Store | None:
 def clock_offset(
     rank: int, num_ranks: int, host: str, *, rounds: int = 20
 ) -> tuple[float, float]:
-    """This rank's monotonic clock minus rank 0's, and the error of that, in seconds.
+    """Return this rank's monotonic clock minus rank 0's, and the error of that, in seconds.
 
     Every rank calls it. Ranks of rank 0's host share its clock. One rank of each other host
-    exchanges time stamps with rank 0 as NTP does (RFC 5905, section 8): the round with the
-    shortest way there and back counts, half of that way is its error.
+    exchanges time stamps with rank 0 as NTP does (RFC 5905, section 8): the shortest round trip
+    counts, half of it is the error.
     """
     hosts: list[Any] = [None] * num_ranks
     _reach(lambda: dist.all_gather_object(hosts, host))
@@ -175,7 +175,7 @@ def clock_offset(
 
 
 def _exchange(rank: int, speaker: int, rounds: int) -> tuple[float, float]:
-    """Time stamps between rank 0 and the speaker; the speaker's result counts."""
+    """Exchange time stamps between rank 0 and the speaker; the speaker's result counts."""
     best = (0.0, float("inf"))
     for _ in range(rounds):
         stamps = torch.zeros(1, dtype=torch.float64)
@@ -195,7 +195,7 @@ def _exchange(rank: int, speaker: int, rounds: int) -> tuple[float, float]:
 
 
 def _boot_id() -> str:
-    """One per running kernel: ranks with the same one share CLOCK_MONOTONIC."""
+    """Return the running kernel's id: ranks with the same one share CLOCK_MONOTONIC."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -204,7 +204,7 @@ def _boot_id() -> str:
 
 
 def dump_flight_recorder() -> str:
-    """What this rank's process groups were doing, as JSON; empty where torch keeps none."""
+    """Return the flight recorder of this rank's process groups as JSON; "" without one."""
     inner: Any = torch._C._distributed_c10d
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         with contextlib.suppress(Exception):
@@ -225,13 +225,13 @@ T = TypeVar("T")
 
 
 class CaseFailedError(Exception):
-    """Some rank broke; every rank knows which and why."""
+    """Raised on every rank where some rank failed, with its number and the reason."""
 
     def __init__(self, cause: str, message: str, ranks: tuple[int, ...], trace: str) -> None:
         super().__init__(message)
         self.cause, self.message, self.ranks, self.trace = cause, message, ranks, trace
 
-    def record(self, run_id: str, case: AnyCase, launch: int = 1) -> Failed:
+    def record(self, run_id: str, case: AnyCase, launch: int) -> Failed:
         return Failed(
             run_id=run_id,
             case=case,
@@ -244,7 +244,7 @@ class CaseFailedError(Exception):
 
 
 def agreed(ranks: Ranks, step: Callable[[], T]) -> T:
-    """Run a step on every rank; if it breaks on any, all raise CaseFailedError together."""
+    """Run a step on every rank; if it fails on any, all raise CaseFailedError together."""
     result: T | None = None
     problem: tuple[str, str, str] | None = None
     try:
@@ -254,10 +254,10 @@ def agreed(ranks: Ranks, step: Callable[[], T]) -> T:
     except Exception as error:  # noqa: BLE001  a broken case is a record, not the end
         problem = cause_of(error)
     problems = ranks.gather(problem)
-    broken = tuple(rank for rank, other in enumerate(problems) if other)
-    if broken:
-        cause, message, trace = problems[broken[0]]
-        raise CaseFailedError(cause, message, broken, trace)
+    failed = tuple(rank for rank, other in enumerate(problems) if other)
+    if failed:
+        cause, message, trace = problems[failed[0]]
+        raise CaseFailedError(cause, message, failed, trace)
     return result  # type: ignore[return-value]
 
 
@@ -283,7 +283,7 @@ def measured_by(world: Ranks, members: Ranks | None, measure: Callable[[Ranks], 
 
 
 def cause_of(error: Exception) -> tuple[str, str, str]:
-    """Cause as Failed has it, the first line of the message, and a traceback where it helps."""
+    """Return the cause for Failed, the first line of the message, and a useful traceback."""
     text = str(error).strip()
     first = text.split("\n", maxsplit=1)[0] or type(error).__name__
     if isinstance(error, torch.OutOfMemoryError):

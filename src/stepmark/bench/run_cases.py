@@ -12,8 +12,8 @@ from stepmark.bench.ranks import CaseFailedError, agreed
 from stepmark.core.plan import Entry, Plan
 from stepmark.core.record import Failed, Measured, Record, Skipped
 
-# By the kind of case. A bench is imported only where a plan has cases of its kind: together
-# they cost seconds per rank.
+# By kind of case. A bench is imported only where a plan has cases of its kind: together they
+# take seconds per rank.
 BENCHES = {
     "op": "stepmark.bench.operators.bench:OperatorBench",
     "comm": "stepmark.bench.collectives.bench:CollectiveBench",
@@ -22,7 +22,7 @@ BENCHES = {
 
 
 class Guard(Protocol):
-    """Ends ranks that hang: told what is being done and how long that may take."""
+    """Ends ranks that hang. It is told the present case and its time limit."""
 
     def begin(self, position: int, limit_s: float) -> None: ...
 
@@ -30,9 +30,9 @@ class Guard(Protocol):
 
 
 class Bench(Protocol):
-    """Measures the cases of one kind. Every rank calls every method, but for `abort`.
+    """Measures the cases of one kind. Every rank calls every method, except `abort`.
 
-    What is not overridden suits cases that leave nothing behind and wait for no other rank.
+    The default methods suit cases that leave no state behind and wait for no other rank.
     budget_s: wall seconds that a case has on average; None for no limit.
     """
 
@@ -50,17 +50,17 @@ class Bench(Protocol):
         return record
 
     def restarts(self, entry: Entry) -> bool:
-        """Return whether, after the entry failed, only new processes are in a known state."""
+        """Return whether only new processes are in a known state after the entry failed."""
         return False
 
     def limit_s(self, share_s: float | None) -> float:
-        """Return after how long a case with this share hangs."""
+        """Return the time after which a case with this share is considered hung."""
 
     def abort(self) -> None:
-        """End whatever hangs. Called from another thread."""
+        """End blocked communication. Called from another thread."""
 
     def close(self) -> None:
-        """End a launch: whatever the next launch must make anew goes."""
+        """Release everything that the next launch must make anew."""
 
 
 def make_benches(plan: Plan, context: MeasureContext) -> dict[str, Bench]:
@@ -77,7 +77,7 @@ def make_benches(plan: Plan, context: MeasureContext) -> dict[str, Bench]:
 
 
 class _Budget:
-    """Shares the wall time of the cases of one kind: what one leaves goes to the others."""
+    """The wall time of the cases of one kind; the unused time of one goes to the others."""
 
     def __init__(self, mean_s: float | None, num_cases: int) -> None:
         self._left_s = None if mean_s is None else mean_s * num_cases
@@ -106,11 +106,11 @@ def run(
 ) -> int | None:
     """Measure the entries of one launch; rank 0 passes each record to the sink.
 
-    Returns the position where new ranks should go on: after the launch, or after a failure
-    that leaves processes in no known state. None: all is done. Where there are no new ranks,
-    call it again with the entries from that position on. A broken case does not end the run;
-    a lost rank does (LostPeersError), and KeyboardInterrupt, raised after the record of a case
-    that was cut short.
+    Returns the position at which new ranks should continue: after the launch, or after a
+    failure that leaves processes in no known state. None: all is done. Where there are no new
+    ranks, call it again with the entries from that position on. A failed case does not end the
+    run; a lost rank does (LostPeersError), and KeyboardInterrupt, raised after the record of an
+    interrupted case.
     """
     if not entries:
         return None
@@ -126,7 +126,7 @@ def run(
             if share_s is not None:
                 share_s = context.ranks.decide(budget.share_s)
             record = _run_case(entry, context, bench, share_s)
-            release(context)  # a rank that dies in this still dies in a case
+            release(context)  # before the guard is idle: a crash here is one of the case
             if context.ranks.rank == 0:
                 sink(replace(record, launch=launch))
             guard.idle(bench.limit_s(None))
@@ -138,7 +138,7 @@ def run(
                 if bench.restarts(entry) or is_unusable:
                     return current[done].position
             if budget.is_spent:
-                bench.close()  # what it holds must not stay beside the next kind of case
+                bench.close()  # its resources must not stay during the next kind of case
     return entries[len(current)].position if len(entries) > len(current) else None
 
 

@@ -12,11 +12,11 @@ from stepmark.bench.nvidia import IDLE, MHZ
 from stepmark.core.record import Telemetry
 
 GPU_INTERVAL_S = 0.02
-# Reading the clocks of all cores takes the interpreter away from the work that is timed.
+# Reading the clocks of all cores holds the interpreter, which delays the timed work.
 CPU_INTERVAL_S = 0.1
 STOP_TIMEOUT_S = 2.0
 
-# What a driver's binding may raise when a card disappears; the sampler then ends early.
+# A driver's binding may raise these when a card disappears; the sampler then ends early.
 LOST = (
     ArithmeticError,
     AttributeError,
@@ -29,12 +29,12 @@ LOST = (
 
 
 def open_gpu(index: int) -> amd.AmdGpu | nvidia.NvidiaGpu | None:
-    """The card behind a torch device index, or None where no library tells about it."""
+    """Return the card of a torch device index, or None where no library reports it."""
     return amd.find(index) if torch.version.hip else nvidia.find(index)
 
 
 def cpu_reading() -> Telemetry:
-    """The mean clock of the cores; nothing in most containers."""
+    """Return the mean clock of the cores; empty in most containers."""
     try:
         frequency = psutil.cpu_freq()
     except (OSError, NotImplementedError, RuntimeError):
@@ -47,7 +47,7 @@ def cpu_reading() -> Telemetry:
 class Sampler:
     """Reads one device from a daemon thread inside `with sampler:`.
 
-    The thread asks the management library only: no torch call, no device sync. The last
+    The thread only queries the management library: no torch call, no device sync. The last
     reading, after the work, gives the temperature and is in no median.
     """
 
@@ -95,7 +95,7 @@ class Sampler:
             return
 
     def telemetry(self) -> Telemetry:
-        """Medians and the union of throttle reasons of the last `with` block."""
+        """Return medians and the union of throttle reasons of the last `with` block."""
         readings = tuple(self._readings)
         return Telemetry(
             sm_clock_hz=median([r.sm_clock_hz for r in readings]),
@@ -107,5 +107,5 @@ class Sampler:
 
 
 def median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return statistics.median(numbers) if numbers else None

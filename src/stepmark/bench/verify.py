@@ -1,4 +1,4 @@
-"""Is a result right? Comparison with a reference of higher precision, and poison.
+"""Verify results: compare with a reference of higher precision, and poison the output before.
 
 max_rel_err = max |out - ref| / max(|ref|, rms(ref)): relative where an element is large, and
 relative to the tensor where cancellation made it small.
@@ -45,7 +45,7 @@ _CHUNK = 2**24  # elements converted to fp64 at a time
 
 
 def tolerance(dtype: DType, *, length: int = 1, roundings: int = 1) -> float:
-    """Allowed max_rel_err of a result in `dtype` that sums `length` products.
+    """Return the allowed max_rel_err of a result in `dtype` that sums `length` products.
 
     4 roundoffs per rounding on the way (4: the worst of millions of elements, whose errors
     scatter by one), and 8 sqrt(length) roundoffs of the accumulator. fp8 products accumulate in
@@ -59,7 +59,7 @@ def tolerance(dtype: DType, *, length: int = 1, roundings: int = 1) -> float:
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill with NaN (integers: 0x5A in every byte), so that a result never written shows."""
+    """Fill with NaN (integers: 0x5A in every byte), to detect a result that is not written."""
     if tensor.is_floating_point() and tensor.element_size() > 1:
         tensor.detach().fill_(math.nan)
     elif tensor.is_floating_point():
@@ -69,10 +69,10 @@ def poison(tensor: Tensor) -> None:
 
 
 def poisoned_result(run: Callable[[], object]) -> tuple[Tensor, ...]:
-    """Result of an operator that allocates it: poison one result, free it, run again.
+    """Return the result of an operator that allocates it: poison one, free it, run again.
 
-    The allocator hands the same memory out again, so that a kernel that writes nothing cannot
-    show the right values of an earlier call.
+    The allocator reuses the memory, so that a kernel that writes nothing cannot return the
+    right values of an earlier call.
     """
     first = run()
     for tensor in (first,) if isinstance(first, Tensor) else tuple(_tensors(first)):
@@ -88,7 +88,7 @@ def _tensors(values: object) -> Iterable[Tensor]:
 
 
 def compare(out: Tensor, ref: Tensor, tolerance: float, reference_name: str) -> Check:
-    """One check of all elements of `out`. Not finite is wrong, with an infinite error."""
+    """Check all elements of `out`. One that is not finite is wrong, with an infinite error."""
     assert out.shape == ref.shape, (out.shape, ref.shape)
     out64, ref64 = out.detach().double(), ref.detach().double()
     scale = ref64.abs().clamp_min(ref64.square().mean().sqrt())
@@ -105,7 +105,7 @@ def compare(out: Tensor, ref: Tensor, tolerance: float, reference_name: str) -> 
 
 
 def finite(out: Tensor, tolerance: float) -> Check:
-    """Elements that are not finite count as wrong; no value is compared."""
+    """Count elements that are not finite as wrong; compare no value."""
     flat = out.detach().flatten().split(_CHUNK)
     wrong = sum(int((~part.isfinite()).sum()) for part in flat)
     error = math.inf if wrong else 0.0
@@ -115,7 +115,7 @@ def finite(out: Tensor, tolerance: float) -> Check:
 
 
 def merge(checks: Iterable[Check]) -> Check:
-    """All of them as one. The first names the reference; tolerance is the loosest."""
+    """Return all checks as one. The first names the reference; tolerance is the loosest."""
     parts = list(checks)
     return Check(
         max_rel_err=max(part.max_rel_err for part in parts),
@@ -127,14 +127,14 @@ def merge(checks: Iterable[Check]) -> Check:
 
 
 def sample(length: int, device: torch.device, count: int = SAMPLES) -> Tensor:
-    """Up to `count` positions in [0, length), evenly spread, with the first and the last."""
+    """Return up to `count` evenly spaced positions in [0, length), first and last included."""
     steps = min(count, length)
     positions = torch.linspace(0, length - 1, steps, dtype=torch.float64, device=device)
     return positions.round().long()
 
 
 def take(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
-    """index_select in fp64; as bytes for fp8, which has no index_select."""
+    """Return index_select in fp64; through bytes for fp8, which has no index_select."""
     if tensor.is_floating_point() and tensor.element_size() == 1:
         picked = tensor.view(torch.uint8).index_select(dim, index).view(tensor.dtype)
         return picked.float().double()
@@ -150,7 +150,7 @@ def product_check(
     scale_M1: Tensor | float = 1.0,
     scale_1N: Tensor | float = 1.0,
 ) -> Check:
-    """y = scale_M1 * (a @ b) * scale_1N, in fp64: sampled rows, sampled columns, all finite."""
+    """Check y = scale_M1 * (a @ b) * scale_1N in fp64: sampled rows and columns, all finite."""
     rows, columns = sample(y_MN.shape[0], y_MN.device), sample(y_MN.shape[1], y_MN.device)
     y_RN, y_MC = take(y_MN, 0, rows), take(y_MN, 1, columns)
     ref_RN = _product(take(a_MK, 0, rows), b_KN) * scale_1N
@@ -168,7 +168,7 @@ def product_check(
 
 
 def _product(a_RK: Tensor, b_KN: Tensor) -> Tensor:
-    """a @ b in fp64, converting a slice of b's columns at a time."""
+    """Return a @ b in fp64, converting a slice of b's columns at a time."""
     width = max(1, _CHUNK // max(1, b_KN.shape[0]))
     parts = b_KN.split(width, dim=1)
     # fp8 has no direct conversion to fp64 everywhere.

@@ -60,15 +60,15 @@ class HeartbeatStore:
     def write(self, name: str, text: str) -> None:
         """Raises OSError, as for a full disk."""
         target = f"{self.folder}/{name}"
-        beside = f"{target}.{os.getpid()}"
-        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        temporary = f"{target}.{os.getpid()}"
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             left = memoryview(text.encode())
             while left:
                 left = left[os.write(file, left) :]
         finally:
             os.close(file)
-        os.rename(beside, target)
+        os.rename(temporary, target)
 
     def read(self, name: str) -> str | None:
         """None until it is there."""

@@ -36,8 +36,8 @@ def as_torchrun() -> None:
     names = _names()
     if names is None or names is _TORCHRUN:
         return
-    for ours, theirs in zip(_TORCHRUN[:3], names[:3], strict=True):
-        os.environ[ours] = os.environ[theirs]
+    for target, source in zip(_TORCHRUN[:3], names[:3], strict=True):
+        os.environ[target] = os.environ[source]
     if "MASTER_ADDR" not in os.environ:
         here = os.environ.get(names[3], "").split(",")[0].partition("(")[0]
         if here != os.environ["WORLD_SIZE"]:

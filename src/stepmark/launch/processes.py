@@ -140,7 +140,7 @@ class LocalPeers:
         return gone
 
     def _ended(self) -> tuple[int, ...]:
-        return tuple(rank for rank, one in self._processes.items() if not is_alive(one))
+        return tuple(rank for rank, process in self._processes.items() if not is_alive(process))
 
     def _watch(self, reader: int) -> None:
         while number := os.read(reader, 1):

@@ -34,14 +34,14 @@ def catching() -> Iterator[list[int]]:
 
     Main thread only.
     """
-    seen: list[int] = []
+    signals: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
-        seen.append(number)
+        signals.append(number)
 
     previous = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield seen
+        yield signals
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

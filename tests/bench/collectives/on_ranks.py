@@ -183,7 +183,7 @@ def communicators_in_turn(ranks: Ranks, most: int) -> tuple[int, int, bool, bool
     cases = [case_of(Collective.P2P, pair=pair) for pair in itertools.permutations(range(4), 2)]
     for case in cases:
         one.get(case)
-        kept.append(len(one._made))
+        kept.append(len(one._communicators))
     same = one.get(cases[-1])
     twice = one.get(cases[-1]) is same
     again = dataclasses.replace(cases[-1], dtype=DType.BF16, count=7)
@@ -193,7 +193,7 @@ def communicators_in_turn(ranks: Ranks, most: int) -> tuple[int, int, bool, bool
     fresh = next_launch.get(cases[-1]) is not same
     next_launch.close()
     assert len(cases) > most
-    return max(kept), len(one._made), twice and shared, fresh
+    return max(kept), len(one._communicators), twice and shared, fresh
 
 
 def bye(ranks: Ranks) -> str:

@@ -65,24 +65,24 @@ def computed(
     if func.namespace not in _COMPUTES or name in _FREE or _is_view(func):
         return None
     names = (argument.name for argument in func._schema.arguments)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     try:
-        operator = _operator(name, given, backward=backward)
+        operator = _operator(name, arguments, backward=backward)
     except ConfigError:  # a type or a shape that the operator does not have
         operator = None
     return operator or (_kernel(func, name, args, kwargs, result), None)
 
 
-def _operator(name: str, given: Arguments, *, backward: bool) -> Found | None:
+def _operator(name: str, arguments: Arguments, *, backward: bool) -> Found | None:
     if name in _PRODUCTS:
-        return _PRODUCTS[name](given, backward)
+        return _PRODUCTS[name](arguments, backward)
     if name.startswith(_ATTENTION):
-        return _attention(given, backward="backward" in name), None
+        return _attention(arguments, backward="backward" in name), None
     if name in _NORMS:
         kind, phase = _NORMS[name]
-        return _norm(given["input"], len(given["normalized_shape"]), kind, phase), None
+        return _norm(arguments["input"], len(arguments["normalized_shape"]), kind, phase), None
     if name in _OPTIMIZERS:
-        params = given["self"]
+        params = arguments["self"]
         op = Optimizer(
             num_params=sum(param.numel() for param in params),
             kind=_OPTIMIZERS[name],
@@ -107,10 +107,10 @@ def _bmm(a: Tensor, b: Tensor) -> Found:
     return Bmm(batch=batch, m=m, n=b.shape[2], k=k, dtype=_dtype(a), layout=layout), None
 
 
-def _scaled_mm(given: Arguments, backward: bool) -> Found:
-    a, b = given["self"], given["mat2"]
+def _scaled_mm(arguments: Arguments, backward: bool) -> Found:
+    a, b = arguments["self"], arguments["mat2"]
     layout = _layout(a, b)
-    out = given.get("out_dtype")
+    out = arguments.get("out_dtype")
     op = Gemm(
         m=a.shape[0],
         n=b.shape[1],
@@ -122,14 +122,14 @@ def _scaled_mm(given: Arguments, backward: bool) -> Found:
     return op, Phase.DGRAD if backward else None
 
 
-def _grouped_mm(given: Arguments, backward: bool) -> Found | None:
-    a, b = given["self"], given["mat2"]
+def _grouped_mm(arguments: Arguments, backward: bool) -> Found | None:
+    a, b = arguments["self"], arguments["mat2"]
     if a.dim() == 2 and b.dim() == 3:
         (num_groups, inner, outer), phase = b.shape, Phase.DGRAD if backward else Phase.FWD
         n, k = (inner, outer) if backward else (outer, inner)
         tokens = a.shape[0]
     elif a.dim() == 2 and b.dim() == 2:
-        num_groups, phase = given["offs"].shape[0], Phase.WGRAD
+        num_groups, phase = arguments["offs"].shape[0], Phase.WGRAD
         (n, tokens), k = a.shape, b.shape[1]
     else:
         return None
@@ -140,17 +140,17 @@ def _grouped_mm(given: Arguments, backward: bool) -> Found | None:
 
 
 _PRODUCTS: dict[str, Callable[[Arguments, bool], Found | None]] = {
-    "mm": lambda given, backward: _mm(given["self"], given["mat2"], backward),
-    "addmm": lambda given, backward: _mm(given["mat1"], given["mat2"], backward),
-    "bmm": lambda given, _: _bmm(given["self"], given["mat2"]),
-    "baddbmm": lambda given, _: _bmm(given["batch1"], given["batch2"]),
+    "mm": lambda arguments, backward: _mm(arguments["self"], arguments["mat2"], backward),
+    "addmm": lambda arguments, backward: _mm(arguments["mat1"], arguments["mat2"], backward),
+    "bmm": lambda arguments, _: _bmm(arguments["self"], arguments["mat2"]),
+    "baddbmm": lambda arguments, _: _bmm(arguments["batch1"], arguments["batch2"]),
     "_scaled_mm": _scaled_mm,
     "_grouped_mm": _grouped_mm,
 }
 
 
-def _attention(given: Arguments, *, backward: bool) -> Attention:
-    q, k, v = given["query"], given["key"], given["value"]
+def _attention(arguments: Arguments, *, backward: bool) -> Attention:
+    q, k, v = arguments["query"], arguments["key"], arguments["value"]
     return Attention(
         batch=q.shape[0],
         heads=q.shape[1],
@@ -159,7 +159,7 @@ def _attention(given: Arguments, *, backward: bool) -> Attention:
         seq_kv=k.shape[2],
         head_dim_qk=q.shape[3],
         head_dim_v=v.shape[3],
-        causal=bool(given.get("is_causal", False)),
+        causal=bool(arguments.get("is_causal", False)),
         dtype=_dtype(q),
         phase=Phase.BWD if backward else Phase.FWD,
     )
@@ -174,10 +174,10 @@ def _norm(x: Tensor, num_dims: int, kind: str, phase: Phase) -> Norm:
 
 def _layout(a: Tensor, b: Tensor) -> Layout:
     """n: the last dimension is the one that lies densely."""
-    letters = (
+    signs = (
         "n" if operand.stride(-1) == 1 or operand.stride(-2) != 1 else "t" for operand in (a, b)
     )
-    return Layout("".join(letters))
+    return Layout("".join(signs))
 
 
 def _dtype(tensor: Tensor) -> DType:
@@ -198,8 +198,8 @@ def _kernel(
 ) -> Kernel:
     count = flop_registry.get(func.overloadpacket)
     flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-    moved = _bytes_moved(func, name, args, kwargs, result)
-    return Kernel(name=f"{func.namespace}.{name}", flops=flops, bytes_moved=moved)
+    bytes_moved = _bytes_moved(func, name, args, kwargs, result)
+    return Kernel(name=f"{func.namespace}.{name}", flops=flops, bytes_moved=bytes_moved)
 
 
 def _bytes_moved(
@@ -208,7 +208,7 @@ def _bytes_moved(
     """Every operand read once, every result written once."""
     if name == "all_gather_copy_in":  # it returns the buffer it writes a part of
         return 2 * sum(map(_num_bytes, tensors(args[0])))
-    total, seen = 0, set()
+    total, written = 0, set()
     arguments = func._schema.arguments
     for at, argument in enumerate(arguments):
         value = args[at] if at < len(args) else kwargs.get(argument.name)
@@ -219,9 +219,9 @@ def _bytes_moved(
         reads = not (writes and (argument.kwarg_only or name in _ONLY_WRITES))
         total += (reads + writes) * sum(map(_num_bytes, operands))
         if writes:
-            seen |= {id(operand) for operand in operands}
+            written |= {id(operand) for operand in operands}
     return total + sum(
-        _num_bytes(tensor) for tensor in tensors(result) if id(tensor) not in seen
+        _num_bytes(tensor) for tensor in tensors(result) if id(tensor) not in written
     )
 
 

@@ -276,10 +276,10 @@ class Rebuilding:
         """Whether an operator is one of those whose numbers are read."""
         if not self._running:
             return False
-        given = list(tensors(list(args)))
-        dtype = given[0].dtype if given else kwargs.get("dtype")
+        operands = list(tensors(list(args)))
+        dtype = operands[0].dtype if operands else kwargs.get("dtype")
         return dtype is torch.int32 and not any(
-            isinstance(tensor, FakeTensor) for tensor in given
+            isinstance(tensor, FakeTensor) for tensor in operands
         )
 
 

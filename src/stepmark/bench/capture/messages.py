@@ -56,10 +56,10 @@ class Groups:
             self._names[group.group_name] = self._new(_wanted(group), ranks)
         return self._names[group.group_name]
 
-    def _new(self, wanted: str, ranks: tuple[int, ...]) -> str:
+    def _new(self, stem: str, ranks: tuple[int, ...]) -> str:
         """Groups of the same ranks and purpose are one."""
         for number in itertools.count(1):
-            name = wanted if number == 1 else f"{wanted}-{number}"
+            name = stem if number == 1 else f"{stem}-{number}"
             if self._ranks.setdefault(name, ranks) == ranks:
                 break
         if name not in self.groups:
@@ -70,9 +70,9 @@ class Groups:
         group = Group(digits=digits(ranks))
         if group.members(self._rank) != ranks:
             group = Group(digits=((len(ranks), 1),))
-            shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+            numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
             self.notes.append(
-                f"group {name} is ranks {shown}, which no digits of a rank's number tell:"
+                f"group {name} is ranks {numbers}, which no digits of a rank's number tell:"
                 f" {len(ranks)} neighbours stand for it"
             )
         return group

@@ -95,11 +95,11 @@ class _Captured:
 
 def _communication(operations: Sequence[Operation]) -> tuple[CommOp, ...]:
     """Alone, and so without waiting for what is no longer there."""
-    kept = [op for op in operations if isinstance(op, CommOp)]
-    names = {op.name for op in kept}
+    messages = [op for op in operations if isinstance(op, CommOp)]
+    names = {op.name for op in messages}
     return tuple(
         replace(op, after=tuple(name for name in op.after if name.partition("~")[0] in names))
-        for op in kept
+        for op in messages
     )
 
 

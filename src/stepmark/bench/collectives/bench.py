@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 # A second of samples in at least five batches: what repeats is the batch, as with operators.
 DEFAULT = Effort(sample_s=1.0, soak_s=0.0, target_ci_rel=0.005, min_batches=5)
-# What a check takes beside the buffers, at most.
+# Maximum memory of a check in addition to the buffers.
 _CHECK_BYTES = 2**29
 
 
 @dataclass(slots=True)
 class CollectiveBench(Bench):
-    """Collectives. Ranks outside a case's communicator take every step with nothing to do."""
+    """Measures collectives. Ranks outside a case's communicator take every step, idle."""
 
     context: MeasureContext
     how: CommHow
@@ -73,7 +73,7 @@ class CollectiveBench(Bench):
             return _measure(part, case, self.context, self._effort(share_s), self.how)
 
     def failed(self, entry: Entry, record: Failed) -> Failed:
-        """What carried the case may be broken: make it anew, unless memory was short."""
+        """Forget the case's communicator, which may be broken, unless memory was short."""
         if record.cause != "oom":
             self._communicators.forget(cast("CommCase", entry.case))
         return record
@@ -98,7 +98,7 @@ def _measure(
     effort: Effort,
     how: CommHow,
 ) -> Measured:
-    """All ranks call it, members or not. Raises CaseFailedError on all together."""
+    """Measure the case; every rank calls it. Raises CaseFailedError on all together."""
     ranks, started_at = context.ranks, time.time()
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)
@@ -115,13 +115,15 @@ def _measure(
     sampler, begin = Sampler(context.device_index), time.monotonic()
     with sampler:
         samples = collect(ranks, timer, compute, estimate_s * k, effort, part.samples(k))
-    each = [value / part.operations_per_call for value in samples.seconds]
+    seconds_per_operation = [value / part.operations_per_call for value in samples.seconds]
     issue_s = summarize(samples.issue_s).median if samples.issue_s else 0.0
-    beside = (alone_s, samples.together_s, compute.backend_run if compute else "")
+    concurrency = (alone_s, samples.together_s, compute.backend_run if compute else "")
     on_gpu = ranks.device.type == "cuda"
     peak_bytes = torch.cuda.max_memory_allocated(ranks.device) if on_gpu else None
-    everyone = ranks.gather((each, check, sampler.telemetry(), issue_s, beside, peak_bytes))
-    seconds, checks, telemetry, issues, besides, peaks = zip(
+    everyone = ranks.gather(
+        (seconds_per_operation, check, sampler.telemetry(), issue_s, concurrency, peak_bytes)
+    )
+    seconds, checks, telemetry, issues, concurrencies, peaks = zip(
         *(everyone[rank] for rank in case.members), strict=True
     )
     return Measured(
@@ -147,13 +149,13 @@ def _measure(
             issue_s=issues,
             warmup_calls=how.warmups,
         ),
-        beside=_beside(besides) if case.beside else None,
+        beside=_beside(concurrencies) if case.beside else None,
     )
 
 
-def _beside(of_ranks: Sequence[tuple[list[float], list[float], str]]) -> Beside | None:
-    """None where on some rank no call of the compute was as short as a batch."""
-    alones, togethers, backends = zip(*of_ranks, strict=True)
+def _beside(by_rank: Sequence[tuple[list[float], list[float], str]]) -> Beside | None:
+    """Return None where on some rank no call of the compute was as short as a batch."""
+    alones, togethers, backends = zip(*by_rank, strict=True)
     if not all(togethers):
         return None
     return Beside(
@@ -166,13 +168,13 @@ def _beside(of_ranks: Sequence[tuple[list[float], list[float], str]]) -> Beside 
 _BATCH_S = 0.1
 _MOST_SAMPLES = 1000  # of a batch
 _MOST_TRIES = 12
-# Aligning the ranks takes about this long, while the compute runs already.
+# Approximate duration of the alignment of ranks, during which the compute already runs.
 _START_S = 5e-3
 
 
 @dataclass(slots=True, kw_only=True)
 class CallSamples:
-    """What sampling gives this rank. late_s is of all ranks, by batch."""
+    """Samples of this rank. late_s: arrival delays of all ranks, by batch."""
 
     seconds: list[float] = field(default_factory=list)
     late_s: list[list[float]] = field(default_factory=list)
@@ -186,9 +188,9 @@ def collect(
     compute: "ConcurrentCompute | None",
     sample_s: float,
     effort: Effort,
-    wanted: int | None,
+    num_samples: int | None,
 ) -> CallSamples:
-    """Sample until rank 0, seeing all ranks' maxima, says that it is enough.
+    """Sample until rank 0 decides from all ranks' maxima that the samples suffice.
 
     sample_s: seconds of one sample, roughly, the same on every rank. wanted: exactly so many
     samples.
@@ -200,17 +202,17 @@ def collect(
     stretch, tries, begin = 1.5, 0, time.monotonic()
 
     def enough() -> bool:
-        if wanted is not None:
-            return sum(map(len, batches)) >= wanted
+        if num_samples is not None:
+            return sum(map(len, batches)) >= num_samples
         return is_enough(batches, time.monotonic() - begin, effort)
 
     while True:  # rank 0 ends it, for all
-        count = most if wanted is None else min(most, wanted - sum(map(len, batches)))
+        count = most if num_samples is None else min(most, num_samples - sum(map(len, batches)))
         cover_s = stretch * count * sample_s + _START_S
         batch, together = agreed(ranks, lambda: _batch(timer, compute, count, cover_s))  # noqa: B023
         everyone = ranks.gather((batch.seconds, batch.began_s, together is not None))
         if not all(is_covered for _, _, is_covered in everyone):
-            # Somewhere the compute ended first, so this batch does not count.
+            # On some rank the compute ended first, so this batch does not count.
             tries += 1
             agreed(ranks, lambda: _give_up_after(tries))  # noqa: B023  called at once
             stretch, most = _longer(stretch, count, longest_s / sample_s)
@@ -228,7 +230,7 @@ def collect(
 def _batch(
     timer: Timer, compute: "ConcurrentCompute | None", count: int, cover_s: float
 ) -> tuple[Batch, list[float] | None]:
-    """Samples, and seconds of the calls beside them. The compute ends with the batch."""
+    """Return samples, and seconds of the concurrent calls. The compute ends with the batch."""
     if compute is None:
         return timer.sample(count), []
     compute.start(cover_s)
@@ -241,12 +243,11 @@ def _batch(
 
 
 def _longer(stretch: float, count: int, most: float) -> tuple[float, int]:
-    """More compute per sample; fewer samples where there cannot be more. most: in samples."""
-    if 2 * stretch * count <= most:
-        return 2 * stretch, count
-    return 2 * stretch, max(1, count // 2)
+    """Return more compute per sample, and fewer samples where that exceeds `most` samples."""
+    return 2 * stretch, count if 2 * stretch * count <= most else max(1, count // 2)
 
 
 def _give_up_after(tries: int) -> None:
     if tries > _MOST_TRIES:
-        raise RuntimeError("the compute beside ends before the collective; choose a longer one")
+        text = "the concurrent compute ends before the collective; choose a longer one"
+        raise RuntimeError(text)

@@ -25,14 +25,14 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def needed_bytes(case: CommCase, index: int) -> int:
-    """Of one set, on the rank at this place of its communicator."""
+    """Return the bytes of one operand set on the rank with this index in its communicator."""
     sent, received = case.send_count(index), case.recv_count(index)
     elements = max(sent, received) if case.in_place else sent + received
     return elements * case.dtype.itemsize
 
 
 def allocate_buffers(case: CommCase, index: int, device: torch.device) -> Pair:
-    """send and recv, flat; in place they share storage as nccl-tests lays them out."""
+    """Return flat send and recv buffers; in place they share storage as in nccl-tests."""
     sent, received = case.send_count(index), case.recv_count(index)
     dtype = TORCH_DTYPE[case.dtype]
     if not case.in_place:
@@ -40,23 +40,23 @@ def allocate_buffers(case: CommCase, index: int, device: torch.device) -> Pair:
             torch.empty(sent, dtype=dtype, device=device),
             torch.empty(received, dtype=dtype, device=device),
         )
-    whole = torch.empty(max(sent, received), dtype=dtype, device=device)
+    buffer = torch.empty(max(sent, received), dtype=dtype, device=device)
     part = slice(index * case.count, (index + 1) * case.count)
     match case.collective:
         case Collective.ALL_GATHER:
-            return whole[part], whole
+            return buffer[part], buffer
         case Collective.REDUCE_SCATTER:
-            return whole, whole[part]
+            return buffer, buffer[part]
         case _:
-            return whole, whole
+            return buffer, buffer
 
 
-# So long a sample should last. Readings weigh little in it; and ranks end a call some
-# microseconds apart, each first now and then, which the slowest rank of a short sample counts
-# as time: on 4 x H200 single calls of 0.3 to 1.2 ms read 0.5 to 1.5 % too long.
+# Minimum sample duration, which amortizes timer overhead. Ranks also end a call some
+# microseconds apart in varying order, which the slowest rank of a short sample counts as time:
+# on 4 x H200 single calls of 0.3 to 1.2 ms read 0.5 to 1.5 % too long.
 _SAMPLE_S = 5e-3
 _MOST_CALLS = 500
-# Between two replays lies a launch, a few microseconds.
+# Amortizes the launch between two replays, a few microseconds.
 _GRAPH_SAMPLE_S = 5e-3
 _MOST_CAPTURED = 500
 _FEWEST_GRAPHS = 5
@@ -67,7 +67,7 @@ NOT_CHECKED = Check(
 
 
 def local_case(case: CommCase, rank: int) -> tuple[CommCase, int] | None:
-    """The case as this rank's communicator sees it, and the rank's place in that."""
+    """Return the case of this rank's communicator alone, and the rank's index in that."""
     for members in case.communicators:
         if rank in members:
             alone = dataclasses.replace(case, split="", world_size=case.num_ranks)
@@ -76,7 +76,7 @@ def local_case(case: CommCase, rank: int) -> tuple[CommCase, int] | None:
 
 
 class CaseOnRank:
-    """A rank's part in a case. Outside the communicator each step does nothing."""
+    """One rank's part of a case. Outside the communicator each step does nothing."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class CaseOnRank:
         return len(self._sets)
 
     def allocate(self, num_sets: int) -> None:
-        """Operand sets, filled with what a check would send."""
+        """Allocate operand sets, filled with the data of a check."""
         if self._local is None:
             return
         case, index = self._local
@@ -107,16 +107,16 @@ class CaseOnRank:
             self._sets.append((send, recv))
 
     def sets_that_fit(self) -> int:
-        """As many as exceed twice the cache together, within half of the free memory."""
+        """Return how many sets exceed twice the cache together, within half of free memory."""
         if self._local is None:
             return _MAX_SETS
-        each = max(needed_bytes(*self._local), 1)
-        wanted = math.ceil(2 * self._context.cache_bytes / each) + 1
-        fitting = self._context.free_bytes() // 2 // each
-        return max(1, min(wanted, fitting, _MAX_SETS))
+        set_bytes = max(needed_bytes(*self._local), 1)
+        needed = math.ceil(2 * self._context.cache_bytes / set_bytes) + 1
+        fitting = self._context.free_bytes() // 2 // set_bytes
+        return max(1, min(needed, fitting, _MAX_SETS))
 
     def check(self) -> Check:
-        """What the call delivers, on every element, in as many rounds as asked for."""
+        """Check every element that the call delivers, in `how.checks` rounds."""
         if self._local is None or not self._sets:
             return NOT_CHECKED
         # Grouped calls on one set would reduce it several times.
@@ -124,7 +124,7 @@ class CaseOnRank:
         send, recv = self._sets[0]
         call, checks = self._bound(case, index, (send, recv)), list[Check]()
         if self._world_case.mode is Mode.GRAPH:
-            call()  # makes connections, which a graph cannot hold
+            call()  # makes connections, which cannot be captured
             self._wait()
             call = timing.capture(call, 1).replay
         for turn in range(self._how.checks):
@@ -150,13 +150,13 @@ class CaseOnRank:
         self._wait()
 
     def estimate(self) -> float:
-        """Seconds per call, roughly. As many calls on every rank, or some would wait."""
+        """Return approximate seconds per call. Every rank makes as many calls, or some wait."""
         if not self._calls:
             return 0.0
         call: Callable[[], object] = timing.Rotation(self._calls)
         count, turns = 1, 3
         if self._world_case.mode is Mode.GRAPH:
-            # Issued one by one, short calls would take their host's time.
+            # Issued one by one, short calls would be bound by the host.
             call, count, turns = timing.capture(call, 20).replay, 20, 2
             call()
             self._wait()
@@ -167,7 +167,7 @@ class CaseOnRank:
         return (time.perf_counter() - begin) / turns / count
 
     def timer(self, estimate_s: float) -> timing.Timer:
-        """Equal estimates give all ranks the same k."""
+        """Return the timer of the case. Equal estimates give all ranks the same k."""
         case, ranks = self._world_case, self._context.ranks
         name = "blocking-free" if case.mode is Mode.BLOCKING and not case.aligned else case.mode
         if self._local is None:
@@ -185,14 +185,14 @@ class CaseOnRank:
                 return timing.BlockingTimer(calls, ranks, aligned=case.aligned, wait_s=wait_s)
 
     def arrival_s(self) -> float:
-        """How long after the first rank this one is made to come: evenly spread by rank."""
+        """Return the arrival delay of this rank after the first: evenly spaced by rank."""
         if self._local is None:
             return 0.0
         case, index = self._local
         return case.skew_s * index / max(1, case.num_ranks - 1)
 
     def concurrent_compute(self) -> "ConcurrentCompute | None":
-        """Import all operators only for a case beside compute."""
+        """Return the concurrent compute; only then are all operators imported."""
         if self._local is None or not self._world_case.beside:
             return None
         make = load("stepmark.bench.collectives.concurrent_compute:make")
@@ -201,7 +201,7 @@ class CaseOnRank:
 
     @property
     def operations_per_call(self) -> int:
-        """What a call's time is divided by: grouped operations; there and back."""
+        """Divisor of a call's time: operations in a group, both directions of a ping-pong."""
         both_ways = 2 if self._world_case.collective is Collective.PING_PONG else 1
         return both_ways * self._world_case.calls_per_group
 
@@ -215,11 +215,11 @@ class CaseOnRank:
             fitting = math.ceil(_GRAPH_SAMPLE_S / max(estimate_s, 1e-9))
             return min(_MOST_CAPTURED, iterations or max(1, fitting))
         k = max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
-        # Few calls still give samples enough to show how they spread.
+        # Few calls still give enough samples to show their spread.
         return k if iterations is None else min(k, max(1, iterations // 5))
 
     def samples(self, calls_per_sample: int) -> int | None:
-        """Return the number of samples that -n asks for; None: until it is enough."""
+        """Return the number of samples for -n; None to sample until they suffice."""
         iterations = self._how.iterations
         if iterations is None:
             return None
@@ -233,7 +233,7 @@ class CaseOnRank:
 
 
 def backend_run(case: CommCase) -> str:
-    """What really carried the messages."""
+    """Return the library that carried the messages, with its version."""
     if case.backend != "nccl":
         return case.backend
     name = "rccl" if torch.version.hip else "nccl"

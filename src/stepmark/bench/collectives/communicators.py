@@ -1,4 +1,4 @@
-"""Communicators by what they are made of, each made once per launch; torch's calls."""
+"""Communicators, each made once per launch, and the calls of torch.distributed."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ _REDOPS = {
 
 
 class TorchCommunicator:
-    """A process group, made anew: nothing of an earlier one is reused."""
+    """A new process group: nothing of an earlier one is reused."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class TorchCommunicator:
         backend: str,
         max_ctas: int | None,
     ) -> None:
-        """Every rank of the world calls this, member or not."""
+        """Make the groups; every rank of the world calls it, member or not."""
         self._device = ranks.device
         self._group: dist.ProcessGroup | None = None
         self._members: tuple[int, ...] = ()  # world ranks
@@ -63,7 +63,7 @@ class TorchCommunicator:
         return functools.partial(self._coalesced, issue, case.calls_per_group)
 
     def abort(self) -> None:
-        """End whatever hangs in it; to be called from another thread."""
+        """End blocked collectives; to be called from another thread."""
         stop: Callable[[], None] | None = getattr(self._group, "abort", None)
         if stop is not None:
             stop()
@@ -82,7 +82,7 @@ class TorchCommunicator:
     def _call(  # noqa: PLR0911, a row per collective
         self, case: CommCase, index: int, send: Tensor, recv: Tensor
     ) -> Issue:
-        """Return what torch.distributed offers for the collective."""
+        """Return the function of torch.distributed for the collective, with its arguments."""
         bound, group, root = functools.partial, self._group, self._members[case.root]
         at_root = index == case.root
         match case.collective:
@@ -112,9 +112,11 @@ class TorchCommunicator:
                 places = [send.device.index] if send.device.type == "cuda" else None
                 return bound(dist.barrier, group=group, device_ids=places)
             case _:
-                return self._moved(case, index, send, recv)
+                return self._sends_and_receives(case, index, send, recv)
 
-    def _moved(self, case: CommCase, index: int, send: Tensor, recv: Tensor) -> Issue:
+    def _sends_and_receives(
+        self, case: CommCase, index: int, send: Tensor, recv: Tensor
+    ) -> Issue:
         """Return sends and receives in one batch; in turn, where one waits for another."""
         operations = []
         for move in moves(case, index):
@@ -152,25 +154,25 @@ Communicator = TorchCommunicator | nccl.Communicator
 
 
 class Communicators:
-    """The communicators of one launch. A rank outside of those of libnccl has None."""
+    """The communicators of one launch; None for a rank outside of one of libnccl."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._made: dict[object, Communicator | None] = {}
+        self._communicators: dict[object, Communicator | None] = {}
 
     def get(self, case: CommCase) -> Communicator | None:
-        """For this case; every rank calls it. Raises CaseFailedError on all together."""
+        """Return the case's; every rank calls it. Raises CaseFailedError on all together."""
         key = self._key(case)
-        if key not in self._made:
-            if len(self._made) >= _MOST:
-                oldest = self._made.pop(next(iter(self._made)))
+        if key not in self._communicators:
+            if len(self._communicators) >= _MOST:
+                oldest = self._communicators.pop(next(iter(self._communicators)))
                 agreed(self._ranks, lambda: oldest and oldest.close())
-            self._made[key] = agreed(self._ranks, lambda: self._make(case))
-        return self._made[key]
+            self._communicators[key] = agreed(self._ranks, lambda: self._make(case))
+        return self._communicators[key]
 
     def forget(self, case: CommCase) -> None:
-        """After a failure: what carried this case is broken, perhaps. Every rank calls it."""
-        broken = self._made.pop(self._key(case), None)
+        """Drop the case's communicator, which may be broken. Every rank calls it."""
+        broken = self._communicators.pop(self._key(case), None)
         if broken is not None:
             with contextlib.suppress(Exception):
                 broken.abort()
@@ -179,18 +181,18 @@ class Communicators:
         self._ranks.barrier()
 
     def abort(self) -> None:
-        """End whatever hangs; to be called from another thread."""
-        for communicator in list(self._made.values()):
+        """End all blocked collectives; to be called from another thread."""
+        for communicator in list(self._communicators.values()):
             if communicator is not None:
                 communicator.abort()
 
     def close(self) -> None:
-        """Every rank calls it. Ranks meet before and after: teardown races otherwise."""
+        """Close all; every rank calls it. Barriers before and after avoid races in teardown."""
         self._ranks.barrier()
-        for communicator in self._made.values():
+        for communicator in self._communicators.values():
             if communicator is not None:
                 communicator.close()
-        self._made = {}
+        self._communicators = {}
         self._ranks.barrier()
 
     @staticmethod
@@ -203,7 +205,7 @@ class Communicators:
             return TorchCommunicator(ranks, groups, case.backend, case.max_ctas)
         members = next((members for members in groups if ranks.rank in members), None)
         if members is None:
-            ranks.gather(None)  # as those do that share an identity
+            ranks.gather(None)  # matches the gather in `share` on the members
             return None
 
         def share(identity: bytes | None) -> bytes:

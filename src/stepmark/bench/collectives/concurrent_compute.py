@@ -1,8 +1,8 @@
-"""Compute that runs beside a collective, and what each costs the other.
+"""Compute that runs concurrently with a collective, timed alone and together.
 
 On a GPU the compute is queued on a stream of its own and outlasts the collectives that are
 timed meanwhile; only calls of it that lie wholly within their span count as together. On a
-CPU it runs in a thread. One operand set: what it finds in cache it finds there alone, too.
+CPU it runs in a thread. It has one operand set, so caches help it alone and together alike.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _MOST_MARKS = 300
 class ThreadCompute:
     """Compute in a thread of this process; torch releases the interpreter meanwhile."""
 
-    longest_s = math.inf  # for how long it can be kept going
+    longest_s = math.inf  # maximum duration of the compute
 
     def __init__(self, call: Call) -> None:
         self._call, self.backend_run = call.run, call.backend_run
@@ -40,7 +40,7 @@ class ThreadCompute:
             self._call()
 
     def alone(self) -> list[float]:
-        """Return seconds per call with nothing beside it."""
+        """Return seconds per call without a collective."""
         end = time.perf_counter() + _ALONE_S
         seconds: list[float] = []
         while time.perf_counter() < end or len(seconds) < 3:
@@ -72,15 +72,15 @@ class ThreadCompute:
                 start = time.perf_counter()
                 self._call()
                 self._times.append((start, time.perf_counter()))
-        except Exception as error:  # noqa: BLE001  raised by stop(), in the thread that asks
+        except Exception as error:  # noqa: BLE001  raised by stop(), in the calling thread
             self._error = error
 
 
 class StreamCompute:
     """Compute queued on a stream of its own; short calls are replayed many at a time.
 
-    A device takes about a thousand launches ahead, and the host must not wait for it: so a
-    mark stands behind about half a millisecond of work, and at most so many are queued.
+    A device takes about a thousand launches ahead, and the host must not wait for it: so an
+    event follows about half a millisecond of work, and the number of events is limited.
     """
 
     def __init__(self, call: Call) -> None:
@@ -146,13 +146,12 @@ class StreamCompute:
 ConcurrentCompute = ThreadCompute | StreamCompute
 
 
-def make(beside: str, context: MeasureContext) -> ConcurrentCompute:
-    """The compute that `beside` names, on this rank's device."""
+def make(shorthand: str, context: MeasureContext) -> ConcurrentCompute:
+    """Return the compute of an operator's shorthand, on this rank's device."""
     on_gpu = context.ranks.device.type == "cuda"
-    op = from_shorthand(beside, DType.BF16 if on_gpu else DType.FP32)
-    backends = IMPLS[FAMILY_OF[type(op)]].values()
-    for impl in backends:
+    op = from_shorthand(shorthand, DType.BF16 if on_gpu else DType.FP32)
+    for impl in IMPLS[FAMILY_OF[type(op)]].values():
         if impl.unsupported(op, context.capabilities) is None:
             call = impl.make(op, context.ranks.device)
             return StreamCompute(call) if on_gpu else ThreadCompute(call)
-    raise RuntimeError(f"nothing here runs {beside}")
+    raise RuntimeError(f"nothing here runs {shorthand}")

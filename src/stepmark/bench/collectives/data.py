@@ -1,7 +1,7 @@
-"""Messages whose right result is known: what each rank sends, and whether it arrived.
+"""Fill send buffers with data whose right result is known, and check receive buffers.
 
 A hash of round, sender, destination and position picks a row of a table (values.py) for each
-element, so that data that went astray, were shifted, or are left from an earlier round do not
+element, so that data that is misdirected, shifted, or left from an earlier round does not
 match. One hash and one lookup per element serve every collective, reduction and type.
 """
 
@@ -33,23 +33,23 @@ __all__ = ["PREMUL_FACTOR", "check", "fill", "poison"]
 
 _CHUNK = {"cpu": 2**18}  # elements at a time, for the cache
 _DEVICE_CHUNK = 2**22  # and 200 MiB of temporaries at most
-_ALL = -1  # sender of what every rank contributes to
+_ALL = -1  # sender of data that every rank contributes to
 
-# Sender, destination and number of elements of a stretch of a buffer.
+# Sender, destination and number of elements of a part of a buffer.
 Part = tuple[int, int, int]
 
 
 def fill(case: CommCase, index: int, send: Tensor, round: int) -> None:
-    """What this rank sends in this round. In place it comes after `poison`."""
+    """Fill the data that this rank sends in a round. In place it comes after `poison`."""
     table = sent_bits(case.dtype, case.redop, case.num_ranks, index).to(send.device)
     for piece, rows in _walk(_sent_parts(case, index), send, round):
         torch.index_select(table, 0, rows, out=piece)
 
 
 def check(case: CommCase, index: int, recv: Tensor, round: int) -> Check:
-    """Every element that this rank must have received, in this round.
+    """Check every element that this rank must have received in a round.
 
-    Exact results are compared bit by bit. Error of integers: the distance modulo 2^bits.
+    Exact results are compared bit by bit. The error of integers is the distance modulo 2^bits.
     """
     right = expected(case.dtype, case.redop, case.num_ranks)
     parts = _received_parts(case, index)
@@ -79,7 +79,7 @@ def _count_unequal(bits: Tensor, parts: list[Part], recv: Tensor, round: int) ->
 def _errors(
     right: Expected, dtype: DType, parts: list[Part], recv: Tensor, round: int
 ) -> tuple[int, float]:
-    """How many are over tolerance or not finite, and the largest relative error."""
+    """Return the number of elements over tolerance or not finite, and the largest error."""
     table = right.wide.to(recv.device)
     over, worst = 0, 0.0
     for piece, rows in _walk(parts, recv, round):
@@ -93,7 +93,7 @@ def _errors(
 
 
 def _sent_parts(case: CommCase, index: int) -> list[Part]:  # noqa: PLR0911, as below
-    """Stretches of the send buffer, in order."""
+    """Return the parts of the send buffer, in order."""
     n, c = range(case.num_ranks), case.count
     match case.collective:
         case Collective.REDUCE_SCATTER:
@@ -115,7 +115,7 @@ def _sent_parts(case: CommCase, index: int) -> list[Part]:  # noqa: PLR0911, as 
 def _received_parts(  # noqa: PLR0911, PLR0912, a row per collective
     case: CommCase, index: int
 ) -> list[Part]:
-    """Stretches of the receive buffer that are defined, in order."""
+    """Return the defined parts of the receive buffer, in order."""
     n, c, root = case.num_ranks, case.count, case.root
     match case.collective:
         case Collective.ALL_REDUCE:
@@ -133,7 +133,7 @@ def _received_parts(  # noqa: PLR0911, PLR0912, a row per collective
         case Collective.GATHER:
             return [(sender, 0, c) for sender in range(n)] if index == root else []
         case Collective.INCAST:
-            return [(who, 0, c) for who in range(n) if who != root] if index == root else []
+            return [(r, 0, c) for r in range(n) if r != root] if index == root else []
         case Collective.SCATTER:
             return [(root, index, c)]
         case Collective.MULTICAST:
@@ -168,7 +168,7 @@ def moves(  # noqa: PLR0911, PLR0912, a row per collective
 ) -> list[Move]:
     """Return what this rank sends and receives, itself included, in nccl-tests' order.
 
-    Of collectives that are no more than that; of a ping-pong in the order of time.
+    Only collectives made of sends and receives have moves; a ping-pong's are in order of time.
     """
     n, c, root = case.num_ranks, case.count, case.root
     others = [rank for rank in range(n) if rank != root]
@@ -188,7 +188,7 @@ def moves(  # noqa: PLR0911, PLR0912, a row per collective
             return [of(0, c) if index else to(1, c)]
         case Collective.P2P_BOTH:
             return [to(1 - index, c), of(1 - index, c)]
-        case Collective.PING_PONG:  # what arrived goes back
+        case Collective.PING_PONG:  # received data is sent back
             return [of(0, c), Move(True, 0, c)] if index else [to(1, c), of(1, c)]
         case Collective.INCAST if index == root:
             return [of(r, c, place * c) for place, r in enumerate(others)]
@@ -203,17 +203,17 @@ def moves(  # noqa: PLR0911, PLR0912, a row per collective
 
 
 def _exchanged(sent: Sequence[int], received: Sequence[int]) -> list[Move]:
-    """With every rank; empty parts are left out on both sides."""
-    moved, out_at, in_at = list[Move](), 0, 0
+    """Return moves to and from every rank; empty parts are left out on both sides."""
+    moves, out_at, in_at = list[Move](), 0, 0
     for peer, (out, into) in enumerate(zip(sent, received, strict=True)):
-        moved += [Move(True, peer, out, out_at, from_send=True)] if out else []
-        moved += [Move(False, peer, into, in_at)] if into else []
+        moves += [Move(True, peer, out, out_at, from_send=True)] if out else []
+        moves += [Move(False, peer, into, in_at)] if into else []
         out_at, in_at = out_at + out, in_at + into
-    return moved
+    return moves
 
 
 def _walk(parts: list[Part], buffer: Tensor, round: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of a buffer as bits, and the table's row of each of their elements.
+    """Yield pieces of a buffer as bits, and the table's row of each of their elements.
 
     The hash of a position is that of its block of 4096 plus that of its place therein, so that
     each element costs one addition. Rows are the upper 12 of its 31 bits.
@@ -234,7 +234,7 @@ def _walk(parts: list[Part], buffer: Tensor, round: int) -> Iterator[tuple[Tenso
 
 
 def _streams(parts: list[Part], round: int) -> list[int]:
-    """Where the hash of each stretch starts."""
+    """Return the start of the hash of each part."""
     senders = torch.tensor([sender for sender, _, _ in parts], dtype=torch.int64)
     receivers = torch.tensor([to for _, to, _ in parts], dtype=torch.int64)
     streams: list[int] = hash64(hash64(senders + (round << 32)) + receivers).tolist()
@@ -242,5 +242,5 @@ def _streams(parts: list[Part], round: int) -> list[int]:
 
 
 def _hash31(x: Tensor) -> Tensor:
-    """Mixes int64 to int32 below 2^30: a sum of two fits in 31 bits."""
+    """Mix int64 to int32 below 2^30: a sum of two fits in 31 bits."""
     return (hash64(x) & (1 << 30) - 1).int()

@@ -1,8 +1,8 @@
-"""Collectives straight from the NCCL (or RCCL) that torch has loaded, by ctypes.
+"""Call collectives of the NCCL (or RCCL) that torch has loaded, by ctypes.
 
-A communicator of our own, so that nothing of torch.distributed is in the time, and all types,
-reductions and placements that the library has can be measured. Numbers and layouts are those
-of src/nccl.h.in of NVIDIA/nccl 2.28; RCCL has the same.
+The communicator is our own, so that nothing of torch.distributed is in the time, and all types,
+reductions and placements of the library can be measured. Numbers and layouts are those of
+src/nccl.h.in of NVIDIA/nccl 2.28; RCCL has the same.
 """
 
 import ctypes
@@ -57,7 +57,7 @@ _UNDEFINED = -(2**31)
 
 
 class NcclError(RuntimeError):
-    """A call that the library refused: its name, what the code means, the last error's text."""
+    """Raised where a call of the library fails, with its name, code and the last error."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -65,7 +65,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t up to where we need it: the library fills what lies behind `size`."""
+    """The fields of ncclConfig_t that we need: the library fills those after `size`."""
 
     _fields_ = (
         ("size", c_size_t),
@@ -82,7 +82,7 @@ class _Config(ctypes.Structure):
 
 
 def find_library(maps: Path = Path("/proc/self/maps")) -> str:
-    """Path of the library in this process, else a name that the loader knows.
+    """Return the path of the library in this process, else a name that the loader finds.
 
     Raises ConfigError where there is none.
     """
@@ -102,7 +102,7 @@ def find_library(maps: Path = Path("/proc/self/maps")) -> str:
 
 @functools.lru_cache(maxsize=4)
 def load(path: str) -> ctypes.CDLL:
-    """The library, with the argument types of what is not prepared beforehand.
+    """Return the library, with argument types of functions whose arguments are not prepared.
 
     A CDLL releases the interpreter's lock during calls, so that another thread can abort.
     """
@@ -113,13 +113,8 @@ def load(path: str) -> ctypes.CDLL:
     place: list[Any] = [POINTER(c_void_p), c_int, _UniqueId, c_int]
     library.ncclCommInitRank.argtypes = place
     library.ncclCommInitRankConfig.argtypes = [*place, POINTER(_Config)]
-    library.ncclRedOpCreatePreMulSum.argtypes = [
-        POINTER(c_int),
-        c_void_p,
-        c_int,
-        c_int,
-        c_void_p,
-    ]
+    premul: list[Any] = [POINTER(c_int), c_void_p, c_int, c_int, c_void_p]
+    library.ncclRedOpCreatePreMulSum.argtypes = premul
     library.ncclRedOpDestroy.argtypes = [c_int, c_void_p]
     library.ncclCommDestroy.argtypes = [c_void_p]
     library.ncclCommAbort.argtypes = [c_void_p]
@@ -182,9 +177,9 @@ class Communicator:
     ) -> Callable[[], None]:
         """Return the call, ready to be made on a stream; None: on the one that is current now.
 
-        `index` is as in the case's buffers. In place is what the pointers say. It keeps the
-        tensors. Raises ConfigError for a ping-pong in a group, whose second half would not
-        wait for the first.
+        `index` is as in the case's buffers. The pointers decide whether it is in place. The
+        call keeps the tensors. Raises ConfigError for a ping-pong in a group, whose second half
+        would not wait for the first.
         """
         if stream is None:
             stream = torch.cuda.current_stream().cuda_stream
@@ -200,13 +195,13 @@ class Communicator:
         return self._issue(steps, (send, recv, calls.token))
 
     def abort(self) -> None:
-        """End whatever hangs in it; to be called from another thread."""
+        """End blocked collectives; to be called from another thread."""
         comm, self._comm = self._comm, c_void_p()
         if comm:
             self._library.ncclCommAbort(comm)
 
     def close(self) -> None:
-        """Every member calls it, with nothing under way. Bound calls must not be made again."""
+        """Close it; every member calls it when idle. Bound calls must not be made again."""
         for op in self._premul.values():
             self._library.ncclRedOpDestroy(op, self._comm)
         self._premul = {}
@@ -295,12 +290,12 @@ class _Calls:
         self.token = torch.zeros(1, device=send.device) if is_barrier else None
 
     def group(self, calls: list[Call]) -> list[Call]:
-        """All of these as one. Groups may nest."""
+        """Return these calls as one group. Groups may nest."""
         start, end = self._library.ncclGroupStart, self._library.ncclGroupEnd
         return [functools.partial(start), *calls, functools.partial(end)]
 
     def steps(self) -> list[Call]:
-        """In the order in which they are made."""
+        """Return the calls in the order in which they are made."""
         case, facts = self._case, FACTS[self._case.collective]
         if self.token is not None:
             self._send = self._recv = self.token.data_ptr()

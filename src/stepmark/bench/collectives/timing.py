@@ -1,8 +1,8 @@
-"""How collectives are timed. Three modes that answer different questions:
+"""Timers of collectives, in three modes:
 
 queued    k calls back to back between two readings, nothing waits in between: what nccl-tests
-          measures, and what a framework sees that never waits. Where a call costs its host
-          more than it takes on the device, that is what is measured, as there.
+          measures, and a framework that never waits. Where the host's launch overhead exceeds
+          the time on the device, that overhead is measured, as in nccl-tests.
 graph     k calls in a CUDA graph: the device alone, no host
 blocking  the host waits for each call; ranks start each together, unless told not to
 
@@ -46,11 +46,11 @@ class Timer(Protocol):
     def calls_per_sample(self) -> int: ...
 
     def sample(self, count: int) -> Batch:
-        """`count` samples, begun together with all ranks, ended before it returns."""
+        """Return `count` samples, begun together with all ranks and finished."""
 
 
 class Rotation:
-    """The next of several calls, for ever: one per operand set, so that caches do not help."""
+    """Makes the next of several calls, one per operand set, so that caches do not help."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls, self._next = calls, 0
@@ -61,7 +61,7 @@ class Rotation:
 
 
 class IdleTimer:
-    """For ranks outside the communicator: they only start when the others do."""
+    """The timer of ranks outside the communicator, which only align with the others."""
 
     calls_per_sample = 1
 
@@ -75,7 +75,7 @@ class IdleTimer:
 
 
 class HostTimer:
-    """A CPU's collectives, which return when they are done. wait_s: this rank comes late."""
+    """Times a CPU's collectives, which return when done. wait_s: arrival delay of this rank."""
 
     def __init__(
         self, calls: Calls, ranks: Ranks, calls_per_sample: int, *, name: str, wait_s: float
@@ -93,7 +93,7 @@ class HostTimer:
                 self._ranks.align()
                 began_s = began_s or self._ranks.now()
             if self._queued and i == 0:
-                self._call()  # whoever comes first waits here, as on a stream
+                self._call()  # the first rank waits here, as on a stream
             if self._wait_s:
                 _spin_host(self._wait_s)
             start = time.perf_counter()
@@ -108,7 +108,7 @@ class HostTimer:
 
 
 class StreamTimer:
-    """Back to back on the current stream, an event after every k calls.
+    """Times calls back to back on the current stream, an event after every k calls.
 
     wait_s > 0: before each call this rank's stream spins that long, outside of its time.
     """
@@ -128,7 +128,7 @@ class StreamTimer:
         self._ranks.align()
         began_s = self._ranks.now()
         issued = 0.0
-        # Whoever comes first waits in this call, so that no sample holds the others' delay.
+        # The first rank waits in this call, so that no sample includes the others' delay.
         self._call()
         for i in range(count):
             if self._cycles:
@@ -153,7 +153,7 @@ class StreamTimer:
 
 
 class GraphTimer:
-    """Replays of one graph of k calls. wait_s: a spin before each call, subtracted."""
+    """Times replays of a graph of k calls. wait_s: a spin before each call, subtracted."""
 
     def __init__(
         self, calls: Calls, ranks: Ranks, calls_per_sample: int, *, wait_s: float = 0.0
@@ -191,7 +191,7 @@ class GraphTimer:
 
 
 class BlockingTimer:
-    """The host waits for the stream after each call, as code does that needs the result."""
+    """Times calls with a synchronization after each, as in code that needs the result."""
 
     calls_per_sample = 1
 
@@ -229,7 +229,7 @@ class BlockingTimer:
 
 
 def capture(call: Callable[[], object], count: int, cycles: int = 0) -> torch.cuda.CUDAGraph:
-    """A graph of `count` calls on the current stream, each behind a spin of so many cycles."""
+    """Return a graph of `count` calls on the current stream, each after a spin of `cycles`."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(
@@ -245,7 +245,7 @@ def capture(call: Callable[[], object], count: int, cycles: int = 0) -> torch.cu
 
 
 def spin_hz() -> float:
-    """Cycles per second of a spinning kernel on this device, measured once per process."""
+    """Return cycles per second of a spinning kernel on this device, measured once."""
     if not _spin_hz:
         torch.cuda._sleep(1000)
         start, end = _events(2)

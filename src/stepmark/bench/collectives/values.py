@@ -1,8 +1,8 @@
-"""What ranks contribute and what must come out, for 4096 rows that elements are drawn from.
+"""Contributions of ranks and their right result, for 4096 rows that elements are drawn from.
 
-Data that only move are random bits without NaN. Reductions are exact in any order of summation
-wherever that is possible. In each row, one number w is spread over the ranks by factors c,
-turned by an amount of the row's own, so that every rank's part differs:
+Data without reduction is random bits without NaN. Reductions are exact in any order of
+summation wherever that is possible. In each row, one number w is spread over the ranks by
+factors c, rotated by an amount of the row's own, so that every rank's part differs:
 
   sum, mulsum  w * c_rank. Floats: small whole numbers, sum |w c| within the significand; with
                many ranks most factors are 0. Integers: any odd w, which overflows and wraps.
@@ -26,7 +26,7 @@ from stepmark.core.dtypes import DType
 
 PREMUL_FACTOR = 2.0  # of mulsum: each rank's values times this, then summed
 
-# Bits are moved and compared as whole numbers: few operations know the unsigned types or fp8.
+# Bits are moved and compared as signed integers: few operations support unsigned types or fp8.
 BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIGNED = (DType.INT8, DType.INT32, DType.INT64)
 # |exponent| of a product and of each step towards it: normal numbers only.
@@ -42,7 +42,7 @@ ROWS = 4096
 
 
 def hash64(x: Tensor) -> Tensor:
-    """Mixes int64 to int64. The finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+    """Mix int64 to int64 by the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
     x = x + -0x61C8864680B583EB
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
@@ -51,7 +51,7 @@ def hash64(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """By row of the table: the right result."""
+    """The right result by row of the table."""
 
     bits: Tensor
     wide: Tensor  # the same in fp64 or int64; unrounded where there is a tolerance
@@ -61,16 +61,16 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scheme:
-    """A reduction: wide values by row, of what one rank sends and of what must come out."""
+    """Wide values of a reduction by row: contributions of a rank, and the right result."""
 
-    sent: Callable[[Tensor], Tensor]  # of (rank + turn of the row) mod n
+    sent: Callable[[Tensor], Tensor]  # of (rank + rotation of the row) mod n
     result: Tensor
     roundings: int = 0
 
 
 @lru_cache(maxsize=64)
 def expected(dtype: DType, redop: RedOp, num_ranks: int) -> Expected:
-    """By row: what must come out. RedOp.NONE: data that only move."""
+    """Return the right result by row. RedOp.NONE: data without reduction."""
     if redop is RedOp.NONE:
         bits = _random_bits(dtype)
         return Expected(bits=bits, wide=widen(bits, dtype), tolerance=0.0, name=_name(0))
@@ -97,7 +97,7 @@ def _name(roundings: int) -> str:
 
 @lru_cache(maxsize=64)
 def sent_bits(dtype: DType, redop: RedOp, num_ranks: int, index: int) -> Tensor:
-    """By row: what the rank at this place sends."""
+    """Return by row the data that the rank with this index sends."""
     if redop is RedOp.NONE:
         return _random_bits(dtype)
     keys, scheme = _plan(dtype, redop, num_ranks)
@@ -106,9 +106,9 @@ def sent_bits(dtype: DType, redop: RedOp, num_ranks: int, index: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _plan(dtype: DType, redop: RedOp, num_ranks: int) -> tuple[Tensor, "_Scheme"]:
-    """A number per row that all of the row is drawn from, and what is drawn.
+    """Return a key per row, from which all of the row is drawn, and the reduction's values.
 
-    Rows of whole numbers whose result would be poison are replaced by another.
+    Rows of integers whose result would be poison are replaced by another.
     """
     keys = torch.arange(ROWS)
     scheme = _scheme(dtype, redop, num_ranks, keys)
@@ -124,7 +124,7 @@ def _int_poison(dtype: DType) -> int:
 
 
 def _draw(keys: Tensor, salt: int, below: int) -> Tensor:
-    """Whole numbers from 0 to below - 1, by row."""
+    """Return integers from 0 to below - 1, by row."""
     return (hash64(keys + (salt << 40)) >> 1 & (1 << 62) - 1) % below
 
 
@@ -138,7 +138,7 @@ def _random_bits(dtype: DType) -> Tensor:
 
 
 def narrow(wide: Tensor, dtype: DType) -> Tensor:
-    """fp64 or int64 as the bits of a type. Integers wrap."""
+    """Return fp64 or int64 as the bits of a type. Integers wrap."""
     if dtype.is_integer:
         return wide.to(BITS_OF[dtype.itemsize])
     rounded = (wide.float() if dtype.is_fp8 else wide).to(TORCH_DTYPE[dtype])
@@ -146,7 +146,7 @@ def narrow(wide: Tensor, dtype: DType) -> Tensor:
 
 
 def widen(bits: Tensor, dtype: DType) -> Tensor:
-    """Bits of a type as fp64 or int64. uint64 stays as it is: only differences are used."""
+    """Return bits of a type as fp64 or int64; uint64 unchanged: only differences are used."""
     if dtype.is_integer:
         unsigned = dtype in (DType.UINT8, DType.UINT32)
         return bits.long() & (1 << 8 * dtype.itemsize) - 1 if unsigned else bits.long()
@@ -155,57 +155,57 @@ def widen(bits: Tensor, dtype: DType) -> Tensor:
 
 
 def _scheme(dtype: DType, redop: RedOp, num_ranks: int, keys: Tensor) -> _Scheme:
-    whole = dtype.is_integer
+    is_integer = dtype.is_integer
     match redop:
         case RedOp.SUM | RedOp.MULSUM:
             factor = int(PREMUL_FACTOR) if redop is RedOp.MULSUM else 1
-            if whole:
+            if is_integer:
                 return _wrapping_sum(num_ranks, factor, keys)
             return _float_sum(dtype, num_ranks, factor, 1, keys)
         case RedOp.AVG:
-            if whole:
+            if is_integer:
                 return _whole_average(dtype, num_ranks, keys)
             return _float_sum(dtype, num_ranks, 1, num_ranks, keys)
         case RedOp.PROD:
             return (
                 _wrapping_product(num_ranks, keys)
-                if whole
+                if is_integer
                 else _float_product(dtype, num_ranks, keys)
             )
         case RedOp.MIN | RedOp.MAX:
             return _best(dtype, num_ranks, 1 if redop is RedOp.MIN else -1, keys)
         case RedOp.NONE:
-            raise AssertionError("moved, not reduced")
+            raise AssertionError("data without reduction has no scheme")
 
 
 def _factors(num_ranks: int, most: int) -> list[int]:
-    """Factors by rank of sum `most` at most: m, m - 1, ..., 2, 1, 1, ..., 0, 0, ...
+    """Return factors by rank with a sum up to `most`: m, m - 1, ..., 2, 1, 1, ..., 0, 0, ...
 
-    Not all are equal, so that turning them by any amount changes some: where they do not all
-    fit, the last ranks have 0. m is as large as it can be.
+    Not all are equal, so that rotating them by any amount changes some: where they do not all
+    fit, the last ranks have 0. m is as large as possible.
     """
-    used = max(1, min(num_ranks, most - 1))
+    num_nonzero = max(1, min(num_ranks, most - 1))
     m = 1
-    while m < used and (m + 1) * (m + 2) // 2 + used - m - 1 <= most:
+    while m < num_nonzero and (m + 1) * (m + 2) // 2 + num_nonzero - m - 1 <= most:
         m += 1
-    return [max(m - rank, 1) if rank < used else 0 for rank in range(num_ranks)]
+    return [max(m - rank, 1) if rank < num_nonzero else 0 for rank in range(num_ranks)]
 
 
 def _spread(num_ranks: int, limit: int) -> tuple[Tensor, int, int]:
-    """Factors, their sum, and the largest w for which sum |w c| stays within `limit`."""
+    """Return factors, their sum, and the largest w for which sum |w c| is within `limit`."""
     factors = _factors(num_ranks, limit // (4 if limit >= 64 else 2))
     return torch.tensor(factors), sum(factors), limit // sum(factors)
 
 
 def _signed(keys: Tensor, largest: int) -> Tensor:
-    """From -largest to largest, without 0."""
+    """Return integers from -largest to largest, without 0."""
     return (1 + _draw(keys, 2, largest)) * (1 - 2 * _draw(keys, 3, 2))
 
 
 def _float_sum(
     dtype: DType, num_ranks: int, factor: int, divisor: int, keys: Tensor
 ) -> _Scheme:
-    """sum (factor x) / divisor. Rounds only if the divisor is no power of two.
+    """Return values of sum (factor x) / divisor, rounded only if the divisor is no power of 2.
 
     Libraries round 1/n, each product with it and each addition, or divide the sum. Then so
     few ranks contribute to a row that the smallest part still exceeds the tolerance.
@@ -237,7 +237,7 @@ def _wrapping_sum(num_ranks: int, factor: int, keys: Tensor) -> _Scheme:
 
 
 def _whole_average(dtype: DType, num_ranks: int, keys: Tensor) -> _Scheme:
-    """Multiples of n, whose sum fits. All zeros where n itself does not."""
+    """Return multiples of n whose sum fits; all zeros where n itself does not."""
     signed = dtype in _SIGNED
     bits = 8 * dtype.itemsize - (signed or dtype is DType.UINT64)
     limit = ((1 << bits) - 1) // num_ranks
@@ -248,7 +248,7 @@ def _whole_average(dtype: DType, num_ranks: int, keys: Tensor) -> _Scheme:
 
 
 def _float_product(dtype: DType, num_ranks: int, keys: Tensor) -> _Scheme:
-    """Every factor is negative: one that is missing or double changes the sign."""
+    """Return negative factors only: one that is missing or doubled changes the sign."""
     by_rank, total, largest = _spread(num_ranks, _MAX_EXPONENT[dtype])
     w = _signed(keys, largest)
     return _Scheme(
@@ -258,12 +258,12 @@ def _float_product(dtype: DType, num_ranks: int, keys: Tensor) -> _Scheme:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Exactly, which pow() does not promise."""
+    """Return 2**exponent exactly, which pow() does not promise."""
     return (exponent + 1023 << 52).view(torch.float64)
 
 
 def _wrapping_product(num_ranks: int, keys: Tensor) -> _Scheme:
-    """Bases of the form 8x + 3: their order modulo 2^bits is 2^(bits - 2)."""
+    """Return powers of bases of the form 8x + 3, whose order modulo 2^bits is 2^(bits - 2)."""
     base = hash64(keys) & ~7 | 3
     powers = [1 + 2 * (rank * rank // 3 % 2) for rank in range(num_ranks)]
     powers[0] = 5 - sum(powers[1:]) % 2  # an odd total is never a multiple of the order
@@ -276,7 +276,7 @@ def _wrapping_product(num_ranks: int, keys: Tensor) -> _Scheme:
 
 
 def _power(base: Tensor, exponent: int) -> Tensor:
-    """By squaring; wraps."""
+    """Return base**exponent by squaring; it wraps."""
     result = torch.ones_like(base)
     while exponent:
         result = result * base if exponent % 2 else result
@@ -285,7 +285,7 @@ def _power(base: Tensor, exponent: int) -> Tensor:
 
 
 def _best(dtype: DType, num_ranks: int, sign: int, keys: Tensor) -> _Scheme:
-    """The rank whose turn is 0 has the best value of the row; sign 1: the smallest."""
+    """Give the rank with rotation 0 the best value of the row; sign 1: the smallest."""
     middle = 0
     if dtype.is_integer:
         limit = (1 << min(8 * dtype.itemsize - 1, 61)) - 1

@@ -36,14 +36,14 @@ def visible(op: Attention, device: torch.device) -> Callable[[Tensor, Tensor], T
     sequence_S = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        seen = (key >= 0) & (query >= 0)
+        mask = (key >= 0) & (query >= 0)
         if op.causal:
-            seen = seen & (key <= query)
+            mask = mask & (key <= query)
         if op.window:
-            seen = seen & (query - key < op.window)
+            mask = mask & (query - key < op.window)
         if op.varlen:
-            seen = seen & (sequence_S[query] == sequence_S[key])
-        return seen
+            mask = mask & (sequence_S[query] == sequence_S[key])
+        return mask
 
     return sees
 
@@ -110,8 +110,8 @@ def _flex(op: Attention, device: torch.device) -> Forward:
 
 
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    ends = torch.tensor((0, *lengths), device=device).cumsum(0)
-    return ends.to(torch.int32)
+    offsets = torch.tensor((0, *lengths), device=device).cumsum(0)
+    return offsets.to(torch.int32)
 
 
 def _packed(op: Attention, device: torch.device, kernel: Callable[..., Any]) -> Forward:
@@ -254,7 +254,7 @@ def check(
     refs = reference_bwd(op, q, k, v, do[-1, :, -group:].to(wide))
     for out, ref in zip(outs, refs, strict=True):
         pairs = zip(out[-1].split(_ROWS), ref.split(_ROWS), strict=True)
-        checks += [compare(part, wanted, allowed, name) for part, wanted in pairs]
+        checks += [compare(part, expected, allowed, name) for part, expected in pairs]
     return merge([checks[-1], *checks[:-1]])
 
 

@@ -49,8 +49,8 @@ class OperatorBench(Bench):
         ranks = self.context.ranks
         impl = IMPLS[case.family].get(case.backend)
         if impl is None:
-            known = ", ".join(IMPLS[case.family])
-            return f"no backend {case.backend} for {case.family}; there is {known}", None
+            names = ", ".join(IMPLS[case.family])
+            return f"no backend {case.backend} for {case.family}; there is {names}", None
         if case.num_ranks > ranks.num_ranks:
             return f"needs {case.num_ranks} ranks, {ranks.num_ranks} were started", None
         if reason := impl.unsupported(case.op, self.context.capabilities):
@@ -195,9 +195,9 @@ def _bind(
 def _num_sets(case: OpCase, impl: Impl, context: MeasureContext) -> int:
     """Operand sets that together exceed twice the cache, as far as half the memory allows."""
     per_set = case.op.memory_bytes
-    wanted = max(2, math.ceil(2 * context.cache_bytes / max(per_set, 1)) + 1)
+    needed = max(2, math.ceil(2 * context.cache_bytes / max(per_set, 1)) + 1)
     fitting = int(context.free_bytes() / 2 / max(per_set + impl.extra_bytes(case.op), 1))
-    return int(context.ranks.decide(lambda: max(1, min(wanted, fitting, _MAX_SETS))))
+    return int(context.ranks.decide(lambda: max(1, min(needed, fitting, _MAX_SETS))))
 
 
 def _soak(timer: clocks.Timer, estimate_s: float, soak_s: float) -> float:

@@ -250,12 +250,14 @@ def make_cross_entropy(
         assert isinstance(loss, Tensor)
         return loss
 
-    kept = forward() if is_bwd else None
+    graph_loss = forward() if is_bwd else None
     scale = torch.full((), LOSS_SCALE * op.tokens, device=device)
 
     def backward() -> tuple[Tensor, ...]:
-        assert kept is not None
-        return torch.autograd.grad(kept, logits_TV, scale.to(kept.dtype), retain_graph=True)
+        assert graph_loss is not None
+        return torch.autograd.grad(
+            graph_loss, logits_TV, scale.to(graph_loss.dtype), retain_graph=True
+        )
 
     def verify() -> Check:
         (result,) = poisoned_result(backward if is_bwd else forward)

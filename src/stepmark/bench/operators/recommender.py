@@ -162,11 +162,11 @@ def _check_step(state: _Stack) -> Check:
     check = _check_grads(state, outs, refs)
     if state.op.optimizer != "sgd":
         return check
-    moved = [
+    weight_checks = [
         compare(param, old.double() - LR * out.double(), check.tolerance, "")
         for param, old, out in zip(state.params, before, outs, strict=True)
     ]
-    return merge([check, *moved])
+    return merge([check, *weight_checks])
 
 
 def make_mlp(op: Mlp, device: torch.device) -> Call:
@@ -248,8 +248,8 @@ class _Bags:
         self.op, self.turn = op, 0
         self.table = _table(op, device)
         self.ring = [self.table.draw(op.batch * op.pooling) for _ in range(RING)]
-        ends = op.batch * op.pooling
-        self.offsets_B = torch.arange(0, ends, op.pooling, device=device)
+        count = op.batch * op.pooling
+        self.offsets_B = torch.arange(0, count, op.pooling, device=device)
         self.dy_BD = normal(op.batch, op.dim, dtype=op.dtype, device=device)
         is_bwd = op.phase is Phase.BWD
         self.kept = [self._bag(indices) for indices in self.ring] if is_bwd else []
@@ -268,8 +268,8 @@ class _Bags:
         return self._bag(self.ring[self._next()])
 
     def bwd(self) -> Tensor:
-        kept, weight = self.kept[self._next()], self.table.weight_RD
-        return torch.autograd.grad(kept, weight, self.dy_BD, retain_graph=True)[0]
+        output, weight = self.kept[self._next()], self.table.weight_RD
+        return torch.autograd.grad(output, weight, self.dy_BD, retain_graph=True)[0]
 
 
 def _check_sums(bags: _Bags) -> Check:
@@ -288,10 +288,10 @@ def _check_rows(bags: _Bags) -> Check:
     """A sparse gradient lists rows with values; a row may be listed more than once."""
     op = bags.op
     grad = bags.bwd()
-    listed, values = grad._indices()[0], grad._values()
+    grad_rows, values = grad._indices()[0], grad._values()
     indices = bags.ring[bags.turn]
     rows = indices[sample(indices.numel(), indices.device)]
-    out = [values[listed == row].double().sum(0) for row in rows]
+    out = [values[grad_rows == row].double().sum(0) for row in rows]
     ref = [bags.dy_BD[(indices == row).nonzero()[:, 0] // op.pooling] for row in rows]
     refs = torch.stack([part.double().sum(0) for part in ref])
     allowed = tolerance(op.dtype, length=op.pooling)

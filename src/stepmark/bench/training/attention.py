@@ -60,15 +60,15 @@ def causal_attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, kernel: str
     """
     q, k, v = q_BTHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKE.transpose(1, 2)
     width = v.shape[-1]
-    of_prefix = prefix_kernel(q, v, kernel) if q.shape[2] < k.shape[2] else ""
+    prefix = prefix_kernel(q, v, kernel) if q.shape[2] < k.shape[2] else ""
     is_grouped = q.shape[1] != k.shape[1]
     if is_grouped and kernel == "efficient":  # it knows no grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         is_grouped = False
-    if "flash" in (kernel, of_prefix) and width < q.shape[-1]:  # it knows one width only
+    if "flash" in (kernel, prefix) and width < q.shape[-1]:  # it knows one width only
         v = functional.pad(v, (0, q.shape[-1] - width))
-    if of_prefix:
-        return _of_prefix(q, k, v, of_prefix)[..., :width].transpose(1, 2)
+    if prefix:
+        return _of_prefix(q, k, v, prefix)[..., :width].transpose(1, 2)
     is_square = q.shape[2] == k.shape[2]
     backend = KERNELS[kernel]
     with nullcontext() if backend is None else sdpa_kernel(backend):

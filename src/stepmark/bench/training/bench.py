@@ -244,12 +244,12 @@ def _measure(
     def all_ranks(step: Callable[[], Any]) -> Any:
         return agreed(ranks, broadcast.announced(step))
 
-    made: trainer.Trainer = all_ranks(lambda: trainer.make(case, ranks.device))
+    rank_trainer: trainer.Trainer = all_ranks(lambda: trainer.make(case, ranks.device))
     place = coordinates_of(ranks.rank, case.parallel)
     share = SequenceShard(rank=place.cp, num_ranks=case.parallel.cp)
     batches = data.loader(case, place.data_rank, case.parallel.data_ranks, ranks.device, share)
     build_s = time.monotonic() - begin
-    work = loop.Loop(case, made, batches, ranks)
+    work = loop.Loop(case, rank_trainer, batches, ranks)
     all_ranks(work.first)
     counter = Counter(ranks.device)
     sampler = Sampler(context.device_index)
@@ -262,9 +262,9 @@ def _measure(
     counts = counter.since(build_s, work.samples.first_s)
     messages, traces = all_ranks(lambda: _untimed(work, context, case, how, launch))
     everyone = ranks.gather((work.samples.without_losses(), sampler.telemetry(), counts))
-    of_ranks, telemetry, states = zip(*everyone, strict=True)
+    samples_by_rank, telemetry, states = zip(*everyone, strict=True)
     loss = _mean_losses(work.samples, ranks, place)
-    samples, training = steady_results(case, of_ranks, states, loss)
+    samples, training = steady_results(case, samples_by_rank, states, loss)
     return Measured(
         run_id=context.run_id,
         case=case,
@@ -296,9 +296,9 @@ def _untimed(
         messages = profiling.record_messages(work, ranks, case)
     if how.profile and folder and not work.samples.interrupted:
         folder.mkdir(parents=True, exist_ok=True)
-        chosen = ranks.rank in how.profile_ranks
+        is_chosen = ranks.rank in how.profile_ranks
         traces = profiling.record_profile(
-            work, ranks, case, folder, chosen=chosen, launch=launch
+            work, ranks, case, folder, chosen=is_chosen, launch=launch
         )
     return messages, traces
 
@@ -315,8 +315,8 @@ def _mean_losses(
 def _wanted(case: TrainCase, how: TrainHow) -> int:
     """Steady samples, in whole cycles."""
     usual = _STEPS if case.schedule is Schedule.STEP else _CYCLES * case.cycle
-    wanted = how.steps or usual
-    return -(-wanted // case.cycle) * case.cycle
+    num_steps = how.steps or usual
+    return -(-num_steps // case.cycle) * case.cycle
 
 
 _CPU_LACKS = {

@@ -114,8 +114,8 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
         return triton_kernels.swiglu_backward(
             grad.contiguous(), gate.contiguous(), up.contiguous()
         )
-    of_gate: Tensor = torch.ops.aten.silu_backward(grad * up, gate)
-    return of_gate.contiguous(), (grad * functional.silu(gate)).contiguous()
+    gate_grad: Tensor = torch.ops.aten.silu_backward(grad * up, gate)
+    return gate_grad.contiguous(), (grad * functional.silu(gate)).contiguous()
 
 
 @swiglu_backward.register_fake

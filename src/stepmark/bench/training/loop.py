@@ -122,27 +122,27 @@ class Loop:
             self.sample()
         self._settle(0)
 
-    def run(self, wanted: int, end_s: float | None) -> None:
+    def run(self, num_steady: int, end_s: float | None) -> None:
         """Until `wanted` samples are steady on every rank, or time is up. Call `first` before.
 
         end_s: on time.monotonic. Ctrl-C ends it on all ranks, with samples.interrupted set.
         """
-        most = _PATIENCE * wanted + _MORE_CYCLES * self._case.cycle
+        most = _PATIENCE * num_steady + _MORE_CYCLES * self._case.cycle
         with _deferred_interrupt() as interrupts, _no_collection():
             while True:
-                chunk = self._ranks.decide(lambda: self._chunk(wanted))
+                chunk = self._ranks.decide(lambda: self._chunk(num_steady))
                 for _ in range(chunk):
                     self.sample()
                 self._settle(_AHEAD)
                 stop = bool(interrupts)
                 late = end_s is not None and time.monotonic() > end_s
-                if self._is_over(wanted, most, interrupted=stop, late=late):
+                if self._is_over(num_steady, most, interrupted=stop, late=late):
                     break
             self._settle(0)
             # One that came after the last agreement counts, too.
             stopped, _ = self._share(bool(interrupts), False)
         self.samples.interrupted |= stopped
-        self.samples.steady = self._steady(wanted)
+        self.samples.steady = self._steady(num_steady)
 
     def untimed_cycle(self, on_phase: Callable[[str], None] | None = None) -> None:
         """One cycle that is not recorded. on_phase hears of each phase as it begins."""
@@ -193,10 +193,10 @@ class Loop:
             self.samples.bwd_s.append(sample.seconds("bwd"))
             self.samples.optim_s.append(sample.seconds("optim"))
 
-    def _chunk(self, wanted: int) -> int:
+    def _chunk(self, num_steady: int) -> int:
         """Samples until the next agreement, at most a quarter of the wanted."""
         usual = sorted(self.samples.seconds)[len(self.samples.seconds) // 2]
-        return max(1, min(round(_AGREE_S / max(usual, 1e-6)), wanted // 4))
+        return max(1, min(round(_AGREE_S / max(usual, 1e-6)), num_steady // 4))
 
     def _share(self, stop: bool, late: bool) -> tuple[bool, bool]:
         """All ranks learn of all new times, and whether any wants to stop or is late."""
@@ -210,7 +210,7 @@ class Loop:
             stops, lates = stops or stops_too, lates or late_too
         return stops, lates
 
-    def _is_over(self, wanted: int, most: int, *, interrupted: bool, late: bool) -> bool:
+    def _is_over(self, num_steady: int, most: int, *, interrupted: bool, late: bool) -> bool:
         interrupted, late = self._share(interrupted, late)
         self.samples.interrupted = interrupted
         slowest = self._slowest()
@@ -218,14 +218,14 @@ class Loop:
             return True
         steady = steady_from(slowest, self._case.cycle)
         # The first cycle compiles and allocates: it is never steady.
-        return steady is not None and len(slowest) - max(steady, self._case.cycle) >= wanted
+        return steady is not None and len(slowest) - max(steady, self._case.cycle) >= num_steady
 
-    def _steady(self, wanted: int) -> int:
+    def _steady(self, num_steady: int) -> int:
         """A case that never settles keeps its last samples."""
         slowest, cycle = self._slowest(), self._case.cycle
         first = steady_from(slowest, cycle)
         if first is None:
-            first = max(0, len(slowest) - wanted) // cycle * cycle
+            first = max(0, len(slowest) - num_steady) // cycle * cycle
         return max(first, cycle) if len(slowest) >= 2 * cycle else 0
 
     def _slowest(self) -> list[float]:
@@ -247,17 +247,17 @@ def _no_collection() -> Iterator[None]:
 @contextlib.contextmanager
 def _deferred_interrupt() -> Iterator[list[int]]:
     """Ctrl-C as a list: a rank that left alone would leave the others in a collective."""
-    seen: list[int] = []
+    interrupts: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
-        seen.append(number)
+        interrupts.append(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield seen
+        yield interrupts
         return
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield seen
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -328,17 +328,17 @@ def _num_breaks() -> int:
 
 def steady_results(
     case: TrainCase,
-    of_ranks: Sequence[StepSamples],
+    by_rank: Sequence[StepSamples],
     counts: Sequence[Counts],
     loss: tuple[float, ...],
 ) -> tuple[Samples, Training]:
     """Steady samples, and what goes beside them. By rank."""
-    start = of_ranks[0].steady
-    count = (min(len(rank.seconds) for rank in of_ranks) - start) // case.cycle * case.cycle
+    start = by_rank[0].steady
+    count = (min(len(rank.seconds) for rank in by_rank) - start) // case.cycle * case.cycle
     end = start + count
 
     def steady(name: str) -> tuple[tuple[float, ...], ...]:
-        seconds = tuple(tuple(getattr(rank, name)[start:end]) for rank in of_ranks)
+        seconds = tuple(tuple(getattr(rank, name)[start:end]) for rank in by_rank)
         return seconds if any(any(values) for values in seconds) else ()
 
     clock = f"train-{case.schedule}-{'events' if case.device == 'cuda' else 'host'}"
@@ -347,7 +347,7 @@ def steady_results(
         tokens_per_sample=case.tokens_per_step * case.micro_steps,
         cycle=case.cycle,
         num_params=case.model.num_params,
-        warmup_s=tuple(tuple(rank.seconds[:start]) for rank in of_ranks),
+        warmup_s=tuple(tuple(rank.seconds[:start]) for rank in by_rank),
         loss=loss,
         fwd_s=steady("fwd_s"),
         bwd_s=steady("bwd_s"),

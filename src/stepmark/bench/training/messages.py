@@ -161,7 +161,9 @@ def kinds(name: str, values: Sequence[Any], result: Any, phase: str) -> Iterator
     """The messages of one operator: of most one, of a batch of sends and receives each."""
     if name in _SILENT:
         return
-    group = next((found for value in values if (found := group_of(value))), None)
+    group = next(
+        (process_group for value in values if (process_group := group_of(value))), None
+    )
     if name == BATCH_P2P:
         for word, tensor in zip(values[0], values[3], strict=True):
             side = SEND if "send" in word else RECV

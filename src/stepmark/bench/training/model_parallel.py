@@ -166,8 +166,10 @@ class _Whole(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            held = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(held))
+            replica = distribute_tensor(
+                parameter, device_mesh, [Replicate()], src_data_rank=None
+            )
+            module.register_parameter(name, nn.Parameter(replica))
 
         def before(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(
@@ -208,9 +210,9 @@ def _embedding(embedding: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(embedding, mesh, plan)
 
     def scatter(_module: nn.Module, _inputs: Any, x: Tensor) -> Tensor:
-        whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        full = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
         # A copy, not a view: FSDP warns of views that leave its modules.
-        return whole.redistribute(mesh, [Shard(1)]).to_local().clone()
+        return full.redistribute(mesh, [Shard(1)]).to_local().clone()
 
     embedding.register_forward_hook(scatter)
 
@@ -288,8 +290,8 @@ class Gathered:
         sent = torch.cat((k_BTKD, v_BTKE), dim=-1)
         by_rank = _all_gather(sent, 0, self._group).unflatten(0, (self._num_ranks, -1))
         heads, tails = by_rank.unflatten(2, (2, -1)).unbind(2)
-        whole = torch.cat((*heads.unbind(0), *reversed(tails.unbind(0))), dim=1)
-        parts: tuple[Tensor, ...] = whole.split((k_BTKD.shape[-1], v_BTKE.shape[-1]), dim=-1)
+        sequence = torch.cat((*heads.unbind(0), *reversed(tails.unbind(0))), dim=1)
+        parts: tuple[Tensor, ...] = sequence.split((k_BTKD.shape[-1], v_BTKE.shape[-1]), dim=-1)
         return parts
 
 
@@ -305,20 +307,20 @@ def apply_experts(model: Transformer, meshes: Meshes) -> None:
 
 def shard_experts(model: Transformer, case: TrainCase, meshes: Meshes, **options: Any) -> None:
     """FSDP of the experts held, over the ranks that hold the same. Call before their blocks."""
-    whole = meshes.experts()
+    expert_mesh = meshes.experts()
     mesh: DeviceMesh = (
-        whole["dp_replicate", "dp_shard_same"]
+        expert_mesh["dp_replicate", "dp_shard_same"]
         if case.parallel.dp_replicate > 1
-        else whole["dp_shard_same"]
+        else expert_mesh["dp_shard_same"]
     )
     for experts in _experts_of(model):
-        held: Any = fully_shard(experts.held, mesh=mesh, **options)
+        sharded: Any = fully_shard(experts.held, mesh=mesh, **options)
         # Gradients here are sums over the tokens of ep ranks; all others are means over all.
-        held.set_gradient_divide_factor(float(case.parallel.gradient_ranks))
+        sharded.set_gradient_divide_factor(float(case.parallel.gradient_ranks))
         # gloo cannot scale while it sums. Over one rank there is no sum, and torch would divide
         # twice.
-        if case.backend == "gloo" and whole["dp_shard_same"].size() > 1:
-            held.set_force_sum_reduction_for_comms(True)
+        if case.backend == "gloo" and expert_mesh["dp_shard_same"].size() > 1:
+            sharded.set_force_sum_reduction_for_comms(True)
 
 
 def _experts_of(model: Transformer) -> list[Experts]:

@@ -216,15 +216,15 @@ def _selective() -> Any:
 
     The policy of torchtitan's selective checkpointing: what costs most per byte is kept.
     """
-    seen = {False: 0, True: 0}  # products in the forward pass and in its repetition
+    counts = {False: 0, True: 0}  # products in the forward pass and in its repetition
 
     def policy(context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         name, _, overload = str(op).partition(".")[2].partition(".")
         namespace = str(op).partition(".")[0]
         keep = namespace in ("c10d", "_c10d_functional") or "attention" in name
         if name in _PRODUCTS and overload in ("default", ""):
-            seen[context.is_recompute] += 1
-            keep = seen[context.is_recompute] % 2 == 1
+            counts[context.is_recompute] += 1
+            keep = counts[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -64,14 +64,14 @@ def _take_rows(module: Any, *, joins_bias: bool) -> None:
     Its backward pass flattens its input and takes the scale again. The compiler sees that both
     scales are one only where there was nothing to flatten.
     """
-    of_rows: Callable[[Tensor], Tensor] = module.forward
+    multiply: Callable[[Tensor], Tensor] = module.forward
     if joins_bias and module.bias is not None:
         from stepmark.bench.training import fp8_bias  # noqa: PLC0415
 
-        of_rows = functools.partial(fp8_bias.multiply, module)
+        multiply = functools.partial(fp8_bias.multiply, module)
 
     def forward(x: Tensor) -> Any:
-        return of_rows(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return multiply(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     module.forward = forward
 

@@ -60,11 +60,11 @@ class Profile:
         self._averages: list[Any] = []
 
     def start(self) -> None:
-        wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(
+        activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(
             torch_profiler.supported_activities()
         )
         try:
-            self._begin(wanted)
+            self._begin(activities)
         except RuntimeError:  # another profiler holds CUPTI, or it may not be used here
             self._begin({ProfilerActivity.CPU})
 
@@ -109,7 +109,7 @@ class Profile:
                 continue
             micros = entry.self_device_time_total if on_device else entry.self_cpu_time_total
             entries.append(Spent(name=entry.key, seconds=micros * 1e-6, calls=entry.count))
-        return sorted(entries, key=lambda one: -one.seconds)
+        return sorted(entries, key=lambda item: -item.seconds)
 
     def table(self) -> str:
         """Shares by group and of the longest kernels or operators, as lines of text."""
@@ -135,7 +135,7 @@ def groups(spent: Iterable[Spent]) -> list[Spent]:
         seconds, calls = sums.get(name, (0.0, 0))
         sums[name] = (seconds + entry.seconds, calls + entry.calls)
     entries = [Spent(name=name, seconds=s, calls=c) for name, (s, c) in sums.items()]
-    return sorted(entries, key=lambda one: -one.seconds)
+    return sorted(entries, key=lambda item: -item.seconds)
 
 
 def group_of(name: str) -> str:
@@ -153,8 +153,8 @@ def _is_kernel(entry: Any) -> bool:
 def _line(entry: Spent, total: float, steps: int) -> str:
     share = entry.seconds / total if total else 0.0
     name, millis = entry.name, entry.seconds / steps * 1e3
-    shown = name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 3] + "..."
-    return f"{share:>6.1%} {millis:>11.3f} {entry.calls / steps:>10.4g}  {shown}"
+    label = name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 3] + "..."
+    return f"{share:>6.1%} {millis:>11.3f} {entry.calls / steps:>10.4g}  {label}"
 
 
 _PROFILED = 3  # samples

@@ -118,10 +118,10 @@ class Graphed:
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
     """Blocks by stage, as even as can be; the first stages get what is left over."""
     small, rest = divmod(num_layers, num_stages)
-    ends = [0]
+    bounds = [0]
     for index in range(num_stages):
-        ends.append(ends[-1] + small + (index < rest))
-    return [range(a, b) for a, b in itertools.pairwise(ends)]
+        bounds.append(bounds[-1] + small + (index < rest))
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 class Pipelined:

@@ -95,6 +95,6 @@ def _swiglu_backward(grad, gate, up, gate_grad, up_grad, count, ELEMENTS: tl.con
     a = tl.load(gate + index, mask=inside).to(tl.float32)
     b = tl.load(up + index, mask=inside).to(tl.float32)
     s = tl.sigmoid(a)
-    of_gate = g * b * s * (1.0 + a * (1.0 - s))
-    tl.store(gate_grad + index, of_gate.to(gate_grad.dtype.element_ty), mask=inside)
+    gate_slope = g * b * s * (1.0 + a * (1.0 - s))
+    tl.store(gate_grad + index, gate_slope.to(gate_grad.dtype.element_ty), mask=inside)
     tl.store(up_grad + index, (g * a * s).to(up_grad.dtype.element_ty), mask=inside)
