@@ -97,9 +97,8 @@ def torch_device_info(index: int, rank: int) -> DeviceInfo:
 def pci_bus_id(index: int) -> str:
     """Return e.g. '0000:3b:00.0'; "" where this torch does not report it."""
     properties = torch.cuda.get_device_properties(index)
-    parts = [
-        getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
-    ]
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    parts: list[Any] = [getattr(properties, name, None) for name in names]
     return "" if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
