@@ -24,7 +24,7 @@ from stepmark.core.workload_options import (
     ShowOptions,
 )
 from stepmark.workload.architecture import AnyJob, Batch, OwnJob
-from stepmark.workload.job import Job, Spread
+from stepmark.workload.job import Job, Spread, near_multiples
 from stepmark.workload.rules import RULES, Rule, find_rule
 
 _MODEL_AXES = ("tp", "pp", "cp")
@@ -132,7 +132,7 @@ def generate(options: GenerateOptions) -> Workload:
     if not rule.has_job:
         return _without_job(rule, settings, options)
     job, notes = _job(options, framework)
-    made = rule.function()(job, settings)
+    made = rule.workload(job, settings)
     return replace(made, notes=(*notes, *_of_scripts(options, rule), *made.notes))
 
 
@@ -189,7 +189,7 @@ def _without_job(rule: Rule, settings: Any, options: GenerateOptions) -> Workloa
             raise ConfigError(
                 shown, getattr(options, flag.name), f"it has no effect with {rule.module}"
             )
-    return rule.function()(settings, options.world_size or 1)
+    return rule.workload(settings, options.world_size or 1)
 
 
 def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
@@ -212,8 +212,7 @@ def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
     if world % at_once or (not axis and world != at_once):
         words = " x ".join(f"{_flag(name)} {size}" for name, size in fixed.items() if size > 1)
         allowed = f"a multiple of {words or 1} ({at_once})"
-        below = world // at_once * at_once
-        near = " or ".join(str(one) for one in (below, below + at_once) if one)
+        near = near_multiples(world, at_once)
         if not axis:
             allowed, near = f"the product of {words or 1} ({at_once})", str(at_once)
             near += "" if rule.data_axis else "; --framework fsdp has data ranks, too"

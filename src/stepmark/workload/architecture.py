@@ -1,6 +1,6 @@
-"""An architecture of one's own: units of parameters and operations, in the order they run.
+"""User-defined architectures: units of parameters and operations, in the order they run.
 
-A function from a `Batch` to an `Architecture` is all that data-parallel rules need:
+Data-parallel rules need only a function from a `Batch` to an `Architecture`:
 
     def build(batch: Batch) -> Architecture:
         table = unit("embed", batch.embedding("table", 1000, 512))
@@ -8,7 +8,7 @@ A function from a `Batch` to an `Architecture` is all that data-parallel rules n
         head = unit("head", batch.linear("head", 1000, 512), batch.loss("loss", 1000))
         return Architecture(name="mine", units=(table, block, head))
 
-`stepmark workload generate --model FILE.py:build` reads it: docs/howto/custom-models.md.
+`stepmark workload generate --model FILE.py:build` calls it: docs/howto/custom-models.md.
 """
 
 from collections import Counter
@@ -20,22 +20,21 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
 from stepmark.core.module import Module, Param, between, both, in_registered_order, work_of
-from stepmark.core.ops import Activation, Attention, Copy, CrossEntropy, Norm, Phase, Rope
-from stepmark.core.workload import ComputeOp, Kernel, Operation
-from stepmark.workload.job import Job, Spread
-from stepmark.workload.layout import Inputs, linear_products
+from stepmark.core.ops import Activation, Attention, CrossEntropy, Norm, Phase, Rope
+from stepmark.core.workload import ComputeOp, Operation
+from stepmark.workload.job import Job, Spread, check_single
+from stepmark.workload.layout import Inputs, linear_products, table_lookup, tensor_sum
 
 Ops = tuple[Operation, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """`times` of a layer: as many, one after the other, with parameters of their own each.
+    """Modules that run in a row. times: consecutive copies, each with its own parameters.
 
-    fwd, bwd: in pieces, between which the module of the experts is entered and left: one
-    piece, or what comes before the experts, they themselves, and what comes after. within:
-    the module that calls this unit and its neighbours of the same word. pieces and registered
-    are as a Module's; a unit that only PyTorch's rules see has none.
+    fwd, bwd: one piece, or three: before the experts, the experts, after them. within: the
+    module that calls this unit and its neighbours of the same name. pieces and registered are
+    as a Module's; a unit that only PyTorch's rules see has none.
     """
 
     name: str
@@ -50,20 +49,20 @@ class Unit:
 
     @property
     def experts_at(self) -> int | None:
-        """Which piece of fwd, and of bwd, the module of the experts is; None: not apart."""
+        """Index of the experts' piece in fwd and in bwd; None: they have no piece."""
         return 1 if len(self.fwd) == 3 else None
 
     @property
     def experts(self) -> tuple[Param, ...]:
-        return tuple(one for one in self.params if one.is_expert)
+        return tuple(param for param in self.params if param.is_expert)
 
     @property
     def others(self) -> tuple[Param, ...]:
-        return tuple(one for one in self.params if not one.is_expert)
+        return tuple(param for param in self.params if not param.is_expert)
 
     @property
     def registered_params(self) -> tuple[Param, ...]:
-        """Of one time, in the order of registration."""
+        """Parameters of one copy, in the order of registration."""
         pieces = in_registered_order(self.name, self.pieces, self.registered)
         return tuple(chain.from_iterable(piece.all_params for piece in pieces))
 
@@ -79,24 +78,24 @@ def unit(
     registered: Iterable[str] = (),
     within: str = "",
 ) -> Unit:
-    """Modules in the order they run. times: how many of them, as layers; None: no layer.
+    """Return modules, in the order they run, as a unit.
 
-    registered: names of the pieces in the order of the module's constructor, if another.
-    Raises ConfigError.
+    times: consecutive copies, each a layer; None: no layer. registered: names of the pieces in
+    the order of the module's constructor, if another. Raises ConfigError.
     """
     if times is not None and (isinstance(times, bool) or not 1 <= times <= 2**20):
         raise ConfigError(f"{name}: times", times, "a whole number from 1 to 1048576")
     order = tuple(registered)
-    inside = tuple(one for each in pieces for one in each.walk())
-    params = tuple(param for one in inside for param in one.params)
+    leaves = tuple(leaf for piece in pieces for leaf in piece.walk())
+    params = tuple(param for leaf in leaves for param in leaf.params)
     check_names(f"{name}: parameter", [param.name for param in params])
     if order:
         in_registered_order(name, pieces, order)
     return Unit(
         name=name,
         params=params,
-        fwd=(tuple(op for one in inside for op in one.fwd),),
-        bwd=(tuple(op for one in reversed(inside) for op in weights_first(one.bwd)),),
+        fwd=(tuple(op for leaf in leaves for op in leaf.fwd),),
+        bwd=(tuple(op for leaf in reversed(leaves) for op in weights_first(leaf.bwd)),),
         times=times or 1,
         is_layer=times is not None,
         within=within,
@@ -108,9 +107,9 @@ def unit(
 def module(
     name: str, *inside: Module, registered: Iterable[str] = (), in_backward: bool = True
 ) -> Module:
-    """A module of others, or of none, such as a dropout that does nothing.
+    """Return a module of others, or of none, such as a dropout that does nothing.
 
-    in_backward: False where what it returns has no gradient, such as a table of angles.
+    in_backward: False where its output has no gradient, such as a table of angles.
     """
     return Module(
         name=name, inside=inside, registered=tuple(registered), in_backward=in_backward
@@ -118,24 +117,24 @@ def module(
 
 
 def stored(name: str, *shape: int, part: str = "") -> Module:
-    """A parameter whose use another module shows, which `part` may name."""
+    """Return a parameter that another module uses; `part` may name that module."""
     return Module(name=name, params=(Param(name=name, shape=shape, part=part),))
 
 
 def weights_first(ops: Iterable[ComputeOp]) -> tuple[ComputeOp, ...]:
-    """Product by product, as autograd's nodes run (torch 2.13, MmBackward0)."""
-    listed = tuple(ops)
-    weights = [op for op in listed if op.phase is Phase.WGRAD]
-    inputs = [op for op in listed if op.phase is Phase.DGRAD]
+    """Sort gradients product by product, as autograd's nodes run (torch 2.13, MmBackward0)."""
+    ops = tuple(ops)
+    weights = [op for op in ops if op.phase is Phase.WGRAD]
+    inputs = [op for op in ops if op.phase is Phase.DGRAD]
     if len(weights) != len(inputs):
-        return listed
+        return ops
     pairs = [op for pair in zip(weights, inputs, strict=True) for op in pair]
-    return (*pairs, *(op for op in listed if op.phase not in (Phase.WGRAD, Phase.DGRAD)))
+    return (*pairs, *(op for op in ops if op.phase not in (Phase.WGRAD, Phase.DGRAD)))
 
 
 def check_names(what: str, names: list[str]) -> None:
-    """Raises ConfigError where one comes twice."""
-    twice = next((one for one, count in Counter(names).items() if count > 1), None)
+    """Raise ConfigError for a name that occurs twice."""
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice:
         raise ConfigError(what, twice, "a name that no other one has")
 
@@ -157,49 +156,53 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A whole model. Raises ConfigError for what rules could not tell apart."""
+    """A whole model. Raises ConfigError for names that are not unique."""
 
     name: str
     units: tuple[Unit, ...]
-    source: str = ""  # where its sizes are from, for the reader
+    source: str = ""  # of its sizes, for the reader
 
     def __post_init__(self) -> None:
         if not self.units or not self.num_params:
             raise ConfigError("units", len(self.units), "one or more, with parameters")
-        once = [param.name for one in self.units if not one.is_layer for param in one.params]
-        check_names("unit", [one.name for one in self.units])
-        check_names("parameter", once)
-        for used in self.uses:
-            if used not in once:
-                raise ConfigError("tied", used, f"one of {', '.join(once)}")
+        names = [
+            param.name for unit in self.units if not unit.is_layer for param in unit.params
+        ]
+        check_names("unit", [unit.name for unit in self.units])
+        check_names("parameter", names)
+        for name in self.uses:
+            if name not in names:
+                raise ConfigError("tied", name, f"one of {', '.join(names)}")
 
     @property
     def num_params(self) -> int:
-        return sum(one.times * sum(param.numel for param in one.params) for one in self.units)
+        return sum(
+            unit.times * sum(param.numel for param in unit.params) for unit in self.units
+        )
 
     @property
     def num_layers(self) -> int:
-        return sum(one.times for one in self.units if one.is_layer)
+        return sum(unit.times for unit in self.units if unit.is_layer)
 
     @property
     def uses(self) -> tuple[str, ...]:
         """Names of tied parameters."""
-        return tuple(name for one in self.units for piece in one.walk() for name in piece.uses)
+        return tuple(
+            name for unit in self.units for piece in unit.walk() for name in piece.uses
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnJob(Spread):
-    """An architecture spread over data ranks. Raises ConfigError for any other axis."""
+    """A user-defined architecture over data ranks. Raises ConfigError for any other axis."""
 
     architecture: Architecture
     seq_len: int
 
     def __post_init__(self) -> None:
         Spread.__post_init__(self)
-        for axis in ("tp", "pp", "cp", "ep"):
-            if getattr(self.parallel, axis) > 1:
-                allowed = f"1: {self.name} is spread over data ranks alone"
-                raise ConfigError(axis, getattr(self.parallel, axis), allowed)
+        allowed = f"1: {self.name} is spread over data ranks alone"
+        check_single(self.parallel, ("tp", "pp", "cp", "ep"), allowed)
 
     @property
     def name(self) -> str:
@@ -211,7 +214,7 @@ class OwnJob(Spread):
 
     @property
     def config(self) -> ModelConfig | None:
-        """Of no decoder that widths describe."""
+        """None, because it is no decoder."""
         return None
 
 
@@ -220,7 +223,7 @@ AnyJob = Job | OwnJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One micro-batch on one rank, and what can be done with it."""
+    """One micro-batch on one rank; its methods return the modules that process it."""
 
     mbs: int
     seq_len: int
@@ -240,18 +243,18 @@ class Batch:
         rows: int | None = None,
         tied: str = "",
     ) -> Module:
-        """y = x W.T (+ b), W [out, width]; rows: tokens unless told.
+        """Return y = x W.T (+ b), W [out, width]. rows: of x; None: the tokens.
 
-        tied: name of the parameter of another unit that W is, e.g. "table.weight".
+        tied: another unit's parameter in place of W, e.g. "table.weight".
         """
         inputs = Inputs(mbs=self.mbs, seq_len=self.seq_len, dtype=self.dtype)
         products = linear_products(inputs, rows or self.tokens, out, width)
-        kept = [] if tied else [Param(name=f"{name}.weight", shape=(out, width), part=name)]
+        params = [] if tied else [Param(name=f"{name}.weight", shape=(out, width), part=name)]
         if bias:
-            kept.append(Param(name=f"{name}.bias", shape=(out,), part=name))
+            params.append(Param(name=f"{name}.bias", shape=(out,), part=name))
         return Module(
             name=name,
-            params=tuple(kept),
+            params=tuple(params),
             role=name,
             work=work_of(name, *products),
             uses=(tied,) if tied else (),
@@ -259,30 +262,28 @@ class Batch:
         )
 
     def embedding(self, name: str, rows: int, dim: int) -> Module:
-        """Lookup of each token in a table [rows, dim]."""
-        moved = self.tokens * dim * self.dtype.itemsize
-        added = Kernel(name="embedding_backward", flops=0, bytes_moved=3 * moved)
+        """Return the lookup of each token in a table [rows, dim]."""
         return Module(
             name=name,
             params=(Param(name=f"{name}.weight", shape=(rows, dim), part=name),),
             role=name,
-            work=work_of(name, (Phase.FWD, Copy(num_bytes=moved)), (Phase.WGRAD, added)),
+            work=work_of(name, *table_lookup(self.tokens * dim * self.dtype.itemsize)),
             has_input_grad=False,
         )
 
     def norm(self, name: str, width: int, *, kind: str = "layernorm") -> Module:
-        """layernorm (weight and bias) or rmsnorm (weight) over the last dimension."""
-        names = ("weight", "bias") if kind == "layernorm" else ("weight",)
-        kept = [
-            Param(name=f"{name}.{one}", shape=(width,), part=name, is_norm=True)
-            for one in names
+        """Return a layernorm (weight and bias) or rmsnorm (weight) over the last dimension."""
+        suffixes = ("weight", "bias") if kind == "layernorm" else ("weight",)
+        params = [
+            Param(name=f"{name}.{suffix}", shape=(width,), part=name, is_norm=True)
+            for suffix in suffixes
         ]
         op = Norm(tokens=self.tokens, hidden=width, kind=kind, dtype=self.dtype)
         work = work_of(name, *both(op))
-        return Module(name=name, role=name, params=tuple(kept), work=work)
+        return Module(name=name, role=name, params=tuple(params), work=work)
 
     def activation(self, name: str, width: int, *, kind: str = "gelu") -> Module:
-        """gelu, or swiglu of a gate beside (width: of the result)."""
+        """Return a gelu, or a swiglu of two inputs. width: of the result."""
         op = Activation(tokens=self.tokens, width=width, kind=kind, dtype=self.dtype)
         return between(name, *both(op))
 
@@ -308,7 +309,7 @@ class Batch:
         seq_q: int | None = None,
         seq_kv: int | None = None,
     ) -> Module:
-        """softmax(q k.T) v; seq_q queries against seq_kv keys each where it is not causal."""
+        """Return softmax(q k.T) v. seq_q, seq_kv: queries and keys, if not causal."""
         op = Attention(
             batch=self.mbs,
             seq_q=seq_q or self.seq_len,
@@ -323,13 +324,11 @@ class Batch:
         return between(name, *both(op))
 
     def add(self, name: str, width: int) -> Module:
-        """A sum of two tensors; backward, of two gradients."""
-        moved = 3 * self.tokens * width * self.dtype.itemsize
-        op = Kernel(name="add", flops=0, bytes_moved=moved)
-        return between(name, (Phase.FWD, op), (Phase.BWD, op))
+        """Return the sum of two tensors."""
+        return tensor_sum(name, self.tokens * width * self.dtype.itemsize)
 
     def loss(self, name: str, vocab: int, *, rows: int | None = None) -> Module:
-        """Cross-entropy of logits over vocab classes."""
+        """Return the cross-entropy of logits over vocab classes."""
         op = CrossEntropy(tokens=rows or self.tokens, vocab=vocab, dtype=self.dtype)
         return between(name, *both(op))
 

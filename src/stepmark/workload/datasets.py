@@ -1,6 +1,6 @@
 """PARAM's built-in datasets. Source: facebookresearch/param, train/compute/pt/dataset.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 
 from stepmark.core.dtypes import DType
@@ -9,8 +9,8 @@ from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Mlp, Op, Phase
 
 _BATCHES = (128, 256, 512, 1024)
 
-# Each is m, n, k.
-GEMM = {
+# Tuples of m, n, k.
+_GEMM = {
     "A": [
         *((b, 4096, 4096) for b in _BATCHES),
         *((b, 1024, 1024) for b in _BATCHES),
@@ -26,65 +26,61 @@ GEMM = {
     ],
     "C": [(1024, 1024, 64), (1024, 64, 1024), (1024, 4096, 1024), (1024, 1024, 4096)],
 }
-# Each is rows, dim, pooling, batch.
-EMBEDDING_BAG = {
+# Tuples of rows, dim, pooling, batch.
+_EMBEDDING_BAG = {
     "A": [
         (rows, 128, 30, 512 * 2**i) for rows, i in product((14_000_000, 26_000_000), range(8))
     ],
     "B": [(4_800_000, 56, 34, 2048 * 2**i) for i in range(6)],
 }
-# Each is layers, input, hidden, output, batch.
-MLP = {
-    "A": [(18, width, width, width, 128 * 2**i) for width, i in product((1024, 4096), range(6))]
-}
+# Tuples of layers, width, batch.
+_MLP = {"A": [(18, width, 128 * 2**i) for width, i in product((1024, 4096), range(6))]}
 
 
-def gemms(name: str, dtype: DType) -> list[Op]:
+def _gemms(name: str, dtype: DType) -> list[Op]:
     """torch.mm of two row-major matrices, as PARAM calls it."""
     return [
         Gemm(m=m, n=n, k=k, dtype=dtype, layout=Layout.NT if dtype.is_fp8 else Layout.NN)
-        for m, n, k in GEMM[name]
+        for m, n, k in _GEMM[name]
     ]
 
 
-def embedding_bags(name: str, dtype: DType, alpha: float = 0.0) -> list[Op]:
+def _embedding_bags(name: str, dtype: DType) -> list[Op]:
     return [
-        EmbeddingBag(rows=r, dim=d, pooling=p, batch=b, alpha=alpha, dtype=dtype, phase=phase)
-        for r, d, p, b in EMBEDDING_BAG[name]
+        EmbeddingBag(rows=r, dim=d, pooling=p, batch=b, dtype=dtype, phase=phase)
+        for r, d, p, b in _EMBEDDING_BAG[name]
         for phase in (Phase.FWD, Phase.BWD)
     ]
 
 
-def mlps(name: str, dtype: DType, optimizer: str = "sgd") -> list[Op]:
+def _mlps(name: str, dtype: DType) -> list[Op]:
     return [
         Mlp(
             layers=layers,
-            input=width_in,
-            hidden=hidden,
-            output=width_out,
+            input=width,
+            hidden=width,
+            output=width,
             batch=batch,
-            optimizer=optimizer,
             dtype=dtype,
             phase=phase,
         )
-        for layers, width_in, hidden, width_out, batch in MLP[name]
+        for layers, width, batch in _MLP[name]
         for phase in (Phase.FWD, Phase.BWD, Phase.STEP)
     ]
 
 
-_OF_FAMILY: dict[str, tuple[dict[str, list[tuple[int, ...]]], Callable[[str, DType], list[Op]]]]
-_OF_FAMILY = {
-    "gemm": (GEMM, gemms),  # type: ignore[dict-item]
-    "embedding-bag": (EMBEDDING_BAG, embedding_bags),  # type: ignore[dict-item]
-    "mlp": (MLP, mlps),  # type: ignore[dict-item]
+_FAMILIES: dict[str, tuple[Mapping[str, object], Callable[[str, DType], list[Op]]]] = {
+    "gemm": (_GEMM, _gemms),
+    "embedding-bag": (_EMBEDDING_BAG, _embedding_bags),
+    "mlp": (_MLP, _mlps),
 }
 
 
 def dataset(family: str, name: str, dtype: DType) -> list[Op]:
-    """PARAM's dataset of a family. Raises ConfigError for an unknown one."""
-    if family not in _OF_FAMILY:
-        raise ConfigError("dataset", name, f"only for {', '.join(_OF_FAMILY)}")
-    names, build = _OF_FAMILY[family]
+    """Return PARAM's dataset of a family. Raises ConfigError for an unknown one."""
+    if family not in _FAMILIES:
+        raise ConfigError("dataset", name, f"only for {', '.join(_FAMILIES)}")
+    names, build = _FAMILIES[family]
     if name.upper() not in names:
         raise ConfigError("dataset", name, f"one of {', '.join(names)} for {family}")
     return build(name.upper(), dtype)

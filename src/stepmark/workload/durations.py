@@ -1,5 +1,6 @@
-"""How long each computation of a workload takes: from a rule, a device's data sheet, a profile
-or a run's records. Communication is left as it is: its time depends on the network.
+"""Times of a workload's computation: fixed, from a data sheet, a profile or a run's records.
+
+Communication is left as it is: its time depends on the network.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """No operation can be faster: the larger of flops / peak and bytes / memory bandwidth."""
+    """The device's lower bound: the larger of flops / peak and bytes / memory bandwidth."""
 
     device: DeviceSpec
 
@@ -50,7 +51,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Median seconds by operation, of a run's records."""
+    """Median seconds by operation, from a run's records."""
 
     times: Mapping[Op, float]
     name: str = "measured"
@@ -58,7 +59,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """A run or a profile that the caller opens, to make a Measured or a Profile of it."""
+    """A run or a profile that the caller reads into a Measured or a Profile."""
 
     text: str
 
@@ -67,7 +68,7 @@ Source = Fixed | Roofline | Profile | Measured
 
 _EXPONENTS = {"ns": -9, "us": -6, "ms": -3, "s": 0}
 
-# AIOB's sections by our modules; of several alternatives the first that the profile has whole.
+# AIOB's sections by our modules; of several alternatives the first complete one is used.
 # Source: aliyun/aicb, workload_generator/mocked_model/training/Aiob{Megatron,DeepSeek}.py.
 _UP, _ACTIVATION, _DOWN = ("mlp_linear_1",), ("mlp_gelu",), ("mlp_linear_2",)
 _SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -118,30 +119,27 @@ def parse_source(text: str) -> Fixed | Roofline | Named:
 
 
 def fill(workload: Workload, *sources: Source) -> Workload:
-    """The same workload with a time for every computation, of the first source that has one.
+    """Return the workload with a time for every computation, from the first source with one.
 
-    Raises ConfigError, naming the first few, where operations are left without a time.
+    Raises ConfigError, naming the first few, where operations have no time.
     """
     times: dict[tuple[Op | Kernel, str, Phase], float] = {}
     missing: dict[str, None] = {}
     shared = _several_shapes(workload)
-    for key in _computations(workload):
-        if key in times:
-            continue
-        found = next(
-            (time for one in sources if (time := _time(one, *key, shared)) is not None), None
-        )
-        if found is None:
+    for key in dict.fromkeys(_computations(workload)):
+        candidates = (_time(source, *key, shared) for source in sources)
+        time_s = next((time for time in candidates if time is not None), None)
+        if time_s is None:
             missing[f"{describe(key[0])} ({key[1]})"] = None
         else:
-            times[key] = found
-    words = ", ".join(one.name for one in sources)
+            times[key] = time_s
+    words = ", ".join(source.name for source in sources)
     if missing:
-        shown = "; ".join(list(missing)[:_NAMED_MISSING])
+        examples = "; ".join(list(missing)[:_NAMED_MISSING])
         more = len(missing) - _NAMED_MISSING
         rest = f"; and {more} more" if more > 0 else ""
         allowed = f"a source that times every operation; without a time are {len(missing)}: "
-        raise ConfigError(FIELD, words, allowed + shown + rest)
+        raise ConfigError(FIELD, words, allowed + examples + rest)
     notes = tuple(note for note in workload.notes if not note.startswith(_NOTE))
     return replace(
         workload,
@@ -159,17 +157,17 @@ def fill(workload: Workload, *sources: Source) -> Workload:
 
 
 def describe(op: Op | Kernel) -> str:
-    """An operation in a few words, e.g. "gemm m=4096 n=512 k=64 dtype=bf16"."""
+    """Return an operation in a few words, e.g. "gemm m=4096 n=512 k=64 dtype=bf16"."""
     return f"{family(op)} {shape(op)}"
 
 
 def family(op: Op | Kernel) -> str:
-    """As `stepmark op` names it, or "kernel"."""
+    """Return the name that `stepmark op` has for it, or "kernel"."""
     return "kernel" if isinstance(op, Kernel) else FAMILY_OF[type(op)]
 
 
 def shape(op: Op | Kernel, *, dtype: bool = True) -> str:
-    """Its fields that are no defaults, e.g. "m=4096 n=512 k=64 dtype=bf16"."""
+    """Return the fields that are no defaults, e.g. "m=4096 n=512 k=64 dtype=bf16"."""
     return " ".join(
         f"{field.name}={value}"
         for field in dataclasses.fields(op)
@@ -179,10 +177,10 @@ def shape(op: Op | Kernel, *, dtype: bool = True) -> str:
 
 
 def roofline_time(op: Op | Kernel, device: DeviceSpec) -> float | None:
-    """Seconds that the device needs at least. None where its cost or a peak is not known.
+    """Return the seconds that the device needs at least; None: a cost or peak is unknown.
 
-    A Kernel has no type: its FLOPs are held against the highest peak of the device. What
-    costs nothing at all has no time either.
+    A Kernel has no type: its FLOPs are compared with the highest peak of the device. An
+    operation without any cost has no time.
     """
     if op.flops is None or op.bytes_moved is None or device.hbm_bytes_per_s is None:
         return None
@@ -197,8 +195,8 @@ def roofline_time(op: Op | Kernel, device: DeviceSpec) -> float | None:
 
 
 def _seconds(value: str, text: str) -> float:
-    found = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*(ns|us|ms|s)\s*", value, re.ASCII)
-    seconds = float(f"{found[1]}e{_EXPONENTS[found[2]]}") if found else 0.0
+    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*(ns|us|ms|s)\s*", value, re.ASCII)
+    seconds = float(f"{match[1]}e{_EXPONENTS[match[2]]}") if match else 0.0
     if not 0 < seconds <= 86400:
         raise ConfigError(FIELD, text, "a time above 0 and at most a day, e.g. fixed:1ns")
     return seconds
@@ -206,11 +204,11 @@ def _seconds(value: str, text: str) -> float:
 
 def _device(name: str, text: str) -> DeviceSpec:
     devices = load_devices()
-    found = devices.get(name.lower()) or find_device(name)
-    if found is None:
+    device = devices.get(name.lower()) or find_device(name)
+    if device is None:
         some = ", ".join(list(devices)[:6])
         raise ConfigError(FIELD, text, f"one of {len(devices)} known devices: {some}, ...")
-    return found
+    return device
 
 
 def _computations(workload: Workload) -> list[tuple[Op | Kernel, str, Phase]]:
@@ -223,18 +221,18 @@ def _computations(workload: Workload) -> list[tuple[Op | Kernel, str, Phase]]:
 
 
 def is_wait(item: ComputeOp) -> bool:
-    """Whether it only waits, which takes as long as what is waited for."""
+    """Return whether it only waits, which has no time of its own."""
     return isinstance(item.op, Kernel) and item.op.is_wait
 
 
 def _several_shapes(workload: Workload) -> set[tuple[str, Phase]]:
-    """Modules that compute more than one shape: one section's time cannot be shared out."""
+    """Return modules that compute several shapes; a section's time does not say which."""
     first: dict[tuple[str, Phase], Op | Kernel] = {}
-    found = set()
+    modules = set()
     for op, module, phase in _computations(workload):
         if first.setdefault((module, phase), op) != op:
-            found.add((module, phase))
-    return found
+            modules.add((module, phase))
+    return modules
 
 
 def _time(
@@ -252,7 +250,7 @@ def _time(
 
 
 def section_of(module: str) -> str:
-    """AIOB's section of one of our modules. "" where it has none of its own."""
+    """Return AIOB's section for one of our modules; "": there is none."""
     names = _SECTIONS.get(module, ((),))[0]
     return names[0] if names else ""
 

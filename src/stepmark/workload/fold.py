@@ -1,7 +1,7 @@
-"""Finding repeats in a flat list: "E A M A M E A M A M" is 2 x (E, 2 x (A, M)).
+"""Find repeats in a flat list: "E A M A M E A M A M" is 2 x (E, 2 x (A, M)).
 
-Level by level, short periods first, so that loops nest as they were written. A level looks at
-each place where an item comes again after p others, and at how far both copies then agree.
+The search goes level by level, short periods first, so that loops nest as they were written. A
+level starts where an item recurs after p others and extends both copies while they agree.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,83 +16,83 @@ _WORK = 64  # comparisons per item of a level before the rest is left as it is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat(Generic[T]):
-    """These, so many times."""
+    """A body of items that occurs several times in a row."""
 
     body: "tuple[T | Repeat[T], ...]"
     times: int
 
 
 def fold(items: Sequence[T]) -> "tuple[T | Repeat[T], ...]":
-    """The same sequence with repeats as Repeat, in time linear in its length."""
+    """Replace repeats with Repeat, in time linear in the length of the sequence."""
     numbers: dict[T | Repeat[T], int] = {}
-    held: list[T | Repeat[T]] = []
+    values: list[T | Repeat[T]] = []
 
     def number(item: "T | Repeat[T]") -> int:
-        found = numbers.setdefault(item, len(numbers))
-        if found == len(held):
-            held.append(item)
-        return found
+        index = numbers.setdefault(item, len(numbers))
+        if index == len(values):
+            values.append(item)
+        return index
 
-    now = [number(item) for item in items]
+    row = [number(item) for item in items]
     for _ in range(_LEVELS):
-        spans = _spans(now)
+        spans = _spans(row)
         if not spans:
             break
         shorter: list[int] = []
         place = 0
         for start, period, times in spans:
-            shorter += now[place:start]
-            body = tuple(held[one] for one in now[start : start + period])
+            shorter += row[place:start]
+            body = tuple(values[index] for index in row[start : start + period])
             shorter.append(number(Repeat(body=body, times=times)))
             place = start + period * times
-        now = shorter + now[place:]
-    return tuple(held[one] for one in now)
+        row = shorter + row[place:]
+    return tuple(values[index] for index in row)
 
 
 def unfold(folded: "Sequence[T | Repeat[T]]") -> list[T]:
-    """What was folded."""
-    found: list[T] = []
+    """Return the sequence that was folded."""
+    items: list[T] = []
     for item in folded:
         if isinstance(item, Repeat):
-            found += unfold(item.body) * item.times
+            items += unfold(item.body) * item.times
         else:
-            found.append(item)
-    return found
+            items.append(item)
+    return items
 
 
-def _spans(now: list[int]) -> list[tuple[int, int, int]]:
-    """(start, period, times) of repeats that do not overlap, in order of start."""
+def _spans(row: list[int]) -> list[tuple[int, int, int]]:
+    """Return (start, period, times) of repeats that do not overlap, in order of start."""
     seeds: dict[int, list[int]] = {}
     last: dict[int, int] = {}
-    for place, item in enumerate(now):
+    for place, item in enumerate(row):
         if item in last:
             seeds.setdefault(place - last[item], []).append(last[item])
         last[item] = place
-    taken = bytearray(len(now))
-    found: list[tuple[int, int, int]] = []
-    left = _WORK * len(now)
+    covered = bytearray(len(row))
+    spans: list[tuple[int, int, int]] = []
+    budget = _WORK * len(row)
     for period in sorted(seeds):
-        done = 0  # places before it were looked at with this period
+        done = 0  # places before it were examined with this period
         for seed in seeds[period]:
-            if seed < done or left < 0:
+            if seed < done or budget < 0:
                 continue
-            start, stop = _agreement(now, seed, period, done)
-            left -= stop - start
+            start, stop = _agreement(row, seed, period, done)
+            budget -= stop - start
             done = stop
             times = (stop - start) // period + 1
             end = start + period * times
-            if times > 1 and taken.find(1, start, end) < 0:
-                found.append((start, period, times))
-                taken[start:end] = b"\1" * (end - start)
+            if times > 1 and covered.find(1, start, end) < 0:
+                spans.append((start, period, times))
+                covered[start:end] = b"\1" * (end - start)
                 done = end
-    return sorted(found)
+    return sorted(spans)
 
 
-def _agreement(now: list[int], seed: int, period: int, low: int) -> tuple[int, int]:
-    """The largest range around seed whose items all come again one period later."""
-    start, stop, end = seed, seed + 1, len(now) - period
-    while start > low and now[start - 1] == now[start - 1 + period]:
+def _agreement(row: list[int], seed: int, period: int, low: int) -> tuple[int, int]:
+    """Return the largest range around seed whose items all recur one period later."""
+    start, stop, end = seed, seed + 1, len(row) - period
+    while start > low and row[start - 1] == row[start - 1 + period]:
         start -= 1
-    while stop < end and now[stop] == now[stop + period]:
+    while stop < end and row[stop] == row[stop + period]:
         stop += 1
     return start, stop

@@ -1,4 +1,4 @@
-"""What is trained, over which ranks, in which batches: what all rules start from."""
+"""A training job: a model, its ranks and its batches. All rules start from it."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,10 +14,9 @@ from stepmark.core.workload import COMPUTE, CommOp, Group
 from stepmark.workload.layout import FUSED, Inputs, ShardLayout
 from stepmark.workload.tree import TreeMaker
 
-TRAINED = (DType.FP32, DType.BF16, DType.FP16)  # types that rules know all messages of
+TRAINED = (DType.FP32, DType.BF16, DType.FP16)  # the rules know all messages of these types
 
-
-# What runs backward where this runs forward.
+# Collectives of the backward pass by those of the forward pass.
 DUAL = {
     Collective.ALL_GATHER: Collective.REDUCE_SCATTER,
     Collective.REDUCE_SCATTER: Collective.ALL_GATHER,
@@ -25,12 +24,12 @@ DUAL = {
 
 
 def setting(default: Any, meaning: str) -> Any:
-    """A field of a framework's settings with its help."""
+    """Return a field of a framework's settings with its help."""
     return field(default=default, metadata={"help": meaning})
 
 
-def not_below(settings: Any, least: int, *names: str) -> None:
-    """Raises ConfigError where a setting of these names is given and less."""
+def check_at_least(settings: Any, least: int, *names: str) -> None:
+    """Raise ConfigError for a setting of these names that is less; None passes."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value < least:
@@ -38,16 +37,29 @@ def not_below(settings: Any, least: int, *names: str) -> None:
 
 
 def check_trained(name: str, dtype: DType) -> None:
-    """Raises ConfigError for a type that no rule trains in."""
+    """Raise ConfigError for a type that no rule trains in."""
     if dtype not in TRAINED:
         raise ConfigError(name, dtype, "fp32, bf16 or fp16")
 
 
+def check_single(parallel: ParallelConfig, axes: tuple[str, ...], allowed: str) -> None:
+    """Raise ConfigError, with what is allowed, for an axis of more than one rank."""
+    for axis in axes:
+        if getattr(parallel, axis) > 1:
+            raise ConfigError(axis.replace("_", "-"), getattr(parallel, axis), allowed)
+
+
+def near_multiples(value: int, divisor: int) -> str:
+    """Return the multiples below and above a value as words, e.g. "6 or 8"."""
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below else str(divisor)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Ranks and batches of whatever is trained. gbs: sequences per optimizer step.
+    """Ranks and batches of a job, whatever its model. gbs: sequences per optimizer step.
 
-    Raises ConfigError where batches do not divide; it names what would fit.
+    Raises ConfigError where batches do not divide; it names values that would fit.
     """
 
     parallel: ParallelConfig = ParallelConfig()
@@ -56,27 +68,26 @@ class Spread:
     dtype: DType = DType.BF16  # of weights and activations
 
     def __post_init__(self) -> None:
-        for name in ("mbs", "gbs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(name, value, "1 or more")
+        check_at_least(self, 1, "mbs", "gbs")
         at_once = self.mbs * self.parallel.data_ranks
         if self.gbs is not None and self.gbs % at_once:
-            below = self.gbs // at_once * at_once
-            near = " or ".join(str(one) for one in (below, below + at_once) if one)
             raise ConfigError(
                 "global-batch",
                 self.gbs,
-                f"a multiple of micro-batch x data ranks"
-                f" ({self.mbs} x {self.parallel.data_ranks} = {at_once}), e.g. {near}",
+                f"a multiple of micro-batch x data ranks ({self.mbs} x"
+                f" {self.parallel.data_ranks} = {at_once}), e.g."
+                f" {near_multiples(self.gbs, at_once)}",
             )
 
     @property
     def num_microbatches(self) -> int:
-        """Per data rank and optimizer step."""
-        if self.gbs is None:
-            return 1
-        return self.gbs // (self.mbs * self.parallel.data_ranks)
+        """Micro-batches per data rank and optimizer step."""
+        return self.global_batch // (self.mbs * self.parallel.data_ranks)
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step."""
+        return self.gbs or self.mbs * self.parallel.data_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,45 +117,45 @@ class Job(Spread):
 
     @property
     def config(self) -> ModelConfig | None:
-        """The decoder that is trained."""
+        """The decoder."""
         return self.model
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch on one rank, before tensor parallelism divides them."""
+        """Tokens of one micro-batch on one rank, before tensor parallelism divides them."""
         return self.mbs * self.model.seq_len // self.parallel.cp
 
     def tree(self, framework: str, **changes: Any) -> TreeMaker:
-        """Maker of the units of one rank, as a framework of FUSED has them."""
+        """Return the maker of one rank's units, for a framework of FUSED."""
         inputs = Inputs(mbs=self.mbs, seq_len=self.model.seq_len, dtype=self.dtype)
         layout = ShardLayout(axes=self.parallel, fused=FUSED[framework])
         return TreeMaker(model=self.model, layout=replace(layout, **changes), inputs=inputs)
 
 
-# From the fastest digit of a rank's number to the slowest: Megatron-LM's default order
-# (tp-cp-ep-dp-pp, megatron/core/parallel_state.py) and torchtitan's meshes agree where both
-# have the axis (torchtitan, distributed/parallel_dims.py: pp, dp_replicate, dp_shard, cp, tp).
+# From the fastest mesh dimension to the slowest: Megatron-LM's default order (tp-cp-ep-dp-pp,
+# megatron/core/parallel_state.py) and torchtitan's meshes agree where both have the axis
+# (torchtitan, distributed/parallel_dims.py: pp, dp_replicate, dp_shard, cp, tp).
 AXES = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 
 
 def mesh_groups(
-    parallel: ParallelConfig, wanted: dict[str, tuple[str, ...]]
+    parallel: ParallelConfig, axes_by_group: dict[str, tuple[str, ...]]
 ) -> dict[str, Group]:
-    """Groups by name, each over some axes: {"dp_cp": ("cp", "dp_shard")}."""
-    stride, digits = 1, {}
+    """Return groups by name, each over some axes: {"dp_cp": ("cp", "dp_shard")}."""
+    stride, dims = 1, {}
     for axis in AXES:
         size = getattr(parallel, axis)
-        digits[axis] = (size, stride)
+        dims[axis] = (size, stride)
         stride *= size
     return {
-        name: Group(digits=tuple(digits[axis] for axis in AXES if axis in axes))
-        for name, axes in wanted.items()
+        name: Group(digits=tuple(dims[axis] for axis in AXES if axis in axes))
+        for name, axes in axes_by_group.items()
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comms:
-    """Makes communication of named groups; of a group of one rank there is none."""
+    """Communication of named groups. A group of one rank communicates nothing."""
 
     groups: dict[str, Group]
     dtype: DType = DType.BF16
@@ -167,9 +178,9 @@ class Comms:
         peer: int | None = None,
         fused: bool = False,
     ) -> tuple[CommOp, ...]:
-        """elements: of the whole buffer, gathered or before it is scattered.
+        """Return the operation, or none. elements: of the gathered or not yet scattered buffer.
 
-        Raises ConfigError where the ranks do not divide it. A reduction sums unless told.
+        A reduction sums by default. Raises ConfigError where ranks do not divide the buffer.
         """
         size = self.groups[group].size
         if size == 1:
@@ -181,7 +192,7 @@ class Comms:
             reduces = facts.reduces
         if elements % parts:
             raise ConfigError(module, f"{elements} elements", f"a multiple of {parts} ranks")
-        made = CommOp(
+        op = CommOp(
             collective=str(collective),
             dtype=dtype or self.dtype,
             count=elements // parts,
@@ -197,10 +208,10 @@ class Comms:
             peer=peer,
             fused=fused,
         )
-        return (made,)
+        return (op,)
 
 
 def with_seq_len(model: ModelConfig, seq_len: int) -> ModelConfig:
-    """The model trained at another length; a learned position table grows with it."""
+    """Return the model with another sequence length; a learned position table grows with it."""
     positions = max(model.max_positions, seq_len) if model.max_positions else 0
     return replace(model, seq_len=seq_len, max_positions=positions)

@@ -1,4 +1,4 @@
-"""What shapes a tree of modules: how a model is spread, one micro-batch of it, and names."""
+"""Inputs of a tree of modules: how a model is sharded, one micro-batch of it, and names."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
-from stepmark.core.ops import Cast, Gemm, Layout, Phase, Scaling
+from stepmark.core.module import Module, between
+from stepmark.core.ops import Cast, Copy, Gemm, Layout, Op, Phase, Scaling
 from stepmark.core.parallel import ParallelConfig
+from stepmark.core.workload import Kernel
 
-# What a framework runs as one product: q, k and v; gate and up of an MLP, and of its experts.
+# Products that a framework fuses: q, k and v; gate and up of an MLP, and of its experts.
 FUSED = {
     "train": frozenset({"qkv"}),
     "fsdp": frozenset({"qkv"}),
@@ -20,10 +22,10 @@ FUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLayout:
-    """How a model is spread. etp: tensor parallelism of experts, 0: as tp.
+    """How a model is sharded. etp: tensor parallelism of experts, 0: as tp.
 
-    fused: products of the framework, as in FUSED. stage: of pp, the first ones having the
-    layers left over. whole_loss: logits are gathered before the loss, as `train` does.
+    fused: products of the framework, as in FUSED. stage: of pp; the first stages have the
+    remaining layers. whole_loss: logits are gathered before the loss, as `train` does.
     """
 
     axes: ParallelConfig = ParallelConfig()
@@ -39,11 +41,11 @@ class ShardLayout:
 
     @property
     def row_parts(self) -> int:
-        """Into how many parts the rows of norms and residuals are divided over tp."""
+        """Number of parts into which tp divides the rows of norms and residuals."""
         return self.axes.tp if self.sequence_parallel else 1
 
     def check(self, model: ModelConfig) -> None:
-        """Raise ConfigError where this model cannot be divided so."""
+        """Raise ConfigError for a model that cannot be divided so."""
         self.axes.check(model)
         if (moe := model.moe) is None:
             return
@@ -57,10 +59,10 @@ class ShardLayout:
 
 
 def layout_of(framework: str, axes: ParallelConfig, *, etp: int | None = None) -> ShardLayout:
-    """How `op --as` spreads a model. Raise ConfigError for an unknown framework."""
-    known = ("train", "megatron", "fsdp")
-    if framework not in known:
-        raise ConfigError("as", framework, f"one of {', '.join(known)}")
+    """Return how `op --as` shards a model. Raises ConfigError for an unknown framework."""
+    frameworks = ("train", "megatron", "fsdp")
+    if framework not in frameworks:
+        raise ConfigError("as", framework, f"one of {', '.join(frameworks)}")
     if etp is not None and etp < 1:
         raise ConfigError("etp", etp, "1 or more")
     gathers = framework == "train"
@@ -69,7 +71,7 @@ def layout_of(framework: str, axes: ParallelConfig, *, etp: int | None = None) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """One micro-batch of a rank's model: how many tokens, in which types.
+    """One micro-batch of a rank's model: its tokens and types.
 
     skew: of tokens over experts. scaling, cast: of fp8 products. expert_rows: of a rank whose
     experts have a capacity; 0: all rows.
@@ -85,7 +87,7 @@ class Inputs:
 
     @property
     def plain_dtype(self) -> DType:
-        """Type of all but products: fp8 is for these alone, TF32 is a mode of theirs."""
+        """Type of everything but products: fp8 and TF32 are for products only."""
         if self.dtype.is_fp8:
             return DType.BF16
         return DType.FP32 if self.dtype is DType.TF32 else self.dtype
@@ -94,7 +96,7 @@ class Inputs:
 def linear_products(
     inputs: Inputs, rows: int, out: int, width: int
 ) -> Iterator[tuple[Phase, Gemm]]:
-    """A linear layer's three products."""
+    """Yield a linear layer's three products."""
     sizes = {
         Phase.FWD: (rows, out, width, Layout.NT),
         Phase.DGRAD: (rows, width, out, Layout.NN),
@@ -112,7 +114,7 @@ def linear_products(
                 n=n,
                 k=k,
                 dtype=inputs.dtype if fits else DType.BF16,
-                # Pre-cast fp8 operands lie as the unit wants them, whatever the pass.
+                # Pre-cast fp8 operands have the layout that the hardware needs in any pass.
                 layout=Layout.NT if fp8 and cast is Cast.NONE else layout,
                 scaling=inputs.scaling if fp8 else Scaling.NONE,
                 cast=cast,
@@ -120,8 +122,20 @@ def linear_products(
         )
 
 
+def table_lookup(num_bytes: int) -> tuple[tuple[Phase, Op | Kernel], ...]:
+    """Return the copy of a table's rows, and the addition of their gradients into the table."""
+    added = Kernel(name="embedding_backward", flops=0, bytes_moved=3 * num_bytes)
+    return (Phase.FWD, Copy(num_bytes=num_bytes)), (Phase.WGRAD, added)
+
+
+def tensor_sum(role: str, num_bytes: int) -> Module:
+    """Return the sum of two tensors of this size: two read, one written; backward the same."""
+    op = Kernel(name="add", flops=0, bytes_moved=3 * num_bytes)
+    return between(role, (Phase.FWD, op), (Phase.BWD, op))
+
+
 def role_of(name: str) -> str:
-    """What workload files call the work of a block's module."""
+    """Return the role, as in workload files, of a block's module."""
     for prefix, role in _ROLES.items():
         if name.startswith(prefix):
             return role + name.removeprefix(prefix)

@@ -22,13 +22,13 @@ def messages(
     itemsize: int,
     num_ranks: int,
 ) -> dict[str, int]:
-    """Bytes by role.
+    """Return bytes by role.
 
-    activation: hidden states of a micro-batch, [mbs, seq_len, hidden]: what tensor and sequence
-    parallelism reduce, gather and scatter, and what pipeline stages send on.
-    layer, moe_layer: all parameters of a layer, norms included: what FSDP gathers and scatters
-    per unit. dispatch: [mbs x seq_len x top_k, hidden] tokens to experts, padded to a multiple
-    of the ranks; a dense model exchanges its activations (sequence parallelism by heads).
+    activation: hidden states of a micro-batch, [mbs, seq_len, hidden], which tensor and
+    sequence parallelism reduce, gather and scatter, and pipeline stages send on. layer,
+    moe_layer: all parameters of a layer, norms included, which FSDP gathers and scatters per
+    unit. dispatch: [mbs x seq_len x top_k, hidden] tokens to experts, padded to a multiple of
+    the ranks; a dense model exchanges its activations (sequence parallelism by heads).
     """
     tokens = mbs * seq_len
     activation = tokens * model.hidden_size * itemsize
@@ -37,10 +37,10 @@ def messages(
             return {"activation": activation}
         rows = math.ceil(tokens * model.moe.top_k / num_ranks) * num_ranks
         return {"dispatch": rows * model.hidden_size * itemsize}
-    found = {"activation": activation}
+    sizes = {"activation": activation}
     if collective in _GATHERED:
         if model.num_dense_layers:
-            found["layer"] = model.layer_params(moe=False) * itemsize
+            sizes["layer"] = model.layer_params(moe=False) * itemsize
         if model.moe is not None:
-            found["moe_layer"] = model.layer_params(moe=True) * itemsize
-    return found
+            sizes["moe_layer"] = model.layer_params(moe=True) * itemsize
+    return sizes

@@ -13,12 +13,12 @@ from stepmark.workload.layout import Inputs, ShardLayout
 from stepmark.workload.tree import build
 
 Placed = tuple[Label, Op]
-_CHUNKS = 8  # of the loss that never holds all logits
+_CHUNKS = 8  # of the loss that computes logits chunk by chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A model, how it is spread, and one micro-batch of it."""
+    """A model, its sharding, and one micro-batch of it."""
 
     model: ModelConfig
     layout: ShardLayout
@@ -30,7 +30,7 @@ class ModelShape:
 
 
 def _leaves(family: str) -> Callable[[ModelShape], Iterator[Placed]]:
-    """Operators of one dense and one MoE layer, and of head and loss; each with its count."""
+    """Return a function that yields operators of one layer of each kind, head and loss."""
 
     def placed(shape: ModelShape) -> Iterator[Placed]:
         if family == "grouped-gemm" and shape.model.moe and shape.inputs.dtype is DType.FP64:
@@ -41,10 +41,10 @@ def _leaves(family: str) -> Callable[[ModelShape], Iterator[Placed]]:
         for unit in shape.root.inside:
             own: dict[tuple[str, Phase, Op], int] = {}
             for leaf in unit.walk():
-                for one in leaf.work:
-                    # The last norm is one more of a layer's.
-                    if isinstance(one.op, FAMILIES[family]) and leaf.role != "head.norm":
-                        key = _role(leaf.role), one.phase, one.op
+                for item in leaf.work:
+                    # The last norm has the shape of a layer's norms.
+                    if isinstance(item.op, FAMILIES[family]) and leaf.role != "head.norm":
+                        key = _role(leaf.role), item.phase, item.op
                         own[key] = own.get(key, 0) + 1
             counts |= {key: max(count, counts.get(key, 0)) for key, count in own.items()}
         for (role, phase, op), count in counts.items():
@@ -64,35 +64,36 @@ def _label(shape: ModelShape, role: str, phase: Phase, count: int = 1) -> Label:
 
 
 def losses(shape: ModelShape) -> Iterator[Placed]:
-    """The loss of all logits, then chunk by chunk."""
-    whole = list(_leaves("cross-entropy")(shape))
-    yield from whole
-    for label, op in whole:
+    """Yield the loss of all logits, and the one that is computed chunk by chunk."""
+    placed = list(_leaves("cross-entropy")(shape))
+    yield from placed
+    for label, op in placed:
         if isinstance(op, CrossEntropy) and op.tokens >= _CHUNKS:
             yield replace(label, role="loss_chunked"), replace(op, chunks=_CHUNKS)
 
 
 def optimizers(shape: ModelShape) -> Iterator[Placed]:
-    """AdamW over this rank's shards of one layer of each kind, and of embedding and head."""
+    """Yield AdamW of this rank's shards: one layer of each kind, and embedding with head."""
     axes, layout = shape.layout.axes, shape.layout
     shards = axes.dp_shard * axes.cp
-    # ep borrows from the ranks of dp_shard; what is left of them shards each expert.
+    # ep divides the ranks of dp_shard; the remaining factor shards each expert.
     expert_shards = max(1, shards * axes.tp // (axes.ep * layout.expert_tp))
     sizes: dict[str, int] = {}
     for unit in shape.root.inside:
         params = unit.all_params
         if not unit.name.startswith("blocks"):
             role = "optimizer_ends"
-            params = tuple(one for one in params if not one.is_norm)
+            params = tuple(param for param in params if not param.is_norm)
             if unit.name == "output" and shape.model.tied_embeddings:
                 params = ()
         else:
-            is_moe = any(one.is_expert for one in params)
+            is_moe = any(param.is_expert for param in params)
             role = "optimizer_moe_layer" if is_moe else "optimizer_layer"
-        held = sum(
-            -(-one.numel // (expert_shards if one.is_expert else shards)) for one in params
+        numel = sum(
+            -(-param.numel // (expert_shards if param.is_expert else shards))
+            for param in params
         )
-        sizes[role] = sizes.get(role, 0) + held
+        sizes[role] = sizes.get(role, 0) + numel
     for role in sorted(sizes, key="optimizer_ends".__eq__):
         op = Optimizer(num_params=sizes[role], kind="adamw", dtype=DType.FP32)
         yield _label(shape, role, Phase.OPTIM), op

@@ -1,4 +1,4 @@
-"""What a pipeline stage does, tick by tick, and how its ticks become the Runs of a program.
+"""Actions of a pipeline stage, tick by tick, and how they become the Runs of a program.
 
 A tick is at most one forward, one backward, and transfers around them. Ticks that repeat are
 Spans, so a step costs the same memory whatever the number of micro-batches. The orders of
@@ -13,13 +13,14 @@ from typing import TypeVar
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
 from stepmark.core.workload import Block, ComputeOp, Item, Kernel, Run
+from stepmark.workload.job import near_multiples
 
 T = TypeVar("T", bound=Item)
 PASSED = "passed"  # name of the newest computation that ends a block or a pass, or of a wait
 
 
 def wait(after: Iterable[str], phase: Phase, module: str = "gradients") -> ComputeOp:
-    """The computation goes on when these are done; it takes no time itself."""
+    """Return an operation that takes no time and only waits for others."""
     return ComputeOp(
         op=Kernel(name="wait", flops=0, bytes_moved=0),
         phase=phase,
@@ -31,12 +32,12 @@ def wait(after: Iterable[str], phase: Phase, module: str = "gradients") -> Compu
 
 
 def in_layer(item: T, layers: int) -> T:
-    """An item so many layers further on; one of no layer stays."""
+    """Return an item moved on by so many layers; an item of no layer stays."""
     return item if item.layer is None else replace(item, layer=item.layer + layers)
 
 
 class Act(StrEnum):
-    """What a stage does for a model chunk and a micro-batch. Transfers: of its tensor."""
+    """An action of a stage for a model chunk and a micro-batch. Transfers: of its tensor."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -67,7 +68,7 @@ Tick = tuple[Action, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Ticks, so many times, the micro-batches of each time `step` further."""
+    """Ticks that repeat; each time the micro-batches are `step` further on."""
 
     ticks: tuple[Tick, ...]
     times: int = 1
@@ -76,9 +77,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """How long, how many micro-batches, and how many model chunks each stage has.
+    """A pipeline's stages, micro-batches and model chunks per stage.
 
-    overlap: transfers of interleaved stages run beside the computation (Megatron's
+    overlap: transfers of interleaved stages overlap with computation (Megatron's
     overlap_p2p_comm); else one batched call waits for all. Raises ConfigError.
     """
 
@@ -95,13 +96,9 @@ class Pipeline:
         if self.num_stages == 2 and not self.overlap:
             raise ConfigError("pp", 2, "more than 2 where vpp goes without overlap_p2p_comm")
         if self.num_microbatches % self.num_stages:
-            below = self.num_microbatches // self.num_stages * self.num_stages
-            near = " or ".join(str(n) for n in (below, below + self.num_stages) if n)
-            raise ConfigError(
-                "micro-batches",
-                self.num_microbatches,
-                f"a multiple of pp ({self.num_stages}) where vpp > 1, e.g. {near}",
-            )
+            near = near_multiples(self.num_microbatches, self.num_stages)
+            allowed = f"a multiple of pp ({self.num_stages}) where vpp > 1, e.g. {near}"
+            raise ConfigError("micro-batches", self.num_microbatches, allowed)
 
     def num_warmup(self, stage: int) -> int:
         """Forward passes of a stage before its first backward."""
@@ -112,34 +109,40 @@ class Pipeline:
 
 
 TRANSFERS = (Act.SEND_FORWARD, Act.RECV_FORWARD, Act.SEND_BACKWARD, Act.RECV_BACKWARD)
-# No micro-batch of their own.
-_OF_NONE = (Act.WAIT, Act.GATHER, Act.REDUCE, Act.RELEASE)
+SENDS = (Act.SEND_FORWARD, Act.SEND_BACKWARD)
+FORWARD_TRANSFERS = (Act.SEND_FORWARD, Act.RECV_FORWARD)
+WITH_NEXT_STAGE = (Act.SEND_FORWARD, Act.RECV_BACKWARD)
+WITH_MICROBATCH = (Act.FORWARD, Act.BACKWARD, *TRANSFERS)
 Lower = Callable[[Action], tuple[Item, ...]]
 
 
 def program(
     spans: tuple[Span, ...], lower: Lower, blocks: dict[str, Block], prefix: str
 ) -> Block:
-    """Spans as Runs of blocks that are put into `blocks`, under names that begin with prefix.
+    """Return spans as Runs of blocks, which are added to `blocks` under names with this prefix.
 
-    lower: what an action is as items; its micro-batch is relative to its tick's first one.
+    lower: returns an action's items; its micro-batch is relative to its tick's first one.
     """
     names: dict[Tick, str] = {}
-    found: list[Item] = []
+    items: list[Item] = []
     waiting: list[tuple[str, int, int]] = []  # block, first micro-batch, times
 
     def name_of(tick: Tick, base: int) -> str:
         relative = tuple(
-            replace(one, microbatch=one.microbatch - base) if one.act not in _OF_NONE else one
-            for one in tick
+            replace(action, microbatch=action.microbatch - base)
+            if action.act in WITH_MICROBATCH
+            else action
+            for action in tick
         )
         if relative not in names:
             names[relative] = f"{prefix}tick{len(names)}"
-            blocks[names[relative]] = tuple(item for one in relative for item in lower(one))
+            blocks[names[relative]] = tuple(
+                item for action in relative for item in lower(action)
+            )
         return names[relative]
 
     def add(tick: Tick, times: int) -> None:
-        base = next((one.microbatch for one in tick if one.act not in _OF_NONE), 0)
+        base = next((action.microbatch for action in tick if action.act in WITH_MICROBATCH), 0)
         name = name_of(tick, base)
         if waiting and waiting[-1][0] == name and sum(waiting[-1][1:]) == base:
             waiting[-1] = (name, waiting[-1][1], waiting[-1][2] + times)
@@ -158,11 +161,11 @@ def program(
         if len(span.ticks) == 1:
             add(span.ticks[0], span.times)
             continue
-        found += flush()
+        items += flush()
         for tick in span.ticks:
             add(tick, 1)
         name = f"{prefix}period"
         blocks[name] = flush()
-        found.append(Run(block=name, times=span.times, microbatch_step=span.step))
-    found += flush()
-    return tuple(found)
+        items.append(Run(block=name, times=span.times, microbatch_step=span.step))
+    items += flush()
+    return tuple(items)

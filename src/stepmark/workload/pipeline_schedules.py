@@ -1,11 +1,11 @@
-"""In which order a pipeline stage works through its micro-batches, and what it sends when.
+"""Megatron-LM's pipeline schedules: the order of a stage's passes and transfers.
 
 1F1B and interleaved 1F1B as Megatron-LM runs them (megatron-core 0.16.1,
 megatron/core/pipeline_parallel/schedules.py: forward_backward_pipelining_without_interleaving,
 forward_backward_pipelining_with_interleaving, get_pp_rank_microbatches, get_schedule_table;
 p2p_communication.py: _batched_p2p_ops, _p2p_ops). The micro-batch group of a virtual stage is
-as large as the pipeline, Megatron's default. That an overlapped send is waited for when the
-next one has been issued is left out: it is long done by then.
+as large as the pipeline, Megatron's default. The wait for an overlapped send after the next
+one was issued is left out: the send is long done by then.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,11 +17,11 @@ from stepmark.workload.pipeline import Act, Action, Pipeline, Span, Tick
 def schedule(
     pipeline: Pipeline, stage: int, *, gathers: bool = False, reduces: bool = False
 ) -> tuple[Span, ...]:
-    """A stage's ticks in order.
+    """Return a stage's ticks in order.
 
-    gathers, reduces: with the places where parameters of chunks are gathered and gradients
-    reduced along with the schedule (param_sync_func, grad_sync_func). Plain 1F1B gathers
-    nothing, whatever is asked: its schedule does not call param_sync_func.
+    gathers, reduces: the schedule itself gathers the chunks' parameters and reduces their
+    gradients (param_sync_func, grad_sync_func). Plain 1F1B never gathers: its schedule does not
+    call param_sync_func.
     """
     if pipeline.num_chunks > 1:
         return _Interleaved(pipeline, stage, gathers, reduces).spans()
@@ -29,18 +29,18 @@ def schedule(
 
 
 def _plain(pipeline: Pipeline, stage: int, reduces: bool) -> Iterator[Span]:
-    """1F1B; without stages one forward and one backward after the other."""
+    """Yield 1F1B; with one stage it alternates between forward and backward."""
     first, last = stage == 0, stage == pipeline.num_stages - 1
     total, warmup = pipeline.num_microbatches, pipeline.num_warmup(stage)
     remaining = total - warmup
 
     def prev(sent: int | None, received: int | None) -> Tick:
-        own = {"send_backward": _only(sent), "recv_forward": _only(received)}
-        return () if first else _moves(own)
+        places = {"send_backward": _only(sent), "recv_forward": _only(received)}
+        return () if first else _transfers(places)
 
     def next_(sent: int | None, received: int | None) -> Tick:
-        own = {"send_forward": _only(sent), "recv_backward": _only(received)}
-        return () if last else _moves(own)
+        places = {"send_forward": _only(sent), "recv_backward": _only(received)}
+        return () if last else _transfers(places)
 
     def steady(index: int) -> Tick:
         ahead = warmup + index
@@ -70,8 +70,8 @@ def _plain(pipeline: Pipeline, stage: int, reduces: bool) -> Iterator[Span]:
         yield Span(ticks=((Action(act=Act.REDUCE),),))
 
 
-# With the previous stage first, as _batched_p2p_ops; single calls by the stage's parity, so
-# that of two neighbours one sends while the other receives, as _p2p_ops.
+# Batched calls have the previous stage first, as in _batched_p2p_ops. Single calls depend on
+# the stage's parity, so that of two neighbours one sends while the other receives (_p2p_ops).
 _BATCHED = (Act.SEND_BACKWARD, Act.RECV_FORWARD, Act.SEND_FORWARD, Act.RECV_BACKWARD)
 _SINGLE = (
     (Act.SEND_FORWARD, Act.RECV_FORWARD, Act.SEND_BACKWARD, Act.RECV_BACKWARD),
@@ -79,29 +79,29 @@ _SINGLE = (
 )
 
 
-def _moves(
-    wanted: Mapping[str, tuple[int, int] | None], *, batched: bool = True, parity: int = 0
+def _transfers(
+    places: Mapping[str, tuple[int, int] | None], *, batched: bool = True, parity: int = 0
 ) -> Tick:
-    """Transfers of (chunk, micro-batch), by the names of their acts. None: not this one.
+    """Return transfers of (chunk, micro-batch) by the names of their acts; None: no transfer.
 
     batched: in one call; else in the order of a stage whose number is even, or odd.
     """
     order = _BATCHED if batched else _SINGLE[parity]
-    found = [(act, where) for act in order if (where := wanted.get(act)) is not None]
+    transfers = [(act, where) for act in order if (where := places.get(act)) is not None]
     return tuple(
         Action(act=act, chunk=chunk, microbatch=microbatch, fused=batched and index > 0)
-        for index, (act, (chunk, microbatch)) in enumerate(found)
+        for index, (act, (chunk, microbatch)) in enumerate(transfers)
     )
 
 
 def _only(microbatch: int | None) -> tuple[int, int] | None:
-    """Of the one chunk that a stage has."""
+    """Return the place of a micro-batch in a stage's only chunk."""
     return None if microbatch is None else (0, microbatch)
 
 
 @dataclass(frozen=True, slots=True)
 class _Interleaved:
-    """Numbers count (chunk, micro-batch) pairs in the order of get_schedule_table."""
+    """Interleaved 1F1B. A number is an index into get_schedule_table: (chunk, micro-batch)."""
 
     pipeline: Pipeline
     stage: int
@@ -125,60 +125,60 @@ class _Interleaved:
         period = size * self.pipeline.num_chunks
         warmup = self.pipeline.num_warmup(self.stage)
         remaining = self.total - warmup
-        # Before it the leading stage has nothing to receive, and chunks run their first.
+        # Before that the leading stage receives nothing, and chunks run their first passes.
         regular = min(remaining, max(1, size - 1))
         periods = max(0, remaining - 1 - regular) // period
         rest = regular + periods * period
-        found = [Span(ticks=(tick,)) for tick in self.opening()]
-        found += [Span(ticks=(self.warm(number),)) for number in range(warmup)]
-        found += [Span(ticks=(self.steady(number),)) for number in range(regular)]
+        spans = [Span(ticks=(tick,)) for tick in self.opening()]
+        spans += [Span(ticks=(self.warm(number),)) for number in range(warmup)]
+        spans += [Span(ticks=(self.steady(number),)) for number in range(regular)]
         if periods:
             ticks = tuple(self.steady(regular + number) for number in range(period))
-            found.append(Span(ticks=ticks, times=periods, step=size))
-        found += [Span(ticks=(self.steady(number),)) for number in range(rest, remaining)]
-        found += [Span(ticks=(self.cool(n),)) for n in range(remaining, self.total)]
-        if self.reduces and not self.is_first:  # aligned with what earlier stages still do
-            found.append(Span(ticks=((Action(act=Act.REDUCE, chunk=0),),)))
-        return tuple(span for span in found if any(span.ticks))
+            spans.append(Span(ticks=ticks, times=periods, step=size))
+        spans += [Span(ticks=(self.steady(number),)) for number in range(rest, remaining)]
+        spans += [Span(ticks=(self.cool(n),)) for n in range(remaining, self.total)]
+        if self.reduces and not self.is_first:  # aligned with the last passes of earlier stages
+            spans.append(Span(ticks=((Action(act=Act.REDUCE, chunk=0),),)))
+        return tuple(span for span in spans if any(span.ticks))
 
     def place(self, number: int, *, forward: bool) -> tuple[int, int]:
-        """(chunk, micro-batch) of a number."""
+        """Return (chunk, micro-batch) of a number."""
         size, chunks = self.pipeline.num_stages, self.pipeline.num_chunks
         group, inside = divmod(number, size * chunks)
         chunk, index = divmod(inside, size)
         return (chunk if forward else chunks - 1 - chunk), group * size + index
 
     def arriving(self, number: int, *, forward: bool) -> tuple[int, int] | None:
-        """What is received beside this number: the input of the next one.
+        """Return the place of the input of the next number, received during this number.
 
-        The leading stage of a direction gets it of the ending one, whose chunk is one before.
+        The leading stage of a direction receives from the last one, whose chunk is one before.
         """
         chunks = self.pipeline.num_chunks
         if not (self.is_first if forward else self.is_last):
             return self.place(number + 1, forward=forward)
-        made = number - (self.pipeline.num_stages - 1)
-        if made < 0:
+        source = number - (self.pipeline.num_stages - 1)
+        if source < 0:
             return None
-        chunk, microbatch = self.place(made, forward=forward)
+        chunk, microbatch = self.place(source, forward=forward)
         if chunk == (chunks - 1 if forward else 0):
             return None
         return (chunk + 1 if forward else chunk - 1), microbatch
 
     def leaving(self, number: int, *, forward: bool) -> tuple[int, int] | None:
-        """What is sent on after this number; the end of the model sends nothing."""
+        """Return the place of the output sent after this number; the model's end sends none."""
         chunk, microbatch = self.place(number, forward=forward)
         if forward:
-            ends = self.is_last and chunk == self.pipeline.num_chunks - 1
+            is_end = self.is_last and chunk == self.pipeline.num_chunks - 1
         else:
-            ends = self.is_first and chunk == 0
-        return None if ends else (chunk, microbatch)
+            is_end = self.is_first and chunk == 0
+        return None if is_end else (chunk, microbatch)
 
-    def moves(self, *, batched: bool, **wanted: tuple[int, int] | None) -> Tick:
-        return _moves(wanted, batched=batched, parity=self.stage % 2)
+    def transfers(self, *, batched: bool, **places: tuple[int, int] | None) -> Tick:
+        return _transfers(places, batched=batched, parity=self.stage % 2)
 
-    def awaited(self, **wanted: tuple[int, int] | None) -> Tick:
-        """Transfers that the stage waits for at once."""
-        moves = self.moves(batched=not self.pipeline.overlap, **wanted)
+    def awaited(self, **places: tuple[int, int] | None) -> Tick:
+        """Return transfers for which the stage waits at once."""
+        moves = self.transfers(batched=not self.pipeline.overlap, **places)
         if not self.pipeline.overlap or not moves:
             return moves
         return (*moves, Action(act=Act.WAIT, after=tuple(str(move.act) for move in moves)))
@@ -202,7 +202,7 @@ class _Interleaved:
                 *self.awaited(send_forward=sent, recv_forward=arriving, recv_backward=gradient),
             )
         moves = self.awaited(send_forward=sent, recv_forward=arriving)
-        return (*tick, *moves, *self.moves(batched=False, recv_backward=gradient))
+        return (*tick, *moves, *self.transfers(batched=False, recv_backward=gradient))
 
     def steady(self, number: int) -> Tick:
         ahead = number + self.pipeline.num_warmup(self.stage)
@@ -215,7 +215,7 @@ class _Interleaved:
                 self.forward(ahead),
                 self.backward(number),
                 *self.reduce_at(number),
-                *self.moves(
+                *self.transfers(
                     batched=True,
                     send_backward=back,
                     recv_forward=arriving,
@@ -227,11 +227,11 @@ class _Interleaved:
         return (
             *(() if begins or number == 0 else (_wait(Act.RECV_FORWARD),)),
             self.forward(ahead),
-            *self.moves(batched=False, send_forward=sent, recv_forward=arriving),
+            *self.transfers(batched=False, send_forward=sent, recv_forward=arriving),
             *self.gradient_wait(number),
             self.backward(number),
             *self.reduce_at(number),
-            *self.moves(batched=False, send_backward=back, recv_backward=gradient),
+            *self.transfers(batched=False, send_backward=back, recv_backward=gradient),
         )
 
     def cool(self, number: int) -> Tick:
@@ -253,8 +253,8 @@ class _Interleaved:
 
     def gradient_wait(self, number: int) -> Tick:
         chunk, _ = self.place(number, forward=False)
-        ends = self.is_last and chunk == self.pipeline.num_chunks - 1
-        return () if ends else (_wait(Act.RECV_BACKWARD),)
+        is_end = self.is_last and chunk == self.pipeline.num_chunks - 1
+        return () if is_end else (_wait(Act.RECV_BACKWARD),)
 
     def forward(self, number: int) -> Action:
         chunk, microbatch = self.place(number, forward=True)
@@ -266,7 +266,7 @@ class _Interleaved:
         return Action(act=Act.BACKWARD, chunk=chunk, microbatch=microbatch, edge=edge)
 
     def gather_at(self, number: int) -> Tick:
-        """All stages gather a chunk's parameters at the same time."""
+        """Return the gather of a chunk, which all stages do at the same time."""
         aligned = number + self.stage
         if not self.gathers or aligned >= self.total:
             return ()
@@ -276,7 +276,7 @@ class _Interleaved:
         return (Action(act=Act.GATHER, chunk=chunk + 1),)
 
     def reduce_at(self, number: int) -> Tick:
-        """All stages reduce a chunk's gradients at the same time."""
+        """Return the reduction of a chunk, which all stages do at the same time."""
         aligned = number - self.stage
         if not self.reduces or aligned < 0:
             return ()

@@ -1,8 +1,8 @@
-"""Architectures outside the decoders of data/models: GPT-J and BigBird.
+"""Published architectures that are no decoders of data/models: GPT-J and BigBird.
 
 Sizes and registration order: transformers 5, models/gptj and models/big_bird, whose default
-configurations are EleutherAI/gpt-j-6b and google/bigbird-roberta-base; parameter counts are
-theirs.
+configurations are EleutherAI/gpt-j-6b and google/bigbird-roberta-base, with their parameter
+counts.
 """
 
 from stepmark.workload.architecture import (
@@ -17,7 +17,7 @@ from stepmark.workload.architecture import (
 
 
 def gpt_j_6b(batch: Batch) -> Architecture:
-    """6,050,882,784 parameters."""
+    """Return GPT-J with 6,050,882,784 parameters."""
     return gpt_j(batch, name="gpt-j-6b")
 
 
@@ -32,16 +32,16 @@ def gpt_j(
     vocab: int = 50400,
     layers: int = 28,
 ) -> Architecture:
-    """Attention and MLP of a block share one norm and run apart."""
+    """Return GPT-J, in whose blocks attention and MLP share one norm and run in parallel."""
     attention = module(
         "attn",
-        *(batch.linear(f"attn.{one}_proj", hidden, hidden) for one in "qkv"),
+        *(batch.linear(f"attn.{part}_proj", hidden, hidden) for part in "qkv"),
         batch.rope("attn.rope", heads, heads, rotated),
         batch.attention("attn.core", heads, hidden // heads),
         module("attn.attn_dropout"),
         batch.linear("attn.out_proj", hidden, hidden),
         module("attn.resid_dropout"),
-        registered=[f"attn.{one}_proj" for one in ("k", "v", "q", "out")],
+        registered=[f"attn.{part}_proj" for part in ("k", "v", "q", "out")],
     )
     mlp = module(
         "mlp",
@@ -66,23 +66,26 @@ def gpt_j(
         module("transformer.drop"),
         within="transformer",
     )
-    head = (batch.linear("lm_head", vocab, hidden, bias=True), batch.loss("loss", vocab))
     return Architecture(
         name=name,
         units=(
             table,
             block,
             unit("norm", batch.norm("transformer.ln_f", hidden), within="transformer"),
-            unit("head", *head),
+            unit(
+                "head",
+                batch.linear("lm_head", vocab, hidden, bias=True),
+                batch.loss("loss", vocab),
+            ),
         ),
         source="https://huggingface.co/EleutherAI/gpt-j-6b, models/gptj",
     )
 
 
 def bigbird_roberta_base(batch: Batch) -> Architecture:
-    """128,111,286 parameters, block-sparse attention, masked-language head, table tied.
+    """Return BigBird: 128,111,286 parameters, block-sparse attention, table tied to the head.
 
-    The pooler, which the loss leaves out, counts as trained (find_unused_parameters of DDP).
+    The pooler, which the loss does not use, counts as trained (find_unused_parameters of DDP).
     """
     hidden, heads, ffn, vocab, layers = 768, 12, 3072, 50358, 12
     linears = [
@@ -128,18 +131,18 @@ def bigbird_roberta_base(batch: Batch) -> Architecture:
 
 
 def _block_sparse(batch: Batch, heads: int, head_dim: int) -> list[Module]:
-    """Blocks of 64 (transformers, modeling_big_bird.py, bigbird_block_sparse_attention).
+    """Return attention by blocks of 64 (transformers, bigbird_block_sparse_attention).
 
-    The first and last block see all keys; the second and the last but one 7 blocks; those
-    between a window of 3, both ends and 3 random ones. Short sequences are attended whole.
+    The first and last block attend to all keys; the second and the last but one to 7 blocks;
+    the others to a window of 3, both ends and 3 random ones. Short sequences are not sparse.
     """
-    block, ends = 64, 4
+    block, num_end_blocks = 64, 4
     if batch.seq_len <= (5 + 2 * 3) * block:
         return [batch.attention("attention.core", heads, head_dim, causal=False)]
     sizes = (
         ("attention.ends", 2 * block, batch.seq_len),
         ("attention.second", 2 * block, 7 * block),
-        ("attention.middle", batch.seq_len - ends * block, 8 * block),
+        ("attention.middle", batch.seq_len - num_end_blocks * block, 8 * block),
     )
     return [
         batch.attention(name, heads, head_dim, causal=False, seq_q=queries, seq_kv=keys)

@@ -1,9 +1,9 @@
-"""One module tree per model x layout: what a rank computes, holds and keeps for backward.
+"""One module tree per model and layout: operations, parameters and activations of a rank.
 
 Operator cases, workload rules, FLOPs, parameter counts and memory derive from it. Paths are the
 module names of the step that `stepmark train` runs (bench/training/transformer.py). A leaf
-multiplies the rows of all tensor-parallel ranks, or its own share of them. The law: FLOPs of a
-rank / twins, summed over ranks, are the model's.
+multiplies the rows of all tensor-parallel ranks, or its own share of them. FLOPs of a rank
+/ twins, summed over ranks, are the model's.
 
 Experts: with balanced routing a rank of ep x etp computes as many rows as it sends out, those
 of its etp peers included, over 1 / etp of the width of num_experts / ep experts.
@@ -19,7 +19,6 @@ from stepmark.core.module import Kept, Module, Param, between, both, work_of
 from stepmark.core.ops import (
     Activation,
     Attention,
-    Copy,
     CrossEntropy,
     GroupedGemm,
     Norm,
@@ -30,7 +29,14 @@ from stepmark.core.ops import (
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.train_case import TrainCase
 from stepmark.core.workload import Kernel
-from stepmark.workload.layout import Inputs, ShardLayout, linear_products, role_of
+from stepmark.workload.layout import (
+    Inputs,
+    ShardLayout,
+    linear_products,
+    role_of,
+    table_lookup,
+    tensor_sum,
+)
 
 
 def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
@@ -65,7 +71,7 @@ def _stage(model: ModelConfig, cp: int, pp: int, stage: int) -> Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeMaker:
-    """Makes the units of a model: embedding, dense and MoE block, output."""
+    """Factory of a model's units: embedding, dense and MoE block, output."""
 
     model: ModelConfig
     layout: ShardLayout
@@ -77,7 +83,7 @@ class TreeMaker:
 
     @property
     def tokens(self) -> int:
-        """Rows of one rank of cp, before tensor parallelism divides them."""
+        """Tokens of one cp rank, before tensor parallelism divides them."""
         return self.inputs.mbs * self.inputs.seq_len // self.layout.axes.cp
 
     @property
@@ -90,11 +96,9 @@ class TreeMaker:
         return self._tp // self.layout.row_parts
 
     def embedding(self) -> Module:
-        """Look rows up; add their gradients into the table."""
+        """Return the tables of tokens and, if learned, of positions."""
         model, width = self.model, self.model.hidden_size
-        moved = self.tokens * width * self.inputs.plain_dtype.itemsize
-        scatter = Kernel(name="embedding_backward", flops=0, bytes_moved=3 * moved)
-        lookup = ((Phase.FWD, Copy(num_bytes=moved)), (Phase.WGRAD, scatter))
+        lookup = table_lookup(self.tokens * width * self.inputs.plain_dtype.itemsize)
         tables = [("tokens", model.vocab_size // self._tp)]
         tables += [("positions", model.max_positions)] if model.max_positions else []
         leaves = []
@@ -103,12 +107,14 @@ class TreeMaker:
                 name=f"embedding.{name}.weight", shape=(rows, width), part="embedding"
             )
             work = work_of("embedding", *lookup, layer=None) if name == "tokens" else ()
-            made = Module(name=name, role="embedding", work=work, params=(param,))
-            leaves.append(replace(made, has_input_grad=False))
+            leaf = Module(
+                name=name, role="embedding", work=work, params=(param,), has_input_grad=False
+            )
+            leaves.append(leaf)
         return Module(name="embedding", inside=tuple(leaves))
 
     def output(self) -> Module:
-        """Last norm, head and loss."""
+        """Return the last norm, the head and the loss."""
         model, width = self.model, self.model.hidden_size
         vocab = model.vocab_size // (1 if self.layout.whole_loss else self._tp)
         loss = CrossEntropy(tokens=self.tokens, vocab=vocab, dtype=self.inputs.plain_dtype)
@@ -123,16 +129,18 @@ class TreeMaker:
             replace(
                 leaf,
                 work=tuple(replace(op, layer=None) for op in leaf.work),
-                params=tuple(replace(one, name=f"output.{one.name}") for one in leaf.params),
+                params=tuple(
+                    replace(param, name=f"output.{param.name}") for param in leaf.params
+                ),
             )
             for leaf in inside
         )
         return Module(name="output", inside=outside)
 
     def block(self, *, moe: bool) -> Module:
-        """Attention and MLP or experts, each on a norm and added to the residual stream."""
+        """Return attention and MLP or experts, each with its norm and its residual sum."""
         linears = list(self._fused(self.model.linears(moe)))
-        attention = [one for one in linears if one.name.startswith("attention.")]
+        attention = [linear for linear in linears if linear.name.startswith("attention.")]
         rest = linears[len(attention) :]
         return Module(
             name="block",
@@ -147,40 +155,40 @@ class TreeMaker:
         )
 
     def _fused(self, linears: Iterable[Linear]) -> Iterator[Linear]:
-        """Products as the framework has them."""
+        """Yield the products as the framework fuses them."""
         fused, gate = self.layout.fused, None
-        for one in linears:
-            role = one.name.rpartition(".")[2]
-            together = "experts" if "held" in one.name else "gate_up"
+        for linear in linears:
+            role = linear.name.rpartition(".")[2]
+            together = "experts" if "held" in linear.name else "gate_up"
             if role == "qkv" and "qkv" not in fused:
                 for name in "qkv":
                     rows = self.model.num_heads if name == "q" else self.model.num_kv_heads
                     rows *= self.model.head_dim
-                    yield replace(one, name=f"attention.{name}", out=rows)
+                    yield replace(linear, name=f"attention.{name}", out=rows)
             elif role == "gate" and together in fused:
-                gate = one
+                gate = linear
             elif role == "up" and gate is not None:
-                yield replace(one, name=f"{gate.name}_up", out=2 * one.out)
+                yield replace(linear, name=f"{gate.name}_up", out=2 * linear.out)
                 gate = None
             else:
-                yield one
+                yield linear
 
     def _attention(self, linears: list[Linear]) -> Iterator[Module]:
         model = self.model
-        for one in linears:
-            if one.name == "attention.out":
+        for linear in linears:
+            if linear.name == "attention.out":
                 yield from self._qk_norms()
                 yield from self._scores()
-                out = one
+                out = linear
                 continue
-            made = self.linear(one, role_of(one.name))
-            if one is linears[0]:
-                made = replace(made, keeps=Kept(whole=model.hidden_size))
-            elif one.name.endswith("up"):  # from a latent vector, kept before its norm, too
-                norm = one.name.replace("up", "norm")
-                yield self._norm(norm, role_of(norm), one.width)
-                made = replace(made, keeps=Kept(divided=one.width))
-            yield made
+            leaf = self.linear(linear, role_of(linear.name))
+            if linear is linears[0]:
+                leaf = replace(leaf, keeps=Kept(whole=model.hidden_size))
+            elif linear.name.endswith("up"):  # the latent vector is kept before its norm, too
+                norm = linear.name.replace("up", "norm")
+                yield self._norm(norm, role_of(norm), linear.width)
+                leaf = replace(leaf, keeps=Kept(divided=linear.width))
+            yield leaf
         yield replace(self.linear(out, role_of(out.name)), keeps=Kept(divided=out.width))
 
     def _qk_norms(self) -> Iterator[Module]:
@@ -188,17 +196,17 @@ class TreeMaker:
         for name, heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
             if model.qk_norm:
                 rows = self.tokens * heads // self._tp
-                made = self._norm(
+                norm = self._norm(
                     f"attention.{name}", f"attention.{name}", model.head_dim, rows
                 )
-                yield replace(made, keeps=Kept())
+                yield replace(norm, keeps=Kept())
 
     def _scores(self) -> Iterator[Module]:
-        """Rotary positions, and softmax(q k.T) v.
+        """Yield rotary positions, and softmax(q k.T) v.
 
         Under context parallelism each rank has a chunk of the head and one of the tail of a
-        sequence. Together their queries see as many pairs as seq_len / cp queries do that see
-        seq_len / 2 keys each: the count is exact, the shape stands for the two chunks.
+        sequence. Together they have as many pairs of queries and keys as seq_len / cp queries
+        with seq_len / 2 keys each: the count is exact, the shape stands for the two chunks.
         """
         model, inputs, cp = self.model, self.inputs, self.layout.axes.cp
         heads, kv_heads = model.num_heads // self._tp, model.num_kv_heads // self._tp
@@ -215,8 +223,7 @@ class TreeMaker:
             )
             turned = (model.num_heads + model.num_kv_heads) * model.d_qk
             turned = model.num_heads * mla.qk_nope_head_dim if mla else turned
-            made = between("attention.rope", *both(rope))
-            yield replace(made, keeps=Kept(divided=turned))
+            yield replace(between("attention.rope", *both(rope)), keeps=Kept(divided=turned))
         core = Attention(
             batch=inputs.mbs,
             seq_q=own,
@@ -234,45 +241,50 @@ class TreeMaker:
         yield replace(between("attention.core", *both(core)), keeps=keeps)
 
     def _mlp(self, linears: list[Linear], *, is_shared: bool = False) -> tuple[Module, ...]:
-        *ups, down = (self.linear(one, role_of(one.name)) for one in linears)
+        *ups, down = (self.linear(linear, role_of(linear.name)) for linear in linears)
         width = linears[-1].width
         if not is_shared:  # shared experts have the router's input
             ups[0] = replace(ups[0], keeps=Kept(whole=self.model.hidden_size))
         name = down.role.replace("down", "activation")
         active = self._activation(name, self.tokens, width // self._tp, width)
-        return (*_summed(ups, self), active, replace(down, keeps=Kept(divided=width)))
+        keeps = Kept(divided=width)
+        return (*self._with_grad_sum(ups, self.tokens), active, replace(down, keeps=keeps))
 
-    def _activation(self, role: str, rows: int, width: int, kept: int) -> Module:
-        """kept: width per token over all ranks of tp. Eager SwiGLU keeps silu(gate), too."""
+    def _activation(self, role: str, rows: int, width: int, kept_width: int) -> Module:
+        """kept_width: per token over all tp ranks. Eager SwiGLU keeps silu(gate), too."""
         kind, dtype = self.model.activation, self.inputs.plain_dtype
         is_gated = kind == "swiglu"
         op = Activation(tokens=rows, width=width, kind=kind, dtype=dtype)
-        keeps = Kept(divided=2 * kept, eager=kept) if is_gated else Kept(divided=kept)
+        keeps = (
+            Kept(divided=2 * kept_width, eager=kept_width)
+            if is_gated
+            else Kept(divided=kept_width)
+        )
         return replace(between(role, *both(op)), keeps=keeps)
 
     def _experts(self, linears: list[Linear]) -> Module:
-        """Router, routed experts and shared ones; a token keeps its copies there and back."""
+        """Return router, routed experts and shared ones."""
         model, moe = self.model, self.model.moe
         assert moe is not None
         router, *rest = linears
-        routed = [one for one in rest if one.copies > 1 or "held" in one.name]
-        kept = Kept(whole=model.hidden_size, divided=4 * moe.num_experts)
-        *ups, down = (self._grouped(one) for one in routed)
+        routed = [linear for linear in rest if linear.copies > 1 or "held" in linear.name]
+        keeps = Kept(whole=model.hidden_size, divided=4 * moe.num_experts)
+        *ups, down = (self._grouped(linear) for linear in routed)
         rows, width = self.expert_rows, moe.ffn_hidden_size // self.layout.expert_tp
         copies, inner = moe.top_k * model.hidden_size, moe.top_k * moe.ffn_hidden_size
         ups[0] = replace(ups[0], keeps=Kept(divided=copies))
-        held = (
-            *_summed(ups, self, rows=rows),
+        expert_modules = (
+            *self._with_grad_sum(ups, rows),
             self._activation("mlp.experts_activation", rows, width, inner),
             replace(down, keeps=Kept(divided=inner + copies)),
         )
         inside = [
-            replace(self.linear(router, "mlp.router"), keeps=kept),
-            Module(name="ffn.held", inside=held),
+            replace(self.linear(router, "mlp.router"), keeps=keeps),
+            Module(name="ffn.held", inside=expert_modules),
         ]
         if shared := rest[len(routed) :]:
-            made = self._mlp(shared, is_shared=True)
-            inside.append(Module(name="ffn.shared", inside=made))
+            shared_modules = self._mlp(shared, is_shared=True)
+            inside.append(Module(name="ffn.shared", inside=shared_modules))
         bias: tuple[Param, ...] = ()
         if moe.router_bias:
             param = Param(name="ffn.router_bias", shape=(moe.num_experts,), part="mlp.router")
@@ -281,17 +293,17 @@ class TreeMaker:
 
     @property
     def expert_rows(self) -> int:
-        """Rows of the experts of one rank."""
+        """Rows of one rank's experts."""
         moe, etp = self.model.moe, self.layout.expert_tp
         assert moe is not None
         every = max(1, self.tokens * moe.top_k * max(etp, self.own_twins) // self._tp)
         return self.inputs.expert_rows or every
 
-    def _grouped(self, one: Linear) -> Module:
+    def _grouped(self, linear: Linear) -> Module:
         etp, ep, inputs = self.layout.expert_tp, self.layout.axes.ep, self.inputs
-        out = one.out // etp if one.split == "out" else one.out
-        width = one.width // etp if one.split == "in" else one.width
-        count, role = one.copies // ep, role_of(one.name)
+        out = linear.out // etp if linear.split == "out" else linear.out
+        width = linear.width // etp if linear.split == "in" else linear.width
+        count, role = linear.copies // ep, role_of(linear.name)
         rows, dtype = self.expert_rows, inputs.plain_dtype
         ops: list[tuple[Phase, Op | Kernel]] = []
         for phase in (Phase.FWD, Phase.DGRAD, Phase.WGRAD):
@@ -309,26 +321,27 @@ class TreeMaker:
                 phase=phase,
             )
             ops.append((phase, op))
-        # Without sequence parallelism every tp rank has all rows: those of other widths sum up.
+        # Without sequence parallelism every tp rank has all rows; ranks of another part of the
+        # width do other work.
         twins = max(1, self.own_twins // etp)
-        param = Param(name=one.name, shape=(count, out, width), part=role, is_expert=True)
+        param = Param(name=linear.name, shape=(count, out, width), part=role, is_expert=True)
         work = work_of(role, *ops)
-        return Module(name=one.name, role=role, work=work, params=(param,), twins=twins)
+        return Module(name=linear.name, role=role, work=work, params=(param,), twins=twins)
 
-    def linear(self, one: Linear, role: str) -> Module:
-        """y [m, n] = x [m, k] w [n, k].T; dx = dy w; dw = dy.T x."""
-        out = one.out // self._tp if one.split == "out" else one.out
-        width = one.width // self._tp if one.split == "in" else one.width
-        rows, twins = (self.tokens, 1) if one.split else (self.own_tokens, self.own_twins)
-        weight = Param(name=f"{one.name}.weight", shape=(out, width), part=role)
-        weight = replace(weight, is_partial=not one.split)
-        bias = replace(weight, name=f"{one.name}.bias", shape=(out,))
-        bias = replace(bias, is_partial=one.split != "out")
+    def linear(self, linear: Linear, role: str) -> Module:
+        """Return y [m, n] = x [m, k] w [n, k].T; dx = dy w; dw = dy.T x."""
+        out = linear.out // self._tp if linear.split == "out" else linear.out
+        width = linear.width // self._tp if linear.split == "in" else linear.width
+        rows, twins = (self.tokens, 1) if linear.split else (self.own_tokens, self.own_twins)
+        weight = Param(name=f"{linear.name}.weight", shape=(out, width), part=role)
+        weight = replace(weight, is_partial=not linear.split)
+        bias = replace(weight, name=f"{linear.name}.bias", shape=(out,))
+        bias = replace(bias, is_partial=linear.split != "out")
         return Module(
-            name=one.name,
+            name=linear.name,
             role=role,
             work=work_of(role, *linear_products(self.inputs, rows, out, width)),
-            params=(weight, bias) if one.has_bias else (weight,),
+            params=(weight, bias) if linear.has_bias else (weight,),
             twins=twins,
             is_linear=True,
         )
@@ -336,7 +349,7 @@ class TreeMaker:
     def _norm(
         self, name: str, role: str, width: int, rows: int = 0, *, kind: str = "rmsnorm"
     ) -> Module:
-        """rows: of a norm over heads; else its own share of the tokens."""
+        """rows: of a norm over heads; 0: the rank's own share of the tokens."""
         op = Norm(
             tokens=rows or self.own_tokens,
             hidden=width,
@@ -355,33 +368,30 @@ class TreeMaker:
         )
 
     def _residual_norm(self, name: str, role: str) -> Module:
-        """One of the residual stream, of the model's own kind."""
+        """Return a norm of the residual stream, of the model's kind."""
         model = self.model
         is_layernorm = model.norm == "layernorm"
-        made = self._norm(name, role, model.hidden_size, kind=model.norm)
-        weight = replace(made.params[0], is_norm=True)
+        norm = self._norm(name, role, model.hidden_size, kind=model.norm)
+        weight = replace(norm.params[0], is_norm=True)
         bias = replace(weight, name=f"{name}.bias")
         return replace(
-            made,
+            norm,
             params=(weight, bias) if is_layernorm else (weight,),
             keeps=Kept(divided=model.hidden_size, statistics=1 + is_layernorm),
         )
 
     def _residual(self, role: str) -> Module:
-        """x + f(x): two read, one written. Backward the gradient is passed on, and added."""
-        return replace(self.add(role, self.own_tokens), twins=self.own_twins)
+        """Return x + f(x)."""
+        return replace(self._sum(role, self.own_tokens), twins=self.own_twins)
 
-    def add(self, role: str, rows: int) -> Module:
-        """A sum of two tensors, forward; backward one of two gradients."""
-        moved = 3 * rows * self.model.hidden_size * self.inputs.plain_dtype.itemsize
-        op = Kernel(name="add", flops=0, bytes_moved=moved)
-        return between(role, (Phase.FWD, op), (Phase.BWD, op))
+    def _sum(self, role: str, rows: int) -> Module:
+        return tensor_sum(
+            role, rows * self.model.hidden_size * self.inputs.plain_dtype.itemsize
+        )
 
-
-def _summed(ups: list[Module], maker: TreeMaker, rows: int = 0) -> tuple[Module, ...]:
-    """Gate and up: two products of one input, whose gradients are added after gate's."""
-    if len(ups) == 1:
-        return tuple(ups)
-    gate, up = ups
-    added = maker.add(gate.role, rows or maker.tokens).bwd
-    return replace(gate, work=(*gate.work, *added)), up
+    def _with_grad_sum(self, ups: list[Module], rows: int) -> list[Module]:
+        """Add up the input's gradients of gate and up, two products of it, after gate's."""
+        if len(ups) == 1:
+            return ups
+        gate, up = ups
+        return [replace(gate, work=(*gate.work, *self._sum(gate.role, rows).bwd)), up]

@@ -20,14 +20,14 @@ from stepmark.core.ops import Phase
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel
 from stepmark.core.workload import CommOp, Workload
-from stepmark.workload.pipeline import Act
+from stepmark.workload.pipeline import WITH_MICROBATCH, Act
 from stepmark.workload.rules.pytorch import ddp, fsdp, plain, schedules
 from stepmark.workload.rules.pytorch.case import (
     job_of,
     of_case,
     settings_of,
 )
-from stepmark.workload.rules.pytorch.schedules import MOVED, Order, Schedule
+from stepmark.workload.rules.pytorch.schedules import Order, Schedule
 from stepmark.workload.rules.pytorch.units import TpPlan
 
 # collective, dtype, call bytes, message bytes, members, peer, phase
@@ -188,7 +188,7 @@ def ours(ranks: int, count: int, chunks: int) -> Iterator[list[Done]]:
             (
                 one.act,
                 one.chunk,
-                one.microbatch + time * span.step if one.act in MOVED else None,
+                one.microbatch + time * span.step if one.act in WITH_MICROBATCH else None,
             )
             for span in spans
             for time in range(span.times)

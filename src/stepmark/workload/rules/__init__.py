@@ -1,58 +1,49 @@
-"""Whose behaviour a workload follows: one module per framework, read when it is asked for.
+"""Rules by framework: one module each, imported when its framework is needed.
 
 A module has a settings dataclass, whose fields are the framework's own parameters with their
-defaults, and `workload(job, settings)`, or `workload(settings, world_size)` where what is
-trained is no transformer. Settings become flags (docs/adr/0005).
+defaults, and `workload(job, settings)`, or `workload(settings, world_size)` where the model is
+no transformer. Settings become flags (docs/adr/0005).
 """
 
 import dataclasses
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import Workload
-from stepmark.workload.architecture import AnyJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Where a framework's rules lie: a module here, and of its settings module and class."""
+    """A framework's rules: their module in this package; module and class of the settings."""
 
     module: str
     settings: str
     help: str
-    # The axis of the job's mesh that data-parallel ranks lie on when nobody says which; "":
-    # there are none.
-    data_axis: str = "dp_shard"
-    has_job: bool = True  # no: the settings say all but the number of ranks
-    has_own: bool = False  # takes architectures that are no decoders
+    data_axis: str = "dp_shard"  # default mesh axis of data-parallel ranks; "": there are none
+    has_job: bool = True  # False: the settings are all but the number of ranks
+    has_own: bool = False  # accepts architectures that are no decoders
 
     def settings_class(self) -> Any:
         module, _, name = self.settings.rpartition(".")
         return getattr(_imported(module), name)
 
     def fields(self) -> dict[str, "dataclasses.Field[Any]"]:
-        """The settings by name."""
+        """Return the settings by name."""
         return {field.name: field for field in dataclasses.fields(self.settings_class())}
 
-    def function(self) -> Callable[..., Workload]:
-        """What makes a workload; its settings have the batches, whatever the framework."""
-        found: Callable[..., Workload] = _imported(self.module).workload
-        return _with_batches(found) if self.has_job else found
+    def workload(self, *arguments: Any) -> Workload:
+        """Return the workload of (job, settings), or of (settings, world size) without a job.
 
-
-def _with_batches(function: Callable[..., Workload]) -> Callable[..., Workload]:
-    def made(job: AnyJob, settings: object) -> Workload:
-        workload = function(job, settings)
-        if "micro_batch_size" in workload.settings:  # Megatron-LM's own names
+        With a job the settings of the workload include its batches.
+        """
+        workload: Workload = _imported(self.module).workload(*arguments)
+        # Megatron-LM has batches under its own names.
+        if not self.has_job or "micro_batch_size" in workload.settings:
             return workload
-        gbs = job.mbs * job.num_microbatches * job.parallel.data_ranks
-        batches = {"mbs": job.mbs, "gbs": gbs}
+        batches = {"mbs": arguments[0].mbs, "gbs": arguments[0].global_batch}
         return dataclasses.replace(workload, settings={**batches, **workload.settings})
-
-    return made
 
 
 def _imported(module: str) -> Any:
@@ -121,13 +112,13 @@ _ALIASES = {
 
 
 def find_rule(name: str) -> str:
-    """The name in RULES of a framework; case and punctuation do not matter.
+    """Return a framework's name in RULES. Case and punctuation do not matter.
 
     Raises ConfigError.
     """
     key = "".join(c for c in name.lower() if c.isalnum())
-    found = _ALIASES.get(key, key)
-    if found not in RULES:
+    rule = _ALIASES.get(key, key)
+    if rule not in RULES:
         more = "; stepmark comm NAME measures a collective" if key == "collectivetest" else ""
         raise ConfigError("framework", name, f"one of {', '.join(RULES)}{more}")
-    return found
+    return rule

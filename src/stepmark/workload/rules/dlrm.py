@@ -1,12 +1,12 @@
-"""A recommender trained as facebookresearch/dlrm does it: tables over ranks, MLPs on all.
+"""The recommender of facebookresearch/dlrm: tables over ranks, MLPs on all.
 
-Each rank holds some embedding tables and looks them up for the whole batch; one all-to-all
-turns tables x all samples into all tables x own samples, its backward turns the gradients
-round. The two MLPs are wrapped in DistributedDataParallel, each by itself. Sources, at commit
-0eb05fd: extend_distributed.py (get_split_lengths, All2All_Req, All2All_Wait: one
-all_to_all_single, backward as well), dlrm_s_pytorch.py (distributed_forward: lookups, exchange
-begun, bottom MLP beside it, wait, interaction, top MLP). Its messages on two and four ranks
-are these (tests/data/dlrm).
+Each rank has some embedding tables and looks them up for the whole batch; one all-to-all
+turns own tables x all samples into all tables x own samples, its backward does the reverse for
+gradients. The two MLPs are wrapped in DistributedDataParallel, each by itself. Sources, at
+commit 0eb05fd: extend_distributed.py (get_split_lengths, All2All_Req, All2All_Wait: one
+all_to_all_single, backward as well), dlrm_s_pytorch.py (distributed_forward: lookups, start of
+the exchange, bottom MLP, wait, interaction, top MLP). Compared with its messages on two and
+four ranks (tests/data/dlrm).
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Bmm, EmbeddingBag, Gemm, Layout, Optimizer, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Group, Item, Kernel, Stage, Workload
 from stepmark.workload.job import setting
-from stepmark.workload.rules.pytorch.ddp import closed
+from stepmark.workload.rules.pytorch.ddp import assign_buckets
 
 SOURCE = "facebookresearch/dlrm 0eb05fd: extend_distributed.py, dlrm_s_pytorch.py"
-_BUCKETS = (2**20, 25 * 2**20)  # bytes: of torch's first one, and of the others
-_MAX_WIDTH = 2**24
+_BUCKETS = (2**20, 25 * 2**20)  # bytes of torch's first bucket, and of the others
+_MAX_WIDTH, _MAX_SIZE = 2**24, 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dlrm:
-    """facebookresearch/dlrm's own flags. Sizes are joined by "-", as there."""
+    """Flags of facebookresearch/dlrm. Sizes are joined by "-", as there."""
 
     arch_embedding_size: str = setting("4-3-2", "rows of each table")
     arch_sparse_feature_size: int = setting(2, "width of a table's row")
@@ -54,7 +54,7 @@ class Dlrm:
 
     @property
     def tables(self) -> tuple[int, ...]:
-        return _sizes("arch_embedding_size", self.arch_embedding_size, low=1, high=2**40)
+        return _sizes("arch_embedding_size", self.arch_embedding_size)
 
     @property
     def bottom(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class Dlrm:
 
     @property
     def interaction_width(self) -> int:
-        """Products of all pairs of features, and the bottom MLP's result beside them."""
+        """Width of the products of all pairs of features and the bottom MLP's output."""
         features = len(self.tables) + 1
         return features * (features - 1) // 2 + self.arch_sparse_feature_size
 
@@ -71,27 +71,25 @@ class Dlrm:
         return (self.interaction_width, *_sizes("arch_mlp_top", self.arch_mlp_top))
 
 
-def _sizes(name: str, text: str, low: int = 1, high: int = 2**40) -> tuple[int, ...]:
+def _sizes(name: str, text: str) -> tuple[int, ...]:
     words = text.split("-")
-    if not all(word.isdecimal() and low <= int(word) <= high for word in words):
+    if not all(word.isdecimal() and 1 <= int(word) <= _MAX_SIZE for word in words):
         raise ConfigError(name, text, 'whole numbers joined by "-", e.g. 512-256-64')
     return tuple(map(int, words))
 
 
 def workload(settings: Dlrm, world_size: int) -> Workload:
-    """One step. Raises ConfigError for more ranks than tables, or where they do not divide."""
+    """Return one step. Raises ConfigError for more ranks than tables, or an uneven batch."""
     tables, batch = len(settings.tables), settings.mini_batch_size
     if world_size > tables:
         raise ConfigError("world-size", world_size, f"at most one rank per table ({tables})")
     if batch % world_size:
         raise ConfigError("mini_batch_size", batch, f"a multiple of {world_size} ranks")
     most = -(-tables // world_size)
-    notes = []
-    if tables % world_size:
-        notes.append(
-            f"{tables} tables on {world_size} ranks: rank 0's part, {most} tables, is shown;"
-            f" the last ranks have {tables // world_size}"
-        )
+    note = (
+        f"{tables} tables on {world_size} ranks: rank 0's part, {most} tables, is shown;"
+        f" the last ranks have {tables // world_size}"
+    )
     return Workload(
         name="dlrm",
         rules="dlrm",
@@ -101,7 +99,7 @@ def workload(settings: Dlrm, world_size: int) -> Workload:
         groups={"world": Group(digits=((world_size, 1),))},
         blocks={"step": tuple(_step(settings, world_size, most))},
         stages=(Stage(step="step"),),
-        notes=tuple(notes),
+        notes=(note,) if tables % world_size else (),
     )
 
 
@@ -110,11 +108,9 @@ def _step(settings: Dlrm, world_size: int, local_tables: int) -> list[Item]:
     bottom = _Mlp("bottom", settings.bottom, own, settings.dtype)
     top = _Mlp("top", settings.top, own, settings.dtype)
     alone = world_size == 1
-    exchange = [] if alone else [_exchange(settings, world_size, Phase.FWD, "exchange", "bags")]
-    turned = [] if alone else [_exchange(settings, world_size, Phase.BWD, "returned", "split")]
     return [
         *_bags(settings, local_tables, Phase.FWD),
-        *exchange,
+        *_exchange(settings, world_size, Phase.FWD, "exchange", "bags"),
         *bottom.forward(),
         *_interaction(settings, own, Phase.FWD, () if alone else ("exchange",)),
         *top.forward(),
@@ -122,7 +118,7 @@ def _step(settings: Dlrm, world_size: int, local_tables: int) -> list[Item]:
         _kernel("loss", Phase.BWD, 3 * own, settings.dtype),
         *top.backward(first=False, reduced=not alone),
         *_interaction(settings, own, Phase.BWD, ()),
-        *turned,
+        *_exchange(settings, world_size, Phase.BWD, "returned", "split"),
         *bottom.backward(first=True, reduced=not alone),
         *_bags(settings, local_tables, Phase.BWD, () if alone else ("returned",)),
         *_update(settings, local_tables, reduced=not alone),
@@ -147,31 +143,31 @@ class _Mlp:
         ]
 
     def backward(self, *, first: bool, reduced: bool) -> list[Item]:
-        """first: its input needs no gradient. reduced: buckets go out as they fill."""
-        found: list[Item] = []
+        """first: its input needs no gradient. reduced: buckets are reduced as they fill."""
+        items: list[Item] = []
         buckets = self.buckets() if reduced else {}
         for index, (k, n) in reversed(list(enumerate(self.layers))):
-            found.append(self._activation(index, Phase.BWD, n))
+            items.append(self._activation(index, Phase.BWD, n))
             if index or not first:
-                found.append(self._gemm(index, Phase.DGRAD, self.rows, k, n, Layout.NN))
+                items.append(self._gemm(index, Phase.DGRAD, self.rows, k, n, Layout.NN))
             name = f"{self.name}.{index}.wgrad"
-            found.append(self._gemm(index, Phase.WGRAD, n, k, self.rows, Layout.TN, name))
+            items.append(self._gemm(index, Phase.WGRAD, n, k, self.rows, Layout.TN, name))
             if elements := buckets.get(index):
-                found.append(self._reduce(elements, name))
-        return found
+                items.append(self._reduce(elements, name))
+        return items
 
     def buckets(self) -> dict[int, int]:
-        """DistributedDataParallel's: elements, by the linear layer whose gradient fills it.
+        """Return DistributedDataParallel's buckets: elements by the layer that completes one.
 
-        From the last layer, of which bias and weight are ready at once.
+        The last layer comes first; bias and weight of a layer are ready at once.
         """
         sizes = [
             (index, elements)
             for index, (k, n) in reversed(list(enumerate(self.layers)))
             for elements in (n, n * k)
         ]
-        every = closed([size for _, size in sizes], self.dtype.itemsize, _BUCKETS)
-        return {sizes[one[-1]][0]: sum(sizes[at][1] for at in one) for one in every}
+        every = assign_buckets([size for _, size in sizes], self.dtype.itemsize, _BUCKETS)
+        return {sizes[bucket[-1]][0]: sum(sizes[at][1] for at in bucket) for bucket in every}
 
     def _reduce(self, elements: int, after: str) -> CommOp:
         return CommOp(
@@ -198,8 +194,8 @@ class _Mlp:
 
 
 def _bags(settings: Dlrm, tables: int, phase: Phase, after: tuple[str, ...] = ()) -> list[Item]:
-    """Lookups of this rank's tables for all samples; the largest tables come first."""
-    found: list[Item] = []
+    """Return lookups in this rank's tables for all samples; the first tables are rank 0's."""
+    items: list[Item] = []
     for index, rows in enumerate(settings.tables[:tables]):
         op = EmbeddingBag(
             rows=rows,
@@ -210,21 +206,25 @@ def _bags(settings: Dlrm, tables: int, phase: Phase, after: tuple[str, ...] = ()
             phase=phase,
         )
         named = "bags" if phase is Phase.FWD else ""
-        found.append(
+        items.append(
             ComputeOp(op=op, phase=phase, module=f"table.{index}", name=named, after=after)
         )
-    return found
+    return items
 
 
-def _exchange(settings: Dlrm, world_size: int, phase: Phase, name: str, after: str) -> CommOp:
-    """Rows of the tables here for all samples, against those of all tables for own samples.
+def _exchange(
+    settings: Dlrm, world_size: int, phase: Phase, name: str, after: str
+) -> list[CommOp]:
+    """Return the exchange of own tables' rows for all samples by all tables' for own samples.
 
     Where tables are uneven the rank with most of them has the largest buffer.
     """
+    if world_size == 1:
+        return []
     tables = -(-len(settings.tables) // world_size)
     elements = tables * settings.mini_batch_size * settings.arch_sparse_feature_size
     even = len(settings.tables) % world_size == 0
-    return CommOp(
+    exchange = CommOp(
         collective=Collective.ALL_TO_ALL if even else Collective.ALL_TO_ALL_V,
         dtype=settings.dtype,
         count=elements // world_size,
@@ -235,22 +235,23 @@ def _exchange(settings: Dlrm, world_size: int, phase: Phase, name: str, after: s
         name=name,
         after=(after,),
     )
+    return [exchange]
 
 
 def _interaction(settings: Dlrm, rows: int, phase: Phase, after: tuple[str, ...]) -> list[Item]:
-    """z = T T^T per sample, T the features; backward dT = (dz + dz^T) T."""
+    """Return z = T T^T per sample, T the features; backward dT = (dz + dz^T) T."""
     features, width = len(settings.tables) + 1, settings.arch_sparse_feature_size
     sizes = (features, features, width) if phase is Phase.FWD else (features, width, features)
     m, n, k = sizes
     layout = Layout.NT if phase is Phase.FWD else Layout.NN
     product = Bmm(batch=rows, m=m, n=n, k=k, dtype=settings.dtype, layout=layout)
     name = "split" if phase is Phase.BWD else ""
-    one = ComputeOp(op=product, phase=phase, module="interaction", name=name, after=after)
-    return [one] if phase is Phase.FWD else [one, one]
+    item = ComputeOp(op=product, phase=phase, module="interaction", name=name, after=after)
+    return [item] if phase is Phase.FWD else [item, item]
 
 
 def _update(settings: Dlrm, tables: int, *, reduced: bool) -> list[Item]:
-    """Plain SGD: the MLPs whole, of the tables the rows that were looked up."""
+    """Return plain SGD of the whole MLPs and of the rows that were looked up."""
     dense = sum(
         k * n + n for widths in (settings.bottom, settings.top) for k, n in pairwise(widths)
     )
@@ -265,7 +266,7 @@ def _update(settings: Dlrm, tables: int, *, reduced: bool) -> list[Item]:
 
 
 def _kernel(module: str, phase: Phase, elements: int, dtype: DType) -> ComputeOp:
-    """Elementwise: so many elements read or written."""
+    """Return an elementwise kernel that reads or writes so many elements."""
     name = module.rpartition(".")[2]
     op = Kernel(name=name, flops=0, bytes_moved=elements * dtype.itemsize)
     return ComputeOp(op=op, phase=phase, module=module)

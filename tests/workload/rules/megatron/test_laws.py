@@ -400,7 +400,7 @@ def test_only_named_streams_are_used() -> None:
 def test_uneven_parts_are_rounded_up(elements: int, sent: int) -> None:
     """An average part that is no whole number loses nothing."""
     plan: Any = SimpleNamespace(
-        size=lambda _group: 4, comms=lambda _kind, count, *_rest, **_of: count
+        size=lambda _group: 4, inside=lambda _kind, count, *_rest: count
     )
     kind = Collective.ALL_TO_ALL_V
     assert exchanged(plan, kind, elements, "ep", "moe", Phase.FWD) == sent

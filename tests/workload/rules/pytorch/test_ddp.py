@@ -17,7 +17,7 @@ from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.rules.pytorch import ddp
-from stepmark.workload.rules.pytorch.ddp import MIB, Ddp, closed, completed
+from stepmark.workload.rules.pytorch.ddp import MIB, Ddp, assign_buckets, completed
 
 from .jobs import BIASED, DENSE, EXPERTS, comms, make
 
@@ -81,7 +81,7 @@ def test_buckets_without_a_size_are_those_of_torch() -> None:
 def test_a_bucket_is_closed_by_the_tensor_that_reaches_its_limit(
     sizes: list[int], first: int
 ) -> None:
-    held = [[sizes[at] for at in bucket] for bucket in closed(sizes, 2, (first, 30))]
+    held = [[sizes[at] for at in bucket] for bucket in assign_buckets(sizes, 2, (first, 30))]
     assert [size for bucket in held for size in bucket] == sizes
     limits = [first, *[30] * len(held)]
     for bucket, limit in zip(held[:-1], limits, strict=False):

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepmark.workload.pipeline import Act, Action
-from stepmark.workload.rules.pytorch.schedules import MOVED, Order, Schedule, spans
+from stepmark.workload.pipeline import WITH_MICROBATCH, Act, Action
+from stepmark.workload.rules.pytorch.schedules import Order, Schedule, spans
 
 
 def actions(order: Order, rank: int) -> Iterator[tuple[Act, int]]:
     """Every call of a rank with its micro-batch."""
 
     def numbered(action: Action, number: int) -> tuple[Act, int]:
-        return action.act, action.microbatch + number if action.act in MOVED else 0
+        return action.act, action.microbatch + number if action.act in WITH_MICROBATCH else 0
 
     for span in spans(order)[rank]:
         for time in range(span.times):

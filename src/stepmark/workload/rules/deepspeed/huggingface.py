@@ -75,7 +75,7 @@ def _product(leaf: Module) -> Module:
     """Sums of gradients of one input are left out, of q, k and v as of gate and up."""
     if not leaf.is_linear:
         return leaf
-    return replace(leaf, work=tuple(one for one in leaf.work if not isinstance(one.op, Kernel)))
+    return replace(leaf, work=tuple(op for op in leaf.work if not isinstance(op.op, Kernel)))
 
 
 def _llama(model: ModelConfig, leaves: dict[str, Module]) -> tuple[Module, Module]:
@@ -114,7 +114,7 @@ def _experts(leaves: dict[str, Module]) -> Module:
 
 
 def _gated(name: str, leaves: dict[str, Module], prefix: str) -> Module:
-    gate, up, down = (leaves[prefix + one] for one in ("gate", "up", "down"))
+    gate, up, down = (leaves[prefix + part] for part in ("gate", "up", "down"))
     active = leaves[f"{prefix}activation" if prefix else "mlp.activation"]
     return module(name, gate, module("act"), up, active, down)
 

@@ -82,8 +82,8 @@ def with_leaves(module: Module) -> Module:
 def as_leaf(module: Module) -> Module:
     """Hooks at the top alone: all weights come and go together, gradients go at the end."""
     inside = tuple(_unhooked(child) for child in module.children)
-    held = all_params(module)
-    return replace(module, params=held, grads=held, children=inside, is_leaf=True)
+    params = all_params(module)
+    return replace(module, params=params, grads=params, children=inside, is_leaf=True)
 
 
 def _unhooked(module: Module) -> Module:
@@ -93,10 +93,10 @@ def _unhooked(module: Module) -> Module:
 
 def all_params(module: Module) -> tuple[Param, ...]:
     """Of a module and those inside it, in the order of registration."""
-    found = {param.index: param for param in module.params}
+    params = {param.index: param for param in module.params}
     for child in module.children:
-        found |= {param.index: param for param in all_params(child)}
-    return tuple(found[index] for index in sorted(found))
+        params |= {param.index: param for param in all_params(child)}
+    return tuple(params[index] for index in sorted(params))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,18 +112,18 @@ class Found:
     parts: dict[str, Leaf]
 
 
-def modules_of(made: Architecture, *, divided: bool) -> Found:
+def modules_of(architecture: Architecture, *, divided: bool) -> Found:
     """divided: stage 3, where a linear layer's weight has its gradient before the bias."""
     maker = _Maker(divided=divided)
-    for one in made.units:
-        for at in range(one.times):
-            for param in one.registered_params:
-                maker.register(one, at, param.name, param.numel)
-    blocks = maker.blocks(made.units)
+    for unit in architecture.units:
+        for at in range(unit.times):
+            for param in unit.registered_params:
+                maker.register(unit, at, param.name, param.numel)
+    blocks = maker.blocks(architecture.units)
     return Found(
         root=Module(name="", children=blocks),
         params=tuple(maker.params.values()),
-        used=tuple(maker.stored[name] for name in made.uses),
+        used=tuple(maker.stored[name] for name in architecture.uses),
         parts=maker.parts,
     )
 
@@ -136,52 +136,52 @@ class _Maker:
     parts: dict[str, Leaf] = field(default_factory=dict)
     layer: int = 0
 
-    def register(self, one: Unit, at: int, name: str, numel: int) -> None:
+    def register(self, unit: Unit, at: int, name: str, numel: int) -> None:
         param = Param(index=len(self.params), numel=numel)
-        self.params[one.name, at, name] = param
-        if not one.is_layer:
+        self.params[unit.name, at, name] = param
+        if not unit.is_layer:
             self.stored[name] = param
 
     def blocks(self, units: Iterable[Unit]) -> tuple[Module, ...]:
-        found: list[Module] = []
-        for within, group in groupby(units, key=lambda one: one.within):
-            inside = tuple(module for one in group for module in self.unit(one))
-            found += [Module(name=within, children=inside)] if within else inside
-        return tuple(found)
+        modules: list[Module] = []
+        for within, group in groupby(units, key=lambda unit: unit.within):
+            inside = tuple(module for unit in group for module in self.unit(unit))
+            modules += [Module(name=within, children=inside)] if within else inside
+        return tuple(modules)
 
-    def unit(self, one: Unit) -> Iterator[Module]:
-        for at in range(one.times):
-            layer = self.layer if one.is_layer else None
-            self.layer += int(one.is_layer)
-            pieces = tuple(self.piece(one, at, piece, layer) for piece in one.pieces)
-            if one.is_layer:
-                yield Module(name=one.name, children=pieces, layer=layer)
+    def unit(self, unit: Unit) -> Iterator[Module]:
+        for at in range(unit.times):
+            layer = self.layer if unit.is_layer else None
+            self.layer += int(unit.is_layer)
+            pieces = tuple(self.piece(unit, at, piece, layer) for piece in unit.pieces)
+            if unit.is_layer:
+                yield Module(name=unit.name, children=pieces, layer=layer)
             else:
                 yield from pieces
 
-    def piece(self, one: Unit, at: int, piece: Leaf, layer: int | None) -> Module:
-        own = tuple(self.params[one.name, at, param.name] for param in piece.params)
-        used = tuple(self.stored[name] for name in piece.uses)
-        inside = tuple(self.piece(one, at, child, layer) for child in piece.inside)
+    def piece(self, unit: Unit, at: int, piece: Leaf, layer: int | None) -> Module:
+        own = tuple(self.params[unit.name, at, param.name] for param in piece.params)
+        tied = tuple(self.stored[name] for name in piece.uses)
+        inside = tuple(self.piece(unit, at, child, layer) for child in piece.inside)
         backwards = piece.is_linear and not self.divided
         backwards |= any(param.is_expert for param in piece.params)
         return Module(
             name=piece.name,
-            params=(*own, *used),
+            params=(*own, *tied),
             grads=own[::-1] if backwards else own,
             children=inside,
-            parts=(self._kept(one, piece),) if piece.work else (),
+            parts=(self._kept(unit, piece),) if piece.work else (),
             layer=layer,
             hooked=piece.is_module,
             in_backward=piece.in_backward,
             input_grad=piece.has_input_grad,
         )
 
-    def _kept(self, one: Unit, leaf: Leaf) -> str:
+    def _kept(self, unit: Unit, leaf: Leaf) -> str:
         """The leaf's name here. Two of a unit may be called the same."""
-        key = f"{one.name}: {leaf.role}"
-        layer = 0 if one.is_layer else None
-        made = Leaf(role=leaf.role, work=tuple(replace(op, layer=layer) for op in leaf.work))
-        while self.parts.setdefault(key, made) != made:
+        key = f"{unit.name}: {leaf.role}"
+        layer = 0 if unit.is_layer else None
+        part = Leaf(role=leaf.role, work=tuple(replace(op, layer=layer) for op in leaf.work))
+        while self.parts.setdefault(key, part) != part:
             key += "'"
         return key

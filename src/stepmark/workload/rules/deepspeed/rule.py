@@ -44,8 +44,8 @@ def workload(job: AnyJob, settings: DeepSpeed) -> Workload:
     """One step, the third or later one of a job. Raises ConfigError where DeepSpeed would."""
     plan = _Plan(job, settings)
     program = Program()
-    ends = program.repeats([*plan.boundary(), *plan.optimizer_step()])
-    program.blocks["step"] = (*plan.microbatches(program), *ends)
+    step_end = program.repeats([*plan.boundary(), *plan.optimizer_step()])
+    program.blocks["step"] = (*plan.microbatches(program), *step_end)
     setup = program.repeats(plan.setup())
     if setup:
         program.blocks["setup"] = setup
@@ -56,7 +56,7 @@ def workload(job: AnyJob, settings: DeepSpeed) -> Workload:
         has_embedding=True,
         has_head=True,
     )
-    made = Workload(
+    step = Workload(
         name=f"{job.name} deepspeed zero-{settings.stage}",
         rules="deepspeed",
         source=SOURCE,
@@ -72,8 +72,8 @@ def workload(job: AnyJob, settings: DeepSpeed) -> Workload:
         stages=(stage,),
         notes=tuple(plan.notes()),
     )
-    made.check()
-    return made
+    step.check()
+    return step
 
 
 class _Plan:
@@ -94,12 +94,14 @@ class _Plan:
         self.sent_dtype = DType(settings.communication_data_type or self.dtype)
         self.accumulated = DType(settings.grad_accum_dtype or self.dtype)
         self._check_accumulation()
-        made = job.architecture if isinstance(job, OwnJob) else huggingface.architecture(job)
+        architecture = (
+            job.architecture if isinstance(job, OwnJob) else huggingface.architecture(job)
+        )
         # GPT-2's layers are Conv1D, which the function in place of torch's leaves alone.
         linears = isinstance(job, OwnJob) or huggingface.is_llama(job.model)
-        found = modules.modules_of(made, divided=settings.stage == 3 and linears)
-        self.root, self.params, self.parts = found.root, found.params, found.parts
-        self.recreated = found.used
+        tree = modules.modules_of(architecture, divided=settings.stage == 3 and linears)
+        self.root, self.params, self.parts = tree.root, tree.params, tree.parts
+        self.recreated = tree.used
         if settings.stage == 3 and isinstance(job, Job) and job.model.mla is None:
             self.root = modules.with_leaves(self.root)
         self.shares = shares(
@@ -135,30 +137,30 @@ class _Plan:
                 num_microbatches=times,
             )
             tapes = [
-                (self._record(one, reduces=True, follows=index > 0 or count > 1), count)
-                for index, (one, count) in enumerate(passes)
+                (self._record(events, reduces=True, follows=index > 0 or count > 1), count)
+                for index, (events, count) in enumerate(passes)
             ]
         else:
-            events = (*modules.forward(self.root), *modules.backward(self.root))
-            one = tuple((event, Fetch()) for event in events)
+            hooks = (*modules.forward(self.root), *modules.backward(self.root))
+            events = tuple((event, Fetch()) for event in hooks)
             reduces = self.settings.stage == 2
-            tapes = [(self._record(one, reduces=reduces), times)]
+            tapes = [(self._record(events, reduces=reduces), times)]
             if self.settings.stage == 1 and self.settings.overlaps and not self.flat:
-                last = (self._record(one, reduces=True), 1)
+                last = (self._record(events, reduces=True), 1)
                 tapes = [(tapes[0][0], times - 1), last] if times > 1 else [last]
         return program.microbatches(tapes)
 
-    def _record(self, one: Pass, *, reduces: bool, follows: bool = False) -> Tape:
+    def _record(self, events: Pass, *, reduces: bool, follows: bool = False) -> Tape:
         """One micro-batch. reduces: hooks of gradients fill buckets. follows: another."""
         tape = Tape(
             parts=self.parts,
             comms=self.comms,
             overlaps=self.settings.overlaps,
             divided=self.settings.stage == 3,
-            follows=follows and any(kind == GRADS for (kind, _, _), _ in one),
+            follows=follows and any(kind == GRADS for (kind, _, _), _ in events),
         )
         bucket = self._bucket()
-        for (kind, module, phase), fetch in one:
+        for (kind, module, phase), fetch in events:
             if fetch.gathers or fetch.needs is not None:
                 tape.fetch(module, phase, fetch)
             if kind == COMPUTE:
@@ -217,12 +219,12 @@ class _Plan:
         if self.dtype is DType.FP16:
             yield from self._scalar("overflow", DType.UINT8, RedOp.MAX)
         parts = [-(-param.numel // self.ranks) for param in self.params]
-        held = 0
+        elements = 0
         for index, part in enumerate(parts):
-            held += part
-            if held >= self.settings.sub_group_size or index == len(parts) - 1:
+            elements += part
+            if elements >= self.settings.sub_group_size or index == len(parts) - 1:
                 yield from self._scalar("norm", DType.FP64, RedOp.SUM)
-                held = 0
+                elements = 0
         yield self._update(sum(parts))
         for param in persistent(self.params, self.settings):
             yield from self._gathered(-(-param.numel // self.ranks) * self.ranks)
@@ -247,9 +249,12 @@ class _Plan:
         Under zero.Init a tied head has weights of its own until it is tied.
         """
         divided, early = self.settings.stage == 3, self.settings.zero_init
-        sent = [*self.params, *(self.recreated if early else self.params if divided else ())]
-        for param in sent:
-            for made in self.comms(
+        broadcast = [
+            *self.params,
+            *(self.recreated if early else self.params if divided else ()),
+        ]
+        for param in broadcast:
+            for op in self.comms(
                 Collective.BROADCAST,
                 param.numel * self.dtype.itemsize,
                 "dp",
@@ -257,15 +262,15 @@ class _Plan:
                 "setup",
                 DType.UINT8,
             ):
-                yield replace(made, root=0)
+                yield replace(op, root=0)
         if divided:
             for _ in range(3):
                 yield from self.comms(
                     Collective.BARRIER, 0, "dp", Phase.FWD, "setup", DType.UINT8
                 )
             for param in self.params:
-                whole = -(-param.numel // self.ranks) * self.ranks
-                yield from self._gathered(whole, Phase.FWD, "setup")
+                padded = -(-param.numel // self.ranks) * self.ranks
+                yield from self._gathered(padded, Phase.FWD, "setup")
 
     def notes(self) -> Iterator[str]:
         if isinstance(self.job, Job):

@@ -60,8 +60,8 @@ class DeepSpeed:
             raise ConfigError("stage", self.stage, "0, 1, 2 or 3")
         for name in _SIZES:
             value, low = getattr(self, name), name == "reduce_bucket_size"
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or not low <= value <= _MOST:
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if not is_whole or not low <= value <= _MOST:
                 raise ConfigError(name, value, f"a whole number of {int(low)} or more")
         if not 0 <= self.gradient_clipping < float("inf"):
             raise ConfigError("gradient_clipping", self.gradient_clipping, "0 or more")

@@ -65,11 +65,11 @@ class Shares:
 
 def shares(params: Iterable[Param], ranks: int, *, round_robin: bool = False) -> Shares:
     """round_robin: parameter i first by i modulo ranks, then by i (_round_robin_reorder)."""
-    listed = list(params)
+    order = list(params)
     if round_robin:
-        listed = [param for first in range(ranks) for param in listed[first::ranks]]
+        order = [param for first in range(ranks) for param in order[first::ranks]]
     starts, total = {}, 0
-    for param in listed:
+    for param in order:
         starts[param.index] = total
         total += param.numel
     return Shares(starts=starts, share=-(-total // (2 * ranks)) * 2, ranks=ranks)
@@ -142,14 +142,14 @@ class Bucket:
     def _cut(self, numels: Iterable[int], root: int | None = None) -> Iterator[Message]:
         """Slices together until they are more than a bucket: only a large parameter's are."""
         collective = Collective.ALL_REDUCE if root is None else Collective.REDUCE
-        held = 0
+        elements = 0
         for numel in numels:
-            held += numel
-            if held > self.size:
-                yield Message(collective=collective, elements=held, root=root)
-                held = 0
-        if held:
-            yield Message(collective=collective, elements=held, root=root)
+            elements += numel
+            if elements > self.size:
+                yield Message(collective=collective, elements=elements, root=root)
+                elements = 0
+        if elements:
+            yield Message(collective=collective, elements=elements, root=root)
 
     def _to_owners(self, shares: Shares) -> Iterator[Message]:
         by_owner: dict[int, list[int]] = {}
@@ -167,8 +167,8 @@ _COMPUTED, _REDUCED = "computed", "reduced"
 
 def reduction(comms: Comms, message: Message, dtype: DType) -> tuple[CommOp, ...]:
     """Of gradients, waited for by computation."""
-    made = comms(message.collective, message.elements, _DP, Phase.BWD, "gradients", dtype)
-    return tuple(replace(op, root=message.root) for op in made)
+    ops = comms(message.collective, message.elements, _DP, Phase.BWD, "gradients", dtype)
+    return tuple(replace(op, root=message.root) for op in ops)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,7 +195,7 @@ class Tape:
     def fetch(self, module: Module, phase: Phase, fetch: Fetch) -> None:
         """Gathers of a module's hook, and what its computation waits for."""
         for elements in fetch.gathers:
-            made = self.comms(
+            ops = self.comms(
                 Collective.ALL_GATHER,
                 elements,
                 _DP,
@@ -205,19 +205,19 @@ class Tape:
                 name=_GATHER,
                 after=self._before_gather(),
             )
-            self._put(module.layer, made)
-            self.gathers += len(made)
-            self.newest = _GATHER if made else ""
+            self._put(module.layer, ops)
+            self.gathers += len(ops)
+            self.newest = _GATHER if ops else ""
         if fetch.needs is not None and self.gathers:
             self.needed = self.gathers - fetch.needs
 
     def compute(self, module: Module, phase: Phase) -> None:
         """A module's computation; backward the other way round."""
-        found = [self.parts[name] for name in module.parts if name in self.parts]
+        leaves = [self.parts[name] for name in module.parts if name in self.parts]
         if phase is Phase.FWD:
-            ops = [op for leaf in found for op in leaf.fwd]
+            ops = [op for leaf in leaves for op in leaf.fwd]
         else:
-            ops = [op for leaf in reversed(found) for op in leaf.bwd]
+            ops = [op for leaf in reversed(leaves) for op in leaf.bwd]
         if not ops:
             return
         after = []
@@ -237,13 +237,13 @@ class Tape:
             return
         after = self._before_reduction() if messages or self.divided else ()
         for message in messages:
-            made = tuple(
+            ops = tuple(
                 replace(op, stream=_DP, name=_REDUCE, after=after)
                 for op in reduction(self.comms, message, dtype)
             )
-            self.reductions += len(made)
-            self._put(module.layer, made)
-            self.newest = _REDUCE if made else ""
+            self.reductions += len(ops)
+            self._put(module.layer, ops)
+            self.newest = _REDUCE if ops else ""
         if messages and not self.divided:
             # To an owner the host waits before each message (allreduce_and_copy).
             back = len(messages) if messages[0].root is None else 1
@@ -259,14 +259,14 @@ class Tape:
         """Reductions on the stream of computation, after all beside it."""
         after = (self.newest,) if self.newest else ()
         for message in messages:
-            made = reduction(self.comms, message, dtype)
-            if made:
-                self._put(layer, tuple(replace(op, name=name, after=after) for op in made))
+            ops = reduction(self.comms, message, dtype)
+            if ops:
+                self._put(layer, tuple(replace(op, name=name, after=after) for op in ops))
                 self.computed = len(self.items) - 1
 
-    def _put(self, layer: int | None, made: Iterable[CommOp]) -> None:
+    def _put(self, layer: int | None, ops: Iterable[CommOp]) -> None:
         inside = None if layer is None else 0
-        self.items += [(layer, replace(op, layer=inside, microbatch=0)) for op in made]
+        self.items += [(layer, replace(op, layer=inside, microbatch=0)) for op in ops]
 
     def _before_gather(self) -> tuple[str, ...]:
         """With overlap_comm the end of the micro-batch before, where the host waits, alone."""
@@ -313,7 +313,7 @@ class Program:
         counts = (
             (self._block(self._folded(tape), "microbatch"), times) for tape, times in tapes
         )
-        for name, group in groupby(counts, key=lambda one: one[0]):
+        for name, group in groupby(counts, key=lambda pair: pair[0]):
             times = sum(count for _, count in group)
             yield Run(block=name, times=times, microbatch=at, microbatch_step=1)
             at += times
@@ -326,46 +326,46 @@ class Program:
         return self.names[block]
 
     def _folded(self, tape: Tape) -> Block:
-        found: list[Item] = []
-        passed: list[tuple[int, str]] = []  # layers one after the other
+        items: list[Item] = []
+        layers: list[tuple[int, str]] = []  # layers one after the other
         for layer, group in groupby(tape.items, key=lambda item: item[0]):
             block = tuple(op for _, op in group)
             if layer is None:
-                found += [*self._layers(passed), *block]
-                passed = []
+                items += [*self._layers(layers), *block]
+                layers = []
             else:
-                passed.append((layer, self._block(block, "layer")))
-        return (*found, *self._layers(passed))
+                layers.append((layer, self._block(block, "layer")))
+        return (*items, *self._layers(layers))
 
-    def _layers(self, passed: list[tuple[int, str]]) -> tuple[Item, ...]:
+    def _layers(self, layers: list[tuple[int, str]]) -> tuple[Item, ...]:
         """Layers may turn round: a model may end with one."""
-        found: list[Item] = []
-        while passed:
-            step = passed[1][0] - passed[0][0] if len(passed) > 1 else 1
+        items: list[Item] = []
+        while layers:
+            step = layers[1][0] - layers[0][0] if len(layers) > 1 else 1
             count = 1
-            while count < len(passed) and passed[count][0] - passed[count - 1][0] == step:
+            while count < len(layers) and layers[count][0] - layers[count - 1][0] == step:
                 count += 1
-            names = [name for _, name in passed[:count]]
-            found += self._runs(fold(names), passed[0][0], step)
-            passed = passed[count:]
-        return tuple(found)
+            names = [name for _, name in layers[:count]]
+            items += self._runs(fold(names), layers[0][0], step)
+            layers = layers[count:]
+        return tuple(items)
 
     def _runs(
         self, folded: tuple[str | Repeat[str], ...], at: int, step: int
     ) -> tuple[Item, ...]:
-        found: list[Item] = []
-        for one in folded:
-            if isinstance(one, str):
-                found.append(Run(block=one, layer=at))
+        items: list[Item] = []
+        for item in folded:
+            if isinstance(item, str):
+                items.append(Run(block=item, layer=at))
                 at += step
                 continue
-            length = step * len(unfold(one.body))
-            only = one.body[0]
-            if len(one.body) > 1 or not isinstance(only, str):
-                only = self._block(self._runs(one.body, 0, step), "layers")
-            found.append(Run(block=only, times=one.times, layer=at, layer_step=length))
-            at += length * one.times
-        return tuple(found)
+            length = step * len(unfold(item.body))
+            only = item.body[0]
+            if len(item.body) > 1 or not isinstance(only, str):
+                only = self._block(self._runs(item.body, 0, step), "layers")
+            items.append(Run(block=only, times=item.times, layer=at, layer_step=length))
+            at += length * item.times
+        return tuple(items)
 
     def repeats(self, operations: Iterable[Operation]) -> Block:
         """Operations of no layer, what repeats as a Run."""
@@ -373,8 +373,8 @@ class Program:
 
     def _repeats(self, folded: tuple[Operation | Repeat[Operation], ...]) -> Block:
         return tuple(
-            Run(block=self._block(self._repeats(one.body), "repeat"), times=one.times)
-            if isinstance(one, Repeat)
-            else one
-            for one in folded
+            Run(block=self._block(self._repeats(item.body), "repeat"), times=item.times)
+            if isinstance(item, Repeat)
+            else item
+            for item in folded
         )

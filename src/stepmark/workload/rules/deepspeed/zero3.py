@@ -44,15 +44,15 @@ Pass = tuple[tuple[Event, Fetch], ...]  # of one micro-batch; ENTER alone fetche
 
 def persistent(params: Iterable[Param], settings: DeepSpeed) -> tuple[Param, ...]:
     """Parameters that stay whole between steps."""
-    found: list[Param] = []
+    whole_params: list[Param] = []
     total = 0
     for param in params:
         if param.numel + total > settings.stage3_model_persistence_threshold:
             continue
         if param.numel <= settings.stage3_param_persistence_threshold:
-            found.append(param)
+            whole_params.append(param)
             total += param.numel
-    return tuple(found)
+    return tuple(whole_params)
 
 
 def steady_step(
@@ -65,26 +65,26 @@ def steady_step(
 ) -> tuple[tuple[Pass, int], ...]:
     """The micro-batches of a step as they are from the third step on: (pass, times)."""
     coordinator = Coordinator(root=root, params=params, settings=settings, ranks=ranks)
-    found: tuple[tuple[Pass, int], ...] = ()
+    passes: tuple[tuple[Pass, int], ...] = ()
     for _ in range(3):
-        found = _step(coordinator, num_microbatches)
+        passes = _step(coordinator, num_microbatches)
         coordinator.available = set(coordinator.kept)
-    return found
+    return passes
 
 
 def _step(coordinator: "Coordinator", num_microbatches: int) -> tuple[tuple[Pass, int], ...]:
     """A micro-batch that begins as the traced one before it began is like it."""
-    found: list[tuple[Pass, int]] = []
+    passes: list[tuple[Pass, int]] = []
     begun: frozenset[int] | None = None
     for index in range(num_microbatches):
         begins, traced = frozenset(coordinator.available), coordinator.is_traced
         if traced and begins == begun:
-            done, times = found[-1]
-            found[-1] = (done, times + num_microbatches - index)
+            done, times = passes[-1]
+            passes[-1] = (done, times + num_microbatches - index)
             break
-        found.append((coordinator.micro_batch(), 1))
+        passes.append((coordinator.micro_batch(), 1))
         begun = begins if traced else None
-    return tuple(found)
+    return tuple(passes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Coordinator:
         self.trace = tuple(
             (param, step)
             for step, module in enumerate(self.order)
-            for param in sorted(module.params, key=lambda one: one.index)
+            for param in sorted(module.params, key=lambda param: param.index)
         )
 
     def micro_batch(self) -> Pass:
@@ -129,7 +129,7 @@ class Coordinator:
         self.last_use.clear()
         self.queue = deque(self.trace)
         self.step = self.live = self.issued = 0
-        found: list[tuple[Event, Fetch]] = []
+        fetches: list[tuple[Event, Fetch]] = []
         for place, event in enumerate(self.events):
             kind, module, _ = event
             fetch = Fetch()
@@ -137,10 +137,10 @@ class Coordinator:
                 fetch = self._enter(module)
             elif kind == LEAVE:
                 self._leave(module, place)
-            found.append((event, fetch))
+            fetches.append((event, fetch))
         self._release_leftovers()
         self.is_traced = True
-        return tuple(found)
+        return tuple(fetches)
 
     def _enter(self, module: Module) -> Fetch:
         gathers = self._gather(module.params)
@@ -173,28 +173,28 @@ class Coordinator:
 
     def _prefetch(self, module: Module) -> list[int]:
         """What this module uses leaves the queue; what follows is gathered up to a bucket."""
-        used = {param.index for param in module.params if self._last(param.index) < self.step}
-        seen: set[int] = set()
-        while self.queue and len(seen) < len(used):
+        due = {param.index for param in module.params if self._last(param.index) < self.step}
+        dequeued: set[int] = set()
+        while self.queue and len(dequeued) < len(due):
             param, at = self.queue.popleft()
             self.last_use[param.index] = at
-            seen.add(param.index)
+            dequeued.add(param.index)
         if not self.settings.stage3_prefetch_bucket_size:
             return []
         room = min(
             self.settings.stage3_max_live_parameters - self.live,
             self.settings.stage3_prefetch_bucket_size,
         )
-        wanted: dict[int, Param] = {}
+        prefetched: dict[int, Param] = {}
         numel = 0
         while self.queue and numel < room:
             param, at = self.queue.popleft()
             self.last_use[param.index] = max(self._last(param.index), at)
             is_away = param.index not in self.available and param.index not in self.inflight
-            if is_away and param.index not in wanted:
-                wanted[param.index] = param
+            if is_away and param.index not in prefetched:
+                prefetched[param.index] = param
                 numel += param.numel
-        return self._gather(wanted.values())
+        return self._gather(prefetched.values())
 
     def _last(self, index: int) -> int:
         return self.last_use.get(index, -1)
@@ -217,22 +217,22 @@ class Coordinator:
         is directly theirs, of a leaf nothing, where it is not (iter_params in
         __params_to_release).
         """
-        found = {
+        releasable = {
             param.index
             for param in module.params
             if param.index not in self.kept and self._last(param.index) <= self.step
         }
         passed = 0
         for later in self.order[self.step :]:
-            if passed >= self.settings.stage3_max_reuse_distance or not found:
+            if passed >= self.settings.stage3_max_reuse_distance or not releasable:
                 break
-            for param in self._ahead(later, whole=module.is_leaf):
-                found.discard(param.index)
+            for param in self._ahead(later, deep=module.is_leaf):
+                releasable.discard(param.index)
                 passed += param.numel
-        return frozenset(found)
+        return frozenset(releasable)
 
-    def _ahead(self, later: Module, *, whole: bool) -> tuple[Param, ...]:
-        if not whole:
+    def _ahead(self, later: Module, *, deep: bool) -> tuple[Param, ...]:
+        if not deep:
             return () if later.is_leaf else later.params
         if id(later) not in self.inside:
             self.inside[id(later)] = all_params(later)

@@ -1,11 +1,12 @@
 """A model chunk's forward and backward pass as Runs of its layers' operations.
 
-The first forward and the last backward of a step may differ: parameters are gathered and
-gradients reduced bucket by bucket beside the computation. Source: megatron-core 0.16.1,
-distributed/distributed_data_parallel.py (_make_forward_pre_hook, _make_backward_post_hook),
-param_and_grad_buffer.py (finish_param_sync, register_grad_ready); recompute:
-transformer/transformer_block.py (_checkpointed_forward), attention.py, mlp.py, moe_layer.py,
-tensor_parallel/random.py. Compared with a run of megatron-core (tests/data/megatron).
+The first forward and the last backward of a step may differ: gathers of parameters and
+reductions of gradients overlap with the computation, bucket by bucket. Source: megatron-core
+0.16.1, distributed/distributed_data_parallel.py (_make_forward_pre_hook,
+_make_backward_post_hook), param_and_grad_buffer.py (finish_param_sync, register_grad_ready);
+recompute: transformer/transformer_block.py (_checkpointed_forward), attention.py, mlp.py,
+moe_layer.py, tensor_parallel/random.py. Compared with a run of megatron-core
+(tests/data/megatron).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,16 +16,9 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
 from stepmark.core.workload import COMPUTE, Block, CommOp, Operation, Run
 from stepmark.workload.pipeline import PASSED, in_layer
+from stepmark.workload.rules.megatron import gradients
 from stepmark.workload.rules.megatron.experts import experts
-from stepmark.workload.rules.megatron.gradients import (
-    EMBEDDING,
-    HEAD,
-    Bucket,
-    Param,
-    gather,
-    reduce,
-    stream_of,
-)
+from stepmark.workload.rules.megatron.gradients import EMBEDDING, HEAD, Bucket, Param
 from stepmark.workload.rules.megatron.layer import (
     Step,
     attention,
@@ -38,7 +32,7 @@ from stepmark.workload.rules.megatron.layer import (
 )
 from stepmark.workload.rules.megatron.layer import data as data_of
 from stepmark.workload.rules.megatron.settings import Granularity, Plan
-from stepmark.workload.rules.megatron.split import Chunk
+from stepmark.workload.rules.megatron.stage_partition import Chunk
 
 _DENSE, _MOE = "dense", "moe"
 _LATENT_UP = ("attention.q_up", "attention.q", "attention.kv_up", "attention.rope")
@@ -46,7 +40,7 @@ _LATENT_UP = ("attention.q_up", "attention.q", "attention.kv_up", "attention.rop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A block at a layer. places: layers of the chunk that it holds, or EMBEDDING, HEAD."""
+    """A block at a layer. places: its layers of the chunk, or EMBEDDING, HEAD."""
 
     block: str
     layer: int = 0
@@ -55,7 +49,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """At an operation of a segment: what is put before it, after it, and what it waits for."""
+    """Operations to insert before and behind an operation of a segment, and its new waits."""
 
     before: tuple[Operation, ...] = ()
     behind: tuple[Operation, ...] = ()
@@ -64,7 +58,7 @@ class Change:
 
 @dataclass(slots=True)
 class Library:
-    """Operations of modules by block name; made once, and those of a step's variants."""
+    """Operations by block name: those of modules, and variants at the edges of a step."""
 
     plan: Plan
     blocks: dict[str, Block]
@@ -78,10 +72,8 @@ class Library:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        kinds = {is_moe(plan, layer) for layer in (0, plan.model.num_layers - 1)}
-        for moe in kinds:
-            steps = _layer(plan, moe)
-            kind = _MOE if moe else _DENSE
+        for kind in {_kind(plan, layer) for layer in (0, plan.model.num_layers - 1)}:
+            steps = _layer(plan, kind)
             self.add(f"{kind}.forward", forward(steps))
             self.add(f"{kind}.again", forward(steps, again=True))
             self.add(f"{kind}.backward", backward(steps, _selected(plan, steps)))
@@ -98,38 +90,38 @@ class Library:
         return name
 
     def runs(self, segments: Iterable[Segment]) -> Block:
-        """Equal ones in a row as one Run; their blocks are put into the workload."""
-        found: list[Run] = []
+        """Return Runs, equal segments in a row as one; add their blocks to the workload."""
+        runs: list[Run] = []
         for segment in segments:
             operations = self.operations[segment.block]
             if not operations:
                 continue
             self.blocks[segment.block] = operations
-            last = found[-1] if found else None
+            last = runs[-1] if runs else None
             if last is not None and last.block == segment.block:
                 step = segment.layer - last.layer - (last.times - 1) * last.layer_step
                 if last.times == 1 or step == last.layer_step:
-                    found[-1] = replace(last, times=last.times + 1, layer_step=step)
+                    runs[-1] = replace(last, times=last.times + 1, layer_step=step)
                     continue
-            found.append(Run(block=segment.block, layer=segment.layer))
-        return tuple(found)
+            runs.append(Run(block=segment.block, layer=segment.layer))
+        return tuple(runs)
 
     def position(self, block: str, param: Param, offset: int | None, *, last: bool) -> int:
-        """Where a parameter is first used in a block, or its gradient complete."""
-        known = self._places.get((block, last))
-        if known is None:
-            known = {}
+        """Return where a block first uses a parameter, or completes its gradient."""
+        places = self._places.get((block, last))
+        if places is None:
+            places = {}
             for index, op in enumerate(self.operations[block]):
                 key = (op.module, op.layer)
                 if last and not op.recompute and op.phase in (Phase.WGRAD, Phase.BWD):
-                    known[key] = index
+                    places[key] = index
                 elif not last:
-                    known.setdefault(key, index)
-            self._places[block, last] = known
-        return known[param.module, offset]
+                    places.setdefault(key, index)
+            self._places[block, last] = places
+        return places[param.module, offset]
 
     def pending(self, block: str, index: int) -> tuple[str, ...]:
-        """Collectives that a module's backward waits for before its gradients count as done."""
+        """Return the collectives that end a module's backward before its gradients are done."""
         done = self.operations[block][index]
         return tuple(
             op.name
@@ -145,121 +137,125 @@ class Library:
         *,
         begun: bool,
     ) -> list[Segment]:
-        """The same segments, with variants of blocks where something changes.
+        """Return the same segments, with variants of the blocks that change.
 
         begun: the step has computed or waited before them.
         """
         by_segment: dict[int, list[tuple[int, Change]]] = {}
         for (number, index), change in sorted(changes.items(), key=lambda item: item[0]):
             by_segment.setdefault(number, []).append((index, change))
-        found = list(segments)
-        for number, listed in by_segment.items():
-            ahead = any(self.operations[one.block] for one in segments[:number])
+        variants = list(segments)
+        for number, segment_changes in by_segment.items():
+            ahead = any(self.operations[segment.block] for segment in segments[:number])
             before = (PASSED,) if begun or ahead else ()
-            key = (segments[number].block, tuple(listed), before)
+            key = (segments[number].block, tuple(segment_changes), before)
             if key not in self._changed:
                 name = f"{key[0]}.{len(self._changed)}"
-                made = self._with(key[0], dict(listed))
-                self._changed[key] = self.add(name, issued(made, before))
-            found[number] = replace(segments[number], block=self._changed[key])
-        return found
+                ops = self._with(key[0], dict(segment_changes))
+                self._changed[key] = self.add(name, issued(ops, before))
+            variants[number] = replace(segments[number], block=self._changed[key])
+        return variants
 
     def _with(self, block: str, changes: Mapping[int, Change]) -> tuple[Operation, ...]:
-        found: list[Operation] = []
+        ops: list[Operation] = []
         for index, op in enumerate(self.operations[block]):
             change = changes.get(index)
             if change is None:
-                found.append(op)
+                ops.append(op)
                 continue
-            found += change.before
-            found.append(replace(op, after=(*op.after, *change.after)))
-            found += change.behind
-        return tuple(found)
+            ops += change.before
+            ops.append(replace(op, after=(*op.after, *change.after)))
+            ops += change.behind
+        return tuple(ops)
 
 
 def is_moe(plan: Plan, layer: int) -> bool:
     return plan.model.moe is not None and layer >= plan.model.moe.first_dense_layers
 
 
+def _kind(plan: Plan, layer: int) -> str:
+    return _MOE if is_moe(plan, layer) else _DENSE
+
+
 def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
-    """Data, embedding, layers, head, as far as the chunk has them."""
+    """Return those of data, embedding, layers and head that the chunk has."""
     plan = library.plan
-    found: list[Segment] = []
+    segments: list[Segment] = []
     if chunk.has_embedding or chunk.has_head:
         first, last = chunk.has_embedding, chunk.has_head
         name = "data" + ".first" * first + ".last" * last
         data = data_of(plan, first=first, last=last)
-        found.append(Segment(block=library.add(name, data)))
+        segments.append(Segment(block=library.add(name, data)))
     if chunk.has_embedding:
-        found.append(Segment(block="embedding.forward", places=(EMBEDDING,)))
+        segments.append(Segment(block="embedding.forward", places=(EMBEDDING,)))
     for place, layer in enumerate(chunk.layers):
-        kind = _MOE if is_moe(plan, layer) else _DENSE
-        found.append(Segment(block=f"{kind}.forward", layer=layer, places=(place,)))
+        name = f"{_kind(plan, layer)}.forward"
+        segments.append(Segment(block=name, layer=layer, places=(place,)))
     if chunk.has_head:
-        found.append(Segment(block="head.forward", places=(HEAD,)))
-    return found
+        segments.append(Segment(block="head.forward", places=(HEAD,)))
+    return segments
 
 
 def backward_segments(library: Library, chunk: Chunk) -> list[Segment]:
-    """Head, layers last to first, embedding; layers again first where they are recomputed."""
-    found: list[Segment] = []
+    """Return head, layers last to first, embedding; recomputed layers run forward first."""
+    segments: list[Segment] = []
     if chunk.has_head:
-        found.append(Segment(block="head.backward", places=(HEAD,)))
-    found += reversed(_checkpoints(library, chunk))
+        segments.append(Segment(block="head.backward", places=(HEAD,)))
+    segments += reversed(_checkpoints(library, chunk))
     if chunk.has_embedding:
-        found.append(Segment(block="embedding.backward", places=(EMBEDDING,)))
-    return found
+        segments.append(Segment(block="embedding.backward", places=(EMBEDDING,)))
+    return segments
 
 
 def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
-    """Layers in forward order, those that are recomputed together as one."""
+    """Return layers in forward order; layers with a common checkpoint are one segment."""
     settings = library.plan.settings
-    kinds = [_MOE if is_moe(library.plan, layer) else _DENSE for layer in chunk.layers]
+    kinds = [_kind(library.plan, layer) for layer in chunk.layers]
     full = settings.recompute_granularity is Granularity.FULL
     size = settings.recompute_num_layers
     if full and settings.recompute_method == "uniform" and len(kinds) % size:
         raise ConfigError(
             "recompute_num_layers", size, f"a divisor of a chunk's {len(kinds)} layers"
         )
-    found: list[Segment] = []
+    segments: list[Segment] = []
     if not full or settings.recompute_method == "block":
         for place, kind in enumerate(kinds):
             name = "full" if full and place < size else "backward"
             layer = chunk.first_layer + place
-            found.append(Segment(block=f"{kind}.{name}", layer=layer, places=(place,)))
-        return found
+            segments.append(Segment(block=f"{kind}.{name}", layer=layer, places=(place,)))
+        return segments
     for first in range(0, len(kinds), size):
         group = kinds[first : first + size]
         places = tuple(range(first, first + len(group)))
         layer = chunk.first_layer + first
-        found.append(Segment(block=_together(library, group), layer=layer, places=places))
-    return found
+        segments.append(Segment(block=_together(library, group), layer=layer, places=places))
+    return segments
 
 
 def _together(library: Library, kinds: Sequence[str]) -> str:
-    """One checkpoint of several layers: all forward again, then all backward."""
+    """Return one checkpoint of several layers: all forward again, then all backward."""
     if len(kinds) == 1:
         return f"{kinds[0]}.full"
     name = "full." + "-".join(kinds)
     if name in library.operations:
         return name
-    found: list[Operation] = []
+    ops: list[Operation] = []
     for offset, kind in enumerate(kinds):
-        found += (in_layer(op, offset) for op in library.operations[f"{kind}.again"])
+        ops += (in_layer(op, offset) for op in library.operations[f"{kind}.again"])
     for offset in range(len(kinds) - 1, -1, -1):
-        steps = _layer(library.plan, kinds[offset] == _MOE)
-        found += (in_layer(op, offset) for op in backward(steps))
-    return library.add(name, tuple(found))
+        steps = _layer(library.plan, kinds[offset])
+        ops += (in_layer(op, offset) for op in backward(steps))
+    return library.add(name, tuple(ops))
 
 
-def _layer(plan: Plan, moe: bool) -> tuple[Step, ...]:
-    return (*attention(plan), *(experts(plan) if moe else mlp(plan)))
+def _layer(plan: Plan, kind: str) -> tuple[Step, ...]:
+    return (*attention(plan), *(experts(plan) if kind == _MOE else mlp(plan)))
 
 
 def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
-    """Modules that selective recompute runs again, and with which others."""
-    found: dict[str, str] = {}
-    kept = ("mlp.norm", "mlp.residual")
+    """Return the modules of selective recompute, and the group that recomputes each."""
+    groups: dict[str, str] = {}
+    outside = ("mlp.norm", "mlp.residual")
     has_router = any(step.module == "mlp.router" for step in steps)
     for word in plan.settings.modules:
         for name in (step.module for step in steps):
@@ -268,63 +264,67 @@ def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
                 "layernorm": name in ("attention.norm", "mlp.norm"),
                 "mla_up_proj": plan.model.mla is not None and name in _LATENT_UP,
                 "mlp": name in ("mlp.up", "mlp.gate_up", "mlp.activation", "mlp.down"),
-                "moe": name.startswith("mlp.") and name not in kept and has_router,
+                "moe": name.startswith("mlp.") and name not in outside and has_router,
                 "moe_act": name == "mlp.experts_activation",
                 "shared_experts": name.startswith("mlp.shared_"),
             }[word]
             if inside:
-                found[name] = f"{word}.{name}" if word == "layernorm" else word
-    return found
+                groups[name] = f"{word}.{name}" if word == "layernorm" else word
+    return groups
 
 
 def last_backward(
     library: Library, segments: Sequence[Segment], buckets: Iterable[Bucket]
 ) -> list[Segment]:
-    """A bucket is reduced as soon as the last of its gradients is complete."""
+    """Reduce each bucket as soon as the last of its gradients is complete."""
     where = _where(segments)
     changes: dict[tuple[int, int], Change] = {}
     for bucket in buckets:
-        sent = reduce(library.plan, bucket, overlapped=True)
+        sent = gradients.reduce(library.plan, bucket, overlapped=True)
         if sent:
-            at = max(_at(library, segments, where, one, last=True) for one in bucket.params)
-            held = changes.get(at, Change())
+            at = max(_at(library, segments, where, param, last=True) for param in bucket.params)
+            change = changes.get(at, Change())
             pending = library.pending(segments[at[0]].block, at[1])
             sent = (replace(sent[0], after=(*sent[0].after, *pending)), *sent[1:])
-            changes[at] = replace(held, behind=(*held.behind, *sent))
+            changes[at] = replace(change, behind=(*change.behind, *sent))
     return library.changed(segments, changes, begun=True)
 
 
 def first_forward(
-    library: Library, segments: Sequence[Segment], buckets: Iterable[Bucket], *, begun: bool
+    library: Library, segments: Sequence[Segment], buckets: Sequence[Bucket], *, begun: bool
 ) -> list[Segment]:
-    """A module waits for its bucket; then the next bucket's gather is issued.
+    """Make modules wait for their bucket, before which the next bucket's gather is issued.
 
     begun: the step has computed or waited before, if only for the chunk's input.
     """
-    where, listed = _where(segments), list(buckets)
+    where = _where(segments)
     changes: dict[tuple[int, int], Change] = {}
     for expert in (False, True):
-        chain = [bucket for bucket in reversed(listed) if bucket.expert is expert]
+        chain = [bucket for bucket in reversed(buckets) if bucket.expert is expert]
         for index, bucket in enumerate(chain):
-            name = f"{stream_of(bucket)}.parameters"
-            wanted = chain[0:2] if index == 0 else chain[index + 1 : index + 2]
+            name = f"{gradients.stream_of(bucket)}.parameters"
+            next_buckets = chain[0:2] if index == 0 else chain[index + 1 : index + 2]
             sent: list[CommOp] = []
-            for one in wanted:
-                sent += gather(library.plan, one, name=name)
-            if not gather(library.plan, bucket, name=name):
+            for following in next_buckets:
+                sent += gradients.gather(library.plan, following, name=name)
+            if not gradients.gather(library.plan, bucket, name=name):
                 continue
-            at = min(_at(library, segments, where, one, last=False) for one in bucket.params)
+            at = min(
+                _at(library, segments, where, param, last=False) for param in bucket.params
+            )
             newest = index + 1 == len(chain)
-            held = changes.get(at, Change())
+            change = changes.get(at, Change())
             changes[at] = Change(
-                before=(*held.before, *sent),
-                after=(*held.after, name if newest else f"{name}~1"),
+                before=(*change.before, *sent),
+                after=(*change.after, name if newest else f"{name}~1"),
             )
     return library.changed(segments, changes, begun=begun)
 
 
 def _where(segments: Sequence[Segment]) -> dict[int, int]:
-    return {place: number for number, one in enumerate(segments) for place in one.places}
+    return {
+        place: number for number, segment in enumerate(segments) for place in segment.places
+    }
 
 
 def _at(

@@ -1,10 +1,10 @@
-"""A layer of experts, and how rows come to the ranks of their experts and back.
+"""A layer of experts, and the exchange of rows with the ranks of the experts.
 
 Source: megatron-core 0.16.1, transformer/moe/moe_layer.py, router.py, experts.py,
 shared_experts.py, token_dispatcher.py (MoEAlltoAllTokenDispatcher,
 MoEAllGatherTokenDispatcher), moe_utils.py (permute, sort_chunks_by_idxs, get_capacity). Shared
-experts run before the routed ones (no moe_shared_expert_overlap). Routing is balanced: what a
-rank sends and computes is the average, exact with experts that are filled up to capacity.
+experts run before the routed ones (no moe_shared_expert_overlap). Routing is balanced: a rank
+sends and computes the average, which is exact for experts that are padded to capacity.
 Compared with a run of megatron-core in which routing is even (tests/data/megatron).
 """
 
@@ -25,7 +25,7 @@ _Pair = tuple[tuple[Operation, ...], tuple[Operation, ...]]
 
 
 def moe_of(plan: Plan) -> MoeConfig:
-    """Of a model that has experts."""
+    """Return the experts of a model that has them."""
     assert plan.model.moe is not None
     return plan.model.moe
 
@@ -39,16 +39,16 @@ def exchanged(
     phase: Phase,
     dtype: DType | None = None,
 ) -> tuple[CommOp, ...]:
-    """Where average parts of an uneven exchange are no whole number they are rounded up."""
-    size = plan.size(group)
+    """Return a collective; average parts of an uneven exchange are rounded up."""
     if kind is not Collective.ALL_REDUCE:
+        size = plan.size(group)
         elements = math.ceil(elements / size) * size
-    return plan.comms(kind, elements, group, phase, module, dtype, layer=0, microbatch=0)
+    return plan.inside(kind, elements, group, phase, module, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """A module whose backward pass undoes the forward one, step by step from its end."""
+    """A module whose backward pass reverses the forward pass, step by step."""
 
     plan: Plan
     module: str
@@ -63,7 +63,7 @@ class _Exchange:
     def send(
         self, kind: Collective, elements: int, group: str, dtype: DType | None = None
     ) -> _Pair:
-        """A collective, and its dual backward."""
+        """Return a collective, and its dual for the backward pass."""
         plan, module, back = self.plan, self.module, DUAL.get(kind, kind)
         return (
             exchanged(plan, kind, elements, group, module, Phase.FWD, dtype),
@@ -78,17 +78,17 @@ class _Exchange:
         return self.send(kind, self.plan.expert_rows * width * self.plan.etp, "etp", dtype)
 
     def permute(self, rows: int, forward: str = "permute", back: str = "unpermute") -> _Pair:
-        """Rows read and written in another order."""
-        moved = 2 * rows * self.plan.model.hidden_size * self.plan.job.dtype.itemsize
+        """Return kernels that reorder rows."""
+        num_bytes = 2 * rows * self.plan.model.hidden_size * self.plan.job.dtype.itemsize
 
-        def made(name: str, phase: Phase) -> tuple[ComputeOp, ...]:
-            op = Kernel(name=name, flops=0, bytes_moved=moved)
+        def kernel(name: str, phase: Phase) -> tuple[ComputeOp, ...]:
+            op = Kernel(name=name, flops=0, bytes_moved=num_bytes)
             return (ComputeOp(op=op, phase=phase, module=self.module, layer=0, microbatch=0),)
 
-        return made(forward, Phase.FWD), made(back, Phase.BWD)
+        return kernel(forward, Phase.FWD), kernel(back, Phase.BWD)
 
     def by_expert(self) -> _Pair:
-        """sort_chunks_by_idxs, or a transpose where experts are filled up."""
+        """Return sort_chunks_by_idxs, or a transpose if experts are padded to capacity."""
         if moe_of(self.plan).num_experts == self.plan.size("ep"):
             return (), ()
         return self.permute(self.plan.expert_rows * self.plan.etp, "sort_chunks", "sort_chunks")
@@ -99,17 +99,17 @@ def _is_even(plan: Plan) -> bool:
 
 
 def all_to_all(plan: Plan) -> tuple[Step, Step]:
-    """Rows and their probabilities to the experts' ranks, then over the experts' tp; back.
+    """Return dispatch of rows and probabilities over ep, then over experts' tp, and combine.
 
-    Without fixed capacity all ranks first tell how many rows they have for each expert.
+    Without padding to capacity the ranks first exchange the number of rows for each expert.
     combine_preprocess sums in the probabilities' type.
     """
     there, back = _Exchange(plan, "mlp.dispatch"), _Exchange(plan, "mlp.combine")
     hidden, probs, rows = plan.model.hidden_size, plan.probs_dtype, plan.expert_rows
     gather, counts = Collective.ALL_GATHER, moe_of(plan).num_experts * plan.size("tp_ep")
-    told = there.send(gather, counts, "tp_ep", DType.INT64)[0]
+    count_exchange = there.send(gather, counts, "tp_ep", DType.INT64)[0]
     dispatch = there.step(
-        (() if _is_even(plan) else told, ()),
+        (() if _is_even(plan) else count_exchange, ()),
         there.permute(rows),
         there.ep(hidden),
         there.ep(1, probs),
@@ -127,7 +127,7 @@ def all_to_all(plan: Plan) -> tuple[Step, Step]:
 
 
 def all_gather(plan: Plan) -> tuple[Step, Step]:
-    """All tokens to all ranks of tp and ep; sums scattered back."""
+    """Return the gather of all tokens over tp and ep, and the scatter of their sums."""
     there, back = _Exchange(plan, "mlp.dispatch"), _Exchange(plan, "mlp.combine")
     hidden, probs, experts = plan.model.hidden_size, plan.probs_dtype, moe_of(plan).num_experts
     rows, local = plan.own_tokens * plan.size("tp_ep"), plan.expert_rows * plan.etp
@@ -145,32 +145,27 @@ def all_gather(plan: Plan) -> tuple[Step, Step]:
     return dispatch, combine
 
 
-_EXPERTS = "mlp.experts"
-
-
 def experts(plan: Plan) -> tuple[Step, ...]:
-    """norm, shared.*, router, dispatch, experts.*, combine, residual of one layer."""
+    """Return norm, shared.*, router, dispatch, experts.*, combine, residual of one layer."""
     parts = leaves(plan, moe=True)
     hidden = plan.model.hidden_size
-    found = [of_leaf(parts["mlp.norm"])]
+    steps = [of_leaf(parts["mlp.norm"])]
     for name, part in parts.items():
         if name.startswith("mlp.shared_"):
-            if name.endswith("down"):
-                found.append(row(plan, part, hidden))
+            if name.endswith("activation"):
+                steps.append(of_leaf(part))
             else:
-                found.append(
-                    of_leaf(part) if "activation" in name else column(plan, part, hidden)
-                )
-    found.append(_router(plan, parts["mlp.router"]))
+                linear = row if name.endswith("down") else column
+                steps.append(linear(plan, part, hidden))
+    steps.append(_router(plan, parts["mlp.router"]))
     gathers = plan.settings.moe_token_dispatcher_type is Dispatcher.ALLGATHER
     before, after = all_gather(plan) if gathers else all_to_all(plan)
-    own = (leaf for name, leaf in parts.items() if name.startswith(_EXPERTS))
-    inner = [of_leaf(leaf) for leaf in own]
-    return (*found, before, *inner, after, of_leaf(parts["mlp.residual"]))
+    inner = [of_leaf(leaf) for name, leaf in parts.items() if name.startswith("mlp.experts")]
+    return (*steps, before, *inner, after, of_leaf(parts["mlp.residual"]))
 
 
 def _router(plan: Plan, leaf: Module) -> Step:
-    """On this rank's tokens; with an auxiliary loss the experts' loads are summed."""
+    """Return the router; with an auxiliary loss the experts' loads are summed."""
     loss = plan.settings.moe_router_load_balancing_type
     sums: tuple[CommOp, ...] = ()
     if plan.settings.moe_aux_loss_coeff and loss is not Balancing.NONE:

@@ -1,24 +1,24 @@
-"""Modules with the communication around them, and in which order operations are issued.
+"""Modules with the communication around them, and the order of their operations.
 
 Linear layers, embedding and head under tensor and sequence parallelism. Source: megatron-core
 0.16.1, tensor_parallel/layers.py (ColumnParallelLinear, RowParallelLinear,
 LinearWithGradAccumulationAndAsyncCommunication, VocabParallelEmbedding),
 tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py. Attention, grouped queries or
 latent: transformer/attention.py and multi_latent_attention.py, the latter with
-TransformerEngine's down projections, which all tp ranks hold whole. Context parallelism:
+TransformerEngine's down projections, which are not divided over tp. Context parallelism:
 TransformerEngine, pytorch/attention/dot_product_attention/context_parallel.py
 (AttnFuncWithCPAndKVP2P, AttnFuncWithCPAndKVAllGather).
 
 Compared with a run of Megatron-LM (tests/data/megatron), latent attention with a stand-in for
 those down projections. Read only: what context parallelism sends.
 
-An asynchronous collective lies on a stream of its own; it starts after what the stream of
-computation was given before it, as NCCL's streams do, and what needs it waits by name.
+An asynchronous collective has its own stream. It starts after the computation that was issued
+before it, as NCCL's streams do; operations that need it wait for its name.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.dtypes import DType
@@ -32,7 +32,7 @@ from stepmark.workload.rules.megatron.settings import CpComm, Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One module. pending: a collective of its backward that the next computation waits for."""
+    """A module's operations. pending: a backward collective the next computation waits for."""
 
     module: str
     fwd: tuple[Operation, ...]
@@ -46,154 +46,155 @@ def of_leaf(leaf: Module) -> Step:
 
 
 def forward(steps: Iterable[Step], *, again: bool = False) -> tuple[Operation, ...]:
-    """again: as the backward pass runs it a second time."""
-    found = [op for step in steps for op in step.fwd]
-    return issued([replace(op, recompute=True) for op in found] if again else found)
+    """Return the forward pass. again: as the backward pass recomputes it."""
+    ops = [op for step in steps for op in step.fwd]
+    return issued([replace(op, recompute=True) for op in ops] if again else ops)
 
 
 def backward(
     steps: Sequence[Step], recomputed: Mapping[str, str] | None = None
 ) -> tuple[Operation, ...]:
-    """In reverse order of steps. recomputed: of modules, which group they are checkpointed in.
+    """Return the backward pass. recomputed: by module the group it is checkpointed in.
 
     A group's forward operations run again before the first of its backward operations.
     """
     groups = recomputed or {}
-    found: list[Operation] = []
+    ops: list[Operation] = []
     current, pending = "", ""
     for index in range(len(steps) - 1, -1, -1):
         step, group = steps[index], groups.get(steps[index].module, "")
         own: list[Operation] = []
         if group and group != current:
-            members = [one for one in steps[: index + 1] if groups.get(one.module) == group]
+            members = [
+                member for member in steps[: index + 1] if groups.get(member.module) == group
+            ]
             own += forward(members, again=True)
         own += step.bwd
         current = group
         if pending and own:
             own[0] = replace(own[0], after=(*own[0].after, pending))
             pending = ""
-        found += own
+        ops += own
         pending = step.pending or pending
-    return issued(found)
+    return issued(ops)
 
 
 def issued(
     operations: Sequence[Operation], before: tuple[str, ...] = ()
 ) -> tuple[Operation, ...]:
-    """With a name on computation that an asynchronous collective is issued behind.
+    """Name the computation after which an asynchronous collective starts.
 
-    before: names of what was computed before all of these.
+    before: names of the computation before all of these operations.
     """
-    found, behind = list(operations), before
+    ops, behind = list(operations), before
     last: int | None = None
-    for index, op in enumerate(found):
+    for index, op in enumerate(ops):
         if op.stream == COMPUTE:
             last = index
             continue
         if last is not None:
-            newest = found[last]
+            newest = ops[last]
             if not newest.name:
                 newest = replace(newest, name=f"{newest.module}.{newest.phase}")
-                found[last] = newest
+                ops[last] = newest
             behind = (newest.name,)
         new = (name for name in behind if name not in op.after)
-        found[index] = replace(op, after=(*new, *op.after))
-    return tuple(found)
+        ops[index] = replace(op, after=(*new, *op.after))
+    return tuple(ops)
 
 
 def passed(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """With PASSED on the last computation, for what is issued behind the block."""
-    found = list(operations)
-    for index in range(len(found) - 1, -1, -1):
-        if found[index].stream == COMPUTE:
-            found[index] = replace(found[index], name=found[index].name or PASSED)
+    """Name the last computation PASSED, for operations that are issued after the block."""
+    ops = list(operations)
+    for index in range(len(ops) - 1, -1, -1):
+        if ops[index].stream == COMPUTE:
+            ops[index] = replace(ops[index], name=ops[index].name or PASSED)
             break
-    return tuple(found)
-
-
-def marked(operations: Iterable[CommOp], **marks: str) -> tuple[CommOp, ...]:
-    """Asynchronous: with a stream and a name."""
-    return tuple(replace(op, **marks) for op in operations)  # type: ignore[arg-type]
+    return tuple(ops)
 
 
 def leaves(plan: Plan, *, moe: bool) -> dict[str, Module]:
-    """What computes in one layer, by role in forward order."""
+    """Return the modules that compute in one layer, by role in forward order."""
     return {leaf.role: leaf for leaf in plan.tree.block(moe=moe).walk() if leaf.work}
 
 
 def mlp(plan: Plan) -> tuple[Step, ...]:
-    """norm, up, activation, down, residual of a dense layer."""
-    listed = [leaf for role, leaf in leaves(plan, moe=False).items() if role.startswith("mlp.")]
-    norm, up, active, down, rest = listed
+    """Return norm, up, activation, down, residual of a dense layer."""
+    norm, up, activation, down, residual = (
+        leaf for role, leaf in leaves(plan, moe=False).items() if role.startswith("mlp.")
+    )
     hidden = plan.model.hidden_size
     return (
         of_leaf(norm),
         column(plan, up, hidden),
-        of_leaf(active),
+        of_leaf(activation),
         row(plan, down, hidden),
-        of_leaf(rest),
+        of_leaf(residual),
     )
 
 
 def column(plan: Plan, leaf: Module, width: int) -> Step:
-    """A linear layer with its output features over tp; width: of its input.
+    """Return a linear layer with its output features over tp. width: of its input.
 
-    Under sequence parallelism the input is gathered, again for the weights' gradient beside
-    the data's, and the data's is scattered beside the weights'; else it is all-reduced there.
+    Under sequence parallelism the input is gathered, again for the weight gradient during the
+    input gradient, which is scattered during the weight gradient; else it is all-reduced there.
     """
-    of_weights: list[Operation] = [op for op in leaf.bwd if op.phase is Phase.WGRAD]
-    of_data: list[Operation] = [op for op in leaf.bwd if op.phase is not Phase.WGRAD]
-    made, rows = plan.comms, plan.tokens * width
-    module, first = leaf.role, leaf.fwd[0]
-    of: dict[str, Any] = {"layer": first.layer, "microbatch": first.microbatch}
     if plan.size("tp") == 1:
         return of_leaf(leaf)
+    weight_grads: list[Operation] = [op for op in leaf.bwd if op.phase is Phase.WGRAD]
+    input_grads: list[Operation] = [op for op in leaf.bwd if op.phase is not Phase.WGRAD]
+    module, rows, first = leaf.role, plan.tokens * width, leaf.fwd[0]
+    send = partial(
+        plan.comms,
+        elements=rows,
+        group="tp",
+        module=module,
+        layer=first.layer,
+        microbatch=first.microbatch,
+    )
     if not plan.sequence_parallel:
-        reduce = made(Collective.ALL_REDUCE, rows, "tp", Phase.DGRAD, module, **of)
         name = f"{module}.reduce"
-        backward = (*of_data, *marked(reduce, stream="tp", name=name), *of_weights)
+        reduce = send(Collective.ALL_REDUCE, phase=Phase.DGRAD, stream="tp", name=name)
+        backward = (*input_grads, *reduce, *weight_grads)
         return Step(module=module, fwd=leaf.fwd, bwd=backward, pending=name)
     gather, scatter = f"{module}.gather", f"{module}.scatter"
-    ahead = made(Collective.ALL_GATHER, rows, "tp", Phase.FWD, module, **of)
-    again = made(Collective.ALL_GATHER, rows, "tp", Phase.WGRAD, module, **of)
-    back = made(Collective.REDUCE_SCATTER, rows, "tp", Phase.DGRAD, module, **of)
     return Step(
         module=module,
-        fwd=(*ahead, *leaf.fwd),
+        fwd=(*send(Collective.ALL_GATHER, phase=Phase.FWD), *leaf.fwd),
         bwd=(
-            *marked(again, stream="tp", name=gather),
-            *of_data,
-            *marked(back, stream="tp", name=scatter),
-            *(replace(op, after=(gather,)) for op in of_weights),
+            *send(Collective.ALL_GATHER, phase=Phase.WGRAD, stream="tp", name=gather),
+            *input_grads,
+            *send(Collective.REDUCE_SCATTER, phase=Phase.DGRAD, stream="tp", name=scatter),
+            *(replace(op, after=(gather,)) for op in weight_grads),
         ),
         pending=scatter,
     )
 
 
 def row(plan: Plan, leaf: Module, width: int) -> Step:
-    """A linear layer with its input features over tp; width: of its output."""
+    """Return a linear layer with its input features over tp. width: of its output."""
     return _summed(plan, leaf, plan.tokens * width, layer=0)
 
 
 def _summed(
     plan: Plan, leaf: Module, rows: int, *, layer: int | None, scatters: bool = True
 ) -> Step:
-    """What a module makes is summed over tp; the gradient of a part of it is gathered."""
+    """Sum a module's output over tp; gather its gradient if that is divided over tp."""
     scatters = scatters and plan.sequence_parallel
     kind = Collective.REDUCE_SCATTER if scatters else Collective.ALL_REDUCE
-    of: dict[str, Any] = {"layer": layer, "microbatch": 0}
-    sums = plan.comms(kind, rows, "tp", Phase.FWD, leaf.role, **of)
+    send = partial(plan.comms, elements=rows, group="tp", module=leaf.role, microbatch=0)
+    sums = send(kind, phase=Phase.FWD, layer=layer)
     back: tuple[CommOp, ...] = ()
     if plan.sequence_parallel:
-        back = plan.comms(Collective.ALL_GATHER, rows, "tp", Phase.DGRAD, leaf.role, **of)
+        back = send(Collective.ALL_GATHER, phase=Phase.DGRAD, layer=layer)
     return Step(module=leaf.role, fwd=(*leaf.fwd, *sums), bwd=(*back, *leaf.bwd))
 
 
 def embedding(plan: Plan) -> Step:
-    """Rows of this rank's share of the vocabulary, summed over tp.
+    """Return the lookup in this rank's share of the vocabulary, summed over tp.
 
-    With learned positions the sum is whole even under sequence parallelism, and each rank then
-    keeps its part (language_model_embedding.py, reduce_scatter_embeddings).
+    With learned positions the sum is an all-reduce even under sequence parallelism, after which
+    each rank keeps its part (language_model_embedding.py, reduce_scatter_embeddings).
     """
     leaf = plan.tree.embedding().inside[0]
     rows = plan.tokens * plan.model.hidden_size
@@ -201,10 +202,10 @@ def embedding(plan: Plan) -> Step:
 
 
 def head(plan: Plan) -> tuple[Step, ...]:
-    """Final norm, logits of this rank's share of the vocabulary, their loss.
+    """Return the final norm, logits of this rank's share of the vocabulary, and their loss.
 
-    The loss sums over tp: maximum, logit of the target, sum of exponentials, each one fp32 per
-    token; cross_entropy_loss_fusion sends the latter two in one.
+    The loss reduces over tp: maximum, logit of the target, sum of exponentials, each one fp32
+    per token; cross_entropy_loss_fusion sends the latter two in one message.
     """
     norm, logits, loss = plan.tree.output().inside
     sums: list[Operation] = []
@@ -230,27 +231,27 @@ def head(plan: Plan) -> tuple[Step, ...]:
 
 
 def data(plan: Plan, *, first: bool, last: bool) -> tuple[Operation, ...]:
-    """A micro-batch, from the tp rank that read it to the others, before cp divides it.
+    """Return the broadcasts of a micro-batch over tp, before cp divides it.
 
-    Source: get_batch_on_this_tp_rank, megatron/training/utils.py. Broadcasts of no elements,
-    which it makes for sequences that are not packed, are left out.
+    Source: get_batch_on_this_tp_rank, megatron/training/utils.py. Its empty broadcasts, for
+    sequences that are not packed, are left out.
     """
-    whole = plan.job.mbs * plan.model.seq_len
-    mask = whole * plan.model.seq_len
+    tokens = plan.job.mbs * plan.model.seq_len
+    mask = tokens * plan.model.seq_len
     masked = plan.settings.create_attention_mask_in_dataloader
-    wanted: list[tuple[bool, int, DType]] = [
-        (first, whole, DType.INT64),  # tokens
-        (last, whole, DType.INT64),  # labels
-        (last, whole, DType.FP32),  # mask of the loss
+    messages: list[tuple[bool, int, DType]] = [
+        (first, tokens, DType.INT64),  # tokens
+        (last, tokens, DType.INT64),  # labels
+        (last, tokens, DType.FP32),  # mask of the loss
         (masked and (first or last), mask, DType.UINT8),
-        (first, whole, DType.INT64),  # positions
-        (first, 1, DType.INT64),  # how many packed sequences
+        (first, tokens, DType.INT64),  # positions
+        (first, 1, DType.INT64),  # number of packed sequences
         (first or last, 1, DType.INT64),
     ]
     return tuple(
         replace(op, root=0)
-        for asked, elements, dtype in wanted
-        if asked
+        for is_sent, elements, dtype in messages
+        if is_sent
         for op in plan.comms(
             Collective.BROADCAST, elements, "tp", Phase.FWD, "data", dtype, microbatch=0
         )
@@ -258,28 +259,28 @@ def data(plan: Plan, *, first: bool, last: bool) -> tuple[Operation, ...]:
 
 
 def attention(plan: Plan) -> tuple[Step, ...]:
-    """norm, projections, core, out, residual of one layer."""
+    """Return norm, projections, core, out, residual of one layer."""
     parts = {
         role.removeprefix("attention."): leaf
         for role, leaf in leaves(plan, moe=plan.model.num_dense_layers == 0).items()
     }
     hidden = plan.model.hidden_size
-    found = [of_leaf(parts["norm"])]
+    steps = [of_leaf(parts["norm"])]
     if plan.model.mla is None:
-        found.append(column(plan, parts["qkv"], hidden))
-        found += [of_leaf(parts[name]) for name in ("q_norm", "k_norm") if name in parts]
+        steps.append(column(plan, parts["qkv"], hidden))
+        steps += [of_leaf(parts[name]) for name in ("q_norm", "k_norm") if name in parts]
     else:
-        found += _latent(plan, parts)
+        steps += _latent(plan, parts)
     if "rope" in parts:
-        found.append(of_leaf(parts["rope"]))
-    found.append(_core(plan, parts["core"]))
-    found.append(row(plan, parts["out"], hidden))
-    found.append(of_leaf(parts["residual"]))
-    return tuple(found)
+        steps.append(of_leaf(parts["rope"]))
+    steps.append(_core(plan, parts["core"]))
+    steps.append(row(plan, parts["out"], hidden))
+    steps.append(of_leaf(parts["residual"]))
+    return tuple(steps)
 
 
 def _latent(plan: Plan, parts: dict[str, Module]) -> Iterator[Step]:
-    """Down projections whole on this rank's tokens; up projections over tp."""
+    """Yield undivided down projections of this rank's tokens, and up projections over tp."""
     mla = plan.model.mla
     assert mla is not None
     if "q_down" in parts:
@@ -287,10 +288,10 @@ def _latent(plan: Plan, parts: dict[str, Module]) -> Iterator[Step]:
     down = of_leaf(parts["kv_down"])
     if plan.sequence_parallel:
         shared = plan.tokens * mla.qk_rope_head_dim
-        name, made = down.module, plan.inside
-        ahead = made(Collective.ALL_GATHER, shared, "tp", Phase.FWD, name)
-        back = made(Collective.REDUCE_SCATTER, shared, "tp", Phase.DGRAD, name)
-        down = Step(module=down.module, fwd=(*down.fwd, *ahead), bwd=(*back, *down.bwd))
+        name = down.module
+        gather = plan.inside(Collective.ALL_GATHER, shared, "tp", Phase.FWD, name)
+        scatter = plan.inside(Collective.REDUCE_SCATTER, shared, "tp", Phase.DGRAD, name)
+        down = Step(module=name, fwd=(*down.fwd, *gather), bwd=(*scatter, *down.bwd))
     yield down
     yield from (of_leaf(parts[name]) for name in ("q_norm", "kv_norm") if name in parts)
     if "q_up" in parts:
@@ -301,7 +302,7 @@ def _latent(plan: Plan, parts: dict[str, Module]) -> Iterator[Step]:
 
 
 def _core(plan: Plan, leaf: Module) -> Step:
-    """Scores and values, the other ranks' keys and values as cp brings them."""
+    """Return the attention core, with the exchange of keys and values over cp."""
     cp = plan.size("cp")
     if cp == 1:
         return of_leaf(leaf)
@@ -314,7 +315,7 @@ def _core(plan: Plan, leaf: Module) -> Step:
 
 
 def _gathered(plan: Plan, leaf: Module, own: list[int]) -> Step:
-    """Keys and values gathered, again in the backward pass; their gradients scattered."""
+    """Gather keys and values, again in the backward pass; scatter their gradients."""
     cp = plan.size("cp")
 
     def both(kind: Collective, phase: Phase) -> tuple[CommOp, ...]:
@@ -336,19 +337,19 @@ def _gathered(plan: Plan, leaf: Module, own: list[int]) -> Step:
 
 
 def _ring(plan: Plan, leaf: Module, own: int) -> Step:
-    """Keys and values go round, each step's beside the scores of those that are here.
+    """Pass keys and values round a ring during the attention to the previous ones.
 
-    Backward their gradients go round too, one step behind: cp messages of which the first has
-    no gradients and the last nothing else. Steps are taken to be equally long; their sum is
+    The backward pass sends their gradients one step later: cp messages, the first without
+    gradients, the last with nothing else. Steps are assumed to be equally long; their sum is
     exact.
     """
     cp, name = plan.size("cp"), "kv"
-    of: dict[str, Any] = {"layer": 0, "microbatch": 0, "stream": "cp"}
 
     def pass_on(elements: int, phase: Phase) -> tuple[CommOp, ...]:
-        where = (elements, "cp", phase, leaf.role)
-        sent = plan.comms(SEND, *where, peer=1, **of)
-        return (*sent, *plan.comms(RECV, *where, peer=-1, fused=True, name=name, **of))
+        message = (elements, "cp", phase, leaf.role)
+        sent = plan.inside(SEND, *message, peer=1, stream="cp")
+        received = plan.inside(RECV, *message, peer=-1, fused=True, stream="cp", name=name)
+        return (*sent, *received)
 
     fwd: list[Operation] = []
     bwd: list[Operation] = []
@@ -356,8 +357,8 @@ def _ring(plan: Plan, leaf: Module, own: int) -> Step:
         moves = index < cp - 1
         if moves:
             fwd += pass_on(own, Phase.FWD)
-        came = f"{name}~1" if moves else name
-        fwd += [_piece(op, cp, (came,) if index else ()) for op in leaf.fwd]
+        received = f"{name}~1" if moves else name
+        fwd += [_piece(op, cp, (received,) if index else ()) for op in leaf.fwd]
         bwd += pass_on(2 * own if 0 < index < cp - 1 else own, Phase.BWD)
         bwd += [_piece(op, cp, (f"{name}~1",) if index else ()) for op in leaf.bwd]
     return Step(module=leaf.role, fwd=tuple(fwd), bwd=tuple(bwd), pending=name)

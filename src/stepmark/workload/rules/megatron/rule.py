@@ -1,13 +1,13 @@
-"""Megatron-LM: what one training step of each pipeline stage computes and communicates.
+"""Megatron-LM: one training step of each pipeline stage.
 
 Rules are those of megatron-core 0.16.1 and of megatron/training of NVIDIA/Megatron-LM,
 core_v0.16.1 (55ac7082517c3878ae653c07c09c534b8aed49f6), with TransformerEngine's layers where
-they differ from the local ones. Every module of rules/megatron names the files that it
-follows, and says what of it was compared with a run and what was only read.
+they differ from the local ones. Each module of rules/megatron names its source files, and the
+parts of it that were compared with a run or only read.
 
-Chosen where Megatron-LM leaves a choice: routing is balanced; a step is not the first one,
-in which overlapped reductions wait for the end of the backward pass; the embedding's
-gradient is taken, so the first layer has a data gradient like any other.
+Assumptions: routing is balanced; the step is not the first one, in which overlapped reductions
+wait for the end of the backward pass; the embedding is trained, so the first layer has a data
+gradient like any other.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +18,11 @@ from stepmark.core.ops import Phase
 from stepmark.core.workload import COMPUTE, Block, CommOp, Item, Run, Stage, Workload
 from stepmark.workload.job import Job
 from stepmark.workload.pipeline import (
+    FORWARD_TRANSFERS,
     PASSED,
+    SENDS,
     TRANSFERS,
+    WITH_NEXT_STAGE,
     Act,
     Action,
     Pipeline,
@@ -29,6 +32,7 @@ from stepmark.workload.pipeline import (
     wait,
 )
 from stepmark.workload.pipeline_schedules import schedule
+from stepmark.workload.rules.megatron import gradients
 from stepmark.workload.rules.megatron.chunk import (
     Library,
     Segment,
@@ -38,19 +42,10 @@ from stepmark.workload.rules.megatron.chunk import (
     is_moe,
     last_backward,
 )
-from stepmark.workload.rules.megatron.gradients import (
-    Owned,
-    buckets,
-    chunk_params,
-    finish,
-    gather,
-    names_of,
-    reduce,
-    stream_of,
-)
+from stepmark.workload.rules.megatron.gradients import StageParams
 from stepmark.workload.rules.megatron.layer import issued
 from stepmark.workload.rules.megatron.settings import Megatron, Plan, make_plan, padded
-from stepmark.workload.rules.megatron.split import Chunk, split
+from stepmark.workload.rules.megatron.stage_partition import Chunk, partition
 
 __all__ = ["Megatron", "padded", "workload"]
 
@@ -58,7 +53,7 @@ _LARGE_MASK_BYTES = 2**30
 
 
 def notes_of(job: Job, plan: Plan) -> Iterator[str]:
-    """What of the job has no effect, was changed, or is easily overlooked.
+    """Yield notes of settings that have no effect, were changed, or are easily overlooked.
 
     Source of gathers: optimizer/optimizer.py (ChainedOptimizer.step_with_ready_grads) and
     distrib_optimizer.py (step_with_ready_grads: start_param_sync of each model chunk, whose
@@ -91,33 +86,33 @@ def notes_of(job: Job, plan: Plan) -> Iterator[str]:
 _COMPUTES = (Act.FORWARD, Act.BACKWARD, Act.WAIT)
 
 
-def anchored(
-    spans: Iterable[Span], beside: Callable[[Action], tuple[str, ...]], *, blocking: bool
+def with_async_deps(
+    spans: Iterable[Span], in_flight: Callable[[Action], tuple[str, ...]], *, blocking: bool
 ) -> tuple[Span, ...]:
-    """Spans whose actions beside the computation are after what was computed before.
+    """Make asynchronous actions start after the computation that was issued before them.
 
-    beside: names of what an action leaves in flight. blocking: a call of transfers waits for
-    all of that (torch.cuda.synchronize) and not only for its own.
+    in_flight: names of the collectives that an action leaves in flight. blocking: a call of
+    transfers waits for all of them (torch.cuda.synchronize) and not only for its own.
 
     PyTorch lets an asynchronous collective or transfer wait for the current stream at the call
     (c10d, ProcessGroupNCCL.cpp, syncStream). Source of the rest, read only:
     pipeline_parallel/p2p_communication.py (_communicate, batch_p2p_sync).
     """
-    anchors = _Anchors(beside, blocking)
+    deps = _AsyncDeps(in_flight, blocking)
     return tuple(
-        replace(span, ticks=tuple(tuple(anchors.tick(tick)) for tick in span.ticks))
+        replace(span, ticks=tuple(tuple(deps.tick(tick)) for tick in span.ticks))
         for span in spans
     )
 
 
 @dataclass(slots=True)
-class _Anchors:
-    """begun: the step has computed or waited, so there is something to be after."""
+class _AsyncDeps:
+    """begun: the step has computed or waited, so asynchronous actions have a dependency."""
 
-    beside: Callable[[Action], tuple[str, ...]]
+    in_flight: Callable[[Action], tuple[str, ...]]
     blocking: bool
     begun: bool = False
-    flying: dict[str, None] = field(default_factory=dict)
+    pending: dict[str, None] = field(default_factory=dict)
 
     def tick(self, tick: Tick) -> Iterator[Action]:
         for action, following in zip(tick, (*tick[1:], None), strict=True):
@@ -128,12 +123,12 @@ class _Anchors:
             if not self.blocking:
                 continue
             if action.act is Act.FORWARD and action.edge:  # waits for its own parameters
-                for name in self.beside(Action(act=Act.GATHER, chunk=action.chunk)):
-                    self.flying.pop(name, None)
-            self.flying.update(dict.fromkeys(self.beside(action)))
-            if moves and self.flying and not (following and following.fused):
-                yield Action(act=Act.WAIT, after=tuple(self.flying))
-                self.flying.clear()
+                for name in self.in_flight(replace(action, act=Act.GATHER)):
+                    self.pending.pop(name, None)
+            self.pending.update(dict.fromkeys(self.in_flight(action)))
+            if moves and self.pending and not (following and following.fused):
+                yield Action(act=Act.WAIT, after=tuple(self.pending))
+                self.pending.clear()
 
 
 _SOURCE = (
@@ -145,10 +140,10 @@ _SOURCE = (
 
 
 def workload(job: Job, settings: Megatron) -> Workload:
-    """One step of Megatron-LM's training. Raises ConfigError where Megatron-LM would refuse."""
+    """Return one training step. Raises ConfigError for jobs that Megatron-LM refuses."""
     plan = make_plan(job, settings)
     parallel = plan.job.parallel
-    stages, notes = split(plan)
+    chunks_by_stage, notes = partition(plan)
     pipeline = Pipeline(
         num_stages=parallel.pp,
         num_microbatches=plan.job.num_microbatches,
@@ -157,9 +152,9 @@ def workload(job: Job, settings: Megatron) -> Workload:
     )
     blocks: dict[str, Block] = {}
     library = Library(plan, blocks)
-    made = [
+    stages = [
         _StageMaker(pipeline, library, index, chunks).make()
-        for index, chunks in enumerate(stages)
+        for index, chunks in enumerate(chunks_by_stage)
     ]
     return Workload(
         name=job.model.name,
@@ -168,15 +163,15 @@ def workload(job: Job, settings: Megatron) -> Workload:
         world_size=parallel.world_size,
         num_microbatches=plan.job.num_microbatches,
         model=plan.model,
-        settings=_asked(plan),
+        settings=_settings_of(plan),
         groups=plan.comms.groups,
         blocks=blocks,
-        stages=tuple(made),
+        stages=tuple(stages),
         notes=(*notes, *notes_of(job, plan)),
     )
 
 
-def _asked(plan: Plan) -> dict[str, str | int | float | bool | None]:
+def _settings_of(plan: Plan) -> dict[str, str | int | float | bool | None]:
     parallel = plan.job.parallel
     return {
         "tensor_model_parallel_size": parallel.tp,
@@ -185,20 +180,20 @@ def _asked(plan: Plan) -> dict[str, str | int | float | bool | None]:
         "expert_model_parallel_size": parallel.ep,
         "num_distributed_optimizer_instances": parallel.dp_replicate,
         "micro_batch_size": plan.job.mbs,
-        "global_batch_size": plan.job.mbs * plan.job.num_microbatches * parallel.data_ranks,
+        "global_batch_size": plan.job.global_batch,
         "seq_length": plan.model.seq_len,
         **asdict(plan.settings),
     }
 
 
 class _StageMaker:
-    """Puts the blocks of one stage into the library's workload."""
+    """The blocks of one stage, which are added to those of the library."""
 
     def __init__(
         self, pipeline: Pipeline, library: Library, index: int, chunks: tuple[Chunk, ...]
     ) -> None:
         self.pipeline, self.library, self.index, self.chunks = pipeline, library, index, chunks
-        self.plan, self.blocks, self.owned = library.plan, library.blocks, self._owned(chunks)
+        self.plan, self.blocks, self.params = library.plan, library.blocks, self._params(chunks)
 
     def make(self) -> Stage:
         plan, index = self.plan, self.index
@@ -208,13 +203,10 @@ class _StageMaker:
         )
         self.passes()
         pipeline = self.pipeline
-        spans = anchored(
-            spans,
-            self.beside,
-            blocking=pipeline.num_chunks > 1 and not pipeline.overlap,
-        )
+        blocking = pipeline.num_chunks > 1 and not pipeline.overlap
+        spans = with_async_deps(spans, self.in_flight, blocking=blocking)
         items = program(spans, self.lower, self.blocks, f"stage{index}.")
-        self.blocks[f"stage{index}.finish"] = finish(plan, self.owned)
+        self.blocks[f"stage{index}.finish"] = gradients.end_of_step(plan, self.params)
         self.blocks[step] = (*items, Run(block=f"stage{index}.finish"))
         return Stage(
             step=step,
@@ -243,17 +235,18 @@ class _StageMaker:
             and (self.pipeline.num_chunks > 1 or self.index > 0)
         )
 
-    def _owned(self, chunks: tuple[Chunk, ...]) -> Owned:
+    def _params(self, chunks: tuple[Chunk, ...]) -> StageParams:
         plan = self.library.plan
         kinds = [[is_moe(plan, layer) for layer in chunk.layers] for chunk in chunks]
         params = tuple(
-            chunk_params(plan, chunk, kind) for chunk, kind in zip(chunks, kinds, strict=True)
+            gradients.chunk_params(plan, chunk, kind)
+            for chunk, kind in zip(chunks, kinds, strict=True)
         )
-        return Owned(
+        return StageParams(
             params=params,
             buckets=tuple(
-                buckets(plan, one, split=self.index == 0 and number == 0)
-                for number, one in enumerate(params)
+                gradients.buckets(plan, own, split=self.index == 0 and number == 0)
+                for number, own in enumerate(params)
             ),
             is_first=self.index == 0,
             is_last=self.index == self.pipeline.num_stages - 1,
@@ -261,7 +254,7 @@ class _StageMaker:
         )
 
     def passes(self) -> None:
-        """Forward and backward blocks of the chunks, and those of their edges."""
+        """Add forward and backward blocks of the chunks, and those of the step's edges."""
         settings = self.plan.settings
         for number, chunk in enumerate(self.chunks):
             ahead = forward_segments(self.library, chunk)
@@ -271,18 +264,18 @@ class _StageMaker:
             if settings.overlap_param_gather and not self.aligned_gathers:
                 begun = self.index > 0 or number > 0
                 changed = first_forward(
-                    self.library, ahead, self.owned.buckets[number], begun=begun
+                    self.library, ahead, self.params.buckets[number], begun=begun
                 )
                 self.put(f"forward{number}.first", changed)
             if settings.overlap_grad_reduce and not self.aligned_reduces:
-                changed = last_backward(self.library, back, self.owned.buckets[number])
+                changed = last_backward(self.library, back, self.params.buckets[number])
                 self.put(f"backward{number}.last", changed)
 
     def put(self, name: str, segments: list[Segment]) -> None:
         self.blocks[f"stage{self.index}.{name}"] = self.library.runs(segments)
 
     def lower(self, action: Action) -> tuple[Item, ...]:
-        """What an action of the schedule is."""
+        """Return the items of an action."""
         match action.act:
             case Act.FORWARD | Act.BACKWARD:
                 return self.run(action)
@@ -300,52 +293,55 @@ class _StageMaker:
         edge = ".first" if action.act is Act.FORWARD else ".last"
         if action.edge and name + edge in self.blocks:
             name += edge
-        found = Run(block=name, microbatch=action.microbatch)
+        run = Run(block=name, microbatch=action.microbatch)
         if not (action.edge and action.act is Act.FORWARD and self.aligned_gathers):
-            return (found,)
-        names = dict.fromkeys(op.name for op in self.gathers(action.chunk))
-        return (wait(tuple(names), Phase.FWD, "parameters"), found) if names else (found,)
+            return (run,)
+        names = self.in_flight(replace(action, act=Act.GATHER))
+        return (wait(names, Phase.FWD, "parameters"), run) if names else (run,)
 
-    def beside(self, action: Action) -> tuple[str, ...]:
-        """Names of collectives that are in flight when an action ends."""
-        ends = action.act is Act.BACKWARD and action.edge
+    def in_flight(self, action: Action) -> tuple[str, ...]:
+        """Return the names of collectives that are in flight when an action ends."""
+        is_last = action.act is Act.BACKWARD and action.edge
         if action.act is Act.REDUCE or (
-            ends and self.plan.settings.overlap_grad_reduce and not self.aligned_reduces
+            is_last and self.plan.settings.overlap_grad_reduce and not self.aligned_reduces
         ):
-            return names_of(self.plan, self.owned.buckets[action.chunk])
+            return gradients.names_of(self.plan, self.params.buckets[action.chunk])
         if action.act is Act.GATHER:
             return tuple(dict.fromkeys(op.name for op in self.gathers(action.chunk)))
         return ()
 
     def reduces(self, chunk: int) -> tuple[CommOp, ...]:
-        listed = self.owned.buckets[chunk]
-        return tuple(op for one in listed for op in reduce(self.plan, one, overlapped=True))
+        return tuple(
+            op
+            for bucket in self.params.buckets[chunk]
+            for op in gradients.reduce(self.plan, bucket, overlapped=True)
+        )
 
     def gathers(self, chunk: int) -> tuple[CommOp, ...]:
         return tuple(
             op
-            for bucket in self.owned.buckets[chunk]
-            for op in gather(self.plan, bucket, name=f"{stream_of(bucket)}.parameters{chunk}")
+            for bucket in self.params.buckets[chunk]
+            for op in gradients.gather(
+                self.plan, bucket, name=f"{gradients.stream_of(bucket)}.parameters{chunk}"
+            )
         )
 
     def transfer(self, action: Action) -> tuple[Item, ...]:
-        """Hidden states of a micro-batch, or their gradients: this rank's part of both.
+        """Return a transfer of this rank's hidden states of a micro-batch, or their gradients.
 
         Source: get_tensor_shapes of schedules.py: sequence / cp, and / tp with sequence
         parallelism.
         """
-        sends = action.act in (Act.SEND_FORWARD, Act.SEND_BACKWARD)
-        ahead = action.act in (Act.SEND_FORWARD, Act.RECV_BACKWARD)
-        forward = action.act in (Act.SEND_FORWARD, Act.RECV_FORWARD)
-        group, peer = "pp", 1 if ahead else -1
-        stream = self.stream(sends=sends, ahead=ahead)
+        sends, to_next = action.act in SENDS, action.act in WITH_NEXT_STAGE
+        group, peer = "pp", 1 if to_next else -1
+        stream = self.stream(sends=sends, to_next=to_next)
         if stream in ("pp.send", "pp.recv") and sends is bool(self.index % 2):
             group, peer = "world", self.plan.job.parallel.world_size // 2
         return self.plan.comms(
             SEND if sends else RECV,
             self.plan.own_tokens * self.plan.model.hidden_size,
             group,
-            Phase.FWD if forward else Phase.DGRAD,
+            Phase.FWD if action.act in FORWARD_TRANSFERS else Phase.DGRAD,
             "pipeline",
             microbatch=action.microbatch,
             stream=stream,
@@ -355,21 +351,21 @@ class _StageMaker:
             fused=action.fused,
         )
 
-    def stream(self, *, sends: bool, ahead: bool) -> str:
-        """A pair of stages has a communicator; two stages use the world's for one direction."""
+    def stream(self, *, sends: bool, to_next: bool) -> str:
+        """Return the stream of a pair's communicator; two stages use the world's one way."""
         if self.pipeline.num_chunks == 1 or not self.pipeline.overlap:
             return COMPUTE
         if self.pipeline.num_stages == 2:
             return "pp.send" if sends else "pp.recv"
-        return "pp.next" if ahead else "pp.prev"
+        return "pp.next" if to_next else "pp.prev"
 
     def setup(self) -> str:
-        """First and last stage begin with the same embedding (language_module.py)."""
+        """Add the sum that gives first and last stage equal tables (language_module.py)."""
         plan = self.plan
-        if not plan.model.tied_embeddings or not (self.owned.is_first or self.owned.is_last):
+        if not plan.model.tied_embeddings or not (self.params.is_first or self.params.is_last):
             return ""
         table = plan.model.vocab_size // plan.tp * plan.model.hidden_size
-        made = plan.comms("all_reduce", table, "embd", Phase.OPTIM, "embedding")
-        if made:
-            self.blocks["setup"] = made
-        return "setup" if made else ""
+        ops = plan.comms("all_reduce", table, "embd", Phase.OPTIM, "embedding")
+        if ops:
+            self.blocks["setup"] = ops
+        return "setup" if ops else ""

@@ -1,4 +1,4 @@
-"""Megatron-LM's parameters that shape a step, and what follows from them for a job.
+"""Megatron-LM's parameters that affect a step, and the plan of a job under them.
 
 Names and defaults are those of megatron/training/arguments.py of core_v0.16.1.
 """
@@ -6,41 +6,40 @@ Names and defaults are those of megatron/training/arguments.py of core_v0.16.1.
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
-from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
-from stepmark.core.ops import Phase
 from stepmark.core.workload import CommOp, Group
 from stepmark.workload.job import (
     AXES,
     Comms,
     Job,
+    check_at_least,
     check_trained,
     mesh_groups,
-    not_below,
     setting,
 )
 from stepmark.workload.tree import TreeMaker
 
 
 class Dispatcher(StrEnum):
-    """How tokens come to their experts (megatron/core/transformer/moe/token_dispatcher.py)."""
+    """Exchange of tokens with experts (megatron/core/transformer/moe/token_dispatcher.py)."""
 
     ALLTOALL = "alltoall"
     ALLGATHER = "allgather"
 
 
 class CpComm(StrEnum):
-    """How context-parallel ranks come to keys and values."""
+    """Exchange of keys and values among context-parallel ranks."""
 
     P2P = "p2p"
     ALL_GATHER = "all_gather"
 
 
 class Granularity(StrEnum):
-    """What the backward pass computes again."""
+    """Recomputation in the backward pass."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -48,7 +47,7 @@ class Granularity(StrEnum):
 
 
 class Balancing(StrEnum):
-    """Over which tokens the auxiliary loss of a router counts."""
+    """Tokens over which the auxiliary loss of a router counts."""
 
     AUX_LOSS = "aux_loss"
     SEQ_AUX_LOSS = "seq_aux_loss"
@@ -57,7 +56,7 @@ class Balancing(StrEnum):
 
 
 class RouterDtype(StrEnum):
-    """Of router and probabilities. model: as the activations."""
+    """Type of router and probabilities. model: as the activations."""
 
     MODEL = "model"
     FP32 = "fp32"
@@ -79,7 +78,7 @@ _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Megatron:
-    """Parameters of Megatron-LM beside the model, the mesh and the batches."""
+    """Parameters of Megatron-LM except the model, the mesh and the batches."""
 
     sequence_parallel: bool = setting(False, "norms and residuals on 1/tp of each sequence")
     use_distributed_optimizer: bool = setting(False, "shard optimizer states over data ranks")
@@ -133,7 +132,7 @@ class Megatron:
     def __post_init__(self) -> None:
         sizes = ("expert_tensor_parallel_size", "recompute_num_layers", "ddp_bucket_size")
         splits = ("virtual_pipeline_model_parallel_size", *_UNEVEN)
-        not_below(self, 1, *sizes, *splits, "make_vocab_size_divisible_by")
+        check_at_least(self, 1, *sizes, *splits, "make_vocab_size_divisible_by")
         factor = self.moe_expert_capacity_factor
         if factor is not None and factor < 0:  # as TransformerConfig.__post_init__
             object.__setattr__(self, "moe_expert_capacity_factor", None)
@@ -147,7 +146,7 @@ class Megatron:
         self._check_pairs()
 
     def _check_pairs(self) -> None:
-        """What validate_args of arguments.py asserts of pairs of parameters."""
+        """Raise ConfigError for pairs of parameters that validate_args refuses."""
         if self.overlap_param_gather and not (
             self.use_distributed_optimizer and self.overlap_grad_reduce
         ):
@@ -176,21 +175,21 @@ class Megatron:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Recomputed ones, with selective."""
+        """Modules that selective recompute names."""
         if self.recompute_granularity is not Granularity.SELECTIVE:
             return ()
         return tuple(word.strip() for word in self.recompute_modules.split(",") if word.strip())
 
 
 def padded(model: ModelConfig, settings: Megatron, tp: int) -> ModelConfig:
-    """Source: vocab_size_with_padding, megatron/training/tokenizer."""
+    """Pad the vocabulary (vocab_size_with_padding, megatron/training/tokenizer)."""
     multiple = settings.make_vocab_size_divisible_by * tp
     return replace(model, vocab_size=math.ceil(model.vocab_size / multiple) * multiple)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A job under these settings, and the groups that its ranks communicate in."""
+    """A job, its settings, and the groups in which its ranks communicate."""
 
     job: Job
     settings: Megatron
@@ -215,7 +214,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on one rank, before sequence parallelism divides them."""
+        """Tokens of a micro-batch on one rank, before sequence parallelism divides them."""
         return self.job.tokens
 
     @property
@@ -239,23 +238,16 @@ class Plan:
 
     @property
     def tree(self) -> TreeMaker:
-        """Maker of the modules of this rank."""
+        """Factory of this rank's modules."""
         sequence, etp = self.sequence_parallel, self.etp
-        made = self.job.tree("megatron", sequence_parallel=sequence, etp=etp)
-        inputs = replace(made.inputs, expert_rows=self.expert_rows * etp)
-        return replace(made, inputs=inputs)
+        tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp)
+        inputs = replace(tree.inputs, expert_rows=self.expert_rows * etp)
+        return replace(tree, inputs=inputs)
 
-    def inside(
-        self,
-        kind: Collective,
-        elements: int,
-        group: str,
-        phase: Phase,
-        module: str,
-        dtype: DType | None = None,
-    ) -> tuple[CommOp, ...]:
-        """A collective in a layer."""
-        return self.comms(kind, elements, group, phase, module, dtype, layer=0, microbatch=0)
+    @property
+    def inside(self) -> "partial[tuple[CommOp, ...]]":
+        """Communication inside a layer."""
+        return partial(self.comms, layer=0, microbatch=0)
 
     def size(self, group: str) -> int:
         return self.comms.groups[group].size
@@ -273,7 +265,7 @@ class Plan:
 
 
 def make_plan(job: Job, settings: Megatron) -> Plan:
-    """Raises ConfigError where Megatron-LM would refuse the job, and for other types."""
+    """Return the plan. Raises ConfigError for a type or job that Megatron-LM refuses."""
     check_trained("dtype", job.dtype)
     model = padded(job.model, settings, job.parallel.tp)
     job = replace(job, model=model)
@@ -299,13 +291,13 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
 
 
 def groups(job: Job, settings: Megatron) -> dict[str, Group]:
-    """By Megatron's names (megatron/core/parallel_state.py, order tp-cp-ep-dp-pp).
+    """Return groups by Megatron's names (megatron/core/parallel_state.py, tp-cp-ep-dp-pp).
 
-    dp_replicate: num_distributed_optimizer_instances. Experts have digits of their own: their
-    tp, ep and dp divide the ranks of a stage.
+    dp_replicate: num_distributed_optimizer_instances. Experts have their own mesh: their tp, ep
+    and dp divide the ranks of a stage.
     """
     parallel = job.parallel
-    found = mesh_groups(
+    by_name = mesh_groups(
         parallel,
         {
             "tp": ("tp",),
@@ -323,19 +315,19 @@ def groups(job: Job, settings: Megatron) -> dict[str, Group]:
     )
     per_stage = parallel.world_size // parallel.pp
     last = max(1, parallel.pp - 1) * per_stage
-    found["embd"] = Group(digits=((min(2, parallel.pp), last),))
+    by_name["embd"] = Group(digits=((min(2, parallel.pp), last),))
     if job.model.moe is None:
-        return found
+        return by_name
     etp, ep = settings.expert_tensor_parallel_size or parallel.tp, parallel.ep
     instance = per_stage // parallel.dp_replicate
     if instance % (etp * ep):
         raise ConfigError(
             "ep", ep, f"it must have expert tp {etp} as a divisor of tp x cp x dp ({instance})"
         )
-    found["etp"] = Group(digits=((etp, 1),))
-    found["ep"] = Group(digits=((ep, etp),))
-    found["tp_ep"] = Group(digits=((etp * ep, 1),))
-    found["intra_expt_dp"] = Group(digits=((instance // (etp * ep), etp * ep),))
-    found["expt_dp"] = Group(digits=((per_stage // (etp * ep), etp * ep),))
-    found["expt_tp_pp"] = Group(digits=((etp, 1), (ep, etp), (parallel.pp, per_stage)))
-    return found
+    by_name["etp"] = Group(digits=((etp, 1),))
+    by_name["ep"] = Group(digits=((ep, etp),))
+    by_name["tp_ep"] = Group(digits=((etp * ep, 1),))
+    by_name["intra_expt_dp"] = Group(digits=((instance // (etp * ep), etp * ep),))
+    by_name["expt_dp"] = Group(digits=((per_stage // (etp * ep), etp * ep),))
+    by_name["expt_tp_pp"] = Group(digits=((etp, 1), (ep, etp), (parallel.pp, per_stage)))
+    return by_name

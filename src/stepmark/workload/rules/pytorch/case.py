@@ -1,4 +1,4 @@
-"""The workload of a training case: which of PyTorch's rules it runs by, with which settings."""
+"""The workload of a training case, from the PyTorch rule and settings that describe it."""
 
 from dataclasses import fields, replace
 from typing import TypeVar
@@ -18,7 +18,7 @@ _COMPILED = "compiled: kernels are fused, communication is that of eager code"
 
 
 def of_case(case: TrainCase) -> Workload:
-    """One optimizer step of `stepmark train`. Raises ConfigError for what is not derived."""
+    """Return one optimizer step of `stepmark train`. Raises ConfigError if not derived."""
     if case.fp8 is not Fp8.NONE:
         raise ConfigError("fp8", case.fp8, "none: its scales are not derived, capture them")
     if case.async_tp:
@@ -33,20 +33,20 @@ def of_case(case: TrainCase) -> Workload:
     job = job_of(case)
     match case.data_parallel:
         case DataParallel.FSDP:
-            made = fsdp.workload(job, settings_of(case, fsdp.Fsdp))
+            workload = fsdp.workload(job, settings_of(case, fsdp.Fsdp))
         case DataParallel.DDP:
-            made = ddp.workload(job, settings_of(case, ddp.Ddp))
+            workload = ddp.workload(job, settings_of(case, ddp.Ddp))
         case _ if case.parallel.pp > 1:
-            made = plain.workload(job, settings_of(case, plain.Pp))
+            workload = plain.workload(job, settings_of(case, plain.Pp))
         case _:
-            made = plain.workload(job, settings_of(case, plain.Tp))
+            workload = plain.workload(job, settings_of(case, plain.Tp))
     if case.compile is not CompileScope.NONE:
-        made = replace(made, notes=(*made.notes, _COMPILED))
-    return made
+        workload = replace(workload, notes=(*workload.notes, _COMPILED))
+    return workload
 
 
 def job_of(case: TrainCase) -> Job:
-    """A micro-batch of a pipeline is a part of a case's."""
+    """Return the job of a case, whose micro-batches a pipeline divides further."""
     parts = _parts(case)
     if case.mbs % parts:
         raise ConfigError("mbs", case.mbs, f"a multiple of {parts} pipeline microbatches")
@@ -68,16 +68,16 @@ def _parts(case: TrainCase) -> int:
 
 
 def settings_of(case: TrainCase, kind: type[T]) -> T:
-    """A rule's settings as `stepmark train` runs the case."""
+    """Return a rule's settings, as `stepmark train` runs the case."""
     is_amp = case.precision is Precision.AMP
     is_half = case.precision in (Precision.BF16, Precision.MASTER)
-    kept = DType.BF16 if is_half else DType.FP32
+    weight_dtype = DType.BF16 if is_half else DType.FP32
     is_sharded = kind is fsdp.Fsdp
     halved = case.reduce_dtype is not DType.FP32
     values = {
-        "param_dtype": DType.BF16 if is_amp and is_sharded else kept,
+        "param_dtype": DType.BF16 if is_amp and is_sharded else weight_dtype,
         "reduce_dtype": case.reduce_dtype,
-        "shard_dtype": kept,
+        "shard_dtype": weight_dtype,
         "reshard_after_forward": case.reshard,
         "prefetch": case.prefetch,
         "blocks_per_group": case.blocks_per_group,
@@ -98,5 +98,5 @@ def settings_of(case: TrainCase, kind: type[T]) -> T:
         "pp_schedule": Schedule(case.pp_schedule),
         "pp_microbatches": _parts(case),
     }
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in values.items() if name in known})
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in names})

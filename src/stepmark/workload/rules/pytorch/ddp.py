@@ -1,11 +1,11 @@
-"""DistributedDataParallel: whole copies of a model, whose gradients are all-reduced in buckets.
+"""DistributedDataParallel: model replicas whose gradients are all-reduced in buckets.
 
 torch 2.13.0: nn/parallel/distributed.py (_BucketCapacityConfig, _ddp_init_helper) and
 torch/csrc/distributed/c10d/reducer.cpp (compute_bucket_assignment_by_size, rebuild_buckets,
-mark_bucket_ready). A step that is described is a steady one: the first step reduces all
-gradients in one bucket at its end, the second one has buckets in the order in which gradients
-became ready. With find_unused_parameters they stay in the order of the modules, and which
-ones were used is reduced as well. The first bucket holds 1 MiB only where no size is given.
+mark_bucket_ready). The step is a steady one: the first step reduces all gradients in one
+bucket at its end, the second one has buckets in the order in which gradients became ready.
+With find_unused_parameters buckets stay in the order of the modules, and the set of used
+parameters is reduced as well. The first bucket has 1 MiB only if no size is given.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,44 +14,38 @@ from typing import Any
 
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
 from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync, Recompute
 from stepmark.core.workload import DDP, Block, ComputeOp, Item, Kernel, Run, Workload
 from stepmark.workload.architecture import AnyJob, Unit
-from stepmark.workload.job import Comms, not_below, setting
+from stepmark.workload.job import Comms, check_at_least, check_single, setting
 from stepmark.workload.pipeline import wait
 from stepmark.workload.rules.pytorch.chunk import Chunk, folded
 from stepmark.workload.rules.pytorch.step import SOURCE, build
-from stepmark.workload.rules.pytorch.technique import ahead, checked, technique
+from stepmark.workload.rules.pytorch.technique import before_recompute, checked, technique
 from stepmark.workload.rules.pytorch.units import groups_of
 
 
-def closed(sizes: Sequence[int], itemsize: int, limits: tuple[int, ...]) -> Iterator[list[int]]:
-    """Places of tensors by bucket: each is closed by the tensor that reaches its limit.
+def assign_buckets(
+    sizes: Sequence[int], itemsize: int, limits: tuple[int, ...]
+) -> Iterator[list[int]]:
+    """Yield the indices of each bucket's tensors; the one that reaches the limit is the last.
 
-    limits: of the first ones in bytes; the last stands for all others
+    limits: bytes of the first buckets; the last limit syncs_last for all others
     (compute_bucket_assignment_by_size).
     """
     bucket: list[int] = []
-    held, closed = 0, 0
-    for at, size in enumerate(sizes):
-        bucket.append(at)
-        held += size * itemsize
-        if held >= limits[min(closed, len(limits) - 1)]:
+    num_bytes, count = 0, 0
+    for index, size in enumerate(sizes):
+        bucket.append(index)
+        num_bytes += size * itemsize
+        if num_bytes >= limits[min(count, len(limits) - 1)]:
             yield bucket
-            bucket, held = [], 0
-            closed += 1
+            bucket, num_bytes = [], 0
+            count += 1
     if bucket:
         yield bucket
-
-
-def filled(
-    params: Sequence[Param], itemsize: int, limits: tuple[int, ...]
-) -> Iterator[list[Param]]:
-    for bucket in closed([one.numel for one in params], itemsize, limits):
-        yield [params[at] for at in bucket]
 
 
 Placed = tuple[int, Param]  # number of its unit
@@ -60,34 +54,34 @@ Placed = tuple[int, Param]  # number of its unit
 def completed(
     ready: Sequence[Placed], buckets: Sequence[Sequence[Placed]]
 ) -> dict[int, list[tuple[Param, int]]]:
-    """Which gradient, ready in this order, lets which buckets go."""
-    place = {(number, one.name): at for at, (number, one) in enumerate(ready)}
-    found: dict[int, list[tuple[Param, int]]] = {}
+    """Return by unit the gradients that complete buckets, and the sizes of these buckets."""
+    place = {(number, param.name): at for at, (number, param) in enumerate(ready)}
+    completions: dict[int, list[tuple[Param, int]]] = {}
     latest = -1
     for bucket in buckets:
-        latest = max(latest, *(place[number, one.name] for number, one in bucket))
+        latest = max(latest, *(place[number, param.name] for number, param in bucket))
         number, param = ready[latest]
-        elements = sum(one.numel for _, one in bucket)
-        found.setdefault(number, []).append((param, elements))
-    return found
+        elements = sum(param.numel for _, param in bucket)
+        completions.setdefault(number, []).append((param, elements))
+    return completions
 
 
 def ready_order(params: tuple[Param, ...], *, autocast: bool) -> tuple[Param, ...]:
-    """Parameters as their gradients become ready, the last module's first.
+    """Return parameters in the order in which their gradients become ready.
 
-    Nodes of autograd run newest first; of one node's parameters the order is that of
-    torch 2.13: bias before weight of a linear layer, weight before bias of a norm, and the
-    other way round under autocast, whose casts are nodes of their own.
+    Autograd runs the newest node first; the order of one node's parameters is that of torch
+    2.13: bias before weight of a linear layer, weight before bias of a norm, and the reverse
+    under autocast, whose casts are nodes themselves.
     """
     by_module: dict[str, list[Param]] = {}
-    for one in params:
-        if one.is_trained:
-            by_module.setdefault(one.name.rpartition(".")[0], []).append(one)
-    found: list[Param] = []
+    for param in params:
+        if param.is_trained:
+            by_module.setdefault(param.name.rpartition(".")[0], []).append(param)
+    order: list[Param] = []
     for members in reversed(by_module.values()):
         in_order = members[0].is_norm is not autocast and not members[0].is_expert
-        found += members if in_order else reversed(members)
-    return tuple(found)
+        order += members if in_order else reversed(members)
+    return tuple(order)
 
 
 MIB = 2**20
@@ -115,7 +109,7 @@ class Ddp:
     recompute_every: int = setting(1, "with blocks: blocks per cycle")
 
     def __post_init__(self) -> None:
-        not_below(self, 0, "bucket_cap_mb")
+        check_at_least(self, 0, "bucket_cap_mb")
         checked(self)
 
     @property
@@ -127,113 +121,110 @@ class Ddp:
 
 
 def workload(job: AnyJob, settings: Ddp) -> Workload:
-    """A steady step; the start as setup. Raises ConfigError."""
-    for name in ("tp", "pp", "ep"):
-        if getattr(job.parallel, name) > 1:
-            raise ConfigError(name, getattr(job.parallel, name), "1, or the fsdp rule")
+    """Return a steady step, and the start as setup. Raises ConfigError."""
+    check_single(job.parallel, ("tp", "pp", "ep"), "1, or the fsdp rule")
     comms = Comms(groups=groups_of(job), dtype=job.dtype)
-
-    def reducing(chunk: Chunk) -> "Reducing":
-        return Reducing(chunk, settings, comms)
-
     how = technique(
         settings,
-        holds=settings.grad_sync is GradSync.LAST,
-        buckets=reducing,
-        setup=(lambda chunk: reducing(chunk).setup()) if settings.init_sync else None,
+        syncs_last=settings.grad_sync is GradSync.LAST,
+        backward=lambda chunk: Reducer(chunk, settings, comms).backward(),
+        setup=lambda chunk: Reducer(chunk, settings, comms).setup(),
     )
     source = f"{SOURCE}, torch/nn/parallel/distributed.py, c10d/reducer.cpp"
     return build(job, how, "ddp", source, settings)
 
 
-class Reducing:
-    """A backward pass in which each bucket is reduced once its last gradient is there."""
+class Reducer:
+    """Passes of a chunk whose gradients are reduced in buckets as they become ready."""
 
     def __init__(self, chunk: Chunk, settings: Ddp, comms: Comms) -> None:
         self._chunk, self._settings, self._comms = chunk, settings, comms
-
-    @property
-    def _units(self) -> list[tuple[Unit, int | None, bool]]:
-        """In the order of the forward pass, with layer and whether it is checkpointed."""
-        chunk = self._chunk
-        layers = [(one.unit, one.index, one.is_checkpointed) for one in chunk.layers]
+        layers = [(layer.unit, layer.index, layer.is_checkpointed) for layer in chunk.layers]
         first, last = (
-            [(one, None, False)] if one else [] for one in (chunk.embedding, chunk.output)
+            [(unit, None, False)] if unit else [] for unit in (chunk.embedding, chunk.output)
         )
-        return [*first, *layers, *last]
+        # In forward order, with the layer and whether it is checkpointed.
+        self._units: list[tuple[Unit, int | None, bool]] = [*first, *layers, *last]
+        self._params = [param for unit, _, _ in self._units for param in unit.params]
 
-    def __call__(self) -> Block:
-        full = self._full()
+    def backward(self) -> Block:
+        full = self._full_buckets()
         segments: list[tuple[Block, int]] = []
         for number, (unit, layer, is_checkpointed) in reversed(list(enumerate(self._units))):
             items: list[Item] = [Run(block=f"{unit.name}.again")] if is_checkpointed else []
-            early = ahead(unit) if is_checkpointed else 0
-            body, done = unit.bwd[0], early
+            body, early = unit.bwd[0], before_recompute(unit) if is_checkpointed else 0
+            done = early
             for param, elements in full.get(number, ()):
-                # Behind the last operation of the parameter's module.
-                ends = [at for at, one in enumerate(body, 1) if one.module == param.part]
+                # After the last operation of the parameter's module.
+                ends = [at for at, op in enumerate(body, 1) if op.module == param.part]
                 place = max(done, ends[-1] if ends else len(body))
                 items += body[done:place]
                 items += self._reduced(elements, unit, layer)
                 done = place
-            whole = Run(block=f"{unit.name}.rest" if is_checkpointed else f"{unit.name}.bwd")
-            items += body[done:] if done > early else (whole,)
+            run = Run(block=f"{unit.name}.rest" if is_checkpointed else f"{unit.name}.bwd")
+            items += body[done:] if done > early else (run,)
             segments.append((tuple(items), layer or 0))
         segments.append((tuple(self._end()), 0))
         return folded(segments, self._chunk.blocks, "bwd")
 
     def setup(self) -> Block:
-        """Shapes are compared with rank 0's, whose weights are broadcast.
+        """Return the comparison of shapes with rank 0's, and the broadcast of its weights.
 
         torch/csrc/distributed/c10d/reducer.cpp: verify_params_across_processes;
         torch/distributed/utils.py: _sync_module_states. Buffers are left out.
         """
-        params = [one for unit, _, _ in self._units for one in unit.params]
+        if not self._settings.init_sync:
+            return ()
         ranks = self._comms.groups["ddp"].size
-        shapes = sum(2 * len(one.shape) for one in params if one.is_trained)  # and strides
-        sent = [(Collective.ALL_GATHER, ranks, DType.INT64)]
-        sent.append((Collective.BROADCAST, shapes, DType.INT64))
+        # Shapes and strides.
+        shapes = sum(2 * len(param.shape) for param in self._params if param.is_trained)
+        sizes = [param.numel for param in self._params]
         dtype = self._settings.param_dtype
-        for bucket in filled(params, dtype.itemsize, (_BUFFER_BYTES,)):
-            elements = sum(one.numel for one in bucket)
-            sent.append((Collective.BROADCAST, elements, dtype))
+        messages = [
+            (Collective.ALL_GATHER, ranks, DType.INT64),
+            (Collective.BROADCAST, shapes, DType.INT64),
+            *(
+                (Collective.BROADCAST, sum(sizes[at] for at in bucket), dtype)
+                for bucket in assign_buckets(sizes, dtype.itemsize, (_BUFFER_BYTES,))
+            ),
+        ]
         return tuple(
-            replace(made, root=0) if kind is Collective.BROADCAST else made
-            for kind, elements, one in sent
-            for made in self._comms(kind, elements, "ddp", Phase.OPTIM, "parameters", one)
+            replace(op, root=0) if kind is Collective.BROADCAST else op
+            for kind, elements, wire in messages
+            for op in self._comms(kind, elements, "ddp", Phase.OPTIM, "parameters", wire)
         )
 
-    def _full(self) -> dict[int, list[tuple[Param, int]]]:
-        """By number of a unit the parameters that complete a bucket, and its elements.
+    def _full_buckets(self) -> dict[int, list[tuple[Param, int]]]:
+        """Return by unit the parameters that complete a bucket, and its elements.
 
-        A bucket is reduced when the ones before it are.
+        A bucket is reduced after the ones before it.
         """
         units = [unit for unit, _, _ in self._units]
         ready = [
-            (number, one)
+            (number, param)
             for number, unit in reversed(list(enumerate(units)))
-            for one in ready_order(unit.params, autocast=self._settings.autocast)
+            for param in ready_order(unit.params, autocast=self._settings.autocast)
         ]
         order = ready
-        if self._settings.find_unused_parameters:  # buckets are not made anew
+        if self._settings.find_unused_parameters:  # buckets are not rebuilt
             order = [
-                (number, one)
+                (number, param)
                 for number, unit in enumerate(units)
-                for one in unit.params
-                if one.is_trained
+                for param in unit.params
+                if param.is_trained
             ]
         size = self._settings.param_dtype.itemsize
-        sizes = [one.numel for _, one in order]
+        sizes = [param.numel for _, param in order]
         buckets = [
             [order[at] for at in bucket]
-            for bucket in closed(sizes, size, self._settings.limits)
+            for bucket in assign_buckets(sizes, size, self._settings.limits)
         ]
         if self._settings.find_unused_parameters:
             buckets.reverse()
         return completed(ready, buckets)
 
     def _reduced(self, elements: int, unit: Unit, layer: int | None) -> tuple[Item, ...]:
-        """Gradients are divided by the ranks on their way into the bucket."""
+        """Return a bucket's reduction, before which its gradients are divided by the ranks."""
         settings = self._settings
         wire = DType.BF16 if settings.compress_bf16 else settings.param_dtype
         where: dict[str, Any] = {
@@ -241,7 +232,7 @@ class Reducing:
             "layer": None if layer is None else 0,
             "microbatch": 0,
         }
-        made = self._comms(
+        ops = self._comms(
             Collective.ALL_REDUCE,
             elements,
             "ddp",
@@ -252,16 +243,16 @@ class Reducing:
             after=(_READY,),
             **where,
         )
-        if not made:
+        if not ops:
             return ()
-        moved = elements * (settings.param_dtype.itemsize + wire.itemsize)
-        scale = Kernel(name="bucket_scale", flops=elements, bytes_moved=moved)
-        return (ComputeOp(op=scale, phase=Phase.BWD, name=_READY, **where), *made)
+        num_bytes = elements * (settings.param_dtype.itemsize + wire.itemsize)
+        scale = Kernel(name="bucket_scale", flops=elements, bytes_moved=num_bytes)
+        return (ComputeOp(op=scale, phase=Phase.BWD, name=_READY, **where), *ops)
 
     def _end(self) -> Iterator[Item]:
-        """finalize_backward: all buckets are waited for, and copied where they are no views."""
+        """Yield finalize_backward: the wait for all buckets, copies where they are no views."""
         settings = self._settings
-        params = [one for unit, _, _ in self._units for one in unit.params if one.is_trained]
+        params = [param for param in self._params if param.is_trained]
         if self._comms.groups["ddp"].size == 1:
             return
         if settings.find_unused_parameters:
@@ -279,7 +270,7 @@ class Reducing:
         yield wait((_BUCKET,), Phase.BWD)
         if settings.compress_bf16 or not settings.gradient_as_bucket_view:
             read = 2 if settings.compress_bf16 else settings.param_dtype.itemsize
-            elements = sum(one.numel for one in params)
-            moved = elements * (read + settings.param_dtype.itemsize)
-            copy = Kernel(name="bucket_copy_out", flops=0, bytes_moved=moved)
+            elements = sum(param.numel for param in params)
+            num_bytes = elements * (read + settings.param_dtype.itemsize)
+            copy = Kernel(name="bucket_copy_out", flops=0, bytes_moved=num_bytes)
             yield ComputeOp(op=copy, phase=Phase.BWD, module="gradients", microbatch=0)

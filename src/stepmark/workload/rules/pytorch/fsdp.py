@@ -1,7 +1,7 @@
-"""FSDP2: fully_shard on every block and on the root, with tp, cp, ep and pp where asked for.
+"""FSDP2: fully_shard on every block and on the root, optionally with tp, cp, ep and pp.
 
 Follows torch 2.13.0, torch/distributed/fsdp/_fully_shard, and the trainer of `stepmark train`
-(bench/training/parallelize.py), with whose real runs tests compare every message.
+(bench/training/parallelize.py). Tests compare every message with real runs of it.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.training import GradSync, Recompute
 from stepmark.core.workload import Group, Workload
 from stepmark.workload.architecture import AnyJob
-from stepmark.workload.job import Comms, not_below, setting
+from stepmark.workload.job import Comms, check_at_least, setting
 from stepmark.workload.rules.pytorch.fsdp_order import Sharding
 from stepmark.workload.rules.pytorch.schedules import Schedule
 from stepmark.workload.rules.pytorch.step import SOURCE, build
@@ -21,7 +21,7 @@ from stepmark.workload.rules.pytorch.units import TpPlan, groups_of
 
 
 class Ends(StrEnum):
-    """What wraps the embedding, the final norm and the head."""
+    """The module that wraps the embedding, the final norm and the head."""
 
     ROOT = "root"  # the model itself: gathered once a pass
     APART = "apart"  # the embedding and the output each, as `stepmark train` has it
@@ -52,12 +52,12 @@ class Fsdp:
     pp_stages: int = setting(2, "with --pp-schedule interleaved: stages per rank")
 
     def __post_init__(self) -> None:
-        not_below(self, 1, "prefetch", "blocks_per_group")
+        check_at_least(self, 1, "prefetch", "blocks_per_group")
         checked(self)
 
 
 def workload(job: AnyJob, settings: Fsdp) -> Workload:
-    """A step with weights, gradients and optimizer state sharded. Raises ConfigError."""
+    """Return a step with sharded weights, gradients and optimizer. Raises ConfigError."""
     groups = groups_of(job)
     shards = groups["fsdp"].size
     reshard = _reshard(settings.reshard_after_forward, shards)
@@ -67,31 +67,31 @@ def workload(job: AnyJob, settings: Fsdp) -> Workload:
     if settings.blocks_per_group > layers:
         allowed = f"at most {layers} layers of a stage"
         raise ConfigError("blocks_per_group", settings.blocks_per_group, allowed)
-    holds = settings.grad_sync is GradSync.LAST and job.parallel.pp == 1
+    syncs_last = settings.grad_sync is GradSync.LAST and job.parallel.pp == 1
     sharding = Sharding(
         comms=Comms(groups=groups, dtype=job.dtype),
         gathered=settings.param_dtype,
         reduced=settings.reduce_dtype,
         reshard=reshard,
         prefetch=settings.prefetch,
-        held=(holds and job.num_microbatches > 1) or job.parallel.pp > 1,
+        accumulates=(syncs_last and job.num_microbatches > 1) or job.parallel.pp > 1,
     )
-    how = technique(
+    technique_ = technique(
         settings,
         weights=settings.shard_dtype,
         model_weights=settings.shard_dtype,
         sharding=sharding,
-        table_again=settings.embedding_in_backward,
-        together=settings.ends is Ends.ROOT,
+        regathers_table=settings.embedding_in_backward,
+        root_has_ends=settings.ends is Ends.ROOT,
         blocks_per_group=settings.blocks_per_group,
-        holds=holds,
+        syncs_last=syncs_last,
     )
     source = f"{SOURCE}, torch/distributed/fsdp/_fully_shard"
-    return build(job, how, "fsdp", source, settings)
+    return build(job, technique_, "fsdp", source, settings)
 
 
 def _reshard(text: str, shards: int) -> int | None:
-    """0: over all shards again; None: not at all; else over so many ranks."""
+    """Return the ranks to reshard over. 0: all shards; None: no resharding."""
     if text in ("yes", "no"):
         return 0 if text == "yes" else None
     smaller = [n for n in range(2, shards) if shards % n == 0]
@@ -104,14 +104,14 @@ def _reshard(text: str, shards: int) -> int | None:
 
 
 def _inner(job: AnyJob, groups: dict[str, Group], reshard: int) -> dict[str, Group]:
-    """The ranks that resharded weights are gathered from: consecutive ones of a group."""
+    """Return groups of consecutive ranks from which resharded weights are gathered."""
     axes = job.parallel
-    found = {"fsdp_inner": Group(digits=((reshard, axes.tp),))}
+    inner = {"fsdp_inner": Group(digits=((reshard, axes.tp),))}
     same = groups["expert_fsdp"].size
     if axes.ep > 1 and same > 1:
         if same % reshard:
             raise ConfigError(
                 "reshard_after_forward", reshard, f"a divisor of {same} shards of experts"
             )
-        found["expert_fsdp_inner"] = Group(digits=((reshard, axes.tp * axes.ep),))
-    return found
+        inner["expert_fsdp_inner"] = Group(digits=((reshard, axes.tp * axes.ep),))
+    return inner

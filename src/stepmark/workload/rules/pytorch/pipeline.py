@@ -1,10 +1,10 @@
-"""What a stage of torch.distributed.pipelining does: passes, and transfers between them.
+"""Stages of torch.distributed.pipelining: passes, and transfers between them.
 
-torch 2.13, torch/distributed/pipelining/stage.py (get_fwd_recv_ops and its siblings,
+torch 2.13, torch/distributed/pipelining/stage.py (get_fwd_recv_ops and similar,
 backward_maybe_with_nosync, perform_reduce_grad) and schedules.py. Under FSDP weights that a
-backward pass gathered stay until the last one, after which all gradients are reduced. What
-FSDP gathers depends on the passes before, so passes are gone through one by one until nothing
-changes any more; the rest of a span is the same again.
+backward pass gathered stay until the last one, after which all gradients are reduced. FSDP's
+gathers depend on the passes before, so passes are computed one by one until nothing changes
+any more; the rest of a span repeats.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,23 +13,29 @@ from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Phase
 from stepmark.core.workload import Block, Item, Run
 from stepmark.workload.job import Comms, Job
-from stepmark.workload.pipeline import PASSED, Act, Action, Span, Tick, wait
-from stepmark.workload.rules.pytorch.chunk import BLOCKS, Chunk
-from stepmark.workload.rules.pytorch.schedules import MOVED
-
-_NEXT = (Act.SEND_FORWARD, Act.RECV_BACKWARD)  # to or from the next stage
-_SENDS = (Act.SEND_FORWARD, Act.SEND_BACKWARD)
-_FORWARD = (Act.SEND_FORWARD, Act.RECV_FORWARD)
+from stepmark.workload.pipeline import (
+    FORWARD_TRANSFERS,
+    PASSED,
+    SENDS,
+    WITH_MICROBATCH,
+    WITH_NEXT_STAGE,
+    Act,
+    Action,
+    Span,
+    Tick,
+    wait,
+)
+from stepmark.workload.rules.pytorch.chunk import Blocks, Chunk
 
 
 class Stage:
-    """Issues a schedule's actions of one rank of pp; chunks: the parts of the model it has.
+    """A schedule's actions on one pp rank. chunks: the parts of the model on this rank.
 
-    Bodies are put into `blocks` under names that begin with "stage" and the rank.
+    Bodies are added to `blocks` under names that begin with "stage" and the rank.
     """
 
     def __init__(
-        self, job: Job, chunks: Sequence[Chunk], rank: int, *, comms: Comms, blocks: BLOCKS
+        self, job: Job, chunks: Sequence[Chunk], rank: int, *, comms: Comms, blocks: Blocks
     ) -> None:
         self._job, self._chunks, self._rank = job, chunks, rank
         self._comms, self._blocks = comms, blocks
@@ -37,16 +43,18 @@ class Stage:
         self._passes: dict[tuple[Act, int], Block] = {}  # where they are always the same
 
     def program(self, spans: Sequence[Span]) -> Block:
-        """One pass of micro-batches through the pipeline."""
-        found: list[Run] = []
+        """Return one pass of micro-batches through the pipeline."""
+        runs: list[Run] = []
         for span in spans:
             for run in self._runs(span):
-                _add(found, run)
-        return tuple(found)
+                _add(runs, run)
+        return tuple(runs)
 
     def _runs(self, span: Span) -> Iterator[Run]:
-        ticks = [one for tick in span.ticks for one in tick if one.act in MOVED]
-        base = min((one.microbatch for one in ticks), default=0)
+        ticks = [
+            action for tick in span.ticks for action in tick if action.act in WITH_MICROBATCH
+        ]
+        base = min((action.microbatch for action in ticks), default=0)
         at = 0
         while at < span.times:
             state, counts = self._state(), self._open_passes()
@@ -70,44 +78,44 @@ class Stage:
         return [chunk.open_passes() for chunk in self._chunks]
 
     def _skipped(self, before: list[list[int]], most: int) -> int:
-        """How many more times the same happens; forward passes that lie open run out."""
-        now = self._open_passes()
+        """Return how often the same repeats; forward passes without a backward run out."""
+        open_passes = self._open_passes()
         changes = [
             [new - old for new, old in zip(news, olds, strict=True)]
-            for news, olds in zip(now, before, strict=True)
+            for news, olds in zip(open_passes, before, strict=True)
         ]
-        left = [
+        repeats = [
             (count - 1) // -change
-            for counts, changed in zip(now, changes, strict=True)
+            for counts, changed in zip(open_passes, changes, strict=True)
             for count, change in zip(counts, changed, strict=True)
             if change < 0
         ]
-        times = min([most, *left])
+        times = min([most, *repeats])
         for chunk, changed in zip(self._chunks, changes, strict=True):
             chunk.open_more([times * change for change in changed])
         return times
 
     def _items(self, tick: Tick, base: int) -> Iterator[Item]:
-        """Micro-batches are relative to base."""
+        """Yield a tick's items, micro-batches relative to base."""
         for action in tick:
-            items = tuple(self._done(action, base))
+            items = tuple(self._lower(action, base))
             count = self._passed(items)
             is_pass = action.act in (Act.FORWARD, Act.BACKWARD)
             for index, chunk in enumerate(self._chunks):
-                if not (is_pass and index == action.chunk):  # it counts its own passes
+                if not (is_pass and index == action.chunk):  # a chunk counts its own passes
                     chunk.passed(count)
             yield from items
 
     def _passed(self, items: Block) -> int:
-        """How many operations are named PASSED."""
+        """Count the operations that are named PASSED."""
         return sum(
-            one.times * self._passed(self._blocks[one.block])
-            if isinstance(one, Run)
-            else one.name == PASSED
-            for one in items
+            item.times * self._passed(self._blocks[item.block])
+            if isinstance(item, Run)
+            else item.name == PASSED
+            for item in items
         )
 
-    def _done(self, action: Action, base: int) -> Iterator[Item]:
+    def _lower(self, action: Action, base: int) -> Iterator[Item]:
         chunk = self._chunks[action.chunk]
         match action.act:
             case Act.FORWARD | Act.BACKWARD:
@@ -129,58 +137,59 @@ class Stage:
         if key in self._passes:
             return self._passes[key]
         if action.act is Act.FORWARD:
-            made = chunk.forward()
+            block = chunk.forward()
         else:
-            made = chunk.backward(reduces=False, keeps=True)
+            block = chunk.backward(reduces=False, keeps=True)
         if not chunk.is_sharded:
-            self._passes[key] = made
-        return made
+            self._passes[key] = block
+        return block
 
     def _transfer(self, action: Action, microbatch: int) -> tuple[Item, ...]:
-        """Hidden states of a micro-batch, or their gradients: this rank's part of both.
+        """Return a transfer of this rank's hidden states of a micro-batch, or their gradients.
 
-        NCCL has a communicator for each pair, batches go over that of all stages; these are
-        waited for at once. What is received so, the next gathers wait for, too.
+        NCCL has a communicator for each pair; batches use that of all stages, and the stage
+        waits for them at once. The next gathers wait for what a batch received, too.
         """
-        job, ahead = self._job, action.act in _NEXT
-        is_pair = job.parallel.pp == 2
-        waited = "" if action.act in _SENDS else PASSED
+        job, act = self._job, action.act
+        to_next = act in WITH_NEXT_STAGE
+        stream, name = "compute", "" if act in SENDS else PASSED
+        if action.after:
+            stream = "pp.next" if to_next or job.parallel.pp == 2 else "pp.prev"
+            name = f"{act}.{action.chunk}"
         return self._comms(
-            SEND if action.act in _SENDS else RECV,
+            SEND if act in SENDS else RECV,
             job.tokens // job.parallel.tp * job.model.hidden_size,
             "pp",
-            Phase.FWD if action.act in _FORWARD else Phase.BWD,
+            Phase.FWD if act in FORWARD_TRANSFERS else Phase.BWD,
             "pipeline",
             microbatch=microbatch,
-            stream=("pp.next" if ahead or is_pair else "pp.prev")
-            if action.after
-            else "compute",
-            name=f"{action.act}.{action.chunk}" if action.after else waited,
+            stream=stream,
+            name=name,
             after=action.after,
-            peer=1 if ahead else -1,
+            peer=1 if to_next else -1,
             fused=action.fused,
         )
 
-    def _named(self, what: str, items: Block) -> str:
-        """Of equal blocks there is one."""
+    def _named(self, stem: str, items: Block) -> str:
+        """Add a block, unless an equal one exists, and return its name."""
         if items not in self._names:
-            name = f"stage{self._rank}.{what}.{len(self._names)}"
+            name = f"stage{self._rank}.{stem}.{len(self._names)}"
             self._names[items] = name
             self._blocks[name] = items
         return self._names[items]
 
 
-def _add(found: list[Run], run: Run) -> None:
-    """Behind the others, or as one more time of the last."""
-    if found and found[-1].block == run.block and run.times == 1:
-        last = found[-1]
+def _add(runs: list[Run], run: Run) -> None:
+    """Append a run, or repeat the last one once more."""
+    if runs and runs[-1].block == run.block and run.times == 1:
+        last = runs[-1]
         step = last.microbatch_step if last.times > 1 else run.microbatch - last.microbatch
         if run.microbatch == last.microbatch + last.times * step and step >= 0:
-            found[-1] = Run(
+            runs[-1] = Run(
                 block=last.block,
                 times=last.times + 1,
                 microbatch=last.microbatch,
                 microbatch_step=step,
             )
             return
-    found.append(run)
+    runs.append(run)

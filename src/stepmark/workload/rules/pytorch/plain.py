@@ -1,18 +1,16 @@
 """One data rank: tensor and sequence parallelism through DTensor, pipelines (torch 2.13.0).
 
-With data ranks beside it, it is the fsdp rule. The plan of tensor parallelism and its
-collectives are in units: bench/training/model_parallel.py,
-torch/distributed/tensor/parallel/style.py; schedules of torch.distributed.pipelining in
-schedules.
+The fsdp rule combines them with data ranks. The plan of tensor parallelism and its collectives
+are in units: bench/training/model_parallel.py, torch/distributed/tensor/parallel/style.py;
+schedules of torch.distributed.pipelining in schedules.
 """
 
 from dataclasses import dataclass
 
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
 from stepmark.core.training import Recompute
 from stepmark.core.workload import Workload
-from stepmark.workload.job import Job, setting
+from stepmark.workload.job import Job, check_single, setting
 from stepmark.workload.rules.pytorch.schedules import Schedule
 from stepmark.workload.rules.pytorch.step import SOURCE, build
 from stepmark.workload.rules.pytorch.technique import checked, technique
@@ -45,15 +43,11 @@ class Pp(Tp):
 
 
 def workload(job: Job, settings: Tp) -> Workload:
-    """A step of one data rank over tp ranks, and with Pp over stages. Raises ConfigError."""
-    for name in ("dp_shard", "dp_replicate", "cp"):
-        # Gradients of several ranks would have to be reduced.
-        if getattr(job.parallel, name) > 1:
-            flag = name.replace("_", "-")
-            raise ConfigError(flag, getattr(job.parallel, name), "1, or the fsdp rule")
+    """Return a step of one data rank over tp, and with Pp over stages. Raises ConfigError."""
+    # Gradients of several ranks would have to be reduced.
+    check_single(job.parallel, ("dp_shard", "dp_replicate", "cp"), "1, or the fsdp rule")
     name, file = "pp", "torch/distributed/pipelining/schedules.py"
     if not isinstance(settings, Pp):
         name, file = "tp", "torch/distributed/tensor/parallel/style.py"
-        if job.parallel.pp > 1:
-            raise ConfigError("pp", job.parallel.pp, "1, or the pp rule")
+        check_single(job.parallel, ("pp",), "1, or the pp rule")
     return build(job, technique(settings), name, f"{SOURCE}, {file}", settings)

@@ -1,13 +1,13 @@
-"""In which order a stage of torch.distributed.pipelining works, call by call.
+"""Schedules of torch.distributed.pipelining, call by call.
 
 torch 2.13, torch/distributed/pipelining/schedules.py: Schedule1F1B and ScheduleGPipe
 (_step_microbatches), ScheduleInterleaved1F1B (_get_1f1b_rank_ops, _add_unshard_reshard,
-_add_reduce_grad, _add_send_recv). What a call waits for at once lies on the computation's
-stream; an action with `after` is asynchronous. Waits for sends are left out:
-they are long done by then.
+_add_reduce_grad, _add_send_recv). A transfer with an immediate wait is on the computation's
+stream; an action with `after` is asynchronous. Waits for sends are left out: the sends are
+long done by then.
 
-The interleaved order is worked out for a few rounds of micro-batches: one round more puts the
-same actions in at the same place, so more rounds are more of the same.
+The interleaved order is computed for a few rounds of micro-batches: each further round inserts
+the same actions at the same place.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,14 +17,13 @@ from functools import cache
 
 from stepmark.core.errors import ConfigError
 from stepmark.workload.job import Job
-from stepmark.workload.pipeline import PASSED, TRANSFERS, Act, Action, Span, Tick
+from stepmark.workload.pipeline import PASSED, WITH_MICROBATCH, Act, Action, Span, Tick
 
 COMPUTE = (Act.FORWARD, Act.BACKWARD)
-MOVED = (*COMPUTE, *TRANSFERS)  # what has a micro-batch
 
 
 class Schedule(StrEnum):
-    """Of torch, by our names."""
+    """Torch's schedules by our names."""
 
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
@@ -33,7 +32,7 @@ class Schedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A pass of so many micro-batches through all stages. Raises ConfigError."""
+    """One pass of micro-batches through all stages. Raises ConfigError."""
 
     schedule: Schedule
     num_ranks: int
@@ -61,7 +60,7 @@ class Order:
 
 
 def order_of(job: Job, schedule: Schedule, count: int, num_chunks: int) -> Order:
-    """count: micro-batches of one pass; 0: all of a step. Raises ConfigError."""
+    """Return a pass of `count` micro-batches; 0: all of a step. Raises ConfigError."""
     count = count or job.num_microbatches
     if job.num_microbatches % count:
         allowed = f"a divisor of {job.num_microbatches} micro-batches of a step"
@@ -81,52 +80,52 @@ def act_of(act: Act, microbatch: int = 0, chunk: int = 0, *, fused: bool = False
 
 @cache
 def later(act: Act, microbatch: int, chunk: int = 0) -> Action:
-    """Goes on beside the computation, from the end of what was computed so far."""
+    """Return an asynchronous action, which starts after the newest computation."""
     return Action(act=act, microbatch=microbatch, chunk=chunk, after=(PASSED,))
 
 
 def spans(order: Order) -> list[tuple[Span, ...]]:
-    """By rank of pp what it does, call by call; ticks that repeat as one span."""
+    """Return the schedule of each pp rank; ticks that repeat are one span."""
     if order.schedule is Schedule.INTERLEAVED:
         return _interleaved_spans(order)
-    one = _gpipe if order.schedule is Schedule.GPIPE else _one_f_one_b
+    schedule_of_rank = _gpipe if order.schedule is Schedule.GPIPE else _one_f_one_b
     ranks, count = order.num_ranks, order.num_microbatches
-    return [tuple(one(rank, ranks, count)) for rank in range(ranks)]
+    return [tuple(schedule_of_rank(rank, ranks, count)) for rank in range(ranks)]
 
 
 def _around(rank: int, num_ranks: int) -> Callable[[Tick], Tick]:
-    """Keeps what a stage has neighbours for."""
+    """Return a function that drops transfers with neighbours that a stage does not have."""
     missing: set[Act] = set()
     if rank == 0:
         missing |= {Act.RECV_FORWARD, Act.SEND_BACKWARD}
     if rank == num_ranks - 1:
         missing |= {Act.SEND_FORWARD, Act.RECV_BACKWARD}
-    return lambda tick: tuple(one for one in tick if one.act not in missing)
+    return lambda tick: tuple(action for action in tick if action.act not in missing)
 
 
 def _gpipe(rank: int, num_ranks: int, count: int) -> Iterator[Span]:
-    kept = _around(rank, num_ranks)
+    around = _around(rank, num_ranks)
     forward = act_of(Act.RECV_FORWARD, 0), act_of(Act.FORWARD, 0), later(Act.SEND_FORWARD, 0)
     back = act_of(Act.RECV_BACKWARD, 0), act_of(Act.BACKWARD, 0), later(Act.SEND_BACKWARD, 0)
-    yield Span(ticks=(kept(forward),), times=count)
-    yield Span(ticks=(kept(back),), times=count)
+    yield Span(ticks=(around(forward),), times=count)
+    yield Span(ticks=(around(back),), times=count)
     yield Span(ticks=((act_of(Act.REDUCE),),))
 
 
 def _one_f_one_b(rank: int, num_ranks: int, count: int) -> Iterator[Span]:
-    kept = _around(rank, num_ranks)
+    around = _around(rank, num_ranks)
     warmup = min(count, num_ranks - rank)
 
     def turned(ahead: int, behind: int) -> Tick:
-        """The last output leaves while a gradient arrives."""
+        """Return the exchange of the last output and a gradient, and the backward pass."""
         sent = act_of(Act.SEND_FORWARD, ahead)
         return sent, act_of(Act.RECV_BACKWARD, behind, fused=True), act_of(Act.BACKWARD, behind)
 
     warm = act_of(Act.RECV_FORWARD, 0), act_of(Act.FORWARD, 0), later(Act.SEND_FORWARD, 0)
     if warmup > 1:
-        yield Span(ticks=(kept(warm),), times=warmup - 1)
+        yield Span(ticks=(around(warm),), times=warmup - 1)
     last_warm = act_of(Act.RECV_FORWARD, warmup - 1), act_of(Act.FORWARD, warmup - 1)
-    yield Span(ticks=(kept(last_warm),))
+    yield Span(ticks=(around(last_warm),))
     if count > warmup:
         steady = (
             *turned(warmup - 1, 0),
@@ -134,31 +133,30 @@ def _one_f_one_b(rank: int, num_ranks: int, count: int) -> Iterator[Span]:
             act_of(Act.RECV_FORWARD, warmup, fused=True),
             act_of(Act.FORWARD, warmup),
         )
-        yield Span(ticks=(kept(steady),), times=count - warmup)
+        yield Span(ticks=(around(steady),), times=count - warmup)
     first = count - warmup
     last = (*turned(count - 1, first), later(Act.SEND_BACKWARD, first))
-    yield Span(ticks=(kept(last),))
+    yield Span(ticks=(around(last),))
     if warmup > 1:
         back = (
             act_of(Act.RECV_BACKWARD, 0),
             act_of(Act.BACKWARD, 0),
             later(Act.SEND_BACKWARD, 0),
         )
-        cool = tuple(replace(one, microbatch=first + 1) for one in back)
-        yield Span(ticks=(kept(cool),), times=warmup - 1)
+        cool = tuple(replace(action, microbatch=first + 1) for action in back)
+        yield Span(ticks=(around(cool),), times=warmup - 1)
     yield Span(ticks=((act_of(Act.REDUCE),),))
 
 
 _MOST_ACTIVE = 3  # stages of a rank whose parameters are gathered at a time
-_FEW = 2  # rounds that are worked out, and one more to see what is put in
+_FEW = 2  # rounds that are computed, and one more to see which actions it inserts
 
 
 def _interleaved_spans(order: Order) -> list[tuple[Span, ...]]:
-    """By rank."""
     per_round = order.num_microbatches // order.rounds
     if order.rounds <= _FEW + 1:
-        made = _interleaved(order, order.num_microbatches)
-        return [tuple(Span(ticks=(tick,)) for tick in ticks) for ticks in made]
+        ticks_by_rank = _interleaved(order, order.num_microbatches)
+        return [tuple(Span(ticks=(tick,)) for tick in ticks) for ticks in ticks_by_rank]
     few = _interleaved(order, per_round * _FEW)
     more = _interleaved(order, per_round * (_FEW + 1))
     times = order.rounds - _FEW
@@ -169,7 +167,7 @@ def _interleaved_spans(order: Order) -> list[tuple[Span, ...]]:
 
 
 def _lengthened(short: list[Tick], long: list[Tick], step: int, times: int) -> tuple[Span, ...]:
-    """What is in `long` beyond `short`, so many times where it is."""
+    """Return `long`, in which the ticks that `short` lacks are repeated so many times."""
     extra = len(long) - len(short)
     at = len(short)
     while at and long[at - 1 + extra] == _moved(short[at - 1], step):
@@ -181,15 +179,17 @@ def _lengthened(short: list[Tick], long: list[Tick], step: int, times: int) -> t
 
 
 def _moved(tick: Tick, microbatches: int) -> Tick:
-    """Of later micro-batches."""
+    """Return the same tick for later micro-batches."""
     return tuple(
-        replace(one, microbatch=one.microbatch + microbatches) if one.act in MOVED else one
-        for one in tick
+        replace(action, microbatch=action.microbatch + microbatches)
+        if action.act in WITH_MICROBATCH
+        else action
+        for action in tick
     )
 
 
 def _interleaved(order: Order, count: int) -> list[list[Tick]]:
-    """By rank, as _add_send_recv finds it: whoever sends says when the other one receives."""
+    """Return ticks by rank as in _add_send_recv, where a send determines the peer's receive."""
     ranks = order.num_ranks
     planned = [_computed(order, count, rank) for rank in range(ranks)]
     issued: list[list[Action]] = [[] for _ in range(ranks)]
@@ -213,16 +213,16 @@ def _interleaved(order: Order, count: int) -> list[list[Tick]]:
 
 
 def _computed(order: Order, count: int, rank: int) -> list[Action]:
-    """Forward and backward passes of a rank's stages, their gathers and reductions."""
+    """Return passes of a rank's stages, with their gathers and reductions."""
     chunks, total = order.num_chunks, order.num_chunks * count
     per_round = count // max(1, count // order.num_ranks)
     ahead = (chunks - 1) * per_round + 2 * (order.num_ranks - 1 - rank)
     warmup = min(ahead, total)
     done = {act: [0] * chunks for act in COMPUTE}
-    found: list[Action] = []
+    actions: list[Action] = []
 
     def add(act: Act, chunk: int) -> None:
-        found.append(act_of(act, done[act][chunk], chunk))
+        actions.append(act_of(act, done[act][chunk], chunk))
         done[act][chunk] += 1
 
     for number in range(warmup + total):
@@ -230,25 +230,25 @@ def _computed(order: Order, count: int, rank: int) -> list[Action]:
             add(Act.FORWARD, number // per_round % chunks)
         if number >= warmup:
             add(Act.BACKWARD, chunks - 1 - (number - warmup) // per_round % chunks)
-    return list(_with_parameters(found, chunks, count))
+    return list(_with_parameters(actions, chunks, count))
 
 
 def _with_parameters(actions: list[Action], chunks: int, count: int) -> Iterator[Action]:
-    """Parameters of the next stages are gathered, those of others given back."""
+    """Insert gathers of the next stages' parameters, and releases of the others'."""
     following: list[tuple[int, ...]] = [()] * (len(actions) + 1)
     for index in range(len(actions) - 1, -1, -1):
-        mine = actions[index].chunk
-        following[index] = (mine, *(one for one in following[index + 1] if one != mine))
+        own = actions[index].chunk
+        following[index] = (own, *(chunk for chunk in following[index + 1] if chunk != own))
     active: set[int] = set()
     back = [0] * chunks
     for index, action in enumerate(actions):
-        wanted = following[index][:_MOST_ACTIVE]
-        for chunk in sorted(active.difference(wanted)):
+        needed = following[index][:_MOST_ACTIVE]
+        for chunk in sorted(active.difference(needed)):
             yield act_of(Act.RELEASE, chunk=chunk)
-        for chunk in wanted:
+        for chunk in needed:
             if chunk not in active:
                 yield act_of(Act.GATHER, chunk=chunk)
-        active = set(wanted)
+        active = set(needed)
         yield action
         if action.act is Act.BACKWARD:
             back[action.chunk] += 1
@@ -263,7 +263,7 @@ def _stage(order: Order, rank: int, action: Action) -> int:
 
 
 def _needed(order: Order, rank: int, action: Action) -> Act | None:
-    """What has to arrive before a computation."""
+    """Return the transfer that a computation needs."""
     stage = _stage(order, rank, action)
     if action.act is Act.FORWARD and stage > 0:
         return Act.RECV_FORWARD
@@ -273,7 +273,7 @@ def _needed(order: Order, rank: int, action: Action) -> Act | None:
 
 
 def _transfers(order: Order, rank: int, action: Action) -> Iterator[tuple[Action, Action, int]]:
-    """What a computation makes, as both sides see it, and the other one's rank."""
+    """Yield the transfer of a computation's output: its send, its receive and the peer."""
     if action.act not in COMPUTE:
         return
     forward = action.act is Act.FORWARD
@@ -291,18 +291,18 @@ def _transfers(order: Order, rank: int, action: Action) -> Iterator[tuple[Action
 
 
 def _ticks(order: Order, rank: int, actions: list[Action]) -> list[Tick]:
-    """Cut before each computation, which waits for what it needs."""
-    found: list[list[Action]] = [[]]
+    """Split actions before each computation, which waits for the transfer that it needs."""
+    ticks: list[list[Action]] = [[]]
     received: dict[tuple[Act, int], int] = {}
     for action in actions:
         if action.act in COMPUTE:
-            found.append([])
+            ticks.append([])
             if (needed := _needed(order, rank, action)) is not None:
                 newer = received[needed, action.chunk] - 1 - action.microbatch
                 name = f"{needed}.{action.chunk}" + (f"~{newer}" if newer else "")
-                found[-1].append(Action(act=Act.WAIT, after=(name,)))
+                ticks[-1].append(Action(act=Act.WAIT, after=(name,)))
         elif action.act in (Act.RECV_FORWARD, Act.RECV_BACKWARD):
             key = action.act, action.chunk
             received[key] = received.get(key, 0) + 1
-        found[-1].append(action)
-    return [tuple(tick) for tick in found if tick]
+        ticks[-1].append(action)
+    return [tuple(tick) for tick in ticks if tick]

@@ -1,10 +1,10 @@
-"""The parts of a plain PyTorch decoder with the communication inside them: tp, cp and ep.
+"""Units of a plain PyTorch decoder with the communication inside them: tp, cp and ep.
 
-As `stepmark train` spreads it: bench/training/model_parallel.py (DTensor's ColwiseParallel,
+They follow `stepmark train`: bench/training/model_parallel.py (DTensor's ColwiseParallel,
 RowwiseParallel and SequenceParallel, torch 2.13, torch/distributed/tensor/parallel/style.py;
-torchtitan's plan for Llama, in which the two differ at the ends: TpPlan; keys and values
-gathered, arXiv:2407.21783, section 3.3.2; experts). Backward each of these does its dual,
-where its forward pass was.
+torchtitan's plan for Llama, which differs at the ends: TpPlan; keys and values gathered,
+arXiv:2407.21783, section 3.3.2; experts). In the backward pass each collective's dual has the
+same place.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,14 +16,14 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.module import Module
 from stepmark.core.ops import Phase
-from stepmark.core.workload import CommOp, Group, Operation
+from stepmark.core.workload import Group, Operation
 from stepmark.workload.architecture import AnyJob, Architecture, Ops, Unit, weights_first
 from stepmark.workload.job import DUAL, Comms, Job, mesh_groups
 from stepmark.workload.tree import TreeMaker
 
 
 class TpPlan(StrEnum):
-    """What differs between plans: the ends of the model."""
+    """Plans of tensor parallelism, which differ at the ends of the model."""
 
     # The embedding's rows scattered over the sequence; loss_parallel, which leaves logits
     # divided (torchtitan, models/llama3/parallelize.py: apply_non_moe_tp).
@@ -32,7 +32,7 @@ class TpPlan(StrEnum):
 
 
 def groups_of(job: AnyJob) -> dict[str, Group]:
-    """By axis, as bench/training/model_parallel.py divides the ranks."""
+    """Return groups by axis, as in bench/training/model_parallel.py."""
     axes = job.parallel
     shards = axes.dp_shard * axes.cp
     if axes.ep > 1 and shards % axes.ep:
@@ -41,9 +41,9 @@ def groups_of(job: AnyJob) -> dict[str, Group]:
         what = "experts" if job.model.moe else "latent attention"
         raise ConfigError("tp", axes.tp, f"1, since {job.model.name} has {what}")
     if isinstance(job, Job) and job.model.seq_len // axes.cp % axes.tp:
-        held = f"{axes.cp} x {axes.tp}" if axes.cp > 1 else str(axes.tp)
-        raise ConfigError("seq-len", job.model.seq_len, f"a multiple of cp x tp ({held})")
-    found = mesh_groups(
+        product = f"{axes.cp} x {axes.tp}" if axes.cp > 1 else str(axes.tp)
+        raise ConfigError("seq-len", job.model.seq_len, f"a multiple of cp x tp ({product})")
+    groups = mesh_groups(
         axes,
         {
             "tp": ("tp",),
@@ -55,61 +55,57 @@ def groups_of(job: AnyJob) -> dict[str, Group]:
             "fsdp_tp": ("tp", "cp", "dp_shard"),
         },
     )
-    found["ep"] = Group(digits=((axes.ep, axes.tp),))
-    found["expert_fsdp"] = Group(digits=((shards // axes.ep, axes.tp * axes.ep),))
-    return found
+    groups["ep"] = Group(digits=((axes.ep, axes.tp),))
+    groups["expert_fsdp"] = Group(digits=((shards // axes.ep, axes.tp * axes.ep),))
+    return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
-    """A model as what comes before its layers, they themselves, and what comes after them."""
+class StageEnds:
+    """A model as the units before its layers, the layers, and the units after them."""
 
     embedding: Unit | None
-    layers: tuple[Unit, ...]  # each as often as it runs
+    layers: tuple[Unit, ...]  # one for each layer
     output: Unit | None
 
 
-def of_architecture(made: Architecture) -> Ends:
-    """Units before the first and after the last layer are taken together.
+def stage_ends(architecture: Architecture) -> StageEnds:
+    """Merge the units before the first layer, and those after the last one.
 
     A unit between two layers counts as a layer. Without layers all units come before.
     """
-    places = [at for at, one in enumerate(made.units) if one.is_layer]
+    places = [at for at, unit in enumerate(architecture.units) if unit.is_layer]
     for at in places:
-        if made.units[at].name in ("embedding", "output"):
-            raise ConfigError("unit", made.units[at].name, "another name for a layer")
-    first, last = (places[0], places[-1] + 1) if places else (len(made.units),) * 2
-    layers = tuple(one for one in made.units[first:last] for _ in range(one.times))
-    return Ends(
-        embedding=_together("embedding", made.units[:first]),
+        if architecture.units[at].name in ("embedding", "output"):
+            raise ConfigError("unit", architecture.units[at].name, "another name for a layer")
+    first, last = (places[0], places[-1] + 1) if places else (len(architecture.units),) * 2
+    layers = tuple(unit for unit in architecture.units[first:last] for _ in range(unit.times))
+    return StageEnds(
+        embedding=_merged("embedding", architecture.units[:first]),
         layers=layers,
-        output=_together("output", made.units[last:]),
+        output=_merged("output", architecture.units[last:]),
     )
 
 
-def _together(name: str, units: tuple[Unit, ...]) -> Unit | None:
+def _merged(name: str, units: tuple[Unit, ...]) -> Unit | None:
     if not units:
         return None
     return Unit(
         name=name,
-        params=tuple(param for one in units for param in one.params),
-        fwd=(tuple(_of_no_layer(op) for one in units for op in one.fwd[0]),),
-        bwd=(tuple(_of_no_layer(op) for one in reversed(units) for op in one.bwd[0]),),
+        params=tuple(param for unit in units for param in unit.params),
+        fwd=(tuple(replace(op, layer=None) for unit in units for op in unit.fwd[0]),),
+        bwd=(tuple(replace(op, layer=None) for unit in reversed(units) for op in unit.bwd[0]),),
     )
 
 
-def _of_no_layer(op: Operation) -> Operation:
-    return replace(op, layer=None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Maker:
-    """Makes units. lookup_dtype: of the embedding's rows, where tables are not cast before."""
+class UnitBuilder:
+    """Factory of units. lookup_dtype: of the embedding's rows, if tables are not cast."""
 
     job: Job
     comms: Comms
     lookup_dtype: DType
-    apart: bool = False  # experts as a module that is sharded on its own
+    apart: bool = False  # experts are a module that is sharded by itself
     plan: TpPlan = TpPlan.TORCHTITAN
 
     @property
@@ -117,7 +113,7 @@ class Maker:
         return self.job.tree("train", whole_loss=self.plan is TpPlan.WHOLE)
 
     def embedding(self) -> Unit:
-        """Rows of each rank's part of the table summed, for all tokens or this rank's."""
+        """Return the lookup, whose rows are summed over tp for all tokens or this rank's."""
         table = self._tree.embedding()
         size = self.job.tokens * self.job.model.hidden_size
         is_whole = self.plan is TpPlan.WHOLE
@@ -141,48 +137,36 @@ class Maker:
         )
 
     def output(self, *, has_table: bool = False) -> Unit:
-        """Tokens gathered for the head; the loss of gathered logits, or of divided ones."""
+        """Return the head on gathered tokens, and the loss of gathered or of divided logits.
+
+        With divided logits each token's maximum, sum of exponentials and logit of the label are
+        reduced (torch/distributed/tensor/parallel/loss.py); backward there is no message.
+        """
         job = self.job
         size = job.tokens * job.model.hidden_size
         after = {"head.norm": self._pair(Collective.ALL_GATHER, size, "tp", "head.norm", None)}
+        module, elements, dtype = "loss", job.tokens, DType.FP32
+        kinds = [(Collective.ALL_REDUCE, redop) for redop in (RedOp.MAX, RedOp.SUM, RedOp.SUM)]
         if self.plan is TpPlan.WHOLE:
-            logits = job.tokens * job.model.vocab_size
-            after["head"] = self._of_loss(Collective.ALL_GATHER, logits, job.dtype), ()
-        else:
-            after["loss"] = (
-                (
-                    *self._of_loss(Collective.ALL_REDUCE, job.tokens, DType.FP32, RedOp.MAX),
-                    *self._of_loss(Collective.ALL_REDUCE, job.tokens, DType.FP32),
-                    *self._of_loss(Collective.ALL_REDUCE, job.tokens, DType.FP32),
-                ),
-                (),
+            module, elements, dtype = "head", job.tokens * job.model.vocab_size, job.dtype
+            kinds = [(Collective.ALL_GATHER, RedOp.NONE)]
+        sent = tuple(
+            op
+            for kind, redop in kinds
+            for op in self.comms(
+                kind, elements, "tp", Phase.FWD, module, dtype, microbatch=0, redop=redop
             )
+        )
+        after[module] = sent, ()
         leaves = _leaves(self._tree.output())
         fwd, bwd = _joined(leaves, after)
-        params = [one for leaf in leaves for one in leaf.params]
+        params = [param for leaf in leaves for param in leaf.params]
         if job.model.tied_embeddings and has_table:
-            # Under tp each of both is a DTensor of its own when FSDP takes them, which gathers
-            # and reduces the table twice.
+            # Under tp table and head are two DTensors when FSDP wraps them, so the table is
+            # gathered and reduced twice.
             head = replace(params.pop(), is_copy=True)
             params += [head] if job.parallel.tp > 1 else []
         return Unit(name="output", params=tuple(params), fwd=(fwd,), bwd=(bwd,))
-
-    def _of_loss(
-        self, collective: Collective, elements: int, dtype: DType, redop: RedOp | None = None
-    ) -> Ops:
-        """torch/distributed/tensor/parallel/loss.py: maximum, sum of exponentials, and the
-        label's logit of each token; backward there is none.
-        """
-        return self.comms(
-            collective,
-            elements,
-            "tp",
-            Phase.FWD,
-            "head" if collective is Collective.ALL_GATHER else "loss",
-            dtype,
-            microbatch=0,
-            redop=redop,
-        )
 
     def block(self, *, moe: bool) -> Unit:
         leaves = _leaves(self._tree.block(moe=moe))
@@ -193,27 +177,27 @@ class Maker:
             first = roles.index("mlp.router") + 1
             last = roles.index("mlp.experts_down") + 1
             pieces = [leaves[:first], leaves[first:last], leaves[last:]]
-        made = [_joined(piece, after) for piece in pieces]
-        fwd, bwd = [one for one, _ in made], [one for _, one in reversed(made)]
+        joined = [_joined(piece, after) for piece in pieces]
+        fwd, bwd = [ops for ops, _ in joined], [ops for _, ops in reversed(joined)]
         if len(pieces) > 1:
-            # What follows the experts in the forward pass is sent outside of them.
+            # Messages after the experts in the forward pass are outside of their module.
             back, out = after["mlp.experts_down"], len(after["mlp.experts_down"][0])
             fwd[1], fwd[2] = fwd[1][: len(fwd[1]) - out], (*back[0], *fwd[2])
             bwd[0], bwd[1] = (*bwd[0], *back[1]), bwd[1][out:]
         return Unit(
             name="moe" if moe else "block",
-            params=tuple(one for leaf in leaves for one in leaf.params),
+            params=tuple(param for leaf in leaves for param in leaf.params),
             fwd=tuple(fwd),
             bwd=tuple(bwd),
         )
 
     def _inside(self, *, moe: bool) -> dict[str, tuple[Ops, Ops]]:
-        """What follows a module's forward pass, and what precedes its backward pass."""
+        """Return by module the messages after its forward and before its backward pass."""
         job = self.job
         model, axes = job.model, job.parallel
         size = job.tokens * model.hidden_size
         gather, scatter = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
-        found = {
+        pairs = {
             "attention.norm": self._pair(gather, size, "tp", "attention.norm"),
             "attention.out": self._pair(scatter, size, "tp", "attention.out"),
             "mlp.norm": self._pair(gather, size, "tp", "mlp.norm"),
@@ -222,7 +206,7 @@ class Maker:
         if axes.cp > 1:
             heads = model.num_kv_heads // axes.tp
             keys = job.tokens * axes.cp * heads * (model.d_qk + model.d_v)
-            found["attention.core:"] = self._pair(gather, keys, "cp", "attention.core")
+            pairs["attention.core:"] = self._pair(gather, keys, "cp", "attention.core")
         if moe and axes.ep > 1 and model.moe:
             rows = job.tokens * model.moe.top_k * model.hidden_size
             sent = self._pair(Collective.ALL_TO_ALL_V, rows, "ep", "mlp.router")
@@ -236,11 +220,11 @@ class Maker:
                 layer=0,
                 microbatch=0,
             )
-            found["mlp.router"] = ((*counts, *sent[0]), sent[1])
-            found["mlp.experts_down"] = self._pair(
+            pairs["mlp.router"] = ((*counts, *sent[0]), sent[1])
+            pairs["mlp.experts_down"] = self._pair(
                 Collective.ALL_TO_ALL_V, rows, "ep", "mlp.experts_down"
             )
-        return found
+        return pairs
 
     def _pair(
         self,
@@ -250,12 +234,13 @@ class Maker:
         module: str,
         layer: int | None = 0,
     ) -> tuple[Ops, Ops]:
-        """Forward, and its dual backward."""
-
-        def made(one: Collective, phase: Phase) -> tuple[CommOp, ...]:
-            return self.comms(one, elements, group, phase, module, layer=layer, microbatch=0)
-
-        return made(collective, Phase.FWD), made(DUAL.get(collective, collective), Phase.BWD)
+        """Return a collective and, for the backward pass, its dual."""
+        kinds = ((collective, Phase.FWD), (DUAL.get(collective, collective), Phase.BWD))
+        fwd, bwd = (
+            self.comms(kind, elements, group, phase, module, layer=layer, microbatch=0)
+            for kind, phase in kinds
+        )
+        return fwd, bwd
 
 
 # Products of one input, whose gradients are complete together.
@@ -267,27 +252,29 @@ _TOGETHER = {
 
 
 def _leaves(unit: Module) -> list[Module]:
-    """What has work or parameters, in forward order; gate and up are called alike."""
-    listed = [leaf for leaf in unit.walk() if leaf.work or leaf.params]
-    is_gated = any(leaf.role in ("mlp.gate", "mlp.experts_gate") for leaf in listed)
-    return [_called(leaf, _TOGETHER if is_gated else {}) for leaf in listed]
+    """Return modules with work or parameters, in forward order; gate and up share a name."""
+    leaves = [leaf for leaf in unit.walk() if leaf.work or leaf.params]
+    is_gated = any(leaf.role in ("mlp.gate", "mlp.experts_gate") for leaf in leaves)
+    return [_renamed(leaf, _TOGETHER if is_gated else {}) for leaf in leaves]
 
 
-def _called(leaf: Module, names: Mapping[str, str]) -> Module:
-    """DTensor sums a bias beside a divided weight by itself."""
+def _renamed(leaf: Module, names: Mapping[str, str]) -> Module:
+    """Rename a leaf. DTensor sums the bias of a divided weight by itself."""
     role = names.get(leaf.role, leaf.role)
     params = (
-        replace(one, part=names.get(one.part, one.part), is_partial=False)
-        if leaf.is_linear
-        else replace(one, part=names.get(one.part, one.part))
-        for one in leaf.params
+        replace(
+            param,
+            part=names.get(param.part, param.part),
+            is_partial=param.is_partial and not leaf.is_linear,
+        )
+        for param in leaf.params
     )
-    work = tuple(replace(one, module=role) for one in leaf.work)
+    work = tuple(replace(op, module=role) for op in leaf.work)
     return replace(leaf, role=role, work=work, params=tuple(params))
 
 
 def _joined(leaves: Iterable[Module], after: dict[str, tuple[Ops, Ops]]) -> tuple[Ops, Ops]:
-    """Forward and backward operations of modules. A key that ends in ":" means before it."""
+    """Return forward and backward operations. A key "module:" means before the module."""
     fwd: list[Operation] = []
     bwd: list[Operation] = []
     nothing: tuple[Ops, Ops] = ((), ())

@@ -1,8 +1,8 @@
-"""Which layers each pipeline stage and model chunk has.
+"""Partition of the layers into pipeline stages and model chunks.
 
 Source: megatron-core 0.16.1, transformer/transformer_block.py (get_num_layers_to_build),
-transformer_layer.py (get_transformer_layer_offset) and transformer_config.py (which splits are
-refused). Compared with a run of megatron-core (tests/data/megatron).
+transformer_layer.py (get_transformer_layer_offset) and transformer_config.py (refused
+splits). Compared with a run of megatron-core (tests/data/megatron).
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Consecutive layers, and what stands before and after them."""
+    """Consecutive layers, with the embedding before or the head after them."""
 
     first_layer: int
     num_layers: int
@@ -27,11 +27,11 @@ class Chunk:
         return range(self.first_layer, self.first_layer + self.num_layers)
 
 
-def split(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...]]:
-    """Chunks by stage, and notes of what was chosen.
+def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...]]:
+    """Return chunks by stage, and notes of choices that the settings leave open.
 
     Where layers do not divide by stages and chunks, but do with embedding and head as one
-    each, these take a layer's place. Raises ConfigError where neither holds.
+    layer each, these take a layer's place. Raises ConfigError where neither divides.
     """
     settings, pp = plan.settings, plan.job.parallel.pp
     chunks = settings.virtual_pipeline_model_parallel_size
@@ -43,8 +43,8 @@ def split(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...]]:
         sizes = _uneven(settings, total, pp, chunks)
     else:
         places = pp * chunks
-        chosen = not (embedding or loss) and total % places and (total + 2) % places == 0
-        if chosen:
+        counts_ends = not (embedding or loss) and total % places and (total + 2) % places == 0
+        if counts_ends:
             embedding = loss = True
             notes = (
                 f"{total} layers + embedding + head = {pp} stages x {chunks} chunks"
@@ -64,17 +64,17 @@ def split(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...]]:
 
 
 def _uneven(settings: Megatron, total: int, pp: int, chunks: int) -> list[list[int]]:
-    """First and last stage as told, the others alike."""
+    """Return the given sizes of first and last stage, and equal ones of the others."""
     first, last = (getattr(settings, name) for name in (_FIRST, _LAST))
-    given = {name: size for name, size in ((_FIRST, first), (_LAST, last)) if size is not None}
-    rest, left = total - sum(given.values()), pp - len(given)
+    sizes = {name: size for name, size in ((_FIRST, first), (_LAST, last)) if size is not None}
+    rest, left = total - sum(sizes.values()), pp - len(sizes)
     if left < 0 or rest < 0 or bool(rest) != bool(left) or (left and rest % left):
-        (name, size), *other = given.items()
-        beside = "".join(f", with {one} {value}" for one, value in other)
+        (name, size), *other = sizes.items()
+        also = "".join(f", with {flag} {value}" for flag, value in other)
         allowed = f"what leaves {left} other stages equal parts of {total} layers, not none"
         if left <= 0:
             allowed = f"what adds up to {total} layers of {pp} stages"
-        raise ConfigError(name, size, allowed + beside)
+        raise ConfigError(name, size, allowed + also)
     per_stage = [rest // left if left else 0] * pp
     if first is not None:
         per_stage[0] = first
@@ -89,36 +89,36 @@ def _uneven(settings: Megatron, total: int, pp: int, chunks: int) -> list[list[i
 
 
 def _numbered(sizes: list[list[int]]) -> tuple[tuple[Chunk, ...], ...]:
-    """Layers run through all stages' first chunks, then through their second ones."""
+    """Number the layers: they run through all stages' first chunks, then the second ones."""
     pp, chunks = len(sizes), len(sizes[0])
-    found: list[list[Chunk]] = [[] for _ in range(pp)]
+    stages: list[list[Chunk]] = [[] for _ in range(pp)]
     layer = 0
-    for chunk in range(chunks):
+    for number in range(chunks):
         for stage in range(pp):
-            made = Chunk(
+            chunk = Chunk(
                 first_layer=layer,
-                num_layers=sizes[stage][chunk],
-                has_embedding=stage == 0 and chunk == 0,
-                has_head=stage == pp - 1 and chunk == chunks - 1,
+                num_layers=sizes[stage][number],
+                has_embedding=stage == 0 and number == 0,
+                has_head=stage == pp - 1 and number == chunks - 1,
             )
-            found[stage].append(made)
-            layer += made.num_layers
-    return tuple(tuple(row) for row in found)
+            stages[stage].append(chunk)
+            layer += chunk.num_layers
+    return tuple(tuple(row) for row in stages)
 
 
 def _allowed(total: int, pp: int, chunks: int) -> str:
     fits = [pp for pp in range(1, total + 1) if total % (pp * chunks) == 0]
     with_ends = [pp for pp in range(2, total + 3) if (total + 2) % (pp * chunks) == 0]
     words = f"a number whose product with vpp ({chunks}) divides {total} layers"
-    shown = ", ".join(map(str, fits[:8])) or "none"
+    examples = ", ".join(map(str, fits[:8])) or "none"
     also = ", ".join(map(str, with_ends[:8]))
     if also:
-        shown += f"; with embedding and head as a layer each {also}"
-    return f"{words} ({shown}); or {_way_out(total, pp, chunks)}"
+        examples += f"; with embedding and head as a layer each {also}"
+    return f"{words} ({examples}); or {_uneven_hint(total, pp, chunks)}"
 
 
-def _way_out(total: int, pp: int, chunks: int) -> str:
-    """Flags that make an uneven split, with a number where one of them is enough."""
+def _uneven_hint(total: int, pp: int, chunks: int) -> str:
+    """Return flags of an uneven split, with a number where one flag is enough."""
     uneven = f"an uneven split by --{_FIRST} or --{_LAST}".replace("_", "-")
     for size in range(-(-total // pp), 0, -1):
         last = total - size * (pp - 1)
