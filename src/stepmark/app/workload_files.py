@@ -132,7 +132,7 @@ def deliver(workload: Workload, target: Target) -> None:
             "--compute-from gives others\n"
         )
     module: Any = kind.load()
-    for line in module.lost(workload):
+    for line in module.omissions(workload):
         sys.stderr.write(f"# {name} cannot carry: {line}\n")
     if is_folder and kind.picks == "rank":
         one = None if target.rank is None else picked["rank"]
@@ -152,8 +152,8 @@ def deliver(workload: Workload, target: Target) -> None:
 
 def _write_file(workload: Workload, module: Any, picked: dict[str, int], target: str) -> None:
     """One file, and beside it what is needed to read it."""
-    if target != "-" and hasattr(module, "beside") and not is_special(Path(target)):
-        for path, chunks in module.beside(workload, Path(target), **picked):
+    if target != "-" and hasattr(module, "companions") and not is_special(Path(target)):
+        for path, chunks in module.companions(workload, Path(target), **picked):
             _write_beside(path, b"".join(_bytes(chunks)))
     has_all = hasattr(module, "encode")
     chunks = [module.encode(workload)] if has_all else _bytes(module.write(workload, **picked))

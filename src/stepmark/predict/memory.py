@@ -1,4 +1,4 @@
-"""How much device memory a training step needs: an estimate, to be held against measured peaks.
+"""Estimate of the device memory of a training step, to be compared with measured peaks.
 
 Counts what torch's allocator hands out on the fullest rank: not the CUDA context, not NCCL's
 buffers, not fragmentation. Weights, gradients and AdamW's two moments are exact; activations
@@ -11,8 +11,7 @@ follow Korthikanti et al., "Reducing Activation Recomputation in Large Transform
 - torch.compile keeps what its backward products read (outputs of norms and activation
   functions), as eager code does, but computes SwiGLU's silu again.
 
-What a block keeps is the sum over the leaves of its module tree, which the caller makes.
-Over 250 lines because each part is a few lines with the reason for them.
+A block keeps the sum over the leaves of its module tree, which the caller makes.
 """
 
 from collections.abc import Callable
@@ -41,7 +40,7 @@ Tree = Callable[[TrainCase, int], Module]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainMemory:
-    """Estimated bytes on the fullest rank, by what holds them."""
+    """Estimated bytes on the fullest rank, by purpose."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -50,27 +49,27 @@ class TrainMemory:
     activations_bytes: int  # kept from forward to backward
     working_bytes: int  # of the one block whose backward pass runs
     head_bytes: int  # logits, their log-softmax and gradient
-    held_bytes: int  # of gradients in the forward pass: added up, DDP's buckets, masters'
+    held_bytes: int  # gradients in the forward pass: added up, DDP's buckets, masters'
 
     @property
     def total_bytes(self) -> int:
-        """The larger of two moments: as the backward pass begins, and as it ends."""
-        kept = self.weights_bytes + self.optimizer_bytes + self.gathered_bytes
+        """Return the larger of two moments: as the backward pass begins, and as it ends."""
+        constant = self.weights_bytes + self.optimizer_bytes + self.gathered_bytes
         begin = (
             self.held_bytes + self.activations_bytes + max(self.head_bytes, self.working_bytes)
         )
-        return kept + max(begin, self.gradients_bytes + self.working_bytes)
+        return constant + max(begin, self.gradients_bytes + self.working_bytes)
 
 
 def estimate(case: TrainCase, tree: Tree) -> TrainMemory:
-    """Of the fullest rank; with a pipeline of the first or the last stage's."""
-    stages = {0, case.parallel.pp - 1}
-    found = [_of_stage(case, stage, tree(case, stage)) for stage in sorted(stages)]
-    return max(found, key=lambda one: one.total_bytes)
+    """Return the memory of the fullest rank: one of the first or the last pipeline stage."""
+    stages = sorted({0, case.parallel.pp - 1})
+    estimates = [_of_stage(case, stage, tree(case, stage)) for stage in stages]
+    return max(estimates, key=lambda memory: memory.total_bytes)
 
 
 def largest_mbs(case: TrainCase, memory_bytes: int, tree: Tree) -> int:
-    """The largest micro-batch whose estimate fits; 0 if not even one sequence does."""
+    """Return the largest micro-batch whose estimate fits; 0 if not even one sequence does."""
 
     def fits(mbs: int) -> bool:
         return estimate(replace(case, mbs=mbs), tree).total_bytes <= memory_bytes
@@ -86,7 +85,7 @@ def largest_mbs(case: TrainCase, memory_bytes: int, tree: Tree) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """One layer: what it keeps, and its parameters."""
+    """One layer: its activations for the backward pass, and its numbers of parameters."""
 
     keeps: Kept
     others: int
@@ -98,49 +97,49 @@ def _keeps(unit: Module) -> Kept:
 
 
 def _blocks(root: Module) -> list[_Block]:
-    found: list[_Block] = []
+    blocks: list[_Block] = []
     for unit in root.inside:
         if unit.name.startswith("blocks"):
             sizes = {False: 0, True: 0}
-            for one in unit.all_params:
-                sizes[one.is_expert] += one.numel
-            made = _Block(keeps=_keeps(unit), others=sizes[False], experts=sizes[True])
-            found += [made] * unit.times
-    return found
+            for param in unit.all_params:
+                sizes[param.is_expert] += param.numel
+            block = _Block(keeps=_keeps(unit), others=sizes[False], experts=sizes[True])
+            blocks += [block] * unit.times
+    return blocks
 
 
 def _of_stage(case: TrainCase, stage: int, root: Module) -> TrainMemory:
     layers = dict(zip(_layers(case, stage), _blocks(root), strict=True))
     is_last = stage == case.parallel.pp - 1
     state = _stored_params(case, layers, root) // _state_shards(case)
-    stored, added_up, moment = _BYTES[case.precision]
+    weight, gradient, moment = _BYTES[case.precision]
     tokens = -(-case.mbs // _microbatches(case)) * case.model.seq_len // case.parallel.cp
     # 1F1B: the first stage is as many microbatches ahead as there are stages.
     in_flight = min(case.parallel.pp - stage, _microbatches(case))
-    kept = sum(_kept_per_token(case, index, one) for index, one in layers.items())
-    working = [_working_per_token(case, index, one) for index, one in layers.items()]
-    ends = (_keeps(unit).whole for unit in root.inside if unit.name == "output")
-    kept += _itemsize(case) * sum(ends)  # last norm, head
+    per_token = sum(_kept_per_token(case, index, block) for index, block in layers.items())
+    working = [_working_per_token(case, index, block) for index, block in layers.items()]
+    outputs = (_keeps(unit).whole for unit in root.inside if unit.name == "output")
+    per_token += _itemsize(case) * sum(outputs)  # last norm, head
     return TrainMemory(
-        weights_bytes=state * stored,
-        gradients_bytes=state * added_up,
+        weights_bytes=state * weight,
+        gradients_bytes=state * gradient,
         optimizer_bytes=state * 2 * moment,
         gathered_bytes=_gathered(case, layers, stage),
-        activations_bytes=tokens * in_flight * kept,
+        activations_bytes=tokens * in_flight * per_token,
         working_bytes=tokens * max(working, default=0),
         head_bytes=_head(case, tokens) if is_last else 0,
-        held_bytes=state * _held(case),
+        held_bytes=state * _gradients_in_forward(case),
     )
 
 
-def _held(case: TrainCase) -> int:
-    """Bytes of gradients per parameter that exist in the forward pass."""
+def _gradients_in_forward(case: TrainCase) -> int:
+    """Return the bytes of gradients per parameter that exist in the forward pass."""
     is_ddp = case.data_parallel is DataParallel.DDP
-    found = _BYTES[case.precision][1]
+    num_bytes = _BYTES[case.precision][1]
     if case.precision is Precision.MASTER:  # in fp32 always, in bf16 only in DDP's buckets
-        return found if is_ddp else _FP32
-    is_graphed = case.cuda_graph or case.compiles_graphs  # which write where they wrote before
-    return found if is_ddp or is_graphed or case.grad_accum > 1 else 0
+        return num_bytes if is_ddp else _FP32
+    is_graphed = case.cuda_graph or case.compiles_graphs  # graphs write to the same addresses
+    return num_bytes if is_ddp or is_graphed or case.grad_accum > 1 else 0
 
 
 def _microbatches(case: TrainCase) -> int:
@@ -150,25 +149,20 @@ def _microbatches(case: TrainCase) -> int:
 
 
 def _layers(case: TrainCase, stage: int) -> range:
-    """Blocks of the first or the last stage; the first stages have those left over."""
+    """Return the blocks of the first or last stage; the first stages take the remainder."""
     count, stages = case.model.num_layers, case.parallel.pp
-    some = -(-count // stages) if stage == 0 else count // stages
-    return range(some) if stage == 0 else range(count - some, count)
-
-
-def _is_moe(model: ModelConfig, index: int) -> bool:
-    return model.moe is not None and index >= model.moe.first_dense_layers
+    return range(-(-count // stages)) if stage == 0 else range(count - count // stages, count)
 
 
 def _stored_params(case: TrainCase, layers: dict[int, _Block], root: Module) -> int:
-    """Of a stage, before tensor and data parallelism divide them; a tied table once."""
+    """Count a stage's parameters before tensor and data parallelism; a tied table once."""
     # FSDP divides experts by as many ranks in all as the rest: ep lies inside dp_shard.
-    over = 1 if case.data_parallel is DataParallel.FSDP else case.parallel.ep
-    total = sum(one.others + one.experts // over for one in layers.values())
-    ends = [unit for unit in root.inside if not unit.name.startswith("blocks")]
-    total += sum(one.numel for unit in ends for one in unit.all_params)
-    is_twice = case.model.tied_embeddings and len(ends) == 2
-    return total - (case.model.head_params if is_twice else 0)
+    ep = 1 if case.data_parallel is DataParallel.FSDP else case.parallel.ep
+    total = sum(block.others + block.experts // ep for block in layers.values())
+    outer = [unit for unit in root.inside if not unit.name.startswith("blocks")]
+    total += sum(param.numel for unit in outer for param in unit.all_params)
+    has_both = case.model.tied_embeddings and len(outer) == 2
+    return total - (case.model.head_params if has_both else 0)
 
 
 def _state_shards(case: TrainCase) -> int:
@@ -177,33 +171,31 @@ def _state_shards(case: TrainCase) -> int:
 
 
 def _itemsize(case: TrainCase) -> int:
-    """Bytes of an activation."""
+    """Return the bytes of an element of an activation."""
     return _FP32 if case.precision is Precision.FP32 else 2
 
 
 def _gathered(case: TrainCase, layers: dict[int, _Block], stage: int) -> int:
-    """Copies of weights beside the stored ones.
+    """Return the bytes of copies of weights in addition to the stored ones.
 
-    FSDP: of the groups that are whole at a time, each twice while it is copied out of the
-    buffer it was gathered into, and the gradients of one group in both dtypes. Autocast
-    keeps a bf16 copy of each weight until its backward pass, unless that casts again.
+    FSDP: the groups that are gathered at a time, one of them twice while it is copied out of
+    its buffer, and the gradients of one group in both dtypes. Autocast keeps a bf16 copy of
+    each weight until its backward pass, unless that casts again.
     """
-    model, tp, size = case.model, case.parallel.tp, _itemsize(case)
-    ep = case.parallel.ep
-    per_layer = [(one.others + one.experts // ep) // tp for one in layers.values()]
-    table = model.head_params // tp
-    ends = (stage == 0) + (stage == case.parallel.pp - 1)
+    tp, ep, size = case.parallel.tp, case.parallel.ep, _itemsize(case)
+    per_layer = [(block.others + block.experts // ep) // tp for block in layers.values()]
+    table = case.model.head_params // tp
     if case.data_parallel is DataParallel.FSDP:
-        group = max(per_layer, default=0) * case.blocks_per_group
-        group = min(group, sum(per_layer))
-        whole = min(group * (1 + max(1, case.prefetch)), sum(per_layer))
-        if case.reshard == "no":
-            whole = sum(per_layer)
-        # Of the output's group, that of the input is given back, unless they are one.
-        whole += table * (1 if ends else 0)
-        largest = max(group, table if ends else 0)
-        return size * (whole + group) + largest * (size + case.reduce_dtype.itemsize)
-    if case.precision is not Precision.AMP or case.compile is not CompileScope.NONE:
+        total = sum(per_layer)
+        group = min(max(per_layer, default=0) * case.blocks_per_group, total)
+        gathered = total
+        if case.reshard != "no":
+            gathered = min(group * (1 + max(1, case.prefetch)), total)
+        # One table: the input's group is freed before the output's is gathered, unless tied.
+        gathered += table
+        gradients = max(group, table) * (size + case.reduce_dtype.itemsize)
+        return size * (gathered + group) + gradients
+    if case.precision is not Precision.AMP or _is_compiled(case):
         return 0
     pairs = zip(layers, per_layer, strict=True)
     cast = sum(params for index, params in pairs if not case.is_checkpointed[index])
@@ -211,7 +203,7 @@ def _gathered(case: TrainCase, layers: dict[int, _Block], stage: int) -> int:
 
 
 def _kept_per_token(case: TrainCase, index: int, block: _Block) -> int:
-    """Bytes of one block that wait for its backward pass."""
+    """Return the bytes that one block keeps for its backward pass."""
     model, size, tp = case.model, _itemsize(case), case.parallel.tp
     block_input = model.hidden_size * size // tp
     if not case.is_checkpointed[index]:
@@ -225,7 +217,7 @@ def _kept_per_token(case: TrainCase, index: int, block: _Block) -> int:
 
 
 def _working_per_token(case: TrainCase, index: int, block: _Block) -> int:
-    """While a block's backward pass runs: what it computed again, and gradients inside it."""
+    """Return the bytes of a block's backward pass: recomputed activations and gradients."""
     model, size = case.model, _itemsize(case)
     widths = 2 * model.hidden_size + _qkv(model) + model.num_heads * model.d_v
     widths += 2 * _ffn_products(model, index)
@@ -239,54 +231,49 @@ def _is_compiled(case: TrainCase) -> bool:
     return case.compile is not CompileScope.NONE
 
 
-def _block_per_token(case: TrainCase, kept: Kept) -> int:
-    """Activations of a whole block, per token, with sequence parallelism divided by tp."""
+def _block_per_token(case: TrainCase, keeps: Kept) -> int:
+    """Return a whole block's activations per token; sequence parallelism divides them by tp."""
     size, tp = _itemsize(case), case.parallel.tp
-    divided = kept.divided + (0 if _is_compiled(case) else kept.eager)
-    return size * (kept.whole + divided // tp) + _FP32 * kept.statistics // tp
+    divided = keeps.divided + (0 if _is_compiled(case) else keeps.eager)
+    return size * (keeps.whole + divided // tp) + _FP32 * keeps.statistics // tp
 
 
 def _qkv(model: ModelConfig) -> int:
-    """Elements of q, k and v per token; with latent attention also what they come from."""
+    """Return the elements of q, k and v per token, and of latents with latent attention."""
     widths = model.num_heads * model.d_qk + model.num_kv_heads * (model.d_qk + model.d_v)
     if model.mla:
-        # Before and after its norm.
+        # Each latent before and after its norm.
         widths += 2 * (model.mla.kv_lora_rank + (model.mla.q_lora_rank or 0))
     return widths
 
 
 def _kv_of_others(case: TrainCase) -> int:
-    """Elements of k and v per own token that context parallelism gathers from other ranks."""
+    """Return the elements of k and v per own token that context parallelism gathers."""
     model = case.model
     return (case.parallel.cp - 1) * model.num_kv_heads * (model.d_qk + model.d_v)
 
 
 def _ffn_products(model: ModelConfig, index: int) -> int:
-    """Elements that the products of a feed-forward layer return, without the last one's."""
+    """Return the outputs per token of a feed-forward layer's products but the last."""
     matrices = 2 if model.activation == "swiglu" else 1
-    return matrices * _ffn_width(model, index)
-
-
-def _ffn_width(model: ModelConfig, index: int) -> int:
-    """Inner width that one token meets."""
-    if model.moe is None or not _is_moe(model, index):
-        return model.ffn_hidden_size
-    return model.moe.top_k * model.moe.ffn_hidden_size + model.moe.shared_ffn_hidden_size
+    width, moe = model.ffn_hidden_size, model.moe
+    if moe and index >= moe.first_dense_layers:
+        width = moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size
+    return matrices * width
 
 
 def _head(case: TrainCase, tokens: int) -> int:
-    """Logits and loss as the backward pass begins.
+    """Return the bytes of logits and loss as the backward pass begins.
 
-    Eagerly three fp32 tensors stand beside one another: log-softmax, its gradient and that of
-    the logits. Compiled: the logits and their gradient. In chunks: those of one, and the
-    summed gradient of the head beside that of a chunk.
+    Eager code has three fp32 tensors at once: log-softmax, its gradient and that of the
+    logits. Compiled code has the logits and their gradient. With chunks these are of one
+    chunk, and the head's summed gradient and that of a chunk are added.
     """
     size = _itemsize(case)
     per_logit = 2 * size if _is_compiled(case) else 3 * _FP32
     logits = -(-tokens // case.loss_chunks) * case.model.vocab_size * per_logit
     if case.loss_chunks == 1:
         return logits
-    low = case.precision in (Precision.BF16, Precision.MASTER)
-    stored = 2 if low else _FP32
-    sums = 2 * stored * case.model.head_params // case.parallel.tp
+    itemsize = 2 if case.precision in (Precision.BF16, Precision.MASTER) else _FP32
+    sums = 2 * itemsize * case.model.head_params // case.parallel.tp
     return logits + sums + tokens * case.model.hidden_size * size

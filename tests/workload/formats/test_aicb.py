@@ -42,7 +42,7 @@ def test_a_file_comes_back_byte_for_byte(path: Path) -> None:
     through = native.decode(native.encode(workload))
     assert through == workload
     assert text_of(through).encode() == content(path)
-    assert aicb.lost(workload) == []
+    assert aicb.omissions(workload) == []
 
 
 @pytest.mark.parametrize("path", MOCKED, ids=name_of)
@@ -97,7 +97,9 @@ def test_a_log_is_one_step_of_median_times() -> None:
         assert op.time_s is not None
         assert math.isclose(op.time_s, wanted * 1e-3)
     assert "medians of 2 iterations" in " ".join(workload.notes)
-    assert aicb.lost(workload) == ["times: a workload of AICB has none, only its log of a run"]
+    assert aicb.omissions(workload) == [
+        "times: a workload of AICB has none, only its log of a run"
+    ]
     written = [line.split(",")[:8] for line in text_of(workload).splitlines()[1:]]
     kept = [list(row.values())[:8] for row in rows[: ends[1] + 1]]
     for ours, theirs in zip(written, kept, strict=True):

@@ -90,7 +90,7 @@ def meaning(op: Operation, workload: Workload) -> tuple[object, ...]:
 
 def carried(workload: Workload, stage: int) -> list[tuple[object, ...]]:
     """All matrix products, and all messages that are not said to be left out."""
-    left = set(aicb.lost(workload))
+    left = set(aicb.omissions(workload))
     return [
         meaning(op, workload)
         for op in workload.expand(stage)
@@ -210,16 +210,16 @@ def test_no_framework_loses_its_messages(framework: str) -> None:
         )
         body = text.partition("epoch_end")[2]
         assert body.count(f"CommType.{collective},") == ours > 0
-    assert not [one for one in aicb.lost(workload) if one.startswith("left out: all_")]
+    assert not [one for one in aicb.omissions(workload) if one.startswith("left out: all_")]
 
 
 def test_what_has_no_line_is_named() -> None:
     workload = megatron(**GENERATED["pipeline"])
-    lost = "\n".join(aicb.lost(workload))
+    lost = "\n".join(aicb.omissions(workload))
     assert "left out: all_reduce of mp" in lost
     assert "left out: attention (attention.core)" in lost
     assert "stages: one is written" in lost
-    uneven = aicb.lost(megatron(**GENERATED["experts"]))
+    uneven = aicb.omissions(megatron(**GENERATED["experts"]))
     assert any("all_to_all_v" in one for one in uneven)
 
 
@@ -231,7 +231,7 @@ def test_a_transfer_goes_to_a_neighbour() -> None:
     far = passed_on("send", Phase.FWD, 2)
     workload = pipeline(stages=4)
     workload = replace(workload, blocks={**workload.blocks, "fwd 0": (far,)})
-    assert "left out: send of pp" in aicb.lost(workload)
+    assert "left out: send of pp" in aicb.omissions(workload)
     assert "send_next" not in text_of(workload).partition("forward_step")[0]
 
 
@@ -273,7 +273,7 @@ def test_every_collective_has_a_type_or_is_named() -> None:
         rows = text_of(alone).splitlines()[3:-1]
         if kind.removesuffix("_v") not in TYPES:
             assert rows == []
-            assert f"left out: {kind} of tp" in aicb.lost(alone)
+            assert f"left out: {kind} of tp" in aicb.omissions(alone)
         else:
             (row,) = rows
             assert row.startswith(f"CommType.{kind.removesuffix('_v')},CommGroup.tp_group,2,")

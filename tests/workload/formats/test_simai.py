@@ -60,7 +60,7 @@ def test_a_file_comes_back_byte_for_byte(path: Path) -> None:
     through = native.decode(native.encode(workload))
     assert through == workload
     assert text_of(through).encode() == content(path)
-    assert simai.lost(workload) == []
+    assert simai.omissions(workload) == []
 
 
 @pytest.mark.parametrize("path", SIMAI, ids=name_of)
@@ -279,7 +279,7 @@ def test_no_framework_loses_its_messages(framework: str) -> None:
     rows = rows_of(text_of(workload))
     assert sums_of(rows) == sent
     assert sent
-    assert not [one for one in simai.lost(workload) if one.startswith("left out")]
+    assert not [one for one in simai.omissions(workload) if one.startswith("left out")]
 
 
 def timed(workload: Workload) -> dict[str, Block]:
@@ -299,7 +299,7 @@ def test_a_generated_file_is_read_back_with_its_places(tmp_path: Path) -> None:
     layers = {op.layer for op in again.expand() if op.module == "attention_row"}
     assert layers == set(range(10))
     assert text_of(again) == text_of(workload)
-    lost = "\n".join(simai.lost(workload))
+    lost = "\n".join(simai.omissions(workload))
     assert "pipeline" in lost
     assert "all_reduce of mp" in lost
 

@@ -1,8 +1,7 @@
-"""Files of workloads: which formats there are, and which one a file is in.
+"""Formats of workload files, and the recognition of a file's format.
 
-A format is a module here with `read(path)`, `write(workload, ...)`, `lost(workload)`, as far as
-it has them. Modules are imported when a file of theirs is met. The other modules here read
-models and shapes.
+A format is a module here with `read(path)`, `write(workload, ...)` and `omissions(workload)`,
+or some of them, and is imported on first use. Other modules here read models and shapes.
 """
 
 import gzip
@@ -21,12 +20,12 @@ _GZIP = b"\x1f\x8b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """module: of this folder. is_one: whether a file that begins so is one.
+    """A format. module: in this folder. is_one: whether a file with this beginning has it.
 
-    needs_times: a file cannot be without times of computation. picks: it holds the program of
-    one pipeline stage or of one rank, `write(workload, stage=...)` or `rank=...`. first: that
-    of rank 0 in a folder of all ranks, which `files(workload, ranks)` fills. takes: files of a
-    folder that a reader takes for a part of the workload.
+    needs_times: a file must have times of computation. picks: it holds the program of one
+    pipeline stage or of one rank, `write(workload, stage=...)` or `rank=...`. first: pattern of
+    rank 0's file in a folder of all ranks, which `files(workload, ranks)` fills. takes:
+    patterns of files that a reader of a folder takes for a part of the workload.
     """
 
     module: str
@@ -45,21 +44,21 @@ class Format:
 
 
 def _json_with(*marks: bytes) -> Callable[[bytes], bool]:
-    """Begins as JSON and has all of these in its head."""
+    """Return a check that a file begins as JSON and has all of these in its head."""
     return lambda head: (
         head.lstrip()[:1] in (b"{", b"[") and all(mark in head for mark in marks)
     )
 
 
 def _line_with(*marks: bytes) -> Callable[[bytes], bool]:
-    """Its first line has all of these."""
+    """Return a check that a file's first line has all of these."""
     return lambda head: all(mark in head.split(b"\n", 1)[0] for mark in marks)
 
 
 def _is_chakra(head: bytes) -> bool:
-    """Begins with a length and, filling it, a GlobalMetadata: fields 1 and 2.
+    """Return whether it begins with a length and a GlobalMetadata of it: fields 1 and 2.
 
-    Metadata of nothing are followed by a node that begins with its number or name.
+    Empty metadata are followed by a node that begins with its number or name.
     """
     length, at = _varint(head, 0)
     end = at + length
@@ -74,7 +73,7 @@ def _is_chakra(head: bytes) -> bool:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of protobuf, and where it ends; as far as the data reach."""
+    """Return a number of protobuf and where it ends, as far as the data reach."""
     value = 0
     for shift, byte in enumerate(data[at : at + 5]):
         value |= (byte & 127) << 7 * shift
@@ -133,8 +132,8 @@ FORMATS: dict[str, Format] = {
         reads=False,
     ),
     "csv": Format(
-        module="eyes",
-        help="a line per operation, for eyes and spreadsheets",
+        module="op_csv",
+        help="a line per operation, for people and spreadsheets",
         suffix=".csv",
         is_one=lambda head: False,
         reads=False,
@@ -143,21 +142,21 @@ FORMATS: dict[str, Format] = {
 
 
 def find_format(name: str, *, to: bool) -> str:
-    """A name in FORMATS that can be written (to) or read. Raises ConfigError."""
+    """Return a name in FORMATS that can be written (to) or read. Raise ConfigError."""
     key = name.strip().lower()
-    able = [one for one, found in FORMATS.items() if (found.writes if to else found.reads)]
-    if key not in able:
-        raise ConfigError("format", name, f"one of {', '.join(able)}")
+    names = [key for key, form in FORMATS.items() if (form.writes if to else form.reads)]
+    if key not in names:
+        raise ConfigError("format", name, f"one of {', '.join(names)}")
     return key
 
 
 def sniff(path: Path) -> str:
-    """The name in FORMATS of a file or of a folder of ranks, by what it holds.
+    """Return the name in FORMATS of a file or a folder of ranks, by its content.
 
-    Raises ConfigError.
+    Raise ConfigError.
     """
-    for name, found in FORMATS.items():
-        if found.first and path.is_dir() and any(path.glob(found.first)):
+    for name, form in FORMATS.items():
+        if form.first and path.is_dir() and any(path.glob(form.first)):
             return name
     try:
         with path.open("rb") as stream:
@@ -168,11 +167,12 @@ def sniff(path: Path) -> str:
     except (OSError, EOFError, ValueError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError("workload", path, f"a file that can be read ({reason})") from None
-    for name, found in FORMATS.items():
-        if found.reads and found.is_one(head):
+    readable = {name: form for name, form in FORMATS.items() if form.reads}
+    for name, form in readable.items():
+        if form.is_one(head):
             return name
-    known = ", ".join(name for name, found in FORMATS.items() if found.reads)
     what = "an empty file" if not head.strip() else "a file of unknown kind"
     if head.startswith((b"train_iter:", b"inference_term:")):
         what = "AIOB's profile, which --compute-from takes"
-    raise ConfigError("workload", path, f"a workload in one of these: {known}; this is {what}")
+    allowed = f"a workload in one of these: {', '.join(readable)}; this is {what}"
+    raise ConfigError("workload", path, allowed)

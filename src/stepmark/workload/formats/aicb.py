@@ -1,8 +1,8 @@
-"""AICB's per-operation CSV: what rank 0 (of each stage, in older files) does, line by line.
+"""AICB's per-operation CSV: the operations of rank 0 (of each stage, in older files).
 
 Lines up to the first epoch_end are the set-up, then each iteration ends in one. A file that is
-read and written again is the same bytes. A physical run's log has the same columns with times:
-it is read as one step of median times, and is written without them.
+read and written again has the same bytes. The log of a physical run has the same columns with
+times: it is read as one step of median times, and is written without them.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from stepmark.workload.formats.aicb_line import (
     parse,
     text_of,
 )
-from stepmark.workload.formats.aicb_line import lost as lost_of_generated
+from stepmark.workload.formats.aicb_line import omissions as generated_omissions
 from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
 from stepmark.workload.formats.walk import RepeatedText
 
@@ -39,7 +39,7 @@ _EMBEDDING = "forward.MegatronEmbedding"
 
 
 def line_of(op: Operation, groups: Mapping[str, Group]) -> str:
-    """What we write for an operation that was read."""
+    """Return our line for an operation that was read."""
     if isinstance(op, ComputeOp):
         return text_of(op, op.module, "", 0)
     return text_of(op, op.module, aicb_group(op.group), groups[op.group].size)
@@ -55,7 +55,7 @@ class _Numbered:
 
 
 class Reader:
-    """Distinct lines become operations, each iteration a block of folded repeats."""
+    """Reader of lines: distinct ones become operations, each iteration a block of repeats."""
 
     def __init__(self, lines: Sequence[str], sizes: dict[str, int]) -> None:
         self._texts: list[str] = []
@@ -65,7 +65,7 @@ class Reader:
         self._sections = list(self._split(lines))
         if not self._sections:
             raise ConfigError("AICB workload", "empty", HEADER)
-        self._groups = self._known_groups(sizes)
+        self._groups = self._find_groups(sizes)
         self._blocks: dict[str, Block] = {}
         self._bodies: dict[Repeat[Operation], str] = {}
         self._lines: dict[str, str] = {}
@@ -100,7 +100,7 @@ class Reader:
         )
 
     def _split(self, lines: Sequence[str]) -> Iterator[_Numbered]:
-        """A section starts with its header, or with a line in brackets before it."""
+        """Yield sections; one starts with its header, or with a line in brackets before it."""
         place = 0
         while place < len(lines):
             before = ""
@@ -108,8 +108,8 @@ class Reader:
                 before = lines[place] + "\n"
                 place += 1
             if place >= len(lines) or lines[place].rstrip("\r") != HEADER:
-                found = lines[place] if place < len(lines) else "nothing"
-                raise ConfigError(f"line {place + 1}", found, HEADER)
+                line = lines[place] if place < len(lines) else "nothing"
+                raise ConfigError(f"line {place + 1}", line, HEADER)
             if lines[place] != HEADER:
                 raise ConfigError(f"line {place + 1}", "CRLF", "lines that end in LF")
             start = place = place + 1
@@ -118,7 +118,7 @@ class Reader:
             yield self._section(before, lines, start, place)
 
     def _section(self, before: str, lines: Sequence[str], start: int, stop: int) -> _Numbered:
-        found = _Numbered(before=before, epochs=[[]], ends=[])
+        section = _Numbered(before=before, epochs=[[]], ends=[])
         for place in range(start, stop):
             text = lines[place]
             number = self._numbers.setdefault(text, len(self._texts))
@@ -127,38 +127,38 @@ class Reader:
                 self._texts.append(text)
                 self._places.append(place + 1)
             if self._parsed[number].kind == END:
-                found.ends.append(number)
-                found.epochs.append([])
+                section.ends.append(number)
+                section.epochs.append([])
             else:
-                found.epochs[-1].append(number)
-        if not found.ends or found.epochs.pop():
+                section.epochs[-1].append(number)
+        if not section.ends or section.epochs.pop():
             raise ConfigError(f"line {stop}", lines[stop - 1], "CommType.epoch_end at the end")
-        return found
+        return section
 
-    def _known_groups(self, sizes: dict[str, int]) -> dict[str, Group]:
-        """AICB's order of ranks: tensor, data, pipeline; experts lie within data."""
+    def _find_groups(self, sizes: dict[str, int]) -> dict[str, Group]:
+        """Return groups in AICB's order of ranks: tensor, data (with experts), pipeline."""
         for name in sizes:
             if name not in GROUPS.values():
                 raise ConfigError("group-sizes", name, f"one of {', '.join(GROUPS.values())}")
-        known, others = dict(sizes), set[tuple[str, int]]()
+        others: set[tuple[str, int]] = set()
         for line in self._parsed:
             if line.group and line.group_size:
                 name = GROUPS[line.group]
-                known[name] = max(known.get(name, 1), line.group_size)
+                sizes[name] = max(sizes.get(name, 1), line.group_size)
                 if line.kind not in TRANSFERS:
                     others.add((name, line.group_size))
-        tp, dp, pp = (known.get(name, 1) for name in ("tp", "dp", "pp"))
+        tp, dp, pp = (sizes.get(name, 1) for name in ("tp", "dp", "pp"))
         pp = max(pp, len(self._sections))
-        self._world = max(tp * dp * pp, *known.values(), 1)
+        self._world = max(tp * dp * pp, *sizes.values(), 1)
         strides = {"tp": 1, "dp": tp, "pp": tp * dp, "ep": tp, "world": 1, "embedding": tp * dp}
-        strides |= {"ep_dp": tp * known.get("ep", 1), "ep_tp": 1}
-        if tp * known.get("ep", 1) > self._world:  # experts are spread over tensor ranks, too
+        strides |= {"ep_dp": tp * sizes.get("ep", 1), "ep_tp": 1}
+        if tp * sizes.get("ep", 1) > self._world:  # experts are spread over tensor ranks, too
             strides["ep"] = 1
-        found = {name: Group(digits=((size, strides[name]),)) for name, size in known.items()}
-        for name, size in sorted(others):
-            if size != known[name]:
-                found[f"{name}_{size}"] = Group(digits=((size, strides[name]),))
-        return found
+        groups = {}
+        for name, size in (*sizes.items(), *sorted(others)):
+            key = name if size == sizes[name] else f"{name}_{size}"
+            groups[key] = Group(digits=((size, strides[name]),))
+        return groups
 
     def _operation(self, index: int, *, timed: bool) -> Operation:
         op = operation(self._parsed[index], self._groups, f"line {self._places[index]}")
@@ -174,17 +174,17 @@ class Reader:
     def _stage(
         self, prefix: str, section: _Numbered, ops: Sequence[Operation | None]
     ) -> tuple[Stage, list[str]]:
-        """Iterations that are equal are one step; others are one after the other in it."""
+        """Return a stage whose step is all iterations in a row, or one if they are equal."""
         names: list[str] = []
-        known: dict[tuple[int, ...], str] = {}
+        by_lines: dict[tuple[int, ...], str] = {}
         for index, (numbers, end) in enumerate(zip(section.epochs, section.ends, strict=True)):
             key = (*numbers, end)
-            if key not in known:
-                known[key] = f"{prefix}{f'iteration {index}' if index else 'setup'}"
-                self._block(known[key], [op for one in numbers if (op := ops[one])])
+            if key not in by_lines:
+                name = by_lines[key] = f"{prefix}{f'iteration {index}' if index else 'setup'}"
+                self._block(name, [op for number in numbers if (op := ops[number])])
                 if self._texts[end] != EPOCH_END:
-                    self._ends[known[key]] = self._texts[end]
-            names.append(known[key])
+                    self._ends[name] = self._texts[end]
+            names.append(by_lines[key])
         if len(names) == 1:
             return Stage(step=names[0]), names
         steps = dict.fromkeys(names[1:])
@@ -197,16 +197,16 @@ class Reader:
     def _timed_stage(
         self, prefix: str, section: _Numbered, ops: Sequence[Operation | None]
     ) -> tuple[Stage, list[str]]:
-        """Of a log: its iterations as one, with the median time of each operation."""
+        """Return a log's iterations as one, with the median time of each operation."""
         setup = section.epochs[0] if len(section.epochs) > 1 else []
         steps = section.epochs[1:] or section.epochs
-        done = []
+        operations = []
         for column in itertools.zip_longest(*steps):
             if None in column or len({ops[number] for number in column}) > 1:
                 raise ConfigError("iterations", len(steps), "ones of the same operations")
-            done.append(self._timed(column, ops))
-        self._block(f"{prefix}setup", [self._timed([one], ops) for one in setup])
-        self._block(f"{prefix}step", done)
+            operations.append(self._timed(column, ops))
+        self._block(f"{prefix}setup", [self._timed([number], ops) for number in setup])
+        self._block(f"{prefix}step", operations)
         self._notes.append(
             f"times are medians of {len(steps)} iterations, as the host saw them"
         )
@@ -214,33 +214,33 @@ class Reader:
         return Stage(step=names[1], setup=names[0]), names
 
     def _timed(self, column: Sequence[int], ops: Sequence[Operation | None]) -> Operation:
-        times = [self._parsed[one].elapsed_ms for one in column]
+        lines = (self._parsed[number] for number in column)
+        times = [line.elapsed_ms for line in lines if line.elapsed_ms is not None]
         op = ops[column[0]]
         assert op is not None
-        known = [one for one in times if one is not None]
-        return replace(op, time_s=median(known) * 1e-3 if known else None)
+        return replace(op, time_s=median(times) * 1e-3 if times else None)
 
     def _block(self, name: str, ops: Sequence[Operation]) -> None:
         self._blocks[name] = self._items(fold(ops))
 
-    def _items(self, folded: "tuple[Operation | Repeat[Operation], ...]") -> Block:
-        found: list[Operation | Run] = []
+    def _items(self, folded: tuple[Operation | Repeat[Operation], ...]) -> Block:
+        items: list[Operation | Run] = []
         for item in folded:
             if not isinstance(item, Repeat):
-                found.append(item)
+                items.append(item)
                 continue
             if item not in self._bodies:
                 body = self._items(item.body)
                 self._bodies[item] = f"lines {len(self._bodies)}"
                 self._blocks[self._bodies[item]] = body
-            found.append(Run(block=self._bodies[item], times=item.times))
-        return tuple(found)
+            items.append(Run(block=self._bodies[item], times=item.times))
+        return tuple(items)
 
     def _num_microbatches(self) -> int:
-        """Of the first iteration, as far as its embedding tells."""
+        """Return the micro-batches of the first iteration, by its embeddings; 1 without any."""
         marks = {index for index, line in enumerate(self._parsed) if line.stage == _EMBEDDING}
         first = self._sections[0].epochs
-        return max(1, sum(1 for one in first[1 if len(first) > 1 else 0] if one in marks))
+        return max(1, sum(1 for number in first[1 if len(first) > 1 else 0] if number in marks))
 
 
 class _Section(msgspec.Struct):
@@ -251,7 +251,7 @@ class _Section(msgspec.Struct):
 
 
 class _Origin(msgspec.Struct):
-    """lines: as they were, by what we would write ("name|line")."""
+    """Text of the file. lines: the original ones, by our text for them ("name|line")."""
 
     end: str
     sections: list[_Section]
@@ -260,9 +260,9 @@ class _Origin(msgspec.Struct):
 
 
 def read(path: Path, *, group_sizes: Mapping[str, int] | None = None) -> Workload:
-    """Raises ConfigError, with the line's number, for what is no such file.
+    """Read a file. Raise ConfigError, with the line's number, if it has another format.
 
-    group_sizes: {"ep": 16} where no line tells, as for AICB's experts.
+    group_sizes: {"ep": 16} where no line has the size, as for AICB's experts.
     """
     lines = read_lines(path, "AICB workload")
     end = "\n" if lines[-1] == "" else ""
@@ -274,29 +274,29 @@ def read(path: Path, *, group_sizes: Mapping[str, int] | None = None) -> Workloa
 
 
 def write(workload: Workload, *, stage: int = 0, computation: bool = True) -> Iterator[str]:
-    """The text in pieces; of a generated workload, one stage's.
+    """Yield the text in pieces; of a generated workload, one stage's.
 
-    computation: with lines of matrix products. Raises ConfigError for a broken origin.
+    computation: with lines of matrix products. Raise ConfigError for a broken origin.
     """
     if FORMAT in workload.origin:
         yield from _write_again(workload)
         return
-    chosen = workload.stages[stage]
+    program = workload.stages[stage]
     yield HEADER + "\n"
     init = Lines(workload, computation=computation, setup=True)
     before = RepeatedText(workload.blocks, init)
-    setup = "".join(before.chunks(chosen.setup)) if chosen.setup else ""
+    setup = "".join(before.chunks(program.setup)) if program.setup else ""
     yield setup or no_setup(workload.world_size)
     yield EPOCH_END + "\n"
     line = Lines(workload, computation=computation)
-    yield from RepeatedText(workload.blocks, line).chunks(chosen.step)
+    yield from RepeatedText(workload.blocks, line).chunks(program.step)
     yield EPOCH_END + "\n"
 
 
-def lost(workload: Workload) -> list[str]:
-    """What the CSV cannot say of this workload, a line each."""
+def omissions(workload: Workload) -> list[str]:
+    """Return what the CSV cannot express of this workload, a line each."""
     if FORMAT not in workload.origin:
-        return lost_of_generated(workload)
+        return generated_omissions(workload)
     ops = (item for block in workload.blocks.values() for item in block)
     timed = any(getattr(op, "time_s", None) is not None for op in ops)
     return ["times: a workload of AICB has none, only its log of a run"] if timed else []

@@ -68,7 +68,7 @@ _TYPE_OF = {ours: name for name, ours in reversed(COLLECTIVES.items())}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """The fields that say what runs; kind and group without their class names."""
+    """Fields of a line; kind and group without their class names."""
 
     kind: str
     group: str  # "" of a computation and an end
@@ -82,16 +82,16 @@ class Line:
 
 
 def parse(text: str, where: str) -> Line:
-    """Raises ConfigError that starts with `where`."""
+    """Parse a line. Raise ConfigError that starts with `where`."""
     fields = text.rstrip("\r").split(",")
     if len(fields) != len(COLUMNS):
         allowed = f"{len(COLUMNS)} columns: {HEADER}"
         raise ConfigError(where, f"{len(fields)} columns", allowed)
     kind, group = fields[0].removeprefix("CommType."), fields[1].removeprefix("CommGroup.")
-    known = (*COLLECTIVES, COMPUTATION, END)
-    if kind not in known or not fields[0].startswith("CommType."):
+    kinds = (*COLLECTIVES, COMPUTATION, END)
+    if kind not in kinds or not fields[0].startswith("CommType."):
         raise ConfigError(
-            f"{where}, comm_type", fields[0], f"CommType. and one of {', '.join(known)}"
+            f"{where}, comm_type", fields[0], f"CommType. and one of {', '.join(kinds)}"
         )
     if kind in (COMPUTATION, END):
         group = ""
@@ -121,18 +121,18 @@ def _whole(text: str, where: str, low: int = 1) -> int | None:
 
 
 def number(text: str, where: str) -> float:
-    """Finite and 0 or more. Raises ConfigError."""
+    """Parse a finite number of 0 or more. Raise ConfigError."""
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 <= found < 2**60:  # NaN is in no range
+        value = math.nan
+    if not 0 <= value < 2**60:  # NaN is in no range
         raise ConfigError(where, text, "a number, 0 or more")
-    return found
+    return value
 
 
 def group_of(line: Line, groups: Mapping[str, Group]) -> str:
-    """Our name of a line's group: "dp", or "dp_4" where most of its name have another size.
+    """Return our name of a line's group: "dp", or "dp_4" if most of this name differ in size.
 
     AICB gives transfers a group of one rank.
     """
@@ -142,13 +142,14 @@ def group_of(line: Line, groups: Mapping[str, Group]) -> str:
 
 
 def aicb_group(name: str) -> str:
-    """AICB's name of a group named by group_of."""
+    """Return AICB's name of a group that group_of named."""
     return _GROUP_NAMES[name if name in _GROUP_NAMES else name.rpartition("_")[0]]
 
 
 def operation(line: Line, groups: Mapping[str, Group], where: str) -> Operation:
-    """Raises ConfigError that starts with `where`. Peers and roots are of the group."""
-    phase = next((one for start, one in _PHASES if line.stage.startswith(start)), Phase.STEP)
+    """Return a line's operation. Raise ConfigError that starts with `where`."""
+    phases = (phase for start, phase in _PHASES if line.stage.startswith(start))
+    phase = next(phases, Phase.STEP)
     if line.kind == COMPUTATION:
         return _computation(line, phase)
     group = group_of(line, groups)
@@ -179,10 +180,10 @@ def operation(line: Line, groups: Mapping[str, Group], where: str) -> Operation:
 
 
 def _computation(line: Line, phase: Phase) -> ComputeOp:
-    """Shapes as AICB prints them are a matrix product; anything else is a name."""
+    """Return a matrix product if the line has shapes as AICB prints, else a named kernel."""
     shapes = _SHAPES.fullmatch(line.size)
     if shapes and len(line.size) < 200:
-        first, second = ([int(one) for one in shape.split()] for shape in shapes.groups())
+        first, second = ([int(dim) for dim in shape.split()] for shape in shapes.groups())
         if phase is Phase.BWD:
             phase = Phase.WGRAD if len(first) == 2 else Phase.DGRAD
         if len(second) == 2 and first[-1:] == second[:1] and all((*first[:-1], *second)):
@@ -197,9 +198,9 @@ def _computation(line: Line, phase: Phase) -> ComputeOp:
 
 
 def text_of(op: Operation, stage: str, group: str, size: int) -> str:
-    """The line of an operation. stage, group: in AICB's words; size: of the group.
+    """Return the line of an operation. stage, group: in AICB's words; size: of the group.
 
-    Raises ConfigError for what AICB has no line for.
+    Raise ConfigError for an operation without a line in AICB.
     """
     if isinstance(op, ComputeOp):
         shapes = _shapes(op)
@@ -207,9 +208,8 @@ def text_of(op: Operation, stage: str, group: str, size: int) -> str:
     if op.collective not in _TYPE_OF and op.collective != Collective.ALL_TO_ALL_V:
         raise ConfigError("collective", op.collective, f"one of {', '.join(_TYPE_OF)}")
     kind = _TYPE_OF.get(op.collective, "all_to_all")
-    dst, src, additional = None, op.root, ""
-    if op.collective == Collective.REDUCE:
-        dst, src = op.root, None
+    additional = ""
+    dst, src = (op.root, None) if op.collective == Collective.REDUCE else (None, op.root)
     if op.collective in (SEND, RECV):
         where = direction(op.peer or 0, size)
         if where is None:
@@ -223,7 +223,7 @@ def text_of(op: Operation, stage: str, group: str, size: int) -> str:
 
 
 def no_setup(world_size: int) -> str:
-    """A line to begin with: AICB's reader of mocked workloads drops the first one.
+    """Return a line to begin with: AICB's reader of mocked workloads drops the first one.
 
     Source: aliyun/aicb, visualize/generate.py (custom_csv_reader, only_workload).
     """
@@ -231,7 +231,7 @@ def no_setup(world_size: int) -> str:
 
 
 def direction(peer: int, size: int) -> str | None:
-    """next or prev in a group of this size; None: the peer is no neighbour."""
+    """Return next or prev in a group of this size; None: the peer is no neighbour."""
     for near in (peer, peer - size, peer + size):
         if near in (1, -1):
             return "next" if near == 1 else "prev"
@@ -272,18 +272,19 @@ _CLASSES = {"loss": "_step._VocabParallelCrossEntropy", "embedding": ".MegatronE
 
 
 def group_names(workload: Workload) -> dict[str, str]:
-    """AICB's name of each group that it has one for: by our name, or by the same ranks."""
-    found = {name: _GROUP_OF[name] for name in workload.groups if name in _GROUP_OF}
-    same = {_ranks(workload.groups[name]): theirs for name, theirs in reversed(found.items())}
+    """Return AICB's names of groups, by our name of them or by the same ranks."""
+    names = {name: _GROUP_OF[name] for name in workload.groups if name in _GROUP_OF}
+    groups = workload.groups
+    same = {_ranks(groups[name]): aicb_name for name, aicb_name in reversed(names.items())}
     same.setdefault(((workload.world_size, 1),), "all")
-    for name, group in workload.groups.items():
-        if name not in found and _ranks(group) in same:
-            found[name] = same[_ranks(group)]
-    return found
+    for name, group in groups.items():
+        if name not in names and _ranks(group) in same:
+            names[name] = same[_ranks(group)]
+    return names
 
 
 def _ranks(group: Group) -> tuple[tuple[int, int], ...]:
-    """Equal for groups of the same ranks in the same order."""
+    """Return dimensions that are equal for groups of the same ranks in the same order."""
     merged: list[tuple[int, int]] = []
     for size, stride in group.digits:
         if size == 1:
@@ -296,19 +297,19 @@ def _ranks(group: Group) -> tuple[tuple[int, int], ...]:
 
 
 class Lines:
-    """The line of an operation, "" for what AICB has none for."""
+    """Lines of operations; "" for one without a line in AICB."""
 
     def __init__(self, workload: Workload, *, computation: bool, setup: bool = False) -> None:
         self._names = group_names(workload)
         self._sizes = {name: group.size for name, group in workload.groups.items()}
         self._computation = computation
         self._setup = setup
-        self._known: dict[Operation, str] = {}
+        self._lines: dict[Operation, str] = {}
 
     def __call__(self, op: Operation) -> str:
-        if op not in self._known:
-            self._known[op] = self._line(op) if self.carries(op) else ""
-        return self._known[op]
+        if op not in self._lines:
+            self._lines[op] = self._line(op) if self.carries(op) else ""
+        return self._lines[op]
 
     def _line(self, op: Operation) -> str:
         stage = stage_name(op)
@@ -319,20 +320,17 @@ class Lines:
         return text_of(op, stage, self._names[op.group], self._sizes[op.group])
 
     def carries(self, op: Operation) -> bool:
-        """Matrix products, and communication in a group that AICB has a name of.
-
-        A transfer goes to the next or the previous stage.
-        """
+        """Return whether it has a line: a product, or a message in a group that AICB names."""
         if isinstance(op, ComputeOp):
             return isinstance(op.op, Gemm)
-        if op.collective in (SEND, RECV):
+        if op.collective in (SEND, RECV):  # to the next or the previous stage only
             near = direction(op.peer or 0, self._sizes[op.group]) is not None
             return near and self._names.get(op.group) == "pp_group"
         return op.group in self._names and op.collective in _CARRIED
 
 
 def stage_name(op: Operation) -> str:
-    """AICB's stage: the pass and its class of the module, e.g. forward.MegatronRowLinear."""
+    """Return AICB's stage: pass and class of the module, e.g. forward.MegatronRowLinear."""
     if op.module in _PLAIN:
         return _PLAIN[op.module]
     part, _, role = op.module.partition(".")
@@ -353,7 +351,7 @@ def stage_name(op: Operation) -> str:
 
 
 def _linear(op: Operation, part: str, role: str, *, forward: bool) -> str:
-    """AICB's class of a linear layer; the head is the one that it calls final_column."""
+    """Return AICB's class of a linear layer; the head is its final_column."""
     if role in _ROW:
         kind = "Row"
     elif role in _COLUMN or op.module == "head":
@@ -369,12 +367,12 @@ def _linear(op: Operation, part: str, role: str, *, forward: bool) -> str:
 
 
 def _plain(module: str) -> str:
-    """Without what would end a field."""
+    """Return a name without characters that would end a field."""
     return "".join(" " if char in ",\r\n" else char for char in module)
 
 
-def lost(workload: Workload) -> list[str]:
-    """What the CSV cannot say of this workload, a line each."""
+def omissions(workload: Workload) -> list[str]:
+    """Return what the CSV cannot express of this workload, a line each."""
     line = Lines(workload, computation=True)
     ops = {
         op
@@ -383,18 +381,18 @@ def lost(workload: Workload) -> list[str]:
         for op in workload.tally(stage, setup=setup)
     }
     uneven = any(getattr(op, "collective", "") == Collective.ALL_TO_ALL_V for op in ops)
-    found = remarks(
+    lines = remarks(
         (True, "overlap: every line waits for the one before it; streams go"),
         (True, "layers and micro-batches: lines follow each other without them"),
         (True, "element types and times: sizes are bytes"),
         (len(workload.stages) > 1, "stages: one is written"),
         (uneven, "uneven parts of all_to_all_v: written as all_to_all of the average"),
     )
-    left = {
+    omitted = {
         f"{op.collective} of {op.group}"
         if isinstance(op, CommOp)
         else f"{type(op.op).__name__.lower()} ({op.module}): only matrix products have lines"
         for op in ops
         if not line.carries(op)
     }
-    return [*found, *(f"left out: {one}" for one in sorted(left))]
+    return [*lines, *(f"left out: {text}" for text in sorted(omitted))]

@@ -1,4 +1,4 @@
-"""AIOB's profile: how long each part of a model's forward pass took, in microseconds.
+"""AIOB's profile: times of the parts of a model's forward pass, in microseconds.
 
     train_iter:10
     atten_qkv:
@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A file's parts, in its order. Of training the iterations, of inference the phase."""
+    """A file's parts in its order; iterations of a training, or the phase of an inference."""
 
     parts: Mapping[str, Part]
     iterations: int | None = None
@@ -50,7 +50,7 @@ class Profile:
 
 
 def read(path: Path) -> Profile:
-    """Raises ConfigError, with the line's number, for what is no such file."""
+    """Read a file. Raise ConfigError, with the line's number, if it has another format."""
     lines = read_lines(path, "AIOB profile")
     with in_file(path):
         return _parse(lines)
@@ -60,25 +60,25 @@ def _parse(lines: list[str]) -> Profile:
     first = _FIRST.fullmatch(lines[0].strip())
     if not first:
         raise ConfigError("line 1", lines[0], "train_iter:N or inference_term:PHASE")
-    found: dict[str, dict[str, float]] = {}
+    parts: dict[str, dict[str, float]] = {}
     section = ""
     for place, text in enumerate(lines[1:], start=2):
         line = text.rstrip("\r")
         if not line.strip():
             continue
-        if opened := _SECTION.fullmatch(line):
-            section = opened[1]
-            if section in found:
+        if heading := _SECTION.fullmatch(line):
+            section = heading[1]
+            if section in parts:
                 raise ConfigError(f"line {place}", line, "a part that has not come before")
-            found[section] = {}
-        elif (time := _TIME.fullmatch(line)) and section and time[1] not in found[section]:
-            found[section][time[1]] = float(time[2]) / 1e6
+            parts[section] = {}
+        elif (time := _TIME.fullmatch(line)) and section and time[1] not in parts[section]:
+            parts[section][time[1]] = float(time[2]) / 1e6
         else:
             raise ConfigError(f"line {place}", line, _ALLOWED)
-    if not found:
+    if not parts:
         raise ConfigError(f"line {len(lines)}", "no part", _ALLOWED)
     return Profile(
-        parts={name: _part(name, times) for name, times in found.items()},
+        parts={name: _part(name, times) for name, times in parts.items()},
         iterations=int(first[2]) if first[1] else None,
         inference_phase=first[4] or "",
     )
@@ -90,7 +90,7 @@ _ALLOWED = (
 
 
 def profile_text(profile: Profile) -> Iterator[str]:
-    """The text, a line at a time; equal times are written equally."""
+    """Yield the text, a line at a time; equal times are written equally."""
     if profile.iterations is None:
         yield f"inference_term:{profile.inference_phase}\n"
     else:
@@ -107,34 +107,36 @@ def _part(name: str, times: Mapping[str, float]) -> Part:
     if missing:
         raise ConfigError(name, f"no time_gpu_{missing[0]}", "a part with max, min and avg")
     if not times["min"] <= times["avg"] <= times["max"]:
-        shown = " ".join(f"{times[key] * 1e6:g}" for key in ("min", "avg", "max"))
-        raise ConfigError(name, shown, "min <= avg <= max")
+        text = " ".join(f"{times[key] * 1e6:g}" for key in ("min", "avg", "max"))
+        raise ConfigError(name, text, "min <= avg <= max")
     return Part(max_s=times["max"], min_s=times["min"], avg_s=times["avg"])
 
 
 def write(workload: Workload) -> Iterator[str]:
-    """Raises ConfigError where no operator that AIOB has a part for has a time."""
-    found = _parts(workload)
-    if not found:
+    """Yield the text. Raise ConfigError if no operator of AIOB's parts has a time."""
+    parts = _parts(workload)
+    if not parts:
         allowed = "times of computation, which the profile is of"
         raise ConfigError("compute-from", "missing", allowed)
-    yield from profile_text(Profile(parts=found, iterations=1))
+    yield from profile_text(Profile(parts=parts, iterations=1))
 
 
-def lost(workload: Workload) -> list[str]:
-    """What stands in no part."""
+def omissions(workload: Workload) -> list[str]:
+    """Return what has no part in the profile."""
     left_out = dict.fromkeys(
         item.module
         for stage in range(len(workload.stages))
         for item in workload.tally(stage)
         if isinstance(item, ComputeOp) and not is_wait(item) and not section_of(item.module)
     )
-    found = ["all but the time of the forward pass: shapes, types, communication, order"]
-    return found + [f"left out: {module}: AIOB has no part for it" for module in left_out]
+    return [
+        "all but the time of the forward pass: shapes, types, communication, order",
+        *(f"left out: {module}: AIOB has no part for it" for module in left_out),
+    ]
 
 
 def _parts(workload: Workload) -> dict[str, Part]:
-    """By section, in the order of first use: the mean over calls."""
+    """Return the mean over calls by section, in the order of first use."""
     spent: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for stage in range(len(workload.stages)):

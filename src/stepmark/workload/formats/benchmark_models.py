@@ -7,6 +7,7 @@ SwiGLU, grouped heads, no biases, its own head); fields without an effect on sha
 norm_eps) are ignored, as unknown ones are.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,7 +75,7 @@ _ONLY_DEEPSEEK = frozenset(_DeepSeek.__struct_fields__) - frozenset(_Model.__str
 
 
 def read_model_configs(path: Path) -> list[ModelConfig]:
-    """The models of a model_configs.json. Raises ConfigError.
+    """Read the models of a model_configs.json. Raise ConfigError.
 
     The file has no depth: every model has num_layers=1, an MoE layer for the DeepSeek kind.
     The shared experts are as wide as they are, n_shared x moe_intermediate_size; Primus
@@ -84,20 +85,21 @@ def read_model_configs(path: Path) -> list[ModelConfig]:
 
 
 def read_attention_shapes(path: Path) -> list[AttentionShape]:
-    """The shapes of an attention_shapes.json. Raises ConfigError."""
+    """Read the shapes of an attention_shapes.json. Raise ConfigError."""
     return [_read_shape(entry, where) for where, entry in _entries(path)]
 
 
-def _entries(path: Path) -> list[tuple[str, object]]:
+def _entries(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
     raw = read_json(path)
     if not isinstance(raw, list) or not raw:
         raise ConfigError(f"{path}: top level", one_line(raw), "an array of one object or more")
-    return [(f"{path}: [{index}].", entry) for index, entry in enumerate(raw)]
+    for index, entry in enumerate(raw):
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{path}: [{index}]", one_line(entry), "an object")
+        yield f"{path}: [{index}].", entry
 
 
-def _read_model(entry: object, where: str) -> ModelConfig:
-    if not isinstance(entry, dict):
-        raise ConfigError(where.rstrip("."), one_line(entry), "an object")
+def _read_model(entry: dict[str, object], where: str) -> ModelConfig:
     deepseek = not _ONLY_DEEPSEEK.isdisjoint(entry)
     try:
         raw: _Model = convert(entry, _DeepSeek if deepseek else _Dense, where)
@@ -144,9 +146,7 @@ def _deepseek(raw: _DeepSeek) -> dict[str, Any]:
     }
 
 
-def _read_shape(entry: object, where: str) -> AttentionShape:
-    if not isinstance(entry, dict):
-        raise ConfigError(where.rstrip("."), one_line(entry), "an object")
+def _read_shape(entry: dict[str, object], where: str) -> AttentionShape:
     raw = convert(entry, AttentionShape, where)
     if raw.num_head_q % raw.num_head_kv:
         allowed = f"a multiple of num_head_kv={raw.num_head_kv}"
@@ -160,8 +160,8 @@ def _read_shape(entry: object, where: str) -> AttentionShape:
 Multiplier = Annotated[float, msgspec.Meta(gt=0, le=64)]
 
 _ARCHITECTURES = ("gpt", "llama")
-# Of a file that does not name its architecture, these are fields of Llama only.
-_OF_LLAMA = ("n_kv_heads", "ffn_mult", "ffn_factor", "rope_base", "norm_eps")
+# Fields of Llama only, for files that do not name their architecture.
+_ONLY_LLAMA = ("n_kv_heads", "ffn_mult", "ffn_factor", "rope_base", "norm_eps")
 
 
 class _Gpt(msgspec.Struct):
@@ -180,12 +180,12 @@ class _Llama(_Gpt, kw_only=True):
 
 
 def is_config(raw: object) -> bool:
-    """Whether a JSON document is of this kind, by a field that no other kind has."""
+    """Return whether a JSON document is of this kind, by a field that no other kind has."""
     return isinstance(raw, dict) and "d_embd" in raw
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The model that a file describes, called after the file. Raises ConfigError."""
+    """Read the model that a file describes, named after the file. Raise ConfigError."""
     where = f"{path}: "
     raw = read_json(path)
     if not isinstance(raw, dict):
@@ -195,13 +195,13 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def _architecture(raw: dict[str, object], where: str) -> str:
-    named = raw.get("arch_name")
-    if named is None:
-        return "llama" if any(name in raw for name in _OF_LLAMA) else "gpt"
-    if named not in _ARCHITECTURES:
+    name = raw.get("arch_name")
+    if name is None:
+        return "llama" if any(field in raw for field in _ONLY_LLAMA) else "gpt"
+    if name not in _ARCHITECTURES:
         allowed = f"one of {', '.join(_ARCHITECTURES)}"
-        raise ConfigError(f"{where}arch_name", one_line(named), allowed)
-    return str(named)
+        raise ConfigError(f"{where}arch_name", one_line(name), allowed)
+    return str(name)
 
 
 def _gpt(raw: dict[str, object], where: str) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _shared(config: _Gpt, where: str) -> dict[str, Any]:
 
 
 def _ffn_width(config: _Llama, where: str) -> int:
-    """Two thirds of 4 x d_embd, times ffn_mult, rounded up to a multiple of ffn_factor.
+    """Return 2/3 of 4 x d_embd, times ffn_mult, rounded up to a multiple of ffn_factor.
 
     Source: Llama 3's reference model, where these are ffn_dim_multiplier and multiple_of.
     """

@@ -8,6 +8,7 @@ so that the sum over a stream is right within one; time_s holds the exact ones. 
 chakra_reader.py.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +29,13 @@ from stepmark.workload.formats.chakra_schema import (
     classes,
     framed,
 )
-from stepmark.workload.formats.ranks import Instances, Issued, check_rank, of_a_rank
+from stepmark.workload.formats.ranks import (
+    Instances,
+    Issued,
+    check_rank,
+    rank_remarks,
+    transfer,
+)
 from stepmark.workload.formats.walk import remarks, walk
 
 _GATHERED = (Collective.ALL_GATHER, Collective.GATHER)  # whose input is one part
@@ -36,58 +43,58 @@ TYPES = COMM_TYPES | {Collective.ALL_TO_ALL_V: COMM_TYPES[Collective.ALL_TO_ALL]
 PAIR = {SEND: NodeType.COMM_SEND, RECV: NodeType.COMM_RECV}
 
 
-class Places:
-    """Layers and micro-batches as serialized attributes: two parts of a message are one."""
-
-    def __init__(self, made: Any) -> None:
-        self._made = made
-        self._known: dict[tuple[str, int], bytes] = {}
-
-    def get(self, name: str, value: int) -> bytes:
-        found = self._known.get((name, value))
-        if found is None:
-            one = self._made.attribute(name=name, int32_val=value)
-            found = self._known[name, value] = self._made.node(attr=[one]).SerializeToString()
-        return found
+@functools.cache
+def _place(name: str, value: int) -> bytes:
+    """Serialize a layer or micro-batch as an attribute, to be appended to a node's bytes."""
+    schema = classes()
+    attribute = schema.attribute(name=name, int32_val=value)
+    data: bytes = schema.node(attr=[attribute]).SerializeToString()
+    return data
 
 
-def constant(
-    workload: Workload, rank: int, instances: Instances, made: Any
+def _constant_part(
+    workload: Workload, rank: int, instances: Instances, schema: Any
 ) -> Callable[[Operation], tuple[Operation, bytes]]:
-    """An operation and what of its node is the same wherever it runs; b"" if it has no node."""
+    """Return a function from an operation to it and the constant part of its node.
+
+    The part is the same wherever the operation runs, and b"" if it has no node.
+    """
     tags = {name: index for index, name in enumerate(workload.groups)}
 
-    def of(one: Operation) -> tuple[Operation, bytes]:
-        if isinstance(one, ComputeOp):
-            what = one.op.name if isinstance(one.op, Kernel) else describe(one.op)
-            kind, values = NodeType.COMP, _computation(one, what)
-        elif workload.groups[one.group].size == 1:
-            return one, b""
+    def serialize(op: Operation) -> tuple[Operation, bytes]:
+        if isinstance(op, ComputeOp):
+            what = op.op.name if isinstance(op.op, Kernel) else describe(op.op)
+            kind, values = NodeType.COMP, _computation(op, what)
+        elif workload.groups[op.group].size == 1:
+            return op, b""
         else:
-            kind, what = PAIR.get(one.collective, NodeType.COMM_COLL), one.collective
-            values = _communication(one, workload, rank, instances, tags)
-        values |= {"phase.string": one.phase, "module.string": one.module}
-        values |= {"stream.string": one.stream}
-        if one.recompute:
+            kind, what = PAIR.get(op.collective, NodeType.COMM_COLL), op.collective
+            values = _communication(op, workload, rank, instances, tags)
+        values |= {"phase.string": op.phase, "module.string": op.module}
+        values |= {"stream.string": op.stream}
+        if op.recompute:
             values["recompute.bool"] = True
-        if one.time_s is not None:
-            values["time_s.double"] = one.time_s
-        name = f"{one.phase}.{one.module}.{what.partition(' ')[0]}"
-        node = made.node(name=name, type=int(kind))
+        if op.time_s is not None:
+            values["time_s.double"] = op.time_s
+        name = f"{op.phase}.{op.module}.{what.partition(' ')[0]}"
+        node = schema.node(name=name, type=int(kind))
         for key, value in values.items():
             label, _, kind_of_value = key.rpartition(".")
-            node.attr.append(made.attribute(name=label, **{f"{kind_of_value}_val": value}))
-        return one, node.SerializeToString()
+            node.attr.append(schema.attribute(name=label, **{f"{kind_of_value}_val": value}))
+        return op, node.SerializeToString()
 
-    return of
+    return serialize
 
 
-def _computation(one: ComputeOp, what: str) -> dict[str, object]:
-    """ASTRA-sim's roofline divides by num_ops and never ends at a tensor_size of 0: not 0."""
+def _computation(op: ComputeOp, what: str) -> dict[str, object]:
+    """Return the attributes of computation; sizes of 0 are 1.
+
+    ASTRA-sim's roofline divides by num_ops and never ends at a tensor_size of 0.
+    """
     values: dict[str, object] = {"is_cpu_op.bool": False}
     for key, name, value in (
-        ("num_ops.int64", "flops", one.op.flops),
-        ("tensor_size.uint64", "bytes_moved", one.op.bytes_moved),
+        ("num_ops.int64", "flops", op.op.flops),
+        ("tensor_size.uint64", "bytes_moved", op.op.bytes_moved),
     ):
         if value is not None:
             values[key] = value or 1
@@ -98,57 +105,50 @@ def _computation(one: ComputeOp, what: str) -> dict[str, object]:
 
 
 def _communication(
-    one: CommOp, workload: Workload, rank: int, instances: Instances, tags: dict[str, int]
+    op: CommOp, workload: Workload, rank: int, instances: Instances, tags: dict[str, int]
 ) -> dict[str, object]:
-    group = workload.groups[one.group]
-    is_part = one.collective in (*PAIR, *_GATHERED)
-    size = one.call_bytes() if is_part else one.message_bytes(group)
+    group = workload.groups[op.group]
+    is_part = op.collective in (*PAIR, *_GATHERED)
+    size = op.call_bytes() if is_part else op.message_bytes(group)
     values: dict[str, object] = {"is_cpu_op.bool": False, "comm_size.int64": size}
-    if one.peer is None:
-        values["comm_type.int64"] = TYPES[one.collective]
-        values["pg_name.string"] = str(instances.number(one.group, rank))
-        if one.root is not None:
-            values["root.int32"] = one.root
-        if one.redop != "none":
-            values["redop.string"] = one.redop
+    if op.peer is None:
+        values["comm_type.int64"] = TYPES[op.collective]
+        values["pg_name.string"] = str(instances.number(op.group, rank))
+        if op.root is not None:
+            values["root.int32"] = op.root
+        if op.redop != "none":
+            values["redop.string"] = op.redop
     else:
-        ranks = group.members(rank)
-        peer = ranks[(ranks.index(rank) + one.peer) % len(ranks)]
-        source, target = (rank, peer) if one.collective == SEND else (peer, rank)
+        source, target = transfer(op, group.members(rank), rank)
         values |= {"comm_src.int32": source, "comm_dst.int32": target}
-        values["comm_tag.int32"] = tags[one.group]
-    if one.fused:
+        values["comm_tag.int32"] = tags[op.group]
+    if op.fused:
         values["fused.bool"] = True
-    return values | {"dtype.string": one.dtype}
+    return values | {"dtype.string": op.dtype}
 
 
-__all__ = ["beside", "comm_groups", "files", "lost", "read", "write"]
+__all__ = ["comm_groups", "companions", "files", "omissions", "read", "write"]
 
 _REFUSED = (Collective.REDUCE, Collective.GATHER, Collective.SCATTER, Collective.BARRIER)
 
 
 def write(workload: Workload, rank: int = 0) -> Iterator[bytes]:
-    """One step of one rank; ASTRA-sim wants `{name}.{rank}.et` of every rank.
+    """Yield the file of one rank's step; ASTRA-sim wants `{name}.{rank}.et` of every rank.
 
-    Raises ConfigError for an unknown rank, for a collective that Chakra has not, and where
-    protobuf is not installed.
+    Raise ConfigError for an unknown rank, for a collective that Chakra lacks, and without
+    protobuf.
     """
     return _checked(workload, rank, Instances(workload, first=1))
 
 
 def _checked(workload: Workload, rank: int, instances: Instances) -> Iterator[bytes]:
-    check_rank(workload, rank)
-    for block in workload.blocks.values():
-        for item in block:
-            if isinstance(item, CommOp) and item.collective not in (*TYPES, *PAIR):
-                allowed = f"one of {', '.join((*TYPES, *PAIR))}"
-                raise ConfigError("collective", item.collective, allowed)
-    classes()
+    check_rank(workload, rank, (*TYPES, *PAIR))
+    classes()  # raises here and not when the file is already open
     return _file(workload, rank, instances)
 
 
 def comm_groups(workload: Workload) -> Iterator[str]:
-    """ASTRA-sim's --comm-group-configuration: the ranks of each group that pg_name names."""
+    """Yield ASTRA-sim's --comm-group-configuration: the ranks of each pg_name."""
     separator = "{\n"
     for number, _, ranks in Instances(workload, first=1).members():
         yield f'{separator}"{number}": [{", ".join(map(str, ranks))}]'
@@ -159,37 +159,40 @@ def comm_groups(workload: Workload) -> Iterator[str]:
 def files(
     workload: Workload, ranks: Iterable[int] | None = None, name: str = "workload"
 ) -> Iterator[tuple[str, Iterator[str] | Iterator[bytes]]]:
-    """Names and contents of what ASTRA-sim needs of a workload."""
+    """Yield names and contents of the files that ASTRA-sim needs of a workload."""
     yield GROUPS_FILE, comm_groups(workload)
     instances = Instances(workload, first=1)
     for rank in range(workload.world_size) if ranks is None else ranks:
         yield f"{name}.{rank}.et", _checked(workload, rank, instances)
 
 
-def beside(
+def companions(
     workload: Workload, path: Path, rank: int = 0
 ) -> Iterator[tuple[Path, Iterator[str]]]:
-    """What a file of one rank needs beside it to be read.
+    """Yield paths and contents of the files that a reader of one rank's file needs.
 
-    Raises ConfigError for a name that no reader takes as that rank's.
+    Raise ConfigError for a name that no reader takes as that rank's.
     """
     if not re.fullmatch(rf".+\.{rank}\.et", path.name):
         raise ConfigError("out", path, f"a file PREFIX.{rank}.et, or a folder/ for all ranks")
     yield path.with_name(GROUPS_FILE), comm_groups(workload)
 
 
-def lost(workload: Workload) -> list[str]:
-    """What of this workload the format cannot say, or what ASTRA-sim does not take."""
-    ops = {one for stage in range(len(workload.stages)) for one in workload.tally(stage)}
-    computes = [one for one in ops if isinstance(one, ComputeOp)]
-    comms = [one for one in ops if isinstance(one, CommOp)]
-    used = {one.collective for one in comms}
-    untimed = sum(one.time_s is None and not is_wait(one) for one in computes)
-    costless = sum(None in (one.op.flops, one.op.bytes_moved) for one in computes)
-    micros = [one.time_s * 1e6 for one in ops if one.time_s is not None]
+def omissions(workload: Workload) -> list[str]:
+    """Return what the format cannot express of this workload, or ASTRA-sim does not take."""
+    ops = {op for stage in range(len(workload.stages)) for op in workload.tally(stage)}
+    computes = [op for op in ops if isinstance(op, ComputeOp)]
+    comms = [op for op in ops if isinstance(op, CommOp)]
+    collectives = {op.collective for op in comms}
+    untimed = sum(op.time_s is None and not is_wait(op) for op in computes)
+    costless = sum(None in (op.op.flops, op.op.bytes_moved) for op in computes)
+    micros = [op.time_s * 1e6 for op in ops if op.time_s is not None]
     rounded = any(not math.isclose(time, round(time)) for time in micros)
-    uneven, broadcast = Collective.ALL_TO_ALL_V in used, Collective.BROADCAST in used
-    refused = ", ".join(sorted(used & set(_REFUSED)))
+    uneven, broadcast = (
+        Collective.ALL_TO_ALL_V in collectives,
+        Collective.BROADCAST in collectives,
+    )
+    refused = ", ".join(sorted(collectives & set(_REFUSED)))
     return remarks(
         (True, "operators' shapes (only FLOPs, bytes and a name)"),
         (True, "model, settings, notes and the number of micro-batches"),
@@ -202,20 +205,20 @@ def lost(workload: Workload) -> list[str]:
         (uneven, "uneven parts of an all_to_all_v: written as an all-to-all"),
         (refused, f"{refused}: in the file, but ASTRA-sim refuses them"),
         (broadcast, "broadcast: in the file, but ASTRA-sim gives it its duration or 1 ns"),
-        *of_a_rank(workload, comms),
+        *rank_remarks(workload, comms),
     )
 
 
 @dataclass(slots=True)
 class _Stream:
-    """Where a stream stands. Parts of one call start after what its first part does."""
+    """Progress of a stream. Parts of one call wait for the same as its first part."""
 
     before: list[int] = field(default_factory=list)
     newest: list[int] = field(default_factory=list)
     elapsed_us: float = 0.0
 
     def follow(self, number: int, *, fused: bool) -> list[int]:
-        """Adds an operation; which ones it starts after."""
+        """Add an operation. Return those of its stream that it starts after."""
         if fused:
             self.newest.append(number)
         else:
@@ -229,33 +232,31 @@ class _Stream:
 
 
 def _file(workload: Workload, rank: int, instances: Instances) -> Iterator[bytes]:
-    made = classes()
-    label = made.attribute(name="workload", string_val=workload.name)
-    yield framed(made.metadata(version=VERSION, attr=[label]).SerializeToString())
+    schema = classes()
+    label = schema.attribute(name="workload", string_val=workload.name)
+    yield framed(schema.metadata(version=VERSION, attr=[label]).SerializeToString())
     issued, streams = Issued(workload), dict[str, _Stream]()
-    places = Places(made)
     number = 0
-    make = constant(workload, rank, instances, made)
-    parts = walk(workload, workload.stage_of(rank), make)
-    for operations, layer, microbatch in parts:
+    serialize = _constant_part(workload, rank, instances, schema)
+    for operations, layer, microbatch in walk(workload, workload.stage_of(rank), serialize):
         chunk = []
-        for (one, said), own_layer, own_microbatch in operations:
-            if not said:
+        for (op, constant_part), own_layer, own_microbatch in operations:
+            if not constant_part:
                 continue
-            stream = streams.setdefault(one.stream, _Stream())
-            fused = isinstance(one, CommOp) and one.fused
+            stream = streams.setdefault(op.stream, _Stream())
+            fused = isinstance(op, CommOp) and op.fused
             deps = stream.follow(number, fused=fused)
-            if one.after:
-                deps = sorted({*deps, *issued.find(one.after)})
-            node = made.node(id=number, data_deps=deps)
-            if one.time_s is not None:
-                node.duration_micros = stream.spend(one.time_s)
-            data = said + node.SerializeToString()
+            if op.after:
+                deps = sorted({*deps, *issued.find(op.after)})
+            node = schema.node(id=number, data_deps=deps)
+            if op.time_s is not None:
+                node.duration_micros = stream.spend(op.time_s)
+            data = constant_part + node.SerializeToString()
             if own_layer is not None:
-                data += places.get("layer", own_layer + layer)
+                data += _place("layer", own_layer + layer)
             if own_microbatch is not None:
-                data += places.get("microbatch", own_microbatch + microbatch)
+                data += _place("microbatch", own_microbatch + microbatch)
             chunk.append(framed(data))
-            issued.note(one.name, number)
+            issued.note(op.name, number)
             number += 1
         yield b"".join(chunk)

@@ -1,4 +1,4 @@
-"""Messages of a Chakra execution trace, how they follow in a file, and the graph of its nodes.
+"""Messages of a Chakra execution trace, their framing in a file, and the graph of its nodes.
 
 Numbers and names of fields are those of mlcommons/chakra (21585d8),
 schema/protobuf/et_def.proto; the messages are made at run time. A file is a GlobalMetadata and
@@ -22,7 +22,7 @@ VERSION = "0.0.4"
 
 
 class NodeType(IntEnum):
-    """What a node does."""
+    """Type of a node."""
 
     INVALID = 0
     METADATA = 1
@@ -50,7 +50,7 @@ COLLECTIVE_OF = {number: name for name, number in COMM_TYPES.items()} | {
     8: Collective.REDUCE_SCATTER
 }
 
-# In this order a kind's value has number 3, 5, ... of AttributeProto, and its list the next.
+# The order gives the numbers in AttributeProto: 3, 5, ... of a value, the next one of its list.
 _KINDS = (
     *("double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64"),
     *("fixed32", "fixed64", "sfixed32", "sfixed64", "bool", "string", "bytes"),
@@ -115,7 +115,7 @@ class Classes:
 
 @functools.cache
 def classes() -> Classes:
-    """Raises ConfigError where protobuf is not installed."""
+    """Return the message classes. Raise ConfigError without protobuf."""
     try:
         from google.protobuf import (  # noqa: PLC0415
             descriptor_pb2,
@@ -137,37 +137,37 @@ def classes() -> Classes:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
 
-    def made(name: str) -> Any:
-        found = pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")
-        return message_factory.GetMessageClass(found)
+    def message_class(name: str) -> Any:
+        descriptor = pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")
+        return message_factory.GetMessageClass(descriptor)
 
     return Classes(
-        metadata=made("GlobalMetadata"),
-        node=made("Node"),
-        attribute=made("AttributeProto"),
+        metadata=message_class("GlobalMetadata"),
+        node=message_class("Node"),
+        attribute=message_class("AttributeProto"),
         decode_error=message.DecodeError,
     )
 
 
-def _describe(made: Any, fields: tuple[_Field, ...], kinds: Any) -> None:
-    is_attribute = made.name == "AttributeProto"
+def _describe(message: Any, fields: tuple[_Field, ...], kinds: Any) -> None:
+    is_attribute = message.name == "AttributeProto"
     if is_attribute:
-        made.oneof_decl.add(name="value")
+        message.oneof_decl.add(name="value")
     for field in fields:
-        one = made.field.add(name=field.name, number=field.number)
-        one.label = kinds.LABEL_REPEATED if field.repeated else kinds.LABEL_OPTIONAL
+        descriptor = message.field.add(name=field.name, number=field.number)
+        descriptor.label = kinds.LABEL_REPEATED if field.repeated else kinds.LABEL_OPTIONAL
         if field.kind in _KINDS:
-            one.type = getattr(kinds, f"TYPE_{field.kind.upper()}")
+            descriptor.type = getattr(kinds, f"TYPE_{field.kind.upper()}")
         else:
             is_enum = field.kind == _NODE_TYPE
-            one.type = kinds.TYPE_ENUM if is_enum else kinds.TYPE_MESSAGE
-            one.type_name = f".{_PACKAGE}.{field.kind}"
+            descriptor.type = kinds.TYPE_ENUM if is_enum else kinds.TYPE_MESSAGE
+            descriptor.type_name = f".{_PACKAGE}.{field.kind}"
         if is_attribute and field.number > 2:
-            one.oneof_index = 0
+            descriptor.oneof_index = 0
 
 
 def framed(data: bytes) -> bytes:
-    """A message behind its length."""
+    """Return a message behind its length."""
     length, prefix = len(data), bytearray()
     while length > 127:
         prefix.append(length & 127 | 128)
@@ -177,7 +177,7 @@ def framed(data: bytes) -> bytes:
 
 
 def frames(data: bytes, where: str) -> Iterator[bytes]:
-    """The messages of a file. Raises ConfigError where one is cut off or absurdly long."""
+    """Yield the messages of a file. Raise ConfigError where one is cut off or absurdly long."""
     at = 0
     while at < len(data):
         begin, length, shift = at, data[at] & 127, 7
@@ -193,7 +193,7 @@ def frames(data: bytes, where: str) -> Iterator[bytes]:
 
 WHAT = "Chakra trace"
 COMPUTES = (NodeType.COMP, NodeType.MEM_LOAD, NodeType.MEM_STORE)
-_DONE = (*COMPUTES, NodeType.COMM_SEND, NodeType.COMM_RECV, NodeType.COMM_COLL)
+_TASKS = (*COMPUTES, NodeType.COMM_SEND, NodeType.COMM_RECV, NodeType.COMM_COLL)
 _TYPES = {int(kind): kind for kind in NodeType}
 
 Value = str | int | float | bool | bytes
@@ -201,7 +201,7 @@ Value = str | int | float | bool | bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """What is read of a node. `deps` are its data_deps, `controls` its ctrl_deps."""
+    """Content of a node. `deps` are its data_deps, `controls` its ctrl_deps."""
 
     number: int
     name: str
@@ -212,31 +212,31 @@ class Node:
     values: Mapping[str, Value]
 
 
-def nodes(path: Path) -> list[Node]:
-    """The nodes of a file. Raises ConfigError."""
-    made = classes()
-    found = []
+def read_nodes(path: Path) -> list[Node]:
+    """Return the nodes of a file. Raise ConfigError."""
+    schema = classes()
+    nodes = []
     for index, data in enumerate(frames(read_bytes(path, WHAT), path.name)):
         where = f"{path.name}: message {index}"
         try:
-            message = (made.node if index else made.metadata).FromString(data)
-        except made.decode_error as error:
+            message = (schema.node if index else schema.metadata).FromString(data)
+        except schema.decode_error as error:
             raise ConfigError(where, type(error).__name__, "a Chakra message") from None
         if index:
-            found.append(_node(message, where))
-    return found
+            nodes.append(_node(message, where))
+    return nodes
 
 
 def _node(message: Any, where: str) -> Node:
     values: dict[str, Value] = {}
-    for one in message.attr:
-        held = one.WhichOneof("value")
-        if held is not None and not held.endswith("_list"):
-            values[one.name] = getattr(one, held)
+    for attribute in message.attr:
+        field = attribute.WhichOneof("value")
+        if field is not None and not field.endswith("_list"):
+            values[attribute.name] = getattr(attribute, field)
     kind = _TYPES.get(message.type)
     if kind is None:
         raise ConfigError(f"{where}: type", message.type, f"from 0 to {max(NodeType)}")
-    if values.get("is_cpu_op") and "comm_size" not in values and kind in _DONE:
+    if values.get("is_cpu_op") and "comm_size" not in values and kind in _TASKS:
         kind = NodeType.COMP  # a call of the host that issues a collective, in a real trace
     exact, micros = values.get("time_s"), message.duration_micros
     time_s = exact if isinstance(exact, float) else micros / 1e6 if micros else None
@@ -253,46 +253,48 @@ def _node(message: Any, where: str) -> Node:
     )
 
 
-def in_order(found: Sequence[Node], file: str) -> tuple[list[Node], bool]:
-    """By number as far as dependencies allow, and whether ctrl_deps are among `deps` then.
+def in_order(nodes: Sequence[Node], file: str) -> tuple[list[Node], bool]:
+    """Sort by number as far as dependencies allow. Return also whether ctrl_deps are in `deps`.
 
     They are unless one leads out of the file or into a circle: mlcommons' converter puts a
-    node's caller there. Raises ConfigError for a circle or a gap of data_deps.
+    node's caller there. Raise ConfigError for a circle or a gap of data_deps.
     """
-    known = {one.number for one in found}
-    if len(known) != len(found):
-        raise ConfigError(file, f"{len(found) - len(known)} nodes", "nodes with different ids")
-    for one in found:
-        if absent := set(one.deps) - known:
-            raise ConfigError(f"{file}: node {one.number}", min(absent), "a node of the file")
-    if all(known.issuperset(one.controls) for one in found):
-        ordered = _sorted([replace(one, deps=(*one.deps, *one.controls)) for one in found])
-        if len(ordered) == len(found):
+    numbers = {node.number for node in nodes}
+    if len(numbers) != len(nodes):
+        raise ConfigError(
+            file, f"{len(nodes) - len(numbers)} nodes", "nodes with different ids"
+        )
+    for node in nodes:
+        if absent := set(node.deps) - numbers:
+            raise ConfigError(f"{file}: node {node.number}", min(absent), "a node of the file")
+    if all(numbers.issuperset(node.controls) for node in nodes):
+        ordered = _sorted([replace(node, deps=(*node.deps, *node.controls)) for node in nodes])
+        if len(ordered) == len(nodes):
             return ordered, True
-    ordered = _sorted(found)
-    if len(ordered) != len(found):
+    ordered = _sorted(nodes)
+    if len(ordered) != len(nodes):
         raise ConfigError(
             file,
-            f"{len(found) - len(ordered)} nodes",
+            f"{len(nodes) - len(ordered)} nodes",
             "there must be no circle of dependencies",
         )
     return ordered, False
 
 
-def _sorted(found: Sequence[Node]) -> list[Node]:
-    """Those that can run, the lowest number first."""
-    known = {one.number: one for one in found}
-    waiting = {one.number: len(set(one.deps)) for one in found}
+def _sorted(nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes that can run, the lowest number first."""
+    by_number = {node.number: node for node in nodes}
+    waiting = {node.number: len(set(node.deps)) for node in nodes}
     children: dict[int, list[int]] = {}
-    for one in found:
-        for dep in set(one.deps):
-            children.setdefault(dep, []).append(one.number)
+    for node in nodes:
+        for dep in set(node.deps):
+            children.setdefault(dep, []).append(node.number)
     ready = [number for number, count in waiting.items() if not count]
     heapq.heapify(ready)
     ordered = []
     while ready:
         number = heapq.heappop(ready)
-        ordered.append(known[number])
+        ordered.append(by_number[number])
         for child in children.get(number, ()):
             waiting[child] -= 1
             if not waiting[child]:
@@ -300,15 +302,16 @@ def _sorted(found: Sequence[Node]) -> list[Node]:
     return ordered
 
 
-def is_done(one: Node) -> bool:
-    return one.kind in _DONE
+def is_task(node: Node) -> bool:
+    """Return whether a node computes or communicates."""
+    return node.kind in _TASKS
 
 
-def through(ordered: Sequence[Node]) -> dict[int, tuple[int, ...]]:
-    """What each node waits for, past nodes that do nothing."""
-    done = {one.number: is_done(one) for one in ordered}
-    found: dict[int, tuple[int, ...]] = {}
-    for one in ordered:
-        deps = (((dep,) if done[dep] else found[dep]) for dep in one.deps)
-        found[one.number] = tuple(dict.fromkeys(number for some in deps for number in some))
-    return found
+def task_deps(ordered: Sequence[Node]) -> dict[int, tuple[int, ...]]:
+    """Return the tasks that each node waits for, directly or through nodes that do nothing."""
+    tasks = {node.number for node in ordered if is_task(node)}
+    waits: dict[int, tuple[int, ...]] = {}
+    for node in ordered:
+        deps = (((dep,) if dep in tasks else waits[dep]) for dep in node.deps)
+        waits[node.number] = tuple(dict.fromkeys(number for chain in deps for number in chain))
+    return waits

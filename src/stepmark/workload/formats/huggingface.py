@@ -99,9 +99,9 @@ _EXPERTS = ("num_local_experts", "n_routed_experts")
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The model that a Hugging Face config.json describes. Raises ConfigError.
+    """Read the model that a Hugging Face config.json describes. Raise ConfigError.
 
-    The model is called after the file's folder if the file is called config.json.
+    The model is named after the file's folder if the file is config.json.
     """
     where = f"{path}: "
     raw = read_json(path)
@@ -125,7 +125,7 @@ def read_config(path: Path) -> ModelConfig:
 def in_words_of_file(
     error: ConfigError, raw: dict[str, object], where: str, names: dict[str, str]
 ) -> ConfigError:
-    """A failed check of ModelConfig, told with the names and the value that the file has."""
+    """Return a failed check of ModelConfig in the names and the value of the file."""
     field = names.get(error.field, error.field.removeprefix("mla.").removeprefix("moe."))
     allowed = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), error.allowed)
     return ConfigError(f"{where}{field}", one_line(raw.get(field, "missing")), allowed)
@@ -139,7 +139,7 @@ def _llama(
     head_dim: int | None = None,
     **more: bool,
 ) -> ModelConfig:
-    """more: what the family has and the file has no field for."""
+    """Return a dense model. more: facts of the family without a field in the file."""
     return ModelConfig(**facts, **_dense(convert(raw, _Llama, where), where, head_dim) | more)
 
 
@@ -228,13 +228,13 @@ def _gpt2(raw: dict[str, object], where: str, facts: dict[str, Any]) -> ModelCon
 
 
 def _dense(config: _Llama, where: str, head_dim: int | None = None) -> dict[str, Any]:
-    """head_dim: what the family takes where the file names none; None: hidden / heads."""
+    """Return the common shapes. head_dim: the family's default; None: hidden / heads."""
     if config.attention_bias != config.mlp_bias:
         # In llama attention_bias covers the output projection too, which ModelConfig has
         # only together with the MLP's.
-        shown = one_line(config.attention_bias)
+        value = one_line(config.attention_bias)
         allowed = f"mlp_bias, which is {one_line(config.mlp_bias)}"
-        raise ConfigError(f"{where}attention_bias", shown, allowed)
+        raise ConfigError(f"{where}attention_bias", value, allowed)
     heads = config.num_attention_heads
     head_dim = config.head_dim or head_dim
     if head_dim is None and config.hidden_size % heads:
@@ -256,7 +256,7 @@ def _dense(config: _Llama, where: str, head_dim: int | None = None) -> dict[str,
 
 
 def _activation(name: str, field: str) -> Activation:
-    """The gated families call their activation silu; a plain one is some gelu."""
+    """Return the activation: the gated families call theirs silu, the plain ones some gelu."""
     if name == "silu" and field.endswith("hidden_act"):
         return "swiglu"
     if name in _GELUS and field.endswith("activation_function"):

@@ -1,6 +1,6 @@
-"""Our own workload file: JSON, each distinct operation once, programs as they are nested.
+"""Our own workload file: JSON, each distinct operation once, programs nested as in memory.
 
-docs/workload-format.md describes it. What is read equals what was written.
+docs/workload-format.md describes it. Reading restores exactly what was written.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _COMM_ONLY = ("collective", "dtype", "count", "group", "redop", "root", "peer", 
 
 
 class OpFields(msgspec.Struct, forbid_unknown_fields=True):
-    """Either computation or communication."""
+    """Fields of an operation: either computation or communication."""
 
     phase: Phase
     module: str
@@ -60,32 +60,30 @@ class OpFields(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def plain_op(op: Operation) -> dict[str, Any]:
-    """As JSON, defaults left out."""
+    """Return an operation as JSON without defaults."""
     if isinstance(op, CommOp):
         return bare(op)
-    compute = {"kernel": op.op.name} if isinstance(op.op, Kernel) else {}
-    if not isinstance(op.op, Kernel):
-        compute = {"family": FAMILY_OF[type(op.op)]}
-    inner = {key: value for key, value in bare(op.op).items() if key not in compute}
     if isinstance(op.op, Kernel):
-        inner.pop("name")
-    return {"compute": compute | inner, **bare(op, without="op")}
+        compute = {"kernel": op.op.name} | bare(op.op, without="name")
+    else:
+        compute = {"family": FAMILY_OF[type(op.op)]} | bare(op.op)
+    return {"compute": compute, **bare(op, without="op")}
 
 
 def bare(value: Any, *, without: str = "") -> dict[str, Any]:
-    """A dataclass as a dict, defaults left out."""
-    found: dict[str, Any] = {}
+    """Return a dataclass as a dict without defaults."""
+    plain: dict[str, Any] = {}
     for field in dataclasses.fields(value):
-        held = getattr(value, field.name)
+        item = getattr(value, field.name)
         if field.name != without and (
-            field.default is dataclasses.MISSING or held != field.default
+            field.default is dataclasses.MISSING or item != field.default
         ):
-            found[field.name] = bare(held) if dataclasses.is_dataclass(held) else held
-    return found
+            plain[field.name] = bare(item) if dataclasses.is_dataclass(item) else item
+    return plain
 
 
 def operation(op: OpFields, where: str) -> Operation:
-    """Raises ConfigError that starts with `where`."""
+    """Return the operation with these fields. Raise ConfigError that starts with `where`."""
     if (op.compute is None) is (op.collective is None):
         raise ConfigError(where, one_line(None), "either compute or collective")
     for field in msgspec.structs.fields(op) if op.compute is not None else ():
@@ -109,37 +107,37 @@ def operation(op: OpFields, where: str) -> Operation:
 
 
 def _compute(plain: dict[str, Any]) -> Op | Kernel:
-    held = dict(plain)
-    if "kernel" in held:
-        made = {"name": held.pop("kernel"), **held}
-        return _dataclass(Kernel, made)
-    family = held.pop("family", None)
+    fields = dict(plain)
+    if "kernel" in fields:
+        return _dataclass(Kernel, {"name": fields.pop("kernel"), **fields})
+    family = fields.pop("family", None)
     if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(
             "family", one_line(family), f"one of {', '.join(FAMILIES)}, or kernel"
         )
-    _known(FAMILIES[family], held)
+    kind = FAMILIES[family]
+    _check_names(kind, fields)
     try:
-        return FAMILIES[family](**held)
+        return kind(**fields)
     except TypeError:
         needed = [
             field.name
-            for field in dataclasses.fields(FAMILIES[family])
+            for field in dataclasses.fields(kind)
             if field.default is dataclasses.MISSING
         ]
-        raise ConfigError(family, ", ".join(held), f"all of {', '.join(needed)}") from None
+        raise ConfigError(family, ", ".join(fields), f"all of {', '.join(needed)}") from None
 
 
 def model_of(plain: dict[str, Any]) -> ModelConfig:
-    """Raises ConfigError for unknown names, wrong types and impossible models."""
+    """Return a model. Raise ConfigError for unknown names, wrong types or impossible sizes."""
     for name, kind in (("moe", MoeConfig), ("mla", MlaConfig)):
         if isinstance(plain.get(name), dict):
-            _known(kind, plain[name])
+            _check_names(kind, plain[name])
     return _dataclass(ModelConfig, plain)
 
 
 def _dataclass(kind: type[T], plain: dict[str, Any]) -> T:
-    _known(kind, plain)
+    _check_names(kind, plain)
     try:
         return msgspec.convert(plain, type=kind, strict=True)
     except msgspec.ValidationError as error:
@@ -148,7 +146,7 @@ def _dataclass(kind: type[T], plain: dict[str, Any]) -> T:
         ) from None
 
 
-def _known(kind: type[Any], plain: Mapping[str, Any]) -> None:
+def _check_names(kind: type[Any], plain: Mapping[str, Any]) -> None:
     names = [field.name for field in dataclasses.fields(kind)]
     for key in plain:
         if key not in names:
@@ -203,14 +201,14 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read(path: Path) -> Workload:
-    """Raises ConfigError for whatever is no workload."""
+    """Read a file. Raise ConfigError for anything that is no workload."""
     data = read_bytes(path, "workload")
     with in_file(path):
         return decode(data)
 
 
 def encode(workload: Workload) -> bytes:
-    """The whole file, a line per operation and per block."""
+    """Return the whole file, a line per operation and per block."""
     numbers: dict[Operation, int] = {}
     blocks = {
         name: [_item(item, numbers) for item in block]
@@ -239,13 +237,13 @@ def encode(workload: Workload) -> bytes:
     return b"{" + body + b"}\n"
 
 
-def lost(workload: Workload) -> list[str]:
-    """Nothing: the format is the workload."""
+def omissions(workload: Workload) -> list[str]:
+    """Return nothing: the format holds the whole workload."""
     return []
 
 
 def decode(data: bytes) -> Workload:
-    """Raises ConfigError, one line, for whatever `encode` would not have written."""
+    """Decode a file. Raise ConfigError, one line, for anything that `encode` does not write."""
     file = _file(data)
     ops = [operation(op, f"ops[{index}]") for index, op in enumerate(file.ops)]
     workload = Workload(
@@ -270,7 +268,7 @@ def decode(data: bytes) -> Workload:
 
 
 def _file(data: bytes) -> _File:
-    """Typed at once; where that fails, again as plain JSON for a message with the place."""
+    """Decode a file's fields; where that fails, convert again for a message with the place."""
     try:
         plain = msgspec.json.decode(data)
     except RecursionError:
@@ -307,15 +305,15 @@ _json = msgspec.json.encode
 
 
 def _block(name: str, items: Iterable[int | _Run], ops: list[Operation]) -> Block:
-    found: list[Operation | Run] = []
+    content: list[Operation | Run] = []
     for item in items:
         if isinstance(item, _Run):
             shift = msgspec.structs.asdict(item.shift)
-            found.append(Run(block=item.block, times=item.times, **shift))
+            content.append(Run(block=item.block, times=item.times, **shift))
         elif 0 <= item < len(ops):
-            found.append(ops[item])
+            content.append(ops[item])
         else:
             raise ConfigError(
                 f"blocks.{name[:80]}", item, f"an operation from 0 to {len(ops) - 1}"
             )
-    return tuple(found)
+    return tuple(content)

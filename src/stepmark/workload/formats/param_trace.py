@@ -18,19 +18,24 @@ import msgspec
 
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import EmbeddingBag, Gemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation, Workload
 from stepmark.workload.durations import is_wait
 from stepmark.workload.formats.param_trace_reader import COMPUTATIONS, Entry, read
-from stepmark.workload.formats.ranks import Instances, Issued, check_rank, of_a_rank
+from stepmark.workload.formats.ranks import (
+    Instances,
+    Issued,
+    check_rank,
+    rank_remarks,
+    transfer,
+)
 from stepmark.workload.formats.walk import remarks, walk
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An operation's entry but for its request; "" where PARAM has none."""
+    """An operation's entry without its request; "" where PARAM has none."""
 
     operation: Operation
     text: str
@@ -38,34 +43,33 @@ class Line:
 
 
 class Queue:
-    """Numbers requests, puts waits where they belong: of calls in one behind the last."""
+    """Numbering of requests, with their waits; those of one group call follow its last part."""
 
     def __init__(self, workload: Workload) -> None:
         self._issued = Issued(workload)
         self._outstanding: set[int] = set()
-        self._held: list[Line] = []  # sends and receives that may be one call
+        self._batch: list[Line] = []  # sends and receives that may be one call
         self._next = 0
 
     def add(self, line: Line) -> Iterator[str]:
-        one = line.operation
-        joins = self._held and line.pair and isinstance(one, CommOp) and one.fused
-        if not joins:
+        op = line.operation
+        if not (self._batch and line.pair and isinstance(op, CommOp) and op.fused):
             yield from self.flush()
-        for request in self._issued.find(one.after):
+        for request in self._issued.find(op.after):
             if request in self._outstanding:
                 self._outstanding.discard(request)
                 yield _WAIT.format(request)
         if line.pair:
-            self._held.append(line)
-        elif line.text and isinstance(one, CommOp):
+            self._batch.append(line)
+        elif line.text and isinstance(op, CommOp):
             yield from self._post([line])
         elif line.text:
             yield line.text + "}"
 
     def flush(self) -> Iterator[str]:
-        if self._held:
-            held, self._held = self._held, []
-            yield from self._post(sorted(held, key=lambda line: line.pair or ()))
+        if self._batch:
+            batch, self._batch = self._batch, []
+            yield from self._post(sorted(batch, key=lambda line: line.pair or ()))
 
     def _post(self, lines: Sequence[Line]) -> Iterator[str]:
         first = self._next
@@ -73,17 +77,18 @@ class Queue:
             yield f'{line.text},"req":{request}}}'
         self._next += len(lines)
         for request, line in enumerate(lines, first):
-            one = line.operation
-            if self._issued.note(one.name, request) and one.stream != COMPUTE:
-                self._outstanding.add(request)
-            if one.stream == COMPUTE:
+            op = line.operation
+            is_awaited = self._issued.note(op.name, request)
+            if op.stream == COMPUTE:
                 yield _WAIT.format(request)
+            elif is_awaited:
+                self._outstanding.add(request)
 
 
 _WAIT = '{{"comms":"wait","req":{}}}'
 
 
-__all__ = ["files", "lost", "read", "write"]
+__all__ = ["files", "omissions", "read", "write"]
 
 # PARAM has no types of 8-bit floats and none of unsigned words: others of their size stand in.
 DTYPES = {
@@ -103,7 +108,7 @@ DTYPES = {
 }
 _STAND_INS = (DType.FP8_E4M3, DType.FP8_E5M2, DType.UINT32, DType.UINT64)
 
-# PARAM's name, and parts of `count` that go in and come out: 0 stands for one of each rank.
+# PARAM's name, and parts of `count` in input and output: 0 stands for one part per rank.
 NAMES: dict[str, tuple[str, int, int]] = {
     Collective.ALL_REDUCE: ("all_reduce", 1, 1),
     Collective.ALL_GATHER: ("all_gather_base", 1, 0),
@@ -121,53 +126,50 @@ NAMES: dict[str, tuple[str, int, int]] = {
 
 
 def write(workload: Workload, rank: int = 0) -> Iterator[str]:
-    """One step of one rank, to be called `{rank}.json`; PARAM wants the file of every rank.
+    """Yield the file `{rank}.json` of one rank's step; PARAM wants that of every rank.
 
     Each file declares all process groups, which every rank must create in the same order.
-    Raises ConfigError for an unknown rank and for a collective that PARAM has not.
+    Raise ConfigError for an unknown rank and for a collective that PARAM lacks.
     """
-    check_rank(workload, rank)
-    for block in workload.blocks.values():
-        for item in block:
-            if isinstance(item, CommOp) and item.collective not in NAMES:
-                raise ConfigError("collective", item.collective, f"one of {', '.join(NAMES)}")
+    check_rank(workload, rank, NAMES)
     return _file(workload, rank)
 
 
 def files(
     workload: Workload, ranks: Iterable[int] | None = None
 ) -> Iterator[tuple[str, Iterator[str]]]:
-    """Names and contents for a folder that commsTraceReplay takes as --trace-path."""
+    """Yield names and contents of a folder that commsTraceReplay takes as --trace-path."""
     for rank in range(workload.world_size) if ranks is None else ranks:
         yield f"{rank}.json", write(workload, rank)
 
 
-def lost(workload: Workload) -> list[str]:
-    """What of this workload the format cannot say, or what PARAM's replay does not do."""
+def omissions(workload: Workload) -> list[str]:
+    """Return what the format cannot express of this workload, or PARAM's replay ignores."""
     tallies = [workload.tally(stage) for stage in range(len(workload.stages))]
-    ops = {one for tally in tallies for one in tally}
-    comms = [one for one in ops if isinstance(one, CommOp)]
-    used = {one.collective for one in comms}
-    unsaid = sum(
-        count
+    ops = {op for tally in tallies for op in tally}
+    comms = [op for op in ops if isinstance(op, CommOp)]
+    collectives = {op.collective for op in comms}
+    entries = {op: _compute(op) for op in ops if isinstance(op, ComputeOp)}
+    omitted = sum(
+        tally[op]
         for tally in tallies
-        for one, count in tally.items()
-        if isinstance(one, ComputeOp) and _compute(one) is None and not is_wait(one)
+        for op, entry in entries.items()
+        if entry is None and not is_wait(op)
     )
-    entries = [(one, _compute(one)) for one in ops if isinstance(one, ComputeOp)]
     narrowed = any(
-        COMPUTATIONS[entry["compute"]](Entry(**entry), "") != one.op
-        for one, entry in entries
+        COMPUTATIONS[entry["compute"]](Entry(**entry), "") != op.op
+        for op, entry in entries.items()
         if entry
     )
-    streams = any(one.stream != COMPUTE for one in ops)
-    stand_ins = ", ".join(sorted({one.dtype for one in comms} & set(_STAND_INS)))
-    redops = ", ".join(sorted({one.redop for one in comms} - {"none", "sum"}))
-    uneven, broadcast = Collective.ALL_TO_ALL_V in used, Collective.BROADCAST in used
-    rooted, fused = any(one.root for one in comms), any(one.fused for one in comms)
+    streams = any(op.stream != COMPUTE for op in ops)
+    stand_ins = ", ".join(sorted({op.dtype for op in comms} & set(_STAND_INS)))
+    redops = ", ".join(sorted({op.redop for op in comms} - {"none", "sum"}))
+    uneven = Collective.ALL_TO_ALL_V in collectives
+    broadcast = Collective.BROADCAST in collectives
+    rooted, fused = any(op.root for op in comms), any(op.fused for op in comms)
     return remarks(
         (True, "layers, micro-batches, recomputation, times, model, settings and notes"),
-        (unsaid, f"{unsaid} computations that are no product or embedding lookup"),
+        (omitted, f"{omitted} computations that are no product or embedding lookup"),
         (narrowed, "layouts, scaling and output types of products, skew and type of lookups"),
         (streams, "streams: only where each message is waited for"),
         (stand_ins, f"{stand_ins}: written as another type of the same size"),
@@ -176,7 +178,7 @@ def lost(workload: Workload) -> list[str]:
         (broadcast, "broadcast: in the file, but commsTraceReplay stops at one"),
         (rooted, "roots: in the file, but commsTraceReplay takes rank 0"),
         (fused, "which messages are one call"),
-        *of_a_rank(workload, comms),
+        *rank_remarks(workload, comms),
     )
 
 
@@ -202,47 +204,45 @@ def _file(workload: Workload, rank: int) -> Iterator[str]:
 
 
 def _lines(workload: Workload, rank: int, instances: Instances) -> Callable[[Operation], Line]:
-    def line(one: Operation) -> Line:
-        if isinstance(one, ComputeOp):
-            entry = _compute(one)
-        elif workload.groups[one.group].size == 1:
+    def line(op: Operation) -> Line:
+        if isinstance(op, ComputeOp):
+            entry = _compute(op)
+        elif workload.groups[op.group].size == 1:
             entry = None
         else:
-            entry = _communication(one, workload, rank, instances)
+            entry = _communication(op, workload, rank, instances)
         if entry is None:
-            return Line(one, "", None)
+            return Line(op, "", None)
         pair = (entry["src_rank"], entry["dst_rank"]) if "src_rank" in entry else None
-        return Line(one, _text({**entry, "markers": [one.phase, one.module]}), pair)
+        return Line(op, _text({**entry, "markers": [op.phase, op.module]}), pair)
 
     return line
 
 
 def _communication(
-    one: CommOp, workload: Workload, rank: int, instances: Instances
+    op: CommOp, workload: Workload, rank: int, instances: Instances
 ) -> dict[str, Any]:
-    ranks = workload.groups[one.group].members(rank)
-    name, parts_in, parts_out = NAMES[one.collective]
-    entry: dict[str, Any] = {"comms": name, "pg_id": instances.number(one.group, rank)}
+    ranks = workload.groups[op.group].members(rank)
+    name, parts_in, parts_out = NAMES[op.collective]
+    entry: dict[str, Any] = {"comms": name, "pg_id": instances.number(op.group, rank)}
     entry["world_size"] = len(ranks)
-    if one.collective == Collective.BARRIER:
+    if op.collective == Collective.BARRIER:
         return entry
-    entry["in_msg_size"] = (parts_in or len(ranks)) * one.count
-    entry["out_msg_size"] = (parts_out or len(ranks)) * one.count
-    entry["dtype"] = DTYPES[one.dtype]
-    if one.collective == Collective.ALL_TO_ALL_V:
-        entry["in_split"] = entry["out_split"] = [one.count] * len(ranks)
-    if one.root is not None:
-        entry["root"] = ranks[one.root]
-    if one.peer is not None:
-        peer = ranks[(ranks.index(rank) + one.peer) % len(ranks)]
-        sends = one.collective == SEND
-        entry["src_rank"], entry["dst_rank"] = (rank, peer) if sends else (peer, rank)
+    entry["in_msg_size"] = (parts_in or len(ranks)) * op.count
+    entry["out_msg_size"] = (parts_out or len(ranks)) * op.count
+    entry["dtype"] = DTYPES[op.dtype]
+    if op.collective == Collective.ALL_TO_ALL_V:
+        entry["in_split"] = entry["out_split"] = [op.count] * len(ranks)
+    if op.root is not None:
+        entry["root"] = ranks[op.root]
+    if op.peer is not None:
+        entry["src_rank"], entry["dst_rank"] = transfer(op, ranks, rank)
         entry["use_batch"] = False
     return entry
 
 
-def _compute(one: ComputeOp) -> dict[str, Any] | None:
-    op = one.op
+def _compute(compute: ComputeOp) -> dict[str, Any] | None:
+    op = compute.op
     if isinstance(op, Gemm) and not op.dtype.is_fp8:
         dims = {"mm0_dim0": op.m, "mm0_dim1": op.k, "mm1_dim0": op.k, "mm1_dim1": op.n}
         return {"compute": "gemm", "count": 1, **dims, "dtype": DTYPES[op.dtype]}
@@ -261,5 +261,5 @@ def _compute(one: ComputeOp) -> dict[str, Any] | None:
 
 
 def _text(entry: dict[str, Any]) -> str:
-    """Without the last brace, so that a request can follow."""
+    """Encode an entry without the last brace, so that a request can follow."""
     return msgspec.json.encode(entry).decode()[:-1]

@@ -1,4 +1,4 @@
-"""Reads PARAM's "basic" traces: a folder of one JSON file per rank, or one file for all."""
+"""Read PARAM's "basic" traces: a folder of one JSON file per rank, or one file for all."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ Ranks = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """Fields of an entry. Which are needed depends on `comms` or `compute`."""
+    """Fields of an entry. `comms` or `compute` determines which are needed."""
 
     comms: str | None = None
     compute: str | None = None
@@ -50,32 +50,32 @@ class Entry(msgspec.Struct, kw_only=True):
     bag_size: Count | None = None
 
 
-_GATHERS = ("in", 1)
-_SCATTERS = ("out", 1)
-_WHOLE = ("in", 1)
+# The size that gives `count`, and the number of parts in it; 0: one per rank.
+_INPUT = ("in", 1)
+_OUTPUT = ("out", 1)
 _PER_RANK = ("in", 0)
 
-# Letters of a name -> ours, and which size holds the count: of one part, or (0) of all ranks.
+# By the letters of a name: our name, and the size that gives `count`.
 NAMES: dict[str, tuple[str, tuple[str, int]]] = {
-    "allreduce": (Collective.ALL_REDUCE, _WHOLE),
-    "allgather": (Collective.ALL_GATHER, _GATHERS),
-    "allgatherbase": (Collective.ALL_GATHER, _GATHERS),
-    "reducescatter": (Collective.REDUCE_SCATTER, _SCATTERS),
-    "reducescatterbase": (Collective.REDUCE_SCATTER, _SCATTERS),
+    "allreduce": (Collective.ALL_REDUCE, _INPUT),
+    "allgather": (Collective.ALL_GATHER, _INPUT),
+    "allgatherbase": (Collective.ALL_GATHER, _INPUT),
+    "reducescatter": (Collective.REDUCE_SCATTER, _OUTPUT),
+    "reducescatterbase": (Collective.REDUCE_SCATTER, _OUTPUT),
     "alltoall": (Collective.ALL_TO_ALL, _PER_RANK),
     "alltoallsingle": (Collective.ALL_TO_ALL, _PER_RANK),
     "alltoallv": (Collective.ALL_TO_ALL_V, _PER_RANK),
     "alltoallbase": (Collective.ALL_TO_ALL_V, _PER_RANK),
-    "broadcast": (Collective.BROADCAST, _WHOLE),
-    "reduce": (Collective.REDUCE, _WHOLE),
-    "gather": (Collective.GATHER, _GATHERS),
-    "scatter": (Collective.SCATTER, _SCATTERS),
-    "send": (SEND, _WHOLE),
-    "isend": (SEND, _WHOLE),
-    "recv": (RECV, ("out", 1)),
-    "irecv": (RECV, ("out", 1)),
-    "recvanysource": (RECV, ("out", 1)),
-    "barrier": (Collective.BARRIER, _WHOLE),
+    "broadcast": (Collective.BROADCAST, _INPUT),
+    "reduce": (Collective.REDUCE, _INPUT),
+    "gather": (Collective.GATHER, _INPUT),
+    "scatter": (Collective.SCATTER, _OUTPUT),
+    "send": (SEND, _INPUT),
+    "isend": (SEND, _INPUT),
+    "recv": (RECV, _OUTPUT),
+    "irecv": (RECV, _OUTPUT),
+    "recvanysource": (RECV, _OUTPUT),
+    "barrier": (Collective.BARRIER, _INPUT),
 }
 SILENT = ("wait", "init", "batchisendirecv")
 
@@ -83,8 +83,8 @@ SILENT = ("wait", "init", "batchisendirecv")
 def _gemm(entry: Entry, where: str) -> Gemm:
     square = entry.mm_dim
     m, k, inner, n = (
-        square if one is None else one
-        for one in (entry.mm0_dim0, entry.mm0_dim1, entry.mm1_dim0, entry.mm1_dim1)
+        square if dim is None else dim
+        for dim in (entry.mm0_dim0, entry.mm0_dim1, entry.mm1_dim0, entry.mm1_dim1)
     )
     if not (m and n and k) or inner != k:
         raise ConfigError(where, f"{m} x {k}, {inner} x {n}", "mm_dim, or mm0_dim0 to mm1_dim1")
@@ -96,7 +96,7 @@ def _gemm(entry: Entry, where: str) -> Gemm:
 def _lookup(entry: Entry, where: str) -> EmbeddingBag:
     backward = entry.direction.lower() == "backward"
     sizes = (entry.num_embs, entry.emb_dim, entry.bag_size, entry.batch_size)
-    rows, dim, pooling, batch = (one or 0 for one in sizes)
+    rows, dim, pooling, batch = (size or 0 for size in sizes)
     if not all((rows, dim, pooling, batch)):
         raise ConfigError(
             where, "missing", "num_embs, emb_dim, bag_size and batch_size above 0"
@@ -116,13 +116,13 @@ COMPUTATIONS: dict[str, Callable[[Entry, str], Gemm | EmbeddingBag]] = {
 }
 
 
-def letters(name: str) -> str:
-    """PARAM compares names by their letters alone."""
-    return "".join(one for one in name.lower() if one.isalpha())
+def letters_only(name: str) -> str:
+    """Return the lower-case letters of a name, by which PARAM compares names."""
+    return "".join(char for char in name.lower() if char.isalpha())
 
 
-def place(entry: Entry) -> tuple[Phase, str]:
-    """Markers are free text; ours are phase and module."""
+def phase_and_module(entry: Entry) -> tuple[Phase, str]:
+    """Return an entry's markers, which are free text; ours are phase and module."""
     markers = entry.markers or []
     if len(markers) == 2 and markers[0] in set(Phase):
         return Phase(markers[0]), markers[1]
@@ -156,24 +156,24 @@ _WHAT = "PARAM trace"
 
 
 def read(path: Path) -> Workload:
-    """A folder with 0.json, 1.json, ..., or one file that all ranks follow.
+    """Read a folder with 0.json, 1.json, ..., or one file that all ranks follow.
 
-    Neighbouring ranks that do the same become one stage. Raises ConfigError for anything else.
+    Neighbouring ranks with the same program become one stage. Raise ConfigError for others.
     """
     if path.is_dir():
         paths = _rank_files(path)
-        entries = [_entries(one) for one in paths]
         world = len(paths)
-        programs = [
-            _Reader(found, one.name, world, rank).operations()
-            for rank, (one, found) in enumerate(zip(paths, entries, strict=True))
+        entries_of_ranks = [_entries(file) for file in paths]
+        readers = [
+            _Reader(entries, file.name, world, rank)
+            for rank, (file, entries) in enumerate(zip(paths, entries_of_ranks, strict=True))
         ]
     else:
-        entries = [_entries(path)]
-        world = _world_size(entries[0])
-        programs = [_Reader(entries[0], path.name, world, None).operations()]
-    stages, blocks = stages_of([found for found, _ in programs])
-    groups = {name: group for _, used in programs for name, group in used.items()}
+        entries = _entries(path)
+        world = _world_size(entries)
+        readers = [_Reader(entries, path.name, world, None)]
+    stages, blocks = stages_of([reader.operations() for reader in readers])
+    groups = {name: group for reader in readers for name, group in reader.groups.items()}
     workload = Workload(
         name=path.stem,
         rules="param-trace",
@@ -188,12 +188,12 @@ def read(path: Path) -> Workload:
 
 
 def _rank_files(path: Path) -> list[Path]:
-    found = [path / f"{rank}.json" for rank in range(sum(1 for _ in path.glob("*.json")))]
-    absent = [one.name for one in found if not one.is_file()]
-    if absent or not found:
+    paths = [path / f"{rank}.json" for rank in range(sum(1 for _ in path.glob("*.json")))]
+    absent = [file.name for file in paths if not file.is_file()]
+    if absent or not paths:
         lacks = absent[0] if absent else "0.json"
         raise ConfigError(_WHAT, path, f"a folder of 0.json, 1.json, ...: it has no {lacks}")
-    return found
+    return paths
 
 
 def _entries(path: Path) -> list[Entry]:
@@ -201,56 +201,57 @@ def _entries(path: Path) -> list[Entry]:
 
 
 def _world_size(entries: Sequence[Entry]) -> int:
-    sizes = [one.world_size or 1 for one in entries]
-    last = [max(one.global_ranks) + 1 for one in entries if one.global_ranks]
-    pairs = [max(one.src_rank or 0, one.dst_rank or 0) + 1 for one in entries]
+    sizes = [entry.world_size or 1 for entry in entries]
+    last = [max(entry.global_ranks) + 1 for entry in entries if entry.global_ranks]
+    pairs = [max(entry.src_rank or 0, entry.dst_rank or 0) + 1 for entry in entries]
     return max((*sizes, *last, *pairs), default=1)
 
 
 def _is_posted(entry: Entry) -> bool:
-    return letters(entry.comms or "") in ("isend", "irecv")
+    return letters_only(entry.comms or "") in ("isend", "irecv")
 
 
 class _Reader:
-    """Entries of one rank as operations. rank None: of whichever rank."""
+    """Entries of one rank, or of all alike (rank None), as operations."""
 
     def __init__(
         self, entries: Sequence[Entry], file: str, world_size: int, rank: int | None
     ) -> None:
         self._entries, self._file, self._world, self._rank = entries, file, world_size, rank
         self._ranks = {
-            one.pg_id: tuple(one.global_ranks)
-            for one in entries
-            if one.comms == "init" and one.global_ranks
+            entry.pg_id: tuple(entry.global_ranks)
+            for entry in entries
+            if entry.comms == "init" and entry.global_ranks
         }
-        self._known: dict[int | None, str] = {}  # groups by pg_id
+        self._group_names: dict[int | None, str] = {}  # by pg_id
         self.groups: dict[str, Group] = {}
-        self._awaited = {str(one.req) for one in entries if one.comms == "wait"}
+        self._awaited = {str(entry.req) for entry in entries if entry.comms == "wait"}
         self._later: dict[str, int] = {}  # requests that are waited for later, numbered
         self._num_later = 0
         self._due: int | None = None  # the newest of them that was waited for
 
-    def operations(self) -> tuple[list[Operation], dict[str, Group]]:
-        found: list[Operation] = []
+    def operations(self) -> list[Operation]:
+        """Return the operations; `groups` has their groups afterwards."""
+        operations: list[Operation] = []
         for index, entry in enumerate(self._entries):
             where = f"{self._file}[{index}]"
             if entry.comms is None and entry.compute is None:
                 raise ConfigError(where, "neither", "comms or compute")
-            name = letters(entry.comms or "")
+            name = letters_only(entry.comms or "")
             if name == "wait":
                 self._wait(str(entry.req))
             elif entry.comms is None:
-                found += self._computations(entry, where)
-            elif name not in SILENT and (one := self._communication(entry, index, where)):
-                found.append(one)
-        return found, self.groups
+                operations += self._computations(entry, where)
+            elif name not in SILENT and (op := self._communication(entry, index, where)):
+                operations.append(op)
+        return operations
 
     def _wait(self, request: str) -> None:
         if (number := self._later.pop(request, None)) is not None:
             self._due = number if self._due is None else max(number, self._due)
 
     def _after(self) -> tuple[str, ...]:
-        """What the next computation starts after."""
+        """Return the operations after which the next one starts."""
         due, self._due = self._due, None
         if due is None:
             return ()
@@ -258,7 +259,7 @@ class _Reader:
         return (f"{STREAM}~{back}" if back else STREAM,)
 
     def _communication(self, entry: Entry, index: int, where: str) -> CommOp | None:
-        name = letters(entry.comms or "")
+        name = letters_only(entry.comms or "")
         if name not in NAMES:
             raise ConfigError(f"{where}: comms", entry.comms, f"one of {', '.join(NAMES)}")
         collective, counted = NAMES[name]
@@ -272,7 +273,7 @@ class _Reader:
         if later:
             self._later[str(entry.req)] = self._num_later
             self._num_later += 1
-        phase, module = place(entry)
+        phase, module = phase_and_module(entry)
         size = self.groups[group].size
         return CommOp(
             collective=str(collective),
@@ -293,29 +294,28 @@ class _Reader:
         )
 
     def _is_awaited_later(self, entry: Entry, index: int) -> bool:
-        """Messages that are posted in a row and waited for then are not."""
+        """Return whether other work precedes the wait; the rest of a group call is none."""
         if entry.req is None or str(entry.req) not in self._awaited:
             return False
         for at in range(index + 1, len(self._entries)):
-            one = self._entries[at]
-            name = letters(one.comms or "")
-            if name == "wait" and one.req == entry.req:
+            other = self._entries[at]
+            name = letters_only(other.comms or "")
+            if name == "wait" and other.req == entry.req:
                 return False
-            if name not in SILENT and not (_is_posted(one) and _is_posted(entry)):
+            if name not in SILENT and not (_is_posted(other) and _is_posted(entry)):
                 return True
         return False
 
     def _group(self, pg_id: int | None, where: str) -> str:
-        if pg_id not in self._known:
+        if pg_id not in self._group_names:
             ranks = self._ranks.get(pg_id, tuple(range(self._world)))
             if max(ranks) >= self._world:
                 allowed = f"a folder of all ranks: there is no {self._world}.json"
                 raise ConfigError(f"{where}: global_ranks", ranks, allowed)
             group = group_of(ranks, f"{where}: global_ranks")
             name = name_of(group, self._world)
-            self._known[pg_id] = name
-            self.groups[name] = group
-        return self._known[pg_id]
+            self._group_names[pg_id], self.groups[name] = name, group
+        return self._group_names[pg_id]
 
     def _root(self, entry: Entry, group: str) -> int | None:
         if entry.root is None:
@@ -327,7 +327,7 @@ class _Reader:
         if entry.src_rank is None or entry.dst_rank is None:
             raise ConfigError(f"{where}: src_rank, dst_rank", "missing", "two ranks")
         ahead = entry.dst_rank - entry.src_rank
-        sends = NAMES[letters(entry.comms or "")][0] == SEND
+        sends = NAMES[letters_only(entry.comms or "")][0] == SEND
         return (ahead if sends else -ahead) % self._world
 
     def _computations(self, entry: Entry, where: str) -> Iterator[ComputeOp]:
@@ -336,6 +336,6 @@ class _Reader:
             allowed = f"one of {', '.join(COMPUTATIONS)}"
             raise ConfigError(f"{where}: compute", entry.compute, allowed)
         op = build(entry, where)
-        phase, module = place(entry)
+        phase, module = phase_and_module(entry)
         for _ in range(entry.count):
             yield ComputeOp(op=op, phase=phase, module=module, after=self._after())

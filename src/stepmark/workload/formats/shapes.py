@@ -1,7 +1,7 @@
 """Lists of operators: our own shapes, and PARAM's operator configuration.
 
-Ours is a JSON array of objects whose keys are an operator's fields; beside them an object may
-name `model`, `role` and `mbs`, which become columns. PARAM's (facebookresearch/param,
+Ours is a JSON array of objects whose keys are an operator's fields; an object may also have
+`model`, `role` and `mbs`, which become columns. PARAM's (facebookresearch/param,
 train/compute/python/README.md) is { "torch.mm": { "config": [ { "input": [...] } ] } }: each
 input is a list of argument specifications, whose `__range__` macros are expanded. Operators
 that we do not have are named, not dropped.
@@ -30,39 +30,39 @@ _LABELS = ("model", "role", "mbs")
 
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
-    """A JSON array of objects. Raises ConfigError for anything else."""
+    """Read a JSON array of objects. Raise ConfigError for anything else."""
     return decoded(path, list[dict[str, Any]], "shapes", "a JSON list of shapes")
 
 
 def read_shapes(path: Path, family: str, defaults: dict[str, object]) -> list[tuple[Label, Op]]:
-    """Operators of one family; `defaults` fill fields that an object leaves out."""
+    """Read operators of one family; `defaults` fill fields that an object leaves out."""
     kind = FAMILIES[family]
-    known = {field.name: field for field in dataclasses.fields(kind)}
-    placed = []
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    shapes = []
     for index, item in enumerate(read_objects(path)):
         where = f"{path.name}[{index}]"
         for key in item:
-            if key not in known and key not in _LABELS:
-                close = difflib.get_close_matches(key, [*known, *_LABELS], n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(known)}"
+            if key not in fields and key not in _LABELS:
+                close = difflib.get_close_matches(key, [*fields, *_LABELS], n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(fields)}"
                 raise ConfigError(f"{where}: unknown field", key, hint)
-        values = {name: defaults[name] for name in known if name in defaults}
-        values |= {key: value for key, value in item.items() if key in known}
+        values = {name: defaults[name] for name in fields if name in defaults}
+        values |= {key: value for key, value in item.items() if key in fields}
         missing = [
             name
-            for name, field in known.items()
+            for name, field in fields.items()
             if field.default is dataclasses.MISSING and name not in values
         ]
         if missing:
             raise ConfigError(f"{where}: {missing[0]}", "missing", "a value")
-        placed.append((_label(where, item), build(kind, values, where)))
-    if not placed:
+        shapes.append((_label(where, item), build(kind, values, where)))
+    if not shapes:
         raise ConfigError("shapes", path, "at least one shape")
-    return placed
+    return shapes
 
 
 def build(kind: type[Op], values: dict[str, Any], where: str) -> Op:
-    """An operator from plain values (numbers, names, lists). Raises ConfigError."""
+    """Return an operator of plain values (numbers, names, lists). Raise ConfigError."""
     hints = typing.get_type_hints(kind)
     converted = {}
     for name, value in values.items():
@@ -84,17 +84,16 @@ def build(kind: type[Op], values: dict[str, Any], where: str) -> Op:
 
 
 def _allowed(hint: Any) -> str:
-    """What a field's type takes, in words."""
-    options = [hint]
+    """Return the values that a field's type takes, in words."""
+    kind = hint
     if isinstance(hint, types.UnionType):
-        options = [option for option in hint.__args__ if option is not types.NoneType]
-    if isinstance(options[0], type) and issubclass(options[0], enum.StrEnum):
-        return f"one of {', '.join(options[0])}"
-    if options[0] is bool:
-        return "true or false"
-    if typing.get_origin(options[0]) is tuple:
+        kind = next(option for option in hint.__args__ if option is not types.NoneType)
+    if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
+        return f"one of {', '.join(kind)}"
+    if typing.get_origin(kind) is tuple:
         return "a list of whole numbers"
-    return {int: "a whole number", float: "a number"}.get(options[0], "text")
+    words = {bool: "true or false", int: "a whole number", float: "a number"}
+    return words.get(kind, "text")
 
 
 def _label(where: str, item: dict[str, Any]) -> Label:
@@ -122,14 +121,14 @@ class _Operator(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamConfig:
-    """The operators of the file that we have, and the names of those we lack."""
+    """The operators of a file, and the names of those that we lack."""
 
     ops: tuple[tuple[str, Op], ...]
     lacking: tuple[str, ...]
 
 
 def read_config(path: Path) -> ParamConfig:
-    """Raises ConfigError, one line, for anything that is not such a file."""
+    """Read PARAM's configuration. Raise ConfigError, one line, for any other file."""
     operators = decoded(path, dict[str, _Operator], "config", "a PARAM operator config")
     ops: list[tuple[str, Op]] = []
     lacking = []
@@ -156,9 +155,7 @@ def _ops(name: str, item: _Input, path: Path) -> Iterator[Op]:
         dtypes.append(str(argument.get("dtype", "float")))
     if len(shapes) != 2:
         raise ConfigError(f"{where}: args", f"{len(shapes)} tensors", "two tensors")
-    flat = [*shapes[0], *shapes[1]]
-    choices = itertools.product(*flat)
-    for number, dims in enumerate(choices):
+    for number, dims in enumerate(itertools.product(*shapes[0], *shapes[1])):
         if number >= 100_000:
             raise ConfigError(f"{where}: shape", "__range__", "at most 100000 combinations")
         first, second = list(dims[: len(shapes[0])]), list(dims[len(shapes[0]) :])
@@ -173,7 +170,7 @@ def _ops(name: str, item: _Input, path: Path) -> Iterator[Op]:
 
 
 def _values(where: str, value: object) -> list[int]:
-    """One dimension: a number, or a macro ["__range__", low, high, step]."""
+    """Return the values of a dimension: a number, or a macro ["__range__", low, high, step]."""
     if isinstance(value, int) and not isinstance(value, bool):
         return [value]
     if (

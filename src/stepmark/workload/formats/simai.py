@@ -28,7 +28,7 @@ _REQUIRED = ("model_parallel_NPU_group", "all_gpus")
 
 
 class _Origin(msgspec.Struct):
-    """What of a file is not in its operations."""
+    """Content of a file that its operations lack."""
 
     header: str
     count: str
@@ -37,9 +37,9 @@ class _Origin(msgspec.Struct):
 
 
 def read(path: Path, *, world_size: int | None = None) -> Workload:
-    """Raises ConfigError, with the line's number, for what is no such file.
+    """Read a file. Raise ConfigError, with the line's number, if it has another format.
 
-    world_size: where line 1 does not say, as in files of 2024.
+    world_size: for files of 2024, whose line 1 lacks it.
     """
     lines = read_lines(path, "SimAI workload")
     with in_file(path):
@@ -76,7 +76,7 @@ def _workload(lines: list[str], name: str, world_size: int | None) -> Workload:
 
 
 def write(workload: Workload, *, stage: int = 0) -> Iterator[str]:
-    """The text in pieces. Raises ConfigError where compute times are not known."""
+    """Yield the text in pieces. Raise ConfigError if compute times are unknown."""
     if FORMAT not in workload.origin:
         yield from simai_rows.write(workload, stage)
         return
@@ -86,11 +86,11 @@ def write(workload: Workload, *, stage: int = 0) -> Iterator[str]:
             f"origin.{FORMAT}", "step.fwd", "a block, as reading SimAI text makes"
         )
 
-    def whole(name: str) -> str | None:
+    def row_text(name: str) -> str | None:
         leaf = _LEAF.fullmatch(name)
         return _row_text(workload, leaf[1], origin.rows) if leaf else None
 
-    text = RepeatedText(workload.blocks, lambda op: "", whole)
+    text = RepeatedText(workload.blocks, lambda op: "", row_text)
     yield origin.header + "\n" + origin.count + "\n"
     last = ""
     for chunk in text.chunks("step.fwd"):
@@ -99,9 +99,9 @@ def write(workload: Workload, *, stage: int = 0) -> Iterator[str]:
     yield last if origin.end else last.removesuffix("\n")
 
 
-def lost(workload: Workload) -> list[str]:
-    """What the text cannot say of this workload, a line each."""
-    return [] if FORMAT in workload.origin else simai_rows.lost(workload)
+def omissions(workload: Workload) -> list[str]:
+    """Return what the text cannot express of this workload, a line each."""
+    return [] if FORMAT in workload.origin else simai_rows.omissions(workload)
 
 
 def _header(line: str, world_size: int | None) -> dict[str, int]:
@@ -110,28 +110,30 @@ def _header(line: str, world_size: int | None) -> dict[str, int]:
         raise ConfigError("line 1", policy, f"one of {', '.join(_POLICIES)}")
     if len(words) % 2 or not (words or policy == _MICRO):
         raise ConfigError("line 1", line, "a policy word, then names and numbers in pairs")
-    found: dict[str, int] = {"model_parallel_NPU_group": 1} if policy == _MICRO else {}
+    values: dict[str, int] = {"model_parallel_NPU_group": 1} if policy == _MICRO else {}
     for word, text in zip(words[::2], words[1::2], strict=True):
         name = word.removesuffix(":")
         digits = text.removesuffix(".0")
         if not digits.isascii() or not digits.isdecimal() or len(digits) > 18:
             raise ConfigError(f"line 1, {name[:40]!a}", text, "a whole number, 0 or more")
-        found[name] = int(digits)
+        values[name] = int(digits)
     if world_size is not None:
-        said = found.setdefault("all_gpus", world_size)
-        if said != world_size:
-            raise ConfigError("world-size", world_size, f"{said}, as line 1 says, or not given")
+        stated = values.setdefault("all_gpus", world_size)
+        if stated != world_size:
+            raise ConfigError(
+                "world-size", world_size, f"{stated}, as line 1 says, or not given"
+            )
     for name in _REQUIRED:
-        if found.get(name, 0) < 1:
-            raise ConfigError(f"line 1, {name}", found.get(name, "missing"), "1 or more")
-    at_once = found["model_parallel_NPU_group"] * found.get("pp", 1)
-    if not at_once or found["all_gpus"] % at_once:
-        raise ConfigError("line 1, all_gpus", found["all_gpus"], f"a multiple of {at_once}")
-    return found
+        if values.get(name, 0) < 1:
+            raise ConfigError(f"line 1, {name}", values.get(name, "missing"), "1 or more")
+    at_once = values["model_parallel_NPU_group"] * values.get("pp", 1)
+    if not at_once or values["all_gpus"] % at_once:
+        raise ConfigError("line 1, all_gpus", values["all_gpus"], f"a multiple of {at_once}")
+    return values
 
 
 def _row_text(workload: Workload, index: str, raw: Mapping[str, tuple[str, str]]) -> str:
-    """The row as it was, but for fields that have changed since."""
+    """Return the original row, but for fields that have changed since."""
     fwd, bwd = (workload.blocks.get(f"row {index}.{side}", ()) for side in ("fwd", "bwd"))
     ours, text = raw.get(index, ("", ""))
     modules = [op.module for op in (*fwd, *bwd) if not isinstance(op, Run)]
@@ -146,14 +148,14 @@ def _row_text(workload: Workload, index: str, raw: Mapping[str, tuple[str, str]]
 
 
 def _groups_of(header: Mapping[str, int]) -> dict[str, Group]:
-    """Ranks of a tensor-parallel group are neighbours; then data, then pipeline."""
+    """Return groups with neighbouring tensor-parallel ranks; then come data, then pipeline."""
     tp, ep = header["model_parallel_NPU_group"], header.get("ep", 1)
     dp = header["all_gpus"] // (tp * header.get("pp", 1))
-    found = {"tp": Group(digits=((tp, 1),)), "dp": Group(digits=((dp, tp),))}
+    groups = {"tp": Group(digits=((tp, 1),)), "dp": Group(digits=((dp, tp),))}
     if ep and dp % ep == 0:
-        found["ep"] = Group(digits=((ep, tp),))
-        found["dp_ep"] = Group(digits=((dp // ep, tp * ep),))
-    return found
+        groups["ep"] = Group(digits=((ep, tp),))
+        groups["dp_ep"] = Group(digits=((dp // ep, tp * ep),))
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +167,12 @@ class _Place:
 
 
 class Reader:
-    """header: of line 1. Rows come by `number`, then `program` makes the blocks."""
+    """Reader of rows: `number` takes each, then `program` makes the blocks."""
 
     def __init__(self, header: Mapping[str, int]) -> None:
         self.groups = _groups_of(header)
         self.blocks: dict[str, Block] = {}
-        self.raw: dict[str, list[str]] = {}  # of rows that we would write in another way
+        self.raw: dict[str, list[str]] = {}  # of rows that we would write otherwise
         self.rows: list[Row] = []
         self.num_microbatches = 0
         self._numbers: dict[str, int] = {}
@@ -179,15 +181,15 @@ class Reader:
         self._num_repeats = 0
 
     def number(self, text: str, place: int) -> int:
-        """Which distinct row this is."""
-        found = self._numbers.setdefault(text, len(self.rows))
-        if found == len(self.rows):
+        """Return the number of this row among the distinct ones."""
+        number = self._numbers.setdefault(text, len(self.rows))
+        if number == len(self.rows):
             self.rows.append(parse(text, f"line {place}"))
             self._lines.append((text, place))
-        return found
+        return number
 
-    def program(self, folded: "tuple[int | Repeat[int], ...]") -> None:
-        """Fills blocks; the rows are known."""
+    def program(self, folded: tuple[int | Repeat[int], ...]) -> None:
+        """Make the blocks, once all rows are numbered."""
         layers = any(row.starts_layer for row in self.rows)
         microbatches = any(row.starts_microbatch for row in self.rows)
         for index, row in enumerate(self.rows):
@@ -202,9 +204,9 @@ class Reader:
         self.num_microbatches = self._body("step", folded).microbatch
         self.blocks["step"] = (Run(block="step.fwd"), Run(block="step.bwd"))
 
-    def _body(self, name: str, body: "tuple[int | Repeat[int], ...]") -> _Place:
-        """Two blocks; returns how far they count."""
-        place, found = _Place(), []
+    def _body(self, name: str, body: tuple[int | Repeat[int], ...]) -> _Place:
+        """Make the forward and the backward block. Return their layers and micro-batches."""
+        place, runs = _Place(), []
         for item in body:
             if isinstance(item, int):
                 row = self.rows[item]
@@ -213,7 +215,7 @@ class Reader:
                 if row.starts_layer:
                     place = replace(place, layer=place.layer + 1)
                 at = {"layer": place.layer - 1, "microbatch": place.microbatch - 1}
-                found.append((f"row {item}", 1, at, _Place()))
+                runs.append((f"row {item}", 1, at, _Place()))
                 continue
             if item not in self._bodies:
                 self._num_repeats += 1
@@ -229,9 +231,9 @@ class Reader:
                 step = _Place(step.microbatch, 0)
             else:
                 place = replace(place, layer=place.layer + item.times * step.layer)
-            found.append((inner, item.times, at, step))
-        self.blocks[f"{name}.fwd"] = tuple(_run(*one, backward=False) for one in found)
-        self.blocks[f"{name}.bwd"] = tuple(_run(*one, backward=True) for one in found[::-1])
+            runs.append((inner, item.times, at, step))
+        self.blocks[f"{name}.fwd"] = tuple(_run(*run, backward=False) for run in runs)
+        self.blocks[f"{name}.bwd"] = tuple(_run(*run, backward=True) for run in runs[::-1])
         return place
 
     def notes(self) -> tuple[str, ...]:

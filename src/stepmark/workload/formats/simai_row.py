@@ -6,7 +6,7 @@ are nanoseconds.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepmark.core.collectives import FACTS, Collective, RedOp, num_parts
 from stepmark.core.dtypes import DType
@@ -37,7 +37,7 @@ _MICROBATCH_ROWS = ("embedding_layer", "final_column", "embedding_norm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Of one pass: compute, then a message. comm is a type with its suffix, or NONE."""
+    """One pass: compute, then a message. comm is a type with its suffix, or NONE."""
 
     compute_ns: int = 0
     comm: str = NONE
@@ -46,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one layer does in one micro-batch."""
+    """Work of one layer in one micro-batch."""
 
     name: str
     fwd: Cell = Cell()
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def starts_layer(self) -> bool:
-        """A row that only adds a message backward belongs to the layer before it."""
+        """Whether a layer starts; a row that only adds a backward message starts none."""
         return self.name in _STARTS and self.fwd != Cell()
 
     @property
@@ -63,7 +63,7 @@ class Row:
         return self.name == "embedding_layer"
 
     def line(self) -> str:
-        """Twelve fields, as AICB writes them."""
+        """Return the twelve fields as AICB writes them."""
         fields = [self.name, "-1"]
         for cell in (self.fwd, self.dgrad, self.wgrad):
             fields += [str(cell.compute_ns), cell.comm, str(cell.num_bytes)]
@@ -71,7 +71,7 @@ class Row:
 
 
 def parse(text: str, where: str) -> Row:
-    """Raises ConfigError that starts with `where`."""
+    """Parse a row. Raise ConfigError that starts with `where`."""
     fields = text.split()
     if len(fields) != FIELDS:
         raise ConfigError(where, f"{len(fields)} fields", f"{FIELDS} fields, tab separated")
@@ -99,7 +99,7 @@ def _split(comm: str) -> tuple[str, str]:
 
 
 def _whole(text: str, where: str, low: int = 0) -> int:
-    """A whole number; AICB writes some as 33554432.0."""
+    """Parse a whole number; AICB writes some as 33554432.0."""
     digits = text.removesuffix(".0")
     sign = digits.removeprefix("-")
     if not (sign.isascii() and sign.isdecimal() and len(sign) < 19) or int(digits) < low:
@@ -110,15 +110,15 @@ def _whole(text: str, where: str, low: int = 0) -> int:
 def blocks_of(
     row: Row, groups: Mapping[str, Group], where: str, *, layers: bool, microbatches: bool
 ) -> tuple[Block, Block]:
-    """What the row does forward and backward. No compute where it takes 0 ns.
+    """Return the row's forward and backward blocks, without compute of 0 ns.
 
-    SimAI waits for messages of the first two passes; those of the third run beside.
+    SimAI waits for messages of the first two passes; those of the third one overlap.
     """
     in_layer = layers and row.name.startswith(_LAYER_ROWS)
     in_microbatch = microbatches and (
         row.name.startswith(_LAYER_ROWS) or row.name in _MICROBATCH_ROWS
     )
-    found: list[list[Operation]] = []
+    passes: list[list[Operation]] = []
     for name, phase in zip(_NAMES, _PHASES, strict=True):
         cell: Cell = getattr(row, name)
         place = {
@@ -139,20 +139,20 @@ def blocks_of(
             )
         if cell.comm != NONE:
             ops.append(_message(cell, groups, where, bool(cell.compute_ns), place))
-        found.append(ops)
-    return tuple(found[0]), (*found[1], *found[2])
+        passes.append(ops)
+    return tuple(passes[0]), (*passes[1], *passes[2])
 
 
 def _message(
     cell: Cell,
     groups: Mapping[str, Group],
     where: str,
-    computed: bool,
+    has_compute: bool,
     place: Mapping[str, object],
 ) -> CommOp:
     base, suffix = _split(cell.comm)
-    beside = place["phase"] is Phase.WGRAD
-    group = "dp" if beside and not suffix else SUFFIXES[suffix]
+    is_wgrad = place["phase"] is Phase.WGRAD
+    group = "dp" if is_wgrad and not suffix else SUFFIXES[suffix]
     if group not in groups:
         raise ConfigError(where, cell.comm, "a group that the header's sizes make possible")
     collective = TYPES[base]
@@ -164,27 +164,25 @@ def _message(
         group=group,
         redop=RedOp.SUM if reduces else RedOp.NONE,
         root=0 if collective is Collective.BROADCAST else None,
-        stream=group if beside else "compute",
-        after=("wgrad",) if beside and computed else (),
+        stream=group if is_wgrad else "compute",
+        after=("wgrad",) if is_wgrad and has_compute else (),
         **place,  # type: ignore[arg-type]
     )
 
 
 def row_of(name: str, fwd: Block, bwd: Block, groups: Mapping[str, Group]) -> Row:
-    """The reverse of blocks_of. Raises ConfigError where a time is not known."""
+    """Return the row of two blocks from blocks_of. Raise ConfigError for an unknown time."""
     cells: dict[Phase, Cell] = {}
     for item in (*fwd, *bwd):
         if isinstance(item, ComputeOp):
             if item.time_s is None:
                 raise ConfigError("time_s", f"{item.module} {item.phase}", "a known time")
-            old = cells.get(item.phase, Cell())
-            cells[item.phase] = Cell(
-                compute_ns=old.compute_ns + round(item.time_s * 1e9), comm=old.comm
-            )
+            cell = cells.get(item.phase, Cell())
+            compute_ns = cell.compute_ns + round(item.time_s * 1e9)
+            cells[item.phase] = replace(cell, compute_ns=compute_ns)
         elif isinstance(item, CommOp):
-            old = cells.get(item.phase, Cell())
-            cells[item.phase] = Cell(
-                compute_ns=old.compute_ns,
+            cells[item.phase] = replace(
+                cells.get(item.phase, Cell()),
                 comm=TYPE_OF[item.collective] + _SUFFIX_OF.get(item.group, ""),
                 num_bytes=item.message_bytes(groups[item.group]),
             )

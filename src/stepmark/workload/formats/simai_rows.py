@@ -7,13 +7,13 @@ there; the pipeline is a number in the header.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from stepmark.core.collectives import Collective
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Phase
-from stepmark.core.workload import CommOp, ComputeOp, Operation, Run, Workload
+from stepmark.core.workload import CommOp, ComputeOp, Operation, Run, Workload, shifted
 from stepmark.workload.formats.aicb_line import group_names
 from stepmark.workload.formats.simai_row import NONE, TYPE_OF, Cell, Row
 from stepmark.workload.formats.walk import joined, repeated
@@ -24,7 +24,7 @@ _GRADIENTS = {"dp_group": "", "ep_dp_group": "_DP_EP"}
 
 
 class Messages:
-    """SimAI's words for a workload's messages; None: it has none."""
+    """SimAI's types of a workload's messages; None: it has none."""
 
     def __init__(self, workload: Workload) -> None:
         self._names = group_names(workload)
@@ -40,10 +40,10 @@ class Messages:
         return op.message_bytes(self._groups[op.group])
 
     def _type(self, op: CommOp, suffixes: Mapping[str, str]) -> str | None:
-        """SimAI 1.6 and 1.7 take a broadcast for nothing."""
+        """Return a message's type; broadcasts have none, as SimAI 1.6 and 1.7 ignore them."""
         suffix = suffixes.get(self._names.get(op.group, ""))
-        known = op.collective in TYPE_OF and op.collective != Collective.BROADCAST
-        return TYPE_OF[op.collective] + suffix if known and suffix is not None else None
+        is_supported = op.collective in TYPE_OF and op.collective != Collective.BROADCAST
+        return TYPE_OF[op.collective] + suffix if is_supported and suffix is not None else None
 
 
 _ROW_OUT = ("out", "down", "residual")  # roles behind the inner width: Megatron's row linears
@@ -51,7 +51,7 @@ _ROW_OUT = ("out", "down", "residual")  # roles behind the inner width: Megatron
 
 @dataclass(slots=True, kw_only=True)
 class Slot:
-    """Computation up to a message. What is no weight gradient counts as dgrad."""
+    """Computation up to a message. All but weight gradients counts as dgrad."""
 
     dgrad_s: float = 0.0
     wgrad_s: float = 0.0
@@ -86,7 +86,7 @@ def microbatch_rows(messages: Messages, ops: Sequence[Operation]) -> Iterator[Ro
 
 
 def row_name(module: str, *, split: bool, moe: bool) -> str:
-    """AICB's name of the row that a module's operations are in. split: sequence parallelism."""
+    """Return AICB's name of a module's row. split: sequence parallelism."""
     part, _, role = module.partition(".")
     if part == "mlp" and moe:
         return "mlp_moelayer"
@@ -99,8 +99,8 @@ def row_name(module: str, *, split: bool, moe: bool) -> str:
 
 
 def _rows(messages: Messages, name: str, passes: _Passes) -> Iterator[Row]:
-    """Backward runs from the last row to the first, so its messages are placed from there."""
-    fwd, bwd = list(slots(messages, passes.fwd)), list(slots(messages, passes.bwd))
+    """Yield a layer's rows; backward messages are placed from the last row, where it starts."""
+    fwd, bwd = slots_of(messages, passes.fwd), slots_of(messages, passes.bwd)
     number = max(len(fwd), len(bwd))
     fwd += [Slot()] * (number - len(fwd))
     bwd = bwd[::-1] + [Slot()] * (number - len(bwd))
@@ -113,27 +113,27 @@ def _rows(messages: Messages, name: str, passes: _Passes) -> Iterator[Row]:
         )
 
 
-def slots(messages: Messages, ops: Sequence[Operation]) -> Iterator[Slot]:
-    """Each ends with a message that SimAI has; computation behind the last joins it."""
-    found: list[Slot] = []
-    now = Slot()
+def slots_of(messages: Messages, ops: Sequence[Operation]) -> list[Slot]:
+    """Yield slots, each with a message that SimAI has; the last includes what follows it."""
+    slots: list[Slot] = []
+    slot = Slot()
     for op in ops:
         if isinstance(op, ComputeOp):
             if op.phase is Phase.WGRAD:
-                now.wgrad_s += op.time_s or 0.0
+                slot.wgrad_s += op.time_s or 0.0
             else:
-                now.dgrad_s += op.time_s or 0.0
+                slot.dgrad_s += op.time_s or 0.0
         elif (comm := messages.in_pass(op)) is not None:
-            now.comm = comm
-            now.num_bytes = messages.num_bytes(op)
-            found.append(now)
-            now = Slot()
-    if found:
-        found[-1].dgrad_s += now.dgrad_s
-        found[-1].wgrad_s += now.wgrad_s
-    elif now.dgrad_s or now.wgrad_s:
-        found.append(now)
-    yield from found
+            slot.comm = comm
+            slot.num_bytes = messages.num_bytes(op)
+            slots.append(slot)
+            slot = Slot()
+    if slots:
+        slots[-1].dgrad_s += slot.dgrad_s
+        slots[-1].wgrad_s += slot.wgrad_s
+    elif slot.dgrad_s or slot.wgrad_s:
+        slots.append(slot)
+    return slots
 
 
 def nanoseconds(seconds: float) -> int:
@@ -159,30 +159,26 @@ _HEADER = (
 
 
 def write(workload: Workload, stage: int = 0) -> Iterator[str]:
-    """The text in pieces. Raises ConfigError where compute times are not known."""
+    """Yield the text in pieces. Raise ConfigError if compute times are unknown."""
     ops = list(first_microbatch(workload, stage))
     _check_times(ops)
-    body = [one for one in ops if one.microbatch is not None]
-    rest = [one for one in ops if one.microbatch is None]
+    body = [op for op in ops if op.microbatch is not None]
+    rest = [op for op in ops if op.microbatch is None]
     before = list(_gradient_rows(workload, stage))
     messages = Messages(workload)
     inside = list(microbatch_rows(messages, body))
     after = list(_step_rows(messages, rest))
     times = workload.num_microbatches
     yield _header(workload, stage) + f"{len(before) + len(inside) * times + len(after)}\n"
-    text = "".join(row.line() for row in inside)
-    yield from joined(
-        [
-            *(row.line() for row in before),
-            *repeated(text, times),
-            *(row.line() for row in after),
-        ]
+    first, text, last = (
+        "".join(row.line() for row in rows) for rows in (before, inside, after)
     )
+    yield from joined([first, *repeated(text, times), last])
 
 
-def lost(workload: Workload) -> list[str]:
-    """What the text cannot say of this workload, a line each."""
-    found = [
+def omissions(workload: Workload) -> list[str]:
+    """Return what the text cannot express of this workload, a line each."""
+    lines = [
         "overlap: messages within a pass are waited for; streams and order inside a row go",
         "element types: sizes are bytes",
         "operators: a row has a time per pass, not shapes",
@@ -190,36 +186,36 @@ def lost(workload: Workload) -> list[str]:
     ]
     ops = [op for stage in range(len(workload.stages)) for op in workload.tally(stage)]
     if len(workload.stages) > 1:
-        found.append("stages: one is written; the pipeline is pp, vpp and pp_comm in line 1")
+        lines.append("stages: one is written; the pipeline is pp, vpp and pp_comm in line 1")
     messages = Messages(workload)
-    left = {
+    omitted = {
         f"{op.collective} of {op.group} ({op.module})"
         for op in ops
         if isinstance(op, CommOp)
         and op.collective not in (SEND, RECV)
         and messages.in_pass(op) is messages.of_step(op) is None
     }
-    return [*found, *(f"left out: {one}" for one in sorted(left))]
+    return [*lines, *(f"left out: {text}" for text in sorted(omitted))]
 
 
 def first_microbatch(workload: Workload, stage: int) -> Iterator[Operation]:
-    """Operations of micro-batch 0 and of none, in issue order, without walking the others."""
+    """Yield operations of micro-batch 0 and of none in issue order, without walking others."""
     spans: dict[str, tuple[int, int, bool]] = {}
 
     def span(name: str) -> tuple[int, int, bool]:
-        """Least and largest micro-batch inside, and whether something belongs to none."""
+        """Return the least and largest micro-batch inside, and whether some op has none."""
         if name not in spans:
             lows, highs, loose = [], [], False
             for item in workload.blocks[name]:
                 if isinstance(item, Run):
                     low, high, inner = span(item.block)
-                    ends = (
+                    bounds = (
                         item.microbatch,
                         item.microbatch + item.microbatch_step * (item.times - 1),
                     )
                     if low <= high:
-                        lows.append(low + min(ends))
-                        highs.append(high + max(ends))
+                        lows.append(low + min(bounds))
+                        highs.append(high + max(bounds))
                     loose = loose or inner
                 elif item.microbatch is None:
                     loose = True
@@ -239,27 +235,17 @@ def first_microbatch(workload: Workload, stage: int) -> Iterator[Operation]:
                         at = layer + item.layer + index * item.layer_step
                         yield from walk(item.block, at, base)
             elif item.microbatch is None or item.microbatch + microbatch == 0:
-                at_layer = None if item.layer is None else item.layer + layer
-                yield replace(
-                    item,
-                    layer=at_layer,
-                    microbatch=None if item.microbatch is None else 0,
-                )
+                yield shifted(item, layer, microbatch)
 
     yield from walk(workload.stages[stage].step, 0, 0)
 
 
 def _check_times(ops: Iterable[Operation]) -> None:
-    missing = sorted(
-        {
-            f"{op.module} {op.phase}"
-            for op in ops
-            if isinstance(op, ComputeOp) and op.time_s is None
-        }
-    )
+    compute = (op for op in ops if isinstance(op, ComputeOp))
+    missing = sorted({f"{op.module} {op.phase}" for op in compute if op.time_s is None})
     if missing:
-        shown = f"{len(missing)} unknown, e.g. {', '.join(missing[:3])}"
-        raise ConfigError("time_s", shown, "known times of all computation (--compute-from)")
+        text = f"{len(missing)} unknown, e.g. {', '.join(missing[:3])}"
+        raise ConfigError("time_s", text, "known times of all computation (--compute-from)")
 
 
 def _header(workload: Workload, stage: int) -> str:
@@ -274,7 +260,7 @@ def _header(workload: Workload, stage: int) -> str:
         tp=sizes.get("tp", 1),
         ep=sizes.get("ep", 1),
         pp=len(workload.stages),
-        vpp=next((one for one in chunks if isinstance(one, int) and one), 1),
+        vpp=next((chunk for chunk in chunks if isinstance(chunk, int) and chunk), 1),
         ga=workload.num_microbatches,
         world=workload.world_size,
         pp_comm=max(sent, default=0),
@@ -295,12 +281,12 @@ def _gradient_rows(workload: Workload, stage: int) -> Iterator[Row]:
 
 
 def _step_rows(messages: Messages, ops: Sequence[Operation]) -> Iterator[Row]:
-    """What belongs to no micro-batch: the optimizer, its norm and the like, each by module."""
+    """Yield rows of operations without a micro-batch, such as the optimizer, by module."""
     parts: dict[str, list[Operation]] = {}
     for op in ops:
         name = row_name(op.module, split=False, moe=False)
         parts.setdefault("optimizer" if op.phase is Phase.OPTIM else name, []).append(op)
-    for name, found in parts.items():
-        for number, slot in enumerate(slots(messages, found), start=1):
+    for name, part in parts.items():
+        for number, slot in enumerate(slots_of(messages, part), start=1):
             cell = slot.cell(slot.dgrad_s + slot.wgrad_s)
             yield Row(name=f"{name}{number}" if name == "optimizer" else name, fwd=cell)

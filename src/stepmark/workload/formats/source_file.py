@@ -21,7 +21,7 @@ _GZIP = b"\x1f\x8b"
 
 
 def read_bytes(path: Path, what: str) -> bytes:
-    """The whole file, unpacked where it is gzip. Raises ConfigError naming `what`."""
+    """Return the whole file, unpacked if it is gzip. Raise ConfigError naming `what`."""
     try:
         with path.open("rb") as file:
             packed = file.read(2) == _GZIP
@@ -38,7 +38,7 @@ def read_bytes(path: Path, what: str) -> bytes:
 
 
 def decoded(path: Path, kind: type[S], what: str, allowed: str) -> S:
-    """JSON that msgspec takes for `kind`. Raises ConfigError naming `what`."""
+    """Decode a JSON file as `kind`. Raise ConfigError naming `what`."""
     data = read_bytes(path, what)
     try:
         return msgspec.json.decode(data, type=kind)
@@ -48,7 +48,7 @@ def decoded(path: Path, kind: type[S], what: str, allowed: str) -> S:
 
 
 def origin_of(workload: Workload, name: str, kind: type[S]) -> S:
-    """What a format kept of its own file. Raises ConfigError for a broken one."""
+    """Return what a format kept of its own file. Raise ConfigError if it is broken."""
     try:
         return msgspec.convert(workload.origin[name], type=kind)
     except msgspec.ValidationError as error:
@@ -57,7 +57,7 @@ def origin_of(workload: Workload, name: str, kind: type[S]) -> S:
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """Lines without their "\\n"; the last is "" where the file ends in one."""
+    """Return lines without their "\\n"; the last is "" if the file ends in one."""
     try:
         return read_bytes(path, what).decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -66,7 +66,7 @@ def read_lines(path: Path, what: str) -> list[str]:
 
 @contextlib.contextmanager
 def in_file(path: Path) -> Iterator[None]:
-    """Puts the file's name before what a ConfigError says of its content."""
+    """Put the file's name before the field of a ConfigError about its content."""
     try:
         yield
     except ConfigError as error:
@@ -78,7 +78,7 @@ _MAX_NEIGHBOURS = 200  # unknown keys that are compared with known ones
 
 
 def read_json(path: Path) -> object:
-    """The file as plain dicts and lists. Raises ConfigError whatever is in the file."""
+    """Return a JSON file as plain dicts and lists. Raise ConfigError for any other content."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_JSON_BYTES + 1)
@@ -97,7 +97,7 @@ def read_json(path: Path) -> object:
 
 
 def convert(raw: object, kind: type[T], where: str) -> T:
-    """`raw` as `kind`. `where` is put before a field's name: "x.json: " or "x.json: [3].".
+    """Return `raw` as `kind`. `where` precedes a field's name: "x.json: " or "x.json: [3].".
 
     A key that is no field of `kind` but resembles one that is missing is an error even
     where unknown fields are allowed: else `num_key_value_head` would silently mean MHA.
@@ -113,7 +113,7 @@ def convert(raw: object, kind: type[T], where: str) -> T:
 
 
 def one_line(value: object) -> str:
-    """A value from a file as a message may show it: scalars as they are, others by kind."""
+    """Format a value from a file for a message: scalars as they are, others by kind."""
     if isinstance(value, bytes):
         return value.decode("ascii", "backslashreplace")
     if isinstance(value, dict | list):
@@ -127,24 +127,24 @@ def _check_spelling(raw: dict[object, object], kind: type[T], where: str) -> Non
     closed = bool(kind.__struct_config__.forbid_unknown_fields)
     fields = msgspec.structs.fields(kind)
     missing = {f.encode_name: f.required for f in fields if f.encode_name not in raw}
-    known = {f.encode_name for f in fields}
-    unknown = [key for key in raw if key not in known]
+    names = {f.encode_name for f in fields}
+    unknown = [key for key in raw if key not in names]
     for key in map(str, unknown[:_MAX_NEIGHBOURS]):
         close = get_close_matches(key[:80], missing, n=1, cutoff=0.8 if closed else 0.85)
         hint = f", did you mean `{close[0]}`?" if close else ""
         if closed:
-            hint = hint or f"; allowed: {', '.join(sorted(known))}"
+            hint = hint or f"; allowed: {', '.join(sorted(names))}"
         elif close and not missing[close[0]]:
             hint = hint if get_close_matches(key[:80], close, cutoff=0.9) else ""
         if hint:
-            shown = ascii(key[:80])[1:-1]
+            name = ascii(key[:80])[1:-1]
             raise ConfigError(
-                f"{where}{shown}", one_line(raw[key]), f"it is an unknown field{hint}"
+                f"{where}{name}", one_line(raw[key]), f"it is an unknown field{hint}"
             )
 
 
 def _explain(message: str, raw: object, where: str) -> ConfigError:
-    """msgspec's message, with the value it is about."""
+    """Return msgspec's message as an error with the value that it is about."""
     text, _, place = message.partition(" - at `$")
     place = place.rstrip("`").removeprefix(".")
     if missing := re.match(r"Object missing required field `(\w+)`", text):

@@ -1,4 +1,4 @@
-"""A stage's program without a copy of each operation, for long files: walked, or as text."""
+"""Walk a stage's program or render it as text, without a copy of each repeated operation."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, NamedTuple, TypeVar
@@ -8,21 +8,21 @@ from stepmark.core.workload import Block, Operation, Run, Workload
 T = TypeVar("T")
 
 
-def remarks(*listed: tuple[object, str]) -> list[str]:
-    """Those that hold."""
-    return [text for holds, text in listed if holds]
+def remarks(*candidates: tuple[object, str]) -> list[str]:
+    """Return the texts whose condition holds."""
+    return [text for holds, text in candidates if holds]
 
 
 def setup_remark(workload: Workload) -> tuple[bool, str]:
-    """Of formats that have a step alone."""
+    """Return the remark of formats that have only a step."""
     has_setup = any(stage.setup for stage in workload.stages)
     return has_setup, "what runs once before the first step"
 
 
 class Placed(NamedTuple, Generic[T]):
-    """What was made of an operation; its layer and micro-batch before those of its place."""
+    """Result of `make` for an operation, with its layer and micro-batch inside its block."""
 
-    made: T
+    value: T
     layer: int | None
     microbatch: int | None
 
@@ -36,12 +36,10 @@ class Segment(NamedTuple, Generic[T]):
 
 
 def walk(
-    workload: Workload, stage: int, make: Callable[[Operation], T], *, setup: bool = False
+    workload: Workload, stage: int, make: Callable[[Operation], T]
 ) -> Iterator[Segment[T]]:
-    """As `workload.expand(stage)`; `make` is called once for each operation of a block."""
-    chosen = workload.stages[stage]
-    block = chosen.setup if setup else chosen.step
-    if block:
+    """Yield `workload.expand(stage)` in segments; `make` runs once per operation of a block."""
+    if block := workload.stages[stage].step:
         yield from _visit(workload, block, 0, 0, make, {})
 
 
@@ -51,29 +49,29 @@ def _visit(
     layer: int,
     microbatch: int,
     make: Callable[[Operation], T],
-    known: dict[str, list[Run | list[Placed[T]]]],
+    parts_by_block: dict[str, list[Run | list[Placed[T]]]],
 ) -> Iterator[Segment[T]]:
-    if block not in known:
-        known[block] = _parts(workload, block, make)
-    for part in known[block]:
-        if not isinstance(part, Run):
-            yield Segment(part, layer, microbatch)
+    if block not in parts_by_block:
+        parts_by_block[block] = _parts(workload, block, make)
+    for item in parts_by_block[block]:
+        if not isinstance(item, Run):
+            yield Segment(item, layer, microbatch)
             continue
-        for index in range(part.times):
+        for index in range(item.times):
             yield from _visit(
                 workload,
-                part.block,
-                layer + part.layer + index * part.layer_step,
-                microbatch + part.microbatch + index * part.microbatch_step,
+                item.block,
+                layer + item.layer + index * item.layer_step,
+                microbatch + item.microbatch + index * item.microbatch_step,
                 make,
-                known,
+                parts_by_block,
             )
 
 
 def _parts(
     workload: Workload, block: str, make: Callable[[Operation], T]
 ) -> list[Run | list[Placed[T]]]:
-    """Runs as they are; operations between them together."""
+    """Return the block's runs, and lists of the operations between them."""
     parts: list[Run | list[Placed[T]]] = []
     for item in workload.blocks[block]:
         if isinstance(item, Run):
@@ -92,21 +90,21 @@ _CHUNK = 2**18
 
 
 class RepeatedText:
-    """line: what an operation says. whole: what a block says in one, None for most."""
+    """Text of blocks. line: text of an operation; block_text: of a block, or None for most."""
 
     def __init__(
         self,
         blocks: Mapping[str, Block],
         line: Callable[[Operation], str],
-        whole: Callable[[str], str | None] = lambda name: None,
+        block_text: Callable[[str], str | None] = lambda name: None,
     ) -> None:
         self._blocks = blocks
         self._line = line
-        self._whole = whole
+        self._block_text = block_text
         self._texts: dict[str, str | None] = {}
 
     def chunks(self, name: str) -> Iterator[str]:
-        """The block's text, in pieces of bounded size."""
+        """Yield the block's text in pieces of bounded size."""
         return joined(self._pieces(name))
 
     def _pieces(self, name: str) -> Iterator[str]:
@@ -124,10 +122,10 @@ class RepeatedText:
                     yield from self._pieces(item.block)
 
     def _text(self, name: str) -> str | None:
-        """None: too long to keep."""
+        """Return the block's text; None if it is too long to keep."""
         if name not in self._texts:
-            whole = self._whole(name)
-            self._texts[name] = self._rendered(name) if whole is None else whole
+            text = self._block_text(name)
+            self._texts[name] = self._rendered(name) if text is None else text
         return self._texts[name]
 
     def _rendered(self, name: str) -> str | None:
@@ -143,7 +141,7 @@ class RepeatedText:
 
 
 def repeated(text: str, times: int) -> Iterator[str]:
-    """text, so many times, in pieces of about one size."""
+    """Yield the text this many times, in pieces of about one size."""
     at_once = max(1, min(times, _CHUNK // max(1, len(text))))
     several = text * at_once
     for _ in range(times // at_once):
@@ -153,14 +151,14 @@ def repeated(text: str, times: int) -> Iterator[str]:
 
 
 def joined(pieces: Iterable[str]) -> Iterator[str]:
-    """The same text in fewer pieces, so that each is worth a write."""
-    held: list[str] = []
+    """Yield the same text in fewer pieces, so that each is worth a write."""
+    parts: list[str] = []
     length = 0
     for piece in pieces:
-        held.append(piece)
+        parts.append(piece)
         length += len(piece)
         if length >= _CHUNK:
-            yield "".join(held)
-            held, length = [], 0
-    if held:
-        yield "".join(held)
+            yield "".join(parts)
+            parts, length = [], 0
+    if parts:
+        yield "".join(parts)

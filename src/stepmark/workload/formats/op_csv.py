@@ -1,4 +1,4 @@
-"""A step as a table for eyes and spreadsheets: a line an operation, repeats written out."""
+"""A step as a CSV for people and spreadsheets: a line per operation, repeats written out."""
 
 import csv
 import io
@@ -17,20 +17,20 @@ COLUMNS = (
 
 
 def write(workload: Workload, stages: Sequence[int] | None = None) -> Iterator[str]:
-    """Lines of a CSV, of all stages one after the other or of those named; index is per stage.
+    """Yield lines of a CSV of these or all stages, one after the other; index is per stage.
 
     shape is an operator's shape, or a collective's count of elements; bytes is what an operator
-    moves, or a message's size as nccl-tests counts it. Raises ConfigError for an unknown stage.
+    moves, or a message's size as nccl-tests counts it. Raise ConfigError for an unknown stage.
     """
-    known = range(len(workload.stages))
-    chosen = known if stages is None else stages
-    if unknown := [stage for stage in chosen if stage not in known]:
-        raise ConfigError("stage", unknown[0], f"from 0 to {len(known) - 1}")
-    return _lines(workload, chosen)
+    all_stages = range(len(workload.stages))
+    selected = all_stages if stages is None else stages
+    if unknown := [stage for stage in selected if stage not in all_stages]:
+        raise ConfigError("stage", unknown[0], f"from 0 to {len(all_stages) - 1}")
+    return _lines(workload, selected)
 
 
-def lost(workload: Workload) -> list[str]:
-    """What stands in no column."""
+def omissions(workload: Workload) -> list[str]:
+    """Return what has no column."""
     return remarks(
         (True, "model, settings, notes and the number of micro-batches"),
         (True, "which ranks form a group"),
@@ -53,20 +53,20 @@ def _lines(workload: Workload, stages: Sequence[int]) -> Iterator[str]:
             yield "".join(rows)
 
 
-def _ends(workload: Workload, one: Operation) -> tuple[str, str]:
-    """What of a row is the same wherever the operation runs: before and behind its place."""
-    if isinstance(one, CommOp):
-        group = workload.groups[one.group]
-        size = one.message_bytes(group)
-        what: list[object] = ["communication", one.collective, one.count, one.dtype, size]
-        what += [one.group, group.size]
+def _ends(workload: Workload, op: Operation) -> tuple[str, str]:
+    """Return the constant parts of an operation's row, before and after its place."""
+    if isinstance(op, CommOp):
+        group = workload.groups[op.group]
+        size = op.message_bytes(group)
+        what: list[object] = ["communication", op.collective, op.count, op.dtype, size]
+        what += [op.group, group.size]
     else:
-        dtype = None if isinstance(one.op, Kernel) else one.op.dtype
-        what = ["computation", family(one.op), shape(one.op, dtype=False), dtype]
-        what += [one.op.bytes_moved, None, None]
-    time_us = None if one.time_s is None else f"{one.time_s * 1e6:.9g}"
-    when = [one.stream, one.name, " ".join(one.after), time_us]
-    return _csv([one.phase]), _csv([one.module, *what, *when])
+        dtype = None if isinstance(op.op, Kernel) else op.op.dtype
+        what = ["computation", family(op.op), shape(op.op, dtype=False), dtype]
+        what += [op.op.bytes_moved, None, None]
+    time_us = None if op.time_s is None else f"{op.time_s * 1e6:.9g}"
+    when = [op.stream, op.name, " ".join(op.after), time_us]
+    return _csv([op.phase]), _csv([op.module, *what, *when])
 
 
 def _csv(cells: Sequence[object]) -> str:

@@ -13,7 +13,7 @@ from stepmark.core.collectives import RedOp
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Op, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Group, Kernel, Workload
-from stepmark.workload.formats import FORMATS, chakra, eyes, param_trace
+from stepmark.workload.formats import FORMATS, chakra, op_csv, param_trace
 
 from .hand_made import every_kind, message, op, pipeline
 
@@ -97,7 +97,7 @@ CASES: list[tuple[ModuleType, str, Change]] = [
     ),
     (param_trace, "with itself", alone),
     (param_trace, "before the first step", with_setup),
-    (eyes, "before the first step", with_setup),
+    (op_csv, "before the first step", with_setup),
 ]
 
 
@@ -110,14 +110,14 @@ def test_what_is_there_is_said_and_else_not(
     form: ModuleType, says: str, change: Change
 ) -> None:
     plain = step(*PLAIN)
-    assert not any(says in line for line in form.lost(plain))
-    assert any(says in line for line in form.lost(change(plain)))
+    assert not any(says in line for line in form.omissions(plain))
+    assert any(says in line for line in form.omissions(change(plain)))
 
 
 @pytest.mark.parametrize("form", [chakra, param_trace])
 def test_waiting_is_not_computation(form: ModuleType) -> None:
     waits = op(Kernel(name="wait", flops=0, bytes_moved=0), Phase.FWD, "x")
-    assert not any("computations" in line for line in form.lost(step(*PLAIN, waits)))
+    assert not any("computations" in line for line in form.omissions(step(*PLAIN, waits)))
 
 
 def changed(one: CommOp | ComputeOp, two: CommOp | ComputeOp) -> set[str]:
@@ -160,7 +160,7 @@ def _has_entry(one: CommOp | ComputeOp) -> bool:
 
 
 def test_every_field_has_a_column_or_is_said_to_have_none() -> None:
-    """Of the table for eyes: fields of operations, by column or by what `lost` says."""
+    """Fields of operations are in the table, by column, or in what `omissions` returns."""
     held = {
         *("op", "phase", "module", "layer", "microbatch", "stream", "name", "after", "time_s"),
         *("collective", "dtype", "count", "group"),
@@ -172,17 +172,17 @@ def test_every_field_has_a_column_or_is_said_to_have_none() -> None:
         "fused": "one call",
         "recompute": "recomputed",
     }
-    said = " ".join(eyes.lost(step(*PLAIN)))
+    said = " ".join(op_csv.omissions(step(*PLAIN)))
     every = {field.name for kind in (ComputeOp, CommOp) for field in fields(kind)}
     assert every == held | set(words)
     assert all(word in said for word in words.values())
-    (row,) = csv.DictReader(io.StringIO("".join(eyes.write(step(PLAIN[1])))))
+    (row,) = csv.DictReader(io.StringIO("".join(op_csv.write(step(PLAIN[1])))))
     assert (row["stream"], row["shape"], row["dtype"]) == (COMPUTE, "1024", "fp32")
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_every_format_that_writes_says_what_it_drops(name: str) -> None:
     module = FORMATS[name].load()
-    said = module.lost(every_kind())
+    said = module.omissions(every_kind())
     assert all(isinstance(line, str) and "\n" not in line for line in said)
     assert bool(said) is (name != "native")

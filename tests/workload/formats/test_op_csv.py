@@ -1,4 +1,4 @@
-"""The table for eyes: a line an operation, in issue order, with what a reader can check."""
+"""The CSV of operations: a line per operation, in issue order, with what can be checked."""
 
 import csv
 import time
@@ -9,7 +9,7 @@ import pytest
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import CommOp, ComputeOp, Operation
 from stepmark.workload.durations import Fixed, fill
-from stepmark.workload.formats import eyes
+from stepmark.workload.formats import op_csv
 from stepmark.workload.formats.walk import walk
 
 from .hand_made import pipeline
@@ -40,7 +40,7 @@ class TestLaws:
 
     def test_a_line_for_every_operation_in_order(self) -> None:
         workload = fill(pipeline(stages=3), Fixed(time_s=1.5e-6))
-        found = rows("".join(eyes.write(workload)))
+        found = rows("".join(op_csv.write(workload)))
         expected = [(stage, one) for stage in range(3) for one in workload.expand(stage)]
         for row, (stage, one) in zip(found, expected, strict=True):
             assert int(row["stage"]) == stage
@@ -55,7 +55,7 @@ class TestLaws:
 
     def test_bytes_are_those_of_the_operations(self) -> None:
         workload = pipeline()
-        found = rows("".join(eyes.write(workload, stages=[1])))
+        found = rows("".join(op_csv.write(workload, stages=[1])))
         for kind, total in (
             (
                 "communication",
@@ -79,7 +79,7 @@ class TestLaws:
 
 class TestRows:
     def test_what_stands_in_the_columns(self) -> None:
-        found = rows("".join(eyes.write(fill(pipeline(), Fixed(time_s=1e-9)))))
+        found = rows("".join(op_csv.write(fill(pipeline(), Fixed(time_s=1e-9)))))
         gemm = found[1]
         assert (gemm["operation"], gemm["shape"]) == ("gemm", "m=32 n=96 k=64")
         assert (gemm["dtype"], gemm["time_us"], gemm["group"]) == ("bf16", "0.001", "")
@@ -99,16 +99,16 @@ class TestRows:
         workload = pipeline()
         odd = replace(next(iter(workload.expand())), module='a,"b"', name="x,y", after=("z",))
         workload = replace(workload, blocks={**workload.blocks, "step 0": (odd,)})
-        (row,) = rows("".join(eyes.write(workload, stages=[0])))
+        (row,) = rows("".join(op_csv.write(workload, stages=[0])))
         assert (row["module"], row["name"], row["after"]) == ('a,"b"', "x,y", "z")
 
     def test_an_unknown_stage_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="from 0 to 1"):
-            eyes.write(pipeline(), stages=[2])
+            op_csv.write(pipeline(), stages=[2])
 
     def test_long_steps_are_written_as_they_are_read(self) -> None:
         workload = pipeline(microbatches=2**32)
         began = time.monotonic()
-        written = eyes.write(workload)
+        written = op_csv.write(workload)
         assert sum(len(next(written)) for _ in range(100)) > 1000
         assert time.monotonic() - began < 5
