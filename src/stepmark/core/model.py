@@ -31,11 +31,6 @@ def _check_int(field: str, value: object, low: int = 1, high: int = _TOO_LARGE -
         raise ConfigError(field, value, f"an integer from {low} to {high}")
 
 
-def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:
-    if not any(value is option or value == option for option in allowed):
-        raise ConfigError(field, value, f"one of {', '.join(str(a) for a in allowed)}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
     """The feed-forward part of a mixture-of-experts layer. Experts have no biases."""
@@ -166,8 +161,10 @@ class ModelConfig:
         for name in ("tied_embeddings", "qkv_bias", "linear_bias", "qk_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "true or false")
-        _check_choice("activation", self.activation, get_args(Activation))
-        _check_choice("norm", self.norm, get_args(Norm))
+        for name, kind in (("activation", Activation), ("norm", Norm)):
+            value, allowed = getattr(self, name), get_args(kind)
+            if value not in allowed:
+                raise ConfigError(name, value, f"one of {', '.join(allowed)}")
 
     def _check_mla(self, mla: MlaConfig) -> None:
         if self.num_kv_heads != self.num_heads:

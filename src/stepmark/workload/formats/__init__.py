@@ -4,18 +4,16 @@ A format is a module here with `read(path)`, `write(workload, ...)` and `omissio
 or some of them, and is imported on first use. Other modules here read models and shapes.
 """
 
-import gzip
 import importlib
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from stepmark.core.errors import ConfigError
+from stepmark.workload.formats.source_file import read_head
 
 _HEAD_BYTES = 4096
-_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +58,26 @@ def _is_chakra(head: bytes) -> bool:
 
     Empty metadata are followed by a node that begins with its number or name.
     """
-    length, at = _varint(head, 0)
+    length, at = varint(head, 0)
     end = at + length
     if not length:
         return head[:1] == b"\0" and head[2:3] in (b"\x08", b"\x12")
     while at < min(end, len(head)):
         if head[at] not in (0x0A, 0x12):
             return False
-        size, begin = _varint(head, at + 1)
+        size, begin = varint(head, at + 1)
         at = begin + size
     return at == end if end <= len(head) else len(head) == _HEAD_BYTES
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number of protobuf and where it ends, as far as the data reach."""
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return a number of protobuf and where it ends: behind the data if it is cut off."""
     value = 0
     for shift, byte in enumerate(data[at : at + 5]):
         value |= (byte & 127) << 7 * shift
         if byte < 128:
             return value, at + shift + 1
-    return value, len(data)
+    return value, len(data) + 1
 
 
 FORMATS: dict[str, Format] = {
@@ -158,15 +156,7 @@ def sniff(path: Path) -> str:
     for name, form in FORMATS.items():
         if form.first and path.is_dir() and any(path.glob(form.first)):
             return name
-    try:
-        with path.open("rb") as stream:
-            head = stream.read(_HEAD_BYTES)
-        if head.startswith(_GZIP):
-            with gzip.open(path, "rb") as unpacked:
-                head = unpacked.read(_HEAD_BYTES)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError("workload", path, f"a file that can be read ({reason})") from None
+    head = read_head(path, "workload", _HEAD_BYTES)
     readable = {name: form for name, form in FORMATS.items() if form.reads}
     for name, form in readable.items():
         if form.is_one(head):

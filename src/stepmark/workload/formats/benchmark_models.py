@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import msgspec
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig
-from stepmark.workload.formats.huggingface import in_words_of_file
+from stepmark.core.model import ModelConfig
+from stepmark.workload.formats.huggingface import deepseek_layers, in_words_of_file
 from stepmark.workload.formats.source_file import convert, one_line, read_json
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
@@ -112,7 +112,7 @@ def _read_model(entry: dict[str, object], where: str) -> ModelConfig:
             vocab_size=raw.vocab_size,
             seq_len=raw.seqlen,
             source=f"{where.rstrip('.')} (Primus: names no depth, hence 1 layer)",
-            **_deepseek(raw) if isinstance(raw, _DeepSeek) else _dense(raw),
+            **_layers(raw),
         )
     except ConfigError as error:
         if error.field.startswith(where):
@@ -120,30 +120,11 @@ def _read_model(entry: dict[str, object], where: str) -> ModelConfig:
         raise in_words_of_file(error, entry, where, _NAMES) from None
 
 
-def _dense(raw: _Model) -> dict[str, Any]:
+def _layers(raw: _Model) -> dict[str, Any]:
+    if isinstance(raw, _DeepSeek):
+        return {"num_kv_heads": raw.num_attention_heads} | deepseek_layers(raw)
     assert isinstance(raw, _Dense)
     return {"num_kv_heads": raw.num_key_value_heads, "head_dim": raw.head_dim}
-
-
-def _deepseek(raw: _DeepSeek) -> dict[str, Any]:
-    return {
-        "num_kv_heads": raw.num_attention_heads,
-        "head_dim": raw.qk_nope_head_dim + raw.qk_rope_head_dim,
-        "moe": MoeConfig(
-            num_experts=raw.n_routed_experts,
-            top_k=raw.num_experts_per_tok,
-            ffn_hidden_size=raw.moe_intermediate_size,
-            num_shared_experts=raw.n_shared_experts,
-            shared_ffn_hidden_size=raw.n_shared_experts * raw.moe_intermediate_size,
-        ),
-        "mla": MlaConfig(
-            q_lora_rank=raw.q_lora_rank,
-            kv_lora_rank=raw.kv_lora_rank,
-            qk_nope_head_dim=raw.qk_nope_head_dim,
-            qk_rope_head_dim=raw.qk_rope_head_dim,
-            v_head_dim=raw.v_head_dim,
-        ),
-    }
 
 
 def _read_shape(entry: dict[str, object], where: str) -> AttentionShape:

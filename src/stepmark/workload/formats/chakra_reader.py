@@ -214,11 +214,11 @@ class _Reader:
         num_bytes = _whole(values, "comm_size")
         if num_bytes is None or num_bytes < 0:
             raise ConfigError(f"{where}: comm_size", num_bytes, "a number of bytes")
+        common |= {"dtype": dtype, "fused": bool(values.get("fused", False))}
         build = self._collective if node.kind is NodeType.COMM_COLL else self._pair
-        fused = bool(node.values.get("fused", False))
-        return replace(build(node, where, dtype, num_bytes), fused=fused, **common)
+        return build(node, where, num_bytes, common)
 
-    def _pair(self, node: Node, where: str, dtype: DType, num_bytes: int) -> CommOp:
+    def _pair(self, node: Node, where: str, num_bytes: int, common: dict[str, Any]) -> CommOp:
         sends = node.kind is NodeType.COMM_SEND
         other = _whole(node.values, "comm_dst" if sends else "comm_src")
         if other is None or not 0 <= other < self._world:
@@ -227,15 +227,15 @@ class _Reader:
         self._used_groups[WORLD] = Group(digits=((self._world, 1),))
         return CommOp(
             collective=SEND if sends else RECV,
-            dtype=dtype,
-            count=_parted(num_bytes, dtype.itemsize, where),
+            count=_parted(num_bytes, common["dtype"].itemsize, where),
             group=WORLD,
-            phase=Phase.STEP,
-            module="",
             peer=(other - self._rank) % self._world,
+            **common,
         )
 
-    def _collective(self, node: Node, where: str, dtype: DType, num_bytes: int) -> CommOp:
+    def _collective(
+        self, node: Node, where: str, num_bytes: int, common: dict[str, Any]
+    ) -> CommOp:
         number = _whole(node.values, "comm_type")
         if number not in COLLECTIVE_OF:
             raise ConfigError(f"{where}: comm_type", number, f"from 0 to {max(COLLECTIVE_OF)}")
@@ -246,13 +246,11 @@ class _Reader:
         redop = str(node.values.get("redop", RedOp.NONE))
         return CommOp(
             collective=str(kind),
-            dtype=dtype,
-            count=_parted(num_bytes, parts * dtype.itemsize, where),
+            count=_parted(num_bytes, parts * common["dtype"].itemsize, where),
             group=group,
-            phase=Phase.STEP,
-            module="",
             redop=RedOp(redop) if redop in set(RedOp) else RedOp.NONE,
             root=_whole(node.values, "root"),
+            **common,
         )
 
     def _group(self, pg_name: str, where: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from stepmark.core.collectives import Collective
 from stepmark.core.errors import ConfigError
+from stepmark.workload.formats import varint
 from stepmark.workload.formats.source_file import read_bytes
 
 VERSION = "0.0.4"
@@ -180,15 +181,12 @@ def frames(data: bytes, where: str) -> Iterator[bytes]:
     """Yield the messages of a file. Raise ConfigError where one is cut off or absurdly long."""
     at = 0
     while at < len(data):
-        begin, length, shift = at, data[at] & 127, 7
-        while data[at] > 127 and at + 1 < len(data) and shift < 35:
-            at += 1
-            length |= (data[at] & 127) << shift
-            shift += 7
-        if data[at] > 127 or length > min(len(data) - at - 1, _MAX_MESSAGE):
-            raise ConfigError(where, f"byte {begin}", "a whole Chakra message; it is cut off")
-        yield data[at + 1 : at + 1 + length]
-        at += 1 + length
+        length, begin = varint(data, at)
+        end = begin + length
+        if end > len(data) or length > _MAX_MESSAGE:
+            raise ConfigError(where, f"byte {at}", "a whole Chakra message; it is cut off")
+        yield data[begin:end]
+        at = end
 
 
 WHAT = "Chakra trace"

@@ -6,6 +6,7 @@ sliding windows, multi-token-prediction layers, quantization.
 
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -179,6 +180,17 @@ def _deepseek(raw: dict[str, object], where: str, facts: dict[str, Any]) -> Mode
     if config.moe_layer_freq != 1:
         field = f"{where}moe_layer_freq"
         raise ConfigError(field, config.moe_layer_freq, "1: MoE in every layer after the dense")
+    layers = deepseek_layers(
+        config,
+        first_dense_layers=config.first_k_dense_replace,
+        router_bias=raw["model_type"] == "deepseek_v3",
+    )
+    # The file's head_dim, where there is one, is the rope part only.
+    return ModelConfig(**facts, **_dense(config, where) | layers)
+
+
+def deepseek_layers(config: Any, **router: Any) -> dict[str, Any]:
+    """Return experts and latent attention of a config whose fields have DeepSeek's names."""
     shared = config.n_shared_experts or 0
     moe = MoeConfig(
         num_experts=config.n_routed_experts,
@@ -186,19 +198,10 @@ def _deepseek(raw: dict[str, object], where: str, facts: dict[str, Any]) -> Mode
         ffn_hidden_size=config.moe_intermediate_size,
         num_shared_experts=shared,
         shared_ffn_hidden_size=shared * config.moe_intermediate_size,
-        first_dense_layers=config.first_k_dense_replace,
-        router_bias=raw["model_type"] == "deepseek_v3",
+        **router,
     )
-    mla = MlaConfig(
-        q_lora_rank=config.q_lora_rank,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        v_head_dim=config.v_head_dim,
-    )
-    # The file's head_dim, where there is one, is the rope part only.
-    shapes = _dense(config, where) | {"head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
-    return ModelConfig(**facts, moe=moe, mla=mla, **shapes)
+    mla = MlaConfig(**{field.name: getattr(config, field.name) for field in fields(MlaConfig)})
+    return {"moe": moe, "mla": mla, "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
 
 
 def _gpt2(raw: dict[str, object], where: str, facts: dict[str, Any]) -> ModelConfig:

@@ -20,20 +20,28 @@ _MAX_BYTES = 2**30  # unpacked; 2048 micro-batches of 96 layers take 214 MB in A
 _GZIP = b"\x1f\x8b"
 
 
-def read_bytes(path: Path, what: str) -> bytes:
-    """Return the whole file, unpacked if it is gzip. Raise ConfigError naming `what`."""
+def read_head(path: Path, what: str, size: int) -> bytes:
+    """Return the first bytes, unpacked if it is gzip. Raise ConfigError naming `what`."""
     try:
         with path.open("rb") as file:
             packed = file.read(2) == _GZIP
         with gzip.open(path, "rb") if packed else path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
+            return file.read(size)
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        zlib.error,
+    ) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(what, path, f"a file that can be read ({reason})") from None
-    except ValueError:  # a NUL in the path
-        raise ConfigError(what, path, "a file that can be read") from None
-    if len(data) > _MAX_BYTES:
-        raise ConfigError(what, path, f"a file of at most {_MAX_BYTES} bytes")
+
+
+def read_bytes(path: Path, what: str, limit: int = _MAX_BYTES) -> bytes:
+    """Return the whole file, unpacked if it is gzip. Raise ConfigError naming `what`."""
+    data = read_head(path, what, limit + 1)
+    if len(data) > limit:
+        raise ConfigError(what, path, f"a file of at most {limit} bytes")
     return data
 
 
@@ -79,15 +87,7 @@ _MAX_NEIGHBOURS = 200  # unknown keys that are compared with known ones
 
 def read_json(path: Path) -> object:
     """Return a JSON file as plain dicts and lists. Raise ConfigError for any other content."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(str(path), error.strerror, "a JSON file that can be read") from None
-    except ValueError:  # a NUL in the path
-        raise ConfigError("path", path, "a JSON file that can be read") from None
-    if len(data) > _MAX_JSON_BYTES:
-        raise ConfigError(str(path), "too large", f"at most {_MAX_JSON_BYTES} bytes of JSON")
+    data = read_bytes(path, "file", _MAX_JSON_BYTES)
     try:
         return msgspec.json.decode(data)
     except RecursionError:
