@@ -401,7 +401,7 @@ def test_a_failure_is_broadcast_to_a_rank_that_is_blocked(two_ranks: Ranks) -> N
     told: list[Problem] = []
     with FailureBroadcast(two_ranks, 7, told.append) as broadcast:
         with pytest.raises(ValueError, match="odd"):
-            broadcast.announced(broken)()
+            broadcast.announcing(broken)()
         time.sleep(0.5)
     (problem,) = told
     assert (problem.rank, problem.position, problem.cause) == (0, 7, "error")
@@ -414,7 +414,7 @@ def test_a_stale_failure_triggers_nothing_later(two_ranks: Ranks) -> None:
         pytest.raises(ValueError, match="odd"),
         FailureBroadcast(two_ranks, 7, told.append) as broadcast,
     ):
-        broadcast.announced(broken)()
+        broadcast.announcing(broken)()
     with FailureBroadcast(two_ranks, 7, told.append):
         time.sleep(0.5)
     assert told == []
@@ -446,7 +446,7 @@ def test_traces_of_two_launches_have_names_of_their_own(
     alone = fakes.context().ranks
     work: Any = SimpleNamespace(untimed_cycle=lambda: None)
     names = [
-        profiling.record_profile(work, alone, case(), tmp_path, chosen=True, launch=launch)
+        profiling.record_profile(work, alone, case(), tmp_path, is_profiled=True, launch=launch)
         for launch in (1, 2, 3)
     ]
     assert len(set(names)) == 3

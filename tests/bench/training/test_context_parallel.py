@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import data, model_parallel
-from stepmark.bench.training.attention import _of_prefix, causal_attention, prefix_kernel
-from stepmark.bench.training.model_parallel import Gathered, SequenceShard
+from stepmark.bench.training.attention import _attend_prefix, causal_attention, prefix_kernel
+from stepmark.bench.training.model_parallel import GatheredAttention, SequenceShard
 
 from .context_on_ranks import CASES, ROUNDED, learned_and_sent
 from .curves import LLAMA, alone, case, learned
@@ -121,7 +121,7 @@ def test_attention_of_all_ranks_is_that_of_the_whole_sequence(
         patch.setattr(model_parallel, "_all_gather", lambda _mine, _dim, _group: sent)
         total = torch.zeros((), dtype=whole.dtype)
         for share in shares:
-            attend: Any = Gathered(None, share)  # type: ignore[arg-type]
+            attend: Any = GatheredAttention(None, share)  # type: ignore[arg-type]
             mine = attend(share.of(q, 1), share.of(k, 1), share.of(v, 1), kernel)
             torch.testing.assert_close(mine, share.of(whole, 1))
             total = total + (mine * share.of(weight, 1)).sum()
@@ -147,7 +147,7 @@ def test_the_operators_of_cuda_take_these_shapes(kernel: str) -> None:
     inputs = [x.requires_grad_() for x in (q_BTHD, kv_BSKX)]
     k_BSKD, v_BSKE = kv_BSKX[:, :24].split((64, 64), dim=-1)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BSKD, v_BSKE))
-    y_BHTE = _of_prefix(q, k, v, kernel)
+    y_BHTE = _attend_prefix(q, k, v, kernel)
     assert y_BHTE.shape == (2, heads, 8, 64)
     found = torch.autograd.grad(y_BHTE.sum(), inputs)
     assert [grad.shape for grad in found] == [x.shape for x in inputs]

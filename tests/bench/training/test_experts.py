@@ -14,7 +14,7 @@ from torch.nn import functional
 from stepmark.bench.training.layers import (
     Compute,
     Experts,
-    HeldExperts,
+    LocalExperts,
     grouped,
     looped,
     sort_by_expert,
@@ -149,11 +149,11 @@ def test_gelu_experts() -> None:
 class TwoHolders:
     """What two ranks would do, in one process: each holds half of the experts."""
 
-    def __init__(self, model: ModelConfig, whole: HeldExperts) -> None:
+    def __init__(self, model: ModelConfig, whole: LocalExperts) -> None:
         assert model.moe
         self.half = model.moe.num_experts // 2
         half = replace(model.moe, num_experts=self.half)
-        self.parts = [HeldExperts(model, half) for _ in range(2)]
+        self.parts = [LocalExperts(model, half) for _ in range(2)]
         for name, weight in whole.named_parameters():
             for part, share in zip(self.parts, weight.split(self.half), strict=True):
                 part.get_parameter(name).data.copy_(share)

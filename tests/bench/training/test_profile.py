@@ -50,19 +50,19 @@ def test_files_are_named(tmp_path: Path) -> None:
 
 
 def test_calls_are_those_of_the_steps(done: Profile) -> None:
-    calls = {one.name: one.calls for one in done.spent()}
+    calls = {one.name: one.calls for one in done.self_times()}
     assert calls["aten::addmm"] == 2
     assert calls["aten::_fused_adamw_"] == 2
     assert not any(name.startswith("ProfilerStep") for name in calls)
 
 
 def test_the_longest_come_first_and_groups_add_up(done: Profile) -> None:
-    spent = done.spent()
-    times = [one.seconds for one in spent]
+    entries = done.self_times()
+    times = [entry.seconds for entry in entries]
     assert times == sorted(times, reverse=True)
     assert min(times) >= 0
-    assert sum(one.seconds for one in groups(spent)) == pytest.approx(sum(times))
-    assert sum(one.calls for one in groups(spent)) == sum(one.calls for one in spent)
+    assert sum(group.seconds for group in groups(entries)) == pytest.approx(sum(times))
+    assert sum(group.calls for group in groups(entries)) == sum(one.calls for one in entries)
 
 
 def test_the_table(done: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_the_table(done: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (index for index, line in enumerate(lines) if not line)
     shares = [float(line.split("%")[0]) for line in lines[first + 2 : second]]
     assert sum(shares) == pytest.approx(100, abs=0.5)
-    assert len(lines[second + 2 :]) == min(25, len(done.spent()))
+    assert len(lines[second + 2 :]) == min(25, len(done.self_times()))
     assert max(map(len, lines)) < 125
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "kernels were not recorded" in done.table()
@@ -98,7 +98,7 @@ def test_kernels_hide_what_launched_them() -> None:
         event("ncclDevKernel_AllGather_RING_LL", DeviceType.CUDA, 300.0),
         event("FSDP::all_gather", DeviceType.CUDA, 300.0, note=True),
     ]
-    nccl, product = profile.spent()
+    nccl, product = profile.self_times()
     assert (nccl.name, nccl.calls) == ("ncclDevKernel_AllGather_RING_LL", 4)
     assert (product.name, product.calls) == ("nvjet_sm90_tst", 4)
     assert (nccl.seconds, product.seconds) == pytest.approx((3e-4, 1e-4))

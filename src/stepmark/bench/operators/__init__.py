@@ -1,4 +1,4 @@
-"""Every way to run every operator: family -> backend -> implementation."""
+"""All implementations of operators: family -> backend -> implementation."""
 
 from stepmark.bench.operators import attention, elementwise, matmul, recommender
 from stepmark.bench.operators.call import Impl

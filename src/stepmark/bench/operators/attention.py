@@ -1,8 +1,8 @@
-"""Attention by every kernel torch knows of, and by the flash-attn package.
+"""Attention by every kernel that torch has, and by the flash-attn package.
 
 B batch, S positions, H heads, G query heads per key head, D head width. Operands are stored
-[B, S, H, D], as the projections of a model leave them; kernels that want heads first get views.
-The backward pass is timed by itself, on a graph kept from one forward pass.
+[B, S, H, D], as a model's projections write them; kernels that want heads first get views.
+The backward pass is timed by itself, on the retained graph of one forward pass.
 """
 
 import functools
@@ -31,7 +31,7 @@ _VARLEN = "torch.nn.attention.varlen"
 
 
 def visible(op: Attention, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Which keys a query sees: positions (broadcast against each other) -> bool."""
+    """Return a mask function: positions of query and key (broadcast) -> attended or not."""
     lengths = torch.tensor(op.varlen or (op.seq_kv,), device=device)
     sequence_S = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
 
@@ -48,7 +48,7 @@ def visible(op: Attention, device: torch.device) -> Callable[[Tensor, Tensor], T
     return sees
 
 
-# Backends. Each makes a function of q, k, v in storage order that returns o in storage order.
+# Backends. Each returns a function of q, k, v in storage order that returns o in that order.
 
 
 def _sdpa(op: Attention, device: torch.device, backend: SDPBackend) -> Forward:
@@ -83,7 +83,7 @@ def _flex_attention(
 
 @functools.lru_cache(maxsize=1)
 def _block_mask(op: Attention, device: torch.device) -> Any:
-    """One for all operand sets of a case: another would make the compiler start again."""
+    """Return one mask for all operand sets of a case: another one would recompile."""
     if not op.causal and not op.varlen:
         return None
     sees = visible(op, device)
@@ -109,28 +109,27 @@ def _flex(op: Attention, device: torch.device) -> Forward:
     return forward
 
 
-def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    offsets = torch.tensor((0, *lengths), device=device).cumsum(0)
-    return offsets.to(torch.int32)
+def _offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor((0, *lengths), device=device).cumsum(0, dtype=torch.int32)
 
 
 def _packed(op: Attention, device: torch.device, kernel: Callable[..., Any]) -> Forward:
-    """A kernel of (q, k, v [T, H, D], ends of q, ends of k, longest q, longest k)."""
+    """Adapt a kernel of (q, k, v [T, H, D], offsets of q, of k, longest q, longest k)."""
     lengths_q = op.varlen or (op.seq_q,) * op.batch
     lengths_k = op.varlen or (op.seq_kv,) * op.batch
-    ends_q, ends_k = _ends(lengths_q, device), _ends(lengths_k, device)
+    offsets_q, offsets_k = _offsets(lengths_q, device), _offsets(lengths_k, device)
     longest_q, longest_k = max(lengths_q), max(lengths_k)
 
     def forward(q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q_BSHD, k_BSHD, v_BSHD))
-        o_THD: Tensor = kernel(q, k, v, ends_q, ends_k, longest_q, longest_k)
+        o_THD: Tensor = kernel(q, k, v, offsets_q, offsets_k, longest_q, longest_k)
         return o_THD.view(op.batch, op.seq_q, op.heads, op.head_dim_v)
 
     return forward
 
 
 def _window(op: Attention) -> tuple[int, int]:
-    """flash-attn's window: keys to the left and right of a query; -1 = all."""
+    """Return flash-attn's window: keys to the left and right of a query; -1 = all."""
     return (op.window - 1 if op.window else -1, 0 if op.causal else -1)
 
 
@@ -145,7 +144,7 @@ def _flash_attn(op: Attention, device: torch.device) -> Forward:
 
 
 def _varlen_options() -> frozenset[str]:
-    """Keyword arguments of torch's varlen_attn, which differ between releases."""
+    """Return keyword arguments of torch's varlen_attn, which differ between releases."""
     if importlib.util.find_spec(_VARLEN) is None:
         return frozenset()
     module = importlib.import_module(_VARLEN)
@@ -165,9 +164,6 @@ def _varlen(op: Attention, device: torch.device) -> Forward:
     return _packed(op, device, kernel)
 
 
-# What each backend cannot do, as far as it is known beforehand.
-
-
 def _unsupported(name: str, op: Attention, capabilities: Capabilities) -> str | None:
     if reason := backends.attention(name, op, capabilities):
         return reason
@@ -179,16 +175,13 @@ def _unsupported(name: str, op: Attention, capabilities: Capabilities) -> str | 
 
 
 def scores_bytes(op: Attention) -> int:
-    """Three fp32 (fp64) score matrices: torch's math path computes 16-bit types in fp32."""
+    """Return the size of three fp32 (fp64) score matrices, which torch's math path makes."""
     return 3 * max(4, op.dtype.itemsize) * op.batch * op.heads * op.seq_q * op.seq_kv
 
 
 def block_mask_bytes(op: Attention) -> int:
-    """create_block_mask goes through the whole mask."""
+    """Return the size of the whole mask, which create_block_mask makes."""
     return 4 * op.seq_q * op.seq_kv if op.causal or op.varlen else 0
-
-
-# The call.
 
 
 def make(
@@ -222,11 +215,8 @@ def make(
     return Call(run=run, verify=verify, backend_run=name)
 
 
-# The reference.
-
-
 def _summed(op: Attention, *, backward: bool) -> int:
-    """Terms behind one result. Backward adds the head widths, whose sums then cancel in ds."""
+    """Return the terms of one result; backward adds head widths, whose sums cancel in ds."""
     if not backward:
         return op.seq_kv
     return op.seq_kv * (op.heads // op.kv_heads) + 8 * (op.head_dim_qk + op.head_dim_v)
@@ -235,7 +225,7 @@ def _summed(op: Attention, *, backward: bool) -> int:
 def check(
     op: Attention, qkv: tuple[Tensor, ...], do: Tensor | None, results: tuple[Tensor, ...]
 ) -> Check:
-    """The last key head of the last sequence; everything else is finite."""
+    """Compare the last key head of the last sequence; check that all else is finite."""
     allowed = tolerance(
         op.dtype,
         length=_summed(op, backward=do is not None),
@@ -259,14 +249,14 @@ def check(
 
 
 def _last_heads(tensors: tuple[Tensor, ...], group: int) -> list[Tensor]:
-    """Of q (and o): the last `group` heads. Of k and v: the last head."""
+    """Return the last `group` heads of q (and o), and the last head of k and v."""
     return [t[:, :, -(group if i == 0 else 1) :] for i, t in enumerate(tensors)]
 
 
 def _probabilities(
     op: Attention, q_SGD: Tensor, k_SD: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """softmax(q @ k.T * scale) of some queries at a time: [G, some, S]."""
+    """Yield softmax(q @ k.T * scale) of some queries at a time: [G, some, S]."""
     sees = visible(op, q_SGD.device)
     seq_q, group, _ = q_SGD.shape
     keys = torch.arange(op.seq_kv, device=q_SGD.device)
@@ -282,7 +272,7 @@ def _probabilities(
 def reference_fwd(
     op: Attention, q_SGD: Tensor, k_S1D: Tensor, v_S1D: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """o [some, G, D] of some queries at a time."""
+    """Yield o [some, G, D] of some queries at a time."""
     for part, p_GQS in _probabilities(op, q_SGD, k_S1D[:, 0]):
         yield part, (p_GQS @ v_S1D[:, 0]).transpose(0, 1)
 
@@ -290,7 +280,7 @@ def reference_fwd(
 def reference_bwd(
     op: Attention, q_SGD: Tensor, k_S1D: Tensor, v_S1D: Tensor, do_SGD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [S, G, D], dk and dv [S, 1, D]."""
+    """Return dq [S, G, D], dk and dv [S, 1, D]."""
     k_SD, v_SD, scale = k_S1D[:, 0], v_S1D[:, 0], op.head_dim_qk**-0.5
     dq, dk, dv = torch.empty_like(q_SGD), torch.zeros_like(k_SD), torch.zeros_like(v_SD)
     for part, p_GQS in _probabilities(op, q_SGD, k_SD):

@@ -31,7 +31,7 @@ _MAX_SETS = 128
 
 @dataclass(slots=True)
 class OperatorBench(Bench):
-    """Operators on the first num_ranks of all ranks, all at once; the others wait."""
+    """Measures operators on the first num_ranks ranks at once; the others wait."""
 
     context: MeasureContext
     how: OpHow
@@ -73,7 +73,7 @@ class OperatorBench(Bench):
             return measured_by(world, self._members[case.num_ranks], by)
 
     def _free_bytes(self, case: OpCase) -> int:
-        """Free memory of a rank; on a CPU with the part of ranks that wait."""
+        """Return the free memory of a rank; on a CPU with the share of waiting ranks."""
         free = self.context.free_bytes()
         if case.device != "cpu":
             return free
@@ -126,13 +126,9 @@ def _measure(case: OpCase, impl: Impl, context: MeasureContext, effort: Effort) 
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     num_sets = _num_sets(case, impl, context)
-    sets: list[Call] = []
-
-    def allocate() -> None:
-        for _ in range(num_sets):
-            sets.append(impl.make(case.op, device))
-
-    agreed(context.ranks, allocate)
+    sets: list[Call] = agreed(
+        context.ranks, lambda: [impl.make(case.op, device) for _ in range(num_sets)]
+    )
     check: Check = agreed(context.ranks, sets[0].verify)
     timer, estimate_s = _bind(case, impl, context, [item.run for item in sets])
     sampler = Sampler(context.device_index)
@@ -167,7 +163,7 @@ def _measure(case: OpCase, impl: Impl, context: MeasureContext, effort: Effort) 
 def _bind(
     case: OpCase, impl: Impl, context: MeasureContext, calls: clocks.Calls
 ) -> tuple[clocks.Timer, float]:
-    """The timer that all ranks use, and the slowest rank's estimate of one call."""
+    """Return the timer that all ranks use, and the slowest rank's estimate of one call."""
     kind = context.ranks.device.type
     estimates = context.ranks.gather(
         agreed(context.ranks, lambda: clocks.estimate(calls, kind))
@@ -187,13 +183,13 @@ def _bind(
 
     timer = agreed(context.ranks, bind)
     if len(set(context.ranks.gather((timer.method, timer.calls_per_sample)))) > 1:
-        # Some rank could not capture its graph: then none replays one.
+        # Some rank could not capture its graph: then no rank uses graphs.
         timer = agreed(context.ranks, lambda: bind(ClockName.ROTATE))
     return timer, estimate_s
 
 
 def _num_sets(case: OpCase, impl: Impl, context: MeasureContext) -> int:
-    """Operand sets that together exceed twice the cache, as far as half the memory allows."""
+    """Return the operand sets that exceed twice the cache, within half of free memory."""
     per_set = case.op.memory_bytes
     needed = max(2, math.ceil(2 * context.cache_bytes / max(per_set, 1)) + 1)
     fitting = int(context.free_bytes() / 2 / max(per_set + impl.extra_bytes(case.op), 1))
@@ -201,7 +197,7 @@ def _num_sets(case: OpCase, impl: Impl, context: MeasureContext) -> int:
 
 
 def _soak(timer: clocks.Timer, estimate_s: float, soak_s: float) -> float:
-    """Run the case itself until its device is as warm as a long job would have it."""
+    """Run the case itself until its device is as warm as in a long job."""
     begin = time.monotonic()
     while (spent := time.monotonic() - begin) < soak_s:
         timer.sample(_batch(timer, estimate_s, min(_BATCH_S, soak_s - spent)))
@@ -209,7 +205,7 @@ def _soak(timer: clocks.Timer, estimate_s: float, soak_s: float) -> float:
 
 
 def _batch(timer: clocks.Timer, estimate_s: float, seconds: float) -> int:
-    """Samples that take about `seconds`."""
+    """Return the number of samples that take about `seconds`."""
     return max(1, min(1000, int(seconds / max(estimate_s * timer.calls_per_sample, 1e-9))))
 
 
@@ -220,7 +216,7 @@ def _collect(
     estimate_s: float,
     effort: Effort,
 ) -> list[float]:
-    """Sample in batches until rank 0, seeing all ranks' maxima, says that it is enough."""
+    """Sample in batches until rank 0 decides from all ranks' maxima that they suffice."""
     burst = case.rate is Rate.BURST
     length = _BURST_WORK_S if burst else min(_BATCH_S, effort.sample_s / 4)
     seconds: list[float] = []

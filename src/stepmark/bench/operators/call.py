@@ -1,4 +1,4 @@
-"""What an implementation of an operator provides, and random operands for it."""
+"""The interface of an operator's implementation, and random operands for it."""
 
 import itertools
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from stepmark.core.record import Check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One set of operands, allocated, and what to do with it.
+    """One set of allocated operands, and the calls on it.
 
     `run` is the timed region and nothing else: no synchronization, no allocation that the
     operator's API lets us avoid. `verify` poisons the result, runs once and compares with a
-    reference of higher precision. `backend_run` is what really ran.
+    reference of higher precision. `backend_run` names the implementation that ran.
     """
 
     run: Callable[[], object]
@@ -48,21 +48,24 @@ _seeds = itertools.count(1)
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """A generator with a seed no earlier call had: every operand set differs."""
+    """Return a generator with a seed that no earlier call had: every operand set differs."""
     return torch.Generator(device=device).manual_seed(next(_seeds))
 
 
 def normal(*shape: int, dtype: DType, device: torch.device) -> Tensor:
-    """Standard normal values. Constants would draw less power and run faster."""
+    """Return standard normal values. Constants would draw less power and run faster."""
     torch_dtype = TORCH_DTYPE[dtype]
-    drawn = torch.bfloat16 if dtype.is_fp8 else torch_dtype
-    return torch.randn(shape, dtype=drawn, device=device, generator=generator(device)).to(
-        torch_dtype
+    values = torch.randn(
+        shape,
+        dtype=torch.bfloat16 if dtype.is_fp8 else torch_dtype,
+        device=device,
+        generator=generator(device),
     )
+    return values.to(torch_dtype)
 
 
 def set_matmul_precision(dtype: DType) -> None:
-    """TF32 units for TF32, true fp32 otherwise.
+    """Use TF32 units for TF32, true fp32 otherwise.
 
     This is global state of torch, set when operands are made: cases run one at a time.
     """

@@ -44,10 +44,10 @@ _CHUNK = 2**24  # elements of fp64 reference at a time
 
 @functools.cache
 def compiled(function: Function, key: object) -> Function:
-    """torch.compile, once per key (an operator), for all its operand sets.
+    """Compile once per key (an operator), for all its operand sets.
 
-    Each key gets its own code object: torch.compile keeps few versions of one, then would
-    quietly run eagerly. Kept graphs are walked many times, so buffers are not donated.
+    Each key gets its own code object: torch.compile keeps few versions of one and then runs
+    eagerly without notice. Backward passes repeat on one graph, so buffers are not donated.
     """
     functorch_config.donated_buffer = False
     code = function.__code__.replace()
@@ -67,10 +67,10 @@ def rows_call(
     constants: tuple[Tensor, ...] = (),
     roundings: int = 4,
 ) -> Call:
-    """Time function(*rows, *shared, *constants), or its gradients on a kept graph.
+    """Time function(*rows, *shared, *constants), or its gradients on a retained graph.
 
-    Everything in `rows` has rows along dim 0 that do not see each other; gradients flow to
-    `rows` and `shared`. The reference is the same function in fp64, a slice of rows at a time.
+    Tensors in `rows` have independent rows along dim 0; gradients flow to `rows` and `shared`.
+    The reference is the same function in fp64, a slice of rows at a time.
     """
     timed = compiled(function, op) if is_compiled else function
     is_bwd = op.phase is Phase.BWD
@@ -170,7 +170,7 @@ BASE = 10_000.0
 
 
 def tables(seq: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, 1, D] in fp32, computed in fp64."""
+    """Return cos and sin [S, 1, D] in fp32, computed in fp64."""
     half = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device)
     positions = torch.arange(seq, dtype=torch.float64, device=device)
     angles_SD = torch.outer(positions, BASE ** (-half / head_dim)).repeat(1, 2)
@@ -280,7 +280,7 @@ def _check_loss(op: CrossEntropy, logits: Tensor, targets: Tensor, loss: Tensor)
 
 
 def _check_grad(op: CrossEntropy, logits: Tensor, targets: Tensor, grad: Tensor) -> Check:
-    """softmax - onehot: the entries at the targets and the many small others apart."""
+    """Check softmax - onehot: entries at the targets apart from the many small others."""
     step = max(1, _CHUNK // op.vocab)
     allowed = tolerance(op.dtype, length=op.vocab, roundings=2)
     checks = []
@@ -290,18 +290,17 @@ def _check_grad(op: CrossEntropy, logits: Tensor, targets: Tensor, grad: Tensor)
         out, at = grad[part].double(), targets[part].unsqueeze(1)
         hit = ref.gather(1, at) - LOSS_SCALE
         checks.append(compare(out.gather(1, at), hit, allowed, "fp64, all elements"))
-        rest = compare(out.scatter(1, at, 0.0), ref.scatter(1, at, 0.0), allowed, "")
-        checks.append(rest)
+        checks.append(compare(out.scatter(1, at, 0.0), ref.scatter(1, at, 0.0), allowed, ""))
     return merge([*checks, finite(grad, allowed)])
 
 
-LR = 0.1  # so large that one step shows in bf16
+LR = 0.1  # large enough for one step to change bf16 values
 BETA1, BETA2, ADAM_EPS, WEIGHT_DECAY = 0.9, 0.999, 1e-8, 0.01
 NUM_PARAMS = 4096
 
 
 def build_fused(kind: str, params: list[Tensor], device: torch.device) -> torch.optim.Optimizer:
-    """`capturable` keeps the step count on the device, for CUDA graphs."""
+    """Return a fused optimizer; `capturable` keeps its step count on the device, for graphs."""
     if kind == "sgd":
         return torch.optim.SGD(params, lr=LR, fused=True)
     family = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
@@ -317,7 +316,7 @@ def build_fused(kind: str, params: list[Tensor], device: torch.device) -> torch.
 
 
 def updated(kind: str, step: int, p: Tensor, g: Tensor, *moments: Tensor) -> list[Tensor]:
-    """The update rules as in the papers (Kingma and Ba; Loshchilov and Hutter), in fp64."""
+    """Apply the update rules of the papers (Kingma and Ba; Loshchilov and Hutter), in fp64."""
     if kind == "sgd":
         return [p - LR * g]
     m = BETA1 * moments[0] + (1 - BETA1) * g
@@ -328,7 +327,7 @@ def updated(kind: str, step: int, p: Tensor, g: Tensor, *moments: Tensor) -> lis
 
 
 def make_optimizer(op: Optimizer, device: torch.device) -> Call:
-    """One step over one flat parameter."""
+    """Return one step over one flat parameter."""
     p = normal(op.num_params, dtype=op.dtype, device=device).requires_grad_()
     p.grad = normal(op.num_params, dtype=op.dtype, device=device)
     optimizer = build_fused(op.kind, [p], device)
@@ -338,7 +337,7 @@ def make_optimizer(op: Optimizer, device: torch.device) -> Call:
         optimizer.step()
 
     def verify() -> Check:
-        """The update is in place, so the state is set anew instead of poisoned."""
+        """Check a step from new random state: the update is in place, so none is poisoned."""
         state = optimizer.state[p]
         values = [p.detach()]
         values += [state[name] for name in ("exp_avg", "exp_avg_sq") if name in state]

@@ -1,10 +1,10 @@
 """y_MN = a_MK @ b_KN by cuBLAS, hipBLASLt or oneDNN, through torch; in batches, or per expert.
 
 fp8_e5m2 stands for a gradient: A is e5m2 and B e4m3, as in a backward pass (cuBLAS has no
-product of two e5m2). Whatever the layout, fp8 operands lie as _scaled_mm wants them: A row
-major, B column major; the layout says how the bf16 sources of a timed cast lie.
+product of two e5m2). In any layout, fp8 operands are stored as _scaled_mm needs them: A row
+major, B column major; the layout is that of the bf16 sources of a timed cast.
 
-M rows, K contracted, N columns. Of experts: T tokens sorted by expert, G experts, N output and
+M rows, K contracted, N columns. For experts: T tokens sorted by expert, G experts, N output and
 K input features of the forward product; weights are [G, N, K], as a linear layer stores them.
 """
 
@@ -37,7 +37,7 @@ from stepmark.core.record import Check
 def operands(
     layout: Layout, m: int, n: int, k: int, dtype: DType, device: torch.device, *batch: int
 ) -> tuple[Tensor, Tensor]:
-    """a [*batch, m, k] and b [*batch, k, n], stored as `layout` says."""
+    """Return a [*batch, m, k] and b [*batch, k, n], stored in `layout`."""
     a_rows = layout in (Layout.NN, Layout.NT)
     b_rows = layout in (Layout.NN, Layout.TN)
     a = normal(*batch, *((m, k) if a_rows else (k, m)), dtype=dtype, device=device)
@@ -88,7 +88,7 @@ class _Cast:
         self.scale = torch.empty(shape, dtype=torch.float32, device=source_RK.device)
 
     def run(self) -> None:
-        """Scale and cast, in place of what the fp8 copy held."""
+        """Scale and cast into the fp8 copy."""
         assert self.source_RK is not None
         amax = torch.linalg.vector_norm(
             self.source_RK, torch.inf, dim=self.dim, keepdim=self.dim is not None
@@ -97,7 +97,7 @@ class _Cast:
         self.cast_RK.copy_(self.source_RK * self.scale.reciprocal())
 
     def rows_scale(self) -> Tensor:
-        """The scale as a column, fp64."""
+        """Return the scale as a column, fp64."""
         return self.scale.double().expand(self.cast_RK.shape[0], 1)
 
     def check(self) -> Check:
@@ -172,7 +172,7 @@ def _make_fp8(op: Gemm, device: torch.device) -> Call:
 GEMM = Impl(make=make_gemm, unsupported=backends.gemm)
 
 
-NUM_CHECKED = 4  # products compared; of the others only that they are finite
+NUM_CHECKED = 4  # products compared; the others are only checked to be finite
 
 
 def make_bmm(op: Bmm, device: torch.device) -> Call:
@@ -199,7 +199,7 @@ def make_bmm(op: Bmm, device: torch.device) -> Call:
 BMM = Impl(make=make_bmm, unsupported=backends.tf32)
 
 
-NUM_EXPERTS = 8  # experts compared; of the others only that they are finite
+NUM_EXPERTS = 8  # experts compared; the others are only checked to be finite
 _GROUPED_MM: Callable[..., Tensor] | None = getattr(
     functional, "grouped_mm", getattr(torch, "_grouped_mm", None)
 )
@@ -207,7 +207,7 @@ _GROUPED_MM: Callable[..., Tensor] | None = getattr(
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """The two factors of one phase, and where each expert's rows end."""
+    """The two factors of one phase, and the bounds of each expert's rows."""
 
     a: Tensor  # [T, K], [T, N] or [K, T]
     b: Tensor  # [G, K, N], [G, N, K] or [T, N]
@@ -269,8 +269,7 @@ def make_grouped(op: GroupedGemm, device: torch.device) -> Call:
     assert _GROUPED_MM is not None
     grouped_mm = _GROUPED_MM
     operands = _grouped_operands(op, device)
-    ends = [end for _, end in operands.bounds]
-    ends_G = torch.tensor(ends, dtype=torch.int32, device=device)
+    ends_G = torch.tensor([end for _, end in operands.bounds], dtype=torch.int32, device=device)
 
     def run() -> Tensor:
         return grouped_mm(operands.a, operands.b, offs=ends_G)

@@ -1,12 +1,11 @@
 """PARAM's MLP and embedding bags.
 
 The MLP is a stack of linear layers with ReLU between; no softmax and no loss. The gradient of
-its output is fixed random data whose sign changes with every step, so that weights do not run
-away over thousands of steps.
+its output is fixed random data whose sign changes with every step, so that weights stay bounded
+over thousands of steps.
 
 An embedding bag is a sum of table rows. All operand sets of a case share one table, which fills
-most of a GPU; what keeps caches cold is that every call uses other indices, from a ring drawn
-beforehand.
+most of a GPU; caches stay cold because every call uses other indices, from a ring drawn before.
 """
 
 import weakref
@@ -42,7 +41,7 @@ ADAGRAD_EPS = 1e-6  # torch's 1e-10 is zero in fp16, and the first update 0 / 0
 
 
 def stack(op: Mlp, device: torch.device) -> nn.Sequential:
-    """linear, ReLU, linear, ..., linear; PARAM's initialization, weights and biases normal."""
+    """Return linear, ReLU, linear, ..., linear with PARAM's initialization, all normal."""
     modules: list[nn.Module] = []
     for rows, columns in pairwise(op.widths):
         linear = nn.Linear(rows, columns, device="meta")
@@ -68,7 +67,7 @@ def build_optimizer(op: Mlp, params: list[nn.Parameter]) -> torch.optim.Optimize
 
 
 class _Stack:
-    """The stack with its data: what each phase runs."""
+    """The stack with its data, and the call of each phase."""
 
     def __init__(self, op: Mlp, device: torch.device) -> None:
         set_matmul_precision(op.dtype)
@@ -79,7 +78,7 @@ class _Stack:
         dy_BO = normal(op.batch, op.output, dtype=op.dtype, device=device) / op.batch**0.5
         self.dys = (dy_BO, -dy_BO) if op.phase is Phase.STEP else (dy_BO,)
         self.num_steps = 0
-        self.kept_BO = self.model(self.x_BI) if op.phase is Phase.BWD else None
+        self.output_BO = self.model(self.x_BI) if op.phase is Phase.BWD else None
         self.optimizer = build_optimizer(op, self.params)
 
     def fwd(self) -> Tensor:
@@ -88,8 +87,8 @@ class _Stack:
         return y_BO
 
     def bwd(self) -> tuple[Tensor, ...]:
-        assert self.kept_BO is not None
-        return torch.autograd.grad(self.kept_BO, self.params, self.dys[0], retain_graph=True)
+        assert self.output_BO is not None
+        return torch.autograd.grad(self.output_BO, self.params, self.dys[0], retain_graph=True)
 
     def step(self) -> None:
         for param in self.params:
@@ -102,10 +101,10 @@ class _Stack:
 
 
 def reference_grads(model: nn.Sequential, x_BI: Tensor, dy_BO: Tensor) -> list[Tensor]:
-    """fp64 gradients of up to 64 rows of each weight, and of each bias.
+    """Return fp64 gradients of up to 64 rows of each weight, and of each bias.
 
     ReLU's mask and the inputs of each layer are those of the run in its own precision: a value
-    near zero that rounds to the other side changes the gradient by a step, which is no error.
+    near zero that is rounded across it changes the gradient by a step, which is no error.
     """
     inputs = [x_BI]
     with torch.no_grad():
@@ -152,7 +151,7 @@ def _check_outputs(state: _Stack, y_BO: Tensor) -> Check:
 
 
 def _check_step(state: _Stack) -> Check:
-    """The gradients a step leaves, and for SGD the weights it makes of them."""
+    """Check the gradients of a step, and for SGD the updated weights."""
     before = [param.detach().clone() for param in state.params]
     refs = reference_grads(state.model, state.x_BI, state.dys[state.num_steps % 2])
     for param in state.params:
@@ -193,7 +192,7 @@ RING = 16
 
 
 class _Table:
-    """Weights [rows, dim], and the law of the indices: which rows are popular."""
+    """Weights [rows, dim], and the distribution of the indices."""
 
     def __init__(self, op: EmbeddingBag, device: torch.device) -> None:
         self.weight_RD = normal(op.rows, op.dim, dtype=op.dtype, device=device)
@@ -209,7 +208,7 @@ class _Table:
             )
 
     def draw(self, count: int) -> Tensor:
-        """Row numbers: uniform, or Zipf by its inverse CDF with popular rows anywhere."""
+        """Return row numbers: uniform, or by Zipf's inverse CDF with popular rows anywhere."""
         source = generator(self.device)
         if self.cdf_R is None:
             return torch.randint(self.num_rows, (count,), device=self.device, generator=source)
@@ -224,7 +223,7 @@ _tables: weakref.WeakValueDictionary[tuple[EmbeddingBag, str], _Table] = (
 
 
 def _table(op: EmbeddingBag, device: torch.device) -> _Table:
-    """The table of a case: kept as long as one of its operand sets lives."""
+    """Return the table of a case, which is shared by its operand sets."""
     key = (op, str(device))
     table = _tables.get(key)
     if table is None:
@@ -234,7 +233,7 @@ def _table(op: EmbeddingBag, device: torch.device) -> _Table:
 
 
 def extra_bytes(op: EmbeddingBag) -> int:
-    """The ring of indices (and, for bwd, of kept graphs) and the Zipf law's two vectors."""
+    """Return the size of the rings of indices and (bwd) graphs, and of Zipf's two vectors."""
     indices = op.batch * op.pooling * 8
     law = 2 * 8 * op.rows if op.alpha else 0
     graph = indices + op.batch * (16 + op.dim * op.dtype.itemsize)
@@ -242,17 +241,16 @@ def extra_bytes(op: EmbeddingBag) -> int:
 
 
 class _Bags:
-    """Table, offsets, the ring, and whose turn it is."""
+    """Table, offsets, the ring of indices, and the position in it."""
 
     def __init__(self, op: EmbeddingBag, device: torch.device) -> None:
         self.op, self.turn = op, 0
         self.table = _table(op, device)
         self.ring = [self.table.draw(op.batch * op.pooling) for _ in range(RING)]
-        count = op.batch * op.pooling
-        self.offsets_B = torch.arange(0, count, op.pooling, device=device)
+        self.offsets_B = torch.arange(op.batch, device=device) * op.pooling
         self.dy_BD = normal(op.batch, op.dim, dtype=op.dtype, device=device)
         is_bwd = op.phase is Phase.BWD
-        self.kept = [self._bag(indices) for indices in self.ring] if is_bwd else []
+        self.outputs = [self._bag(indices) for indices in self.ring] if is_bwd else []
 
     def _bag(self, indices: Tensor) -> Tensor:
         weight = self.table.weight_RD
@@ -268,7 +266,7 @@ class _Bags:
         return self._bag(self.ring[self._next()])
 
     def bwd(self) -> Tensor:
-        output, weight = self.kept[self._next()], self.table.weight_RD
+        output, weight = self.outputs[self._next()], self.table.weight_RD
         return torch.autograd.grad(output, weight, self.dy_BD, retain_graph=True)[0]
 
 
@@ -285,7 +283,7 @@ def _check_sums(bags: _Bags) -> Check:
 
 
 def _check_rows(bags: _Bags) -> Check:
-    """A sparse gradient lists rows with values; a row may be listed more than once."""
+    """Check a sparse gradient, which lists rows with values, a row perhaps more than once."""
     op = bags.op
     grad = bags.bwd()
     grad_rows, values = grad._indices()[0], grad._values()

@@ -1,7 +1,7 @@
-"""Causal self-attention with grouped heads, rotary positions and a choice of kernel.
+"""Causal self-attention with grouped heads, rotary positions and a choice of kernels.
 
-B batch, T tokens, S tokens that keys are of, C hidden width, H query heads, K key and value
-heads, G = H / K, D head width, E head width of values.
+B batch, T tokens, S tokens of keys, C hidden width, H query heads, K key and value heads,
+G = H / K, D head width, E head width of values.
 """
 
 from collections import OrderedDict
@@ -35,7 +35,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 
 
 def rope_tables(num_positions: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos_TD and sin_TD in fp32, both halves alike, as Hugging Face orders them."""
+    """Return cos_TD and sin_TD in fp32 with two equal halves, in Hugging Face's order."""
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
     positions_T = torch.arange(num_positions, dtype=torch.float64, device=device)
     half = torch.outer(positions_T, ROPE_BASE**-exponents)
@@ -44,7 +44,7 @@ def rope_tables(num_positions: int, width: int, device: torch.device) -> tuple[T
 
 
 def rotate(x_BTxD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """x turned by its position in dimension 1, in fp32; any dimensions between T and D."""
+    """Rotate x by its position in dimension 1, in fp32; any dimensions between T and D."""
     num_tokens, width = x_BTxD.shape[1], x_BTxD.shape[-1]
     shape = (num_tokens, *(1,) * (x_BTxD.dim() - 3), width)
     cos, sin = cos_TD[:num_tokens].view(shape), sin_TD[:num_tokens].view(shape)
@@ -54,21 +54,21 @@ def rotate(x_BTxD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def causal_attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, kernel: str) -> Tensor:
-    """softmax(q @ k.T / sqrt(D), causal) @ v as y_BTHE, by the kernel of that name.
+    """Return softmax(q @ k.T / sqrt(D), causal) @ v as y_BTHE, by the kernel of that name.
 
-    The last query stands at the last key: fewer queries than keys are the last ones.
+    The last query is aligned with the last key: fewer queries than keys are the last ones.
     """
     q, k, v = q_BTHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKE.transpose(1, 2)
     width = v.shape[-1]
     prefix = prefix_kernel(q, v, kernel) if q.shape[2] < k.shape[2] else ""
     is_grouped = q.shape[1] != k.shape[1]
-    if is_grouped and kernel == "efficient":  # it knows no grouped heads
+    if is_grouped and kernel == "efficient":  # it does not support grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         is_grouped = False
-    if "flash" in (kernel, prefix) and width < q.shape[-1]:  # it knows one width only
+    if "flash" in (kernel, prefix) and width < q.shape[-1]:  # it supports one width only
         v = functional.pad(v, (0, q.shape[-1] - width))
     if prefix:
-        return _of_prefix(q, k, v, prefix)[..., :width].transpose(1, 2)
+        return _attend_prefix(q, k, v, prefix)[..., :width].transpose(1, 2)
     is_square = q.shape[2] == k.shape[2]
     backend = KERNELS[kernel]
     with nullcontext() if backend is None else sdpa_kernel(backend):
@@ -82,11 +82,11 @@ def causal_attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, kernel: str
 
 
 def prefix_kernel(q: Tensor, v: Tensor, kernel: str) -> str:
-    """Which kernel attends from the last queries to all keys: "flash", "efficient", or "".
+    """Return the kernel for the last queries and all keys: "flash", "efficient", or "".
 
-    "" is whichever takes a mask: its booleans are read, and products that they hide are
-    computed all the same. The two others skip these. Only their own operators align the
-    last query with the last key; is_causal of scaled_dot_product_attention aligns the first.
+    "" is any kernel with a mask: it reads the mask and computes masked products nevertheless.
+    The two others skip these. Only their own operators align the last query with the last key;
+    is_causal of scaled_dot_product_attention aligns the first.
     """
     if not q.is_cuda or torch.version.hip or q.shape[-1] % 8 or v.shape[-1] % 8:
         return ""
@@ -96,7 +96,7 @@ def prefix_kernel(q: Tensor, v: Tensor, kernel: str) -> str:
     return "flash" if takes and kernel in ("auto", "flash") else ""
 
 
-def _of_prefix(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, kernel: str) -> Tensor:
+def _attend_prefix(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, kernel: str) -> Tensor:
     if kernel == "flash":
         y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
             q_BHTD, k_BKSD, v_BKSE, is_causal=True
@@ -118,7 +118,7 @@ def _of_prefix(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, kernel: str) -> T
 
 
 def _aligned_last(q_BHTD: Tensor, k_BKSD: Tensor) -> Tensor:
-    """mask_TS: what each of the last queries may see."""
+    """Return mask_TS, in which the last query is aligned with the last key."""
     num_queries, num_keys = q_BHTD.shape[2], k_BKSD.shape[2]
     mask_TS = torch.ones((num_queries, num_keys), dtype=torch.bool, device=q_BHTD.device)
     return mask_TS.tril(num_keys - num_queries)
@@ -126,8 +126,8 @@ def _aligned_last(q_BHTD: Tensor, k_BKSD: Tensor) -> Tensor:
 
 @torch.library.custom_op("stepmark::join", mutates_args=())
 def join(parts: list[Tensor], dim: int) -> Tensor:
-    """torch.cat along a negative dim from -3 on, but never fused with what reads its result."""
-    # Of more than four dimensions CUDA copies the parts one by one, at half the rate.
+    """Return torch.cat along a negative dim from -3 on, never fused with its consumers."""
+    # Above four dimensions CUDA copies the parts one by one, at half the rate.
     rows = torch.cat([part.flatten(0, -4) for part in parts], dim).contiguous()
     joined: Tensor = rows.unflatten(0, parts[0].shape[:-3])
     return joined
@@ -153,10 +153,10 @@ class _Split(Function):
 
 
 def split_joined(x: Tensor, sizes: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:
-    """torch.split whose gradient is laid out in memory before anything is made of it.
+    """Return torch.split with a gradient that is written to memory before it is used.
 
-    Inductor would build it anew inside each kernel that reads it: the search for its largest
-    value then took 8 times as long as reading memory does (H200, GPT-2 1.5B in FP8).
+    Inductor would recompute it in each kernel that reads it: the search for its largest value
+    then took 8 times as long as reading memory does (H200, GPT-2 1.5B in FP8).
     """
     return _split(x, sizes, dim)
 
@@ -170,8 +170,8 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig, kernel: str) -> None:
         super().__init__()
         self.kernel = kernel
-        self.attend: Attend = causal_attention  # of context parallelism another one
-        self.joins_gradients = False  # True: worth it where qkv's gradient is cast to FP8
+        self.attend: Attend = causal_attention  # replaced under context parallelism
+        self.joins_gradients = False  # True pays off where qkv's gradient is cast to FP8
         self.head_dim = model.head_dim
         self.group_size = model.num_heads // model.num_kv_heads
         width = model.num_heads * model.head_dim
@@ -209,7 +209,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.mla = mla
         self.kernel = kernel
-        self.attend: Attend = causal_attention  # of context parallelism another one
+        self.attend: Attend = causal_attention  # replaced under context parallelism
         hidden, heads = model.hidden_size, model.num_heads
         q_width = heads * model.d_qk
         self.q: nn.Module = (
@@ -243,7 +243,7 @@ class LatentAttention(nn.Module):
 
 
 def _compressed_query(hidden_size: int, rank: int, width: int) -> nn.Sequential:
-    """Queries through a latent vector of their own."""
+    """Return a projection of queries through a latent vector of their own."""
     return nn.Sequential(
         OrderedDict(
             down=nn.Linear(hidden_size, rank, bias=False),

@@ -1,4 +1,4 @@
-"""Measure one training step: refuse, build, compile, sample, check the losses."""
+"""Measure one training step: check support, build, compile, sample, check the losses."""
 
 import importlib.util
 import itertools
@@ -11,6 +11,7 @@ from typing import Any, Self, cast
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from stepmark.bench.context import MeasureContext, release
 from stepmark.bench.environment import HAS_TRITON
@@ -18,7 +19,7 @@ from stepmark.bench.ranks import CaseFailedError, Ranks, agreed, cause_of
 from stepmark.bench.run_cases import Bench
 from stepmark.bench.telemetry import Sampler
 from stepmark.bench.training import data, loop, profiling, trainer
-from stepmark.bench.training.loop import Counter, check_losses, forget_counts, steady_results
+from stepmark.bench.training.loop import Counter, check_losses, steady_results
 from stepmark.bench.training.model_parallel import (
     RankCoordinates,
     SequenceShard,
@@ -31,12 +32,12 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Fp8, Precision, Schedule
 
 _STEPS, _CYCLES = 30, 10
-# Of a device's memory: the rest is the context, NCCL's buffers and what lies between tensors.
+# Share of a device's memory; the rest is the context, NCCL's buffers and fragmentation.
 _USABLE = 0.93
 
 
 _POLL_S = 0.25
-# A rank that does not hang learns of the failure by itself within this: ranks meet in `agreed`.
+# A rank that is not blocked learns of the failure in `agreed` within this time.
 _GRACE_S = 3.0
 # Numbered identically on every rank, so a stale failure cannot trigger a later one.
 _numbers = itertools.count()
@@ -48,7 +49,7 @@ class Problem:
 
     rank: int
     position: int
-    cause: str  # as Failed has it
+    cause: str  # one of Failed's
     message: str
     trace: str
 
@@ -84,10 +85,10 @@ class FailureBroadcast:
         if self._thread is not None:
             self._thread.join(_GRACE_S)
 
-    def announced(self, step: Callable[[], Any]) -> Callable[[], Any]:
+    def announcing(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """Wrap the step so that its failure is announced before this rank waits for others."""
 
-        def watched() -> Any:
+        def call() -> Any:
             try:
                 return step()
             except Exception as error:
@@ -103,7 +104,7 @@ class FailureBroadcast:
                     self._store.set(self._key, msgspec.json.encode(problem))
                 raise
 
-        return watched
+        return call
 
     def _watch(self) -> None:
         while not self._left.wait(_POLL_S):
@@ -117,9 +118,9 @@ class FailureBroadcast:
 
 @dataclass(slots=True)
 class TrainingBench(Bench):
-    """Training steps, on all ranks.
+    """Measures training steps, on all ranks.
 
-    After a failure devices and communicators are in no known state, so new processes go on;
+    After a failure devices and communicators are in no known state, so new processes continue;
     but a search for the largest micro-batch ends with the first that runs out of memory.
     Process groups of a mesh cannot be aborted from outside: the parent kills hanging ranks.
     """
@@ -151,21 +152,16 @@ class TrainingBench(Bench):
         try:
             return self._with_broadcast(case, entry, end_s)
         except CaseFailedError as error:
-            may = self.how.compile_fallback and case.compile is not CompileScope.NONE
-            if not may or error.cause != "error":
+            has_fallback = self.how.compile_fallback and case.compile is not CompileScope.NONE
+            if not has_fallback or error.cause != "error":
                 raise
-            why = error.message
-        finally:
-            _forget()
+            reason = error.message
         # Not in the handler: the error holds the model that failed.
         release(self.context)
         eager = replace(case, compile=CompileScope.NONE, compile_mode="default")
-        try:
-            record = self._with_broadcast(eager, entry, end_s)
-        finally:
-            _forget()
+        record = self._with_broadcast(eager, entry, end_s)
         assert record.training is not None
-        training = replace(record.training, compile_failed=why)
+        training = replace(record.training, compile_failed=reason)
         return replace(record, case=case, training=training)
 
     def failed(self, entry: Entry, record: Failed) -> Failed:
@@ -181,42 +177,28 @@ class TrainingBench(Bench):
         return self.how.timeout_s + (share_s or 0.0)
 
     def _with_broadcast(self, case: TrainCase, entry: Entry, end_s: float | None) -> Measured:
-        broadcast = FailureBroadcast(
-            self.context.ranks,
-            entry.position,
-            lambda problem: self._blocked(problem, entry),
-        )
-        with broadcast:
-            return _measure(case, self.context, self.how, end_s, broadcast, launch=entry.launch)
+        context, how = self.context, self.how
+        try:
+            with FailureBroadcast(
+                context.ranks, entry.position, lambda problem: self._blocked(problem, entry)
+            ) as broadcast:
+                return _measure(case, context, how, end_s, broadcast, launch=entry.launch)
+        finally:
+            # The next case must not run out of variants: torch compiles eight of a function.
+            torch.compiler.reset()
+            counters.clear()
 
     def _blocked(self, problem: Problem, entry: Entry) -> None:
         """Record the failure when rank 0 is blocked in a collective that a failed rank
         abandoned."""
         case = cast("TrainCase", entry.case)
-        record = Failed(
-            run_id=self.context.run_id,
-            case=case,
-            cause=problem.cause,
-            message=problem.message,
-            ranks=(problem.rank,),
-            traceback=problem.trace,
-            launch=entry.launch,
-        )
-        record = _with_estimate(record, case, self.context)
-        self.context.on_blocked(record, problem.position)
-
-
-def _forget() -> None:
-    """Leave no compiled code of a case to the next, and nothing that was counted.
-
-    Of one function torch compiles eight variants at most, then runs it as it is.
-    """
-    torch.compiler.reset()
-    forget_counts()
+        error = CaseFailedError(problem.cause, problem.message, (problem.rank,), problem.trace)
+        record = error.record(self.context.run_id, case, entry.launch)
+        self.context.on_blocked(_with_estimate(record, case, self.context), problem.position)
 
 
 def _with_estimate(record: Failed, case: TrainCase, context: MeasureContext) -> Failed:
-    """What ran out of memory says what would about fit."""
+    """Add to an out-of-memory failure the estimate of a micro-batch that fits."""
     largest_mbs = context.largest_mbs
     if record.cause != "oom" or context.ranks.device.type != "cuda" or largest_mbs is None:
         return record
@@ -242,7 +224,7 @@ def _measure(
     ranks, started_at, begin = context.ranks, time.time(), time.monotonic()
 
     def all_ranks(step: Callable[[], Any]) -> Any:
-        return agreed(ranks, broadcast.announced(step))
+        return agreed(ranks, broadcast.announcing(step))
 
     rank_trainer: trainer.Trainer = all_ranks(lambda: trainer.make(case, ranks.device))
     place = coordinates_of(ranks.rank, case.parallel)
@@ -256,7 +238,7 @@ def _measure(
 
     def steady() -> None:
         with sampler:
-            work.run(_wanted(case, how), end_s)
+            work.run(_num_steady(case, how), end_s)
 
     all_ranks(steady)
     counts = counter.since(build_s, work.samples.first_s)
@@ -288,7 +270,7 @@ def _measure(
 def _untimed(
     work: loop.Loop, context: MeasureContext, case: TrainCase, how: TrainHow, launch: int
 ) -> tuple[tuple[tuple[MessageKind, Tally], ...], tuple[str, ...]]:
-    """Messages and files of traces, where they were asked for and nobody wants to stop."""
+    """Return messages and files of traces, where requested and not interrupted."""
     messages: tuple[tuple[MessageKind, Tally], ...] = ()
     traces: tuple[str, ...] = ()
     ranks, folder = context.ranks, context.folder
@@ -296,9 +278,9 @@ def _untimed(
         messages = profiling.record_messages(work, ranks, case)
     if how.profile and folder and not work.samples.interrupted:
         folder.mkdir(parents=True, exist_ok=True)
-        is_chosen = ranks.rank in how.profile_ranks
+        is_profiled = ranks.rank in how.profile_ranks
         traces = profiling.record_profile(
-            work, ranks, case, folder, chosen=is_chosen, launch=launch
+            work, ranks, case, folder, is_profiled=is_profiled, launch=launch
         )
     return messages, traces
 
@@ -306,14 +288,14 @@ def _untimed(
 def _mean_losses(
     samples: loop.StepSamples, ranks: Ranks, place: RankCoordinates
 ) -> tuple[float, ...]:
-    """By sample, over data ranks and parts of a sequence; tp ranks have the same one."""
+    """Return mean losses by sample, over data ranks and parts of a sequence."""
     everyone = ranks.gather([float(loss) for loss in samples.losses] if place.tp == 0 else [])
     columns = zip(*filter(None, everyone), strict=False)
     return tuple(sum(column) / len(column) for column in columns)
 
 
-def _wanted(case: TrainCase, how: TrainHow) -> int:
-    """Steady samples, in whole cycles."""
+def _num_steady(case: TrainCase, how: TrainHow) -> int:
+    """Return the number of steady samples, in whole cycles."""
     usual = _STEPS if case.schedule is Schedule.STEP else _CYCLES * case.cycle
     num_steps = how.steps or usual
     return -(-num_steps // case.cycle) * case.cycle
@@ -341,7 +323,7 @@ def _format_refusal(case: TrainCase, context: MeasureContext) -> str | None:
         return "torchao is not installed: pip install torchao (extra fp8)"
     is_compiled = case.compile is not CompileScope.NONE
     if on_gpu and case.fp8 is Fp8.ROWWISE and case.parallel.cp > 1 and is_compiled:
-        # torch 2.11 on H200, recipes/technique_table.py; why is not known, perhaps a race.
+        # torch 2.11 on H200, recipes/technique_table.py; the cause is unknown, perhaps a race.
         return (
             "wrong gradients with cp, --fp8-recipe rowwise and --compile: without one of them"
         )

@@ -1,13 +1,13 @@
-"""Batches of tokens through a DataLoader, as a training job gets them.
+"""Batches of tokens through a DataLoader, as in a training job.
 
 Sequence number s of a seed is always the same. Micro-step i of n data ranks has the sequences
-from i * n * mbs on, each rank mbs of them: neither the number of workers nor how many data
-ranks share a batch changes what is learned from.
+from i * n * mbs on, each rank mbs of them: neither the number of workers nor that of data ranks
+changes the training data.
 
 A text is generated, the same bytes everywhere, or read from a file. Generated, it is in the
-public domain and nothing has to be downloaded: sentences of a small grammar with words drawn
-as in natural language, the k-th of a list with a probability of about 1/k (Zipf's law). A model
-that learns nothing but letters, or words, or the grammar lowers its loss by each.
+public domain and needs no download: sentences of a small grammar with words drawn as in natural
+language, the k-th of a list with a probability of about 1/k (Zipf's law). A model that learns
+only letters, or words, or the grammar lowers its loss by each.
 """
 
 import hashlib
@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -35,7 +34,7 @@ _WHOLE = SequenceShard(rank=0, num_ranks=1)
 
 
 class Sequences(IterableDataset[Batch]):
-    """Whole micro-batches (tokens_BT, labels_BT) without end; labels are one token ahead."""
+    """Endless micro-batches (tokens_BT, labels_BT); labels are one token ahead."""
 
     def __init__(
         self, case: TrainCase, data_rank: int, num_data_ranks: int, share: SequenceShard
@@ -63,13 +62,13 @@ class Sequences(IterableDataset[Batch]):
             micro_step += stride
 
     def batch(self, micro_step: int, generator: torch.Generator) -> Batch:
-        """This data rank's part of a micro-step."""
+        """Return this data rank's part of a micro-step."""
         number = (micro_step * self._num_data_ranks + self._data_rank) * self._case.mbs
-        drawn_BT = torch.empty((self._case.mbs, self._length), dtype=torch.int64)
-        for row, drawn_T in enumerate(drawn_BT):
+        sequences_BT = torch.empty((self._case.mbs, self._length), dtype=torch.int64)
+        for row, sequence_T in enumerate(sequences_BT):
             generator.manual_seed(_seed_of(self._case.seed, number + row))
-            self._draw(drawn_T, generator)
-        tokens_BT, labels_BT = drawn_BT[:, :-1], drawn_BT[:, 1:]
+            self._draw(sequence_T, generator)
+        tokens_BT, labels_BT = sequences_BT[:, :-1], sequences_BT[:, 1:]
         return (
             self._share.of(tokens_BT, dim=1).contiguous(),
             self._share.of(labels_BT, dim=1).contiguous(),
@@ -85,13 +84,9 @@ class Sequences(IterableDataset[Batch]):
 
 
 def _seed_of(seed: int, number: int) -> int:
-    """Seeds near one another would be as good; a hash keeps (0, 1) and (1, 0) apart."""
+    """Return the seed of a sequence. A hash separates (0, 1) from (1, 0)."""
     digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
     return int.from_bytes(digest[:8], "big")
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
 
 
 def loader(
@@ -101,16 +96,15 @@ def loader(
     device: torch.device,
     share: SequenceShard = _WHOLE,
 ) -> Iterator[Batch]:
-    """Endless (tokens_BT, labels_BT), int64 on the CPU, pinned where the device is CUDA.
+    """Yield (tokens_BT, labels_BT) without end, int64 on the CPU, pinned for a CUDA device.
 
-    share: which tokens of each sequence a rank has, under context parallelism.
-    Through a DataLoader with case.workers processes, which start here and end when the
-    iterator is dropped. Raises ConfigError for a text that is not to be had.
+    share: the tokens of each sequence that a rank has under context parallelism. The
+    DataLoader's case.workers processes start here and end when the iterator is dropped. Raises
+    ConfigError for a text that cannot be read.
     """
     batches = DataLoader(
         Sequences(case, data_rank, num_data_ranks, share),
         batch_size=None,
-        collate_fn=_as_is,
         num_workers=case.workers,
         prefetch_factor=_PREFETCH if case.workers else None,
         pin_memory=device.type == "cuda",
@@ -119,7 +113,7 @@ def loader(
 
 
 def describe(case: TrainCase) -> str:
-    """What is trained on, e.g. "random tokens, shifted labels". Raises ConfigError."""
+    """Return the training data, e.g. "random tokens, shifted labels". Raises ConfigError."""
     return "random tokens, shifted labels" if case.data == RANDOM else describe_text(case.data)
 
 
@@ -132,7 +126,7 @@ _PARAGRAPH = 7  # sentences, about
 
 
 class _Draws:
-    """A linear congruential generator: Knuth's MMIX constants, of which the high bits count.
+    """A linear congruential generator with Knuth's MMIX constants, which uses the high bits.
 
     Not the random module, whose sequences may change between Python versions.
     """
@@ -150,7 +144,7 @@ class _Zipf:
 
     def __init__(self, items: Sequence[str]) -> None:
         self._items = items
-        # Whole numbers: floats could round differently elsewhere.
+        # Integers: floats could round differently on other machines.
         self._ends = list(accumulate(2**20 // place for place in range(1, len(items) + 1)))
 
     def draw(self, draws: _Draws) -> str:
@@ -159,7 +153,7 @@ class _Zipf:
 
 @cache
 def generated() -> bytes:
-    """NUM_BYTES of ASCII text. Raises RuntimeError where they are not those of SHA256."""
+    """Return NUM_BYTES of ASCII text. Raises RuntimeError where its SHA256 is another one."""
     tables = tomllib.loads(_TABLES.read_text(encoding="utf-8"))
     lists = {
         kind: _Zipf([word.replace("_", " ") for word in words.split()])
@@ -191,7 +185,7 @@ def _sentence(template: str, lists: dict[str, _Zipf], draws: _Draws) -> str:
 
 
 def read(data: str, *, at_least: int = 2) -> bytes:
-    """The generated text for "text", else a file's bytes.
+    """Return the generated text for "text", else a file's bytes.
 
     Raises ConfigError for a file that cannot be read or has fewer bytes than at_least: a
     sequence needs one more than its length.
@@ -202,8 +196,9 @@ def read(data: str, *, at_least: int = 2) -> bytes:
         try:
             text = Path(data).expanduser().read_bytes()
         except OSError as error:
-            why = error.strerror or type(error).__name__
-            raise ConfigError("text-file", data, f"a file that can be read ({why})") from error
+            reason = error.strerror or type(error).__name__
+            allowed = f"a file that can be read ({reason})"
+            raise ConfigError("text-file", data, allowed) from error
     if len(text) < at_least:
         allowed = f"a text of at least {at_least} bytes, one sequence; it has {len(text)}"
         raise ConfigError("text-file", data, allowed)
@@ -211,7 +206,7 @@ def read(data: str, *, at_least: int = 2) -> bytes:
 
 
 def describe_text(data: str) -> str:
-    """E.g. "generated text, 300 kB, sha256 01234..., byte tokenizer". Raises ConfigError."""
+    """Return e.g. "generated text, 300 kB, sha256 01234..., byte tokenizer"."""
     text = read(data)
     digest = f"sha256 {hashlib.sha256(text).hexdigest()[:12]}, byte tokenizer"
     if data == GENERATED:

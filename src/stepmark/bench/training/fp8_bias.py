@@ -1,6 +1,6 @@
-"""torchao's FP8 layer with its bias added by the product itself.
+"""torchao's FP8 layer with its bias fused into the product.
 
-torchao adds a bias afterwards. Where no kernel of Inductor's follows, as before attention, that
+torchao adds a bias afterwards. Where no kernel of Inductor follows, as before attention, that
 reads and writes the whole output once more.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import Function
 from torchao.float8 import float8_linear
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
@@ -51,12 +51,11 @@ class _BiasedProduct(Function):
 _product: Callable[[Tensor, Tensor, Tensor, Any, Any], Tensor] = _BiasedProduct.apply
 
 
-def multiply(layer: nn.Linear, x: Tensor) -> Tensor:
-    """layer(x) for a Float8Linear with a bias; x is a matrix."""
+def multiply(layer: Any, x: Tensor) -> Tensor:
+    """Return layer(x) of a Float8Linear with a bias; x is a matrix."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    layer_of: Any = layer
     return _product(
-        x, layer.weight.t(), layer.bias.to(x.dtype), layer_of.linear_mm_config, layer_of.config
+        x, layer.weight.t(), layer.bias.to(x.dtype), layer.linear_mm_config, layer.config
     )

@@ -1,9 +1,9 @@
 """Norms, activations, the dense MLP of a block, and a mixture of experts.
 
 Before an FP8 product every number is read several times: for the scale, for the cast, for the
-gradient of a bias. Inductor computes what it can anew for each of them, and three times an
-activation's gradient is more arithmetic than an H200 does in the time it reads its inputs.
-`settled` gradients are written once, by an operator that Inductor does not look into.
+gradient of a bias. Inductor recomputes it for each of them, and three times an activation's
+gradient takes an H200 longer than to read its inputs. `settled` gradients are written once, by
+an operator that Inductor cannot fuse.
 
 B batch, T tokens, N = B * T, C hidden width, E experts, K experts per token, M = N * K rows,
 F width of an expert.
@@ -27,7 +27,7 @@ EPS = 1e-5
 
 
 class Norm(nn.Module):
-    """Over the last dimension, in fp32 inside the kernel, out in the input's dtype.
+    """Norm of the last dimension, in fp32 inside the kernel, with the input's dtype as output.
 
     Autocast alone would return fp32 and double what the next layer reads.
     """
@@ -55,7 +55,7 @@ class FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         is_gated = activation == "swiglu"
-        self.settles_gradients = False  # True: worth it where they are cast to FP8
+        self.settles_gradients = False  # True pays off where they are cast to FP8
         self.gate = nn.Linear(hidden_size, width, bias=bias) if is_gated else None
         self.up = nn.Linear(hidden_size, width, bias=bias)
         self.down = nn.Linear(width, hidden_size, bias=bias)
@@ -73,7 +73,7 @@ CUBIC = 0.044715 * LINEAR
 
 
 def activate(gate: Tensor | None, up: Tensor, *, settled: bool = False) -> Tensor:
-    """silu(gate) * up, or where gate is None gelu(up)."""
+    """Return silu(gate) * up, or where gate is None gelu(up)."""
     if gate is None:
         return _settled_gelu(up) if settled else gelu(up)
     return _settled_swiglu(gate, up) if settled else functional.silu(gate) * up
@@ -82,21 +82,27 @@ def activate(gate: Tensor | None, up: Tensor, *, settled: bool = False) -> Tenso
 def gelu(x: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         return functional.gelu(x, approximate="tanh")
-    # One exponential. Inductor's tanh is the device library's, with so many instructions that
-    # kernels wait for it instead of memory.
+    # One exponential. Inductor's tanh is the device library's, whose instructions take longer
+    # than the kernel's memory traffic.
     x_fp32 = x.float()
     twice_u = x_fp32 * (LINEAR + CUBIC * x_fp32 * x_fp32)
     return (x_fp32 * torch.sigmoid(twice_u)).to(x.dtype)
 
 
+def triton_kernels() -> Any:
+    """Return the module, which is imported late: triton is slow, and fails without a driver."""
+    from stepmark.bench.training import triton_kernels  # noqa: PLC0415
+
+    return triton_kernels
+
+
 @torch.library.custom_op("stepmark::gelu_backward", mutates_args=())
 def gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of gelu's input."""
+    """Return the gradient of gelu's input."""
     if x.is_cuda and HAS_TRITON:
-        from stepmark.bench.training import triton_kernels  # noqa: PLC0415
-
-        return triton_kernels.gelu_backward(grad.contiguous(), x.contiguous())
-    dx: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+        dx: Tensor = triton_kernels().gelu_backward(grad.contiguous(), x.contiguous())
+        return dx
+    dx = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
     return dx.contiguous()
 
 
@@ -107,13 +113,12 @@ def _(grad: Tensor, x: Tensor) -> Tensor:
 
 @torch.library.custom_op("stepmark::swiglu_backward", mutates_args=())
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of silu(gate) * up."""
+    """Return the gradients of silu(gate) * up."""
     if gate.is_cuda and HAS_TRITON:
-        from stepmark.bench.training import triton_kernels  # noqa: PLC0415
-
-        return triton_kernels.swiglu_backward(
+        grads: tuple[Tensor, Tensor] = triton_kernels().swiglu_backward(
             grad.contiguous(), gate.contiguous(), up.contiguous()
         )
+        return grads
     gate_grad: Tensor = torch.ops.aten.silu_backward(grad * up, gate)
     return gate_grad.contiguous(), (grad * functional.silu(gate)).contiguous()
 
@@ -158,7 +163,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class Dispatch(Protocol):
-    """How rows reach experts on other ranks and come back: expert parallelism.
+    """Dispatch of rows to experts on other ranks, and their return: expert parallelism.
 
     rows_MC are this rank's, sorted by expert; ends_E (int32, on the device) counts all
     experts of the model. An implementation sends each row to the rank of its expert, sorts
@@ -172,8 +177,8 @@ class Dispatch(Protocol):
 class Experts(nn.Module):
     """Each token's top_k experts, weighted by the router's softmax over those top_k.
 
-    router_bias enters the choice only and has no gradient: DeepSeek-V3 moves it by hand.
-    No token is dropped and no balancing loss is added.
+    router_bias only affects the choice and has no gradient: DeepSeek-V3 updates it by a rule of
+    its own. No token is dropped and no balancing loss is added.
     """
 
     def __init__(self, model: ModelConfig, moe: MoeConfig) -> None:
@@ -185,7 +190,7 @@ class Experts(nn.Module):
         self.router_bias = (
             nn.Parameter(torch.empty(count), requires_grad=False) if moe.router_bias else None
         )
-        self.held = HeldExperts(model, moe)
+        self.held = LocalExperts(model, moe)
         self.shared: FeedForward | None = None
         if moe.num_shared_experts:
             self.shared = FeedForward(
@@ -208,7 +213,7 @@ class Experts(nn.Module):
         return y_NC.view_as(x_BTC)
 
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (fp32, their sum is 1) and indices of each token's experts, both _NK."""
+        """Return weights (fp32, with sum 1) and indices of each token's experts, both _NK."""
         scores_NE = self.router(x_NC).float().softmax(dim=-1)
         if self.router_bias is None:
             weights_NK, experts_NK = scores_NE.topk(self.top_k, dim=-1)
@@ -219,10 +224,10 @@ class Experts(nn.Module):
         return weights_NK / weights_NK.sum(dim=-1, keepdim=True), experts_NK
 
 
-class HeldExperts(nn.Module):
+class LocalExperts(nn.Module):
     """Weights of routed experts, expert by expert in dimension 0: all, or a rank's share.
 
-    A module of its own, so that it can be sharded over other ranks than the rest.
+    It is a separate module, so that it can be sharded over other ranks than the other weights.
     """
 
     def __init__(self, model: ModelConfig, moe: MoeConfig) -> None:
@@ -234,14 +239,14 @@ class HeldExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(up[0], up[2], up[1]))
 
     def forward(self, rows_MC: Tensor, ends_E: Tensor) -> Tensor:
-        """Rows sorted by expert, of which expert e has those before ends_E[e]."""
+        """Apply experts to rows sorted by expert, which end at ends_E[e] for expert e."""
         gate_MF = None if self.gate is None else multiply(rows_MC, self.gate, ends_E)
         up_MF = multiply(rows_MC, self.up, ends_E)
         return multiply(activate(gate_MF, up_MF), self.down, ends_E)
 
 
 def sort_by_expert(experts_M: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """order_M that sorts rows by expert, its inverse_M, and ends_E (int32) of the groups.
+    """Return order_M that sorts rows by expert, its inverse_M, and ends_E (int32) of groups.
 
     All shapes are static and nothing is read by the host.
     """
@@ -254,9 +259,9 @@ def sort_by_expert(experts_M: Tensor, num_experts: int) -> tuple[Tensor, Tensor,
 
 
 def multiply(rows_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Each group of rows times its expert's weight, transposed as in a linear layer.
+    """Multiply each group of rows by its expert's weight, transposed as in a linear layer.
 
-    In one kernel for bf16 on a GPU; elsewhere expert by expert, which reads ends_E.
+    It is one kernel for bf16 on a GPU, else one per expert, for which the host reads ends_E.
     """
     if isinstance(weight_ENK, DTensor):
         weight_ENK = weight_ENK.to_local()

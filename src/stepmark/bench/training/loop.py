@@ -1,11 +1,10 @@
-"""Samples of a training case, back to back: nothing waits for the device inside one.
+"""Sample a training case back to back: nothing waits for the device inside a sample.
 
-The host runs at most two samples ahead of the device. Between samples ranks tell each other
-what they have measured and decide together whether to go on; a busy device does not notice.
-At the end what the ranks saw becomes what is recorded.
+The host runs at most two samples ahead of the device. Between samples ranks exchange their
+times and decide together whether to continue, which does not delay a busy device. At the end
+the samples of all ranks become the record.
 """
 
-import collections
 import contextlib
 import gc
 import math
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training.trainer import Trainer
@@ -29,17 +29,17 @@ from stepmark.core.training import Training
 
 VERSION = 1
 _AHEAD = 2
-# Ranks agree about this often.
+# Approximate interval between agreements of the ranks.
 _AGREE_S = 0.5
-# So many times the wanted samples at most, and some cycles, until they are steady.
+# Maximum samples until they are steady: this multiple of the requested ones, and some cycles.
 _PATIENCE, _MORE_CYCLES = 2, 4
-# What begins where a mark is set; a pipeline has no "fwd" mark, and its phases are mixed.
+# The phase that begins at a mark; a pipeline has no "fwd" mark, and its phases are mixed.
 _FOLLOWS = {"data": "forward", "fwd": "backward", "work": "optimizer"}
 
 
 @dataclass(slots=True)
 class StepSamples:
-    """What this rank saw, sample by sample, from the very first one."""
+    """Times and losses of this rank by sample, from the very first one."""
 
     seconds: list[float] = field(default_factory=list)
     fwd_s: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ class StepSamples:
     interrupted: bool = False
 
     def without_losses(self) -> "StepSamples":
-        """For other ranks: no tensors."""
+        """Return a copy without tensors, for other ranks."""
         return replace(self, losses=[])
 
 
@@ -82,7 +82,7 @@ class _Sample:
         return not self._on_gpu or bool(self.marks[-1][1].query())
 
     def seconds(self, name: str = "") -> float:
-        """Of all of it, or summed over the phases of a name."""
+        """Return the whole sample's seconds, or the sum over the phases of a name."""
         if not name:
             return self._between(0, len(self.marks) - 1)
         return sum(
@@ -113,7 +113,7 @@ class Loop:
         self._count = 0  # micro-steps begun
 
     def first(self) -> None:
-        """The first sample and its cycle, waited for: it compiles and allocates."""
+        """Run the first sample and its cycle to the end: it compiles and allocates."""
         begin = time.perf_counter()
         self.sample()
         self._settle(0)
@@ -139,13 +139,13 @@ class Loop:
                 if self._is_over(num_steady, most, interrupted=stop, late=late):
                     break
             self._settle(0)
-            # One that came after the last agreement counts, too.
+            # An interrupt after the last agreement counts, too.
             stopped, _ = self._share(bool(interrupts), False)
         self.samples.interrupted |= stopped
         self.samples.steady = self._steady(num_steady)
 
     def untimed_cycle(self, on_phase: Callable[[str], None] | None = None) -> None:
-        """One cycle that is not recorded. on_phase hears of each phase as it begins."""
+        """Run one cycle that is not recorded. on_phase is called as each phase begins."""
         before = self.samples
         self.samples = StepSamples()
         for _ in range(self._case.cycle):
@@ -194,12 +194,12 @@ class Loop:
             self.samples.optim_s.append(sample.seconds("optim"))
 
     def _chunk(self, num_steady: int) -> int:
-        """Samples until the next agreement, at most a quarter of the wanted."""
+        """Return the samples until the next agreement, at most a quarter of the requested."""
         usual = sorted(self.samples.seconds)[len(self.samples.seconds) // 2]
         return max(1, min(round(_AGREE_S / max(usual, 1e-6)), num_steady // 4))
 
     def _share(self, stop: bool, late: bool) -> tuple[bool, bool]:
-        """All ranks learn of all new times, and whether any wants to stop or is late."""
+        """Exchange new times; return whether any rank wants to stop, and any is late."""
         new = self.samples.seconds[self._num_shared :]
         self._num_shared = len(self.samples.seconds)
         stops, lates = False, False
@@ -221,7 +221,7 @@ class Loop:
         return steady is not None and len(slowest) - max(steady, self._case.cycle) >= num_steady
 
     def _steady(self, num_steady: int) -> int:
-        """A case that never settles keeps its last samples."""
+        """Return the first steady sample; a case that is never steady keeps its last ones."""
         slowest, cycle = self._slowest(), self._case.cycle
         first = steady_from(slowest, cycle)
         if first is None:
@@ -235,7 +235,7 @@ class Loop:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """A garbage collection would land on one rank's sample."""
+    """Disable garbage collection, which would delay a sample on one rank."""
     gc.collect()
     gc.disable()
     try:
@@ -246,7 +246,7 @@ def _no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deferred_interrupt() -> Iterator[list[int]]:
-    """Ctrl-C as a list: a rank that left alone would leave the others in a collective."""
+    """Collect Ctrl-C in a list: a rank that stops alone would block others in a collective."""
     interrupts: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -269,7 +269,7 @@ _FEWEST = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Of one rank, between the first sample and the last."""
+    """Counts of one rank, between the first sample and the last."""
 
     build_s: float
     first_s: float
@@ -281,11 +281,11 @@ class Counts:
 
 
 class Counter:
-    """Counts from its creation on: peaks, retries, new graphs. Graph breaks: of the case."""
+    """Counts peaks, retries and new graphs from its creation on; graph breaks of the case."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._graphs, self._retries = _num_graphs(), self._num_retries()
+        self._graphs, self._retries = counters["stats"]["unique_graphs"], self._num_retries()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -297,8 +297,8 @@ class Counter:
             allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
             reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
             alloc_retries=self._num_retries() - self._retries,
-            recompiles=_num_graphs() - self._graphs,
-            graph_breaks=_num_breaks(),
+            recompiles=counters["stats"]["unique_graphs"] - self._graphs,
+            graph_breaks=sum(counters["graph_break"].values()),
         )
 
     def _num_retries(self) -> int:
@@ -307,32 +307,13 @@ class Counter:
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
 
 
-def forget_counts() -> None:
-    """What torch.compile counted; call between cases."""
-    _compiler_counts().clear()
-
-
-def _compiler_counts() -> dict[str, collections.Counter[str]]:
-    from torch._dynamo.utils import counters  # noqa: PLC0415
-
-    return counters
-
-
-def _num_graphs() -> int:
-    return _compiler_counts()["stats"]["unique_graphs"]
-
-
-def _num_breaks() -> int:
-    return sum(_compiler_counts()["graph_break"].values())
-
-
 def steady_results(
     case: TrainCase,
     by_rank: Sequence[StepSamples],
     counts: Sequence[Counts],
     loss: tuple[float, ...],
 ) -> tuple[Samples, Training]:
-    """Steady samples, and what goes beside them. By rank."""
+    """Return steady samples and the training record; arguments are by rank."""
     start = by_rank[0].steady
     count = (min(len(rank.seconds) for rank in by_rank) - start) // case.cycle * case.cycle
     end = start + count
@@ -364,13 +345,13 @@ def steady_results(
 
 
 def check_losses(loss: Sequence[float], case: TrainCase) -> Check:
-    """Every loss is finite; on text it falls. num_wrong counts the losses that are not so."""
+    """Check that every loss is finite and falls on text; num_wrong counts those that do not."""
     wrong = sum(not math.isfinite(value) for value in loss)
     falls = case.data != "random" and len(loss) >= _FEWEST
     ratio = 0.0
     if falls and not wrong:
         part = len(loss) // 5
-        # A loss that blew up at once and comes back down has not fallen.
+        # A loss that diverged at once and then returned has not fallen.
         ratio = sum(loss[-part:]) / min(sum(loss[:part]), part * loss[0])
         wrong = part if ratio > 1 - _MUST_FALL else 0
     return Check(

@@ -1,10 +1,10 @@
-"""Every message that this rank sends, counted at the dispatcher: kind, size, group and phase.
+"""Record all messages of this rank at the dispatcher: kind, size, group and phase.
 
 All of torch's communication goes through operators: calls of torch.distributed, FSDP2's in its
-hooks, the C++ reducer of DDP (as it runs, buckets as it made them), DTensor's functional
-collectives, and those that compiled code calls. Threads of autograd inherit the mode. Not
-seen: what a replayed CUDA graph issues, and libraries that call NCCL themselves
-(TransformerEngine's userbuffers, DeepEP).
+hooks, the C++ reducer of DDP (with its buckets as they are), DTensor's functional collectives,
+and those that compiled code calls. Threads of autograd inherit the mode. Not recorded:
+messages of a replayed CUDA graph, and libraries that call NCCL themselves (TransformerEngine's
+userbuffers, DeepEP).
 
 Sizes are counted as nccl-tests does; `core.message` has the rule.
 """
@@ -27,12 +27,12 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND, Histogram, MessageKind, Tally, sized
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
-# Operators of those that move nothing.
+# Operators of these that send nothing.
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
 BATCH_P2P = "batch_p2p_ops"
 PAIRS = ("send", "recv_", "isend", "irecv")
 
-# By how an operator takes its buffers. One buffer, of both directions:
+# Operators by the form of their buffers. One buffer for both directions:
 _IN_PLACE: dict[str, str] = {
     "allreduce_": Collective.ALL_REDUCE,
     "allreduce_coalesced_": Collective.ALL_REDUCE,
@@ -83,27 +83,27 @@ _FUNCTIONAL: dict[str, str] = {
 _GATHERS_FIRST = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul")
 _SCATTERS_LAST = ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")
 
-# Types without a way of their own, which torch may name all the same.
+# Types without a dispatch of their own, which torch may pass nevertheless.
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 Tensors = Sequence[torch.Tensor]
 
 
 class MessageRecorder(TorchDispatchMode):
-    """Records what is sent inside `with`, on this rank. Set .phase as the step goes on.
+    """Records messages of this rank inside `with`. Set .phase as the step proceeds.
 
-    Compiled code stays compiled, and eager code runs as ever: memory is that of any step.
+    Compiled code stays compiled, and eager code runs as usual: memory is that of any step.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # Compiled code with activation checkpointing runs some.
+        # Compiled code with activation checkpointing runs such operators.
         self.supports_higher_order_operators = True
         self.phase = ""
-        self._seen: list[MessageKind] = []
+        self._kinds: list[MessageKind] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Otherwise torch.compile would run everything eagerly here, with other messages."""
+        """Return True, or torch.compile would run all code eagerly, with other messages."""
         return True
 
     def __torch_dispatch__(
@@ -117,10 +117,10 @@ class MessageRecorder(TorchDispatchMode):
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)
         subclasses = {kind for kind in types if issubclass(kind, torch.Tensor)} - _PLAIN
-        if FakeTensor in subclasses:  # a layout is being worked out: nothing moves
+        if FakeTensor in subclasses:  # DTensor is propagating a layout: nothing is sent
             return func(*args, **kwargs)
         if subclasses:
-            # DTensor and the like turn it into operators of plain tensors, which come here.
+            # DTensor and the like turn it into operators of plain tensors, recorded here.
             return NotImplemented
         result = func(*args, **kwargs)
         if getattr(func, "namespace", "") in NAMESPACES:
@@ -130,20 +130,20 @@ class MessageRecorder(TorchDispatchMode):
         return result
 
     def note(self, name: str, values: Sequence[Any], result: Any) -> None:
-        """Takes down one operator that communicates, without its namespace."""
-        # One operation of a list: a thread of autograd may be another one's.
-        self._seen.extend(kinds(name, values, result, self.phase))
+        """Record one operator that communicates, by its name without the namespace."""
+        # A single list operation is safe where several threads of autograd record.
+        self._kinds.extend(kinds(name, values, result, self.phase))
 
     def histogram(self) -> list[tuple[MessageKind, Tally]]:
-        """Calls of each kind, in the order of their first."""
-        counts = Counter(self._seen)
+        """Return the calls of each kind, in the order of their first."""
+        counts = Counter(self._kinds)
         return [(kind, Tally(calls=calls, ranks=1)) for kind, calls in counts.items()]
 
 
 def merge(
     by_rank: Iterable[Iterable[tuple[MessageKind, Tally]]],
 ) -> tuple[tuple[MessageKind, Tally], ...]:
-    """All ranks' histograms as one, in the order of the first that has a kind."""
+    """Return all ranks' histograms as one, kinds in the order in which they first appear."""
     merged: Histogram = {}
     for histogram in by_rank:
         for kind, tally in histogram:
@@ -158,7 +158,7 @@ def merge(
 
 
 def kinds(name: str, values: Sequence[Any], result: Any, phase: str) -> Iterator[MessageKind]:
-    """The messages of one operator: of most one, of a batch of sends and receives each."""
+    """Yield the messages of an operator: one for most, several for a batch of sends."""
     if name in _SILENT:
         return
     group = next(
@@ -188,7 +188,7 @@ def kinds(name: str, values: Sequence[Any], result: Any, phase: str) -> Iterator
     elif name in _SCATTERS_LAST:
         yield _kind(Collective.REDUCE_SCATTER, [], results, group, phase)
     elif group is not None:
-        # New or rare: under torch's name rather than lost.
+        # A new or rare operator keeps torch's name rather than being lost.
         yield _kind(name, first, first, group, phase)
 
 
@@ -197,7 +197,7 @@ def _kind(
 ) -> MessageKind:
     ranks = group.size() if group else None
     types = {tensor.dtype for tensor in (*sent, *received)}
-    if collective == Collective.BARRIER:  # the tensor only tells the device
+    if collective == Collective.BARRIER:  # its tensor only selects the device
         sent, received, types = [], [], set()
     call_bytes, message_bytes = sized(collective, _bytes(sent), _bytes(received), ranks)
     return MessageKind(
@@ -212,7 +212,7 @@ def _kind(
 
 
 def _is_uneven(name: str, values: Sequence[Any], first: Tensors, second: Tensors) -> bool:
-    """Whether parts of an all-to-all differ in size."""
+    """Return whether parts of an all-to-all differ in size."""
     if name == "alltoall_":
         return any(len({part.numel() for part in parts}) > 1 for parts in (first, second))
     splits = [value for value in values if isinstance(value, list | tuple)]
@@ -220,7 +220,7 @@ def _is_uneven(name: str, values: Sequence[Any], first: Tensors, second: Tensors
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield those of an argument, which may be lists of lists."""
+    """Yield the tensors of an argument, which may be lists of lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -233,7 +233,7 @@ def _bytes(tensors: Tensors) -> int:
 
 
 def _dtype(dtype: torch.dtype) -> str:
-    """Our name where there is one, else torch's."""
+    """Return our name of a type, else torch's."""
     try:
         return parse_dtype(str(dtype), allowed=MESSAGE_DTYPES).value
     except ConfigError:
@@ -241,7 +241,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def group_of(value: Any) -> Any:
-    """The process group that an argument is or names, else None."""
+    """Return the process group that an argument is or names, else None."""
     if isinstance(value, dist.ProcessGroup):
         return value
     if isinstance(value, torch.ScriptObject):
@@ -257,9 +257,9 @@ def group_of(value: Any) -> Any:
 
 
 def _group_name(group: Any) -> str:
-    """E.g. "mesh_tp": what it is for, which all ranks call alike, else its number."""
-    described = group.group_desc
-    return str(described if described not in ("", "undefined") else group.group_name)
+    """Return the description, e.g. "mesh_tp", which is equal on all ranks, else the name."""
+    description = group.group_desc
+    return str(description if description not in ("", "undefined") else group.group_name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

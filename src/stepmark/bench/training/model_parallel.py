@@ -6,9 +6,9 @@ arXiv).
 Context: as Llama 3 does it (arXiv:2407.21783, section 3.3.2). Each of n ranks holds two of
 2 * n chunks of a sequence, one from the head and one from the tail, so that all have as many
 pairs of query and key. Every attention gathers the keys and values of all ranks, in one
-message; backward their gradients are summed and scattered, in the dtype that they have.
-Expert: a rank holds num_experts / ep experts, which tokens travel to; what FSDP shards of these
-it shards over the ranks that hold the same ones (torchtitan's rule: ep borrows from dp_shard).
+message; in the backward pass their gradients are reduce-scattered, in their own dtype.
+Expert: a rank holds num_experts / ep experts, and tokens are sent to them; FSDP shards these
+over the ranks that hold the same ones (torchtitan's rule: ep borrows from dp_shard).
 
 B batch, T tokens of this rank, S of all ranks, H query heads, K key and value heads, D head
 width, E head width of values.
@@ -20,10 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -43,24 +45,24 @@ from stepmark.core.model import ModelConfig
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.train_case import TrainCase
 
-# Outermost first: ranks that talk most are neighbours.
+# Outermost first: ranks that communicate most are neighbours.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCoordinates:
-    """Where a rank stands."""
+    """Coordinates of a rank in the mesh."""
 
     pp: int
     dp_replicate: int
     dp_shard: int
     cp: int
     tp: int
-    data_rank: int  # which micro-batch it works on
+    data_rank: int  # index of its micro-batch
 
 
 def coordinates_of(rank: int, parallel: ParallelConfig) -> RankCoordinates:
-    """Coordinates of a rank, the last axis running fastest."""
+    """Return the coordinates of a rank; the last axis varies fastest."""
     coordinates: dict[str, int] = {}
     for axis in reversed(AXES):
         size = getattr(parallel, axis)
@@ -72,9 +74,10 @@ def coordinates_of(rank: int, parallel: ParallelConfig) -> RankCoordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceShard:
-    """Which tokens of a sequence are a rank's, where context parallelism divides it.
+    """A rank's tokens of a sequence that context parallelism divides.
 
-    One part from the head and one from the tail, so that all see as many keys.
+    They are one part from the head and one from the tail, so that all ranks attend to as many
+    keys.
     """
 
     rank: int
@@ -82,11 +85,11 @@ class SequenceShard:
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """Of twice as many as there are ranks."""
+        """Numbers of this rank's chunks, of twice as many as there are ranks."""
         return self.rank, 2 * self.num_ranks - 1 - self.rank
 
     def of(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of x, whose dimension dim is a whole sequence."""
+        """Return this rank's part of x, whose dimension dim is a whole sequence."""
         if self.num_ranks == 1:
             return x
         parts = x.chunk(2 * self.num_ranks, dim)
@@ -101,64 +104,64 @@ class Meshes:
         self._device = case.device
         self._experts: DeviceMesh | None = None
         self._context: DeviceMesh | None = None
-        self._whole: DeviceMesh | None = None
-        # Ranks of one sequence divide weights, too: gradients of its parts are summed anyway.
+        self._world: DeviceMesh | None = None
+        # Ranks of one sequence also shard weights: gradients of its parts are summed anyway.
         self._shards = "dp_shard" if axes.cp == 1 else "dp_shard_cp"
         if not dist.is_initialized():
             return
         shards = {self._shards: axes.dp_shard * axes.cp}
-        self._whole = self._made(
+        self._world = self._mesh(
             pp=axes.pp, dp_replicate=axes.dp_replicate, **shards, tp=axes.tp
         )
-        if axes.tp > 1 and self._whole[self._shards].size() > 1:
+        if axes.tp > 1 and self._world[self._shards].size() > 1:
             # Norms over both axes then take one collective instead of two.
             names = ["dp_replicate"] if axes.dp_replicate > 1 else []
             names += [self._shards, "tp"]
-            self._whole[tuple(names)]._flatten("_".join(names))
+            self._world[tuple(names)]._flatten("_".join(names))
         if axes.cp > 1:
             outside = axes.pp * axes.data_ranks
-            self._context = self._made(outside_cp=outside, cp=axes.cp, inside_cp=axes.tp)["cp"]
+            self._context = self._mesh(outside_cp=outside, cp=axes.cp, inside_cp=axes.tp)["cp"]
 
     def axis(self, name: str) -> DeviceMesh | None:
-        if self._whole is None or getattr(self._parallel, name) == 1:
+        if self._world is None or getattr(self._parallel, name) == 1:
             return None
-        return self._context if name == "cp" else self._whole[name]
+        return self._context if name == "cp" else self._world[name]
 
     def data(self) -> DeviceMesh:
-        """For FSDP: the ranks that weights are divided over; before them HSDP's replicas."""
-        assert self._whole is not None, "FSDP needs a process group"
+        """Return FSDP's mesh: the ranks that shard weights; before them HSDP's replicas."""
+        assert self._world is not None, "FSDP needs a process group"
         if self._parallel.dp_replicate > 1:
-            return self._whole["dp_replicate", self._shards]
-        return self._whole[self._shards]
+            return self._world["dp_replicate", self._shards]
+        return self._world[self._shards]
 
     def replicas(self) -> "dist.ProcessGroup":
-        """For DDP: all that hold the same weights."""
-        assert self._whole is not None, "DDP needs a process group"
+        """Return DDP's process group: the ranks with the same weights."""
+        assert self._world is not None, "DDP needs a process group"
         if self._parallel.cp > 1:
-            both = self._whole["dp_replicate", self._shards]
+            both = self._world["dp_replicate", self._shards]
             return both._flatten("dp_replicate_cp").get_group()
-        return self._whole["dp_replicate"].get_group()
+        return self._world["dp_replicate"].get_group()
 
     def experts(self) -> DeviceMesh:
-        """The ranks that FSDP shards over, split into ep and those of the same experts."""
+        """Return the ranks that FSDP shards over, split into ep and ranks of equal experts."""
         if self._experts is None:
             axes = self._parallel
             same = axes.dp_shard * axes.cp // axes.ep
-            self._experts = self._made(
+            self._experts = self._mesh(
                 pp=axes.pp, dp_replicate=axes.dp_replicate, dp_shard_same=same, ep=axes.ep
             )
         return self._experts
 
-    def _made(self, **axes: int) -> DeviceMesh:
-        """All ranks divided, the last axis running fastest."""
+    def _mesh(self, **axes: int) -> DeviceMesh:
+        """Return a mesh of all ranks; the last axis varies fastest."""
         return init_device_mesh(self._device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-class _Whole(ParallelStyle):
-    """Parameters that every rank holds whole, as DTensors, so that optimizers see one mesh.
+class _Replicated(ParallelStyle):
+    """Replicates parameters as DTensors, so that the optimizer sees one mesh.
 
-    layout: how the input, and so the output, lies over the ranks. Where it is divided, a
-    rank's gradient is a part of the sum.
+    layout: placement of the input, and so of the output. Where it is sharded, a rank's gradient
+    is a part of the sum.
     """
 
     def __init__(self, layout: Placement) -> None:
@@ -206,7 +209,7 @@ def _embedding(embedding: nn.Module, mesh: DeviceMesh) -> None:
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     }
     if getattr(embedding, "positions", None) is not None:
-        plan["positions"] = _Whole(Replicate())
+        plan["positions"] = _Replicated(Replicate())
     parallelize_module(embedding, mesh, plan)
 
     def scatter(_module: nn.Module, _inputs: Any, x: Tensor) -> Tensor:
@@ -218,26 +221,26 @@ def _embedding(embedding: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _block_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
-    # Rotary tables come as second and third input of a block's attention, whole.
+    # Rotary tables are the second and third input of a block's attention, replicated.
     plan: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
         "ffn_norm": SequenceParallel(),
-        "attention": _gathered(3),
+        "attention": _gather_inputs(3),
         "attention.qkv": ColwiseParallel(),
         "attention.out": RowwiseParallel(output_layouts=Shard(1)),
-        "ffn": _gathered(1),
+        "ffn": _gather_inputs(1),
         "ffn.up": ColwiseParallel(),
         "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
     }
     if model.activation == "swiglu":
         plan["ffn.gate"] = ColwiseParallel()
     if model.qk_norm:
-        heads = _Whole(Shard(2))
+        heads = _Replicated(Shard(2))
         plan |= {"attention.q_norm": heads, "attention.k_norm": heads}
     return plan
 
 
-def _gathered(num_inputs: int) -> PrepareModuleInput:
+def _gather_inputs(num_inputs: int) -> PrepareModuleInput:
     rest = (None,) * (num_inputs - 1)
     return PrepareModuleInput(
         input_layouts=(Shard(1), *rest), desired_input_layouts=(Replicate(), *rest)
@@ -245,10 +248,7 @@ def _gathered(num_inputs: int) -> PrepareModuleInput:
 
 
 def _enable_async(mesh: DeviceMesh) -> None:
-    """Products in pieces beside their communication; torch.compile finds the pairs."""
-    import torch._inductor.config as inductor  # noqa: PLC0415
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group  # noqa: PLC0415
-
+    """Let torch.compile overlap products in pieces with their communication."""
     inductor._micro_pipeline_tp = True
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
@@ -262,22 +262,22 @@ _all_gather: Callable[[Tensor, int, Any], Tensor] = getattr(
 def apply_context(model: Transformer, mesh: DeviceMesh) -> None:
     """Make a Transformer work on this rank's tokens, in place: positions and attention."""
     share = SequenceShard(rank=mesh.get_local_rank(), num_ranks=mesh.size())
-    gathered = Gathered(mesh.get_group(), share)
+    attend = GatheredAttention(mesh.get_group(), share)
     for module in model.modules():
         if isinstance(module, Attention | LatentAttention):
-            module.attend = gathered
+            module.attend = attend
         if isinstance(module, Transformer | Embedding):
             module.own_rows = partial(share.of, dim=0)
 
 
-class Gathered:
+class GatheredAttention:
     """Causal attention of this rank's queries to the keys and values of all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, share: SequenceShard) -> None:
         self._group, self._num_ranks, self._chunks = group, share.num_ranks, share.chunks
 
     def __call__(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, kernel: str) -> Tensor:
-        k_BSKD, v_BSKE = self._whole(k_BTKD, v_BTKE)
+        k_BSKD, v_BSKE = self._gather(k_BTKD, v_BTKE)
         length = q_BTHD.shape[1] // 2
         parts: list[Tensor] = []
         for chunk, q in zip(self._chunks, q_BTHD.chunk(2, dim=1), strict=True):
@@ -285,8 +285,8 @@ class Gathered:
             parts.append(causal_attention(q, k_BSKD[:, :end], v_BSKE[:, :end], kernel))
         return torch.cat(parts, dim=1)
 
-    def _whole(self, k_BTKD: Tensor, v_BTKE: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values of all ranks, in the order of the sequence."""
+    def _gather(self, k_BTKD: Tensor, v_BTKE: Tensor) -> tuple[Tensor, ...]:
+        """Return keys and values of all ranks, in the order of the sequence."""
         sent = torch.cat((k_BTKD, v_BTKE), dim=-1)
         by_rank = _all_gather(sent, 0, self._group).unflatten(0, (self._num_ranks, -1))
         heads, tails = by_rank.unflatten(2, (2, -1)).unbind(2)
@@ -306,7 +306,7 @@ def apply_experts(model: Transformer, meshes: Meshes) -> None:
 
 
 def shard_experts(model: Transformer, case: TrainCase, meshes: Meshes, **options: Any) -> None:
-    """FSDP of the experts held, over the ranks that hold the same. Call before their blocks."""
+    """Apply FSDP to experts over the ranks that hold the same; call before their blocks."""
     expert_mesh = meshes.experts()
     mesh: DeviceMesh = (
         expert_mesh["dp_replicate", "dp_shard_same"]
@@ -328,10 +328,10 @@ def _experts_of(model: Transformer) -> list[Experts]:
 
 
 class AllToAll:
-    """A Dispatch: rows to the ranks of their experts and back.
+    """A Dispatch: sends rows to the ranks of their experts and back.
 
-    The host reads how many rows go where, as NCCL needs to be told: one wait per layer.
-    Dynamo would compile these numbers anew for every layer, until it gives up.
+    The host reads the number of rows for each rank, which NCCL needs: one wait per layer.
+    Dynamo would recompile for these numbers in every layer, until it gives up.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -342,15 +342,15 @@ class AllToAll:
         sent_RL = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).view(self._num_ranks, -1)
         got_RL = torch.empty_like(sent_RL)
         dist.all_to_all_single(got_RL, sent_RL, group=self._group)
-        there, here = torch.stack((sent_RL.sum(1), got_RL.sum(1))).tolist()
-        arrived = all_to_all_single_autograd(rows_MC, here, there, self._group)
-        # They come by sender; the products want them by expert.
+        outgoing, incoming = torch.stack((sent_RL.sum(1), got_RL.sum(1))).tolist()
+        arrived = all_to_all_single_autograd(rows_MC, incoming, outgoing, self._group)
+        # They arrive by sender; the products need them by expert.
         experts = torch.arange(got_RL.shape[1], device=got_RL.device).repeat(self._num_ranks)
-        order = experts.repeat_interleave(got_RL.flatten(), output_size=sum(here)).argsort(
+        order = experts.repeat_interleave(got_RL.flatten(), output_size=sum(incoming)).argsort(
             stable=True
         )
         ends_L = got_RL.sum(0).cumsum(0, dtype=torch.int32)
-        done = compute(arrived[order], ends_L)
-        back = torch.empty_like(done).index_copy(0, order, done)
-        result: Tensor = all_to_all_single_autograd(back, there, here, self._group)
+        sorted_out = compute(arrived[order], ends_L)
+        out = torch.empty_like(sorted_out).index_copy(0, order, sorted_out)
+        result: Tensor = all_to_all_single_autograd(out, outgoing, incoming, self._group)
         return result

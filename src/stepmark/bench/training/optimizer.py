@@ -1,4 +1,4 @@
-"""The update of a step: clip, AdamW, and gradients forgotten."""
+"""The update of a step: clip, AdamW, and gradients set to zero."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from stepmark.bench.environment import HAS_TRITON
 from stepmark.bench.training import precision
+from stepmark.bench.training.layers import triton_kernels
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Precision
 
@@ -44,7 +45,7 @@ class Update:
                 parameter.grad = torch.zeros_like(parameter)
 
     def collect(self) -> None:
-        """After every backward pass: take the gradients from where they are added up."""
+        """Add the gradients of a backward pass to the fp32 ones, where the case has these."""
         if self._masters:
             self._masters.collect()
 
@@ -71,50 +72,49 @@ class Masters:
             weight.grad = torch.zeros_like(weight)
 
     def collect(self) -> None:
-        """Add the model's gradients to the fp32 ones, and forget them."""
+        """Add the model's gradients to the fp32 ones, and free them."""
         pairs = [
             (master.grad, parameter.grad)
             for master, parameter in zip(self.weights, self._parameters, strict=True)
             if parameter.grad is not None
         ]
         sums, grads = zip(*pairs, strict=True)
-        _add_all(_local(sums), _local(_laid_as(sums, grads)))
+        _add_all(_local(sums), _local(_like(sums, grads)))
         for parameter in self._parameters:
             parameter.grad = None
 
     def publish(self) -> None:
-        """What was updated becomes the model's; gradients start at 0."""
+        """Copy the updated weights into the model, and set the gradients to zero."""
         torch._foreach_copy_(_local(self._parameters), _local(self.weights))
         torch._foreach_zero_(_local([weight.grad for weight in self.weights]))
 
 
 def _add_all(sums: list[Tensor], grads: list[Tensor]) -> None:
-    """sums += grads. For two dtypes torch has kernels of half the rate of memory only."""
+    """Add grads to sums. For two dtypes torch's kernels reach half of memory bandwidth only."""
     small: list[tuple[Tensor, Tensor]] = []
     for total, grad in zip(sums, grads, strict=True):
-        # Too large to be worth more for sharing a launch with others.
+        # Large enough not to gain from sharing a launch with others.
         is_large = total.is_cuda and total.numel() >= 2**18 and total.is_contiguous()
         if HAS_TRITON and is_large and grad.is_contiguous():
-            from stepmark.bench.training.triton_kernels import add_into  # noqa: PLC0415
-
-            add_into(total, grad)
+            triton_kernels().add_into(total, grad)
         else:
             small.append((total, grad))
     if small:
         torch._foreach_add_(*zip(*small, strict=True))
 
 
-def _laid_as(those: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-    """Gradients of a table that tensor parallelism divides come whole."""
-    laid: list[Any] = []
-    for that, grad in zip(those, tensors, strict=True):
-        differs = isinstance(grad, DTensor) and grad.placements != that.placements
-        laid.append(grad.redistribute(placements=that.placements) if differs else grad)
-    return laid
+def _like(references: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    """Return grads with the references' placements: those of a tp-sharded table differ."""
+    return [
+        grad.redistribute(placements=reference.placements)
+        if isinstance(grad, DTensor) and grad.placements != reference.placements
+        else grad
+        for reference, grad in zip(references, grads, strict=True)
+    ]
 
 
 def _local(tensors: Sequence[Any]) -> list[Tensor]:
-    with torch.no_grad():  # what is written to must be no view of a graph
+    with torch.no_grad():  # written to in place, so no view in a graph
         return [
             tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
             for tensor in tensors
@@ -124,10 +124,10 @@ def _local(tensors: Sequence[Any]) -> list[Tensor]:
 def clip_gradients(
     parameters: Iterable[Tensor], most: float, more: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Scale gradients to a norm of at most `most`; the norm before that.
+    """Scale gradients to a norm of at most `most`; return the norm before that.
 
-    By mesh, since tensors of different meshes have no common norm. more: adds up the squares
-    of the norms of ranks that hold other parameters. Nothing waits for the device.
+    It is computed by mesh, since tensors of different meshes have no common norm. more: sums
+    the squared norms of ranks with other parameters. Nothing waits for the device.
     """
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""A model made ready to train, always in one order: FP8, TP, CP, recomputing, compile, DP."""
+"""Prepare a model for training, in this order: FP8, TP, CP, recomputation, compile, DP."""
 
 import contextlib
 import warnings
@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -30,11 +27,11 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 class Parallelized:
     """A model on this rank's device.
 
-    hold_gradients is what a micro-step runs in whose gradients are not reduced yet.
+    hold_gradients is the context of a micro-step whose gradients are not reduced yet.
     """
 
     model: Transformer
-    call: nn.Module  # what to call: the model, compiled and wrapped
+    call: nn.Module  # the model, compiled and wrapped
     hold_gradients: Context
 
 
@@ -95,7 +92,7 @@ def _materialize(model: Transformer, case: TrainCase, device: torch.device) -> N
 
 
 def _compile_blocks(model: Transformer, case: TrainCase) -> None:
-    """All blocks share one graph, so this compiles in the time of one."""
+    """Compile all blocks; they share one graph, so this takes the time of one."""
     for name, block in list(model.blocks.items()):
         model.blocks[name] = _compiled(block, case)
     if model.output is None:
@@ -128,20 +125,16 @@ def _ddp(
             process_group=meshes.replicas(),
             gradient_as_bucket_view=True,
             bucket_cap_mb=case.bucket_mb,
-            init_sync=False,  # every rank drew the same weights and made the same tables
+            init_sync=False,  # every rank has initialized the same weights and tables
             broadcast_buffers=False,
         )
     if case.reduce_dtype != "fp32" and case.precision in (Precision.AMP, Precision.FP32):
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (  # noqa: PLC0415
-            bf16_compress_hook,
-        )
-
         wrapped.register_comm_hook(meshes.replicas(), bf16_compress_hook)
     return wrapped
 
 
 def _fsdp(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
-    """Groups: embedding, every blocks_per_group blocks, output. Tied tables are one group."""
+    """Shard in groups: embedding, every blocks_per_group blocks, output; tied tables as one."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if case.precision is Precision.AMP else None,
         reduce_dtype=precision.REDUCED[case.reduce_dtype],
@@ -161,8 +154,8 @@ def _fsdp(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
     if embedding is not None and output is not None and case.model.tied_embeddings:
         fully_shard([embedding, output], reshard_after_forward=False, **options)
     elif embedding is not None:
-        looked_up: Any = fully_shard(embedding, reshard_after_forward=reshard, **options)
-        looked_up.set_unshard_in_backward(False)  # a lookup's gradient needs no table
+        table: Any = fully_shard(embedding, reshard_after_forward=reshard, **options)
+        table.set_unshard_in_backward(False)  # a lookup's gradient needs no table
     for first in range(0, len(blocks), case.blocks_per_group):
         group = blocks[first : first + case.blocks_per_group]
         fully_shard(
@@ -170,14 +163,14 @@ def _fsdp(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
         )
         groups.append(group[0])
     if output is not None and not case.model.tied_embeddings:
-        # Its backward pass comes first: gathered again at once, it would be for nothing.
+        # Its backward pass comes first, so resharding would be undone at once.
         fully_shard(output, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
     _prefetch(groups, case.prefetch)
 
 
 def _prefetch(groups: list[FSDPModule], ahead: int) -> None:
-    """Torch gathers one group ahead by itself."""
+    """Set how many groups are gathered ahead; torch's own default is one."""
     if ahead <= 1:
         return
     for index, group in enumerate(groups):
@@ -204,17 +197,17 @@ def _checkpoint(blocks: nn.ModuleDict, case: TrainCase) -> None:
     for name, block in list(blocks.items()):
         if not case.is_checkpointed[int(name)]:
             continue
-        if case.recompute is Recompute.OPS:
-            wrapped = checkpoint_wrapper(block, context_fn=_selective, preserve_rng_state=False)
-        else:
-            wrapped = checkpoint_wrapper(block, preserve_rng_state=False)
-        blocks[name] = wrapped
+        options: dict[str, Any] = (
+            {"context_fn": _selective} if case.recompute is Recompute.OPS else {}
+        )
+        blocks[name] = checkpoint_wrapper(block, preserve_rng_state=False, **options)
 
 
 def _selective() -> Any:
-    """Attention, communication and every second product are kept, the rest computed again.
+    """Return contexts that save attention, communication and every second product.
 
-    The policy of torchtitan's selective checkpointing: what costs most per byte is kept.
+    This is the policy of torchtitan's selective checkpointing: save the results that are most
+    expensive per byte.
     """
     counts = {False: 0, True: 0}  # products in the forward pass and in its repetition
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stepmark.bench.environment import HAS_TRITON
 from stepmark.bench.training.attention import Attention
-from stepmark.bench.training.layers import FeedForward
+from stepmark.bench.training.layers import FeedForward, triton_kernels
 from stepmark.core.dtypes import DType
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel, Fp8, Precision
@@ -27,14 +27,14 @@ REDUCED = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16}
 
 
 def autocast(case: TrainCase) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What a forward pass runs in. Under FSDP its mixed-precision policy casts instead."""
+    """Return the context of a forward pass. FSDP casts by its mixed-precision policy."""
     if case.precision is not Precision.AMP or case.data_parallel is DataParallel.FSDP:
         return contextlib.nullcontext
     return lambda: torch.autocast(case.device, torch.bfloat16)
 
 
 def apply_fp8(model: nn.Module, case: TrainCase) -> None:
-    """Replace linear layers, in place. Layers whose widths are no multiple of 16 stay."""
+    """Replace linear layers in place, except those with widths that are no multiple of 16."""
     if case.fp8 is Fp8.NONE:
         return
     if case.fp8 is Fp8.TE:
@@ -51,21 +51,21 @@ def apply_fp8(model: nn.Module, case: TrainCase) -> None:
     )
     for module in model.modules():
         if type(module).__name__ == "Float8Linear":
-            _take_rows(module, joins_bias=case.fp8 is Fp8.TENSORWISE and case.parallel.tp == 1)
+            _take_rows(module, fuses_bias=case.fp8 is Fp8.TENSORWISE and case.parallel.tp == 1)
         if isinstance(module, Attention):
             module.joins_gradients = True
         if isinstance(module, FeedForward):
             module.settles_gradients = True
 
 
-def _take_rows(module: Any, *, joins_bias: bool) -> None:
-    """Give torchao's layer rows instead of sequences of them.
+def _take_rows(module: Any, *, fuses_bias: bool) -> None:
+    """Pass rows to torchao's layer instead of sequences of them.
 
-    Its backward pass flattens its input and takes the scale again. The compiler sees that both
-    scales are one only where there was nothing to flatten.
+    Its backward pass flattens its input and computes the scale again. The compiler merges both
+    scales only where there was nothing to flatten.
     """
     multiply: Callable[[Tensor], Tensor] = module.forward
-    if joins_bias and module.bias is not None:
+    if fuses_bias and module.bias is not None:
         from stepmark.bench.training import fp8_bias  # noqa: PLC0415
 
         multiply = functools.partial(fp8_bias.multiply, module)
@@ -77,7 +77,7 @@ def _take_rows(module: Any, *, joins_bias: bool) -> None:
 
 
 def _torchao() -> Any:
-    """Its own kernels, which we do not use, log an error each where they do not load."""
+    """Import torchao without the errors that it logs for kernels that we do not use."""
     logging.getLogger("torchao").setLevel(logging.CRITICAL)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it uses an old name
     import torchao.float8.float8_ops  # noqa: PLC0415
@@ -90,20 +90,18 @@ def _fits(module: nn.Module, name: str, case: TrainCase) -> bool:
     if not isinstance(module, nn.Linear) or module.in_features % 16 or module.out_features % 16:
         return False
     if name.endswith("router"):
-        return False  # a few columns, and its order decides where tokens go
+        return False  # a few columns, and their order decides the experts of tokens
     return case.fp8_head or not name.endswith("output.head")
 
 
 def _apply_te(model: nn.Module, case: TrainCase) -> None:
-    """Written, not run: no machine of ours has TransformerEngine."""
-    import transformer_engine.pytorch as te  # noqa: PLC0415
-
+    """Replace linear layers. Written, not run: no machine of ours has TransformerEngine."""
     for name, module in list(model.named_modules()):
         if not _fits(module, name, case):
             continue
         assert isinstance(module, nn.Linear)
         parent = model.get_submodule(name.rpartition(".")[0])
-        replacement = te.Linear(
+        replacement = _transformer_engine().pytorch.Linear(
             module.in_features,
             module.out_features,
             bias=module.bias is not None,
@@ -113,22 +111,26 @@ def _apply_te(model: nn.Module, case: TrainCase) -> None:
         setattr(parent, name.rpartition(".")[2], replacement)
 
 
+def _transformer_engine() -> Any:
+    import transformer_engine.pytorch  # noqa: PLC0415
+
+    return transformer_engine
+
+
 def fp8_region(case: TrainCase) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """TransformerEngine's layers compute in FP8 only inside its own context."""
+    """Return the context in which TransformerEngine's layers compute in FP8."""
     if case.fp8 is not Fp8.TE:
         return contextlib.nullcontext
-    import transformer_engine.pytorch as te  # noqa: PLC0415
-    from transformer_engine.common.recipe import DelayedScaling, Format  # noqa: PLC0415
-
+    te = _transformer_engine()
     # llm-train-bench's recipe.
-    recipe = DelayedScaling(
-        fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max"
+    recipe = te.common.recipe.DelayedScaling(
+        fp8_format=te.common.recipe.Format.HYBRID, amax_history_len=16, amax_compute_algo="max"
     )
-    return lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+    return lambda: te.pytorch.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
 def after_optimizer(case: TrainCase) -> Callable[[nn.Module], None] | None:
-    """FP8 all-gather takes the scales of all weights at once, in one all-reduce."""
+    """Return the call that computes all scales for FP8 all-gather in one all-reduce."""
     if not case.fp8_all_gather:
         return None
     precompute: Callable[[nn.Module], None] = (
@@ -139,11 +141,10 @@ def after_optimizer(case: TrainCase) -> Callable[[nn.Module], None] | None:
 
 @torch.library.custom_op("stepmark::transposed", mutates_args=())
 def transposed(x: Tensor) -> Tensor:
-    """x.t() with rows in one piece; x is a matrix of one-byte numbers."""
+    """Return x.t(), contiguous; x is a matrix of one-byte numbers."""
     if x.is_cuda and HAS_TRITON:
-        from stepmark.bench.training.triton_kernels import transpose  # noqa: PLC0415
-
-        return transpose(x.contiguous())
+        y: Tensor = triton_kernels().transpose(x.contiguous())
+        return y
     return x.t().clone(memory_format=torch.contiguous_format)  # never x itself
 
 
@@ -153,15 +154,15 @@ def _(x: Tensor) -> Tensor:
 
 
 def lay_out(float8_ops: Any) -> None:
-    """Let torchao's products take their transposed operands from here.
+    """Let torchao's products use our transposition of their operands.
 
-    Tensor cores of the Hopper generation read both FP8 operands along the summed dimension, so
-    the backward products need transposed ones. torchao leaves that to a copy: alone it moves
-    0.3 TB/s on an H200, fused by Inductor with the cast 1.4 TB/s. This kernel moves 2.9 to
-    3.9 TB/s, and leaves Inductor casts that write as they read.
+    Hopper's tensor cores read both FP8 operands along the summed dimension, so the backward
+    products need transposed ones. torchao transposes by a copy: alone it moves 0.3 TB/s on an
+    H200, fused by Inductor with the cast 1.4 TB/s. This kernel moves 2.9 to 3.9 TB/s, and
+    leaves Inductor casts that write in the order in which they read.
 
-    float8_ops: the module torchao.float8.float8_ops. Its preprocess_addmm copies operands that
-    lie the wrong way; it now gets them the right way. Twice is once.
+    float8_ops: the module torchao.float8.float8_ops. Its preprocess_addmm copies operands of
+    the wrong layout; it now gets the right one. A second call changes nothing.
     """
     before = float8_ops.preprocess_addmm
     if getattr(before, "lays_out", False):

@@ -22,8 +22,8 @@ _ROWS = 25
 _NAME_WIDTH = 90
 _STEP = "ProfilerStep"
 
-# The first that matches a kernel's or an operator's name says what it is for. Attention before
-# products, as its kernels are products too; optimizers before what they are built from.
+# The first pattern that matches a kernel's or an operator's name is its group. Attention comes
+# before products, as its kernels are products too; optimizers before the parts of theirs.
 _GROUPS: dict[str, str] = {
     "communication": r"nccl|rccl|c10d|gloo|all_?gather|reduce_?scatter|all_?reduce|symm_mem",
     "attention": r"flash|fmha|attention|sdpa|aiter",
@@ -36,8 +36,8 @@ _OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
-    """Time of a kernel, an operator or a group of them, without what it calls."""
+class SelfTime:
+    """Time of a kernel, an operator or a group of them, without that of its callees."""
 
     name: str
     seconds: float
@@ -48,7 +48,7 @@ class Profile:
     """Records the steps between start and stop on this rank.
 
     On CUDA times are those of kernels, on a CPU those of operators. Where the driver or CUPTI
-    keeps kernels hidden, times are operators' on the host, and the table says so.
+    hides kernels, times are those of operators on the host, and the table notes it.
     """
 
     def __init__(self, folder: Path, name: str, rank: int) -> None:
@@ -69,7 +69,7 @@ class Profile:
             self._begin({ProfilerActivity.CPU})
 
     def _begin(self, activities: Iterable[ProfilerActivity]) -> None:
-        # With a schedule, if one that always records, steps are marked in the trace.
+        # Only with a schedule are steps marked in the trace.
         profiler = torch_profiler.profile(
             activities=activities, schedule=lambda _: ProfilerAction.RECORD, acc_events=True
         )
@@ -77,18 +77,18 @@ class Profile:
         self._profiler = profiler
 
     def step(self) -> None:
-        """To be called at the end of each step."""
+        """Mark the end of a step."""
         self._steps += 1
         self._profiler.step()
 
     def stop(self) -> tuple[str, ...]:
-        """Writes the trace. Returns names of files in the folder."""
+        """Write the trace. Return names of files in the folder."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._profiler.stop()
         self._averages = list(self._profiler.key_averages())
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # A reader never meets half a file.
+        # Renamed when complete, so that no reader gets a partial file.
         unfinished = self.path.with_name(f".{self.path.name}")
         self._profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(self.path)
@@ -98,8 +98,8 @@ class Profile:
     def has_kernels(self) -> bool:
         return any(_is_kernel(entry) for entry in self._averages)
 
-    def spent(self) -> list[Spent]:
-        """By kernel, or by operator without kernels: the longest first."""
+    def self_times(self) -> list[SelfTime]:
+        """Return times by kernel, or by operator without kernels: the longest first."""
         on_device = self.has_kernels
         entries = []
         for entry in self._averages:
@@ -108,38 +108,38 @@ class Profile:
             if on_device and not _is_kernel(entry):
                 continue
             micros = entry.self_device_time_total if on_device else entry.self_cpu_time_total
-            entries.append(Spent(name=entry.key, seconds=micros * 1e-6, calls=entry.count))
+            entries.append(SelfTime(name=entry.key, seconds=micros * 1e-6, calls=entry.count))
         return sorted(entries, key=lambda item: -item.seconds)
 
     def table(self) -> str:
-        """Shares by group and of the longest kernels or operators, as lines of text."""
-        spent = self.spent()
-        total = sum(entry.seconds for entry in spent)
-        what = "kernels" if self.has_kernels else "operators on the host"
+        """Return shares by group and of the longest kernels or operators, as lines of text."""
+        times = self.self_times()
+        total = sum(entry.seconds for entry in times)
+        kind = "kernels" if self.has_kernels else "operators on the host"
         hidden = torch.cuda.is_available() and not self.has_kernels
         note = " (kernels were not recorded: CUPTI gave none)" if hidden else ""
         steps = max(self._steps, 1)
-        head = f"rank {self._rank}: {total / steps * 1e3:.3f} ms of {what} per step{note}"
+        head = f"rank {self._rank}: {total / steps * 1e3:.3f} ms of {kind} per step{note}"
         lines = [f"{head}, {self._steps} steps"]
-        for title, rows in (("group", groups(spent)), ("name", spent[:_ROWS])):
+        for title, rows in (("group", groups(times)), ("name", times[:_ROWS])):
             lines += ["", f"{'share':>7} {'ms/step':>10} {'calls/step':>10}  {title}"]
             lines += [_line(entry, total, steps) for entry in rows]
         return "\n".join(lines)
 
 
-def groups(spent: Iterable[Spent]) -> list[Spent]:
-    """Summed by what kernels are for, the longest first."""
+def groups(times: Iterable[SelfTime]) -> list[SelfTime]:
+    """Return sums by group of kernels, the longest first."""
     sums: dict[str, tuple[float, int]] = {}
-    for entry in spent:
+    for entry in times:
         name = group_of(entry.name)
         seconds, calls = sums.get(name, (0.0, 0))
         sums[name] = (seconds + entry.seconds, calls + entry.calls)
-    entries = [Spent(name=name, seconds=s, calls=c) for name, (s, c) in sums.items()]
+    entries = [SelfTime(name=name, seconds=s, calls=c) for name, (s, c) in sums.items()]
     return sorted(entries, key=lambda item: -item.seconds)
 
 
 def group_of(name: str) -> str:
-    """What a kernel or an operator is for, as its name tells."""
+    """Return the group of a kernel or an operator by its name."""
     matching = (
         group for group, words in _GROUPS.items() if re.search(words, name, re.IGNORECASE)
     )
@@ -150,7 +150,7 @@ def _is_kernel(entry: Any) -> bool:
     return entry.device_type != DeviceType.CPU and not entry.is_user_annotation
 
 
-def _line(entry: Spent, total: float, steps: int) -> str:
+def _line(entry: SelfTime, total: float, steps: int) -> str:
     share = entry.seconds / total if total else 0.0
     name, millis = entry.name, entry.seconds / steps * 1e3
     label = name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 3] + "..."
@@ -163,7 +163,7 @@ _PROFILED = 3  # samples
 def record_messages(
     work: Loop, ranks: Ranks, case: TrainCase
 ) -> tuple[tuple[MessageKind, Tally], ...]:
-    """What all ranks sent in one cycle, ranks counted together."""
+    """Return the messages of all ranks in one cycle."""
     recorder = MessageRecorder()
 
     def begins(phase: str) -> None:
@@ -177,11 +177,11 @@ def record_messages(
 
 
 def record_profile(
-    work: Loop, ranks: Ranks, case: TrainCase, folder: Path, *, chosen: bool, launch: int
+    work: Loop, ranks: Ranks, case: TrainCase, folder: Path, *, is_profiled: bool, launch: int
 ) -> tuple[str, ...]:
-    """Kineto traces of a few samples, whole cycles, on chosen ranks; all files' names."""
+    """Write Kineto traces of a few samples, in whole cycles; return all ranks' file names."""
     name = f"train-{case.case_id[:16]}" + (f"-launch{launch}" if launch > 1 else "")
-    recorder = Profile(folder, name, ranks.rank) if chosen else None
+    recorder = Profile(folder, name, ranks.rank) if is_profiled else None
     if recorder:
         recorder.start()
     for _ in range(max(1, _PROFILED // case.cycle)):
@@ -198,10 +198,10 @@ _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"
 
 
 def attention_kernel(case: TrainCase, device: torch.device) -> str:
-    """Which of its kernels torch's scaled_dot_product_attention takes for these shapes.
+    """Return the kernel that torch's scaled_dot_product_attention uses for these shapes.
 
-    Under context parallelism that of queries which are the last of a sequence. "" where a
-    full device has no room to ask.
+    Under context parallelism it is that of queries at the end of a sequence. "" where a full
+    device has no memory for the query.
     """
     if case.attention != "auto":
         return case.attention

@@ -32,8 +32,8 @@ Mark = Callable[[str], None]
 class Plain:
     """Forward and backward on every rank. As in every trainer nothing waits for the device.
 
-    micro_step marks "fwd" and "bwd" where these can be told apart; after the last one the
-    optimizer follows. It returns the loss (detached); None on ranks without it.
+    micro_step marks "fwd" and "bwd" where these are separate; the optimizer follows the last
+    one. It returns the detached loss; None on ranks without it.
     """
 
     def __init__(self, case: TrainCase, built: Parallelized) -> None:
@@ -41,7 +41,7 @@ class Plain:
         self._case, self._built = case, built
         self._autocast = precision.autocast(case)
         self._fp8 = precision.fp8_region(case)
-        # Graphs write gradients where they were when captured.
+        # Graphs write gradients to the addresses of their capture.
         keeps = case.cuda_graph or case.compiles_graphs
         self._update = Update(case, self.models, keeps_gradients=keeps)
 
@@ -92,10 +92,10 @@ class Graphed:
         self._plain.optimizer_step()
 
     def _capture(self, is_last: bool) -> None:
-        """After three passes aside, as torch's notes on CUDA graphs ask for."""
+        """Capture after three passes on a side stream, as torch's notes on graphs require."""
 
         def silent(_name: str) -> None:
-            """No marks: events of a capture hold no times."""
+            """Set no mark: events of a capture hold no times."""
 
         def once() -> Tensor | None:
             return self._plain.micro_step(
@@ -116,7 +116,7 @@ class Graphed:
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Blocks by stage, as even as can be; the first stages get what is left over."""
+    """Return blocks by stage, as even as possible; the first stages get the remainder."""
     small, rest = divmod(num_layers, num_stages)
     bounds = [0]
     for index in range(num_stages):
@@ -159,11 +159,11 @@ class Pipelined:
             return mean / (case.grad_accum * count)
 
         # Scaled by torch, gradients of earlier micro-steps would be divided once more.
-        how: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+        options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
         if per_rank == 1:
-            self._schedule: Any = Schedule1F1B(stages[0], count, **how)
+            self._schedule: Any = Schedule1F1B(stages[0], count, **options)
         else:
-            self._schedule = ScheduleInterleaved1F1B(stages, count, **how)
+            self._schedule = ScheduleInterleaved1F1B(stages, count, **options)
         self._update = Update(case, self.models, over_stages=self._sum_over_stages)
 
     def micro_step(
@@ -191,7 +191,7 @@ Trainer = Plain | Graphed | Pipelined
 
 
 def make(case: TrainCase, device: torch.device) -> Trainer:
-    """The trainer of this rank. Every rank calls it."""
+    """Return the trainer of this rank. Every rank calls it."""
     torch.set_float32_matmul_precision("highest")  # fp32 is not TF32
     meshes = Meshes(case)
     if case.parallel.pp > 1:

@@ -1,8 +1,8 @@
 """One decoder for GPT-2, Llama, Mistral, Qwen, Mixtral and DeepSeek, written for one device.
 
-Parallelism, compilation and recomputation are put on from outside: linear layers are plain
+Parallelism, compilation and recomputation are applied from outside: linear layers are plain
 nn.Linear, blocks are named by their global index, and a range of them is a pipeline stage.
-Weights come from a seed and their name alone, whoever holds which part of them.
+Weights depend on a seed and their name alone, not on how they are sharded.
 
 B batch, T tokens, N = B * T, C hidden width, D rotary width of a head, V vocabulary.
 """
@@ -22,7 +22,7 @@ from stepmark.bench.training.layers import Experts, FeedForward, Norm
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
 
-# Of a table by position those of the tokens here: context parallelism gives each rank its own.
+# Selects a table's rows for this rank's tokens: context parallelism gives each rank its own.
 Rows = Callable[[Tensor], Tensor]
 
 
@@ -31,7 +31,7 @@ def _all_rows(table: Tensor) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """x_BTC of tokens_BT in the dtype that is computed in, learned positions added."""
+    """x_BTC of tokens_BT in the dtype of the computation, with learned positions added."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Embedding(nn.Module):
             self.fill_tables()
 
     def fill_tables(self) -> None:
-        """Writes what a meta or empty device left out."""
+        """Write the tables, which are empty after creation on the meta device."""
         if self.positions is not None:
             device = self.positions_T.device
             self.positions_T = self.own_rows(torch.arange(self.seq_len, device=device))
@@ -56,7 +56,7 @@ class Embedding(nn.Module):
         if self.positions is not None:
             x_BTC = x_BTC + self.positions(self.positions_T[: tokens_BT.shape[1]])
         device = x_BTC.device.type
-        # fp32 tables would keep the residual stream of all blocks in fp32.
+        # fp32 tables would make the residual stream of all blocks fp32.
         if torch.is_autocast_enabled(device):
             x_BTC = x_BTC.to(torch.get_autocast_dtype(device))
         return x_BTC
@@ -104,7 +104,7 @@ class Output(nn.Module):
         self.summed_loss = summed_loss
 
     def forward(self, x_BTC: Tensor, labels_BT: Tensor | None = None) -> Tensor:
-        """logits_BTV, or the mean cross-entropy over labels other than -100, in fp32."""
+        """Return logits_BTV, or the mean cross-entropy over labels other than -100, in fp32."""
         h_BTC: Tensor = self.norm(x_BTC)
         if labels_BT is not None and self.loss_chunks > 1:
             return chunked_loss(
@@ -120,7 +120,7 @@ class Output(nn.Module):
         return mean_loss(logits_BTV.flatten(0, 1), labels_BT.flatten())
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """All as one graph; with chunks what is done for each, as gradients are taken there."""
+        """Compile it as one graph; with chunks the loss of a chunk, which takes gradients."""
         if self.loss_chunks == 1:
             super().compile(*args, **kwargs)
             return
@@ -129,10 +129,10 @@ class Output(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The blocks of `layers`, by global index, with what stands before and after them.
+    """The blocks of `layers`, by global index, with embedding and output at the ends.
 
-    The embedding is held where layers start at 0, the output where they end with the last.
-    Weights and tables hold values only after weights.init_weights.
+    There is an embedding where layers start at 0, an output where they end with the last.
+    Weights and tables have values only after init_weights.
     """
 
     def __init__(
@@ -164,9 +164,9 @@ class Transformer(nn.Module):
         self.tie()
 
     def forward(self, x: Tensor, labels_BT: Tensor | None = None) -> Tensor:
-        """x is tokens_BT where there is an embedding, else x_BTC of the stage before.
+        """Return x_BTC where there is no output; else logits_BTV, or with labels the loss.
 
-        Returns x_BTC where there is no output; else logits_BTV, or with labels the loss.
+        x is tokens_BT where there is an embedding, else x_BTC of the previous stage.
         """
         if self.embedding is not None:
             x = self.embedding(x)
@@ -177,7 +177,7 @@ class Transformer(nn.Module):
         return x
 
     def fill_tables(self) -> None:
-        """Writes the rotary tables, fp32 whatever the weights' dtype, where they are."""
+        """Write the rotary tables in place, in fp32 for any dtype of weights."""
         if self.cos_TD is not None:
             width = self.model.mla.qk_rope_head_dim if self.model.mla else self.model.d_qk
             device = self.cos_TD.device
@@ -185,7 +185,7 @@ class Transformer(nn.Module):
             self.cos_TD, self.sin_TD = self.own_rows(cos_TD), self.own_rows(sin_TD)
 
     def tie(self) -> None:
-        """Makes the head's weight the token table again, after it was moved or emptied."""
+        """Tie the head's weight to the token table again, after it was moved or emptied."""
         embedding, output = self.embedding, self.output
         if self.model.tied_embeddings and embedding is not None and output is not None:
             output.head.weight = embedding.tokens.weight
@@ -208,7 +208,7 @@ SummedLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def mean_loss(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    """Over the labels that count, in fp32."""
+    """Return the mean cross-entropy over the labels that count, in fp32."""
     return functional.cross_entropy(logits_NV.float(), labels_N, ignore_index=IGNORED)
 
 
@@ -227,11 +227,11 @@ def chunked_loss(
     num_chunks: int,
     summed: SummedLoss = summed_loss,
 ) -> Tensor:
-    """mean_loss(head(x_NC), labels_N), chunk by chunk; any head that maps rows to rows.
+    """Return mean_loss(head(x_NC), labels_N), chunk by chunk; the head must map rows to rows.
 
-    Gradients are taken in the forward pass, while a chunk's logits are there, so that
-    the head is multiplied as often as without chunks. Those of the head's parameters
-    are summed over chunks in the parameters' own dtype.
+    Gradients are taken in the forward pass, while a chunk's logits exist, so that the head is
+    multiplied as often as without chunks. Those of the head's parameters are summed over chunks
+    in the parameters' own dtype.
     """
     weights = [weight for weight in head.parameters() if weight.requires_grad]
     return _in_chunks(head, summed, num_chunks, x_NC, labels_N, *weights)
@@ -274,28 +274,28 @@ class _ChunkedLoss(Function):
         return None, None, None, grad_x_NC * grad.to(grad_x_NC.dtype), None, *scaled
 
 
-# Gradients are taken inside, which is no part of a graph; what it calls may be compiled.
+# It takes gradients inside, which a graph cannot contain; functions that it calls may compile.
 _in_chunks: Callable[..., Tensor] = torch.compiler.disable(_ChunkedLoss.apply)
 
 
 STD = 0.02
 
-# What wrappers put into a parameter's name.
+# Wrappers insert these into a parameter's name.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
 _HEAD, _TABLE = "output.head.weight", "embedding.tokens.weight"
 
 
 @torch.no_grad()
 def init_weights(module: nn.Module, seed: int) -> None:
-    """Fills all parameters and tables: matrices normal with std 0.02, norms 1, biases 0.
+    """Fill all parameters and tables: matrices normal with std 0.02, norms 1, biases 0.
 
-    The same values however the model is split or sharded, on one kind of device; every rank
+    Values do not depend on how the model is split or sharded, on one kind of device: every rank
     draws a whole parameter on its device, one at a time, and keeps its part.
     """
     is_tied = any(part.model.tied_embeddings for part in _transformers(module))
     for wrapped, parameter in module.named_parameters():
         name = canonical_name(wrapped)
-        if is_tied and name == _HEAD:  # of a stage without the table
+        if is_tied and name == _HEAD:  # in a stage without the table
             name = _TABLE
         _fill_parameter(parameter, name, seed)
     for part in module.modules():
@@ -304,13 +304,13 @@ def init_weights(module: nn.Module, seed: int) -> None:
 
 
 def tie(module: nn.Module) -> None:
-    """Ties the head to the token table where the model has it so and both are here."""
+    """Tie the head to the token table where the model does and both are in this stage."""
     for part in _transformers(module):
         part.tie()
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name in the bare Transformer."""
+    """Return a parameter's name in the bare Transformer."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -329,7 +329,7 @@ def _fill_parameter(parameter: Tensor, name: str, seed: int) -> None:
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """63 bits that stay the same from process to process, unlike hash()."""
+    """Return 63 bits that are equal in all processes, unlike hash()."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -337,7 +337,7 @@ def _seed_of(name: str, seed: int) -> int:
 def _fill_normal(parameter: Tensor, seed: int) -> None:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     generator = torch.Generator(local.device).manual_seed(seed)
-    full = torch.empty(parameter.shape, device=local.device)  # fp32, whatever is kept
+    full = torch.empty(parameter.shape, device=local.device)  # fp32 for any dtype of weights
     full.normal_(std=STD, generator=generator)
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements

@@ -1,4 +1,4 @@
-"""In Triton: what torch and Inductor do at half the rate of memory, or less."""
+"""Triton kernels for operations in which torch and Inductor reach half of memory bandwidth."""
 
 import torch
 import triton
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from stepmark.bench.training.layers import CUBIC, LINEAR
 
-# The fastest of ten on an H200 for what layers of GPT-2 and Llama have: 2.9 to 3.9 TB/s.
+# The fastest of ten on an H200 for layers of GPT-2 and Llama: 2.9 to 3.9 TB/s.
 _ROWS, _COLUMNS, _WARPS = 64, 256, 8
 _ELEMENTS = 2048
 
 
 def transpose(x: Tensor) -> Tensor:
-    """x.t() with rows in one piece, as x's are; one-byte numbers."""
+    """Return x.t(), contiguous as x is; one-byte numbers."""
     rows, columns = x.shape
     y = x.new_empty((columns, rows))
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS))
@@ -30,13 +30,13 @@ def transpose(x: Tensor) -> Tensor:
 
 
 def add_into(total: Tensor, x: Tensor) -> None:
-    """total += x in total's dtype, which may be another one. Both contiguous, of one size."""
+    """Add x to total in total's dtype, which may differ. Both contiguous, of one size."""
     count = total.numel()
     _add_into[(triton.cdiv(count, _ELEMENTS),)](total, x, count, ELEMENTS=_ELEMENTS)
 
 
 def gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of the input x of GELU's tanh form. Both contiguous, of one size."""
+    """Return the gradient of the input x of GELU's tanh form. Both contiguous, of one size."""
     out, count = torch.empty_like(x), x.numel()
     _gelu_backward[(triton.cdiv(count, _ELEMENTS),)](
         grad, x, out, count, LINEAR=LINEAR, CUBIC=CUBIC, ELEMENTS=_ELEMENTS
@@ -45,7 +45,7 @@ def gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of silu(gate) * up. All contiguous, of one size."""
+    """Return the gradients of silu(gate) * up. All contiguous, of one size."""
     gate_grad, up_grad, count = torch.empty_like(gate), torch.empty_like(up), up.numel()
     _swiglu_backward[(triton.cdiv(count, _ELEMENTS),)](
         grad, gate, up, gate_grad, up_grad, count, ELEMENTS=_ELEMENTS
