@@ -222,10 +222,6 @@ def between(low: float, high: float) -> Reader:
     return Reader(read=read, show=exact, metavar="<int>" if is_whole else "<float>")
 
 
-def _duration(seconds: float) -> str:
-    return f"{exact(seconds)}s"
-
-
 def _size(num_bytes: int) -> str:
     """Format a size exactly, in the largest unit without a remainder; 1536 stays 1536."""
     for letter, unit in (("T", 2**40), ("G", GIB), ("M", MIB), ("K", KIB)):
@@ -272,7 +268,9 @@ WholeNumbers = Annotated[
 ]
 Size = Annotated[int, Reader(read=parse_bytes, show=_size, metavar="SIZE")]
 Share = Annotated[float, Reader(read=parse_share, show=exact, metavar="SHARE")]
-Duration = Annotated[float, Reader(read=parse_duration, show=_duration, metavar="DURATION")]
+Duration = Annotated[
+    float, Reader(read=parse_duration, show=lambda s: f"{exact(s)}s", metavar="DURATION")
+]
 
 
 def load(name: str) -> Any:

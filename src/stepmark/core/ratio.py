@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import NormalDist, fmean, variance
 
-# Of intervals; a change below the floor is not reported, however certain.
-CONFIDENCE = 0.99
-EFFECT_FLOOR = 0.01
+CONFIDENCE = 0.99  # of intervals
+EFFECT_FLOOR = 0.01  # a smaller change is not reported, however certain
 # An interval that only just leaves 1 out does so by chance in one of a hundred comparisons.
 _MARGIN = 0.1  # of the floor, by which it must clear 1
 _NORMAL = 1000  # degrees of freedom from which t is the normal distribution to four digits
@@ -92,7 +91,7 @@ def ratio(
         )
     se_log, df, basis = error
     half = t_quantile(0.5 + CONFIDENCE / 2, df) * se_log
-    # Of two launches that differ wildly, an interval can pass what a float holds.
+    # The interval of two launches that differ wildly can exceed the range of a float.
     speed, low, high = (
         math.exp(max(-700.0, min(700.0, log_speed + part))) for part in (0.0, -half, half)
     )

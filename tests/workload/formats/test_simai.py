@@ -11,9 +11,9 @@ import pytest
 from stepmark.app.workload import generate
 from stepmark.app.workload_flags import options_class
 from stepmark.core.errors import ConfigError
-from stepmark.core.workload import Block, CommOp, ComputeOp, Workload
+from stepmark.core.workload import Block, CommOp, ComputeOp, Group, Workload
 from stepmark.workload.formats import native, simai
-from stepmark.workload.formats.simai_row import TYPE_OF
+from stepmark.workload.formats.simai_row import TYPE_OF, Cell, Row, blocks_of, row_of
 
 from ..mutations import only_config_errors
 from .aicb_samples import SIMAI, broken, content, megatron, name_of
@@ -302,6 +302,13 @@ def test_a_generated_file_is_read_back_with_its_places(tmp_path: Path) -> None:
     lost = "\n".join(simai.omissions(workload))
     assert "pipeline" in lost
     assert "all_reduce of mp" in lost
+
+
+def test_a_message_before_computation_keeps_its_bytes() -> None:
+    groups = {"tp": Group(digits=((4, 1),))}
+    row = Row(name="mlp", fwd=Cell(compute_ns=5, comm="ALLREDUCE", num_bytes=64))
+    fwd, bwd = blocks_of(row, groups, "line 1", layers=False, microbatches=False)
+    assert row_of("mlp", fwd, bwd, groups) == row_of("mlp", fwd[::-1], bwd, groups) == row
 
 
 def test_an_unknown_time_is_not_zero() -> None:

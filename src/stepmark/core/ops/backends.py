@@ -31,7 +31,7 @@ MODULES = (
     "aiter",
     "deepspeed",
 )
-# Of families that have more backends than one.
+# Families with several backends.
 _SEVERAL = {
     "grouped-gemm": ("torch", "loop"),
     "attention": ("flash", "cudnn", "efficient", "math", "flex", "flash-attn", "varlen"),

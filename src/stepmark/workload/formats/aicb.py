@@ -238,9 +238,8 @@ class Reader:
 
     def _num_microbatches(self) -> int:
         """Return the micro-batches of the first iteration, by its embeddings; 1 without any."""
-        marks = {index for index, line in enumerate(self._parsed) if line.stage == _EMBEDDING}
-        first = self._sections[0].epochs
-        return max(1, sum(1 for number in first[1 if len(first) > 1 else 0] if number in marks))
+        epoch = self._sections[0].epochs[:2][-1]  # after the set-up, where there is one
+        return max(1, sum(self._parsed[number].stage == _EMBEDDING for number in epoch))
 
 
 class _Section(msgspec.Struct):

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.model import Activation, MlaConfig, ModelConfig, MoeConfig
+from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig
 from stepmark.workload.formats.source_file import convert, one_line, read_json
 
 # Far above any model, and low enough that 4 x a width is still one ModelConfig accepts.
@@ -210,6 +210,7 @@ def _gpt2(raw: dict[str, object], where: str, facts: dict[str, Any]) -> ModelCon
         raise ConfigError(
             f"{where}n_embd", config.n_embd, f"a multiple of n_head={config.n_head}"
         )
+    _check_activation(config.activation_function, f"{where}activation_function", *_GELUS)
     if config.add_cross_attention:
         raise ConfigError(f"{where}add_cross_attention", "true", "false: a decoder only")
     return ModelConfig(
@@ -223,7 +224,7 @@ def _gpt2(raw: dict[str, object], where: str, facts: dict[str, Any]) -> ModelCon
         vocab_size=config.vocab_size,
         seq_len=min(config.n_positions, DEFAULT_SEQ_LEN),
         max_positions=config.n_positions,
-        activation=_activation(config.activation_function, f"{where}activation_function"),
+        activation="gelu",
         norm="layernorm",
         tied_embeddings=config.tie_word_embeddings,
         linear_bias=True,
@@ -238,6 +239,7 @@ def _dense(config: _Llama, where: str, head_dim: int | None = None) -> dict[str,
         value = one_line(config.attention_bias)
         allowed = f"mlp_bias, which is {one_line(config.mlp_bias)}"
         raise ConfigError(f"{where}attention_bias", value, allowed)
+    _check_activation(config.hidden_act, f"{where}hidden_act", "silu")
     heads = config.num_attention_heads
     head_dim = config.head_dim or head_dim
     if head_dim is None and config.hidden_size % heads:
@@ -252,20 +254,17 @@ def _dense(config: _Llama, where: str, head_dim: int | None = None) -> dict[str,
         "ffn_hidden_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
         "seq_len": min(config.max_position_embeddings, DEFAULT_SEQ_LEN),
-        "activation": _activation(config.hidden_act, f"{where}hidden_act"),
+        "activation": "swiglu",
         "tied_embeddings": config.tie_word_embeddings,
         "linear_bias": config.mlp_bias,
     }
 
 
-def _activation(name: str, field: str) -> Activation:
-    """Return the activation: the gated families call theirs silu, the plain ones some gelu."""
-    if name == "silu" and field.endswith("hidden_act"):
-        return "swiglu"
-    if name in _GELUS and field.endswith("activation_function"):
-        return "gelu"
-    allowed = "silu" if field.endswith("hidden_act") else f"one of {', '.join(_GELUS)}"
-    raise ConfigError(field, name, allowed)
+def _check_activation(name: str, field: str, *allowed: str) -> None:
+    """Raise ConfigError for another name; the gated families call theirs silu."""
+    if name not in allowed:
+        several = "one of " if len(allowed) > 1 else ""
+        raise ConfigError(field, name, several + ", ".join(allowed))
 
 
 _GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")

@@ -157,6 +157,7 @@ def _check_names(kind: type[Any], plain: Mapping[str, Any]) -> None:
 
 SCHEMA = 1
 KIND = "stepmark workload"
+_SAME = ("name", "rules", "source", "world_size", "num_microbatches")  # as in Workload
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -217,11 +218,7 @@ def encode(workload: Workload) -> bytes:
     parts = {
         "schema": str(SCHEMA).encode(),
         "kind": _json(KIND),
-        "name": _json(workload.name),
-        "rules": _json(workload.rules),
-        "source": _json(workload.source),
-        "world_size": _json(workload.world_size),
-        "num_microbatches": _json(workload.num_microbatches),
+        **{name: _json(getattr(workload, name)) for name in _SAME},
         "model": _json(workload.model and bare(workload.model)),
         "settings": _json(dict(workload.settings)),
         "groups": _json({name: group.digits for name, group in workload.groups.items()}),
@@ -247,11 +244,7 @@ def decode(data: bytes) -> Workload:
     file = _file(data)
     ops = [operation(op, f"ops[{index}]") for index, op in enumerate(file.ops)]
     workload = Workload(
-        name=file.name,
-        rules=file.rules,
-        source=file.source,
-        world_size=file.world_size,
-        num_microbatches=file.num_microbatches,
+        **{name: getattr(file, name) for name in _SAME},
         model=None if file.model is None else model_of(file.model),
         settings=file.settings,
         groups={name: Group(digits=digits) for name, digits in file.groups.items()},

@@ -214,7 +214,7 @@ class Reader:
                     place = _Place(place.microbatch + 1, 0)
                 if row.starts_layer:
                     place = replace(place, layer=place.layer + 1)
-                at = {"layer": place.layer - 1, "microbatch": place.microbatch - 1}
+                at = _Place(place.microbatch - 1, place.layer - 1)
                 runs.append((f"row {item}", 1, at, _Place()))
                 continue
             if item not in self._bodies:
@@ -222,10 +222,7 @@ class Reader:
                 inner = f"rows {self._num_repeats}"
                 self._bodies[item] = (inner, self._body(inner, item.body))
             inner, step = self._bodies[item]
-            at = {
-                "layer": 0 if step.microbatch else place.layer,
-                "microbatch": place.microbatch,
-            }
+            at = _Place(place.microbatch, 0 if step.microbatch else place.layer)
             if step.microbatch:
                 place = _Place(place.microbatch + item.times * step.microbatch, step.layer)
                 step = _Place(step.microbatch, 0)
@@ -243,20 +240,14 @@ class Reader:
         return ()
 
 
-def _run(block: str, times: int, at: dict[str, int], step: _Place, *, backward: bool) -> Run:
-    if not backward:
-        return Run(
-            block=f"{block}.fwd",
-            times=times,
-            layer_step=step.layer,
-            microbatch_step=step.microbatch,
-            **at,
-        )
+def _run(block: str, times: int, at: _Place, step: _Place, *, backward: bool) -> Run:
+    """Return a run of the forward block, or of the backward block from its last repetition."""
+    first, direction = (times - 1, -1) if backward else (0, 1)
     return Run(
-        block=f"{block}.bwd",
+        block=f"{block}.bwd" if backward else f"{block}.fwd",
         times=times,
-        layer=at["layer"] + step.layer * (times - 1),
-        layer_step=-step.layer,
-        microbatch=at["microbatch"] + step.microbatch * (times - 1),
-        microbatch_step=-step.microbatch,
+        layer=at.layer + step.layer * first,
+        layer_step=direction * step.layer,
+        microbatch=at.microbatch + step.microbatch * first,
+        microbatch_step=direction * step.microbatch,
     )

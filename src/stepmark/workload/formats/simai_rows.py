@@ -7,7 +7,7 @@ there; the pipeline is a number in the header.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stepmark.core.collectives import Collective
 from stepmark.core.errors import ConfigError
@@ -63,26 +63,19 @@ class Slot:
         return Cell(compute_ns=time_ns, comm=self.comm, num_bytes=self.num_bytes)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Passes:
-    fwd: list[Operation] = field(default_factory=list)
-    bwd: list[Operation] = field(default_factory=list)
-
-
 def microbatch_rows(messages: Messages, ops: Sequence[Operation]) -> Iterator[Row]:
     gathers = {str(Collective.ALL_GATHER), str(Collective.REDUCE_SCATTER)}
     split = any(
         isinstance(op, CommOp) and op.group == "tp" and op.collective in gathers for op in ops
     )
     moe = {op.layer for op in ops if op.module.startswith(("mlp.router", "mlp.experts"))}
-    parts: dict[tuple[int | None, str], _Passes] = {}
+    parts: dict[tuple[int | None, str], tuple[list[Operation], list[Operation]]] = {}
     for op in ops:
         key = (op.layer, row_name(op.module, split=split, moe=op.layer in moe))
-        passes = parts.setdefault(key, _Passes())
-        forward = op.phase is Phase.FWD and not op.recompute
-        (passes.fwd if forward else passes.bwd).append(op)
-    for (_, name), passes in parts.items():
-        yield from _rows(messages, name, passes)
+        fwd, bwd = parts.setdefault(key, ([], []))
+        (fwd if op.phase is Phase.FWD and not op.recompute else bwd).append(op)
+    for (_, name), (fwd, bwd) in parts.items():
+        yield from _rows(name, slots_of(messages, fwd), slots_of(messages, bwd))
 
 
 def row_name(module: str, *, split: bool, moe: bool) -> str:
@@ -98,9 +91,8 @@ def row_name(module: str, *, split: bool, moe: bool) -> str:
     return names.get(part, "_".join(module.replace(".", " ").split()) or "unnamed")
 
 
-def _rows(messages: Messages, name: str, passes: _Passes) -> Iterator[Row]:
+def _rows(name: str, fwd: list[Slot], bwd: list[Slot]) -> Iterator[Row]:
     """Yield a layer's rows; backward messages are placed from the last row, where it starts."""
-    fwd, bwd = slots_of(messages, passes.fwd), slots_of(messages, passes.bwd)
     number = max(len(fwd), len(bwd))
     fwd += [Slot()] * (number - len(fwd))
     bwd = bwd[::-1] + [Slot()] * (number - len(bwd))

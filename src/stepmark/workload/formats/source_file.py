@@ -27,12 +27,7 @@ def read_head(path: Path, what: str, size: int) -> bytes:
             packed = file.read(2) == _GZIP
         with gzip.open(path, "rb") if packed else path.open("rb") as file:
             return file.read(size)
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        zlib.error,
-    ) as error:  # ValueError: a NUL in the path
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(what, path, f"a file that can be read ({reason})") from None
 
