@@ -243,7 +243,7 @@ def _explicit(options: FamilyOptions, device: str) -> Iterator[Placed]:
             if name in names and name not in item and twin in item:
                 item[name] = item[twin]
         for phase, changed in _passes(item, options):
-            yield Label(phase=phase), _scaled(shapes.build(kind, changed, ""), options)
+            yield Label(phase=phase), _scaled(kind(**changed), options)
 
 
 def _chosen(options: FamilyOptions, device: str) -> dict[str, list[Any]]:

@@ -1,11 +1,11 @@
-"""Protocol of all cases, and the case of an operator. The content of a case is its identity."""
+"""Case of an operator: one measurement to make. The content of a case is its identity."""
 
 import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import FAMILY_OF, Op, Phase
@@ -51,44 +51,18 @@ def identity_hash(identity: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class Case(Protocol):
-    """One measurement to make: an operator, a collective or a training step."""
-
-    kind: ClassVar[str]  # the tag in plan.jsonl, and the key of the bench that measures it
-
-    @property
-    def device(self) -> str:
-        """Type of the device: cuda or cpu."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that take part."""
-
-    @property
-    def labels(self) -> tuple[Label, ...]:
-        """Places in models that this measurement stands for; no part of the identity."""
-
-    @property
-    def family(self) -> str:
-        """Name of what is measured, e.g. gemm, all_reduce, train."""
-
-    @property
-    def case_id(self) -> str:
-        """SHA-256 of the canonical JSON of what is measured and how."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCase:
     """One operator: how it is run, how it is timed. Everything but labels is its identity."""
 
-    kind: ClassVar[str] = "op"
+    kind: ClassVar[str] = "op"  # the tag in plan.jsonl and the key of the bench
     op: Op
     backend: str
-    device: str = "cuda"
+    device: str = "cuda"  # or cpu
     num_ranks: int = 1
     clock: ClockName = ClockName.AUTO
     rate: Rate = Rate.SUSTAINED
-    labels: tuple[Label, ...] = ()
+    labels: tuple[Label, ...] = ()  # places in models that this measurement stands for
     # e.g. "1/64" when the shape is a scaled-down stand-in; shown in every row.
     scale: str = ""
 

@@ -162,6 +162,14 @@ class Run:
         if self.times < 1:
             raise ConfigError("times", self.times, "1 or more")
 
+    def places(self, layer: int, microbatch: int) -> Iterator[tuple[int, int]]:
+        """Yield layer and micro-batch of each repetition of a run inside this place."""
+        for index in range(self.times):
+            yield (
+                layer + self.layer + index * self.layer_step,
+                microbatch + self.microbatch + index * self.microbatch_step,
+            )
+
 
 Operation = ComputeOp | CommOp
 Item = Operation | Run
@@ -239,12 +247,8 @@ class Workload:
     def _expand(self, block: str, layer: int, microbatch: int) -> Iterator[Operation]:
         for item in self.blocks[block]:
             if isinstance(item, Run):
-                for index in range(item.times):
-                    yield from self._expand(
-                        item.block,
-                        layer + item.layer + index * item.layer_step,
-                        microbatch + item.microbatch + index * item.microbatch_step,
-                    )
+                for place in item.places(layer, microbatch):
+                    yield from self._expand(item.block, *place)
             else:
                 yield shifted(item, layer, microbatch)
 

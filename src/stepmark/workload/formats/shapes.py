@@ -9,10 +9,7 @@ that we do not have are named, not dropped.
 
 import dataclasses
 import difflib
-import enum
 import itertools
-import types
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,51 +52,26 @@ def read_shapes(path: Path, family: str, defaults: dict[str, object]) -> list[tu
         ]
         if missing:
             raise ConfigError(f"{where}: {missing[0]}", "missing", "a value")
-        shapes.append((_label(where, item), build(kind, values, where)))
+        shapes.append((_label(where, item), _build(kind, values, where)))
     if not shapes:
         raise ConfigError("shapes", path, "at least one shape")
     return shapes
 
 
-def build(kind: type[Op], values: dict[str, Any], where: str) -> Op:
-    """Return an operator of plain values (numbers, names, lists). Raise ConfigError."""
-    hints = typing.get_type_hints(kind)
-    converted = {}
-    for name, value in values.items():
-        field = f"{where}: {name.replace('_', '-')}" if where else name.replace("_", "-")
-        try:
-            converted[name] = msgspec.convert(value, type=hints[name])
-        except msgspec.MsgspecError:
-            raise ConfigError(field, value, _allowed(hints[name])) from None
+def _build(kind: type[Op], values: dict[str, Any], where: str) -> Op:
+    """Return an operator of plain values. Raise ConfigError that starts with `where`."""
     try:
-        return kind(**converted)
+        return kind(**values)
     except ConfigError as error:
-        if not where:
-            raise
-        raise ConfigError(
-            f"{where}: {error.field}",
-            converted.get(error.field.replace("-", "_"), ""),
-            error.allowed,
-        ) from None
-
-
-def _allowed(hint: Any) -> str:
-    """Return the values that a field's type takes, in words."""
-    kind = hint
-    if isinstance(hint, types.UnionType):
-        kind = next(option for option in hint.__args__ if option is not types.NoneType)
-    if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
-        return f"one of {', '.join(kind)}"
-    if typing.get_origin(kind) is tuple:
-        return "a list of whole numbers"
-    words = {bool: "true or false", int: "a whole number", float: "a number"}
-    return words.get(kind, "text")
+        value = values.get(error.field.replace("-", "_"), error.shown)
+        raise ConfigError(f"{where}: {error.field}", value, error.allowed) from None
 
 
 def _label(where: str, item: dict[str, Any]) -> Label:
-    for name, kind in (("model", str), ("role", str), ("mbs", int)):
+    for name in _LABELS:
+        kind, allowed = (int, "a whole number") if name == "mbs" else (str, "text")
         if name in item and type(item[name]) is not kind:
-            raise ConfigError(f"{where}: {name}", item[name], _allowed(kind))
+            raise ConfigError(f"{where}: {name}", item[name], allowed)
     if item.get("mbs", 1) < 1:
         raise ConfigError(f"{where}: mbs", item["mbs"], "at least 1")
     return Label(model=item.get("model", ""), role=item.get("role", ""), mbs=item.get("mbs"))

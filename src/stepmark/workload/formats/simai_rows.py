@@ -221,10 +221,8 @@ def first_microbatch(workload: Workload, stage: int) -> Iterator[Operation]:
         for item in workload.blocks[name]:
             if isinstance(item, Run):
                 low, high, loose = span(item.block)
-                for index in range(item.times):
-                    base = microbatch + item.microbatch + index * item.microbatch_step
+                for at, base in item.places(layer, microbatch):
                     if loose or low + base <= 0 <= high + base:
-                        at = layer + item.layer + index * item.layer_step
                         yield from walk(item.block, at, base)
             elif item.microbatch is None or item.microbatch + microbatch == 0:
                 yield shifted(item, layer, microbatch)

@@ -39,33 +39,20 @@ def walk(
     workload: Workload, stage: int, make: Callable[[Operation], T]
 ) -> Iterator[Segment[T]]:
     """Yield `workload.expand(stage)` in segments; `make` runs once per operation of a block."""
+    blocks: dict[str, list[Run | list[Placed[T]]]] = {}
+
+    def visit(block: str, layer: int, microbatch: int) -> Iterator[Segment[T]]:
+        if block not in blocks:
+            blocks[block] = _parts(workload, block, make)
+        for part in blocks[block]:
+            if isinstance(part, Run):
+                for place in part.places(layer, microbatch):
+                    yield from visit(part.block, *place)
+            else:
+                yield Segment(part, layer, microbatch)
+
     if block := workload.stages[stage].step:
-        yield from _visit(workload, block, 0, 0, make, {})
-
-
-def _visit(
-    workload: Workload,
-    block: str,
-    layer: int,
-    microbatch: int,
-    make: Callable[[Operation], T],
-    parts_by_block: dict[str, list[Run | list[Placed[T]]]],
-) -> Iterator[Segment[T]]:
-    if block not in parts_by_block:
-        parts_by_block[block] = _parts(workload, block, make)
-    for item in parts_by_block[block]:
-        if not isinstance(item, Run):
-            yield Segment(item, layer, microbatch)
-            continue
-        for index in range(item.times):
-            yield from _visit(
-                workload,
-                item.block,
-                layer + item.layer + index * item.layer_step,
-                microbatch + item.microbatch + index * item.microbatch_step,
-                make,
-                parts_by_block,
-            )
+        yield from visit(block, 0, 0)
 
 
 def _parts(
