@@ -136,7 +136,7 @@ def check_names(what: str, names: list[str]) -> None:
     """Raise ConfigError for a name that occurs twice."""
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice:
-        raise ConfigError(what, twice, "a name that no other one has")
+        raise ConfigError(what, twice, "a unique name")
 
 
 __all__ = [
@@ -201,7 +201,7 @@ class OwnJob(Spread):
 
     def __post_init__(self) -> None:
         Spread.__post_init__(self)
-        allowed = f"1: {self.name} is spread over data ranks alone"
+        allowed = f"1: {self.name} supports only data-parallel ranks"
         check_single(self.parallel, ("tp", "pp", "cp", "ep"), allowed)
 
     @property

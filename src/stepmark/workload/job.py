@@ -1,9 +1,10 @@
 """A training job: a model, its ranks and its batches. All rules start from it."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
-from stepmark.core.collectives import FACTS, Collective, Parts, RedOp
+from stepmark.core.collectives import FACTS, Collective, RedOp, num_parts
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
@@ -12,7 +13,7 @@ from stepmark.core.ops import Phase
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import COMPUTE, CommOp, Group
 from stepmark.workload.layout import FUSED, Inputs, ShardLayout
-from stepmark.workload.tree import TreeMaker
+from stepmark.workload.tree import TreeBuilder
 
 TRAINED = (DType.FP32, DType.BF16, DType.FP16)  # the rules know all messages of these types
 
@@ -26,6 +27,14 @@ DUAL = {
 def setting(default: Any, meaning: str) -> Any:
     """Return a field of a framework's settings with its help."""
     return field(default=default, metadata={"help": meaning})
+
+
+def plain_settings(settings: Any) -> dict[str, str | int | float | bool | None]:
+    """Return the fields of a rule's settings as plain values."""
+    return {
+        name: value.value if isinstance(value, StrEnum) else value
+        for name, value in asdict(settings).items()
+    }
 
 
 def check_at_least(settings: Any, least: int, *names: str) -> None:
@@ -125,11 +134,11 @@ class Job(Spread):
         """Tokens of one micro-batch on one rank, before tensor parallelism divides them."""
         return self.mbs * self.model.seq_len // self.parallel.cp
 
-    def tree(self, framework: str, **changes: Any) -> TreeMaker:
-        """Return the maker of one rank's units, for a framework of FUSED."""
+    def tree(self, framework: str, **changes: Any) -> TreeBuilder:
+        """Return the builder of one rank's units, for a framework of FUSED."""
         inputs = Inputs(mbs=self.mbs, seq_len=self.model.seq_len, dtype=self.dtype)
         layout = ShardLayout(axes=self.parallel, fused=FUSED[framework])
-        return TreeMaker(model=self.model, layout=replace(layout, **changes), inputs=inputs)
+        return TreeBuilder(model=self.model, layout=replace(layout, **changes), inputs=inputs)
 
 
 # From the fastest mesh dimension to the slowest: Megatron-LM's default order (tp-cp-ep-dp-pp,
@@ -185,11 +194,8 @@ class Comms:
         size = self.groups[group].size
         if size == 1:
             return ()
-        parts, reduces = 1, False
-        if collective not in (SEND, RECV):
-            facts = FACTS[Collective(collective)]
-            parts = size if facts.parts is Parts.PER_RANK else 1
-            reduces = facts.reduces
+        kind = None if collective in (SEND, RECV) else Collective(collective)
+        parts = num_parts(kind, size) if kind else 1
         if elements % parts:
             raise ConfigError(module, f"{elements} elements", f"a multiple of {parts} ranks")
         op = CommOp(
@@ -204,7 +210,7 @@ class Comms:
             stream=stream,
             name=name,
             after=after,
-            redop=redop or (RedOp.SUM if reduces else RedOp.NONE),
+            redop=redop or (RedOp.SUM if kind and FACTS[kind].reduces else RedOp.NONE),
             peer=peer,
             fused=fused,
         )

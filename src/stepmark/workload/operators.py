@@ -1,7 +1,9 @@
 """The operators of a model on one rank, as `op --model` lists them: leaves of its tree."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from stepmark.core.case import Label
 from stepmark.core.dtypes import DType
@@ -29,28 +31,21 @@ class ModelShape:
         return build(self.model, self.layout, self.inputs)
 
 
-def _leaves(family: str) -> Callable[[ModelShape], Iterator[Placed]]:
-    """Return a function that yields operators of one layer of each kind, head and loss."""
-
-    def placed(shape: ModelShape) -> Iterator[Placed]:
-        if family == "grouped-gemm" and shape.model.moe and shape.inputs.dtype is DType.FP64:
-            raise ConfigError(
-                "dtype", shape.inputs.dtype, "bf16, fp16 or fp32 for grouped-gemm"
-            )
-        counts: dict[tuple[str, Phase, Op], int] = {}
-        for unit in shape.root.inside:
-            own: dict[tuple[str, Phase, Op], int] = {}
-            for leaf in unit.walk():
-                for item in leaf.work:
-                    # The last norm has the shape of a layer's norms.
-                    if isinstance(item.op, FAMILIES[family]) and leaf.role != "head.norm":
-                        key = _role(leaf.role), item.phase, item.op
-                        own[key] = own.get(key, 0) + 1
-            counts |= {key: max(count, counts.get(key, 0)) for key, count in own.items()}
-        for (role, phase, op), count in counts.items():
-            yield _label(shape, role, phase, count), op
-
-    return placed
+def _leaves(family: str, shape: ModelShape) -> Iterator[Placed]:
+    """Yield operators of one layer of each kind, head and loss, each with its count."""
+    if family == "grouped-gemm" and shape.model.moe and shape.inputs.dtype is DType.FP64:
+        raise ConfigError("dtype", shape.inputs.dtype, "bf16, fp16 or fp32 for grouped-gemm")
+    counts = Counter[tuple[str, Phase, Op]]()
+    for unit in shape.root.inside:
+        counts |= Counter(
+            (_role(leaf.role), item.phase, item.op)
+            for leaf in unit.walk()
+            for item in leaf.work
+            # The last norm has the shape of a layer's norms.
+            if isinstance(item.op, FAMILIES[family]) and leaf.role != "head.norm"
+        )
+    for (role, phase, op), count in counts.items():
+        yield _label(shape, role, phase, count), op
 
 
 def _role(role: str) -> str:
@@ -63,16 +58,16 @@ def _label(shape: ModelShape, role: str, phase: Phase, count: int = 1) -> Label:
     return Label(model=shape.model.name, role=role, phase=phase, count=count, mbs=mbs)
 
 
-def losses(shape: ModelShape) -> Iterator[Placed]:
+def _losses(shape: ModelShape) -> Iterator[Placed]:
     """Yield the loss of all logits, and the one that is computed chunk by chunk."""
-    placed = list(_leaves("cross-entropy")(shape))
+    placed = list(_leaves("cross-entropy", shape))
     yield from placed
     for label, op in placed:
         if isinstance(op, CrossEntropy) and op.tokens >= _CHUNKS:
             yield replace(label, role="loss_chunked"), replace(op, chunks=_CHUNKS)
 
 
-def optimizers(shape: ModelShape) -> Iterator[Placed]:
+def _optimizers(shape: ModelShape) -> Iterator[Placed]:
     """Yield AdamW of this rank's shards: one layer of each kind, and embedding with head."""
     axes, layout = shape.layout.axes, shape.layout
     shards = axes.dp_shard * axes.cp
@@ -102,9 +97,9 @@ def optimizers(shape: ModelShape) -> Iterator[Placed]:
 # Families that a model shapes, in the order of `op all`.
 BY_FAMILY: dict[str, Callable[[ModelShape], Iterator[Placed]]] = {
     **{
-        family: _leaves(family)
+        family: partial(_leaves, family)
         for family in ("gemm", "grouped-gemm", "attention", "norm", "activation", "rope")
     },
-    "cross-entropy": losses,
-    "optimizer": optimizers,
+    "cross-entropy": _losses,
+    "optimizer": _optimizers,
 }

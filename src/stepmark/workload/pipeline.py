@@ -16,7 +16,9 @@ from stepmark.core.workload import Block, ComputeOp, Item, Kernel, Run
 from stepmark.workload.job import near_multiples
 
 T = TypeVar("T", bound=Item)
-PASSED = "passed"  # name of the newest computation that ends a block or a pass, or of a wait
+COMPUTE_DONE = (
+    "passed"  # name of the newest computation that ends a block or a pass, or of a wait
+)
 
 
 def wait(after: Iterable[str], phase: Phase, module: str = "gradients") -> ComputeOp:
@@ -25,7 +27,7 @@ def wait(after: Iterable[str], phase: Phase, module: str = "gradients") -> Compu
         op=Kernel(name="wait", flops=0, bytes_moved=0),
         phase=phase,
         module=module,
-        name=PASSED,
+        name=COMPUTE_DONE,
         after=tuple(after),
         time_s=0.0,
     )
@@ -94,7 +96,7 @@ class Pipeline:
         if self.num_stages == 1:
             raise ConfigError("vpp", self.num_chunks, "1 where there is one pipeline stage")
         if self.num_stages == 2 and not self.overlap:
-            raise ConfigError("pp", 2, "more than 2 where vpp goes without overlap_p2p_comm")
+            raise ConfigError("pp", 2, "more than 2 for vpp without overlap_p2p_comm")
         if self.num_microbatches % self.num_stages:
             near = near_multiples(self.num_microbatches, self.num_stages)
             allowed = f"a multiple of pp ({self.num_stages}) where vpp > 1, e.g. {near}"

@@ -42,19 +42,19 @@ from stepmark.workload.layout import (
 def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
     """Return the modules of one pipeline stage on one rank."""
     layout.check(model)
-    maker = TreeMaker(model=model, layout=layout, inputs=inputs)
+    builder = TreeBuilder(model=model, layout=layout, inputs=inputs)
     pp = layout.axes.pp
     small, rest = divmod(model.num_layers, pp)
     start = layout.stage * small + min(layout.stage, rest)
     stop = start + small + (layout.stage < rest)
-    units = [maker.embedding()] if layout.stage == 0 else []
+    units = [builder.embedding()] if layout.stage == 0 else []
     dense = model.num_dense_layers
     for first, last, moe in ((start, min(stop, dense), False), (max(start, dense), stop, True)):
         if first < last:
-            unit = replace(maker.block(moe=moe), name=f"blocks.{first}", times=last - first)
+            unit = replace(builder.block(moe=moe), name=f"blocks.{first}", times=last - first)
             units.append(unit)
     if layout.stage == pp - 1:
-        units.append(maker.output())
+        units.append(builder.output())
     return Module(inside=tuple(units))
 
 
@@ -70,7 +70,7 @@ def _stage(model: ModelConfig, cp: int, pp: int, stage: int) -> Module:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TreeMaker:
+class TreeBuilder:
     """Factory of a model's units: embedding, dense and MoE block, output."""
 
     model: ModelConfig
@@ -305,27 +305,20 @@ class TreeMaker:
         width = linear.width // etp if linear.split == "in" else linear.width
         count, role = linear.copies // ep, role_of(linear.name)
         rows, dtype = self.expert_rows, inputs.plain_dtype
-        ops: list[tuple[Phase, Op | Kernel]] = []
-        for phase in (Phase.FWD, Phase.DGRAD, Phase.WGRAD):
-            if dtype is DType.FP64:  # no operator: experts one by one
-                flops = 2 * rows * out * width
-                ops.append((phase, Kernel(name="experts", flops=flops)))
-                continue
-            op = GroupedGemm(
-                num_groups=count,
-                tokens=rows,
-                n=out,
-                k=width,
-                skew=inputs.skew,
-                dtype=dtype,
-                phase=phase,
+        ops: list[Op | Kernel]
+        phases = (Phase.FWD, Phase.DGRAD, Phase.WGRAD)
+        if dtype is DType.FP64:  # no operator: experts one by one
+            ops = [Kernel(name="experts", flops=2 * rows * out * width)] * 3
+        else:
+            product = GroupedGemm(
+                num_groups=count, tokens=rows, n=out, k=width, skew=inputs.skew, dtype=dtype
             )
-            ops.append((phase, op))
+            ops = [replace(product, phase=phase) for phase in phases]
         # Without sequence parallelism every tp rank has all rows; ranks of another part of the
         # width do other work.
         twins = max(1, self.own_twins // etp)
         param = Param(name=linear.name, shape=(count, out, width), part=role, is_expert=True)
-        work = work_of(role, *ops)
+        work = work_of(role, *zip(phases, ops, strict=True))
         return Module(name=linear.name, role=role, work=work, params=(param,), twins=twins)
 
     def linear(self, linear: Linear, role: str) -> Module:

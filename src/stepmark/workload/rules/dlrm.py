@@ -107,21 +107,21 @@ def _step(settings: Dlrm, world_size: int, local_tables: int) -> list[Item]:
     own = settings.mini_batch_size // world_size
     bottom = _Mlp("bottom", settings.bottom, own, settings.dtype)
     top = _Mlp("top", settings.top, own, settings.dtype)
-    alone = world_size == 1
+    several = world_size > 1
     return [
         *_bags(settings, local_tables, Phase.FWD),
         *_exchange(settings, world_size, Phase.FWD, "exchange", "bags"),
         *bottom.forward(),
-        *_interaction(settings, own, Phase.FWD, () if alone else ("exchange",)),
+        *_interaction(settings, own, Phase.FWD, ("exchange",) if several else ()),
         *top.forward(),
         _kernel("loss", Phase.FWD, 3 * own, settings.dtype),
         _kernel("loss", Phase.BWD, 3 * own, settings.dtype),
-        *top.backward(first=False, reduced=not alone),
+        *top.backward(first=False, reduced=several),
         *_interaction(settings, own, Phase.BWD, ()),
         *_exchange(settings, world_size, Phase.BWD, "returned", "split"),
-        *bottom.backward(first=True, reduced=not alone),
-        *_bags(settings, local_tables, Phase.BWD, () if alone else ("returned",)),
-        *_update(settings, local_tables, reduced=not alone),
+        *bottom.backward(first=True, reduced=several),
+        *_bags(settings, local_tables, Phase.BWD, ("returned",) if several else ()),
+        *_update(settings, local_tables, reduced=several),
     ]
 
 

@@ -17,9 +17,9 @@ from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.workload.job import Job
 from stepmark.workload.rules.deepspeed.modules import Param
+from stepmark.workload.rules.deepspeed.recorder import all_reduced
 from stepmark.workload.rules.deepspeed.rule import workload
 from stepmark.workload.rules.deepspeed.settings import DeepSpeed, Switch
-from stepmark.workload.rules.deepspeed.tape import all_reduced
 from stepmark.workload.rules.pytorch import ddp
 
 LLAMA = replace(MODELS["llama"], vocab_size=512)  # every tensor divides by 4 ranks

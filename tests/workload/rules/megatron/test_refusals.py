@@ -34,7 +34,7 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
     (EXPERTS, {"tp": 2}, {}, "sequence_parallel"),
     (EXPERTS, {"ep": 4, "dp_shard": 2}, {}, "ep.*4.*tp x cp x dp \\(2\\)"),
     (EXPERTS, {"ep": 3, "dp_shard": 3}, {}, "ep.*3.*8 experts"),
-    (EXPERTS, {"dp_shard": 2}, {"expert_tensor_parallel_size": 3}, "expert tp 3"),
+    (EXPERTS, {"dp_shard": 2}, {"expert_tensor_parallel_size": 3}, r"expert tp \(3\)"),
     (
         DENSE,
         {"dp_shard": 2, "dp_replicate": 2},
@@ -47,31 +47,31 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
         {"pp": 4},
         {FIRST: 1},
         "^decoder_first_pipeline_num_layers 1 is invalid: "
-        "it must be what leaves 3 other stages",
+        "it must be a number that leaves equal parts of 8 layers",
     ),
     (
         DENSE,
         {"pp": 4},
         {FIRST: 8},
-        "first.* 8 is invalid: it must be what leaves 3 other stages .* not none",
+        "first.* 8 is invalid: it must be a number that leaves equal parts .* not none",
     ),
     (
         DENSE,
         {"pp": 4},
         {FIRST: 1, LAST: 4},
-        "first.* 1 is inv.* what leaves 2 other .*, with decoder_last_pipeline_num_layers 4",
+        "first.* 1 is inv.* leaves equal parts .*, with decoder_last_pipeline_num_layers 4",
     ),
     (
         DENSE,
         {"pp": 2},
         {FIRST: 3, LAST: 4},
-        "what adds up to 8 layers of 2 stages, with .*last.* 4",
+        "a number that adds up to 8 layers over pp 2, with .*last.* 4",
     ),
     (
         DENSE,
         {},
         {LAST: 4},
-        "last.* 4 is invalid: it must be what adds up to 8 layers of 1 stages",
+        "last.* 4 is invalid: it must be a number that adds up to 8 layers over pp 1",
     ),
     (
         replace(DENSE, num_layers=10),

@@ -15,9 +15,10 @@ from stepmark.core.model import find_model
 from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync
+from stepmark.core.units import MIB
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.rules.pytorch import ddp
-from stepmark.workload.rules.pytorch.ddp import MIB, Ddp, assign_buckets, completed
+from stepmark.workload.rules.pytorch.ddp import Ddp, assign_buckets, completed
 
 from .jobs import BIASED, DENSE, EXPERTS, comms, make
 

@@ -69,7 +69,7 @@ CASES: list[tuple[Any, dict[str, int], Any, str]] = [
         Fsdp(),
         {"dp_shard": 2, "pp": 2, "microbatches": 2},
         BIASED,
-        "pp 2 is invalid: it must be 1, since small ties its ends",
+        "pp 2 is invalid: it must be 1, since small ties embedding and head",
     ),
     (
         Fsdp(),

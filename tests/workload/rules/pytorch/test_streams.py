@@ -14,7 +14,7 @@ from stepmark.core.workload import COMPUTE, CommOp, Operation, Workload
 from stepmark.workload.job import Job
 from stepmark.workload.rules.pytorch import fsdp
 from stepmark.workload.rules.pytorch.fsdp import Ends, Fsdp
-from stepmark.workload.rules.pytorch.fsdp_order import GATHER, PASSED, REDUCE, REPLICATE
+from stepmark.workload.rules.pytorch.fsdp_order import COMPUTE_DONE, GATHER, REDUCE, REPLICATE
 from stepmark.workload.rules.pytorch.schedules import Schedule
 
 from .jobs import DENSE, EXPERTS, comms, generated, jobs, make
@@ -136,9 +136,11 @@ def test_the_next_gather_of_a_forward_pass_waits_for_what_was_computed_before_it
                 waited = True
                 if before is None:
                     continue
-                assert [id(other) for other in after if other.name == PASSED] == [id(before)]
+                assert [id(other) for other in after if other.name == COMPUTE_DONE] == [
+                    id(before)
+                ]
                 seen += 1
-            if one.name == PASSED and one.stream == COMPUTE:
+            if one.name == COMPUTE_DONE and one.stream == COMPUTE:
                 newest = one
     assert seen or reshard == "no"
 
@@ -161,7 +163,7 @@ def test_with_several_stages_a_gather_waits_for_what_came_before_its_own_forward
         if expected and one.microbatch is not None:  # else ahead, for a pass that comes
             assert any(other is expected for other in after)
             seen += 1
-        if one.name == PASSED:
+        if one.name == COMPUTE_DONE:
             newest = one
     assert seen
 

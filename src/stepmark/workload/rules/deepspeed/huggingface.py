@@ -1,4 +1,4 @@
-"""The modules of Hugging Face's decoders, which users train with DeepSpeed.
+"""The modules of Hugging Face's decoders, for DeepSpeed.
 
 transformers 5.23, models/llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v2, deepseek_v3,
 gpt2: modeling_*.py. A SwiGLU model is Llama's family, any other GPT-2's. Parameters are
@@ -13,7 +13,7 @@ from stepmark.core.module import Module
 from stepmark.core.workload import Kernel
 from stepmark.workload.architecture import Architecture, Unit, module, unit
 from stepmark.workload.job import Job
-from stepmark.workload.tree import TreeMaker
+from stepmark.workload.tree import TreeBuilder
 
 _LATENT = "q_down q_norm q_up q kv_down kv_norm kv_up"  # as called
 _GROUPED = "q q_norm k k_norm v"
@@ -22,16 +22,16 @@ _GROUPED_REGISTERED = "q k v out q_norm k_norm"
 
 
 def is_llama(model: ModelConfig) -> bool:
-    """Whether q, k and v, and gate and up, are linear layers of their own."""
+    """Return whether q, k and v, and gate and up, are separate linear layers."""
     return model.activation == "swiglu"
 
 
 def architecture(job: Job) -> Architecture:
-    """The whole model as Hugging Face builds it."""
+    """Return the whole model as Hugging Face builds it."""
     model = job.model
     tree = job.tree("huggingface" if is_llama(model) else "train", sequence_parallel=False)
     embed, *positions = tree.embedding().inside
-    # Llama's family makes its rotary table here, GPT-2 drops out.
+    # Llama's family computes its rotary table here, GPT-2 has a dropout.
     last = module("rotary", in_backward=False) if is_llama(model) else module("drop")
     units = [unit("embedding", embed, *positions, last, within="model")]
     for moe, times in ((False, model.num_dense_layers), (True, model.num_moe_layers)):
@@ -44,8 +44,9 @@ def architecture(job: Job) -> Architecture:
     return Architecture(name=model.name, units=tuple(units))
 
 
-def _layers(model: ModelConfig, tree: TreeMaker, *, moe: bool, times: int) -> Unit:
-    """Leaves by name: "input_norm", "q", "gate", "shared_up", "attention.residual"."""
+def _layers(model: ModelConfig, tree: TreeBuilder, *, moe: bool, times: int) -> Unit:
+    """Return the layers of a kind."""
+    # By name: "input_norm", "q", "gate", "shared_up", "attention.residual".
     leaves: dict[str, Module] = {}
     for leaf in tree.block(moe=moe).walk():
         if leaf.role:
@@ -72,7 +73,7 @@ def _layers(model: ModelConfig, tree: TreeMaker, *, moe: bool, times: int) -> Un
 
 
 def _product(leaf: Module) -> Module:
-    """Sums of gradients of one input are left out, of q, k and v as of gate and up."""
+    """Leave out the sums of the input's gradients, of q, k and v as of gate and up."""
     if not leaf.is_linear:
         return leaf
     return replace(leaf, work=tuple(op for op in leaf.work if not isinstance(op.op, Kernel)))
@@ -100,7 +101,7 @@ def _llama(model: ModelConfig, leaves: dict[str, Module]) -> tuple[Module, Modul
 
 
 def _experts(leaves: dict[str, Module]) -> Module:
-    """All experts are one module with two parameters."""
+    """Return all experts as one module with two parameters."""
     steps = [leaves[f"experts_{name}"] for name in ("gate_up", "activation", "down")]
     fwd = [op for leaf in steps for op in leaf.fwd]
     bwd = [op for leaf in reversed(steps) for op in leaf.bwd]

@@ -1,8 +1,7 @@
-"""Modules as DeepSpeed's hooks meet them: call order, parameters, gradients.
+"""Modules in the order of DeepSpeed's hooks: calls, parameters, gradients.
 
-Of an architecture of one's own the model is a module; units are its modules in a row, or those
-of the module that they name as `within`; pieces are modules inside a unit. A layer is a module,
-too; other units are not, their pieces are called by the one around them.
+The model of a user-defined architecture is a module. Its modules are the layers, the pieces of
+other units, and the modules that units name as `within`; pieces are modules inside a layer.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,13 +20,17 @@ class Param:
     index: int
     numel: int
 
+    def padded(self, ranks: int) -> int:
+        """Return the elements, padded to a multiple of the ranks."""
+        return -(-self.numel // ranks) * ranks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A module that hooks see, or computation between modules (not hooked).
+    """A module with hooks, or computation between modules (not hooked).
 
     grads: parameters whose gradient its backward pass completes, in that order. A tied table
-    is a parameter of the head as well, but complete only when the embedding is done.
+    is a parameter of the head as well, but its gradient is complete only after the embedding.
     """
 
     name: str
@@ -39,7 +42,7 @@ class Module:
     hooked: bool = True
     in_backward: bool = True  # its output has a gradient
     input_grad: bool = True  # so has its input: else no hook runs after its backward pass
-    is_leaf: bool = False  # hooks treat all inside it as one
+    is_leaf: bool = False  # hooks treat it and the modules inside as one
 
 
 Event = tuple[str, Module, Phase]
@@ -47,7 +50,7 @@ ENTER, COMPUTE, GRADS, LEAVE = "enter", "compute", "grads", "leave"
 
 
 def forward(module: Module) -> Iterator[Event]:
-    """What happens in a forward pass; hooks before and after each module."""
+    """Yield the events of a forward pass; hooks run before and after each module."""
     if module.hooked:
         yield ENTER, module, Phase.FWD
     yield COMPUTE, module, Phase.FWD
@@ -58,7 +61,7 @@ def forward(module: Module) -> Iterator[Event]:
 
 
 def backward(module: Module) -> Iterator[Event]:
-    """The same for a backward pass: a module's hook first, then its children's, last first."""
+    """Yield the events of a backward pass: a module's hook, then its children, last first."""
     if not module.in_backward:
         return
     if module.hooked:
@@ -73,14 +76,14 @@ def backward(module: Module) -> Iterator[Event]:
 
 
 def with_leaves(module: Module) -> Module:
-    """With each block of experts as a leaf (zero/leaf_module_config.py)."""
+    """Return the modules with each block of experts as a leaf (zero/leaf_module_config.py)."""
     if any(child.name == "experts" for child in module.children):
         return as_leaf(module)
     return replace(module, children=tuple(with_leaves(child) for child in module.children))
 
 
 def as_leaf(module: Module) -> Module:
-    """Hooks at the top alone: all weights come and go together, gradients go at the end."""
+    """Return a module with hooks only at the top, so its weights are gathered together."""
     inside = tuple(_unhooked(child) for child in module.children)
     params = all_params(module)
     return replace(module, params=params, grads=params, children=inside, is_leaf=True)
@@ -92,7 +95,7 @@ def _unhooked(module: Module) -> Module:
 
 
 def all_params(module: Module) -> tuple[Param, ...]:
-    """Of a module and those inside it, in the order of registration."""
+    """Return the parameters of a module and those inside it, in the order of registration."""
     params = {param.index: param for param in module.params}
     for child in module.children:
         params |= {param.index: param for param in all_params(child)}
@@ -100,39 +103,42 @@ def all_params(module: Module) -> tuple[Param, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The modules of a model, its parameters as registered, and what modules compute.
+class ModuleTree:
+    """The modules of a model, its parameters as registered, and the modules' computation.
 
-    used: those that a second module has as well.
+    tied: parameters that a second module has as well.
     """
 
     root: Module
     params: tuple[Param, ...]
-    used: tuple[Param, ...]
+    tied: tuple[Param, ...]
     parts: dict[str, Leaf]
 
 
-def modules_of(architecture: Architecture, *, divided: bool) -> Found:
-    """divided: stage 3, where a linear layer's weight has its gradient before the bias."""
-    maker = _Maker(divided=divided)
+def modules_of(architecture: Architecture, *, divided: bool) -> ModuleTree:
+    """Return the modules.
+
+    divided: at stage 3, where a linear layer's weight has its gradient before the bias.
+    """
+    builder = _ModuleBuilder(divided=divided)
     for unit in architecture.units:
         for at in range(unit.times):
             for param in unit.registered_params:
-                maker.register(unit, at, param.name, param.numel)
-    blocks = maker.blocks(architecture.units)
-    return Found(
+                builder.register(unit, at, param.name, param.numel)
+    blocks = builder.blocks(architecture.units)
+    return ModuleTree(
         root=Module(name="", children=blocks),
-        params=tuple(maker.params.values()),
-        used=tuple(maker.stored[name] for name in architecture.uses),
-        parts=maker.parts,
+        params=tuple(builder.params.values()),
+        tied=tuple(builder.stored[name] for name in architecture.uses),
+        parts=builder.parts,
     )
 
 
 @dataclass(slots=True, kw_only=True)
-class _Maker:
+class _ModuleBuilder:
     divided: bool
     params: dict[tuple[str, int, str], Param] = field(default_factory=dict)
-    stored: dict[str, Param] = field(default_factory=dict)  # of no layer, which others may use
+    stored: dict[str, Param] = field(default_factory=dict)  # of no layer, may be tied
     parts: dict[str, Leaf] = field(default_factory=dict)
     layer: int = 0
 
@@ -170,15 +176,15 @@ class _Maker:
             params=(*own, *tied),
             grads=own[::-1] if backwards else own,
             children=inside,
-            parts=(self._kept(unit, piece),) if piece.work else (),
+            parts=(self._add_part(unit, piece),) if piece.work else (),
             layer=layer,
             hooked=piece.is_module,
             in_backward=piece.in_backward,
             input_grad=piece.has_input_grad,
         )
 
-    def _kept(self, unit: Unit, leaf: Leaf) -> str:
-        """The leaf's name here. Two of a unit may be called the same."""
+    def _add_part(self, unit: Unit, leaf: Leaf) -> str:
+        """Add a leaf's work and return its key. Different leaves of a unit may share a role."""
         key = f"{unit.name}: {leaf.role}"
         layer = 0 if unit.is_layer else None
         part = Leaf(role=leaf.role, work=tuple(replace(op, layer=layer) for op in leaf.work))

@@ -1,19 +1,18 @@
-"""A model trained with DeepSpeed's ZeRO: stage 0, 1, 2 or 3 over all data ranks.
+"""DeepSpeed's ZeRO: stage 0, 1, 2 or 3 over all data ranks.
 
 DeepSpeed 0.19.8, deepspeed/runtime: engine.py (_broadcast_model, allreduce_gradients,
 _do_optimizer_sanity_check), zero/stage_1_and_2.py and zero/stage3.py (step, hooks of
-gradients), bf16_optimizer.py. modules, huggingface and own say in which order modules run,
-buckets when gradients go, zero3 what stage 3 gathers, tape how passes become blocks. Every
-message of runs of that version on two, three and four ranks (CPU, gloo) is one of these, in
-this order: tests/data/deepspeed.
+gradients), bf16_optimizer.py. The order of modules is in modules and huggingface, the gathers
+of stage 3 are in zero3, buckets and blocks in recorder. Every message of runs of that version
+on two, three and four ranks (CPU, gloo) is compared: tests/data/deepspeed.
 
 Parameters are one group of the optimizer, in the order of registration. A collective of a
 module's hook comes after all computation of that module.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
-from enum import StrEnum
+from dataclasses import replace
+from functools import partial
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.dtypes import DType
@@ -21,19 +20,19 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Optimizer, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Item, Operation, Stage, Workload
 from stepmark.workload.architecture import AnyJob, OwnJob
-from stepmark.workload.job import TRAINED, Comms, Job, mesh_groups
+from stepmark.workload.job import TRAINED, Comms, Job, check_single, mesh_groups, plain_settings
 from stepmark.workload.rules.deepspeed import huggingface, modules
 from stepmark.workload.rules.deepspeed.modules import COMPUTE, GRADS
-from stepmark.workload.rules.deepspeed.settings import DeepSpeed
-from stepmark.workload.rules.deepspeed.tape import (
+from stepmark.workload.rules.deepspeed.recorder import (
     Bucket,
     Message,
     Program,
-    Tape,
+    Recorder,
     all_reduced,
     reduction,
     shares,
 )
+from stepmark.workload.rules.deepspeed.settings import DeepSpeed
 from stepmark.workload.rules.deepspeed.zero3 import Fetch, Pass, persistent, steady_step
 
 SOURCE = "deepspeedai/DeepSpeed 0.19.8: deepspeed/runtime/engine.py, zero, bf16_optimizer.py"
@@ -41,7 +40,7 @@ _STAGE_0_BUCKET = 500_000_000  # MEMORY_OPT_ALLREDUCE_SIZE, engine.py; no settin
 
 
 def workload(job: AnyJob, settings: DeepSpeed) -> Workload:
-    """One step, the third or later one of a job. Raises ConfigError where DeepSpeed would."""
+    """Return the third or a later step. Raises ConfigError for jobs that DeepSpeed refuses."""
     plan = _Plan(job, settings)
     program = Program()
     step_end = program.repeats([*plan.boundary(), *plan.optimizer_step()])
@@ -63,10 +62,7 @@ def workload(job: AnyJob, settings: DeepSpeed) -> Workload:
         world_size=job.parallel.world_size,
         num_microbatches=job.num_microbatches,
         model=job.config,
-        settings={
-            name: str(value) if isinstance(value, StrEnum) else value
-            for name, value in asdict(settings).items()
-        },
+        settings=plain_settings(settings),
         groups=plan.comms.groups,
         blocks=program.blocks,
         stages=(stage,),
@@ -77,13 +73,11 @@ def workload(job: AnyJob, settings: DeepSpeed) -> Workload:
 
 
 class _Plan:
-    """What a job and its settings come to."""
+    """Modules, shards and messages of a job."""
 
     def __init__(self, job: AnyJob, settings: DeepSpeed) -> None:
-        for axis in ("tp", "pp", "cp", "ep"):
-            size = getattr(job.parallel, axis)
-            if size != 1:
-                raise ConfigError(axis, size, "1: DeepSpeed's ZeRO is data-parallel")
+        allowed = "1: DeepSpeed's ZeRO is data-parallel"
+        check_single(job.parallel, ("tp", "pp", "cp", "ep"), allowed)
         self.dtype = DType.FP32 if job.dtype is DType.TF32 else job.dtype
         if self.dtype not in TRAINED:
             raise ConfigError("dtype", job.dtype, "fp32, tf32, bf16 or fp16")
@@ -97,11 +91,11 @@ class _Plan:
         architecture = (
             job.architecture if isinstance(job, OwnJob) else huggingface.architecture(job)
         )
-        # GPT-2's layers are Conv1D, which the function in place of torch's leaves alone.
+        # GPT-2's layers are Conv1D, to which DeepSpeed's own linear function does not apply.
         linears = isinstance(job, OwnJob) or huggingface.is_llama(job.model)
         tree = modules.modules_of(architecture, divided=settings.stage == 3 and linears)
         self.root, self.params, self.parts = tree.root, tree.params, tree.parts
-        self.recreated = tree.used
+        self.recreated = tree.tied
         if settings.stage == 3 and isinstance(job, Job) and job.model.mla is None:
             self.root = modules.with_leaves(self.root)
         self.shares = shares(
@@ -121,12 +115,12 @@ class _Plan:
 
     @property
     def flat(self) -> bool:
-        """Stage 1 is then BF16_Optimizer: all gradients in one buffer, one all-reduce."""
+        """Whether stage 1 is BF16_Optimizer: all gradients in one buffer, one all-reduce."""
         is_mixed = self.dtype is DType.BF16 and self.accumulated is DType.FP32
         return self.settings.stage == 1 and is_mixed
 
     def microbatches(self, program: Program) -> Iterator[Item]:
-        """Forward and backward passes, with what happens inside them."""
+        """Yield forward and backward passes."""
         times = self.job.num_microbatches
         if self.settings.stage == 3:
             passes = steady_step(
@@ -136,7 +130,7 @@ class _Plan:
                 ranks=self.ranks,
                 num_microbatches=times,
             )
-            tapes = [
+            recorders = [
                 (self._record(events, reduces=True, follows=index > 0 or count > 1), count)
                 for index, (events, count) in enumerate(passes)
             ]
@@ -144,15 +138,15 @@ class _Plan:
             hooks = (*modules.forward(self.root), *modules.backward(self.root))
             events = tuple((event, Fetch()) for event in hooks)
             reduces = self.settings.stage == 2
-            tapes = [(self._record(events, reduces=reduces), times)]
+            recorders = [(self._record(events, reduces=reduces), times)]
             if self.settings.stage == 1 and self.settings.overlaps and not self.flat:
                 last = (self._record(events, reduces=True), 1)
-                tapes = [(tapes[0][0], times - 1), last] if times > 1 else [last]
-        return program.microbatches(tapes)
+                recorders = [(recorders[0][0], times - 1), last] if times > 1 else [last]
+        return program.microbatches(recorders)
 
-    def _record(self, events: Pass, *, reduces: bool, follows: bool = False) -> Tape:
-        """One micro-batch. reduces: hooks of gradients fill buckets. follows: another."""
-        tape = Tape(
+    def _record(self, events: Pass, *, reduces: bool, follows: bool = False) -> Recorder:
+        """Record one micro-batch. reduces: hooks fill buckets. follows: it is not the first."""
+        recorder = Recorder(
             parts=self.parts,
             comms=self.comms,
             overlaps=self.settings.overlaps,
@@ -162,28 +156,21 @@ class _Plan:
         bucket = self._bucket()
         for (kind, module, phase), fetch in events:
             if fetch.gathers or fetch.needs is not None:
-                tape.fetch(module, phase, fetch)
+                recorder.fetch(module, phase, fetch)
             if kind == COMPUTE:
-                tape.compute(module, phase)
+                recorder.compute(module, phase)
             elif kind == GRADS and reduces:
                 for param in module.grads:
-                    tape.reduce(module, bucket.ready(param), self.sent_dtype)
-        tape.finish(bucket.flush(), self.sent_dtype)
-        return tape
+                    recorder.reduce(module, bucket.ready(param), self.sent_dtype)
+        recorder.finish(bucket.flush(), self.sent_dtype)
+        return recorder
 
     def _bucket(self) -> Bucket:
-        settings = self.settings
-        return Bucket(
-            size=settings.reduce_bucket_size,
-            ranks=self.ranks,
-            shares=None if settings.stage == 3 else self.shares,
-            scatter=settings.reduce_scatter,
-            contiguous=settings.contiguous_gradients,
-            multi_rank=settings.use_multi_rank_bucket_allreduce,
-        )
+        shares = None if self.settings.stage == 3 else self.shares
+        return Bucket(settings=self.settings, ranks=self.ranks, shares=shares)
 
     def boundary(self) -> Iterator[Operation]:
-        """Stages 0 and 1: what is reduced after the last backward pass of a step."""
+        """Yield the reductions of stages 0 and 1 after the last backward pass of a step."""
         settings, sent = self.settings, list[Message]()
         if settings.stage == 0:
             sent += all_reduced(self.params, _STAGE_0_BUCKET)
@@ -198,7 +185,7 @@ class _Plan:
             yield from reduction(self.comms, message, self.sent_dtype)
 
     def optimizer_step(self) -> Iterator[Operation]:
-        """Infinities, norm, update, and weights made whole."""
+        """Yield the checks for overflow, the norm, the update, and the gather of weights."""
         stage = self.settings.stage
         if stage == 0:
             if self.dtype is DType.FP32 and self.settings.gradient_clipping:
@@ -218,7 +205,7 @@ class _Plan:
     def _stage_3_step(self) -> Iterator[Operation]:
         if self.dtype is DType.FP16:
             yield from self._scalar("overflow", DType.UINT8, RedOp.MAX)
-        parts = [-(-param.numel // self.ranks) for param in self.params]
+        parts = [param.padded(self.ranks) // self.ranks for param in self.params]
         elements = 0
         for index, part in enumerate(parts):
             elements += part
@@ -227,7 +214,7 @@ class _Plan:
                 elements = 0
         yield self._update(sum(parts))
         for param in persistent(self.params, self.settings):
-            yield from self._gathered(-(-param.numel // self.ranks) * self.ranks)
+            yield from self._gathered(param.padded(self.ranks))
 
     def _scalar(self, module: str, dtype: DType, redop: RedOp) -> tuple[CommOp, ...]:
         return self.comms(
@@ -244,33 +231,27 @@ class _Plan:
         return self.comms(Collective.ALL_GATHER, elements, "dp", phase, module)
 
     def setup(self) -> Iterator[Operation]:
-        """deepspeed.initialize: weights of rank 0 to all, as bytes; stage 3 divides them.
+        """Yield deepspeed.initialize: a broadcast of rank 0's weights, divided at stage 3.
 
-        Under zero.Init a tied head has weights of its own until it is tied.
+        Under zero.Init a tied head has its own weights until it is tied.
         """
         divided, early = self.settings.stage == 3, self.settings.zero_init
+        send = partial(
+            self.comms, group="dp", phase=Phase.FWD, module="setup", dtype=DType.UINT8
+        )
         broadcast = [
             *self.params,
             *(self.recreated if early else self.params if divided else ()),
         ]
         for param in broadcast:
-            for op in self.comms(
-                Collective.BROADCAST,
-                param.numel * self.dtype.itemsize,
-                "dp",
-                Phase.FWD,
-                "setup",
-                DType.UINT8,
-            ):
+            size = param.numel * self.dtype.itemsize
+            for op in send(Collective.BROADCAST, size):
                 yield replace(op, root=0)
         if divided:
             for _ in range(3):
-                yield from self.comms(
-                    Collective.BARRIER, 0, "dp", Phase.FWD, "setup", DType.UINT8
-                )
+                yield from send(Collective.BARRIER, 0)
             for param in self.params:
-                padded = -(-param.numel // self.ranks) * self.ranks
-                yield from self._gathered(padded, Phase.FWD, "setup")
+                yield from self._gathered(param.padded(self.ranks), Phase.FWD, "setup")
 
     def notes(self) -> Iterator[str]:
         if isinstance(self.job, Job):

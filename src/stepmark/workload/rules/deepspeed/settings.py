@@ -1,4 +1,4 @@
-"""DeepSpeed's settings, checked as it checks them.
+"""DeepSpeed's settings, with its own checks.
 
 DeepSpeed 0.19.8: deepspeed/runtime/zero/config.py, runtime/config.py, engine.py.
 """
@@ -13,7 +13,7 @@ _MOST = 2**63 - 1
 
 
 class Switch(StrEnum):
-    """auto: what DeepSpeed chooses by the stage."""
+    """A switch. auto: DeepSpeed's choice by the stage."""
 
     AUTO = "auto"
     TRUE = "true"

@@ -1,13 +1,13 @@
-"""What ZeRO stage 3 gathers and when: DeepSpeed's parameter coordinator, step by step.
+"""Gathers and releases of ZeRO stage 3: DeepSpeed's parameter coordinator, step by step.
 
 DeepSpeed 0.19.8, deepspeed/runtime/zero: partitioned_param_coordinator.py (fetch_sub_module,
 release_sub_module, __params_to_release, reset_step), parameter_offload.py (hooks,
-mark_persistent_parameters), stage3.py (step: all is partitioned, then what is persistent is
+mark_persistent_parameters), stage3.py (step: all is partitioned, then persistent parameters are
 gathered one by one).
 
-The order of modules is traced in the first two micro-batches and kept; what a module may
-release is worked out in the micro-batch after that and kept as well (__params_to_release is
-cached). So training is followed from its beginning until steps are equal.
+The order of modules is traced in the first two micro-batches and kept; the parameters that a
+module may release are determined in the next micro-batch and kept as well (__params_to_release
+is cached). So training is simulated from its beginning until steps are equal.
 """
 
 from collections import deque
@@ -29,21 +29,21 @@ from stepmark.workload.rules.deepspeed.settings import DeepSpeed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch:
-    """What a module's hook does: gathers in order; `needs` the gather issued so many before.
+    """A module's hook: its gathers in order, and the gather for which it waits.
 
-    needs counts the gathers issued since the one that this module waits for, its own prefetch
-    included: 0 is the newest. None: it waits for none.
+    needs: the number of gathers issued since the one that this module waits for, including its
+    own prefetch: 0 is the newest. None: it waits for none.
     """
 
     gathers: tuple[int, ...] = ()  # elements, each parameter padded to the ranks
     needs: int | None = None
 
 
-Pass = tuple[tuple[Event, Fetch], ...]  # of one micro-batch; ENTER alone fetches
+Pass = tuple[tuple[Event, Fetch], ...]  # of one micro-batch; only ENTER fetches
 
 
 def persistent(params: Iterable[Param], settings: DeepSpeed) -> tuple[Param, ...]:
-    """Parameters that stay whole between steps."""
+    """Return the parameters that stay whole between steps."""
     whole_params: list[Param] = []
     total = 0
     for param in params:
@@ -63,7 +63,7 @@ def steady_step(
     ranks: int,
     num_microbatches: int,
 ) -> tuple[tuple[Pass, int], ...]:
-    """The micro-batches of a step as they are from the third step on: (pass, times)."""
+    """Return the micro-batches of the third and later steps: (pass, times)."""
     coordinator = Coordinator(root=root, params=params, settings=settings, ranks=ranks)
     passes: tuple[tuple[Pass, int], ...] = ()
     for _ in range(3):
@@ -73,7 +73,7 @@ def steady_step(
 
 
 def _step(coordinator: "Coordinator", num_microbatches: int) -> tuple[tuple[Pass, int], ...]:
-    """A micro-batch that begins as the traced one before it began is like it."""
+    """Return a step. Micro-batches that begin in the state of the previous one equal it."""
     passes: list[tuple[Pass, int]] = []
     begun: frozenset[int] | None = None
     for index in range(num_microbatches):
@@ -105,7 +105,7 @@ class Coordinator:
     inside: dict[int, tuple[Param, ...]] = field(default_factory=dict)  # by a module's id
     inflight: dict[int, int] = field(default_factory=dict)  # parameter: number of its gather
     active: dict[int, int] = field(default_factory=dict)  # parameter: modules that use it
-    last_use: dict[int, int] = field(default_factory=dict)  # of those taken off the queue
+    last_use: dict[int, int] = field(default_factory=dict)  # of parameters removed from queue
     queue: deque[tuple[Param, int]] = field(default_factory=deque)
     step: int = 0  # modules entered
     live: int = 0  # elements fetched and not released
@@ -122,7 +122,7 @@ class Coordinator:
         )
 
     def micro_batch(self) -> Pass:
-        """One forward and backward pass; the first of all is not traced yet."""
+        """Return one forward and backward pass; the very first one is not traced yet."""
         self.available -= self.inflight.keys()
         self.inflight.clear()
         self.active.clear()
@@ -157,7 +157,7 @@ class Coordinator:
         return Fetch(gathers=tuple(gathers), needs=needs)
 
     def _gather(self, params: Iterable[Param]) -> list[int]:
-        """Those neither here nor on their way, in one message."""
+        """Gather parameters that are neither available nor in flight, in one message."""
         missing = [
             param
             for param in params
@@ -169,10 +169,10 @@ class Coordinator:
         for param in missing:
             self.inflight[param.index] = self.issued
             self.live += param.numel
-        return [sum(-(-param.numel // self.ranks) * self.ranks for param in missing)]
+        return [sum(param.padded(self.ranks) for param in missing)]
 
     def _prefetch(self, module: Module) -> list[int]:
-        """What this module uses leaves the queue; what follows is gathered up to a bucket."""
+        """Remove this module's parameters from the queue, and gather a bucket of the next."""
         due = {param.index for param in module.params if self._last(param.index) < self.step}
         dequeued: set[int] = set()
         while self.queue and len(dequeued) < len(due):
@@ -211,11 +211,10 @@ class Coordinator:
         self._release(param for param in module.params if param.index in may)
 
     def _releasable(self, module: Module) -> frozenset[int]:
-        """Not what stays, what a later use was skipped for, or what is used again soon.
+        """Return parameters that do not persist, have no later use, and do not recur soon.
 
-        Modules ahead count with what is in them where this one is a leaf, and with only what
-        is directly theirs, of a leaf nothing, where it is not (iter_params in
-        __params_to_release).
+        Modules ahead count with all parameters inside them if this one is a leaf, else with
+        only their own, and leaves with none (iter_params in __params_to_release).
         """
         releasable = {
             param.index
@@ -245,7 +244,7 @@ class Coordinator:
                 self.live -= param.numel
 
     def _release_leftovers(self) -> None:
-        """Modules whose input has no gradient: no hook runs after their backward pass."""
+        """Release modules whose input has no gradient: no hook runs after their backward."""
         for kind, module, _ in self.events:
             if kind == ENTER and not module.input_grad:
                 for param in module.params:

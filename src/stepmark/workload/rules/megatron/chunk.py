@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
 from stepmark.core.workload import COMPUTE, Block, CommOp, Operation, Run
-from stepmark.workload.pipeline import PASSED, in_layer
+from stepmark.workload.pipeline import COMPUTE_DONE, in_layer
 from stepmark.workload.rules.megatron import gradients
 from stepmark.workload.rules.megatron.experts import experts
 from stepmark.workload.rules.megatron.gradients import EMBEDDING, HEAD, Bucket, Param
@@ -147,7 +147,7 @@ class Library:
         variants = list(segments)
         for number, segment_changes in by_segment.items():
             ahead = any(self.operations[segment.block] for segment in segments[:number])
-            before = (PASSED,) if begun or ahead else ()
+            before = (COMPUTE_DONE,) if begun or ahead else ()
             key = (segments[number].block, tuple(segment_changes), before)
             if key not in self._changed:
                 name = f"{key[0]}.{len(self._changed)}"

@@ -10,7 +10,7 @@ TransformerEngine, pytorch/attention/dot_product_attention/context_parallel.py
 (AttnFuncWithCPAndKVP2P, AttnFuncWithCPAndKVAllGather).
 
 Compared with a run of Megatron-LM (tests/data/megatron), latent attention with a stand-in for
-those down projections. Read only: what context parallelism sends.
+those down projections. The messages of context parallelism were only read.
 
 An asynchronous collective has its own stream. It starts after the computation that was issued
 before it, as NCCL's streams do; operations that need it wait for its name.
@@ -26,7 +26,7 @@ from stepmark.core.message import RECV, SEND
 from stepmark.core.module import Module
 from stepmark.core.ops import Attention, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation
-from stepmark.workload.pipeline import PASSED
+from stepmark.workload.pipeline import COMPUTE_DONE
 from stepmark.workload.rules.megatron.settings import CpComm, Plan
 
 
@@ -104,11 +104,11 @@ def issued(
 
 
 def passed(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """Name the last computation PASSED, for operations that are issued after the block."""
+    """Name the last computation COMPUTE_DONE, for operations after the block."""
     ops = list(operations)
     for index in range(len(ops) - 1, -1, -1):
         if ops[index].stream == COMPUTE:
-            ops[index] = replace(ops[index], name=ops[index].name or PASSED)
+            ops[index] = replace(ops[index], name=ops[index].name or COMPUTE_DONE)
             break
     return tuple(ops)
 

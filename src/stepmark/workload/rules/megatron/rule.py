@@ -18,8 +18,8 @@ from stepmark.core.ops import Phase
 from stepmark.core.workload import COMPUTE, Block, CommOp, Item, Run, Stage, Workload
 from stepmark.workload.job import Job
 from stepmark.workload.pipeline import (
+    COMPUTE_DONE,
     FORWARD_TRANSFERS,
-    PASSED,
     SENDS,
     TRANSFERS,
     WITH_NEXT_STAGE,
@@ -118,7 +118,9 @@ class _AsyncDeps:
         for action, following in zip(tick, (*tick[1:], None), strict=True):
             moves = action.act in TRANSFERS
             computes = action.act in _COMPUTES or (moves and self.blocking)
-            yield action if computes or not self.begun else replace(action, after=(PASSED,))
+            yield (
+                action if computes or not self.begun else replace(action, after=(COMPUTE_DONE,))
+            )
             self.begun = self.begun or computes
             if not self.blocking:
                 continue
@@ -153,7 +155,7 @@ def workload(job: Job, settings: Megatron) -> Workload:
     blocks: dict[str, Block] = {}
     library = Library(plan, blocks)
     stages = [
-        _StageMaker(pipeline, library, index, chunks).make()
+        _StageBuilder(pipeline, library, index, chunks).build()
         for index, chunks in enumerate(chunks_by_stage)
     ]
     return Workload(
@@ -186,7 +188,7 @@ def _settings_of(plan: Plan) -> dict[str, str | int | float | bool | None]:
     }
 
 
-class _StageMaker:
+class _StageBuilder:
     """The blocks of one stage, which are added to those of the library."""
 
     def __init__(
@@ -195,7 +197,7 @@ class _StageMaker:
         self.pipeline, self.library, self.index, self.chunks = pipeline, library, index, chunks
         self.plan, self.blocks, self.params = library.plan, library.blocks, self._params(chunks)
 
-    def make(self) -> Stage:
+    def build(self) -> Stage:
         plan, index = self.plan, self.index
         step = f"stage{index}.step"
         spans = schedule(
@@ -345,7 +347,7 @@ class _StageMaker:
             "pipeline",
             microbatch=action.microbatch,
             stream=stream,
-            name=PASSED if stream == COMPUTE else str(action.act),
+            name=COMPUTE_DONE if stream == COMPUTE else str(action.act),
             after=() if stream == COMPUTE else action.after,
             peer=peer,
             fused=action.fused,

@@ -21,7 +21,7 @@ from stepmark.workload.job import (
     mesh_groups,
     setting,
 )
-from stepmark.workload.tree import TreeMaker
+from stepmark.workload.tree import TreeBuilder
 
 
 class Dispatcher(StrEnum):
@@ -237,7 +237,7 @@ class Plan:
         )
 
     @property
-    def tree(self) -> TreeMaker:
+    def tree(self) -> TreeBuilder:
         """Factory of this rank's modules."""
         sequence, etp = self.sequence_parallel, self.etp
         tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp)
@@ -274,7 +274,9 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
         job=job, settings=settings, comms=Comms(groups=groups(job, settings), dtype=job.dtype)
     )
     if model.moe and parallel.tp > 1 and not settings.sequence_parallel:
-        raise ConfigError("sequence_parallel", False, "true where experts meet tp > 1")
+        raise ConfigError(
+            "sequence_parallel", False, "true for a model with experts and tp > 1"
+        )
     shared = parallel.cp * parallel.tp
     if plan.sequence_parallel and model.seq_len % shared:
         raise ConfigError("seq-len", model.seq_len, f"a multiple of cp x tp ({shared})")
@@ -284,7 +286,9 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
         )
         raise ConfigError("dp-replicate", parallel.dp_replicate, allowed)
     if plan.model.moe and plan.model.moe.ffn_hidden_size % plan.etp:
-        raise ConfigError("expert_tensor_parallel_size", plan.etp, "a divisor of their width")
+        width = plan.model.moe.ffn_hidden_size
+        allowed = f"a divisor of the experts' width ({width})"
+        raise ConfigError("expert_tensor_parallel_size", plan.etp, allowed)
     if settings.grad_reduce_in_bf16 and job.dtype is not DType.BF16:
         raise ConfigError("grad_reduce_in_bf16", True, "only with bf16")
     return plan
@@ -322,7 +326,9 @@ def groups(job: Job, settings: Megatron) -> dict[str, Group]:
     instance = per_stage // parallel.dp_replicate
     if instance % (etp * ep):
         raise ConfigError(
-            "ep", ep, f"it must have expert tp {etp} as a divisor of tp x cp x dp ({instance})"
+            "ep",
+            ep,
+            f"a number whose product with expert tp ({etp}) divides tp x cp x dp ({instance})",
         )
     by_name["etp"] = Group(digits=((etp, 1),))
     by_name["ep"] = Group(digits=((ep, etp),))

@@ -59,7 +59,7 @@ def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...
         sizes[0][0] -= embedding
         sizes[-1][-1] -= loss
     if sizes[0][0] < 0 or sizes[-1][-1] < 0:
-        raise ConfigError("pp", pp, f"fewer stages or chunks for {total} layers")
+        raise ConfigError("pp", pp, f"smaller, or vpp: {total} layers are too few")
     return _numbered(sizes), notes
 
 
@@ -71,9 +71,9 @@ def _uneven(settings: Megatron, total: int, pp: int, chunks: int) -> list[list[i
     if left < 0 or rest < 0 or bool(rest) != bool(left) or (left and rest % left):
         (name, size), *other = sizes.items()
         also = "".join(f", with {flag} {value}" for flag, value in other)
-        allowed = f"what leaves {left} other stages equal parts of {total} layers, not none"
+        allowed = f"a number that leaves equal parts of {total} layers, not none, to the others"
         if left <= 0:
-            allowed = f"what adds up to {total} layers of {pp} stages"
+            allowed = f"a number that adds up to {total} layers over pp {pp}"
         raise ConfigError(name, size, allowed + also)
     per_stage = [rest // left if left else 0] * pp
     if first is not None:

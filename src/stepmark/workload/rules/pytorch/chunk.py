@@ -14,7 +14,7 @@ from stepmark.core.ops import Phase
 from stepmark.core.training import Recompute
 from stepmark.core.workload import Block, Item, Run
 from stepmark.workload.architecture import Unit
-from stepmark.workload.pipeline import PASSED, in_layer
+from stepmark.workload.pipeline import COMPUTE_DONE, in_layer
 from stepmark.workload.rules.pytorch.fsdp_order import (
     UNSHARDED,
     FsdpRecorder,
@@ -122,7 +122,7 @@ class Chunk:
             group.before = [(other, count + next(more)) for other, count in group.before]
 
     def passed(self, times: int = 1) -> None:
-        """Count operations named PASSED of this chunk or another."""
+        """Count operations named COMPUTE_DONE of this chunk or another."""
         self._recorder.passed(times)
 
     def forward(self) -> Block:
@@ -181,7 +181,7 @@ class Chunk:
         self._unsharding = True
         with self._recorder.of_all():
             for group in self._all_groups():
-                self._recorder.unshard(group, Phase.FWD, (PASSED,))
+                self._recorder.unshard(group, Phase.FWD, (COMPUTE_DONE,))
         return self._recorder.take()
 
     def release(self) -> None:
@@ -244,7 +244,7 @@ class Chunk:
                     self._technique.names_ends and way != "again" and index + 1 == len(pieces)
                 )
                 name = _name(unit, way, index, len(pieces))
-                marked = (replace(op, name=PASSED) for op in piece[-1:])
+                marked = (replace(op, name=COMPUTE_DONE) for op in piece[-1:])
                 self.blocks[name] = (*piece[:-1], *marked) if is_end else piece
 
     def _passes(

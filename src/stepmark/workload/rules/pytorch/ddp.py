@@ -17,6 +17,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.training import GradSync, Recompute
+from stepmark.core.units import MIB
 from stepmark.core.workload import DDP, Block, ComputeOp, Item, Kernel, Run, Workload
 from stepmark.workload.architecture import AnyJob, Unit
 from stepmark.workload.job import Comms, check_at_least, check_single, setting
@@ -84,8 +85,6 @@ def ready_order(params: tuple[Param, ...], *, autocast: bool) -> tuple[Param, ..
     return tuple(order)
 
 
-MIB = 2**20
-_FIRST, _DEFAULT_MB = MIB, 25
 _BUFFER_BYTES = 250 * MIB  # of the broadcast of parameters
 _BUCKET, _READY = "bucket", "ready"
 
@@ -115,9 +114,8 @@ class Ddp:
     @property
     def limits(self) -> tuple[int, int]:
         """Bytes of the first bucket and of the others."""
-        if self.bucket_cap_mb == 0:
-            return _FIRST, _DEFAULT_MB * MIB
-        return self.bucket_cap_mb * MIB, self.bucket_cap_mb * MIB
+        first, others = (self.bucket_cap_mb,) * 2 if self.bucket_cap_mb else (1, 25)
+        return first * MIB, others * MIB
 
 
 def workload(job: AnyJob, settings: Ddp) -> Workload:

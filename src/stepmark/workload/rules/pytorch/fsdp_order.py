@@ -20,7 +20,7 @@ from stepmark.core.module import Param
 from stepmark.core.ops import Phase
 from stepmark.core.workload import FSDP_REPLICATE, ComputeOp, Group, Item, Kernel
 from stepmark.workload.job import Comms
-from stepmark.workload.pipeline import PASSED, in_layer, wait
+from stepmark.workload.pipeline import COMPUTE_DONE, in_layer, wait
 
 GATHER, REDUCE, REPLICATE = "fsdp", "fsdp_reduce", "fsdp_replicate"  # names for `after`
 _COPY_IN, _COPY_OUT = "reduce_copy_in", "copy_out"
@@ -91,7 +91,7 @@ class FsdpRecorder:
         self._gathers = 0
         self._newest: ParamGroup | None = None  # of the newest forward pass
         self._begins = False  # a forward pass began, and no gather has waited for it yet
-        self._passed = 0  # number of PASSED since then
+        self._passed = 0  # number of COMPUTE_DONE since then
         self._gathered_on = ""  # stream of the newest gather that may still run
         self._microbatch: int | None = 0
         self.items: list[Item] = []
@@ -120,7 +120,7 @@ class FsdpRecorder:
         self._passed, self._gathered_on = 0, ""
 
     def passed(self, times: int = 1) -> None:
-        """Count operations named PASSED."""
+        """Count operations named COMPUTE_DONE."""
         self._passed += times
 
     def state(self, groups: Iterable[ParamGroup]) -> tuple[object, ...]:
@@ -142,8 +142,8 @@ class FsdpRecorder:
         group.is_pending = True
         ranks = self._sharding.comms.groups[group.shards].size
         stream = f"{group.shards}_inner" if group.is_inner else group.shards
-        if self._begins and PASSED not in after:
-            after = (*after, f"{PASSED}~{self._passed}" if self._passed else PASSED)
+        if self._begins and COMPUTE_DONE not in after:
+            after = (*after, f"{COMPUTE_DONE}~{self._passed}" if self._passed else COMPUTE_DONE)
         if self._gathered_on not in ("", stream):
             after = (*after, GATHER)
         ops = self._sharding.comms(
@@ -301,7 +301,7 @@ class FsdpRecorder:
 
     def _named(self, name: str) -> str:
         stem, mark, back = name.partition("~")
-        if stem == PASSED:  # the name has no suffix
+        if stem == COMPUTE_DONE:  # the name has no suffix
             return name
         return f"{stem}{self._suffix}{mark}{back}"
 

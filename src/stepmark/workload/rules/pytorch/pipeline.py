@@ -8,14 +8,15 @@ any more; the rest of a span repeats.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Phase
 from stepmark.core.workload import Block, Item, Run
 from stepmark.workload.job import Comms, Job
 from stepmark.workload.pipeline import (
+    COMPUTE_DONE,
     FORWARD_TRANSFERS,
-    PASSED,
     SENDS,
     WITH_MICROBATCH,
     WITH_NEXT_STAGE,
@@ -107,11 +108,11 @@ class Stage:
             yield from items
 
     def _passed(self, items: Block) -> int:
-        """Count the operations that are named PASSED."""
+        """Count the operations that are named COMPUTE_DONE."""
         return sum(
             item.times * self._passed(self._blocks[item.block])
             if isinstance(item, Run)
-            else item.name == PASSED
+            else item.name == COMPUTE_DONE
             for item in items
         )
 
@@ -152,7 +153,7 @@ class Stage:
         """
         job, act = self._job, action.act
         to_next = act in WITH_NEXT_STAGE
-        stream, name = "compute", "" if act in SENDS else PASSED
+        stream, name = "compute", "" if act in SENDS else COMPUTE_DONE
         if action.after:
             stream = "pp.next" if to_next or job.parallel.pp == 2 else "pp.prev"
             name = f"{act}.{action.chunk}"
@@ -185,11 +186,6 @@ def _add(runs: list[Run], run: Run) -> None:
         last = runs[-1]
         step = last.microbatch_step if last.times > 1 else run.microbatch - last.microbatch
         if run.microbatch == last.microbatch + last.times * step and step >= 0:
-            runs[-1] = Run(
-                block=last.block,
-                times=last.times + 1,
-                microbatch=last.microbatch,
-                microbatch_step=step,
-            )
+            runs[-1] = replace(last, times=last.times + 1, microbatch_step=step)
             return
     runs.append(run)

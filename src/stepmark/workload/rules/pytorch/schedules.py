@@ -17,7 +17,7 @@ from functools import cache
 
 from stepmark.core.errors import ConfigError
 from stepmark.workload.job import Job
-from stepmark.workload.pipeline import PASSED, WITH_MICROBATCH, Act, Action, Span, Tick
+from stepmark.workload.pipeline import COMPUTE_DONE, WITH_MICROBATCH, Act, Action, Span, Tick
 
 COMPUTE = (Act.FORWARD, Act.BACKWARD)
 
@@ -81,7 +81,7 @@ def act_of(act: Act, microbatch: int = 0, chunk: int = 0, *, fused: bool = False
 @cache
 def later(act: Act, microbatch: int, chunk: int = 0) -> Action:
     """Return an asynchronous action, which starts after the newest computation."""
-    return Action(act=act, microbatch=microbatch, chunk=chunk, after=(PASSED,))
+    return Action(act=act, microbatch=microbatch, chunk=chunk, after=(COMPUTE_DONE,))
 
 
 def spans(order: Order) -> list[tuple[Span, ...]]:

@@ -10,14 +10,14 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.module import Param
 from stepmark.core.ops import Optimizer, Phase
-from stepmark.core.workload import Block, ComputeOp, Group, Item, Kernel, Run, Stage, Workload
+from stepmark.core.workload import Block, ComputeOp, Item, Kernel, Run, Stage, Workload
 from stepmark.workload.architecture import AnyJob, OwnJob, Unit
-from stepmark.workload.job import Comms, Job, check_trained
+from stepmark.workload.job import Comms, Job, check_trained, plain_settings
 from stepmark.workload.rules.pytorch.chunk import Blocks, Chunk, Layer
 from stepmark.workload.rules.pytorch.pipeline import Stage as PipelineStage
 from stepmark.workload.rules.pytorch.schedules import order_of
 from stepmark.workload.rules.pytorch.schedules import spans as spans_of
-from stepmark.workload.rules.pytorch.technique import Technique, plain_settings
+from stepmark.workload.rules.pytorch.technique import Technique
 from stepmark.workload.rules.pytorch.units import UnitBuilder, groups_of, stage_ends
 
 SOURCE = "PyTorch 2.13.0"
@@ -32,7 +32,7 @@ def build(
     if job.parallel.ep > 1 and technique.sharding is None:
         raise ConfigError("ep", job.parallel.ep, "1, or the fsdp rule, which shards experts")
     blocks: Blocks = {}
-    stages = tuple(_stages(job, technique, groups, blocks))
+    stages = tuple(_stages(job, technique, Comms(groups=groups, dtype=job.dtype), blocks))
     used_groups = _prune(blocks, stages)
     return Workload(
         name=job.name,
@@ -68,35 +68,28 @@ def _prune(blocks: Blocks, stages: tuple[Stage, ...]) -> set[str]:
     return groups
 
 
-def _stages(
-    job: AnyJob, technique: Technique, groups: dict[str, Group], blocks: Blocks
-) -> "list[Stage]":
-    comms = Comms(groups=groups, dtype=job.dtype)
-    if isinstance(job, OwnJob):
-        chunks = [_own_chunk(job, technique, blocks)]
-        parts = [(chunks, _accumulated(job, technique, chunks[0], blocks))]
-    elif job.parallel.pp == 1:
-        chunks = _chunks(job, technique, groups, blocks, 1)
-        parts = [(chunks, _accumulated(job, technique, chunks[0], blocks))]
-    else:
+def _stages(job: AnyJob, technique: Technique, comms: Comms, blocks: Blocks) -> Iterator[Stage]:
+    if isinstance(job, Job) and job.parallel.pp > 1:
         parts = list(_pipelined(job, technique, comms, blocks))
-    stages: list[Stage] = []
+    else:
+        if isinstance(job, OwnJob):
+            chunk = _own_chunk(job, technique, blocks)
+        else:
+            (chunk,) = _chunks(job, technique, comms, blocks, 1)
+        parts = [([chunk], _accumulated(job, technique, chunk, blocks))]
     for stage, (own, passes) in enumerate(parts):
         name = "step" if len(parts) == 1 else f"step.{stage}"
         blocks[name] = (*passes, *update(job, technique, own, comms))
         setup = technique.setup(own[0]) if technique.setup else ()
         if setup:
             blocks["setup"] = setup
-        stages.append(
-            Stage(
-                step=name,
-                setup="setup" if setup else "",
-                layers=tuple(layer.index for chunk in own for layer in chunk.layers),
-                has_embedding=any(chunk.embedding for chunk in own),
-                has_head=any(chunk.output for chunk in own),
-            )
+        yield Stage(
+            step=name,
+            setup="setup" if setup else "",
+            layers=tuple(layer.index for chunk in own for layer in chunk.layers),
+            has_embedding=any(chunk.embedding for chunk in own),
+            has_head=any(chunk.output for chunk in own),
         )
-    return stages
 
 
 def _pipelined(
@@ -104,7 +97,7 @@ def _pipelined(
 ) -> Iterator[tuple[list[Chunk], Block]]:
     """Yield for each pp rank its chunks of the model, and its passes of all micro-batches."""
     order = order_of(job, technique.schedule, technique.pp_microbatches, technique.pp_stages)
-    chunks = _chunks(job, technique, comms.groups, blocks, order.num_stages)
+    chunks = _chunks(job, technique, comms, blocks, order.num_stages)
     times, count = job.num_microbatches // order.num_microbatches, order.num_microbatches
     for rank, spans in enumerate(spans_of(order)):
         own = chunks[rank :: order.num_ranks]
@@ -117,7 +110,7 @@ def _pipelined(
 
 
 def _chunks(
-    job: Job, technique: Technique, groups: dict[str, Group], blocks: Blocks, count: int
+    job: Job, technique: Technique, comms: Comms, blocks: Blocks, count: int
 ) -> list[Chunk]:
     """Return even chunks, the first with the remaining layers (bench/training/trainer.py)."""
     model = job.model
@@ -125,11 +118,13 @@ def _chunks(
         allowed = f"at most {model.num_layers} stages, the layers of {model.name}, not {count}"
         raise ConfigError("pp", job.parallel.pp, allowed)
     if model.tied_embeddings and count > 1:
-        raise ConfigError("pp", job.parallel.pp, f"1, since {model.name} ties its ends")
+        raise ConfigError(
+            "pp", job.parallel.pp, f"1, since {model.name} ties embedding and head"
+        )
     lookup = technique.sharding.gathered if technique.sharding else technique.model_weights
     builder = UnitBuilder(
         job=job,
-        comms=Comms(groups=groups, dtype=job.dtype),
+        comms=comms,
         lookup_dtype=lookup,
         plan=technique.plan,
         apart=technique.sharding is not None and job.parallel.ep > 1,

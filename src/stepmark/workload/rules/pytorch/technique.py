@@ -1,9 +1,7 @@
 """Techniques of a PyTorch training step that the rules share, and activation checkpointing."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from stepmark.core.dtypes import DType
@@ -19,8 +17,6 @@ from stepmark.workload.rules.pytorch.units import TpPlan
 
 if TYPE_CHECKING:
     from stepmark.workload.rules.pytorch.chunk import Chunk
-
-Setting = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +98,6 @@ def checked(settings: Any) -> None:
     if hasattr(settings, "pp_stages"):
         check_at_least(settings, 1, "pp_stages")
         check_at_least(settings, 0, "pp_microbatches")
-
-
-def plain_settings(settings: Any) -> dict[str, Setting]:
-    """Return the fields of a rule's settings as plain values."""
-    values = {
-        field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)
-    }
-    return {
-        name: value.value if isinstance(value, StrEnum) else value
-        for name, value in values.items()
-    }
 
 
 def recomputed(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]:

@@ -19,7 +19,7 @@ from stepmark.core.ops import Phase
 from stepmark.core.workload import Group, Operation
 from stepmark.workload.architecture import AnyJob, Architecture, Ops, Unit, weights_first
 from stepmark.workload.job import DUAL, Comms, Job, mesh_groups
-from stepmark.workload.tree import TreeMaker
+from stepmark.workload.tree import TreeBuilder
 
 
 class TpPlan(StrEnum):
@@ -109,7 +109,7 @@ class UnitBuilder:
     plan: TpPlan = TpPlan.TORCHTITAN
 
     @property
-    def _tree(self) -> TreeMaker:
+    def _tree(self) -> TreeBuilder:
         return self.job.tree("train", whole_loss=self.plan is TpPlan.WHOLE)
 
     def embedding(self) -> Unit:

@@ -1,10 +1,10 @@
-"""One micro-batch written down op by op with its buckets, and many of them folded into blocks.
+"""One micro-batch recorded op by op with its buckets, and micro-batches folded into blocks.
 
-What goes beside computation is on one stream, whatever CUDA streams DeepSpeed has: gathers of
-stage 3 and, with overlap_comm, reductions are of one group, whose communicator does one at a
-time (zero/stage3.py: _get_param_partition_group). Stages 1 and 2 then hold computation until
-the buckets before are done (zero/stage_1_and_2.py: average_tensor). The last bucket of a
-backward pass is waited for on the host.
+Asynchronous messages are on one stream, whatever CUDA streams DeepSpeed has: gathers of stage
+3 and, with overlap_comm, reductions use one group, whose communicator runs one at a time
+(zero/stage3.py: _get_param_partition_group). Stages 1 and 2 then delay computation until the
+buckets before are done (zero/stage_1_and_2.py: average_tensor). The host waits for the last
+bucket of a backward pass.
 
 Buckets: DeepSpeed 0.19.8, deepspeed/runtime: zero/stage_1_and_2.py
 (reduce_independent_p_g_buckets_and_remove_grads, average_tensor, allreduce_and_scatter,
@@ -24,6 +24,7 @@ from stepmark.core.workload import Block, CommOp, Item, Operation, Run
 from stepmark.workload.fold import Repeat, fold, unfold
 from stepmark.workload.job import Comms
 from stepmark.workload.rules.deepspeed.modules import Module, Param
+from stepmark.workload.rules.deepspeed.settings import DeepSpeed
 from stepmark.workload.rules.deepspeed.zero3 import Fetch
 
 
@@ -38,7 +39,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Which rank owns which elements of the flat parameters of stages 1 and 2.
+    """The division of the flat parameters of stages 1 and 2 among ranks.
 
     starts: of each parameter by its index. The end is padded so that every rank's share has an
     even number of elements (nccl_start_alignment_factor).
@@ -53,7 +54,7 @@ class Shares:
         return self.share * self.ranks
 
     def slices(self, param: Param) -> Iterator[tuple[int, int]]:
-        """(rank, elements) of a parameter that may lie on several ranks."""
+        """Yield (rank, elements) of a parameter, which may be divided among ranks."""
         start = self.starts[param.index]
         end = start + param.numel
         while start < end:
@@ -64,7 +65,7 @@ class Shares:
 
 
 def shares(params: Iterable[Param], ranks: int, *, round_robin: bool = False) -> Shares:
-    """round_robin: parameter i first by i modulo ranks, then by i (_round_robin_reorder)."""
+    """round_robin: parameters i are sorted by i modulo ranks (_round_robin_reorder)."""
     order = list(params)
     if round_robin:
         order = [param for first in range(ranks) for param in order[first::ranks]]
@@ -76,7 +77,7 @@ def shares(params: Iterable[Param], ranks: int, *, round_robin: bool = False) ->
 
 
 def all_reduced(params: Iterable[Param], at_least: int) -> Iterator[Message]:
-    """Stage 0: a bucket goes when it holds more than this (engine.py: allreduce_no_retain)."""
+    """Yield stage 0's buckets of more than this size (engine.py: allreduce_no_retain)."""
     numel = 0
     for param in params:
         numel += param.numel
@@ -89,37 +90,35 @@ def all_reduced(params: Iterable[Param], at_least: int) -> Iterator[Message]:
 
 @dataclass(slots=True, kw_only=True)
 class Bucket:
-    """Gradients on their way. shares: of stages 1 and 2; None at stage 3.
+    """Gradients to be reduced together. shares: of stages 1 and 2; None at stage 3.
 
-    A parameter that does not fit sends what is there; one larger than the bucket goes with the
-    next that is ready, alone.
+    A parameter that does not fit sends the bucket before it is added; one larger than the
+    bucket is sent alone when the next one is ready.
     """
 
-    size: int
+    settings: DeepSpeed
     ranks: int
     shares: Shares | None
-    scatter: bool  # reduce_scatter
-    contiguous: bool  # contiguous_gradients
-    multi_rank: bool  # use_multi_rank_bucket_allreduce
     params: list[Param] = field(default_factory=list)
     elements: int = 0
 
     def ready(self, param: Param) -> list[Message]:
-        """What is sent before this parameter's gradient is put in."""
-        sent = self.flush() if self.elements + param.numel > self.size else []
+        """Add a parameter's gradient, and return the messages that are sent before."""
+        is_full = self.elements + param.numel > self.settings.reduce_bucket_size
+        sent = self.flush() if is_full else []
         self.params.append(param)
         self.elements += param.numel
         return sent
 
     def flush(self) -> list[Message]:
-        """What is sent at the end of a backward pass, or for want of room."""
+        """Empty the bucket, and return its messages."""
         if not self.params:
             return []
         if self.shares is None:
             sent = [self._scattered()]
-        elif not (self.scatter and self.contiguous):
+        elif not (self.settings.reduce_scatter and self.settings.contiguous_gradients):
             sent = [Message(collective=Collective.ALL_REDUCE, elements=self.elements)]
-        elif self.multi_rank:
+        elif self.settings.use_multi_rank_bucket_allreduce:
             sent = list(self._cut(numel for _, numel in self._owned(self.shares)))
         else:
             sent = list(self._to_owners(self.shares))
@@ -128,24 +127,26 @@ class Bucket:
         return sent
 
     def _scattered(self) -> Message:
-        """Each parameter is padded to a multiple of the ranks; without scatter none is."""
-        if not self.scatter and self.contiguous and self.elements <= self.size:
+        """Return stage 3's message; a reduce-scatter pads parameters to the ranks."""
+        settings = self.settings
+        fits = settings.contiguous_gradients and self.elements <= settings.reduce_bucket_size
+        if fits and not settings.reduce_scatter:
             return Message(collective=Collective.ALL_REDUCE, elements=self.elements)
-        padded = sum(-(-param.numel // self.ranks) * self.ranks for param in self.params)
+        padded = sum(param.padded(self.ranks) for param in self.params)
         return Message(collective=Collective.REDUCE_SCATTER, elements=padded)
 
     def _owned(self, shares: Shares) -> Iterator[tuple[int, int]]:
-        """(owner, elements) of what lies on one rank each."""
+        """Yield (owner, elements) of the slices that belong to one rank each."""
         for param in self.params:
             yield from shares.slices(param)
 
     def _cut(self, numels: Iterable[int], root: int | None = None) -> Iterator[Message]:
-        """Slices together until they are more than a bucket: only a large parameter's are."""
+        """Yield messages of slices; only a large parameter's slices exceed a bucket."""
         collective = Collective.ALL_REDUCE if root is None else Collective.REDUCE
         elements = 0
         for numel in numels:
             elements += numel
-            if elements > self.size:
+            if elements > self.settings.reduce_bucket_size:
                 yield Message(collective=collective, elements=elements, root=root)
                 elements = 0
         if elements:
@@ -160,22 +161,22 @@ class Bucket:
 
 
 _DP = "dp"  # the group, and the stream of its communicator
-_GATHER, _REDUCE = "gather", "reduce"  # names of what is on it
-# Names of what gathers and reductions wait for: computation, reductions that it waits for.
+_GATHER, _REDUCE = "gather", "reduce"  # names on this stream
+# Names on the computation's stream: computation, and reductions for which it waits.
 _COMPUTED, _REDUCED = "computed", "reduced"
 
 
 def reduction(comms: Comms, message: Message, dtype: DType) -> tuple[CommOp, ...]:
-    """Of gradients, waited for by computation."""
+    """Return a reduction of gradients for which computation waits."""
     ops = comms(message.collective, message.elements, _DP, Phase.BWD, "gradients", dtype)
     return tuple(replace(op, root=message.root) for op in ops)
 
 
 @dataclass(slots=True, kw_only=True)
-class Tape:
-    """items: (layer, operation), the operation's own layer being 0 where it has one.
+class Recorder:
+    """Recorder of one micro-batch. items: (layer, operation); an operation's own layer is 0.
 
-    follows: gathers wait for the end of the micro-batch before, if there is one.
+    follows: there is a micro-batch before, for whose end gathers wait.
     """
 
     parts: dict[str, Leaf]
@@ -185,15 +186,15 @@ class Tape:
     follows: bool = False
     items: list[tuple[int | None, Operation]] = field(default_factory=list)
     gathers: int = 0
-    reductions: int = 0  # beside computation
+    reductions: int = 0  # asynchronous ones
     needed: int | None = None  # the gather that the next computation waits for
-    held: int | None = None  # it also waits for the reduction so many before the newest
+    awaited: int | None = None  # it also waits for the reduction so many before the newest
     computed: int | None = None  # place of the newest on the stream of computation
-    added: int | None = None  # the same when the newest gradient was put in its bucket
-    newest: str = ""  # name of the newest beside computation
+    added: int | None = None  # the same when the newest gradient was added to its bucket
+    newest: str = ""  # name of the newest asynchronous message
 
     def fetch(self, module: Module, phase: Phase, fetch: Fetch) -> None:
-        """Gathers of a module's hook, and what its computation waits for."""
+        """Record the gathers of a module's hook."""
         for elements in fetch.gathers:
             ops = self.comms(
                 Collective.ALL_GATHER,
@@ -212,7 +213,7 @@ class Tape:
             self.needed = self.gathers - fetch.needs
 
     def compute(self, module: Module, phase: Phase) -> None:
-        """A module's computation; backward the other way round."""
+        """Record a module's computation, in the backward pass in reverse order."""
         leaves = [self.parts[name] for name in module.parts if name in self.parts]
         if phase is Phase.FWD:
             ops = [op for leaf in leaves for op in leaf.fwd]
@@ -223,15 +224,15 @@ class Tape:
         after = []
         if self.needed is not None:
             after.append(_newest(_GATHER, self.gathers - self.needed))
-        if self.held is not None:
-            after.append(_newest(_REDUCE, self.held))
-        self.needed = self.held = None
+        if self.awaited is not None:
+            after.append(_newest(_REDUCE, self.awaited))
+        self.needed = self.awaited = None
         ops[0] = replace(ops[0], after=tuple(after))
         self.items += [(module.layer, op) for op in ops]
         self.computed = len(self.items) - 1
 
     def reduce(self, module: Module, messages: Sequence[Message], dtype: DType) -> None:
-        """A bucket, if any, that the hook of a gradient sends before it puts that in."""
+        """Record the messages that a gradient's hook sends before it adds the gradient."""
         if not self.overlaps:
             self._waited_for(module.layer, messages, dtype)
             return
@@ -247,16 +248,16 @@ class Tape:
         if messages and not self.divided:
             # To an owner the host waits before each message (allreduce_and_copy).
             back = len(messages) if messages[0].root is None else 1
-            self.held = back if self.reductions > back else None
+            self.awaited = back if self.reductions > back else None
 
     def finish(self, messages: Iterable[Message], dtype: DType) -> None:
-        """The last bucket of a backward pass."""
+        """Record the last bucket of a backward pass."""
         self._waited_for(None, messages, dtype, _REDUCED if self.divided else "")
 
     def _waited_for(
         self, layer: int | None, messages: Iterable[Message], dtype: DType, name: str = ""
     ) -> None:
-        """Reductions on the stream of computation, after all beside it."""
+        """Record reductions on the computation's stream, after all asynchronous messages."""
         after = (self.newest,) if self.newest else ()
         for message in messages:
             ops = reduction(self.comms, message, dtype)
@@ -269,16 +270,16 @@ class Tape:
         self.items += [(layer, replace(op, layer=inside, microbatch=0)) for op in ops]
 
     def _before_gather(self) -> tuple[str, ...]:
-        """With overlap_comm the end of the micro-batch before, where the host waits, alone."""
+        """Return the dependencies; with overlap_comm the end of the previous micro-batch."""
         is_first = not self.gathers if self.overlaps else self.computed is None
         if is_first:
             return (_REDUCED,) if self.follows else ()
         return () if self.overlaps else self._computed()
 
     def _before_reduction(self) -> tuple[str, ...]:
-        """All that is computed; at stage 3 when the newest of the bucket's gradients came.
+        """Return the newest computation; at stage 3 that of the bucket's newest gradient.
 
-        There __add_grad_to_ipg_bucket waits, and a bucket goes before the next is put in.
+        There __add_grad_to_ipg_bucket waits, and a bucket is sent before the next gradient.
         """
         added, self.added = self.added, self.computed
         newest = self._computed()
@@ -287,7 +288,7 @@ class Tape:
         return () if added is None else (_newest(_COMPUTED, 1),)
 
     def _computed(self) -> tuple[str, ...]:
-        """The newest on the stream of computation, which gets a name by this."""
+        """Name the newest operation on the computation's stream, and return its name."""
         if self.computed is None:
             return ()
         layer, op = self.items[self.computed]
@@ -302,16 +303,17 @@ def _newest(name: str, before: int) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Program:
-    """Blocks by name; equal ones are one."""
+    """Blocks by name; equal blocks are one."""
 
     blocks: dict[str, Block] = field(default_factory=dict)
     names: dict[Block, str] = field(default_factory=dict)
 
-    def microbatches(self, tapes: Iterable[tuple[Tape, int]]) -> Iterator[Item]:
-        """Runs of each tape so many times; equal neighbours are one Run."""
+    def microbatches(self, recorders: Iterable[tuple[Recorder, int]]) -> Iterator[Item]:
+        """Yield a Run for each recorder; equal neighbours are one Run."""
         at = 0
         counts = (
-            (self._block(self._folded(tape), "microbatch"), times) for tape, times in tapes
+            (self._block(self._folded(recorder), "microbatch"), times)
+            for recorder, times in recorders
         )
         for name, group in groupby(counts, key=lambda pair: pair[0]):
             times = sum(count for _, count in group)
@@ -325,10 +327,10 @@ class Program:
             self.blocks[self.names[block]] = block
         return self.names[block]
 
-    def _folded(self, tape: Tape) -> Block:
+    def _folded(self, recorder: Recorder) -> Block:
         items: list[Item] = []
         layers: list[tuple[int, str]] = []  # layers one after the other
-        for layer, group in groupby(tape.items, key=lambda item: item[0]):
+        for layer, group in groupby(recorder.items, key=lambda item: item[0]):
             block = tuple(op for _, op in group)
             if layer is None:
                 items += [*self._layers(layers), *block]
@@ -338,7 +340,7 @@ class Program:
         return (*items, *self._layers(layers))
 
     def _layers(self, layers: list[tuple[int, str]]) -> tuple[Item, ...]:
-        """Layers may turn round: a model may end with one."""
+        """Return the Runs of layers, which may go up and then down."""
         items: list[Item] = []
         while layers:
             step = layers[1][0] - layers[0][0] if len(layers) > 1 else 1
@@ -368,7 +370,7 @@ class Program:
         return tuple(items)
 
     def repeats(self, operations: Iterable[Operation]) -> Block:
-        """Operations of no layer, what repeats as a Run."""
+        """Return operations of no layer, repeats as Runs."""
         return self._repeats(fold(tuple(operations)))
 
     def _repeats(self, folded: tuple[Operation | Repeat[Operation], ...]) -> Block:
