@@ -1,4 +1,4 @@
-"""One command in processes of its own, with a time limit; nothing of it outlives `run`."""
+"""Run one command with a time limit; none of its processes outlives `run`."""
 
 import secrets
 import signal
@@ -13,7 +13,7 @@ from stepmark.launch.processes import tie_child
 
 MARK = "STEPMARK_CHILD"  # in the environment of the command and of all that it starts
 _POLL_S = 0.1
-# After a signal, to end by itself what it has begun: more than ranks get of its supervisor.
+# Time to end by itself after a signal: longer than its supervisor gives ranks.
 GRACE_S = 15.0
 
 
@@ -21,7 +21,7 @@ GRACE_S = 15.0
 class Ended:
     """How a command ended."""
 
-    exit_code: int | None  # negative: the signal; None for what SIGKILL does not end
+    exit_code: int | None  # negative: the signal; None for a process that SIGKILL does not end
     seconds: float
     timed_out: bool = False
     interrupted: bool = False
@@ -40,10 +40,10 @@ def run(
 ) -> Ended:
     """Run it with its output in two files, and end it after limit_s.
 
-    `signals` is what `catching` gave: with a signal in it the command gets one SIGINT, past
+    `signals` is the list of `catching`: with a signal in it the command gets one SIGINT, past
     its limit SIGTERM. After grace_s, or with another signal, it is killed.
-    It is in a session of its own, so a terminal's Ctrl-C reaches only us.
-    Raises OSError, as for a command that is not there.
+    It is in a session of its own, so a terminal's Ctrl-C reaches only this process.
+    Raises OSError, e.g. for a command that does not exist.
     """
     token = secrets.token_hex(8)
     with out.open("wb") as stdout, err.open("wb") as stderr:
@@ -65,9 +65,9 @@ def run(
         interrupted = bool(signals)
         timed_out = process.poll() is None and not interrupted
         if timed_out:
-            _ask(process, signal.SIGTERM, grace_s, signals)
+            _terminate(process, signal.SIGTERM, grace_s, signals)
         elif interrupted:
-            _ask(process, signal.SIGINT, grace_s, signals)
+            _terminate(process, signal.SIGINT, grace_s, signals)
     finally:
         survivors = tuple(processes.kill_all([process], MARK, token))
     return Ended(
@@ -79,13 +79,13 @@ def run(
     )
 
 
-def _ask(
+def _terminate(
     process: "subprocess.Popen[bytes]",
     number: signal.Signals,
     limit_s: float,
     signals: Sequence[int],
 ) -> None:
-    """Only the command itself: what it started is its own to end."""
+    """Send a signal to the command alone, which ends its own children, and wait for its end."""
     process.send_signal(number)
     end_s, before = time.monotonic() + limit_s, max(1, len(signals))
     while process.poll() is None and len(signals) <= before and time.monotonic() < end_s:

@@ -1,4 +1,4 @@
-"""The hang guard of a rank: it reports to a parent of ours, or else ends itself.
+"""The hang guard of a rank: it reports to our parent process, or else ends itself.
 
 Ranks and the parent that watches them report to each other through files in one folder.
 """
@@ -22,27 +22,27 @@ from stepmark.launch.processes import tie_to_parent
 FOLDER = "STEPMARK_HEARTBEATS"  # environment variable: the folder
 FIRST = "STEPMARK_FIRST"  # environment variable: the position at which ranks begin
 
-ABORT = "abort"  # from the parent: ranks are to give up
-# From each rank, with its number: stacks; flight recorder; that it has given up; its state.
+ABORT = "abort"  # written by the parent: ranks must give up
+# Written by each rank, with its number: stacks, flight recorder, "has given up", its state.
 STACK, FLIGHT, GAVE_UP, BEAT = "stack", "flight", "gave_up", "beat"
 _MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """What a rank does, and until when, by CLOCK_MONOTONIC, the same in all processes."""
+    """State of a rank and its deadline by CLOCK_MONOTONIC, which all processes share."""
 
     rank: int
     pid: int
     position: int | None  # None in set-up and between cases
     since_s: float
-    deadline_s: float | None  # None: it may take as long as it takes
-    restart_at: int | None = None  # new ranks should begin there once these have ended
-    exit_code: int | None = None  # all work is done; the process may still take a while to end
+    deadline_s: float | None  # None: no deadline
+    restart_at: int | None = None  # position at which new ranks should begin after these
+    exit_code: int | None = None  # all work is done; the process itself may end later
 
 
 class HeartbeatStore:
-    """A folder of small files, written beside their place and renamed: never half there."""
+    """A folder of small files, each written under another name and renamed when complete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,20 +58,20 @@ class HeartbeatStore:
         return self.folder.parent == _MEMORY
 
     def write(self, name: str, text: str) -> None:
-        """Raises OSError, as for a full disk."""
+        """Write a file at once. Raises OSError, e.g. for a full disk."""
         target = f"{self.folder}/{name}"
         temporary = f"{target}.{os.getpid()}"
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            left = memoryview(text.encode())
-            while left:
-                left = left[os.write(file, left) :]
+            rest = memoryview(text.encode())
+            while rest:
+                rest = rest[os.write(file, rest) :]
         finally:
             os.close(file)
         os.rename(temporary, target)
 
     def read(self, name: str) -> str | None:
-        """None until it is there."""
+        """Return a file's text; None until it exists."""
         try:
             return (self.folder / name).read_text(errors="replace")
         except OSError:
@@ -84,13 +84,13 @@ class HeartbeatStore:
         self.write(f"{BEAT}-{beat.rank}", json.dumps(asdict(beat)))
 
     def beats(self, num_ranks: int) -> dict[int, Beat]:
-        """Return the last beat of each rank that came up."""
+        """Return the last beat of each rank that has started."""
         texts = (self.read(f"{BEAT}-{rank}") for rank in range(num_ranks))
         beats = [Beat(**json.loads(text)) for text in texts if text]
         return {beat.rank: beat for beat in beats}
 
     def remove(self) -> None:
-        # Without a parent's patience: a rank that is killed may still write here.
+        # Errors are ignored: a rank that is being killed may still write here.
         with contextlib.suppress(OSError):
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -123,7 +123,7 @@ class Heartbeat:
 
     @classmethod
     def from_environment(cls) -> "Heartbeat | None":
-        """None in a process that no parent of ours watches."""
+        """Return the heartbeat; None in a process without a watching parent."""
         if not (folder := os.environ.get(FOLDER)):
             return None
         rank = os.environ.get("RANK", "0")
@@ -134,14 +134,14 @@ class Heartbeat:
         self._report(position, limit_s)
 
     def idle(self, limit_s: float) -> None:
-        """Report set-up, or what lies between cases and after the last one."""
+        """Report set-up, or work between cases and after the last one."""
         self._report(None, limit_s)
 
     def restart_at(self, position: int) -> bool:
-        """Ask for new ranks from this position once these have ended well.
+        """Request new ranks from this position after a normal end of these.
 
         True: they will be started. Called by every rank, or by rank 0 alone. Raises ValueError
-        for a position that these ranks have begun at: it would not end.
+        for the position at which these ranks began, which would repeat forever.
         """
         if position <= self.first:
             raise ValueError(f"began at {self.first}, cannot restart at {position}")
@@ -150,9 +150,9 @@ class Heartbeat:
         return True
 
     def on_abort(self, dump: Callable[[], str], abort: Callable[[], None]) -> None:
-        """Set what a daemon thread calls when the parent gives these ranks up, in this order.
+        """Set the calls of a daemon thread when the parent gives these ranks up, in this order.
 
-        dump: the flight recorder as JSON. abort: end what blocks, such as communicators.
+        dump: return the flight recorder as JSON. abort: end blocked communicators.
         """
         self._dump, self._abort = dump, abort
 
@@ -177,7 +177,7 @@ class Heartbeat:
                 return
 
     def _give_up(self) -> None:
-        # The parent kills this process next: what fails here can only cost evidence.
+        # The parent kills this process next: a failure here only loses diagnostics.
         rank = self._beat.rank
         with contextlib.suppress(Exception):
             if text := self._dump():
@@ -188,14 +188,14 @@ class Heartbeat:
             self._store.write(f"{GAVE_UP}-{rank}", "")
 
 
-_RECORD_S = 10.0  # on_timeout writes one line; a dead file system must not keep us
+_RECORD_S = 10.0  # on_timeout writes one line; a dead file system must not block the end
 _STDERR = 2  # not sys.stderr, which may be replaced or locked by the thread that hangs
 
 
 class Watchdog:
-    """As Heartbeat, but past a deadline: stacks to stderr, on_timeout(position), exit code 3.
+    """Ends its own rank past a deadline: stacks to stderr, on_timeout(position), exit code 3.
 
-    Works while the main thread is in C code that has released the GIL, as torch's waits have.
+    It works while the main thread is in C code that has released the GIL, as torch does.
     """
 
     first = 0
@@ -218,7 +218,7 @@ class Watchdog:
         self._task = (None, time.monotonic() + limit_s)
 
     def restart_at(self, position: int) -> bool:
-        """False: nobody would start new ranks."""
+        """Return False: there is no parent to start new ranks."""
         return False
 
     def close(self, exit_code: int) -> None:
@@ -232,7 +232,7 @@ class Watchdog:
 
     def _end(self, position: int | None) -> None:
         where = "between cases" if position is None else f"at position {position}"
-        # Whatever goes wrong with the last words, the rank must end.
+        # The rank must end even if its report fails.
         with contextlib.suppress(OSError):
             os.write(_STDERR, f"stepmark: a rank hangs {where}; its threads:\n".encode())
             faulthandler.dump_traceback(file=_STDERR, all_threads=True)

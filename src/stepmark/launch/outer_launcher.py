@@ -1,4 +1,4 @@
-"""torchrun, srun or mpirun around us: then this process is one rank, and starts none."""
+"""Detect torchrun, srun or mpirun: then this process is one rank, and starts none."""
 
 import os
 
@@ -6,19 +6,19 @@ from stepmark.core.errors import ConfigError
 
 # Rank, local rank, world size, ranks on this host. torchrun's own names come first.
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-# Slurm sets the rank in a batch script, too; the last of these only in steps that srun starts.
+# Slurm also sets the rank in a batch script; the last variable only in steps of srun.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
 _MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 
 
 def is_rank() -> bool:
-    """True in a process that a launcher started as one of several ranks."""
+    """Return whether a launcher started this process as one of several ranks."""
     return _names() is not None
 
 
 def is_first() -> bool:
-    """True on rank 0, and in a process that is no rank."""
+    """Return whether this is rank 0, or a process that is no rank."""
     names = _names()
     return names is None or os.environ[names[0]] == "0"
 
@@ -31,7 +31,7 @@ def num_ranks() -> int:
 def as_torchrun() -> None:
     """Set the variables that torchrun sets from those of srun or mpirun.
 
-    Raises ConfigError where ranks of several hosts would not know where rank 0 is.
+    Raises ConfigError where ranks of several hosts have no address of rank 0.
     """
     names = _names()
     if names is None or names is _TORCHRUN:

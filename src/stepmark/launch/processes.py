@@ -1,6 +1,7 @@
-"""Processes of this host: those with a mark, those that end with their parent, other ranks."""
+"""Processes of this host: marked ones, children that end with their parent, other ranks."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ def marked(name: str, value: str) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """False for a zombie, and for a later process with the same pid."""
+    """Return whether it lives: False for a zombie and for a later process with its pid."""
     try:
         return process.is_running() and process.status() not in (
             psutil.STATUS_ZOMBIE,
@@ -57,9 +58,9 @@ def kill_all(children: Sequence["subprocess.Popen[bytes]"], name: str, value: st
         others = marked(name, value)
         for other in others:
             send(other, signal.SIGKILL)
-        left = {child.pid for child in living} | {other.pid for other in others}
-        if not left or time.monotonic() > end_s:
-            return sorted(left)
+        pids = {child.pid for child in living} | {other.pid for other in others}
+        if not pids or time.monotonic() > end_s:
+            return sorted(pids)
         time.sleep(0.02)
 
 
@@ -70,8 +71,6 @@ def tie_to_parent(number: signal.Signals) -> Callable[[], None]:
     """
     if sys.platform != "linux":
         return lambda: None
-    import ctypes  # noqa: PLC0415
-
     prctl = ctypes.CDLL(None).prctl
 
     def tie() -> None:
@@ -95,13 +94,12 @@ def tie_child(number: signal.Signals) -> Callable[[], None]:
 class LocalPeers:
     """The other ranks of this host under an outer launcher, from creation to close.
 
-    torchrun answers the death of one rank with SIGTERM to the others, as it does when a user
-    ends the job. Which ranks were gone when SIGTERM came tells the two apart. Create it in the
-    main thread.
+    torchrun sends SIGTERM to the others both when one rank dies and when a user ends the job.
+    The ranks that were gone at SIGTERM distinguish the two. Create it in the main thread.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
-        """pids by rank. Those that cannot be seen, as from another container, are left out."""
+        """Watch pids by rank, except those that are not visible, as from another container."""
         self._processes: dict[int, psutil.Process] = {}
         for rank, pid in pids.items():
             with contextlib.suppress(psutil.Error):
@@ -109,7 +107,7 @@ class LocalPeers:
         self.gone: tuple[int, ...] = ()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        # Python runs handlers between bytecodes, which a wait in C puts off; this byte is
+        # Python runs handlers between bytecodes, which a wait in C delays; this byte is
         # written at once.
         self._before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._writer = writer
@@ -117,14 +115,14 @@ class LocalPeers:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits until a signal that has come is dealt with."""
+        """Stop watching, after a signal that has arrived is handled."""
         signal.set_wakeup_fd(self._before)
         os.close(self._writer)
         self._thread.join(1.0)
 
     @property
     def stopped(self) -> list[int]:
-        """Ranks that SIGSTOP or a debugger holds now."""
+        """Ranks that are now stopped by SIGSTOP or a debugger."""
         ranks = []
         for rank, process in self._processes.items():
             with contextlib.suppress(psutil.Error):
@@ -133,7 +131,7 @@ class LocalPeers:
         return ranks
 
     def wait_for_end(self, limit_s: float) -> tuple[int, ...]:
-        """The first that are seen to have ended; none within limit_s."""
+        """Return the ranks that have ended as soon as there are any; () after limit_s."""
         end_s = time.monotonic() + limit_s
         while not (gone := self._ended()) and time.monotonic() < end_s:
             time.sleep(0.01)

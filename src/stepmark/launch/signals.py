@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: remembered while modules load, or as a list for a parent of ranks."""
+"""Ctrl-C and SIGTERM: recorded while modules load, or as a list for a parent of ranks."""
 
 import contextlib
 import signal
@@ -6,34 +6,31 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-_seen: list[int] = []
+_interrupts: list[int] = []
 
 
 def watch() -> None:
-    """Remember SIGINT from now on; it still raises KeyboardInterrupt.
+    """Record SIGINT from now on; it still raises KeyboardInterrupt.
 
     Some large modules swallow the exception while they load.
     """
-    signal.signal(signal.SIGINT, _remember)
+    signal.signal(signal.SIGINT, _record)
 
 
 def raise_if_seen() -> None:
     """Raise KeyboardInterrupt before work that must not start after a Ctrl-C."""
-    if _seen:
+    if _interrupts:
         raise KeyboardInterrupt
 
 
-def _remember(number: int, _frame: FrameType | None) -> None:
-    _seen.append(number)
+def _record(number: int, _frame: FrameType | None) -> None:
+    _interrupts.append(number)
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def catching() -> Iterator[list[int]]:
-    """Yield SIGINT and SIGTERM as they come; nothing else is done with them.
-
-    Main thread only.
-    """
+    """Yield a list to which SIGINT and SIGTERM are appended. Main thread only."""
     signals: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -48,7 +45,7 @@ def catching() -> Iterator[list[int]]:
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Like KeyboardInterrupt, no ordinary handler may swallow it."""
+    """Raised for SIGTERM. Like KeyboardInterrupt, no ordinary handler may catch it."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The parent of the ranks: sees them hang or die, kills them, goes on with new ones."""
+"""Supervise ranks: detect hangs and deaths, kill the ranks, and continue with new ones."""
 
 import signal
 import sys
@@ -20,10 +20,10 @@ _FLIGHT_S = 2.0
 
 @dataclass(kw_only=True)
 class RankFailure:
-    """The ranks did not finish a case."""
+    """Failure of the ranks to finish a case."""
 
     position: int | None  # None: in set-up or between cases
-    cause: str  # "timeout" or "lost rank", as Failed has it
+    cause: str  # "timeout" or "lost rank", one of Failed's
     ranks: tuple[int, ...]  # the suspects, or those that died
     message: str  # one line
     stacks: str = ""  # Python stacks of all threads, by rank
@@ -31,24 +31,24 @@ class RankFailure:
 
 
 def _position_of(workers: Workers) -> int | None:
-    """Return the case that is worked on. Rank 0 records, so its case is not recorded yet."""
+    """Return the present case. It is rank 0's, which records it at its end."""
     working = {r: b.position for r, b in workers.beats.items() if b.position is not None}
     return working.get(0, min(working.values(), default=None))
 
 
 def _hang_report(workers: Workers, overdue: list[int]) -> RankFailure:
-    """Ask the ranks for their stacks and flight recorders; say which ranks the others wait for.
+    """Collect stacks and flight recorders of the ranks, and name the ranks that block others.
 
-    Takes up to 3 s, where ranks do not answer.
+    It takes up to 3 s, where ranks do not answer.
     """
     position = _position_of(workers)
     beats = [workers.beats[rank] for rank in overdue]
     limit_s = min((beat.deadline_s or beat.since_s) - beat.since_s for beat in beats)
     activity = {rank: _activity(workers, rank, position) for rank in range(workers.num_ranks)}
-    words = _described(workers, activity)
+    words = _describe(workers, activity)
     if suspects := _suspects(activity, position):
         words.append(f"the others wait for {ranks_text(suspects)}")
-    late = {activity[rank] for rank in overdue}  # the first past its limit is not alone in it
+    late = {activity[rank] for rank in overdue}  # others may be as late as the first
     silent = (_NOT_UP, *_STUCK.values())
     answering = [rank for rank in workers.working() if activity[rank] not in silent]
     return RankFailure(
@@ -62,9 +62,9 @@ def _hang_report(workers: Workers, overdue: list[int]) -> RankFailure:
 
 
 def _how_it_ended(return_code: int) -> str:
-    """Return in words what Popen.returncode says."""
+    """Return a description of Popen.returncode."""
     if return_code < 0:
-        name = next((one.name for one in signal.Signals if one == -return_code), "real time")
+        name = next((s.name for s in signal.Signals if s == -return_code), "real time")
         return f"was killed by signal {-return_code} ({name})"
     return f"ended with exit code {return_code}"
 
@@ -83,7 +83,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 _HERE, _AHEAD, _ENDED, _NOT_UP = "in this case", "ahead of this case", "ended", "not up"
-_STUCK = {  # they cannot answer, and most likely the others wait for them
+_STUCK = {  # such ranks cannot answer, and most likely block the others
     psutil.STATUS_STOPPED: "stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "stopped (by a debugger)",
     psutil.STATUS_DISK_SLEEP: "asleep in the kernel (state D)",
@@ -109,48 +109,48 @@ def _where(beat: Beat, position: int | None) -> str:
 
 
 def _suspects(activity: dict[int, str], position: int | None) -> list[int]:
-    """Return the ranks for which the others wait: stuck ones, else those not in the case."""
-    if stuck := [rank for rank, what in activity.items() if what in _STUCK.values()]:
+    """Return the ranks that block the others: stuck ones, else those not in the case."""
+    if stuck := [rank for rank, state in activity.items() if state in _STUCK.values()]:
         return stuck
     if position is None:
         return []
-    return [rank for rank, what in activity.items() if what not in (_HERE, _AHEAD)]
+    return [rank for rank, state in activity.items() if state not in (_HERE, _AHEAD)]
 
 
-def _described(workers: Workers, activity: dict[int, str]) -> list[str]:
-    """Name ranks that do the same together, with the longest of their times."""
+def _describe(workers: Workers, activity: dict[int, str]) -> list[str]:
+    """Return a text per activity, with its ranks and the longest of their times."""
     groups: dict[str, list[int]] = {}
-    for rank, what in activity.items():
-        groups.setdefault(what, []).append(rank)
+    for rank, state in activity.items():
+        groups.setdefault(state, []).append(rank)
     now_s = time.monotonic()
     words = []
-    for what, ranks in groups.items():
+    for state, ranks in groups.items():
         times_s = [
             now_s - workers.beats[rank].since_s for rank in ranks if rank in workers.beats
         ]
-        silent = what == _ENDED or what in _STUCK.values()
+        silent = state == _ENDED or state in _STUCK.values()
         form = ", last heard of {:.1f} s ago" if silent else " for {:.1f} s"
         words.append(
-            f"{ranks_text(ranks)} {what}{form.format(max(times_s)) if times_s else ''}"
+            f"{ranks_text(ranks)} {state}{form.format(max(times_s)) if times_s else ''}"
         )
     return words
 
 
 def _stacks(workers: Workers, activity: dict[int, str], answering: list[int]) -> str:
-    """faulthandler answers in the signal handler, whatever the main thread waits for in C."""
+    """Return stacks by faulthandler, which works while the main thread is blocked in C."""
     store = workers.store
     names = {rank: f"{heartbeat.STACK}-{rank}" for rank in answering}
     workers.send(signal.SIGUSR1, answering)
     _wait(lambda: all(store.read(name) for name in names.values()), _STACKS_S)
-    time.sleep(0.1)  # what has begun to be written is soon written
+    time.sleep(0.1)  # time to finish writing
     stacks = {rank: store.read(name) for rank, name in names.items()}
-    missing = {rank: f"no stack: {what}\n" for rank, what in activity.items()}
+    missing = {rank: f"no stack: {state}\n" for rank, state in activity.items()}
     texts = [f"rank {rank}:\n{stacks.get(rank) or missing[rank]}" for rank in activity]
     return "\n".join(texts)
 
 
 def _flight(workers: Workers, answering: list[int]) -> dict[int, str]:
-    """The ranks also end their communicators then, so that no kernel spins on when killed."""
+    """Return flight recorders. Ranks then abort communicators: no kernel outlives a kill."""
     store = workers.store
     store.write(heartbeat.ABORT, "")
     names = [f"{heartbeat.GAVE_UP}-{rank}" for rank in answering]
@@ -168,9 +168,9 @@ def _wait(is_done: Callable[[], bool], limit_s: float) -> None:
 
 
 START_S = 120.0  # until the first beat of every rank: python and its imports on a slow disk
-_GRACE_S = 3.0  # after a death: rank 0 may be writing
+_GRACE_S = 3.0  # after a death: rank 0 may be writing its record
 _LINGER_S = 10.0  # after rank 0 has reported its exit code
-INTERRUPT_S = 10.0  # to store what is finished after Ctrl-C
+INTERRUPT_S = 10.0  # to store finished cases after Ctrl-C
 _MAX_IN_ROW = 3
 
 
@@ -198,7 +198,7 @@ def supervise(
     """Run `python -m MODULE ARGUMENTS` on num_ranks local ranks; return the worst exit code.
 
     A case that hangs or loses a rank ends these ranks, and new ones begin at the next case.
-    When on_failure is called no rank lives; rank 0 may have recorded the case itself, in its
+    When on_failure is called no rank is alive; rank 0 may have recorded the case itself in its
     last seconds. It returns whether anything was lost, which makes the exit code 3. After
     SIGINT or SIGTERM every rank gets one SIGINT and 10 s; a second signal kills. Call from the
     main thread.
@@ -219,7 +219,7 @@ def supervise(
                     in_row = 1 if finished_some else in_row + 1
                     following = None if end.position is None else end.position + 1
                     if following is None and not workers.working():
-                        following = workers.restart_at  # they were leaving for new ranks
+                        following = workers.restart_at  # they had requested new ranks
             if signals:
                 return 128 + signals[0]
             if following is None or following >= num_cases:
@@ -233,7 +233,7 @@ def supervise(
 def _lead(
     workers: Workers, signals: list[int], poll_s: float, start_s: float
 ) -> _Ended | _Interrupted | RankFailure:
-    """Watch the ranks to their end, and leave no process of them."""
+    """Watch the ranks to their end, and kill all that remain."""
     try:
         end = _watch(workers, signals, poll_s, start_s)
     finally:
@@ -241,7 +241,7 @@ def _lead(
         workers.store.remove()
     if survivors and isinstance(end, RankFailure):
         end.message += f"; SIGKILL did not end pid {', '.join(map(str, survivors))}"
-        end.position = None  # new ranks would meet a device that is still held
+        end.position = None  # for new ranks the device would still be in use
     return end
 
 
@@ -259,7 +259,7 @@ def _watch(
 
 
 def _interrupted(workers: Workers, signals: list[int], poll_s: float) -> _Interrupted:
-    """Ranks that have not come up have nothing to keep: they are killed at once."""
+    """Interrupt the ranks and wait for their end, unless none has started."""
     if workers.beats:
         workers.send(signal.SIGINT, workers.working())
         end_s = time.monotonic() + INTERRUPT_S
@@ -270,7 +270,7 @@ def _interrupted(workers: Workers, signals: list[int], poll_s: float) -> _Interr
 
 
 def _normal_end(workers: Workers, poll_s: float) -> _Ended | None:
-    """Rank 0 has reported its exit code: what the others do now changes nothing."""
+    """Return the end after rank 0 has reported its exit code; other ranks do not change it."""
     code = workers.exit_code
     if code is None:
         return None
@@ -282,7 +282,7 @@ def _normal_end(workers: Workers, poll_s: float) -> _Ended | None:
 
 
 def _death(workers: Workers, poll_s: float) -> _Ended | RankFailure | None:
-    """A process ended that should not have. Rank 0 gets 3 s to write what it has."""
+    """Return the failure of processes that died. Rank 0 gets 3 s to write its record."""
     died = {
         rank: how
         for rank in range(workers.num_ranks)
@@ -299,7 +299,7 @@ def _death(workers: Workers, poll_s: float) -> _Ended | RankFailure | None:
     )
     _wait_for_end(workers, _GRACE_S, poll_s)
     only_left = all(how.startswith(_LEFT) for how in died.values())
-    # Every rank may be leaving by the same exception, and rank 0 be the last.
+    # Every rank may be leaving by the same exception, with rank 0 as the last.
     return (_normal_end(workers, poll_s) if only_left else None) or failure
 
 
@@ -307,12 +307,12 @@ _LEFT = "left early"
 
 
 def _how_it_died(workers: Workers, rank: int) -> str | None:
-    """None for a rank that lives, or has ended as it may."""
+    """Return the cause of a death; None for a rank that lives or has ended normally."""
     code, beat = workers.return_code(rank), workers.beats.get(rank)
     if code is None:
         return None
     if beat is not None and beat.exit_code is not None:
-        # Its work was done. A crash in the tear-down of torch or a driver is no loss.
+        # Its work was done: a crash in the tear-down of torch or a driver loses nothing.
         return f"{_LEFT}, with exit code {beat.exit_code}" if rank and beat.exit_code else None
     if code:
         return _how_it_ended(code)

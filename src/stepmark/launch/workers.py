@@ -1,4 +1,4 @@
-"""The ranks of one launch on this host: child processes, what they report, how they end."""
+"""The ranks of one launch on this host: child processes, their reports and exit codes."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from stepmark.launch import heartbeat
 from stepmark.launch.heartbeat import Beat, HeartbeatStore
 from stepmark.launch.processes import kill_all, tie_child
 
-# How ranks find each other: a FileStore, or rank 0's TCPStore on a socket that we have bound.
+# Rendezvous of ranks: a FileStore, or rank 0's TCPStore on a socket that the parent has bound.
 STORE_FILE = "STEPMARK_STORE_FILE"
 STORE_PORT, STORE_SOCKET = "STEPMARK_STORE_PORT", "STEPMARK_STORE_SOCKET"
 
@@ -23,8 +23,8 @@ STORE_PORT, STORE_SOCKET = "STEPMARK_STORE_PORT", "STEPMARK_STORE_SOCKET"
 class Workers:
     """`python -m MODULE ARGUMENTS` per rank, with RANK and WORLD_SIZE as torchrun sets them.
 
-    Every rank is in a session of its own: a terminal's Ctrl-C reaches only us. The kernel kills
-    it when we die.
+    Every rank is in a session of its own: a terminal's Ctrl-C reaches only the parent. The
+    kernel kills it when the parent dies.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Workers:
             shared[STORE_PORT] = str(listener.getsockname()[1])
         try:
             for rank in range(num_ranks):
-                handed = listener if rank == 0 else None
-                self._processes.append(_start(command, shared, rank, handed))
+                process = _start(command, shared, rank, listener if rank == 0 else None)
+                self._processes.append(process)
         except BaseException:
             self.kill()
             self.store.remove()
@@ -58,8 +58,8 @@ class Workers:
                 listener.close()
 
     def look(self) -> None:
-        """Read what ranks have reported since the last look, and which have ended."""
-        # Before the beats: the last beat of a process that has ended is then known, too.
+        """Update exit codes and beats."""
+        # Exit codes first: the last beat of a process that has ended is then included.
         for process in self._processes:
             process.poll()
         self.beats = self.store.beats(self.num_ranks)
@@ -68,7 +68,7 @@ class Workers:
         return self._processes[rank].pid
 
     def return_code(self, rank: int) -> int | None:
-        """None while the process lives; negative for a signal, as of the last look."""
+        """Return None while the process lives; negative for a signal, as of the last `look`."""
         return self._processes[rank].returncode
 
     def working(self) -> list[int]:
@@ -76,7 +76,7 @@ class Workers:
         return [rank for rank in range(self.num_ranks) if self.return_code(rank) is None]
 
     def state(self, rank: int) -> str:
-        """Return psutil's word for the state of a living rank, "" where there is none."""
+        """Return psutil's name for the state of a living rank, else ""."""
         try:
             return str(psutil.Process(self.pid(rank)).status())
         except psutil.Error:
@@ -84,7 +84,7 @@ class Workers:
 
     @property
     def exit_code(self) -> int | None:
-        """Rank 0's; None until it has reported that its work is done."""
+        """Exit code of rank 0; None until it has reported that its work is done."""
         return self.beats[0].exit_code if 0 in self.beats else None
 
     @property
@@ -96,7 +96,7 @@ class Workers:
             self._processes[rank].send_signal(number)
 
     def kill(self) -> list[int]:
-        """SIGKILL the ranks and all that they started. Return the pids that survive 10 s."""
+        """SIGKILL the ranks and their children. Return the pids that survive 10 s."""
         return kill_all(self._processes, heartbeat.FOLDER, str(self.store.folder))
 
 
@@ -112,13 +112,13 @@ def _start(
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         pass_fds=() if listener is None else (listener.fileno(),),
-        # Two system calls, loaded before the fork: safe even where we have threads.
+        # Two system calls, loaded before the fork: safe even in a parent with threads.
         preexec_fn=tie_child(signal.SIGKILL),  # noqa: PLW1509
     )
 
 
 def _environment(num_ranks: int) -> dict[str, str]:
-    """Ours; cores shared among ranks; this package importable in them."""
+    """Return our environment with this package importable and cores shared among ranks."""
     environment = dict(os.environ)
     if num_ranks > 1:
         cores = os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""What an operator of ATen computes, as one of our operators or a kernel of its own name.
+"""Convert an operator of ATen to one of our operators, or to a kernel of its own name.
 
 Matrix products, attention, norms and fused optimizers become operators; all others kernels
-with the bytes they must move. Views and allocations are no work.
+with the bytes that they must move. Views and allocations are no work.
 """
 
 import math
@@ -27,9 +27,9 @@ from stepmark.core.ops import (
 )
 from stepmark.core.workload import Kernel
 
-# Namespaces of work; the others are of the profiler, of the dispatcher and of communication.
+# Namespaces of computation; the others are the profiler, the dispatcher and communication.
 _COMPUTES = ("aten", "fsdp")
-# No work, beyond what schemas tell: new memory without values, and names of what there is.
+# No work, in addition to views: new memory without values, and other names of tensors.
 _FREE = frozenset(
     {
         *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
@@ -37,7 +37,7 @@ _FREE = frozenset(
         *("_local_scalar_dense", "is_same_size", "_has_same_storage_numel", "equal", "item"),
     }
 )
-# Writes without reading what was there; the out= of others too.
+# Writes without reading the old values; so do out= arguments of others.
 _ONLY_WRITES = frozenset({"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"})
 # Reads as many of the first operand's elements as it returns.
 _PICKS = frozenset({"embedding", "index_select", "gather", "index"})
@@ -53,14 +53,14 @@ _NORMS = {
     "_fused_rms_norm_backward": ("rmsnorm", Phase.BWD),
 }
 _ATTENTION = ("_scaled_dot_product_", "_efficient_attention_", "_flash_attention_")
-Found = tuple[Op | Kernel, Phase | None]
+Computation = tuple[Op | Kernel, Phase | None]
 Arguments = Mapping[str, Any]
 
 
-def computed(
+def computation(
     func: Any, args: tuple[Any, ...], kwargs: Arguments, result: Any, *, backward: bool
-) -> Found | None:
-    """The operation, and its phase where it tells more than the step's; None if no work."""
+) -> Computation | None:
+    """Return the operation, and its phase where finer than the step's; None if no work."""
     name = func._schema.name.partition("::")[2]
     if func.namespace not in _COMPUTES or name in _FREE or _is_view(func):
         return None
@@ -73,7 +73,7 @@ def computed(
     return operator or (_kernel(func, name, args, kwargs, result), None)
 
 
-def _operator(name: str, arguments: Arguments, *, backward: bool) -> Found | None:
+def _operator(name: str, arguments: Arguments, *, backward: bool) -> Computation | None:
     if name in _PRODUCTS:
         return _PRODUCTS[name](arguments, backward)
     if name.startswith(_ATTENTION):
@@ -92,8 +92,8 @@ def _operator(name: str, arguments: Arguments, *, backward: bool) -> Found | Non
     return None
 
 
-def _mm(a: Tensor, b: Tensor, backward: bool) -> Found:
-    """A weight's gradient has its first operand transposed, as x.T @ dy or dy.T @ x."""
+def _mm(a: Tensor, b: Tensor, backward: bool) -> Computation:
+    """Return a product; a weight's gradient has its first operand transposed (x.T @ dy)."""
     layout = _layout(a, b)
     op = Gemm(m=a.shape[0], n=b.shape[1], k=a.shape[1], dtype=_dtype(a), layout=layout)
     if not backward:
@@ -101,13 +101,13 @@ def _mm(a: Tensor, b: Tensor, backward: bool) -> Found:
     return op, Phase.WGRAD if layout.startswith("t") else Phase.DGRAD
 
 
-def _bmm(a: Tensor, b: Tensor) -> Found:
+def _bmm(a: Tensor, b: Tensor) -> Computation:
     batch, m, k = a.shape
     layout = _layout(a, b)
     return Bmm(batch=batch, m=m, n=b.shape[2], k=k, dtype=_dtype(a), layout=layout), None
 
 
-def _scaled_mm(arguments: Arguments, backward: bool) -> Found:
+def _scaled_mm(arguments: Arguments, backward: bool) -> Computation:
     a, b = arguments["self"], arguments["mat2"]
     layout = _layout(a, b)
     out = arguments.get("out_dtype")
@@ -122,7 +122,7 @@ def _scaled_mm(arguments: Arguments, backward: bool) -> Found:
     return op, Phase.DGRAD if backward else None
 
 
-def _grouped_mm(arguments: Arguments, backward: bool) -> Found | None:
+def _grouped_mm(arguments: Arguments, backward: bool) -> Computation | None:
     a, b = arguments["self"], arguments["mat2"]
     if a.dim() == 2 and b.dim() == 3:
         (num_groups, inner, outer), phase = b.shape, Phase.DGRAD if backward else Phase.FWD
@@ -139,7 +139,7 @@ def _grouped_mm(arguments: Arguments, backward: bool) -> Found | None:
     return op, phase if backward else None
 
 
-_PRODUCTS: dict[str, Callable[[Arguments, bool], Found | None]] = {
+_PRODUCTS: dict[str, Callable[[Arguments, bool], Computation | None]] = {
     "mm": lambda arguments, backward: _mm(arguments["self"], arguments["mat2"], backward),
     "addmm": lambda arguments, backward: _mm(arguments["mat1"], arguments["mat2"], backward),
     "bmm": lambda arguments, _: _bmm(arguments["self"], arguments["mat2"]),
@@ -173,7 +173,7 @@ def _norm(x: Tensor, num_dims: int, kind: str, phase: Phase) -> Norm:
 
 
 def _layout(a: Tensor, b: Tensor) -> Layout:
-    """n: the last dimension is the one that lies densely."""
+    """Return the layout; "n" means that the last dimension is contiguous."""
     signs = (
         "n" if operand.stride(-1) == 1 or operand.stride(-2) != 1 else "t" for operand in (a, b)
     )
@@ -185,7 +185,7 @@ def _dtype(tensor: Tensor) -> DType:
 
 
 def _is_view(func: Any) -> bool:
-    """Whether all it returns is another look at its arguments, which it leaves as they are."""
+    """Return whether all results are views of arguments, which it does not change."""
     returns = func._schema.returns
     return bool(returns) and all(
         returned.alias_info is not None and not returned.alias_info.is_write
@@ -205,8 +205,8 @@ def _kernel(
 def _bytes_moved(
     func: Any, name: str, args: tuple[Any, ...], kwargs: Arguments, result: Any
 ) -> int:
-    """Every operand read once, every result written once."""
-    if name == "all_gather_copy_in":  # it returns the buffer it writes a part of
+    """Return the bytes moved if each operand is read and each result written once."""
+    if name == "all_gather_copy_in":  # it returns the whole buffer and writes a part of it
         return 2 * sum(map(_num_bytes, tensors(args[0])))
     total, written = 0, set()
     arguments = func._schema.arguments
@@ -226,6 +226,6 @@ def _bytes_moved(
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """An expanded tensor is no larger than what it expands."""
+    """Return a tensor's bytes; an expanded tensor counts as the one that it expands."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return tensor.element_size() * math.prod(sizes) if tensor.numel() else 0

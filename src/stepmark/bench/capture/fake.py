@@ -1,9 +1,9 @@
-"""One rank of a job that does not exist: fake tensors, fake process group, meshes all the same.
+"""One rank of a fake job: fake tensors, a fake process group, and real meshes.
 
-A mesh is made of ranks' numbers, which fake tensors do not have, so DeviceMesh works outside
-of the fake mode. DDP needs more than fake tensors and a group that answers at once. Source:
-torch 2.13, csrc/distributed/c10d/reducer.cpp (verify_params_across_processes) and comm.cpp
-(results of hooks).
+A mesh consists of ranks' numbers, which fake tensors do not have, so DeviceMesh works outside
+of the fake mode. DDP needs more than fake tensors and a fake group. Source: torch 2.13,
+csrc/distributed/c10d/reducer.cpp (verify_params_across_processes) and comm.cpp (results of
+hooks).
 """
 
 import contextlib
@@ -52,9 +52,9 @@ _OF_NUMBERS = (
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
-    """This process as one rank. Yields the sizes of the meshes that are made inside.
+    """Make this process one rank. Yield the sizes of the meshes that are made inside.
 
-    Raises ConfigError where a real group is already there.
+    Raises ConfigError where there is a real group already.
     """
     if dist.is_initialized():
         raise ConfigError("capture", "a process group", "a process that has none yet")
@@ -65,7 +65,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
     mesh_sizes: list[int] = []
     with environment, contextlib.ExitStack() as stack:
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        # DTensor keeps layouts with their meshes, which equal those of another rank.
+        # DTensor caches layouts with their meshes, which equal those of another rank.
         stack.callback(_clear_sharding_prop_cache)
         stack.callback(dist.destroy_process_group)
         for name in _OF_NUMBERS:
@@ -79,7 +79,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
 
 
 def _real(method: Any, mesh_sizes: list[int]) -> Any:
-    """A method, static or not, that runs outside of the fake mode."""
+    """Return a method, static or not, that runs outside of the fake mode."""
     if isinstance(method, staticmethod):
         return staticmethod(_outside(method.__func__))
     if method is DeviceMesh.__init__:
@@ -116,7 +116,7 @@ _FLAG = "_propagate_use_strided_shard_flag"
 
 @contextlib.contextmanager
 def shortcuts() -> Iterator[None]:
-    """Not thread-safe: takes the place of functions of torch."""
+    """Patch slow functions of torch; not thread-safe."""
     with contextlib.ExitStack() as stack:
         for module, name, replacing in (
             (_fsdp_param, _CHUNK, _chunked),
@@ -131,7 +131,7 @@ def shortcuts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Almost all of the millions of objects live as long as the model does."""
+    """Collect garbage rarely: almost all of the millions of objects live with the model."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, 20, 50)
     try:
@@ -141,7 +141,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 class _Chunks:
-    """Parts of a tensor, each made when it is asked for: of one per rank two are used."""
+    """Parts of a tensor, one per rank, each made on access: only two are used."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self._tensor = tensor
@@ -172,8 +172,8 @@ def _chunked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _flagged(original: Callable[..., None]) -> Callable[..., None]:
-    """Of an operator of n tensors this is called n times, and looks at all n each time."""
-    newest: list[Any] = [None, None]  # the operator's schema, and what of it can matter
+    """Cache a function that is called n times for an operator of n tensors and reads all n."""
+    newest: list[Any] = [None, None]  # the operator's schema, and its relevant part
 
     def call(op_strategy: Any, op_schema: Any) -> None:
         if newest[0] is not op_schema:
@@ -192,14 +192,14 @@ def _flagged(original: Callable[..., None]) -> Callable[..., None]:
 _VERIFY = "_verify_param_shape_across_processes"
 _REGISTER = "_register_comm_hook"
 _ENGINE = vars(graph)["_engine_run_backward"].__code__
-# What may lie between an operator and its caller: modes, the user's among them.
+# Modules between an operator and its caller: dispatch modes, the user's among them.
 _DISPATCH = ("stepmark.bench.capture.", "torch._ops", "torch._compile", "torch._dynamo.")
 
 
 def with_result(returned: Any) -> Any:
-    """What an operator of c10d returned, with the tensors as its work's result.
+    """Return the value of an operator of c10d, with the tensors as its work's result.
 
-    The fake group's work has none, which the hooks of DDP's buckets ask for.
+    The fake group's work has none, which the hooks of DDP's buckets need.
     """
     if not isinstance(returned, tuple) or len(returned) != 2:
         return returned
@@ -213,13 +213,13 @@ def with_result(returned: Any) -> Any:
 
 
 class Buckets:
-    """Which collectives are DDP's reducer's: those that it calls, or a hook of its buckets."""
+    """Detects collectives of DDP's reducer: those that it calls, or a hook of its buckets."""
 
     def __init__(self) -> None:
         self._num_hooks = 0  # that are running
 
-    def watched(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
-        """A function of torch to follow, and what replaces it."""
+    def patches(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
+        """Yield a function of torch to patch, and its replacement."""
         register = vars(dist)[_REGISTER]
 
         @functools.wraps(register)
@@ -240,12 +240,12 @@ class Buckets:
         return call
 
     def reduce(self) -> bool:
-        """Asked while an operator is dispatched."""
+        """Return whether DDP's reducer calls the operator that is being dispatched."""
         return self._num_hooks > 0 or _caller_is_engine()
 
 
 def _caller_is_engine() -> bool:
-    """Whether C++ below autograd's engine calls, with nobody's Python between."""
+    """Return whether C++ below autograd's engine calls, with no other Python between."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -256,9 +256,9 @@ def _caller_is_engine() -> bool:
 
 
 class Rebuilding:
-    """DDP makes its buckets anew before the second step, of numbers that it reads.
+    """DDP rebuilds its buckets before the second step, from numbers that it reads.
 
-    Inside, tensors of int32 are real; what the buckets hold is as fake as ever.
+    Inside, tensors of int32 are real; those in the buckets stay fake.
     """
 
     def __init__(self) -> None:
@@ -273,7 +273,7 @@ class Rebuilding:
             self._running = False
 
     def reads(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether an operator is one of those whose numbers are read."""
+        """Return whether an operator is one of those whose numbers are read."""
         if not self._running:
             return False
         operands = list(tensors(list(args)))
@@ -285,15 +285,15 @@ class Rebuilding:
 
 @contextlib.contextmanager
 def unread_shapes() -> Iterator[None]:
-    """DDP compares shapes by reading them out of tensors: here it only sends them."""
+    """Let DDP only send shapes, which it otherwise compares by reading tensors."""
     if not hasattr(distributed, _VERIFY):
         yield
         return
-    with mock.patch.object(distributed, _VERIFY, _sent):
+    with mock.patch.object(distributed, _VERIFY, _send_shapes):
         yield
 
 
-def _sent(group: Any, params: Sequence[Tensor], logger: Any = None) -> None:
+def _send_shapes(group: Any, params: Sequence[Tensor], logger: Any = None) -> None:
     del logger
     number = torch.zeros(1, dtype=torch.int64)
     dist.all_gather(

@@ -1,4 +1,4 @@
-"""A function in a user's file, by "FILE.py:function"."""
+"""Load a function from a user's file, by "FILE.py:function"."""
 
 import contextlib
 import importlib.util
@@ -12,10 +12,10 @@ from typing import Any
 from stepmark.core.errors import ConfigError
 
 _MODULE = "stepmark_captured"
-_NUM_LETTERS = 300  # of an error's message
+_MAX_MESSAGE = 300  # characters of an error's message
 _NO_VALUES = "while captured, tensors have shapes and no values"
 _NO_GPU = "capturing needs no GPU and sees none: use the device type cpu"
-_HINTS = {  # by what an error says, in small letters
+_HINTS = {  # by a part of an error's message, in lower case
     "datadependentoutput": _NO_VALUES,
     "dynamicoutputshape": f"a size that depends on values: {_NO_VALUES}",
     "data is not allocated": _NO_VALUES,
@@ -32,12 +32,12 @@ _HINTS = {  # by what an error says, in small letters
 
 @contextlib.contextmanager
 def load(spec: str, *, arguments: int = 0) -> Iterator[tuple[Callable[..., Any], str]]:
-    """The function and its file's path. The file's folder is importable inside.
+    """Yield the function and its file's path. The file's folder is importable inside.
 
-    arguments: how many it is called with. Raises ConfigError, also for what the file's own code
-    raises.
+    arguments: the number of its arguments. Raises ConfigError, also for errors in the file's
+    own code.
     """
-    path, name = _parsed(spec)
+    path, name = _parse(spec)
     sys.path.insert(0, str(path.parent))
     try:
         yield _function(path, name, arguments), str(path)
@@ -46,7 +46,7 @@ def load(spec: str, *, arguments: int = 0) -> Iterator[tuple[Callable[..., Any],
         sys.modules.pop(_MODULE, None)
 
 
-def _parsed(spec: str) -> tuple[Path, str]:
+def _parse(spec: str) -> tuple[Path, str]:
     text, colon, name = spec.rpartition(":")
     if not colon or name.endswith(".py"):
         text, name = spec, "build"
@@ -75,10 +75,8 @@ def _function(path: Path, name: str, arguments: int) -> Callable[..., Any]:
             for key, value in vars(module).items()
             if callable(value) and getattr(value, "__module__", "") == _MODULE
         ]
-        offered = f"a function of {path.name}" + (
-            f", e.g. {', '.join(own[-5:])}" if own else ""
-        )
-        raise ConfigError("function", name, offered)
+        examples = f", e.g. {', '.join(own[-5:])}" if own else ""
+        raise ConfigError("function", name, f"a function of {path.name}{examples}")
     if not _takes(value, arguments):
         count = f"{arguments} argument" if arguments else "no argument"
         raise ConfigError("function", name, f"a function that is called with {count}")
@@ -96,13 +94,14 @@ def _takes(function: Callable[..., Any], arguments: int) -> bool:
 
 @contextlib.contextmanager
 def reported(name: str, file: str) -> Iterator[None]:
-    """An error in the user's code as one line, with the innermost place in the user's file."""
+    """Raise errors of the user's code as one line, with the innermost line in its file."""
     try:
         yield
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(name, _place(error, file), f"it raised {_said(error)}") from error
+        text = f"it raised {_text_of(error)}"
+        raise ConfigError(name, _place(error, file), text) from error
 
 
 def _place(error: BaseException, file: str) -> str:
@@ -113,11 +112,10 @@ def _place(error: BaseException, file: str) -> str:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}"
 
 
-def _said(error: BaseException) -> str:
-    """Its kind and first words, and what they mean here."""
-    kind, words = type(error).__name__, " ".join(str(error).split())
-    text = f"{kind}: {words[:_NUM_LETTERS]}" if words else kind
-    hint = next(
-        (hint for sign, hint in _HINTS.items() if sign in f"{kind} {words}".lower()), ""
-    )
+def _text_of(error: BaseException) -> str:
+    """Return the kind and the beginning of an error's message, with a hint on its cause."""
+    kind, message = type(error).__name__, " ".join(str(error).split())
+    text = f"{kind}: {message[:_MAX_MESSAGE]}" if message else kind
+    hints = (hint for part, hint in _HINTS.items() if part in f"{kind} {message}".lower())
+    hint = next(hints, "")
     return f"{text} ({hint})" if hint else text

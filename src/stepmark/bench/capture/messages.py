@@ -40,7 +40,7 @@ _BY_NUMBER = {
 
 
 class Groups:
-    """Groups met so far, by their names in the workload."""
+    """The groups recorded so far, by their names in the workload."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -50,14 +50,14 @@ class Groups:
         self.notes: list[str] = []
 
     def name(self, group: Any) -> str:
-        """Of a mesh's axis the axis' name, of the default group "world"."""
+        """Return a group's name: that of its mesh axis, "world" for the default group."""
         if group.group_name not in self._names:
             ranks = tuple(dist.get_process_group_ranks(group))
-            self._names[group.group_name] = self._new(_wanted(group), ranks)
+            self._names[group.group_name] = self._new(_stem(group), ranks)
         return self._names[group.group_name]
 
     def _new(self, stem: str, ranks: tuple[int, ...]) -> str:
-        """Groups of the same ranks and purpose are one."""
+        """Return the name of a group; groups of the same ranks and purpose are one."""
         for number in itertools.count(1):
             name = stem if number == 1 else f"{stem}-{number}"
             if self._ranks.setdefault(name, ranks) == ranks:
@@ -79,32 +79,29 @@ class Groups:
 
 
 def digits(ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(size, stride) of each digit that differs, fastest first, if ranks are of this form."""
-    digits_found: list[tuple[int, int]] = []
+    """Return (size, stride) of each digit that differs, fastest first, if there are digits."""
+    pairs: list[tuple[int, int]] = []
     left = [rank - ranks[0] for rank in ranks]
     while len(left) > 1:
         stride = left[1]
         if stride < 1:
             break
-        size = next(
-            (at for at, rank in enumerate(left) if rank != at * stride),
-            len(left),
-        )
-        digits_found.append((size, stride))
+        size = next((at for at, rank in enumerate(left) if rank != at * stride), len(left))
+        pairs.append((size, stride))
         left = left[::size]
-    return tuple(digits_found) or ((1, 1),)
+    return tuple(pairs) or ((1, 1),)
 
 
-def _wanted(group: Any) -> str:
-    described = group.group_desc
-    if described == "default_pg":
+def _stem(group: Any) -> str:
+    description = group.group_desc
+    if description == "default_pg":
         return "world"
-    if described in ("", "undefined"):
+    if description in ("", "undefined"):
         return f"group_{group.group_name}"
-    return str(described).removeprefix("mesh_")
+    return str(description).removeprefix("mesh_")
 
 
-def communicated(
+def comm_ops(
     name: str,
     values: Sequence[Any],
     result: Any,
@@ -112,11 +109,11 @@ def communicated(
     phase: Phase,
     at: ModulePosition,
 ) -> Iterator[CommOp]:
-    """The messages of one operator of torch; none in a group of one rank.
+    """Yield the messages of one operator of torch; none in a group of one rank.
 
-    What has no name here is left out, and noted in groups.notes.
+    Operators without a name here are left out, and noted in groups.notes.
     """
-    group = next((messages for value in values if (messages := group_of(value))), None)
+    group = next(filter(None, map(group_of, values)), None)
     messages = list(kinds(name, values, result, ""))
     if group is None or group.size() == 1:
         return
@@ -178,22 +175,22 @@ class Pairs:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        # By the tensor's identity; it is held so that no other can have the same.
+        # By the tensor's id; the reference keeps the id unique.
         self._stage_ops: dict[int, tuple[Tensor, Phase, int]] = {}
-        self._in_batch = 0  # how many of the batch being issued there were, and 1
+        self._in_batch = 0  # 1 + number of operations issued of the current batch; 0: no batch
 
-    def watched(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
-        """Functions of torch to follow, each with what replaces it."""
+    def patches(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
+        """Yield functions of torch to patch, each with its replacement."""
         for name, phase in _STAGE_OPS.items():
             if hasattr(_PipelineStageBase, name):
                 original = getattr(_PipelineStageBase, name)
-                yield (_PipelineStageBase, name), self._noting(original, phase)
+                yield (_PipelineStageBase, name), self._recording(original, phase)
         original = dist.batch_isend_irecv
         for module in (dist, dist.distributed_c10d):
             yield (module, "batch_isend_irecv"), self._batching(original)
 
-    def described(self, op: CommOp, tensor: Tensor, group: Group, *, outside: bool) -> CommOp:
-        """outside: of all modules and backward passes, where no place tells the phase."""
+    def describe(self, op: CommOp, tensor: Tensor, group: Group, *, outside: bool) -> CommOp:
+        """Add phase and micro-batch. outside: of all modules and backward passes."""
         is_fused = self._in_batch > 1
         self._in_batch += bool(self._in_batch)
         _, phase, microbatch = self._stage_ops.pop(id(tensor), (None, None, op.microbatch))
@@ -211,12 +208,12 @@ class Pairs:
         return replace(op, fused=is_fused)
 
     def _by_ranks(self, op: CommOp, group: Group) -> Phase:
-        """To later ranks go activations, to earlier ones gradients."""
+        """Return the phase: activations are sent to later ranks, gradients to earlier ones."""
         own = group.members(self._rank).index(self._rank)
         is_later = (own + (op.peer or 0)) % group.size > own
         return Phase.FWD if is_later is (op.collective == SEND) else Phase.BWD
 
-    def _noting(self, original: Callable[..., Any], phase: Phase) -> Callable[..., Any]:
+    def _recording(self, original: Callable[..., Any], phase: Phase) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(stage: Any, microbatch: int) -> Any:
             ops = original(stage, microbatch)

@@ -1,8 +1,8 @@
-"""Whose work an operator is: module, layer and micro-batch, also in the backward pass.
+"""Track the module, layer and micro-batch of each operator, also in the backward pass.
 
-Forward, a stack of the modules that are being called. Backward, the place where the operator's
-autograd node was made: nodes are numbered as they are made, so a list of the numbers at which
-places began tells each node's.
+In the forward pass it is the module that is being called. In the backward pass it is the module
+in which the operator's autograd node was made: nodes are numbered as they are made, and a list
+has the numbers at which modules began.
 """
 
 import bisect
@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
 
-# What wrappers put into a module's name.
+# Wrappers insert these into a module's name.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
-OUTSIDE = "step"  # the module of what no module does, as the loss
+OUTSIDE = "step"  # the module of operators outside of all modules, such as the loss
 
 
 @dataclass(frozen=True, slots=True)
 class ModulePosition:
-    """layer: the first number in the module's name, which then lacks it and what it numbers.
+    """A module's name without the part of its layer, the layer's number, and the micro-batch.
 
     "model.layers.12.mlp.up" is layer 12 of "model.mlp.up".
     """
@@ -54,21 +54,21 @@ class ModuleTracker:
 
     @property
     def recomputes(self) -> bool:
-        """Whether a backward pass is calling a module, to compute it again."""
+        """Whether a backward pass is calling a module, to recompute it."""
         return self._num_again > 0
 
     @property
     def num_microbatches(self) -> int:
-        """As often as the module called most often from outside of all modules."""
+        """Number of calls of the module that is called most often from outside of modules."""
         return max(self._calls.values(), default=1)
 
     def name(self, root: nn.Module) -> None:
-        """Names of the modules in a model come from the outermost one that is named."""
+        """Name the modules in a model, by the outermost module that is passed first."""
         inner = root
         if isinstance(root, nn.parallel.DistributedDataParallel):
             self.has_ddp, inner = True, root.module
         for path, module in inner.named_modules(remove_duplicate=True):
-            self._names.setdefault(module, _named(path, module))
+            self._names.setdefault(module, _name_and_layer(path, module))
         self._names.setdefault(root, self._names[inner])
 
     def begin_step(self) -> None:
@@ -90,7 +90,7 @@ class ModuleTracker:
             finally:
                 self._above.pop()
                 self._num_again -= again
-                # What follows the outermost call, as the loss, is of the same micro-batch.
+                # Operators after the outermost call, as the loss, are of its micro-batch.
                 self._enter(ModulePosition(before.module, before.layer, self._now.microbatch))
 
         # Hooks belong to the module's call, and run inside this.
@@ -99,9 +99,9 @@ class ModuleTracker:
 
     @contextlib.contextmanager
     def owned_by(self, module: nn.Module) -> Iterator[None]:
-        """What runs inside is this module's work, wherever it is issued.
+        """Attribute all operators inside to this module.
 
-        Between passes, as a pipeline gathers and reduces, it is of no micro-batch.
+        Between passes, as a pipeline gathers and reduces, they are of no micro-batch.
         """
         before, between = self._owner, not (self.inside_module or in_backward())
         self._owner = self._place(module, None if between else self.here().microbatch)
@@ -142,32 +142,24 @@ class ModuleTracker:
 
     def _of_node(self) -> ModulePosition:
         node = torch._C._current_autograd_node()
-        # Sums of gradients have no number of their own; nor has what runs after all nodes.
+        # Sums of gradients have no number of their own, nor have callbacks after all nodes.
         number = node._sequence_nr() if node is not None else -1
         if number < 0 or number > self._began[-1] + 2**40:
             return ModulePosition(microbatch=self._now.microbatch)
         return self._places[max(0, bisect.bisect_right(self._began, number) - 1)]
 
 
-def modules_held(step: Callable[[], object]) -> Iterator[nn.Module]:
-    """Models that a function closes over or its object holds: outermost ones to be named."""
-    cells = getattr(step, "__closure__", None) or ()
-    owner = getattr(step, "__self__", step)
-    values = [cell.cell_contents for cell in cells if _is_filled(cell)]
-    for value in (*values, *vars(owner).values()) if hasattr(owner, "__dict__") else values:
-        if isinstance(value, nn.Module):
-            yield value
+def closure_modules(step: Callable[[], object]) -> Iterator[nn.Module]:
+    """Yield modules that a function closes over or its object has as attributes."""
+    values: list[Any] = []
+    for cell in getattr(step, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            values.append(cell.cell_contents)
+    values += getattr(getattr(step, "__self__", step), "__dict__", {}).values()
+    yield from (value for value in values if isinstance(value, nn.Module))
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-def _named(path: str, module: nn.Module) -> tuple[str, int | None]:
+def _name_and_layer(path: str, module: nn.Module) -> tuple[str, int | None]:
     parts = [part for part in path.split(".") if part and part not in _WRAPPERS]
     kind = type(module).__name__.removeprefix("FSDP")
     number = next((at for at, part in enumerate(parts) if part.isdecimal()), None)

@@ -1,10 +1,10 @@
-"""Streams of FSDP2 and DDP, and what waits for what across them.
+"""Streams of FSDP2 and DDP, and dependencies across them.
 
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (streams and events of
 FSDPCommContext), _fsdp_state.py (_root_pre_forward) and _fsdp_collectives.py. Streams are those
 of core/workload.py: gathers and reductions that share a process group share one. Across groups
-torch keeps gathers in order, and reductions; of these the copies into their buffers wait for
-the one before.
+torch keeps gathers in order, and reductions; the copy into a reduction's buffer waits for the
+previous reduction.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from stepmark.core.workload import (
 )
 
 GATHER, COPY_OUT, GRADS, REDUCED = "gather", "copy_out", "grads", "reduced"
-BEFORE = "before"  # computed before a forward pass, whose gathers wait for it
+BEFORE = "before"  # computation before a forward pass, whose gathers wait for it
 
 
 class Overlap:
-    """Follows a step; gives operations their streams, names and what they wait for."""
+    """Follows a step and gives operations their streams, names and dependencies."""
 
     def __init__(self) -> None:
         self._stream = COMPUTE
@@ -54,15 +54,15 @@ class Overlap:
         return self._within == "reduce"
 
     def beginning(self, before: list[Operation]) -> None:
-        """FSDPState._root_pre_forward: the next gather waits for what is computed `before`."""
+        """FSDPState._root_pre_forward: the next gather waits for computation `before`."""
         at = _newest_computed(before)
         if at is not None:
-            name = self._told(before, at, BEFORE)
+            name = self._name_of(before, at, BEFORE)
             self._pass_after = name, self._issued[name]
 
     @contextlib.contextmanager
     def gathering(self, group: int, *, forward: bool) -> Iterator[None]:
-        """FSDPParamGroup.unshard: copy-in and gather, beside the computation."""
+        """FSDPParamGroup.unshard: copy-in and gather, concurrent with the computation."""
         if not forward and self._copied_forward is not None:
             self._gather_after, self._copied_forward = self._copied_forward, None
         before = self._issued[GATHER]
@@ -105,13 +105,13 @@ class Overlap:
             yield
 
     def wait_for_reductions(self) -> None:
-        """The end of the backward pass."""
+        """Let the computation after the backward pass wait for all reductions."""
         if self._reducing:
             self._wait_for.add(REDUCED)
         self._reducing, self._scattered = False, 0
 
     def computing(self, op: ComputeOp, *, in_node: bool) -> ComputeOp:
-        """in_node: whether a node of autograd runs it."""
+        """Return the operation on its stream. in_node: whether a node of autograd runs it."""
         if self._ddp_reduces and not in_node:  # DDP's last callback, or what comes later
             self._ddp_reduces = False
             self._wait_for.add(REDUCED)
@@ -130,9 +130,9 @@ class Overlap:
         return replace(op, stream=self._stream, name=name, after=after)
 
     def sending(self, op: CommOp, before: list[Operation], *, own: bool, ddp: bool) -> CommOp:
-        """The operation on its stream. What it waits for gets a name in `before`.
+        """Return the operation on its stream. Its dependencies get names in `before`.
 
-        own: called by FSDP2 itself if it is at work, not by DTensor on its behalf.
+        own: called by FSDP2 itself if it is active, not by DTensor on its behalf.
         """
         if ddp:
             self._ddp_reduces = True
@@ -149,7 +149,7 @@ class Overlap:
             if not replicates:
                 self._scattered = self._issued[REDUCED]
             return reduction
-        if self._within == "reduce":  # the sum over replicas of what was scattered
+        if self._within == "reduce":  # the all-reduce over replicas after a reduce-scatter
             self._stream = FSDP_REPLICATE
             self._issued[REDUCED] += 1
             return replace(op, stream=self._stream, name=REDUCED, after=(REDUCED,))
@@ -170,20 +170,20 @@ class Overlap:
         return replace(op, stream=stream, name=GATHER, after=tuple(dict.fromkeys(after)))
 
     def _stream_of(self, op: CommOp, kind: str) -> str:
-        """Of the main process group, or one named after another: experts', or a smaller one."""
+        """Return the main process group's stream, or one named after another group."""
         is_main = op.group == self._main.setdefault(kind, op.group)
         return kind if is_main else f"{kind}_{op.group}"
 
     def _reduction(self, op: CommOp, before: list[Operation], stream: str) -> CommOp:
-        """After the newest operation that the computation went through: gradients are there."""
+        """Return a reduction after the newest computation, which writes the gradients."""
         self._issued[REDUCED] += 1
         self._reducing = True
         at = _newest_computed(before)
-        after = () if at is None else (self._told(before, at, GRADS),)
+        after = () if at is None else (self._name_of(before, at, GRADS),)
         return replace(op, stream=stream, name=REDUCED, after=after)
 
-    def _told(self, before: list[Operation], at: int, name: str) -> str:
-        """The name of an operation, this one if it has none."""
+    def _name_of(self, before: list[Operation], at: int, name: str) -> str:
+        """Return the name of an operation; set it to `name` if it has none."""
         if not before[at].name:
             self._issued[name] += 1
             before[at] = replace(before[at], name=name)

@@ -1,9 +1,9 @@
-"""Records what a rank computes and sends, below DTensor: shapes are local.
+"""Record the computation and communication of a rank below DTensor, with local shapes.
 
 FSDP2 and DDP issue communication on streams of their own, which the CPU does not have. Here
-they are told by whose calls it is: FSDP2's parameter groups (unshard, wait_for_unshard,
+the caller decides the stream: FSDP2's parameter groups (unshard, wait_for_unshard,
 post_backward, finalize_backward of torch.distributed.fsdp's FSDPParamGroup, whose CUDA events
-are followed) and those of DDP's reducer.
+are modelled) or DDP's reducer.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepmark.bench.capture.compute import computed
+from stepmark.bench.capture.compute import computation
 from stepmark.bench.capture.fake import Buckets, Rebuilding, with_result
-from stepmark.bench.capture.messages import Groups, Pairs, communicated
+from stepmark.bench.capture.messages import Groups, Pairs, comm_ops
 from stepmark.bench.capture.modules import OUTSIDE, ModulePosition, ModuleTracker, in_backward
 from stepmark.bench.capture.overlap import Overlap
 from stepmark.bench.training.messages import NAMESPACES, tensors
@@ -37,13 +37,13 @@ from stepmark.core.ops import Phase
 from stepmark.core.workload import CommOp, ComputeOp, Operation
 
 _PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
-# Of the first step only: an optimizer makes its state.
+# An optimizer makes its state with these, in the first step only.
 _STATE = frozenset({"aten.zeros_like", "aten.zeros"})
 _DEVICE = torch.ops.prim.device.default
 
 
 class CaptureRecorder(TorchDispatchMode):
-    """What runs inside `with recording()`, in `operations`; begin_step() empties it."""
+    """Records operations inside `with recording()`; begin_step() empties `operations`."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,7 +63,7 @@ class CaptureRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and to say so costs as much as the rest."""
+        """Return False: nothing is compiled, and the check takes as long as the rest."""
         return False
 
     def begin_step(self) -> None:
@@ -82,7 +82,7 @@ class CaptureRecorder(TorchDispatchMode):
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self.modules.following())
-                for name, around in self._watched():
+                for name, around in self._patches():
                     stack.enter_context(mock.patch.object(*name, around))
                 stack.enter_context(self)
                 yield
@@ -98,12 +98,12 @@ class CaptureRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device  # asked more often than all else together
+            return args[0].device  # more frequent than all others together
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)
         if any(kind not in _PLAIN and issubclass(kind, Tensor) for kind in types):
-            return NotImplemented  # DTensor makes operators of plain tensors of it
+            return NotImplemented  # DTensor then calls operators of plain tensors
         if func is torch.ops.aten._local_scalar_dense.default and not self._silent:
             return self._value_of(args[0])
         if self._rebuilding.reads(args, kwargs):
@@ -125,20 +125,20 @@ class CaptureRecorder(TorchDispatchMode):
             values = (*args, *kwargs.values())
             phase, place, again = self._where()
             ddp = self.modules.has_ddp and phase is Phase.BWD and self._buckets.reduce()
-            for message in communicated(name, values, result, self.groups, phase, place):
+            for message in comm_ops(name, values, result, self.groups, phase, place):
                 own = func.namespace == "c10d"
                 self._send(replace(message, recompute=again), values, own=own, ddp=ddp)
             return
-        work = computed(func, args, kwargs, result, backward=in_backward())
+        work = computation(func, args, kwargs, result, backward=in_backward())
         if work is None:
             return
-        op, phase_told = work
+        op, op_phase = work
         phase, place, again = self._where()
         if phase is Phase.OPTIM and getattr(op, "name", "") in _STATE:
             return
         operation = ComputeOp(
             op=op,
-            phase=phase_told if phase is Phase.BWD and phase_told else phase,
+            phase=op_phase if phase is Phase.BWD and op_phase else phase,
             module=place.module,
             layer=place.layer,
             microbatch=place.microbatch,
@@ -148,7 +148,7 @@ class CaptureRecorder(TorchDispatchMode):
         self.operations.append(self._overlap.computing(operation, in_node=in_node))
 
     def _where(self) -> tuple[Phase, ModulePosition, bool]:
-        """Phase, place, and whether it is forward work done again."""
+        """Return the phase, the module, and whether it is recomputed forward work."""
         place = self.modules.here()
         if self._overlap.reduces:
             return Phase.BWD, place, False
@@ -169,13 +169,11 @@ class CaptureRecorder(TorchDispatchMode):
         if op.peer is not None:
             outside = not self.modules.inside_module and not in_backward()
             tensor = next(tensors(values))
-            op = self._pairs.described(
-                op, tensor, self.groups.groups[op.group], outside=outside
-            )
+            op = self._pairs.describe(op, tensor, self.groups.groups[op.group], outside=outside)
         self.operations.append(self._overlap.sending(op, self.operations, own=own, ddp=ddp))
 
     def _begin_forward(self) -> None:
-        """What followed the last backward pass, but for updates of parameters, belongs here."""
+        """Move operations since the last backward pass or update to this forward pass."""
         at = len(self.operations)
         while at > self._num_updated and self.operations[at - 1].phase is Phase.OPTIM:
             at -= 1
@@ -186,7 +184,7 @@ class CaptureRecorder(TorchDispatchMode):
         self._num_updated = len(self.operations)
 
     def _value_of(self, tensor: Tensor) -> float | int | bool:
-        """Fake tensors have no values: 1 stands for each that is read."""
+        """Return 1 for the value of a fake tensor, which has none."""
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return torch.ops.aten._local_scalar_dense.default(tensor)  # type: ignore[no-any-return]
         place = self.modules.here().module
@@ -196,8 +194,8 @@ class CaptureRecorder(TorchDispatchMode):
             return True
         return 1.0 if tensor.is_floating_point() else 1
 
-    def _watched(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
-        """Methods of torch to follow, each with what replaces it."""
+    def _patches(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
+        """Yield methods of torch to patch, each with its replacement."""
         gathering = functools.partial(self._overlap_gather, Overlap.gathering)
         copying_out = functools.partial(self._overlap_gather, Overlap.copying_out)
         for owner, name, around in (
@@ -207,13 +205,13 @@ class CaptureRecorder(TorchDispatchMode):
             (FSDPParamGroup, "post_backward", self._overlap_post_backward),
             (FSDPParamGroup, "finalize_backward", self._overlap_finalize),
             (Reducer, "_rebuild_buckets", self._rebuilding),
-            # DTensor works layouts out by running operators on whole shapes.
+            # DTensor propagates layouts by running operators on global shapes.
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._silence),
         ):
             if hasattr(owner, name):
                 yield (owner, name), _around(getattr(owner, name), around)
-        yield from self._pairs.watched()
-        yield from self._buckets.watched()
+        yield from self._pairs.patches()
+        yield from self._buckets.patches()
 
     @contextlib.contextmanager
     def _silence(self, *_: Any) -> Iterator[None]:
@@ -225,7 +223,7 @@ class CaptureRecorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _overlap_begin(self, state: Any, *_: Any) -> Iterator[None]:
-        """Of the root only, and unless it is told what to wait for (set_post_optim_event)."""
+        """Begin a forward pass of the root, unless set_post_optim_event sets its event."""
         shared = state._state_ctx
         if shared.iter_forward_root is None and shared.post_optim_event is None:
             self._overlap.beginning(self.operations)
@@ -235,7 +233,7 @@ class CaptureRecorder(TorchDispatchMode):
     def _overlap_gather(
         self, within: Callable[..., Any], group: Any, *_: Any
     ) -> Iterator[None]:
-        """within: a method of Overlap, which every step has anew."""
+        """Run a call of a parameter group inside a method of Overlap, new in every step."""
         forward = group._training_state.name == "FORWARD"
         with (
             self.modules.owned_by(group.modules[0]),

@@ -1,9 +1,9 @@
-"""The workload of somebody's own PyTorch code, recorded while it runs without any hardware.
+"""Record the workload of a user's PyTorch code while it runs without any accelerator.
 
 The code runs on the CPU with fake tensors, which have shapes and no data, as one rank of a fake
 process group, whose collectives return at once (torch.testing's "fake" backend): FSDP2, tensor
-parallelism by DTensor and DDP issue what they would on as many real ranks. What is recorded is
-what reaches the dispatcher below DTensor.
+parallelism by DTensor and DDP issue the same operations as on real ranks. Operators are
+recorded at the dispatcher below DTensor.
 
 The contract: a function, by any name, without arguments. It is called when torch.distributed
 is up; it makes its mesh (device type "cpu"), model and optimizer and returns a function of no
@@ -21,7 +21,7 @@ import torch
 
 from stepmark.bench.capture.fake import fake_world
 from stepmark.bench.capture.file import load, reported
-from stepmark.bench.capture.modules import modules_held
+from stepmark.bench.capture.modules import closure_modules
 from stepmark.bench.capture.record import CaptureRecorder
 from stepmark.core.errors import ConfigError
 from stepmark.core.fold_items import fold
@@ -41,9 +41,9 @@ MAX_WORLD_SIZE = 2**20
 
 
 def capture_file(spec: str, world_size: int, rank: int = 0) -> Workload:
-    """capture() of "FILE.py:function"; the function's name is "build" if left out.
+    """Capture "FILE.py:function"; the function's name is "build" if left out.
 
-    Raises ConfigError; of an error in the user's code it tells the place.
+    Raises ConfigError; for an error in the user's code with the place.
     """
     with load(spec) as (build, file):
         return capture(build, world_size, rank, spec=spec, file=file)
@@ -57,12 +57,12 @@ def capture(
     spec: str = "",
     file: str = "",
 ) -> Workload:
-    """What this rank computes and communicates in a step, repeats folded.
+    """Return the computation and communication of this rank in a step, repeats folded.
 
-    One stage stands for all ranks. Of code that sends to its neighbours (pipelines) there is a
-    stage for each rank of the pipeline; the pipeline must be the mesh's slowest axis. `spec`
-    and `file` are what the user asked for, for the record and for messages. Not thread-safe:
-    it takes the place of methods of torch as long as it runs.
+    One stage represents all ranks. Code that sends to its neighbours (pipelines) has a stage
+    for each rank of the pipeline; the pipeline must be the mesh's slowest axis. `spec` and
+    `file` are the user's, for the record and for messages. Not thread-safe: it patches methods
+    of torch while it runs.
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ConfigError("world-size", world_size, f"from 1 to {MAX_WORLD_SIZE}")
@@ -70,18 +70,18 @@ def capture(
         raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
     name = spec or getattr(build, "__name__", "capture")
     where = file or getattr(getattr(build, "__code__", None), "co_filename", "")
-    captures = [_captured(build, world_size, rank, name, where)]
+    captures = [_capture_rank(build, world_size, rank, name, where)]
     num_stages, stride = _pipeline(captures[0], world_size)
     if num_stages > 1:
         captures = [
-            _captured(build, world_size, stage * stride + rank % stride, name, where)
+            _capture_rank(build, world_size, stage * stride + rank % stride, name, where)
             for stage in range(num_stages)
         ]
     return _workload(captures, world_size=world_size, rank=rank, name=name)
 
 
-class _Captured:
-    """One rank's operations of setup and step, and what was noticed."""
+class _RankCapture:
+    """One rank's operations of setup and step, with notes."""
 
     def __init__(
         self, recorder: CaptureRecorder, setup: Sequence[Operation], num_warm_ups: int
@@ -94,7 +94,7 @@ class _Captured:
 
 
 def _communication(operations: Sequence[Operation]) -> tuple[CommOp, ...]:
-    """Alone, and so without waiting for what is no longer there."""
+    """Return the communication alone, which then waits for no computation."""
     messages = [op for op in operations if isinstance(op, CommOp)]
     names = {op.name for op in messages}
     return tuple(
@@ -103,14 +103,14 @@ def _communication(operations: Sequence[Operation]) -> tuple[CommOp, ...]:
     )
 
 
-def _captured(
+def _capture_rank(
     build: Callable[[], Step], world_size: int, rank: int, name: str, file: str
-) -> _Captured:
+) -> _RankCapture:
     recorder = CaptureRecorder(rank)
     with contextlib.ExitStack() as stack:
         stack.enter_context(reported(name, file))
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of code that is made for other devices
+        warnings.simplefilter("ignore")  # from code for other devices
         mesh_sizes = stack.enter_context(fake_world(world_size, rank))
         stack.enter_context(recorder.recording())
         recorder.begin_step()
@@ -119,7 +119,7 @@ def _captured(
             raise ConfigError(
                 name, type(step).__name__, "a function that returns a function: one step"
             )
-        for model in modules_held(step):
+        for model in closure_modules(step):
             recorder.modules.name(model)
         setup = recorder.operations
         recorder.begin_step()
@@ -129,20 +129,22 @@ def _captured(
             setup = [*setup, *recorder.operations]
             recorder.begin_step()
             step()
-    captured = _Captured(recorder, setup, num_warm_ups)
+    captured = _RankCapture(recorder, setup, num_warm_ups)
     _check(captured, world_size, mesh_sizes, name)
     return captured
 
 
 def _num_warm_ups(recorder: CaptureRecorder) -> int:
-    """DDP makes its buckets anew in the second step, pipelines agree on shapes in the first."""
+    """Return the warm-up steps: DDP rebuilds its buckets, pipelines exchange shapes."""
     sends = any(
         isinstance(op, CommOp) and op.collective in (SEND, RECV) for op in recorder.operations
     )
     return 2 if recorder.modules.has_ddp or sends else 0
 
 
-def _check(captured: _Captured, world_size: int, mesh_sizes: Sequence[int], name: str) -> None:
+def _check(
+    captured: _RankCapture, world_size: int, mesh_sizes: Sequence[int], name: str
+) -> None:
     if not captured.step:
         raise ConfigError(name, "no operation", "a step that computes something")
     if mesh_sizes and max(mesh_sizes) != world_size and "world" not in captured.groups:
@@ -165,8 +167,8 @@ def _remarks(recorder: CaptureRecorder, num_warm_ups: int) -> list[str]:
     return remarks
 
 
-def _pipeline(captured: _Captured, world_size: int) -> tuple[int, int]:
-    """(number of stages, ranks of each) as groups of sends tell; 1 where nothing is sent.
+def _pipeline(captured: _RankCapture, world_size: int) -> tuple[int, int]:
+    """Return (number of stages, ranks of each) by the groups of sends; 1 without sends.
 
     Raises ConfigError where stages are not the slowest digit of a rank's number.
     """
@@ -186,7 +188,7 @@ def _pipeline(captured: _Captured, world_size: int) -> tuple[int, int]:
 
 
 def _workload(
-    captures: Sequence[_Captured], *, world_size: int, rank: int, name: str
+    captures: Sequence[_RankCapture], *, world_size: int, rank: int, name: str
 ) -> Workload:
     blocks: dict[str, Block] = {}
     stages: list[Stage] = []
@@ -216,7 +218,7 @@ def _workload(
     return workload
 
 
-def _stage(captured: _Captured, mark: str) -> Stage:
+def _stage(captured: _RankCapture, mark: str) -> Stage:
     layers = dict.fromkeys(
         op.layer for op in captured.step if isinstance(op, ComputeOp) and op.layer is not None
     )

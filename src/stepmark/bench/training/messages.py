@@ -161,9 +161,7 @@ def kinds(name: str, values: Sequence[Any], result: Any, phase: str) -> Iterator
     """Yield the messages of an operator: one for most, several for a batch of sends."""
     if name in _SILENT:
         return
-    group = next(
-        (process_group for value in values if (process_group := group_of(value))), None
-    )
+    group = next(filter(None, map(group_of, values)), None)
     if name == BATCH_P2P:
         for word, tensor in zip(values[0], values[3], strict=True):
             side = SEND if "send" in word else RECV
@@ -281,7 +279,7 @@ class OrderedRecorder(MessageRecorder):
 
     def note(self, name: str, values: Sequence[Any], result: Any) -> None:
         super().note(name, values, result)
-        group = next((messages for value in values if (messages := group_of(value))), None)
+        group = next(filter(None, map(group_of, values)), None)
         members = tuple(dist.get_process_group_ranks(group)) if group else ()
         in_backward = torch._C._current_graph_task_id() != -1
         messages = list(kinds(name, values, result, self.phase))
