@@ -24,7 +24,7 @@ Rows = list[dict[str, object]]
 def call(*words: object, code: int = 0) -> str:
     arguments = ["compare", *map(str, words)]
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        exit_code = app(arguments)(arguments, standalone_mode=False)
+        exit_code = app()(arguments, standalone_mode=False)
     assert exit_code == code, out.getvalue()
     return out.getvalue()
 

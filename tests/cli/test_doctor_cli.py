@@ -16,7 +16,7 @@ from stepmark.cli import main
 from stepmark.core.errors import ConfigError
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-app.command()(main.command("doctor"))
+app.command()(main.command("doctor", []))
 
 
 def run(*args: str) -> str:
@@ -59,7 +59,7 @@ def test_a_bracket_in_a_name_is_no_markup(capsys: pytest.CaptureFixture[str]) ->
 
 def test_help_imports_no_torch() -> None:
     heavy = "{'torch', 'numpy', 'rich.console', 'msgspec'}"
-    code = "import sys; from stepmark.cli import main; main.command('doctor'); "
+    code = "import sys; from stepmark.cli import main; main.command('doctor', []); "
     code += f"assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -251,7 +251,7 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
 def test_the_list_of_verbs_is_that_of_their_modules() -> None:
     """`stepmark --help` reads no verb: what it says of them stands in a table."""
     for name, verb in main.VERBS.items():
-        assert callable(main.command(name, [name])), name
+        assert callable(main.command(name, [])), name
         assert callable(load(verb.handler)), name
     _, told, _ = called(["--help"])
     assert all(f"  {name} " in told for name in VERBS)

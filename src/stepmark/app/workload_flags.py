@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import Reader, flag, options
 from stepmark.core.workload_options import GenerateOptions
-from stepmark.workload.rules import RULES
+from stepmark.workload.rules import RULES, find_rule
 
 # Other names of the rules' settings, AICB's and Megatron's, beside the fields' own.
 _SPELLINGS: Mapping[str, tuple[str, ...]] = {
@@ -112,6 +112,22 @@ def kind_of(field: "dataclasses.Field[Any]") -> Any:
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
     return kind
+
+
+def refuse_other_framework(option: str) -> None:
+    """Refuse an unknown option that is a setting of other frameworks. Raises ConfigError."""
+    name = option.lstrip("-").removeprefix("no-").replace("-", "_")
+    owners = [framework for framework, rule in RULES.items() if name in rule.fields()]
+    if owners:
+        raise ConfigError(name, "given", f"only with --framework {' or '.join(owners)}")
+
+
+def refuse_bare_recompute(name: str) -> None:
+    """Refuse AICB's --recompute, which has no value, where a framework's own has one."""
+    framework = find_rule(name)
+    kinds = kind_of(RULES[framework].fields()["recompute"])
+    allowed = f"it needs a value with {framework}: {', '.join(k for k in kinds if k != 'none')}"
+    raise ConfigError("--recompute", "given", allowed)
 
 
 def typed(field: "dataclasses.Field[Any]", value: object, name: str) -> Any:

@@ -4,7 +4,7 @@ A handler is named as text and imported when it is called, so --help reads no ot
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -16,11 +16,12 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.options import Option
 
 T = TypeVar("T")
+Builder = Callable[[list[str]], Any]  # makes a command from its arguments
 _WORDS = "stepmark.words"  # of the command line, for messages
 
 
 class _Text:
-    """Takes words of the command line, and switches, as they are."""
+    """The type of text and switches, which need no conversion."""
 
     def coerce(self, value: Any, *, param: Any, ctx: Any) -> Any:
         if param.multiple or param.nargs == -1:
@@ -29,10 +30,10 @@ class _Text:
 
 
 class _WithoutPydantic:
-    """A command that does not wait for pydantic, a tenth of a second of imports.
+    """A command that does not import pydantic, which takes a tenth of a second.
 
-    typer (0.29) takes every value but a bool through a pydantic adapter: also an unset --help,
-    which is None, and text, which needs none.
+    typer (0.29) converts every value but a bool with pydantic: also an unset --help, which is
+    None, and text, which needs no conversion.
     """
 
     def get_help_option(self, ctx: Any) -> Any:
@@ -53,6 +54,14 @@ class _WithoutPydantic:
 class Group(_WithoutPydantic, typer.core.TyperGroup):
     """A verb with commands of its own."""
 
+    builders: Mapping[str, Builder] = {}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and name in self.builders:
+            command = _click_command(name, self.builders[name](rest))
+        return name, command, rest
+
 
 class Command(_WithoutPydantic, typer.core.TyperCommand):
     """A command whose help has a section per options class, and whose errors name flags."""
@@ -69,8 +78,10 @@ class Command(_WithoutPydantic, typer.core.TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         cls = getattr(self.callback, "options_class", None)
-        known = options.options(cls) if cls else ()
-        titles = {one.name: "Arguments" if one.argument else one.group for one in known}
+        titles = {
+            option.name: "Arguments" if option.argument else option.group
+            for option in (options.options(cls) if cls else ())
+        }
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -79,57 +90,79 @@ class Command(_WithoutPydantic, typer.core.TyperCommand):
                     record = record[0].rpartition(" <")[0], record[1]
                 title = titles.get(parameter.name or "", "Options")
                 sections.setdefault(title, []).append(record)
-        for title, records in sorted(sections.items(), key=lambda one: one[0] != "Arguments"):
+        for title, records in sorted(
+            sections.items(), key=lambda section: section[0] != "Arguments"
+        ):
             with formatter.section(title):
                 formatter.write_dl(records)
 
 
 def verb(cls: type[Any], handler: str, doc: str, command: type[Any] = Command) -> Any:
-    """A command for typer: it builds the options and hands them to "module:function"."""
+    """Return a command for typer that passes its options to "module:function"."""
 
-    def call(**given: Any) -> int:
-        code: int | None = options.load(handler)(options.build(cls, given))
+    def call(**values: Any) -> int:
+        code: int | None = options.load(handler)(options.build(cls, values))
         return code or 0
 
     parameters = [_parameter(option) for option in options.options(cls)]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    call.__annotations__ = {one.name: one.annotation for one in parameters}
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
     call.__doc__ = doc
     call.options_class, call.command_class = cls, command  # type: ignore[attr-defined]
     return call
 
 
-def group(doc: str, cls: type[Group] = Group) -> typer.Typer:
-    """A verb to which commands are added with `add`."""
-    return typer.Typer(
-        cls=cls,
+def builder(cls: type[Any], handler: str, doc: str, command: type[Any] = Command) -> Builder:
+    """Return a function that makes the command of `verb`, for `group`."""
+    return lambda arguments: verb(cls, handler, doc, command)
+
+
+def group(doc: str, commands: Mapping[str, tuple[str, Builder]]) -> Any:
+    """Return a typer application of commands.
+
+    commands: by name a line of help, and a function that returns the command from its
+    arguments. Only the command that is called is built: --help reads none of them.
+    """
+    builders = {name: build for name, (_, build) in commands.items()}
+    app = typer.Typer(
+        cls=type("Group", (Group,), {"builders": builders}),
         rich_markup_mode=None,
         add_completion=False,
         pretty_exceptions_enable=False,
         no_args_is_help=True,
         help=doc,
     )
+    for name, (line, _) in commands.items():
+        app.command(name, help=line)(_placeholder)
+    return app
 
 
-def add(app: typer.Typer, name: str, found: Any) -> None:
-    """Register a command that `verb` made."""
-    app.command(name, cls=getattr(found, "command_class", Command))(found)
+def _placeholder() -> None:
+    raise AssertionError("a command is built before it is called")
+
+
+def _click_command(name: str, command: Any) -> Any:
+    if isinstance(command, typer.Typer):
+        return typer.main.get_command(command)
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+    app.command(name, cls=command.command_class)(command)
+    return typer.main.get_command(app)
 
 
 def as_typed(
     error: ConfigError, parameters: Iterable[Any], words: Sequence[str]
 ) -> ConfigError:
-    """The error with its field spelled as the user typed it; else as --help shows it."""
+    """Return the error with its field spelled as the user typed it, else as in --help."""
     name = error.field.lstrip("-").replace("_", "-")
     typed = {word.partition("=")[0] for word in words}
-    for one in parameters:
-        spellings = [*one.opts, *one.secondary_opts]
-        names = {one.name.replace("_", "-"), *(word.lstrip("-") for word in spellings)}
-        if one.param_type_name == "argument" or name not in names:
+    for parameter in parameters:
+        spellings = [*parameter.opts, *parameter.secondary_opts]
+        names = {parameter.name.replace("_", "-"), *(word.lstrip("-") for word in spellings)}
+        if parameter.param_type_name == "argument" or name not in names:
             continue
         long = [word for word in spellings if word.startswith("--")]
         field = next((word for word in spellings if word in typed), (long or spellings)[0])
-        off = field in one.secondary_opts and error.shown == "False"
+        off = field in parameter.secondary_opts and error.shown == "False"
         return ConfigError(field, "given" if off else error.shown, error.allowed)
     return error
 
@@ -147,8 +180,8 @@ def _parameter(option: Option) -> inspect.Parameter:
         )
     )
     # `build` knows the defaults of all but switches.
-    one = bool if option.is_switch else str
-    hint: Any = list[one] if option.is_list else one  # type: ignore[valid-type]
+    kind = bool if option.is_switch else str
+    hint: Any = list[kind] if option.is_list else kind  # type: ignore[valid-type]
     default = option.default if option.is_switch else None
     return inspect.Parameter(
         option.name,
@@ -159,7 +192,7 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 
 def _with_default(option: Option) -> str:
-    """The help, with the default unless it says one itself."""
+    """Return the help, with the default unless the help states one itself."""
     default = option.default
     if (
         default in (None, (), "", options.REQUIRED)

@@ -1,17 +1,17 @@
-"""The command line: verbs, and how an error ends a process."""
+"""The command line: the verbs, and the exit code and message of each error."""
 
 import errno
 import io
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 import typer
 
 from stepmark import __version__
-from stepmark.cli.flags import Command, Group, verb
+from stepmark.cli.flags import group, verb
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.options import load
 from stepmark.launch import outer_launcher, signals
@@ -19,9 +19,10 @@ from stepmark.launch import outer_launcher, signals
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A verb: what `stepmark --help` and its own --help say, its options, its handler.
+    """A verb. help: its line in `stepmark --help`; doc: the first line of its own --help.
 
-    options and handler: "module:name". A verb without options makes its command itself.
+    options and handler: "module:name". Without options, the handler is a group of commands, or
+    makes the command from the arguments.
     """
 
     help: str
@@ -102,49 +103,27 @@ VERBS = {
 }
 
 
-def command(name: str, arguments: Sequence[str] = ()) -> Any:
-    """Make the command of a verb, or its group of commands."""
-    asked = VERBS[name]
-    if asked.options:
-        return verb(load(asked.options), asked.handler, asked.doc)
-    made = load(asked.handler)
-    return made(arguments) if name == "op" else made  # its options are those of the family
+def command(name: str, arguments: list[str]) -> Any:
+    """Return the command of a verb, or its group of commands."""
+    entry = VERBS[name]
+    if entry.options:
+        return verb(load(entry.options), entry.handler, entry.doc)
+    handler = load(entry.handler)
+    return handler if isinstance(handler, typer.Typer) else handler(arguments)
 
 
-def app(arguments: list[str]) -> typer.Typer:
-    """The program with all verbs by name, and the flags of the one that is asked for.
-
-    Every other verb's module stays unread: together they take longer than the answer may.
-    """
-    made = typer.Typer(
-        name="stepmark",
-        cls=Group,
-        rich_markup_mode=None,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        no_args_is_help=True,
-        help="How fast should this model train, how fast does it, and where does the time go?",
+def app() -> Any:
+    """Return the program with all its verbs."""
+    program = group(
+        "How fast should this model train, how fast does it, and where does the time go?",
+        {name: (entry.help, partial(command, name)) for name, entry in VERBS.items()},
     )
-    made.callback()(_options)
-    asked = next((word for word in arguments if not word.startswith("-")), "")
-    for name, one in VERBS.items():
-        if name != asked:
-            made.command(name, help=one.help)(_unread)
-            continue
-        found = command(name, arguments)
-        if isinstance(found, typer.Typer):
-            made.add_typer(found, name=name)
-        else:
-            made.command(name, cls=getattr(found, "command_class", Command))(found)
-    return made
+    program.callback()(_options)
+    return program
 
 
-def _unread() -> None:
-    raise AssertionError("a verb that is asked for is read")
-
-
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"stepmark {__version__}")
         raise typer.Exit(0)
 
@@ -165,15 +144,15 @@ def main() -> None:
 
 
 class _Stdout(io.FileIO):
-    """Standard output whose failure (a full disk, a closed descriptor) is one sentence."""
+    """Standard output whose failure (a full disk, a closed descriptor) is a ConfigError."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:  # status() ends quietly
+        except BrokenPipeError:  # status() handles it
             raise
         except OSError as error:
-            # The rest has nowhere to go, and the interpreter flushes at exit.
+            # The interpreter flushes at exit: what is left is discarded.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             reason = "it is closed" if error.errno == errno.EBADF else error.strerror
             raise ConfigError(
@@ -182,20 +161,20 @@ class _Stdout(io.FileIO):
 
 
 def checked_stdout() -> None:
-    """Let every verb report once, in one sentence, that its output cannot be written."""
-    found: TextIO | None = sys.stdout
-    if found is None:  # closed by the caller; no other file may get its number
+    """Make a failure to write standard output a ConfigError."""
+    stream: TextIO | None = sys.stdout
+    if stream is None:  # closed by the caller; no other file may get its number
         os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(_Stdout(1, "w", closefd=False)),
-        encoding=found.encoding if found else None,
-        errors=found.errors if found else None,
-        line_buffering=bool(found and found.line_buffering),
+        encoding=stream.encoding if stream else None,
+        errors=stream.errors if stream else None,
+        line_buffering=bool(stream and stream.line_buffering),
     )
 
 
 def status(arguments: list[str]) -> int:
-    """The exit code of a command line."""
+    """Run a command line and return its exit code."""
     try:
         code = _code(arguments)
         sys.stdout.flush()
@@ -207,7 +186,7 @@ def status(arguments: list[str]) -> int:
         # typer turns a broken pipe into SystemExit(1), which would be a failed check.
         if isinstance(stop, SystemExit) and not isinstance(stop.__context__, BrokenPipeError):
             raise
-        # The reader of our output went away; there is nobody to tell.
+        # The reader of our output has closed it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except typer.BadParameter.__mro__[2] as error:  # type: ignore[misc]
@@ -218,7 +197,7 @@ def status(arguments: list[str]) -> int:
 
 def _code(arguments: list[str]) -> int:
     try:
-        result: Any = app(arguments)(arguments, standalone_mode=False)
+        result: Any = app()(arguments, standalone_mode=False)
     except typer.Exit as stop:
         code = int(stop.exit_code)
         swallowed = isinstance(stop.__context__, KeyboardInterrupt)
@@ -233,6 +212,6 @@ def _usage(error: Any) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    if outer_launcher.is_first():  # what every rank refuses is said once
+    if outer_launcher.is_first():  # every rank raises the same error
         sys.stderr.write(f"stepmark: {text}\n")
     return code

@@ -16,15 +16,18 @@ _LAYER = "Every operator of one layer of a model, its head, loss and optimizer."
 
 
 class _Command(Command):
-    """Lists the families; without words it is --help. With a family it is a command of it."""
+    """`stepmark op`, whose help lists the families, or `stepmark op FAMILY`.
+
+    Without arguments it is --help.
+    """
 
     family: str | None = None
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if self.family is not None:
             ctx.info_name = f"{ctx.info_name} {self.family}"
-            argument: Any = next(one for one in self.params if one.name == "family")
-            argument.hidden = True  # the command's name has it
+            argument: Any = next(each for each in self.params if each.name == "family")
+            argument.hidden = True  # it is part of the command's name
         return super().parse_args(ctx, args or ["--help"])
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -45,10 +48,9 @@ def _about(family: str) -> str:
 
 
 def _switches() -> set[str]:
-    """The spellings of options that take no value, of all families."""
-    words = {
-        word for one in options(options_class(None)) if one.is_switch for word in one.words
-    }
+    """Return the spellings of options without a value, of all families."""
+    declared = (option for option in options(options_class(None)) if option.is_switch)
+    words = {word for option in declared for word in option.words}
     for kind in FAMILIES.values():
         for field in dataclasses.fields(kind):
             if isinstance(field.default, bool):
@@ -58,7 +60,7 @@ def _switches() -> set[str]:
 
 
 def _family(words: Sequence[str]) -> str | None:
-    """The first word that is neither an option nor the value of one. Raises ConfigError."""
+    """Return the first word that is neither an option nor its value. Raises ConfigError."""
     switches, is_value = _switches(), False
     for word in words:
         if is_value:
@@ -75,8 +77,8 @@ def _family(words: Sequence[str]) -> str | None:
 
 
 def command(arguments: Sequence[str]) -> Any:
-    """The verb with the options of the family that is asked for. Raises ConfigError."""
-    family = _family(arguments[arguments.index("op") + 1 :])
+    """Return the verb with the options of the requested family. Raises ConfigError."""
+    family = _family(arguments)
     doc = _DOC if family is None else _about(family)
     kind = type("_Command", (_Command,), {"family": family})
     return verb(options_class(family), "stepmark.app.op:run", doc, kind)

@@ -1,26 +1,18 @@
 """stepmark runs: list, show, export and query what earlier runs measured."""
 
-from stepmark.cli.flags import add, group, verb
+from stepmark.cli.flags import builder, group
 from stepmark.core.verb_options import ExportOptions, ListOptions, ShowOptions, SqlOptions
 
-app = group("List, show, export and query earlier runs.")
-add(
-    app,
-    "list",
-    verb(ListOptions, "stepmark.app.runs:print_list", "One row per run, oldest first."),
-)
-add(app, "show", verb(ShowOptions, "stepmark.app.runs:show", "The rows of one run."))
-add(
-    app,
-    "export",
-    verb(ExportOptions, "stepmark.app.runs:export_run", "Write a run's rows for another tool."),
-)
-add(
-    app,
-    "sql",
-    verb(
-        SqlOptions,
-        "stepmark.app.runs:run_query",
-        'Query all runs: "SELECT family, min(median_s) FROM records GROUP BY family".',
-    ),
+_HANDLERS = "stepmark.app.runs"
+_LIST, _SHOW = "One row per run, oldest first.", "The rows of one run."
+_EXPORT = "Write a run's rows for another tool."
+_SQL = 'Query all runs: "SELECT family, min(median_s) FROM records GROUP BY family".'
+app = group(
+    "List, show, export and query earlier runs.",
+    {
+        "list": (_LIST, builder(ListOptions, f"{_HANDLERS}:print_list", _LIST)),
+        "show": (_SHOW, builder(ShowOptions, f"{_HANDLERS}:show", _SHOW)),
+        "export": (_EXPORT, builder(ExportOptions, f"{_HANDLERS}:export_run", _EXPORT)),
+        "sql": (_SQL, builder(SqlOptions, f"{_HANDLERS}:run_query", _SQL)),
+    },
 )

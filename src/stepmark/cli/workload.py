@@ -1,12 +1,9 @@
 """stepmark workload: generate, show, convert and capture what a training step does."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
-import typer
-import typer.main
-
-from stepmark.cli.flags import Command, Group, group, verb
+from stepmark.cli.flags import Command, builder, group, verb
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import options
 from stepmark.core.workload_options import (
@@ -17,73 +14,55 @@ from stepmark.core.workload_options import (
 )
 
 _HANDLERS = "stepmark.app.workload"
-_KNOWN = {one.name: one.spellings for one in options(GenerateOptions)}
-_FRAMEWORK, _FORMAT = _KNOWN["framework"], _KNOWN["to"]
+_SPELLINGS = {option.name: option.spellings for option in options(GenerateOptions)}
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none")
 
 
-def _generate(args: list[str]) -> Any:
-    """The command with the options of the framework that the arguments name."""
-    from stepmark.app.workload_flags import options_class  # noqa: PLC0415
-    from stepmark.workload.rules import RULES, find_rule  # noqa: PLC0415
+def _flags() -> Any:
+    """Return the module of the frameworks' settings, which --help of `workload` never needs."""
+    from stepmark.app import workload_flags  # noqa: PLC0415
 
-    framework = find_rule(framework_of(args) or "megatron")
-    listed = "; ".join(f"{name} ({rule.help})" for name, rule in RULES.items())
+    return workload_flags
+
+
+def _generate(args: list[str]) -> Any:
+    """Return the command with the options of the framework that the arguments name."""
+    flags = _flags()
+    framework = flags.find_rule(framework_of(args) or "megatron")
+    frameworks = "; ".join(f"{name} ({rule.help})" for name, rule in flags.RULES.items())
     doc = (
         "Generate what one training step computes and communicates. Flags may be written with "
-        f"- or with _. Frameworks: {listed}. --framework NAME --help shows a framework's "
+        f"- or with _. Frameworks: {frameworks}. --framework NAME --help shows a framework's "
         f"settings; these are {framework}'s."
     )
-    return verb(options_class(framework), f"{_HANDLERS}:run_generate", doc)
+    return verb(flags.options_class(framework), f"{_HANDLERS}:run_generate", doc, _Command)
 
 
 class _Command(Command):
-    """AICB writes --seq_len where we write --seq-len, and --aiob_enable=True."""
+    """A command that also accepts AICB's spellings, --seq_len and --aiob_enable=True."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        parameters: list[Any] = self.params
         switches = {
             name
-            for one in self.params
-            if _is_switch(one)
-            for name in (*one.opts, *one.secondary_opts)
+            for parameter in parameters
+            if _is_switch(parameter)
+            for name in (*parameter.opts, *parameter.secondary_opts)
         }
-        valued = {name for one in self.params if not _is_switch(one) for name in one.opts}
+        valued = {name for each in parameters if not _is_switch(each) for name in each.opts}
         if "--recompute" not in valued:
             args = with_bare_recompute(args)
         elif with_bare_recompute(args) != args:
-            refuse_bare_recompute(args)
+            _flags().refuse_bare_recompute(framework_of(args))
         words = [spelled(word, switches) for word in args]
         refuse_two_formats(words)
         try:
             return super().parse_args(ctx, [word for word in words if word])
         except Exception as error:
             option = getattr(error, "option_name", "")
-            if option and not any(
-                option in (*one.opts, *one.secondary_opts) for one in self.params
-            ):
-                refuse_of_others(option)
+            if option and option not in switches | valued:
+                _flags().refuse_other_framework(option)
             raise
-
-
-def refuse_of_others(option: str) -> None:
-    """Raises ConfigError where an unknown option is a setting of another framework."""
-    from stepmark.workload.rules import RULES  # noqa: PLC0415
-
-    name = option.lstrip("-").removeprefix("no-").replace("-", "_")
-    owners = [framework for framework, rule in RULES.items() if name in rule.fields()]
-    if owners:
-        raise ConfigError(name, "given", f"only with --framework {' or '.join(owners)}")
-
-
-def refuse_bare_recompute(args: list[str]) -> None:
-    """AICB's has no value, this framework's has one: which is not guessed."""
-    from stepmark.app.workload_flags import kind_of  # noqa: PLC0415
-    from stepmark.workload.rules import RULES, find_rule  # noqa: PLC0415
-
-    framework = find_rule(framework_of(args))
-    recompute = kind_of(RULES[framework].fields()["recompute"])
-    kinds = ", ".join(one for one in recompute if one != "none")
-    raise ConfigError("--recompute", "given", f"it needs a value with {framework}: {kinds}")
 
 
 def _is_switch(parameter: Any) -> bool:
@@ -91,10 +70,10 @@ def _is_switch(parameter: Any) -> bool:
 
 
 def spelled(word: str, switches: Container[str]) -> str:
-    """An option as it is declared: --seq_len=4 is --seq-len=4. Other words stay.
+    """Return an option as it is declared: --seq_len=4 is --seq-len=4. Other words stay.
 
     switches: options without a value, and their opposites; --aiob_enable=True is --aiob-enable,
-    =False the opposite, and "" where there is none.
+    =False the opposite, or "" where there is none.
     """
     if not word.startswith("--"):
         return word
@@ -109,17 +88,17 @@ def spelled(word: str, switches: Container[str]) -> str:
 
 
 def framework_of(args: Sequence[str]) -> str:
-    """What the command line says of --framework, before it is parsed; "" for nothing."""
-    found = ""
+    """Return the value of --framework before the command line is parsed; "" for none."""
+    framework = ""
     for word, after in zip(args, [*args[1:], ""], strict=False):
         name, is_, value = spelled(word, ()).partition("=")
-        if name in _FRAMEWORK:
-            found = value if is_ else after
-    return found
+        if name in _SPELLINGS["framework"]:
+            framework = value if is_ else after
+    return framework
 
 
 def with_bare_recompute(args: list[str]) -> list[str]:
-    """AICB's --recompute has no value and means --recompute-activations."""
+    """Replace AICB's --recompute, which has no value, by --recompute-activations."""
     return [
         "--recompute-activations" if word == "--recompute" and after.startswith("-") else word
         for word, after in zip(args, [*args[1:], "-"], strict=False)
@@ -127,61 +106,49 @@ def with_bare_recompute(args: list[str]) -> list[str]:
 
 
 def refuse_two_formats(args: Sequence[str]) -> None:
-    """--to and --format that differ: ConfigError. The last one of other flags wins."""
+    """Refuse --to and --format that differ. Raises ConfigError.
+
+    Of other flags that are given twice the last one wins.
+    """
     formats: dict[str, str] = {}
     for word, after in zip(args, [*args[1:], ""], strict=False):
         name, is_, value = word.partition("=")
-        if name in _FORMAT:
+        if name in _SPELLINGS["to"]:
             formats[name] = value if is_ else after
     if len(set(formats.values())) > 1:
         raise ConfigError("format", " and ".join(formats.values()), "one format")
 
 
-_COMMANDS: dict[str, tuple[str, Callable[[list[str]], Any]]] = {
-    "generate": (
-        "What a step of any model x parallelism does; AICB's parameters are accepted.",
-        _generate,
-    ),
-    "show": (
-        "What is in a workload: messages, shapes, layers, pipeline.",
-        lambda _: verb(ShowOptions, f"{_HANDLERS}:show", "Show what is in a workload file."),
-    ),
-    "convert": (
-        "Between stepmark's, AICB's, SimAI's and others' files.",
-        lambda _: verb(
-            ConvertOptions, f"{_HANDLERS}:convert", "Write a workload in another format."
-        ),
-    ),
-    "capture": (
-        "From your own PyTorch code, run on fake tensors and fake ranks.",
-        lambda _: verb(
-            CaptureOptions,
-            f"{_HANDLERS}:capture",
-            "Record what PyTorch code does: fake tensors, fake ranks.",
-        ),
-    ),
-}
-
-
-class _Verbs(Group):
-    """Builds the flags of the command that is asked for, and of no other."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, found, rest = super().resolve_command(ctx, args)
-        if name in _COMMANDS:
-            made = typer.Typer(rich_markup_mode=None, add_completion=False)
-            made.command(name, cls=_Command)(_COMMANDS[name][1](rest))
-            found = typer.main.get_command(made)
-        return name, found, rest
-
-
-def _unread() -> None:
-    raise AssertionError("a command that is asked for is built")
-
-
 app = group(
     "What one training step computes and communicates: generate, show, convert, capture.",
-    _Verbs,
+    {
+        "generate": (
+            "What a step of any model x parallelism does; AICB's parameters are accepted.",
+            _generate,
+        ),
+        "show": (
+            "What is in a workload: messages, shapes, layers, pipeline.",
+            builder(
+                ShowOptions, f"{_HANDLERS}:show", "Show what is in a workload file.", _Command
+            ),
+        ),
+        "convert": (
+            "Between stepmark's, AICB's, SimAI's and others' files.",
+            builder(
+                ConvertOptions,
+                f"{_HANDLERS}:convert",
+                "Write a workload in another format.",
+                _Command,
+            ),
+        ),
+        "capture": (
+            "From your own PyTorch code, run on fake tensors and fake ranks.",
+            builder(
+                CaptureOptions,
+                f"{_HANDLERS}:capture",
+                "Record what PyTorch code does: fake tensors, fake ranks.",
+                _Command,
+            ),
+        ),
+    },
 )
-for _name, (_help, _) in _COMMANDS.items():
-    app.command(_name, help=_help)(_unread)
