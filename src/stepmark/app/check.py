@@ -5,7 +5,7 @@ from pathlib import Path
 
 from stepmark.app import op
 from stepmark.app.compare import side_of_runs
-from stepmark.app.delivery import exit_code
+from stepmark.app.delivery import exit_code, write_files
 from stepmark.app.machine import machine
 from stepmark.app.measure import measure_quietly
 from stepmark.app.view import console, view
@@ -18,12 +18,11 @@ from stepmark.core.verb_options import CheckOptions
 from stepmark.report import comparison as drawn
 from stepmark.report.comparison import printed
 from stepmark.store.compare import Options, compare
-from stepmark.store.export import write_csv, write_json
 from stepmark.store.reader import find_run, read
 
 
 def run(options: CheckOptions) -> int:
-    """Measure the reference run's cases again and compare; the exit code."""
+    """Measure the reference run's cases again and compare. Returns the exit code."""
     options.check_stdout()
     path = find_run(options.runs, options.baseline)
     reference = _reference(path)
@@ -33,14 +32,11 @@ def run(options: CheckOptions) -> int:
     if wrong >= set(reference):
         sys.stderr.write(f"all {len(wrong)} results are wrong\n")
         return 1
-    # Means: under a power cap the clock hops between a few states, and a median hops with it.
+    # Means, because under a power cap the clock and so the median hop between a few states.
     sides = [side_of_runs("reference", [path]), side_of_runs("now", paths)]
     comparison = compare(sides, Options(statistic="mean", fail_if_slower=options.floor))
     rows = drawn.rows(comparison)
-    if options.json:
-        write_json(rows, options.json, "check")
-    if options.csv:
-        write_csv(rows, options.csv, "check")
+    write_files(options, "check", rows, rows)
     if not options.to_stdout:
         printed(comparison, console())
     missing = len(reference) - len(rows)
@@ -55,9 +51,9 @@ def run(options: CheckOptions) -> int:
 def _measured(
     name: str, reference: dict[str, Measured], options: CheckOptions
 ) -> tuple[list[Path], int, set[str]]:
-    """Run folders, the worst exit code, and which cases gave wrong results."""
+    """Return run folders, the worst exit code, and the cases with wrong results."""
     how = OpHow(budget_s=options.budget / options.launches)
-    machine(next(iter(reference.values())).case.device)  # refused where there is none
+    machine(next(iter(reference.values())).case.device)  # refuses a device that is not here
     plan = op.plan([record.operator for record in reference.values()], ConfigOptions(), how=how)
     paths: list[Path] = []
     code, wrong = 0, set[str]()
@@ -78,16 +74,16 @@ def _measured(
 
 
 def _reference(path: Path) -> dict[str, Measured]:
-    """Measured operators of a run of one rank."""
-    found = {
+    """Return the measured operators of a run of one rank, by case_id. Raises ConfigError."""
+    measured = {
         record.case.case_id: record
         for record in read(path).latest
         if isinstance(record, Measured)
         and isinstance(record.case, OpCase)
         and not record.num_wrong
     }
-    if not found:
+    if not measured:
         raise ConfigError("baseline", path, "a run with measured cases")
-    if any(record.case.num_ranks > 1 for record in found.values()):
+    if any(record.case.num_ranks > 1 for record in measured.values()):
         raise ConfigError("baseline", path, "a run of one rank")
-    return found
+    return measured

@@ -1,7 +1,7 @@
 """stepmark comm: measure a plan of collectives; show nccl-tests' table, wide columns, files."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,21 +32,18 @@ def run(options: CommOptions) -> int:
     if options.print_as:
         load("stepmark.app.comm_workload:print_commands")(options)
         return 0
-
-    def planned(here: Callable[[], Machine]) -> Plan:
-        _check_outputs(options)
-        return plan(options, here())
-
-    return measure_or_list(planned, options)
+    return measure_or_list(
+        lambda machine: plan(options, machine), options, lambda: _check_output_file(options)
+    )
 
 
 def plan(options: CommOptions, machine: Machine) -> Plan:
-    """The plan of these options. Raises ConfigError."""
+    """Plan every case of the options. Raises ConfigError."""
     device = machine.device
     world_size = machine.num_ranks(options.nproc, "all" if device == "cuda" else "2")
     of_workload = "stepmark.app.comm_workload:plan"
     make_cases = load(of_workload) if options.from_workload else comm_plan.plan
-    found = make_cases(options, device, world_size)
+    planned = make_cases(options, device, world_size)
     return Plan(
         command="comm",
         argv=tuple(sys.argv[1:]),
@@ -54,14 +51,14 @@ def plan(options: CommOptions, machine: Machine) -> Plan:
         device=device,
         world_size=world_size,
         how=How(comm=_how(options)),
-        entries=entries(found.cases, options.launches),
-        notes=tuple(found.notes),
+        entries=entries(planned.cases, options.launches),
+        notes=tuple(planned.notes),
     )
 
 
 def _how(options: CommOptions) -> CommHow:
-    """-n, -w, -c, --timeout and --budget."""
-    given: dict[str, Any] = {
+    """Return how calls are timed, from the options that are given."""
+    values: dict[str, Any] = {
         "iterations": options.iters,
         "graphs": options.cudagraph,
         "warmups": options.warmup_iters,
@@ -69,20 +66,20 @@ def _how(options: CommOptions) -> CommHow:
         "timeout_s": options.timeout,
         "budget_s": options.budget,
     }
-    return CommHow(**{name: value for name, value in given.items() if value is not None})
+    return CommHow(**{name: value for name, value in values.items() if value is not None})
 
 
 def table() -> str:
-    """`comm --list`: every collective and what it can do."""
+    """Return the table of `comm --list`: every collective and what it supports."""
     lines = [f"{'name':<15}{'busbw/algbw':<13}{'size counts':<16}{'torch':<14}nccl"]
-    for one in Collective:
-        facts = FACTS[one]
+    for collective in Collective:
+        facts = FACTS[collective]
         forms = {
-            api: "/".join("in" if inside else "out" for inside in placements(one, api))
+            api: "/".join("in" if inside else "out" for inside in placements(collective, api))
             for api in Api
         }
         lines.append(
-            f"{one:<15}{facts.busbw:<13}{facts.parts:<16}"
+            f"{collective:<15}{facts.busbw:<13}{facts.parts:<16}"
             f"{forms[Api.TORCH]:<14}{forms[Api.NCCL]}"
         )
     lines.append("p2p-matrix     every ordered pair: bandwidth and latency, one pair at a time")
@@ -90,9 +87,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _check_outputs(options: CommOptions) -> None:
-    """Refuse outputs that cannot be written before an hour of measuring."""
-    delivery.check_outputs(options)
+def _check_output_file(options: CommOptions) -> None:
     if target := options.output_file:
         if Path(target).suffix != ".json":
             raise ConfigError("-J", target, "a name that ends in .json")
@@ -100,9 +95,9 @@ def _check_outputs(options: CommOptions) -> None:
             delivery.make_folder("-J", Path(target).parent)
 
 
-def show(path: Path, given: Mapping[str, object], code: int) -> int:
-    """Show the run, write the files that were asked for; the exit code of it all."""
-    return delivery.deliver(path, build(CommOptions, given), code, files=_files, show=_show)
+def show(path: Path, values: Mapping[str, object], code: int) -> int:
+    """Show the run and write its files. Returns the exit code."""
+    return delivery.deliver(path, build(CommOptions, values), code, files=_files, show=_show)
 
 
 def _show(run: View, options: CommOptions) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from stepmark.app.delivery import write_files
 from stepmark.app.view import console
 from stepmark.core.collectives import Collective, busbw_factor, collective_named
 from stepmark.core.comparison import UNKNOWN, Comparison, Series, Side
@@ -24,7 +25,6 @@ from stepmark.report import comparison as drawn
 from stepmark.report.comparison import printed
 from stepmark.store.compare import Options
 from stepmark.store.compare import compare as compare_sides
-from stepmark.store.export import write_csv, write_json
 from stepmark.store.files import write_text
 from stepmark.store.reader import find_run, is_run, list_runs, read
 from stepmark.store.series import STRICT, context, series_of_records
@@ -381,16 +381,14 @@ def _sizes(text: str | None) -> tuple[int | None, int | None]:
 
 def _deliver(comparison: Comparison, options: CompareOptions) -> None:
     """Print the table, unless stdout is one of the files, and write the files."""
-    if options.json:
-        document = {
-            "names": list(comparison.names),
-            "lines": drawn.rows(comparison),
-            "overall": drawn.overall_rows(comparison),
-            "notes": list(comparison.notes),
-        }
-        write_json(document, options.json, "compare")
-    if options.csv:
-        write_csv(drawn.rows(comparison), options.csv, "compare")
+    rows = drawn.rows(comparison)
+    document = {
+        "names": list(comparison.names),
+        "lines": rows,
+        "overall": drawn.overall_rows(comparison),
+        "notes": list(comparison.notes),
+    }
+    write_files(options, "compare", document, rows)
     if options.html:
         page = load("stepmark.report.comparison_page:html")  # with plotly
         write_text(options.html, page(comparison), "html")

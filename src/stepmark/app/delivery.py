@@ -1,4 +1,4 @@
-"""How a measuring verb ends: what it shows and writes, where the run lies, what to do next."""
+"""The end of a measuring verb: its tables and files, the place of the run, the next command."""
 
 import sys
 import tempfile
@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from stepmark.app.view import View, view
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.option_groups import Files, Output
-from stepmark.core.options import load
 from stepmark.core.record import Failed, Measured
 from stepmark.launch import outer_launcher
+from stepmark.store.export import is_folder, write_csv, write_json, write_tables
 
 Rows = list[dict[str, Any]]
 Options = TypeVar("Options", bound=Files)
@@ -25,7 +25,7 @@ def deliver(
     files: Callable[[View, Options], None],
     show: Callable[[View, Options], None],
 ) -> int:
-    """Write the files that were asked for, show the run; the exit code of it all."""
+    """Write the files of a run and show it. Returns the exit code."""
     run = view(path)
     files(run, options)
     if not options.to_stdout:
@@ -34,7 +34,7 @@ def deliver(
 
 
 def ended(run: View, path: Path, code: int) -> int:
-    """Say where the run lies, and how to go on with one that was cut short."""
+    """Print where the run lies, and how to resume one that was cut short."""
     sys.stdout.flush()
     sys.stderr.write(f"run {path}\n")
     words = {130: "interrupted", 143: "terminated", 3: "not all cases were measured"}
@@ -44,7 +44,7 @@ def ended(run: View, path: Path, code: int) -> int:
 
 
 def exit_code(run: View) -> int:
-    """1 for wrong results or figures above a binding limit, 3 for failed cases, else 0."""
+    """Return 1 for wrong results or figures above a hard limit, 3 for failed cases, else 0."""
     if any(isinstance(r, Measured) and r.num_wrong for r in run.records):
         return 1
     if any(row.get("over_limit") for row in (*run.rows, *run.comm_rows, *run.train_rows)):
@@ -53,13 +53,13 @@ def exit_code(run: View) -> int:
 
 
 def resume_hint(path: Path) -> str:
-    """What to do after an interrupt. How an outer launcher was called is not known."""
+    """Return what to do after an interrupt. How an outer launcher was called is unknown."""
     where = " under the same launcher" if outer_launcher.is_rank() else ""
     return f"finished cases are kept; go on with: stepmark resume {path}{where}"
 
 
 def check_outputs(options: Output) -> None:
-    """Refuse outputs that cannot be written before an hour of measuring."""
+    """Validate outputs before measuring. Raises ConfigError."""
     if options.dry_run:
         return
     options.check_stdout()
@@ -74,28 +74,28 @@ def check_outputs(options: Output) -> None:
 def make_folder(name: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Permissions do not show whether the file system is read-only.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(name, folder, f"a folder that can be written ({reason})") from None
-    try:
-        # Permissions do not tell of a read-only or a made-up file system.
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(name, folder, f"a folder that can be written ({reason})") from None
 
 
-def is_folder(target: str) -> bool:
-    return target.endswith("/") or Path(target).is_dir()
+def write_files(options: Files, name: str, document: object, rows: Rows) -> None:
+    """Write a document as --json and rows as --csv; in a folder the file is called `name`."""
+    if options.json:
+        write_json(document, options.json, name)
+    if options.csv:
+        write_csv(rows, options.csv, name)
 
 
 def write_rows(rows: Rows, options: Files, by: str = "model") -> None:
-    """--json and --csv: all rows, or in a folder a file per model or family."""
-    for kind, target in (("json", options.json), ("csv", options.csv)):
-        if target:
-            write_tables = load("stepmark.store.export:write_tables")
-            write_tables(_as_tables(rows, target, by), target, kind)
+    """Write --json and --csv: all rows, or in a folder a file per model or family."""
+    if options.json:
+        write_tables(_as_tables(rows, options.json, by), options.json, "json")
+    if options.csv:
+        write_tables(_as_tables(rows, options.csv, by), options.csv, "csv")
 
 
 def _as_tables(rows: Rows, target: str, by: str) -> dict[str, Rows]:

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stepmark.app.delivery import write_files
 from stepmark.bench.doctor import Device, Findings, examine
 from stepmark.bench.nvidia import Health, Links
 from stepmark.core.units import GB, TFLOP, format_bytes
 from stepmark.core.verb_options import DoctorOptions
-from stepmark.store.export import write_csv, write_json
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
 STYLE = {OK: "green", WARNING: "yellow", MISSING: "dim"}
@@ -35,10 +35,8 @@ def run(options: DoctorOptions) -> None:
     findings = examine()
     report = list(lines(findings))
     draw(report, to_stderr=options.to_stdout)
-    if options.json:
-        write_json(msgspec.to_builtins(findings), options.json, "doctor")
-    if options.csv:
-        write_csv([asdict(line) for line in report], options.csv, "doctor")
+    rows = [asdict(line) for line in report]
+    write_files(options, "doctor", msgspec.to_builtins(findings), rows)
 
 
 def draw(report: list[Line], *, to_stderr: bool) -> None:

@@ -10,18 +10,19 @@ from typing import Any
 
 from stepmark.app.delivery import check_outputs
 from stepmark.app.machine import Machine, machine
+from stepmark.app.progress import line
 from stepmark.core.errors import ConfigError
 from stepmark.core.option_groups import MeasureOptions, ResumeOptions
 from stepmark.core.options import build, load
-from stepmark.core.plan import FORCE, Entry, Plan
+from stepmark.core.plan import FORCE, Plan
 from stepmark.core.record import Failed, Measured
 from stepmark.launch import outer_launcher
 from stepmark.launch.supervise import RankFailure, supervise
 from stepmark.store import plans
 from stepmark.store.reader import find_run, latest, read_info, read_records
-from stepmark.store.runs import Done, RunWriter, new_run_id
+from stepmark.store.runs import TRACES, Done, RunWriter, new_run_id
 
-# By verb: shows a run and writes its files; from an exit code to that of it all.
+# By verb: the function that shows a run, writes its files and returns the exit code.
 SHOW = {
     "op": "stepmark.app.op:show",
     "comm": "stepmark.app.comm:show",
@@ -36,7 +37,7 @@ _UNDER_LAUNCHER = f"{RANK_MODULE}:measure_under_launcher"
 
 def measure(
     make_plan: Callable[[], Plan],
-    device: Callable[[], str],
+    device: str | None,
     out: str | None,
     *,
     resume: str | None = None,
@@ -48,40 +49,40 @@ def measure(
     """
     root = Path(out or "runs")
 
-    def prepared() -> tuple[Plan, Path]:
+    def prepare() -> tuple[Plan, Path]:
         plan = make_plan()
         if resume:
             run = find_run(root, resume)
-            return _continued(plan, run, force=force), run
-        return plan, _begun(plan, root)
+            plan = _continued(plan, run, force=force)
+        else:
+            run = _begun(plan, root)
+        for note in () if outer_launcher.is_rank() else plan.notes:
+            sys.stderr.write(f"# {note}\n")
+        return plan, run
 
-    if outer_launcher.is_rank():
-        code, run = load(_UNDER_LAUNCHER)(device(), prepared, force=force)
-        return code if run is None else shown(run, code)
-    plan, run = prepared()
-    for note in plan.notes:
-        sys.stderr.write(f"# {note}\n")
-    return _measured(plan, run, force=force, is_new=resume is None)
+    return _measured(prepare, device, force=force, has_own_plan=resume is None)
 
 
 def measure_or_list(
-    make_plan: Callable[[Callable[[], Machine]], Plan], options: MeasureOptions
+    make_plan: Callable[[Machine], Plan],
+    options: MeasureOptions,
+    check: Callable[[], None] = lambda: None,
 ) -> int:
     """Carry out a measuring verb: measure its plan, or with --dry-run print it.
 
-    make_plan gets a function that finds the machine. Returns the exit code.
+    check: validates what only this verb writes. Returns the exit code.
     """
-    device = options.device
+
+    def planned() -> Plan:
+        check_outputs(options)
+        check()
+        return make_plan(machine(options.device, dry_run=options.dry_run))
+
     if options.dry_run:
-        plan = make_plan(lambda: machine(device, dry_run=True))
-        load("stepmark.app.dry_run:show")(plan, options.json, options.csv)
+        load("stepmark.app.dry_run:show")(planned(), options.json, options.csv)
         return 0
     return measure(
-        lambda: make_plan(lambda: machine(device)),
-        lambda: machine(device).device,
-        options.out,
-        resume=options.resume,
-        force=options.force,
+        planned, options.device, options.out, resume=options.resume, force=options.force
     )
 
 
@@ -96,9 +97,9 @@ def measure_quietly(
 
 def resume(options: ResumeOptions) -> int:
     """Measure what is left of a run, as it was planned. Returns the exit code."""
-    name, force = options.run, options.force
+    name = options.run
 
-    def prepared() -> tuple[Plan, Path]:
+    def prepare() -> tuple[Plan, Path]:
         run = find_run(options.out, name)
         if not plans.has_plan(run):
             command = f"{read_info(run).command} --resume {run}"
@@ -110,26 +111,16 @@ def resume(options: ResumeOptions) -> int:
             allowed = f"resumed with {plan.world_size} ranks, as it began, not {num_ranks}"
             raise ConfigError("run", name, allowed)
         check_outputs(build(MeasureOptions, plan.options))
-        return plan, run
-
-    if not outer_launcher.is_rank():
-        plan, run = prepared()
-        return _measured(plan, run, force=force)
-    device = machine(None).device
-
-    def prepared_here() -> tuple[Plan, Path]:
-        plan, run = prepared()
-        if plan.device != device:
+        if outer_launcher.is_rank() and plan.device != (device := machine(None).device):
             allowed = f"a run on {device}; resume a run on {plan.device} without a launcher"
             raise ConfigError("run", name, allowed)
         return plan, run
 
-    code, found = load(_UNDER_LAUNCHER)(device, prepared_here, force=force)
-    return code if found is None else shown(found, code)
+    return _measured(prepare, None, force=options.force, has_own_plan=True)
 
 
 def shown(run: Path, code: int) -> int:
-    """Show a run as its verb does; the exit code of it all."""
+    """Show a run as its verb does. Returns the exit code."""
     if code == 2 or not (run / "run.json").is_file():
         return code
     plan = plans.read(run)
@@ -176,11 +167,25 @@ def _cases(plan: Plan) -> set[Done]:
     return {(entry.case.case_id, entry.launch) for entry in plan.entries}
 
 
-def _measured(plan: Plan, run: Path, *, force: bool, is_new: bool = True) -> int:
-    if is_new:
+def _measured(
+    prepare: Callable[[], tuple[Plan, Path]],
+    device: str | None,
+    *,
+    force: bool,
+    has_own_plan: bool,
+) -> int:
+    """Prepare a plan and its run, measure it and show the run. Returns the exit code.
+
+    has_own_plan: the plan is the one that lies in the run.
+    """
+    if outer_launcher.is_rank():
+        code, shared_run = load(_UNDER_LAUNCHER)(machine(device).device, prepare, force=force)
+        return code if shared_run is None else shown(shared_run, code)
+    plan, run = prepare()
+    if has_own_plan:
         code = _supervised(plan, run, run / plans.FILE, force=force)
     else:
-        # Ranks are handed this file: plan.jsonl is the run's until the run accepts another.
+        # Ranks get a temporary file, because the run keeps its plan until it accepts another.
         with tempfile.TemporaryDirectory(prefix="stepmark-plan-") as folder:
             file = Path(folder) / plans.FILE
             plans.write(file.parent, plan)
@@ -191,7 +196,7 @@ def _measured(plan: Plan, run: Path, *, force: bool, is_new: bool = True) -> int
 
 
 def _supervised(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:
-    num_before = _num_records(run)
+    num_before = len(read_records(run))
     return supervise(
         RANK_MODULE,
         [str(run.absolute()), str(plan_file.absolute()), *([FORCE] if force else [])],
@@ -199,10 +204,6 @@ def _supervised(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:
         num_cases=len(plan.entries),
         on_failure=lambda failure: record_failure(failure, run, plan, num_before),
     )
-
-
-def _num_records(run: Path) -> int:
-    return len(read_records(run))
 
 
 def record_failure(failure: RankFailure, run: Path, plan: Plan, num_before: int) -> bool:
@@ -220,31 +221,23 @@ def record_failure(failure: RankFailure, run: Path, plan: Plan, num_before: int)
     if isinstance(recorded.get(key), Measured):
         sys.stderr.write(f"stepmark: {failure.message}; its case is measured already\n")
         return False
-    _say(failure, entry, len(plan.entries))
+    record = Failed(
+        run_id=run.name,
+        case=entry.case,
+        cause=failure.cause,
+        message=failure.message,
+        ranks=failure.ranks,
+        traceback=failure.stacks,
+        launch=entry.launch,
+    )
+    sys.stderr.write(f"[{entry.position + 1}/{len(plan.entries)}] {line(record)}\n")
     if key not in recorded:
         writer, _ = RunWriter.go_on(run)
         with writer:
-            writer.append(
-                Failed(
-                    run_id=run.name,
-                    case=entry.case,
-                    cause=failure.cause,
-                    message=failure.message,
-                    ranks=failure.ranks,
-                    traceback=failure.stacks,
-                    launch=entry.launch,
-                )
-            )
+            writer.append(record)
     if failure.flight:
-        folder = run / "traces"
+        folder = run / TRACES
         folder.mkdir(exist_ok=True)
         for rank, text in failure.flight.items():
             (folder / f"flight-{failure.position}-rank{rank}.json").write_text(text)
     return True
-
-
-def _say(failure: RankFailure, entry: Entry, total: int) -> None:
-    case = load("stepmark.app.progress:named")(entry.case)
-    sys.stderr.write(
-        f"[{entry.position + 1}/{total}] {case}: failed ({failure.cause}): {failure.message}\n"
-    )

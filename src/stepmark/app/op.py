@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepmark.app import delivery
+from stepmark.app import delivery, op_plan
 from stepmark.app.machine import Machine, machine
 from stepmark.app.measure import measure_or_list, measure_quietly, shown
-from stepmark.app.op_plan import Placed, cases, dtypes, family_cases, layer_cases
+from stepmark.app.op_plan import Placed, family_cases, layer_cases
 from stepmark.app.view import View, show_rows
 from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.dtypes import DType
@@ -36,71 +36,68 @@ Plans = Callable[[Machine], list[OpCase]]
 def run(options: OpOptions) -> int:
     """Plan, then measure or list. Returns the exit code."""
     if isinstance(options, LayerOptions):
-        return execute(lambda here: layer_cases(options, here), options)
+        return execute(lambda machine: layer_cases(options, machine), options)
     if not isinstance(options, FamilyOptions):
         return execute(_of_config(options), options)
     if options.field("find_max"):
         return find_max(options)
-    return execute(lambda here: family_cases(options, here), options)
+    return execute(lambda machine: family_cases(options, machine), options)
 
 
 def execute(make_cases: Plans, options: OpOptions) -> int:
     """List for --dry-run; otherwise measure."""
-
-    def planned(here: Callable[[], Machine]) -> Plan:
-        check(options)
-        return plan(make_cases(here()), options)
-
-    return measure_or_list(planned, options)
+    return measure_or_list(
+        lambda machine: plan(make_cases(machine), options), options, lambda: check(options)
+    )
 
 
-def plan(found: Sequence[OpCase], options: OpOptions, *, how: OpHow | None = None) -> Plan:
-    """The plan of these cases. Raises ConfigError."""
+def plan(cases: Sequence[OpCase], options: OpOptions, *, how: OpHow | None = None) -> Plan:
+    """Return the plan of these cases. Raises ConfigError."""
     how = how or OpHow(budget_s=options.budget)
     dataset = options.field("dataset")
     return Plan(
         command="op",
         argv=tuple(sys.argv[1:]),
         options=plain(options),
-        device=found[0].device,
-        world_size=max(case.num_ranks for case in found),
+        device=cases[0].device,
+        world_size=max(case.num_ranks for case in cases),
         how=How(op=dataclasses.replace(how, timeout_s=options.timeout or how.timeout_s)),
-        entries=entries(found),
+        entries=entries(cases),
         settings={"dataset": dataset.upper()} if dataset else {},
     )
 
 
 def check(options: OpOptions) -> None:
-    """Refuse outputs that cannot be written before an hour of measuring."""
-    delivery.check_outputs(options)
+    """Validate --style before measuring. Raises ConfigError."""
     if options.style and not options.dry_run and options.style not in styles.STYLES:
         raise ConfigError("style", options.style, f"one of {', '.join(styles.STYLES)}")
 
 
 def _of_config(options: OpOptions) -> Plans:
-    """PARAM's operator config: what we have is measured, what we lack is named."""
+    """Return the plans of PARAM's operator config; operators that we lack are named."""
     path = options.field("config")
     if path is None:
         raise ConfigError("family", "missing", f"one of {', '.join(FAMILIES)}, or all")
     if options.scale:
         raise ConfigError("scale", options.scale, "it cannot be combined with --config")
-    found = read_config(path)
-    if not found.ops:
-        allowed = "at least one operator that stepmark has"
-        raise ConfigError("config", path, allowed)
+    config = read_config(path)
+    if not config.ops:
+        raise ConfigError("config", path, "at least one operator that stepmark has")
     placed: dict[str, list[Placed]] = {"gemm": [], "bmm": []}
-    for name, op in found.ops:
+    for name, op in config.ops:
         placed[FAMILY_OF[type(op)]].append((Label(role=name), op))
 
-    def plans(here: Machine) -> list[OpCase]:
-        of_all = [
-            case for family, ops in placed.items() for case in cases(family, ops, options, here)
+    def make_cases(machine: Machine) -> list[OpCase]:
+        planned = [
+            case
+            for family, ops in placed.items()
+            for case in op_plan.cases(family, ops, options, machine)
         ]
-        for name in found.lacking:
+        for name in config.lacking:
             sys.stderr.write(f"not measured: {name}: no such operator here\n")
-        return of_all
+        return planned
 
-    return plans
+    return make_cases
 
 
 _MAX_SIDES = {"cuda": (4096, 8192, 12288, 16384), "cpu": (256, 512, 1024)}
@@ -108,11 +105,12 @@ _MAX_DEPTHS = {"cuda": (4096, 8192, 16384), "cpu": (256, 1024)}
 
 
 def find_max(options: FamilyOptions) -> int:
-    """A quick look at many shapes, then the best few in burst and sustained.
+    """Measure many shapes briefly, then the best few in burst and sustained.
 
     The sides are multiples of common tile sizes; the search is coarse on purpose: the best
     shape is a property of the library's tiles, not of a model.
     """
+    delivery.check_outputs(options)
     check(options)
     here = machine(options.device, dry_run=options.dry_run)
     ranks = here.num_ranks(options.nproc)
@@ -120,8 +118,8 @@ def find_max(options: FamilyOptions) -> int:
         raise ConfigError("find-max", "--resume or --nproc", "one rank, in one go")
     sustained = dataclasses.replace(options, rate=Rate.SUSTAINED)
     searches = [
-        cases("gemm", _largest(dtype, here.device), sustained, here)
-        for dtype in dtypes(options, here.device)
+        op_plan.cases("gemm", _largest(dtype, here.device), sustained, here)
+        for dtype in op_plan.dtypes(options, here.device)
     ]
     if options.dry_run:
         return execute(lambda _: [case for search in searches for case in search], options)
@@ -149,7 +147,7 @@ def _largest(dtype: DType, device: str) -> list[tuple[Label, Gemm]]:
 
 
 def fastest(path: Path) -> list[OpCase]:
-    """The four products of a run with the highest rate."""
+    """Return the four products of a run with the highest rate."""
     rates = {
         r.operator: r.operator.op.flops
         / summarize(slowest_per_sample(r.samples.seconds)).median
@@ -159,9 +157,9 @@ def fastest(path: Path) -> list[OpCase]:
     return sorted(rates, key=lambda case: rates[case], reverse=True)[:4]
 
 
-def show(path: Path, given: Mapping[str, Any], code: int) -> int:
-    """Show the run, write the files that were asked for; the exit code of it all."""
-    options = build(options_class(given.get("family")), given)
+def show(path: Path, values: Mapping[str, Any], code: int) -> int:
+    """Show the run and write its files. Returns the exit code."""
+    options = build(options_class(values.get("family")), values)
     return delivery.deliver(path, options, code, files=_files, show=_show)
 
 

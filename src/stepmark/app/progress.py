@@ -1,4 +1,4 @@
-"""The sink of a run: stores each record, then says so. A bar on a terminal, else lines."""
+"""The sink of a run: stores each record and prints it, as a bar on a terminal, else lines."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """What a runner gives its records to. `first` of `total` were done before."""
+    """The sink of a runner's records. `first` of `total` cases were measured before."""
 
     def __init__(
         self, total: int, writer: "RunWriter | None", *, quiet: bool, first: int = 0
@@ -46,15 +46,20 @@ class Progress:
         sys.stderr.flush()
 
     def _show(self, record: Record) -> None:
-        text = f"{named(record.case)}: {_outcome(record)}"
+        text = line(record)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=1, description=text)
         else:
             self.say(f"[{self._count}/{self._total}] {text}")
 
 
+def line(record: Record) -> str:
+    """Return a case and its outcome in a line."""
+    return f"{named(record.case)}: {_outcome(record)}"
+
+
 def named(case: AnyCase) -> str:
-    """What a line of progress calls a case."""
+    """Return the name of a case in a line of progress."""
     if isinstance(case, TrainCase):
         return f"{case.family} {case.model.name} {training_words.shape_text(case)}"
     if isinstance(case, CommCase):
@@ -75,7 +80,7 @@ def _pass(case: OpCase) -> str:
 
 
 def _bar(total: int, first: int) -> "Bar":
-    """Started: what was measured last, how far, and how long it may still take."""
+    """Start a bar of the last case, the number of cases and the time left."""
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import (  # noqa: PLC0415
         BarColumn,

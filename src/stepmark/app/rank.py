@@ -30,7 +30,7 @@ from stepmark.launch.processes import LocalPeers
 from stepmark.launch.supervise import ranks_text
 from stepmark.store import plans
 from stepmark.store.reader import read_records
-from stepmark.store.runs import Done, RunWriter
+from stepmark.store.runs import TRACES, Done, RunWriter
 
 if TYPE_CHECKING:
     from stepmark.bench.context import MeasureContext
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 # A module that is imported before a rank begins, so that a test can put faults into it.
 TEST_HOOK = "STEPMARK_TEST_HOOK"
-TRACES = "traces"  # folder of a run
 
 _SETUP_S = 120.0  # joining and leaving: interpreters start at different speeds
 _JOIN_S = 300.0  # under a launcher: ranks of many hosts join, and rank 0 plans

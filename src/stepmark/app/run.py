@@ -1,4 +1,4 @@
-"""stepmark run: the main job. What this machine is, what it does, and a report."""
+"""stepmark run: the main job. It examines the machine, measures it and writes a report."""
 
 import subprocess
 import sys
@@ -35,39 +35,39 @@ _SMALLER = ("gpt2-1.5b", "gpt2-125m")
 
 
 def run(options: RunOptions) -> int:
-    """Doctor, operators of a model's layer, collectives, training steps, summary, HTML."""
+    """Examine the machine, measure operators, collectives and training, write the page."""
     if options.dry_run:
-        named = machine(options.device, dry_run=True)
-        load("stepmark.app.dry_run:show")(plan(options, named))
+        target = machine(options.device, dry_run=True)
+        load("stepmark.app.dry_run:show")(plan(options, target))
         return 0
 
     def planned() -> Plan:
-        whole = plan(options, machine(options.device))
+        combined = plan(options, machine(options.device))
         if options.out:
             delivery.make_folder("out", Path(options.out))
         if outer_launcher.is_first():
-            # In a process of its own: it imports torch, which takes seconds and memory.
+            # A process of its own, because importing torch takes seconds and memory.
             command = [sys.executable, "-m", "stepmark", "doctor"]
             try:
                 subprocess.run(command, timeout=_DOCTOR_LIMIT_S, check=False)
             except subprocess.TimeoutExpired:
                 limit = f"{_DOCTOR_LIMIT_S:.0f} s"
                 sys.stderr.write(f"stepmark: doctor took more than {limit} and was ended.\n")
-        return whole
+        return combined
 
-    return measure(planned, lambda: machine(options.device).device, options.out)
+    return measure(planned, options.device, options.out)
 
 
-def plan(given: RunOptions, machine: Machine) -> Plan:
-    """One plan of operators, collectives and training steps. Raises ConfigError."""
-    options, seq_len = _sized(given, machine)
+def plan(requested: RunOptions, machine: Machine) -> Plan:
+    """Return one plan of operators, collectives and training steps. Raises ConfigError."""
+    options, seq_len = _sized(requested, machine)
     parts: list[Entry] = []
     notes: list[str] = []
     how = How(op=OpHow(budget_s=options.budget))
     layer = LayerOptions(model=options.model, seq_len=seq_len, nproc=options.nproc)
     parts += entries(op_plan.layer_cases(layer, machine))
     world_size = machine.num_ranks(options.nproc)
-    share_s = (given.budget or (60.0 if machine.device == "cpu" else 240.0)) / 4
+    share_s = (requested.budget or (60.0 if machine.device == "cpu" else 240.0)) / 4
     count = _num_devices(options, machine)
     if count > 1:
         collectives = replace(
@@ -98,9 +98,9 @@ def plan(given: RunOptions, machine: Machine) -> Plan:
 
 
 def _num_devices(options: RunOptions, machine: Machine) -> int:
-    """All accelerators, or at least two ranks of a CPU; one of a device that is only named.
+    """Return all accelerators, at least two ranks of a CPU, or 1 where the number is unknown.
 
-    Under an outer launcher the ranks that it started.
+    Under an outer launcher it is the number of ranks that were started.
     """
     if outer_launcher.is_rank():
         return outer_launcher.num_ranks()
@@ -110,7 +110,10 @@ def _num_devices(options: RunOptions, machine: Machine) -> int:
 
 
 def _sized(options: RunOptions, machine: Machine) -> tuple[RunOptions, int | None]:
-    """A model that fits, and its sequence length: a CPU gets small ones, and 60 s in all."""
+    """Return options with a model that fits, and its sequence length.
+
+    A CPU gets a small model, short sequences and 60 s in all.
+    """
     if machine.device == "cpu":
         small = replace(
             options, model=options.model or "gpt2-125m", budget=options.budget or 60.0
@@ -124,7 +127,7 @@ def _sized(options: RunOptions, machine: Machine) -> tuple[RunOptions, int | Non
 def _training(
     options: RunOptions, machine: Machine, count: int, share_s: float, notes: list[str]
 ) -> TrainOptions | None:
-    """Options of `stepmark train`: FSDP on all accelerators, or a tiny model on the CPU."""
+    """Return options of `stepmark train`: FSDP on accelerators, a tiny model on the CPU."""
     if machine.device == "cpu":
         return TrainOptions(
             model=options.model,
@@ -145,7 +148,7 @@ def _training(
 
 
 def that_fits(model: str, num_ranks: int, memory_bytes: int) -> TrainOptions | None:
-    """This model or a smaller one, spread over these accelerators; None where none fits."""
+    """Return options for this model or a smaller one that fits; None where none fits."""
     strategy = "fsdp" if num_ranks > 1 else "single"
     for name in (model, *_SMALLER):
         options = TrainOptions(
@@ -158,7 +161,7 @@ def that_fits(model: str, num_ranks: int, memory_bytes: int) -> TrainOptions | N
     return None
 
 
-def show(path: Path, given: Mapping[str, object], code: int) -> int:
+def show(path: Path, values: Mapping[str, object], code: int) -> int:
     """Show operators, collectives and training steps; write the page. Returns the exit code."""
     run = view(path)
     page = write_page(path)

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from stepmark.app.delivery import write_files
 from stepmark.app.view import View, console, read_aloud, show_rows, sql_types, view
 from stepmark.core.option_groups import Files
 from stepmark.core.options import load
@@ -20,7 +21,7 @@ from stepmark.core.verb_options import (
 )
 from stepmark.store import query
 from stepmark.store.codec import to_plain
-from stepmark.store.export import columns_of, export, write_csv, write_json
+from stepmark.store.export import columns_of, export
 from stepmark.store.files import write_text
 from stepmark.store.reader import Run, find_run, list_runs, read
 
@@ -37,22 +38,19 @@ def print_list(options: ListOptions) -> None:
 
 def show(options: ShowOptions) -> None:
     """Print the rows of one run."""
-    seen = view(find_run(options.runs, options.run))
-    rows, info = _rows(seen), seen.run
-    if options.json:
-        write_json({"run": to_plain(info), "rows": rows}, options.json, info.run_id)
-    if options.csv:
-        write_csv(rows, options.csv, info.run_id)
+    run = view(find_run(options.runs, options.run))
+    rows, info = _rows(run), run.run
+    write_files(options, info.run_id, {"run": to_plain(info), "rows": rows}, rows)
     if options.to_stdout:
         return
     _print_header(info)
-    show_rows(seen)
+    show_rows(run)
 
 
 def export_run(options: ExportOptions) -> None:
     """Write a run's rows for another tool."""
-    seen = view(find_run(options.runs, options.run))
-    rows, info = _rows(seen), seen.run
+    run = view(find_run(options.runs, options.run))
+    rows, info = _rows(run), run.run
     export(rows, info, Path(options.path), options.to, sql_types())
     if options.path != "-":
         message = f"{len(rows)} rows of {info.run_id} to {options.to}: {options.path}\n"
@@ -62,13 +60,13 @@ def export_run(options: ExportOptions) -> None:
 def run_query(options: SqlOptions) -> None:
     """Query all runs."""
     runs = [read_aloud(path) for path in list_runs(options.runs)]
-    columns, found = query.sql(runs, options.query)
-    rows: list[Row] = [dict(zip(columns, row, strict=True)) for row in found]
+    columns, values = query.sql(runs, options.query)
+    rows: list[Row] = [dict(zip(columns, row, strict=True)) for row in values]
     _deliver(rows, options, "query")
 
 
-def _rows(seen: View) -> list[Row]:
-    return seen.rows + seen.comm_rows + seen.train_rows
+def _rows(run: View) -> list[Row]:
+    return run.rows + run.comm_rows + run.train_rows
 
 
 def _print_header(info: RunInfo) -> None:
@@ -83,13 +81,13 @@ def _print_header(info: RunInfo) -> None:
 
 
 def _run_row(run: Run) -> Row:
-    """What cannot be read is in the row's last column, and counted nowhere."""
+    """Return the row of a run; its last column names what cannot be read."""
     devices = run.info.environment.devices
     counts = {
         kind: sum(record.kind == kind for record in run.latest)
         for kind in ("measured", "skipped", "failed")
     }
-    known = {
+    facts = {
         "created_at": run.info.created_at,
         "device": devices[0].name if devices else None,
         "ranks": len(devices),
@@ -98,7 +96,7 @@ def _run_row(run: Run) -> Row:
     }
     return {
         "run": run.path.name,
-        **(known if run.is_known else dict.fromkeys(known)),
+        **(facts if run.is_known else dict.fromkeys(facts)),
         **counts,
         "command": run.info.command if run.is_known else None,
         **({"unreadable": "; ".join(run.notes)} if run.notes else {}),
@@ -106,11 +104,8 @@ def _run_row(run: Run) -> Row:
 
 
 def _deliver(rows: list[Row], files: Files, name: str) -> None:
-    """Write the files asked for, and a table unless stdout is one of them."""
-    if files.json:
-        write_json(rows, files.json, name)
-    if files.csv:
-        write_csv(rows, files.csv, name)
+    """Write the files, and print a table unless stdout is one of them."""
+    write_files(files, name, rows, rows)
     if rows and not files.to_stdout:
         columns = columns_of(rows)
         table = Table(*columns, box=None, pad_edge=False)
@@ -132,9 +127,9 @@ def run_report(options: ReportOptions) -> None:
 
 def write_page(path: Path, target: Path | None = None) -> Path:
     """Write the page of the run at `path`."""
-    seen = view(path)
+    run = view(path)
     target = target or path / "report.html"
     html = load("stepmark.report.page:html")  # with plotly
-    text = html(seen.run, seen.records, seen.rows, seen.device, seen.comm_rows, seen.train_rows)
+    text = html(run.run, run.records, run.rows, run.device, run.comm_rows, run.train_rows)
     write_text(target, text, "out")
     return target

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stepmark.app import sweep_run, tuner
 from stepmark.app.compare import side_of_runs
-from stepmark.app.delivery import make_folder
+from stepmark.app.delivery import make_folder, write_files
 from stepmark.app.sweep_run import Means
 from stepmark.app.tuner import ProbeError
 from stepmark.app.view import console
@@ -29,7 +29,6 @@ from stepmark.report.comparison import printed
 from stepmark.report.recommendation import Advice
 from stepmark.store.codec import to_plain
 from stepmark.store.compare import Options, compare
-from stepmark.store.export import write_csv, write_json
 from stepmark.store.files import write_text
 from stepmark.store.series import STRICT
 from stepmark.store.sweeps import Journal
@@ -236,21 +235,19 @@ def _print(comparison: Comparison, lines: list[str]) -> None:
 def _files(found: _Found, sweep: Sweep, options: SweepOptions, lines: Sequence[str]) -> None:
 
     comparison = found.comparison
-    if target := options.csv:
-        write_csv(drawn.rows(comparison), target, "sweep")
-    if target := options.json:
-        document = {
-            "sweep": sweep.sweep_id,
-            "command": list(sweep.command),
-            "baseline": sweep.baseline,
-            "lines": drawn.rows(comparison),
-            "overall": drawn.overall_rows(comparison),
-            "recommended": found.advice.single,
-            "ranges": recommendation.rows(found.advice),
-            "failed": [to_plain(one) for one in sweep.failed.values()],
-            "notes": list(comparison.notes),
-        }
-        write_json(document, target, "sweep")
+    rows = drawn.rows(comparison)
+    document = {
+        "sweep": sweep.sweep_id,
+        "command": list(sweep.command),
+        "baseline": sweep.baseline,
+        "lines": rows,
+        "overall": drawn.overall_rows(comparison),
+        "recommended": found.advice.single,
+        "ranges": recommendation.rows(found.advice),
+        "failed": [to_plain(failure) for failure in sweep.failed.values()],
+        "notes": list(comparison.notes),
+    }
+    write_files(options, "sweep", document, rows)
     if target := options.html:
         page = load("stepmark.report.comparison_page:html")  # with plotly
         write_text(target, page(comparison, lines), "html")

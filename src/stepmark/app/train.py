@@ -1,7 +1,7 @@
 """stepmark train: its plan, and what it shows: a block per case, messages, profile, a table."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from stepmark.app import delivery, train_plan, train_refusals
@@ -15,18 +15,12 @@ from stepmark.core.record import Failed, Measured, Record
 from stepmark.core.train_options import TrainOptions
 from stepmark.report import train_columns, training_printing
 from stepmark.store.reader import read_records
-
-_TRACES = "traces"  # folder of a run
+from stepmark.store.runs import TRACES
 
 
 def run(options: TrainOptions) -> int:
     """Plan, then measure on ranks of this host, or as one rank of an outer launcher."""
-
-    def planned(machine: Callable[[], Machine]) -> Plan:
-        delivery.check_outputs(options)
-        return plan(options, machine())
-
-    return measure_or_list(planned, options)
+    return measure_or_list(lambda machine: plan(options, machine), options)
 
 
 def plan(options: TrainOptions, machine: Machine) -> Plan:
@@ -60,25 +54,24 @@ def how(options: TrainOptions, world_size: int) -> TrainHow:
 
 
 def show(path: Path, values: Mapping[str, object], code: int) -> int:
-    """Show the run, write the files of --json and --csv. Returns the exit code of it all."""
+    """Show the run, write the files of --json and --csv. Returns the exit code."""
     options = build(TrainOptions, values)
     # A batch that is too large is how a search ends.
-    found = options.find_batch and found_batch(read_records(path), options.launches)
+    has_batch = options.find_batch and found_batch(read_records(path), options.launches)
     code = delivery.deliver(
         path,
         options,
-        0 if found and code == 3 else code,
+        0 if has_batch and code == 3 else code,
         files=lambda run, _: delivery.write_rows(run.train_rows, options),
         show=lambda run, _: _show(run, path),
     )
-    return 0 if found and code == 3 else code
+    return 0 if has_batch and code == 3 else code
 
 
-def found_batch(records: Iterable[Record], launches: int) -> bool:
-    """Whether each launch has measured a batch, and nothing failed but for lack of memory."""
-    known = list(records)
-    measured = {record.launch for record in known if isinstance(record, Measured)}
-    causes = {record.cause for record in known if isinstance(record, Failed)}
+def found_batch(records: Sequence[Record], launches: int) -> bool:
+    """Return whether every launch measured a batch and nothing failed but for memory."""
+    measured = {record.launch for record in records if isinstance(record, Measured)}
+    causes = {record.cause for record in records if isinstance(record, Failed)}
     return measured >= set(range(1, launches + 1)) and causes == {"oom"}
 
 
@@ -89,7 +82,7 @@ def _show(run: View, path: Path) -> None:
     for record in run.records:
         if not isinstance(record, Measured) or (facts := record.training) is None:
             continue
-        tables = list(_tables(path / _TRACES, facts.traces))
+        tables = list(_tables(path / TRACES, facts.traces))
         if facts.messages or tables:
             sys.stdout.write(f"\n{named(record.case)}\n")
         if facts.messages:
@@ -100,7 +93,7 @@ def _show(run: View, path: Path) -> None:
 
 
 def _tables(folder: Path, traces: Sequence[str]) -> Iterator[Path]:
-    """The text beside each trace: where the time went by kernel."""
+    """Yield the text file of each trace, a table of time by kernel."""
     for name in traces:
         table = folder / f"{Path(name).name.removesuffix('.json.gz')}.txt"
         if table.is_file():

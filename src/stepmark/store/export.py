@@ -62,7 +62,7 @@ def write_tables(
 ) -> None:
     """A folder gets a file per table, a JSON file one object, a CSV file the only table."""
     write: Callable[..., None] = write_csv if kind == "csv" else write_json
-    if _is_folder(target):
+    if is_folder(target):
         for name, rows in tables.items():
             write(rows, target, name)
     elif kind == "json":
@@ -112,14 +112,14 @@ def _finite(value: object) -> object:
             return value
 
 
-def _is_folder(target: str | Path) -> bool:
+def is_folder(target: str | Path) -> bool:
     return str(target).endswith(("/", os.sep)) or Path(target).is_dir()
 
 
 def _file_for(target: str | Path, name: str, suffix: str) -> str | Path:
     """Return the file in a folder, or else the target itself."""
     path = Path(target)
-    if str(target) == "-" or not _is_folder(target):
+    if str(target) == "-" or not is_folder(target):
         return target
     with config_errors(path):
         path.mkdir(parents=True, exist_ok=True)

@@ -11,17 +11,14 @@ import secrets
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.record import Environment, Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample
 from stepmark.store import codec, files, reader
 
-if TYPE_CHECKING:
-    pass
-
 MAX_SAMPLES_IN_LINE = 4096
+TRACES = "traces"  # folder of a run
 
 # case_id and launch
 Done = tuple[str, int]
