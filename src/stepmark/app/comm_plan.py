@@ -2,10 +2,11 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stepmark.app.models import read_models
 from stepmark.core.case import Label
 from stepmark.core.collectives import (
     ALIGN_BYTES,
@@ -28,11 +29,12 @@ from stepmark.core.comm_options import MATRIX_OF_PAIRS, REDOPS, CommOptions
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import from_shorthand
-from stepmark.core.options import plain
+from stepmark.core.options import dashed, plain
 from stepmark.core.units import GIB, KIB, MIB, format_bytes
+from stepmark.workload.messages import ROLES, messages
 
 _LATENCY_BYTES = 8
-# What no other collective heeds. nccl-tests' own flags, as -r and -o, may be given to any.
+# Flags without effect on other collectives. nccl-tests' own, as -r and -o, fit all of them.
 _ONLY_OF: dict[str, tuple[str, ...]] = {
     "pair": (Collective.P2P, Collective.P2P_BOTH, Collective.PING_PONG),
     "bidirectional": (Collective.P2P, Collective.P2P_BOTH, MATRIX_OF_PAIRS),
@@ -43,34 +45,34 @@ _ONLY_OF: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Cases in the order in which they run, and what a user should know of them."""
+    """Cases in the order in which they run, and remarks on them."""
 
     cases: list[CommCase]
     notes: list[str]
 
 
 def plan(options: CommOptions, device: str, world_size: int) -> Plan:
-    """Every combination that the options name. Raises ConfigError."""
+    """Plan every combination that the options name. Raises ConfigError."""
     if world_size < 2:
         allowed = "at least 2 ranks; one has nobody to talk to"
         allowed += " (to try it out: --device cpu)" if device == "cuda" else ""
         raise ConfigError("nproc", options.nproc or world_size, allowed)
-    wanted = list(dict.fromkeys(options.names))
-    _check_meant_for(wanted, options)
-    # Like nccl-tests, every collective takes a root; only some heed it.
+    names = list(dict.fromkeys(options.names))
+    _check_meant_for(names, options)
+    # As in nccl-tests, every collective accepts a root; only some use it.
     _roots(options, world_size)
-    found: list[CommCase] = []
+    cases: list[CommCase] = []
     notes: list[str] = []
     for n in _ranks(options, world_size):
-        for name in wanted:
-            found += _of_name(name, options, device, n, world_size, notes)
-    if not found:
+        for name in names:
+            cases += _of_name(name, options, device, n, world_size, notes)
+    if not cases:
         raise ConfigError(
             "dtype",
             plain(options).get("dtype", "fp32"),
             "it leaves nothing to measure; " + "; ".join(dict.fromkeys(notes)),
         )
-    return Plan(cases=list(dict.fromkeys(found)), notes=list(dict.fromkeys(notes)))
+    return Plan(cases=list(dict.fromkeys(cases)), notes=list(dict.fromkeys(notes)))
 
 
 def _of_name(
@@ -86,16 +88,16 @@ def _of_name(
         yield from _matrix_of_pairs(collective, options, base, notes)
         return
     if FACTS[collective].pair:
-        two = options.pair or (0, 1)
-        if max(two) >= world_size:
-            shown = f"{two[0]},{two[1]}"
-            raise ConfigError("pair", shown, f"two ranks under {world_size}: 0,1")
-        base = replace(base, num_ranks=2, pair=two)
+        pair = options.pair or (0, 1)
+        if max(pair) >= world_size:
+            allowed = f"two ranks under {world_size}: 0,1"
+            raise ConfigError("pair", f"{pair[0]},{pair[1]}", allowed)
+        base = replace(base, num_ranks=2, pair=pair)
     yield from _of_collective(collective, options, base, notes)
 
 
 def shared(options: CommOptions, device: str, n: int, world_size: int) -> CommCase:
-    """What all cases of one communicator share; a barrier stands in for the collective."""
+    """Return the fields that all cases of a communicator share, as the case of a barrier."""
     split, n = _split(options, n, world_size)
     mode, aligned = _mode(options, device)
     if options.api is Api.NCCL and device != "cuda":
@@ -120,27 +122,27 @@ def shared(options: CommOptions, device: str, n: int, world_size: int) -> CommCa
 def _of_collective(
     collective: Collective, options: CommOptions, base: CommCase, notes: list[str]
 ) -> Iterator[CommCase]:
-    """Every size in every form, size by size as nccl-tests prints them."""
-    companions = ("", *_concurrent_compute(options, base.device))
+    """Yield every size in every form, size by size as nccl-tests prints them."""
+    operators = ("", *_concurrent_compute(options, base.device))
     if collective is Collective.BARRIER:
         if base.mode is Mode.GRAPH:
             raise ConfigError("mode", base.mode, "queued or blocking for a barrier")
-        yield from (replace(base, beside=one) for one in companions)
+        yield from (replace(base, beside=operator) for operator in operators)
         return
-    for one in _forms(collective, options, base):
-        if reason := impossible(one):
+    for form in _forms(collective, options, base):
+        if reason := impossible(form):
             if options.dtype != MESSAGE_DTYPES and options.redop != REDOPS:
                 raise ConfigError(reason[0], reason[1], f"it cannot run: {reason[2]}")
             notes.append(f"left out: {reason[2]}")
             continue
-        for sized in _sized(one, options, notes):
+        for case in _sized(form, options, notes):
             for in_place in _placement(collective, options, base.api):
-                for beside in companions:
-                    yield replace(sized, in_place=in_place, beside=beside)
+                for operator in operators:
+                    yield replace(case, in_place=in_place, beside=operator)
 
 
 def _forms(collective: Collective, options: CommOptions, base: CommCase) -> Iterator[CommCase]:
-    """The case without a size: every type, reduction, root and limit of thread blocks."""
+    """Yield cases without a size: every type, reduction, root and limit of thread blocks."""
     facts = FACTS[collective]
     for dtype, redop, root, ctas in itertools.product(
         options.dtype or (DType.FP32,),
@@ -154,7 +156,7 @@ def _forms(collective: Collective, options: CommOptions, base: CommCase) -> Iter
 
 
 def impossible(case: CommCase) -> tuple[str, object, str] | None:
-    """field, value and why, for what no size will change."""
+    """Return (field, value, reason) where the case runs at no size."""
     if case.api is Api.NCCL or not (reason := unsupported(case)):
         return None
     # The flag without which it would be possible is to blame.
@@ -166,37 +168,37 @@ def impossible(case: CommCase) -> tuple[str, object, str] | None:
 
 
 def _sized(case: CommCase, options: CommOptions, notes: list[str]) -> Iterator[CommCase]:
-    """The case at each size, trimmed as nccl-tests trims; nothing is not measured."""
+    """Yield the case at each size, trimmed as in nccl-tests; empty messages are left out."""
     if case.collective is Collective.ALL_TO_ALL_V:
         if options.matrix:
             yield _with_matrix(case, options.matrix)
             return
         imbalance = 1.0 if options.imbalance is None else options.imbalance
         case = replace(case, spread=imbalance)
-    found, trimmed = dict[int, CommCase](), 0
+    by_count, trimmed = dict[int, CommCase](), 0
     for label, size in _sizes_of(case, options):
         count = trimmed_count(case.collective, size, case.dtype.itemsize, case.num_ranks)
-        one = replace(case, count=count)
-        trimmed += one.message_bytes != size
-        if count and one.message_bytes:
-            labels = found[count].labels if count in found else ()
+        sized = replace(case, count=count)
+        trimmed += sized.message_bytes != size
+        if count and sized.message_bytes:
+            labels = by_count[count].labels if count in by_count else ()
             labels += (label,) if label else ()
-            found[count] = replace(one, labels=labels)
-    if not found:
-        given = plain(options)
-        raise ConfigError("end", given.get("end", given.get("begin")), _least(case))
+            by_count[count] = replace(sized, labels=labels)
+    if not by_count:
+        values = plain(options)
+        raise ConfigError("end", values.get("end", values.get("begin")), _least(case))
     if trimmed and FACTS[case.collective].parts is not Parts.WHOLE:
         notes.append(
             f"{case.collective}: {trimmed} size{'s'[: trimmed > 1]} trimmed so that each of "
             f"{case.num_ranks} parts is a multiple of {ALIGN_BYTES} bytes; those left with "
             "nothing are not run"
         )
-    yield from found.values()
+    yield from by_count.values()
 
 
 def _least(case: CommCase) -> str:
-    whole = FACTS[case.collective].parts is Parts.WHOLE
-    part = case.dtype.itemsize if whole else ALIGN_BYTES
+    is_whole = FACTS[case.collective].parts is Parts.WHOLE
+    part = case.dtype.itemsize if is_whole else ALIGN_BYTES
     least = part * num_parts(case.collective, case.num_ranks)
     return f"at least {least} bytes for {case.collective} of {case.dtype}"
 
@@ -204,12 +206,12 @@ def _least(case: CommCase) -> str:
 def _matrix_of_pairs(
     collective: Collective, options: CommOptions, base: CommCase, notes: list[str]
 ) -> Iterator[CommCase]:
-    """Bandwidth and latency of every ordered pair, one pair at a time."""
+    """Yield bandwidth and latency of every ordered pair, one pair at a time."""
     default = 64 * MIB if base.device == "cuda" else MIB
     big = options.begin or options.end or default
     bandwidth = replace(options, begin=big, end=options.end or big)
     tiny = replace(options, begin=_LATENCY_BYTES, end=_LATENCY_BYTES)
-    # Issued one by one, so small a message takes its host's time.
+    # Without a graph, so small a message would take the time of its launch by the host.
     is_mode_given = options.mode or options.blocking
     mode = Mode.GRAPH if base.device == "cuda" and not is_mode_given else base.mode
     for source, target in itertools.permutations(range(base.num_ranks), 2):
@@ -220,50 +222,51 @@ def _matrix_of_pairs(
 
 
 def _sizes_of(case: CommCase, options: CommOptions) -> list[tuple[Label | None, int]]:
-    """Bytes, and what they stand for where a model gave them. Raises ConfigError."""
-    given = plain(options)
+    """Return sizes in bytes, labelled where a model has them. Raises ConfigError."""
     if not options.model:
-        for name in {"message", "seq_len"} & given.keys():
-            raise ConfigError(name, given[name], "a --model beside it")
+        refuse(options, ("message", "seq_len"), "a --model beside it")
         return [(None, size) for size in _sweep(options, case.device)]
-    for name in ("begin", "end", "step", "factor"):
-        if name in given:
-            rule = "it cannot be combined with --model, which has sizes"
-            raise ConfigError(name, given[name], rule)
+    rule = "it cannot be combined with --model, which has sizes"
+    refuse(options, ("begin", "end", "step", "factor"), rule)
     return _messages(case, options)
 
 
+def refuse(options: CommOptions, names: Iterable[str], rule: str) -> None:
+    """Refuse options that are given although nothing uses them. Raises ConfigError."""
+    values = plain(options)
+    for name in names:
+        if name in values:
+            raise ConfigError(dashed(name), values[name], rule)
+
+
 def _sweep(options: CommOptions, device: str) -> list[int]:
-    """-b to -e by -f or -i."""
-    given = plain(options)
+    """Return the sizes from -b to -e by -f or -i."""
+    values = plain(options)
     lowest, highest = (KIB, GIB) if device == "cuda" else (KIB, 4 * MIB)
     first, last = options.begin, options.end
     low = first if first is not None else min(lowest, last or lowest)
     high = last if last is not None else max(highest, low)
     if low > high:
-        raise ConfigError("begin", given["begin"], f"at most the end, {format_bytes(high)}")
+        raise ConfigError("begin", values["begin"], f"at most the end, {format_bytes(high)}")
     if low == 0:
-        raise ConfigError("begin", given["begin"], "at least 1 byte")
+        raise ConfigError("begin", values["begin"], "at least 1 byte")
     factor = options.factor
     if factor is not None and not math.isfinite(factor):
         raise ConfigError("factor", factor, "a number above 1, such as 2")
     if options.step == 0 and not factor:
-        raise ConfigError("step", given["step"], "at least 1 byte")
+        raise ConfigError("step", values["step"], "at least 1 byte")
     if not options.step and not factor:
         factor = 4.0
     return sizes(low, high, factor=factor or 0.0, step=options.step or 0)
 
 
 def _messages(case: CommCase, options: CommOptions) -> list[tuple[Label | None, int]]:
-    """--model: what training it sends by this collective, per micro-batch."""
-    from stepmark.app.models import read_models  # noqa: PLC0415
-    from stepmark.workload.messages import ROLES, messages  # noqa: PLC0415
-
-    wanted = options.message or ()
-    for role in wanted:
+    """Return the messages of --model by this collective, per micro-batch."""
+    roles = options.message or ()
+    for role in roles:
         if role not in ROLES:
             raise ConfigError("message", role, f"one of {', '.join(ROLES)}")
-    found: dict[tuple[Label | None, int], None] = {}
+    labelled: dict[tuple[Label | None, int], None] = {}
     for model, mbs in itertools.product(read_models(options.model), options.mbs or (1,)):
         sent = messages(
             model,
@@ -274,29 +277,27 @@ def _messages(case: CommCase, options: CommOptions) -> list[tuple[Label | None, 
             num_ranks=case.num_ranks,
         )
         for role, num_bytes in sent.items():
-            if not wanted or role in wanted:
+            if not roles or role in roles:
                 depends = "layer" not in role
                 label = Label(model=model.name, role=role, mbs=mbs if depends else None)
-                found[label, num_bytes] = None
-    if not found:
+                labelled[label, num_bytes] = None
+    if not labelled:
         allowed = f"a message that {case.collective} carries in this model"
         raise ConfigError("message", plain(options).get("message"), allowed)
-    return list(found)
+    return list(labelled)
 
 
 def _check_meant_for(names: list[str], options: CommOptions) -> None:
-    """A flag that none of these collectives heeds would be silently ignored."""
-    given = plain(options)
+    """Refuse a flag that has no effect on any of these collectives. Raises ConfigError."""
     for name, collectives in _ONLY_OF.items():
-        if name in given and not set(names) & set(collectives):
-            raise ConfigError(name, given[name], f"only with {', '.join(collectives)}")
+        if not set(names) & set(collectives):
+            refuse(options, [name], f"only with {', '.join(collectives)}")
 
 
 def _ranks(options: CommOptions, world_size: int) -> tuple[int, ...]:
-    """--ranks: sizes of communicators over the first ranks of the world."""
-    if options.ranks and options.group_split:
-        shown = plain(options)["ranks"]
-        raise ConfigError("ranks", shown, "it cannot be combined with --group-split")
+    """Return --ranks, the sizes of communicators over the first ranks of the world."""
+    if options.group_split:
+        refuse(options, ["ranks"], "it cannot be combined with --group-split")
     for n in options.ranks or ():
         if not 2 <= n <= world_size:
             allowed = f"from 2 to {world_size}" if world_size > 2 else "2, as there are no more"
@@ -305,7 +306,7 @@ def _ranks(options: CommOptions, world_size: int) -> tuple[int, ...]:
 
 
 def _split(options: CommOptions, n: int, world_size: int) -> tuple[str, int]:
-    """--group-split, and how many ranks each communicator then has; else n."""
+    """Return --group-split and the ranks of each communicator, which without it are n."""
     text = (options.group_split or "").strip().lower()
     if not text:
         return "", n
@@ -317,13 +318,13 @@ def _split(options: CommOptions, n: int, world_size: int) -> tuple[str, int]:
 
 
 def _mode(options: CommOptions, device: str) -> tuple[Mode, bool]:
-    """--mode, or -z and -G as nccl-tests has them; and whether ranks start calls together."""
+    """Return the mode of --mode, -z or -G, and whether ranks start calls together."""
     blocking, graph = options.blocking, options.cudagraph
-    given = [f"-z {blocking}"] if blocking else []
-    given += [f"-G {graph}"] if graph else []
-    given += [f"--mode {options.mode}"] if options.mode else []
-    if len(given) > 1:
-        raise ConfigError("mode", " ".join(given), "one of --mode, -z and -G")
+    flags = [f"-z {blocking}"] if blocking else []
+    flags += [f"-G {graph}"] if graph else []
+    flags += [f"--mode {options.mode}"] if options.mode else []
+    if len(flags) > 1:
+        raise ConfigError("mode", " ".join(flags), "one of --mode, -z and -G")
     mode = options.mode or (Mode.BLOCKING if blocking else Mode.QUEUED)
     mode = Mode.GRAPH if graph else mode
     if mode is Mode.GRAPH and device != "cuda":
@@ -334,16 +335,16 @@ def _mode(options: CommOptions, device: str) -> tuple[Mode, bool]:
 
 
 def _backend(options: CommOptions, device: str) -> str:
-    """Of torch.distributed: nccl or gloo."""
-    known = ("nccl", "gloo") if device == "cuda" else ("gloo",)
-    backend = (options.backend or known[0]).lower()
-    if backend not in known:
-        raise ConfigError("backend", backend, f"{' or '.join(known)} with --device {device}")
+    """Return the backend of torch.distributed: nccl or gloo."""
+    backends = ("nccl", "gloo") if device == "cuda" else ("gloo",)
+    backend = (options.backend or backends[0]).lower()
+    if backend not in backends:
+        raise ConfigError("backend", backend, f"{' or '.join(backends)} with --device {device}")
     return backend
 
 
 def _with_matrix(case: CommCase, file: str) -> CommCase:
-    """The first ranks of nccl-tests' matrix file: bytes from row to column, 16-byte parts."""
+    """Add nccl-tests' matrix file, cut to the ranks: bytes from row to column, by 16 bytes."""
     n, itemsize = case.num_ranks, case.dtype.itemsize
     try:
         lines = Path(file).read_text(encoding="utf-8").split("\n")
@@ -365,7 +366,7 @@ def _with_matrix(case: CommCase, file: str) -> CommCase:
 
 
 def _roots(options: CommOptions, n: int) -> tuple[int, ...]:
-    """-r; -1: every rank in turn."""
+    """Return the roots of -r; -1 stands for every rank in turn."""
     root = options.root or 0
     if root >= n:
         raise ConfigError("root", root, f"a rank from 0 to {n - 1}, or -1 for all in turn")
@@ -373,16 +374,18 @@ def _roots(options: CommOptions, n: int) -> tuple[int, ...]:
 
 
 def _placement(collective: Collective, options: CommOptions, api: Api) -> list[bool]:
-    asked, possible = options.placement, placements(collective, api)
-    wanted = [one for one in possible if asked == "both" or one is (asked == "in")]
-    if not wanted:
+    placement, possible = options.placement, placements(collective, api)
+    if placement == "both":
+        return list(possible)
+    in_place = placement == "in"
+    if in_place not in possible:
         only = "in" if possible == (True,) else "out"
-        raise ConfigError("placement", asked, f"{only} for {collective} with --api {api}")
-    return wanted
+        raise ConfigError("placement", placement, f"{only} for {collective} with --api {api}")
+    return [in_place]
 
 
 def _concurrent_compute(options: CommOptions, device: str) -> list[str]:
-    """--overlap-with, spelled as the case keeps it."""
+    """Return the operators of --overlap-with, spelled as cases have them."""
     operators = [word.lower() for word in options.overlap_with or ()]
     for word in operators:
         from_shorthand(word, DType.BF16 if device == "cuda" else DType.FP32, "overlap-with")
@@ -390,8 +393,7 @@ def _concurrent_compute(options: CommOptions, device: str) -> list[str]:
 
 
 def _max_ctas(options: CommOptions, api: Api, backend: str) -> tuple[int, ...] | tuple[None]:
-    """--max-ctas; (None,) where NCCL may choose."""
-    if options.max_ctas and api is Api.TORCH and backend != "nccl":
-        shown = plain(options)["max_ctas"]
-        raise ConfigError("max-ctas", shown, f"only with nccl, not with {backend}")
+    """Return --max-ctas, or (None,) where NCCL chooses."""
+    if api is Api.TORCH and backend != "nccl":
+        refuse(options, ["max_ctas"], f"only with nccl, not with {backend}")
     return options.max_ctas or (None,)

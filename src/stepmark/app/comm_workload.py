@@ -1,6 +1,9 @@
-"""stepmark comm --from-workload and --print: a workload's collectives as cases, and cases as
-commands of nccl-tests and rccl-tests."""
+"""stepmark comm --from-workload and --print.
 
+A workload's collectives become cases, and cases commands of nccl-tests and rccl-tests.
+"""
+
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,7 +18,6 @@ from stepmark.core.collectives import (
     Api,
     Collective,
     Mode,
-    Parts,
     placements,
 )
 from stepmark.core.comm_case import CommCase
@@ -26,8 +28,8 @@ from stepmark.core.options import plain
 from stepmark.core.units import format_bytes
 from stepmark.report.nccl_tests import test_name, type_name
 
-# What a workload says, so that no flag may say it, too.
-_SAID = (
+# Options that a workload replaces.
+_IN_WORKLOAD = (
     *("begin", "end", "step", "factor", "model", "mbs", "seq_len", "message", "dtype", "redop"),
     *("root", "pair", "bidirectional", "imbalance", "matrix", "ranks", "group_split"),
 )
@@ -40,22 +42,25 @@ _NO_PROGRAM = (
 
 
 def plan(options: CommOptions, device: str, world_size: int) -> Plan:
-    """The distinct collectives of a file; larger groups on the ranks there are. ConfigError."""
+    """Plan the distinct collectives of a file, in groups no larger than there are ranks.
+
+    Raises ConfigError.
+    """
     if world_size < 2:
         raise ConfigError("nproc", world_size, "at least 2 ranks; one has nobody to talk to")
     notes: list[str] = []
     cases: dict[CommCase, CommCase] = {}
     base = comm_plan.shared(options, device, world_size, world_size)
-    for true in _cases(options):
-        one = _placed(true, base, world_size, notes)
-        if one is None:
+    for original in _cases(options):
+        case = _placed(original, base, world_size, notes)
+        if case is None:
             continue
-        if reason := comm_plan.impossible(one):
-            notes.append(f"left out: {_described(one)}: {reason[2]}")
+        if reason := comm_plan.impossible(case):
+            notes.append(f"left out: {_described(case)}: {reason[2]}")
             continue
-        bare = replace(one, labels=())
-        held = cases[bare].labels if bare in cases else ()
-        cases[bare] = replace(one, labels=(*held, *one.labels))
+        bare = replace(case, labels=())
+        labels = cases[bare].labels if bare in cases else ()
+        cases[bare] = replace(case, labels=(*labels, *case.labels))
     if not cases:
         allowed = f"a workload with collectives that run here; {'; '.join(notes)}"
         raise ConfigError("from-workload", options.from_workload, allowed)
@@ -63,38 +68,34 @@ def plan(options: CommOptions, device: str, world_size: int) -> Plan:
 
 
 def _cases(options: CommOptions) -> Iterable[CommCase]:
-    """With their true groups, labelled with what they are of."""
-    given = plain(options)
-    for name in _SAID:
-        if name in given:
-            raise ConfigError(name, given[name], "it cannot be combined with --from-workload")
+    """Yield the cases of a workload in their original groups, labelled with their modules."""
+    rule = "it cannot be combined with --from-workload"
+    comm_plan.refuse(options, _IN_WORKLOAD, rule)
     # A send and its receipt are p2p here; nccl-tests' program for it is sendrecv.
-    wanted = [Collective.P2P if name == Collective.SENDRECV else name for name in options.names]
+    names = [Collective.P2P if name == Collective.SENDRECV else name for name in options.names]
     workload = workload_files.read(options.from_workload or "")
-    found = workload_show.messages(workload, wanted)
-    if not found:
-        allowed = f"a workload that has {' or '.join(wanted) or 'communication'}"
+    messages = workload_show.messages(workload, names)
+    if not messages:
+        allowed = f"a workload that has {' or '.join(names) or 'communication'}"
         raise ConfigError("from-workload", options.from_workload, allowed)
-    for one in found:
-        label = Label(
-            model=workload.name, role=", ".join(one.modules), count=max(one.calls.values())
-        )
-        yield replace(one.case, labels=(label,))
+    for message in messages:
+        role, count = ", ".join(message.modules), max(message.calls.values())
+        label = Label(model=workload.name, role=role, count=count)
+        yield replace(message.case, labels=(label,))
 
 
 def _placed(
-    true: CommCase, base: CommCase, world_size: int, notes: list[str]
+    original: CommCase, base: CommCase, world_size: int, notes: list[str]
 ) -> CommCase | None:
-    """On this machine, called as the flags say."""
-    fitted = workload_show.fitted(true, world_size)
+    """Return the case on this machine, in the mode of the flags; None where it cannot run."""
+    fitted = workload_show.fitted(original, world_size)
+    text = _described(original)
     if fitted is None:
-        notes.append(f"left out: {_described(true)}: too small for {world_size} ranks")
+        notes.append(f"left out: {text}: too small for {world_size} ranks")
         return None
-    if fitted is not true:
-        smaller = "" if fitted.message_bytes == true.message_bytes else " trimmed"
-        notes.append(
-            f"{_described(true)} is of {true.num_ranks} ranks: run{smaller} on {world_size}"
-        )
+    if fitted is not original:
+        smaller = "" if fitted.message_bytes == original.message_bytes else " trimmed"
+        notes.append(f"{text} is of {original.num_ranks} ranks: run{smaller} on {world_size}")
     if base.mode is Mode.GRAPH and fitted.collective is Collective.BARRIER:
         notes.append("left out: a barrier has no graph")
         return None
@@ -114,14 +115,13 @@ def _placed(
 
 
 def print_commands(options: CommOptions) -> None:
-    """--print: on stdout a line per distinct message. Needs no device. Raises ConfigError."""
-    given = plain(options)
-    same = [
-        word for name, flag in _LETTERS.items() if name in given for word in (flag, given[name])
-    ]
+    """Print a command per distinct message (--print), without a device. Raises ConfigError."""
+    values = plain(options)
+    flags = [(letter, values[name]) for name, letter in _LETTERS.items() if name in values]
     if options.timeout:
-        same += ["-T", str(math.ceil(options.timeout))]
-    for line in commands(_to_print(options), str(options.print_as), same):
+        flags.append(("-T", str(math.ceil(options.timeout))))
+    words = list(itertools.chain(*flags))
+    for line in commands(_to_print(options), str(options.print_as), words):
         (sys.stderr if line.startswith("# left out") else sys.stdout).write(line + "\n")
 
 
@@ -147,10 +147,10 @@ def _to_print(options: CommOptions) -> Iterable[CommCase]:
     yield from comm_plan.plan(of_nccl, "cuda", int(nproc)).cases
 
 
-def commands(cases: Iterable[CommCase], tool: str, given: Sequence[str] = ()) -> Iterable[str]:
-    """One line per program, size, type and group; both placements are one run there.
+def commands(cases: Iterable[CommCase], tool: str, flags: Sequence[str] = ()) -> Iterable[str]:
+    """Yield a line per program, size, type and group; both placements are one run there.
 
-    given: more of the tool's flags, for every line.
+    flags: more of the tool's flags, for every line.
     """
     lines: dict[str, dict[str, None]] = {}
     for case in cases:
@@ -158,19 +158,22 @@ def commands(cases: Iterable[CommCase], tool: str, given: Sequence[str] = ()) ->
             yield f"# left out: {_described(case)}: {tool} has no program for it"
             continue
         remarks = [
-            " ".join(f"{one.model} {one.role} x {one.count}".split()) for one in case.labels
+            " ".join(f"{label.model} {label.role} x {label.count}".split())
+            for label in case.labels
         ]
-        if _is_trimmed(case):
+        if workload_show.is_trimmed(case):
             remarks.append(f"parts are trimmed to multiples of {ALIGN_BYTES} bytes")
-        line = " ".join([command(case, tool), *given])
+        line = " ".join([command(case, tool), *flags])
         lines.setdefault(line, {}).update(dict.fromkeys(remarks))
-    for line, said in lines.items():
-        yield f"{line}  # {'; '.join(said)}" if said else line
+    for line, by_remark in lines.items():
+        yield f"{line}  # {'; '.join(by_remark)}" if by_remark else line
 
 
 def command(case: CommCase, tool: str) -> str:
-    """-b and -e count the gathered buffer, as core.collectives does. More ranks than a node
-    usually has are started by mpirun, one per process."""
+    """Return the command of a case; -b and -e count the gathered buffer.
+
+    More ranks than a node usually has are started by mpirun, one per process.
+    """
     even_parts = case.collective is Collective.ALL_TO_ALL_V
     name = "sendrecv_perf" if FACTS[case.collective].pair else test_name(case.collective)
     ahead = []
@@ -181,8 +184,8 @@ def command(case: CommCase, tool: str) -> str:
     many = case.num_ranks > _GPUS_PER_PROCESS
     ahead += ["mpirun", "-np", str(case.num_ranks)] if many else []
     words = [*ahead, name, "-b", str(case.message_bytes), "-e", str(case.message_bytes)]
-    words += ["-d", _RCCL_TYPES.get(case.dtype, "") if tool == "rccl-tests" else ""]
-    words[-1] = words[-1] or type_name(case.dtype)
+    rccl_type = _RCCL_TYPES.get(case.dtype) if tool == "rccl-tests" else None
+    words += ["-d", rccl_type or type_name(case.dtype)]
     words += ["-o", case.redop.value] if FACTS[case.collective].reduces else []
     words += ["-r", str(case.root)] if FACTS[case.collective].rooted else []
     return " ".join([*words, "-g", "1" if many else str(case.num_ranks)])
@@ -190,11 +193,6 @@ def command(case: CommCase, tool: str) -> str:
 
 # rccl-tests' README; nccl-tests calls them f8e4m3 and f8e5m2.
 _RCCL_TYPES = {DType.FP8_E4M3: "fp8_e4m3", DType.FP8_E5M2: "fp8_e5m2"}
-
-
-def _is_trimmed(case: CommCase) -> bool:
-    split = FACTS[case.collective].parts is not Parts.WHOLE
-    return split and bool(case.count * case.dtype.itemsize % ALIGN_BYTES)
 
 
 def _described(case: CommCase) -> str:

@@ -21,17 +21,25 @@ from stepmark.core.verb_options import SweepOptions
 from stepmark.store import sweeps
 from stepmark.store.runs import new_run_id
 
-# Of these a run is compared; they take --out and --dry-run.
+# Verbs whose runs can be compared, and that have --out and --dry-run.
 MEASURING = ("comm", "op", "train", "run")
 MOST = 64  # settings that are tried without --force
 Swept = list[tuple[str, list[str]]]  # names and their values
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
-# With these a process would be a rank, of a job that is not there, or not be found again.
-_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Flags of the command that the sweep gives itself, or that would make its tries overwrite
-# each other's files.
-_TAKEN = ("--out", "--resume", "--dry-run", "--json", "--csv", "--html", "-J", "--output-file")
+# Variables that would make a process a rank of a job that does not exist.
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Flags that the sweep sets itself, or with which its tries would overwrite each other's files.
+_RESERVED = (
+    "--out",
+    "--resume",
+    "--dry-run",
+    "--json",
+    "--csv",
+    "--html",
+    "-J",
+    "--output-file",
+)
 
 
 class CommandError(StepmarkError):
@@ -41,13 +49,13 @@ class CommandError(StepmarkError):
 
 
 def run(options: SweepOptions) -> int:
-    """Plan; then try every setting in every round, and compare; the exit code."""
+    """Try every setting in every round and compare. Returns the exit code."""
     refuse_ranks(os.environ)
     sweep_results.check(options)
     base = dict(os.environ)
     plugin = options.tuner_plugin or base.get(tuner.PLUGIN)
     if options.emit_tuner:
-        base.pop(tuner.PLUGIN, None)  # it would decide in NCCL's place
+        base.pop(tuner.PLUGIN, None)  # it would override NCCL's choices
     path = sweeps.find(options.out, options.resume) if options.resume else None
     sweep = _resumed(path, options) if path else _new(options, base)
     request = None
@@ -64,7 +72,7 @@ def run(options: SweepOptions) -> int:
 
 
 def refuse_ranks(variables: Mapping[str, str]) -> None:
-    """A sweep starts its own processes. Raises ConfigError under a launcher."""
+    """Refuse to run under a launcher, because a sweep starts processes. Raises ConfigError."""
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         if name in variables:
             where = f"{name}={variables[name]}"
@@ -75,21 +83,21 @@ def refuse_ranks(variables: Mapping[str, str]) -> None:
 
 def _new(options: SweepOptions, base: Mapping[str, str]) -> Sweep:
     check_command(options.words)
-    found = _settings(options)
-    check_flags(options.words, found)
+    swept = _settings(options)
+    check_flags(options.words, swept)
     now = datetime.now(UTC)
     return Sweep(
         sweep_id=new_run_id(now),
         created_at=now.isoformat(timespec="seconds"),
         stepmark=__version__,
         command=options.words,
-        settings=tuple(found),
-        baseline=named(options.baseline, found),
+        settings=tuple(swept),
+        baseline=named(options.baseline, swept),
         repeats=options.repeats or 5,
         order=options.order or ORDERS[0],
         seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
         timeout_s=options.timeout or 600.0,
-        notes=notes(found, base),
+        notes=notes(swept, base),
     )
 
 
@@ -100,24 +108,21 @@ def _settings(options: SweepOptions) -> list[Setting]:
 
 
 def _resumed(path: Path, options: SweepOptions) -> Sweep:
-    """The sweep of --resume; its rounds, time limit and baseline may be changed."""
+    """Return the sweep of --resume; its rounds, time limit and baseline may be changed."""
     sweep = sweeps.read(path)
     if options.words and options.words != sweep.command:
         raise ConfigError(
             "command", shlex.join(options.words), f"none, or {shlex.join(sweep.command)}"
         )
     if options.env or options.flags:
-        given, known = ({one.name for one in s} for s in (_settings(options), sweep.settings))
-        if given != known:
-            raise ConfigError(
-                "env",
-                ", ".join(sorted(given ^ known)),
-                "left out, or the settings that the sweep began with",
-            )
+        names = {setting.name for setting in _settings(options)}
+        if changes := names ^ {setting.name for setting in sweep.settings}:
+            allowed = "left out, or the settings that the sweep began with"
+            raise ConfigError("env", ", ".join(sorted(changes)), allowed)
     for name in ("order", "seed"):
-        value, now = getattr(options, name), getattr(sweep, name)
-        if value not in (None, now):
-            raise ConfigError(name, value, f"{now}, with which the sweep began")
+        value, first = getattr(options, name), getattr(sweep, name)
+        if value not in (None, first):
+            raise ConfigError(name, value, f"{first}, with which the sweep began")
     return dataclasses.replace(
         sweep,
         repeats=options.repeats or sweep.repeats,
@@ -127,9 +132,8 @@ def _resumed(path: Path, options: SweepOptions) -> Sweep:
 
 
 def _check_command(sweep: Sweep, base: Mapping[str, str]) -> None:
-    """A dry run for each set of flags: what the command refuses is refused once, and first."""
-
-    for setting in {one.flags: one for one in sweep.settings}.values():
+    """Validate each set of flags by a dry run of the command. Raises CommandError."""
+    for setting in {setting.flags: setting for setting in sweep.settings}.values():
         done = subprocess.run(
             [*PROGRAM, *setting.command(sweep.command), "--dry-run"],
             env=dict(base),
@@ -145,7 +149,7 @@ def _check_command(sweep: Sweep, base: Mapping[str, str]) -> None:
 
 
 def listed(sweep: Sweep) -> None:
-    """--dry-run: what would be run, round by round, as shell commands."""
+    """Print the shell commands of every round (--dry-run)."""
     for number in range(1, sweep.repeats + 1):
         places = order_of(len(sweep.settings), number, order=sweep.order, seed=sweep.seed)
         for place in places:
@@ -164,58 +168,53 @@ def _shell(setting: Setting, command: tuple[str, ...]) -> str:
 def settings(
     env: Sequence[str], flags: Sequence[str], *, default: bool, force: bool
 ) -> list[Setting]:
-    """Every combination, in the order given; with `default`, also that with nothing set."""
+    """Return every combination in the order given; with `default` first the one without any."""
     variables = _parsed(env, "env", _VARIABLE)
     swept = _parsed(flags, "set", _FLAG)
     if not variables and not swept:
         raise ConfigError("env", "missing", "--env NAME=A,B or --set FLAG=A,B, or both")
     for name, _ in variables:
-        if name in _OURS or name.startswith("STEPMARK_"):
+        if name in _LAUNCHER or name.startswith("STEPMARK_"):
             raise ConfigError("env", name, "a variable that no launcher sets")
     for name, _ in swept:
-        if flag_of(name) in _TAKEN:
+        if flag_of(name) in _RESERVED:
             raise ConfigError("set", name, "a flag that says how is measured")
-    names = [name for name, _ in variables], [name for name, _ in swept]
-    made = [Setting(variables=_unset(names[0]), flags=_unset(names[1]))] if default else []
-    for values in itertools.product(*(v for _, v in variables), *(v for _, v in swept)):
-        split = len(variables)
-        made.append(
-            Setting(
-                variables=tuple(zip(names[0], values[:split], strict=True)),
-                flags=tuple(zip(names[1], values[split:], strict=True)),
-            )
-        )
-    found = list({one.name: one for one in made}.values())
-    if len(found) < 2:
-        raise ConfigError("env", found[0].name, "two settings or more, to be compared")
-    if len(found) > MOST and not force:
-        raise ConfigError("env", f"{len(found)} settings", f"at most {MOST}, or --force")
-    return found
-
-
-def _unset(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, "") for name in names)
+    names = [name for name, _ in (*variables, *swept)]
+    combinations = list(itertools.product(*(values for _, values in (*variables, *swept))))
+    if default:
+        combinations.insert(0, ("",) * len(names))
+    by_name: dict[str, Setting] = {}
+    for values in combinations:
+        pairs = tuple(zip(names, values, strict=True))
+        count = len(variables)
+        setting = Setting(variables=pairs[:count], flags=pairs[count:])
+        by_name[setting.name] = setting
+    if len(by_name) < 2:
+        raise ConfigError("env", next(iter(by_name)), "two settings or more, to be compared")
+    if len(by_name) > MOST and not force:
+        raise ConfigError("env", f"{len(by_name)} settings", f"at most {MOST}, or --force")
+    return list(by_name.values())
 
 
 def _parsed(texts: Sequence[str], field: str, allowed: "re.Pattern[str]") -> Swept:
-    found: dict[str, list[str]] = {}
+    values_by_name: dict[str, list[str]] = {}
     for text in texts:
         name, equals, rest = text.partition("=")
         if not equals or not allowed.fullmatch(name):
             raise ConfigError(field, text, "NAME=VALUE,VALUE; an empty value leaves it unset")
-        if name in found:
+        if name in values_by_name:
             raise ConfigError(field, name, "given once: NAME=VALUE,VALUE")
         values = split_values(rest)
         if len(set(values)) < len(values):
             raise ConfigError(field, text, "different values")
         if any(not value.isprintable() for value in values):
             raise ConfigError(field, text, "values in one line of printable characters")
-        found[name] = values
-    return list(found.items())
+        values_by_name[name] = values
+    return list(values_by_name.items())
 
 
 def split_values(text: str) -> list[str]:
-    r"""At commas; `\,` is a comma and `\\` a backslash within a value."""
+    r"""Split at commas; `\,` is a comma and `\\` a backslash within a value."""
     values, escaped = [""], False
     for letter in text:
         if escaped:
@@ -231,40 +230,40 @@ def split_values(text: str) -> list[str]:
     return values
 
 
-def named(name: str | None, found: Sequence[Setting]) -> str:
-    """The baseline's name: as asked, in any order of words; else the one with nothing set."""
-    by_words = {frozenset(one.name.split()): one.name for one in found}
+def named(name: str | None, settings: Sequence[Setting]) -> str:
+    """Return the baseline's name: --baseline, in any order of words, or the default setting."""
+    by_words = {frozenset(setting.name.split()): setting.name for setting in settings}
     if name is None:
-        return by_words.get(frozenset([DEFAULT]), found[0].name)
-    if (known := by_words.get(frozenset(name.split()))) is None:
-        shown = ", ".join(one.name for one in found[:8])
-        raise ConfigError("baseline", name, f"one of {shown}")
-    return known
+        return by_words.get(frozenset([DEFAULT]), settings[0].name)
+    if (baseline := by_words.get(frozenset(name.split()))) is None:
+        names = ", ".join(setting.name for setting in settings[:8])
+        raise ConfigError("baseline", name, f"one of {names}")
+    return baseline
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raises ConfigError for what a sweep cannot run after `--`."""
+    """Refuse a command that a sweep cannot run. Raises ConfigError."""
     verbs = ", ".join(MEASURING)
     if not command:
         raise ConfigError("command", "missing", f"give -- and a measuring verb: {verbs}")
     if command[0] not in MEASURING:
         raise ConfigError("command", command[0], f"a verb that measures: {verbs}")
     for word in command:
-        if word.partition("=")[0] in _TAKEN:
+        if word.partition("=")[0] in _RESERVED:
             raise ConfigError("command", word, "left out: the sweep keeps runs and makes files")
 
 
-def check_flags(command: Sequence[str], found: Sequence[Setting]) -> None:
-    """A flag is given or swept, not both."""
+def check_flags(command: Sequence[str], settings: Sequence[Setting]) -> None:
+    """Refuse a flag that is both given and swept. Raises ConfigError."""
     words = {word.partition("=")[0] for word in command}
-    for name, _ in found[0].flags:
+    for name, _ in settings[0].flags:
         if flag_of(name) in words:
             raise ConfigError("set", name, "a flag that the command itself does not give")
 
 
-def notes(found: Sequence[Setting], base: Mapping[str, str]) -> tuple[str, ...]:
-    """What else of the environment decides: overridden, constant, or in a file."""
-    swept = [name for name, _ in found[0].variables]
+def notes(settings: Sequence[Setting], base: Mapping[str, str]) -> tuple[str, ...]:
+    """Return remarks on variables that are overridden, constant, or set in a file."""
+    swept = [name for name, _ in settings[0].variables]
     remarks = [
         f"{name}={base[name]} of your environment is overridden"
         for name in swept

@@ -1,7 +1,4 @@
-"""A sweep from its first try to what it says: rounds, comparison, recommendation, files.
-
-Over 250 lines: one path, from which nothing else takes a part.
-"""
+"""A sweep from its first try to its results: rounds, comparison, recommendation, files."""
 
 import contextlib
 import dataclasses
@@ -52,7 +49,7 @@ def made(
     options: SweepOptions,
     base: Mapping[str, str],
 ) -> int:
-    """Try what is missing, compare, recommend; the exit code."""
+    """Measure what is missing, compare and recommend. Returns the exit code."""
     means = Means(base=base, budget_s=options.budget, say=_say)
     for note in sweep.notes:
         _say(f"# {note}")
@@ -80,52 +77,54 @@ def _journal(sweep: Sweep, path: Path | None, out: Path) -> Iterator[Journal]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """What a sweep comes to; nothing where less than two settings were measured."""
+class _Result:
+    """The comparison of a sweep's settings, and which to use."""
 
     comparison: Comparison
     advice: Advice
 
 
-def compared(path: Path, sweep: Sweep, min_gain: float) -> _Found | None:
-    """Settings that went well in all their rounds, against the baseline, by round."""
+def compared(path: Path, sweep: Sweep, min_gain: float) -> _Result | None:
+    """Compare settings that were measured in all their rounds with the baseline, by round.
+
+    None where fewer than two were.
+    """
     sides, empty = {}, []
     for setting in sweep.settings:
         runs = [
-            path / "runs" / one.run
-            for one in sweep.tries
-            if one.setting == setting.name
-            and (one.round, one.setting) in sweep.done
-            and one.run
+            path / "runs" / attempt.run
+            for attempt in sweep.tries
+            if attempt.setting == setting.name
+            and (attempt.round, attempt.setting) in sweep.done
+            and attempt.run
         ]
         if runs and setting.name not in sweep.failed:
             try:
                 sides[setting.name] = side_by_round(setting, runs)
-            except ConfigError as error:  # as where all was skipped
+            except ConfigError as error:  # such as a run whose cases were all skipped
                 empty.append(f"{setting.name} is left out: {error}")
     if sweep.baseline not in sides or len(sides) < 2:
         return None
     base = sides.pop(sweep.baseline)
-    found = of_sides([base, *sides.values()], sweep, min_gain)
-    comparison = dataclasses.replace(found.comparison, notes=(*found.comparison.notes, *empty))
-    return dataclasses.replace(found, comparison=comparison)
+    return of_sides([base, *sides.values()], sweep, min_gain, empty)
 
 
-def of_sides(sides: list[Side], sweep: Sweep, min_gain: float) -> _Found:
-    """The baseline first."""
-
+def of_sides(
+    sides: list[Side], sweep: Sweep, min_gain: float, remarks: Sequence[str] = ()
+) -> _Result:
+    """Compare the first side, the baseline, with the others."""
     comparison = compare(sides, Options(allowed=STRICT))
-    comparison = dataclasses.replace(comparison, notes=(*comparison.notes, *_notes(sweep)))
+    notes = (*comparison.notes, *_notes(sweep), *remarks)
+    comparison = dataclasses.replace(comparison, notes=notes)
     left_out = {side.name: why for side in sides[1:] if (why := _unlike(sides[0], side))}
     advice = recommendation.advise(comparison, min_gain=min_gain, left_out=left_out)
-    return _Found(comparison=comparison, advice=advice)
+    return _Result(comparison=comparison, advice=advice)
 
 
 def side_by_round(setting: Setting, runs: list[Path]) -> Side:
-    """Launches within one try share its moment: a try is one launch of the comparison."""
-
+    """Return a setting's side, in which a try is one launch, because its launches correlate."""
     side = side_of_runs(setting.name, runs)
-    swept = {name for name, _ in setting.variables}  # the side's name says these
+    swept = {name for name, _ in setting.variables}  # they are in the side's name
     context = {name: value for name, value in side.context.items() if name not in swept}
     return dataclasses.replace(side, series=tuple(map(_by_run, side.series)), context=context)
 
@@ -139,12 +138,12 @@ def _by_run(series: Series) -> Series:
 
 
 def _unlike(base: Side, side: Side) -> str:
-    """What was not measured as the baseline was, so that no gain follows; "" if all was."""
-    found = ((name, _stated(base, name), _stated(side, name)) for name in STRICT)
+    """Return how the measurement differs from the baseline's; "" where it does not."""
+    values = ((name, _stated(base, name), _stated(side, name)) for name in STRICT)
     return ", ".join(
-        f"another {name} than {base.name} ({theirs}, not {mine})"
-        for name, mine, theirs in found
-        if mine != theirs
+        f"another {name} than {base.name} ({value}, not {base_value})"
+        for name, base_value, value in values
+        if value != base_value
     )
 
 
@@ -155,9 +154,9 @@ def _stated(side: Side, name: str) -> str:
 
 def _notes(sweep: Sweep) -> list[str]:
     changed = dict.fromkeys(
-        f"round {one.round}, {one.setting}: {what}"
-        for one in sweep.tries
-        for what in one.differs
+        f"round {attempt.round}, {attempt.setting}: {difference}"
+        for attempt in sweep.tries
+        for difference in attempt.differs
     )
     return [*sweep.notes, *changed]
 
@@ -170,71 +169,66 @@ def _show(
     signals: list[int],
 ) -> int:
     sweep = journal.sweep
-    found = compared(journal.path, sweep, options.min_gain)
+    result = compared(journal.path, sweep, options.min_gain)
     code = 3 if sweep.failed else 0
     failed = [
-        f"failed: {name} in round {one.round} after {one.seconds:.1f} s: {one.outcome}, "
-        f"exit code {one.exit_code}" + "".join(f"\n  {line}" for line in one.stderr)
-        for name, one in sweep.failed.items()
+        f"failed: {name} in round {last.round} after {last.seconds:.1f} s: {last.outcome}, "
+        f"exit code {last.exit_code}" + "".join(f"\n  {line}" for line in last.stderr)
+        for name, last in sweep.failed.items()
     ]
-    if found is None:
+    if result is None:
         for line in failed:
             _say(line)
         _say("nothing to compare: the baseline and another setting must be measured")
         return 3
-    lines = [*failed, *_advised(found.advice, sweep)]
-    _files(found, sweep, options, lines)
+    lines = [*failed, *_advised(result.advice, sweep)]
+    _files(result, sweep, options, lines)
     if not options.to_stdout:
-        _print(found.comparison, lines)
+        printed(result.comparison, console())
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
     else:
         for line in lines:
             _say(line)
     if request is None:
         return code
     try:
-        remarks, tuned = tuner.emit(journal, found.advice, request, means, signals)
+        remarks, tuned = tuner.emit(journal, result.advice, request, means, signals)
     except ProbeError:
         if not signals:
             raise
-        return code  # a probe that a signal ended
+        return code  # a signal ended the probe
     for line in remarks:
         _say(line)
     return worst(code, tuned)
 
 
 def _advised(advice: Advice, sweep: Sweep) -> list[str]:
-    base = next(one for one in sweep.settings if one.name == sweep.baseline)
-    exports = {one.name: export_lines(one, base) for one in sweep.settings}
+    settings = {setting.name: setting for setting in sweep.settings}
+    base = settings[sweep.baseline]
+    exports = {name: export_lines(setting, base) for name, setting in settings.items()}
     lines = recommendation.text_of(advice, exports)
     swept = {name for name, _ in sweep.settings[0].variables}
-    by_size = len({one.winner for one in advice.ranges}) > 1
+    by_size = len({span.winner for span in advice.ranges}) > 1
     if by_size and sweep.command[0] == "comm" and swept & set(tuner.CHOSEN):
         lines.append("by size only a tuner plugin can set it: --emit-tuner FILE")
     return lines
 
 
 def export_lines(setting: Setting, base: Setting) -> str:
-    """Shell lines that make a setting of what the baseline leaves."""
-    given = [f"{name}={shlex.quote(value)}" for name, value in setting.variables if value]
-    had = {name for name, value in base.variables if value}
-    unset = [name for name, value in setting.variables if not value and name in had]
+    """Return shell lines that turn the baseline into a setting."""
+    values = [f"{name}={shlex.quote(value)}" for name, value in setting.variables if value]
+    in_base = {name for name, value in base.variables if value}
+    unset = [name for name, value in setting.variables if not value and name in in_base]
     flags = setting.command(())
-    lines = [f"export {' '.join(given)}"] if given else []
+    lines = [f"export {' '.join(values)}"] if values else []
     lines += [f"unset {' '.join(unset)}"] if unset else []
     lines += [f"and in the command: {shlex.join(flags)}"] if flags else []
     return "\n".join(lines)
 
 
-def _print(comparison: Comparison, lines: list[str]) -> None:
-
-    printed(comparison, console())
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
-
-
-def _files(found: _Found, sweep: Sweep, options: SweepOptions, lines: Sequence[str]) -> None:
-
-    comparison = found.comparison
+def _files(result: _Result, sweep: Sweep, options: SweepOptions, lines: Sequence[str]) -> None:
+    comparison = result.comparison
     rows = drawn.rows(comparison)
     document = {
         "sweep": sweep.sweep_id,
@@ -242,8 +236,8 @@ def _files(found: _Found, sweep: Sweep, options: SweepOptions, lines: Sequence[s
         "baseline": sweep.baseline,
         "lines": rows,
         "overall": drawn.overall_rows(comparison),
-        "recommended": found.advice.single,
-        "ranges": recommendation.rows(found.advice),
+        "recommended": result.advice.single,
+        "ranges": recommendation.rows(result.advice),
         "failed": [to_plain(failure) for failure in sweep.failed.values()],
         "notes": list(comparison.notes),
     }

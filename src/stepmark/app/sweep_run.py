@@ -1,4 +1,4 @@
-"""The tries of a sweep: in which order, each in fresh processes, what came of each."""
+"""The tries of a sweep: their order, each in fresh processes, and their outcomes."""
 
 import os
 import random
@@ -22,7 +22,7 @@ _LAST_LINES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """What tries are made with. `say` gets a line per try."""
+    """The environment, program and budget of tries. `say` gets a line per try."""
 
     base: Mapping[str, str]  # environment
     program: Sequence[str] = PROGRAM
@@ -31,16 +31,16 @@ class Means:
 
 
 def environment(setting: Setting, base: Mapping[str, str]) -> dict[str, str]:
-    """Of a try: the user's own but for what is swept."""
-    swept = {name for name, _ in setting.variables}
-    kept = {name: value for name, value in base.items() if name not in swept}
-    return kept | {name: value for name, value in setting.variables if value}
+    """Return the environment of a try: the user's own, but for the swept variables."""
+    changes = dict(setting.variables)
+    variables = {name: value for name, value in base.items() if name not in changes}
+    return variables | {name: value for name, value in changes.items() if value}
 
 
 def order_of(num_settings: int, number: int, *, order: str, seed: int) -> list[int]:
-    """Places of the settings in a round. Interleaved: a new order each round, by the seed.
+    """Return the places of the settings in a round. Interleaved: a new order each round.
 
-    So no setting always follows the same one, and a drift of the machine hits all alike.
+    Then no setting always follows the same one, and a drift of the machine affects all alike.
     """
     places = list(range(num_settings))
     if order == "interleaved":
@@ -49,10 +49,10 @@ def order_of(num_settings: int, number: int, *, order: str, seed: int) -> list[i
 
 
 def make(journal: Journal, means: Means, signals: Sequence[int]) -> int | None:
-    """What is missing of a sweep; the signal that ended it early, if one did.
+    """Run what is missing of a sweep. Returns the signal that ended it early, if one did.
 
-    A new round begins only when the budget holds one as long as the longest so far, those
-    before a --resume among them.
+    A new round begins only when the budget has room for the longest so far, including those
+    before a --resume.
     """
     started_s, longest_s = time.monotonic(), _longest_s(journal.sweep)
     for number in range(1, journal.sweep.repeats + 1):
@@ -65,28 +65,28 @@ def make(journal: Journal, means: Means, signals: Sequence[int]) -> int | None:
         for setting in missing:
             if signals:
                 return signals[0]
-            one = _try(journal, setting, number, means, signals)
-            if one is None:
+            attempt = _try(journal, setting, number, means, signals)
+            if attempt is None:
                 return signals[0]
-            journal.add(one)
-            means.say(_line(journal, one))
-            if one.outcome is Outcome.INTERRUPTED:
+            journal.add(attempt)
+            means.say(_line(journal, attempt))
+            if attempt.outcome is Outcome.INTERRUPTED:
                 return signals[0]
         longest_s = max(longest_s, time.monotonic() - round_s)
     return None
 
 
 def _longest_s(sweep: Sweep) -> float:
-    """Of the rounds so far, by their tries that ended on their own."""
+    """Return the longest round so far, by its tries that were not interrupted."""
     rounds: dict[int, float] = {}
-    for one in sweep.tries:
-        if one.outcome is not Outcome.INTERRUPTED:
-            rounds[one.round] = rounds.get(one.round, 0.0) + one.seconds
+    for attempt in sweep.tries:
+        if attempt.outcome is not Outcome.INTERRUPTED:
+            rounds[attempt.round] = rounds.get(attempt.round, 0.0) + attempt.seconds
     return max(rounds.values(), default=0.0)
 
 
 def _missing(journal: Journal, number: int) -> list[Setting]:
-    """Settings of this round, in its order, without those that went wrong before."""
+    """Return the settings left in this round, in its order, without those that failed."""
     sweep = journal.sweep
     order = order_of(len(sweep.settings), number, order=sweep.order, seed=sweep.seed)
     return [
@@ -99,10 +99,10 @@ def _missing(journal: Journal, number: int) -> list[Setting]:
 def _try(
     journal: Journal, setting: Setting, number: int, means: Means, signals: Sequence[int]
 ) -> Try | None:
-    """None when a signal came before the command was started."""
+    """Run a setting. Returns None when a signal came before the command was started."""
     sweep, runs = journal.sweep, journal.path / "runs"
-    place = [one.name for one in sweep.settings].index(setting.name)
-    count = sum(one.round == number and one.setting == setting.name for one in sweep.tries)
+    place = [each.name for each in sweep.settings].index(setting.name)
+    count = sum((each.round, each.setting) == (number, setting.name) for each in sweep.tries)
     again = f"-{count + 1}" if count else ""
     stem = journal.path / "output" / f"round{number}-setting{place}{again}"
     before = _runs_in(runs)
@@ -157,14 +157,14 @@ def _last_lines(file: Path) -> tuple[str, ...]:
 
 
 def _differs(journal: Journal, run: str) -> tuple[str, ...]:
-    """Fields of the environment that are not as in the first try; what is swept may differ."""
-    runs = journal.path / "runs"
-    first = next((one.run for one in journal.sweep.tries if one.outcome is Outcome.DONE), run)
+    """Return how the environment differs from the first try's, apart from swept variables."""
+    runs, sweep = journal.path / "runs", journal.sweep
+    first = next((each.run for each in sweep.tries if each.outcome is Outcome.DONE), run)
     try:
         before, now = (read_info(runs / name).environment for name in (first, run))
     except ConfigError as error:
         return (str(error),)
-    swept = {name for one in journal.sweep.settings for name, _ in one.variables}
+    swept = {name for setting in sweep.settings for name, _ in setting.variables}
     old, new = _facts(before, swept), _facts(now, swept)
     names = dict.fromkeys((*old, *new))
     return tuple(
@@ -174,32 +174,32 @@ def _differs(journal: Journal, run: str) -> tuple[str, ...]:
     )
 
 
-# Made anew for each launch, or ours.
+# Variables that are set anew for each launch, or by stepmark.
 _OWN = ("TORCHELASTIC", "STEPMARK", "OMP_", "MASTER_")
 
 
-def _facts(found: Environment, swept: set[str]) -> dict[str, str]:
-    devices = "; ".join(f"{one.name} {one.power_limit_w} W" for one in found.devices)
+def _facts(environment: Environment, swept: set[str]) -> dict[str, str]:
+    devices = (f"{device.name} {device.power_limit_w} W" for device in environment.devices)
     variables = {
         name: value
-        for name, value in found.variables.items()
+        for name, value in environment.variables.items()
         if name not in swept and not name.startswith(_OWN)
     }
     return {
-        "host": found.host,
-        "devices": devices,
-        "torch": found.torch,
-        "stepmark": found.git_commit or found.stepmark,
-        **found.versions,
+        "host": environment.host,
+        "devices": "; ".join(devices),
+        "torch": environment.torch,
+        "stepmark": environment.git_commit or environment.stepmark,
+        **environment.versions,
         **variables,
     }
 
 
-def _line(journal: Journal, one: Try) -> str:
+def _line(journal: Journal, attempt: Try) -> str:
     sweep = journal.sweep
     done = sum(t.outcome is not Outcome.INTERRUPTED for t in sweep.tries)
     skipped = sum(sweep.repeats - t.round for t in sweep.failed.values())
     total = sweep.repeats * len(sweep.settings) - skipped
-    why = f": {one.stderr[-1]}" if one.stderr else ""
-    head = f"[{done}/{total}] round {one.round}, {one.setting}"
-    return f"{head}: {one.outcome}, {one.seconds:.1f} s{why}"
+    why = f": {attempt.stderr[-1]}" if attempt.stderr else ""
+    head = f"[{done}/{total}] round {attempt.round}, {attempt.setting}"
+    return f"{head}: {attempt.outcome}, {attempt.seconds:.1f} s{why}"

@@ -228,7 +228,7 @@ def message_rows(workload: Workload, collectives: Iterable[str] = ()) -> list[Ro
             "passes": ", ".join(one.passes),
             "groups": ", ".join(one.groups),
             "modules": ", ".join(one.modules),
-            "trimmed": _is_trimmed(one.case),
+            "trimmed": is_trimmed(one.case),
             "command": command_of(one.case),
         }
         for one in messages(workload, collectives)
@@ -272,8 +272,8 @@ def _communication(workload: Workload) -> Iterable[tuple[int, str, CommOp, int]]
                 yield stage, pass_of(operation), operation, calls
 
 
-def _is_trimmed(case: CommCase) -> bool:
-    """Whether a size in bytes, given to -b, comes out smaller: parts are multiples of 16."""
+def is_trimmed(case: CommCase) -> bool:
+    """Return whether nccl-tests' -b makes it smaller, because parts are multiples of 16."""
     return FACTS[case.collective].parts is not Parts.WHOLE and bool(
         case.count * case.dtype.itemsize % ALIGN_BYTES
     )
