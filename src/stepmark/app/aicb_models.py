@@ -10,15 +10,15 @@ from typing import Literal
 from stepmark.core.errors import ConfigError
 
 Kind = Literal["gpt", "llama"]
-GPT_VOCAB_SIZE, LLAMA_VOCAB_SIZE = 50257, 32000  # of the scripts; of get_params
+GPT_VOCAB_SIZE, LLAMA_VOCAB_SIZE = 50257, 32000  # from the scripts; from get_params
 MAX_POSITIONS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A size as AICB has it. published: the built-in model that it differs from, and how.
+    """A model size of AICB. note: how it differs from the published model.
 
-    model: the built-in model that is taken instead, where AICB's numbers are no model's.
+    model: the built-in model that is used instead, where AICB's numbers fit no model.
     """
 
     name: str
@@ -41,7 +41,7 @@ def _deepseek(name: str, model: str, wrong: int, right: int) -> Preset:
 def _presets(
     kind: Kind, rows: dict[str, tuple[str, int, int, int, int | None]]
 ) -> "dict[str, Preset]":
-    """By size, from rows of name, layers, hidden size, heads and width of the MLP."""
+    """Return presets by size from rows of name, layers, hidden size, heads, MLP width."""
     return {
         size: Preset(
             name=name,
@@ -94,13 +94,13 @@ _SPELLINGS |= {"deepseek": "deepseek671"}
 
 
 def preset(size: str, framework: str) -> Preset:
-    """AICB's model of this size: its GPTs, or with deepspeed its Llamas. Raises ConfigError."""
+    """Return AICB's GPT of this size, or with deepspeed its Llama. Raises ConfigError."""
     key = size.strip().lower().removesuffix("b")
     key = _SPELLINGS.get(key, key)
-    known = _LLAMA if framework == "deepspeed" else _GPT
+    presets = _LLAMA if framework == "deepspeed" else _GPT
     if key == "270":
         allowed = "a size with a shape: AICB names 270 without one; give --num-layers, "
         raise ConfigError("model-size", size, allowed + "--hidden-size, --num-attention-heads")
-    if key not in known:
-        raise ConfigError("model-size", size, f"one of {', '.join(known)} for {framework}")
-    return known[key]
+    if key not in presets:
+        raise ConfigError("model-size", size, f"one of {', '.join(presets)} for {framework}")
+    return presets[key]

@@ -7,6 +7,7 @@ names it.
 
 import dataclasses
 import glob
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,12 +45,12 @@ class InputDefaults:
 
 def sides(words: Sequence[str], runs: Path, defaults: InputDefaults) -> list[Side]:
     """Return one side per word; of a single table with a column per setting, one per column."""
-    named: list[Side] = []
+    all_sides: list[Side] = []
     for word in words:
-        name, sources = _split(word)
-        read = [_read(source, runs) for text in sources for source in _expand(text)]
-        named += _sides_of(name, word, read, defaults)
-    return _distinct(named)
+        name, texts = _split(word)
+        sources = [_read(source, runs) for text in texts for source in _expand(text)]
+        all_sides += _sides_of(name, word, sources, defaults)
+    return _distinct(all_sides)
 
 
 def side_of_runs(name: str, paths: Sequence[Path]) -> Side:
@@ -71,35 +72,25 @@ def _split(word: str) -> tuple[str, list[str]]:
     """Split "tcp=a.txt,b.txt" into ("tcp", ["a.txt", "b.txt"]), but no existing path."""
     if not word.strip():
         raise ConfigError("compare", word, "a run or a file")
-    if _exists(word):
+    if os.path.exists(word):  # False also for a name that is too long
         return "", [word]
     name, equals, rest = word.partition("=")
     if not equals or "/" in name:
         name, rest = "", word
     if not rest:
         raise ConfigError("compare", word, "NAME=SOURCE")
-    return name, [rest] if _exists(rest) else [part for part in rest.split(",") if part]
-
-
-def _exists(text: str) -> bool:
-    try:
-        return Path(text).exists()
-    except (OSError, ValueError):  # many names with commas are longer than a name may be
-        return False
-
-
-def _check_name(text: str) -> None:
-    try:
-        Path(text).exists()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError("compare", text, f"a name that can be read ({reason})") from None
+    parts = [rest] if os.path.exists(rest) else [part for part in rest.split(",") if part]
+    return name, parts
 
 
 def _expand(text: str) -> list[str]:
-    """Return the files of a pattern or a folder; anything else is itself."""
-    _check_name(text)
+    """Return the files of a pattern or a folder; any other text alone."""
     path = Path(text)
+    try:
+        path.exists()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError("compare", text, f"a name that can be read ({reason})") from None
     if path.is_dir() and not is_run(path):
         inside = (p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
         sources = sorted([*inside, *list_runs(path)])
@@ -160,77 +151,78 @@ def _of_file(path: Path, number: int | None) -> _Source:
 
 
 def _sides_of(
-    name: str, word: str, read: Sequence[_Source], defaults: InputDefaults
+    name: str, word: str, sources: Sequence[_Source], defaults: InputDefaults
 ) -> list[Side]:
-    columns = list(dict.fromkeys(column for source in read for column in source.columns))
+    default_name = name or (sources[0].name if len(sources) == 1 else word)
     sides = []
-    for column in columns:
-        called = name or (read[0].name if len(read) == 1 else word)
-        called = f"{name} {column}".strip() if column else called
-        chosen = [
+    for column in dict.fromkeys(column for source in sources for column in source.columns):
+        side_name = f"{name} {column}".strip() if column else default_name
+        with_column = [
             dataclasses.replace(source, columns={"": source.columns[column]})
-            for source in read
+            for source in sources
             if column in source.columns
         ]
-        sides.append(_pooled(called, chosen, defaults))
+        sides.append(_pooled(side_name, with_column, defaults))
     return sides
 
 
-def _pooled(name: str, read: Sequence[_Source], defaults: InputDefaults | None = None) -> Side:
+def _pooled(
+    name: str, sources: Sequence[_Source], defaults: InputDefaults | None = None
+) -> Side:
     """Merge series that differ in nothing into one, with the launches of all."""
     merged: dict[tuple[object, ...], Series] = {}
-    for source in read:
+    for source in sources:
         for series in source.columns[""](defaults or InputDefaults()):
-            placed = series.fields.get("placement") or None
-            if defaults and defaults.placement and placed not in (None, defaults.placement):
+            placement = series.fields.get("placement") or None
+            if defaults and defaults.placement and placement not in (None, defaults.placement):
                 continue
             key = (tuple(series.fields.items()), series.size_bytes, series.unit)
             merged[key] = _merged(name, merged[key], series) if key in merged else series
-    notes = tuple(dict.fromkeys(note for source in read for note in source.notes))
+    notes = tuple(dict.fromkeys(note for source in sources for note in source.notes))
     if not merged:
         reason = f" ({'; '.join(notes)})" if notes else ""
         raise ConfigError("compare", name, f"a source with at least one time or rate{reason}")
-    contexts = [source.context for source in read]
-    under = {
-        key: ", ".join(dict.fromkeys(one.get(key, "unset") for one in contexts))
-        for key in dict.fromkeys(key for one in contexts for key in one)
+    contexts = [source.context for source in sources]
+    pooled_context = {
+        key: ", ".join(dict.fromkeys(context.get(key, "unset") for context in contexts))
+        for key in dict.fromkeys(key for context in contexts for key in context)
     }
-    return Side(name=name, series=tuple(merged.values()), context=under, notes=notes)
+    return Side(name=name, series=tuple(merged.values()), context=pooled_context, notes=notes)
 
 
-def _merged(name: str, one: Series, other: Series) -> Series:
+def _merged(name: str, first: Series, second: Series) -> Series:
     """Merge two series. A launch printed as 0 bounds the whole: a mean would be too high."""
-    if twice := one.launches.keys() & other.launches.keys():
+    if twice := first.launches.keys() & second.launches.keys():
         raise ConfigError(
             "compare", name, f"give each launch once, not {sorted(twice)[0]} twice"
         )
-    if not one.launches or not other.launches:
-        below = max(series.below or 0.0 for series in (one, other)) or None
-        return dataclasses.replace(one, launches={}, below=below)
+    if not first.launches or not second.launches:
+        below = max(first.below or 0.0, second.below or 0.0) or None
+        return dataclasses.replace(first, launches={}, below=below)
     return dataclasses.replace(
-        one,
-        launches={**one.launches, **other.launches},
-        rounding=max(one.rounding, other.rounding),
+        first,
+        launches={**first.launches, **second.launches},
+        rounding=max(first.rounding, second.rounding),
     )
 
 
-def _distinct(named: Sequence[Side]) -> list[Side]:
+def _distinct(sides: Sequence[Side]) -> list[Side]:
     """Number sources of the same name."""
-    taken = {side.name for side in named}
-    distinct: list[Side] = []
-    for side in named:
+    names = {side.name for side in sides}
+    distinct: dict[str, Side] = {}
+    for side in sides:
         name, count = side.name, 1
-        while any(one.name == name for one in distinct) or (count > 1 and name in taken):
+        while name in distinct or (count > 1 and name in names):
             count += 1
             name = f"{side.name} ({count})"
-        distinct.append(dataclasses.replace(side, name=name))
-    return distinct
+        distinct[name] = dataclasses.replace(side, name=name)
+    return list(distinct.values())
 
 
 def _table_list(path: Path, tables: Sequence[Table]) -> str:
     """Return how to name each table of a file."""
-    shown = [f"{path}:{table.index} ({table.title or table.tool})" for table in tables]
-    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
+    words = [f"{path}:{table.index} ({table.title or table.tool})" for table in tables]
+    return ", ".join(words[:6]) + (f" and {len(words) - 6} more" if len(words) > 6 else "")
 
 
 def _series_of_tables(
@@ -320,9 +312,8 @@ def run(options: CompareOptions) -> int:
         unit=options.unit,
     )
     smallest, largest = _sizes(options.size_range)
-    named = _baseline_first(sides(options.sources, options.runs, defaults), options.baseline)
     comparison = compare_sides(
-        named,
+        _baseline_first(sides(options.sources, options.runs, defaults), options.baseline),
         Options(
             noise=options.noise,
             statistic=options.statistic,
@@ -357,13 +348,13 @@ def _allowed(names: Sequence[str], force: bool) -> tuple[str, ...]:
     return STRICT if force else tuple(names)
 
 
-def _baseline_first(named: list[Side], name: str | None) -> list[Side]:
+def _baseline_first(sides: list[Side], name: str | None) -> list[Side]:
     if name is None:
-        return named
-    first = [side for side in named if side.name == name]
-    if not first:
-        raise ConfigError("baseline", name, f"one of {', '.join(side.name for side in named)}")
-    return first + [side for side in named if side.name != name]
+        return sides
+    names = [side.name for side in sides]
+    if name not in names:
+        raise ConfigError("baseline", name, f"one of {', '.join(names)}")
+    return sorted(sides, key=lambda side: side.name != name)
 
 
 def _sizes(text: str | None) -> tuple[int | None, int | None]:

@@ -1,4 +1,4 @@
-"""stepmark doctor: what this machine is, what would be measured, what not, and why."""
+"""stepmark doctor: this machine, and what stepmark would measure on it or skip, and why."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ class Line:
 
 
 def run(options: DoctorOptions) -> None:
-    """Examine the machine, print the report, write the files that were asked for."""
+    """Examine the machine, print the report and write the files of --json and --csv."""
     options.check_stdout()
     findings = examine()
     report = list(lines(findings))
@@ -40,11 +40,10 @@ def run(options: DoctorOptions) -> None:
 
 
 def draw(report: list[Line], *, to_stderr: bool) -> None:
-    """One table per section. Names are plain text: a bracket in one is no markup."""
-
+    """Print a table per section. Names are plain text, in which brackets are no markup."""
     console = Console(stderr=to_stderr, markup=False, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = 200  # a file has no edge to fold at
+        console.width = 200  # a file needs no folding
     for section in dict.fromkeys(line.section for line in report):
         console.print(Text(section, style="bold"))
         table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=True)
@@ -60,13 +59,17 @@ def draw(report: list[Line], *, to_stderr: bool) -> None:
 
 
 def lines(findings: Findings) -> Iterator[Line]:
-    """The whole report, warnings last."""
+    """Yield the whole report, with warnings last."""
     yield from host_lines(findings)
     for device in findings.devices:
         yield from device_lines(device)
     yield from fabric_lines(findings)
-    yield from backend_lines(findings)
-    yield from transport_lines(findings)
+    for backend in findings.backends:
+        item = f"{backend.family} {backend.backend} {backend.dtype}"
+        yield support_line("Operators", item, backend.reason)
+    for transport in findings.transports:
+        item = f"--api {transport.api} --backend {transport.backend}"
+        yield support_line("Collectives", item, transport.reason, transport.note)
     for text in findings.warnings:
         yield Line(section="Warnings", item="", mark=WARNING, detail=text)
     if not findings.warnings:
@@ -149,10 +152,10 @@ def health_text(health: Health) -> str:
         "thermal throttled s": health.thermal_throttled_s,
     }
     words = {True: "on", False: "off"}
-    known = {name: value for name, value in facts.items() if value is not None}
     return ", ".join(
         f"{name} {words[value] if isinstance(value, bool) else f'{value:.4g}'}"
-        for name, value in known.items()
+        for name, value in facts.items()
+        if value is not None
     )
 
 
@@ -169,22 +172,8 @@ def fabric_lines(findings: Findings) -> Iterator[Line]:
             yield Line(section="Peer access", item=f"GPU {index}", mark=mark, detail=detail)
 
 
-def backend_lines(findings: Findings) -> Iterator[Line]:
-    for found in findings.backends:
-        yield Line(
-            section="Operators",
-            item=f"{found.family} {found.backend} {found.dtype}",
-            mark=MISSING if found.reason else OK,
-            detail=f"skipped: {found.reason}" if found.reason else "would be measured",
-        )
-
-
-def transport_lines(findings: Findings) -> Iterator[Line]:
-    for found in findings.transports:
-        note = f" ({found.note})" if found.note else ""
-        yield Line(
-            section="Collectives",
-            item=f"--api {found.api} --backend {found.backend}",
-            mark=MISSING if found.reason else OK,
-            detail=f"skipped: {found.reason}" if found.reason else f"would be measured{note}",
-        )
+def support_line(section: str, item: str, reason: str | None, note: str = "") -> Line:
+    if reason:
+        return Line(section=section, item=item, mark=MISSING, detail=f"skipped: {reason}")
+    detail = f"would be measured ({note})" if note else "would be measured"
+    return Line(section=section, item=item, mark=OK, detail=detail)

@@ -21,7 +21,7 @@ Row = dict[str, object]
 
 
 def show(plan: Plan, json: str | None = None, csv: str | None = None) -> None:
-    """Print the cases of a plan, or write them where --json and --csv say."""
+    """Print the cases of a plan, or write them to --json and --csv."""
     for note in plan.notes:
         sys.stderr.write(f"# {note}\n")
     show_cases([entry.case for entry in plan.entries if entry.launch == 1], json, csv)
@@ -30,7 +30,7 @@ def show(plan: Plan, json: str | None = None, csv: str | None = None) -> None:
 def show_cases(
     cases: Sequence[AnyCase], json: str | None = None, csv: str | None = None
 ) -> None:
-    """Print cases that are to be measured, or write them where --json and --csv say."""
+    """Print cases, or write them to --json and --csv."""
     rows = [row for case in cases for row in _rows(case)]
     for target, write in ((json, write_json), (csv, write_csv)):
         if target:
@@ -45,14 +45,14 @@ def show_cases(
 
 def _rows(case: AnyCase) -> list[Row]:
     if isinstance(case, OpCase):
-        rows = [_of_operator(case, label) for label in case.labels or (Label(),)]
+        rows = [_operator_row(case, label) for label in case.labels or (Label(),)]
     else:
-        rows = [_of_collective(case) if isinstance(case, CommCase) else _of_step(case)]
+        rows = [_collective_row(case) if isinstance(case, CommCase) else _step_row(case)]
     identity = {"case_id": case.case_id, "command": command_of(case)}
     return [{"kind": case.kind, "family": case.family, **row, **identity} for row in rows]
 
 
-def _of_operator(case: OpCase, label: Label) -> Row:
+def _operator_row(case: OpCase, label: Label) -> Row:
     return {
         "model": label.model,
         "role": label.role,
@@ -68,7 +68,7 @@ def _of_operator(case: OpCase, label: Label) -> Row:
     }
 
 
-def _of_collective(case: CommCase) -> Row:
+def _collective_row(case: CommCase) -> Row:
     return {
         "size_bytes": case.message_bytes,
         "count": case.count,
@@ -83,7 +83,7 @@ def _of_collective(case: CommCase) -> Row:
     }
 
 
-def _of_step(case: TrainCase) -> Row:
+def _step_row(case: TrainCase) -> Row:
     """Return the figures of one optimizer step, of which --schedule micro measures parts.
 
     FLOPs are of all ranks, with recomputation; messages are of the pipeline stage with most.
@@ -125,29 +125,30 @@ def _messages(case: TrainCase) -> tuple[int | None, int | None, str]:
 def _operator_line(row: Mapping[str, object]) -> str:
     names = ("family", "model", "role", "pass", "shape", "dtype", "backend")
     words = " ".join(str(row[name]) for name in names if row[name])
-    moved, memory = _text(row["bytes_moved"]), _text(row["memory_bytes"])
-    return f"{words}  # {_flops(row)} TFLOP, {moved} moved, {memory} of operands"
+    traffic, memory = _size_text(row["bytes_moved"]), _size_text(row["memory_bytes"])
+    return f"{words}  # {_flops(row)} TFLOP, {traffic} moved, {memory} of operands"
 
 
 def _step_line(row: Mapping[str, object]) -> str:
-    memory = _text(round(float(str(row["memory_bytes"])) / MIB) * MIB)
-    sent = f"messages unknown: {row['messages_unknown']}"
+    memory = _size_text(round(float(str(row["memory_bytes"])) / MIB) * MIB)
+    messages = f"messages unknown: {row['messages_unknown']}"
     if not row["messages_unknown"]:
-        sent = f"{row['message_calls']} messages ({_text(row['message_bytes'])}) per rank"
+        size = _size_text(row["message_bytes"])
+        messages = f"{row['message_calls']} messages ({size}) per rank"
     flops = f"{_flops(row)} TFLOP per step of all ranks"
-    return f"{row['command']}  # {flops}, {sent}, about {memory} of memory per rank"
+    return f"{row['command']}  # {flops}, {messages}, about {memory} of memory per rank"
 
 
 def _flops(row: Mapping[str, object]) -> str:
     return f"{float(str(row['flops'])) / TFLOP:.4g}"
 
 
-def _text(size: object) -> str:
+def _size_text(size: object) -> str:
     return format_bytes(int(str(size)))
 
 
 _LINES: dict[str, Callable[[Mapping[str, object]], str]] = {
     "op": _operator_line,
-    "comm": lambda row: f"{row['command']}  # {_text(row['size_bytes'])}",
+    "comm": lambda row: f"{row['command']}  # {_size_text(row['size_bytes'])}",
     "train": _step_line,
 }

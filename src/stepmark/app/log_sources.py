@@ -1,6 +1,7 @@
 """The inputs of stepmark logs: files sorted by what they contain, each kind read alike."""
 
 import glob
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -47,16 +48,16 @@ def collect(words: Sequence[str], *, only_tables: bool = False) -> Inputs:
     without any file of a known kind.
     """
     inputs = Inputs()
-    seen: set[Path] = set()
+    sorted_paths: set[Path] = set()
     for word in words:
         paths, is_named = _expand(word)
-        known = [
-            path.resolve() in seen
+        is_known = [
+            path.resolve() in sorted_paths
             or _sort(path, inputs, is_named=is_named, only_tables=only_tables)
             for path in paths
         ]
-        seen.update(path.resolve() for path in paths)
-        if not any(known):
+        sorted_paths.update(path.resolve() for path in paths)
+        if not any(is_known):
             raise ConfigError("file", word, "a folder or pattern with logs, dumps or tables")
     return inputs
 
@@ -82,12 +83,10 @@ def _expand(word: str) -> tuple[list[Path], bool]:
 
 def _limited(word: str, files: Iterator[Path]) -> list[Path]:
     """Return the files sorted, so that equal folders give equal output."""
-    listed = []
-    for file in files:
-        listed.append(file)
-        if len(listed) > MAX_FILES:
-            raise ConfigError("file", word, f"at most {MAX_FILES} files")
-    return sorted(listed)
+    limited = list(itertools.islice(files, MAX_FILES + 1))
+    if len(limited) > MAX_FILES:
+        raise ConfigError("file", word, f"at most {MAX_FILES} files")
+    return sorted(limited)
 
 
 def _sort(path: Path, inputs: Inputs, *, is_named: bool, only_tables: bool) -> bool:
@@ -194,7 +193,7 @@ def _flight_recorder(paths: Sequence[Path]) -> Source:
         + f", {num_operations} operations, format {', '.join(versions)}"
         + (f", NCCL {', '.join(nccl)}" if nccl else "")
     ]
-    rows: Rows = [asdict(one) for one in progress(dumps)]
+    rows: Rows = [asdict(rank) for rank in progress(dumps)]
     lines += [_progress_text(r) for r in rows[:_MAX_RANKS_SHOWN] if r["first"] is not None]
     more = len(rows) - _MAX_RANKS_SHOWN
     lines += [f"  ... and {more} more; --json or --csv has all"] * (more > 0)

@@ -59,7 +59,7 @@ def source_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
         yield from _tuning_text(source)
     if options.shows_histogram:
         yield from _histogram_text(view, options)
-    problems = [one for one in source.findings if one.severity is Severity.PROBLEM]
+    problems = [each for each in source.findings if each.severity is Severity.PROBLEM]
     yield from finding_text(problems)
 
 
@@ -125,14 +125,15 @@ def _tuning_text(source: Source) -> Iterator[str]:
 
 def finding_text(findings: Sequence[Finding]) -> Iterator[str]:
     """Yield each finding with the first lines that prove it."""
-    for one in findings[:_MAX_FINDINGS]:
-        yield f"{one.severity}: {one.text} [{one.rule}]"
-        evidence = one.evidence[: 1 if one.severity is Severity.NOTE else _MAX_EVIDENCE]
+    for finding in findings[:_MAX_FINDINGS]:
+        yield f"{finding.severity}: {finding.text} [{finding.rule}]"
+        count = 1 if finding.severity is Severity.NOTE else _MAX_EVIDENCE
+        evidence = finding.evidence[:count]
         for line in evidence:
             number = f":{line.line}" if line.line else ""
             yield f"    {line.file}{number}: {line.text[:_MAX_CHARACTERS]}"
-        if one.count > len(evidence) > 0:
-            yield f"    {one.count} in all"
+        if finding.count > len(evidence) > 0:
+            yield f"    {finding.count} in all"
     if len(findings) > _MAX_FINDINGS:
         yield f"... and {len(findings) - _MAX_FINDINGS} more; --json has all"
 
@@ -184,7 +185,7 @@ class LogReport:
     @property
     def exit_code(self) -> int:
         """1 where a job fails, hangs or gives wrong data."""
-        return int(any(one.severity is Severity.PROBLEM for one in self.findings))
+        return int(any(each.severity is Severity.PROBLEM for each in self.findings))
 
     def text(self) -> Iterator[str]:
         """Yield lines for a terminal."""
@@ -224,7 +225,7 @@ class LogReport:
                 {
                     "kind": view.source.kind,
                     "files": view.source.files,
-                    "findings": [_finding_row(one) for one in view.source.findings],
+                    "findings": list(map(_finding_row, view.source.findings)),
                     "histogram": view.rows,
                     "tuning": list(view.source.tuning),
                     "curve": view.totals,
@@ -233,7 +234,7 @@ class LogReport:
                 for view in self.views
             ],
             "tables": [
-                asdict(table) | {"findings": [_finding_row(one) for one in findings]}
+                asdict(table) | {"findings": list(map(_finding_row, findings))}
                 for table, findings in self.tables
             ],
             "exit_code": self.exit_code,
@@ -253,7 +254,7 @@ class LogReport:
         if not has_request or not self.views:
             if self.tables:
                 rows_by_name["tables"] = log_summary.rows(self.tables)
-            rows_by_name["findings"] = [_finding_row(one) for one in self.findings]
+            rows_by_name["findings"] = list(map(_finding_row, self.findings))
         return {name: rows for name, rows in rows_by_name.items() if rows} or {"findings": []}
 
 

@@ -1,4 +1,4 @@
-"""The device that a plan is for, found without torch: this machine's, or one by its name."""
+"""The device of a plan, determined without torch: this machine's, or one by its name."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from stepmark.core.device import DeviceSpec, find_device_by_alias, load_devices
+from stepmark.core.device import find_device_by_alias, load_devices
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.launch import outer_launcher
 
@@ -19,14 +19,14 @@ _TORCH_LIMIT_S = 120.0  # importing torch from a slow disk, and waking all drive
 _ASK_TORCH = """
 import json, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-found = [torch.cuda.get_device_properties(index) for index in range(count)]
-print(json.dumps([[one.name, one.total_memory, [one.major, one.minor]] for one in found]))
+cards = [torch.cuda.get_device_properties(index) for index in range(count)]
+print(json.dumps([[card.name, card.total_memory, [card.major, card.minor]] for card in cards]))
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What cases are planned for."""
+    """The accelerators or the CPU that cases are planned for."""
 
     device: str  # cuda or cpu
     name: str = ""  # of its accelerators, as they report it
@@ -55,28 +55,36 @@ class Machine:
         return int(text)
 
 
-def machine(asked: str | None, *, dry_run: bool = False) -> Machine:
+def machine(device: str | None, *, dry_run: bool = False) -> Machine:
     """Return this machine with its accelerators or its CPU, as --device says.
 
-    For a dry run the name of any device in data/hardware.toml will do. Raises ConfigError.
+    A dry run accepts the name of any device in data/hardware.toml. Raises ConfigError.
     """
-    if asked in (None, "cuda", "cpu"):
-        cards = [] if asked == "cpu" else _cards()
-        if asked == "cuda" and not cards:
+    if device in (None, "cuda", "cpu"):
+        cards = [] if device == "cpu" else _cards()
+        if device == "cuda" and not cards:
             raise ConfigError("device", "cuda", "cpu, since torch finds no accelerator here")
         return _of_cards(cards)
-    spec = find_device_by_alias(str(asked))
+    spec = find_device_by_alias(str(device))
     if spec is None:
-        known = ", ".join(load_devices())
-        raise ConfigError("device", asked, f"cuda or cpu, or for --dry-run one of {known}")
+        names = ", ".join(load_devices())
+        raise ConfigError("device", device, f"cuda or cpu, or for --dry-run one of {names}")
     cards = _cards()
     if cards and cards[0].name in spec.names:
         return _of_cards(cards)
     if not dry_run:
         here = cards[0].name if cards else "a CPU"
         allowed = f"cuda or cpu: this machine has {here}; other names are for --dry-run"
-        raise ConfigError("device", asked, allowed)
-    return _of_spec(spec)
+        raise ConfigError("device", device, allowed)
+    return Machine(
+        device="cuda",
+        name=spec.names[0],
+        num_accelerators=None,
+        memory_bytes=spec.hbm_bytes,
+        capability=spec.capability,
+        is_rocm=spec.vendor == "amd",
+        is_here=False,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +108,9 @@ def _of_cards(cards: list[_Card]) -> Machine:
     )
 
 
-def _of_spec(spec: DeviceSpec) -> Machine:
-    return Machine(
-        device="cuda",
-        name=spec.names[0],
-        num_accelerators=None,
-        memory_bytes=spec.hbm_bytes,
-        capability=spec.capability,
-        is_rocm=spec.vendor == "amd",
-        is_here=False,
-    )
-
-
 @cache
 def _cards() -> list[_Card]:
-    """Return the accelerators that torch will see, in no certain order."""
+    """Return the accelerators that torch will see, in no particular order."""
     if not _has_driver() or not (_torch_is_for("cuda") or _torch_is_for("hip")):
         return []
     cards = _nvidia_cards() if _torch_is_for("cuda") else None
@@ -122,32 +118,32 @@ def _cards() -> list[_Card]:
 
 
 def _has_driver() -> bool:
-    """False only where no accelerator can be: Linux without the device file of any driver."""
+    """Return False only on Linux without the device file of any driver."""
     if sys.platform != "linux":
         return True
-    # NVIDIA, AMD, Tegra, Windows' Linux.
+    # NVIDIA, AMD, Tegra, WSL.
     names = ("nvidia*", "kfd", "nvhost*", "nvmap", "dxg")
     return any(next(Path("/dev").glob(name), None) for name in names)
 
 
 def _torch_is_for(toolkit: str) -> bool:
-    """Read torch/version.py without importing torch. True where that cannot be told."""
+    """Read torch/version.py without importing torch. True where it does not state it."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         try:
             text = (Path(folder) / "version.py").read_text(encoding="utf-8")
         except OSError:
             continue
-        found = re.search(rf"^{toolkit}\b[^=\n]*=\s*(.+)$", text, re.MULTILINE)
-        return found is None or found[1].strip() != "None"
+        match = re.search(rf"^{toolkit}\b[^=\n]*=\s*(.+)$", text, re.MULTILINE)
+        return match is None or match[1].strip() != "None"
     return True
 
 
 def _nvidia_cards() -> list[_Card] | None:
-    """None where NVML does not tell, or tells other devices than torch would."""
+    """Return None where NVML is unavailable or lists other devices than torch would."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", visible):
-        return None if visible.strip() else []  # UUIDs, MIG slices, -1: torch knows the rules
+        return None if visible.strip() else []  # UUIDs, MIG slices, -1: torch has the rules
     try:
         import pynvml as nvml  # noqa: PLC0415
 
@@ -156,10 +152,10 @@ def _nvidia_cards() -> list[_Card] | None:
         if any(_is_sliced(nvml, handle) for handle in handles):
             return None
         if visible is not None:
-            chosen = [int(word) for word in visible.split(",")]
-            if len(set(chosen)) < len(chosen) or max(chosen) >= len(handles):
+            indices = [int(word) for word in visible.split(",")]
+            if len(set(indices)) < len(indices) or max(indices) >= len(handles):
                 return None
-            handles = [handles[index] for index in chosen]
+            handles = [handles[index] for index in indices]
         return [
             _Card(
                 str(nvml.nvmlDeviceGetName(handle)),
@@ -173,7 +169,7 @@ def _nvidia_cards() -> list[_Card] | None:
 
 
 def _is_sliced(nvml: object, handle: object) -> bool:
-    """A card in MIG mode: torch sees its slices."""
+    """Return whether a card is in MIG mode, in which torch sees its slices."""
     try:
         return bool(nvml.nvmlDeviceGetMigMode(handle)[0])  # type: ignore[attr-defined]
     except nvml.NVMLError:  # type: ignore[attr-defined]
@@ -181,7 +177,7 @@ def _is_sliced(nvml: object, handle: object) -> bool:
 
 
 def _asked_of_torch() -> list[_Card]:
-    """Ask in a process of its own: importing torch takes seconds and stays."""
+    """List the devices of torch in another process, because importing it takes seconds."""
     command = [sys.executable, "-c", _ASK_TORCH]
     try:
         done = subprocess.run(

@@ -17,8 +17,8 @@ Point = tuple[str, int, str, int, float]  # collective, ranks, placement, bytes,
 def read_curves(source: str, runs: Path) -> list[Curve]:
     """Return one curve per collective and number of ranks. Raises ConfigError.
 
-    Out of place where it was measured, else in place; several times of one size become their
-    median. Refused is a source without times of collectives.
+    Times are out of place where both were measured. Several times of a size become their
+    median.
     """
     path = Path(source)
     points = _file_points(path) if path.is_file() else _run_points(source, runs)
@@ -41,14 +41,14 @@ def _file_points(path: Path) -> Iterator[Point]:
     for table in find(path):
         if table.collective not in set(Collective) or not table.num_ranks:
             continue
-        for one in table.readings:
-            if one.size_bytes and one.time_s and not one.num_wrong:
-                place = (table.collective, table.num_ranks, one.placement)
-                yield (*place, one.size_bytes, one.time_s)
+        for reading in table.readings:
+            if reading.size_bytes and reading.time_s and not reading.num_wrong:
+                curve = (table.collective, table.num_ranks, reading.placement)
+                yield (*curve, reading.size_bytes, reading.time_s)
 
 
 def _run_points(name: str, runs: Path) -> Iterator[Point]:
-    """Yield plain measurements: alone, not delayed, back to back if there are several modes."""
+    """Yield measurements without concurrent compute or delay, back to back if any are."""
     try:
         path = find_run(runs, name)
     except ConfigError as error:

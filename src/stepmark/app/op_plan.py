@@ -17,6 +17,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.op_options import FamilyOptions, LayerOptions, OpOptions
 from stepmark.core.ops import FAMILIES, Attention, Cast, Copy, Gemm, Op, Phase, Scaling
 from stepmark.core.ops.backends import BACKENDS, MODULES, Capabilities, unsupported
+from stepmark.core.options import dashed
 from stepmark.core.parallel import ParallelConfig
 from stepmark.workload.datasets import dataset
 from stepmark.workload.formats import benchmark_models, shapes
@@ -33,14 +34,15 @@ _SAME_AS = {
     "hidden": "input",
     "output": "input",
 }
-_START = {"batch": 1}
+_DEFAULTS = {"batch": 1}
 _LAYOUT_OF = {"fwd": "nt", "dgrad": "nn", "wgrad": "tn"}
-# Worth measuring but not what a layer runs by default.
+_SCALED = ("batch", "seq_q", "seq_kv", "seq", "tokens", "m")  # fields that --scale multiplies
+# Backends that a layer does not use by default.
 _NOT_IN_A_LAYER = ("math", "loop")
 
 
 def family_cases(options: FamilyOptions, machine: Machine) -> list[OpCase]:
-    """The cases of one family. Raises ConfigError."""
+    """Plan the cases of one family. Raises ConfigError."""
     placed = placed_ops(options, machine.device)
     if not placed:
         raise ConfigError("model", options.model, f"a model with {options.family} operators")
@@ -48,7 +50,7 @@ def family_cases(options: FamilyOptions, machine: Machine) -> list[OpCase]:
 
 
 def layer_cases(options: LayerOptions, machine: Machine) -> list[OpCase]:
-    """The cases of `op all`: a copy, one layer of each kind, the head, loss and optimizer."""
+    """Plan `op all`: a copy, one layer of each kind, the head, loss and optimizer."""
     if not options.model:
         raise ConfigError("model", "missing", "a model name or config.json for op all")
     on_gpu = machine.device == "cuda"
@@ -57,11 +59,11 @@ def layer_cases(options: LayerOptions, machine: Machine) -> list[OpCase]:
     copy = Copy(num_bytes=2**30 if on_gpu else 2**27)
     # First, so that a short budget does not leave the ceiling of all others to the end.
     unscaled = dataclasses.replace(options, scale=None)
-    found = cases("copy", [(Label(role="copy"), copy)], unscaled, machine)
+    planned = cases("copy", [(Label(role="copy"), copy)], unscaled, machine)
     for family, operators in BY_FAMILY.items():
         placed = [item for shape in layers for item in operators(shape)]
-        found += cases(family, placed, options, machine, leave_out)
-    return found
+        planned += cases(family, placed, options, machine, leave_out)
+    return planned
 
 
 def cases(
@@ -71,21 +73,21 @@ def cases(
     machine: Machine,
     leave_out: tuple[str, ...] = (),
 ) -> list[OpCase]:
-    """One case per operator and backend; the same operator in two places is measured once.
+    """Return a case per operator and backend; an operator in two places is measured once.
 
-    Without --backend every backend that runs there, but for those that are left out.
+    Without --backend these are all backends that run it, but for those in leave_out.
     """
     if machine.device == "cpu" and options.clock not in (ClockName.AUTO, ClockName.HOST):
         raise ConfigError("clock", options.clock, "auto or host on a CPU")
-    known = BACKENDS[family]
+    backends = BACKENDS[family]
     for name in options.backend:
-        if name not in known:
-            raise ConfigError("backend", name, f"one of {', '.join(known)} for {family}")
+        if name not in backends:
+            raise ConfigError("backend", name, f"one of {', '.join(backends)} for {family}")
     num_ranks, limits = machine.num_ranks(options.nproc), capabilities(machine)
     labels: dict[Op, dict[Label, None]] = {}
     for label, op in placed:
         labels.setdefault(op, {})[label] = None
-    usual = [name for name in known if name not in leave_out]
+    usual = [name for name in backends if name not in leave_out]
     return [
         OpCase(
             op=op,
@@ -98,15 +100,15 @@ def cases(
             scale=options.scale or "",
         )
         for op, places in labels.items()
-        # An operator that nothing runs stays once, so that its reason is recorded.
+        # An operator that no backend runs stays once, so that the reason is recorded.
         for backend in dict.fromkeys(options.backend)
         or [name for name in usual if unsupported(family, name, op, limits) is None]
-        or known[:1]
+        or backends[:1]
     ]
 
 
 def capabilities(machine: Machine) -> Capabilities:
-    """What support is decided from. Of another machine its packages are not known: as here."""
+    """Return what decides which backends run; another machine's packages are taken as here."""
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
     has_compiler = not machine.is_here or any(name and shutil.which(name) for name in names)
     return Capabilities(
@@ -119,45 +121,40 @@ def capabilities(machine: Machine) -> Capabilities:
 
 
 def dtypes(options: OpOptions, device: str) -> list[DType]:
-    """The types of --dtype; else bf16 on accelerators, fp32 on CPUs, which emulate bf16."""
+    """Return --dtype, else bf16 on accelerators and fp32 on CPUs, which emulate bf16."""
     default = DType.BF16 if device == "cuda" else DType.FP32
     return [parse_dtype(text) for text in _words(options.field("dtype"))] or [default]
 
 
 def placed_ops(options: FamilyOptions, device: str) -> list[Placed]:
-    """The operators that the options name, with what is known of their place in a model."""
+    """Return the operators that the options name, labelled with their place in a model."""
     sources = [name for name in ("model", "shapes", "dataset") if options.field(name)]
     fields = dataclasses.fields(FAMILIES[options.family])
-    required = [one.name for one in fields if one.default is dataclasses.MISSING]
-    flags = ["--" + name.replace("_", "-") for name in required]
-    given = [
-        flag
-        for name, flag in zip(required, flags, strict=True)
-        if options.field(name) is not None
-    ]
-    sources += given[:1]
+    required = [field.name for field in fields if field.default is dataclasses.MISSING]
+    flags = {name: f"--{dashed(name)}" for name in required}
+    sources += [flags[name] for name in required if options.field(name) is not None][:1]
     if len(sources) > 1:
         raise ConfigError("shape", " and ".join(sources), "one source of shapes at a time")
     if not sources:
-        allowed = f"{' '.join(flags)}, or --model, --shapes or --dataset"
+        allowed = f"{' '.join(flags.values())}, or --model, --shapes or --dataset"
         raise ConfigError("shape", "missing", allowed)
     find = {"model": _of_model, "shapes": _of_file, "dataset": _of_dataset}
     return list(find.get(sources[0], _explicit)(options, device))
 
 
 def _of_model(options: FamilyOptions, device: str) -> Iterator[Placed]:
-    wanted = _phases(options)
+    phases = _phases(options)
     for shape in _model_shapes(options, device):
         if options.family not in BY_FAMILY:
             allowed = f"it gives shapes of {', '.join(BY_FAMILY)} only"
             raise ConfigError("model", shape.model.name, allowed)
         for label, op in BY_FAMILY[options.family](shape):
-            if not wanted or label.phase in wanted:
+            if not phases or label.phase in phases:
                 yield label, op
 
 
 def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[ModelShape]:
-    """One per model, micro-batch and dtype, as the framework of --as runs them."""
+    """Return one per model, micro-batch and dtype, as the framework of --as runs them."""
     axes = ParallelConfig(tp=options.tp, ep=options.ep, dp_shard=options.dp_shard)
     layout = layout_of(options.run_as, axes, etp=options.etp)
     models = read_models(options.model, options.scale, axes.tp)
@@ -195,11 +192,9 @@ def _of_file(options: FamilyOptions, device: str) -> Iterator[Placed]:
 
 def _primus_attention(path: Path, options: FamilyOptions, dtype: DType) -> Iterator[Placed]:
     both = [Phase.FWD, Phase.BWD]
-    wanted = [phase for phase in _phases(options) or both if phase in both]
-    places = itertools.product(
-        benchmark_models.read_attention_shapes(path), options.mbs, wanted
-    )
-    for shape, mbs, phase in places:
+    phases = [phase for phase in _phases(options) or both if phase in both]
+    rows = benchmark_models.read_attention_shapes(path)
+    for shape, mbs, phase in itertools.product(rows, options.mbs, phases):
         op = Attention(
             batch=mbs,
             seq_q=shape.seqlen_q,
@@ -217,7 +212,7 @@ def _primus_attention(path: Path, options: FamilyOptions, dtype: DType) -> Itera
 
 
 def _of_dataset(options: FamilyOptions, device: str) -> Iterator[Placed]:
-    name, wanted = options.field("dataset"), _phases(options)
+    name, phases = options.field("dataset"), _phases(options)
     changes: dict[str, Any] = {}
     if optimizer := options.field("optimizer"):
         changes["optimizer"] = optimizer
@@ -227,18 +222,18 @@ def _of_dataset(options: FamilyOptions, device: str) -> Iterator[Placed]:
     for dtype in dtypes(options, "cpu"):
         for op in dataset(options.family, name, dtype):
             phase = getattr(op, "phase", Phase.FWD)
-            if not wanted or phase in wanted:
+            if not phases or phase in phases:
                 label = Label(role=f"dataset {name.upper()}", phase=phase)
                 yield label, _scaled(dataclasses.replace(op, **changes), options)
 
 
 def _explicit(options: FamilyOptions, device: str) -> Iterator[Placed]:
-    """The product of every comma-separated list."""
+    """Yield the product of all comma-separated lists."""
     kind = FAMILIES[options.family]
     names = {field.name for field in dataclasses.fields(kind)}
-    chosen = _chosen(options, device)
-    for combination in itertools.product(*chosen.values()):
-        item = dict(zip(chosen, combination, strict=True))
+    values = _field_values(options, device)
+    for combination in itertools.product(*values.values()):
+        item = dict(zip(values, combination, strict=True))
         for name, twin in _SAME_AS.items():
             if name in names and name not in item and twin in item:
                 item[name] = item[twin]
@@ -246,48 +241,48 @@ def _explicit(options: FamilyOptions, device: str) -> Iterator[Placed]:
             yield Label(phase=phase), _scaled(kind(**changed), options)
 
 
-def _chosen(options: FamilyOptions, device: str) -> dict[str, list[Any]]:
-    """Every field that is given, and its values. Raises ConfigError for a missing one."""
-    chosen: dict[str, list[Any]] = {}
+def _field_values(options: FamilyOptions, device: str) -> dict[str, list[Any]]:
+    """Return the values of every field that is given. Raises ConfigError for a missing one."""
+    values: dict[str, list[Any]] = {}
     for field in dataclasses.fields(FAMILIES[options.family]):
         text = options.field(field.name)
         if field.name == "phase":
             continue
         if field.name == "dtype":
             if _words(text) or field.default is not DType.FP32:
-                chosen["dtype"] = list(dtypes(options, device))
+                values["dtype"] = list(dtypes(options, device))
         elif text is not None:
             words = [text] if isinstance(text, bool) else _words(text)
-            chosen[field.name] = [_read(field.name, word) for word in words]
-        elif field.default is dataclasses.MISSING and _SAME_AS.get(field.name) not in chosen:
-            if field.name not in _START:
-                flag = "--" + field.name.replace("_", "-")
+            values[field.name] = [_read(field.name, word) for word in words]
+        elif field.default is dataclasses.MISSING and _SAME_AS.get(field.name) not in values:
+            if field.name not in _DEFAULTS:
+                flag = f"--{dashed(field.name)}"
                 raise ConfigError(flag, "missing", field.metadata["help"])
-            chosen[field.name] = [_START[field.name]]
-    return chosen
+            values[field.name] = [_DEFAULTS[field.name]]
+    return values
 
 
 def _passes(item: dict[str, Any], options: FamilyOptions) -> Iterator[tuple[Phase, Any]]:
-    """One item per pass. A GEMM's pass permutes its dimensions; others carry it as a field."""
-    family, wanted = options.family, _phases(options)
+    """Yield an item per pass: a GEMM with its dimensions permuted, others with a field."""
+    family, phases = options.family, _phases(options)
     if family not in ("gemm", "bmm"):
         fields = {field.name: field for field in dataclasses.fields(FAMILIES[family])}
         allowed = fields["phase"].metadata["allowed"]
-        matched = [phase for phase in wanted if phase in allowed]
-        if wanted and not matched:
-            text = f"one of {', '.join(allowed)} for {family}"
-            raise ConfigError("pass", options.field("phase"), text)
+        matched = [phase for phase in phases if phase in allowed]
+        if phases and not matched:
+            rule = f"one of {', '.join(allowed)} for {family}"
+            raise ConfigError("pass", options.field("phase"), rule)
         for name in matched or allowed:
             yield Phase(name), item | {"phase": name}
         return
-    if wanted and "layout" in item:
+    if phases and "layout" in item:
         allowed = "it cannot be combined with --pass, which implies it"
         raise ConfigError("layout", item["layout"], allowed)
-    if not wanted:
+    if not phases:
         yield Phase.FWD, item
     m, n, k = item["m"], item["n"], item["k"]
     dims = {"fwd": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
-    for phase in wanted:
+    for phase in phases:
         if phase in dims:
             rows, columns, inner = dims[phase]
             fp8 = family == "gemm" and item["dtype"].is_fp8
@@ -296,12 +291,12 @@ def _passes(item: dict[str, Any], options: FamilyOptions) -> Iterator[tuple[Phas
 
 
 def _phases(options: OpOptions) -> list[Phase]:
-    """--pass; bwd stands for dgrad and wgrad too."""
-    chosen: list[Phase] = []
+    """Return --pass, in which bwd stands for dgrad and wgrad, too."""
+    phases: list[Phase] = []
     for word in _words(options.field("phase")):
         phase = _member(Phase, word.lower(), "pass")
-        chosen += [phase] if phase is not Phase.BWD else [Phase.BWD, Phase.DGRAD, Phase.WGRAD]
-    return chosen
+        phases += [phase] if phase is not Phase.BWD else [Phase.BWD, Phase.DGRAD, Phase.WGRAD]
+    return phases
 
 
 def _words(text: str | None) -> list[str]:
@@ -323,7 +318,7 @@ def _member(kind: Any, text: str | None, field: str) -> Any:
 
 
 def _read(field: str, text: Any) -> Any:
-    """Numbers as numbers, a+b as a list, the rest as it is."""
+    """Return a number for a number, a list for a+b, and other text as it is."""
     if isinstance(text, bool):
         return text
     if field == "varlen":
@@ -337,13 +332,11 @@ def _read(field: str, text: Any) -> Any:
 
 
 def _scaled(op: Op, options: OpOptions) -> Op:
-    """--scale multiplies sequence length and batch of an operator."""
+    """Multiply an operator's sequence length and batch by --scale."""
     if not options.scale:
         return op
     share = factor("1/64" if options.scale == "tiny" else options.scale)
-    names: tuple[str, ...] = ("batch", "seq_q", "seq_kv", "seq", "tokens", "m")
-    if isinstance(op, Gemm):
-        names = ("m",)
+    names = ("m",) if isinstance(op, Gemm) else _SCALED
     fields = {field.name for field in dataclasses.fields(op)}
     changes = {
         name: max(1, round(getattr(op, name) * share)) for name in names if name in fields

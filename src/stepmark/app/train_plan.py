@@ -115,13 +115,13 @@ def _techniques(
     gathers_fp8 = strategy == "fsdp" and fp8 is Fp8.TENSORWISE
     recompute, blocks = options.ac or options.sac_freq or (Recompute.NONE, (1, 1))
     scope = CompileScope(options.compile_scope or CompileScope.BLOCK)
-    given = {name: getattr(options, name) for name in SAME_IN_CASE}
+    values = {name: getattr(options, name) for name in SAME_IN_CASE}
     return {
         "grad_sync": GradSync.EVERY,
         "grad_accum": 1 if schedule is Schedule.STEP else 8,
         "reduce_dtype": DType.BF16 if is_low and parallel.gradient_ranks > 1 else DType.FP32,
         "workers": 2 if on_gpu else 0,
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in values.items() if value is not None},
         "precision": precision,
         "fp8": fp8,
         "fp8_head": bool(options.fp8_head),
@@ -171,10 +171,10 @@ def layout(options: TrainOptions, strategy: str, world_size: int) -> tuple[str, 
         raise ConfigError("nproc", world_size, f"a multiple of {_product(degrees)}")
     if strategy in degrees:
         degree = world_size // others
-        given = getattr(options, strategy)
-        if given not in (None, degree):
+        value = getattr(options, strategy)
+        if value not in (None, degree):
             allowed = f"{degree}, which is what {world_size} ranks leave for it"
-            raise ConfigError(strategy, given, allowed)
+            raise ConfigError(strategy, value, allowed)
         degrees[strategy] = degree
     data_ranks = world_size // math.prod(degrees.values())
     _check_ranks(strategy, degrees, data_ranks, world_size)
@@ -195,10 +195,10 @@ def _default_strategy(degrees: dict[str, int], world_size: int) -> str:
 
 def _product(degrees: dict[str, int]) -> str:
     """Return e.g. "--tp (2)" or "--tp x --pp (2 x 4 = 8)"."""
-    given = {axis: size for axis, size in degrees.items() if size > 1}
-    sizes = " x ".join(map(str, given.values()))
-    total = f" = {math.prod(given.values())}" if len(given) > 1 else ""
-    return f"{' x '.join(f'--{axis}' for axis in given)} ({sizes}{total})"
+    split = {axis: size for axis, size in degrees.items() if size > 1}
+    sizes = " x ".join(map(str, split.values()))
+    total = f" = {math.prod(split.values())}" if len(split) > 1 else ""
+    return f"{' x '.join(f'--{axis}' for axis in split)} ({sizes}{total})"
 
 
 def _check_ranks(

@@ -1,11 +1,12 @@
 """Refuse training that cannot run, and options without effect, before ranks start."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.options import options as declared
+from stepmark.core.options import dashed, plain
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_options import TrainOptions, show_blocks
 from stepmark.core.training import DataParallel, Fp8, Precision, Recompute
@@ -37,13 +38,13 @@ _NEEDS: dict[str, tuple[Callable[[TrainCase], bool], str]] = {
 def check_options(options: TrainOptions) -> None:
     """Refuse options that contradict each other in every case. Raises ConfigError."""
     for name, switch in _NEEDS_SWITCH.items():
-        if _is_given(options, name) and not getattr(options, switch):
-            raise _refusal(options, name, f"only with --{switch}")
+        if not getattr(options, switch):
+            _refuse(options, name, f"only with --{switch}")
     if options.find_batch and options.mbs and len(options.mbs) == 1:
         allowed = "several with --find-batch, e.g. 1-8, or none"
         raise ConfigError("mbs", options.mbs[0], allowed)
-    if options.ac and options.sac_freq:
-        raise _refusal(options, "sac_freq", "it cannot be combined with --ac")
+    if options.ac:
+        _refuse(options, "sac_freq", "it cannot be combined with --ac")
     if path := options.text_file:
         if options.text:
             raise ConfigError("text-file", path, "it cannot be combined with --text")
@@ -56,22 +57,18 @@ def check_options(options: TrainOptions) -> None:
             raise ConfigError("text-file", path, allowed)
 
 
-def _is_given(options: TrainOptions, name: str) -> bool:
-    return bool(getattr(options, name) != getattr(TrainOptions, name))  # its default
-
-
-def _refusal(options: TrainOptions, name: str, allowed: str) -> ConfigError:
-    value = getattr(options, name)
-    (option,) = (option for option in declared(TrainOptions) if option.name == name)
-    shown = value if option.is_switch else option.reader.show(value)
-    return ConfigError(name.replace("_", "-"), shown, allowed)
+def _refuse(options: TrainOptions, name: str, allowed: str) -> None:
+    """Refuse an option if it is given. Raises ConfigError."""
+    values = plain(options)
+    if name in values:
+        raise ConfigError(dashed(name), values[name], allowed)
 
 
 def profiled_ranks(options: TrainOptions, num_ranks: int) -> tuple[int, ...]:
     """Return --profile-ranks. Raises ConfigError."""
     ranks = options.profile_ranks or (0,)
     if max(ranks) >= num_ranks:
-        raise _refusal(options, "profile_ranks", f"ranks from 0 to {num_ranks - 1}, e.g. 0,1")
+        _refuse(options, "profile_ranks", f"ranks from 0 to {num_ranks - 1}, e.g. 0,1")
     return tuple(sorted(set(ranks)))
 
 
@@ -81,11 +78,11 @@ def check(case: TrainCase, options: TrainOptions) -> None:
     Raises ConfigError for the first problem.
     """
     for name, (is_met, needed) in _NEEDS.items():
-        if _is_given(options, name) and not is_met(case):
-            raise _refusal(options, name, f"only with {needed}")
+        if not is_met(case):
+            _refuse(options, name, f"only with {needed}")
     case.parallel.check(case.model)
     rules = (_axes, _pipeline, _checkpointing, _numbers, _fp8, _data_parallel, _graphs)
-    for field, value, allowed in (refused for rule in rules for refused in rule(case)):
+    for field, value, allowed in itertools.chain(*(rule(case) for rule in rules)):
         raise ConfigError(field, value, allowed)
     if options.steps and options.steps % case.cycle:
         allowed = f"a multiple of {case.cycle}: whole optimizer steps of --schedule micro"
@@ -93,7 +90,7 @@ def check(case: TrainCase, options: TrainOptions) -> None:
     profiled_ranks(options, case.num_ranks)
 
 
-Refused = Iterator[tuple[str, object, str]]  # field, value, what it must be
+Refused = Iterator[tuple[str, object, str]]  # field, value, rule
 
 
 def _axes(case: TrainCase) -> Refused:
@@ -145,14 +142,14 @@ def _checkpointing(case: TrainCase) -> Refused:
     if case.recompute is Recompute.NONE:
         return
     layers = case.model.num_layers
-    shown = show_blocks((case.recompute, case.recompute_blocks))
+    blocks = show_blocks((case.recompute, case.recompute_blocks))
     if layers == 1:
-        yield "ac", shown, f"none: {case.model.name} has one layer"
+        yield "ac", blocks, f"none: {case.model.name} has one layer"
     if case.parallel.tp > 1 and case.compile != "none" and case.recompute is not Recompute.OPS:
         # torch 2.13 keeps a DeviceMesh among the tensors for backward, and asserts.
-        yield "ac", shown, "selective with tp and --compile"
+        yield "ac", blocks, "selective with tp and --compile"
     if case.recompute_blocks[1] > layers:
-        yield "ac", shown, f"q/p with p at most {layers}, the number of layers"
+        yield "ac", blocks, f"q/p with p at most {layers}, the number of layers"
 
 
 def _numbers(case: TrainCase) -> Refused:
@@ -218,8 +215,8 @@ def _data_parallel(case: TrainCase) -> Refused:
         yield "grad-sync", "last", "every, with one micro-step per optimizer step"
     shards = case.parallel.dp_shard * case.parallel.cp
     smaller = (str(n) for n in range(2, shards) if shards % n == 0)
-    if case.reshard not in (known := ("yes", "no", *smaller)):
-        yield "reshard", case.reshard, f"one of {', '.join(known)} for {shards} shards"
+    if case.reshard not in (choices := ("yes", "no", *smaller)):
+        yield "reshard", case.reshard, f"one of {', '.join(choices)} for {shards} shards"
     layers = math.ceil(case.model.num_layers / case.parallel.pp)
     if case.blocks_per_group > layers:
         yield "blocks-per-group", case.blocks_per_group, f"at most {layers} layers"
@@ -232,12 +229,9 @@ def _graphs(case: TrainCase) -> Refused:
         return
     mode = case.compile_mode
     if case.cuda_graph:
-        yield (
-            "compile-mode",
-            mode,
-            "it cannot be combined with --cuda-graph: both capture graphs",
-        )
-    # A replay overwrites what the one before it returned.
+        allowed = "it cannot be combined with --cuda-graph: both capture graphs"
+        yield "compile-mode", mode, allowed
+    # A replay overwrites the outputs of the previous one.
     if case.parallel.pp > 1:
         yield "compile-mode", mode, "default with a pipeline, which has several passes at once"
     if case.data_parallel is DataParallel.FSDP and case.grad_sync == "last":

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-# By kind of case: the module whose rows and columns it has, imported when a run has the kind.
+# By kind of case: the module of its rows and columns, imported when a run has the kind.
 _COLUMNS = {kind: f"stepmark.report.{kind}_columns" for kind in ("op", "comm", "train")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What a page or table is drawn from."""
+    """The contents of a page or table."""
 
     run: RunInfo
     records: list[Record]
@@ -44,13 +44,13 @@ class View:
 
 
 def view(path: Path) -> View:
-    """Read a run and derive its rows; say what could not be read."""
+    """Read a run and derive its rows; print on stderr what could not be read."""
     run = read_aloud(path)
     return of_records(run.info, list(with_all_samples(path, run.latest)))
 
 
 def read_aloud(path: Path) -> Run:
-    """Read a run and say on stderr what of it could not be read."""
+    """Read a run; print on stderr what could not be read."""
     run = read(path)
     say(run.notes)
     return run
@@ -68,8 +68,8 @@ def of_records(run: RunInfo, records: list[Record]) -> View:
     kinds = {record.case.kind for record in records}
     rows: dict[str, list[dict[str, object]]] = {}
     for kind in kinds:
-        known = {"reference": reference(run)} if kind == "op" else {}
-        rows[kind] = load(f"{_COLUMNS[kind]}:rows")(records, run, device=device, **known)
+        more = {"reference": reference(run)} if kind == "op" else {}
+        rows[kind] = load(f"{_COLUMNS[kind]}:rows")(records, run, device=device, **more)
     return View(
         run=run,
         records=records,
@@ -81,7 +81,7 @@ def of_records(run: RunInfo, records: list[Record]) -> View:
 
 
 def results_folder() -> Path | None:
-    """Shipped reference runs: inside an installed package, or in the checkout."""
+    """Return the shipped reference runs: inside an installed package, or in the checkout."""
     package = Path(__file__).parents[1]
     for folder in (package / "results", package.parents[1] / "results"):
         if folder.is_dir():
@@ -90,33 +90,28 @@ def results_folder() -> Path | None:
 
 
 def reference(run: RunInfo) -> Mapping[str, float]:
-    """Median seconds by case_id of shipped runs on the same device; not of this run itself."""
+    """Return median seconds by case_id of other shipped runs on the same device."""
     folder = results_folder()
     names = {device.name for device in run.environment.devices}
-    known: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     if folder is None or len(names) != 1:
-        return known
+        return seconds
     for path in list_runs(folder):
         other = read_info(path)
         if other.run_id == run.run_id or {d.name for d in other.environment.devices} != names:
             continue
-        known |= medians(latest(read_records(path)))
-    return known
-
-
-def medians(records: list[Record]) -> dict[str, float]:
-    """Median of the slowest rank by case_id; wrong results are no reference."""
-    return {
-        record.case.case_id: summarize(slowest_per_sample(record.samples.seconds)).median
-        for record in records
-        if isinstance(record, Measured) and not record.num_wrong
-    }
+        seconds |= {
+            record.case.case_id: summarize(slowest_per_sample(record.samples.seconds)).median
+            for record in latest(read_records(path))
+            if isinstance(record, Measured) and not record.num_wrong
+        }
+    return seconds
 
 
 def operator_medians(runs: Path, name: str) -> tuple[str, dict[Op, float]]:
-    """A run's name, and the median of the slowest rank by operator.
+    """Return a run's name, and the median seconds of the slowest rank by operator.
 
-    The fastest of several backends; wrong results are left out.
+    Of several backends it is the fastest; wrong results are left out.
     """
     path = find_run(runs, name)
     times: dict[Op, float] = {}
@@ -131,7 +126,7 @@ def operator_medians(runs: Path, name: str) -> tuple[str, dict[Op, float]]:
 
 
 def sql_types() -> dict[str, str]:
-    """The SQL type of every declared column."""
+    """Return the SQL type of every declared column."""
     return {
         column.name: column.unit.sql_type
         for kind, module in _COLUMNS.items()
@@ -139,20 +134,20 @@ def sql_types() -> dict[str, str]:
     }
 
 
-def show_rows(seen: View) -> None:
-    """A table for each kind of case that the run has."""
+def show_rows(run: View) -> None:
+    """Print a table for each kind of case that the run has."""
     print_rows = load("stepmark.report.row_tables:print_rows")
-    if seen.rows or not (seen.comm_rows or seen.train_rows):
-        print_rows(seen.rows, console(), load(f"{_COLUMNS['op']}:OP_COLUMNS"))
-    if seen.comm_rows:
-        print_rows(seen.comm_rows, console(), load(f"{_COLUMNS['comm']}:COMM_COLUMNS"))
-    if seen.train_rows:
-        load("stepmark.report.training_printing:print_training")(seen.train_rows, console())
+    if run.rows or not (run.comm_rows or run.train_rows):
+        print_rows(run.rows, console(), load(f"{_COLUMNS['op']}:OP_COLUMNS"))
+    if run.comm_rows:
+        print_rows(run.comm_rows, console(), load(f"{_COLUMNS['comm']}:COMM_COLUMNS"))
+    if run.train_rows:
+        load("stepmark.report.training_printing:print_training")(run.train_rows, console())
 
 
-def console(*, stderr: bool = False) -> "Console":
-    """As wide as the terminal; a pipe gets whole rows."""
+def console() -> "Console":
+    """Return a console as wide as the terminal; a pipe gets whole rows."""
     from rich.console import Console  # noqa: PLC0415
 
-    made = Console(stderr=stderr)
-    return made if made.is_terminal else Console(stderr=stderr, width=240)
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=240)

@@ -3,14 +3,14 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from stepmark.app import workload_files, workload_flags, workload_model
-from stepmark.app.workload_files import AskedStage, Target, asked_stage
+from stepmark.app.workload_files import StageFlag, Target, stage_flag
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
-from stepmark.core.options import load
+from stepmark.core.options import dashed, load
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import Workload
 from stepmark.core.workload_options import (
@@ -36,37 +36,37 @@ def run_generate(options: GenerateOptions) -> None:
     """Write a file, or print what `show` prints."""
     if names := list(without_effect(options)):
         sys.stderr.write(f"# AICB's parameters without effect here: {', '.join(names)}\n")
-    made = generate(options)
-    notes = made.notes
+    workload = generate(options)
+    notes = workload.notes
     if options.comp_filepath and not options.compute_from:
         timed = load("stepmark.app.workload_times:timed_as_aicb")
-        made = timed(made, options.comp_filepath)
+        workload = timed(workload, options.comp_filepath)
     else:
-        made = workload_files.timed(made, options.compute_from)
-    stage = asked_stage(getattr(options, "pipeline_stage", None), options.pp_rank)
+        workload = workload_files.timed(workload, options.compute_from)
+    stage = stage_flag(getattr(options, "pipeline_stage", None), options.pp_rank)
     if not (options.out or options.to):
-        _show(made, options, stage)
+        _show(workload, options, stage)
         return
     if (options.distinct or options.to_stdout) and (options.out or "-") == "-":
         raise ConfigError("out", "-", "a file, as the tables go to stdout")
     for note in notes:
         sys.stderr.write(f"# {note}\n")
     target = Target(to=options.to, out=options.out, rank=options.rank, stage=stage)
-    workload_files.deliver(made, target)
+    workload_files.deliver(workload, target)
     if options.distinct or options.json or options.csv:
-        _show(made, options, stage, text=options.distinct)
+        _show(workload, options, stage, text=options.distinct)
 
 
 def show(options: ShowOptions) -> None:
-    """Print what a file says."""
+    """Print the workload of a file."""
     workload = workload_files.read(options.file, options.group_sizes, options.world_size)
-    _show(workload, options, asked_stage(options.stage), options.html)
+    _show(workload, options, stage_flag(options.stage), options.html)
 
 
 def convert(options: ConvertOptions) -> None:
     """Write a file in another format."""
     workload = workload_files.read(options.file, options.group_sizes, options.world_size)
-    stage = asked_stage(options.stage)
+    stage = stage_flag(options.stage)
     target = Target(to=options.to, out=options.out, rank=options.rank, stage=stage)
     workload_files.deliver(workload_files.timed(workload, options.compute_from), target)
 
@@ -81,19 +81,18 @@ def capture(options: CaptureOptions) -> None:
     world_size, rank = options.world_size, options.rank
     if not 0 <= rank < world_size:
         raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
-    # What the file prints is no part of the answer.
-    with contextlib.redirect_stdout(sys.stderr):
-        made = capture_file(options.file, world_size, rank)
+    with contextlib.redirect_stdout(sys.stderr):  # the user's file may print
+        workload = capture_file(options.file, world_size, rank)
     if options.out:
-        workload_files.deliver(made, Target(out=options.out))
+        workload_files.deliver(workload, Target(out=options.out))
     else:
-        _show(made, Rows())
+        _show(workload, Rows())
 
 
 def _show(
     workload: Workload,
     options: Rows,
-    stage: AskedStage | None = None,
+    stage: StageFlag | None = None,
     html: str | None = None,
     *,
     text: bool = True,
@@ -107,7 +106,7 @@ def _show(
 
 
 def without_effect(options: GenerateOptions) -> Iterator[str]:
-    """AICB's parameters that were given and that the framework's rules do not have."""
+    """Yield AICB's parameters that are given although the framework's rules lack them."""
     own = RULES[find_rule(options.framework or "megatron")].fields()
     timed = options.comp_filepath or options.compute_from
     for name in workload_flags.NO_EFFECT:
@@ -117,14 +116,11 @@ def without_effect(options: GenerateOptions) -> Iterator[str]:
             continue
         if name in _RECOMPUTE and "recompute_granularity" in own:
             continue
-        yield f"--{name.replace('_', '-')}"
+        yield f"--{dashed(name)}"
 
 
 def generate(options: GenerateOptions) -> Workload:
-    """What the flags ask for. Notes of what was decided are in the workload.
-
-    Raises ConfigError.
-    """
+    """Generate the workload of the flags, with notes on defaults. Raises ConfigError."""
     framework = find_rule(options.framework or "megatron")
     rule = RULES[framework]
     options = _translated(options, rule)
@@ -132,12 +128,12 @@ def generate(options: GenerateOptions) -> Workload:
     if not rule.has_job:
         return _without_job(rule, settings, options)
     job, notes = _job(options, framework)
-    made = rule.workload(job, settings)
-    return replace(made, notes=(*notes, *_of_scripts(options, rule), *made.notes))
+    workload = rule.workload(job, settings)
+    return replace(workload, notes=(*notes, *_script_notes(options, rule), *workload.notes))
 
 
 def _job(options: GenerateOptions, framework: str) -> tuple[AnyJob, tuple[str, ...]]:
-    """What is trained, and what was decided for the user."""
+    """Return the job to train, and notes on defaults."""
     spread: dict[str, Any] = {
         "parallel": parallel_of(options, RULES[framework]),
         "mbs": 1 if options.mbs is None else options.mbs,
@@ -145,18 +141,18 @@ def _job(options: GenerateOptions, framework: str) -> tuple[AnyJob, tuple[str, .
         "dtype": parse_dtype(options.dtype) if options.dtype else DType.BF16,
     }
     if not workload_model.is_own(options.model):
-        chosen = workload_model.choose(options, framework, options.tp or 1)
-        return Job(model=chosen.model, **spread), chosen.notes
-    Spread(**spread)  # refuses batches before the user's function sees them
-    length = workload_model.own_seq_len(options)
-    batch = Batch(mbs=spread["mbs"], seq_len=length, dtype=spread["dtype"])
-    made, notes = workload_model.choose_own(options, framework, batch)
+        model, notes = workload_model.choose(options, framework, options.tp or 1)
+        return Job(model=model, **spread), notes
+    Spread(**spread)  # validates batches before the user's function gets them
+    seq_len = workload_model.own_seq_len(options)
+    batch = Batch(mbs=spread["mbs"], seq_len=seq_len, dtype=spread["dtype"])
+    architecture, notes = workload_model.choose_own(options, framework, batch)
     if options.model_name:
-        made = replace(made, name=options.model_name)
-    return OwnJob(architecture=made, seq_len=length, **spread), notes
+        architecture = replace(architecture, name=options.model_name)
+    return OwnJob(architecture=architecture, seq_len=seq_len, **spread), notes
 
 
-def _of_scripts(options: GenerateOptions, rule: Rule) -> tuple[str, ...]:
+def _script_notes(options: GenerateOptions, rule: Rule) -> tuple[str, ...]:
     name = "use_distributed_optimizer"
     if (
         not options.model_size
@@ -170,66 +166,64 @@ def _of_scripts(options: GenerateOptions, rule: Rule) -> tuple[str, ...]:
 
 
 def _translated(options: GenerateOptions, rule: Rule) -> GenerateOptions:
-    """AICB's --recompute_activations is Megatron-LM's, which means the selective kind."""
+    """Replace AICB's --recompute_activations by Megatron-LM's selective recomputation."""
     name = "recompute_granularity"
-    asked = any(getattr(options, one, None) for one in _RECOMPUTE)
-    if not asked or name not in rule.fields() or getattr(options, name):
+    is_given = any(getattr(options, alias, None) for alias in _RECOMPUTE)
+    if not is_given or name not in rule.fields() or getattr(options, name):
         return options
     changes: dict[str, Any] = {name: "selective"}
     return replace(options, **changes)
 
 
 def _without_job(rule: Rule, settings: Any, options: GenerateOptions) -> Workload:
-    """Of no transformer, so nothing about one may be given."""
-    asked = (*fields(Model), *fields(Experts), *fields(Layout))
-    own = {"world_size", *rule.fields()}
-    for flag in asked:
-        if flag.name not in own and getattr(options, flag.name, None) is not None:
-            shown = _flag(flag.name)
-            raise ConfigError(
-                shown, getattr(options, flag.name), f"it has no effect with {rule.module}"
-            )
+    """Generate the workload of no transformer, for which options of one are refused."""
+    workload_model.refuse(
+        options,
+        (Model, Experts, Layout),
+        allowed={"world_size", *rule.fields()},
+        rule=f"it has no effect with {rule.module}",
+    )
     return rule.workload(settings, options.world_size or 1)
 
 
 def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
-    """Data-parallel ranks are those that the world size leaves. Raises ConfigError."""
-    given = {
+    """Return the layout; its data ranks are what the world size leaves. Raises ConfigError."""
+    values = {
         name: getattr(options, name)
         for name in (*_MODEL_AXES, "ep", *_DATA_AXES)
         if getattr(options, name, None) is not None
     }
-    asked = ParallelConfig(**given)
+    parallel = ParallelConfig(**values)
     world = options.world_size
     if world is None:
-        return asked
+        return parallel
     if not 1 <= world <= 2**24:
         raise ConfigError("world-size", world, "from 1 to 16777216")
-    free = [name for name in _DATA_AXES if name not in given]
+    free = [name for name in _DATA_AXES if name not in values]
     axis = rule.data_axis if rule.data_axis in ("", *free) else (free[0] if free else "")
-    fixed = {name: getattr(asked, name) for name in (*_MODEL_AXES, *_DATA_AXES) if name != axis}
-    at_once = asked.world_size
-    if world % at_once or (not axis and world != at_once):
-        words = " x ".join(f"{_flag(name)} {size}" for name, size in fixed.items() if size > 1)
-        allowed = f"a multiple of {words or 1} ({at_once})"
-        near = near_multiples(world, at_once)
+    sizes = {name: getattr(parallel, name) for name in (*_MODEL_AXES, *_DATA_AXES)}
+    unit = parallel.world_size
+    if world % unit or (not axis and world != unit):
+        words = " x ".join(
+            f"{dashed(name)} {size}"
+            for name, size in sizes.items()
+            if size > 1 and name != axis
+        )
+        allowed = f"a multiple of {words or 1} ({unit})"
+        near = near_multiples(world, unit)
         if not axis:
-            allowed, near = f"the product of {words or 1} ({at_once})", str(at_once)
+            allowed, near = f"the product of {words or 1} ({unit})", str(unit)
             near += "" if rule.data_axis else "; --framework fsdp has data ranks, too"
         raise ConfigError("world-size", world, f"{allowed}, e.g. {near}")
-    return replace(asked, **{axis: world // at_once}) if axis else asked
+    return replace(parallel, **{axis: world // unit}) if axis else parallel
 
 
 def settings_of(framework: str, options: GenerateOptions) -> Any:
-    """The framework's settings from the options that were given. Raises ConfigError."""
+    """Return the framework's settings from the options that are given. Raises ConfigError."""
     rule = RULES[framework]
-    found = {
+    values = {
         name: workload_flags.typed(field, value, name)
         for name, field in rule.fields().items()
         if (value := getattr(options, name, None)) is not None
     }
-    return rule.settings_class()(**found)
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
+    return rule.settings_class()(**values)

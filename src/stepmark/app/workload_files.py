@@ -13,6 +13,7 @@ from typing import Any
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import load
 from stepmark.core.workload import ComputeOp, Workload
+from stepmark.store.export import is_folder
 from stepmark.store.files import is_special, written
 from stepmark.workload.formats import FORMATS, Format, find_format, sniff
 
@@ -21,9 +22,9 @@ _MOST_BYTES = 2**30  # as of other files
 
 
 def read(file: str, group_sizes: str | None = None, world_size: int | None = None) -> Workload:
-    """The workload in a file, whatever its format; "-" is stdin. Raises ConfigError.
+    """Read a workload in any format; "-" is stdin. Raises ConfigError.
 
-    group_sizes (AICB) and world_size (SimAI): what the file leaves out.
+    group_sizes (AICB) and world_size (SimAI): facts that such files lack.
     """
     with _to_read_twice(file) as path:
         kind = sniff(path)
@@ -38,13 +39,13 @@ def read(file: str, group_sizes: str | None = None, world_size: int | None = Non
                 field = name.replace("_", "-")
                 raise ConfigError(field, value, f"it has no effect on a file of format {kind}")
             more[name] = _group_sizes(value) if isinstance(value, str) else value
-        found: Workload = FORMATS[kind].load().read(path, **more)
-    return found
+        workload: Workload = FORMATS[kind].load().read(path, **more)
+    return workload
 
 
 @contextlib.contextmanager
 def _to_read_twice(file: str) -> Iterator[Path]:
-    """The file, or a copy of what comes from stdin or a pipe, which give it once."""
+    """Yield the file, or a copy of stdin or a pipe, which can be read only once."""
     path = Path(file)
     if file != "-" and (not path.exists() or path.is_file() or path.is_dir()):
         yield path
@@ -55,11 +56,8 @@ def _to_read_twice(file: str) -> Iterator[Path]:
         try:
             yield copy
         except ConfigError as error:
-            field, shown, allowed = (
-                text.replace(str(copy), file)
-                for text in (error.field, error.shown, error.allowed)
-            )
-            raise ConfigError(field, shown, allowed) from None
+            texts = (error.field, error.shown, error.allowed)
+            raise ConfigError(*(text.replace(str(copy), file) for text in texts)) from None
 
 
 def _copy(file: str, copy: Path) -> None:
@@ -81,50 +79,50 @@ def _copy(file: str, copy: Path) -> None:
 
 
 def _group_sizes(text: str) -> dict[str, int]:
-    """ep=16,tp=2."""
-    found = {}
+    """Read groups and their ranks such as ep=16,tp=2. Raises ConfigError."""
+    sizes = {}
     for word in text.split(","):
         name, is_, size = word.partition("=")
         if not is_ or not size.isdecimal() or not 1 <= len(size) <= 7 or not int(size):
             raise ConfigError("group-sizes", text, "groups and their ranks, e.g. ep=16,tp=2")
-        found[name.strip().removesuffix("_group")] = int(size)
-    return found
+        sizes[name.strip().removesuffix("_group")] = int(size)
+    return sizes
 
 
 def timed(workload: Workload, source: str | None) -> Workload:
-    """With times of computation where --compute-from names a source of them."""
+    """Add the times of computation of --compute-from, if it is given."""
     if source is None:
         return workload
-    found: Workload = load("stepmark.app.workload_times:timed")(workload, source)
-    return found
+    result: Workload = load("stepmark.app.workload_times:timed")(workload, source)
+    return result
 
 
-AskedStage = tuple[str, int]  # the flag that asks for a pipeline stage, and the stage
+StageFlag = tuple[str, int]  # the flag that selects a pipeline stage, and the stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where a workload is written, and which part of it where a format holds one."""
+    """Where a workload is written, and the part of it where a format holds only one."""
 
     to: str | None = None
     out: str | None = None
     rank: int | None = None
-    stage: AskedStage | None = None
+    stage: StageFlag | None = None
 
 
 def deliver(workload: Workload, target: Target) -> None:
-    """Write it in the format asked for, and say on stderr what that format cannot carry."""
+    """Write a workload, and print on stderr what its format cannot carry."""
     name = find_format(target.to or "native", to=True)
     kind = FORMATS[name]
     out = target.out or "-"
     picked = _picked(workload, target, kind)
-    is_folder = out != "-" and (out.endswith("/") or Path(out).is_dir())
-    if is_folder and (not kind.picks or name in workload.origin):
+    to_folder = out != "-" and is_folder(out)
+    if to_folder and (not kind.picks or name in workload.origin):
         raise ConfigError("out", out, f"a file: all of this workload is one in {name}")
     _say_unused(target, name, kind)
     items = (item for block in workload.blocks.values() for item in block)
     if kind.needs_times and any(
-        isinstance(one, ComputeOp) and one.time_s is None for one in items
+        isinstance(item, ComputeOp) and item.time_s is None for item in items
     ):
         workload = timed(workload, AICB_FILLER)
         sys.stderr.write(
@@ -134,24 +132,24 @@ def deliver(workload: Workload, target: Target) -> None:
     module: Any = kind.load()
     for line in module.omissions(workload):
         sys.stderr.write(f"# {name} cannot carry: {line}\n")
-    if is_folder and kind.picks == "rank":
-        one = None if target.rank is None else picked["rank"]
-        files = module.files(workload, None if one is None else [one])
-        _write_folder(files, Path(out), kind, workload.world_size if one is not None else 0)
-    elif is_folder:
-        asked = target.stage is not None or target.rank is not None
-        stages = [picked["stage"]] if asked else list(range(len(workload.stages)))
+    if to_folder and kind.picks == "rank":
+        ranks = None if target.rank is None else [picked["rank"]]
+        files = module.files(workload, ranks)
+        _write_folder(files, Path(out), kind, workload.world_size if ranks else 0)
+    elif to_folder:
+        is_part = target.stage is not None or target.rank is not None
+        stages = [picked["stage"]] if is_part else list(range(len(workload.stages)))
         files = (
             (f"stage{stage}{kind.suffix}", module.write(workload, stage=stage))
             for stage in stages
         )
-        _write_folder(files, Path(out), kind, len(workload.stages) if asked else 0)
+        _write_folder(files, Path(out), kind, len(workload.stages) if is_part else 0)
     else:
         _write_file(workload, module, picked, out)
 
 
 def _write_file(workload: Workload, module: Any, picked: dict[str, int], target: str) -> None:
-    """One file, and beside it what is needed to read it."""
+    """Write one file, and the files that are needed to read it."""
     if target != "-" and hasattr(module, "companions") and not is_special(Path(target)):
         for path, chunks in module.companions(workload, Path(target), **picked):
             _write_beside(path, b"".join(_bytes(chunks)))
@@ -165,7 +163,7 @@ def _write_file(workload: Workload, module: Any, picked: dict[str, int], target:
 
 
 def _write_beside(path: Path, data: bytes) -> int:
-    """Never over another's: a file of that name may be of the workload beside it."""
+    """Write a file, unless one of another workload has its name. Raises ConfigError."""
     try:
         if path.exists() and path.read_bytes() != data:
             allowed = f"a folder without {path.name} of another workload"
@@ -182,32 +180,32 @@ def _write_folder(
     kind: Format,
     number: int,
 ) -> None:
-    """A file per rank or stage, and what goes with them.
+    """Write a file per rank or stage, and the files that belong to all of them.
 
-    number: only some of so many are written, the others may be there; 0: all are.
+    number: of how many only some are written, so that the others may exist; 0: all are written.
     """
-    given = list(files)
-    _refuse_others(folder, kind, {name for name, _ in given}, number)
+    entries = list(files)
+    _refuse_others(folder, kind, {name for name, _ in entries}, number)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("out", folder, f"a folder ({error.strerror})") from None
     size = 0
-    for name, chunks in given:
-        if number and not _OF_ONE.fullmatch(name):  # of all ranks, also of those that stay
+    for name, chunks in entries:
+        if number and not _OF_ONE.fullmatch(name):  # it belongs to the files that stay, too
             size += _write_beside(folder / name, b"".join(_bytes(chunks)))
         else:
             size += write_chunks(_bytes(chunks), str(folder / name))
-    count = f"{len(given)} file{'s' if len(given) != 1 else ''}"
+    count = f"{len(entries)} file{'s' if len(entries) != 1 else ''}"
     sys.stderr.write(f"wrote {folder}: {count}, {size:,} bytes\n")
 
 
 def _refuse_others(folder: Path, kind: Format, names: set[str], number: int) -> None:
-    """Files that stay and would be read as a part of what is written."""
-    stay = {one.name for pattern in kind.takes for one in folder.glob(pattern)} - names
+    """Refuse a folder with files that would be read as a part of this workload."""
+    stay = {path.name for pattern in kind.takes for path in folder.glob(pattern)} - names
     for name in names if number else ():
-        if of_one := _OF_ONE.fullmatch(name):
-            stay -= {f"{of_one[1]}{one}{of_one[2]}" for one in range(number)}
+        if match := _OF_ONE.fullmatch(name):
+            stay -= {f"{match[1]}{index}{match[2]}" for index in range(number)}
     if stay:
         more = f" and {len(stay) - 1} more" if len(stay) > 1 else ""
         first = min(stay, key=lambda name: (len(name), name))  # 9.json before 10.json
@@ -215,11 +213,11 @@ def _refuse_others(folder: Path, kind: Format, names: set[str], number: int) -> 
         raise ConfigError("out", folder, allowed + "which would be taken as of this workload")
 
 
-_OF_ONE = re.compile(r"(.*?)\d+(\.\w+)")  # the file of a rank or stage
+_OF_ONE = re.compile(r"(.*?)\d+(\.\w+)")  # name of the file of a rank or stage
 
 
 def _say_unused(target: Target, name: str, kind: Format) -> None:
-    """--stage and --rank change nothing where all are written."""
+    """Print that --stage and --rank have no effect on a format that holds all of them."""
     if kind.picks:
         return
     flags = [(target.stage[0], "stages")] if target.stage else []
@@ -228,10 +226,10 @@ def _say_unused(target: Target, name: str, kind: Format) -> None:
         sys.stderr.write(f"# --{flag}: no effect: {name} holds all {which}\n")
 
 
-def asked_stage(stage: int | None, pp_rank: int | None = None) -> AskedStage | None:
-    """--stage, or AICB's --pp-rank, of which -1 says nothing.
+def stage_flag(stage: int | None, pp_rank: int | None = None) -> StageFlag | None:
+    """Return --stage, or AICB's --pp-rank, of which -1 means none.
 
-    Raises ConfigError where they say different things.
+    Raises ConfigError where they contradict each other.
     """
     rank = None if pp_rank == -1 else pp_rank
     if None not in (stage, rank) and stage != rank:
@@ -241,16 +239,16 @@ def asked_stage(stage: int | None, pp_rank: int | None = None) -> AskedStage | N
     return None if stage is None else ("stage", stage)
 
 
-def stage_of(workload: Workload, asked: AskedStage | None) -> int:
-    """The pipeline stage asked for; 0 unless given. Raises ConfigError."""
-    name, stage = asked or ("stage", 0)
+def stage_of(workload: Workload, flag: StageFlag | None) -> int:
+    """Return the requested pipeline stage, else 0. Raises ConfigError."""
+    name, stage = flag or ("stage", 0)
     if not 0 <= stage < len(workload.stages):
         raise ConfigError(name, stage, f"from 0 to {len(workload.stages) - 1}")
     return stage
 
 
 def _picked(workload: Workload, target: Target, kind: Format) -> dict[str, int]:
-    """Which stage or rank a format of one holds."""
+    """Return the stage or rank to write in a format that holds only one."""
     if not kind.picks:
         return {}
     stage, rank = stage_of(workload, target.stage), target.rank

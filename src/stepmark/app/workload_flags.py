@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.options import Reader, flag, options
+from stepmark.core.options import Reader, dashed, flag, options
 from stepmark.core.workload_options import GenerateOptions
 from stepmark.workload.rules import RULES, find_rule
 
-# Other names of the rules' settings, AICB's and Megatron's, beside the fields' own.
+# AICB's and Megatron's other names of settings, besides the names of the fields.
 _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "sequence_parallel": ("--sp", "--enable-sequence-parallel", "--sp-enable"),
     "virtual_pipeline_model_parallel_size": ("--vpp",),
@@ -47,28 +47,26 @@ _LARGE = 10**6  # elements, not layers
 def options_class(framework: str) -> type[GenerateOptions]:
     """GenerateOptions with the settings of a framework, and AICB's names without effect."""
     fields = RULES[framework].fields()
-    taken = _names(GenerateOptions)
-    own = [_setting(name, field) for name, field in fields.items() if name not in taken]
+    names = _names(GenerateOptions)
+    own = [_setting(name, field) for name, field in fields.items() if name not in names]
     if "stage" not in fields:
         text = "pipeline stage, as --pp-rank; of DeepSpeed it is ZeRO's"
         own.append(("pipeline_stage", int | None, flag(text, "--stage")))
     settings = _class(f"Settings of {framework}.", own)
-    taken |= _names(settings)
+    names |= _names(settings)
     ignored: list[tuple[str, Any, Any]] = []
     for name in NO_EFFECT:
-        if name not in taken:
+        if name not in names:
             kind, default = (bool, False) if name in _SWITCHES else (str | None, None)
-            spelling = f"--{name.replace('_', '-')}"
-            ignored.append((name, kind, flag("AICB's; no effect", spelling, default=default)))
+            ignored.append((name, kind, flag("AICB's; no effect", default=default)))
     without_effect = _class("AICB's parameters without effect.", ignored)
-    made: type[GenerateOptions] = _class(
-        framework, [], GenerateOptions, settings, without_effect
-    )
-    return made
+    bases = (GenerateOptions, settings, without_effect)
+    cls: type[GenerateOptions] = _class(framework, [], *bases)
+    return cls
 
 
 def _class(title: str, fields: list[tuple[str, Any, Any]], *bases: type) -> Any:
-    """A group of options, or with bases the class that joins them."""
+    """Make a group of options, or with bases the class that joins them."""
     return dataclasses.make_dataclass(
         "Generate",
         fields,
@@ -83,7 +81,7 @@ def _class(title: str, fields: list[tuple[str, Any, Any]], *bases: type) -> Any:
 
 
 def _names(cls: type) -> set[str]:
-    """All names of options, with _ and without dashes in front."""
+    """Return all names of options, with _ and without dashes in front."""
     names = {option.name for option in options(cls)}
     words = (word for option in options(cls) for word in option.words)
     return names | {word.lstrip("-").replace("-", "_") for word in words}
@@ -91,11 +89,11 @@ def _names(cls: type) -> set[str]:
 
 def _setting(name: str, field: "dataclasses.Field[Any]") -> tuple[str, Any, Any]:
     kind = kind_of(field)
-    spellings = (f"--{name.replace('_', '-')}", *_SPELLINGS.get(name, ()))
+    spellings = (f"--{dashed(name)}", *_SPELLINGS.get(name, ()))
     text = str(field.metadata.get("help", name))
     if kind is bool:
         text += f" [{'yes' if field.default else 'no'}]"
-        switches = (f"{one}/--no-{one.removeprefix('--')}" for one in spellings)
+        switches = (f"{word}/--no-{word.removeprefix('--')}" for word in spellings)
         return name, bool | None, flag(text, *switches)
     if field.default not in (None, ""):
         text += f" [{field.default}]"
@@ -107,10 +105,10 @@ def _setting(name: str, field: "dataclasses.Field[Any]") -> tuple[str, Any, Any]
 
 
 def kind_of(field: "dataclasses.Field[Any]") -> Any:
-    """The type of a setting; of `int | None` it is int."""
+    """Return the type of a setting; of `int | None` it is int."""
     kind = field.type
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
+        (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
     return kind
 
 
@@ -131,14 +129,14 @@ def refuse_bare_recompute(name: str) -> None:
 
 
 def typed(field: "dataclasses.Field[Any]", value: object, name: str) -> Any:
-    """A setting in its field's type, which a general option of that name may not have."""
+    """Convert a setting to its field's type, which an option of its name may lack."""
     if not isinstance(value, str):
         return value
-    return _read(kind_of(field), field.default, value, name.replace("_", "-"))
+    return _read(kind_of(field), field.default, value, dashed(name))
 
 
 def _read(kind: Any, default: object, text: str, field: str) -> Any:
-    """A setting in its field's type."""
+    """Read a setting as its field's type. Raises ConfigError."""
     if kind is str:
         return text
     try:

@@ -1,9 +1,10 @@
 """The model of `stepmark workload generate`: a name, a file, AICB's size, or widths."""
 
+import itertools
 import traceback
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stepmark.app.aicb_models import (
 from stepmark.app.models import read_models, scaled
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig, find_model
+from stepmark.core.options import dashed
 from stepmark.core.workload_options import Experts, GenerateOptions, Model
 from stepmark.workload.architecture import Architecture, Batch
 from stepmark.workload.job import with_seq_len
@@ -32,20 +34,14 @@ _NOTES = {
     "gpt-175b": "gpt-175b is AICB's, of 4096 positions; the published GPT-3 has 2048 "
     "(--seq-len 2048 --max-positions 2048)"
 }
-_TAKEN = ("model", "model_name", "seq_len")  # of a model that is no decoder
+_OWN = ("model", "model_name", "seq_len")  # options of a model that is no decoder
 _VOCAB_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """The model, and what was decided for the user."""
-
-    model: ModelConfig
-    notes: tuple[str, ...] = ()
-
-
-def choose(options: GenerateOptions, framework: str, tp: int) -> Chosen:
-    """From the flags. Raises ConfigError."""
+def choose(
+    options: GenerateOptions, framework: str, tp: int
+) -> tuple[ModelConfig, tuple[str, ...]]:
+    """Return the model of the flags, and notes on defaults. Raises ConfigError."""
     notes: list[str] = []
     model = _resized(_start(options, framework, notes), options, notes)
     model = _with_experts(_with_mla(model, options), options, notes)
@@ -59,14 +55,14 @@ def choose(options: GenerateOptions, framework: str, tp: int) -> Chosen:
         raise ConfigError("num-layers", model.num_layers, f"at most {_MOST_LAYERS}")
     if options.model_name:
         model = replace(model, name=options.model_name)
-    return Chosen(model=_padded(model, options, framework, tp, notes), notes=tuple(notes))
+    model = _padded(model, options, framework, tp, notes)
+    return model, tuple(notes)
 
 
 def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelConfig:
-    """Of the one source that is named."""
-    named = [name for name in ("model", "model_size") if getattr(options, name, None)]
-    if len(named) > 1:
-        raise ConfigError("model", " and ".join(named), "give one of the two")
+    """Return the model of the one source that is given. Raises ConfigError."""
+    if options.model and options.model_size:
+        raise ConfigError("model", "model and model_size", "give one of the two")
     if options.model:
         models = read_models(options.model)
         if len(models) != 1:
@@ -77,7 +73,7 @@ def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelC
     for name in _WIDTHS:
         if getattr(options, name, None) is None:
             allowed = "a --model, a --model-size, or --num-layers, --hidden-size and "
-            raise ConfigError(_flag(name), "missing", allowed + "--num-attention-heads")
+            raise ConfigError(dashed(name), "missing", allowed + "--num-attention-heads")
     kind: Kind = "gpt" if framework == "megatron" else "llama"
     like = {
         "gpt": "as GPT (layernorm, gelu unless --swiglu, tied, learned positions)",
@@ -89,15 +85,15 @@ def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelC
     )
 
 
-def _of_preset(found: Preset, options: GenerateOptions, notes: list[str]) -> ModelConfig:
-    if found.note:
-        notes.append(found.note)
-    if found.model:
-        return find_model(found.model)
-    widths = {name: getattr(found, name) for name in _WIDTHS}
-    if found.ffn_hidden_size and not options.ffn_hidden_size:
-        widths["ffn_hidden_size"] = found.ffn_hidden_size
-    return _built(found.name, options, found.kind, widths, notes)
+def _of_preset(size: Preset, options: GenerateOptions, notes: list[str]) -> ModelConfig:
+    if size.note:
+        notes.append(size.note)
+    if size.model:
+        return find_model(size.model)
+    widths = {name: getattr(size, name) for name in _WIDTHS}
+    if size.ffn_hidden_size and not options.ffn_hidden_size:
+        widths["ffn_hidden_size"] = size.ffn_hidden_size
+    return _built(size.name, options, size.kind, widths, notes)
 
 
 def _built(
@@ -107,11 +103,10 @@ def _built(
     widths: dict[str, int],
     notes: list[str],
 ) -> ModelConfig:
-    """A model of AICB's: what was not given is as there, and said."""
+    """Return a model with AICB's defaults, which are noted."""
     widths = {key: _positive(options, key) or value for key, value in widths.items()}
     hidden, heads = widths["hidden_size"], widths["num_heads"]
-    gated = options.swiglu
-    swiglu = kind == "llama" if gated is None else gated
+    swiglu = kind == "llama" if options.swiglu is None else options.swiglu
     vocab = _positive(options, "vocab_size")
     if vocab is None:
         vocab = GPT_VOCAB_SIZE if kind == "gpt" else LLAMA_VOCAB_SIZE
@@ -137,7 +132,7 @@ def _built(
 
 
 def _resized(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> ModelConfig:
-    """Whatever was given beside the model replaces what it has."""
+    """Replace the fields of the model for which options are given."""
     sizes = (*_WIDTHS, "num_kv_heads", "ffn_hidden_size", "vocab_size")
     changes: dict[str, Any] = {
         name: value for name in sizes if (value := _positive(options, name)) is not None
@@ -165,15 +160,15 @@ def _resized(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> 
     if not changes:
         return model
     if model.source:
-        shown = ", ".join(f"{name} {value}" for name, value in changes.items())
-        notes.append(f"{model.name} with {shown}")
+        words = ", ".join(f"{name} {value}" for name, value in changes.items())
+        notes.append(f"{model.name} with {words}")
     return replace(
         model, **changes, published_params=None, published_active_params=None, aliases=()
     )
 
 
 def _gate(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> dict[str, Any]:
-    """--swiglu of a model without it has an MLP of 8/3 the width, as in Megatron-LM."""
+    """Return the changes of --swiglu, with which the MLP has Megatron-LM's default width."""
     gated = options.swiglu
     if gated is None or gated == (model.activation == "swiglu"):
         return {}
@@ -199,45 +194,42 @@ def _with_experts(
         "moe_ffn_hidden_size": "ffn_hidden_size",
         "dense_layers": "first_dense_layers",
     }
-    given = {
+    fields = {
         field: value
         for name, field in names.items()
         if (value := getattr(options, name)) is not None
     }
     if (shared := options.shared_experts) is not None:
-        width = given.get("ffn_hidden_size") or (
-            model.moe.ffn_hidden_size if model.moe else model.ffn_hidden_size
-        )
-        given |= {"num_shared_experts": shared, "shared_ffn_hidden_size": shared * width}
+        width = fields.get("ffn_hidden_size") or (model.moe or model).ffn_hidden_size
+        fields |= {"num_shared_experts": shared, "shared_ffn_hidden_size": shared * width}
     if model.moe:
-        return replace(model, moe=replace(model.moe, **given)) if given else model
-    if given.get("num_experts", 1) == 1:
-        if options.moe_enable or set(given) - {"num_experts", "top_k"}:
+        return replace(model, moe=replace(model.moe, **fields)) if fields else model
+    if fields.get("num_experts", 1) == 1:
+        if options.moe_enable or set(fields) - {"num_experts", "top_k"}:
             raise ConfigError("num-experts", options.num_experts, "2 or more experts")
-        if given:
+        if fields:
             notes.append("--moe-router-topk, --num-experts: no effect on a model of one expert")
         return model
-    if "top_k" not in given:
-        given["top_k"] = 2
+    if "top_k" not in fields:
+        fields["top_k"] = 2
         notes.append("moe-router-topk 2, as none was given (AICB's default is 1)")
-    moe = MoeConfig(**{"ffn_hidden_size": model.ffn_hidden_size} | given)
+    moe = MoeConfig(**{"ffn_hidden_size": model.ffn_hidden_size} | fields)
     dense = model.ffn_hidden_size if moe.first_dense_layers else 0
     return replace(model, moe=moe, ffn_hidden_size=dense)
 
 
 def _with_mla(model: ModelConfig, options: GenerateOptions) -> ModelConfig:
-    given = {name: value for name in _MLA if (value := getattr(options, name)) is not None}
-    if not given:
+    widths = {name: value for name in _MLA if (value := getattr(options, name)) is not None}
+    if not widths:
         return model
     if model.mla:
-        mla = replace(model.mla, **given)
+        mla = replace(model.mla, **widths)
     else:
-        missing = [name for name in _MLA[1:] if name not in given]
-        if missing:
-            raise ConfigError(
-                _flag(missing[0]), "missing", "it goes with the other widths of MLA"
-            )
-        mla = MlaConfig(**({"q_lora_rank": None} | given))
+        for name in _MLA[1:]:
+            if name not in widths:
+                rule = "it goes with the other widths of MLA"
+                raise ConfigError(dashed(name), "missing", rule)
+        mla = MlaConfig(**({"q_lora_rank": None} | widths))
     head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     return replace(model, mla=mla, head_dim=head_dim, num_kv_heads=model.num_heads)
 
@@ -245,7 +237,7 @@ def _with_mla(model: ModelConfig, options: GenerateOptions) -> ModelConfig:
 def _padded(
     model: ModelConfig, options: GenerateOptions, framework: str, tp: int, notes: list[str]
 ) -> ModelConfig:
-    """Source: Megatron-LM, vocab_size_with_padding."""
+    """Pad the vocabulary as Megatron-LM's vocab_size_with_padding does."""
     multiple = _positive(options, "make_vocab_size_divisible_by")
     if framework != "megatron":
         if multiple:
@@ -273,47 +265,47 @@ def _head_dim(hidden: int, heads: int) -> int:
 def _positive(options: GenerateOptions, name: str) -> int | None:
     value: int | None = getattr(options, name, None)
     if value is not None and not 1 <= value <= 2**30:
-        raise ConfigError(_flag(name), value, "a whole number from 1 to 1073741824")
+        raise ConfigError(dashed(name), value, "a whole number from 1 to 1073741824")
     return value
 
 
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
-
-
 def is_own(text: str | None) -> bool:
-    """Whether --model is one of these."""
+    """Return whether --model names an architecture other than a decoder."""
     return bool(text) and (text in PUBLISHED or _file_of(str(text)).endswith(".py"))
 
 
 def choose_own(
     options: GenerateOptions, framework: str, batch: Batch
 ) -> tuple[Architecture, tuple[str, ...]]:
-    """The architecture for a batch, and what was decided for the user. Raises ConfigError."""
+    """Return the architecture for a batch, and notes on defaults. Raises ConfigError."""
     text = str(options.model)
-    able = [name for name, rule in RULES.items() if rule.has_own]
-    if framework not in able:
-        allowed = f"a decoder for {framework}; of other models --framework {', '.join(able)}"
-        raise ConfigError("model", text, allowed)
-    for flag in (*fields(Model), *fields(Experts)):
-        if flag.name not in _TAKEN and getattr(options, flag.name, None) is not None:
-            name = flag.name.replace("_", "-")
-            raise ConfigError(
-                name, getattr(options, flag.name), f"it has no effect with --model {text}"
-            )
-    made = PUBLISHED[text](batch) if text in PUBLISHED else _of_file(text, batch)
-    notes = [f"model of {made.source}"] if made.source else []
+    frameworks = [name for name, rule in RULES.items() if rule.has_own]
+    if framework not in frameworks:
+        others = f"of other models --framework {', '.join(frameworks)}"
+        raise ConfigError("model", text, f"a decoder for {framework}; {others}")
+    rule = f"it has no effect with --model {text}"
+    refuse(options, (Model, Experts), allowed=_OWN, rule=rule)
+    architecture = PUBLISHED[text](batch) if text in PUBLISHED else _of_file(text, batch)
+    notes = [f"model of {architecture.source}"] if architecture.source else []
     if not options.seq_len and text not in SEQ_LENS:
         notes.append(f"seq-len {batch.seq_len}, as none was given")
-    return made, tuple(notes)
+    return architecture, tuple(notes)
+
+
+def refuse(
+    options: GenerateOptions, groups: Iterable[type], *, allowed: Container[str], rule: str
+) -> None:
+    """Refuse options of these groups that are given but not allowed. Raises ConfigError."""
+    for field in itertools.chain(*map(fields, groups)):
+        value = getattr(options, field.name, None)
+        if value is not None and field.name not in allowed:
+            raise ConfigError(dashed(field.name), value, rule)
 
 
 def own_seq_len(options: GenerateOptions) -> int:
-    """Asked for, or the published model's, or a default."""
-    given: int | None = options.seq_len
-    if given is not None and not 1 <= given <= 2**30:
-        raise ConfigError("seq-len", given, "a whole number from 1 to 1073741824")
-    return given or SEQ_LENS.get(str(options.model), _DEFAULT_SEQ_LEN)
+    """Return --seq-len, or the published model's, or a default."""
+    seq_len = _positive(options, "seq_len")
+    return seq_len or SEQ_LENS.get(str(options.model), _DEFAULT_SEQ_LEN)
 
 
 def _file_of(text: str) -> str:
@@ -322,7 +314,7 @@ def _file_of(text: str) -> str:
 
 
 def _of_file(text: str, batch: Batch) -> Architecture:
-    """What the user's function makes of a batch."""
+    """Return the architecture that the user's function makes for a batch."""
     from stepmark.bench.capture.file import load, reported  # noqa: PLC0415
 
     path = Path(_file_of(text)).resolve()
@@ -331,16 +323,16 @@ def _of_file(text: str, batch: Batch) -> Architecture:
         load(text, arguments=1) as (function, file),
         reported(Path(text).name, file),
     ):
-        made: object = function(batch)
-    if not isinstance(made, Architecture):
+        architecture: object = function(batch)
+    if not isinstance(architecture, Architecture):
         allowed = "a function of a Batch that returns an Architecture"
-        raise ConfigError(Path(text).name, type(made).__name__, allowed)
-    return made
+        raise ConfigError(Path(text).name, type(architecture).__name__, allowed)
+    return architecture
 
 
 @contextmanager
 def _with_place(path: Path) -> Iterator[None]:
-    """Where in the user's file the API refused what it was given."""
+    """Name the line of the user's file in which the API raised a ConfigError."""
     try:
         yield
     except ConfigError as error:

@@ -1,5 +1,6 @@
 """stepmark workload show: tables and figures of a workload, or its distinct cases."""
 
+import itertools
 import shlex
 import sys
 from collections import defaultdict
@@ -7,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stepmark.app.workload_files import AskedStage, stage_of
+from stepmark.app.workload_files import StageFlag, stage_of
 from stepmark.core.case import Label
 from stepmark.core.collectives import (
     ALIGN_BYTES,
@@ -35,7 +36,7 @@ from stepmark.store import export
 from stepmark.store.files import write_text
 from stepmark.workload.rules import RULES
 
-# Sizes among a framework's settings that no flag of its own stands for.
+# Sizes among a framework's settings that are set by flags of the layout.
 _AXES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "num_distributed_optimizer_instances"),
@@ -43,7 +44,7 @@ _AXES = (
 
 
 def show(
-    workload: Workload, options: Rows, stage: AskedStage | None = None, html: str | None = None
+    workload: Workload, options: Rows, stage: StageFlag | None = None, html: str | None = None
 ) -> None:
     """Print a workload, or write it as --json, --csv and --html ask."""
     if [options.json, options.csv, html].count("-") > 1:
@@ -65,7 +66,7 @@ def show(
 
 
 def write_tables(
-    workload: Workload, options: Rows, stage: AskedStage | None = None
+    workload: Workload, options: Rows, stage: StageFlag | None = None
 ) -> dict[str, list[Row]]:
     """Write --json and --csv where they are given; return the tables."""
     number = stage_of(workload, stage)
@@ -83,11 +84,11 @@ def write_tables(
 
 
 def _defaults(rules: str) -> dict[str, Any]:
-    """What the framework does unless told otherwise; of axes not used the size is 1."""
+    """Return the framework's default settings; unused axes have size 1."""
     if rules not in RULES:
         return {}
     fields = RULES[rules].fields().items()
-    defaults = {name: getattr(one.default, "value", one.default) for name, one in fields}
+    defaults = {name: getattr(field.default, "value", field.default) for name, field in fields}
     return dict.fromkeys(_AXES, 1) | defaults
 
 
@@ -103,34 +104,25 @@ def _tables(workload: Workload, stage: int) -> dict[str, list[Row]]:
 
 def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[str]:
     head = workload_text.header(workload, _defaults(workload.rules))
-    found = [f"# {line}" for line in head]
-    found += [
-        "",
-        f"# {len(tables['collectives'])} distinct collectives; calls per rank and step",
-    ]
-    several = len(workload.stages) > 1
-    for kind in ("collectives", "operators"):
-        if kind == "operators":
-            count = len(tables[kind])
-            found += [
-                "",
-                f"# {count} distinct products and attentions; calls per rank and step",
-            ]
+    lines = [f"# {line}" for line in head]
+    has_stages = len(workload.stages) > 1
+    titles = {"collectives": "collectives", "operators": "products and attentions"}
+    for kind, title in titles.items():
+        lines += ["", f"# {len(tables[kind])} distinct {title}; calls per rank and step"]
         for row in tables[kind]:
-            where = f" in stage {row['stages']}" if several else ""
-            what = "".join(f" {row[key]}" for key in ("groups",) if row.get(key))
+            where = f" in stage {row['stages']}" if has_stages else ""
             calls = f"{row['calls']} call{'s' * (row['calls'] != 1)}"
-            text = f"{calls}{where},{what} {row['passes']}: {row['modules']}"
-            found.append(f"{row['command']}  # {' '.join(text.split())}")
+            text = f"{calls}{where}, {row.get('groups', '')} {row['passes']}: {row['modules']}"
+            lines.append(f"{row['command']}  # {' '.join(text.split())}")
     if any(row["trimmed"] for row in tables["collectives"]):
-        found.append(
-            "# -b is trimmed, as in nccl-tests, where a part is no multiple of 16 bytes;"
-        )
-        found.append("# stepmark comm --from-workload FILE measures the sizes as they are")
-    return found
+        lines += [
+            "# -b is trimmed, as in nccl-tests, where a part is no multiple of 16 bytes;",
+            "# stepmark comm --from-workload FILE measures the sizes as they are",
+        ]
+    return lines
 
 
-# What a workload's speed hangs on; other operators are listed in show's tables.
+# Operators that decide a workload's speed; show's tables list the others, too.
 SHAPED = (Gemm, Bmm, GroupedGemm, Attention)
 
 
@@ -146,53 +138,57 @@ class Message:
 
 
 def messages(workload: Workload, collectives: Iterable[str] = ()) -> list[Message]:
-    """Distinct collectives over all stages and the setup; of a pair of send and recv the send.
+    """Return the distinct collectives of all stages and the setup, with send as p2p.
 
-    collectives: only these names, and send as p2p. All where none is named.
+    collectives: names to return; all of them if it is empty.
     """
-    wanted = set(collectives)
-    found: dict[CommCase, Message] = {}
+    names = set(collectives)
+    by_case: dict[CommCase, Message] = {}
     for stage, when, operation, calls in _communication(workload):
         case = case_of(operation, workload.groups[operation.group].size)
-        if case is None or (wanted and case.collective not in wanted):
+        if case is None or (names and case.collective not in names):
             continue
-        held = found.setdefault(
+        message = by_case.setdefault(
             case,
             Message(case=case, calls=defaultdict(int), passes={}, groups={}, modules={}),
         )
-        held.calls[stage] += calls
-        held.passes[when] = None
-        held.groups[operation.group] = None
-        held.modules[operation.module] = None
+        message.calls[stage] += calls
+        message.passes[when] = None
+        message.groups[operation.group] = None
+        message.modules[operation.module] = None
     order = list(Collective)
-    return sorted(
-        found.values(),
-        key=lambda one: (
-            order.index(one.case.collective),
-            one.case.num_ranks,
-            one.case.dtype,
-            one.case.message_bytes,
+    cases = sorted(
+        by_case,
+        key=lambda case: (
+            order.index(case.collective),
+            case.num_ranks,
+            case.dtype,
+            case.message_bytes,
         ),
     )
+    return [by_case[case] for case in cases]
 
 
 def case_of(operation: CommOp, num_ranks: int) -> CommCase | None:
-    """Out of place where torch offers it, its group the whole world. None: nothing is sent."""
+    """Return the case of a collective whose group is the whole world; None if nothing is sent.
+
+    It is out of place where torch supports that.
+    """
     if operation.collective == RECV or num_ranks < 2:
         return None
-    pair = operation.collective == SEND
-    collective = Collective.P2P if pair else Collective(operation.collective)
+    is_send = operation.collective == SEND
+    collective = Collective.P2P if is_send else Collective(operation.collective)
     if not operation.count and collective is not Collective.BARRIER:
         return None
     facts, redop = FACTS[collective], RedOp.NONE
-    if facts.reduces:  # other tools' files do not say how: then it sums
+    if facts.reduces:  # a sum where another tool's file does not state the reduction
         redop = RedOp.SUM if operation.redop is RedOp.NONE else operation.redop
     return CommCase(
         collective=collective,
         count=0 if collective is Collective.BARRIER else operation.count,
         dtype=operation.dtype,
-        num_ranks=2 if pair else num_ranks,
-        world_size=2 if pair else num_ranks,
+        num_ranks=2 if is_send else num_ranks,
+        world_size=2 if is_send else num_ranks,
         redop=redop,
         root=(operation.root or 0) if facts.rooted else -1,
         in_place=placements(collective, Api.TORCH)[0],
@@ -202,7 +198,7 @@ def case_of(operation: CommOp, num_ranks: int) -> CommCase | None:
 
 
 def fitted(case: CommCase, world_size: int) -> CommCase | None:
-    """The same message among at most so many ranks. None where that leaves nothing of it."""
+    """Return the same message among at most so many ranks; None where it becomes empty."""
     if case.num_ranks <= world_size:
         return case
     size = case.message_bytes
@@ -214,29 +210,29 @@ def fitted(case: CommCase, world_size: int) -> CommCase | None:
 
 
 def message_rows(workload: Workload, collectives: Iterable[str] = ()) -> list[Row]:
-    """One row per distinct collective, with the command that measures it."""
+    """Return a row per distinct collective, with the command that measures it."""
     return [
         {
-            "collective": one.case.collective.value,
-            "dtype": one.case.dtype.value,
-            "redop": one.case.redop.value if FACTS[one.case.collective].reduces else None,
-            "num_ranks": one.case.num_ranks,
-            "size_bytes": one.case.message_bytes,
-            "count": one.case.count,
-            "calls": max(one.calls.values()),
-            "stages": ranges(sorted(one.calls)),
-            "passes": ", ".join(one.passes),
-            "groups": ", ".join(one.groups),
-            "modules": ", ".join(one.modules),
-            "trimmed": is_trimmed(one.case),
-            "command": command_of(one.case),
+            "collective": message.case.collective.value,
+            "dtype": message.case.dtype.value,
+            "redop": redop.value if (redop := message.case.redop) is not RedOp.NONE else None,
+            "num_ranks": message.case.num_ranks,
+            "size_bytes": message.case.message_bytes,
+            "count": message.case.count,
+            "calls": max(message.calls.values()),
+            "stages": ranges(sorted(message.calls)),
+            "passes": ", ".join(message.passes),
+            "groups": ", ".join(message.groups),
+            "modules": ", ".join(message.modules),
+            "trimmed": is_trimmed(message.case),
+            "command": command_of(message.case),
         }
-        for one in messages(workload, collectives)
+        for message in messages(workload, collectives)
     ]
 
 
 def operator_rows(workload: Workload) -> list[Row]:
-    """One row per distinct product and attention, with the command that measures it."""
+    """Return a row per distinct product and attention, with the command that measures it."""
     calls: dict[Op, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     labels: dict[Op, dict[Label, None]] = defaultdict(dict)
     for stage in range(len(workload.stages)):
@@ -251,11 +247,11 @@ def operator_rows(workload: Workload) -> list[Row]:
             "family": FAMILY_OF[type(op)],
             "shape": op.shape_text,
             "dtype": op.dtype.value,
-            "passes": ", ".join(dict.fromkeys(str(one.phase) for one in labels[op])),
+            "passes": ", ".join(dict.fromkeys(str(label.phase) for label in labels[op])),
             "flops": op.flops,
             "calls": max(by_stage.values()),
             "stages": ranges(sorted(by_stage)),
-            "modules": ", ".join(dict.fromkeys(one.role for one in labels[op])),
+            "modules": ", ".join(dict.fromkeys(label.role for label in labels[op])),
             "command": shlex.join(["stepmark", "op", *argv(shape_options(op))]),
         }
         rows.append(row)
@@ -263,13 +259,11 @@ def operator_rows(workload: Workload) -> list[Row]:
 
 
 def _communication(workload: Workload) -> Iterable[tuple[int, str, CommOp, int]]:
-    for stage in range(len(workload.stages)):
-        for operation, calls in workload.tally(stage, setup=True).items():
+    """Yield (stage, pass, collective, calls) of the setup and the step of each stage."""
+    for stage, is_setup in itertools.product(range(len(workload.stages)), (True, False)):
+        for operation, calls in workload.tally(stage, setup=is_setup).items():
             if isinstance(operation, CommOp):
-                yield stage, SETUP, operation, calls
-        for operation, calls in workload.tally(stage).items():
-            if isinstance(operation, CommOp):
-                yield stage, pass_of(operation), operation, calls
+                yield stage, SETUP if is_setup else pass_of(operation), operation, calls
 
 
 def is_trimmed(case: CommCase) -> bool:
