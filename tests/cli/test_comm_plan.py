@@ -204,7 +204,7 @@ def test_every_case_prints_the_command_that_plans_it(monkeypatch: pytest.MonkeyP
     found += cases("all_to_all_v", n=4, imbalance="0.5", overlap_with="gemm:8")
     planned_again: list[CommCase] = []
     monkeypatch.setattr(
-        dry_run, "show_cases", lambda planned, *_: planned_again.extend(planned)
+        dry_run, "show", lambda plan, *_: planned_again.extend(e.case for e in plan.entries)
     )
     for case in found:
         assert status([*shlex.split(command_of(case))[1:], "--dry-run"]) == 0

@@ -268,7 +268,7 @@ def test_a_file_is_read_once_however_it_is_named(tmp_path: Path) -> None:
     first = tmp_path / "a[1].log"  # a name that a pattern would not match
     first.write_bytes(COLL.read_bytes())
     found = collect([str(first), str(tmp_path), f"{tmp_path}/*.log"])
-    assert found.logs == [first]
+    assert found.paths[LOG] == [first]
 
 
 def test_a_folder_leaves_out_what_it_does_not_know(

@@ -48,7 +48,9 @@ def plan(words: list[str]) -> list[TrainCase]:
     """The cases of a command line."""
     with pytest.MonkeyPatch.context() as patch:
         cases: list[TrainCase] = []
-        patch.setattr(dry_run, "show_cases", lambda planned, *_: cases.extend(planned))
+        patch.setattr(
+            dry_run, "show", lambda plan, *_: cases.extend(each.case for each in plan.entries)
+        )
         assert status(["train", *words, "--dry-run"]) == 0
         return cases
 

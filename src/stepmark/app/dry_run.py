@@ -1,7 +1,8 @@
 """--dry-run: print a plan on any machine, for any device, or write it as JSON or CSV."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from typing import Any
 
 from stepmark.app.train_plan import estimated_memory
 from stepmark.core.case import Label, OpCase
@@ -17,26 +18,20 @@ from stepmark.core.workload import CommOp
 from stepmark.store.export import write_csv, write_json
 from stepmark.workload.rules.pytorch.case import of_case
 
-Row = dict[str, object]
+Row = dict[str, Any]
 
 
 def show(plan: Plan, json: str | None = None, csv: str | None = None) -> None:
     """Print the cases of a plan, or write them to --json and --csv."""
     for note in plan.notes:
         sys.stderr.write(f"# {note}\n")
-    show_cases([entry.case for entry in plan.entries if entry.launch == 1], json, csv)
-
-
-def show_cases(
-    cases: Sequence[AnyCase], json: str | None = None, csv: str | None = None
-) -> None:
-    """Print cases, or write them to --json and --csv."""
+    cases = [entry.case for entry in plan.entries if entry.launch == 1]
     rows = [row for case in cases for row in _rows(case)]
     for target, write in ((json, write_json), (csv, write_csv)):
         if target:
             write(rows, target)
     if "-" not in (json, csv):
-        sys.stdout.write("".join(f"{_LINES[str(row['kind'])](row)}\n" for row in rows))
+        sys.stdout.write("".join(f"{_LINES[row['kind']](row)}\n" for row in rows))
         sys.stdout.flush()
     count = f"{len(cases)} case{'s' if len(cases) != 1 else ''}"
     count += f", {len(rows)} rows" if len(rows) != len(cases) else ""
@@ -122,33 +117,29 @@ def _messages(case: TrainCase) -> tuple[int | None, int | None, str]:
     return sum(times for _, times in stages[busiest]), total_bytes[busiest], ""
 
 
-def _operator_line(row: Mapping[str, object]) -> str:
+def _operator_line(row: Row) -> str:
     names = ("family", "model", "role", "pass", "shape", "dtype", "backend")
-    words = " ".join(str(row[name]) for name in names if row[name])
-    traffic, memory = _size_text(row["bytes_moved"]), _size_text(row["memory_bytes"])
+    words = " ".join(row[name] for name in names if row[name])
+    traffic, memory = format_bytes(row["bytes_moved"]), format_bytes(row["memory_bytes"])
     return f"{words}  # {_flops(row)} TFLOP, {traffic} moved, {memory} of operands"
 
 
-def _step_line(row: Mapping[str, object]) -> str:
-    memory = _size_text(round(float(str(row["memory_bytes"])) / MIB) * MIB)
+def _step_line(row: Row) -> str:
+    memory = format_bytes(round(row["memory_bytes"] / MIB) * MIB)
     messages = f"messages unknown: {row['messages_unknown']}"
     if not row["messages_unknown"]:
-        size = _size_text(row["message_bytes"])
+        size = format_bytes(row["message_bytes"])
         messages = f"{row['message_calls']} messages ({size}) per rank"
     flops = f"{_flops(row)} TFLOP per step of all ranks"
     return f"{row['command']}  # {flops}, {messages}, about {memory} of memory per rank"
 
 
-def _flops(row: Mapping[str, object]) -> str:
-    return f"{float(str(row['flops'])) / TFLOP:.4g}"
+def _flops(row: Row) -> str:
+    return f"{row['flops'] / TFLOP:.4g}"
 
 
-def _size_text(size: object) -> str:
-    return format_bytes(int(str(size)))
-
-
-_LINES: dict[str, Callable[[Mapping[str, object]], str]] = {
+_LINES: dict[str, Callable[[Row], str]] = {
     "op": _operator_line,
-    "comm": lambda row: f"{row['command']}  # {_size_text(row['size_bytes'])}",
+    "comm": lambda row: f"{row['command']}  # {format_bytes(row['size_bytes'])}",
     "train": _step_line,
 }

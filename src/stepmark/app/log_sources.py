@@ -2,8 +2,10 @@
 
 import glob
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from stepmark.core.errors import ConfigError
@@ -26,19 +28,10 @@ LOG, FLIGHT, INSPECTOR, TABLES = "NCCL log", "flight recorder", "inspector", "ta
 
 @dataclass(slots=True, kw_only=True)
 class Inputs:
-    """Paths by kind. A job's output may be a log with tables: it is in both."""
+    """Paths by kind. A job's output that is a log with tables is in both."""
 
-    logs: list[Path] = field(default_factory=list)
-    flights: list[Path] = field(default_factory=list)
-    inspectors: list[Path] = field(default_factory=list)
-    tables: list[Path] = field(default_factory=list)
-    unknown: list[tuple[Path, str]] = field(default_factory=list)  # of folders, with the reason
-
-    def add(self, path: Path, kinds: set[str]) -> None:
-        by_kind = {LOG: self.logs, FLIGHT: self.flights, INSPECTOR: self.inspectors}
-        for kind, paths in (by_kind | {TABLES: self.tables}).items():
-            if kind in kinds:
-                paths.append(path)
+    paths: dict[str, list[Path]] = field(default_factory=lambda: defaultdict(list))
+    unknown: list[tuple[Path, str]] = field(default_factory=list)  # in folders, with the reason
 
 
 def collect(words: Sequence[str], *, only_tables: bool = False) -> Inputs:
@@ -105,7 +98,8 @@ def _sort(path: Path, inputs: Inputs, *, is_named: bool, only_tables: bool) -> b
         raise ConfigError("file", path, f"{allowed}; --tables searches it for tables anyway")
     if not kinds:
         inputs.unknown.append((path, "it contains nothing that stepmark recognizes"))
-    inputs.add(path, kinds)
+    for kind in kinds:
+        inputs.paths[kind].append(path)
     return bool(kinds)
 
 
@@ -147,13 +141,13 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
 
     Messages of two kinds may be of one job, so they are never added.
     """
-    sources = []
-    if inputs.logs:
-        sources.append(_log(inputs.logs, num_ranks))
-    if inputs.flights:
-        sources.append(_flight_recorder(inputs.flights))
-    if inputs.inspectors:
-        sources.append(_inspector(inputs.inspectors))
+    readers: dict[str, Callable[[list[Path]], Source]] = {
+        LOG: partial(_log, num_ranks),
+        FLIGHT: _flight_recorder,
+        INSPECTOR: _inspector,
+    }
+    paths = inputs.paths
+    sources = [read(paths[kind]) for kind, read in readers.items() if paths[kind]]
     if num_ranks is None:
         return sources
     return [
@@ -161,7 +155,7 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
     ]
 
 
-def _log(paths: Sequence[Path], num_ranks: int | None) -> Source:
+def _log(num_ranks: int | None, paths: Sequence[Path]) -> Source:
     facts = read_log(paths, num_ranks=num_ranks)
     return Source(
         kind=LOG,

@@ -4,11 +4,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import StringIO
-from pathlib import Path
 
 from rich.console import Console
 
-from stepmark.app.log_sources import Inputs, Rows, Source, collect, read_sources
+from stepmark.app.log_sources import LOG, TABLES, Inputs, Rows, Source, collect, read_sources
 from stepmark.app.measured_curves import read_curves
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding, Severity
@@ -264,8 +263,8 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     views = tuple(_view(source, options) for source in sources)
     # A request for the messages of a job's output is no request for its tables.
     is_about_messages = views and (options.shows_histogram or options.tuning)
-    logs = set(inputs.logs) if is_about_messages else set()
-    validated, without = _tables([path for path in inputs.tables if path not in logs])
+    logs = set(inputs.paths[LOG] if is_about_messages else ())
+    by_file = {path: tables.find(path) for path in inputs.paths[TABLES] if path not in logs}
     if not views and options.curve:
         allowed = "given with logs, dumps or inspector lines to compare with"
         raise ConfigError("curve", options.curve, allowed)
@@ -275,16 +274,11 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     return LogReport(
         options=options,
         views=views,
-        tables=validated,
-        without_tables=() if views else without,
+        tables=tuple(
+            (table, tuple(validate(table))) for found in by_file.values() for table in found
+        ),
+        without_tables=tuple(str(p) for p, found in by_file.items() if not (found or views)),
     )
-
-
-def _tables(paths: Sequence[Path]) -> tuple[tuple[TableFindings, ...], tuple[str, ...]]:
-    """Return (tables with their findings, files without any)."""
-    by_file = {path: tables.find(path) for path in paths}
-    validated = ((table, tuple(validate(table))) for own in by_file.values() for table in own)
-    return tuple(validated), tuple(str(path) for path, own in by_file.items() if not own)
 
 
 def _view(source: Source, options: LogsOptions) -> SourceView:

@@ -1,8 +1,6 @@
 """One rank of a run: `python -m stepmark.app.rank RUN`, or a process of an outer launcher.
 
 It reads the plan, joins the other ranks, opens the run and measures what is left of the plan.
-Over 250 lines because every way in which a rank can be cut short needs the same few facts: its
-plan, its position, where records go.
 """
 
 import dataclasses
@@ -18,12 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from stepmark.app.delivery import resume_hint
+from stepmark.app.measure import shown
 from stepmark.app.progress import Progress
 from stepmark.core.commands import command_of
 from stepmark.core.errors import StepmarkError
 from stepmark.core.options import load
 from stepmark.core.plan import FORCE, Entry, Plan
-from stepmark.core.record import Failed, RunInfo
+from stepmark.core.record import Environment, Failed, RunInfo
 from stepmark.launch import outer_launcher, signals
 from stepmark.launch.heartbeat import Heartbeat, Watchdog
 from stepmark.launch.processes import LocalPeers
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from stepmark.bench.run_cases import Bench
     from stepmark.core.train_case import TrainCase
 
-# A module that is imported before a rank begins, so that a test can put faults into it.
+# Names a module that is imported before a rank begins, with which tests inject faults.
 TEST_HOOK = "STEPMARK_TEST_HOOK"
 
 _SETUP_S = 120.0  # joining and leaving: interpreters start at different speeds
 _JOIN_S = 300.0  # under a launcher: ranks of many hosts join, and rank 0 plans
-_UNTIL_SEEN_S = 0.5  # the parent needs this long to see which rank died first
+_DETECTION_S = 0.5  # the parent needs this long to detect which rank died first
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure as a rank that our own parent watches. Returns the exit code."""
+    """Measure as a rank that our own parent supervises. Returns the exit code."""
     if hook := os.environ.get(TEST_HOOK):
         importlib.import_module(hook)
     heartbeat = Heartbeat.from_environment()
@@ -61,13 +61,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         plan = plans.read_file(plan_file)
         rank = Rank(plan, run, heartbeat, force=FORCE in arguments)
-        code = rank.measure(_context(plan))
+        for_meshes = any(entry.case.kind == "train" for entry in plan.entries)
+        code = rank.measure(_context(plan.device, for_meshes=for_meshes))
     except StepmarkError as error:
         if type(error).__name__ == "LostPeersError":
-            # An exit code that is reported would say that all is recorded.
-            time.sleep(_UNTIL_SEEN_S)
+            # Do not report an exit code, which would mean that every case is recorded.
+            time.sleep(_DETECTION_S)
             _leave(3)
-        _complain(str(error))
+        if outer_launcher.is_first():  # every rank raises the same error
+            sys.stderr.write(f"stepmark: {error}\n")
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
@@ -84,12 +86,11 @@ def measure_under_launcher(
     error. Returns the exit code, and on rank 0 the run to show.
     """
     outer_launcher.as_torchrun()
-    from stepmark.bench.context import make_context  # noqa: PLC0415
     from stepmark.bench.ranks import LostPeersError  # noqa: PLC0415
 
     watchdog = Watchdog(lambda position: None)
     watchdog.idle(_JOIN_S)
-    context = make_context(device, for_meshes=True)
+    context = _context(device, for_meshes=True)
     ranks = context.ranks
     text, run, problem = ranks.decide(lambda: _planned(make_plan))
     watchdog.close(0)
@@ -116,23 +117,16 @@ def _planned(
     return plans.encode(plan), run, None
 
 
-def _context(plan: Plan) -> "MeasureContext":
+def _context(device: str, *, for_meshes: bool) -> "MeasureContext":
     from stepmark.bench.context import make_context  # noqa: PLC0415
 
-    kinds = {entry.case.kind for entry in plan.entries}
-    return make_context(plan.device, for_meshes="train" in kinds)
-
-
-def _largest_mbs(case: "TrainCase", memory_bytes: int) -> int:
-    """Import the estimate when a case has run out of memory."""
-    mbs: int = load("stepmark.app.train_plan:largest_mbs")(case, memory_bytes)
-    return mbs
+    return make_context(device, for_meshes=for_meshes)
 
 
 class Rank:
-    """This rank's share of the plan, and what it does when it is cut short.
+    """A rank that measures its part of the plan, and records how it was cut short.
 
-    run: the run directory; under an outer launcher rank 0 alone has it.
+    run: the run directory; under an outer launcher only rank 0 has it.
     """
 
     def __init__(
@@ -144,15 +138,19 @@ class Rank:
         self._peers: LocalPeers | None = None
         self._position: int | None = None
         self._run_id = ""
-        self._restarts = False  # new ranks take over
+        self._restarts = False  # new ranks continue the plan
 
     def measure(self, context: "MeasureContext") -> int:
         """Measure what is left of the plan. Returns the exit code of this rank."""
         self._guard.idle(_SETUP_S)
         ranks = context.ranks
         writer, done, failures = self._open(ranks)
-        plan_entries = [e for e in self._plan.entries if e.position >= self._guard.first]
-        todo = [e for e in plan_entries if (e.case.case_id, e.launch) not in done]
+        todo = [
+            entry
+            for entry in self._plan.entries
+            if entry.position >= self._guard.first
+            and (entry.case.case_id, entry.launch) not in done
+        ]
         is_first, total = ranks.rank == 0, len(self._plan.entries)
         progress = Progress(total, writer, quiet=not is_first, first=total - len(todo))
         self._progress = progress if is_first else None
@@ -167,10 +165,10 @@ class Rank:
             on_blocked=self._on_blocked,
             largest_mbs=_largest_mbs,
         )
-        code = self._ended(lambda: self._run_cases(todo, context), progress)
+        code = self._exit_code(lambda: self._run_cases(todo, context), progress)
         code = self._unless_peers_died(code)
         self._guard.idle(_SETUP_S)
-        if not code and not self._restarts:  # closing may hang after what made ranks restart
+        if not code and not self._restarts:  # after a failure closing may hang
             ranks.close()
         if writer is not None:
             writer.close()
@@ -179,27 +177,26 @@ class Rank:
         return code
 
     def _run_cases(self, todo: Sequence[Entry], context: "MeasureContext") -> None:
-        from stepmark.bench import run_cases  # noqa: PLC0415
+        from stepmark.bench import ranks, run_cases  # noqa: PLC0415
 
         if not todo:
             return
         benches = run_cases.make_benches(self._plan, context)
         if self._heartbeat is not None:
-            self._heartbeat.on_abort(_flight_recorder, lambda: _abort(benches))
-        left = list(todo)
-        while left:
-            sink = self._progress or (lambda record: None)
-            position = run_cases.run(left, context, benches, self, sink)
+            self._heartbeat.on_abort(ranks.dump_flight_recorder, lambda: _abort(benches))
+        sink = self._progress or (lambda record: None)
+        while todo:
+            position = run_cases.run(todo, context, benches, self, sink)
             if position is None:
                 return
             if self._guard.restart_at(position):
                 self._restarts = True
                 return
-            left = [entry for entry in left if entry.position >= position]
+            todo = [entry for entry in todo if entry.position >= position]
 
     def _open(self, ranks: "Ranks") -> tuple[RunWriter | None, set[Done], tuple[Failed, ...]]:
-        """Begin the run, or continue it: for all ranks. The writer is rank 0's."""
-        from stepmark.bench.environment import local_device  # noqa: PLC0415
+        """Begin or continue the run on all ranks. Only rank 0 gets a writer."""
+        from stepmark.bench.environment import capture, local_device  # noqa: PLC0415
 
         devices = ranks.gather(local_device(ranks.device, ranks.rank))
         writer: RunWriter | None = None
@@ -208,8 +205,9 @@ class Rank:
         if ranks.rank == 0:
             assert self._run is not None
             try:
-                writer, done, failures = self._opened(self._run, devices)
-                opened = (done, failures)
+                writer, done = self._opened(self._run, lambda: capture(devices))
+                records = read_records(self._run)
+                opened = (done, tuple(r for r in records if isinstance(r, Failed)))
             except StepmarkError as error:
                 problem = error
         name = self._run.name if self._run else ""
@@ -220,33 +218,28 @@ class Rank:
         return writer, done, failures
 
     def _opened(
-        self, run: Path, devices: list[object]
-    ) -> tuple[RunWriter, set[Done], tuple[Failed, ...]]:
-        from stepmark.bench.environment import capture  # noqa: PLC0415
-
-        # Records spell commands: what that imports is imported before the first case.
+        self, run: Path, capture: Callable[[], Environment]
+    ) -> tuple[RunWriter, set[Done]]:
+        # Records contain commands; import what these need before the first case is timed.
         for case in {entry.case.kind: entry.case for entry in self._plan.entries}.values():
             command_of(case)
-        if self._guard.first:  # earlier ranks of the same parent began it
-            writer, done = RunWriter.go_on(run)
-        elif (run / "run.json").is_file():
-            environment = capture(devices)  # type: ignore[arg-type]
-            writer, done = RunWriter.resume(run, environment, force=self._force)
-            plans.replace(run, self._plan)  # only now is it certain that it will be measured
-        else:
-            info = RunInfo(
-                run_id=run.name,
-                created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-                command=self._plan.command_line,
-                environment=capture(devices),  # type: ignore[arg-type]
-                num_cases=len(self._plan.entries),
-                settings=self._plan.settings,
-            )
-            writer, done = RunWriter.begin(run, info), set()
-        failures = [r for r in read_records(run) if isinstance(r, Failed)]
-        return writer, done, tuple(failures)
+        if self._guard.first:  # earlier ranks of the same parent began the run
+            return RunWriter.go_on(run)
+        if (run / "run.json").is_file():
+            writer, done = RunWriter.resume(run, capture(), force=self._force)
+            plans.replace(run, self._plan)  # only now has the run accepted the plan
+            return writer, done
+        info = RunInfo(
+            run_id=run.name,
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=self._plan.command_line,
+            environment=capture(),
+            num_cases=len(self._plan.entries),
+            settings=self._plan.settings,
+        )
+        return RunWriter.begin(run, info), set()
 
-    def _ended(self, work: Callable[[], object], progress: Progress) -> int:
+    def _exit_code(self, work: Callable[[], object], progress: Progress) -> int:
         """Do the work; return 0, or 130 and 143 for an interrupted and a terminated one."""
         with nullcontext() if self._heartbeat else signals.terminable():
             try:
@@ -260,7 +253,7 @@ class Rank:
                 progress.close()
         return 0
 
-    # The guard that cases are run under: notes the position, passes it on.
+    # The guard of a case: stores the position and passes it on.
 
     def begin(self, position: int, limit_s: float) -> None:
         self._position = position
@@ -270,7 +263,7 @@ class Rank:
         self._position = None
         self._guard.idle(limit_s)
 
-    # Ways to be cut short.
+    # How a rank is cut short.
 
     def _on_blocked(self, record: Failed, position: int) -> NoReturn:
         """Record a failure while the main thread is blocked in what the failed rank left."""
@@ -283,31 +276,32 @@ class Rank:
                 self._heartbeat.restart_at(position + 1)
             self._heartbeat.close(3)
         elif self._run is not None:
-            # Whatever goes wrong with showing the run, this rank must end.
+            # This rank must end even if showing the run fails.
             with suppress(Exception):
-                load("stepmark.app.measure:shown")(self._run, 3)
+                shown(self._run, 3)
         _leave(3)
 
     def _unless_peers_died(self, code: int) -> int:
-        """Turn 143 into 3 where SIGTERM was a launcher's answer to another rank's death."""
+        """Turn 143 into 3 where a launcher sent SIGTERM because another rank died."""
         if self._peers is None:
             return code
         self._peers.close()
-        gone = self._peers.gone
-        if code != 143 or not gone or self._position is None:
+        lost = self._peers.gone
+        if code != 143 or not lost or self._position is None:
             return code
-        self._record(self._position, "lost rank", f"{ranks_text(gone)} ended", gone)
+        self._record(self._position, "lost rank", f"{ranks_text(lost)} ended", lost)
         return 3
 
     def _on_timeout(self, position: int | None) -> None:
-        """Called by the watchdog's thread while the main thread hangs."""
+        """Record a timeout; the watchdog's thread calls this while the main thread hangs."""
         if position is None:
             return
         stopped = tuple(self._peers.stopped) if self._peers else ()
         message = "took longer than --timeout"
         message += f"; stopped (SIGSTOP): {ranks_text(stopped)}" if stopped else ""
         self._record(position, "timeout", message, stopped)
-        self._say_how_to_resume()
+        if self._progress and self._run:
+            self._progress.say(resume_hint(self._run))
 
     @property
     def has_begun(self) -> bool:
@@ -315,12 +309,12 @@ class Rank:
 
     def lost_peers(self, message: str) -> int:
         """Record that peers are gone; return the exit code."""
-        # torchrun's answer to the same death; we leave anyway.
+        # torchrun sends SIGTERM after the same failure; this rank ends anyway.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        gone = self._peers.wait_for_end(_UNTIL_SEEN_S) if self._peers else ()
-        message = f"{ranks_text(gone)} ended" if gone else message
+        lost = self._peers.wait_for_end(_DETECTION_S) if self._peers else ()
+        message = f"{ranks_text(lost)} ended" if lost else message
         if self._position is not None:
-            self._record(self._position, "lost rank", message, gone)
+            self._record(self._position, "lost rank", message, lost)
         elif self._progress:
             self._progress.say(f"stepmark: {message}")
         self._guard.close(3)
@@ -341,38 +335,25 @@ class Rank:
             )
         )
 
-    def _say_how_to_resume(self) -> None:
-        if self._progress and self._run:
-            self._progress.say(load("stepmark.app.delivery:resume_hint")(self._run))
+
+def _largest_mbs(case: "TrainCase", memory_bytes: int) -> int:
+    """Import the estimate only when a case has run out of memory."""
+    mbs: int = load("stepmark.app.train_plan:largest_mbs")(case, memory_bytes)
+    return mbs
 
 
 def _local_peers(ranks: "Ranks") -> LocalPeers:
     """Watch the ranks of the same host name; all ranks call it."""
-    mine = (socket.gethostname(), os.getpid())
-    everyone = dict(enumerate(ranks.gather(mine)))
-    return LocalPeers(
-        {
-            rank: pid
-            for rank, (host, pid) in everyone.items()
-            if host == mine[0] and rank != ranks.rank
-        }
-    )
-
-
-def _flight_recorder() -> str:
-    from stepmark.bench.ranks import dump_flight_recorder  # noqa: PLC0415
-
-    return dump_flight_recorder()
+    own_host = socket.gethostname()
+    processes = enumerate(ranks.gather((own_host, os.getpid())))
+    peers = {rank: pid for rank, (host, pid) in processes if host == own_host}
+    del peers[ranks.rank]
+    return LocalPeers(peers)
 
 
 def _abort(benches: "dict[str, Bench]") -> None:
     for bench in benches.values():
         bench.abort()
-
-
-def _complain(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # what every rank refuses is said once
-        sys.stderr.write(f"stepmark: {text}\n")
 
 
 def _leave(code: int) -> NoReturn:

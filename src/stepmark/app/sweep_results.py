@@ -1,10 +1,9 @@
 """A sweep from its first try to its results: rounds, comparison, recommendation, files."""
 
-import contextlib
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +52,12 @@ def made(
     means = Means(base=base, budget_s=options.budget, say=_say)
     for note in sweep.notes:
         _say(f"# {note}")
-    with _journal(sweep, path, options.out) as journal, catching() as signals:
+    opened = Journal.go_on(path) if path else Journal.create(options.out, sweep)
+    with opened as journal, catching() as signals:
+        if journal.sweep != sweep:
+            journal.change(
+                repeats=sweep.repeats, timeout_s=sweep.timeout_s, baseline=sweep.baseline
+            )
         number = sweep_run.make(journal, means, signals)
         if number is None:
             code = _show(journal, request, options, means, signals)
@@ -64,16 +68,6 @@ def made(
             return 128 + number
     _say(f"sweep {journal.path}")
     return code
-
-
-@contextlib.contextmanager
-def _journal(sweep: Sweep, path: Path | None, out: Path) -> Iterator[Journal]:
-    with Journal.go_on(path) if path else Journal.create(out, sweep) as journal:
-        if journal.sweep != sweep:
-            journal.change(
-                repeats=sweep.repeats, timeout_s=sweep.timeout_s, baseline=sweep.baseline
-            )
-        yield journal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
