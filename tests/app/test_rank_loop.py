@@ -259,10 +259,10 @@ def test_a_run_that_has_only_a_plan_is_begun_by_resume(
 PARENT = """
 import sys
 from pathlib import Path
-from stepmark.app.measure import measure_quietly, shown
+from stepmark.app.measure import measure_quietly, show_run
 from tests.app.sleeping import plan
 code, run = measure_quietly(plan(2, 9), sys.argv[1])
-sys.exit(shown(run, code))
+sys.exit(show_run(run, code))
 """
 
 

@@ -167,7 +167,7 @@ def test_rounds_are_kept_compared_and_recommended(tmp_path: Path) -> None:
     assert all((journal.path / "runs" / one.run / "run.json").exists() for one in sweep.tries)
     # KIND is swept: that it differs is no surprise.
     assert {one.differs for one in sweep.tries} == {()}
-    found = sweep_results.compared(journal.path, sweep, 0.01)
+    found = sweep_results.compare_settings(journal.path, sweep, 0.01)
     assert found is not None
     assert found.comparison.names == ("default", "KIND=fast", "KIND=slow")
     cell = found.comparison.lines[0].cells["KIND=fast"]
@@ -194,7 +194,7 @@ def test_settings_that_go_wrong_are_recorded_and_left_out(tmp_path: Path) -> Non
     assert failed["KIND=broken"].exit_code == 3
     assert failed["KIND=broken"].stderr == ("stepmark: it is", "broken")
     assert failed["KIND=wrong"].outcome is Outcome.WRONG
-    found = sweep_results.compared(journal.path, sweep, 0.01)
+    found = sweep_results.compare_settings(journal.path, sweep, 0.01)
     assert found is not None
     assert found.comparison.names == ("default", "KIND=fast")
 
@@ -209,7 +209,7 @@ def test_a_setting_that_hangs_is_killed_with_its_grandchildren(tmp_path: Path) -
     assert Counter(started(tmp_path)) == {"default": 2, "hang": 1}
     pid = int((tmp_path / "grandchild").read_text())
     assert not psutil.pid_exists(pid) or not processes.is_alive(psutil.Process(pid))
-    assert sweep_results.compared(journal.path, sweep, 0.01) is None
+    assert sweep_results.compare_settings(journal.path, sweep, 0.01) is None
 
 
 def test_resume_makes_only_what_is_missing(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_another_method_is_shown_and_not_recommended(tmp_path: Path) -> None:
         if one.setting == "KIND=fast":
             file = journal.path / "runs" / one.run / "records.jsonl"
             file.write_text(file.read_text().replace("comm-queued/1", "comm-graph/1"))
-    found = sweep_results.compared(journal.path, sweep, 0.01)
+    found = sweep_results.compare_settings(journal.path, sweep, 0.01)
     assert found is not None
     assert found.advice.single is None
     assert "comm-graph/1" in found.advice.left_out["KIND=fast"]
@@ -379,7 +379,7 @@ def test_the_page_says_what_failed_and_what_is_recommended(tmp_path: Path) -> No
     with Journal.create(tmp_path, sweep_of("broken", "fast", repeats=4)) as journal:
         make(journal, means(tmp_path), [])
     options = SweepOptions(out=tmp_path, html=str(page))
-    assert sweep_results.made(journal.sweep, journal.path, None, options, {}) == 3
+    assert sweep_results.run(journal.sweep, journal.path, None, options, {}) == 3
     text = page.read_text()
     assert "failed: KIND=broken in round " in text
     assert "failed, exit code 3\n  stepmark: it is\n  broken\n" in text
@@ -548,7 +548,7 @@ def logged(**at: tuple[str, str, int]) -> tuning.Logged:
 def test_the_file_says_what_won_and_the_default_elsewhere(tmp_path: Path) -> None:
     with Journal.create(tmp_path, sweep_of("fast", "slow", repeats=4)) as journal:
         make(journal, means(tmp_path), [])
-    found = sweep_results.compared(journal.path, journal.sweep, 0.01)
+    found = sweep_results.compare_settings(journal.path, journal.sweep, 0.01)
     assert found is not None
     ring, tree = ("ring", "simple", 4), ("tree", "ll", 8)
     sizes = ("s1024", "s65536", "s524288", "s16777216", "s1073741824")
@@ -574,7 +574,7 @@ def tuned(folder: Path, plugin: str | None = None) -> tuple[list[str], int, tuni
     with Journal.create(folder, sweep) as journal:
         how = means(folder)
         make(journal, how, [])
-        found = sweep_results.compared(journal.path, journal.sweep, 0.01)
+        found = sweep_results.compare_settings(journal.path, journal.sweep, 0.01)
         assert found is not None
         said, code = tuning.emit(journal, found.advice, asked, how, [])
     return said, code, asked

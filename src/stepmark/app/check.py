@@ -26,7 +26,7 @@ def run(options: CheckOptions) -> int:
     options.check_stdout()
     path = find_run(options.runs, options.baseline)
     reference = _reference(path)
-    paths, code, wrong = _measured(path.name, reference, options)
+    paths, code, wrong = _measure_again(path.name, reference, options)
     if code in (2, 130, 143):
         return code
     if wrong >= set(reference):
@@ -48,7 +48,7 @@ def run(options: CheckOptions) -> int:
     return worst(code, 1 if slower else 0, 3 if missing else 0)
 
 
-def _measured(
+def _measure_again(
     name: str, reference: dict[str, Measured], options: CheckOptions
 ) -> tuple[list[Path], int, set[str]]:
     """Return run folders, the worst exit code, and the cases with wrong results."""
@@ -59,11 +59,11 @@ def _measured(
     code, wrong = 0, set[str]()
     for number in range(options.launches):
         settings = {"check_of": name, "launch": f"{number + 1}/{options.launches}"}
-        ended, run = measure_quietly(plan, str(options.runs / "checks"), settings)
-        if ended in (2, 130, 143):
-            return paths, ended, wrong
+        ranks_code, run = measure_quietly(plan, str(options.runs / "checks"), settings)
+        if ranks_code in (2, 130, 143):
+            return paths, ranks_code, wrong
         outcome = view(run)
-        code = worst(code, ended, exit_code(outcome))
+        code = worst(code, ranks_code, exit_code(outcome))
         paths.append(run)
         wrong |= {
             record.case.case_id

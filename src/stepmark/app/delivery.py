@@ -30,10 +30,10 @@ def deliver(
     files(run, options)
     if not options.to_stdout:
         show(run, options)
-    return ended(run, path, code)
+    return finish(run, path, code)
 
 
-def ended(run: View, path: Path, code: int) -> int:
+def finish(run: View, path: Path, code: int) -> int:
     """Print where the run lies, and how to resume one that was cut short."""
     sys.stdout.flush()
     sys.stderr.write(f"run {path}\n")

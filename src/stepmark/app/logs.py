@@ -275,9 +275,9 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
         options=options,
         views=views,
         tables=tuple(
-            (table, tuple(validate(table))) for found in by_file.values() for table in found
+            (table, tuple(validate(table))) for group in by_file.values() for table in group
         ),
-        without_tables=tuple(str(p) for p, found in by_file.items() if not (found or views)),
+        without_tables=tuple(str(p) for p, group in by_file.items() if not (group or views)),
     )
 
 

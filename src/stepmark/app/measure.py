@@ -53,14 +53,14 @@ def measure(
         plan = make_plan()
         if resume:
             run = find_run(root, resume)
-            plan = _continued(plan, run, force=force)
+            plan = _check_continued(plan, run, force=force)
         else:
-            run = _begun(plan, root)
+            run = _create_run(plan, root)
         for note in () if outer_launcher.is_rank() else plan.notes:
             sys.stderr.write(f"# {note}\n")
         return plan, run
 
-    return _measured(prepare, device, force=force, has_own_plan=resume is None)
+    return _carry_out(prepare, device, force=force, has_own_plan=resume is None)
 
 
 def measure_or_list(
@@ -91,8 +91,8 @@ def measure_quietly(
 ) -> tuple[int, Path]:
     """Measure a plan and show nothing. Returns the exit code of the ranks, and the run."""
     plan = dataclasses.replace(plan, settings={**plan.settings, **(settings or {})})
-    run = _begun(plan, Path(out or "runs"))
-    return _supervised(plan, run, run / plans.FILE, force=False), run
+    run = _create_run(plan, Path(out or "runs"))
+    return _supervise(plan, run, run / plans.FILE, force=False), run
 
 
 def resume(options: ResumeOptions) -> int:
@@ -116,10 +116,10 @@ def resume(options: ResumeOptions) -> int:
             raise ConfigError("run", name, allowed)
         return plan, run
 
-    return _measured(prepare, None, force=options.force, has_own_plan=True)
+    return _carry_out(prepare, None, force=options.force, has_own_plan=True)
 
 
-def shown(run: Path, code: int) -> int:
+def show_run(run: Path, code: int) -> int:
     """Show a run as its verb does. Returns the exit code."""
     if code == 2 or not (run / "run.json").is_file():
         return code
@@ -128,7 +128,7 @@ def shown(run: Path, code: int) -> int:
     return show(run, plan.options, code)
 
 
-def _begun(plan: Plan, root: Path) -> Path:
+def _create_run(plan: Plan, root: Path) -> Path:
     """Make the run directory with its plan."""
     run = root / new_run_id(datetime.now(UTC))
     try:
@@ -140,7 +140,7 @@ def _begun(plan: Plan, root: Path) -> Path:
     return run
 
 
-def _continued(plan: Plan, run: Path, *, force: bool) -> Plan:
+def _check_continued(plan: Plan, run: Path, *, force: bool) -> Plan:
     """Check that the plan is the run's own; it may be measured for longer or shorter.
 
     The plan keeps the order of the run's. Rank 0 writes it once the run accepts it.
@@ -167,7 +167,7 @@ def _cases(plan: Plan) -> set[Done]:
     return {(entry.case.case_id, entry.launch) for entry in plan.entries}
 
 
-def _measured(
+def _carry_out(
     prepare: Callable[[], tuple[Plan, Path]],
     device: str | None,
     *,
@@ -180,22 +180,22 @@ def _measured(
     """
     if outer_launcher.is_rank():
         code, shared_run = load(_UNDER_LAUNCHER)(machine(device).device, prepare, force=force)
-        return code if shared_run is None else shown(shared_run, code)
+        return code if shared_run is None else show_run(shared_run, code)
     plan, run = prepare()
     if has_own_plan:
-        code = _supervised(plan, run, run / plans.FILE, force=force)
+        code = _supervise(plan, run, run / plans.FILE, force=force)
     else:
         # Ranks get a temporary file, because the run keeps its plan until it accepts another.
         with tempfile.TemporaryDirectory(prefix="stepmark-plan-") as folder:
             file = Path(folder) / plans.FILE
             plans.write(file.parent, plan)
-            code = _supervised(plan, run, file, force=force)
+            code = _supervise(plan, run, file, force=force)
     if not (run / "run.json").is_file():
         sys.stderr.write(f"run {run}: nothing was measured\n")
-    return shown(run, code)
+    return show_run(run, code)
 
 
-def _supervised(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:
+def _supervise(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:
     num_before = len(read_records(run))
     return supervise(
         RANK_MODULE,

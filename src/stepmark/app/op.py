@@ -8,9 +8,9 @@ from typing import Any
 
 from stepmark.app import delivery, op_plan
 from stepmark.app.machine import Machine, machine
-from stepmark.app.measure import measure_or_list, measure_quietly, shown
+from stepmark.app.measure import measure_or_list, measure_quietly, show_run
 from stepmark.app.op_plan import Placed, family_cases, layer_cases
-from stepmark.app.view import View, show_rows
+from stepmark.app.view import View, median_s, show_rows
 from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError, worst
@@ -24,7 +24,6 @@ from stepmark.core.ops import FAMILIES, FAMILY_OF, Gemm
 from stepmark.core.options import build, plain
 from stepmark.core.plan import How, OpHow, Plan, entries
 from stepmark.core.record import Measured
-from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.launch import outer_launcher
 from stepmark.report import styles
 from stepmark.store.reader import read_records
@@ -131,7 +130,7 @@ def find_max(options: FamilyOptions) -> int:
             return worst(0, *codes, code)
         best = [dataclasses.replace(case, rate=rate) for rate in Rate for case in fastest(path)]
         code, path = measure_quietly(plan(best, options), options.out, {"stage": "best"})
-        codes.append(shown(path, code))
+        codes.append(show_run(path, code))
     return worst(0, *codes)
 
 
@@ -149,10 +148,9 @@ def _largest(dtype: DType, device: str) -> list[tuple[Label, Gemm]]:
 def fastest(path: Path) -> list[OpCase]:
     """Return the four products of a run with the highest rate."""
     rates = {
-        r.operator: r.operator.op.flops
-        / summarize(slowest_per_sample(r.samples.seconds)).median
-        for r in read_records(path)
-        if isinstance(r, Measured)
+        record.operator: record.operator.op.flops / median_s(record)
+        for record in read_records(path)
+        if isinstance(record, Measured)
     }
     return sorted(rates, key=lambda case: rates[case], reverse=True)[:4]
 

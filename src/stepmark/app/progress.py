@@ -3,11 +3,11 @@
 import sys
 from typing import TYPE_CHECKING
 
+from stepmark.app.view import median_s
 from stepmark.core.case import OpCase
 from stepmark.core.collectives import RedOp
 from stepmark.core.comm_case import CommCase
 from stepmark.core.record import AnyCase, Failed, Measured, Record, Skipped
-from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.train_case import TrainCase
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report import training_words
@@ -55,10 +55,10 @@ class Progress:
 
 def line(record: Record) -> str:
     """Return a case and its outcome in a line."""
-    return f"{named(record.case)}: {_outcome(record)}"
+    return f"{case_text(record.case)}: {_outcome(record)}"
 
 
-def named(case: AnyCase) -> str:
+def case_text(case: AnyCase) -> str:
     """Return the name of a case in a line of progress."""
     if isinstance(case, TrainCase):
         return f"{case.family} {case.model.name} {training_words.shape_text(case)}"
@@ -105,8 +105,7 @@ def _bar(total: int, first: int) -> "Bar":
 def _outcome(record: Record) -> str:
     match record:
         case Measured():
-            time_s = summarize(slowest_per_sample(record.samples.seconds)).median
-            return format_time(time_s) + (" WRONG" if record.num_wrong else "")
+            return format_time(median_s(record)) + (" WRONG" if record.num_wrong else "")
         case Skipped():
             return f"skipped: {record.reason}"
         case Failed():

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from stepmark.app.delivery import resume_hint
-from stepmark.app.measure import shown
+from stepmark.app.measure import show_run
 from stepmark.app.progress import Progress
 from stepmark.core.commands import command_of
 from stepmark.core.errors import StepmarkError
@@ -92,7 +92,7 @@ def measure_under_launcher(
     watchdog.idle(_JOIN_S)
     context = _context(device, for_meshes=True)
     ranks = context.ranks
-    text, run, problem = ranks.decide(lambda: _planned(make_plan))
+    text, run, problem = ranks.decide(lambda: _try_plan(make_plan))
     watchdog.close(0)
     if problem is not None:
         ranks.close()  # the threads of an open process group can abort the interpreter's exit
@@ -107,7 +107,7 @@ def measure_under_launcher(
     return code, run if ranks.rank == 0 else None
 
 
-def _planned(
+def _try_plan(
     make_plan: Callable[[], tuple[Plan, Path]],
 ) -> tuple[bytes, Path | None, StepmarkError | None]:
     try:
@@ -205,7 +205,7 @@ class Rank:
         if ranks.rank == 0:
             assert self._run is not None
             try:
-                writer, done = self._opened(self._run, lambda: capture(devices))
+                writer, done = self._open_run(self._run, lambda: capture(devices))
                 records = read_records(self._run)
                 opened = (done, tuple(r for r in records if isinstance(r, Failed)))
             except StepmarkError as error:
@@ -217,7 +217,7 @@ class Rank:
             raise problem
         return writer, done, failures
 
-    def _opened(
+    def _open_run(
         self, run: Path, capture: Callable[[], Environment]
     ) -> tuple[RunWriter, set[Done]]:
         # Records contain commands; import what these need before the first case is timed.
@@ -278,7 +278,7 @@ class Rank:
         elif self._run is not None:
             # This rank must end even if showing the run fails.
             with suppress(Exception):
-                shown(self._run, 3)
+                show_run(self._run, 3)
         _leave(3)
 
     def _unless_peers_died(self, code: int) -> int:

@@ -170,4 +170,4 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
     for line in (*lines, *summary.train_lines(run.train_rows)):
         console().print(line, markup=False, highlight=False, soft_wrap=True)
     summary.terminal_summary(run.run, run.rows, console(), report=page)
-    return delivery.ended(run, path, code)
+    return delivery.finish(run, path, code)

@@ -62,13 +62,13 @@ def run(options: SweepOptions) -> int:
     if options.emit_tuner:
         request = tuner.request(options.emit_tuner, plugin, sweep, force=options.force)
     if options.dry_run:
-        listed(sweep)
+        print_commands(sweep)
         return 0
     if request:
         tuner.check_device(request)
     if not sweep.is_complete:  # a finished sweep may be looked at on another machine
         _check_command(sweep, base)
-    return sweep_results.made(sweep, path, request, options, base)
+    return sweep_results.run(sweep, path, request, options, base)
 
 
 def refuse_ranks(variables: Mapping[str, str]) -> None:
@@ -92,7 +92,7 @@ def _new(options: SweepOptions, base: Mapping[str, str]) -> Sweep:
         stepmark=__version__,
         command=options.words,
         settings=tuple(swept),
-        baseline=named(options.baseline, swept),
+        baseline=find_baseline(options.baseline, swept),
         repeats=options.repeats or 5,
         order=options.order or ORDERS[0],
         seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
@@ -127,7 +127,7 @@ def _resumed(path: Path, options: SweepOptions) -> Sweep:
         sweep,
         repeats=options.repeats or sweep.repeats,
         timeout_s=options.timeout or sweep.timeout_s,
-        baseline=named(options.baseline or sweep.baseline, sweep.settings),
+        baseline=find_baseline(options.baseline or sweep.baseline, sweep.settings),
     )
 
 
@@ -148,7 +148,7 @@ def _check_command(sweep: Sweep, base: Mapping[str, str]) -> None:
             raise CommandError(f"the command: {line.removeprefix('stepmark: ')}")
 
 
-def listed(sweep: Sweep) -> None:
+def print_commands(sweep: Sweep) -> None:
     """Print the shell commands of every round (--dry-run)."""
     for number in range(1, sweep.repeats + 1):
         places = order_of(len(sweep.settings), number, order=sweep.order, seed=sweep.seed)
@@ -230,7 +230,7 @@ def split_values(text: str) -> list[str]:
     return values
 
 
-def named(name: str | None, settings: Sequence[Setting]) -> str:
+def find_baseline(name: str | None, settings: Sequence[Setting]) -> str:
     """Return the baseline's name: --baseline, in any order of words, or the default setting."""
     by_words = {frozenset(setting.name.split()): setting.name for setting in settings}
     if name is None:

@@ -41,7 +41,7 @@ def check(options: SweepOptions) -> None:
     make_folder("out", options.out)
 
 
-def made(
+def run(
     sweep: Sweep,
     path: Path | None,
     request: tuner.Request | None,
@@ -78,7 +78,7 @@ class _Result:
     advice: Advice
 
 
-def compared(path: Path, sweep: Sweep, min_gain: float) -> _Result | None:
+def compare_settings(path: Path, sweep: Sweep, min_gain: float) -> _Result | None:
     """Compare settings that were measured in all their rounds with the baseline, by round.
 
     None where fewer than two were.
@@ -110,7 +110,7 @@ def of_sides(
     comparison = compare(sides, Options(allowed=STRICT))
     notes = (*comparison.notes, *_notes(sweep), *remarks)
     comparison = dataclasses.replace(comparison, notes=notes)
-    left_out = {side.name: why for side in sides[1:] if (why := _unlike(sides[0], side))}
+    left_out = {side.name: why for side in sides[1:] if (why := _differences(sides[0], side))}
     advice = recommendation.advise(comparison, min_gain=min_gain, left_out=left_out)
     return _Result(comparison=comparison, advice=advice)
 
@@ -131,9 +131,9 @@ def _by_run(series: Series) -> Series:
     return dataclasses.replace(series, launches=pooled)
 
 
-def _unlike(base: Side, side: Side) -> str:
+def _differences(base: Side, side: Side) -> str:
     """Return how the measurement differs from the baseline's; "" where it does not."""
-    values = ((name, _stated(base, name), _stated(side, name)) for name in STRICT)
+    values = ((name, _values_text(base, name), _values_text(side, name)) for name in STRICT)
     return ", ".join(
         f"another {name} than {base.name} ({value}, not {base_value})"
         for name, base_value, value in values
@@ -141,7 +141,7 @@ def _unlike(base: Side, side: Side) -> str:
     )
 
 
-def _stated(side: Side, name: str) -> str:
+def _values_text(side: Side, name: str) -> str:
     values = {series.fields.get(name) for series in side.series}
     return " and ".join(sorted("none" if v in (None, "") else str(v) for v in values))
 
@@ -163,7 +163,7 @@ def _show(
     signals: list[int],
 ) -> int:
     sweep = journal.sweep
-    result = compared(journal.path, sweep, options.min_gain)
+    result = compare_settings(journal.path, sweep, options.min_gain)
     code = 3 if sweep.failed else 0
     failed = [
         f"failed: {name} in round {last.round} after {last.seconds:.1f} s: {last.outcome}, "
@@ -175,7 +175,7 @@ def _show(
             _say(line)
         _say("nothing to compare: the baseline and another setting must be measured")
         return 3
-    lines = [*failed, *_advised(result.advice, sweep)]
+    lines = [*failed, *_advice_lines(result.advice, sweep)]
     _files(result, sweep, options, lines)
     if not options.to_stdout:
         printed(result.comparison, console())
@@ -197,7 +197,7 @@ def _show(
     return worst(code, tuned)
 
 
-def _advised(advice: Advice, sweep: Sweep) -> list[str]:
+def _advice_lines(advice: Advice, sweep: Sweep) -> list[str]:
     settings = {setting.name: setting for setting in sweep.settings}
     base = settings[sweep.baseline]
     exports = {name: export_lines(setting, base) for name, setting in settings.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from stepmark.app import delivery, train_plan, train_refusals
 from stepmark.app.machine import Machine
 from stepmark.app.measure import measure_or_list
-from stepmark.app.progress import named
+from stepmark.app.progress import case_text
 from stepmark.app.view import View, console
 from stepmark.core.options import build, plain
 from stepmark.core.plan import How, Plan, TrainHow, entries
@@ -84,7 +84,7 @@ def _show(run: View, path: Path) -> None:
             continue
         tables = list(_tables(path / TRACES, facts.traces))
         if facts.messages or tables:
-            sys.stdout.write(f"\n{named(record.case)}\n")
+            sys.stdout.write(f"\n{case_text(record.case)}\n")
         if facts.messages:
             lines = training_printing.message_lines(facts, record.case.num_ranks)
             sys.stdout.write("\n".join(lines) + "\n")

@@ -101,11 +101,16 @@ def reference(run: RunInfo) -> Mapping[str, float]:
         if other.run_id == run.run_id or {d.name for d in other.environment.devices} != names:
             continue
         seconds |= {
-            record.case.case_id: summarize(slowest_per_sample(record.samples.seconds)).median
+            record.case.case_id: median_s(record)
             for record in latest(read_records(path))
             if isinstance(record, Measured) and not record.num_wrong
         }
     return seconds
+
+
+def median_s(record: Measured) -> float:
+    """Return the median seconds of a case by its slowest rank."""
+    return summarize(slowest_per_sample(record.samples.seconds)).median
 
 
 def operator_medians(runs: Path, name: str) -> tuple[str, dict[Op, float]]:
@@ -120,7 +125,7 @@ def operator_medians(runs: Path, name: str) -> tuple[str, dict[Op, float]]:
             continue
         if record.num_wrong or not record.samples.seconds:
             continue
-        time_s = summarize(slowest_per_sample(record.samples.seconds)).median
+        time_s = median_s(record)
         times[record.case.op] = min(time_s, times.get(record.case.op, time_s))
     return path.name, times
 
