@@ -23,10 +23,12 @@ KIB = 2**10
 
 
 def cases(names: str, n: int = 2, device: str = "cpu", **values: Any) -> list[CommCase]:
-    return planned(names, n, device, **values).cases
+    return planned(names, n, device, **values)[0]
 
 
-def planned(names: str, n: int = 2, device: str = "cpu", **values: Any) -> comm_plan.Plan:
+def planned(
+    names: str, n: int = 2, device: str = "cpu", **values: Any
+) -> tuple[list[CommCase], list[str]]:
     asked: Mapping[str, Any] = {"begin": "1K", "end": "1K"} | values
     options = build(CommOptions, {"names": names.split(), **asked})
     assert build(CommOptions, plain(options)) == options, "a plan keeps what was asked for"
@@ -99,9 +101,10 @@ def test_a_case_is_planned_once() -> None:
 
 
 def test_trimmed_sizes_are_measured_once_and_said() -> None:
-    found = planned("all_gather", n=4, begin="16", end="128", step="16", placement="out")
-    assert [case.message_bytes for case in found.cases] == [64, 128]
-    (note,) = found.notes
+    cases, (note,) = planned(
+        "all_gather", n=4, begin="16", end="128", step="16", placement="out"
+    )
+    assert [case.message_bytes for case in cases] == [64, 128]
     assert note.startswith("all_gather: 6 sizes trimmed so that each of 4 parts is a multiple")
 
 
@@ -118,14 +121,14 @@ def test_sizes_that_trim_to_nothing_are_refused_with_the_least_that_works() -> N
 
 
 def test_all_types_and_reductions_leave_out_what_gloo_lacks_and_say_so() -> None:
-    found = planned("all_reduce", dtype="all", redop="all")
-    pairs = {(case.dtype, case.redop) for case in found.cases}
+    found, notes = planned("all_reduce", dtype="all", redop="all")
+    pairs = {(case.dtype, case.redop) for case in found}
     assert (DType.FP32, RedOp.AVG) in pairs
     assert (DType.INT8, RedOp.SUM) in pairs
     assert not {dtype for dtype, _ in pairs} & {DType.FP8_E4M3, DType.UINT32}
     assert not {redop for _, redop in pairs} & {RedOp.MULSUM}
-    assert "left out: gloo has no fp8 collectives" in found.notes
-    assert len(set(found.notes)) == len(found.notes) > 5
+    assert "left out: gloo has no fp8 collectives" in notes
+    assert len(set(notes)) == len(notes) > 5
     assert refused("all_reduce", dtype="all", redop="mulsum").field == "dtype"
 
 

@@ -100,7 +100,7 @@ def planned(case: CommCase) -> list[CommCase]:
     program, verb, *words = shlex.split(command_of(case))
     assert (program, verb) == ("stepmark", "comm")
     options = parse(CommOptions, words)
-    return comm_plan.plan(options, str(options.device), int(options.nproc or 0)).cases
+    return comm_plan.plan(options, str(options.device), int(options.nproc or 0))[0]
 
 
 @pytest.mark.parametrize("name", SAMPLES)

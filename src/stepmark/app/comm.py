@@ -43,7 +43,7 @@ def plan(options: CommOptions, machine: Machine) -> Plan:
     world_size = machine.num_ranks(options.nproc, "all" if device == "cuda" else "2")
     of_workload = "stepmark.app.comm_workload:plan"
     make_cases = load(of_workload) if options.from_workload else comm_plan.plan
-    planned = make_cases(options, device, world_size)
+    cases, notes = make_cases(options, device, world_size)
     return Plan(
         command="comm",
         argv=tuple(sys.argv[1:]),
@@ -51,8 +51,8 @@ def plan(options: CommOptions, machine: Machine) -> Plan:
         device=device,
         world_size=world_size,
         how=How(comm=_how(options)),
-        entries=entries(planned.cases, options.launches),
-        notes=tuple(planned.notes),
+        entries=entries(cases, options.launches),
+        notes=tuple(notes),
     )
 
 

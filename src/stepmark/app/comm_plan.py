@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from stepmark.app.models import read_models
@@ -43,16 +43,10 @@ _ONLY_OF: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Cases in the order in which they run, and remarks on them."""
-
-    cases: list[CommCase]
-    notes: list[str]
-
-
-def plan(options: CommOptions, device: str, world_size: int) -> Plan:
-    """Plan every combination that the options name. Raises ConfigError."""
+def plan(
+    options: CommOptions, device: str, world_size: int
+) -> tuple[list[CommCase], list[str]]:
+    """Return a case per combination of the options, and notes. Raises ConfigError."""
     if world_size < 2:
         allowed = "at least 2 ranks; one has nobody to talk to"
         allowed += " (to try it out: --device cpu)" if device == "cuda" else ""
@@ -72,7 +66,7 @@ def plan(options: CommOptions, device: str, world_size: int) -> Plan:
             plain(options).get("dtype", "fp32"),
             "it leaves nothing to measure; " + "; ".join(dict.fromkeys(notes)),
         )
-    return Plan(cases=list(dict.fromkeys(cases)), notes=list(dict.fromkeys(notes)))
+    return list(dict.fromkeys(cases)), list(dict.fromkeys(notes))
 
 
 def _of_name(

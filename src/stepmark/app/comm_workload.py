@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from stepmark.app import comm_plan, workload_files, workload_show
-from stepmark.app.comm_plan import Plan
 from stepmark.core.case import Label
 from stepmark.core.collectives import (
     ALIGN_BYTES,
@@ -41,8 +40,10 @@ _NO_PROGRAM = (
 )
 
 
-def plan(options: CommOptions, device: str, world_size: int) -> Plan:
-    """Plan the distinct collectives of a file, in groups no larger than there are ranks.
+def plan(
+    options: CommOptions, device: str, world_size: int
+) -> tuple[list[CommCase], list[str]]:
+    """Return the distinct collectives of a file, in groups that fit the ranks, and notes.
 
     Raises ConfigError.
     """
@@ -64,7 +65,7 @@ def plan(options: CommOptions, device: str, world_size: int) -> Plan:
     if not cases:
         allowed = f"a workload with collectives that run here; {'; '.join(notes)}"
         raise ConfigError("from-workload", options.from_workload, allowed)
-    return Plan(cases=list(cases.values()), notes=list(dict.fromkeys(notes)))
+    return list(cases.values()), list(dict.fromkeys(notes))
 
 
 def _cases(options: CommOptions) -> Iterable[CommCase]:
@@ -144,7 +145,7 @@ def _to_print(options: CommOptions) -> Iterable[CommCase]:
     if not nproc.isdecimal() or not 2 <= int(nproc) <= 2**20:
         raise ConfigError("nproc", nproc, "a number of ranks from 2")
     of_nccl = replace(options, api=Api.NCCL, backend=None, placement="both")
-    yield from comm_plan.plan(of_nccl, "cuda", int(nproc)).cases
+    yield from comm_plan.plan(of_nccl, "cuda", int(nproc))[0]
 
 
 def commands(cases: Iterable[CommCase], tool: str, flags: Sequence[str] = ()) -> Iterable[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig, find_model
+from stepmark.workload.formats import benchmark_models, huggingface, source_file
 
 
 def read_models(names: str | None, scale: str | None = None, tp: int = 1) -> list[ModelConfig]:
@@ -39,13 +40,6 @@ def factor(scale: str) -> Fraction:
 
 
 def _models_of_file(path: Path) -> list[ModelConfig]:
-    # Readers of files take longer to import than a model by name may take in all.
-    from stepmark.workload.formats import (  # noqa: PLC0415
-        benchmark_models,
-        huggingface,
-        source_file,
-    )
-
     file = path / "config.json" if path.is_dir() else path
     try:
         with file.open("rb") as stream:

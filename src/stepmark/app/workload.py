@@ -97,12 +97,10 @@ def _show(
     *,
     text: bool = True,
 ) -> None:
-    from stepmark.app import workload_show  # noqa: PLC0415 # tables load slower than files are made
+    # Importing the tables takes longer than making a file.
+    from stepmark.app.workload_show import show  # noqa: PLC0415
 
-    if text:
-        workload_show.show(workload, options, stage, html)
-    else:
-        workload_show.write_tables(workload, options, stage)
+    show(workload, options, stage, html, text=text)
 
 
 def without_effect(options: GenerateOptions) -> Iterator[str]:

@@ -44,31 +44,19 @@ _AXES = (
 
 
 def show(
-    workload: Workload, options: Rows, stage: StageFlag | None = None, html: str | None = None
+    workload: Workload,
+    options: Rows,
+    stage: StageFlag | None = None,
+    html: str | None = None,
+    *,
+    text: bool = True,
 ) -> None:
-    """Print a workload, or write it as --json, --csv and --html ask."""
+    """Print a workload unless stdout is one of its files, and write --json, --csv and --html.
+
+    text: False prints nothing.
+    """
     if [options.json, options.csv, html].count("-") > 1:
         raise ConfigError("json, csv, html", "-", "stdout for one of them")
-    number = stage_of(workload, stage)
-    tables = write_tables(workload, options, stage)
-    if html:
-        page = load("stepmark.report.workload_page:page")  # with plotly
-        write_text(html, page(workload, number, _defaults(workload.rules)), "html")
-        if html != "-":
-            sys.stderr.write(f"wrote {html}\n")
-    if options.to_stdout or html == "-":
-        return
-    if options.distinct:
-        lines = _distinct_lines(workload, tables)
-    else:
-        lines = workload_text.lines(workload, number, _defaults(workload.rules))
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-def write_tables(
-    workload: Workload, options: Rows, stage: StageFlag | None = None
-) -> dict[str, list[Row]]:
-    """Write --json and --csv where they are given; return the tables."""
     number = stage_of(workload, stage)
     if options.distinct:
         tables = {"collectives": message_rows(workload), "operators": operator_rows(workload)}
@@ -77,10 +65,20 @@ def write_tables(
     if options.json:
         export.write_tables(tables, options.json, "json")
     if options.csv:
-        export.write_tables(
-            {name: rows for name, rows in tables.items() if rows}, options.csv, "csv"
-        )
-    return tables
+        with_rows = {name: rows for name, rows in tables.items() if rows}
+        export.write_tables(with_rows, options.csv, "csv")
+    if html:
+        page = load("stepmark.report.workload_page:page")  # with plotly
+        write_text(html, page(workload, number, _defaults(workload.rules)), "html")
+        if html != "-":
+            sys.stderr.write(f"wrote {html}\n")
+    if not text or options.to_stdout or html == "-":
+        return
+    if options.distinct:
+        lines = _distinct_lines(workload, tables)
+    else:
+        lines = workload_text.lines(workload, number, _defaults(workload.rules))
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def _defaults(rules: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """stepmark workload: generate, show, convert and capture what a training step does."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from stepmark.cli.flags import Command, builder, group, verb
@@ -89,12 +89,15 @@ def spelled(word: str, switches: Container[str]) -> str:
 
 def framework_of(args: Sequence[str]) -> str:
     """Return the value of --framework before the command line is parsed; "" for none."""
-    framework = ""
+    return ["", *(value for _, value in _values("framework", args))][-1]
+
+
+def _values(option: str, args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (spelling, value) of every occurrence of an option."""
     for word, after in zip(args, [*args[1:], ""], strict=False):
         name, is_, value = spelled(word, ()).partition("=")
-        if name in _SPELLINGS["framework"]:
-            framework = value if is_ else after
-    return framework
+        if name in _SPELLINGS[option]:
+            yield name, value if is_ else after
 
 
 def with_bare_recompute(args: list[str]) -> list[str]:
@@ -110,13 +113,9 @@ def refuse_two_formats(args: Sequence[str]) -> None:
 
     Of other flags that are given twice the last one wins.
     """
-    formats: dict[str, str] = {}
-    for word, after in zip(args, [*args[1:], ""], strict=False):
-        name, is_, value = word.partition("=")
-        if name in _SPELLINGS["to"]:
-            formats[name] = value if is_ else after
-    if len(set(formats.values())) > 1:
-        raise ConfigError("format", " and ".join(formats.values()), "one format")
+    formats = dict(_values("to", args)).values()
+    if len(set(formats)) > 1:
+        raise ConfigError("format", " and ".join(formats), "one format")
 
 
 app = group(
