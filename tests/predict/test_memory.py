@@ -52,7 +52,7 @@ def cases(draw: st.DrawFn) -> TrainCase:
 
 def parts(memory: TrainMemory) -> dict[str, int]:
     fields = dataclasses.asdict(memory)
-    del fields["held_bytes"]  # of gradients_bytes
+    del fields["forward_gradients_bytes"]  # of gradients_bytes
     return fields
 
 
@@ -65,7 +65,7 @@ def case(**more: Any) -> TrainCase:
 def test_parts_are_bytes_and_bound_the_whole(case: TrainCase) -> None:
     memory = estimate(case)
     assert min(parts(memory).values()) >= 0
-    assert 0 <= memory.held_bytes <= memory.gradients_bytes
+    assert 0 <= memory.forward_gradients_bytes <= memory.gradients_bytes
     kept = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     assert kept < memory.total_bytes <= sum(parts(memory).values())
 

@@ -56,7 +56,7 @@ def _to_read_twice(file: str) -> Iterator[Path]:
         try:
             yield copy
         except ConfigError as error:
-            texts = (error.field, error.shown, error.allowed)
+            texts = (error.field, error.value, error.allowed)
             raise ConfigError(*(text.replace(str(copy), file) for text in texts)) from None
 
 

@@ -341,4 +341,4 @@ def _with_place(path: Path) -> Iterator[None]:
         if not own or error.__cause__:
             raise
         place = f"{path.name}:{own[-1].lineno}: {error.field}"
-        raise ConfigError(place, error.shown, error.allowed) from error
+        raise ConfigError(place, error.value, error.allowed) from error

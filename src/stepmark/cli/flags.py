@@ -162,8 +162,8 @@ def as_typed(
             continue
         long = [word for word in spellings if word.startswith("--")]
         field = next((word for word in spellings if word in typed), (long or spellings)[0])
-        off = field in parameter.secondary_opts and error.shown == "False"
-        return ConfigError(field, "given" if off else error.shown, error.allowed)
+        off = field in parameter.secondary_opts and error.value == "False"
+        return ConfigError(field, "given" if off else error.value, error.allowed)
     return error
 
 

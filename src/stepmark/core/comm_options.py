@@ -14,7 +14,7 @@ from stepmark.core.collectives import (
 )
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType, parse_dtype
 from stepmark.core.errors import ConfigError
-from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.option_groups import MeasureOptions, Ranks
 from stepmark.core.options import (
     Reader,
     Size,
@@ -77,7 +77,6 @@ def _skew(text: str, field: str) -> float:
 _Dtype = Reader(read=lambda text, field: parse_dtype(text, field, MESSAGE_DTYPES))
 Dtypes = Annotated[tuple[DType, ...], comma_list(_Dtype, MESSAGE_DTYPES)]
 RedOps = Annotated[tuple[RedOp, ...], comma_list(Reader(read=_redop), REDOPS)]
-Ranks = Annotated[tuple[int, ...], comma_list(between(0, 2**20))]  # limits: --nproc
 Ctas = Annotated[tuple[int, ...], comma_list(between(1, 64))]
 Root = Annotated[int, Reader(read=_root, metavar="RANK")]
 Pair = Annotated[

@@ -23,13 +23,13 @@ class ConfigError(StepmarkError):
     def __init__(self, field: str, value: object, allowed: str) -> None:
         text = "missing" if value is None else str(value)
         self.field = field
-        self.shown = text if len(text) <= 80 else text[:77] + "..."
+        self.value = text if len(text) <= 80 else text[:77] + "..."
         self.allowed = allowed
-        super().__init__(_sentence(self.field, self.shown, self.allowed))
+        super().__init__(_sentence(self.field, self.value, self.allowed))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str, str]]:
         """Pickle the __init__ arguments, because rank 0 sends the error to its peers."""
-        return ConfigError, (self.field, self.shown, self.allowed)
+        return ConfigError, (self.field, self.value, self.allowed)
 
 
 _SWITCH_VALUES = ("True", "yes", "given")  # nobody types them

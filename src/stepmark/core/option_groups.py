@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.options import Duration, between, flag, group
+from stepmark.core.options import Duration, between, comma_list, flag, group
 
 Degree = Annotated[int, between(1, 2**20)]
+Ranks = Annotated[tuple[int, ...], comma_list(between(0, 2**20))]  # limits: --nproc
 MICRO_BATCH = ("--mbs", "--bsz", "--micro-batch", "--micro-batch-size", "--batch-size")
 
 RUN_NAME = "run id or its beginning, a path, or latest"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
-from stepmark.core.option_groups import MICRO_BATCH, Axes, MeasureOptions, ModelChoice
+from stepmark.core.option_groups import MICRO_BATCH, Axes, MeasureOptions, ModelChoice, Ranks
 from stepmark.core.options import (
     Reader,
     WholeNumbers,
@@ -82,7 +82,6 @@ Frequency = Annotated[Blocks, Reader(read=_read_frequency, show=_show_frequency,
 ReduceDType = Annotated[DType, Reader(read=_read_reduce_dtype, metavar="fp32|bf16")]
 Strategies = Annotated[tuple[str, ...], comma_list(words_of(*STRATEGIES))]
 Schedules = Annotated[tuple[Schedule, ...], comma_list(one_of(Schedule))]
-Ranks = Annotated[tuple[int, ...], comma_list(between(0, 2**20))]
 CompileMode = Annotated[
     str, words_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ]

@@ -49,15 +49,14 @@ class TrainMemory:
     activations_bytes: int  # kept from forward to backward
     working_bytes: int  # of the one block whose backward pass runs
     head_bytes: int  # logits, their log-softmax and gradient
-    held_bytes: int  # gradients in the forward pass: added up, DDP's buckets, masters'
+    forward_gradients_bytes: int  # in the forward pass: added up, DDP's buckets, masters'
 
     @property
     def total_bytes(self) -> int:
         """Return the larger of two moments: as the backward pass begins, and as it ends."""
         constant = self.weights_bytes + self.optimizer_bytes + self.gathered_bytes
-        begin = (
-            self.held_bytes + self.activations_bytes + max(self.head_bytes, self.working_bytes)
-        )
+        begin = self.forward_gradients_bytes + self.activations_bytes
+        begin += max(self.head_bytes, self.working_bytes)
         return constant + max(begin, self.gradients_bytes + self.working_bytes)
 
 
@@ -128,7 +127,7 @@ def _of_stage(case: TrainCase, stage: int, root: Module) -> TrainMemory:
         activations_bytes=tokens * in_flight * per_token,
         working_bytes=tokens * max(working, default=0),
         head_bytes=_head(case, tokens) if is_last else 0,
-        held_bytes=state * _gradients_in_forward(case),
+        forward_gradients_bytes=state * _gradients_in_forward(case),
     )
 
 

@@ -32,7 +32,7 @@ from stepmark.workload.formats.aicb_line import (
 )
 from stepmark.workload.formats.aicb_line import omissions as generated_omissions
 from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
-from stepmark.workload.formats.walk import RepeatedText
+from stepmark.workload.formats.walk import RepeatedText, with_end
 
 FORMAT = "aicb"
 _EMBEDDING = "forward.MegatronEmbedding"
@@ -278,7 +278,8 @@ def write(workload: Workload, *, stage: int = 0, computation: bool = True) -> It
     computation: with lines of matrix products. Raise ConfigError for a broken origin.
     """
     if FORMAT in workload.origin:
-        yield from _write_again(workload)
+        origin = origin_of(workload, FORMAT, _Origin)
+        yield from with_end(_lines_again(workload, origin), origin.end)
         return
     program = workload.stages[stage]
     yield HEADER + "\n"
@@ -301,22 +302,16 @@ def omissions(workload: Workload) -> list[str]:
     return ["times: a workload of AICB has none, only its log of a run"] if timed else []
 
 
-def _write_again(workload: Workload) -> Iterator[str]:
-    origin = origin_of(workload, FORMAT, _Origin)
-
+def _lines_again(workload: Workload, origin: _Origin) -> Iterator[str]:
     def line(op: Operation) -> str:
         ours = line_of(op, workload.groups)
         return origin.lines.get(f"{op.name}|{ours}", ours)
 
     text = RepeatedText(workload.blocks, line)
-    last = ""
     for section in origin.sections:
-        yield last + section.before + HEADER + "\n"
-        last = ""
+        yield section.before + HEADER + "\n"
         for name in section.epochs:
             if name not in workload.blocks:
                 raise ConfigError(f"origin.{FORMAT}", name, "one of the blocks")
-            yield last
             yield from text.chunks(name)
-            last = origin.ends.get(name, EPOCH_END) + "\n"
-    yield last if origin.end else last.removesuffix("\n")
+            yield origin.ends.get(name, EPOCH_END) + "\n"

@@ -118,7 +118,7 @@ class Classes:
 def classes() -> Classes:
     """Return the message classes. Raise ConfigError without protobuf."""
     try:
-        from google.protobuf import (  # noqa: PLC0415
+        from google.protobuf import (  # noqa: PLC0415 - optional
             descriptor_pb2,
             descriptor_pool,
             message,

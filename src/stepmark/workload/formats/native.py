@@ -103,7 +103,7 @@ def operation(op: OpFields, where: str) -> Operation:
                 raise ConfigError(name, "missing", "it is a required field")
         return CommOp(**values)
     except ConfigError as error:
-        raise ConfigError(f"{where}.{error.field}", error.shown, error.allowed) from None
+        raise ConfigError(f"{where}.{error.field}", error.value, error.allowed) from None
 
 
 def _compute(plain: dict[str, Any]) -> Op | Kernel:
@@ -284,7 +284,7 @@ def _file(data: bytes) -> _File:
         return convert(plain, _File, "workload: ")
     except ConfigError as error:  # the file's own keys are part of the message
         field, allowed = (ascii(text[:300])[1:-1] for text in (error.field, error.allowed))
-        raise ConfigError(field, error.shown, allowed) from None
+        raise ConfigError(field, error.value, allowed) from None
 
 
 def _item(item: Operation | Run, numbers: dict[Operation, int]) -> Any:

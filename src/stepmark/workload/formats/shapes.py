@@ -63,7 +63,7 @@ def _build(kind: type[Op], values: dict[str, Any], where: str) -> Op:
     try:
         return kind(**values)
     except ConfigError as error:
-        value = values.get(error.field.replace("-", "_"), error.shown)
+        value = values.get(error.field.replace("-", "_"), error.value)
         raise ConfigError(f"{where}: {error.field}", value, error.allowed) from None
 
 

@@ -18,7 +18,7 @@ from stepmark.workload.fold import Repeat, fold
 from stepmark.workload.formats import simai_rows
 from stepmark.workload.formats.simai_row import Row, blocks_of, parse, row_of
 from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
-from stepmark.workload.formats.walk import RepeatedText
+from stepmark.workload.formats.walk import RepeatedText, with_end
 
 FORMAT = "simai"
 _LEAF = re.compile(r"row (\d+)\.fwd")
@@ -92,11 +92,7 @@ def write(workload: Workload, *, stage: int = 0) -> Iterator[str]:
 
     text = RepeatedText(workload.blocks, lambda op: "", row_text)
     yield origin.header + "\n" + origin.count + "\n"
-    last = ""
-    for chunk in text.chunks("step.fwd"):
-        yield last
-        last = chunk
-    yield last if origin.end else last.removesuffix("\n")
+    yield from with_end(text.chunks("step.fwd"), origin.end)
 
 
 def omissions(workload: Workload) -> list[str]:

@@ -73,7 +73,7 @@ def in_file(path: Path) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error.field}", error.shown, error.allowed) from None
+        raise ConfigError(f"{path}: {error.field}", error.value, error.allowed) from None
 
 
 _MAX_JSON_BYTES = 64 * 2**20  # the largest real file of this kind has about 100 kB

@@ -127,6 +127,15 @@ class RepeatedText:
         return "".join(parts)
 
 
+def with_end(chunks: Iterable[str], end: str) -> Iterator[str]:
+    """Yield the chunks, without the newline of the last one where `end` is empty."""
+    last = ""
+    for chunk in chunks:
+        yield last
+        last = chunk
+    yield last if end else last.removesuffix("\n")
+
+
 def repeated(text: str, times: int) -> Iterator[str]:
     """Yield the text this many times, in pieces of about one size."""
     at_once = max(1, min(times, _CHUNK // max(1, len(text))))
