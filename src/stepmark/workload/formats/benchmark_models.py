@@ -15,12 +15,7 @@ import msgspec
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
-from stepmark.workload.formats.huggingface import (
-    Count,
-    Size,
-    deepseek_layers,
-    in_words_of_file,
-)
+from stepmark.workload.formats.huggingface import Count, Size, deepseek_layers, in_words_of_file
 from stepmark.workload.formats.source_file import convert, one_line, read_json
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
