@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.core.reading import IN_PLACE, Table
-from stepmark.report.log_summary import name_of, print_found, rows
+from stepmark.report.log_summary import name_of, print_tables, rows
 from stepmark.trace.tables import find, looks_like_tables, tables_of
 from stepmark.trace.tables.validate import validate
 
@@ -236,7 +236,7 @@ def test_rows_and_listing_say_what_was_found(slides: Sequence[Table]) -> None:
     assert flat[5]["collective"] is None
     assert len({tuple(row) for row in flat}) == 1
     out = io.StringIO()
-    print_found(found, Console(file=out, width=200))
+    print_tables(found, Console(file=out, width=200))
     listing = out.getvalue()
     for table in slides:
         assert f":{table.index}  {table.title[:60]}" in listing
@@ -251,5 +251,5 @@ def test_markup_in_a_title_is_printed_as_it_stands() -> None:
 
     (table,) = tables_of(f"Test [/bold] of [red]\n\n{VALUES}", "x[/y]")
     out = io.StringIO()
-    print_found([(table, ())], Console(file=out, width=200))
+    print_tables([(table, ())], Console(file=out, width=200))
     assert "Test [/bold] of [red]" in out.getvalue()

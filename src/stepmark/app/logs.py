@@ -17,7 +17,7 @@ from stepmark.core.units import format_bytes, format_time
 from stepmark.core.verb_options import LogsOptions
 from stepmark.report import expected, histogram, log_summary
 from stepmark.report.histogram import lines, summary, unknown_ranks
-from stepmark.report.log_summary import print_found
+from stepmark.report.log_summary import print_tables
 from stepmark.store.export import write_json, write_tables
 from stepmark.store.files import write_text
 from stepmark.trace import tables
@@ -140,7 +140,7 @@ def finding_text(findings: Sequence[Finding]) -> Iterator[str]:
 def table_text(table: Table) -> list[str]:
     """Return its name, its contents, and how each fact is known."""
     text = StringIO()
-    print_found([(table, ())], Console(file=text), file_width=200)
+    print_tables([(table, ())], Console(file=text), file_width=200)
     return [line.rstrip() for line in text.getvalue().splitlines()]
 
 

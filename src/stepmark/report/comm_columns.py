@@ -160,7 +160,7 @@ class CommOutcome:
     @property
     def warmup_calls(self) -> int | None:
         arrivals = (record.arrivals for record in self.launches.measured)
-        return min((one.warmup_calls for one in arrivals if one), default=None)
+        return min((arrival.warmup_calls for arrival in arrivals if arrival), default=None)
 
 
 def shape_text(case: CommCase) -> str:
@@ -183,7 +183,7 @@ def _joined(words: Iterable[str]) -> str | None:
 
 def ran(of: Callable[[CommOutcome], object]) -> Callable[[CommOutcome], object]:
     """A column that only a measurement fills."""
-    return lambda one: of(one) if one.launches.measured else None
+    return lambda outcome: of(outcome) if outcome.launches.measured else None
 
 
 _CONSOLE = frozenset({View.CONSOLE})

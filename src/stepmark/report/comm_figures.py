@@ -29,36 +29,36 @@ Drawn = tuple[str, str, Figure]  # title, note, figure
 def drawn(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> list[Drawn]:
     """All figures of the collectives of a run; none for what was not measured."""
     right = [row for row in rows if row["status"] == "measured"]
-    found: list[Drawn] = []
-    for held in _grouped([row for row in right if not row["pair"]], ("collective", "dtype")):
-        if len({row["size_bytes"] for row in held}) < 2:
+    figures: list[Drawn] = []
+    for group in _grouped([row for row in right if not row["pair"]], ("collective", "dtype")):
+        if len({row["size_bytes"] for row in group}) < 2:
             continue
         note = "Median of the slowest rank; left: bus bandwidth, right: time."
-        title = f"{text(held[0], 'collective')} {text(held[0], 'dtype')}"
-        found.append((title, note, over_size(held, run, device)))
+        title = f"{text(group[0], 'collective')} {text(group[0], 'dtype')}"
+        figures.append((title, note, over_size(group, run, device)))
     if any(row["slowdown"] or row["slowdown_beside"] for row in right):
         note = "Time together over time alone: 1 is undisturbed."
-        found.append(("Beside compute", note, contention(right, run)))
+        figures.append(("Beside compute", note, contention(right, run)))
     for matrix in matrices(rows):
         note = f"{format_bytes(matrix.size_bytes)} {matrix.setting}; from line to column."
-        found.append((f"Pairs: {matrix.title}", note, heat_map(matrix)))
-    return found
+        figures.append((f"Pairs: {matrix.title}", note, heat_map(matrix)))
+    return figures
 
 
 def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Figure:
     """Bus bandwidth and time over the message size, a curve for each way of calling."""
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.09)
     curves = _grouped(rows, _CURVE)
-    for index, (held, name) in enumerate(zip(curves, _names(curves), strict=True)):
+    for index, (curve, name) in enumerate(zip(curves, _names(curves), strict=True)):
         for column, key, scale in ((1, "busbw_gb_s", 1.0), (2, "time_s", 1e6)):
             figure.add_scatter(
-                x=[number(row, "size_bytes") for row in held],
-                y=[(number(row, key) or 0.0) * scale for row in held],
+                x=[number(row, "size_bytes") for row in curve],
+                y=[(number(row, key) or 0.0) * scale for row in curve],
                 name=name,
                 legendgroup=str(index),
                 showlegend=column == 1,
                 **curve_style(index),
-                text=[_hover(row, run) for row in held],
+                text=[_hover(row, run) for row in curve],
                 hovertemplate="%{text}<extra></extra>",
                 row=1,
                 col=column,
@@ -74,8 +74,8 @@ def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> F
 def contention(rows: Sequence[Row], run: RunInfo) -> Figure:
     """How much slower collective and compute are together than alone."""
     figure = go.Figure()
-    held = [row for row in rows if row["beside"]]
-    curves = _grouped(held, ("collective", "dtype", *_CURVE))
+    overlapped = [row for row in rows if row["beside"]]
+    curves = _grouped(overlapped, ("collective", "dtype", *_CURVE))
     names = _names(curves, ("collective", "dtype", *_CURVE))
     for index, (curve, name) in enumerate(zip(curves, names, strict=True)):
         compute = text(curve[0], "beside")
@@ -83,19 +83,19 @@ def contention(rows: Sequence[Row], run: RunInfo) -> Figure:
             ("slowdown", text(curve[0], "collective"), "solid"),
             ("slowdown_beside", compute, "dash"),
         ):
-            known = [row for row in curve if row[key] is not None]
+            measured = [row for row in curve if row[key] is not None]
             style = curve_style(index)
             style["line"] = {"color": COLOURS[index % len(COLOURS)], "dash": dash}
             figure.add_scatter(
-                x=[number(row, "size_bytes") for row in known],
-                y=[number(row, key) for row in known],
+                x=[number(row, "size_bytes") for row in measured],
+                y=[number(row, key) for row in measured],
                 name=escape(what) + (f", {name}" if len(curves) > 1 else ""),
                 **style,
-                text=[_hover(row, run) for row in known],
+                text=[_hover(row, run) for row in measured],
                 hovertemplate="%{y:.3f} x<br>%{text}<extra></extra>",
             )
     figure.add_hline(y=1, line={"color": INK, "dash": "dash", "width": 1})
-    figure.update_xaxes(title="message size", type="log", **size_ticks(_sizes(held)))
+    figure.update_xaxes(title="message size", type="log", **size_ticks(_sizes(overlapped)))
     figure.update_yaxes(title="time together / alone", type="log", dtick="D1")
     return styled(figure, height=360)
 
@@ -148,7 +148,7 @@ def _grouped(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
 
 def _names(curves: Sequence[Sequence[Row]], keys: Sequence[str] = _CURVE) -> list[str]:
     """What each curve has that not all have."""
-    heads = [held[0] for held in curves]
+    heads = [curve[0] for curve in curves]
     differing = [key for key in keys if len({head[key] for head in heads}) > 1]
     return [
         escape(

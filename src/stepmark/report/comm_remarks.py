@@ -86,24 +86,24 @@ def fits(rows: Sequence[Row]) -> list[str]:
         return []
     lines = []
     for placement in dict.fromkeys(text(row, "placement") for row in rows):
-        held = [row for row in rows if row["placement"] == placement]
-        points = [(number(row, "size_bytes") or 0, number(row, "time_s") or 0) for row in held]
+        group = [row for row in rows if row["placement"] == placement]
+        points = [(number(row, "size_bytes") or 0, number(row, "time_s") or 0) for row in group]
         segments = piecewise(points)
         if not segments:
             lines.append(f"fit {placement}: none, it needs {MIN_POINTS} sizes")
-        elif max(one.fit.worst_rel for one in segments) > WORST_FIT:
+        elif max(segment.fit.worst_rel for segment in segments) > WORST_FIT:
             lines.append(f"fit {placement}: none, no line comes within {WORST_FIT:.0%}")
         else:
-            lines += [f"fit {placement}, {_segment(one)}" for one in segments]
+            lines += [f"fit {placement}, {_segment(segment)}" for segment in segments]
     return lines
 
 
-def _segment(one: Segment) -> str:
-    beta = one.fit.beta_bytes_per_s
-    line = format_time(one.fit.alpha_s)
+def _segment(segment: Segment) -> str:
+    beta = segment.fit.beta_bytes_per_s
+    line = format_time(segment.fit.alpha_s)
     line += " whatever the size" if beta is None else f" + size / {beta / GB:.4g} GB/s"
-    sizes = f"{format_bytes(one.first_bytes)} to {format_bytes(one.last_bytes)}"
-    return f"{sizes}: {line}, off by at most {100 * one.fit.worst_rel:.1f} %"
+    sizes = f"{format_bytes(segment.first_bytes)} to {format_bytes(segment.last_bytes)}"
+    return f"{sizes}: {line}, off by at most {100 * segment.fit.worst_rel:.1f} %"
 
 
 def _spread(rows: Sequence[Row]) -> str:
@@ -197,12 +197,12 @@ class PairMatrix:
         """
         if self.host_bound:
             return []
-        found = [
+        links = [
             link
             for link, best in zip(self.known, self._bests, strict=True)
             if self._is_slow(best)
         ]
-        return sorted(found, key=itemgetter(2), reverse=not self.more_is_better)
+        return sorted(links, key=itemgetter(2), reverse=not self.more_is_better)
 
     @property
     def _bests(self) -> list[float]:
@@ -221,17 +221,17 @@ def matrices(rows: Sequence[Row]) -> list[PairMatrix]:
         if row["status"] == "measured" and row["pair"] and row["family"] in _KINDS:
             setting = " ".join(text(row, key) for key in ("dtype", "mode", "api"))
             groups.setdefault((text(row, "family"), setting), []).append(row)
-    return [_matrix(family, setting, held) for (family, setting), held in groups.items()]
+    return [_matrix(family, setting, group) for (family, setting), group in groups.items()]
 
 
-def _matrix(family: str, setting: str, held: Sequence[Row]) -> PairMatrix:
+def _matrix(family: str, setting: str, rows: Sequence[Row]) -> PairMatrix:
     title, unit, more_is_better = _KINDS[family]
-    sizes = [int(number(row, "size_bytes") or 0) for row in held]
+    sizes = [int(number(row, "size_bytes") or 0) for row in rows]
     size = max(sizes) if more_is_better else min(sizes)
     cells: dict[tuple[int, int], float] = {}
     bests: dict[tuple[int, int], float] = {}
     issues = []
-    for row in held:
+    for row in rows:
         value = (
             number(row, "busbw_gb_s")
             if more_is_better
@@ -256,30 +256,30 @@ def _matrix(family: str, setting: str, held: Sequence[Row]) -> PairMatrix:
         ranks=ranks,
         best=tuple(tuple(bests.get((i, j)) for j in ranks) for i in ranks),
         host_bound=not more_is_better
-        and held[0]["mode"] != "graph"
+        and rows[0]["mode"] != "graph"
         and median(issues) > HOST_SHARE,
         values=tuple(tuple(cells.get((i, j)) for j in ranks) for i in ranks),
     )
 
 
-def matrix_text(found: PairMatrix) -> str:
+def matrix_text(matrix: PairMatrix) -> str:
     """The matrix, source by line and destination by column, then the slow links."""
-    shown = [["" if v is None else digits(v, 3) for v in line] for line in found.values]
-    width = max(len(cell) for line in [*shown, list(map(str, found.ranks))] for cell in line)
+    cells = [["" if v is None else digits(v, 3) for v in line] for line in matrix.values]
+    width = max(len(cell) for line in [*cells, list(map(str, matrix.ranks))] for cell in line)
     lines = [
-        f"{found.title} ({found.unit}), {format_bytes(found.size_bytes)} {found.setting}",
-        "from \\ to" + "".join(f"  {rank:>{width}}" for rank in found.ranks),
+        f"{matrix.title} ({matrix.unit}), {format_bytes(matrix.size_bytes)} {matrix.setting}",
+        "from \\ to" + "".join(f"  {rank:>{width}}" for rank in matrix.ranks),
     ]
-    for rank, line in zip(found.ranks, shown, strict=True):
+    for rank, line in zip(matrix.ranks, cells, strict=True):
         lines.append(f"{rank:>9}" + "".join(f"  {cell or '-':>{width}}" for cell in line))
-    return "\n".join([*lines, *slow_lines(found)]) + "\n"
+    return "\n".join([*lines, *slow_lines(matrix)]) + "\n"
 
 
-def slow_lines(found: PairMatrix) -> list[str]:
-    middle = f"median {digits(found.median, 3)}"
-    if found.host_bound:
-        return [f"{middle} {found.unit}, which is the host's: --mode graph times the link"]
+def slow_lines(matrix: PairMatrix) -> list[str]:
+    middle = f"median {digits(matrix.median, 3)}"
+    if matrix.host_bound:
+        return [f"{middle} {matrix.unit}, which is the host's: --mode graph times the link"]
     return [
-        f"slow: {source} -> {destination} {digits(value, 3)} {found.unit}, {middle}"
-        for source, destination, value in found.slow
-    ] or [f"no slow link, {middle} {found.unit}"]
+        f"slow: {source} -> {destination} {digits(value, 3)} {matrix.unit}, {middle}"
+        for source, destination, value in matrix.slow
+    ] or [f"no slow link, {middle} {matrix.unit}"]

@@ -53,13 +53,13 @@ def overall_rows(comparison: Comparison) -> list[Row]:
     return [
         {
             "baseline": comparison.names[0],
-            "side": one.name,
-            **_judged(one.ratio),
-            "num_lines": one.num_lines,
-            "smallest_bytes": one.smallest_bytes,
-            "largest_bytes": one.largest_bytes,
+            "side": mean.name,
+            **_judged(mean.ratio),
+            "num_lines": mean.num_lines,
+            "smallest_bytes": mean.smallest_bytes,
+            "largest_bytes": mean.largest_bytes,
         }
-        for one in comparison.overall
+        for mean in comparison.overall
     ]
 
 
@@ -90,18 +90,18 @@ def busbw_gb_s(line: Line, cell: Cell) -> float | None:
     return line.size_bytes * line.busbw_factor / cell.value / GB
 
 
-def _judged(found: Ratio | None) -> Row:
-    if found is None:
+def _judged(ratio: Ratio | None) -> Row:
+    if ratio is None:
         return dict.fromkeys(("speed", "low", "high")) | {
             "verdict": Verdict.CANNOT_TELL.value,
             "reason": "printed as 0",
         }
     return {
-        "speed": found.speed,
-        "low": found.low,
-        "high": found.high,
-        "verdict": found.verdict.value,
-        "reason": found.reason,
+        "speed": ratio.speed,
+        "low": ratio.low,
+        "high": ratio.high,
+        "verdict": ratio.verdict.value,
+        "reason": ratio.reason,
     }
 
 
@@ -173,71 +173,76 @@ def value_text(line: Line, cell: Cell | None) -> str:
     return format_time(cell.value) if line.unit == "s" else digits(cell.value, 6)
 
 
-def verdict_text(found: Ratio) -> str:
+def verdict_text(ratio: Ratio) -> str:
     """The verdict, and why where nothing can be told."""
-    unsure = found.verdict is Verdict.CANNOT_TELL
-    return found.verdict.value + (f" ({found.reason})" if unsure else "")
+    unsure = ratio.verdict is Verdict.CANNOT_TELL
+    return ratio.verdict.value + (f" ({ratio.reason})" if unsure else "")
 
 
-def ratio_text(found: Ratio) -> str:
+def ratio_text(ratio: Ratio) -> str:
     """1.052 [1.031, 1.074]: the speed and its 99 % interval."""
-    if found.low is None or found.high is None:
-        return f"{found.speed:.3f}"
-    return f"{found.speed:.3f} [{_bound(found.low)}, {_bound(found.high)}]"
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.speed:.3f}"
+    return f"{ratio.speed:.3f} [{_bound(ratio.low)}, {_bound(ratio.high)}]"
 
 
 def _bound(value: float) -> str:
     return f"{value:.3f}" if 0.001 <= value < 1000 else f"{value:.0e}"
 
 
-def mean_text(one: Overall) -> str:
-    over = f"{one.num_lines} line{'s' if one.num_lines != 1 else ''}"
-    if one.smallest_bytes is not None and one.largest_bytes is not None:
-        over = (
-            f"{format_bytes(one.smallest_bytes)} to {format_bytes(one.largest_bytes)}, {over}"
-        )
-    mean = f"geometric mean {ratio_text(one.ratio)} over {over}"
-    return f"{one.name}: {mean}: {verdict_text(one.ratio)}"
+def mean_text(overall: Overall) -> str:
+    over = f"{overall.num_lines} line{'s' if overall.num_lines != 1 else ''}"
+    low, high = overall.smallest_bytes, overall.largest_bytes
+    if low is not None and high is not None:
+        over = f"{format_bytes(low)} to {format_bytes(high)}, {over}"
+    mean = f"geometric mean {ratio_text(overall.ratio)} over {over}"
+    return f"{overall.name}: {mean}: {verdict_text(overall.ratio)}"
 
 
 def closing(comparison: Comparison) -> list[str]:
     """Chance, missing repeats, what differs, what is too slow."""
-    found = [
+    ratios = [
         cell.ratio
         for line in comparison.lines
         for cell in line.cells.values()
         if cell.ratio is not None
     ]
-    judged = sum(one.low is not None for one in found)
-    said = []
+    judged = sum(ratio.low is not None for ratio in ratios)
+    sentences = []
     if judged > 20:
-        said.append(f"of {judged} intervals at most about {judged / 100:.1g} are off by chance")
-    if any(one.df is not None and one.df < 3 and one.low is not None for one in found):
-        said.append("intervals of two or three launches are wide; five a side tell far more")
-    if any(one.low is None for one in found):
-        said.append(
+        sentences.append(
+            f"of {judged} intervals at most about {judged / 100:.1g} are off by chance"
+        )
+    if any(ratio.df is not None and ratio.df < 3 and ratio.low is not None for ratio in ratios):
+        sentences.append(
+            "intervals of two or three launches are wide; five a side tell far more"
+        )
+    if any(ratio.low is None for ratio in ratios):
+        sentences.append(
             "no verdict without repeats: give several launches a side (A1,A2,A3), a run with "
             "several (--noise-from RUN), or how much one varies (--noise 2%)"
         )
-    said += comparison.notes
+    sentences += comparison.notes
     if comparison.too_slow is not None:
-        said += [_too_slow_text(comparison, place, name) for place, name in comparison.too_slow]
+        sentences += [
+            _too_slow_text(comparison, place, name) for place, name in comparison.too_slow
+        ]
         count = len(comparison.too_slow)
         limit = comparison.fail_if_slower or 0.0
-        left = len(found) - judged
-        said.append(
+        left = len(ratios) - judged
+        sentences.append(
             f"{count} of {judged} certainly slower by more than {limit:.1%}"
             + (f"; {left} without an interval were not tested" if left else "")
         )
-    return said
+    return sentences
 
 
 def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:
     line = comparison.lines[place]
-    found = line.cells[name].ratio
+    ratio = line.cells[name].ratio
     words = [shown(line.fields.get(n)) for n in _HEAD if n not in ("phase", "dtype", "redop")]
     words.append(size_text(line))
-    speed = "" if found is None else ratio_text(found)
+    speed = "" if ratio is None else ratio_text(ratio)
     return f"too slow: {name} {' '.join(word for word in words if word)}: {speed}"
 
 
@@ -283,8 +288,8 @@ def _value(name: str, line: Line) -> str:
 
 
 def _ratio(name: str, line: Line) -> str:
-    found = cell.ratio if (cell := line.cells.get(name)) else None
-    return "" if found is None else ratio_text(found)
+    ratio = cell.ratio if (cell := line.cells.get(name)) else None
+    return "" if ratio is None else ratio_text(ratio)
 
 
 def _verdict(name: str, line: Line) -> str:
@@ -296,8 +301,8 @@ def _verdict(name: str, line: Line) -> str:
 
 def _marked(name: str, line: Line) -> str:
     cell = line.cells.get(name)
-    found = cell.ratio if cell else None
-    return f"{found.speed:.3f} {_MARKS[found.verdict]}" if found else ""
+    ratio = cell.ratio if cell else None
+    return f"{ratio.speed:.3f} {_MARKS[ratio.verdict]}" if ratio else ""
 
 
 def _style(column: Column[Line], line: Line) -> str:

@@ -32,9 +32,9 @@ _GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
 def html(comparison: Comparison, lead: Sequence[str] = ()) -> str:
     """The whole document; `lead` are lines that come first, as a recommendation does."""
     constant, _ = split_fields(comparison.lines)
-    said = [*map(mean_text, comparison.overall), *closing(comparison)]
+    paragraphs = [*map(mean_text, comparison.overall), *closing(comparison)]
     summary = f"<pre>{escape(chr(10).join(lead))}</pre>" if lead else ""
-    summary += "".join(f"<p>{escape(text)}</p>" for text in said)
+    summary += "".join(f"<p>{escape(text)}</p>" for text in paragraphs)
     figures = [figure_section(title, note, figure) for title, note, figure in drawn(comparison)]
     body = "\n".join(
         (
@@ -56,18 +56,18 @@ def drawn(comparison: Comparison) -> list[tuple[str, str, Figure]]:
         if line.size_bytes:
             key = tuple(line.fields.get(name) for name in _GROUP)
             sized.setdefault(key, []).append(line)
-    found = []
+    figures = []
     for key, lines in sized.items():
         if len(lines) > 1:
             title = " ".join(str(word) for word in key[:4] if word not in (None, "", "none"))
             title += f", {key[4]} ranks" if key[4] else ""
-            found.append((title or "values", note, over_size(lines, comparison.names)))
+            figures.append((title or "values", note, over_size(lines, comparison.names)))
     rest = [line for line in comparison.lines if not line.size_bytes]
     if rest:
-        found.append(
+        figures.append(
             ("Ratios", f"Speed over {base}, with 99 % intervals.", ratios(rest, comparison))
         )
-    return found
+    return figures
 
 
 def over_size(lines: Sequence[Line], names: Sequence[str]) -> Figure:
@@ -75,20 +75,20 @@ def over_size(lines: Sequence[Line], names: Sequence[str]) -> Figure:
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.09)
     ordered = sorted(lines, key=lambda line: line.size_bytes or 0)
     for index, name in enumerate(names):
-        held = [line for line in ordered if name in line.cells]
-        shown = [line for line in held if line.cells[name].value is not None]
+        own = [line for line in ordered if name in line.cells]
+        points = [line for line in own if line.cells[name].value is not None]
         figure.add_scatter(
-            x=[line.size_bytes for line in shown],
-            y=[_height(line, name) for line in shown],
+            x=[line.size_bytes for line in points],
+            y=[_height(line, name) for line in points],
             name=escape(name),
             legendgroup=name,
             **curve_style(index),
-            text=[escape(_hover(line, name)) for line in shown],
+            text=[escape(_hover(line, name)) for line in points],
             hovertemplate="%{text}<extra></extra>",
             row=1,
             col=1,
         )
-        _add_ratios(figure, held, name, index)
+        _add_ratios(figure, own, name, index)
     low, high = 1 / (1 + EFFECT_FLOOR), 1 + EFFECT_FLOOR
     figure.add_hrect(
         y0=low, y1=high, fillcolor=INK, opacity=0.25, line_width=0, layer="below", row=1, col=2
@@ -104,12 +104,12 @@ def over_size(lines: Sequence[Line], names: Sequence[str]) -> Figure:
 
 def _window(lines: Sequence[Line]) -> list[float] | None:
     """All speeds, and of very wide intervals as much as does not flatten the rest."""
-    found = [cell.ratio for line in lines for cell in line.cells.values() if cell.ratio]
-    if not found:
+    intervals = [cell.ratio for line in lines for cell in line.cells.values() if cell.ratio]
+    if not intervals:
         return None
-    slowest, fastest = min(r.speed for r in found), max(r.speed for r in found)
-    low = max(slowest / 2, min(r.low or r.speed for r in found))
-    high = min(fastest * 2, max(r.high or r.speed for r in found))
+    slowest, fastest = min(r.speed for r in intervals), max(r.speed for r in intervals)
+    low = max(slowest / 2, min(r.low or r.speed for r in intervals))
+    high = min(fastest * 2, max(r.high or r.speed for r in intervals))
     low, high = min(low, 1 / (1 + EFFECT_FLOOR)), max(high, 1 + EFFECT_FLOOR)
     return [low - 0.05 * (high - low), high + 0.05 * (high - low)]
 
@@ -128,32 +128,32 @@ def _hover(line: Line, name: str) -> str:
     return text
 
 
-def _add_ratios(figure: Figure, held: Sequence[Line], name: str, index: int) -> None:
-    known = [(line, r) for line in held if (r := line.cells[name].ratio) is not None]
-    if not known:
+def _add_ratios(figure: Figure, lines: Sequence[Line], name: str, index: int) -> None:
+    points = [(line, r) for line in lines if (r := line.cells[name].ratio) is not None]
+    if not points:
         return
     figure.add_scatter(
-        x=[line.size_bytes for line, _ in known],
-        y=[r.speed for _, r in known],
-        error_y=_intervals([r for _, r in known]),
+        x=[line.size_bytes for line, _ in points],
+        y=[r.speed for _, r in points],
+        error_y=_intervals([r for _, r in points]),
         name=escape(name),
         legendgroup=name,
         showlegend=False,
         **curve_style(index),
-        text=[escape(_hover(line, name)) for line, _ in known],
+        text=[escape(_hover(line, name)) for line, _ in points],
         hovertemplate="%{text}<extra></extra>",
         row=1,
         col=2,
     )
 
 
-def _intervals(known: Sequence[Ratio]) -> dict[str, object]:
+def _intervals(ratios: Sequence[Ratio]) -> dict[str, object]:
     """Error bars of speeds; none where an interval is unknown."""
     return {
         "type": "data",
         "symmetric": False,
-        "array": [(one.high or one.speed) - one.speed for one in known],
-        "arrayminus": [one.speed - (one.low or one.speed) for one in known],
+        "array": [(ratio.high or ratio.speed) - ratio.speed for ratio in ratios],
+        "arrayminus": [ratio.speed - (ratio.low or ratio.speed) for ratio in ratios],
         "thickness": 1,
     }
 
@@ -164,19 +164,19 @@ def ratios(lines: Sequence[Line], comparison: Comparison) -> Figure:
     labels = [_label(line, varying) or f"line {place}" for place, line in enumerate(lines, 1)]
     figure = go.Figure()
     for index, name in enumerate(comparison.names[1:], 1):
-        known = [
+        points = [
             (label, line, r)
             for label, line in zip(labels, lines, strict=True)
             if (cell := line.cells.get(name)) and (r := cell.ratio) is not None
         ]
         style = curve_style(index) | {"mode": "markers"}
         figure.add_scatter(
-            y=[label for label, *_ in known],
-            x=[r.speed for *_, r in known],
-            error_x=_intervals([r for *_, r in known]),
+            y=[label for label, *_ in points],
+            x=[r.speed for *_, r in points],
+            error_x=_intervals([r for *_, r in points]),
             name=escape(name),
             **style,
-            text=[escape(f"{label}: {_hover(line, name)}") for label, line, _ in known],
+            text=[escape(f"{label}: {_hover(line, name)}") for label, line, _ in points],
             hovertemplate="%{text}<extra></extra>",
         )
     figure.add_vline(x=1, line={"color": INK, "dash": "dash", "width": 1})

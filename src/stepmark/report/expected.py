@@ -63,8 +63,8 @@ def curve_of(
             by_size.setdefault(size, []).append(seconds)
     if not by_size:
         return None
-    held = tuple((size, median(by_size[size])) for size in sorted(by_size))
-    return Curve(collective=collective, num_ranks=num_ranks, points=held, source=source)
+    medians = tuple((size, median(by_size[size])) for size in sorted(by_size))
+    return Curve(collective=collective, num_ranks=num_ranks, points=medians, source=source)
 
 
 def expected(
@@ -72,7 +72,7 @@ def expected(
 ) -> dict[MessageKind, Expected]:
     """Kinds that a curve covers. Raises ConfigError where none is covered, where the number
     of ranks is unknown, and, without `force`, where the curve has another one."""
-    found = {}
+    times = {}
     for kind in histogram:
         if not any(curve.collective in _names(kind) for curve in curves):
             continue
@@ -83,13 +83,13 @@ def expected(
             raise ConfigError("ranks", "unknown", allowed)
         if not kind.message_bytes:
             continue
-        found[kind] = _one(kind, _chosen(kind, curves, force))
-    if not found:
+        times[kind] = _one(kind, _chosen(kind, curves, force))
+    if not times:
         names = sorted({curve.collective for curve in curves})
-        wanted = sorted({kind.collective for kind in histogram})
-        allowed = f"times of {', '.join(wanted)}; it has {', '.join(names) or 'none'}"
+        collectives = sorted({kind.collective for kind in histogram})
+        allowed = f"times of {', '.join(collectives)}; it has {', '.join(names) or 'none'}"
         raise ConfigError("curve", _sources(curves), allowed)
-    return found
+    return times
 
 
 def _is_side(kind: MessageKind) -> bool:
@@ -103,19 +103,19 @@ def _names(kind: MessageKind) -> tuple[str, ...]:
 def _chosen(kind: MessageKind, curves: Sequence[Curve], force: bool) -> Curve:
     """Of the same number of ranks; with force the nearest in ratio."""
     names = _names(kind)
-    held = [curve for curve in curves if curve.collective in names]
+    candidates = [curve for curve in curves if curve.collective in names]
     if _is_side(kind):
-        return min(held, key=lambda curve: names.index(curve.collective))
+        return min(candidates, key=lambda curve: names.index(curve.collective))
     assert kind.num_ranks is not None
     num_ranks = kind.num_ranks
-    same = [curve for curve in held if curve.num_ranks == num_ranks]
+    same = [curve for curve in candidates if curve.num_ranks == num_ranks]
     if same:
         return same[0]
     if not force:
-        known = ", ".join(str(curve.num_ranks) for curve in held)
-        allowed = f"{kind.collective} of {num_ranks} ranks, not of {known}; or --force"
-        raise ConfigError("curve", _sources(held), allowed)
-    return min(held, key=lambda curve: abs(log(curve.num_ranks / num_ranks)))
+        rank_counts = ", ".join(str(curve.num_ranks) for curve in candidates)
+        allowed = f"{kind.collective} of {num_ranks} ranks, not of {rank_counts}; or --force"
+        raise ConfigError("curve", _sources(candidates), allowed)
+    return min(candidates, key=lambda curve: abs(log(curve.num_ranks / num_ranks)))
 
 
 def _one(kind: MessageKind, curve: Curve) -> Expected:
@@ -126,8 +126,8 @@ def _one(kind: MessageKind, curve: Curve) -> Expected:
         return Expected(seconds=seconds, mark=mark)
     assert kind.num_ranks
     name = Collective(kind.collective)
-    theirs = busbw_factor(name, curve.num_ranks)
-    ratio = busbw_factor(name, kind.num_ranks) / theirs if theirs else 1.0
+    curve_factor = busbw_factor(name, curve.num_ranks)
+    ratio = busbw_factor(name, kind.num_ranks) / curve_factor if curve_factor else 1.0
     return Expected(seconds=seconds * ratio, mark=f"{mark}, {SCALED}")
 
 

@@ -71,22 +71,22 @@ def default_bins(histogram: Histogram) -> Bins:
 
 def parse_by(words: str) -> tuple[str, ...]:
     """What to tell apart: collective,dtype,group,phase or fewer. Raises ConfigError."""
-    asked = [word.strip() for word in words.split(",") if word.strip()]
-    for word in asked:
+    names = [word.strip() for word in words.split(",") if word.strip()]
+    for word in names:
         if word not in BY:
             raise ConfigError("by", word, f"some of {','.join(BY)}")
-    return tuple(key for key in BY if key in asked)
+    return tuple(key for key in BY if key in names)
 
 
 def with_ranks(histogram: Histogram, num_ranks: int) -> Histogram:
     """Kinds without a number of ranks get this one. Raises ConfigError below 1."""
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ConfigError("ranks", num_ranks, "from 1 to 16777216")
-    found: dict[MessageKind, Tally] = {}
+    result: dict[MessageKind, Tally] = {}
     for kind, tally in histogram.items():
         sized = kind if kind.num_ranks else _sized(kind, num_ranks)
-        found[sized] = summed(found[sized], tally) if sized in found else tally
-    return found
+        result[sized] = summed(result[sized], tally) if sized in result else tally
+    return result
 
 
 def _sized(kind: MessageKind, num_ranks: int) -> MessageKind:
@@ -101,13 +101,13 @@ def _sized(kind: MessageKind, num_ranks: int) -> MessageKind:
     )
 
 
-def summed(one: Tally, other: Tally) -> Tally:
+def summed(first: Tally, second: Tally) -> Tally:
     """Both together; the ranks of the one that has more."""
     return Tally(
-        calls=one.calls + other.calls,
-        ranks=max(one.ranks, other.ranks),
-        timed_calls=one.timed_calls + other.timed_calls,
-        seconds=one.seconds + other.seconds,
+        calls=first.calls + second.calls,
+        ranks=max(first.ranks, second.ranks),
+        timed_calls=first.timed_calls + second.timed_calls,
+        seconds=first.seconds + second.seconds,
     )
 
 
@@ -133,20 +133,22 @@ def rows(
 ) -> list[Row]:
     """One row per bin and value of `by`. Per-rank figures are means over all ranks read."""
     used = bins or default_bins(histogram)
-    seen = num_ranks_seen or ranks_seen(histogram) or 1
+    num_ranks = num_ranks_seen or ranks_seen(histogram) or 1
     cells: dict[tuple[object, ...], list[tuple[MessageKind, Tally]]] = {}
     for kind, tally in histogram.items():
         size, what = size_of(kind)
         key = (*(getattr(kind, word) for word in by), what, used.of(size)[0])
         cells.setdefault(key, []).append((kind, tally))
-    made = []
+    table = []
     for key in sorted(cells, key=lambda key: tuple(map(_sortable, key))):
         low, high = used.of(size_of(cells[key][0][0])[0])
         row: Row = dict(zip((*by, "size_is"), key, strict=False))
         row |= {"bin": used.label(low, high), "from_bytes": low, "below_bytes": high}
-        row |= _counts(cells[key], seen)
-        made.append(row | (_times(cells[key], seen, expected) if expected is not None else {}))
-    return made
+        row |= _counts(cells[key], num_ranks)
+        table.append(
+            row | (_times(cells[key], num_ranks, expected) if expected is not None else {})
+        )
+    return table
 
 
 def _sortable(value: object) -> tuple[int, str]:
@@ -154,28 +156,28 @@ def _sortable(value: object) -> tuple[int, str]:
     return (value, "") if isinstance(value, int) else (0, str(value))
 
 
-def _counts(held: Sequence[tuple[MessageKind, Tally]], seen: int) -> Row:
-    calls = sum(tally.calls for _, tally in held)
-    num_bytes = sum(tally.calls * size_of(kind)[0] for kind, tally in held)
-    sizes = {kind.num_ranks for kind, _ in held}
-    timed = sum(tally.timed_calls for _, tally in held)
-    seconds = sum(tally.seconds for _, tally in held)
+def _counts(messages: Sequence[tuple[MessageKind, Tally]], num_ranks: int) -> Row:
+    calls = sum(tally.calls for _, tally in messages)
+    num_bytes = sum(tally.calls * size_of(kind)[0] for kind, tally in messages)
+    sizes = {kind.num_ranks for kind, _ in messages}
+    timed = sum(tally.timed_calls for _, tally in messages)
+    seconds = sum(tally.seconds for _, tally in messages)
     return {
         "num_ranks": next(iter(sizes)) if len(sizes) == 1 else None,
         "calls": calls,
-        "calls_per_rank": calls / seen,
+        "calls_per_rank": calls / num_ranks,
         "bytes": num_bytes,
-        "bytes_per_rank": num_bytes / seen,
+        "bytes_per_rank": num_bytes / num_ranks,
         "timed_calls": timed,
         "time_s": seconds if timed else None,
-        "busbw_gb_s": _busbw(held),
+        "busbw_gb_s": _busbw(messages),
     }
 
 
-def _busbw(held: Sequence[tuple[MessageKind, Tally]]) -> float | None:
+def _busbw(messages: Sequence[tuple[MessageKind, Tally]]) -> float | None:
     """Bytes x factor over time, of timed calls whose number of ranks is known."""
     wire, seconds = 0.0, 0.0
-    for kind, tally in held:
+    for kind, tally in messages:
         if not tally.timed_calls or kind.message_bytes is None or not tally.seconds:
             continue
         if kind.collective in PAIR_SIDES:
@@ -190,21 +192,21 @@ def _busbw(held: Sequence[tuple[MessageKind, Tally]]) -> float | None:
 
 
 def _times(
-    held: Sequence[tuple[MessageKind, Tally]],
-    seen: int,
+    messages: Sequence[tuple[MessageKind, Tally]],
+    num_ranks: int,
     expected: Mapping[MessageKind, Expected],
 ) -> Row:
     """What the calls of a row should take by a measured curve, and what they took."""
-    known = [(tally, expected[kind]) for kind, tally in held if kind in expected]
-    covered = sum(tally.calls for tally, _ in known)
-    total = sum(tally.calls * one.seconds for tally, one in known)
-    both = [(t, one) for t, one in known if t.timed_calls]
-    should = sum(tally.timed_calls * one.seconds for tally, one in both)
+    times = [(tally, expected[kind]) for kind, tally in messages if kind in expected]
+    covered = sum(tally.calls for tally, _ in times)
+    total = sum(tally.calls * time.seconds for tally, time in times)
+    both = [(t, time) for t, time in times if t.timed_calls]
+    should = sum(tally.timed_calls * time.seconds for tally, time in both)
     took = sum(tally.seconds for tally, _ in both)
-    marks = {one.mark for _, one in known}
+    marks = {time.mark for _, time in times}
     return {
-        "expected_s": total if known else None,
-        "expected_per_rank_s": total / seen if known else None,
+        "expected_s": total if times else None,
+        "expected_per_rank_s": total / num_ranks if times else None,
         "covered_calls": covered,
         "curve": ", ".join(sorted(marks)) if marks else "none",
         "times_expected": took / should if should else None,
@@ -234,10 +236,10 @@ _NUMBERS = frozenset(key for key, _ in _PRINTED) - {*BY, "size_is", "curve"}
 
 def lines(table: Sequence[Row]) -> list[str]:
     """The rows as aligned text, without columns that have nothing to say."""
-    shown = [(key, head) for key, head in _PRINTED if any(_cell(row, key) for row in table)]
-    cells = [[head for _, head in shown]]
-    cells += [[_cell(row, key) for key, _ in shown] for row in table]
-    return aligned(cells, [key in _NUMBERS for key, _ in shown])
+    columns = [(key, head) for key, head in _PRINTED if any(_cell(row, key) for row in table)]
+    cells = [[head for _, head in columns]]
+    cells += [[_cell(row, key) for key, _ in columns] for row in table]
+    return aligned(cells, [key in _NUMBERS for key, _ in columns])
 
 
 def _cell(row: Row, key: str) -> str:
@@ -257,24 +259,26 @@ def _cell(row: Row, key: str) -> str:
 
 def summary(histogram: Histogram, num_ranks_seen: int | None = None) -> list[str]:
     """A few lines: per collective its calls, bytes and range of sizes."""
-    seen = num_ranks_seen or ranks_seen(histogram) or 1
-    found = []
+    num_ranks = num_ranks_seen or ranks_seen(histogram) or 1
+    sentences = []
     for name in sorted({kind.collective for kind in histogram}):
-        held = [(kind, tally) for kind, tally in histogram.items() if kind.collective == name]
-        sizes = sorted({size_of(kind)[0] for kind, _ in held})
-        calls = sum(tally.calls for _, tally in held)
-        total = sum(tally.calls * size_of(kind)[0] for kind, tally in held)
-        what = {size_of(kind)[1] for kind, _ in held}
+        messages = [
+            (kind, tally) for kind, tally in histogram.items() if kind.collective == name
+        ]
+        sizes = sorted({size_of(kind)[0] for kind, _ in messages})
+        calls = sum(tally.calls for _, tally in messages)
+        total = sum(tally.calls * size_of(kind)[0] for kind, tally in messages)
+        what = {size_of(kind)[1] for kind, _ in messages}
         span = format_bytes(sizes[0])
         span += f" to {format_bytes(sizes[-1])}" if len(sizes) > 1 else ""
-        plural = "s" if calls != seen else ""
+        plural = "s" if calls != num_ranks else ""
         unknown = ", sizes of one rank's part" if what != {MESSAGE} else ""
-        found.append(
-            f"{name}: {calls / seen:.6g} call{plural} per rank, {len(sizes)} "
+        sentences.append(
+            f"{name}: {calls / num_ranks:.6g} call{plural} per rank, {len(sizes)} "
             f"size{'s' if len(sizes) > 1 else ''} ({span}{unknown}), "
-            f"{format_bytes(total / seen)} per rank"
+            f"{format_bytes(total / num_ranks)} per rank"
         )
-    return found
+    return sentences
 
 
 def unknown_ranks(histogram: Histogram) -> str:

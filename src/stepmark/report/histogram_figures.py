@@ -20,15 +20,15 @@ def drawn(rows: Sequence[Row]) -> list[Drawn]:
     """Calls and bytes by size, and time against the curve where both are known."""
     if not rows:
         return []
-    found = [
+    figures = [
         ("Calls by message size", _note(rows), bars(rows, "calls_per_rank", "calls per rank")),
         ("Bytes by message size", _note(rows), bars(rows, "bytes_per_rank", "bytes per rank")),
     ]
     if any(number(row, "expected_per_rank_s") for row in rows):
         note = "Calls times the time of one by the measured curve; overlap is not subtracted."
         figure = bars(rows, "expected_per_rank_s", "expected seconds per rank")
-        found.append(("Expected time by message size", note, figure))
-    return found
+        figures.append(("Expected time by message size", note, figure))
+    return figures
 
 
 def bars(rows: Sequence[Row], key: str, title: str) -> Figure:
@@ -38,15 +38,15 @@ def bars(rows: Sequence[Row], key: str, title: str) -> Figure:
     figure = go.Figure()
     series = dict.fromkeys(_series(row) for row in rows)
     for index, name in enumerate(series):
-        held = [row for row in rows if _series(row) == name]
+        group = [row for row in rows if _series(row) == name]
         figure.add_bar(
-            x=[_bin(row) for row in held],
-            y=[number(row, key) for row in held],
+            x=[_bin(row) for row in group],
+            y=[number(row, key) for row in group],
             name=escape(name),
             marker_color=COLOURS[index % len(COLOURS)],
             # Above seven colours a pattern tells equal ones apart.
             marker_pattern_shape=("", "/", "x", ".")[index // len(COLOURS) % 4],
-            hovertext=[_hover(row, name) for row in held],
+            hovertext=[_hover(row, name) for row in group],
             hoverinfo="text",
         )
     figure.update_xaxes(
@@ -59,15 +59,15 @@ def bars(rows: Sequence[Row], key: str, title: str) -> Figure:
 
 def page(title: str, sections: Sequence[tuple[str, Sequence[Row], Sequence[Finding]]]) -> str:
     """One self-contained document: a heading per source, its findings, figures and rows."""
-    return document(title, "", "\n".join(_source(*one) for one in sections))
+    return document(title, "", "\n".join(_source(*source) for source in sections))
 
 
-def _source(name: str, rows: Sequence[Row], found: Sequence[Finding]) -> str:
+def _source(name: str, rows: Sequence[Row], findings: Sequence[Finding]) -> str:
     parts = [f"<h2>{escape(name)}</h2>"]
     parts += [
-        f'<p class="{"quiet" if one.severity == "note" else "warning"}">'
-        f"{escape(f'{one.severity}: {one.text}')}</p>"
-        for one in found
+        f'<p class="{"quiet" if finding.severity == "note" else "warning"}">'
+        f"{escape(f'{finding.severity}: {finding.text}')}</p>"
+        for finding in findings
     ]
     for title, note, figure in drawn(rows):
         parts.append(figure_section(title, note, figure))
@@ -96,10 +96,10 @@ def _series(row: Row) -> str:
 
 
 def _hover(row: Row, name: str) -> str:
-    said = [
+    texts = [
         name,
         f"{text(row, 'bin')} ({text(row, 'size_is')})",
         f"{number(row, 'calls_per_rank') or 0:.6g} calls per rank, {row['calls']} in all",
         f"{format_bytes(number(row, 'bytes_per_rank') or 0)} per rank",
     ]
-    return "<br>".join(escape(line) for line in said)
+    return "<br>".join(escape(line) for line in texts)

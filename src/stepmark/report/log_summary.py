@@ -65,18 +65,17 @@ def _number(many: int, noun: str) -> str:
     return f"{many} {noun}{ending}"
 
 
-def _communicator(one: Communicator) -> str:
-    words = [one.key]
-    words += [f"{one.num_ranks} ranks"] if one.num_ranks else []
-    words += [_number(one.num_nodes, "node")] if one.num_nodes else []
-    if one.channels:
-        counts = one.channels
+def _communicator(communicator: Communicator) -> str:
+    words = [communicator.key]
+    words += [f"{communicator.num_ranks} ranks"] if communicator.num_ranks else []
+    words += [_number(communicator.num_nodes, "node")] if communicator.num_nodes else []
+    if communicator.channels:
+        counts = communicator.channels
         words.append(f"{counts.coll} coll, {counts.nvls or 0} nvls, {counts.p2p} p2p channels")
-    if one.rings:
-        words.append(
-            f"{sum(count for _, count in one.rings)} rings, {_number(len(one.rings), 'order')}"
-        )
-    times = [member.init.total_s for member in one.members if member.init]
+    if communicator.rings:
+        count = sum(count for _, count in communicator.rings)
+        words.append(f"{count} rings, {_number(len(communicator.rings), 'order')}")
+    times = [member.init.total_s for member in communicator.members if member.init]
     words += [f"started in {format_time(max(times))}"] if times else []
     return ", ".join(words)
 
@@ -97,19 +96,19 @@ def _transport(kind: str, ways: Sequence[Transport]) -> str:
 
 
 def _by_kind(transports: Iterable[Transport]) -> dict[str, list[Transport]]:
-    held: dict[str, list[Transport]] = {}
+    by_kind: dict[str, list[Transport]] = {}
     for way in transports:
-        held.setdefault(way.kind, []).append(way)
-    return held
+        by_kind.setdefault(way.kind, []).append(way)
+    return by_kind
 
 
 def _choices(facts: LogFacts) -> Iterator[str]:
-    for one in facts.choices[:_MOST]:
-        size = one.printed_bytes if one.message_bytes is None else one.message_bytes
-        channels = f", {one.channels} channels" if one.channels else ""
+    for choice in facts.choices[:_MOST]:
+        size = choice.printed_bytes if choice.message_bytes is None else choice.message_bytes
+        channels = f", {choice.channels} channels" if choice.channels else ""
         yield (
-            f"{one.collective or 'call'} of {format_bytes(size)}: {one.algorithm} "
-            f"{one.protocol}{channels}, {one.calls} times"
+            f"{choice.collective or 'call'} of {format_bytes(size)}: {choice.algorithm} "
+            f"{choice.protocol}{channels}, {choice.calls} times"
         )
     if len(facts.choices) > _MOST:
         yield f"and {len(facts.choices) - _MOST} more"
@@ -178,25 +177,25 @@ def communicator_rows(facts: LogFacts) -> list[Row]:
     """One row per rank of each communicator."""
     return [
         {
-            "communicator": one.key,
-            "num_ranks": one.num_ranks,
-            "num_nodes": one.num_nodes,
+            "communicator": communicator.key,
+            "num_ranks": communicator.num_ranks,
+            "num_nodes": communicator.num_nodes,
             "rank": member.rank,
             "local_rank": member.local_rank,
             "process": member.process,
             "host": member.host,
             "device": member.device,
             "bus_id": member.bus_id,
-            "coll_channels": one.channels.coll if one.channels else None,
-            "nvls_channels": one.channels.nvls if one.channels else None,
-            "p2p_channels": one.channels.p2p if one.channels else None,
-            "num_rings": sum(count for _, count in one.rings) or None,
-            "num_trees": one.num_trees,
+            "coll_channels": communicator.channels.coll if communicator.channels else None,
+            "nvls_channels": communicator.channels.nvls if communicator.channels else None,
+            "p2p_channels": communicator.channels.p2p if communicator.channels else None,
+            "num_rings": sum(count for _, count in communicator.rings) or None,
+            "num_trees": communicator.num_trees,
             "init_s": member.init.total_s if member.init else None,
             **{f"init_{name}_s": s for name, s in (member.init.parts_s if member.init else ())},
         }
-        for one in facts.communicators
-        for member in one.members
+        for communicator in facts.communicators
+        for member in communicator.members
     ]
 
 
@@ -212,16 +211,16 @@ def choice_rows(facts: LogFacts) -> list[Row]:
     """One row per size and algorithm that NCCL chose; size_bytes as nccl-tests counts it."""
     return [
         {
-            "collective": one.collective or None,
-            "size_bytes": one.message_bytes,
-            "printed_bytes": one.printed_bytes,
-            "algorithm": one.algorithm,
-            "protocol": one.protocol,
-            "channels": one.channels,
-            "predicted_s": one.time_s,
-            "calls": one.calls,
+            "collective": choice.collective or None,
+            "size_bytes": choice.message_bytes,
+            "printed_bytes": choice.printed_bytes,
+            "algorithm": choice.algorithm,
+            "protocol": choice.protocol,
+            "channels": choice.channels,
+            "predicted_s": choice.time_s,
+            "calls": choice.calls,
         }
-        for one in facts.choices
+        for choice in facts.choices
     ]
 
 
@@ -229,14 +228,14 @@ def prediction_rows(facts: LogFacts) -> list[Row]:
     """One row per cell of NCCL's own table."""
     return [
         {
-            "communicator": one.communicator,
-            "collective": one.collective,
-            "algorithm": one.algorithm,
-            "protocol": one.protocol,
-            "latency_s": one.latency_s,
-            "algbw_gb_s": one.algbw_bytes_per_s / GB,
+            "communicator": prediction.communicator,
+            "collective": prediction.collective,
+            "algorithm": prediction.algorithm,
+            "protocol": prediction.protocol,
+            "latency_s": prediction.latency_s,
+            "algbw_gb_s": prediction.algbw_bytes_per_s / GB,
         }
-        for one in facts.predictions
+        for prediction in facts.predictions
     ]
 
 
@@ -244,9 +243,9 @@ Found = Sequence[tuple[Table, Sequence[Finding]]]
 _TITLE_WIDTH = 60
 
 
-def rows(found: Found) -> list[Row]:
+def rows(tables: Found) -> list[Row]:
     """One flat row per table; unknown is None, as in all rows of ours."""
-    return [_table_row(table, findings) for table, findings in found]
+    return [_table_row(table, findings) for table, findings in tables]
 
 
 def name_of(table: Table) -> str:
@@ -254,9 +253,9 @@ def name_of(table: Table) -> str:
     return f"{table.file}:{table.index}"
 
 
-def print_found(found: Found, console: "Console", *, file_width: int = 40) -> None:
+def print_tables(tables: Found, console: "Console", *, file_width: int = 40) -> None:
     """A block per table: what it is, how each fact is known, what is odd."""
-    for table, findings in found:
+    for table, findings in tables:
         row = _table_row(table, findings)
         name = name_of(table)
         name = name if len(name) <= file_width else f"...{name[3 - file_width :]}"
@@ -268,7 +267,7 @@ def print_found(found: Found, console: "Console", *, file_width: int = 40) -> No
 
 
 def _table_row(table: Table, findings: Sequence[Finding]) -> Row:
-    sizes = [one.size_bytes for one in table.readings if one.size_bytes is not None]
+    sizes = [reading.size_bytes for reading in table.readings if reading.size_bytes is not None]
     return {
         "table": name_of(table),
         "file": table.file,
@@ -287,8 +286,15 @@ def _table_row(table: Table, findings: Sequence[Finding]) -> Row:
         "columns": ", ".join(table.columns) or None,
         "rows": len(
             {
-                (one.line, one.size_bytes, one.dtype, one.redop, one.root, one.cycle)
-                for one in table.readings
+                (
+                    reading.line,
+                    reading.size_bytes,
+                    reading.dtype,
+                    reading.redop,
+                    reading.root,
+                    reading.cycle,
+                )
+                for reading in table.readings
             }
         ),
         "readings": len(table.readings),

@@ -80,10 +80,10 @@ def text_of(
     """
     texts = []
     for block in grouped(rows, _BLOCK):
-        found = parameters or parameters_of(block)
+        block_parameters = parameters or parameters_of(block)
         if step is not None:
-            found = replace(found, step=step[0], step_is_factor=step[1])
-        texts.append(_block(block, run, found))
+            block_parameters = replace(block_parameters, step=step[0], step_is_factor=step[1])
+        texts.append(_block(block, run, block_parameters))
     return "\n".join(texts)
 
 
@@ -98,10 +98,10 @@ def type_name(dtype: str) -> str:
 
 def grouped(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
     """Rows that agree in all keys, in order of appearance."""
-    found: dict[tuple[object, ...], list[Row]] = {}
+    groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row.get(key) for key in keys), []).append(row)
-    return list(found.values())
+        groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    return list(groups.values())
 
 
 def lines_of(rows: Sequence[Row]) -> list[dict[str, Row]]:
@@ -121,9 +121,9 @@ def tables_of(rows: Sequence[Row]) -> list[list[Row]]:
 def float_text(value: float, width: int) -> str:
     """As many of two decimals as fit, else an exponent: nccl-tests' getFloatStr."""
     for places in (2, 1, 0):
-        shown = f"{value:{width}.{places}f}"
-        if len(shown) <= width:
-            return shown
+        printed = f"{value:{width}.{places}f}"
+        if len(printed) <= width:
+            return printed
     return f"{value:{width}.{1 if width >= 7 else 0}e}"
 
 
@@ -178,7 +178,7 @@ def _header(rows: Sequence[Row], run: RunInfo, parameters: Parameters, name: str
         setting_line(rows),
         "#",
         "# Using devices",
-        *(_rank_line(found) for found in devices_of(rows, run)),
+        *(_rank_line(device) for device in devices_of(rows, run)),
         "#",
     ]
 
@@ -190,29 +190,31 @@ def devices_of(rows: Sequence[Row], run: RunInfo) -> list[Mapping[str, object]]:
     """
     world = int(number(rows[0], "world_size") or 0)
     split = text(rows[0], "split")
-    colour = {rank: index for index, one in enumerate(groups(world, split)) for rank in one}
+    colour = {
+        rank: index for index, members in enumerate(groups(world, split)) for rank in members
+    }
     alone = int(number(rows[0], "num_ranks") or 0)
     last = world if split or rows[0]["pair"] else alone
     return [
         {
-            "rank": found.rank,
-            "group": colour.get(found.rank, 0),
-            "pid": found.pid,
-            "hostname": found.host or run.environment.host,
-            "device": found.index,
-            "device_hex": found.bus_id or "0000:00:00",
-            "device_info": found.name,
+            "rank": device.rank,
+            "group": colour.get(device.rank, 0),
+            "pid": device.pid,
+            "hostname": device.host or run.environment.host,
+            "device": device.index,
+            "device_hex": device.bus_id or "0000:00:00",
+            "device_info": device.name,
         }
-        for found in run.environment.devices
-        if found.rank < last
+        for device in run.environment.devices
+        if device.rank < last
     ]
 
 
-def _rank_line(found: Mapping[str, object]) -> str:
+def _rank_line(device: Mapping[str, object]) -> str:
     return (
         "#  Rank {rank:2} Group {group:2} Pid {pid:6} on {hostname:>10} device {device:2} "
         "[{device_hex}] {device_info}"
-    ).format(**found)
+    ).format(**device)
 
 
 def _table_line(row: Row) -> str:
@@ -254,8 +256,8 @@ def _half(row: Row | None) -> str:
     )
     algbw, busbw = ("N/A" if rate is None else float_text(rate, 6) for rate in rates)
     # One column narrower where nothing was checked, as there.
-    shown = "    N/A" if wrong is None else f"  {wrong:>6g}"
-    return f"  {float_text(time_s * 1e6, 7)}  {algbw:>6}  {busbw:>6}{shown}"
+    wrong_text = "    N/A" if wrong is None else f"  {wrong:>6g}"
+    return f"  {float_text(time_s * 1e6, 7)}  {algbw:>6}  {busbw:>6}{wrong_text}"
 
 
 def out_of_bounds(rows: Sequence[Row]) -> int:
@@ -265,8 +267,8 @@ def out_of_bounds(rows: Sequence[Row]) -> int:
 
 def average_busbw(rows: Sequence[Row]) -> float | None:
     """Unweighted, over sizes and placements: it depends on the sizes, and compares nothing."""
-    found = [rate for row in rows if (rate := number(row, "busbw_gb_s")) is not None]
-    return sum(found) / len(found) if found else None
+    rates = [rate for row in rows if (rate := number(row, "busbw_gb_s")) is not None]
+    return sum(rates) / len(rates) if rates else None
 
 
 def _footer(rows: Sequence[Row], name: str) -> list[str]:

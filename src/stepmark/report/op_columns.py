@@ -95,8 +95,8 @@ class OpFigures:
     @cached_property
     def state(self) -> Telemetry | None:
         """The state of this rank's device; for all ranks, of the slowest one's."""
-        shown = self.medians.index(max(self.medians)) if self.rank is None else self.rank
-        return state_of(self.record, shown)
+        rank = self.medians.index(max(self.medians)) if self.rank is None else self.rank
+        return state_of(self.record, rank)
 
     @property
     def throttle(self) -> str | None:
@@ -225,7 +225,7 @@ class OpOutcome:
 
 def figure(of: Callable[[OpFigures], object]) -> Callable[[OpOutcome], object]:
     """A column that only a measurement fills."""
-    return lambda one: None if one.figures is None else of(one.figures)
+    return lambda outcome: None if outcome.figures is None else of(outcome.figures)
 
 
 OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
@@ -304,8 +304,8 @@ def rows(
 
     def outcomes() -> Iterator[OpOutcome]:
         for record in operators:
-            known = device if record.operator.device != "cpu" else None
-            for figures in _figures(record, run, known, ceilings, reference or {}):
+            spec = device if record.operator.device != "cpu" else None
+            for figures in _figures(record, run, spec, ceilings, reference or {}):
                 for label in record.operator.labels or (Label(),):
                     yield OpOutcome(record=record, label=label, run=run, figures=figures)
 

@@ -78,8 +78,8 @@ def clock_mhz(state: Telemetry | None) -> float | None:
 
 def throttle_reasons(record: Measured, rank: int | None) -> str | None:
     """Why a rank's device was slowed; for None, any rank's."""
-    seen = record.telemetry if rank is None else record.telemetry[rank : rank + 1]
-    return ", ".join(sorted({reason for one in seen for reason in one.throttle})) or None
+    states = record.telemetry if rank is None else record.telemetry[rank : rank + 1]
+    return ", ".join(sorted({reason for state in states for reason in state.throttle})) or None
 
 
 def spread_pct(times: Summary) -> float | None:
@@ -129,11 +129,11 @@ class Launches:
             else f"{record.cause}: {record.message}"
             for record in self.others
         )
-        said = "; ".join(reasons) or None
-        if said and self.measured:
+        text = "; ".join(reasons) or None
+        if text and self.measured:
             numbers = ", ".join(str(record.launch) for record in self.others)
-            return f"launch {numbers}: {said}"
-        return said
+            return f"launch {numbers}: {text}"
+        return text
 
     @cached_property
     def slowest_s(self) -> list[list[float]]:
@@ -183,24 +183,24 @@ class Launches:
         if not FACTS[self.case.collective].synchronizing or len(self.rank_medians_s) < 2:
             return None
         of_rank = dict(zip(self.case.members, self.rank_medians_s, strict=True))
-        found = []
+        delays = []
         for ranks in self.case.communicators:
             last = min(ranks, key=of_rank.__getitem__)
             others = [of_rank[rank] for rank in ranks if rank != last]
             if self._is_beyond_chance(last, ranks):
-                found.append((median(others) - of_rank[last], last))
-        return max(found)[::-1] if found else None
+                delays.append((median(others) - of_rank[last], last))
+        return max(delays)[::-1] if delays else None
 
     def _is_beyond_chance(self, rank: int, among: tuple[int, ...]) -> bool:
         """Whether this rank has the shortest time of a sample too often for luck."""
-        places = [self.case.members.index(one) for one in among]
-        mine = self.case.members.index(rank)
+        places = [self.case.members.index(member) for member in among]
+        place = self.case.members.index(rank)
         columns = [
             column
             for record in self.measured
             for column in zip(*record.samples.seconds, strict=True)
         ]
-        fastest = sum(min(column[i] for i in places) == column[mine] for column in columns)
+        fastest = sum(min(column[i] for i in places) == column[place] for column in columns)
         n, p = len(columns), 1 / len(places)
         return bool(fastest > n * p + 3 * math.sqrt(n * p * (1 - p)))
 
@@ -235,12 +235,12 @@ class Launches:
 
     def beside_s(self) -> tuple[float, float] | None:
         """One call of the compute beside: alone, and together; of the slowest rank."""
-        held = [record.beside for record in self.measured if record.beside]
-        if not held:
+        overlaps = [record.beside for record in self.measured if record.beside]
+        if not overlaps:
             return None
         return (
-            median(max(map(median, one.alone_s)) for one in held),
-            median(max(map(median, one.together_s)) for one in held),
+            median(max(map(median, overlap.alone_s)) for overlap in overlaps),
+            median(max(map(median, overlap.together_s)) for overlap in overlaps),
         )
 
 
@@ -250,12 +250,12 @@ def pooled(records: Iterable[Record]) -> list[Launches]:
     for record in records:
         if isinstance(record.case, CommCase):
             cases.setdefault(record.case.case_id, []).append(record)
-    return [_of_one_case(held) for held in cases.values()]
+    return [_of_one_case(group) for group in cases.values()]
 
 
-def _of_one_case(held: Sequence[Record]) -> Launches:
+def _of_one_case(records: Sequence[Record]) -> Launches:
     return Launches(
-        case=held[0].comm,
-        measured=tuple(r for r in held if isinstance(r, Measured) and r.samples.seconds),
-        others=tuple(r for r in held if not isinstance(r, Measured)),
+        case=records[0].comm,
+        measured=tuple(r for r in records if isinstance(r, Measured) and r.samples.seconds),
+        others=tuple(r for r in records if not isinstance(r, Measured)),
     )

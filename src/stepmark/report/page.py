@@ -27,16 +27,16 @@ def html(
     train_rows: Sequence[Row] = (),
 ) -> str:
     """The whole document: operators (rows), collectives (comm_rows), training (train_rows)."""
-    beside = [*comm_rows, *train_rows]
+    other_rows = [*comm_rows, *train_rows]
     body = "\n".join(
         (
             section("Summary", _summary(run, rows, device, comm_rows, train_rows)),
             *_train_sections(records, train_rows),
             *_figure_sections(run, rows, device),
             *_figures(comm_figures.drawn(comm_rows, run, device)),
-            section("Measurements", table(rows, OP_COLUMNS) if rows or not beside else ""),
+            section("Measurements", table(rows, OP_COLUMNS) if rows or not other_rows else ""),
             section("Collectives", table(comm_rows, COMM_COLUMNS) if comm_rows else ""),
-            section("Skipped and failed", _unmeasured(records, [*rows, *beside])),
+            section("Skipped and failed", _unmeasured(records, [*rows, *other_rows])),
             section("Environment", _environment(run)),
         )
     )
@@ -46,13 +46,14 @@ def html(
 
 def document(title: str, lead: str, body: str) -> str:
     """A page that needs nothing else. `title` is text; `lead` and `body` are HTML."""
-    shown = escape(title)
+    heading = escape(title)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{shown}</title>\n'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{heading}</title>\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<style>{STYLE}</style>\n<script>{get_plotlyjs()}</script></head>\n"
-        f'<body><main><h1>{shown}</h1>\n<p class="quiet">{lead}</p>\n{body}\n</main>\n'
+        f'<body><main><h1>{heading}</h1>\n<p class="quiet">{lead}</p>\n{body}\n</main>\n'
         f"<script>{SCRIPT}</script></body></html>\n"
     )
 
@@ -69,23 +70,29 @@ def _summary(
     comm_rows: Sequence[Row],
     train_rows: Sequence[Row],
 ) -> str:
-    known = "from data sheet" if device else "device unknown: shares are of measured ceilings"
+    peaks = "from data sheet" if device else "device unknown: shares are of measured ceilings"
     rates = dict.fromkeys(text(row, "rate") for row in rows)
-    found = run.environment
-    versions = ", ".join(f"{name} {value}" for name, value in found.versions.items())
+    environment = run.environment
+    versions = ", ".join(f"{name} {value}" for name, value in environment.versions.items())
     said = summary_lines(run, rows)
     nothing_else = not comm_rows and not train_rows
     if not rows and not nothing_else:
         said = said[:1]  # the device; there is nothing to count
     said += comm_lines(comm_rows) + train_lines(train_rows)
     lines = [(line[:LEAD].strip(), line[LEAD:]) for line in said]
-    lines += [("peaks", known)] if rows or train_rows or nothing_else else []
+    lines += [("peaks", peaks)] if rows or train_rows or nothing_else else []
     lines += [("rate", "; ".join(rates))] if rows or nothing_else else []
     lines += [
-        ("versions", f"torch {found.torch}, {versions}".rstrip(", ")),
-        ("power", "; ".join(dict.fromkeys(_power(one) for one in found.devices)) or "unknown"),
+        ("versions", f"torch {environment.torch}, {versions}".rstrip(", ")),
+        (
+            "power",
+            "; ".join(dict.fromkeys(_power(device_info) for device_info in environment.devices))
+            or "unknown",
+        ),
     ]
-    warnings = "".join(f'<p class="warning">{escape(line)}</p>' for line in found.warnings)
+    warnings = "".join(
+        f'<p class="warning">{escape(line)}</p>' for line in environment.warnings
+    )
     return _pairs(lines) + warnings
 
 
@@ -123,9 +130,9 @@ def _figure_sections(run: RunInfo, rows: Sequence[Row], device: DeviceSpec | Non
         ),
     )
     return _figures(
-        one
-        for one in drawn
-        if any(trace.type == "bar" or trace.mode == "markers" for trace in one[2].data)
+        figure
+        for figure in drawn
+        if any(trace.type == "bar" or trace.mode == "markers" for trace in figure[2].data)
     )
 
 
@@ -152,9 +159,9 @@ def figure_section(title: str, note: str, figure: Figure) -> str:
 
 def _unmeasured(records: Sequence[Record], rows: Sequence[Row]) -> str:
     tracebacks = {
-        one.case.case_id: one.traceback
-        for one in records
-        if isinstance(one, Failed) and one.traceback
+        record.case.case_id: record.traceback
+        for record in records
+        if isinstance(record, Failed) and record.traceback
     }
     items = []
     for row in rows:
@@ -171,19 +178,17 @@ def _unmeasured(records: Sequence[Record], rows: Sequence[Row]) -> str:
 
 
 def _environment(run: RunInfo) -> str:
-    found = run.environment
+    env = run.environment
+    memory = format_bytes(env.memory_bytes)
     pairs = [
-        ("host", found.host),
-        ("system", f"{found.os}, kernel {found.kernel}"),
-        (
-            "processor",
-            f"{found.cpu}, {found.num_cores} cores, {format_bytes(found.memory_bytes)}",
-        ),
-        ("software", f"Python {found.python}, torch {found.torch}, stepmark {found.stepmark}"),
-        ("commit", found.git_commit or "unknown"),
-        *found.versions.items(),
-        *((f"rank {one.rank}", _device(one)) for one in found.devices),
-        *found.variables.items(),
+        ("host", env.host),
+        ("system", f"{env.os}, kernel {env.kernel}"),
+        ("processor", f"{env.cpu}, {env.num_cores} cores, {memory}"),
+        ("software", f"Python {env.python}, torch {env.torch}, stepmark {env.stepmark}"),
+        ("commit", env.git_commit or "unknown"),
+        *env.versions.items(),
+        *((f"rank {device.rank}", _device(device)) for device in env.devices),
+        *env.variables.items(),
         *((f"setting {name}", value) for name, value in run.settings.items()),
     ]
     return _pairs(pairs)

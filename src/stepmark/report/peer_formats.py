@@ -60,8 +60,8 @@ def json_document(
         "config": _config(rows, run, parameters or parameters_of(rows)) if rows else {},
         "results": [
             _result(halves)
-            for held in grouped(rows, ("collective",))
-            for table in tables_of(held)
+            for group in grouped(rows, ("collective",))
+            for table in tables_of(group)
             for same in grouped(table, ("num_ranks", "mode", "api", "split", "beside"))
             for halves in lines_of(same)
         ],
@@ -169,11 +169,11 @@ def param_comms(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
     Its table for pairs has other columns, and a barrier no rate, so neither is here.
     """
     blocks: dict[str, list[Launches]] = {}
-    for one in pooled(records):
-        held = one.case.collective
-        if one.status != "measured" or FACTS[held].pair or held is Collective.BARRIER:
+    for launches in pooled(records):
+        held = launches.case.collective
+        if launches.status != "measured" or FACTS[held].pair or held is Collective.BARRIER:
             continue
-        blocks.setdefault(_name(one.case), []).append(one)
+        blocks.setdefault(_name(launches.case), []).append(launches)
     return {name: _block(name, held, run) for name, held in blocks.items()}
 
 
@@ -191,27 +191,27 @@ def _tag(case: CommCase) -> str:
     return "".join(f"-{word}" for word in words)
 
 
-def _block(name: str, held: list[Launches], run: RunInfo) -> str:
+def _block(name: str, cases: list[Launches], run: RunInfo) -> str:
     heads = "".join(f"{head:>{w}}" for head, w in zip(_HEADINGS, _WIDTHS, strict=True))
     lines = [
         f"# run {run.run_id}; percentiles are over ranks, of each rank's mean; "
         "TotalTime is not measured there: PARAM prints 0.0",
         f"\tCOMMS-RES-{name}{heads}  TotalTime(us):p50",
-        *(f"\tCOMMS-RES-{name}{_cells(one)}" for one in held),
+        *(f"\tCOMMS-RES-{name}{_cells(launches)}" for launches in cases),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _cells(one: Launches) -> str:
+def _cells(launches: Launches) -> str:
     """One line: microseconds with one decimal, GB/s with three."""
     means = sorted(
-        fmean(value for record in one.measured for value in record.samples.seconds[index])
-        for index in range(len(one.case.members))
+        fmean(value for record in launches.measured for value in record.samples.seconds[index])
+        for index in range(len(launches.case.members))
     )
     p50, p75, p95 = (quantile(means, q) for q in (0.5, 0.75, 0.95))
-    algbw = one.case.message_bytes / p50 / GB
+    algbw = launches.case.message_bytes / p50 / GB
     times = (f"{value * 1e6:.1f}" for value in (p50, p75, p95, means[0], means[-1]))
-    rates = (f"{algbw:.3f}", f"{algbw * one.case.busbw_factor:.3f}")
-    cells = (str(one.case.message_bytes), str(one.case.count), *times, *rates)
-    shown = (f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
-    return "".join(shown) + f"{'0.0':>19}"
+    rates = (f"{algbw:.3f}", f"{algbw * launches.case.busbw_factor:.3f}")
+    cells = (str(launches.case.message_bytes), str(launches.case.count), *times, *rates)
+    padded = (f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+    return "".join(padded) + f"{'0.0':>19}"

@@ -74,7 +74,7 @@ def advise(
         (place, name, p)
         for place, line in enumerate(comparison.lines)
         for name in considered
-        if (found := _ratio(line, name)) and (p := p_faster(found)) is not None
+        if (ratio := _ratio(line, name)) and (p := p_faster(ratio)) is not None
     ]
     fallen = holm([p for *_, p in tested], 1 - CONFIDENCE)
     certain = {
@@ -98,9 +98,9 @@ def advise(
     )
 
 
-def p_faster(found: Ratio) -> float | None:
+def p_faster(ratio: Ratio) -> float | None:
     """One-sided p of "not faster at all"; None where nothing is known of the spread."""
-    p_slower = found.p_slower(0.0)
+    p_slower = ratio.p_slower(0.0)
     return None if p_slower is None else 1 - p_slower
 
 
@@ -110,7 +110,7 @@ def _ratio(line: Line, name: str) -> Ratio | None:
 
 
 def _pick(line: Line, names: Sequence[str], certain: set[str], min_gain: float) -> Pick:
-    ratios = {name: found for name in names if (found := _ratio(line, name))}
+    ratios = {name: ratio for name in names if (ratio := _ratio(line, name))}
     if not ratios:
         return Pick(line=line, winner=None, best=None, ratio=None, reason="nothing to compare")
     ranked = sorted(ratios, key=lambda name: ratios[name].speed, reverse=True)
@@ -122,16 +122,16 @@ def _pick(line: Line, names: Sequence[str], certain: set[str], min_gain: float) 
     return Pick(line=line, winner=None, best=best, ratio=ratios[best], reason=reason)
 
 
-def _why_not(found: Ratio, is_certain: bool, min_gain: float) -> str:
-    if found.speed <= 1:
+def _why_not(ratio: Ratio, is_certain: bool, min_gain: float) -> str:
+    if ratio.speed <= 1:
         return "nothing was faster"
-    if is_certain or found.speed < 1 + min_gain:
+    if is_certain or ratio.speed < 1 + min_gain:
         return f"under {min_gain:.1%} faster"
-    if found.se_log is None and found.reason == "identical values":
+    if ratio.se_log is None and ratio.reason == "identical values":
         return "identical repeats: nothing is known of how they differ"
-    if found.se_log is None:
+    if ratio.se_log is None:
         return "one round: too few repeats"
-    if found.verdict is Verdict.FASTER:
+    if ratio.verdict is Verdict.FASTER:
         return "not certain among so many comparisons: too few repeats"
     return "within noise"
 
@@ -148,9 +148,9 @@ def _single(picks: Sequence[Pick], names: Sequence[str], min_gain: float) -> str
     return max(scored)[-1] if scored else None
 
 
-def _loses(found: Ratio, min_gain: float) -> bool:
+def _loses(ratio: Ratio, min_gain: float) -> bool:
     """Surely slower, or seen to be slower by as much as a gain must be to count."""
-    return found.verdict is Verdict.SLOWER or found.speed * (1 + min_gain) < 1
+    return ratio.verdict is Verdict.SLOWER or ratio.speed * (1 + min_gain) < 1
 
 
 def _ranges(picks: Sequence[Pick]) -> list[Range]:
@@ -168,21 +168,21 @@ def _ranges(picks: Sequence[Pick]) -> list[Range]:
 def _telling(lines: Sequence[Line]) -> list[str]:
     """The family, the shape, and what else tells lines apart that these do not."""
     every = dict.fromkeys((*_PLAIN, *(name for line in lines for name in line.fields)))
-    found: list[str] = []
-    known = 0
+    names: list[str] = []
+    num_distinct = 0
     for name in every:
-        count = len({tuple(line.fields.get(n) for n in (*found, name)) for line in lines})
-        if count > known or name in ("family", "shape"):
-            found.append(name)
-            known = count
-    return found
+        count = len({tuple(line.fields.get(n) for n in (*names, name)) for line in lines})
+        if count > num_distinct or name in ("family", "shape"):
+            names.append(name)
+            num_distinct = count
+    return names
 
 
 def _label(line: Line, names: Sequence[str]) -> str:
-    held = ((name, line.fields.get(name)) for name in names)
+    pairs = ((name, line.fields.get(name)) for name in names)
     return " ".join(
         f"{value}" if name in _PLAIN else f"{name} {value}"
-        for name, value in held
+        for name, value in pairs
         if value not in (None, "")
     )
 
@@ -192,20 +192,20 @@ def _merged(label: str, picks: Sequence[Pick]) -> list[Range]:
         (pick for pick in picks if pick.line.size_bytes is not None),
         key=lambda pick: pick.line.size_bytes or 0,
     )
-    made = [
+    ranges = [
         Range(label=label, first_bytes=None, last_bytes=None, picks=(pick,))
         for pick in picks
         if pick.line.size_bytes is None
     ]
     if not sized:
-        return made
-    runs = [tuple(held) for _, held in groupby(sized, key=lambda pick: pick.winner)]
-    ends = [cut(_size(a[-1]), _size(b[0])) for a, b in pairwise(runs)] + [_size(sized[-1])]
+        return ranges
+    runs = [tuple(run) for _, run in groupby(sized, key=lambda pick: pick.winner)]
+    bounds = [cut(_size(a[-1]), _size(b[0])) for a, b in pairwise(runs)] + [_size(sized[-1])]
     first = _size(sized[0])
-    for held, last in zip(runs, ends, strict=True):
-        made.append(Range(label=label, first_bytes=first, last_bytes=last, picks=held))
+    for run, last in zip(runs, bounds, strict=True):
+        ranges.append(Range(label=label, first_bytes=first, last_bytes=last, picks=run))
         first = last + 1
-    return made
+    return ranges
 
 
 def _size(pick: Pick) -> int:
@@ -214,46 +214,46 @@ def _size(pick: Pick) -> int:
 
 def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
     """Lines for people. `exports` has, by setting, the shell lines that make it."""
-    said = [f"not considered: {name}: {why}" for name, why in advice.left_out.items()]
+    lines = [f"not considered: {name}: {why}" for name, why in advice.left_out.items()]
     keep = "the default" if advice.baseline == "default" else advice.baseline
     won = [pick for pick in advice.picks if pick.winner]
     if not advice.considered:
         why = "every other setting is left out"
-        return [*said, f"keep {keep}: nothing can be recommended because {why}"]
+        return [*lines, f"keep {keep}: nothing can be recommended because {why}"]
     if not won:
         tests = f"in {_count(advice.num_tests, 'comparison')} nothing is certainly faster"
         if not advice.num_tests:
             tests = "nothing can be recommended because how repeats differ is not known"
-        said.append(f"keep {keep}: {tests}")
-        said += [f"  {_range_text(one, keep)}" for one in advice.ranges]
-        return said
+        lines.append(f"keep {keep}: {tests}")
+        lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
+        return lines
     if advice.single:
-        mine = [pick for pick in won if pick.winner == advice.single]
-        said.append(
-            f"recommended: faster on {len(mine)} of {_count(len(advice.picks), 'line')} "
-            f"({_gains(mine)}), seen more than {advice.min_gain:.1%} slower on none"
+        wins = [pick for pick in won if pick.winner == advice.single]
+        lines.append(
+            f"recommended: faster on {len(wins)} of {_count(len(advice.picks), 'line')} "
+            f"({_gains(wins)}), seen more than {advice.min_gain:.1%} slower on none"
         )
-        said += [f"  {line}" for line in exports[advice.single].splitlines()]
+        lines += [f"  {line}" for line in exports[advice.single].splitlines()]
     if not advice.single or len({pick.winner for pick in won}) > 1:
-        said.append(
+        lines.append(
             "by size, what is certainly faster:" if not advice.single else "best by size:"
         )
-        said += [f"  {_range_text(one, keep)}" for one in advice.ranges]
-    return said
+        lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
+    return lines
 
 
-def _range_text(one: Range, keep: str) -> str:
+def _range_text(entry: Range, keep: str) -> str:
     span = ""
-    if one.first_bytes is not None and one.last_bytes is not None:
-        span = f" {format_bytes(one.first_bytes)} to {format_bytes(one.last_bytes)}"
-    head = f"{one.label}{span}: "
-    if one.winner:
-        return f"{head}{one.winner} ({_gains(one.picks)})"
-    best = max(one.picks, key=lambda pick: pick.ratio.speed if pick.ratio else 0.0)
+    if entry.first_bytes is not None and entry.last_bytes is not None:
+        span = f" {format_bytes(entry.first_bytes)} to {format_bytes(entry.last_bytes)}"
+    head = f"{entry.label}{span}: "
+    if entry.winner:
+        return f"{head}{entry.winner} ({_gains(entry.picks)})"
+    best = max(entry.picks, key=lambda pick: pick.ratio.speed if pick.ratio else 0.0)
     if best.ratio is None:
         return f"{head}keep {keep} ({best.reason})"
     where = ""
-    if best.line.size_bytes is not None and len(one.picks) > 1:
+    if best.line.size_bytes is not None and len(entry.picks) > 1:
         where = f" at {format_bytes(best.line.size_bytes)}"
     return f"{head}keep {keep} (best: {best.best} {best.ratio.speed:.3f}{where}; {best.reason})"
 
@@ -261,8 +261,8 @@ def _range_text(one: Range, keep: str) -> str:
 def _gains(picks: Sequence[Pick]) -> str:
     speeds = [pick.ratio.speed for pick in picks if pick.ratio]
     low, high = min(speeds), max(speeds)
-    shown = f"{low - 1:+.1%}"
-    return shown if low == high else f"{shown} to {high - 1:+.1%}"
+    text = f"{low - 1:+.1%}"
+    return text if low == high else f"{text} to {high - 1:+.1%}"
 
 
 def _count(number: int, what: str) -> str:
@@ -273,15 +273,15 @@ def rows(advice: Advice) -> list[dict[str, object]]:
     """One flat row per range, for files."""
     return [
         {
-            "label": one.label,
-            "first_bytes": one.first_bytes,
-            "last_bytes": one.last_bytes,
-            "setting": one.winner or advice.baseline,
-            "is_change": one.winner is not None,
+            "label": entry.label,
+            "first_bytes": entry.first_bytes,
+            "last_bytes": entry.last_bytes,
+            "setting": entry.winner or advice.baseline,
+            "is_change": entry.winner is not None,
             "best": best.best,
             "best_speed": best.ratio.speed if best.ratio else None,
             "reason": best.reason,
         }
-        for one in advice.ranges
-        for best in [max(one.picks, key=lambda p: p.ratio.speed if p.ratio else 0.0)]
+        for entry in advice.ranges
+        for best in [max(entry.picks, key=lambda p: p.ratio.speed if p.ratio else 0.0)]
     ]

@@ -123,14 +123,14 @@ def _line(row: Row, columns: Sequence[Column[Any]]) -> str:
     cells = []
     for column in columns:
         key = column.name
-        shown = column.unit.show(row[key])
+        cell = column.unit.show(row[key])
         if key == "rank" and row["rank"] is None and row["num_ranks"] != 1:
-            shown = "all"
+            cell = "all"
         if key == "status" and row["over_limit"]:
-            shown += ", above limit"
+            cell += ", above limit"
         value = number(row, key)
         order = "" if value is None else f' data-v="{value!r}"'
-        cells.append(f"<td{_numeric(column)}{order}>{escape(shown)}</td>")
+        cells.append(f"<td{_numeric(column)}{order}>{escape(cell)}</td>")
     opened = f'<tr class="{" ".join(kinds)}" data-command="{escape(text(row, "command"))}">'
     return opened + "".join(cells) + "</tr>"
 

@@ -40,7 +40,7 @@ def param(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
         name = _param_kind(record.operator.op)
         if name:
             groups.setdefault(f"{name}-{record.case.dtype}", []).append(record)
-    return {key: _param_block(key.split("-")[0], held, run) for key, held in groups.items()}
+    return {key: _param_block(key.split("-")[0], group, run) for key, group in groups.items()}
 
 
 def _param_kind(op: Op) -> str:
@@ -65,12 +65,12 @@ _PARAM_HEADER = {
 _PARAM_RULE = {"gemm": 64, "emb": 81, "linear": 80}
 
 
-def _param_block(name: str, held: Sequence[Measured], run: RunInfo) -> str:
+def _param_block(name: str, records: Sequence[Measured], run: RunInfo) -> str:
     rule = "-" * _PARAM_RULE[name]
-    place = "cpu" if held[0].case.device == "cpu" else "gpu"
+    place = "cpu" if records[0].case.device == "cpu" else "gpu"
     dataset = run.settings.get("dataset", "-")
-    dtype = _PARAM_DTYPE.get(held[0].case.dtype, held[0].case.dtype.value)
-    steps, warmups = _steps(held, run)
+    dtype = _PARAM_DTYPE.get(records[0].case.dtype, records[0].case.dtype.value)
+    steps, warmups = _steps(records, run)
     what = "matrix dataset" if name == "gemm" else "dataset"
     lines = [
         f"Measuring the performance of  {name}  on device =  {place}",
@@ -80,17 +80,18 @@ def _param_block(name: str, held: Sequence[Measured], run: RunInfo) -> str:
         rule,
         _PARAM_HEADER[name],
         rule,
-        *(_param_line(record.operator.op, _time_s(record)) for record in held),
+        *(_param_line(record.operator.op, _time_s(record)) for record in records),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _steps(held: Sequence[Measured], run: RunInfo) -> tuple[str, str]:
+def _steps(records: Sequence[Measured], run: RunInfo) -> tuple[str, str]:
     """Calls timed and calls before them: as asked for, else the fewest of any case."""
-    samples = [record.samples for record in held]
+    samples = [record.samples for record in records]
     steps = min(len(one.seconds[0]) * one.calls_per_sample for one in samples)
     warmups = min(
-        round(one.soak_s / _time_s(record)) for one, record in zip(samples, held, strict=True)
+        round(one.soak_s / _time_s(record))
+        for one, record in zip(samples, records, strict=True)
     )
     asked = run.settings
     return asked.get("steps", str(steps)), asked.get("warmups", str(warmups))
@@ -153,12 +154,12 @@ PRIMUS_ATTENTION = [
 
 def primus(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
     """The CSV files of Primus' operator benchmark: gemm and attention."""
-    held = _measured(records)
+    measured = _measured(records)
     tables = {}
-    gemms = [line for record in held for line in _primus_gemms(record)]
+    gemms = [line for record in measured for line in _primus_gemms(record)]
     if gemms:
         tables["gemm"] = _csv(PRIMUS_GEMM, gemms)
-    attentions = _primus_attentions(held)
+    attentions = _primus_attentions(measured)
     if attentions:
         tables["attention"] = _csv(PRIMUS_ATTENTION, attentions)
     return tables
@@ -176,10 +177,10 @@ def _primus_gemms(record: Measured) -> list[tuple[object, ...]]:
     return [(label.model, *shape, *rates) for label in labels]
 
 
-def _primus_attentions(held: Sequence[Measured]) -> list[tuple[object, ...]]:
+def _primus_attentions(records: Sequence[Measured]) -> list[tuple[object, ...]]:
     """One line per shape, model and backend: forward and backward side by side."""
     joined: dict[tuple[str, Attention, str], dict[Phase, tuple[float, float]]] = {}
-    for record in held:
+    for record in records:
         op, time_s = record.operator.op, _time_s(record)
         if not isinstance(op, Attention):
             continue

@@ -40,8 +40,8 @@ def summary_lines(
     run: RunInfo, rows: Sequence[Row], *, report: Path | None = None
 ) -> list[str]:
     """One finding per line; what was not measured has no line."""
-    found = run.environment.devices
-    names = Counter(device.name for device in found)
+    devices = run.environment.devices
+    names = Counter(device.name for device in devices)
     device = ", ".join(f"{count} x {name}" for name, count in names.items())
     jobs = unique_cases(rows)
     statuses = Counter(text(row, "status") for row in jobs)
@@ -60,11 +60,11 @@ def summary_lines(
 
 def unique_cases(rows: Sequence[Row]) -> list[Row]:
     """One row per case: not per rank, and not again for each label."""
-    kept: dict[str, Row] = {}
+    cases: dict[str, Row] = {}
     for row in rows:
         if row["rank"] is None:
-            kept.setdefault(text(row, "case_id"), row)
-    return list(kept.values())
+            cases.setdefault(text(row, "case_id"), row)
+    return list(cases.values())
 
 
 def _best_lines(jobs: Sequence[Row]) -> list[str]:
@@ -132,8 +132,8 @@ def _slow_rank_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _throttle_lines(jobs: Sequence[Row]) -> list[str]:
-    seen = Counter(text(row, "throttle") for row in jobs if row["throttle"])
-    return [f"throttled  {reason}: {count} cases" for reason, count in seen.items()]
+    counts = Counter(text(row, "throttle") for row in jobs if row["throttle"])
+    return [f"throttled  {reason}: {count} cases" for reason, count in counts.items()]
 
 
 _WAY = ("collective", "dtype", "num_ranks", "mode", "api", "split", "beside")

@@ -193,7 +193,7 @@ class TrainOutcome:
 
 def figure(of: Callable[[TrainFigures], object]) -> Callable[[TrainOutcome], object]:
     """Make a column that is empty without a measurement."""
-    return lambda one: None if one.figures is None else of(one.figures)
+    return lambda outcome: None if outcome.figures is None else of(outcome.figures)
 
 
 def whole(of: Callable[[TrainFigures], object]) -> Callable[[TrainOutcome], object]:

@@ -40,7 +40,11 @@ def print_training(
         for line in block(row):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         key = (row["case_id"], row["launch"])
-        if own := [one for one in per_rank if (one["case_id"], one["launch"]) == key]:
+        if own := [
+            rank_row
+            for rank_row in per_rank
+            if (rank_row["case_id"], rank_row["launch"]) == key
+        ]:
             print_rows(own, console, TRAIN_COLUMNS, View.RANKS)
         console.print()
     table = rows if len(rows) > 1 else [row for row in rows if number(row, "time_s") is None]
@@ -129,8 +133,8 @@ def _flops(row: Row) -> str:
         value, pct = number(row, key), number(row, share)
         if key == "tflops_hfu" and value == number(row, "tflops"):
             continue  # nothing is computed twice
-        shown = "n/a" if value is None else digits(value)
-        words.append(f"{name} {shown}" + ("" if pct is None else f" ({pct:.1f} %)"))
+        rate = "n/a" if value is None else digits(value)
+        words.append(f"{name} {rate}" + ("" if pct is None else f" ({pct:.1f} %)"))
     return f"{', '.join(words)} per GPU; {_against(row)}"
 
 
@@ -159,8 +163,8 @@ def _memory(row: Row) -> str:
     allocated, reserved = number(row, "allocated_gib"), number(row, "reserved_gib")
     if allocated is None:
         return ""
-    whole = number(row, "memory_gib")
-    of = "" if whole is None else f" of {digits(whole)}"
+    total = number(row, "memory_gib")
+    of = "" if total is None else f" of {digits(total)}"
     cached = "" if reserved is None else f", {digits(reserved)} reserved{of}"
     return f"{digits(allocated)} GiB allocated at most{cached}"
 

@@ -76,7 +76,7 @@ def _over_limit(
     case: TrainCase, executed: float, device: DeviceSpec | None, run: RunInfo
 ) -> bool | None:
     """Return whether FLOP/s exceed what the hardware can do; None without a known limit."""
-    clocks = [one.max_sm_clock_hz for one in run.environment.devices if one.max_sm_clock_hz]
+    clocks = [info.max_sm_clock_hz for info in run.environment.devices if info.max_sm_clock_hz]
     limit = device.max_flops_per_s(case.dtype, max(clocks)) if device and clocks else None
     return None if limit is None else executed > limit * LIMIT_SLACK
 
@@ -114,21 +114,20 @@ def mean_phases(record: Measured, rank: int) -> dict[str, float]:
     split = _split(record, facts, rank) if facts else ()
     if not facts or not split:
         return {}
-    whole = len(split[0]) // facts.cycle * facts.cycle
+    end = len(split[0]) // facts.cycle * facts.cycle
     return {
-        name: fmean(values[:whole] or values)
-        for name, values in zip(PHASES, split, strict=True)
+        name: fmean(values[:end] or values) for name, values in zip(PHASES, split, strict=True)
     }
 
 
 def _split(record: Measured, facts: Training, rank: int) -> tuple[Sequence[float], ...]:
     """Return seconds of each sample by phase, in the order of PHASES; empty if unknown."""
     seconds = record.samples.seconds[rank]
-    known = [_of(each, rank) for each in (facts.fwd_s, facts.bwd_s, facts.optim_s)]
-    if not seconds or any(len(values) != len(seconds) for values in known):
+    timed = [_of(each, rank) for each in (facts.fwd_s, facts.bwd_s, facts.optim_s)]
+    if not seconds or any(len(values) != len(seconds) for values in timed):
         return ()
-    other = [whole - sum(parts) for whole, *parts in zip(seconds, *known, strict=True)]
-    return (*known, other)
+    other = [sample_s - sum(parts) for sample_s, *parts in zip(seconds, *timed, strict=True)]
+    return (*timed, other)
 
 
 def _of(by_rank: Sequence[Sequence[float]], rank: int) -> Sequence[float]:
@@ -166,5 +165,5 @@ def drift(seconds: Sequence[float], cycle: int = 1) -> float | None:
 
 def _means(values: Sequence[float], size: int) -> list[float]:
     """Return means of whole groups of this size."""
-    whole = len(values) // size * size
-    return [fmean(values[first : first + size]) for first in range(0, whole, size)]
+    end = len(values) // size * size
+    return [fmean(values[first : first + size]) for first in range(0, end, size)]

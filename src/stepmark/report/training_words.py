@@ -130,10 +130,10 @@ def _retries(row: Row) -> str:
 
 
 def _near_limit(row: Row) -> str:
-    reserved, whole = number(row, "reserved_gib"), number(row, "memory_gib")
-    if not reserved or not whole or reserved < NEAR_LIMIT * whole:
+    reserved, total = number(row, "reserved_gib"), number(row, "memory_gib")
+    if not reserved or not total or reserved < NEAR_LIMIT * total:
         return ""
-    return f"reserved memory is {100 * reserved / whole:.0f} % of the device's"
+    return f"reserved memory is {100 * reserved / total:.0f} % of the device's"
 
 
 def _slow_rank(row: Row) -> str:

@@ -80,49 +80,49 @@ def rules(choices: Iterable[TunerChoice], *, num_nodes: int, num_ranks: int) -> 
     for one in choices:
         if one.collective in known:
             known[one.collective][one.size_bytes] = _checked(one)
-    if missing := [name for name, held in known.items() if not held]:
+    if missing := [name for name, sizes in known.items() if not sizes]:
         raise ConfigError(
             "emit-tuner", ", ".join(missing), "collectives whose choice NCCL has logged"
         )
     measured = [
         rule
-        for name, held in known.items()
-        for rule in _of_collective(name, held, num_nodes, num_ranks)
+        for name, sizes in known.items()
+        for rule in _of_collective(name, sizes, num_nodes, num_ranks)
     ]
     return measured + _merged([_fallback(rule) for rule in measured])
 
 
-def _checked(one: TunerChoice) -> TunerChoice:
+def _checked(choice: TunerChoice) -> TunerChoice:
     """The plugin reads a name that it does not know as another one, and says nothing."""
-    if one.algorithm not in ALGORITHMS or one.protocol not in PROTOCOLS:
-        shown = f"{one.algorithm}/{one.protocol}"
-        raise ConfigError("emit-tuner", shown, "algorithms and protocols of NCCL's tuner")
-    if one.num_channels < 1:
-        raise ConfigError("emit-tuner", one.num_channels, "at least 1 channel")
-    return one
+    if choice.algorithm not in ALGORITHMS or choice.protocol not in PROTOCOLS:
+        how = f"{choice.algorithm}/{choice.protocol}"
+        raise ConfigError("emit-tuner", how, "algorithms and protocols of NCCL's tuner")
+    if choice.num_channels < 1:
+        raise ConfigError("emit-tuner", choice.num_channels, "at least 1 channel")
+    return choice
 
 
 def _of_collective(
-    name: str, held: dict[int, TunerChoice], num_nodes: int, num_ranks: int
+    name: str, by_size: dict[int, TunerChoice], num_nodes: int, num_ranks: int
 ) -> list[Rule]:
-    sizes = sorted(held)
-    ends = [*(cut(a, b) for a, b in pairwise(sizes)), MOST_BYTES]
-    found = [
+    sizes = sorted(by_size)
+    bounds = [*(cut(a, b) for a, b in pairwise(sizes)), MOST_BYTES]
+    rules = [
         Rule(
             collective=name,
             first_bytes=first,
             last_bytes=last,
-            algorithm=held[size].algorithm,
-            protocol=held[size].protocol,
-            num_channels=held[size].num_channels,
+            algorithm=by_size[size].algorithm,
+            protocol=by_size[size].protocol,
+            num_channels=by_size[size].num_channels,
             num_nodes=num_nodes,
             num_ranks=num_ranks,
         )
         for size, first, last in zip(
-            sizes, [0, *(end + 1 for end in ends[:-1])], ends, strict=True
+            sizes, [0, *(end + 1 for end in bounds[:-1])], bounds, strict=True
         )
     ]
-    return _merged(found)
+    return _merged(rules)
 
 
 def _fallback(rule: Rule) -> Rule:
@@ -137,20 +137,20 @@ def _fallback(rule: Rule) -> Rule:
     )
 
 
-def _merged(found: Sequence[Rule]) -> list[Rule]:
-    made: list[Rule] = []
-    for rule in found:
-        before = made[-1] if made else None
+def _merged(rules: Sequence[Rule]) -> list[Rule]:
+    merged: list[Rule] = []
+    for rule in rules:
+        before = merged[-1] if merged else None
         if before and replace(before, last_bytes=rule.last_bytes) == replace(
             rule, first_bytes=before.first_bytes
         ):
-            made[-1] = replace(before, last_bytes=rule.last_bytes)
+            merged[-1] = replace(before, last_bytes=rule.last_bytes)
         else:
-            made.append(rule)
-    return made
+            merged.append(rule)
+    return merged
 
 
-def text_of(found: Sequence[Rule], facts: Sequence[str]) -> str:
+def text_of(rules: Sequence[Rule], facts: Sequence[str]) -> str:
     """The file. `facts` are told in its head: what was measured, where, when."""
     head = [
         *facts,
@@ -167,7 +167,7 @@ def text_of(found: Sequence[Rule], facts: Sequence[str]) -> str:
         _FIELDS,
     ]
     comments = [line for fact in head for line in textwrap.wrap(_plain(fact), _WIDTH - 2)]
-    lines = [f"# {line}" for line in comments] + [rule.text() for rule in found]
+    lines = [f"# {line}" for line in comments] + [rule.text() for rule in rules]
     return "\n".join(lines) + "\n"
 
 
@@ -177,8 +177,8 @@ def _plain(text: str) -> str:
 
 def parse(text: str) -> list[Rule]:
     """What the plugin makes of a file of ours. Raises ConfigError for other lines."""
-    ours = {theirs: name for name, theirs in COLLECTIVES.items()}
-    found = []
+    ours = {plugin_name: name for name, plugin_name in COLLECTIVES.items()}
+    rules = []
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
@@ -188,7 +188,7 @@ def parse(text: str) -> list[Rule]:
             first, last, channels, nodes, ranks = (int(words[i]) for i in (1, 2, 5, 6, 7))
         except (KeyError, ValueError, IndexError):
             raise ConfigError("tuner file", line, _FIELDS) from None
-        found.append(
+        rules.append(
             Rule(
                 collective=name,
                 first_bytes=first,
@@ -200,33 +200,37 @@ def parse(text: str) -> list[Rule]:
                 num_ranks=ranks,
             )
         )
-    return found
+    return rules
 
 
 def first_match(
-    found: Iterable[Rule], collective: str, num_bytes: int, *, num_nodes: int, num_ranks: int
+    rules: Iterable[Rule], collective: str, num_bytes: int, *, num_nodes: int, num_ranks: int
 ) -> Rule | None:
     """The line that decides, if NCCL can run what it says."""
-    asked = (collective, num_bytes, num_nodes, num_ranks)
-    return next((rule for rule in found if rule.serves(*asked)), None)
+    call = (collective, num_bytes, num_nodes, num_ranks)
+    return next((rule for rule in rules if rule.serves(*call)), None)
 
 
 def mismatches(
-    found: Sequence[Rule], seen: Iterable[TunerChoice], *, num_nodes: int, num_ranks: int
+    rules: Sequence[Rule], choices: Iterable[TunerChoice], *, num_nodes: int, num_ranks: int
 ) -> list[str]:
     """Where NCCL, run with the file, did not do what its line says."""
-    said = []
-    for one in seen:
+    sentences = []
+    for choice in choices:
         rule = first_match(
-            found, one.collective, one.size_bytes, num_nodes=num_nodes, num_ranks=num_ranks
+            rules,
+            choice.collective,
+            choice.size_bytes,
+            num_nodes=num_nodes,
+            num_ranks=num_ranks,
         )
         if rule is None:
             continue  # a collective that the tuner does not know
-        told = (rule.algorithm, rule.protocol, rule.num_channels)
-        if told != one.how:
-            shown = [f"{a}/{p} with {c} channels" for a, p, c in (told, one.how)]
-            said.append(
-                f"{one.collective} {one.size_bytes} bytes: the file says {shown[0]}, "
-                f"NCCL ran {shown[1]}"
+        expected = (rule.algorithm, rule.protocol, rule.num_channels)
+        if expected != choice.how:
+            texts = [f"{a}/{p} with {c} channels" for a, p, c in (expected, choice.how)]
+            sentences.append(
+                f"{choice.collective} {choice.size_bytes} bytes: the file says {texts[0]}, "
+                f"NCCL ran {texts[1]}"
             )
-    return said
+    return sentences

@@ -48,17 +48,17 @@ _Piece = _Work | _Move
 def slots(workload: Workload) -> tuple[Slot, ...]:
     """All stages' work in time. () where stages would wait for each other for ever."""
     moves = _Moves.of(workload)
-    known: dict[str, tuple[_Piece, ...]] = {}
+    cache: dict[str, tuple[_Piece, ...]] = {}
     lanes = [
-        _Lane(index, _pieces(workload.blocks, stage.step, moves, known))
+        _Lane(index, _pieces(workload.blocks, stage.step, moves, cache))
         for index, stage in enumerate(workload.stages)
     ]
     sent: dict[tuple[int, int, str], list[int]] = defaultdict(list)
-    moved = True
-    while moved:
-        moved = False
+    progress = True
+    while progress:
+        progress = False
         for lane in lanes:
-            moved |= lane.advance(sent, len(lanes))
+            progress |= lane.advance(sent, len(lanes))
     if any(not lane.is_done for lane in lanes):
         return ()
     return tuple(slot for lane in lanes for slot in lane.slots)
@@ -117,9 +117,9 @@ class _Lane:
         ready = self._now
         for name in piece.after:
             base, _, back = name.partition("~")
-            held = self._receipts[base]
-            index = len(held) - 1 - int(back or 0)
-            receipt = held[index] if index >= 0 else None
+            receipts = self._receipts[base]
+            index = len(receipts) - 1 - int(back or 0)
+            receipt = receipts[index] if index >= 0 else None
             if receipt is None:
                 continue
             pair, number = receipt
@@ -153,19 +153,19 @@ class _Lane:
         self, piece: _Move, sent: dict[tuple[int, int, str], list[int]], num_stages: int
     ) -> bool:
         """What is sent is there at once; a receipt is waited for now, or by its name."""
-        one = piece.operation
-        assert one.peer is not None
-        other = (self.stage + one.peer) % num_stages
-        if one.collective == SEND:
-            sent[self.stage, other, one.phase].append(self._now)
-            self._receipts[one.name].append(None)
+        operation = piece.operation
+        assert operation.peer is not None
+        other = (self.stage + operation.peer) % num_stages
+        if operation.collective == SEND:
+            sent[self.stage, other, operation.phase].append(self._now)
+            self._receipts[operation.name].append(None)
             return True
-        pair = (other, self.stage, one.phase)
+        pair = (other, self.stage, operation.phase)
         number = self._taken[pair]
         self._taken[pair] += 1
-        if one.stream == COMPUTE:
+        if operation.stream == COMPUTE:
             self._pending.append((pair, number))
-        self._receipts[one.name].append((pair, number))
+        self._receipts[operation.name].append((pair, number))
         return True
 
 
@@ -189,13 +189,13 @@ class _Moves:
             if tuple(digit for digit in group.digits if digit[0] > 1) == across
         )
         names = frozenset(
-            one.name
+            operation.name
             for block in workload.blocks.values()
-            for one in block
-            if isinstance(one, CommOp)
-            and one.collective in (SEND, RECV)
-            and one.group in groups
-            and one.stream != COMPUTE  # waited for at once
+            for operation in block
+            if isinstance(operation, CommOp)
+            and operation.collective in (SEND, RECV)
+            and operation.group in groups
+            and operation.stream != COMPUTE  # waited for at once
         )
         return cls(groups, names)
 
@@ -204,25 +204,25 @@ def _pieces(
     blocks: Mapping[str, Block],
     block: str,
     moves: _Moves,
-    known: dict[str, tuple[_Piece, ...]],
+    cache: dict[str, tuple[_Piece, ...]],
 ) -> tuple[_Piece, ...]:
     """A block as pieces, relative to its own layer and micro-batch."""
-    if block in known:
-        return known[block]
-    found: list[_Piece] = []
+    if block in cache:
+        return cache[block]
+    pieces: list[_Piece] = []
     for item in blocks[block]:
         if isinstance(item, Run):
-            inside = _pieces(blocks, item.block, moves, known)
+            inside = _pieces(blocks, item.block, moves, cache)
             for index in range(item.times):
                 layer = item.layer + index * item.layer_step
                 microbatch = item.microbatch + index * item.microbatch_step
                 for piece in inside:
-                    _add(found, _shifted(piece, layer, microbatch))
+                    _add(pieces, _shifted(piece, layer, microbatch))
         else:
             for piece in _piece(item, moves):
-                _add(found, piece)
-    known[block] = tuple(found)
-    return known[block]
+                _add(pieces, piece)
+    cache[block] = tuple(pieces)
+    return cache[block]
 
 
 def _piece(item: Operation, moves: _Moves) -> Iterator[_Piece]:
@@ -246,16 +246,16 @@ def _shifted(piece: _Piece, layer: int, microbatch: int) -> _Piece:
     )
 
 
-def _add(found: list[_Piece], piece: _Piece) -> None:
+def _add(pieces: list[_Piece], piece: _Piece) -> None:
     """Work that goes on with the same micro-batch in the same direction is one piece."""
-    last = found[-1] if found else None
+    last = pieces[-1] if pieces else None
     if isinstance(piece, _Work) and isinstance(last, _Work) and not piece.after:
         same = last.kind == piece.kind and (
             piece.microbatch is None or last.microbatch in (None, piece.microbatch)
         )
         if same:
-            layers = [one for one in (last.layer, piece.layer) if one is not None]
+            layers = [layer for layer in (last.layer, piece.layer) if layer is not None]
             microbatch = piece.microbatch if last.microbatch is None else last.microbatch
-            found[-1] = replace(last, microbatch=microbatch, layer=min(layers, default=None))
+            pieces[-1] = replace(last, microbatch=microbatch, layer=min(layers, default=None))
             return
-    found.append(piece)
+    pieces.append(piece)

@@ -25,21 +25,21 @@ _PALE = 3  # from this chunk on, dark letters read better than white ones
 _GIB = 2**30
 
 
-def pipeline(found: Timeline) -> Figure:
+def pipeline(chart: Timeline) -> Figure:
     """Stages by time, a bar per forward and backward, lighter from chunk to chunk."""
-    chunk_of = _chunks(found.slots)
-    few = len(found.slots) <= _NUMBERED
+    chunk_of = _chunks(chart.slots)
+    few = len(chart.slots) <= _NUMBERED
     figure = go.Figure()
     for kind, colour in zip(_KINDS, COLOURS, strict=False):
         # The legend has the first one's shade.
-        held = sorted(
+        shades = sorted(
             (chunk_of.get((slot.stage, slot.layer), 0), place)
-            for place, slot in enumerate(found.slots)
+            for place, slot in enumerate(chart.slots)
             if slot.kind == kind
         )
-        if not held:
+        if not shades:
             continue
-        own = [found.slots[place] for _, place in held]
+        own = [chart.slots[place] for _, place in shades]
         figure.add_bar(
             orientation="h",
             y=[f"stage {slot.stage}" for slot in own],
@@ -47,7 +47,7 @@ def pipeline(found: Timeline) -> Figure:
             x=[slot.end - slot.start for slot in own],
             name=kind,
             marker={
-                "color": [_lighter(colour, chunk) for chunk, _ in held],
+                "color": [_lighter(colour, chunk) for chunk, _ in shades],
                 "line": {"width": 0.5 if few else 0, "color": "rgba(255,255,255,0.6)"},
             },
             text=["" if one.microbatch is None else str(one.microbatch) for one in own],
@@ -56,21 +56,21 @@ def pipeline(found: Timeline) -> Figure:
             textangle=0,
             textfont={
                 "size": 11,
-                "color": ["white" if chunk < _PALE else "#222222" for chunk, _ in held],
+                "color": ["white" if chunk < _PALE else "#222222" for chunk, _ in shades],
             },
             hovertext=[_hover(slot) for slot in own],
             hoverinfo="text",
             offset=-0.45,
             width=0.9,
         )
-    names = [f"stage {stage}" for stage in range(found.num_stages)]
+    names = [f"stage {stage}" for stage in range(chart.num_stages)]
     figure.update_yaxes(
         autorange="reversed", type="category", categoryorder="array", categoryarray=names
     )
     figure.update_yaxes(showgrid=False)
-    figure.update_xaxes(title="time in units", range=[0, found.end])
+    figure.update_xaxes(title="time in units", range=[0, chart.end])
     figure.update_layout(barmode="overlay")
-    made = styled(figure, height=130 + 28 * found.num_stages)
+    made = styled(figure, height=130 + 28 * chart.num_stages)
     return made.update_layout(uniformtext={"mode": "hide", "minsize": 8})
 
 
@@ -82,8 +82,8 @@ def _chunks(slots: Iterable[Slot]) -> dict[tuple[int, int | None], int]:
             layers.setdefault(slot.stage, set()).add(slot.layer)
     return {
         (stage, layer): index
-        for stage, held in layers.items()
-        for index, layer in enumerate(sorted(held))
+        for stage, numbers in layers.items()
+        for index, layer in enumerate(sorted(numbers))
     }
 
 
@@ -118,25 +118,25 @@ def sizes(workload: Workload, stage: int) -> list[tuple[str, Figure]]:
 
 def layers(workload: Workload) -> list[tuple[str, Figure]]:
     """Computation and messages of each layer, where layers differ."""
-    held = {
+    sums_of = {
         layer: sums
         for stage in range(len(workload.stages))
         for alike, sums in alike_layers(workload, stage)
         for layer in alike
         if layer is not None
     }
-    found = []
+    figures = []
     for title, what, unit, of in (
         ("Computation by layer", "flops", TFLOP, "TFLOP"),
         ("Messages by layer", "comm_bytes", _GIB, "GiB of messages"),
     ):
         rows: list[Row] = []
-        for layer in sorted(held):
-            row: Row = {when: held[layer][when, what] for when in _PASSES}
+        for layer in sorted(sums_of):
+            row: Row = {when: sums_of[layer][when, what] for when in _PASSES}
             rows.append(row | {"layer": layer})
         if len({tuple(row[when] for when in _PASSES) for row in rows}) > 1:
-            found.append((title, _bars(rows, _PASSES, unit, of, "layer")))
-    return found
+            figures.append((title, _bars(rows, _PASSES, unit, of, "layer")))
+    return figures
 
 
 def stages(workload: Workload) -> Figure:
@@ -169,7 +169,7 @@ def page(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> st
     defaults: as of workload_text.header.
     """
     head = workload_text.header(workload, defaults)
-    said = workload_text.tables(workload, stage)
+    tables = workload_text.tables(workload, stage)
     of_stage = f" Stage {stage}." if len(workload.stages) > 1 else ""
     size_note = f"One rank, one step. Sizes as nccl-tests counts them.{of_stage}"
     layer_note = "One rank, one step. Embedding, head and optimizer are in the table below."
@@ -178,7 +178,7 @@ def page(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> st
         _pipeline(workload),
         *(figure_section(title, size_note, figure) for title, figure in sizes(workload, stage)),
         *(figure_section(title, layer_note, figure) for title, figure in layers(workload)),
-        section("Tables", f"<pre>{escape(chr(10).join(said[1:]))}</pre>"),
+        section("Tables", f"<pre>{escape(chr(10).join(tables[1:]))}</pre>"),
         _settings(workload),
     ]
     ranks = f"{workload.world_size} rank{'s' if workload.world_size != 1 else ''}"
@@ -189,16 +189,16 @@ def page(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> st
 def _pipeline(workload: Workload) -> str:
     if len(workload.stages) == 1:
         return ""
-    found = timeline(workload, _MOST_SLOTS)
-    if isinstance(found, str):
-        return section("Pipeline", f"<p>{escape(found)}</p>")
+    chart = timeline(workload, _MOST_SLOTS)
+    if isinstance(chart, str):
+        return section("Pipeline", f"<p>{escape(chart)}</p>")
     note = (
         "Units of time: a forward of a stage's chunk one, its backward two, transfers none. "
-        f"Numbers are micro-batches; drag to zoom in. Idle {found.idle_percent:.1f} %."
+        f"Numbers are micro-batches; drag to zoom in. Idle {chart.idle_percent:.1f} %."
     )
-    if found.left_out:
-        note += f" {found.left_out} repeats of the steady state are left out."
-    figure = pipeline(found)
+    if chart.left_out:
+        note += f" {chart.left_out} repeats of the steady state are left out."
+    figure = pipeline(chart)
     by_stage = figure_section("Computation by stage", "Of one rank and step.", stages(workload))
     return figure_section("Pipeline", note, figure) + by_stage
 

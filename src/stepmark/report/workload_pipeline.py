@@ -38,39 +38,39 @@ def timeline(workload: Workload, most: int) -> Timeline | str:
     cut = workload if num_pieces(workload) <= most else shortened(workload, _KEPT)
     if num_pieces(cut) > _MOST_PIECES:
         return "too many micro-batches and stages to draw"
-    found = slots(cut)
-    if not found:
+    drawn = slots(cut)
+    if not drawn:
         return "not drawn: by their order of transfers, stages wait for each other"
     less = num_steady(workload) - num_steady(cut)
-    busy, end = _sums(found)
+    busy, end = _sums(drawn)
     if less:  # each repeat adds as much as one more does
         longer, later = _sums(slots(shortened(workload, _KEPT + 1)))
         busy, end = busy + less * (longer - busy), end + less * (later - end)
     return Timeline(
-        slots=found,
+        slots=drawn,
         num_stages=num_stages,
         idle_percent=100 * (1 - busy / (end * num_stages)) if end else 0.0,
         left_out=less,
     )
 
 
-def shortened(workload: Workload, kept: int) -> Workload:
+def shortened(workload: Workload, num_repeats: int) -> Workload:
     """With so many repeats of the steady state in the stage that has the fewest.
 
     Every other stage has as many less.
     """
-    less = num_steady(workload) - kept
+    less = num_steady(workload) - num_repeats
     if less <= 0:
         return workload
-    found = [_steady(workload.blocks, stage.step) for stage in workload.stages]
+    runs = [_steady(workload.blocks, stage.step) for stage in workload.stages]
     blocks = dict(workload.blocks)
     stages = []
-    for index, (stage, run) in enumerate(zip(workload.stages, found, strict=True)):
+    for index, (stage, run) in enumerate(zip(workload.stages, runs, strict=True)):
         assert run is not None
         name = f"{stage.step}, shortened {index}"
         blocks[name] = tuple(
-            replace(run, times=run.times - less) if one is run else one
-            for one in blocks[stage.step]
+            replace(run, times=run.times - less) if item is run else item
+            for item in blocks[stage.step]
         )
         stages.append(replace(stage, step=name))
     return replace(workload, blocks=blocks, stages=tuple(stages))
@@ -78,57 +78,57 @@ def shortened(workload: Workload, kept: int) -> Workload:
 
 def num_steady(workload: Workload) -> int:
     """Repeats of the steady state in the stage that has the fewest."""
-    found = (_steady(workload.blocks, stage.step) for stage in workload.stages)
-    return min(run.times if run else 0 for run in found)
+    runs = (_steady(workload.blocks, stage.step) for stage in workload.stages)
+    return min(run.times if run else 0 for run in runs)
 
 
 def _steady(blocks: Mapping[str, Block], step: str) -> Run | None:
     """What of a step repeats forwards and backwards together, the longest of it."""
-    found = [
-        one
-        for one in blocks[step]
-        if isinstance(one, Run)
-        and one.microbatch_step
-        and {"forward", "backward"} <= _kinds(blocks, one.block, {})
+    runs = [
+        item
+        for item in blocks[step]
+        if isinstance(item, Run)
+        and item.microbatch_step
+        and {"forward", "backward"} <= _kinds(blocks, item.block, {})
     ]
-    return max(found, key=lambda run: run.times, default=None)
+    return max(runs, key=lambda run: run.times, default=None)
 
 
 def _kinds(
-    blocks: Mapping[str, Block], block: str, known: dict[str, frozenset[str]]
+    blocks: Mapping[str, Block], block: str, cache: dict[str, frozenset[str]]
 ) -> frozenset[str]:
     """Which passes a block computes."""
-    if block not in known:
-        held: set[str] = set()
-        for one in blocks[block]:
-            if isinstance(one, Run):
-                held |= _kinds(blocks, one.block, known)
-            elif isinstance(one, ComputeOp) and not is_wait(one):
-                held.add(pass_of(one))
-        known[block] = frozenset(held)
-    return known[block]
+    if block not in cache:
+        kinds: set[str] = set()
+        for item in blocks[block]:
+            if isinstance(item, Run):
+                kinds |= _kinds(blocks, item.block, cache)
+            elif isinstance(item, ComputeOp) and not is_wait(item):
+                kinds.add(pass_of(item))
+        cache[block] = frozenset(kinds)
+    return cache[block]
 
 
-def _sums(found: Sequence[Slot]) -> tuple[int, int]:
+def _sums(drawn: Sequence[Slot]) -> tuple[int, int]:
     """Units of forwards and backwards over all stages, and when the last one ends."""
-    work = [slot for slot in found if slot.kind != "optimizer"]
+    work = [slot for slot in drawn if slot.kind != "optimizer"]
     return sum(slot.end - slot.start for slot in work), max(
-        (one.end for one in work), default=0
+        (slot.end for slot in work), default=0
     )
 
 
 def num_pieces(workload: Workload) -> int:
     """How much there is to draw, about: forwards and backwards of chunks, all stages."""
-    known: dict[str, int] = {}
+    cache: dict[str, int] = {}
 
     def count(block: str) -> int:
-        if block not in known:
-            held = [one for one in workload.blocks[block] if isinstance(one, Run)]
-            repeats = (run.times if run.microbatch_step else 1 for run in held)
-            known[block] = 1 + sum(
-                times * count(run.block) for times, run in zip(repeats, held, strict=True)
+        if block not in cache:
+            runs = [item for item in workload.blocks[block] if isinstance(item, Run)]
+            repeats = (run.times if run.microbatch_step else 1 for run in runs)
+            cache[block] = 1 + sum(
+                times * count(run.block) for times, run in zip(repeats, runs, strict=True)
             )
-        return known[block]
+        return cache[block]
 
     return sum(count(stage.step) for stage in workload.stages)
 
@@ -144,39 +144,39 @@ def lines(workload: Workload) -> list[str]:
     """
     if len(workload.stages) == 1:
         return []
-    found = timeline(workload, _MOST_SLOTS)
-    if isinstance(found, Timeline) and _width(found) > _WIDEST:
-        found = timeline(workload, 0)
-    if isinstance(found, str):
-        return [found]
-    if _width(found) > _WIDEST:
-        return [f"{found.end} units wide: --html draws it; idle {found.idle_percent:.1f} %"]
-    label, width = _label(found), _cell_width(found)
+    chart = timeline(workload, _MOST_SLOTS)
+    if isinstance(chart, Timeline) and _width(chart) > _WIDEST:
+        chart = timeline(workload, 0)
+    if isinstance(chart, str):
+        return [chart]
+    if _width(chart) > _WIDEST:
+        return [f"{chart.end} units wide: --html draws it; idle {chart.idle_percent:.1f} %"]
+    label, width = _label(chart), _cell_width(chart)
     drawn = []
-    for stage in range(found.num_stages):
-        cells = ["." * width] * found.end
-        for slot in found.slots:
+    for stage in range(chart.num_stages):
+        cells = ["." * width] * chart.end
+        for slot in chart.slots:
             if slot.stage == stage:
                 for unit in range(slot.start, slot.end):
                     cells[unit] = _cell(slot).ljust(width)
         drawn.append(f"{f'stage {stage}'.ljust(label)}  {' '.join(cells)}".rstrip())
     legend = "f forward 1 unit, b backward 2, o optimizer; the number is the micro-batch"
     legend += (
-        f"; {found.left_out} repeats of the steady state left out" if found.left_out else ""
+        f"; {chart.left_out} repeats of the steady state left out" if chart.left_out else ""
     )
-    return [*drawn, f"{legend}; idle {found.idle_percent:.1f} %"]
+    return [*drawn, f"{legend}; idle {chart.idle_percent:.1f} %"]
 
 
-def _width(found: Timeline) -> int:
-    return _label(found) + 2 + found.end * (_cell_width(found) + 1)
+def _width(chart: Timeline) -> int:
+    return _label(chart) + 2 + chart.end * (_cell_width(chart) + 1)
 
 
-def _label(found: Timeline) -> int:
-    return len(f"stage {found.num_stages - 1}")
+def _label(chart: Timeline) -> int:
+    return len(f"stage {chart.num_stages - 1}")
 
 
-def _cell_width(found: Timeline) -> int:
-    return max(len(_cell(slot)) for slot in found.slots)
+def _cell_width(chart: Timeline) -> int:
+    return max(len(_cell(slot)) for slot in chart.slots)
 
 
 def _cell(slot: Slot) -> str:

@@ -70,7 +70,9 @@ class _StageSums:
 
     @property
     def num_collectives(self) -> int:
-        return sum(n for one, n in self.operations.items() if isinstance(one, CommOp))
+        return sum(
+            n for operation, n in self.operations.items() if isinstance(operation, CommOp)
+        )
 
     def over_passes(self, what: str) -> int:
         return sum(number for (_, name), number in self.sums.items() if name == what)
@@ -79,9 +81,9 @@ class _StageSums:
     def time_s(self) -> float | None:
         """Time of all computation; None where one operator's is not known."""
         times = [
-            None if one.time_s is None else calls * one.time_s
-            for one, calls in self.operations.items()
-            if isinstance(one, ComputeOp)
+            None if operation.time_s is None else calls * operation.time_s
+            for operation, calls in self.operations.items()
+            if isinstance(operation, ComputeOp)
         ]
         known = [time for time in times if time is not None]
         return sum(known) if len(known) == len(times) else None
@@ -206,7 +208,7 @@ def stage_rows(workload: Workload) -> list[Row]:
 
 def collective_rows(workload: Workload, stage: int) -> list[Row]:
     """One row per pass, collective, type, group and size."""
-    found: dict[tuple[int, str, str, int, str, str, str], _Messages] = {}
+    groups: dict[tuple[int, str, str, int, str, str, str], _Messages] = {}
     for when, operation, calls in _communication(workload, stage):
         group = workload.groups[operation.group]
         key = (
@@ -214,16 +216,16 @@ def collective_rows(workload: Workload, stage: int) -> list[Row]:
             *(operation.message_bytes(group), operation.dtype.value, operation.redop.value),
             operation.stream,
         )
-        messages = found.setdefault(key, _Messages(when, operation, group))
+        messages = groups.setdefault(key, _Messages(when, operation, group))
         messages.calls += calls
         messages.bus_bytes += calls * operation.bus_bytes(group)
         messages.modules[operation.module] = None
-    return rows_of(COLLECTIVE_COLUMNS, (found[key] for key in sorted(found)))
+    return rows_of(COLLECTIVE_COLUMNS, (groups[key] for key in sorted(groups)))
 
 
 def histogram(workload: Workload, stage: int) -> Histogram:
     """Messages of a step of one rank, for report.histogram. Setup is left out."""
-    found: dict[MessageKind, Tally] = {}
+    tallies: dict[MessageKind, Tally] = {}
     for when, operation, calls in _communication(workload, stage):
         if when == SETUP:
             continue
@@ -237,9 +239,9 @@ def histogram(workload: Workload, stage: int) -> Histogram:
             call_bytes=operation.call_bytes(),
             message_bytes=operation.message_bytes(group),
         )
-        before = found[kind].calls if kind in found else 0
-        found[kind] = Tally(calls=before + calls, ranks=1)
-    return found
+        before = tallies[kind].calls if kind in tallies else 0
+        tallies[kind] = Tally(calls=before + calls, ranks=1)
+    return tallies
 
 
 def size_rows(workload: Workload, stage: int) -> list[Row]:
@@ -288,7 +290,9 @@ def alike_layers(workload: Workload, stage: int) -> list[AlikeLayers]:
     sums = _by_layer(workload, workload.stages[stage].step, {})
     merged: list[AlikeLayers] = []
     for layer in sorted(sums, key=lambda layer: (layer is None, layer or 0)):
-        alike = [held for held, other in merged if layer is not None and other == sums[layer]]
+        alike = [
+            layers for layers, other in merged if layer is not None and other == sums[layer]
+        ]
         if alike:
             alike[0].append(layer)
         else:
@@ -317,17 +321,17 @@ def _communication(workload: Workload, stage: int) -> Iterable[tuple[str, CommOp
 
 
 def _sums(counted: Mapping[Operation, int], workload: Workload) -> Sums:
-    found: Sums = Counter()
+    sums: Sums = Counter()
     for operation, calls in counted.items():
         when = pass_of(operation)
         if isinstance(operation, CommOp):
             group = workload.groups[operation.group]
-            found[when, "comm_bytes"] += calls * operation.message_bytes(group)
-            found[when, "bus_bytes"] += round(calls * operation.bus_bytes(group))
+            sums[when, "comm_bytes"] += calls * operation.message_bytes(group)
+            sums[when, "bus_bytes"] += round(calls * operation.bus_bytes(group))
         else:
-            found[when, "flops"] += calls * (operation.op.flops or 0)
-            found[when, "bytes_moved"] += calls * (operation.op.bytes_moved or 0)
-    return found
+            sums[when, "flops"] += calls * (operation.op.flops or 0)
+            sums[when, "bytes_moved"] += calls * (operation.op.bytes_moved or 0)
+    return sums
 
 
 def _known(alike: AlikeLayers) -> list[int]:
@@ -347,27 +351,27 @@ def _dtype(op: Op | Kernel) -> str:
 
 
 def _by_layer(
-    workload: Workload, block: str, known: dict[str, dict[int | None, Sums]]
+    workload: Workload, block: str, cache: dict[str, dict[int | None, Sums]]
 ) -> dict[int | None, Sums]:
     """Sums by layer of one pass through a block, each block looked at once."""
-    if block in known:
-        return known[block]
+    if block in cache:
+        return cache[block]
     found: dict[int | None, Sums] = defaultdict(Counter)
     plain: dict[int | None, Counter[Operation]] = defaultdict(Counter)
     for item in workload.blocks[block]:
         if not isinstance(item, Run):
             plain[item.layer][item] += 1
             continue
-        inside = _by_layer(workload, item.block, known)
+        inside = _by_layer(workload, item.block, cache)
         # Runs that stay on a layer are many (micro-batches); runs that go on are layers.
         times, copies = (1, item.times) if item.layer_step else (item.times, 1)
         for copy in range(copies):
             for layer, sums in inside.items():
                 place = None if layer is None else layer + item.layer + copy * item.layer_step
-                held = found[place]
+                total = found[place]
                 for key, number in sums.items():
-                    held[key] += number * times
+                    total[key] += number * times
     for layer, operations in plain.items():
         found[layer].update(_sums(operations, workload))
-    known[block] = dict(found)
-    return known[block]
+    cache[block] = dict(found)
+    return cache[block]

@@ -63,14 +63,14 @@ def _settings(settings: Settings, defaults: Settings) -> list[str]:
     """Those that are no defaults, and how many are."""
     if not settings:
         return []
-    said = [
+    texts = [
         f"{name} {word(value)}"
         for name, value in settings.items()
         if name not in defaults or defaults[name] != value
     ]
-    rest = len(settings) - len(said)
-    said += [f"{rest} {'more are' if said else 'are'} defaults"] if rest else []
-    return [f"settings {', '.join(said)}"]
+    rest = len(settings) - len(texts)
+    texts += [f"{rest} {'more are' if texts else 'are'} defaults"] if rest else []
+    return [f"settings {', '.join(texts)}"]
 
 
 def lines(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> list[str]:
@@ -80,32 +80,32 @@ def lines(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> l
 
 def tables(workload: Workload, stage: int) -> list[str]:
     """Stages, communication, sizes, computation, layers and pipeline."""
-    found: list[str] = []
+    lines: list[str] = []
     stages = stage_rows(workload)
-    found += _section("Stages (per rank and step)", _stage_lines(stages))
+    lines += _section("Stages (per rank and step)", _stage_lines(stages))
     of_stage = f", stage {stage}" if len(workload.stages) > 1 else ""
-    found += _section(
+    lines += _section(
         f"Communication{of_stage} (per rank and step)",
         _aligned(collective_rows(workload, stage), COLLECTIVE_COLUMNS),
     )
     if sizes := _size_lines(workload, stage):
-        found += _section(
+        lines += _section(
             f"Sizes{of_stage} (bytes of a message, whatever its pass and group)", sizes
         )
     computed = compute_rows(workload, stage)
     more = len(computed) - _MOST_SHAPES
-    found += _section(
+    lines += _section(
         f"Computation{of_stage}",
         [
             *_aligned(computed[:_MOST_SHAPES], COMPUTE_COLUMNS),
             *([f"and {more} more; --json has all"] if more > 0 else []),
         ],
     )
-    found += _section(
+    lines += _section(
         f"Layers{of_stage} (each of them; bytes: messages)",
         _aligned(layer_rows(workload, stage), LAYER_COLUMNS),
     )
-    return found + _section("Pipeline", workload_pipeline.lines(workload))
+    return lines + _section("Pipeline", workload_pipeline.lines(workload))
 
 
 def _size_lines(workload: Workload, stage: int) -> list[str]:
@@ -117,23 +117,23 @@ def _size_lines(workload: Workload, stage: int) -> list[str]:
         {key: value for key, value in row.items() if key not in _OF_SEVERAL_RANKS}
         for row in histogram_rows(counted, by=("collective",))
     ]
-    found = histogram_lines(table)
+    lines = histogram_lines(table)
     if default_bins(counted).name != "exact":
         each = len({size_of(kind)[0] for kind in counted})
-        found.append(f"{each} sizes in bins, powers of two; --json and --csv have each")
-    return found
+        lines.append(f"{each} sizes in bins, powers of two; --json and --csv have each")
+    return lines
 
 
 def _aligned(rows: Sequence[Row], columns: Sequence[Column[Any]]) -> list[str]:
     """Rows under headings, columns with nothing to show left out; numbers to the right."""
-    shown = [
+    visible = [
         column
         for column in columns
         if View.CONSOLE in column.views and any(_cell(row, column) for row in rows)
     ]
-    cells = [[column.title for column in shown]]
-    cells += [[_cell(row, column) for column in shown] for row in rows]
-    return aligned(cells, [column.unit.is_numeric for column in shown])
+    cells = [[column.title for column in visible]]
+    cells += [[_cell(row, column) for column in visible] for row in rows]
+    return aligned(cells, [column.unit.is_numeric for column in visible])
 
 
 def _cell(row: Row, column: Column[Any]) -> str:
@@ -145,8 +145,8 @@ def _cell(row: Row, column: Column[Any]) -> str:
     return "" if not value and column.unit is not COUNT else column.unit.show(value)
 
 
-def _section(title: str, found: Sequence[str]) -> list[str]:
-    return ["", title, *found] if found else []
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", title, *lines] if lines else []
 
 
 def _stage_lines(stages: Sequence[Row]) -> list[str]:
@@ -163,13 +163,13 @@ def _stage_lines(stages: Sequence[Row]) -> list[str]:
             merged[-1][0].append(index)
         else:
             merged.append(([index], row))
-    shown: list[Row] = [
-        row | {"stage": str(held[0]), "which": row["which"]}
-        if len(held) == 1
-        else row | {"stage": f"{held[0]}-{held[-1]}", "which": "each"}
-        for held, row in merged
+    rows: list[Row] = [
+        row | {"stage": str(indices[0]), "which": row["which"]}
+        if len(indices) == 1
+        else row | {"stage": f"{indices[0]}-{indices[-1]}", "which": "each"}
+        for indices, row in merged
     ]
-    return _aligned(shown, STAGE_COLUMNS)
+    return _aligned(rows, STAGE_COLUMNS)
 
 
 def _many(count: int, word: str) -> str:

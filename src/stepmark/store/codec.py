@@ -1,17 +1,17 @@
-"""Records and runs to JSON and back. Raw data only; what is derived is drawn by report.
+"""Records and runs to JSON and back. Raw data only; report/ derives figures from it.
 
-An operator carries its `family`, a collective its name, a training step its model. Beside the
-case stand, for readers without our code, `case_id` and `command`, a collective's size and
+An operator carries its `family`, a collective its name, a training step its model. Readers
+without our code find next to the case its `case_id` and `command`, a collective's size and
 busbw factor, and the strategy and number of ranks of a training step. JSON has no inf and no
 nan: such a float is written as the string "inf", "-inf" or "nan", and read back because the
 field is a float.
 """
 
 import dataclasses
-import functools
 import math
-import typing
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,20 +31,22 @@ from stepmark.core.record import (
 )
 from stepmark.core.train_case import TrainCase
 
+T = TypeVar("T")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 KINDS: dict[str, type[Record]] = {"measured": Measured, "skipped": Skipped, "failed": Failed}
 
 
 def encode(record: Record) -> bytes:
-    """One line, newline included."""
+    """Return one line, newline included."""
     plain = to_plain(record)
-    beside: dict[str, Any] = {}
+    derived: dict[str, Any] = {}
     if isinstance(record.case, CommCase):
-        beside = {
+        derived = {
             "size_bytes": record.case.message_bytes,
             "busbw_factor": record.case.busbw_factor,
         }
     if isinstance(record.case, TrainCase):
-        beside = {"strategy": record.case.strategy, "num_ranks": record.case.num_ranks}
+        derived = {"strategy": record.case.strategy, "num_ranks": record.case.num_ranks}
     plain["case"] = case_to_plain(record.case)
     head = {
         "schema": record.schema,
@@ -53,18 +55,17 @@ def encode(record: Record) -> bytes:
         "case_id": record.case.case_id,
         "command": command_of(record.case),
     }
-    return msgspec.json.encode({**head, **beside, **plain}) + b"\n"
+    return msgspec.json.encode({**head, **derived, **plain}) + b"\n"
 
 
 def decode(line: bytes) -> Record:
-    """Raises ConfigError for what is no record of ours, or one of a newer schema."""
+    """Read a record. Raises ConfigError for other JSON, and for a newer schema."""
     plain = json_object(line, "record")
     _check_schema(plain, "record")
     cls = KINDS.get(str(plain.get("kind")))
     if cls is None:
         raise ConfigError("kind", plain.get("kind"), f"one of {', '.join(KINDS)}")
-    record: Record = build(cls, plain, {"case": case_from_plain(plain.get("case"))})
-    return record
+    return build(cls, plain, {"case": case_from_plain(plain.get("case"))})
 
 
 def case_to_plain(case: AnyCase) -> dict[str, Any]:
@@ -76,37 +77,34 @@ def case_to_plain(case: AnyCase) -> dict[str, Any]:
 
 
 def case_from_plain(plain: Any) -> AnyCase:
-    """An operator's case has an op, a collective's names the collective, training a model."""
-    if isinstance(plain, dict) and "collective" in plain:
-        comm: CommCase = build(CommCase, plain, {})
-        return comm
-    if isinstance(plain, dict) and "model" in plain and "data_parallel" in plain:
-        train: TrainCase = build(TrainCase, plain, {})
-        return train
-    op = plain.get("op") if isinstance(plain, dict) else None
-    if not isinstance(plain, dict) or not isinstance(op, dict):
+    """Read a case: a collective names its collective, training a model, an operator an op."""
+    fields = plain if isinstance(plain, dict) else {}
+    if "collective" in fields:
+        return build(CommCase, fields)
+    if "model" in fields and "data_parallel" in fields:
+        return build(TrainCase, fields)
+    op = fields.get("op")
+    if not isinstance(op, dict):
         raise ConfigError("case", plain, "an object with an op, a collective or a model")
     family = FAMILIES.get(str(op.get("family")))
     if family is None:
         raise ConfigError("family", op.get("family"), f"one of {', '.join(FAMILIES)}")
-    case: OpCase = build(OpCase, plain, {"op": build(family, op, {})})
-    return case
+    return build(OpCase, fields, {"op": build(family, op)})
 
 
 def encode_run(info: RunInfo) -> bytes:
-    """The whole of run.json, indented for readers."""
+    """Return the text of run.json, indented for readers."""
     return msgspec.json.format(msgspec.json.encode(to_plain(info)), indent=2) + b"\n"
 
 
 def decode_run(text: bytes) -> RunInfo:
     plain = json_object(text, "run.json")
     _check_schema(plain, "run.json")
-    info: RunInfo = build(RunInfo, plain, {})
-    return info
+    return build(RunInfo, plain)
 
 
 def to_plain(value: Any) -> Any:
-    """Dicts, lists, strings and finite numbers only."""
+    """Convert to dicts, lists, strings and finite numbers."""
     return _spell(msgspec.to_builtins(value))
 
 
@@ -123,17 +121,15 @@ def _spell(value: Any) -> Any:
 
 
 def json_object(text: bytes, what: str) -> dict[str, Any]:
+    """Read an object. Raises ConfigError, naming `what`, for anything else."""
+    start = text[:80].decode(errors="replace")
     try:
         plain = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(what, _shown(text), f"JSON ({error})") from None
+        raise ConfigError(what, start, f"JSON ({error})") from None
     if not isinstance(plain, dict):
-        raise ConfigError(what, _shown(text), "a JSON object")
+        raise ConfigError(what, start, "a JSON object")
     return plain
-
-
-def _shown(text: bytes) -> str:
-    return text[:80].decode(errors="replace")
 
 
 def _check_schema(plain: dict[str, Any], what: str) -> None:
@@ -144,31 +140,23 @@ def _check_schema(plain: dict[str, Any], what: str) -> None:
         raise ConfigError(f"{what} schema", schema, f"at most {SCHEMA}; use a newer stepmark")
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def build(cls: type[T], plain: dict[str, Any], decoded: Mapping[str, Any] = NOTHING) -> T:
+    """Make a `cls` of its fields: `decoded` as they are, the others converted from `plain`.
 
-
-def build(cls: type, plain: dict[str, Any], given: dict[str, Any]) -> Any:
-    """`cls` from its fields; unknown keys are ignored, absent ones take their default.
-
-    msgspec converts field by field because it has no untagged unions of dataclasses.
+    Unknown keys are ignored, absent ones take their default. msgspec converts field by field
+    because it has no untagged unions of dataclasses.
     """
-    values = dict(given)
-    for field in dataclasses.fields(cls):
-        if field.name in given or field.name not in plain:
+    values = dict(decoded)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name in decoded or field.name not in plain:
             continue
+        value = plain[field.name]
         try:
-            values[field.name] = msgspec.convert(
-                plain[field.name], _hints(cls)[field.name], strict=False
-            )
+            values[field.name] = msgspec.convert(value, field.type, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(
-                field.name, plain[field.name], f"it does not decode: {error}"
-            ) from None
+            raise ConfigError(field.name, value, f"it does not decode: {error}") from None
     try:
         return cls(**values)
     except TypeError as error:
-        raise ConfigError(
-            cls.__name__, sorted(values), f"it does not decode: {error}"
-        ) from None
+        reason = f"it does not decode: {error}"
+        raise ConfigError(cls.__name__, sorted(values), reason) from None

@@ -1,8 +1,8 @@
-"""Sides against a baseline, line by line, each ratio judged."""
+"""Comparison of sides with a baseline, line by line, with a verdict on each ratio."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean, median
 
 from stepmark.core.comparison import (
@@ -32,7 +32,7 @@ STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How sides are compared. `noise` is a relative standard deviation of one launch."""
+    """Options of a comparison. `noise` is the relative standard deviation of one launch."""
 
     floor: float = EFFECT_FLOOR
     noise: float | None = None
@@ -41,11 +41,11 @@ class Options:
     fail_if_slower: float | None = None
     smallest_bytes: int | None = None  # of the geometric mean
     largest_bytes: int | None = None
-    recorded: tuple[Side, ...] = field(default=())  # with several launches: how these differ
+    recorded: tuple[Side, ...] = ()  # runs with several launches: their spread
 
 
 def compare(sides: Sequence[Side], options: Options) -> Comparison:
-    """Every other side against the first. Raises ConfigError where nothing can be paired."""
+    """Compare every other side with the first. Raises ConfigError where nothing is paired."""
     if len(sides) < 2:
         raise ConfigError("sides", len(sides), "two or more")
     if len({side.name for side in sides}) < len(sides):
@@ -60,19 +60,19 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
         joined = join(base, other, options.allowed)
         notes += joined.notes
         pairs[other.name] = []
-        for place, mine, theirs in joined.pairs:
-            held = cells.setdefault(place, {base.name: _cell(mine, None, options)})
-            held[other.name] = _cell(theirs, _judge(mine, theirs, options), options)
-            pairs[other.name].append((mine, theirs))
+        for place, *pair in joined.pairs:
+            base_series, other_series = pair
+            row = cells.setdefault(place, {base.name: _cell(base_series, None, options)})
+            judged = _judge(base_series, other_series, options)
+            row[other.name] = _cell(other_series, judged, options)
+            pairs[other.name].append((base_series, other_series))
     lines = tuple(_line(base.series[place], cells[place]) for place in sorted(cells))
     notes += _unused(lines, options)
-    overall = tuple(
-        found for name, held in pairs.items() if (found := _overall(name, held, options))
-    )
+    means = (_overall(name, of_side, options) for name, of_side in pairs.items())
     return Comparison(
         names=tuple(side.name for side in sides),
         lines=lines,
-        overall=overall,
+        overall=tuple(filter(None, means)),
         notes=tuple(dict.fromkeys(notes)),
         too_slow=_too_slow(lines, options),
         fail_if_slower=options.fail_if_slower,
@@ -80,14 +80,14 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
 
 
 def _context_notes(sides: Sequence[Side]) -> list[str]:
-    """Variables and versions that are not the same everywhere. Files tell of none."""
-    known = [side for side in sides if side.context]
+    """Return variables and versions that differ; sides that are files state none."""
+    runs = [side for side in sides if side.context]
     notes = []
-    for name in dict.fromkeys(name for side in known for name in side.context):
-        values = [side.context.get(name, "unset") for side in known]
+    for name in dict.fromkeys(name for run in runs for name in run.context):
+        values = [run.context.get(name, "unset") for run in runs]
         if len(set(values)) > 1:
-            told = ", ".join(f"{s.name} {v}" for s, v in zip(known, values, strict=True))
-            notes.append(f"{name} differs: {told}")
+            by_run = ", ".join(f"{r.name} {v}" for r, v in zip(runs, values, strict=True))
+            notes.append(f"{name} differs: {by_run}")
     return notes
 
 
@@ -106,12 +106,12 @@ def _centres(series: Series, statistic: str) -> dict[str, float]:
 
 
 def _times(series: Series, statistic: str) -> dict[str, float]:
-    """Centres as times; of a rate, the time of one unit."""
+    """Return centres as times; for a rate, the time of one unit."""
     centres = _centres(series, statistic)
     return centres if series.is_time else {k: 1 / value for k, value in centres.items()}
 
 
-def _cell(series: Series, found: Ratio | None, options: Options) -> Cell:
+def _cell(series: Series, judged: Ratio | None, options: Options) -> Cell:
     centres = _centres(series, options.statistic)
     logs = [math.log(value) for value in centres.values()]
     return Cell(
@@ -119,46 +119,46 @@ def _cell(series: Series, found: Ratio | None, options: Options) -> Cell:
         below=series.below,
         num_launches=len(centres),
         num_values=sum(map(len, series.launches.values())),
-        ratio=found,
+        ratio=judged,
     )
 
 
-def _judge(mine: Series, theirs: Series, options: Options) -> Ratio | None:
-    """None where a value is only bounded."""
-    if not mine.launches or not theirs.launches:
+def _judge(base: Series, other: Series, options: Options) -> Ratio | None:
+    """Return the ratio with its verdict; None where a value is only bounded."""
+    if not base.launches or not other.launches:
         return None
-    times = [list(_times(series, options.statistic).values()) for series in (mine, theirs)]
-    found = ratio(
+    times = [list(_times(series, options.statistic).values()) for series in (base, other)]
+    judged = ratio(
         *times,
-        spread=_spread(mine, theirs, options),
+        spread=_spread(base, other, options),
         floor=options.floor,
-        rounding=(mine.rounding, theirs.rounding),
+        rounding=(base.rounding, other.rounding),
     )
-    if mine.unit == UNKNOWN:
-        return _ratio_only(found, "--unit rate or time")
-    values = [sum(map(len, series.launches.values())) for series in (mine, theirs)]
-    if found.low is None and max(values) == 1:
-        return _ratio_only(found, "one value")
-    return found
+    if base.unit == UNKNOWN:
+        return _ratio_only(judged, "--unit rate or time")
+    values = [sum(map(len, series.launches.values())) for series in (base, other)]
+    if judged.low is None and max(values) == 1:
+        return _ratio_only(judged, "one value")
+    return judged
 
 
-def _ratio_only(found: Ratio, reason: str) -> Ratio:
+def _ratio_only(measured: Ratio, reason: str) -> Ratio:
     return Ratio(
-        speed=found.speed, low=None, high=None, verdict=Verdict.CANNOT_TELL, reason=reason
+        speed=measured.speed, low=None, high=None, verdict=Verdict.CANNOT_TELL, reason=reason
     )
 
 
-def _spread(mine: Series, theirs: Series, options: Options) -> Spread | None:
-    """How launches of this differ, where a side has one launch only."""
+def _spread(base: Series, other: Series, options: Options) -> Spread | None:
+    """Return how launches of this vary, for a side with only one."""
     if options.noise is not None:
         return Spread(
             sd_log=options.noise, num_launches=None, source=f"noise {options.noise:.2%} as told"
         )
-    if (known := _recorded(mine, options)) is not None:
-        name, one = known
-        times = list(_times(one, options.statistic).values())
+    if (match := _recorded(base, options)) is not None:
+        name, recorded = match
+        times = list(_times(recorded, options.statistic).values())
         return spread_of(times, f"{len(times)} launches of {name}")
-    for series in (mine, theirs):
+    for series in (base, other):
         if len(series.launches) > 1:
             times = list(_times(series, options.statistic).values())
             return spread_of(times, f"{len(times)} launches of the other side")
@@ -166,73 +166,75 @@ def _spread(mine: Series, theirs: Series, options: Options) -> Spread | None:
 
 
 def _is_same_kind(recorded: Series, series: Series) -> bool:
-    """The same thing at the same size, as far as both say."""
+    """Whether both are the same measurement at the same size, by the fields that both state."""
     same_size = recorded.size_bytes == series.size_bytes and recorded.unit == series.unit
     stated = (
         (recorded.fields.get(name), series.fields.get(name)) for name in (*STRICT, *NAMING)
     )
     return same_size and all(
-        one == other or one in (None, "") or other in (None, "") for one, other in stated
+        left == right or left in (None, "") or right in (None, "") for left, right in stated
     )
 
 
 def _recorded(series: Series, options: Options) -> tuple[str, Series] | None:
-    """With the name of the side: what is on record of this, in several launches."""
+    """Return the recorded side with several launches of the same kind, and those launches."""
     for side in options.recorded:
-        for one in side.series:
-            if len(one.launches) > 1 and _is_same_kind(one, series):
-                return side.name, one
+        for recorded in side.series:
+            if len(recorded.launches) > 1 and _is_same_kind(recorded, series):
+                return side.name, recorded
     return None
 
 
 def _overall(
     name: str, pairs: Sequence[tuple[Series, Series]], options: Options
 ) -> Overall | None:
-    """Launches are the unit here too: each gives the mean of its logarithms over all lines.
+    """Return the geometric mean: each launch gives the mean of its logarithms over all lines.
 
     None over lines of several units, such as a trainer's seconds and samples/s.
     """
-    held = [
-        (mine, theirs)
-        for mine, theirs in pairs
-        if mine.launches and theirs.launches and _in_range(mine.size_bytes, options)
+    pairs = [
+        (base, other)
+        for base, other in pairs
+        if base.launches and other.launches and _in_range(base.size_bytes, options)
     ]
-    if not held or len({mine.unit for mine, _ in held}) > 1:
+    base_series = [base for base, _ in pairs]
+    if len({series.unit for series in base_series}) != 1:
         return None
-    sides = [_pooled([pair[index] for pair in held], options.statistic) for index in (0, 1)]
-    spread = _spread_of_mean(held, sides, options)
-    sizes = [mine.size_bytes for mine, _ in held if mine.size_bytes is not None]
-    found = ratio(*sides, spread=spread, floor=options.floor)
-    if found.low is None and all(len(s.launches) == 1 for pair in held for s in pair):
-        values = max(len(v) for pair in held for s in pair for v in s.launches.values())
-        found = _ratio_only(found, "one value" if values == 1 else "one launch")
-    if held[0][0].unit == UNKNOWN:
-        found = _ratio_only(found, "--unit rate or time")
+    all_series = [series for pair in pairs for series in pair]
+    sides = [_pooled(series, options.statistic) for series in zip(*pairs, strict=True)]
+    spread = _spread_of_mean(base_series, sides, options)
+    sizes = [series.size_bytes for series in base_series if series.size_bytes is not None]
+    mean = ratio(*sides, spread=spread, floor=options.floor)
+    if mean.low is None and all(len(series.launches) == 1 for series in all_series):
+        values = max(len(v) for series in all_series for v in series.launches.values())
+        mean = _ratio_only(mean, "one value" if values == 1 else "one launch")
+    if base_series[0].unit == UNKNOWN:
+        mean = _ratio_only(mean, "--unit rate or time")
     return Overall(
         name=name,
-        ratio=found,
-        num_lines=len(held),
+        ratio=mean,
+        num_lines=len(pairs),
         smallest_bytes=min(sizes, default=None),
         largest_bytes=max(sizes, default=None),
     )
 
 
 def _spread_of_mean(
-    held: Sequence[tuple[Series, Series]], sides: Sequence[Sequence[float]], options: Options
+    base_series: Sequence[Series], sides: Sequence[Sequence[float]], options: Options
 ) -> Spread | None:
     if options.noise is not None:  # of each line; lines of one launch may move together
         return Spread(sd_log=options.noise, num_launches=None, source="noise as told")
     if max(map(len, sides)) > 1:
         return spread_of(max(sides, key=len), "launches of the other side")
-    known = [_recorded(mine, options) for mine, _ in held]
-    if None in known:
+    matches = [_recorded(series, options) for series in base_series]
+    if None in matches:
         return None
-    recorded = _pooled([one for _, one in filter(None, known)], options.statistic)
-    return spread_of(recorded, f"{len(recorded)} launches on record")
+    times = _pooled([series for _, series in filter(None, matches)], options.statistic)
+    return spread_of(times, f"{len(times)} launches on record")
 
 
 def _unused(lines: Sequence[Line], options: Options) -> list[str]:
-    """What was asked for and had no effect."""
+    """Return notes on options that had no effect."""
     repeated = any(
         sum(cell.num_launches > 1 for cell in line.cells.values()) > 1 for line in lines
     )
@@ -256,17 +258,17 @@ def _in_range(size: int | None, options: Options) -> bool:
     return low and (options.largest_bytes is None or size <= options.largest_bytes)
 
 
-def _pooled(held: Sequence[Series], statistic: str) -> list[float]:
-    """Geometric mean over the series, by launch; of all at once where they share none."""
-    centres = [_times(series, statistic) for series in held]
-    shared = [launch for launch in centres[0] if all(launch in one for one in centres)]
+def _pooled(group: Sequence[Series], statistic: str) -> list[float]:
+    """Return geometric means over the series by launch; one mean where they share none."""
+    times = [_times(series, statistic) for series in group]
+    shared = [launch for launch in times[0] if all(launch in by_launch for by_launch in times)]
     if not shared:
-        return [math.exp(fmean(fmean(map(math.log, one.values())) for one in centres))]
-    return [math.exp(fmean(math.log(one[launch]) for one in centres)) for launch in shared]
+        return [math.exp(fmean(fmean(map(math.log, each.values())) for each in times))]
+    return [math.exp(fmean(math.log(each[launch]) for each in times)) for launch in shared]
 
 
 def _too_slow(lines: Sequence[Line], options: Options) -> tuple[tuple[int, str], ...] | None:
-    """Lines whose interval's near end is past the limit, after Holm over all of them."""
+    """Return lines that are certainly slower than the limit, after Holm over all of them."""
     limit = options.fail_if_slower
     if limit is None:
         return None

@@ -34,9 +34,9 @@ def export(
     kind: str,
     types: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a run's rows; a file for csv, json, parquet, a folder for the trackers.
+    """Write a run's rows: to a file for csv, json, parquet, to a folder for the trackers.
 
-    `types` are the declared SQL types of columns: those without values have them in parquet.
+    `types` are declared SQL types, which parquet columns without values take.
     """
     if kind not in get_args(Kind):
         raise ConfigError("to", kind, f"one of {', '.join(get_args(Kind))}")
@@ -48,19 +48,19 @@ def export(
 
 
 def write_csv(rows: list[Row], target: str | Path, name: str = "rows") -> None:
-    """One table. '-' is stdout; in a folder the file is called <name>.csv."""
+    """Write one table. '-' is stdout; in a folder the file is called <name>.csv."""
     write_text(_file_for(target, name, "csv"), _csv_text(rows))
 
 
 def write_json(document: object, target: str | Path, name: str = "rows") -> None:
-    """Any document of plain values. '-' is stdout; in a folder the file is <name>.json."""
+    """Write plain values. '-' is stdout; in a folder the file is <name>.json."""
     write_text(_file_for(target, name, "json"), _json_text(document))
 
 
 def write_tables(
     tables: dict[str, list[Row]], target: str | Path, kind: Literal["csv", "json"]
 ) -> None:
-    """A folder gets a file per table, a JSON file one object, a CSV file the only table."""
+    """Write a file per table to a folder, one object to JSON, the only table to a CSV file."""
     write: Callable[..., None] = write_csv if kind == "csv" else write_json
     if is_folder(target):
         for name, rows in tables.items():
@@ -77,7 +77,7 @@ def write_tables(
 
 
 def columns_of(rows: list[Row]) -> list[str]:
-    """The union of the rows' keys, in the order of first appearance."""
+    """Return the union of the rows' keys, in the order of first appearance."""
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
@@ -90,7 +90,7 @@ def _csv_text(rows: list[Row]) -> str:
 
 
 def _cell(value: object) -> object:
-    """None is empty; what nests is JSON."""
+    """Return a cell of a table: nested values as JSON."""
     return _json_text(value, indent=None) if isinstance(value, dict | list | tuple) else value
 
 
@@ -100,7 +100,7 @@ def _json_text(document: object, indent: int | None = 2) -> str:
 
 
 def _finite(value: object) -> object:
-    """JSON has no inf and nan: they become strings, as in records."""
+    """Replace inf and nan, which JSON lacks, by strings, as in records."""
     match value:
         case float() if not math.isfinite(value):
             return str(value)
@@ -155,7 +155,7 @@ def _to_parquet(rows: list[Row], target: Path, types: Mapping[str, str]) -> None
 
 
 def _sql_type(column: list[object], declared: str | None) -> str:
-    """The declared type where the values allow it, else that of the values."""
+    """Return the declared type where the values allow it, else that of the values."""
     kinds = {type(value) for value in column if value is not None}
     if declared and (not kinds or (declared == "DOUBLE" and kinds <= {int, float})):
         return declared
@@ -175,7 +175,7 @@ def _package(name: str, extra: str) -> Any:
 
 
 def _scalars(rows: list[Row]) -> dict[str, float]:
-    """Every finite number as {"gemm/llama-3.1-8b/.../column": value}; runs share the names."""
+    """Return finite numbers as {"gemm/llama-3.1-8b/.../column": value}, alike in all runs."""
     scalars: dict[str, float] = {}
     for row in rows:
         named = "/".join(str(row[key]) for key in NAMING if row.get(key) not in (None, ""))
@@ -186,7 +186,7 @@ def _scalars(rows: list[Row]) -> dict[str, float]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             name = _tracker_name(f"{stem}/{column}")
-            while name in scalars:  # rows that no column tells apart
+            while name in scalars:  # rows that no column distinguishes
                 name += "_"
             if math.isfinite(value):
                 scalars[name] = float(value)
@@ -194,7 +194,7 @@ def _scalars(rows: list[Row]) -> dict[str, float]:
 
 
 def _tracker_name(text: str) -> str:
-    """Letters, digits and what every tracker allows in a metric's name."""
+    """Replace characters that some tracker refuses in a metric's name."""
     return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in text)[:240]
 
 
@@ -226,7 +226,7 @@ def _to_wandb(rows: list[Row], run: RunInfo, target: Path) -> None:
 
 
 def _to_mlflow(rows: list[Row], run: RunInfo, target: Path) -> None:
-    """Into a folder, or to the server that MLFLOW_TRACKING_URI names."""
+    """Log to a folder, or to the server that MLFLOW_TRACKING_URI names."""
     # MLflow 3 refuses folders without this.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = _package("mlflow", "mlflow")

@@ -1,7 +1,7 @@
-"""The one writer of output files, and the one reader of text that others wrote.
+"""The only writer of output files, and the only reader of text from other tools.
 
-A regular file appears whole or not at all, with the mode it had. Whatever else a name stands
-for (a device, a pipe, an open descriptor) is written in place and never replaced.
+A regular file appears whole or not at all, with the mode it had. A device, a pipe or an open
+descriptor is written in place and never replaced.
 """
 
 import codecs
@@ -27,13 +27,13 @@ _MAX_LINKS = 40
 
 
 def open_text(path: Path, field: str = "file", limit: int = MAX_BYTES) -> str:
-    """As `open_bytes`; every line ends in a newline, and what is no UTF-8 becomes U+FFFD."""
+    """As `open_bytes`, decoded; lines end in a newline, and invalid UTF-8 becomes U+FFFD."""
     text = open_bytes(path, field, limit).decode(errors="replace")
     return text.replace("\r\n", "\n")
 
 
 def open_bytes(path: Path, field: str = "file", limit: int = MAX_BYTES) -> bytes:
-    """Return what a file holds, plain or gzip, without a byte-order mark.
+    """Return the content of a file, plain or gzip, without a byte-order mark.
 
     Raises ConfigError naming `field`; also for more than `limit` bytes.
     """
@@ -55,7 +55,7 @@ def open_bytes(path: Path, field: str = "file", limit: int = MAX_BYTES) -> bytes
 def hold(fd: int, field: str, path: Path, allowed: str) -> None:
     """Lock an open file or folder as long as it is open.
 
-    Raises ConfigError, and closes fd, where another process holds it.
+    Raises ConfigError, and closes fd, where another process holds the lock.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,7 +82,7 @@ def written(target: str | Path, field: str = "output") -> Iterator[IO[bytes]]:
 
 
 def write_text(target: str | Path, text: str, field: str = "output") -> None:
-    """As `written`, for text that is known as a whole."""
+    """As `written`, for a whole text."""
     if str(target) == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -118,7 +118,7 @@ def new_file(path: Path) -> Path:
 
 
 def is_special(path: Path) -> bool:
-    """Whether the name stands for something other than a regular file: a device, a pipe."""
+    """Whether this is no regular file, but e.g. a device or a pipe."""
     return _descriptor(path) is not None or (path.exists() and not path.is_file())
 
 
@@ -177,11 +177,11 @@ def _stream(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _descriptor(path: Path) -> int | None:
-    """The open descriptor of this process that a name such as /dev/stdout leads to."""
+    """Return the open descriptor of this process that a name such as /dev/stdout leads to."""
     for _ in range(_MAX_LINKS):
         path = Path(os.path.realpath(path.parent)) / path.name
-        if found := _DESCRIPTOR.match(str(path)):
-            return int(found[2]) if int(found[1] or os.getpid()) == os.getpid() else None
+        if match := _DESCRIPTOR.match(str(path)):
+            return int(match[2]) if int(match[1] or os.getpid()) == os.getpid() else None
         if not path.is_symlink():
             return None
         path = path.parent / path.readlink()

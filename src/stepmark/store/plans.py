@@ -1,7 +1,7 @@
 """Plans on disk: plan.jsonl of a run directory, a head line and a line per entry.
 
-Written once, before ranks start; ranks are handed nothing else. A run directory that has only
-this file is a run without a result.
+It is written once, before ranks start, and ranks read nothing else. A run directory that has
+only this file is a run without a result.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ def write(run: Path, plan: Plan) -> None:
 
 def replace(run: Path, plan: Plan) -> None:
     """Write the plan with which a run is continued: the same cases, unless that was forced."""
-    beside = run / f"{FILE}.tmp"
-    beside.write_bytes(encode(plan))
-    beside.replace(run / FILE)
+    temporary = run / f"{FILE}.tmp"
+    temporary.write_bytes(encode(plan))
+    temporary.replace(run / FILE)
 
 
 def read(run: Path) -> Plan:
-    """Raises ConfigError where there is no plan, or none that can be read."""
+    """Read the plan of a run. Raises ConfigError where there is none that can be read."""
     return read_file(run / FILE)
 
 
@@ -46,28 +46,28 @@ def read_file(path: Path) -> Plan:
 
 
 def has_plan(run: Path) -> bool:
-    """False for runs of older releases."""
+    """Return False for runs of older releases."""
     return (run / FILE).is_file()
 
 
 def encode(plan: Plan) -> bytes:
-    """The whole of plan.jsonl."""
+    """Return the text of plan.jsonl."""
     head = codec.to_plain(dataclasses.replace(plan, entries=()))
     del head["entries"]
     lines: list[Any] = [{"num_entries": len(plan.entries), **head}]
     lines += [
-        {"launch": entry.launch, "kind": entry.case.kind, "case": _case(entry)}
+        {
+            "launch": entry.launch,
+            "kind": entry.case.kind,
+            "case": codec.case_to_plain(entry.case),
+        }
         for entry in plan.entries
     ]
     return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
 
 
-def _case(entry: Entry) -> dict[str, Any]:
-    return codec.case_to_plain(entry.case)
-
-
 def decode(text: bytes, where: str = FILE) -> Plan:
-    """Raises ConfigError for no plan of ours, one of a newer schema, or a part of one."""
+    """Read a plan. Raises ConfigError for other JSON, a newer schema, or a part of a plan."""
     first, *lines = text.splitlines() or [b""]
     head = codec.json_object(first, where)
     schema = head.get("schema")
@@ -77,9 +77,8 @@ def decode(text: bytes, where: str = FILE) -> Plan:
     if head.get("num_entries") != len(lines):
         allowed = f"as many as it says, {head.get('num_entries')}"
         raise ConfigError(f"{where} entries", len(lines), allowed)
-    cases = tuple(_entry(position, line, where) for position, line in enumerate(lines))
-    plan: Plan = codec.build(Plan, head, {"entries": cases})
-    return plan
+    entries = tuple(_entry(position, line, where) for position, line in enumerate(lines))
+    return codec.build(Plan, head, {"entries": entries})
 
 
 def _entry(position: int, line: bytes, where: str) -> Entry:

@@ -117,12 +117,12 @@ FROM run_files WHERE json IS NOT NULL
 
 
 def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Column names and rows. Raises ConfigError for what DuckDB refuses."""
+    """Return column names and rows. Raises ConfigError for what DuckDB refuses."""
     import duckdb  # noqa: PLC0415
 
     with duckdb.connect() as connection, tempfile.TemporaryDirectory() as folder:
         _create_views(connection, runs, Path(folder))
-        # All is read: a query may look at nothing else on this machine, and write nothing.
+        # The views are loaded: the query itself may read no other file, and write none.
         connection.execute("SET enable_external_access = false")
         try:
             cursor = connection.execute(query)
@@ -147,8 +147,8 @@ def _create_views(
         source = "(SELECT NULL::JSON AS json) WHERE false"
     connection.execute(f"CREATE TABLE record_lines AS SELECT json FROM {source}")
     connection.execute("CREATE TABLE run_files (json JSON, filename VARCHAR)")
-    if known := [run.path / RUN for run in runs if run.is_known]:
-        texts = [[open_text(path), str(path)] for path in known]
+    if paths := [run.path / RUN for run in runs if run.is_known]:
+        texts = [[open_text(path), str(path)] for path in paths]
         connection.executemany("INSERT INTO run_files VALUES (?, ?)", texts)
     connection.execute(_RECORDS)
     connection.execute(_RUNS)

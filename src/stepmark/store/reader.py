@@ -1,4 +1,4 @@
-"""The one reader of runs. It leaves out what cannot be read, counts it and says so.
+"""The only reader of runs. It leaves out what cannot be read, counts it and reports it.
 
 A record counts as damaged if its line is no record of a known schema, if its samples are
 missing from their file, or if a sample is impossible: times of a call are finite and above 0,
@@ -33,7 +33,7 @@ class Run:
 
     @property
     def latest(self) -> list[Record]:
-        """The last record of each case and launch, in the order in which they appeared."""
+        """Return the last record of each case and launch."""
         return latest(self.records)
 
 
@@ -86,22 +86,22 @@ def with_all_samples(path: Path, records: Iterable[Record]) -> Iterator[Record]:
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """The last record of each case and launch, in the order in which they first appeared."""
+    """Return the last record of each case and launch, in the order of first appearance."""
     return list({(record.case.case_id, record.launch): record for record in records}.values())
 
 
 def list_runs(root: Path) -> list[Path]:
-    """Run folders below `root`, however deep, sorted by name, which begins with the time."""
+    """Return run folders below `root`, at any depth, by name, which begins with the time."""
     if not root.is_dir():
         return []
     runs = []
-    seen: set[str] = set()
+    visited: set[str] = set()
     for folder, names, _ in os.walk(root, followlinks=True):
         path = Path(folder)
-        if (real := os.path.realpath(path)) in seen:
+        if (real := os.path.realpath(path)) in visited:
             names.clear()
             continue
-        seen.add(real)
+        visited.add(real)
         if path != root and is_run(path):
             runs.append(path)
             names.clear()
@@ -110,7 +110,7 @@ def list_runs(root: Path) -> list[Path]:
 
 
 def find_run(root: Path, name: str) -> Path:
-    """A path, a run id, the unique beginning of one, or "latest"."""
+    """Find a run by its path, its id, the unique beginning of one, or "latest"."""
     for path in (Path(name), root / name):
         if name and is_run(path):
             return path
@@ -121,11 +121,11 @@ def find_run(root: Path, name: str) -> Path:
         same = [path for path in runs if path.name == name]
         matches = same or [path for path in runs if name and path.name.startswith(name)]
     if not matches:
-        known = ", ".join(path.name for path in runs[-3:]) or f"none in {root}"
-        raise ConfigError("run", name, f"a path, an id or 'latest'; runs: {known}")
+        names = ", ".join(path.name for path in runs[-3:]) or f"none in {root}"
+        raise ConfigError("run", name, f"a path, an id or 'latest'; runs: {names}")
     if len(matches) > 1:
-        shown = ", ".join(str(path.relative_to(root)) for path in matches[:3])
-        raise ConfigError("run", name, f"one run, not {len(matches)}: {shown}")
+        paths = ", ".join(str(path.relative_to(root)) for path in matches[:3])
+        raise ConfigError("run", name, f"one run, not {len(matches)}: {paths}")
     return matches[0]
 
 
@@ -146,7 +146,7 @@ def _missing_info(path: Path, error: ConfigError) -> str:
 
 
 def _unknown(path: Path) -> RunInfo:
-    """Stands for a run.json that cannot be read; the run's notes say so."""
+    """Return the info that replaces an unreadable run.json; the run's notes mention it."""
     environment = Environment(
         host="unknown",
         os="unknown",
@@ -168,7 +168,7 @@ def _unknown(path: Path) -> RunInfo:
 
 
 def _read_lines(path: Path) -> tuple[list[Record], list[bytes], list[str]]:
-    """Records with their lines, and a sentence for each line that is none."""
+    """Return records, their lines, and a sentence for each line that is none."""
     file = path / RECORDS
     if not file.exists():
         return [], [], []
@@ -194,7 +194,7 @@ def _read_lines(path: Path) -> tuple[list[Record], list[bytes], list[str]]:
 
 
 def _impossible(path: Path, record: Record) -> str:
-    """What no measurement can give; "" if there is nothing."""
+    """Return what a record needs that this one lacks; "" if there is nothing."""
     if not isinstance(record, Measured):
         return ""
     seconds, arrivals = record.samples.seconds, record.arrivals
@@ -223,7 +223,7 @@ def _is_sound(seconds: Sequence[Sequence[float]]) -> bool:
 
 
 def _matrix(path: Path, record: Measured) -> tuple[tuple[float, ...], ...]:
-    """seconds[rank][sample] of the file that a record names."""
+    """Read seconds[rank][sample] from the file that a record names."""
     import numpy as np  # noqa: PLC0415
 
     file = path / record.samples.file

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,7 +37,7 @@ def new_run_id(now: datetime) -> str:
 
 
 class RunWriter:
-    """The one process that writes a run. Holds a lock on records.jsonl until closed."""
+    """Writer of a run by one process, which locks records.jsonl until it is closed."""
 
     def __init__(self, path: Path) -> None:
         """Use `create` or `resume`."""
@@ -54,20 +55,17 @@ class RunWriter:
     @classmethod
     def begin(cls, path: Path, info: RunInfo) -> "RunWriter":
         """Write to a folder that exists, as one that has a plan and no run.json yet."""
-        with _config_errors("out", path):
-            writer = cls(path)
-            try:
-                _write_run(path, info)
-            except BaseException:
-                writer.close()
-                raise
+        with _config_errors("out", path), contextlib.ExitStack() as on_error:
+            writer = on_error.enter_context(cls(path))
+            _write_run(path, info)
+            on_error.pop_all()
         return writer
 
     @classmethod
     def resume(
         cls, path: Path, environment: Environment, *, force: bool = False
     ) -> tuple["RunWriter", set[Done]]:
-        """The writer, and which cases of which launch have Measured as their last record."""
+        """Return the writer, and the cases and launches whose last record is Measured."""
         info = reader.read_info(path)
         changes = _changes(info.environment, environment)
         if changes and not force:
@@ -77,32 +75,30 @@ class RunWriter:
         writer, done = cls.go_on(path)
         if changes:
             with _config_errors("resume", path), contextlib.ExitStack() as on_error:
-                on_error.callback(writer.close)
+                on_error.enter_context(writer)
                 _write_run(path, _with_changes(info, changes))
                 on_error.pop_all()
         return writer, done
 
     @classmethod
     def go_on(cls, path: Path) -> tuple["RunWriter", set[Done]]:
-        """As `resume`, for whoever knows that nothing changed: the run's own next ranks."""
-        with _config_errors("resume", path):
-            writer = cls(path)
-            try:
-                _cut_torn_line(path / "records.jsonl")
-                records = reader.latest(reader.read_records(path))
-            except BaseException:
-                writer.close()
-                raise
+        """As `resume`, where nothing can have changed: for the next ranks of the same run."""
+        with _config_errors("resume", path), contextlib.ExitStack() as on_error:
+            writer = on_error.enter_context(cls(path))
+            _cut_torn_line(path / "records.jsonl")
+            records = reader.latest(reader.read_records(path))
+            on_error.pop_all()
         return writer, {(r.case.case_id, r.launch) for r in records if _is_done(r)}
 
     def append(self, record: Record) -> None:
-        """On disk when this returns. Raises StoreError, and leaves whole lines only."""
+        """Write a record to disk. Raises StoreError, and then leaves whole lines only."""
         try:
             if isinstance(record, Measured):
                 record = self._samples_to_file(record)
             self._write_line(codec.encode(record))
         except OSError as error:
-            raise StoreError(f"{self.path}: {_cause(error)}; record not written") from error
+            reason = error.strerror or error
+            raise StoreError(f"{self.path}: {reason}; record not written") from error
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -126,7 +122,7 @@ class RunWriter:
             raise
 
     def _samples_to_file(self, record: Measured) -> Measured:
-        """The same record, or for many samples one with their maxima over ranks and a file."""
+        """Move many samples to a file; the record then has their maxima over ranks."""
         seconds = record.samples.seconds
         if sum(map(len, seconds)) <= MAX_SAMPLES_IN_LINE:
             return record
@@ -149,7 +145,7 @@ def _is_done(record: Record) -> bool:
 
 
 def _changes(before: Environment, now: Environment) -> list[tuple[str, str, str]]:
-    """Field, value then, value now, of what makes figures incomparable."""
+    """Return field, value then and value now of what makes figures incomparable."""
     old, new = _fingerprint(before), _fingerprint(now)
     return [(field, old[field], new[field]) for field in old if old[field] != new[field]]
 
@@ -166,15 +162,13 @@ def _fingerprint(environment: Environment) -> dict[str, str]:
 
 
 def _counted(names: Iterable[str]) -> str:
-    """["a", "a", "b"] -> "2 x a, 1 x b"."""
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
+    """Return e.g. "2 x a, 1 x b" for a, a, b."""
+    counts = Counter(names)
     return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
 
 
 def _with_changes(info: RunInfo, changes: list[tuple[str, str, str]]) -> RunInfo:
-    """A forced resume mixes environments: the run says so."""
+    """Note the changes in the settings, because a forced resume mixes environments."""
     text = "; ".join(f"{field}: {before} -> {now}" for field, before, now in changes)
     earlier = info.settings.get("forced_resume")
     text = f"{earlier}; {text}" if earlier else text
@@ -201,16 +195,12 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _cause(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
 @contextlib.contextmanager
 def _config_errors(field: str, path: Path) -> Iterator[None]:
-    """An OSError as one line about the folder that was asked for."""
+    """Turn an OSError into one line about the folder that was asked for."""
     try:
         yield
     except FileExistsError:
         raise ConfigError(field, path, "a folder that does not exist yet") from None
     except OSError as error:
-        raise ConfigError(field, path, f"a usable folder ({_cause(error)})") from None
+        raise ConfigError(field, path, f"a usable folder ({error.strerror or error})") from None

@@ -1,8 +1,8 @@
-"""Records to series, and which series of two sides are of the same thing.
+"""Records to series, and the pairs of series of two sides.
 
-A field that is one value on each side and the same tells nothing apart; one that varies within
-a side is part of a line's name; one that differs between sides, constant in each, is what is
-compared, or a reason to refuse.
+A field with one value, the same on both sides, distinguishes nothing; one that varies within a
+side is part of a line's name; one that is constant in each side and differs between them is
+what is compared, or a reason to refuse.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _TRAIN_VALUES = (
 
 
 def context(info: RunInfo) -> dict[str, str]:
-    """What a run ran on and under: differences are what a comparison is about."""
+    """Return the device, versions and variables of a run, which a comparison may be about."""
     environment = info.environment
     names = dict.fromkeys(device.name for device in environment.devices)
     libraries = {
@@ -48,23 +48,24 @@ def context(info: RunInfo) -> dict[str, str]:
 def series_of_records(
     info: RunInfo, records: Iterable[Record]
 ) -> tuple[list[Series], tuple[str, ...]]:
-    """The right results of a run, and notes on what is left out."""
+    """Return the correct results of a run, and notes on what is left out."""
     by_case: dict[tuple[str, str], list[Measured]] = {}
     wrong = 0
     for record in records:
         if isinstance(record, Measured) and any(record.samples.seconds):
-            wrong += bool(record.num_wrong)
-            if not record.num_wrong:
-                # The automatic clock may choose another one in another launch.
-                ran = record.train if isinstance(record.case, TrainCase) else record.case
-                key = (ran.case_id, record.samples.method)
-                by_case.setdefault(key, []).append(record)
+            if record.num_wrong:
+                wrong += 1
+                continue
+            # The automatic clock may choose another one in another launch.
+            case = record.train if isinstance(record.case, TrainCase) else record.case
+            key = (case.case_id, record.samples.method)
+            by_case.setdefault(key, []).append(record)
     notes = (f"{wrong} wrong results are left out",) if wrong else ()
     return [_of_records(info, launches) for launches in by_case.values()], notes
 
 
 def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
-    """Seconds of the slowest rank of each sample, by launch; of training, of each cycle."""
+    """Return seconds of the slowest rank by launch: of each sample, or cycle of training."""
     case = records[0].case
     method = records[0].samples.method
     if isinstance(case, TrainCase):
@@ -89,19 +90,19 @@ def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
 
 
 def mean_of_cycles(seconds: Sequence[Sequence[float]], cycle: int) -> tuple[float, ...]:
-    """A sample's mean time in each whole cycle, of the rank that took longest for it.
+    """Return the mean sample of each whole cycle, of the rank that took longest for it.
 
-    The slowest of each sample without a whole cycle.
+    Without a whole cycle, return the slowest rank's time of each sample.
     """
-    whole = len(seconds[0]) // cycle * cycle
+    end = len(seconds[0]) // cycle * cycle
     return tuple(
         max(math.fsum(values[first : first + cycle]) for values in seconds) / cycle
-        for first in range(0, whole, cycle)
+        for first in range(0, end, cycle)
     ) or tuple(slowest_per_sample(seconds))
 
 
 def _train_fields(case: TrainCase, method: str) -> Fields:
-    """No dtype: a difference of precision is one of technique, which may be compared."""
+    """Leave out the dtype: precisions are techniques, which may be compared."""
     some, every = case.recompute_blocks
     blocks = f" {some}/{every}" if case.recompute is Recompute.BLOCKS else ""
     sharded = case.data_parallel is DataParallel.FSDP
@@ -174,16 +175,16 @@ def _op_fields(case: OpCase, method: str) -> Fields:
     }
 
 
-# Of these a difference makes figures incomparable; --allow and --force compare all the same.
+# Fields whose difference makes figures incomparable, unless --allow or --force is given.
 STRICT = (
     *("method", "rate_kind", "num_ranks", "world_size", "dtype", "skew_s", "beside"),
-    # Of a training step: what its tokens are.
+    # The tokens of a training step.
     *("mbs", "seq_len", "schedule", "grad_accum"),
 )
-# These always name a line: their difference is no difference of settings.
+# Fields that always name a line: they are no settings.
 NAMING = ("family", "shape", "label", "model", "phase", "placement", "pair")
-# What else is worth saying that a side leaves open.
-_TELLING = (*STRICT, *NAMING, "redop", "root", "api")
+# Fields that are worth a note where one side does not state them.
+_NOTED = (*STRICT, *NAMING, "redop", "root", "api")
 # Sizes of other numbers of ranks, rounded to whole parts, are still the same size.
 SAME_SIZE = 0.01
 
@@ -193,46 +194,44 @@ Key = tuple[tuple[str, Value], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """Pairs of series, and what is to be known of those that found none."""
+    """Pairs of series, and notes on those without a partner."""
 
-    pairs: list[tuple[int, Series, Series]]  # the place among the base's series
+    pairs: list[tuple[int, Series, Series]]  # first the index in base.series
     notes: list[str]
 
 
 def join(base: Side, other: Side, allowed: Sequence[str]) -> Joined:
-    """Raises ConfigError where nothing fits, or what fits may not be compared."""
+    """Pair the series of two sides. Raises ConfigError where none may be compared."""
     notes, key_names = _key_names(base, other, allowed)
     pairs = _pairs(base, other, key_names)
-    matched = {id(theirs) for _, _, theirs in pairs}
+    matched = {id(other_series) for _, _, other_series in pairs}
     if not pairs:
         raise ConfigError(
             "compare",
             f"{base.name} with {other.name}",
             f"there must be something in common: {_about(base)}; {_about(other)}",
         )
-    for side, left in (
-        (base, len(base.series) - len(pairs)),
-        (other, len(other.series) - len(matched)),
-    ):
-        if left:
-            against = other.name if side is base else base.name
-            notes.append(f"{left} of {len(side.series)} of {side.name} are not in {against}")
+    for side, count, against in ((base, len(pairs), other), (other, len(matched), base)):
+        if left := len(side.series) - count:
+            notes.append(
+                f"{left} of {len(side.series)} of {side.name} are not in {against.name}"
+            )
     return Joined(pairs=pairs, notes=notes)
 
 
 def _key_names(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Notes on what differs, and the fields that name a line."""
+    """Return notes on what differs, and the fields that name a line."""
     notes, names = [], []
     for name in dict.fromkeys(key for s in (*base.series, *other.series) for key in s.fields):
-        mine, theirs = _values(base, name), _values(other, name)
-        if mine == theirs:
+        base_values, other_values = _values(base, name), _values(other, name)
+        if base_values == other_values:
             names.append(name)
-        elif not _stated(mine) or not _stated(theirs):
-            if name in _TELLING and (_stated(mine) or _stated(theirs)):
-                silent = other if _stated(mine) else base
+        elif not _stated(base_values) or not _stated(other_values):
+            if name in _NOTED and (_stated(base_values) or _stated(other_values)):
+                silent = other if _stated(base_values) else base
                 notes.append(f"{silent.name} does not state {name}: taken as the same")
-        elif len(mine) == len(theirs) == 1 and name not in NAMING:
-            (a,), (b,) = mine, theirs
+        elif len(base_values) == len(other_values) == 1 and name not in NAMING:
+            (a,), (b,) = base_values, other_values
             if name in STRICT and name not in allowed:
                 sides = f"the same in {base.name} and {other.name}"
                 raise ConfigError(name, f"{a} and {b}", f"{sides}; or --allow {name}, --force")
@@ -255,25 +254,26 @@ def _key(series: Series, names: Iterable[str]) -> Key:
 
 
 def _pairs(base: Side, other: Side, names: Sequence[str]) -> list[tuple[int, Series, Series]]:
-    """By key and size; what finds no partner of its size, by the nearest that is left."""
-    mine, theirs = _by_key(base, names), _by_key(other, names)
+    """Pair by key and size; then sizes without a partner with the nearest that is left."""
+    base_table, other_table = _by_key(base, names), _by_key(other, names)
     place = {id(series): number for number, series in enumerate(base.series)}
-    found: list[tuple[int, Series, Series]] = []
-    for key in mine.keys() & theirs.keys():
-        ours, others = _by_size(mine[key]), _by_size(theirs[key])
+    pairs: list[tuple[int, Series, Series]] = []
+    for key in (key for key in base_table if key in other_table):
+        base_sizes, other_sizes = _by_size(base_table[key]), _by_size(other_table[key])
         same: list[tuple[int | None, int | None]] = [
-            (size, size) for size in ours.keys() & others.keys()
+            (size, size) for size in base_sizes if size in other_sizes
         ]
-        left = {size for size in others.keys() - ours.keys() if size is not None}
-        for size in sorted(size for size in ours.keys() - others.keys() if size is not None):
-            near = min(left, key=lambda one: abs(one - size), default=None)
+        left = {size for size in other_sizes.keys() - base_sizes.keys() if size is not None}
+        for size in sorted(filter(None, base_sizes.keys() - other_sizes.keys())):
+            near = min(left, key=lambda other_size: abs(other_size - size), default=None)
             if near is not None and abs(near - size) <= SAME_SIZE * size:
                 left.remove(near)
                 same.append((size, near))
-        for our_size, their_size in same:
-            one, other_one = _only(base, ours[our_size]), _only(other, others[their_size])
-            found.append((place[id(one)], one, other_one))
-    return sorted(found, key=lambda pair: pair[0])
+        for base_size, other_size in same:
+            series = _only(base, base_sizes[base_size])
+            partner = _only(other, other_sizes[other_size])
+            pairs.append((place[id(series)], series, partner))
+    return sorted(pairs, key=lambda pair: pair[0])
 
 
 def _by_key(side: Side, names: Sequence[str]) -> dict[Key, list[Series]]:
@@ -283,23 +283,22 @@ def _by_key(side: Side, names: Sequence[str]) -> dict[Key, list[Series]]:
     return table
 
 
-def _by_size(held: Sequence[Series]) -> dict[int | None, list[Series]]:
-    found: dict[int | None, list[Series]] = {}
-    for series in held:
-        found.setdefault(series.size_bytes, []).append(series)
-    return found
+def _by_size(group: Sequence[Series]) -> dict[int | None, list[Series]]:
+    by_size: dict[int | None, list[Series]] = {}
+    for series in group:
+        by_size.setdefault(series.size_bytes, []).append(series)
+    return by_size
 
 
-def _only(side: Side, held: Sequence[Series]) -> Series:
-    """Raises ConfigError where several series of a side fit the same one of the other."""
-    if len(held) > 1:
-        one, twin, *_ = held
-        differing = (n for n in one.fields if one.fields.get(n) != twin.fields.get(n))
-        name = next(differing, "compare")
-        values = f"{one.fields.get(name)} and {twin.fields.get(name)}"
+def _only(side: Side, group: Sequence[Series]) -> Series:
+    """Return the only series. Raises ConfigError where several fit one of the other side."""
+    if len(group) > 1:
+        fields, others = group[0].fields, group[1].fields
+        name = next((n for n in fields if fields.get(n) != others.get(n)), "compare")
+        values = f"{fields.get(name)} and {others.get(name)}"
         allowed = "one of them: the other side does not say which"
         raise ConfigError(name, f"{side.name} has {values}", allowed)
-    return held[0]
+    return group[0]
 
 
 def _about(side: Side) -> str:

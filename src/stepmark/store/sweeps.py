@@ -1,7 +1,7 @@
 """Sweeps on disk: sweeps/<sweep_id>/{sweep.json, runs/, output/}. Tries are only ever added.
 
-sweep.json is written beside its place and renamed after each try, so a reader sees whole
-files, and a kill loses at most the try that it ended.
+sweep.json is replaced by a rename after each try, so that a reader sees whole files, and a
+kill loses at most the try that it ended.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ FILE = "sweep.json"
 
 
 class Journal:
-    """The one process that goes on with a sweep. Holds a lock until closed."""
+    """Writer of a sweep by one process, which holds a lock until it is closed."""
 
     def __init__(self, path: Path, sweep: Sweep) -> None:
         """Use `create` or `go_on`."""
@@ -45,13 +45,13 @@ class Journal:
     def go_on(cls, path: Path) -> "Journal":
         return cls(path, read(path))
 
-    def add(self, one: Try) -> None:
-        """On disk when this returns."""
-        self.sweep = dataclasses.replace(self.sweep, tries=(*self.sweep.tries, one))
+    def add(self, attempt: Try) -> None:
+        """Add a try; it is on disk when this returns."""
+        self.sweep = dataclasses.replace(self.sweep, tries=(*self.sweep.tries, attempt))
         self._write()
 
     def change(self, **fields: object) -> None:
-        """What may change between two starts: how often, how long."""
+        """Change what may differ between two starts, such as repeats and timeout."""
         self.sweep = dataclasses.replace(self.sweep, **fields)  # type: ignore[arg-type]
         self._write()
 
@@ -73,7 +73,7 @@ class Journal:
 
 
 def read(path: Path) -> Sweep:
-    """Raises ConfigError for what is no sweep of ours, or can be none."""
+    """Read a sweep. Raises ConfigError for other JSON, and for impossible values."""
     file = path / FILE
     try:
         sweep = msgspec.json.decode(file.read_bytes(), type=Sweep)
@@ -87,10 +87,10 @@ def read(path: Path) -> Sweep:
 
 
 def _wrong(sweep: Sweep) -> str:
-    """What the types of sweep.json leave open and no sweep has; "" if there is nothing."""
+    """Return what is impossible although its type is right; "" if there is nothing."""
     names = [setting.name for setting in sweep.settings]
-    runs = [one.run for one in sweep.tries if not _is_folder_name(one.run)]
-    found = {
+    runs = [attempt.run for attempt in sweep.tries if not _is_folder_name(attempt.run)]
+    problems = {
         f"schema {sweep.schema}, known is {SCHEMA}": sweep.schema != SCHEMA,
         "no command": not sweep.command,
         "no settings": not names,
@@ -100,22 +100,22 @@ def _wrong(sweep: Sweep) -> str:
         f"timeout_s {sweep.timeout_s}, above 0": not sweep.timeout_s > 0,
         f"run {runs[:1]} is no folder name": bool(runs),
     }
-    return next((text for text, is_wrong in found.items() if is_wrong), "")
+    return next((text for text, is_wrong in problems.items() if is_wrong), "")
 
 
 def _is_folder_name(run: str) -> bool:
-    """Of a folder right under runs/; "" where a try wrote none."""
+    """Whether this names a folder right under runs/; it is "" where a try wrote none."""
     return "/" not in run and run not in (".", "..") and (not run or run.isprintable())
 
 
 def find(root: Path, name: str) -> Path:
-    """A path, an id, the unique beginning of one, or "latest"."""
+    """Find a sweep by its path, its id, the unique beginning of one, or "latest"."""
     for path in (Path(name), root / name):
         if name and (path / FILE).is_file():
             return path
-    known = sorted(file.parent for file in root.glob(f"*/{FILE}"))
-    found = known[-1:] if name == "latest" else [p for p in known if p.name.startswith(name)]
-    if not name or len(found) != 1:
-        shown = ", ".join(path.name for path in known[-3:]) or f"none in {root}"
-        raise ConfigError("resume", name, f"one sweep; sweeps: {shown}")
-    return found[0]
+    paths = sorted(file.parent for file in root.glob(f"*/{FILE}"))
+    matches = paths[-1:] if name == "latest" else [p for p in paths if p.name.startswith(name)]
+    if not name or len(matches) != 1:
+        names = ", ".join(path.name for path in paths[-3:]) or f"none in {root}"
+        raise ConfigError("resume", name, f"one sweep; sweeps: {names}")
+    return matches[0]
