@@ -1,4 +1,4 @@
-"""Collectives: the columns of their rows. One row per case, its launches pooled."""
+"""Columns of the rows of collectives. One row per case, its launches pooled."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -28,12 +28,19 @@ from stepmark.core.columns import rows as rows_of
 from stepmark.core.comm_case import CommCase
 from stepmark.core.commands import command_of
 from stepmark.core.device import DeviceSpec
-from stepmark.core.record import Record, RunInfo
+from stepmark.core.record import Record, RunInfo, Telemetry
 from stepmark.core.stats import Summary, quantile, summarize
 from stepmark.core.units import GB, format_bytes
-from stepmark.report.outcomes import LIMIT_SLACK, Launches, pooled
+from stepmark.report.outcomes import (
+    LIMIT_SLACK,
+    Launches,
+    megahertz,
+    percent,
+    pooled,
+    throttle_reasons,
+)
 
-# NVLS and SHARP reduce or copy in the switch: the busbw of these can pass the link.
+# NVLS and SHARP reduce or copy in the switch: the busbw of these can exceed the link's.
 _IN_NETWORK = {
     Collective.ALL_REDUCE,
     Collective.REDUCE_SCATTER,
@@ -45,7 +52,7 @@ _IN_NETWORK = {
 
 @dataclass(frozen=True, kw_only=True)
 class CommOutcome:
-    """A case with all its launches, compared with a device. Times: of the slowest rank."""
+    """A case with all its launches, compared with a device. Times are the slowest rank's."""
 
     launches: Launches
     run: RunInfo
@@ -65,7 +72,7 @@ class CommOutcome:
 
     @cached_property
     def times(self) -> Summary:
-        return summarize([value for values in self.launches.slowest_s for value in values])
+        return summarize(self.samples)
 
     @property
     def cv_pct(self) -> float | None:
@@ -76,7 +83,7 @@ class CommOutcome:
 
     @cached_property
     def slowest(self) -> int:
-        """The place of the slowest rank among the members."""
+        """Return the index of the slowest rank among the members."""
         medians = self.launches.rank_medians_s
         return medians.index(max(medians))
 
@@ -90,20 +97,19 @@ class CommOutcome:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """algbw = S / time, as nccl-tests."""
+        """Return algbw = S / time, as nccl-tests."""
         is_barrier = self.case.collective is Collective.BARRIER
         return None if is_barrier else self.case.message_bytes / self.time_s
 
     @property
     def bus_bytes_per_s(self) -> float | None:
-        """busbw = algbw x factor."""
+        """Return busbw = algbw x factor."""
         algbw = self.bytes_per_s
         return None if algbw is None else algbw * self.case.busbw_factor
 
     @property
     def pct_link(self) -> float | None:
-        busbw, link = self.bus_bytes_per_s, self._link_bytes_per_s
-        return 100 * busbw / link if link and busbw is not None else None
+        return percent(self.bus_bytes_per_s, self._link_bytes_per_s)
 
     @property
     def over_limit(self) -> bool | None:
@@ -115,7 +121,7 @@ class CommOutcome:
 
     @property
     def _link_bytes_per_s(self) -> float | None:
-        """What a device's links carry per direction; None between hosts."""
+        """Return the bandwidth of a device's links per direction; None between hosts."""
         case, device = self.case, self.device
         if device is None or case.device == "cpu" or case.num_ranks < 2:
             return None
@@ -123,20 +129,22 @@ class CommOutcome:
         hosts = {info.host for info in devices if info.rank in case.members}
         return device.link_bytes_per_s if len(hosts) <= 1 else None
 
+    @property
+    def _states(self) -> list[tuple[Telemetry, ...]]:
+        """Return the states of the devices by launch, where every rank's was read."""
+        states = (record.telemetry for record in self.launches.measured)
+        return [each for each in states if len(each) == len(self.case.members)]
+
     def state(self, name: str) -> float | None:
-        """A reading of the slowest rank's device: the median of launches."""
-        states = (r.telemetry for r in self.launches.measured)
-        whole = (state for state in states if len(state) == len(self.case.members))
-        known = [v for s in whole if (v := getattr(s[self.slowest], name)) is not None]
-        return median(known) if known else None
+        """Return a reading of the slowest rank's device: the median of launches."""
+        readings = (getattr(states[self.slowest], name) for states in self._states)
+        values = [value for value in readings if value is not None]
+        return median(values) if values else None
 
     @property
     def throttle(self) -> str | None:
-        """Why any rank's device was slowed."""
-        states = (r.telemetry for r in self.launches.measured)
-        whole = (state for state in states if len(state) == len(self.case.members))
-        reasons = {reason for state in whole for one in state for reason in one.throttle}
-        return ", ".join(sorted(reasons)) or None
+        """Return why any rank's device was slowed."""
+        return throttle_reasons(state for states in self._states for state in states)
 
     @property
     def slowest_rank(self) -> int | None:
@@ -145,7 +153,7 @@ class CommOutcome:
 
     @property
     def issue_s(self) -> float | None:
-        """None on a CPU: a call returns when it is done, so issuing it is the whole of it."""
+        """Return the time to issue a call; None on a CPU, where a call returns when done."""
         return None if self.case.device == "cpu" else self.launches.issue_s()
 
     @property
@@ -164,7 +172,7 @@ class CommOutcome:
 
 
 def shape_text(case: CommCase) -> str:
-    """Size, ranks and what is unusual, as one reads it aloud."""
+    """Return size, ranks and settings that are not the default, as one reads them aloud."""
     words = [] if case.collective is Collective.BARRIER else [format_bytes(case.message_bytes)]
     words.append(f"{case.pair[0]}->{case.pair[1]}" if case.pair else f"x{case.num_ranks}")
     words += ["in-place"] if case.in_place else []
@@ -181,8 +189,8 @@ def _joined(words: Iterable[str]) -> str | None:
     return ", ".join(dict.fromkeys(words)) or None
 
 
-def ran(of: Callable[[CommOutcome], object]) -> Callable[[CommOutcome], object]:
-    """A column that only a measurement fills."""
+def figure(of: Callable[[CommOutcome], object]) -> Callable[[CommOutcome], object]:
+    """Make a column that is empty without a measurement."""
     return lambda outcome: of(outcome) if outcome.launches.measured else None
 
 
@@ -216,55 +224,59 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     Column("case_id", lambda o: o.case.case_id),
     Column("run_id", lambda o: o.run.run_id),
     Column("command", lambda o: command_of(o.case)),
-    Column("time_s", ran(lambda o: o.time_s), SECONDS, "time", SHOWN),
-    Column("time_min_s", ran(lambda o: o.launches.time_min_s), SECONDS, "fastest rank", PAGE),
-    Column("mean_s", ran(lambda o: o.times.mean), SECONDS),
-    Column("p10_s", ran(lambda o: o.times.p10), SECONDS, "p10", PAGE),
-    Column("p50_s", ran(lambda o: o.times.median), SECONDS, "p50", _CONSOLE, 6),
-    Column("p90_s", ran(lambda o: o.times.p90), SECONDS, "p90", PAGE),
-    Column("p99_s", ran(lambda o: quantile(o.samples, 0.99)), SECONDS, "p99", SHOWN, 2),
-    Column("min_s", ran(lambda o: o.times.min), SECONDS, "min", SHOWN, 5),
-    Column("max_s", ran(lambda o: o.times.max), SECONDS, "max", SHOWN, 5),
-    Column("cv_pct", ran(lambda o: o.cv_pct), PERCENT, "cv %", SHOWN, 4),
-    Column("n", ran(lambda o: o.times.n), COUNT, "", SHOWN, 5),
-    Column("launches", ran(lambda o: len(o.launches.measured)), COUNT, "", SHOWN, 6),
+    Column("time_s", figure(lambda o: o.time_s), SECONDS, "time", SHOWN),
+    Column(
+        "time_min_s", figure(lambda o: o.launches.time_min_s), SECONDS, "fastest rank", PAGE
+    ),
+    Column("mean_s", figure(lambda o: o.times.mean), SECONDS),
+    Column("p10_s", figure(lambda o: o.times.p10), SECONDS, "p10", PAGE),
+    Column("p50_s", figure(lambda o: o.times.median), SECONDS, "p50", _CONSOLE, 6),
+    Column("p90_s", figure(lambda o: o.times.p90), SECONDS, "p90", PAGE),
+    Column("p99_s", figure(lambda o: quantile(o.samples, 0.99)), SECONDS, "p99", SHOWN, 2),
+    Column("min_s", figure(lambda o: o.times.min), SECONDS, "min", SHOWN, 5),
+    Column("max_s", figure(lambda o: o.times.max), SECONDS, "max", SHOWN, 5),
+    Column("cv_pct", figure(lambda o: o.cv_pct), PERCENT, "cv %", SHOWN, 4),
+    Column("n", figure(lambda o: o.times.n), COUNT, "", SHOWN, 5),
+    Column("launches", figure(lambda o: len(o.launches.measured)), COUNT, "", SHOWN, 6),
     Column(
         "launch_spread_pct",
-        ran(lambda o: o.launches.launch_spread_pct),
+        figure(lambda o: o.launches.launch_spread_pct),
         PERCENT,
         "spread %",
         SHOWN,
         3,
     ),
-    Column("algbw_gb_s", ran(lambda o: _gb(o.bytes_per_s)), NUMBER, "algbw GB/s", SHOWN, 3),
-    Column("busbw_gb_s", ran(lambda o: _gb(o.bus_bytes_per_s)), NUMBER, "busbw GB/s", SHOWN),
-    Column("num_wrong", ran(lambda o: o.launches.num_wrong), COUNT, "#wrong", SHOWN, 1),
-    Column("slowest_rank", ran(lambda o: o.slowest_rank), COUNT, "slowest rank", SHOWN, 4),
+    Column("algbw_gb_s", figure(lambda o: _gb(o.bytes_per_s)), NUMBER, "algbw GB/s", SHOWN, 3),
+    Column("busbw_gb_s", figure(lambda o: _gb(o.bus_bytes_per_s)), NUMBER, "busbw GB/s", SHOWN),
+    Column("num_wrong", figure(lambda o: o.launches.num_wrong), COUNT, "#wrong", SHOWN, 1),
+    Column("slowest_rank", figure(lambda o: o.slowest_rank), COUNT, "slowest rank", SHOWN, 4),
     Column(
-        "waited_for_rank", ran(lambda o: o.waited_for[0]), COUNT, "waited for rank", SHOWN, 3
+        "waited_for_rank", figure(lambda o: o.waited_for[0]), COUNT, "waited for rank", SHOWN, 3
     ),
-    Column("waited_for_s", ran(lambda o: o.waited_for[1]), SECONDS, "by", SHOWN, 3),
-    Column("late_s", ran(lambda o: o.launches.late_s()), SECONDS, "start skew", SHOWN, 4),
-    Column("issue_s", ran(lambda o: o.issue_s), SECONDS, "issue", SHOWN, 5),
-    Column("pct_link", ran(lambda o: o.pct_link), PERCENT, "% link", SHOWN, 1),
-    Column("over_limit", ran(lambda o: o.over_limit), FLAG),
-    Column("beside_alone_s", ran(lambda o: o.beside_s and o.beside_s[0]), SECONDS),
-    Column("beside_together_s", ran(lambda o: o.beside_s and o.beside_s[1]), SECONDS),
+    Column("waited_for_s", figure(lambda o: o.waited_for[1]), SECONDS, "by", SHOWN, 3),
+    Column("late_s", figure(lambda o: o.launches.late_s()), SECONDS, "start skew", SHOWN, 4),
+    Column("issue_s", figure(lambda o: o.issue_s), SECONDS, "issue", SHOWN, 5),
+    Column("pct_link", figure(lambda o: o.pct_link), PERCENT, "% link", SHOWN, 1),
+    Column("over_limit", figure(lambda o: o.over_limit), FLAG),
+    Column("beside_alone_s", figure(lambda o: o.beside_s and o.beside_s[0]), SECONDS),
+    Column("beside_together_s", figure(lambda o: o.beside_s and o.beside_s[1]), SECONDS),
     Column(
         "slowdown_beside",
-        ran(lambda o: o.beside_s and o.beside_s[1] / o.beside_s[0]),
+        figure(lambda o: o.beside_s and o.beside_s[1] / o.beside_s[0]),
         RATIO,
         "compute x alone",
         SHOWN,
     ),
-    # Of the same case without compute in the same run: rows() fills it.
+    # Over the same case without compute in the same run: rows() fills it.
     Column("slowdown", lambda o: None, RATIO, "x alone", SHOWN),
-    Column("method", ran(lambda o: o.method), views=PAGE),
-    Column("calls_per_sample", ran(lambda o: o.calls_per_sample), COUNT),
-    Column("warmup_calls", ran(lambda o: o.warmup_calls), COUNT),
-    Column("power_w", ran(lambda o: o.state("power_w")), NUMBER, "W", PAGE),
-    Column("clock_mhz", ran(lambda o: _mhz(o.state("sm_clock_hz"))), NUMBER, "MHz", PAGE),
-    Column("throttle", ran(lambda o: o.throttle), TEXT, "throttled", PAGE),
+    Column("method", figure(lambda o: o.method), views=PAGE),
+    Column("calls_per_sample", figure(lambda o: o.calls_per_sample), COUNT),
+    Column("warmup_calls", figure(lambda o: o.warmup_calls), COUNT),
+    Column("power_w", figure(lambda o: o.state("power_w")), NUMBER, "W", PAGE),
+    Column(
+        "clock_mhz", figure(lambda o: megahertz(o.state("sm_clock_hz"))), NUMBER, "MHz", PAGE
+    ),
+    Column("throttle", figure(lambda o: o.throttle), TEXT, "throttled", PAGE),
     Column("status", lambda o: o.launches.status, views=SHOWN),
     Column("message", lambda o: o.launches.message),
 )
@@ -273,12 +285,12 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
 def rows(
     records: Iterable[Record], run: RunInfo, device: DeviceSpec | None = None
 ) -> list[Row]:
-    """One flat row per case of communication."""
-    outcomes = [CommOutcome(launches=one, run=run, device=device) for one in pooled(records)]
+    """Return one flat row per case of communication."""
+    outcomes = [CommOutcome(launches=each, run=run, device=device) for each in pooled(records)]
     table = rows_of(COMM_COLUMNS, outcomes)
     alone = {str(row["case_id"]): number(row, "time_s") for row in table}
-    for one, row in zip(outcomes, table, strict=True):
-        base = alone.get(replace(one.case, beside="").case_id) if one.case.beside else None
+    for case, row in zip((outcome.case for outcome in outcomes), table, strict=True):
+        base = alone.get(replace(case, beside="").case_id) if case.beside else None
         time_s = number(row, "time_s")
         row["slowdown"] = time_s / base if base and time_s else None
     return table
@@ -298,7 +310,3 @@ def _pair(case: CommCase) -> str | None:
 
 def _gb(bytes_per_s: float | None) -> float | None:
     return None if bytes_per_s is None else bytes_per_s / GB
-
-
-def _mhz(clock_hz: float | None) -> float | None:
-    return None if clock_hz is None else clock_hz / 1e6

@@ -1,4 +1,4 @@
-"""Rows of collectives to plotly figures, in the manner of report/figures.py."""
+"""Rows of collectives to plotly figures."""
 
 from collections.abc import Sequence
 from html import escape
@@ -13,21 +13,18 @@ from stepmark.core.device import DeviceSpec
 from stepmark.core.record import RunInfo
 from stepmark.core.units import GB, format_bytes, format_time
 from stepmark.report.comm_remarks import PairMatrix, matrices
-from stepmark.report.figures import COLOURS, INK, SYMBOLS, styled
-from stepmark.report.row_tables import describe
+from stepmark.report.figures import COLOURS, INK, Drawn, curve_style, styled
+from stepmark.report.row_tables import describe, grouped
 
-# What tells curves of one figure apart; only what differs between them is in their names.
+# Settings that distinguish curves of one figure; those that differ make up their names.
 _CURVE = (
     *("placement", "num_ranks", "world_size", "split", "mode", "aligned", "api", "backend"),
     *("device", "redop", "root", "skew_s", "max_ctas", "beside", "calls_per_group", "spread"),
 )
-_DASHES = ("solid", "dash", "dot", "dashdot")
-
-Drawn = tuple[str, str, Figure]  # title, note, figure
 
 
 def drawn(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> list[Drawn]:
-    """All figures of the collectives of a run; none for what was not measured."""
+    """Return all figures of the collectives of a run; none for what was not measured."""
     right = [row for row in rows if row["status"] == "measured"]
     figures: list[Drawn] = []
     for group in _grouped([row for row in right if not row["pair"]], ("collective", "dtype")):
@@ -46,7 +43,7 @@ def drawn(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> list[
 
 
 def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Figure:
-    """Bus bandwidth and time over the message size, a curve for each way of calling."""
+    """Draw bus bandwidth and time over the message size, a curve for each setting."""
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.09)
     curves = _grouped(rows, _CURVE)
     for index, (curve, name) in enumerate(zip(curves, _names(curves), strict=True)):
@@ -72,11 +69,12 @@ def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> F
 
 
 def contention(rows: Sequence[Row], run: RunInfo) -> Figure:
-    """How much slower collective and compute are together than alone."""
+    """Draw how much slower collective and compute are together than alone."""
     figure = go.Figure()
     overlapped = [row for row in rows if row["beside"]]
-    curves = _grouped(overlapped, ("collective", "dtype", *_CURVE))
-    names = _names(curves, ("collective", "dtype", *_CURVE))
+    keys = ("collective", "dtype", *_CURVE)
+    curves = _grouped(overlapped, keys)
+    names = _names(curves, keys)
     for index, (curve, name) in enumerate(zip(curves, names, strict=True)):
         compute = text(curve[0], "beside")
         for key, what, dash in (
@@ -84,13 +82,12 @@ def contention(rows: Sequence[Row], run: RunInfo) -> Figure:
             ("slowdown_beside", compute, "dash"),
         ):
             measured = [row for row in curve if row[key] is not None]
-            style = curve_style(index)
-            style["line"] = {"color": COLOURS[index % len(COLOURS)], "dash": dash}
+            line = {"color": COLOURS[index % len(COLOURS)], "dash": dash}
             figure.add_scatter(
                 x=[number(row, "size_bytes") for row in measured],
                 y=[number(row, key) for row in measured],
                 name=escape(what) + (f", {name}" if len(curves) > 1 else ""),
-                **style,
+                **curve_style(index) | {"line": line},
                 text=[_hover(row, run) for row in measured],
                 hovertemplate="%{y:.3f} x<br>%{text}<extra></extra>",
             )
@@ -101,7 +98,7 @@ def contention(rows: Sequence[Row], run: RunInfo) -> Figure:
 
 
 def heat_map(matrix: PairMatrix) -> Figure:
-    """Source by line, destination by column; a frame around each slow link."""
+    """Draw source by line, destination by column; a frame around each slow link."""
     names = [str(rank) for rank in matrix.ranks]
     many = len(names) > 24
     values, faster_is_more = [value for *_, value in matrix.known], matrix.more_is_better
@@ -137,17 +134,13 @@ def heat_map(matrix: PairMatrix) -> Figure:
 
 
 def _grouped(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
-    """Rows that agree in all keys, each group by size."""
-    found: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return [
-        sorted(held, key=lambda row: number(row, "size_bytes") or 0) for held in found.values()
-    ]
+    """Return rows that agree in all keys, each group by size."""
+    groups = grouped(rows, keys)
+    return [sorted(group, key=lambda row: number(row, "size_bytes") or 0) for group in groups]
 
 
 def _names(curves: Sequence[Sequence[Row]], keys: Sequence[str] = _CURVE) -> list[str]:
-    """What each curve has that not all have."""
+    """Name each curve by the settings that not all have."""
     heads = [curve[0] for curve in curves]
     differing = [key for key in keys if len({head[key] for head in heads}) > 1]
     return [
@@ -176,18 +169,8 @@ def _word(row: Row, key: str) -> str:
             return f"{key} {row[key]}" if row[key] is not None else ""
 
 
-def curve_style(index: int) -> dict[str, object]:
-    """Colour by curve; dash and symbol too, so that curves on one another are told apart."""
-    colour = COLOURS[index % len(COLOURS)]
-    return {
-        "mode": "lines+markers",
-        "line": {"color": colour, "width": 2, "dash": _DASHES[index % len(_DASHES)]},
-        "marker": {"color": colour, "symbol": SYMBOLS[index % len(SYMBOLS)], "size": 7},
-    }
-
-
 def _add_link(figure: Figure, device: DeviceSpec, rows: Sequence[Row]) -> None:
-    sizes = [number(row, "size_bytes") or 1 for row in rows]
+    sizes = _sizes(rows)
     rate = (device.link_bytes_per_s or 0.0) / GB
     figure.add_scatter(
         x=[min(sizes), max(sizes)],
@@ -202,7 +185,7 @@ def _add_link(figure: Figure, device: DeviceSpec, rows: Sequence[Row]) -> None:
 
 
 def size_ticks(sizes: Sequence[float]) -> dict[str, object]:
-    """About six powers of two, named as sizes, for a logarithmic axis of bytes."""
+    """Return about six powers of two, named as sizes, for a logarithmic axis of bytes."""
     if not sizes:
         return {}
     low, high = floor(log2(min(sizes))), ceil(log2(max(sizes)))
@@ -216,13 +199,13 @@ def _sizes(rows: Sequence[Row]) -> list[float]:
 
 
 def _time_ticks(rows: Sequence[Row]) -> dict[str, object]:
-    """Microseconds at 1, 2 and 5 of each power of ten, or at the powers of a long range."""
+    """Return microseconds at 1, 2 and 5 of each power of ten, or at powers of a long range."""
     times = [time_s * 1e6 for row in rows if (time_s := number(row, "time_s"))]
     if not times:
         return {}
     low, high = floor(log10(min(times))), ceil(log10(max(times)))
-    digits_ = (1, 2, 5) if high - low <= 2 else (1,)
-    ticks = [digit * 10.0**power for power in range(low, high + 1) for digit in digits_]
+    steps = (1, 2, 5) if high - low <= 2 else (1,)
+    ticks = [step * 10.0**power for power in range(low, high + 1) for step in steps]
     return {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 

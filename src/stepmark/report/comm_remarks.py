@@ -10,12 +10,13 @@ from stepmark.core.collectives import FACTS, Collective
 from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.fit import MIN_POINTS, Segment, piecewise
 from stepmark.core.units import GB, format_bytes, format_time
+from stepmark.report.row_tables import grouped
 
-# A rank is named if the others wait this share of the time and this long for it, in at least
-# this share of the sizes.
+# A rank is named if it delays the others by this share of the time and by this long, in at
+# least this share of the sizes.
 WAIT_SHARE, WAIT_S, OF_SIZES = 0.05, 1e-6, 1 / 3
 NO_STRAGGLER = "slowest rank: none that delays the others"
-# A line that misses a point by more than this says little.
+# A fit that misses a point by more than this is not shown.
 WORST_FIT = 0.3
 
 MODES = {
@@ -26,7 +27,7 @@ MODES = {
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """Comment lines below one table. Pairs have none: their matrix says it."""
+    """Return comment lines below one table; none for pairs, which have a matrix."""
     ran = [row for row in rows if number(row, "time_s")]
     if not ran or FACTS[Collective(text(ran[0], "collective"))].pair:
         return []
@@ -35,7 +36,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
 
 
 def setting_line(rows: Sequence[Row]) -> str:
-    """How the calls were made: mode and all that is not the default."""
+    """Return how the calls were made: the mode and all that is not the default."""
     row = rows[0]
     mode, group = text(row, "mode"), number(row, "calls_per_group") or 1
     api = "torch.distributed" if row["api"] == "torch" else "libnccl"
@@ -53,15 +54,15 @@ def setting_line(rows: Sequence[Row]) -> str:
 
 
 def straggler(rows: Sequence[Row]) -> list[str]:
-    """The rank that the others wait for, if it is one and costs something."""
+    """Return a line about the rank that delays the others."""
     if not FACTS[Collective(text(rows[0], "collective"))].synchronizing:
         return []
-    known = [row for row in rows if row["waited_for_rank"] is not None]
     sizes = {row["size_bytes"] for row in rows}
     costly = [
         row
-        for row in known
-        if (wait := number(row, "waited_for_s") or 0.0) > WAIT_S
+        for row in rows
+        if row["waited_for_rank"] is not None
+        and (wait := number(row, "waited_for_s") or 0.0) > WAIT_S
         and wait > WAIT_SHARE * (number(row, "time_s") or 0.0)
     ]
     of_rank = Counter(
@@ -81,12 +82,12 @@ def straggler(rows: Sequence[Row]) -> list[str]:
 
 
 def fits(rows: Sequence[Row]) -> list[str]:
-    """time = alpha + S / beta of each placement, by segment of sizes."""
+    """Return time = alpha + S / beta of each placement, by segment of sizes."""
     if text(rows[0], "collective") == Collective.BARRIER:
         return []
     lines = []
-    for placement in dict.fromkeys(text(row, "placement") for row in rows):
-        group = [row for row in rows if row["placement"] == placement]
+    for group in grouped(rows, ("placement",)):
+        placement = group[0]["placement"]
         points = [(number(row, "size_bytes") or 0, number(row, "time_s") or 0) for row in group]
         segments = piecewise(points)
         if not segments:
@@ -113,12 +114,12 @@ def _spread(rows: Sequence[Row]) -> str:
     counts = f"{samples[0]} to {samples[-1]}" if samples[0] != samples[-1] else f"{samples[0]}"
     apart = f", medians of launches at most {max(spreads):.1f} % apart" if spreads else ""
     plural = "es" if launches > 1 else ""
-    many = "" if counts == "1" else "s"
-    return f"{counts} sample{many} each in {launches} launch{plural}{apart}"
+    ending = "" if counts == "1" else "s"
+    return f"{counts} sample{ending} each in {launches} launch{plural}{apart}"
 
 
 def _beside(rows: Sequence[Row]) -> list[str]:
-    """What collective and compute cost each other, size by size."""
+    """Return how much collective and compute slow each other down, by size."""
     return [
         f"beside {row['beside']}, {format_bytes(number(row, 'size_bytes') or 0)}"
         f" {row['placement']}: {_times(row, 'slowdown')} its time alone, the compute"
@@ -149,7 +150,7 @@ def _range(values: Sequence[float]) -> str:
 # A link this far under the median (over it, for a time) is named.
 SLOW = 0.9
 
-# Where issuing a call takes this share of it, its time is the host's.
+# A call whose issuing takes this share of its time is bound by the host.
 HOST_SHARE = 0.5
 
 _KINDS = {
@@ -157,6 +158,9 @@ _KINDS = {
     "p2p_both": ("bandwidth per direction, both at once", "GB/s", True),
     "ping_pong": ("latency, one way of a ping-pong", "us", False),
 }
+
+
+_SETTING = ("dtype", "mode", "api")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,16 +172,16 @@ class PairMatrix:
     unit: str
     more_is_better: bool
     size_bytes: int
-    setting: str  # dtype, mode and api
+    setting: str  # values of _SETTING
     ranks: tuple[int, ...]
-    # The best that each link reached: a slow one is slow even then.
+    # The best sample of each link: a slow link is slow even then.
     best: tuple[tuple[float | None, ...], ...]
     host_bound: bool  # issuing a call takes about as long as the call
     values: tuple[tuple[float | None, ...], ...]
 
     @property
     def known(self) -> list[tuple[int, int, float]]:
-        """(source, destination, value) of all measured links."""
+        """Return (source, destination, value) of all measured links."""
         return [
             (self.ranks[i], self.ranks[j], value)
             for i, line in enumerate(self.values)
@@ -191,40 +195,33 @@ class PairMatrix:
 
     @property
     def slow(self) -> list[tuple[int, int, float]]:
-        """Links whose best sample is worse than SLOW of the median link, the worst first.
+        """Return links whose best sample is worse than SLOW of the median link, worst first.
 
-        None of a latency that is its host's.
+        There is none where the host bounds the latency.
         """
         if self.host_bound:
             return []
-        links = [
+        bests = (value for line in self.best for value in line if value is not None)
+        slow = [
             link
-            for link, best in zip(self.known, self._bests, strict=True)
-            if self._is_slow(best)
+            for link, best in zip(self.known, bests, strict=True)
+            if (best < SLOW * self.median if self.more_is_better else best * SLOW > self.median)
         ]
-        return sorted(links, key=itemgetter(2), reverse=not self.more_is_better)
-
-    @property
-    def _bests(self) -> list[float]:
-        return [value for line in self.best for value in line if value is not None]
-
-    def _is_slow(self, best: float) -> bool:
-        if self.more_is_better:
-            return best < SLOW * self.median
-        return best * SLOW > self.median
+        return sorted(slow, key=itemgetter(2), reverse=not self.more_is_better)
 
 
 def matrices(rows: Sequence[Row]) -> list[PairMatrix]:
-    """Bandwidths at the largest size measured, latencies at the smallest."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row["status"] == "measured" and row["pair"] and row["family"] in _KINDS:
-            setting = " ".join(text(row, key) for key in ("dtype", "mode", "api"))
-            groups.setdefault((text(row, "family"), setting), []).append(row)
-    return [_matrix(family, setting, group) for (family, setting), group in groups.items()]
+    """Return bandwidths at the largest size measured, latencies at the smallest."""
+    pairs = (
+        row
+        for row in rows
+        if row["status"] == "measured" and row["pair"] and row["family"] in _KINDS
+    )
+    return [_matrix(group) for group in grouped(pairs, ("family", *_SETTING))]
 
 
-def _matrix(family: str, setting: str, rows: Sequence[Row]) -> PairMatrix:
+def _matrix(rows: Sequence[Row]) -> PairMatrix:
+    family = text(rows[0], "family")
     title, unit, more_is_better = _KINDS[family]
     sizes = [int(number(row, "size_bytes") or 0) for row in rows]
     size = max(sizes) if more_is_better else min(sizes)
@@ -252,7 +249,7 @@ def _matrix(family: str, setting: str, rows: Sequence[Row]) -> PairMatrix:
         unit=unit,
         more_is_better=more_is_better,
         size_bytes=size,
-        setting=setting,
+        setting=" ".join(text(rows[0], key) for key in _SETTING),
         ranks=ranks,
         best=tuple(tuple(bests.get((i, j)) for j in ranks) for i in ranks),
         host_bound=not more_is_better
@@ -263,7 +260,7 @@ def _matrix(family: str, setting: str, rows: Sequence[Row]) -> PairMatrix:
 
 
 def matrix_text(matrix: PairMatrix) -> str:
-    """The matrix, source by line and destination by column, then the slow links."""
+    """Return the matrix, source by line and destination by column, then the slow links."""
     cells = [["" if v is None else digits(v, 3) for v in line] for line in matrix.values]
     width = max(len(cell) for line in [*cells, list(map(str, matrix.ranks))] for cell in line)
     lines = [

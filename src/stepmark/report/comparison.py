@@ -1,4 +1,4 @@
-"""A comparison to rows, words and the table of a terminal.
+"""A comparison as rows, sentences and the table of a terminal.
 
 `speed` is always B's speed over the baseline's: above 1 is faster.
 """
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 # Fields in the order in which they are read; all others follow.
 _ORDER = (
     *("family", "shape", "label", "phase", "dtype", "redop", "placement", "num_ranks"),
-    # Of a training step.
     *("model", "strategy", "mbs", "seq_len", "schedule"),
     *("precision", "fp8", "fp8_head", "compile", "recompute"),
 )
@@ -26,12 +25,12 @@ _HEAD = (
     *("family", "model", "strategy", "shape", "label", "phase", "dtype", "redop"),
     "placement",
 )
-# Operators' shapes say these already.
+# Operators have these, which include most other fields.
 _IN_SHAPE = ("shape", "label")
 
 
 def rows(comparison: Comparison) -> list[Row]:
-    """One flat row per line and side other than the baseline."""
+    """Return one flat row per line and side other than the baseline."""
     base, *others = comparison.names
     slow = set(comparison.too_slow or ())
     table: list[Row] = []
@@ -49,7 +48,7 @@ def rows(comparison: Comparison) -> list[Row]:
 
 
 def overall_rows(comparison: Comparison) -> list[Row]:
-    """The geometric means: one row per side other than the baseline."""
+    """Return the geometric means: one row per side other than the baseline."""
     return [
         {
             "baseline": comparison.names[0],
@@ -71,7 +70,7 @@ def _named(line: Line) -> Row:
 
 def _values(line: Line, cell: Cell, prefix: str) -> Row:
     is_time = line.unit == "s"
-    found: Row = {
+    return {
         f"{prefix}time_s": cell.value if is_time else None,
         f"{prefix}busbw_gb_s": busbw_gb_s(line, cell),
         f"{prefix}rate": None if is_time else cell.value,
@@ -79,7 +78,6 @@ def _values(line: Line, cell: Cell, prefix: str) -> Row:
         f"{prefix}launches": cell.num_launches,
         f"{prefix}values": cell.num_values,
     }
-    return found
 
 
 def busbw_gb_s(line: Line, cell: Cell) -> float | None:
@@ -106,7 +104,7 @@ def _judged(ratio: Ratio | None) -> Row:
 
 
 def split_fields(lines: Sequence[Line]) -> tuple[dict[str, object], list[str]]:
-    """Fields with one value, and the names of those that tell lines apart."""
+    """Return fields with one value, and the names of those that distinguish lines."""
     names = dict.fromkeys(name for line in lines for name in line.fields)
     constant: dict[str, object] = {}
     varying = []
@@ -128,7 +126,7 @@ def _follows_family(name: str, lines: Sequence[Line]) -> bool:
 
 
 def headline(comparison: Comparison, constant: dict[str, object]) -> str:
-    # What differs between sides is below the table; the fields are the baseline's.
+    # Differences between sides are below the table; the fields are the baseline's.
     same = {
         name: value
         for name, value in constant.items()
@@ -142,8 +140,8 @@ def headline(comparison: Comparison, constant: dict[str, object]) -> str:
     if method := same.get("method"):
         words.append(str(method))
     units = {unit_text(line) for line in comparison.lines}
-    what = units.pop() if len(units) == 1 else "values with their units"
-    return ", ".join([*words, what]) + "; ratios are of speed: above 1 is faster"
+    unit = units.pop() if len(units) == 1 else "values with their units"
+    return ", ".join([*words, unit]) + "; ratios are of speed: above 1 is faster"
 
 
 def unit_text(line: Line) -> str:
@@ -174,13 +172,13 @@ def value_text(line: Line, cell: Cell | None) -> str:
 
 
 def verdict_text(ratio: Ratio) -> str:
-    """The verdict, and why where nothing can be told."""
+    """Return the verdict, and why it is uncertain."""
     unsure = ratio.verdict is Verdict.CANNOT_TELL
     return ratio.verdict.value + (f" ({ratio.reason})" if unsure else "")
 
 
 def ratio_text(ratio: Ratio) -> str:
-    """1.052 [1.031, 1.074]: the speed and its 99 % interval."""
+    """Return e.g. 1.052 [1.031, 1.074]: the speed and its 99 % interval."""
     if ratio.low is None or ratio.high is None:
         return f"{ratio.speed:.3f}"
     return f"{ratio.speed:.3f} [{_bound(ratio.low)}, {_bound(ratio.high)}]"
@@ -200,7 +198,7 @@ def mean_text(overall: Overall) -> str:
 
 
 def closing(comparison: Comparison) -> list[str]:
-    """Chance, missing repeats, what differs, what is too slow."""
+    """Return notes on chance, missing repeats, differences, and lines that are too slow."""
     ratios = [
         cell.ratio
         for line in comparison.lines
@@ -247,8 +245,8 @@ def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:
 
 
 _STYLE = {Verdict.FASTER: "green", Verdict.SLOWER: "red"}
-# Up to this many sides beside the baseline have their values, intervals and verdicts in the
-# table; more have the ratio and a mark.
+# Up to this many sides besides the baseline have values, intervals and verdicts in the table;
+# more have the ratio and a mark.
 _WIDE = 2
 _VERDICT, _MARKED = "verdict", "ratio with a mark"  # headings
 _MARKS = {
@@ -261,7 +259,7 @@ _MARKS_SAY = "ratios with + faster, - slower, = same, ? cannot tell; intervals: 
 
 
 def columns_of(comparison: Comparison) -> list[Column[Line]]:
-    """What tells lines apart, their size, what each side reached, ratios and verdicts."""
+    """Return the columns: fields that distinguish lines, size, values, ratios, verdicts."""
     base, *others = comparison.names
     _, varying = split_fields(comparison.lines)
     columns: list[Column[Line]] = [
@@ -271,7 +269,7 @@ def columns_of(comparison: Comparison) -> list[Column[Line]]:
     ]
     for name in others:
         ratio = Column(name, partial(_ratio, name), COUNT, f"{name} / {base}", SHOWN)
-        # Where nothing is known of how a side's values vary, ratios stand alone.
+        # Without intervals there is no verdict to show.
         cells = (line.cells.get(name) for line in comparison.lines)
         judged = any(cell and cell.ratio and cell.ratio.low is not None for cell in cells)
         views = SHOWN if judged else PAGE
@@ -313,19 +311,19 @@ def _style(column: Column[Line], line: Line) -> str:
 
 
 def printed(comparison: Comparison, console: "Console") -> None:
-    """Constants, a line per size or shape, geometric means, and what else is to be known."""
+    """Print the constants, a line per size or shape, geometric means and notes."""
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
     others = comparison.names[1:]
     constant, _ = split_fields(comparison.lines)
     console.print(Text(headline(comparison, constant)), soft_wrap=True)
-    columns = [one for one in columns_of(comparison) if View.CONSOLE in one.views]
+    columns = [c for c in columns_of(comparison) if View.CONSOLE in c.views]
     if not any(line.size_bytes is not None for line in comparison.lines):
-        columns = [one for one in columns if one.name != "size"]
+        columns = [c for c in columns if c.name != "size"]
     is_wide = len(others) > _WIDE
     if is_wide:
-        columns = [one for one in columns if one.name not in others]
+        columns = [c for c in columns if c.name not in others]
         columns += [Column(name, partial(_marked, name), COUNT, _MARKED) for name in others]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
@@ -338,8 +336,7 @@ def printed(comparison: Comparison, console: "Console") -> None:
             max_width=24 if is_wide and column.name in others else None,
         )
     for line in comparison.lines:
-        cells = (Text(shown(one.of(line)), style=_style(one, line)) for one in columns)
-        table.add_row(*cells)
+        table.add_row(*(Text(shown(c.of(line)), style=_style(c, line)) for c in columns))
     console.print(table)
     marks = [_MARKS_SAY] if is_wide else []
     for text in (*marks, *map(mean_text, comparison.overall), *closing(comparison)):

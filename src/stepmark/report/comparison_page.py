@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 from stepmark.core.comparison import Comparison, Line
 from stepmark.core.ratio import EFFECT_FLOOR, Ratio
 from stepmark.core.units import format_bytes
-from stepmark.report.comm_figures import curve_style, size_ticks
+from stepmark.report.comm_figures import size_ticks
 from stepmark.report.comparison import (
     busbw_gb_s,
     closing,
@@ -22,33 +22,29 @@ from stepmark.report.comparison import (
     unit_text,
     value_text,
 )
-from stepmark.report.figures import INK, styled
+from stepmark.report.figures import INK, Drawn, curve_style, styled
 from stepmark.report.page import document, figure_section, section
 
-# What divides lines into figures; size runs along the axis.
+# Fields that divide lines into figures; size runs along the axis.
 _GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
 
 
 def html(comparison: Comparison, lead: Sequence[str] = ()) -> str:
-    """The whole document; `lead` are lines that come first, as a recommendation does."""
+    """Return the document; `lead` are lines that come first, such as a recommendation."""
     constant, _ = split_fields(comparison.lines)
     paragraphs = [*map(mean_text, comparison.overall), *closing(comparison)]
     summary = f"<pre>{escape(chr(10).join(lead))}</pre>" if lead else ""
     summary += "".join(f"<p>{escape(text)}</p>" for text in paragraphs)
-    figures = [figure_section(title, note, figure) for title, note, figure in drawn(comparison)]
-    body = "\n".join(
-        (
-            section("Summary", summary),
-            *figures,
-            section("All lines", _table(comparison)),
-        )
-    )
+    figures = (figure_section(*figure) for figure in drawn(comparison))
+    parts = (section("Summary", summary), *figures, section("All lines", _table(comparison)))
     names = " and ".join([", ".join(comparison.names[:-1]), comparison.names[-1]])
-    return document(f"Comparison of {names}", escape(headline(comparison, constant)), body)
+    return document(
+        f"Comparison of {names}", escape(headline(comparison, constant)), "\n".join(parts)
+    )
 
 
-def drawn(comparison: Comparison) -> list[tuple[str, str, Figure]]:
-    """Title, note and figure of each group of lines."""
+def drawn(comparison: Comparison) -> list[Drawn]:
+    """Return a figure of each group of lines."""
     base = comparison.names[0]
     note = f"Right: speed over {base}, with 99 % intervals; the band is +-{EFFECT_FLOOR:.0%}."
     sized: dict[tuple[str | int | float | None, ...], list[Line]] = {}
@@ -56,7 +52,7 @@ def drawn(comparison: Comparison) -> list[tuple[str, str, Figure]]:
         if line.size_bytes:
             key = tuple(line.fields.get(name) for name in _GROUP)
             sized.setdefault(key, []).append(line)
-    figures = []
+    figures: list[Drawn] = []
     for key, lines in sized.items():
         if len(lines) > 1:
             title = " ".join(str(word) for word in key[:4] if word not in (None, "", "none"))
@@ -64,14 +60,13 @@ def drawn(comparison: Comparison) -> list[tuple[str, str, Figure]]:
             figures.append((title or "values", note, over_size(lines, comparison.names)))
     rest = [line for line in comparison.lines if not line.size_bytes]
     if rest:
-        figures.append(
-            ("Ratios", f"Speed over {base}, with 99 % intervals.", ratios(rest, comparison))
-        )
+        note = f"Speed over {base}, with 99 % intervals."
+        figures.append(("Ratios", note, ratios(rest, comparison)))
     return figures
 
 
 def over_size(lines: Sequence[Line], names: Sequence[str]) -> Figure:
-    """Left: what each side reached. Right: its speed over the baseline's."""
+    """Draw the values of each side on the left, its speed over the baseline's on the right."""
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.09)
     ordered = sorted(lines, key=lambda line: line.size_bytes or 0)
     for index, name in enumerate(names):
@@ -103,7 +98,7 @@ def over_size(lines: Sequence[Line], names: Sequence[str]) -> Figure:
 
 
 def _window(lines: Sequence[Line]) -> list[float] | None:
-    """All speeds, and of very wide intervals as much as does not flatten the rest."""
+    """Return the range of all speeds; very wide intervals are cut, not to flatten the rest."""
     intervals = [cell.ratio for line in lines for cell in line.cells.values() if cell.ratio]
     if not intervals:
         return None
@@ -135,7 +130,7 @@ def _add_ratios(figure: Figure, lines: Sequence[Line], name: str, index: int) ->
     figure.add_scatter(
         x=[line.size_bytes for line, _ in points],
         y=[r.speed for _, r in points],
-        error_y=_intervals([r for _, r in points]),
+        error_y=_error_bars([r for _, r in points]),
         name=escape(name),
         legendgroup=name,
         showlegend=False,
@@ -147,8 +142,8 @@ def _add_ratios(figure: Figure, lines: Sequence[Line], name: str, index: int) ->
     )
 
 
-def _intervals(ratios: Sequence[Ratio]) -> dict[str, object]:
-    """Error bars of speeds; none where an interval is unknown."""
+def _error_bars(ratios: Sequence[Ratio]) -> dict[str, object]:
+    """Return error bars of speeds; none where an interval is unknown."""
     return {
         "type": "data",
         "symmetric": False,
@@ -159,7 +154,7 @@ def _intervals(ratios: Sequence[Ratio]) -> dict[str, object]:
 
 
 def ratios(lines: Sequence[Line], comparison: Comparison) -> Figure:
-    """One row per line; a point with its interval for each side."""
+    """Draw one row per line, a point with its interval for each side."""
     _, varying = split_fields(comparison.lines)
     labels = [_label(line, varying) or f"line {place}" for place, line in enumerate(lines, 1)]
     figure = go.Figure()
@@ -173,7 +168,7 @@ def ratios(lines: Sequence[Line], comparison: Comparison) -> Figure:
         figure.add_scatter(
             y=[label for label, *_ in points],
             x=[r.speed for *_, r in points],
-            error_x=_intervals([r for *_, r in points]),
+            error_x=_error_bars([r for *_, r in points]),
             name=escape(name),
             **style,
             text=[escape(f"{label}: {_hover(line, name)}") for label, line, _ in points],
@@ -197,7 +192,7 @@ def _table(comparison: Comparison) -> str:
         for column in columns
     )
     body = "\n".join(
-        f"<tr>{''.join(f'<td>{escape(str(one.of(line)))}</td>' for one in columns)}</tr>"
+        f"<tr>{''.join(f'<td>{escape(str(column.of(line)))}</td>' for column in columns)}</tr>"
         for line in comparison.lines
     )
     return (

@@ -1,6 +1,6 @@
-"""Rows to plotly figures. Each returns a figure; page.py puts them into a document.
+"""Rows of operators to plotly figures, and the style of all figures; page.py makes documents.
 
-Colours are Okabe and Ito's, told apart by colour-blind readers, on transparent ground; the
+Colours are Okabe and Ito's, which colour-blind readers distinguish, on transparent ground; the
 page sets the ink by the reader's light or dark scheme.
 """
 
@@ -16,24 +16,25 @@ from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
 from stepmark.core.record import RunInfo
 from stepmark.core.units import GB, TFLOP, format_time
+from stepmark.report.outcomes import MATMULS
 from stepmark.report.row_tables import describe
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 INK = "#777777"
 GRID = "rgba(128,128,128,0.25)"
+Drawn = tuple[str, str, Figure]  # title, note, figure
 
 
 def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Figure:
-    """Arithmetic intensity against TFLOP/s, under the roof of each dtype."""
+    """Draw TFLOP/s over arithmetic intensity, under the roof of each dtype."""
     points = [row for row in _jobs(rows) if number(row, "tflops")]
     figure = go.Figure()
     intensities = [number(row, "arithmetic_intensity") or 1.0 for row in points] or [1.0]
     low, high = min(20.0, *intensities) / 2, max(1000.0, *intensities) * 2
-    dashes = cycle(("solid", "dash", "dot", "dashdot"))
-    for (name, peak, bandwidth), dash in zip(
-        _roofs(points, rows, device), dashes, strict=False
-    ):
+    roofs = _roofs(points, rows, device)
+    for (name, peak, bandwidth), dash in zip(roofs, cycle(_DASHES), strict=False):
         xs, ys = _roof(low, high, peak, bandwidth)
         line = {"color": INK, "width": 1.5, "dash": dash}
         figure.add_scatter(x=xs, y=ys, mode="lines", name=name, line=line, hoverinfo="name")
@@ -44,7 +45,7 @@ def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Fi
             y=[number(row, "tflops") for row in own],
             mode="markers",
             name=family,
-            marker=_marker(index),
+            marker=_marker(index, size=9, line={"width": 0.5, "color": INK}),
             text=[_hover(row, run) for row in own],
             hovertemplate="%{text}<extra></extra>",
         )
@@ -55,7 +56,7 @@ def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Fi
 
 
 def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Figure:
-    """Operators without matrix products: their share of the memory bandwidth."""
+    """Draw the share of the memory bandwidth of operators without matrix products."""
     key = "pct_hbm" if device and device.hbm_bytes_per_s else "pct_ceiling"
     bars = [r for r in _jobs(rows) if not number(r, "flops") and number(r, key) is not None]
     bars.sort(key=lambda row: (text(row, "family"), number(row, key) or 0.0))
@@ -63,11 +64,8 @@ def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> F
     families = list(dict.fromkeys(text(row, "family") for row in bars))
     figure = go.Figure()
     for index, family in enumerate(families):
-        own = [
-            (name, row)
-            for name, row in zip(names, bars, strict=True)
-            if row["family"] == family
-        ]
+        named = zip(names, bars, strict=True)
+        own = [(name, row) for name, row in named if row["family"] == family]
         figure.add_bar(
             orientation="h",
             y=[name for name, _ in own],
@@ -87,26 +85,26 @@ def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> F
 
 
 def time_breakdown(rows: Sequence[Row], run: RunInfo) -> Figure:
-    """Time x count of each role in one layer, forward and backward; the fastest backend."""
-    best: dict[tuple[str, str, str], Row] = {}
+    """Draw time x count of each role in one layer by pass, of the fastest backend."""
+    best: dict[tuple[str, str, str], tuple[float, Row]] = {}
     for row in _jobs(rows):
-        if row["model"] and row["role"] and number(row, "time_s"):
+        if row["model"] and row["role"] and (time_s := number(row, "time_s")):
             key = (_setting(row), text(row, "role"), text(row, "pass"))
-            if key not in best or (number(row, "time_s") or 0) < (
-                number(best[key], "time_s") or 0
-            ):
-                best[key] = row
+            if key not in best or time_s < best[key][0]:
+                best[key] = (time_s, row)
     several = len({setting for setting, *_ in best}) > 1
     figure = go.Figure()
     for index, phase in enumerate(dict.fromkeys(phase for *_, phase in best)):
-        own = [(key, row) for key, row in best.items() if key[2] == phase]
+        own = {key: timed for key, timed in best.items() if key[2] == phase}
         figure.add_bar(
             orientation="h",
-            y=[escape(f"{key[0]} {key[1]}" if several else key[1]) for key, _ in own],
-            x=[_layer_time_s(row) * 1e3 for _, row in own],
+            y=[escape(f"{key[0]} {key[1]}" if several else key[1]) for key in own],
+            x=[time_s * (number(row, "count") or 1) * 1e3 for time_s, row in own.values()],
             name=phase or "pass not given",
             marker_color=COLOURS[index % len(COLOURS)],
-            hovertext=[_hover(row, run) + f"<br>x {row['count']} per layer" for _, row in own],
+            hovertext=[
+                f"{_hover(row, run)}<br>x {row['count']} per layer" for _, row in own.values()
+            ],
             hoverinfo="text",
         )
     only = next(iter(best), ("",))[0]
@@ -115,10 +113,6 @@ def time_breakdown(rows: Sequence[Row], run: RunInfo) -> Figure:
     figure.update_yaxes(automargin=True, autorange="reversed")
     figure.update_layout(barmode="stack")
     return styled(figure, height=170 + 26 * len({key[:2] for key in best}))
-
-
-def _layer_time_s(row: Row) -> float:
-    return (number(row, "time_s") or 0.0) * (number(row, "count") or 1.0)
 
 
 def _setting(row: Row) -> str:
@@ -130,7 +124,7 @@ def _setting(row: Row) -> str:
 def _roofs(
     points: Sequence[Row], rows: Sequence[Row], device: DeviceSpec | None
 ) -> list[tuple[str, float, float | None]]:
-    """(name, FLOP/s, bytes/s) of each dtype drawn; "measured" where no peak is known."""
+    """Return (name, FLOP/s, bytes/s) of each dtype; "measured" where no peak is known."""
     copies = [number(row, "gb_per_s") for row in _jobs(rows) if row["family"] == "copy"]
     best_copy = max((rate for rate in copies if rate), default=None)
     bandwidth = device.hbm_bytes_per_s if device else None
@@ -142,8 +136,7 @@ def _roofs(
         peak = device.peak(DType(dtype)) if device else None
         kind = "peak" if peak else "measured ceiling"
         if not peak:
-            matmuls = ("gemm", "bmm", "grouped-gemm")
-            same = [r for r in points if r["dtype"] == dtype and r["family"] in matmuls]
+            same = [r for r in points if r["dtype"] == dtype and r["family"] in MATMULS]
             peak = max((number(row, "tflops") or 0.0 for row in same), default=0.0) * TFLOP
         if peak:
             roofs.append(
@@ -155,7 +148,7 @@ def _roofs(
 def _roof(
     low: float, high: float, peak: float, bandwidth: float | None
 ) -> tuple[list[float], list[float]]:
-    """Corners of min(peak, intensity x bandwidth), in FLOP/byte and TFLOP/s."""
+    """Return corners of min(peak, intensity x bandwidth), in FLOP/byte and TFLOP/s."""
     if bandwidth is None:
         return [low, high], [peak / TFLOP] * 2
     ridge = peak / bandwidth
@@ -164,21 +157,26 @@ def _roof(
 
 
 def _jobs(rows: Sequence[Row]) -> list[Row]:
-    """Correct measurements of all ranks together."""
+    """Return correct measurements of all ranks together."""
     return [row for row in rows if row["rank"] is None and row["status"] == "measured"]
 
 
 def _names(bars: Sequence[Row]) -> list[str]:
-    """Bars of one name would be drawn over each other: those get their shape, then a number."""
+    """Name bars; equal names get their shape, then a number."""
     keys = ("model", "role", "pass", "backend")
     short = [_joined(row, keys if row["role"] else ("family", "shape", *keys)) for row in bars]
     long = [
         name if short.count(name) == 1 else f"{name} {escape(text(row, 'shape'))}"
         for name, row in zip(short, bars, strict=True)
     ]
+    return unique(long)
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """Number equal names, whose bars would be drawn over each other."""
     return [
-        name if long.count(name) == 1 else f"{name} ({long[: index + 1].count(name)})"
-        for index, name in enumerate(long)
+        name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
+        for index, name in enumerate(names)
     ]
 
 
@@ -195,9 +193,19 @@ def _hover(row: Row, run: RunInfo) -> str:
     return "<br>".join(escape(line) for line in lines)
 
 
-def _marker(index: int) -> dict[str, object]:
-    colour, symbol = COLOURS[index % len(COLOURS)], SYMBOLS[index % len(SYMBOLS)]
-    return {"color": colour, "symbol": symbol, "size": 9, "line": {"width": 0.5, "color": INK}}
+def _marker(index: int, **style: object) -> dict[str, object]:
+    symbol = _SYMBOLS[index % len(_SYMBOLS)]
+    return {"color": COLOURS[index % len(COLOURS)], "symbol": symbol, **style}
+
+
+def curve_style(index: int, *, width: float = 2, size: int = 7) -> dict[str, object]:
+    """Return a style whose colour, dash and symbol distinguish even curves on one another."""
+    dash = _DASHES[index % len(_DASHES)]
+    return {
+        "mode": "lines+markers",
+        "line": {"color": COLOURS[index % len(COLOURS)], "width": width, "dash": dash},
+        "marker": _marker(index, size=size),
+    }
 
 
 def styled(figure: Figure, height: int) -> Figure:

@@ -1,4 +1,4 @@
-"""Histograms of messages as plotly figures and a page, in the manner of report/figures.py."""
+"""Histograms of messages as plotly figures and a page."""
 
 from collections.abc import Sequence
 from html import escape
@@ -9,15 +9,13 @@ from plotly.graph_objects import Figure
 from stepmark.core.columns import Row, number, text
 from stepmark.core.finding import Finding
 from stepmark.core.units import format_bytes
-from stepmark.report.figures import COLOURS, styled
+from stepmark.report.figures import COLOURS, Drawn, styled
 from stepmark.report.histogram import MESSAGE, lines
 from stepmark.report.page import document, figure_section
 
-Drawn = tuple[str, str, Figure]  # title, note, figure
-
 
 def drawn(rows: Sequence[Row]) -> list[Drawn]:
-    """Calls and bytes by size, and time against the curve where both are known."""
+    """Return calls and bytes by size, and the expected time where it is known."""
     if not rows:
         return []
     figures = [
@@ -32,7 +30,7 @@ def drawn(rows: Sequence[Row]) -> list[Drawn]:
 
 
 def bars(rows: Sequence[Row], key: str, title: str) -> Figure:
-    """One bar per bin, stacked by collective and whatever else the rows tell apart."""
+    """Draw one bar per bin, stacked by collective, dtype, group and phase."""
     order = sorted({(number(row, "from_bytes") or 0.0, _bin(row)) for row in rows})
     names = list(dict.fromkeys(name for _, name in order))
     figure = go.Figure()
@@ -58,7 +56,7 @@ def bars(rows: Sequence[Row], key: str, title: str) -> Figure:
 
 
 def page(title: str, sections: Sequence[tuple[str, Sequence[Row], Sequence[Finding]]]) -> str:
-    """One self-contained document: a heading per source, its findings, figures and rows."""
+    """Return one self-contained document: per source a heading, findings, figures, rows."""
     return document(title, "", "\n".join(_source(*source) for source in sections))
 
 
@@ -69,8 +67,7 @@ def _source(name: str, rows: Sequence[Row], findings: Sequence[Finding]) -> str:
         f"{escape(f'{finding.severity}: {finding.text}')}</p>"
         for finding in findings
     ]
-    for title, note, figure in drawn(rows):
-        parts.append(figure_section(title, note, figure))
+    parts += [figure_section(*figure) for figure in drawn(rows)]
     if rows:
         parts.append(f"<h2>Rows</h2><pre>{escape(chr(10).join(lines(rows)))}</pre>")
     return f"<section>{''.join(parts)}</section>"
@@ -83,7 +80,7 @@ def _note(rows: Sequence[Row]) -> str:
 
 
 def _bin(row: Row) -> str:
-    """A size of its own reads better with a unit, but two sizes may round to one."""
+    """Name a bin; an exact size has its bytes too, because two sizes may round to one."""
     low, high = number(row, "from_bytes"), number(row, "below_bytes")
     if low is None or high != low + 1:
         return text(row, "bin")

@@ -1,16 +1,24 @@
-"""Facts and findings of a debug log, and tables of a file: as lines and as flat rows."""
+"""Facts and findings of a debug log, and tables of a file, as lines and as flat rows."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from stepmark.core.collectives import Collective
 from stepmark.core.columns import Row
 from stepmark.core.finding import Finding
-from stepmark.core.log_facts import Communicator, LogFacts, Occurrences, Transport
+from stepmark.core.log_facts import (
+    Communicator,
+    Interface,
+    LogFacts,
+    Occurrences,
+    Plugin,
+    Transport,
+)
 from stepmark.core.reading import Table
 from stepmark.core.units import GB, format_bytes, format_time
+from stepmark.report.row_tables import print_lines
 from stepmark.report.summary import LEAD
 
 if TYPE_CHECKING:
@@ -20,7 +28,7 @@ _MOST = 8
 
 
 def fact_lines(facts: LogFacts) -> list[str]:
-    """One fact per line, starting with what it is about, LEAD columns wide."""
+    """Return one fact per line, starting with its subject, LEAD columns wide."""
     return [f"{lead:<{LEAD}}{line}" for lead, line in _facts(facts)]
 
 
@@ -37,18 +45,16 @@ def _facts(facts: LogFacts) -> Iterator[tuple[str, str]]:
         yield "network", _counted(facts.networks)
     for plugin in facts.plugins:
         if plugin.event == "loaded":
-            api = f" (v{plugin.api})" if plugin.api else ""
-            yield "plugin", f"{plugin.kind} {plugin.name}{api}"
-    for role in dict.fromkeys(one.role for one in facts.interfaces):
-        held = [one for one in facts.interfaces if one.role == role]
-        shown = dict.fromkeys(f"{one.name} {one.address}".strip() for one in held)
-        yield "interface", f"{role}: {_some(shown)}"
-    for one in facts.communicators[:_MOST]:
-        yield "group", _communicator(one)
+            yield "plugin", f"{plugin.kind} {_with_api(plugin)}"
+    for role in dict.fromkeys(interface.role for interface in facts.interfaces):
+        same = (interface for interface in facts.interfaces if interface.role == role)
+        yield "interface", f"{role}: {_some(dict.fromkeys(map(_address, same)))}"
+    for communicator in facts.communicators[:_MOST]:
+        yield "group", _communicator(communicator)
     if len(facts.communicators) > _MOST:
         yield "group", f"and {len(facts.communicators) - _MOST} more"
-    for kind, ways in _by_kind(facts.transports).items():
-        yield "transport", _transport(kind, ways)
+    for kind in dict.fromkeys(way.kind for way in facts.transports):
+        yield "transport", _transport(kind, [w for w in facts.transports if w.kind == kind])
     if facts.nvls:
         words = (f"{'' if has else 'not '}available" for has in facts.nvls)
         yield "NVLS", ", ".join(words)
@@ -60,9 +66,9 @@ def _facts(facts: LogFacts) -> Iterator[tuple[str, str]]:
         yield "calls", f"{calls} in {len(facts.messages)} kinds"
 
 
-def _number(many: int, noun: str) -> str:
-    ending = "" if many == 1 else "es" if noun.endswith("s") else "s"
-    return f"{many} {noun}{ending}"
+def _number(count: int, noun: str) -> str:
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}{ending}"
 
 
 def _communicator(communicator: Communicator) -> str:
@@ -95,13 +101,6 @@ def _transport(kind: str, ways: Sequence[Transport]) -> str:
     return text + (f", {relayed} by PXN" if relayed else "")
 
 
-def _by_kind(transports: Iterable[Transport]) -> dict[str, list[Transport]]:
-    by_kind: dict[str, list[Transport]] = {}
-    for way in transports:
-        by_kind.setdefault(way.kind, []).append(way)
-    return by_kind
-
-
 def _choices(facts: LogFacts) -> Iterator[str]:
     for choice in facts.choices[:_MOST]:
         size = choice.printed_bytes if choice.message_bytes is None else choice.message_bytes
@@ -120,61 +119,56 @@ def _counted(table: Mapping[str, Occurrences]) -> str:
     )
 
 
-def _some(words: Iterable[str]) -> str:
-    held = list(words)
-    more = f" and {len(held) - _MOST} more" if len(held) > _MOST else ""
-    return ", ".join(held[:_MOST]) + more
+def _some(words: Collection[str]) -> str:
+    more = f" and {len(words) - _MOST} more" if len(words) > _MOST else ""
+    return ", ".join(list(words)[:_MOST]) + more
 
 
 def fact_rows(facts: LogFacts) -> list[Row]:
-    """Everything that is said as a name and a value, one shape for all."""
-    rows = [
-        _row("version", what, value, lines) for (what, value), lines in facts.versions.items()
+    """Return every fact as a name and a value, in rows of one shape."""
+    return [
+        {
+            "about": about,
+            "name": name,
+            "value": value,
+            "lines": lines.lines,
+            "processes": lines.processes,
+            "file": lines.evidence[0].file if lines.evidence else None,
+            "line": lines.evidence[0].line if lines.evidence else None,
+        }
+        for about, name, value, lines in _named_facts(facts)
     ]
-    rows += [
-        _row("variable", name, value, lines)
-        for (name, value), lines in facts.environment.items()
-    ]
-    rows += [_row("network", "in use", name, lines) for name, lines in facts.networks.items()]
-    rows += [
-        _row("NVLS", "multicast", "available" if has else "not available", lines)
-        for has, lines in facts.nvls.items()
-    ]
-    rows += [
-        _row("plugin", f"{one.kind} {one.event}", _api(one.name, one.api), lines)
-        for one, lines in facts.plugins.items()
-    ]
-    rows += [
-        _row("interface", one.role, f"{one.name} {one.address}".strip(), lines)
-        for one, lines in facts.interfaces.items()
-    ]
-    rows += [
-        _row("GPUDirect", one.device, "enabled" if one.enabled else "disabled", lines)
-        for one, lines in facts.gpudirect.items()
-    ]
-    rows += [_row("warning", "", text, lines) for text, lines in facts.warnings.items()]
-    return rows
 
 
-def _api(name: str, api: int | None) -> str:
-    return f"{name} (v{api})".strip() if api else name
+def _named_facts(facts: LogFacts) -> Iterator[tuple[str, str, str, Occurrences]]:
+    for (name, value), lines in facts.versions.items():
+        yield "version", name, value, lines
+    for (name, value), lines in facts.environment.items():
+        yield "variable", name, value, lines
+    for network, lines in facts.networks.items():
+        yield "network", "in use", network, lines
+    for has_nvls, lines in facts.nvls.items():
+        yield "NVLS", "multicast", "available" if has_nvls else "not available", lines
+    for plugin, lines in facts.plugins.items():
+        yield "plugin", f"{plugin.kind} {plugin.event}", _with_api(plugin), lines
+    for interface, lines in facts.interfaces.items():
+        yield "interface", interface.role, _address(interface), lines
+    for nic, lines in facts.gpudirect.items():
+        yield "GPUDirect", nic.device, "enabled" if nic.enabled else "disabled", lines
+    for text, lines in facts.warnings.items():
+        yield "warning", "", text, lines
 
 
-def _row(about: str, name: str, value: str, lines: Occurrences) -> Row:
-    first = lines.evidence[0] if lines.evidence else None
-    return {
-        "about": about,
-        "name": name,
-        "value": value,
-        "lines": lines.lines,
-        "processes": lines.processes,
-        "file": first.file if first else None,
-        "line": first.line if first else None,
-    }
+def _address(interface: Interface) -> str:
+    return f"{interface.name} {interface.address}".strip()
+
+
+def _with_api(plugin: Plugin) -> str:
+    return f"{plugin.name} (v{plugin.api})".strip() if plugin.api else plugin.name
 
 
 def communicator_rows(facts: LogFacts) -> list[Row]:
-    """One row per rank of each communicator."""
+    """Return one row per rank of each communicator."""
     return [
         {
             "communicator": communicator.key,
@@ -200,7 +194,7 @@ def communicator_rows(facts: LogFacts) -> list[Row]:
 
 
 def transport_rows(facts: LogFacts) -> list[Row]:
-    """One row per pair of ranks and way between them."""
+    """Return one row per pair of ranks and transport between them."""
     return [
         {name: value for name, value in asdict(way).items() if name != "evidence"}
         for way in facts.transports
@@ -208,7 +202,7 @@ def transport_rows(facts: LogFacts) -> list[Row]:
 
 
 def choice_rows(facts: LogFacts) -> list[Row]:
-    """One row per size and algorithm that NCCL chose; size_bytes as nccl-tests counts it."""
+    """Return one row per size and NCCL's algorithm; size_bytes as nccl-tests counts it."""
     return [
         {
             "collective": choice.collective or None,
@@ -225,7 +219,7 @@ def choice_rows(facts: LogFacts) -> list[Row]:
 
 
 def prediction_rows(facts: LogFacts) -> list[Row]:
-    """One row per cell of NCCL's own table."""
+    """Return one row per cell of NCCL's own table."""
     return [
         {
             "communicator": prediction.communicator,
@@ -239,31 +233,31 @@ def prediction_rows(facts: LogFacts) -> list[Row]:
     ]
 
 
-Found = Sequence[tuple[Table, Sequence[Finding]]]
+TableFindings = Sequence[tuple[Table, Sequence[Finding]]]
 _TITLE_WIDTH = 60
 
 
-def rows(tables: Found) -> list[Row]:
-    """One flat row per table; unknown is None, as in all rows of ours."""
+def rows(tables: TableFindings) -> list[Row]:
+    """Return one flat row per table; None is unknown."""
     return [_table_row(table, findings) for table, findings in tables]
 
 
 def name_of(table: Table) -> str:
-    """FILE:2, as a command line names the second table of a file."""
+    """Return e.g. FILE:2, as a command line names the second table of a file."""
     return f"{table.file}:{table.index}"
 
 
-def print_tables(tables: Found, console: "Console", *, file_width: int = 40) -> None:
-    """A block per table: what it is, how each fact is known, what is odd."""
+def print_tables(tables: TableFindings, console: "Console", *, file_width: int = 40) -> None:
+    """Print a block per table: its facts with their sources, notes and findings."""
     for table, findings in tables:
         row = _table_row(table, findings)
         name = name_of(table)
         name = name if len(name) <= file_width else f"...{name[3 - file_width :]}"
-        _say(console, f"{name}  {table.title[:_TITLE_WIDTH]}")
-        for line in (*_table_facts(row), *(f"note: {note}" for note in table.notes)):
-            _say(console, f"    {line}")
-        for finding in findings:
-            _say(console, f"    {finding.severity}: {finding.text}")
+        lines = _table_facts(row)
+        lines += [f"note: {note}" for note in table.notes]
+        lines += [f"{finding.severity}: {finding.text}" for finding in findings]
+        print_lines([f"{name}  {table.title[:_TITLE_WIDTH]}"], console)
+        print_lines((f"    {line}" for line in lines), console)
 
 
 def _table_row(table: Table, findings: Sequence[Finding]) -> Row:
@@ -306,12 +300,12 @@ def _table_row(table: Table, findings: Sequence[Finding]) -> Row:
 
 
 def _table_facts(row: Mapping[str, object]) -> list[str]:
-    """What is known, with the evidence; what is not, said so."""
+    """Return what is known about a table, with the evidence, and what is unknown."""
     tool = " ".join(str(row[key]) for key in ("tool", "version", "method") if row[key])
     plural = "" if row["rows"] == 1 else "s"
     lines = [f"{tool}, {row['rows']} row{plural}{_range(row)}"]
-    what = "collective" if row["collective"] in list(Collective) else "figure"
-    for key, word in (("collective", what), ("num_ranks", "ranks")):
+    kind = "collective" if row["collective"] in list(Collective) else "figure"
+    for key, word in (("collective", kind), ("num_ranks", "ranks")):
         if row[key] is not None:
             why = f" ({row[f'{key}_from']})" if row[f"{key}_from"] else ""
             lines.append(f"{word}: {row[key]}{why}")
@@ -328,8 +322,3 @@ def _range(row: Mapping[str, object]) -> str:
     if not isinstance(low, int) or not isinstance(high, int):
         return ""
     return f", {format_bytes(low)} to {format_bytes(high)}"
-
-
-def _say(console: "Console", line: str) -> None:
-    """As it stands: titles and notes of other people's files may hold brackets."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)

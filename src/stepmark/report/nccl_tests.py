@@ -15,6 +15,7 @@ from stepmark.core.columns import Row, number, text
 from stepmark.core.dtypes import DType
 from stepmark.core.record import RunInfo
 from stepmark.report.comm_remarks import remarks, setting_line
+from stepmark.report.row_tables import grouped
 
 TYPE_NAMES = {
     DType.FP64: "double",
@@ -94,14 +95,6 @@ def test_name(collective: str) -> str:
 
 def type_name(dtype: str) -> str:
     return TYPE_NAMES.get(DType(dtype), dtype)
-
-
-def grouped(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
-    """Rows that agree in all keys, in order of appearance."""
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
-    return list(groups.values())
 
 
 def lines_of(rows: Sequence[Row]) -> list[dict[str, Row]]:

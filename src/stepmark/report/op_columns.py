@@ -1,8 +1,8 @@
-"""Operators: the columns of their rows, and where each figure comes from.
+"""Columns of the rows of operators, and the figures in them.
 
-One row per (record, label); a record without labels gives one. `rank` is None in the row that
-stands for all ranks (the slowest of them in each sample). With several ranks, one row per rank
-follows it, so that a slow device stands out in `vs_median_rank`.
+One row per (record, label); a record without labels gives one. `rank` is None in the row of
+all ranks (the slowest of them in each sample). With several ranks, one row per rank follows
+it, so that a slow device stands out in `vs_median_rank`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,46 +29,29 @@ from stepmark.core.columns import rows as rows_of
 from stepmark.core.commands import command_of
 from stepmark.core.device import DeviceSpec
 from stepmark.core.ops import EmbeddingBag, Phase
-from stepmark.core.record import Measured, Record, RunInfo, Telemetry
-from stepmark.core.stats import Summary, slowest_per_sample, summarize
+from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.units import GB, TFLOP
 from stepmark.report.outcomes import (
     LIMIT_SLACK,
     Ceilings,
-    clock_mhz,
+    Figures,
     measured_ceilings,
     message_of,
     num_wrong,
     percent,
     ratio,
-    spread_pct,
-    state_of,
     status_of,
-    throttle_reasons,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpFigures:
-    """One measured operator, of all ranks together or of one, against what is known."""
+class OpFigures(Figures):
+    """Figures of a measured operator, compared with its device, run and reference."""
 
-    record: Measured
-    rank: int | None
     run: RunInfo
     device: DeviceSpec | None
     ceilings: Ceilings
     reference: Mapping[str, float]
-
-    @cached_property
-    def medians(self) -> list[float]:
-        return [summarize(values).median for values in self.record.samples.seconds]
-
-    @cached_property
-    def times(self) -> Summary:
-        seconds = self.record.samples.seconds
-        return summarize(
-            slowest_per_sample(seconds) if self.rank is None else seconds[self.rank]
-        )
 
     @property
     def vs_median_rank(self) -> float | None:
@@ -80,9 +63,7 @@ class OpFigures:
 
     @property
     def max_rel_err(self) -> float | None:
-        checks = self.record.checks
-        checks = checks if self.rank is None else checks[self.rank : self.rank + 1]
-        return max((check.max_rel_err for check in checks), default=None)
+        return max((check.max_rel_err for check in self.own(self.record.checks)), default=None)
 
     @property
     def rate(self) -> str:
@@ -91,16 +72,6 @@ class OpFigures:
             # Not called sustained: the device may be cooler than a long job would have it.
             return f"short soak {soak_s:.1f} s"
         return rate.value
-
-    @cached_property
-    def state(self) -> Telemetry | None:
-        """The state of this rank's device; for all ranks, of the slowest one's."""
-        rank = self.medians.index(max(self.medians)) if self.rank is None else self.rank
-        return state_of(self.record, rank)
-
-    @property
-    def throttle(self) -> str | None:
-        return throttle_reasons(self.record, self.rank) if self.state else None
 
     @property
     def pct_reference(self) -> float | None:
@@ -152,7 +123,7 @@ class OpFigures:
 
     @cached_property
     def ceiling(self) -> tuple[float, str] | None:
-        """The measured ceiling of what bounds the operator, with its unit."""
+        """Return the measured ceiling of what bounds the operator, with its unit."""
         if self.bound == "memory":
             return (best / GB, "GB/s") if (best := self._best_bytes) else None
         return (best / TFLOP, "TFLOP/s") if (best := self._best_flops) else None
@@ -165,18 +136,18 @@ class OpFigures:
 
     @property
     def over_limit(self) -> bool | None:
-        """Whether a rate is above what the hardware can do; None where no limit is known.
+        """Return whether a rate exceeds the hardware's; None where no limit is known.
 
-        Indices from a Zipf distribution are served by caches, so HBM does not bind them.
+        Caches serve indices from a Zipf distribution, so HBM does not bind them.
         """
         device, op = self.device, self.record.operator.op
         if device is None:
             return None
         verdicts: list[bool] = []
         clocks = [
-            device_info.max_sm_clock_hz
-            for device_info in self.run.environment.devices
-            if device_info.max_sm_clock_hz and self.rank in (None, device_info.rank)
+            info.max_sm_clock_hz
+            for info in self.run.environment.devices
+            if info.max_sm_clock_hz and self.rank in (None, info.rank)
         ]
         limit = device.max_flops_per_s(op.dtype, max(clocks)) if clocks else None
         if limit:
@@ -192,7 +163,7 @@ class OpFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpOutcome:
-    """A row: what was asked, and what came of it."""
+    """A row: a record under one label, and its figures if it was measured."""
 
     record: Record
     label: Label
@@ -224,7 +195,7 @@ class OpOutcome:
 
 
 def figure(of: Callable[[OpFigures], object]) -> Callable[[OpOutcome], object]:
-    """A column that only a measurement fills."""
+    """Make a column that is empty without a measurement."""
     return lambda outcome: None if outcome.figures is None else of(outcome.figures)
 
 
@@ -256,7 +227,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("p90_s", figure(lambda f: f.times.p90), SECONDS, "p90", PAGE),
     Column(
         "spread_pct",
-        figure(lambda f: spread_pct(f.times)),
+        figure(lambda f: f.spread_pct),
         PERCENT,
         "+- %",
         frozenset({View.CONSOLE}),
@@ -274,7 +245,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("bound", figure(lambda f: f.bound), views=SHOWN, leaves=6),
     Column("max_rel_err", figure(lambda f: f.max_rel_err), ERROR, "rel. err", SHOWN, 5),
     Column("num_wrong", figure(lambda f: f.num_wrong), COUNT, "#wrong", PAGE),
-    Column("clock_mhz", figure(lambda f: clock_mhz(f.state)), NUMBER, "MHz", PAGE),
+    Column("clock_mhz", figure(lambda f: f.clock_mhz), NUMBER, "MHz", PAGE),
     Column("power_w", figure(lambda f: f.state and f.state.power_w), NUMBER, "W", PAGE),
     Column("throttle", figure(lambda f: f.throttle), TEXT, "throttled", PAGE),
     Column("method", figure(lambda f: f.record.samples.method), views=PAGE),
@@ -298,38 +269,30 @@ def rows(
     device: DeviceSpec | None = None,
     reference: Mapping[str, float] | None = None,
 ) -> list[Row]:
-    """Operators: one flat row per (record, label), and per rank where there are several."""
+    """Return one flat row per (record, label), and per rank where there are several."""
     operators = [record for record in records if isinstance(record.case, OpCase)]
     ceilings = measured_ceilings(operators)
 
     def outcomes() -> Iterator[OpOutcome]:
         for record in operators:
-            spec = device if record.operator.device != "cpu" else None
-            for figures in _figures(record, run, spec, ceilings, reference or {}):
+            for figures in figures_of(record):
                 for label in record.operator.labels or (Label(),):
                     yield OpOutcome(record=record, label=label, run=run, figures=figures)
 
+    def figures_of(record: Record) -> Iterator[OpFigures | None]:
+        """Yield figures of all ranks together, then of each; None without samples."""
+        if not isinstance(record, Measured) or not any(record.samples.seconds):
+            yield None
+            return
+        num_ranks = len(record.samples.seconds)
+        for rank in (None, *range(num_ranks)) if num_ranks > 1 else (None,):
+            yield OpFigures(
+                record=record,
+                rank=rank,
+                run=run,
+                device=device if record.operator.device != "cpu" else None,
+                ceilings=ceilings,
+                reference=reference or {},
+            )
+
     return rows_of(OP_COLUMNS, outcomes())
-
-
-def _figures(
-    record: Record,
-    run: RunInfo,
-    device: DeviceSpec | None,
-    ceilings: Ceilings,
-    reference: Mapping[str, float],
-) -> Iterator[OpFigures | None]:
-    """Of all ranks together, then of each; None where there are no samples."""
-    if not isinstance(record, Measured) or not any(record.samples.seconds):
-        yield None
-        return
-    several = len(record.samples.seconds)
-    for rank in (None, *range(several)) if several > 1 else (None,):
-        yield OpFigures(
-            record=record,
-            rank=rank,
-            run=run,
-            device=device,
-            ceilings=ceilings,
-            reference=reference,
-        )

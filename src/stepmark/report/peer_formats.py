@@ -24,7 +24,6 @@ from stepmark.report.nccl_tests import (
     Parameters,
     average_busbw,
     devices_of,
-    grouped,
     lines_of,
     out_of_bounds,
     parameters_of,
@@ -33,6 +32,7 @@ from stepmark.report.nccl_tests import (
     type_name,
 )
 from stepmark.report.outcomes import Launches, pooled
+from stepmark.report.row_tables import grouped
 
 VERSION = 3
 

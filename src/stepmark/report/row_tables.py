@@ -1,6 +1,6 @@
 """Rows as tables of their declared columns: on a terminal, in a pipe, on a page."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,28 +16,37 @@ def print_rows(
     columns: Sequence[Column[Any]],
     view: View = View.CONSOLE,
 ) -> None:
-    """The rows that ran as a table, then one line per skipped or failed case."""
+    """Print the rows that ran as a table, then one line per skipped or failed case."""
     ran = [row for row in table if row["status"] in ("measured", "wrong")]
     columns = [column for column in columns if view in column.views]
     if ran and console.is_terminal:
         _print_fitted(ran, console, columns)
     elif ran:
-        for line in _plain_lines(_fitting(ran, None, columns), ran):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for row in table:
-        if row["status"] in ("skipped", "failed"):
-            line = f"{row['status']}  {describe(row)}: {text(row, 'message')}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_lines(_plain_lines(ran, _fitting(ran, None, columns)), console)
+    print_lines(
+        (
+            f"{row['status']}  {describe(row)}: {text(row, 'message')}"
+            for row in table
+            if row["status"] in ("skipped", "failed")
+        ),
+        console,
+    )
+
+
+def print_lines(lines: Iterable[str], console: "Console") -> None:
+    """Print text as it is: words of other people's files may look like markup."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_fitted(
-    ran: Sequence[Row], console: "Console", printed: Sequence[Column[Any]]
+    ran: Sequence[Row], console: "Console", columns: Sequence[Column[Any]]
 ) -> None:
-    """A table of the columns that fit; words fold when even those are too wide."""
+    """Print a table of the columns that fit; words fold when even those are too wide."""
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    columns = _fitting(ran, console.width, printed)
+    columns = _fitting(ran, console.width, columns)
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         right = column.unit.is_numeric
@@ -49,15 +58,23 @@ def _print_fitted(
     console.print(drawn)
 
 
-def _plain_lines(columns: Sequence[Column[Any]], ran: Sequence[Row]) -> list[str]:
-    """The same table as wide as it needs to be: a file or a pipe has no edge."""
+def _plain_lines(ran: Sequence[Row], columns: Sequence[Column[Any]]) -> list[str]:
+    """Return the table as wide as it needs to be, because a file or a pipe has no edge."""
     cells = [[column.title for column in columns]]
     cells += [[_printed(row, column) for column in columns] for row in ran]
     return aligned(cells, [column.unit.is_numeric for column in columns])
 
 
+def grouped(rows: Iterable[Row], keys: Sequence[str]) -> list[list[Row]]:
+    """Return rows that agree in all keys, in order of appearance."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    return list(groups.values())
+
+
 def describe(row: Row) -> str:
-    """A case in one line: where it stands in a model, what it computes, how."""
+    """Return a case in one line: its place in a model, its operation, and its settings."""
     keys = ("model", "role", "pass", "family", "shape", "dtype", "backend")
     return " ".join(word for word in (text(row, key) for key in keys) if word)
 
@@ -79,10 +96,10 @@ def _width(table: Sequence[Row], column: Column[Any]) -> int:
 
 
 def _fitting(
-    table: Sequence[Row], available: int | None, printed: Sequence[Column[Any]]
+    table: Sequence[Row], available: int | None, columns: Sequence[Column[Any]]
 ) -> list[Column[Any]]:
-    """Columns with anything to say; on a terminal, the least important leave first."""
-    columns = [c for c in printed if any(_printed(row, c) for row in table)]
+    """Return columns that are not empty; on a terminal, without the least important."""
+    columns = [c for c in columns if any(_printed(row, c) for row in table)]
     while available is not None:
         wide = sum(_width(table, c) for c in columns) > available
         least = max(columns, key=lambda c: c.leaves, default=None)
@@ -93,7 +110,7 @@ def _fitting(
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column[Any]]) -> str:
-    """All that ran. A click on a row shows the command that measures it alone."""
+    """Return HTML of all that ran. A click on a row shows the command that measures it."""
     ran = [row for row in rows if row["status"] in ("measured", "wrong")]
     if not ran:
         return "<p>Nothing was measured.</p>"

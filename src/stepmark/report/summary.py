@@ -12,8 +12,8 @@ from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.record import RunInfo
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report.comm_remarks import NO_STRAGGLER, matrices, slow_lines, straggler
-from stepmark.report.nccl_tests import grouped
-from stepmark.report.row_tables import describe
+from stepmark.report.outcomes import MATMULS
+from stepmark.report.row_tables import describe, grouped
 from stepmark.report.training_words import remarks, title
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ OUTLIER_PCT = 50.0
 SLOW_RANK = 1.03
 # Every line starts with what it is about, this many columns wide.
 LEAD = 11
-MATMULS = ("gemm", "bmm", "grouped-gemm")
 
 
 def terminal_summary(

@@ -7,7 +7,7 @@ phases, clock and power of the rank that is slowest over all samples.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite, sqrt
+from math import isfinite
 from statistics import median
 
 from stepmark.core.case import OpCase
@@ -31,22 +31,20 @@ from stepmark.core.columns import rows as rows_of
 from stepmark.core.commands import command_of
 from stepmark.core.device import DeviceSpec
 from stepmark.core.flops import TokenFlops, per_token
-from stepmark.core.record import Measured, Record, RunInfo, Telemetry
-from stepmark.core.stats import Summary, slowest_per_sample, summarize
+from stepmark.core.record import Measured, Record, RunInfo
+from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Training
 from stepmark.core.units import GIB
 from stepmark.report.outcomes import (
     Ceilings,
-    clock_mhz,
+    Figures,
+    is_beyond_chance,
     measured_ceilings,
     message_of,
     num_wrong,
     ratio,
-    spread_pct,
-    state_of,
     status_of,
-    throttle_reasons,
 )
 from stepmark.report.training_rates import Yardstick, drift, phases, rates
 from stepmark.report.training_words import (
@@ -59,32 +57,14 @@ from stepmark.report.training_words import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainFigures:
-    """A measured training case, of all ranks together or of one."""
+class TrainFigures(Figures):
+    """Figures of a measured training case."""
 
-    record: Measured
-    rank: int | None
     against: Yardstick
 
     @property
     def training(self) -> Training | None:
         return self.record.training
-
-    @cached_property
-    def medians(self) -> list[float]:
-        return [summarize(values).median for values in self.record.samples.seconds]
-
-    @cached_property
-    def shown(self) -> int:
-        """Return the rank itself, or the slowest of all."""
-        return self.medians.index(max(self.medians)) if self.rank is None else self.rank
-
-    @cached_property
-    def times(self) -> Summary:
-        seconds = self.record.samples.seconds
-        return summarize(
-            slowest_per_sample(seconds) if self.rank is None else seconds[self.rank]
-        )
 
     @property
     def vs_median_rank(self) -> float | None:
@@ -95,14 +75,6 @@ class TrainFigures:
     def is_straggler(self) -> bool | None:
         seconds = self.record.samples.seconds
         return _is_often_slowest(seconds, self.shown) if len(seconds) > 1 else None
-
-    @cached_property
-    def state(self) -> Telemetry | None:
-        return state_of(self.record, self.shown)
-
-    @property
-    def throttle(self) -> str | None:
-        return throttle_reasons(self.record, self.rank) if self.state else None
 
     @cached_property
     def phases(self) -> Row:
@@ -116,9 +88,6 @@ class TrainFigures:
         """Return the memory of this rank, or of the rank that uses most."""
         sizes = [value for value in self.own(by_rank) if value is not None]
         return max(sizes) / GIB if sizes else None
-
-    def own(self, by_rank: Sequence[int | None]) -> Sequence[int | None]:
-        return by_rank if self.rank is None else by_rank[self.rank : self.rank + 1]
 
     @property
     def memory_gib(self) -> float | None:
@@ -151,8 +120,7 @@ class TrainFigures:
     def slow_forward(self) -> tuple[int | None, float | None]:
         """Return the rank with the longest forward pass, and its time over the median rank's.
 
-        None unless it is the slowest of a sample more often than by chance: three standard
-        deviations of a binomial.
+        None unless it is the slowest of a sample more often than by chance.
         """
         forward = self.training.fwd_s if self.training else ()
         if len(forward) < 2 or not all(forward):
@@ -196,18 +164,18 @@ def figure(of: Callable[[TrainFigures], object]) -> Callable[[TrainOutcome], obj
     return lambda outcome: None if outcome.figures is None else of(outcome.figures)
 
 
-def whole(of: Callable[[TrainFigures], object]) -> Callable[[TrainOutcome], object]:
+def all_ranks(of: Callable[[TrainFigures], object]) -> Callable[[TrainOutcome], object]:
     """Make a column of all ranks together."""
     return figure(lambda f: of(f) if f.rank is None else None)
 
 
 def step(of: Callable[[Training], object]) -> Callable[[TrainOutcome], object]:
     """Make a column of the data that training records in addition to samples."""
-    return whole(lambda f: None if f.training is None else of(f.training))
+    return all_ranks(lambda f: None if f.training is None else of(f.training))
 
 
 def _rate(name: str) -> Callable[[TrainOutcome], object]:
-    return whole(lambda f: f.rates.get(name))
+    return all_ranks(lambda f: f.rates.get(name))
 
 
 def _phase(name: str) -> Callable[[TrainOutcome], object]:
@@ -254,7 +222,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("p90_s", figure(lambda f: f.times.p90), SECONDS, "p90", PAGE),
     Column("min_s", figure(lambda f: f.times.min), SECONDS, "min", PAGE),
     Column("max_s", figure(lambda f: f.times.max), SECONDS, "max", PAGE),
-    Column("spread_pct", figure(lambda f: spread_pct(f.times)), PERCENT, "+- %", _CONSOLE, 3),
+    Column("spread_pct", figure(lambda f: f.spread_pct), PERCENT, "+- %", _CONSOLE, 3),
     Column("n", figure(lambda f: f.times.n), COUNT, "", SHOWN, 6),
     Column("tokens_per_s_gpu", _rate("tokens_per_s_gpu"), NUMBER, "tokens/s/GPU", SHOWN),
     Column("tokens_per_s", _rate("tokens_per_s"), NUMBER, "tokens/s", PAGE),
@@ -298,9 +266,9 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
         BY_RANK,
         4,
     ),
-    Column("memory_gib", whole(lambda f: f.memory_gib), NUMBER),
+    Column("memory_gib", all_ranks(lambda f: f.memory_gib), NUMBER),
     Column("alloc_retries", figure(lambda f: f.alloc_retries), COUNT, "alloc retries", PAGE),
-    Column("clock_mhz", figure(lambda f: clock_mhz(f.state)), NUMBER, "MHz", BY_RANK, 1),
+    Column("clock_mhz", figure(lambda f: f.clock_mhz), NUMBER, "MHz", BY_RANK, 1),
     Column("power_w", figure(lambda f: f.state and f.state.power_w), NUMBER, "W", BY_RANK, 1),
     Column("throttle", figure(lambda f: f.throttle), TEXT, "throttled", BY_RANK, 1),
     Column(
@@ -315,7 +283,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
         3,
     ),
     Column("num_wrong", lambda o: o.num_wrong, COUNT, "#wrong", PAGE),
-    Column("loss_falls", whole(lambda f: f.loss_falls), FLAG),
+    Column("loss_falls", all_ranks(lambda f: f.loss_falls), FLAG),
     Column("interrupted", step(lambda t: t.interrupted or None), FLAG),
     Column(
         "warmup_samples",
@@ -324,14 +292,14 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
         "warm-up",
         PAGE,
     ),
-    Column("drift_pct", whole(lambda f: f.drift_pct), PERCENT, "drift %", PAGE),
+    Column("drift_pct", all_ranks(lambda f: f.drift_pct), PERCENT, "drift %", PAGE),
     Column("build_s", step(lambda t: t.build_s or None), SECONDS, "build", PAGE),
     Column("first_s", step(lambda t: t.first_s or None), SECONDS, "first sample", PAGE),
     Column("recompiles", step(lambda t: t.recompiles), COUNT, "", PAGE),
     Column("graph_breaks", step(lambda t: t.graph_breaks), COUNT, "graph breaks", PAGE),
     Column(
         "slowest_rank",
-        whole(lambda f: f.shown if len(f.medians) > 1 else None),
+        all_ranks(lambda f: f.shown if len(f.medians) > 1 else None),
         COUNT,
         "slowest rank",
         PAGE,
@@ -339,9 +307,9 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column(
         "vs_median_rank", figure(lambda f: f.vs_median_rank), RATIO, "/ median rank", BY_RANK
     ),
-    Column("is_straggler", whole(lambda f: f.is_straggler), FLAG),
-    Column("slow_fwd_rank", whole(lambda f: f.slow_forward[0]), COUNT),
-    Column("fwd_vs_median_rank", whole(lambda f: f.slow_forward[1]), RATIO),
+    Column("is_straggler", all_ranks(lambda f: f.is_straggler), FLAG),
+    Column("slow_fwd_rank", all_ranks(lambda f: f.slow_forward[0]), COUNT),
+    Column("fwd_vs_median_rank", all_ranks(lambda f: f.slow_forward[1]), RATIO),
     Column("num_params", step(lambda t: t.num_params), COUNT),
     Column("attention_run", step(lambda t: t.attention_run or None), TEXT, "attention", PAGE),
     Column("backend_run", _measured(lambda r: r.backend_run or None)),
@@ -357,7 +325,7 @@ def rows(
     records: Sequence[Record], run: RunInfo, device: DeviceSpec | None = None
 ) -> list[Row]:
     """Return one row per record of training; operators of the run give the measured ceiling."""
-    ceilings = measured_ceilings(one for one in records if isinstance(one.case, OpCase))
+    ceilings = measured_ceilings(each for each in records if isinstance(each.case, OpCase))
     against = Yardstick(run=run, device=device, ceilings=ceilings)
     steps = [record for record in records if isinstance(record.case, TrainCase)]
     table = rows_of(TRAIN_COLUMNS, (_outcome(record, None, against) for record in steps))
@@ -393,5 +361,4 @@ def _is_often_slowest(seconds: Sequence[Sequence[float]], rank: int) -> bool:
     """Return whether this rank takes longest more often than by chance."""
     columns = list(zip(*seconds, strict=True))
     count = sum(column[rank] == max(column) for column in columns)
-    n, p = len(columns), 1 / len(seconds)
-    return bool(count > n * p + 3 * sqrt(n * p * (1 - p)))
+    return is_beyond_chance(count, len(columns), 1 / len(seconds))

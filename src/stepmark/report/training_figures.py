@@ -11,7 +11,7 @@ from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Schedule
 from stepmark.core.units import format_time
-from stepmark.report.figures import COLOURS, INK, SYMBOLS, styled
+from stepmark.report.figures import COLOURS, INK, Drawn, curve_style, styled, unique
 from stepmark.report.training_rates import PHASES, mean_phases
 from stepmark.report.training_words import shape_text
 
@@ -20,20 +20,15 @@ MAX_CASES = 6
 # More ranks are drawn as one line, the slowest of each sample.
 MAX_RANKS = 16
 _NAMES = {"fwd_s": "forward", "bwd_s": "backward", "optim_s": "optimizer", "other_s": "other"}
-_DASHES = ("solid", "dash", "dot", "dashdot")
-
-Drawn = tuple[str, str, Figure]  # title, note, figure
 
 
 def drawn(records: Sequence[Record]) -> list[Drawn]:
     """Return all figures of the training of a run; none for what was not measured."""
+    measured = (record for record in records if isinstance(record, Measured))
     ran = [
-        one
-        for one in records
-        if isinstance(one, Measured)
-        and isinstance(one.case, TrainCase)
-        and one.samples.seconds
-        and one.samples.seconds[0]
+        record
+        for record in measured
+        if isinstance(record.case, TrainCase) and any(record.samples.seconds[:1])
     ]
     more = f" {len(ran) - MAX_CASES} more cases are not drawn." if len(ran) > MAX_CASES else ""
     figures: list[Drawn] = []
@@ -61,7 +56,7 @@ def samples(record: Measured) -> Figure:
             x=list(range(len(values))),
             y=[value * 1e3 for value in values],
             name=name,
-            **_style(index),
+            **curve_style(index, width=1.5, size=5),
             text=[f"{name}, sample {i}: {format_time(v)}" for i, v in enumerate(values)],
             hovertemplate="%{text}<extra></extra>",
         )
@@ -96,7 +91,7 @@ def phase_bars(ran: Sequence[Measured]) -> Figure:
         medians = [summarize(values).median for values in record.samples.seconds]
         if means := mean_phases(record, medians.index(max(medians))):
             bars.append((record, means))
-    names = _unique([_name(record) for record, _ in bars])
+    names = unique([_name(record) for record, _ in bars])
     figure = go.Figure()
     for index, phase in enumerate(PHASES):
         figure.add_bar(
@@ -117,14 +112,14 @@ def phase_bars(ran: Sequence[Measured]) -> Figure:
 def losses(ran: Sequence[Measured]) -> Figure:
     """Draw a curve per case; a loss that is not finite is a gap."""
     curves = [(r, r.training.loss) for r in ran if r.training and r.training.loss]
-    names = _unique([_name(record) for record, _ in curves])
+    names = unique([_name(record) for record, _ in curves])
     figure = go.Figure()
     for index, ((_, loss), name) in enumerate(zip(curves, names, strict=True)):
         figure.add_scatter(
             x=list(range(len(loss))),
             y=list(loss),
             name=escape(name),
-            **_style(index),
+            **curve_style(index, width=1.5, size=5),
             hovertemplate="%{x}: %{y:.4f}<extra></extra>",
         )
     figure.update_xaxes(title="sample")
@@ -132,23 +127,5 @@ def losses(ran: Sequence[Measured]) -> Figure:
     return styled(figure, height=340 + 20 * len(curves))
 
 
-def _style(index: int) -> dict[str, object]:
-    """Return a line style; colour, dash and symbol together distinguish lines."""
-    colour = COLOURS[index % len(COLOURS)]
-    return {
-        "mode": "lines+markers",
-        "line": {"color": colour, "width": 1.5, "dash": _DASHES[index % len(_DASHES)]},
-        "marker": {"color": colour, "symbol": SYMBOLS[index % len(SYMBOLS)], "size": 5},
-    }
-
-
 def _name(record: Measured) -> str:
     return f"{record.train.model.name} {shape_text(record.train)}"
-
-
-def _unique(names: Sequence[str]) -> list[str]:
-    """Number equal names, whose bars would be drawn over each other."""
-    return [
-        name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
-        for index, name in enumerate(names)
-    ]

@@ -10,14 +10,14 @@ from stepmark.core.units import format_bytes, format_time
 from stepmark.report.histogram import lines as histogram_lines
 from stepmark.report.histogram import rows as histogram_rows
 from stepmark.report.histogram import size_of, summed
-from stepmark.report.row_tables import print_rows
+from stepmark.report.row_tables import grouped, print_lines, print_rows
 from stepmark.report.train_columns import TRAIN_COLUMNS
 from stepmark.report.training_words import remarks, title
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_BUT_BATCH = ("model", "scale", "strategy", "num_ranks", "seq_len", "techniques")
+_ALL_BUT_BATCH = ("model", "scale", "strategy", "num_ranks", "seq_len", "techniques")
 
 _CONVENTIONS = (
     ("causal", "tflops", "mfu_pct"),
@@ -37,31 +37,21 @@ def print_training(
     for row in rows:
         if number(row, "time_s") is None:
             continue
-        for line in block(row):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        key = (row["case_id"], row["launch"])
-        if own := [
-            rank_row
-            for rank_row in per_rank
-            if (rank_row["case_id"], rank_row["launch"]) == key
-        ]:
-            print_rows(own, console, TRAIN_COLUMNS, View.RANKS)
+        print_lines(block(row), console)
+        for group in grouped(per_rank, ("case_id", "launch")):
+            if (group[0]["case_id"], group[0]["launch"]) == (row["case_id"], row["launch"]):
+                print_rows(group, console, TRAIN_COLUMNS, View.RANKS)
         console.print()
     table = rows if len(rows) > 1 else [row for row in rows if number(row, "time_s") is None]
     print_rows(table, console, TRAIN_COLUMNS)
-    for line in best_batches(rows):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_lines(best_batches(rows), console)
 
 
 def best_batches(rows: Sequence[Row]) -> list[str]:
     """Return the fastest micro-batch of cases that differ in nothing else, in words."""
-    alike: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        if row["status"] == "measured" and number(row, "tokens_per_s_gpu"):
-            key = tuple(row[name] for name in _BUT_BATCH)
-            alike.setdefault(key, []).append(row)
+    right = [row for row in rows if row["status"] == "measured" and row["tokens_per_s_gpu"]]
     lines = []
-    for group in alike.values():
+    for group in grouped(right, _ALL_BUT_BATCH):
         if len({row["mbs"] for row in group}) < 2:
             continue
         best = max(group, key=lambda row: number(row, "tokens_per_s_gpu") or 0.0)
@@ -112,14 +102,14 @@ def _counts(row: Row) -> str:
 
 
 def _tokens(row: Row) -> str:
-    typical = f"{_count(number(row, 'tokens_per_s_gpu_median'))} by the median"
+    typical = f"{_rate(number(row, 'tokens_per_s_gpu_median'))} by the median"
     if row["tokens_per_s_gpu"] is None:
         return f"{typical}, per GPU"
-    per_gpu, total = (_count(number(row, f"tokens_per_s{end}")) for end in ("_gpu", ""))
+    per_gpu, total = (_rate(number(row, f"tokens_per_s{end}")) for end in ("_gpu", ""))
     return f"{per_gpu} per GPU, {total} in all; {typical}"
 
 
-def _count(value: float | None) -> str:
+def _rate(value: float | None) -> str:
     if value is None:
         return "n/a"
     return f"{value:,.0f}" if value >= 1000 else digits(value)

@@ -15,7 +15,7 @@ from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Fp8, Precision, Training
 from stepmark.core.units import TFLOP
-from stepmark.report.outcomes import LIMIT_SLACK, Ceilings
+from stepmark.report.outcomes import LIMIT_SLACK, Ceilings, percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +61,13 @@ def _flops_rates(case: TrainCase, each: TokenFlops, per_gpu: float, against: Yar
         "tflops_hfu": hfu / TFLOP,
         "peak_dtype": base.value if peak else None,
         "peak_tflops": peak / TFLOP if peak else None,
-        "mfu_pct": _percent(causal, peak),
-        "mfu_torchtitan_pct": _percent(titan, peak),
-        "mfu_palm_all_pct": _percent(palm_all, peak),
-        "hfu_pct": _percent(hfu, peak),
-        "mfu_fp8_pct": _percent(causal, peak_fp8),
+        "mfu_pct": percent(causal, peak),
+        "mfu_torchtitan_pct": percent(titan, peak),
+        "mfu_palm_all_pct": percent(palm_all, peak),
+        "hfu_pct": percent(hfu, peak),
+        "mfu_fp8_pct": percent(causal, peak_fp8),
         "ceiling_tflops": ceiling / TFLOP if ceiling else None,
-        "pct_ceiling": _percent(causal, ceiling),
+        "pct_ceiling": percent(causal, ceiling),
         "over_limit": _over_limit(case, hfu, device, against.run),
     }
 
@@ -79,10 +79,6 @@ def _over_limit(
     clocks = [info.max_sm_clock_hz for info in run.environment.devices if info.max_sm_clock_hz]
     limit = device.max_flops_per_s(case.dtype, max(clocks)) if device and clocks else None
     return None if limit is None else executed > limit * LIMIT_SLACK
-
-
-def _percent(value: float | None, base: float | None) -> float | None:
-    return 100 * value / base if value is not None and base else None
 
 
 PHASES = ("fwd_s", "bwd_s", "optim_s", "other_s")
@@ -98,9 +94,9 @@ def phases(record: Measured, rank: int) -> Row:
     if facts is None:
         return {}
     row: Row = {}
-    if waits := _of(facts.data_s, rank):
+    if waits := _of_rank(facts.data_s, rank):
         row |= {"data_s": median(waits), "data_max_s": max(waits)}
-    if times := [value for value in _of(facts.optim_s, rank) if value > 0]:
+    if times := [value for value in _of_rank(facts.optim_s, rank) if value > 0]:
         row["optim_s"] = median(times)
     if not (split := _split(record, facts, rank)):
         return row
@@ -123,14 +119,14 @@ def mean_phases(record: Measured, rank: int) -> dict[str, float]:
 def _split(record: Measured, facts: Training, rank: int) -> tuple[Sequence[float], ...]:
     """Return seconds of each sample by phase, in the order of PHASES; empty if unknown."""
     seconds = record.samples.seconds[rank]
-    timed = [_of(each, rank) for each in (facts.fwd_s, facts.bwd_s, facts.optim_s)]
+    timed = [_of_rank(each, rank) for each in (facts.fwd_s, facts.bwd_s, facts.optim_s)]
     if not seconds or any(len(values) != len(seconds) for values in timed):
         return ()
     other = [sample_s - sum(parts) for sample_s, *parts in zip(seconds, *timed, strict=True)]
     return (*timed, other)
 
 
-def _of(by_rank: Sequence[Sequence[float]], rank: int) -> Sequence[float]:
+def _of_rank(by_rank: Sequence[Sequence[float]], rank: int) -> Sequence[float]:
     return by_rank[rank] if rank < len(by_rank) else ()
 
 

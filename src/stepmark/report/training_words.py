@@ -20,14 +20,17 @@ def shape_text(case: TrainCase) -> str:
 
 def techniques(case: TrainCase) -> str:
     """Return the precision, and every technique that is on or differs from its default."""
-    words = [case.precision.value, *_fp8(case), *_compile(case), *_recompute(case)]
+    words = [case.precision.value]
+    words += [] if case.fp8 is Fp8.NONE else [f"fp8 {fp8_text(case)}"]
+    words += [] if case.compile is CompileScope.NONE else [f"compile {compile_text(case)}"]
+    words += [] if case.recompute is Recompute.NONE else [f"sac {recompute_text(case)}"]
     if case.grad_accum > 1:
         last = " reduced last" if case.grad_sync is GradSync.LAST else ""
         words.append(f"accum {case.grad_accum}{last}")
     words += [f"loss in {case.loss_chunks} chunks"] if case.loss_chunks > 1 else []
     words += ["cuda graph"] if case.cuda_graph else []
     words += [f"attention {case.attention}"] if case.attention != "auto" else []
-    return ", ".join([*words, *_spread(case)])
+    return ", ".join([*words, *_parallel(case)])
 
 
 def recompute_text(case: TrainCase) -> str:
@@ -52,19 +55,7 @@ def fp8_text(case: TrainCase) -> str:
     return f"{case.fp8.value}{head}{' +all-gather' if case.fp8_all_gather else ''}"
 
 
-def _fp8(case: TrainCase) -> list[str]:
-    return [] if case.fp8 is Fp8.NONE else [f"fp8 {fp8_text(case)}"]
-
-
-def _compile(case: TrainCase) -> list[str]:
-    return [] if case.compile is CompileScope.NONE else [f"compile {compile_text(case)}"]
-
-
-def _recompute(case: TrainCase) -> list[str]:
-    return [] if case.recompute is Recompute.NONE else [f"sac {recompute_text(case)}"]
-
-
-def _spread(case: TrainCase) -> list[str]:
+def _parallel(case: TrainCase) -> list[str]:
     """Return settings that only several ranks have."""
     if case.num_ranks == 1:
         return []
@@ -76,8 +67,8 @@ def _spread(case: TrainCase) -> list[str]:
     words += [f"buckets {case.bucket_mb} MB"] if case.bucket_mb != 25 else []
     words += ["async tp"] if case.async_tp else []
     if case.parallel.pp > 1:
-        many = f" of {case.pp_microbatches}" if case.pp_microbatches else ""
-        words.append(f"{case.pp_schedule}{many}")
+        count = f" of {case.pp_microbatches}" if case.pp_microbatches else ""
+        words.append(f"{case.pp_schedule}{count}")
     return words
 
 
@@ -89,7 +80,7 @@ def title(row: Row) -> str:
 
 # A rank this much slower than the median rank gets a remark.
 SLOW_RANK = 1.03
-# So does this share of a sample for which the host waits for its batch.
+# Waiting for the batch for more than this share of a sample gets a remark, too.
 DATA_SHARE = 0.01
 # Reserved memory this close to all of it: one more fragment and the allocator retries.
 NEAR_LIMIT = 0.95
@@ -144,7 +135,7 @@ def _slow_rank(row: Row) -> str:
 
 
 def _slow_forward(row: Row) -> str:
-    """Ranks that wait for each other end together: the time before the wait shows the cause."""
+    """Name the rank with a slow forward: ranks that wait for each other end together."""
     ratio = number(row, "fwd_vs_median_rank") or 0.0
     if ratio <= SLOW_RANK or (row["slow_fwd_rank"] == row["slowest_rank"] and _slow_rank(row)):
         return ""
@@ -184,7 +175,7 @@ def _cycle(row: Row) -> str:
 
 
 def _nominal(row: Row) -> str:
-    """Conventions that count what is not executed may exceed the peak."""
+    """Name conventions above the peak, as those that count unexecuted FLOPs may be."""
     shares = {"torchtitan": "mfu_torchtitan_pct", "palm-all": "mfu_palm_all_pct"}
     above = [name for name, key in shares.items() if (number(row, key) or 0.0) > 100]
     return f"above the peak by convention (nominal): {', '.join(above)}" if above else ""
