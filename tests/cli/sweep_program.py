@@ -15,9 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.report.comm_records import comm_case, comm_measured, comm_run
+from tests.report.tuner_file import parse
+from tests.store.writers import new_run
 
-from stepmark.report.tuner import first_match, parse
-from stepmark.store.runs import RunWriter, new_run_id
+from stepmark.report.tuner import first_match
+from stepmark.store.runs import new_run_id
 
 SIZES = (2**16, 2**20, 2**24)
 NCCL_NAMES = {
@@ -47,7 +49,7 @@ def written(folder: Path, speed: float) -> None:
     info = comm_run(2, KIND=os.environ.get("KIND", ""))
     info = dataclasses.replace(info, run_id=new_run_id(now))
     noise = random.Random(os.getpid())
-    with RunWriter.create(folder, info) as writer:
+    with new_run(folder, info) as writer:
         for size in SIZES:
             for launch in (1, 2):
                 time_s = 1e-5 * (1 + size / 2**20) / speed * noise.gauss(1, 0.003)

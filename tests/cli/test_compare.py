@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tests.report.comm_records import comm_case, flat
 from tests.store.test_runs import INFO
+from tests.store.writers import new_run
 
 from stepmark.cli.main import app
 from stepmark.core.errors import ConfigError
-from stepmark.store.runs import RunWriter
 
 DATA = Path(__file__).parents[1] / "data"
 SLIDES = DATA.parents[1] / "examples" / "frontier-rccl.txt"
@@ -145,7 +145,7 @@ def test_another_baseline_inverts(cut: list[Path]) -> None:
 
 def run_of(root: Path, name: str, factor: float, launches: int) -> Path:
     info = dataclasses.replace(INFO, run_id=name)
-    with RunWriter.create(root, info) as writer:
+    with new_run(root, info) as writer:
         for launch in range(1, launches + 1):
             time_s = 1e-3 * factor * (1 + launch * 1e-4)
             writer.append(flat(comm_case(), time_s, launch=launch))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.report.comm_records import comm_case, comm_measured, comm_run
+from tests.store.writers import new_run
 from tests.trace.flight_samples import SAMPLE, dump, entry, write
 from tests.trace.test_inspector import header, operation
 
@@ -20,7 +21,6 @@ from stepmark.app.log_sources import FLIGHT, INSPECTOR, LOG, TABLES, collect, ki
 from stepmark.cli.main import status
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.errors import ConfigError
-from stepmark.store.runs import RunWriter
 
 ROOT = Path(__file__).parents[2]
 COLL = ROOT / "examples" / "coll.log"
@@ -134,7 +134,7 @@ def test_a_curve_of_a_run(
         replace(case, skew_s=1e-3): 3e-3,
         replace(case, beside="gemm:64x64x64"): 4e-3,
     }
-    with RunWriter.create(tmp_path / "runs", comm_run()) as writer:
+    with new_run(tmp_path / "runs", comm_run()) as writer:
         for one, seconds in cases.items():
             writer.append(comm_measured(one, [[seconds] * 3] * 8))
     words = (inspector, "--curve", "latest", "--runs", tmp_path / "runs")

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from tests.store.test_codec import ALL
 from tests.store.test_runs import INFO
+from tests.store.writers import new_run
 from typer.testing import CliRunner
 
 from stepmark.cli.runs import app
 from stepmark.core.errors import ConfigError
-from stepmark.store.runs import RunWriter
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    with RunWriter.create(tmp_path / "runs", INFO) as writer:
+    with new_run(tmp_path / "runs", INFO) as writer:
         for record in ALL:
             writer.append(record)
     return tmp_path / "runs"

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.comm_samples import SAMPLES
 from tests.parsing import parse as typed
+from tests.report.tuner_file import parse
 
 from stepmark.app import sweep as app
 from stepmark.app import sweep_results, sweep_run
@@ -31,7 +32,7 @@ from stepmark.core.sweep import Outcome, Setting, Sweep, Try, TunerChoice
 from stepmark.core.verb_options import SweepOptions
 from stepmark.launch import processes
 from stepmark.report.recommendation import Advice
-from stepmark.report.tuner import COLLECTIVES, first_match, parse
+from stepmark.report.tuner import COLLECTIVES, first_match
 from stepmark.store import sweeps
 from stepmark.store.sweeps import Journal
 

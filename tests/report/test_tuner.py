@@ -18,10 +18,11 @@ from stepmark.report.tuner import (
     Rule,
     first_match,
     mismatches,
-    parse,
     rules,
     text_of,
 )
+
+from .tuner_file import parse
 
 NODES, RANKS = 2, 16
 HOWS = st.tuples(st.sampled_from(ALGORITHMS), st.sampled_from(PROTOCOLS), st.integers(1, 64))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.core.comm_samples import PLAIN, SAMPLES
 from tests.store.test_query import sql
 from tests.store.test_runs import INFO
+from tests.store.writers import new_run
 
 from stepmark.core.comm_case import CommCase
 from stepmark.core.commands import command_of
@@ -27,7 +28,6 @@ from stepmark.core.record import (
 )
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.store import codec
-from stepmark.store.runs import RunWriter
 
 GOLDEN = Path(__file__).parents[1] / "data" / "records-schema2.jsonl"
 
@@ -148,7 +148,7 @@ def columns_of(record: Record) -> tuple[object, ...]:
 
 def test_sizes_and_rates_of_collectives(tmp_path: Path) -> None:
     """busbw = size x factor / time, as nccl-tests; size and factor from the case itself."""
-    with RunWriter.create(tmp_path, dataclasses.replace(INFO, run_id="a")) as writer:
+    with new_run(tmp_path, dataclasses.replace(INFO, run_id="a")) as writer:
         for record in ALL:
             writer.append(dataclasses.replace(record, run_id="a"))
     _, found = sql(
@@ -164,7 +164,7 @@ def test_sizes_and_rates_of_collectives(tmp_path: Path) -> None:
 
 
 def test_columns_of_collectives(tmp_path: Path) -> None:
-    with RunWriter.create(tmp_path, dataclasses.replace(INFO, run_id="a")) as writer:
+    with new_run(tmp_path, dataclasses.replace(INFO, run_id="a")) as writer:
         for record in ALL:
             writer.append(dataclasses.replace(record, run_id="a"))
     _, rows = sql(

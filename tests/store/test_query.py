@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from tests.store.test_codec import ALL
 from tests.store.test_runs import INFO, measured
+from tests.store.writers import new_run
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.store import query as queries
 from stepmark.store.reader import list_runs, read, read_records
-from stepmark.store.runs import RunWriter
 
 
 def sql(root: Path, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
@@ -27,7 +27,7 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "it's [a] run*s"
     for name in ("a", "b"):
         info = dataclasses.replace(INFO, run_id=name)
-        with RunWriter.create(root, info) as writer:
+        with new_run(root, info) as writer:
             for record in ALL if name == "a" else [measured(n=4), measured(8, n=5001)]:
                 writer.append(dataclasses.replace(record, run_id=name))
     return root
@@ -84,7 +84,7 @@ def test_no_runs_are_empty_views(tmp_path: Path) -> None:
             columns, rows = sql(root, f"SELECT * FROM {view}")
             assert rows == []
             assert "run_id" in columns
-    RunWriter.create(tmp_path, INFO).close()
+    new_run(tmp_path, INFO).close()
     assert sql(tmp_path, "SELECT * FROM records")[1] == []
     assert sql(tmp_path, "SELECT count(*) FROM runs")[1] == [(1,)]
 

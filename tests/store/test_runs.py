@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.store.writers import new_run
 
 from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError
@@ -75,7 +76,7 @@ def failed(num_bytes: int) -> Failed:
 
 
 def write(root: Path, *records: Record) -> Path:
-    with RunWriter.create(root, INFO) as writer:
+    with new_run(root, INFO) as writer:
         for record in records:
             writer.append(record)
     return root / INFO.run_id
@@ -90,7 +91,7 @@ def test_what_is_appended_is_read(tmp_path: Path) -> None:
 
 
 def test_every_record_is_readable_when_append_returns(tmp_path: Path) -> None:
-    with RunWriter.create(tmp_path, INFO) as writer:
+    with new_run(tmp_path, INFO) as writer:
         for count in range(1, 4):
             writer.append(measured(4 * count))
             assert len(reader.read_records(writer.path)) == count
@@ -196,7 +197,7 @@ def test_resume_accepts_what_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_a_run_has_one_writer(tmp_path: Path) -> None:
-    with RunWriter.create(tmp_path, INFO) as writer:
+    with new_run(tmp_path, INFO) as writer:
         with pytest.raises(ConfigError, match="no other process"):
             RunWriter.resume(writer.path, ENVIRONMENT)
         writer.append(measured())
@@ -213,7 +214,7 @@ def test_a_full_disk_leaves_whole_lines(
             raise OSError(errno.ENOSPC, "No space left on device")
         return real_write(fd, data[: len(data) // 2])
 
-    with RunWriter.create(tmp_path, INFO) as writer:
+    with new_run(tmp_path, INFO) as writer:
         writer.append(measured(4))
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", half)
@@ -240,7 +241,7 @@ def test_full_disk_while_samples_are_written(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with RunWriter.create(tmp_path, INFO) as writer:
+    with new_run(tmp_path, INFO) as writer:
         monkeypatch.setattr(np, "save", full)
         with pytest.raises(StoreError):
             writer.append(measured(n=5000))
@@ -249,10 +250,9 @@ def test_full_disk_while_samples_are_written(
 
 def test_creation_where_nothing_can_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    write(tmp_path)
     for root in (tmp_path / "file", Path("/proc/nowhere"), tmp_path):
         with pytest.raises(ConfigError, match="out"):
-            RunWriter.create(root, INFO)
+            RunWriter.begin(root / "run", INFO)
 
 
 def test_new_run_id_is_utc_and_sorts() -> None:
@@ -262,7 +262,7 @@ def test_new_run_id_is_utc_and_sorts() -> None:
 
 def test_find_run(tmp_path: Path) -> None:
     for name in ("20261120-1", "20261120-2", "20261121-1"):
-        RunWriter.create(tmp_path, dataclasses.replace(INFO, run_id=name)).close()
+        new_run(tmp_path, dataclasses.replace(INFO, run_id=name)).close()
     (tmp_path / "no-run").mkdir()
     found = [path.name for path in reader.list_runs(tmp_path)]
     assert found == ["20261120-1", "20261120-2", "20261121-1"]
@@ -290,7 +290,7 @@ def test_runs_in_sub_folders_are_found(tmp_path: Path) -> None:
     for folder in (".", "sweeps/one/runs", "checks"):
         root = tmp_path / folder
         info = dataclasses.replace(INFO, run_id=f"2026-{len(folder)}")
-        RunWriter.create(root, info).close()
+        new_run(root, info).close()
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / ".hidden" / "x").mkdir(parents=True)
     (tmp_path / ".hidden" / "x" / "run.json").touch()

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.store.test_query import sql
 from tests.store.test_runs import INFO
+from tests.store.writers import new_run
 from typer.testing import CliRunner
 
 from stepmark.app import runs
@@ -47,7 +48,6 @@ from stepmark.report.comparison import headline, split_fields
 from stepmark.store import codec
 from stepmark.store.compare import Options, compare
 from stepmark.store.export import _scalars
-from stepmark.store.runs import RunWriter
 from stepmark.store.series import mean_of_cycles, series_of_records
 
 GOLDEN = Path(__file__).parents[1] / "data" / "records-schema3.jsonl"
@@ -326,7 +326,7 @@ def test_what_cannot_be_read_is_named(change: dict[str, object], field: str) -> 
 
 def test_columns_of_training(tmp_path: Path) -> None:
     """Tokens of whole cycles over the slowest ranks' time; 8 of 10 samples where cycle is 8."""
-    with RunWriter.create(tmp_path, dataclasses.replace(INFO, run_id="a")) as writer:
+    with new_run(tmp_path, dataclasses.replace(INFO, run_id="a")) as writer:
         for record in ALL:
             writer.append(dataclasses.replace(record, run_id="a"))
     _, found = sql(
@@ -443,7 +443,7 @@ def test_a_compared_value_is_the_mean_of_a_whole_cycle(
 
 def test_runs_show_export_and_report_have_training(tmp_path: Path) -> None:
     run_id = "20261121-050000-ef56"
-    with RunWriter.create(tmp_path, dataclasses.replace(INFO, run_id=run_id)) as writer:
+    with new_run(tmp_path, dataclasses.replace(INFO, run_id=run_id)) as writer:
         for record in ALL[:3]:
             writer.append(dataclasses.replace(record, run_id=run_id))
         writer.append(dataclasses.replace(measured_of(SAMPLES["ddp"]), run_id=run_id))

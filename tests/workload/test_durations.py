@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.store.writers import new_run
 
 from stepmark.app.workload_files import timed
 from stepmark.core.case import OpCase
@@ -18,7 +19,6 @@ from stepmark.core.ops import Copy, Gemm, Norm, Op, Phase
 from stepmark.core.record import Check, Environment, RunInfo, Samples
 from stepmark.core.record import Measured as Record
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Stage, Workload
-from stepmark.store.runs import RunWriter
 from stepmark.workload.durations import (
     Fixed,
     Measured,
@@ -318,7 +318,7 @@ def run(root: Path, *records: Record) -> str:
         environment=UNKNOWN,
         num_cases=len(records),
     )
-    with RunWriter.create(root, info) as writer:
+    with new_run(root, info) as writer:
         for one in records:
             writer.append(one)
     return str(root / RUN)

@@ -16,7 +16,7 @@ from stepmark.core.reading import Table
 from stepmark.core.units import format_bytes, format_time
 from stepmark.core.verb_options import LogsOptions
 from stepmark.report import expected, histogram, log_summary
-from stepmark.report.histogram import lines, summary, unknown_ranks
+from stepmark.report.histogram import calls_and_bytes, lines, summary, unknown_ranks
 from stepmark.report.log_summary import print_tables
 from stepmark.store.export import write_json, write_tables
 from stepmark.store.files import write_text
@@ -86,12 +86,8 @@ def _histogram_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
 
 def _per_step(source: Source, steps: int) -> str:
     rank_steps = steps * max(source.num_ranks_seen, 1)
-    calls = sum(tally.calls for tally in source.histogram.values()) / rank_steps
-    num_bytes = sum(
-        tally.calls * (kind.call_bytes if kind.message_bytes is None else kind.message_bytes)
-        for kind, tally in source.histogram.items()
-    )
-    return f"# {calls:.4g} calls of {format_bytes(num_bytes / rank_steps)} per rank and step"
+    calls, num_bytes = (total / rank_steps for total in calls_and_bytes(source.histogram))
+    return f"# {calls:.4g} calls of {format_bytes(num_bytes)} per rank and step"
 
 
 def _curve_text(totals: dict[str, float | int], options: LogsOptions) -> Iterator[str]:

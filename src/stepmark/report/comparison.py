@@ -268,12 +268,13 @@ def columns_of(comparison: Comparison) -> list[Column[Line]]:
         *(Column(name, partial(_value, name), COUNT, views=SHOWN) for name in comparison.names),
     ]
     for name in others:
-        ratio = Column(name, partial(_ratio, name), COUNT, f"{name} / {base}", SHOWN)
         # Without intervals there is no verdict to show.
-        cells = (line.cells.get(name) for line in comparison.lines)
-        judged = any(cell and cell.ratio and cell.ratio.low is not None for cell in cells)
-        views = SHOWN if judged else PAGE
-        columns += [ratio, Column(name, partial(_verdict, name), TEXT, _VERDICT, views)]
+        ratios = (ratio_of(line, name) for line in comparison.lines)
+        views = SHOWN if any(ratio and ratio.low is not None for ratio in ratios) else PAGE
+        columns += [
+            Column(name, partial(_ratio, name), COUNT, f"{name} / {base}", SHOWN),
+            Column(name, partial(_verdict, name), TEXT, _VERDICT, views),
+        ]
     return columns
 
 
@@ -285,29 +286,33 @@ def _value(name: str, line: Line) -> str:
     return value_text(line, line.cells.get(name))
 
 
+def ratio_of(line: Line, name: str) -> Ratio | None:
+    """Return the ratio of a side; None where it has no value, and for the baseline."""
+    cell = line.cells.get(name)
+    return cell.ratio if cell else None
+
+
 def _ratio(name: str, line: Line) -> str:
-    ratio = cell.ratio if (cell := line.cells.get(name)) else None
+    ratio = ratio_of(line, name)
     return "" if ratio is None else ratio_text(ratio)
 
 
 def _verdict(name: str, line: Line) -> str:
-    cell = line.cells.get(name)
-    if cell is None:
+    if name not in line.cells:
         return ""
-    return verdict_text(cell.ratio) if cell.ratio else "cannot tell (printed as 0)"
+    ratio = ratio_of(line, name)
+    return verdict_text(ratio) if ratio else "cannot tell (printed as 0)"
 
 
 def _marked(name: str, line: Line) -> str:
-    cell = line.cells.get(name)
-    ratio = cell.ratio if cell else None
+    ratio = ratio_of(line, name)
     return f"{ratio.speed:.3f} {_MARKS[ratio.verdict]}" if ratio else ""
 
 
 def _style(column: Column[Line], line: Line) -> str:
-    """Colour of a verdict, or of a ratio with its mark."""
-    cell = line.cells.get(column.name)
-    is_judgement = column.heading in (_VERDICT, _MARKED)
-    return _STYLE.get(cell.ratio.verdict, "") if is_judgement and cell and cell.ratio else ""
+    """Return the colour of a verdict, or of a ratio with its mark."""
+    ratio = ratio_of(line, column.name) if column.heading in (_VERDICT, _MARKED) else None
+    return _STYLE.get(ratio.verdict, "") if ratio else ""
 
 
 def printed(comparison: Comparison, console: "Console") -> None:

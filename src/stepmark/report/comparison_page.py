@@ -17,6 +17,7 @@ from stepmark.report.comparison import (
     columns_of,
     headline,
     mean_text,
+    ratio_of,
     ratio_text,
     split_fields,
     unit_text,
@@ -162,7 +163,7 @@ def ratios(lines: Sequence[Line], comparison: Comparison) -> Figure:
         points = [
             (label, line, r)
             for label, line in zip(labels, lines, strict=True)
-            if (cell := line.cells.get(name)) and (r := cell.ratio) is not None
+            if (r := ratio_of(line, name))
         ]
         style = curve_style(index) | {"mode": "markers"}
         figure.add_scatter(

@@ -1,6 +1,7 @@
-"""How long messages should take by a measured curve of the same collective and ranks."""
+"""Expected times of messages, from a measured curve of the same collective and ranks."""
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
@@ -11,17 +12,17 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.message import Histogram, MessageKind
 
 MEASURED = "measured"  # between two measured sizes, or at one
-BELOW = "below the smallest"  # whose time is an upper bound
-ABOVE = "extrapolated"  # with the bandwidth of the largest
+BELOW = "below the smallest"  # measured size, whose time is an upper bound
+ABOVE = "extrapolated"  # with the bandwidth of the largest measured size
 SCALED = "other number of ranks"
-# One side of a pair is held against a pair's transfer, else against the ring of sends.
+# One side of a pair is compared with a pair's transfer, else with the ring of sends.
 _PAIRS = ("p2p", "sendrecv")
 _SIDES = ("send", "recv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Times of one collective at ascending sizes; sizes as nccl-tests counts them."""
+    """Times of one collective at ascending sizes, which are as in nccl-tests."""
 
     collective: str
     num_ranks: int
@@ -29,7 +30,7 @@ class Curve:
     source: str
 
     def time_s(self, num_bytes: int) -> tuple[float, str]:
-        """(seconds, how it is known). log-log between sizes; nothing beyond is hidden."""
+        """Return seconds and their source; between sizes by log-log interpolation."""
         sizes = [size for size, _ in self.points]
         if num_bytes < sizes[0]:
             return self.points[0][1], BELOW
@@ -47,7 +48,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """Seconds of one call."""
+    """Expected seconds of one call, and their source."""
 
     seconds: float
     mark: str
@@ -56,7 +57,7 @@ class Expected:
 def curve_of(
     collective: str, num_ranks: int, points: Iterable[tuple[int, float]], source: str
 ) -> Curve | None:
-    """From any points; several at one size become their median. None without a usable one."""
+    """Return a curve through points, medians by size; None without a usable point."""
     by_size: dict[int, list[float]] = {}
     for size, seconds in points:
         if size > 0 and seconds > 0:
@@ -70,8 +71,11 @@ def curve_of(
 def expected(
     histogram: Histogram, curves: Sequence[Curve], *, force: bool = False
 ) -> dict[MessageKind, Expected]:
-    """Kinds that a curve covers. Raises ConfigError where none is covered, where the number
-    of ranks is unknown, and, without `force`, where the curve has another one."""
+    """Return the times of kinds that a curve covers.
+
+    Raises ConfigError where none is covered, where the number of ranks is unknown, and,
+    without `force`, where the curve has another number.
+    """
     times = {}
     for kind in histogram:
         if not any(curve.collective in _names(kind) for curve in curves):
@@ -83,7 +87,7 @@ def expected(
             raise ConfigError("ranks", "unknown", allowed)
         if not kind.message_bytes:
             continue
-        times[kind] = _one(kind, _chosen(kind, curves, force))
+        times[kind] = _expected(kind, _chosen(kind, curves, force))
     if not times:
         names = sorted({curve.collective for curve in curves})
         collectives = sorted({kind.collective for kind in histogram})
@@ -101,25 +105,23 @@ def _names(kind: MessageKind) -> tuple[str, ...]:
 
 
 def _chosen(kind: MessageKind, curves: Sequence[Curve], force: bool) -> Curve:
-    """Of the same number of ranks; with force the nearest in ratio."""
+    """Return the curve of the same number of ranks; with force the nearest in ratio."""
     names = _names(kind)
     candidates = [curve for curve in curves if curve.collective in names]
     if _is_side(kind):
         return min(candidates, key=lambda curve: names.index(curve.collective))
     assert kind.num_ranks is not None
     num_ranks = kind.num_ranks
-    same = [curve for curve in candidates if curve.num_ranks == num_ranks]
-    if same:
-        return same[0]
-    if not force:
+    nearest = min(candidates, key=lambda curve: abs(log(curve.num_ranks / num_ranks)))
+    if nearest.num_ranks != num_ranks and not force:
         rank_counts = ", ".join(str(curve.num_ranks) for curve in candidates)
         allowed = f"{kind.collective} of {num_ranks} ranks, not of {rank_counts}; or --force"
         raise ConfigError("curve", _sources(candidates), allowed)
-    return min(candidates, key=lambda curve: abs(log(curve.num_ranks / num_ranks)))
+    return nearest
 
 
-def _one(kind: MessageKind, curve: Curve) -> Expected:
-    """At another number of ranks the bus bandwidth is taken over, which is a guess."""
+def _expected(kind: MessageKind, curve: Curve) -> Expected:
+    """Assume the curve's bus bandwidth at another number of ranks, which is a guess."""
     assert kind.message_bytes
     seconds, mark = curve.time_s(kind.message_bytes)
     if _is_side(kind) or curve.num_ranks == kind.num_ranks:
@@ -136,28 +138,27 @@ def _sources(curves: Sequence[Curve]) -> str:
 
 
 def totals(
-    histogram: Histogram, known: Mapping[MessageKind, Expected], num_ranks_seen: int
+    histogram: Histogram, times: Mapping[MessageKind, Expected], num_ranks_seen: int
 ) -> dict[str, float | int]:
-    """Over all kinds: seconds per rank, calls covered and not, calls beyond the curve.
+    """Return seconds per rank, calls covered and not, and calls beyond the curve.
 
-    Links carry both directions at once: of sends and receives the longer sum counts.
+    Links carry both directions at once, so only the longer of sends and receives counts.
     """
-    by_name: dict[str, float] = {}
-    for kind, one in known.items():
-        taken = histogram[kind].calls * one.seconds
-        by_name[kind.collective] = by_name.get(kind.collective, 0.0) + taken
+    by_name: dict[str, float] = defaultdict(float)
+    for kind, time in times.items():
+        by_name[kind.collective] += histogram[kind].calls * time.seconds
     sides = [by_name.pop(name, 0.0) for name in _SIDES]
     seconds = sum(by_name.values()) + max(sides)
-    covered = sum(histogram[kind].calls for kind in known)
     calls = sum(tally.calls for tally in histogram.values())
+
+    def calls_of(mark: str) -> int:
+        return sum(histogram[kind].calls for kind, time in times.items() if mark in time.mark)
+
+    covered = calls_of("")
     return {
         "seconds_per_rank": seconds / max(num_ranks_seen, 1),
         "covered_calls": covered,
         "uncovered_calls": calls - covered,
-        "extrapolated_calls": sum(
-            histogram[kind].calls for kind, one in known.items() if ABOVE in one.mark
-        ),
-        "below_calls": sum(
-            histogram[kind].calls for kind, one in known.items() if BELOW in one.mark
-        ),
+        "extrapolated_calls": calls_of(ABOVE),
+        "below_calls": calls_of(BELOW),
     }

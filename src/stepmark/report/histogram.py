@@ -5,7 +5,7 @@ one rank's call says, and the row says so ("per rank"). No binning loses a call 
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.core.collectives import Collective, busbw_factor, num_parts
@@ -27,13 +27,13 @@ FEW_SIZES = 16  # more distinct ones are binned unless asked otherwise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bins:
-    """Lower edges, ascending, of all bins but the first; none: each size is its own bin."""
+    """Lower edges, ascending, of all bins but the first; "exact" has none."""
 
     name: str
     edges: tuple[int, ...]
 
     def of(self, num_bytes: int) -> tuple[int, int | None]:
-        """[low, high) that a size falls into; high None: no end. Exact: low is the size."""
+        """Return [low, high) that a size falls into; high is None for the last bin."""
         if self.name == "exact":
             return num_bytes, num_bytes + 1
         place = bisect_right(self.edges, num_bytes)
@@ -41,21 +41,19 @@ class Bins:
         return low, self.edges[place] if place < len(self.edges) else None
 
     def label(self, low: int, high: int | None) -> str:
-        """'256 B<=<4 KiB', '<16 B', '>=16 MiB'; of an exact bin its size in bytes."""
+        """Return e.g. '256 B<=<4 KiB', '<16 B', '>=16 MiB', or an exact size in bytes."""
         if self.name == "exact":
             return str(low)
         if high is None:
             return f">={format_bytes(low)}"
-        return (
-            f"{format_bytes(low)}<=<{format_bytes(high)}" if low else f"<{format_bytes(high)}"
-        )
+        return f"{f'{format_bytes(low)}<=' if low else ''}<{format_bytes(high)}"
 
 
 def parse_bins(name: str) -> Bins:
-    """craypat, pow2, exact, or edges such as 1K,64K,1M. Raises ConfigError."""
-    named = {"craypat": CRAYPAT, "pow2": POW2, "exact": ()}
-    if name.strip().lower() in named:
-        return Bins(name=name.strip().lower(), edges=named[name.strip().lower()])
+    """Parse craypat, pow2, exact, or edges such as 1K,64K,1M. Raises ConfigError."""
+    edges_by_name = {"craypat": CRAYPAT, "pow2": POW2, "exact": ()}
+    if (key := name.strip().lower()) in edges_by_name:
+        return Bins(name=key, edges=edges_by_name[key])
     edges = tuple(parse_bytes(part, "bins") for part in name.split(",") if part.strip())
     if not edges or list(edges) != sorted(set(edges)) or not edges[0]:
         allowed = "craypat, pow2, exact, or ascending sizes above 0 such as 1K,64K,1M,16M"
@@ -64,13 +62,13 @@ def parse_bins(name: str) -> Bins:
 
 
 def default_bins(histogram: Histogram) -> Bins:
-    """Each size on its own while they are few, else powers of two."""
+    """Return a bin for each size while they are few, else powers of two."""
     sizes = {size_of(kind)[0] for kind in histogram}
     return parse_bins("exact" if len(sizes) <= FEW_SIZES else "pow2")
 
 
 def parse_by(words: str) -> tuple[str, ...]:
-    """What to tell apart: collective,dtype,group,phase or fewer. Raises ConfigError."""
+    """Parse collective,dtype,group,phase or fewer. Raises ConfigError."""
     names = [word.strip() for word in words.split(",") if word.strip()]
     for word in names:
         if word not in BY:
@@ -79,47 +77,53 @@ def parse_by(words: str) -> tuple[str, ...]:
 
 
 def with_ranks(histogram: Histogram, num_ranks: int) -> Histogram:
-    """Kinds without a number of ranks get this one. Raises ConfigError below 1."""
+    """Give this number of ranks to kinds without one. Raises ConfigError below 1."""
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ConfigError("ranks", num_ranks, "from 1 to 16777216")
-    result: dict[MessageKind, Tally] = {}
-    for kind, tally in histogram.items():
-        sized = kind if kind.num_ranks else _sized(kind, num_ranks)
-        result[sized] = summed(result[sized], tally) if sized in result else tally
-    return result
+    return summed(
+        (kind if kind.num_ranks else _sized(kind, num_ranks), tally)
+        for kind, tally in histogram.items()
+    )
 
 
 def _sized(kind: MessageKind, num_ranks: int) -> MessageKind:
-    parts = 1
-    if kind.collective not in PAIR_SIDES:
-        parts = num_parts(Collective(kind.collective), num_ranks)
-    known = kind.message_bytes
-    return replace(
-        kind,
-        num_ranks=num_ranks,
-        message_bytes=kind.call_bytes * parts if known is None else known,
-    )
+    message_bytes = kind.message_bytes
+    if message_bytes is None:
+        is_side = kind.collective in PAIR_SIDES
+        parts = 1 if is_side else num_parts(Collective(kind.collective), num_ranks)
+        message_bytes = kind.call_bytes * parts
+    return replace(kind, num_ranks=num_ranks, message_bytes=message_bytes)
 
 
-def summed(first: Tally, second: Tally) -> Tally:
-    """Both together; the ranks of the one that has more."""
-    return Tally(
-        calls=first.calls + second.calls,
-        ranks=max(first.ranks, second.ranks),
-        timed_calls=first.timed_calls + second.timed_calls,
-        seconds=first.seconds + second.seconds,
-    )
+def summed(messages: Iterable[tuple[MessageKind, Tally]]) -> Histogram:
+    """Add up kinds that occur several times; the largest number of ranks counts."""
+    total: Histogram = {}
+    for kind, tally in messages:
+        before = total.get(kind, Tally(calls=0, ranks=0))
+        total[kind] = Tally(
+            calls=before.calls + tally.calls,
+            ranks=max(before.ranks, tally.ranks),
+            timed_calls=before.timed_calls + tally.timed_calls,
+            seconds=before.seconds + tally.seconds,
+        )
+    return total
+
+
+def calls_and_bytes(histogram: Histogram) -> tuple[int, int]:
+    """Return the number of calls, and their bytes."""
+    calls = sum(tally.calls for tally in histogram.values())
+    return calls, sum(tally.calls * size_of(kind)[0] for kind, tally in histogram.items())
 
 
 def size_of(kind: MessageKind) -> tuple[int, str]:
-    """(bytes, what they are)."""
+    """Return bytes, and whether they are of the message or of one rank."""
     if kind.message_bytes is None:
         return kind.call_bytes, PER_RANK
     return kind.message_bytes, MESSAGE
 
 
 def ranks_seen(histogram: Histogram) -> int:
-    """At least so many ranks wrote what was read."""
+    """Return the least number of ranks that sent these messages."""
     return max((tally.ranks for tally in histogram.values()), default=0)
 
 
@@ -131,37 +135,36 @@ def rows(
     num_ranks_seen: int | None = None,
     expected: Mapping[MessageKind, Expected] | None = None,
 ) -> list[Row]:
-    """One row per bin and value of `by`. Per-rank figures are means over all ranks read."""
-    used = bins or default_bins(histogram)
+    """Return one row per bin and value of `by`; per-rank figures are means over all ranks."""
+    bins = bins or default_bins(histogram)
     num_ranks = num_ranks_seen or ranks_seen(histogram) or 1
-    cells: dict[tuple[object, ...], list[tuple[MessageKind, Tally]]] = {}
+    cells: dict[tuple[object, ...], Histogram] = {}
     for kind, tally in histogram.items():
-        size, what = size_of(kind)
-        key = (*(getattr(kind, word) for word in by), what, used.of(size)[0])
-        cells.setdefault(key, []).append((kind, tally))
+        size, size_is = size_of(kind)
+        key = (*(getattr(kind, name) for name in by), size_is, bins.of(size)[0])
+        cells.setdefault(key, {})[kind] = tally
     table = []
     for key in sorted(cells, key=lambda key: tuple(map(_sortable, key))):
-        low, high = used.of(size_of(cells[key][0][0])[0])
+        messages = cells[key]
+        low, high = bins.of(size_of(next(iter(messages)))[0])
         row: Row = dict(zip((*by, "size_is"), key, strict=False))
-        row |= {"bin": used.label(low, high), "from_bytes": low, "below_bytes": high}
-        row |= _counts(cells[key], num_ranks)
-        table.append(
-            row | (_times(cells[key], num_ranks, expected) if expected is not None else {})
-        )
+        row |= {"bin": bins.label(low, high), "from_bytes": low, "below_bytes": high}
+        row |= _counts(messages, num_ranks)
+        row |= _times(messages, num_ranks, expected) if expected is not None else {}
+        table.append(row)
     return table
 
 
 def _sortable(value: object) -> tuple[int, str]:
-    """Numbers by size, among texts."""
+    """Return a key that sorts numbers by size, among texts."""
     return (value, "") if isinstance(value, int) else (0, str(value))
 
 
-def _counts(messages: Sequence[tuple[MessageKind, Tally]], num_ranks: int) -> Row:
-    calls = sum(tally.calls for _, tally in messages)
-    num_bytes = sum(tally.calls * size_of(kind)[0] for kind, tally in messages)
-    sizes = {kind.num_ranks for kind, _ in messages}
-    timed = sum(tally.timed_calls for _, tally in messages)
-    seconds = sum(tally.seconds for _, tally in messages)
+def _counts(messages: Histogram, num_ranks: int) -> Row:
+    calls, num_bytes = calls_and_bytes(messages)
+    sizes = {kind.num_ranks for kind in messages}
+    timed = sum(tally.timed_calls for tally in messages.values())
+    seconds = sum(tally.seconds for tally in messages.values())
     return {
         "num_ranks": next(iter(sizes)) if len(sizes) == 1 else None,
         "calls": calls,
@@ -174,10 +177,10 @@ def _counts(messages: Sequence[tuple[MessageKind, Tally]], num_ranks: int) -> Ro
     }
 
 
-def _busbw(messages: Sequence[tuple[MessageKind, Tally]]) -> float | None:
-    """Bytes x factor over time, of timed calls whose number of ranks is known."""
+def _busbw(messages: Histogram) -> float | None:
+    """Return bytes x factor over time, of timed calls whose number of ranks is known."""
     wire, seconds = 0.0, 0.0
-    for kind, tally in messages:
+    for kind, tally in messages.items():
         if not tally.timed_calls or kind.message_bytes is None or not tally.seconds:
             continue
         if kind.collective in PAIR_SIDES:
@@ -192,17 +195,14 @@ def _busbw(messages: Sequence[tuple[MessageKind, Tally]]) -> float | None:
 
 
 def _times(
-    messages: Sequence[tuple[MessageKind, Tally]],
-    num_ranks: int,
-    expected: Mapping[MessageKind, Expected],
+    messages: Histogram, num_ranks: int, expected: Mapping[MessageKind, Expected]
 ) -> Row:
-    """What the calls of a row should take by a measured curve, and what they took."""
-    times = [(tally, expected[kind]) for kind, tally in messages if kind in expected]
+    """Return the expected time of a row's calls, and their time over it."""
+    times = [(tally, expected[kind]) for kind, tally in messages.items() if kind in expected]
     covered = sum(tally.calls for tally, _ in times)
     total = sum(tally.calls * time.seconds for tally, time in times)
-    both = [(t, time) for t, time in times if t.timed_calls]
-    should = sum(tally.timed_calls * time.seconds for tally, time in both)
-    took = sum(tally.seconds for tally, _ in both)
+    should = sum(tally.timed_calls * time.seconds for tally, time in times)
+    took = sum(tally.seconds for tally, _ in times if tally.timed_calls)
     marks = {time.mark for _, time in times}
     return {
         "expected_s": total if times else None,
@@ -235,7 +235,7 @@ _NUMBERS = frozenset(key for key, _ in _PRINTED) - {*BY, "size_is", "curve"}
 
 
 def lines(table: Sequence[Row]) -> list[str]:
-    """The rows as aligned text, without columns that have nothing to say."""
+    """Return the rows as aligned text, without empty columns."""
     columns = [(key, head) for key, head in _PRINTED if any(_cell(row, key) for row in table)]
     cells = [[head for _, head in columns]]
     cells += [[_cell(row, key) for key, _ in columns] for row in table]
@@ -258,31 +258,28 @@ def _cell(row: Row, key: str) -> str:
 
 
 def summary(histogram: Histogram, num_ranks_seen: int | None = None) -> list[str]:
-    """A few lines: per collective its calls, bytes and range of sizes."""
+    """Return a line per collective: its calls, bytes and range of sizes."""
     num_ranks = num_ranks_seen or ranks_seen(histogram) or 1
     sentences = []
     for name in sorted({kind.collective for kind in histogram}):
-        messages = [
-            (kind, tally) for kind, tally in histogram.items() if kind.collective == name
-        ]
-        sizes = sorted({size_of(kind)[0] for kind, _ in messages})
-        calls = sum(tally.calls for _, tally in messages)
-        total = sum(tally.calls * size_of(kind)[0] for kind, tally in messages)
-        what = {size_of(kind)[1] for kind, _ in messages}
+        messages = {kind: t for kind, t in histogram.items() if kind.collective == name}
+        sizes = sorted({size_of(kind)[0] for kind in messages})
+        calls, num_bytes = calls_and_bytes(messages)
         span = format_bytes(sizes[0])
         span += f" to {format_bytes(sizes[-1])}" if len(sizes) > 1 else ""
         plural = "s" if calls != num_ranks else ""
-        unknown = ", sizes of one rank's part" if what != {MESSAGE} else ""
+        is_known = all(size_of(kind)[1] == MESSAGE for kind in messages)
+        unknown = "" if is_known else ", sizes of one rank's part"
         sentences.append(
             f"{name}: {calls / num_ranks:.6g} call{plural} per rank, {len(sizes)} "
             f"size{'s' if len(sizes) > 1 else ''} ({span}{unknown}), "
-            f"{format_bytes(total / num_ranks)} per rank"
+            f"{format_bytes(num_bytes / num_ranks)} per rank"
         )
     return sentences
 
 
 def unknown_ranks(histogram: Histogram) -> str:
-    """A line for kinds whose size as nccl-tests counts is unknown; "" where all are known."""
+    """Return a line about kinds whose message size is unknown; "" where all are known."""
     calls = sum(tally.calls for kind, tally in histogram.items() if kind.message_bytes is None)
     if not calls:
         return ""

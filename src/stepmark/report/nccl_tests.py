@@ -1,7 +1,7 @@
 """Rows of collectives as nccl-tests prints them, so that its readers read ours.
 
-Column layout and number rule of nccl-tests 2.17.4 and later (src/util.cu); what it has no
-column for stands in `#` lines below each table. time is the median over samples of the
+Column layout and number rule of nccl-tests 2.17.4 and later (src/util.cu); facts without a
+column are in `#` lines below each table. time is the median over samples of the
 slowest rank, where nccl-tests has the mean.
 """
 
@@ -30,7 +30,7 @@ _TEST_NAMES = {
     Collective.ALL_TO_ALL_V: "alltoallv_perf",
 }
 
-# A block has a header of its own; within it, a table per value of these.
+# A block has a header of its own, and a table for each value of _TABLE.
 _BLOCK = (
     *("collective", "num_ranks", "world_size", "split", "mode", "aligned", "api", "backend"),
     *("device", "calls_per_group", "spread", "skew_s", "max_ctas", "beside"),
@@ -55,7 +55,7 @@ _HEAD = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """What nccl-tests' parameter line says. As asked for, or read from the rows."""
+    """Values of nccl-tests' parameter line."""
 
     min_bytes: int
     max_bytes: int
@@ -72,24 +72,23 @@ def text_of(
     rows: Sequence[Row],
     run: RunInfo,
     *,
-    parameters: Parameters | None = None,
     step: tuple[int, bool] | None = None,
 ) -> str:
-    """Return all rows: one complete output per collective and way of calling it.
+    """Return all rows: one complete output per collective and setting.
 
-    step: as it was asked for, and whether it is a factor; None: as the rows have it.
+    step is the one asked for, and whether it is a factor; None takes it from the rows.
     """
     texts = []
     for block in grouped(rows, _BLOCK):
-        block_parameters = parameters or parameters_of(block)
+        parameters = parameters_of(block)
         if step is not None:
-            block_parameters = replace(block_parameters, step=step[0], step_is_factor=step[1])
-        texts.append(_block(block, run, block_parameters))
+            parameters = replace(parameters, step=step[0], step_is_factor=step[1])
+        texts.append(_block(block, run, parameters))
     return "\n".join(texts)
 
 
 def test_name(collective: str) -> str:
-    """The program of nccl-tests, or what it would be called."""
+    """Return the name of nccl-tests' program, or the name that it would have."""
     return _TEST_NAMES.get(Collective(collective), f"{collective}_perf")
 
 
@@ -98,7 +97,7 @@ def type_name(dtype: str) -> str:
 
 
 def lines_of(rows: Sequence[Row]) -> list[dict[str, Row]]:
-    """The rows of one table by size: both placements side by side."""
+    """Return the rows of one table by size, both placements side by side."""
     joined: dict[tuple[float, float], dict[str, Row]] = {}
     for row in rows:
         size, count = number(row, "size_bytes") or 0, number(row, "count") or 0
@@ -107,12 +106,12 @@ def lines_of(rows: Sequence[Row]) -> list[dict[str, Row]]:
 
 
 def tables_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """The tables of one block: rows of one type, operation, root and pair."""
+    """Return the tables of one block: rows of one type, operation, root and pair."""
     return grouped(rows, _TABLE)
 
 
 def float_text(value: float, width: int) -> str:
-    """As many of two decimals as fit, else an exponent: nccl-tests' getFloatStr."""
+    """Print up to two decimals that fit, else an exponent, as nccl-tests' getFloatStr."""
     for places in (2, 1, 0):
         printed = f"{value:{width}.{places}f}"
         if len(printed) <= width:
@@ -121,7 +120,7 @@ def float_text(value: float, width: int) -> str:
 
 
 def parameters_of(rows: Sequence[Row]) -> Parameters:
-    """Read from the rows of one block. One size alone has nccl-tests' default step."""
+    """Read the rows of one block. One size alone has nccl-tests' default step."""
     sizes = sorted({int(number(row, "size_bytes") or 0) for row in rows})
     ratios = {high / low for low, high in pairwise(sizes) if low}
     steps = {high - low for low, high in pairwise(sizes)} or {2**20}
@@ -177,9 +176,9 @@ def _header(rows: Sequence[Row], run: RunInfo, parameters: Parameters, name: str
 
 
 def devices_of(rows: Sequence[Row], run: RunInfo) -> list[Mapping[str, object]]:
-    """The devices of the ranks that take part, under the keys of nccl-tests' JSON.
+    """Return the devices of the ranks that take part, under the keys of nccl-tests' JSON.
 
-    A CPU has no PCI address: 0000:00:00, so that parsers that expect one go on.
+    A CPU, which has no PCI address, gets 0000:00:00 for parsers that expect one.
     """
     world = int(number(rows[0], "world_size") or 0)
     split = text(rows[0], "split")
@@ -219,15 +218,15 @@ def _table_line(row: Row) -> str:
 
 
 def _size_lines(halves: Mapping[str, Row]) -> list[str]:
-    """The data line of a size, then a reason for each half that has no figures."""
-    held = [halves[placement] for placement in PLACEMENTS if placement in halves]
+    """Return the data line of a size, then a reason for each half without figures."""
+    rows = [halves[placement] for placement in PLACEMENTS if placement in halves]
     lines = []
-    if any(row["time_s"] for row in held):
+    if any(row["time_s"] for row in rows):
         cells = (_half(halves.get(placement)) for placement in PLACEMENTS)
-        lines.append(_lead(held[0]) + "".join(cells))
+        lines.append(_lead(rows[0]) + "".join(cells))
     return lines + [
         f"# {row['size_bytes']} {row['placement']} {row['status']}: {row['message']}"
-        for row in held
+        for row in rows
         if row["message"]
     ]
 
@@ -243,23 +242,21 @@ def _half(row: Row | None) -> str:
     time_s = number(row, "time_s") if row else None
     if row is None or time_s is None:
         return NA_HALF
-    wrong, rates = (
-        number(row, "num_wrong"),
-        (number(row, "algbw_gb_s"), number(row, "busbw_gb_s")),
-    )
+    wrong = number(row, "num_wrong")
+    rates = (number(row, "algbw_gb_s"), number(row, "busbw_gb_s"))
     algbw, busbw = ("N/A" if rate is None else float_text(rate, 6) for rate in rates)
-    # One column narrower where nothing was checked, as there.
+    # One column narrower where nothing was checked, as in nccl-tests.
     wrong_text = "    N/A" if wrong is None else f"  {wrong:>6g}"
     return f"  {float_text(time_s * 1e6, 7)}  {algbw:>6}  {busbw:>6}{wrong_text}"
 
 
 def out_of_bounds(rows: Sequence[Row]) -> int:
-    """Measurements with a wrong element."""
+    """Return the number of measurements with a wrong element."""
     return sum(1 for row in rows if row["num_wrong"])
 
 
 def average_busbw(rows: Sequence[Row]) -> float | None:
-    """Unweighted, over sizes and placements: it depends on the sizes, and compares nothing."""
+    """Return the unweighted mean over sizes and placements, as nccl-tests prints it."""
     rates = [rate for row in rows if (rate := number(row, "busbw_gb_s")) is not None]
     return sum(rates) / len(rates) if rates else None
 

@@ -2,7 +2,7 @@
 
 The oddities of nccl-tests are kept, since its readers expect them: booleans are the words
 "true" and "false", a root is a padded text, microseconds and GB/s. Values are for one
-collective as there; rows of several carry its name in `experiment_name`. PARAM's percentiles
+collective as there; rows of several have its name in `experiment_name`. PARAM's percentiles
 are over ranks, of each rank's mean; rates are from the median rank. Column widths from
 facebookresearch/param, reportBenchTimeColl.
 """
@@ -21,7 +21,6 @@ from stepmark.core.stats import quantile
 from stepmark.core.units import GB
 from stepmark.report.nccl_tests import (
     PLACEMENTS,
-    Parameters,
     average_busbw,
     devices_of,
     lines_of,
@@ -42,10 +41,9 @@ def json_document(
     run: RunInfo,
     arguments: Sequence[str],
     *,
-    parameters: Parameters | None = None,
     ended_at: str = "",
 ) -> dict[str, object]:
-    """The document of these rows. ended_at is ISO 8601, as run.created_at; "" leaves it out.
+    """Return the document of these rows; ended_at is ISO 8601, as run.created_at, or "".
 
     `env` holds only the variables that the run recorded, which are redacted; nccl-tests
     writes the whole environment.
@@ -57,7 +55,7 @@ def json_document(
         "args": list(arguments),
         "env": [f"{name}={value}" for name, value in variables.items()],
         "nccl_version": _version_code(run.environment.versions.get("nccl")),
-        "config": _config(rows, run, parameters or parameters_of(rows)) if rows else {},
+        "config": _config(rows, run) if rows else {},
         "results": [
             _result(halves)
             for group in grouped(rows, ("collective",))
@@ -81,7 +79,7 @@ def _clock_time(moment: str) -> str:
 
 
 def _version_code(version: str | None) -> int | None:
-    """22809 of "2.28.9", as NCCL_VERSION_CODE."""
+    """Return e.g. 22809 for "2.28.9", as NCCL_VERSION_CODE."""
     try:
         major, minor, patch = map(int, (version or "").split("+")[0].split("."))
     except ValueError:
@@ -93,8 +91,8 @@ def _bool(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _config(rows: Sequence[Row], run: RunInfo, parameters: Parameters) -> dict[str, object]:
-    p = parameters
+def _config(rows: Sequence[Row], run: RunInfo) -> dict[str, object]:
+    p = parameters_of(rows)
     widest = max(rows, key=lambda row: number(row, "num_ranks") or 0)
     return {
         "nthreads": 1,
@@ -146,7 +144,7 @@ def _half(row: Row | None) -> dict[str, object] | None:
     }
 
 
-# What torch calls them, as PARAM's --data-types.
+# Names in torch, as PARAM's --data-types.
 _DTYPES = {
     DType.FP64: "float64",
     DType.FP32: "float32",
@@ -164,17 +162,17 @@ _HEADINGS = (
 
 
 def param_comms(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
-    """One block per collective and dtype. PARAM prints nothing about wrong data: left out.
+    """Return one block per collective and dtype, without pairs and barriers.
 
-    Its table for pairs has other columns, and a barrier no rate, so neither is here.
+    PARAM's table for pairs has other columns, a barrier has no rate, and wrong data no column.
     """
     blocks: dict[str, list[Launches]] = {}
     for launches in pooled(records):
-        held = launches.case.collective
-        if launches.status != "measured" or FACTS[held].pair or held is Collective.BARRIER:
+        kind = launches.case.collective
+        if launches.status != "measured" or FACTS[kind].pair or kind is Collective.BARRIER:
             continue
         blocks.setdefault(_name(launches.case), []).append(launches)
-    return {name: _block(name, held, run) for name, held in blocks.items()}
+    return {name: _block(name, cases, run) for name, cases in blocks.items()}
 
 
 def _name(case: CommCase) -> str:
@@ -183,7 +181,7 @@ def _name(case: CommCase) -> str:
 
 
 def _tag(case: CommCase) -> str:
-    """PARAM's --tag: what tells apart tables that it would print alike."""
+    """Return PARAM's --tag, which distinguishes tables of one name."""
     words = ["in-place"] if case.in_place else []
     words += [case.mode.value] if case.mode.value != "queued" else []
     words += [f"{case.num_ranks}of{case.world_size}"] * (case.num_ranks != case.world_size)
@@ -203,7 +201,7 @@ def _block(name: str, cases: list[Launches], run: RunInfo) -> str:
 
 
 def _cells(launches: Launches) -> str:
-    """One line: microseconds with one decimal, GB/s with three."""
+    """Return one line: microseconds with one decimal, GB/s with three."""
     means = sorted(
         fmean(value for record in launches.measured for value in record.samples.seconds[index])
         for index in range(len(launches.case.members))

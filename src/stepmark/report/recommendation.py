@@ -1,31 +1,30 @@
-"""Which setting to use at which size, if any. Nothing is recommended that chance explains.
+"""Recommendation of a setting by size. Nothing is recommended that chance explains.
 
 A setting wins a line when it is faster than the baseline with certainty, after Holm's
 correction over all settings and lines, and by at least `min_gain`. Of several the fastest wins.
-Over 250 lines: what is picked, the ranges made of it and their words change together.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import compress, groupby, pairwise
 
 from stepmark.core.comparison import Comparison, Line
 from stepmark.core.ratio import CONFIDENCE, Ratio, Verdict, holm
 from stepmark.core.sweep import cut
 from stepmark.core.units import format_bytes
+from stepmark.report.comparison import ratio_of
 
-# Fields whose values speak for themselves, in the order in which they are read; of others a
-# label has the name too.
+# Fields that a label shows without their name, in this order.
 _PLAIN = ("family", "shape", "label", "phase", "dtype", "redop", "placement", "pair")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
-    """A line and what won it; `winner` is None where the baseline stays.
+    """A line and the setting that won it; `winner` is None where the baseline stays.
 
-    `best` is the fastest setting that was seen, certain or not, and `reason` why it is not
-    the winner. Ratios are of its speed to the baseline's.
+    `best` is the fastest setting, certain or not, and `reason` why it is not the winner.
+    `ratio` is its speed over the baseline's.
     """
 
     line: Line
@@ -48,10 +47,14 @@ class Range:
     def winner(self) -> str | None:
         return self.picks[0].winner
 
+    @property
+    def best(self) -> Pick:
+        return max(self.picks, key=lambda pick: pick.ratio.speed if pick.ratio else 0.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """`single` is a setting that wins somewhere and loses nowhere, if there is one."""
+    """Advice for a sweep. `single` is a setting that wins somewhere and loses nowhere."""
 
     baseline: str
     considered: tuple[str, ...]  # settings that could have won
@@ -66,7 +69,7 @@ class Advice:
 def advise(
     comparison: Comparison, *, min_gain: float, left_out: Mapping[str, str] | None = None
 ) -> Advice:
-    """From ratios whose launches are rounds; with one round nothing is certain."""
+    """Return advice from ratios whose launches are rounds; one round makes nothing certain."""
     out = left_out or {}
     base, *others = comparison.names
     considered = [name for name in others if name not in out]
@@ -74,14 +77,10 @@ def advise(
         (place, name, p)
         for place, line in enumerate(comparison.lines)
         for name in considered
-        if (ratio := _ratio(line, name)) and (p := p_faster(ratio)) is not None
+        if (ratio := ratio_of(line, name)) and (p := p_faster(ratio)) is not None
     ]
-    fallen = holm([p for *_, p in tested], 1 - CONFIDENCE)
-    certain = {
-        (place, name)
-        for (place, name, _), is_faster in zip(tested, fallen, strict=True)
-        if is_faster
-    }
+    is_faster = holm([p for *_, p in tested], 1 - CONFIDENCE)
+    certain = {(place, name) for place, name, _ in compress(tested, is_faster)}
     picks = tuple(
         _pick(line, considered, {name for at, name in certain if at == place}, min_gain)
         for place, line in enumerate(comparison.lines)
@@ -99,18 +98,13 @@ def advise(
 
 
 def p_faster(ratio: Ratio) -> float | None:
-    """One-sided p of "not faster at all"; None where nothing is known of the spread."""
+    """Return the one-sided p of "not faster at all"; None where the spread is unknown."""
     p_slower = ratio.p_slower(0.0)
     return None if p_slower is None else 1 - p_slower
 
 
-def _ratio(line: Line, name: str) -> Ratio | None:
-    cell = line.cells.get(name)
-    return cell.ratio if cell else None
-
-
 def _pick(line: Line, names: Sequence[str], certain: set[str], min_gain: float) -> Pick:
-    ratios = {name: ratio for name in names if (ratio := _ratio(line, name))}
+    ratios = {name: ratio for name in names if (ratio := ratio_of(line, name))}
     if not ratios:
         return Pick(line=line, winner=None, best=None, ratio=None, reason="nothing to compare")
     ranked = sorted(ratios, key=lambda name: ratios[name].speed, reverse=True)
@@ -137,36 +131,37 @@ def _why_not(ratio: Ratio, is_certain: bool, min_gain: float) -> str:
 
 
 def _single(picks: Sequence[Pick], names: Sequence[str], min_gain: float) -> str | None:
-    """Most lines won; then the highest mean speed."""
+    """Return the setting that wins most lines and loses none; then the fastest on average."""
     scored = []
     for name in names:
-        ratios = [_ratio(pick.line, name) for pick in picks]
+        ratios = [ratio for pick in picks if (ratio := ratio_of(pick.line, name))]
         won = sum(pick.winner == name for pick in picks)
-        known = [found for found in ratios if found is not None]
-        if won and len(known) == len(ratios) and not any(_loses(r, min_gain) for r in known):
-            scored.append((won, sum(math.log(r.speed) for r in known), name))
+        if won and len(ratios) == len(picks) and not any(_loses(r, min_gain) for r in ratios):
+            scored.append((won, sum(math.log(ratio.speed) for ratio in ratios), name))
     return max(scored)[-1] if scored else None
 
 
 def _loses(ratio: Ratio, min_gain: float) -> bool:
-    """Surely slower, or seen to be slower by as much as a gain must be to count."""
+    """Whether it is certainly slower, or seen slower by as much as a gain must be to count."""
     return ratio.verdict is Verdict.SLOWER or ratio.speed * (1 + min_gain) < 1
 
 
 def _ranges(picks: Sequence[Pick]) -> list[Range]:
-    """By all that tells lines apart but their size, so that no size is in two ranges."""
-    varying = _telling([pick.line for pick in picks])
+    """Return ranges by all fields but the size, so that no size is in two ranges."""
+    names = _label_fields([pick.line for pick in picks])
     groups: dict[tuple[object, ...], list[Pick]] = {}
     for pick in picks:
         key = (frozenset(pick.line.fields.items()), pick.line.unit)
         groups.setdefault(key, []).append(pick)
     return [
-        one for held in groups.values() for one in _merged(_label(held[0].line, varying), held)
+        sizes
+        for group in groups.values()
+        for sizes in _merged(_label(group[0].line, names), group)
     ]
 
 
-def _telling(lines: Sequence[Line]) -> list[str]:
-    """The family, the shape, and what else tells lines apart that these do not."""
+def _label_fields(lines: Sequence[Line]) -> list[str]:
+    """Return the family, the shape, and fields that distinguish lines in which these agree."""
     every = dict.fromkeys((*_PLAIN, *(name for line in lines for name in line.fields)))
     names: list[str] = []
     num_distinct = 0
@@ -213,7 +208,7 @@ def _size(pick: Pick) -> int:
 
 
 def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
-    """Lines for people. `exports` has, by setting, the shell lines that make it."""
+    """Return the advice as text. `exports` has the shell lines of each setting."""
     lines = [f"not considered: {name}: {why}" for name, why in advice.left_out.items()]
     keep = "the default" if advice.baseline == "default" else advice.baseline
     won = [pick for pick in advice.picks if pick.winner]
@@ -249,7 +244,7 @@ def _range_text(entry: Range, keep: str) -> str:
     head = f"{entry.label}{span}: "
     if entry.winner:
         return f"{head}{entry.winner} ({_gains(entry.picks)})"
-    best = max(entry.picks, key=lambda pick: pick.ratio.speed if pick.ratio else 0.0)
+    best = entry.best
     if best.ratio is None:
         return f"{head}keep {keep} ({best.reason})"
     where = ""
@@ -265,12 +260,12 @@ def _gains(picks: Sequence[Pick]) -> str:
     return text if low == high else f"{text} to {high - 1:+.1%}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def rows(advice: Advice) -> list[dict[str, object]]:
-    """One flat row per range, for files."""
+    """Return one flat row per range."""
     return [
         {
             "label": entry.label,
@@ -278,10 +273,9 @@ def rows(advice: Advice) -> list[dict[str, object]]:
             "last_bytes": entry.last_bytes,
             "setting": entry.winner or advice.baseline,
             "is_change": entry.winner is not None,
-            "best": best.best,
-            "best_speed": best.ratio.speed if best.ratio else None,
-            "reason": best.reason,
+            "best": entry.best.best,
+            "best_speed": entry.best.ratio.speed if entry.best.ratio else None,
+            "reason": entry.best.reason,
         }
         for entry in advice.ranges
-        for best in [max(entry.picks, key=lambda p: p.ratio.speed if p.ratio else 0.0)]
     ]

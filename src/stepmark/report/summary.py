@@ -1,6 +1,6 @@
-"""The last lines of a run: what it found, in the order a reader asks.
+"""Last lines of a run: one finding per line, the most important first.
 
-One finding per line; each line starts with what it is about, LEAD columns wide.
+Each line starts with its subject, LEAD columns wide.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from stepmark.core.record import RunInfo
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report.comm_remarks import NO_STRAGGLER, matrices, slow_lines, straggler
 from stepmark.report.outcomes import MATMULS
-from stepmark.report.row_tables import describe, grouped
+from stepmark.report.row_tables import describe, grouped, print_lines
 from stepmark.report.training_words import remarks, title
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 # A compute-bound matmul or attention this far under its peak is worth a line.
 OUTLIER_PCT = 50.0
+MAX_OUTLIERS = 3
 # A rank this much slower than the median rank is worth a line.
 SLOW_RANK = 1.03
-# Every line starts with what it is about, this many columns wide.
 LEAD = 11
 
 
@@ -31,22 +31,19 @@ def terminal_summary(
     run: RunInfo, rows: Sequence[Row], console: "Console", *, report: Path | None = None
 ) -> None:
     """Print the summary of a run."""
-    for line in summary_lines(run, rows, report=report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_lines(summary_lines(run, rows, report=report), console)
 
 
 def summary_lines(
     run: RunInfo, rows: Sequence[Row], *, report: Path | None = None
 ) -> list[str]:
-    """One finding per line; what was not measured has no line."""
-    devices = run.environment.devices
-    names = Counter(device.name for device in devices)
+    """Return one finding per line; what was not measured has no line."""
+    names = Counter(device.name for device in run.environment.devices)
     device = ", ".join(f"{count} x {name}" for name, count in names.items())
     jobs = unique_cases(rows)
-    statuses = Counter(text(row, "status") for row in jobs)
     lines = [
         f"device     {device or 'unknown'}",
-        f"cases      {', '.join(f'{n} {status}' for status, n in statuses.items()) or 'none'}",
+        f"cases      {_statuses(jobs) or 'none'}",
         *_best_lines(jobs),
         *_outlier_lines(jobs),
         *_slow_rank_lines(rows),
@@ -57,8 +54,13 @@ def summary_lines(
     return lines + ([f"report     {report}"] if report else [])
 
 
+def _statuses(rows: Sequence[Row]) -> str:
+    statuses = Counter(text(row, "status") for row in rows)
+    return ", ".join(f"{count} {status}" for status, count in statuses.items())
+
+
 def unique_cases(rows: Sequence[Row]) -> list[Row]:
-    """One row per case: not per rank, and not again for each label."""
+    """Return one row per case: not per rank, and not again for each label."""
     cases: dict[str, Row] = {}
     for row in rows:
         if row["rank"] is None:
@@ -70,13 +72,12 @@ def _best_lines(jobs: Sequence[Row]) -> list[str]:
     lines = []
     right = [row for row in jobs if row["status"] == "measured"]
     products = [row for row in right if row["family"] in MATMULS and row["tflops"]]
-    for dtype in dict.fromkeys(text(row, "dtype") for row in products):
-        same = [row for row in products if row["dtype"] == dtype]
-        best = max(same, key=lambda row: number(row, "tflops") or 0.0)
+    for group in grouped(products, ("dtype",)):
+        best = max(group, key=lambda row: number(row, "tflops") or 0.0)
         share = number(best, "pct_peak")
         peak = "peak n/a" if share is None else f"{share:.1f} % of the dense peak"
         rate = digits(number(best, "tflops"))
-        lines.append(f"matmul     {rate} TFLOP/s {dtype}, {peak} ({best['shape']})")
+        lines.append(f"matmul     {rate} TFLOP/s {best['dtype']}, {peak} ({best['shape']})")
     copies = [row for row in right if row["family"] == "copy" and row["gb_per_s"]]
     if copies:
         best = max(copies, key=lambda row: number(row, "gb_per_s") or 0.0)
@@ -87,21 +88,14 @@ def _best_lines(jobs: Sequence[Row]) -> list[str]:
 
 
 def _fastest(jobs: Sequence[Row]) -> list[Row]:
-    """The best backend of each operator: a job would use that one."""
-    best: dict[tuple[object, ...], Row] = {}
-    for row in jobs:
-        time_s = number(row, "time_s")
-        if time_s is None:
-            continue
-        key = tuple(row[name] for name in ("family", "shape", "dtype", "layout", "pass"))
-        best_s = number(best[key], "time_s") if key in best else None
-        if best_s is None or time_s < best_s:
-            best[key] = row
-    return list(best.values())
+    """Return the best backend of each operator, which a job would use."""
+    timed = [row for row in jobs if row["time_s"] is not None]
+    groups = grouped(timed, ("family", "shape", "dtype", "layout", "pass"))
+    return [min(group, key=lambda row: number(row, "time_s") or 0.0) for group in groups]
 
 
-def _outlier_lines(jobs: Sequence[Row], most: int = 3) -> list[str]:
-    """The compute-bound cases farthest under the peak, or under the measured ceiling."""
+def _outlier_lines(jobs: Sequence[Row]) -> list[str]:
+    """Return the compute-bound cases farthest under the peak, or the measured ceiling."""
     shares = []
     for row in _fastest(jobs):
         key = "pct_ceiling" if row["pct_peak"] is None else "pct_peak"
@@ -109,11 +103,10 @@ def _outlier_lines(jobs: Sequence[Row], most: int = 3) -> list[str]:
         if row["bound"] == "compute" and share is not None and share < OUTLIER_PCT:
             of = "the dense peak" if key == "pct_peak" else "the measured ceiling"
             shares.append((share, f"slow       {describe(row)}: {share:.1f} % of {of}"))
-    lines = [line for _, line in sorted(shares)[:most]]
-    more = len(shares) - most
-    return lines + (
-        [f"slow       and {more} more under {OUTLIER_PCT:.0f} %"] if more > 0 else []
-    )
+    lines = [line for _, line in sorted(shares)[:MAX_OUTLIERS]]
+    if (more := len(shares) - MAX_OUTLIERS) > 0:
+        lines.append(f"slow       and {more} more under {OUTLIER_PCT:.0f} %")
+    return lines
 
 
 def _slow_rank_lines(rows: Sequence[Row]) -> list[str]:
@@ -135,20 +128,19 @@ def _throttle_lines(jobs: Sequence[Row]) -> list[str]:
     return [f"throttled  {reason}: {count} cases" for reason, count in counts.items()]
 
 
-_WAY = ("collective", "dtype", "num_ranks", "mode", "api", "split", "beside")
+_SETTING = ("collective", "dtype", "num_ranks", "mode", "api", "split", "beside")
 
 
 def comm_lines(rows: Sequence[Row]) -> list[str]:
-    """Empty without rows. Each line starts with what it is about, LEAD columns wide."""
+    """Return findings about collectives; none without rows."""
     if not rows:
         return []
-    statuses = Counter(text(row, "status") for row in rows)
-    entries = [("collective", ", ".join(f"{n} {status}" for status, n in statuses.items()))]
+    entries = [("collective", _statuses(rows))]
     right = [row for row in rows if row["status"] == "measured"]
-    for group in grouped([row for row in right if not row["pair"]], _WAY):
+    for group in grouped([row for row in right if not row["pair"]], _SETTING):
         entries += [("busbw" if group[0]["busbw_gb_s"] is not None else "time", _best(group))]
         entries += [
-            ("straggler", f"{_way(group[0])}: {line}")
+            ("straggler", f"{_setting(group[0])}: {line}")
             for line in straggler(group)
             if line != NO_STRAGGLER
         ]
@@ -163,7 +155,7 @@ def comm_lines(rows: Sequence[Row]) -> list[str]:
     return [f"{lead:<{LEAD}}{line}" for lead, line in entries]
 
 
-def _way(row: Row) -> str:
+def _setting(row: Row) -> str:
     words = [text(row, "collective"), text(row, "dtype"), f"x{row['num_ranks']}"]
     words += [text(row, "mode")] if row["mode"] != "queued" else []
     words += [text(row, "api")] if row["api"] != "torch" else []
@@ -173,33 +165,31 @@ def _way(row: Row) -> str:
 
 
 def _best(group: Sequence[Row]) -> str:
-    """The highest busbw of one way of calling, and the shortest time."""
-    soonest = min(number(row, "time_s") or 0.0 for row in group)
+    """Return the highest busbw of one setting, and the shortest time."""
+    shortest = min(number(row, "time_s") or 0.0 for row in group)
     best = max(group, key=lambda row: number(row, "busbw_gb_s") or 0.0)
     if best["busbw_gb_s"] is None:
-        return f"{_way(best)} {format_time(soonest)}"
+        return f"{_setting(best)} {format_time(shortest)}"
     share = number(best, "pct_link")
     link = "" if share is None else f", {share:.0f} % of the link"
     size = format_bytes(number(best, "size_bytes") or 0)
     rate = digits(number(best, "busbw_gb_s"))
-    return f"{_way(best)} {rate} GB/s at {size}{link}; at least {format_time(soonest)}"
+    return f"{_setting(best)} {rate} GB/s at {size}{link}; at least {format_time(shortest)}"
 
 
 def train_lines(rows: Sequence[Row]) -> list[str]:
-    """Empty without rows. Each line starts with what it is about, LEAD columns wide."""
+    """Return findings about training; none without rows."""
     if not rows:
         return []
-    statuses = Counter(text(row, "status") for row in rows)
-    entries = [("training", ", ".join(f"{n} {status}" for status, n in statuses.items()))]
+    entries = [("training", _statuses(rows))]
     for row in rows:
-        if number(row, "time_s") is None:
-            continue
-        entries.append(("step", f"{title(row)}: {_reached(row)}"))
-        entries += [("", line) for line in remarks(row)]
+        if number(row, "time_s") is not None:
+            entries.append(("step", f"{title(row)}: {_rates(row)}"))
+            entries += [("", line) for line in remarks(row)]
     return [f"{lead:<{LEAD}}{line}" for lead, line in entries]
 
 
-def _reached(row: Row) -> str:
+def _rates(row: Row) -> str:
     words = [format_time(number(row, "time_s") or 0.0)]
     if (rate := number(row, "tokens_per_s_gpu")) is not None:
         words.append(f"{digits(rate)} tokens/s/GPU")

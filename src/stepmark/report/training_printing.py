@@ -7,9 +7,9 @@ from stepmark.core.columns import Row, View, digits, number, text
 from stepmark.core.message import Histogram
 from stepmark.core.training import Training
 from stepmark.core.units import format_bytes, format_time
+from stepmark.report.histogram import calls_and_bytes, summed
 from stepmark.report.histogram import lines as histogram_lines
 from stepmark.report.histogram import rows as histogram_rows
-from stepmark.report.histogram import size_of, summed
 from stepmark.report.row_tables import grouped, print_lines, print_rows
 from stepmark.report.train_columns import TRAIN_COLUMNS
 from stepmark.report.training_words import remarks, title
@@ -189,10 +189,7 @@ def _ranks(row: Row) -> str:
 
 def histogram(training: Training) -> Histogram:
     """Return the messages of one cycle; kinds that occur twice are added up."""
-    messages: Histogram = {}
-    for kind, tally in training.messages:
-        messages[kind] = summed(messages[kind], tally) if kind in messages else tally
-    return messages
+    return summed(training.messages)
 
 
 def message_rows(training: Training, num_ranks: int) -> list[Row]:
@@ -207,8 +204,7 @@ def message_lines(training: Training, num_ranks: int) -> list[str]:
     what = "one sample" if cycle == 1 else f"{cycle} samples, one with the optimizer"
     if not messages:
         return [f"no messages in {what}"]
-    calls = sum(tally.calls for tally in messages.values())
-    num_bytes = sum(tally.calls * size_of(kind)[0] for kind, tally in messages.items())
+    calls, num_bytes = calls_and_bytes(messages)
     total = f"{calls / num_ranks:.6g} calls, {format_bytes(num_bytes / num_ranks)}"
     return [
         f"messages of {what}, not timed: {total} per rank",

@@ -1,4 +1,4 @@
-"""The configuration file of NCCL's example tuner plugin, from what each size is to run with.
+"""Configuration file of NCCL's example tuner plugin, from the choice for each size.
 
 Facts of the plugin and of NCCL's core (plugins/tuner/example/plugin.c, src/enqueue.cc of NCCL
 2.30): the first line that matches and that NCCL can run decides; bounds are inclusive; bytes
@@ -15,7 +15,7 @@ from itertools import pairwise
 from stepmark.core.errors import ConfigError
 from stepmark.core.sweep import TunerChoice, cut
 
-# Ours and the plugin's names.
+# Our names and the plugin's.
 COLLECTIVES = {
     "broadcast": "broadcast",
     "reduce": "reduce",
@@ -37,7 +37,7 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One line. `collective` as we name it; nodes and ranks may be ANY."""
+    """One line of the file. `collective` is our name; nodes and ranks may be ANY."""
 
     collective: str
     first_bytes: int
@@ -63,37 +63,34 @@ class Rule:
 
 
 def spelled(name: str) -> str | None:
-    """An algorithm or protocol as the plugin writes it: NVLSTree, NVLS_TREE -> nvls_tree."""
-    squeezed = name.lower().replace("_", "")
-    known = {one.replace("_", ""): one for one in (*ALGORITHMS, *PROTOCOLS)}
-    return known.get(squeezed)
+    """Spell an algorithm or protocol as the plugin does: NVLSTree, NVLS_TREE -> nvls_tree."""
+    spellings = {each.replace("_", ""): each for each in (*ALGORITHMS, *PROTOCOLS)}
+    return spellings.get(name.lower().replace("_", ""))
 
 
 def rules(choices: Iterable[TunerChoice], *, num_nodes: int, num_ranks: int) -> list[Rule]:
-    """All sizes of all five collectives; between two known sizes the nearer one's choice.
+    """Return rules for all sizes of all five collectives; sizes take the nearer choice.
 
-    Behind them, for communicators of other sizes and for types and operations that an
-    algorithm does not serve: Ring, with NCCL's own number of channels.
-    Raises ConfigError for a collective of which nothing is known, and for unknown names.
+    Then, for communicators of other sizes and for types and operations that an algorithm does
+    not serve, follows Ring with NCCL's own number of channels.
+    Raises ConfigError for a collective without a choice, and for unknown names.
     """
-    known: dict[str, dict[int, TunerChoice]] = {name: {} for name in COLLECTIVES}
-    for one in choices:
-        if one.collective in known:
-            known[one.collective][one.size_bytes] = _checked(one)
-    if missing := [name for name, sizes in known.items() if not sizes]:
-        raise ConfigError(
-            "emit-tuner", ", ".join(missing), "collectives whose choice NCCL has logged"
-        )
+    by_name: dict[str, dict[int, TunerChoice]] = {name: {} for name in COLLECTIVES}
+    for choice in choices:
+        if choice.collective in by_name:
+            by_name[choice.collective][choice.size_bytes] = _checked(choice)
+    if missing := ", ".join(name for name, by_size in by_name.items() if not by_size):
+        raise ConfigError("emit-tuner", missing, "collectives whose choice NCCL has logged")
     measured = [
         rule
-        for name, sizes in known.items()
-        for rule in _of_collective(name, sizes, num_nodes, num_ranks)
+        for name, by_size in by_name.items()
+        for rule in _of_collective(name, by_size, num_nodes, num_ranks)
     ]
     return measured + _merged([_fallback(rule) for rule in measured])
 
 
 def _checked(choice: TunerChoice) -> TunerChoice:
-    """The plugin reads a name that it does not know as another one, and says nothing."""
+    """Return a valid choice. The plugin silently reads an unknown name as another one."""
     if choice.algorithm not in ALGORITHMS or choice.protocol not in PROTOCOLS:
         how = f"{choice.algorithm}/{choice.protocol}"
         raise ConfigError("emit-tuner", how, "algorithms and protocols of NCCL's tuner")
@@ -106,27 +103,27 @@ def _of_collective(
     name: str, by_size: dict[int, TunerChoice], num_nodes: int, num_ranks: int
 ) -> list[Rule]:
     sizes = sorted(by_size)
-    bounds = [*(cut(a, b) for a, b in pairwise(sizes)), MOST_BYTES]
-    rules = [
-        Rule(
-            collective=name,
-            first_bytes=first,
-            last_bytes=last,
-            algorithm=by_size[size].algorithm,
-            protocol=by_size[size].protocol,
-            num_channels=by_size[size].num_channels,
-            num_nodes=num_nodes,
-            num_ranks=num_ranks,
-        )
-        for size, first, last in zip(
-            sizes, [0, *(end + 1 for end in bounds[:-1])], bounds, strict=True
-        )
-    ]
-    return _merged(rules)
+    lasts = [*(cut(a, b) for a, b in pairwise(sizes)), MOST_BYTES]
+    firsts = [0, *(last + 1 for last in lasts[:-1])]
+    return _merged(
+        [
+            Rule(
+                collective=name,
+                first_bytes=first,
+                last_bytes=last,
+                algorithm=by_size[size].algorithm,
+                protocol=by_size[size].protocol,
+                num_channels=by_size[size].num_channels,
+                num_nodes=num_nodes,
+                num_ranks=num_ranks,
+            )
+            for size, first, last in zip(sizes, firsts, lasts, strict=True)
+        ]
+    )
 
 
 def _fallback(rule: Rule) -> Rule:
-    """Ring runs every collective, type and operation; LL128 not everywhere."""
+    """Return a rule of Ring, which runs everything, without LL128, which does not."""
     return replace(
         rule,
         algorithm="ring",
@@ -151,7 +148,7 @@ def _merged(rules: Sequence[Rule]) -> list[Rule]:
 
 
 def text_of(rules: Sequence[Rule], facts: Sequence[str]) -> str:
-    """The file. `facts` are told in its head: what was measured, where, when."""
+    """Return the file. Its head has the `facts`: what was measured, where, when."""
     head = [
         *facts,
         "Use it with the NCCL and the machine that it was measured with.",
@@ -175,38 +172,10 @@ def _plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def parse(text: str) -> list[Rule]:
-    """What the plugin makes of a file of ours. Raises ConfigError for other lines."""
-    ours = {plugin_name: name for name, plugin_name in COLLECTIVES.items()}
-    rules = []
-    for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
-        words = line.split(",")
-        try:
-            name, algorithm, protocol = ours[words[0]], words[3], words[4]
-            first, last, channels, nodes, ranks = (int(words[i]) for i in (1, 2, 5, 6, 7))
-        except (KeyError, ValueError, IndexError):
-            raise ConfigError("tuner file", line, _FIELDS) from None
-        rules.append(
-            Rule(
-                collective=name,
-                first_bytes=first,
-                last_bytes=last,
-                algorithm=algorithm,
-                protocol=protocol,
-                num_channels=channels,
-                num_nodes=nodes,
-                num_ranks=ranks,
-            )
-        )
-    return rules
-
-
 def first_match(
     rules: Iterable[Rule], collective: str, num_bytes: int, *, num_nodes: int, num_ranks: int
 ) -> Rule | None:
-    """The line that decides, if NCCL can run what it says."""
+    """Return the line that decides, if NCCL can run its choice."""
     call = (collective, num_bytes, num_nodes, num_ranks)
     return next((rule for rule in rules if rule.serves(*call)), None)
 
@@ -214,7 +183,7 @@ def first_match(
 def mismatches(
     rules: Sequence[Rule], choices: Iterable[TunerChoice], *, num_nodes: int, num_ranks: int
 ) -> list[str]:
-    """Where NCCL, run with the file, did not do what its line says."""
+    """Return sentences on calls that NCCL, run with the file, did not serve by its line."""
     sentences = []
     for choice in choices:
         rule = first_match(

@@ -105,17 +105,18 @@ def decode_run(text: bytes) -> RunInfo:
 
 def to_plain(value: Any) -> Any:
     """Convert to dicts, lists, strings and finite numbers."""
-    return _spell(msgspec.to_builtins(value))
+    return finite(msgspec.to_builtins(value))
 
 
-def _spell(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Replace inf and nan, which JSON lacks, by strings."""
     match value:
         case float() if not math.isfinite(value):
             return str(value)
         case dict():
-            return {key: _spell(item) for key, item in value.items()}
+            return {str(key): finite(item) for key, item in value.items()}
         case list() | tuple():
-            return [_spell(item) for item in value]
+            return [finite(item) for item in value]
         case _:
             return value
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from statistics import fmean, median
 
 from stepmark.core.comparison import (
@@ -279,9 +280,5 @@ def _too_slow(lines: Sequence[Line], options: Options) -> tuple[tuple[int, str],
         if cell.ratio and (p := cell.ratio.p_slower(limit)) is not None
     ]
     # One-sided: the interval leaves half of what it leaves out on this side.
-    fallen = holm([p for *_, p in tested], (1 - CONFIDENCE) / 2)
-    return tuple(
-        (place, name)
-        for (place, name, _), is_slow in zip(tested, fallen, strict=True)
-        if is_slow
-    )
+    is_slower = holm([p for *_, p in tested], (1 - CONFIDENCE) / 2)
+    return tuple((place, name) for place, name, _ in compress(tested, is_slower))

@@ -95,21 +95,8 @@ def _cell(value: object) -> object:
 
 
 def _json_text(document: object, indent: int | None = 2) -> str:
-    text = json.dumps(_finite(document), indent=indent, allow_nan=False, default=str)
+    text = json.dumps(codec.finite(document), indent=indent, allow_nan=False, default=str)
     return text if indent is None else text + "\n"
-
-
-def _finite(value: object) -> object:
-    """Replace inf and nan, which JSON lacks, by strings, as in records."""
-    match value:
-        case float() if not math.isfinite(value):
-            return str(value)
-        case dict():
-            return {str(key): _finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_finite(item) for item in value]
-        case _:
-            return value
 
 
 def is_folder(target: str | Path) -> bool:

@@ -1,4 +1,4 @@
-"""The only writer of output files, and the only reader of text from other tools.
+"""The only writer of output files, and reading a run's files.
 
 A regular file appears whole or not at all, with the mode it had. A device, a pipe or an open
 descriptor is written in place and never replaced.
@@ -16,7 +16,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.units import GIB, MIB
@@ -26,44 +26,50 @@ _DESCRIPTOR = re.compile(r"(?:/proc/(\d+)|/dev)/fd/(\d+)$")
 _MAX_LINKS = 40
 
 
-def open_text(path: Path, field: str = "file", limit: int = MAX_BYTES) -> str:
-    """As `open_bytes`, decoded; lines end in a newline, and invalid UTF-8 becomes U+FFFD."""
-    text = open_bytes(path, field, limit).decode(errors="replace")
-    return text.replace("\r\n", "\n")
+def open_bytes(path: Path) -> bytes:
+    """Return the content of a run's file, plain or gzip, without a byte-order mark.
 
-
-def open_bytes(path: Path, field: str = "file", limit: int = MAX_BYTES) -> bytes:
-    """Return the content of a file, plain or gzip, without a byte-order mark.
-
-    Raises ConfigError naming `field`; also for more than `limit` bytes.
+    Raises ConfigError, also for more than MAX_BYTES.
     """
     try:
         with path.open("rb") as raw:
             is_gzip = raw.peek(2)[:2] == b"\x1f\x8b"
             source = gzip.GzipFile(fileobj=raw) if is_gzip else raw
-            data = source.read(limit + 1)
+            data = source.read(MAX_BYTES + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise ConfigError(field, path, "a complete gzip file") from None
+        raise ConfigError("run", path, "a complete gzip file") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(field, path, f"a file that can be read ({reason})") from None
-    if len(data) > limit:
-        raise ConfigError(field, path, f"a file of at most {limit // MIB} MiB, unpacked")
+        raise ConfigError("run", path, f"a file that can be read ({reason})") from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError("run", path, f"a file of at most {MAX_BYTES // MIB} MiB, unpacked")
     return data.removeprefix(codecs.BOM_UTF8)
 
 
-def hold(fd: int, field: str, path: Path, allowed: str) -> None:
-    """Lock an open file or folder as long as it is open.
+class Lock:
+    """Lock on an open file or folder, until it is closed."""
 
-    Raises ConfigError, and closes fd, where another process holds the lock.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise ConfigError(field, path, allowed) from None
-    except OSError:  # a file system without locks
-        pass
+    def __init__(self, fd: int, field: str, path: Path, allowed: str) -> None:
+        """Raises ConfigError, and closes fd, where another process has the lock."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise ConfigError(field, path, allowed) from None
+        except OSError:  # a file system without locks
+            pass
+        self._fd = fd
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @contextlib.contextmanager

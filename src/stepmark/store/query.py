@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepmark.core.errors import ConfigError
-from stepmark.store.files import open_text
+from stepmark.store.files import open_bytes
 from stepmark.store.reader import RUN, Run
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _create_views(
     connection.execute(f"CREATE TABLE record_lines AS SELECT json FROM {source}")
     connection.execute("CREATE TABLE run_files (json JSON, filename VARCHAR)")
     if paths := [run.path / RUN for run in runs if run.is_known]:
-        texts = [[open_text(path), str(path)] for path in paths]
+        texts = [[open_bytes(path).decode(errors="replace"), str(path)] for path in paths]
         connection.executemany("INSERT INTO run_files VALUES (?, ?)", texts)
     connection.execute(_RECORDS)
     connection.execute(_RUNS)

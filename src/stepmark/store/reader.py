@@ -67,7 +67,7 @@ def read(path: Path) -> Run:
 
 def read_info(path: Path) -> RunInfo:
     """Read run.json. Raises ConfigError where it cannot be read."""
-    return codec.decode_run(files.open_bytes(path / RUN, "run"))
+    return codec.decode_run(files.open_bytes(path / RUN))
 
 
 def read_records(path: Path) -> list[Record]:
@@ -173,7 +173,7 @@ def _read_lines(path: Path) -> tuple[list[Record], list[bytes], list[str]]:
     if not file.exists():
         return [], [], []
     try:
-        text = files.open_bytes(file, "run")
+        text = files.open_bytes(file)
     except ConfigError as error:
         return [], [], [str(error)]
     *complete, rest = text.split(b"\n")

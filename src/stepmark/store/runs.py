@@ -32,29 +32,22 @@ class StoreError(StepmarkError):
 
 
 def new_run_id(now: datetime) -> str:
-    """E.g. 20261120-221300-ab12, in UTC; sorts by time."""
+    """Return e.g. 20261120-221300-ab12, in UTC; ids sort by time."""
     return f"{now.astimezone(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-class RunWriter:
+class RunWriter(files.Lock):
     """Writer of a run by one process, which locks records.jsonl until it is closed."""
 
     def __init__(self, path: Path) -> None:
-        """Use `create` or `resume`."""
+        """Use `begin`, `resume` or `go_on`."""
         self.path = path
-        self._fd = os.open(path / "records.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        files.hold(self._fd, "run", path, "a run that no other process writes")
-
-    @classmethod
-    def create(cls, root: Path, info: RunInfo) -> "RunWriter":
-        path = root / info.run_id
-        with _config_errors("out", path):
-            path.mkdir(parents=True)
-        return cls.begin(path, info)
+        fd = os.open(path / reader.RECORDS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        super().__init__(fd, "run", path, "a run that no other process writes")
 
     @classmethod
     def begin(cls, path: Path, info: RunInfo) -> "RunWriter":
-        """Write to a folder that exists, as one that has a plan and no run.json yet."""
+        """Write to a folder that exists, e.g. one with a plan and no run.json yet."""
         with _config_errors("out", path), contextlib.ExitStack() as on_error:
             writer = on_error.enter_context(cls(path))
             _write_run(path, info)
@@ -85,7 +78,7 @@ class RunWriter:
         """As `resume`, where nothing can have changed: for the next ranks of the same run."""
         with _config_errors("resume", path), contextlib.ExitStack() as on_error:
             writer = on_error.enter_context(cls(path))
-            _cut_torn_line(path / "records.jsonl")
+            _cut_torn_line(path / reader.RECORDS)
             records = reader.latest(reader.read_records(path))
             on_error.pop_all()
         return writer, {(r.case.case_id, r.launch) for r in records if _is_done(r)}
@@ -99,17 +92,6 @@ class RunWriter:
         except OSError as error:
             reason = error.strerror or error
             raise StoreError(f"{self.path}: {reason}; record not written") from error
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    def __enter__(self) -> "RunWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _write_line(self, line: bytes) -> None:
         end = os.fstat(self._fd).st_size
@@ -185,7 +167,7 @@ def _cut_torn_line(file: Path) -> None:
 
 
 def _write_run(path: Path, info: RunInfo) -> None:
-    with files.replaced(path / "run.json") as stream:
+    with files.replaced(path / reader.RUN) as stream:
         stream.write(codec.encode_run(info))
 
 
@@ -200,7 +182,5 @@ def _config_errors(field: str, path: Path) -> Iterator[None]:
     """Turn an OSError into one line about the folder that was asked for."""
     try:
         yield
-    except FileExistsError:
-        raise ConfigError(field, path, "a folder that does not exist yet") from None
     except OSError as error:
         raise ConfigError(field, path, f"a usable folder ({error.strerror or error})") from None

@@ -17,15 +17,15 @@ from stepmark.store import files
 FILE = "sweep.json"
 
 
-class Journal:
+class Journal(files.Lock):
     """Writer of a sweep by one process, which holds a lock until it is closed."""
 
     def __init__(self, path: Path, sweep: Sweep) -> None:
         """Use `create` or `go_on`."""
         self.path = path
         self.sweep = sweep
-        self._fd = os.open(path, os.O_RDONLY)
-        files.hold(self._fd, "sweep", path, "a sweep that no other process makes")
+        fd = os.open(path, os.O_RDONLY)
+        super().__init__(fd, "sweep", path, "a sweep that no other process makes")
 
     @classmethod
     def create(cls, root: Path, sweep: Sweep) -> "Journal":
@@ -54,17 +54,6 @@ class Journal:
         """Change what may differ between two starts, such as repeats and timeout."""
         self.sweep = dataclasses.replace(self.sweep, **fields)  # type: ignore[arg-type]
         self._write()
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    def __enter__(self) -> "Journal":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _write(self) -> None:
         text = msgspec.json.format(msgspec.json.encode(self.sweep), indent=1) + b"\n"
