@@ -197,10 +197,7 @@ def omissions(workload: Workload) -> list[str]:
         (True, "operators' shapes (only FLOPs, bytes and a name)"),
         (True, "model, settings, notes and the number of micro-batches"),
         (untimed, f"{untimed} computations without a time: ASTRA-sim takes 1 ns"),
-        (
-            costless,
-            f"{costless} computations without FLOPs or bytes: no roofline in ASTRA-sim",
-        ),
+        (costless, f"{costless} computations without FLOPs or bytes: no roofline in ASTRA-sim"),
         (rounded, "durations below a microsecond: rounded, exact in the attribute time_s"),
         (uneven, "uneven parts of an all_to_all_v: written as an all-to-all"),
         (refused, f"{refused}: in the file, but ASTRA-sim refuses them"),
