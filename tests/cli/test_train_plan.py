@@ -694,7 +694,12 @@ REFUSED = [
     (
         LLAMA,
         "--strategy ddp --reduce-dtype fp16",
-        "reduce-dtype fp16 is invalid: it must be fp32 or bf16",
+        "reduce-dtype fp16 is invalid: it must be one of fp32, bf16",
+    ),
+    (
+        LLAMA,
+        "--strategy ddp --reduce-dtype half-way",
+        "reduce-dtype half-way is invalid: it must be one of fp32, bf16",
     ),
     (
         LLAMA,

@@ -87,5 +87,6 @@ def parse_dtype(
     name = text.strip().lower().removeprefix("torch.")
     dtype = DTYPE_ALIASES.get(name, name)
     if dtype not in allowed:
-        raise ConfigError(field, text, f"one of {', '.join(allowed)} or fp8")
+        alias = " or fp8" if DType.FP8_E4M3 in allowed else ""
+        raise ConfigError(field, text, f"one of {', '.join(allowed)}{alias}")
     return DType(dtype)

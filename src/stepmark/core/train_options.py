@@ -68,18 +68,18 @@ def show_blocks(value: Blocks) -> str:
     return "selective" if recompute is Recompute.OPS else recompute.value
 
 
-def _read_reduce_dtype(text: str, field: str) -> DType:
-    dtype = parse_dtype(text)
-    if dtype not in (DType.FP32, DType.BF16):
-        raise ConfigError(field, text, "fp32 or bf16")
-    return dtype
-
-
+_REDUCE_DTYPES = (DType.FP32, DType.BF16)
 Checkpointing = Annotated[
     Blocks, Reader(read=_read_blocks, show=show_blocks, metavar="none|full|selective|Q/P")
 ]
 Frequency = Annotated[Blocks, Reader(read=_read_frequency, show=_show_frequency, metavar="Q/P")]
-ReduceDType = Annotated[DType, Reader(read=_read_reduce_dtype, metavar="fp32|bf16")]
+ReduceDType = Annotated[
+    DType,
+    Reader(
+        read=lambda text, field: parse_dtype(text, field, _REDUCE_DTYPES),
+        metavar="|".join(_REDUCE_DTYPES),
+    ),
+]
 Strategies = Annotated[tuple[str, ...], comma_list(words_of(*STRATEGIES))]
 Schedules = Annotated[tuple[Schedule, ...], comma_list(one_of(Schedule))]
 CompileMode = Annotated[
