@@ -68,17 +68,14 @@ def show_blocks(value: Blocks) -> str:
     return "selective" if recompute is Recompute.OPS else recompute.value
 
 
-_REDUCE_DTYPES = (DType.FP32, DType.BF16)
+_REDUCE = (DType.FP32, DType.BF16)
 Checkpointing = Annotated[
     Blocks, Reader(read=_read_blocks, show=show_blocks, metavar="none|full|selective|Q/P")
 ]
 Frequency = Annotated[Blocks, Reader(read=_read_frequency, show=_show_frequency, metavar="Q/P")]
 ReduceDType = Annotated[
     DType,
-    Reader(
-        read=lambda text, field: parse_dtype(text, field, _REDUCE_DTYPES),
-        metavar="|".join(_REDUCE_DTYPES),
-    ),
+    Reader(read=lambda text, field: parse_dtype(text, field, _REDUCE), metavar="fp32|bf16"),
 ]
 Strategies = Annotated[tuple[str, ...], comma_list(words_of(*STRATEGIES))]
 Schedules = Annotated[tuple[Schedule, ...], comma_list(one_of(Schedule))]
