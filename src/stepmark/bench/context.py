@@ -16,10 +16,6 @@ from stepmark.core.record import Failed
 from stepmark.core.train_case import TrainCase
 
 
-def _not_reported(_record: Failed, _position: int) -> None:
-    """Do nothing: the guard ends a blocked rank."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureContext:
     """This rank's context in a run.
@@ -40,7 +36,7 @@ class MeasureContext:
     run_id: str = ""
     folder: Path | None = None
     failures: tuple[Failed, ...] = ()
-    on_blocked: Callable[[Failed, int], None] = _not_reported
+    on_blocked: Callable[[Failed, int], None] = lambda _record, _position: None
     largest_mbs: Callable[[TrainCase, int], int] | None = None
 
 

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from stepmark.launch.processes import tie_to_parent
-
 FOLDER = "STEPMARK_HEARTBEATS"  # environment variable: the folder
 FIRST = "STEPMARK_FIRST"  # environment variable: the position at which ranks begin
 
@@ -200,15 +198,11 @@ class Watchdog:
 
     first = 0
 
-    def __init__(
-        self, on_timeout: Callable[[int | None], None], *, die_with_parent: bool = False
-    ) -> None:
+    def __init__(self, on_timeout: Callable[[int | None], None]) -> None:
         self._on_timeout = on_timeout
         # One tuple, so that the thread never sees a position with another's deadline.
         self._task: tuple[int | None, float] | None = None
         self._closed = threading.Event()
-        if die_with_parent:
-            tie_to_parent(signal.SIGKILL)()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def begin(self, position: int, limit_s: float) -> None:

@@ -14,6 +14,7 @@ from stepmark.launch.heartbeat import Beat
 from stepmark.launch.signals import catching
 from stepmark.launch.workers import Workers
 
+_POLL_S = 0.05
 _STACKS_S = 1.0
 _FLIGHT_S = 2.0
 
@@ -192,7 +193,6 @@ def supervise(
     *,
     num_cases: int,
     on_failure: Callable[[RankFailure], bool],
-    poll_s: float = 0.05,
     start_s: float = START_S,
 ) -> int:
     """Run `python -m MODULE ARGUMENTS` on num_ranks local ranks; return the worst exit code.
@@ -207,7 +207,7 @@ def supervise(
     with catching() as signals:
         while True:
             workers = Workers(module, arguments, num_ranks, first=first)
-            match end := _lead(workers, signals, poll_s, start_s):
+            match end := _lead(workers, signals, start_s):
                 case _Interrupted(number):
                     return 128 + number
                 case _Ended():
@@ -231,11 +231,11 @@ def supervise(
 
 
 def _lead(
-    workers: Workers, signals: list[int], poll_s: float, start_s: float
+    workers: Workers, signals: list[int], start_s: float
 ) -> _Ended | _Interrupted | RankFailure:
     """Watch the ranks to their end, and kill all that remain."""
     try:
-        end = _watch(workers, signals, poll_s, start_s)
+        end = _watch(workers, signals, start_s)
     finally:
         survivors = workers.kill()
         workers.store.remove()
@@ -246,42 +246,42 @@ def _lead(
 
 
 def _watch(
-    workers: Workers, signals: list[int], poll_s: float, start_s: float
+    workers: Workers, signals: list[int], start_s: float
 ) -> _Ended | _Interrupted | RankFailure:
     while True:
         workers.look()
         if signals:
-            return _interrupted(workers, signals, poll_s)
-        end = _normal_end(workers, poll_s) or _death(workers, poll_s) or _hang(workers, start_s)
+            return _interrupted(workers, signals)
+        end = _normal_end(workers) or _death(workers) or _hang(workers, start_s)
         if end is not None:
             return end
-        time.sleep(poll_s)
+        time.sleep(_POLL_S)
 
 
-def _interrupted(workers: Workers, signals: list[int], poll_s: float) -> _Interrupted:
+def _interrupted(workers: Workers, signals: list[int]) -> _Interrupted:
     """Interrupt the ranks and wait for their end, unless none has started."""
     if workers.beats:
         workers.send(signal.SIGINT, workers.working())
         end_s = time.monotonic() + INTERRUPT_S
         while len(signals) == 1 and workers.working() and time.monotonic() < end_s:
-            time.sleep(poll_s)
+            time.sleep(_POLL_S)
             workers.look()
     return _Interrupted(signals[0])
 
 
-def _normal_end(workers: Workers, poll_s: float) -> _Ended | None:
+def _normal_end(workers: Workers) -> _Ended | None:
     """Return the end after rank 0 has reported its exit code; other ranks do not change it."""
     code = workers.exit_code
     if code is None:
         return None
-    _wait_for_end(workers, _LINGER_S, poll_s)
+    _wait_for_end(workers, _LINGER_S)
     if late := workers.working():
         _say(f"{ranks_text(late)} still there {_LINGER_S:.0f} s after the end; killed")
     code = code if code in EXIT_CODES else 3
     return _Ended(code=code, restart_at=workers.restart_at if code in (0, 1, 3) else None)
 
 
-def _death(workers: Workers, poll_s: float) -> _Ended | RankFailure | None:
+def _death(workers: Workers) -> _Ended | RankFailure | None:
     """Return the failure of processes that died. Rank 0 gets 3 s to write its record."""
     died = {
         rank: how
@@ -297,10 +297,10 @@ def _death(workers: Workers, poll_s: float) -> _Ended | RankFailure | None:
         ranks=tuple(died),
         message="; ".join(words),
     )
-    _wait_for_end(workers, _GRACE_S, poll_s)
+    _wait_for_end(workers, _GRACE_S)
     only_left = all(how.startswith(_LEFT) for how in died.values())
     # Every rank may be leaving by the same exception, with rank 0 as the last.
-    return (_normal_end(workers, poll_s) if only_left else None) or failure
+    return (_normal_end(workers) if only_left else None) or failure
 
 
 _LEFT = "left early"
@@ -340,11 +340,11 @@ def _hang(workers: Workers, start_s: float) -> RankFailure | None:
     return _hang_report(workers, overdue) if overdue else None
 
 
-def _wait_for_end(workers: Workers, limit_s: float, poll_s: float) -> None:
+def _wait_for_end(workers: Workers, limit_s: float) -> None:
     end_s = time.monotonic() + limit_s
     workers.look()
     while workers.working() and time.monotonic() < end_s:
-        time.sleep(poll_s)
+        time.sleep(_POLL_S)
         workers.look()
 
 

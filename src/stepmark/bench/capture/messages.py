@@ -5,7 +5,6 @@ operations that a stage issues, by micro-batch) and distributed_c10d.py (a batch
 one group call on NCCL).
 """
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -226,15 +225,10 @@ class Pairs:
     def _batching(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._batch():
+            self._in_batch = 1
+            try:
                 return original(*args, **kwargs)
+            finally:
+                self._in_batch = 0
 
         return call
-
-    @contextlib.contextmanager
-    def _batch(self) -> Iterator[None]:
-        self._in_batch = 1
-        try:
-            yield
-        finally:
-            self._in_batch = 0

@@ -215,7 +215,9 @@ def collect(
             # On some rank the compute ended first, so this batch does not count.
             tries += 1
             agreed(ranks, lambda: _give_up_after(tries))  # noqa: B023  called at once
-            stretch, most = _longer(stretch, count, longest_s / sample_s)
+            # More compute per sample; fewer samples where the compute cannot last that long.
+            stretch *= 2
+            most = count if stretch * count <= longest_s / sample_s else max(1, count // 2)
             continue
         first_s = min(began_s for seconds, began_s, _ in everyone if seconds)
         samples.seconds += batch.seconds
@@ -240,11 +242,6 @@ def _batch(
         compute.stop(None)
         raise
     return batch, compute.stop(batch.span)
-
-
-def _longer(stretch: float, count: int, most: float) -> tuple[float, int]:
-    """Return more compute per sample, and fewer samples where that exceeds `most` samples."""
-    return 2 * stretch, count if 2 * stretch * count <= most else max(1, count // 2)
 
 
 def _give_up_after(tries: int) -> None:

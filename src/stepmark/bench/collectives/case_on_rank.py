@@ -56,9 +56,6 @@ def allocate_buffers(case: CommCase, index: int, device: torch.device) -> Pair:
 # on 4 x H200 single calls of 0.3 to 1.2 ms read 0.5 to 1.5 % too long.
 _SAMPLE_S = 5e-3
 _MOST_CALLS = 500
-# Amortizes the launch between two replays, a few microseconds.
-_GRAPH_SAMPLE_S = 5e-3
-_MOST_CAPTURED = 500
 _FEWEST_GRAPHS = 5
 _MAX_SETS = 128
 NOT_CHECKED = Check(
@@ -210,11 +207,10 @@ class CaseOnRank:
         if case.mode is Mode.BLOCKING or (case.skew_s and case.mode is not Mode.GRAPH):
             return 1
         iterations = self._how.iterations
+        k = max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
         if case.mode is Mode.GRAPH:
             # As nccl-tests: -n calls are captured, and the graph is launched several times.
-            fitting = math.ceil(_GRAPH_SAMPLE_S / max(estimate_s, 1e-9))
-            return min(_MOST_CAPTURED, iterations or max(1, fitting))
-        k = max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
+            return min(_MOST_CALLS, iterations or k)
         # Few calls still give enough samples to show their spread.
         return k if iterations is None else min(k, max(1, iterations // 5))
 

@@ -121,21 +121,6 @@ def load(path: str) -> ctypes.CDLL:
     return library
 
 
-def _version_code(library: ctypes.CDLL) -> int:
-    code = c_int()
-    _succeed(library, "ncclGetVersion", library.ncclGetVersion(byref(code)), None)
-    return code.value
-
-
-def _succeed(library: ctypes.CDLL, name: str, result: int, comm: c_void_p | None) -> None:
-    """Raises NcclError unless the result is ncclSuccess."""
-    if result:
-        meaning = library.ncclGetErrorString(result) or b"unknown"
-        last = (library.ncclGetLastError(comm) or b"").decode(errors="replace").strip()
-        text = f"{name}: {meaning.decode(errors='replace')} ({result})"
-        raise NcclError(f"{text}: {last}" if last else text)
-
-
 class Communicator:
     """This rank in an NCCL communicator. Every member makes it at the same time.
 
@@ -248,10 +233,12 @@ class Communicator:
         return self._premul[dtype]
 
     def _config(self, max_ctas: int) -> _Config:
+        version = c_int()
+        self._do("ncclGetVersion", byref(version))
         return _Config(
             size=ctypes.sizeof(_Config),
             magic=_MAGIC,
-            version=_version_code(self._library),
+            version=version.value,
             blocking=_UNDEFINED,
             cga_cluster_size=_UNDEFINED,
             min_ctas=_UNDEFINED,
@@ -265,7 +252,13 @@ class Communicator:
         self._succeed(name, getattr(self._library, name)(*arguments))
 
     def _succeed(self, name: str, result: int) -> None:
-        _succeed(self._library, name, result, self._comm)
+        """Raise NcclError unless the result is ncclSuccess."""
+        if result:
+            meaning = self._library.ncclGetErrorString(result) or b"unknown"
+            last = self._library.ncclGetLastError(self._comm) or b""
+            text = f"{name}: {meaning.decode(errors='replace')} ({result})"
+            detail = last.decode(errors="replace").strip()
+            raise NcclError(f"{text}: {detail}" if detail else text)
 
 
 class _Calls:

@@ -13,6 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median_high
 from typing import Any, Protocol
 
 import torch
@@ -103,7 +104,7 @@ class HostTimer:
             first = first or start
             seconds.append((last - start) / self.calls_per_sample)
         return Batch(
-            seconds=seconds, began_s=began_s, issue_s=_median(seconds), span=(first, last)
+            seconds=seconds, began_s=began_s, issue_s=median_high(seconds), span=(first, last)
         )
 
 
@@ -223,7 +224,7 @@ class BlockingTimer:
         return Batch(
             seconds=seconds,
             began_s=began_s,
-            issue_s=_median(issued),
+            issue_s=median_high(issued),
             span=(marks[0], marks[1]),
         )
 
@@ -268,7 +269,3 @@ def _spin_host(seconds: float) -> None:
 
 def _events(count: int) -> list[torch.cuda.Event]:
     return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -20,7 +20,7 @@ from stepmark.bench.run_cases import Bench
 from stepmark.bench.telemetry import Sampler
 from stepmark.core.case import ClockName, OpCase, Rate
 from stepmark.core.plan import Entry, OpHow
-from stepmark.core.record import Check, Measured, Samples, Telemetry
+from stepmark.core.record import Check, Measured, Samples
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.units import format_bytes
 
@@ -138,22 +138,21 @@ def _measure(case: OpCase, impl: Impl, context: MeasureContext, effort: Effort) 
         soak_s = agreed(context.ranks, lambda: _soak(timer, estimate_s, effort.soak_s))
     with sampler:
         seconds = _collect(case, context, timer, estimate_s, effort)
-    everyone: list[tuple[list[float], Check, Telemetry]] = context.ranks.gather(
-        (seconds, check, sampler.telemetry())
-    )
+    everyone = context.ranks.gather((seconds, check, sampler.telemetry()))
+    all_seconds, checks, telemetry = zip(*everyone, strict=True)
     return Measured(
         run_id=context.run_id,
         case=case,
         samples=Samples(
-            seconds=tuple(tuple(seconds) for seconds, _, _ in everyone),
+            seconds=tuple(map(tuple, all_seconds)),
             method=timer.method,
             calls_per_sample=timer.calls_per_sample,
             num_sets=num_sets,
             soak_s=soak_s,
             wall_s=time.monotonic() - begin,
         ),
-        checks=tuple(item for _, item, _ in everyone),
-        telemetry=tuple(item for _, _, item in everyone),
+        checks=checks,
+        telemetry=telemetry,
         backend_run=sets[0].backend_run,
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
         started_at=started_at,

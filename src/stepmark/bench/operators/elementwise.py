@@ -65,7 +65,6 @@ def rows_call(
     *,
     is_compiled: bool,
     constants: tuple[Tensor, ...] = (),
-    roundings: int = 4,
 ) -> Call:
     """Time function(*rows, *shared, *constants), or its gradients on a retained graph.
 
@@ -93,7 +92,7 @@ def rows_call(
 
     def verify() -> Check:
         results = poisoned_result(run)
-        allowed = tolerance(op.dtype, length=rows[0].shape[0], roundings=roundings)
+        allowed = tolerance(op.dtype, length=rows[0].shape[0], roundings=4)
         return _check_rows(function, (rows, shared, constants), grads, results, allowed)
 
     name = "torch.compile" if is_compiled else "torch eager"

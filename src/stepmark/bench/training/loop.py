@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_high
 from types import FrameType
 from typing import Any
 
@@ -195,8 +196,8 @@ class Loop:
 
     def _chunk(self, num_steady: int) -> int:
         """Return the samples until the next agreement, at most a quarter of the requested."""
-        usual = sorted(self.samples.seconds)[len(self.samples.seconds) // 2]
-        return max(1, min(round(_AGREE_S / max(usual, 1e-6)), num_steady // 4))
+        typical_s = median_high(self.samples.seconds)
+        return max(1, min(round(_AGREE_S / max(typical_s, 1e-6)), num_steady // 4))
 
     def _share(self, stop: bool, late: bool) -> tuple[bool, bool]:
         """Exchange new times; return whether any rank wants to stop, and any is late."""

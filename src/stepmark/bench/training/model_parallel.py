@@ -190,8 +190,9 @@ class _Replicated(ParallelStyle):
 
 def apply_tensor(model: Transformer, case: TrainCase, mesh: DeviceMesh) -> None:
     """Shard a Transformer's parameters over `mesh`, in place."""
-    if case.async_tp:
-        _enable_async(mesh)
+    if case.async_tp:  # torch.compile then overlaps products in pieces with communication
+        inductor._micro_pipeline_tp = True
+        enable_symm_mem_for_group(mesh.get_group().group_name)
     if (embedding := model.embedding) is not None:
         _embedding(embedding, mesh)
     for block in model.blocks.values():
@@ -245,12 +246,6 @@ def _gather_inputs(num_inputs: int) -> PrepareModuleInput:
     return PrepareModuleInput(
         input_layouts=(Shard(1), *rest), desired_input_layouts=(Replicate(), *rest)
     )
-
-
-def _enable_async(mesh: DeviceMesh) -> None:
-    """Let torch.compile overlap products in pieces with their communication."""
-    inductor._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 # torch 2.13 has a new name for it, torch 2.11 only the old one.

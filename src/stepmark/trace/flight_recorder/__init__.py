@@ -189,13 +189,13 @@ def _status(
         if not isinstance(fields, dict) or (operation is None and not groups):
             continue
         only_group = next(iter(groups)) if len(groups) == 1 else ""
-        enqueued, started, completed = (
+        enqueued, completed = (
             number if number is None or number >= 0 else None
-            for word in ("enqueued", "started", "completed")
+            for word in ("enqueued", "completed")
             for number in [parse_integer(fields.get(f"last_{word}_collective"))]
         )
         name = only_group if operation is None else operation.group
-        states[name] = Status(enqueued=enqueued, started=started, completed=completed)
+        states[name] = Status(enqueued=enqueued, completed=completed)
     return states
 
 
@@ -224,9 +224,7 @@ def _operation(entry: object, index: int, file: str) -> Operation:
         inputs=_shapes(entry, "input"),
         outputs=_shapes(entry, "output"),
         state=intern(state),
-        created_ns=parse_integer(entry.get("time_created_ns")) or None,
         duration_s=_milliseconds(entry.get("duration_ms")),
-        timeout_s=_milliseconds(entry.get("timeout_ms")),
         peers=_peers(title),
         phase=_phase(entry.get("thread_name"), entry.get("frames")),
         where=intern(_where(entry.get("frames"))),
@@ -327,5 +325,5 @@ def _with_group_state(operations: Sequence[Operation]) -> list[Operation]:
             member = updated[place]
             if member.is_marker or member.step != marker.step:
                 break
-            updated[place] = replace(member, state=marker.state, is_coalesced=True)
+            updated[place] = replace(member, state=marker.state)
     return updated

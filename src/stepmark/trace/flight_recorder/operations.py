@@ -64,7 +64,6 @@ class Status:
     """State of a group as its watchdog recorded it, which lags behind the entries."""
 
     enqueued: int | None
-    started: int | None
     completed: int | None
 
 
@@ -81,13 +80,10 @@ class Operation:
     inputs: Shapes | None
     outputs: Shapes | None
     state: str  # scheduled, started, completed
-    created_ns: int | None
     duration_s: float | None
-    timeout_s: float | None
     peers: tuple[int, int] | None  # ranks within the group
     phase: str
     where: str
-    is_coalesced: bool = False
 
     @property
     def is_marker(self) -> bool:

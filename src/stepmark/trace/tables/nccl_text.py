@@ -39,7 +39,6 @@ class Output:
     """One output, as far as it has been read."""
 
     first_line: int
-    tag: str  # of the launcher
     facts: OutputFacts = field(default_factory=OutputFacts)
     rows: list[Row] = field(default_factory=list)
     collective: str = ""  # of the command above
@@ -74,7 +73,7 @@ class _Reader:
     incomplete: dict[str, int] = field(default_factory=dict)  # tag: last line of its row
 
     def output(self, tag: str, number: int) -> Output:
-        return self.open.setdefault(tag, Output(number, tag))
+        return self.open.setdefault(tag, Output(number))
 
     def output_without_rows(self, tag: str, number: int) -> Output:
         """Begin another output if the current one has rows."""
