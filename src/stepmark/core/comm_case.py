@@ -76,11 +76,7 @@ class CommCase:
     @property
     def members(self) -> tuple[int, ...]:
         """Return the participating world ranks, in the order of samples and checks."""
-        if self.pair:
-            return self.pair
-        if self.split:
-            return tuple(range(self.world_size))
-        return tuple(range(self.num_ranks))
+        return self.pair or tuple(range(self.world_size if self.split else self.num_ranks))
 
     @property
     def communicators(self) -> list[tuple[int, ...]]:

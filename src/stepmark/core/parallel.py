@@ -60,11 +60,7 @@ class ParallelConfig:
             raise ConfigError("ep", self.ep, f"1, because {model.name} has no experts")
         if model.moe and model.moe.num_experts % self.ep:
             raise ConfigError("ep", self.ep, f"a divisor of {model.moe.num_experts} experts")
-        if (
-            self.dp_shard > 1
-            and self.ep > 1
-            and max(self.dp_shard, self.ep) % min(self.dp_shard, self.ep)
-        ):
+        if max(self.dp_shard, self.ep) % min(self.dp_shard, self.ep):
             raise ConfigError(
                 "dp-shard", self.dp_shard, f"a multiple or divisor of ep ({self.ep})"
             )

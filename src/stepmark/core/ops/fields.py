@@ -52,11 +52,11 @@ class Operator:
         return self.bytes_moved
 
 
-def count(meaning: str, *, low: int = 1, high: int = MAX_DIM, default: Any = None) -> Any:
+def count(
+    meaning: str, *, low: int = 1, high: int = MAX_DIM, default: Any = dataclasses.MISSING
+) -> Any:
     """Declare a field that holds a whole number from low to high."""
     metadata = {"help": meaning, "low": low, "high": high}
-    if default is None:
-        return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -28,8 +28,7 @@ TYPE_OF = {str(collective): name for name, collective in TYPES.items()} | {
 SUFFIXES = {"": "tp", "_EP": "ep", "_DP_EP": "dp_ep"}  # in a wgrad column "" is dp
 FIELDS = 12
 _UPDATE = "100"
-_NAMES = ("fwd", "dgrad", "wgrad")
-_PHASES = (Phase.FWD, Phase.DGRAD, Phase.WGRAD)
+_PHASES = (Phase.FWD, Phase.DGRAD, Phase.WGRAD)  # fields of a row
 _LAYER_ROWS = ("attention", "mlp")
 _STARTS = ("attention_column", "attention_layer")
 _MICROBATCH_ROWS = ("embedding_layer", "final_column", "embedding_norm")
@@ -78,14 +77,14 @@ def parse(text: str, where: str) -> Row:
     for index in (1, 11):
         _whole(fields[index], f"{where}, field {index + 1}", low=-1)
     cells = {}
-    for index, name in enumerate(_NAMES):
+    for index, phase in enumerate(_PHASES):
         first = 2 + 3 * index
         comm = fields[first + 1]
         base, suffix = _split(comm)
         if comm != NONE and (base not in TYPES or suffix not in SUFFIXES):
             allowed = f"NONE or one of {', '.join(TYPES)}, with nothing, _EP or _DP_EP behind"
             raise ConfigError(f"{where}, field {first + 2}", comm, allowed)
-        cells[name] = Cell(
+        cells[phase.value] = Cell(
             compute_ns=_whole(fields[first], f"{where}, field {first + 1}"),
             comm=comm,
             num_bytes=_whole(fields[first + 2], f"{where}, field {first + 3}"),
@@ -119,8 +118,8 @@ def blocks_of(
         row.name.startswith(_LAYER_ROWS) or row.name in _MICROBATCH_ROWS
     )
     passes: list[list[Operation]] = []
-    for name, phase in zip(_NAMES, _PHASES, strict=True):
-        cell: Cell = getattr(row, name)
+    for phase in _PHASES:
+        cell: Cell = getattr(row, phase)
         place = {
             "phase": phase,
             "module": row.name,
@@ -186,9 +185,7 @@ def row_of(name: str, fwd: Block, bwd: Block, groups: Mapping[str, Group]) -> Ro
                 comm=TYPE_OF[item.collective] + _SUFFIX_OF.get(item.group, ""),
                 num_bytes=item.message_bytes(groups[item.group]),
             )
-    return Row(
-        name=name, **{key: cells.get(p, Cell()) for key, p in zip(_NAMES, _PHASES, strict=True)}
-    )
+    return Row(name=name, **{phase.value: cells.get(phase, Cell()) for phase in _PHASES})
 
 
 _SUFFIX_OF = {group: suffix for suffix, group in SUFFIXES.items()}
