@@ -93,11 +93,11 @@ class Recorder(MessageRecorder):
         self.lines: list[str] = []
 
     def note(self, name: str, values: Sequence[Any], result: Any) -> None:
-        before = len(self._seen)
+        before = len(self._kinds)
         super().note(name, values, result)
         roots = {"reduce_": 3, "broadcast_": 2}
         root = f" root={values[roots[name]]}" if name in roots else ""
-        for kind in self._seen[before:]:
+        for kind in self._kinds[before:]:
             size = f"{kind.dtype} {kind.call_bytes} {kind.message_bytes}"
             self.lines.append(f"{self.phase} {kind.collective} {size}{root}")
 

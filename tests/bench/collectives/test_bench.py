@@ -59,7 +59,7 @@ class OneSecond:
 
 def test_the_delay_of_a_rank_is_counted_from_the_first_rank() -> None:
     ranks = cast("Ranks", LateRanks())
-    samples = bench.collect(ranks, OneSecond(), None, 1.0, Effort(), wanted=2)
+    samples = bench.collect(ranks, OneSecond(), None, 1.0, Effort(), num_samples=2)
     assert samples.late_s == [[0.0, 0.5]] * 2
     assert samples.seconds == [1.0, 1.0]
 
@@ -194,7 +194,7 @@ def test_a_budget_is_shared_by_all_cases(pool: Pool) -> None:
 
 def sleeping(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
     """Each call takes 4 ms and moves nothing."""
-    patch.setattr(TorchCommunicator, "_moved", lambda *_: lambda: time.sleep(4e-3))
+    patch.setattr(TorchCommunicator, "_sends_and_receives", lambda *_: lambda: time.sleep(4e-3))
 
 
 def test_a_ping_pongs_time_is_one_way(pool: Pool) -> None:
