@@ -32,6 +32,7 @@ from stepmark.bench.training import trainer
 from stepmark.bench.training.bench import refusal
 from stepmark.bench.training.model_parallel import SequenceShard, coordinates_of
 from stepmark.bench.training.transformer import canonical_name
+from stepmark.core.commands import command_of
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import build
 from stepmark.core.train_case import TrainCase
@@ -221,7 +222,7 @@ def outcome(
         "losses": got,
         "off": off if math.isfinite(off) else None,
         "graph_breaks": attempt.graph_breaks,
-        "command": case.command(),
+        "command": command_of(case),
     }
 
 

@@ -1,7 +1,7 @@
 """AMD cards through amdsmi (from the ROCm install). Written, not run on AMD hardware.
 
-Names, keys and units follow the Python API of amdsmi 7.0; a value that a card does not
-give is "N/A" there and None here. A card is found by the PCI address that torch reports.
+Names, keys and units follow the Python API of amdsmi 7.0; a value that a card does not report
+is "N/A" in amdsmi and None here. A card is found by the PCI address that torch reports.
 """
 
 import importlib
@@ -93,7 +93,7 @@ class AmdGpu(Card):
             number(power, key)
             for key in ("socket_power", "current_socket_power", "average_socket_power")
         ]
-        # Which field holds the figure depends on card and release; the others are 0 or N/A.
+        # The field with the figure depends on card and release; the others are 0 or N/A.
         readings = [value for value in watts if value]
         clock = self._ask("amdsmi_get_clock_info", smi.AmdSmiClkType.GFX)
         status = self._ask("amdsmi_get_violation_status") or {}

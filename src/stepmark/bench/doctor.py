@@ -91,7 +91,7 @@ class Transport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All that `stepmark doctor` reports."""
+    """The report of `stepmark doctor`."""
 
     environment: Environment
     devices: tuple[Device, ...]

@@ -19,7 +19,7 @@ GRACE_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a command ended."""
+    """The end of a command."""
 
     exit_code: int | None  # negative: the signal; None for a process that SIGKILL does not end
     seconds: float

@@ -39,8 +39,8 @@ def as_torchrun() -> None:
     for target, source in zip(_TORCHRUN[:3], names[:3], strict=True):
         os.environ[target] = os.environ[source]
     if "MASTER_ADDR" not in os.environ:
-        here = os.environ.get(names[3], "").split(",")[0].partition("(")[0]
-        if here != os.environ["WORLD_SIZE"]:
+        local_size = os.environ.get(names[3], "").split(",")[0].partition("(")[0]
+        if local_size != os.environ["WORLD_SIZE"]:
             raise ConfigError(
                 "MASTER_ADDR", None, "set to the host of rank 0 for several hosts"
             )

@@ -120,11 +120,11 @@ def _measure(
     concurrency = (alone_s, samples.together_s, compute.backend_run if compute else "")
     on_gpu = ranks.device.type == "cuda"
     peak_bytes = torch.cuda.max_memory_allocated(ranks.device) if on_gpu else None
-    everyone = ranks.gather(
+    by_rank = ranks.gather(
         (seconds_per_operation, check, sampler.telemetry(), issue_s, concurrency, peak_bytes)
     )
     seconds, checks, telemetry, issues, concurrencies, peaks = zip(
-        *(everyone[rank] for rank in case.members), strict=True
+        *(by_rank[rank] for rank in case.members), strict=True
     )
     return Measured(
         run_id=context.run_id,
@@ -210,8 +210,8 @@ def collect(
         count = most if num_samples is None else min(most, num_samples - sum(map(len, batches)))
         cover_s = stretch * count * sample_s + _START_S
         batch, together = agreed(ranks, lambda: _batch(timer, compute, count, cover_s))  # noqa: B023
-        everyone = ranks.gather((batch.seconds, batch.began_s, together is not None))
-        if not all(is_covered for _, _, is_covered in everyone):
+        by_rank = ranks.gather((batch.seconds, batch.began_s, together is not None))
+        if not all(is_covered for _, _, is_covered in by_rank):
             # On some rank the compute ended first, so this batch does not count.
             tries += 1
             agreed(ranks, lambda: _give_up_after(tries))  # noqa: B023  called at once
@@ -219,12 +219,12 @@ def collect(
             stretch *= 2
             most = count if stretch * count <= longest_s / sample_s else max(1, count // 2)
             continue
-        first_s = min(began_s for seconds, began_s, _ in everyone if seconds)
+        first_s = min(began_s for seconds, began_s, _ in by_rank if seconds)
         samples.seconds += batch.seconds
         samples.issue_s.append(batch.issue_s)
         samples.together_s += together or []
-        samples.late_s.append([max(0.0, began_s - first_s) for _, began_s, _ in everyone])
-        batches.append(slowest_per_sample([seconds for seconds, _, _ in everyone if seconds]))
+        samples.late_s.append([max(0.0, began_s - first_s) for _, began_s, _ in by_rank])
+        batches.append(slowest_per_sample([seconds for seconds, _, _ in by_rank if seconds]))
         if ranks.decide(enough):
             return samples
 

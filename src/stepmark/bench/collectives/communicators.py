@@ -209,8 +209,8 @@ class Communicators:
             return None
 
         def share(identity: bytes | None) -> bytes:
-            everyone: list[bytes] = ranks.gather(identity)
-            return everyone[members[0]]
+            identities: list[bytes] = ranks.gather(identity)
+            return identities[members[0]]
 
         return nccl.Communicator(
             num_ranks=len(members),

@@ -226,8 +226,8 @@ def _walk(parts: list[Part], buffer: Tensor, round: int) -> Iterator[tuple[Tenso
         block_hash = _hash31(blocks + stream)[:, None]
         for at in range(0, count, step):
             length = min(step, count - at)
-            here = block_hash[at // ROWS : -(-(at + length) // ROWS)]
-            rows = torch.add(here, columns[:length])
+            hashes = block_hash[at // ROWS : -(-(at + length) // ROWS)]
+            rows = torch.add(hashes, columns[:length])
             rows >>= 19
             yield bits[begin + at : begin + at + length], rows.view(-1)[:length]
         begin += count

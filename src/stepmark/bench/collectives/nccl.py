@@ -310,7 +310,7 @@ class _Calls:
 
     def _move(self, move: Move) -> Call:
         buffer = self._send if move.from_send else self._recv
-        where = c_void_p(buffer + move.at * self._case.dtype.itemsize)
-        what = (where, c_size_t(move.count), self._kind, c_int(move.peer))
+        address = c_void_p(buffer + move.at * self._case.dtype.itemsize)
+        arguments = (address, c_size_t(move.count), self._kind, c_int(move.peer))
         name = "ncclSend" if move.sends else "ncclRecv"
-        return functools.partial(getattr(self._library, name), *what, *self._end)
+        return functools.partial(getattr(self._library, name), *arguments, *self._end)

@@ -138,8 +138,8 @@ def _measure(case: OpCase, impl: Impl, context: MeasureContext, effort: Effort) 
         soak_s = agreed(context.ranks, lambda: _soak(timer, estimate_s, effort.soak_s))
     with sampler:
         seconds = _collect(case, context, timer, estimate_s, effort)
-    everyone = context.ranks.gather((seconds, check, sampler.telemetry()))
-    all_seconds, checks, telemetry = zip(*everyone, strict=True)
+    by_rank = context.ranks.gather((seconds, check, sampler.telemetry()))
+    all_seconds, checks, telemetry = zip(*by_rank, strict=True)
     return Measured(
         run_id=context.run_id,
         case=case,

@@ -243,8 +243,8 @@ def _measure(
     all_ranks(steady)
     counts = counter.since(build_s, work.samples.first_s)
     messages, traces = all_ranks(lambda: _untimed(work, context, case, how, launch))
-    everyone = ranks.gather((work.samples.without_losses(), sampler.telemetry(), counts))
-    samples_by_rank, telemetry, states = zip(*everyone, strict=True)
+    by_rank = ranks.gather((work.samples.without_losses(), sampler.telemetry(), counts))
+    samples_by_rank, telemetry, states = zip(*by_rank, strict=True)
     loss = _mean_losses(work.samples, ranks, place)
     samples, training = steady_results(case, samples_by_rank, states, loss)
     return Measured(
@@ -289,8 +289,8 @@ def _mean_losses(
     samples: loop.StepSamples, ranks: Ranks, place: RankCoordinates
 ) -> tuple[float, ...]:
     """Return mean losses by sample, over data ranks and parts of a sequence."""
-    everyone = ranks.gather([float(loss) for loss in samples.losses] if place.tp == 0 else [])
-    columns = zip(*filter(None, everyone), strict=False)
+    by_rank = ranks.gather([float(loss) for loss in samples.losses] if place.tp == 0 else [])
+    columns = zip(*filter(None, by_rank), strict=False)
     return tuple(sum(column) / len(column) for column in columns)
 
 

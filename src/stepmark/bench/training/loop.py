@@ -109,7 +109,7 @@ class Loop:
         self._on_gpu = ranks.device.type == "cuda"
         self.samples = StepSamples()
         self._pending: list[_Sample] = []
-        self._everyone: list[list[float]] = [[] for _ in range(ranks.num_ranks)]
+        self._times_by_rank: list[list[float]] = [[] for _ in range(ranks.num_ranks)]
         self._num_shared = 0
         self._count = 0  # micro-steps begun
 
@@ -171,7 +171,7 @@ class Loop:
             self._count += 1
             is_last = self._count % case.grad_accum == 0
             loss = self._trainer.micro_step(tokens, labels, is_last=is_last, mark=sample.mark)
-            sample.mark("work")  # what has no marks of its own ends here
+            sample.mark("work")  # ends a micro-step without marks of its own
             if loss is not None:
                 losses.append(loss.clone())
         if self._count % case.grad_accum == 0:
@@ -207,7 +207,7 @@ class Loop:
         for rank, (times, stops_too, late_too) in enumerate(
             self._ranks.gather((new, stop, late))
         ):
-            self._everyone[rank] += times
+            self._times_by_rank[rank] += times
             stops, lates = stops or stops_too, lates or late_too
         return stops, lates
 
@@ -230,8 +230,8 @@ class Loop:
         return max(first, cycle) if len(slowest) >= 2 * cycle else 0
 
     def _slowest(self) -> list[float]:
-        count = min(map(len, self._everyone))
-        return slowest_per_sample([times[:count] for times in self._everyone])
+        count = min(map(len, self._times_by_rank))
+        return slowest_per_sample([times[:count] for times in self._times_by_rank])
 
 
 @contextlib.contextmanager

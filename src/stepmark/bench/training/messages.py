@@ -247,7 +247,7 @@ def group_of(value: Any) -> Any:
         return dist.ProcessGroup.unbox(value) if is_group else None
     if isinstance(value, str):
         try:
-            # What type a name has depends on torch's version.
+            # The type of a name depends on torch's version.
             return _resolve_process_group(cast(Any, value))
         except (RuntimeError, ValueError, KeyError):
             return None  # the name of a reduction
@@ -271,7 +271,7 @@ class Message:
 
 
 class OrderedRecorder(MessageRecorder):
-    """Keeps the order, and who takes part. Its memory grows with the number of messages."""
+    """Records messages in order, with their ranks. Memory grows with their number."""
 
     def __init__(self) -> None:
         super().__init__()

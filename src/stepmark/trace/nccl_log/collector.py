@@ -90,7 +90,7 @@ SimilarTable = dict[str, tuple[str, OccurrenceCounter]]
 
 
 class Collector:
-    """All facts that the handlers of lines have recorded so far."""
+    """Facts that the handlers of lines have recorded so far."""
 
     def __init__(self) -> None:
         self.communicators = CommunicatorTable()

@@ -251,7 +251,7 @@ class Row:
     dtype: str
     redop: str
     cells: list[str] = field(default_factory=list)
-    last_line: int = 0  # of a row broken in two
+    last_line: int = 0  # differs from `line` for a row broken in two
 
 
 @dataclass(frozen=True, slots=True)

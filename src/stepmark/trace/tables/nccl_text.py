@@ -324,8 +324,8 @@ def _num_ranks(
     num_ranks, reason = printed_figures.num_ranks_of(readings, collective)
     if num_ranks is not None:
         return num_ranks, reason, ()
-    why = f" ({reason})" if reason else ""
-    return None, "", (f"the number of ranks is not known{why} (compare --ranks N)",)
+    detail = f" ({reason})" if reason else ""
+    return None, "", (f"the number of ranks is not known{detail} (compare --ranks N)",)
 
 
 def _unknown_collective_note(readings: Sequence[Reading]) -> tuple[str, ...]:
