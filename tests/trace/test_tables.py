@@ -249,7 +249,7 @@ def test_markup_in_a_title_is_printed_as_it_stands() -> None:
 
     from rich.console import Console
 
-    (table,) = tables_of(f"Test [/bold] of [red]\n\n{VALUES}", "x[/y]")
+    (table,) = tables_of(f"Test :on: [/bold] of [red]\n\n{VALUES}", "x[/y]")
     out = io.StringIO()
     print_tables([(table, ())], Console(file=out, width=200))
-    assert "Test [/bold] of [red]" in out.getvalue()
+    assert "Test :on: [/bold] of [red]" in out.getvalue()

@@ -11,6 +11,7 @@ from stepmark.core.columns import COUNT, PAGE, SHOWN, TEXT, Column, Row, View, d
 from stepmark.core.comparison import TIME, Cell, Comparison, Line, Overall
 from stepmark.core.ratio import Ratio, Verdict
 from stepmark.core.units import GB, format_bytes, format_time
+from stepmark.report.row_tables import print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -322,7 +323,7 @@ def printed(comparison: Comparison, console: "Console") -> None:
 
     others = comparison.names[1:]
     constant, _ = split_fields(comparison.lines)
-    console.print(Text(headline(comparison, constant)), soft_wrap=True)
+    print_lines([headline(comparison, constant)], console)
     columns = [c for c in columns_of(comparison) if View.CONSOLE in c.views]
     if not any(line.size_bytes is not None for line in comparison.lines):
         columns = [c for c in columns if c.name != "size"]
@@ -344,5 +345,4 @@ def printed(comparison: Comparison, console: "Console") -> None:
         table.add_row(*(Text(shown(c.of(line)), style=_style(c, line)) for c in columns))
     console.print(table)
     marks = [_MARKS_SAY] if is_wide else []
-    for text in (*marks, *map(mean_text, comparison.overall), *closing(comparison)):
-        console.print(Text(text), soft_wrap=True)
+    print_lines((*marks, *map(mean_text, comparison.overall), *closing(comparison)), console)

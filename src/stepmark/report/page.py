@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs no network: to mail, to archive, to open offline."""
+"""A run as one HTML file that needs no network, to mail, to archive, to open offline."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -12,6 +12,7 @@ from stepmark.core.record import DeviceInfo, Failed, Record, RunInfo
 from stepmark.core.units import format_bytes
 from stepmark.report import comm_figures, figures, training_figures
 from stepmark.report.comm_columns import COMM_COLUMNS
+from stepmark.report.figures import Drawn
 from stepmark.report.op_columns import OP_COLUMNS
 from stepmark.report.row_tables import describe, table
 from stepmark.report.summary import LEAD, comm_lines, summary_lines, train_lines
@@ -26,13 +27,14 @@ def html(
     comm_rows: Sequence[Row] = (),
     train_rows: Sequence[Row] = (),
 ) -> str:
-    """The whole document: operators (rows), collectives (comm_rows), training (train_rows)."""
+    """Return the document of operators (rows), collectives and training."""
     other_rows = [*comm_rows, *train_rows]
     body = "\n".join(
         (
             section("Summary", _summary(run, rows, device, comm_rows, train_rows)),
-            *_train_sections(records, train_rows),
-            *_figure_sections(run, rows, device),
+            section("Training", table(train_rows, TRAIN_COLUMNS) if train_rows else ""),
+            *_figures(training_figures.drawn(records) if train_rows else ()),
+            *_figures(_operator_figures(run, rows, device)),
             *_figures(comm_figures.drawn(comm_rows, run, device)),
             section("Measurements", table(rows, OP_COLUMNS) if rows or not other_rows else ""),
             section("Collectives", table(comm_rows, COMM_COLUMNS) if comm_rows else ""),
@@ -45,7 +47,7 @@ def html(
 
 
 def document(title: str, lead: str, body: str) -> str:
-    """A page that needs nothing else. `title` is text; `lead` and `body` are HTML."""
+    """Return a page that needs nothing else. `title` is text; `lead` and `body` are HTML."""
     heading = escape(title)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -59,7 +61,7 @@ def document(title: str, lead: str, body: str) -> str:
 
 
 def section(title: str, content: str) -> str:
-    """Title is HTML; nothing for no content."""
+    """Return a section, or nothing without content. The title is HTML."""
     return f"<section><h2>{title}</h2>\n{content}</section>" if content else ""
 
 
@@ -74,14 +76,14 @@ def _summary(
     rates = dict.fromkeys(text(row, "rate") for row in rows)
     environment = run.environment
     versions = ", ".join(f"{name} {value}" for name, value in environment.versions.items())
-    said = summary_lines(run, rows)
-    nothing_else = not comm_rows and not train_rows
-    if not rows and not nothing_else:
-        said = said[:1]  # the device; there is nothing to count
-    said += comm_lines(comm_rows) + train_lines(train_rows)
-    lines = [(line[:LEAD].strip(), line[LEAD:]) for line in said]
-    lines += [("peaks", peaks)] if rows or train_rows or nothing_else else []
-    lines += [("rate", "; ".join(rates))] if rows or nothing_else else []
+    summary = summary_lines(run, rows)
+    has_operators = bool(rows) or not (comm_rows or train_rows)
+    if not has_operators:
+        summary = summary[:1]  # the device; there is nothing to count
+    summary += comm_lines(comm_rows) + train_lines(train_rows)
+    lines = [(line[:LEAD].strip(), line[LEAD:]) for line in summary]
+    lines += [("peaks", peaks)] if has_operators or train_rows else []
+    lines += [("rate", "; ".join(rates))] if has_operators else []
     lines += [
         ("versions", f"torch {environment.torch}, {versions}".rstrip(", ")),
         (
@@ -93,25 +95,27 @@ def _summary(
     warnings = "".join(
         f'<p class="warning">{escape(line)}</p>' for line in environment.warnings
     )
-    return _pairs(lines) + warnings
+    return definitions(lines) + warnings
 
 
 def _power(device: DeviceInfo) -> str:
     if device.power_limit_w is None:
         return "limit unknown"
     default = device.default_power_limit_w
-    lowered = (
-        f" (default {default:.0f} W)" if default not in (None, device.power_limit_w) else ""
-    )
-    return f"limit {device.power_limit_w:.0f} W{lowered}"
+    text = f"limit {device.power_limit_w:.0f} W"
+    is_changed = default not in (None, device.power_limit_w)
+    return f"{text} (default {default:.0f} W)" if is_changed else text
 
 
-def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
+def definitions(pairs: Iterable[tuple[str, str]]) -> str:
     cells = (f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
     return f"<dl>{''.join(cells)}</dl>"
 
 
-def _figure_sections(run: RunInfo, rows: Sequence[Row], device: DeviceSpec | None) -> list[str]:
+def _operator_figures(
+    run: RunInfo, rows: Sequence[Row], device: DeviceSpec | None
+) -> list[Drawn]:
+    """Return the figures that are not empty."""
     drawn = (
         (
             "Roofline",
@@ -129,26 +133,19 @@ def _figure_sections(run: RunInfo, rows: Sequence[Row], device: DeviceSpec | Non
             figures.time_breakdown(rows, run),
         ),
     )
-    return _figures(
-        figure
-        for figure in drawn
-        if any(trace.type == "bar" or trace.mode == "markers" for trace in figure[2].data)
-    )
+    return [
+        (title, note, figure)
+        for title, note, figure in drawn
+        if any(trace.type == "bar" or trace.mode == "markers" for trace in figure.data)
+    ]
 
 
-def _figures(drawn: Iterable[tuple[str, str, Figure]]) -> list[str]:
-    return [figure_section(title, note, figure) for title, note, figure in drawn]
-
-
-def _train_sections(records: Sequence[Record], train_rows: Sequence[Row]) -> list[str]:
-    if not train_rows:
-        return []
-    figures_ = _figures(training_figures.drawn(records))
-    return [section("Training", table(train_rows, TRAIN_COLUMNS)), *figures_]
+def _figures(drawn: Iterable[Drawn]) -> list[str]:
+    return [figure_section(*figure) for figure in drawn]
 
 
 def figure_section(title: str, note: str, figure: Figure) -> str:
-    """A plot under its title (text) and a note."""
+    """Return a plot under its title (text) and a note."""
     plot = figure.to_html(
         full_html=False,
         include_plotlyjs=False,
@@ -158,11 +155,7 @@ def figure_section(title: str, note: str, figure: Figure) -> str:
 
 
 def _unmeasured(records: Sequence[Record], rows: Sequence[Row]) -> str:
-    tracebacks = {
-        record.case.case_id: record.traceback
-        for record in records
-        if isinstance(record, Failed) and record.traceback
-    }
+    tracebacks = {r.case.case_id: r.traceback for r in records if isinstance(r, Failed)}
     items = []
     for row in rows:
         if row["status"] not in ("skipped", "failed"):
@@ -191,7 +184,7 @@ def _environment(run: RunInfo) -> str:
         *env.variables.items(),
         *((f"setting {name}", value) for name, value in run.settings.items()),
     ]
-    return _pairs(pairs)
+    return definitions(pairs)
 
 
 def _device(device: DeviceInfo) -> str:

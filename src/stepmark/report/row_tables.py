@@ -1,4 +1,4 @@
-"""Rows as tables of their declared columns: on a terminal, in a pipe, on a page."""
+"""Rows as tables of their declared columns, on a terminal, in a pipe or on a page."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -23,20 +23,16 @@ def print_rows(
         _print_fitted(ran, console, columns)
     elif ran:
         print_lines(_plain_lines(ran, _fitting(ran, None, columns)), console)
+    others = [row for row in table if row["status"] in ("skipped", "failed")]
     print_lines(
-        (
-            f"{row['status']}  {describe(row)}: {text(row, 'message')}"
-            for row in table
-            if row["status"] in ("skipped", "failed")
-        ),
-        console,
+        (f"{row['status']}  {describe(row)}: {text(row, 'message')}" for row in others), console
     )
 
 
 def print_lines(lines: Iterable[str], console: "Console") -> None:
     """Print text as it is: words of other people's files may look like markup."""
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def _print_fitted(

@@ -1,7 +1,7 @@
-"""Records in the column sets of other benchmarks, so that their readers can diff them.
+"""Records in the columns of other benchmarks, so that their users can diff them.
 
-Every style returns its tables by name. Where another tool prints 0 for what it does not
-know, the cell is empty here.
+Every style returns its tables by name. A cell that is unknown is empty, where another tool
+prints 0.
 """
 
 import csv
@@ -29,12 +29,12 @@ _PARAM_DTYPE = {
 
 
 def as_text(tables: dict[str, str]) -> str:
-    """All tables of a style one below the other, an empty line between."""
+    """Join all tables of a style, with an empty line between them."""
     return "\n".join(tables.values())
 
 
 def param(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
-    """train/compute/pt of facebookresearch/param: gemm, emb and linear, one block per dtype."""
+    """Return train/compute/pt of facebookresearch/param: a block per kind and dtype."""
     groups: dict[str, list[Measured]] = {}
     for record in _measured(records):
         name = _param_kind(record.operator.op)
@@ -86,15 +86,12 @@ def _param_block(name: str, records: Sequence[Measured], run: RunInfo) -> str:
 
 
 def _steps(records: Sequence[Measured], run: RunInfo) -> tuple[str, str]:
-    """Calls timed and calls before them: as asked for, else the fewest of any case."""
+    """Return timed calls and warm-up calls: as asked for, else the fewest of any case."""
     samples = [record.samples for record in records]
-    steps = min(len(one.seconds[0]) * one.calls_per_sample for one in samples)
-    warmups = min(
-        round(one.soak_s / _time_s(record))
-        for one, record in zip(samples, records, strict=True)
-    )
-    asked = run.settings
-    return asked.get("steps", str(steps)), asked.get("warmups", str(warmups))
+    steps = min(len(each.seconds[0]) * each.calls_per_sample for each in samples)
+    warmups = min(round(record.samples.soak_s / _time_s(record)) for record in records)
+    settings = run.settings
+    return settings.get("steps", str(steps)), settings.get("warmups", str(warmups))
 
 
 def _param_line(op: Op, time_s: float) -> str:
@@ -153,14 +150,12 @@ PRIMUS_ATTENTION = [
 
 
 def primus(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
-    """The CSV files of Primus' operator benchmark: gemm and attention."""
+    """Return the CSV files of Primus' operator benchmark: gemm and attention."""
     measured = _measured(records)
     tables = {}
-    gemms = [line for record in measured for line in _primus_gemms(record)]
-    if gemms:
+    if gemms := [line for record in measured for line in _primus_gemms(record)]:
         tables["gemm"] = _csv(PRIMUS_GEMM, gemms)
-    attentions = _primus_attentions(measured)
-    if attentions:
+    if attentions := _primus_attentions(measured):
         tables["attention"] = _csv(PRIMUS_ATTENTION, attentions)
     return tables
 
@@ -178,7 +173,7 @@ def _primus_gemms(record: Measured) -> list[tuple[object, ...]]:
 
 
 def _primus_attentions(records: Sequence[Measured]) -> list[tuple[object, ...]]:
-    """One line per shape, model and backend: forward and backward side by side."""
+    """Return one line per shape, model and backend, forward and backward side by side."""
     joined: dict[tuple[str, Attention, str], dict[Phase, tuple[float, float]]] = {}
     for record in records:
         op, time_s = record.operator.op, _time_s(record)
@@ -209,7 +204,7 @@ def _csv(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 
 def _measured(records: Iterable[Record]) -> list[Measured]:
-    """Correct results only: the other tools have no column that says wrong."""
+    """Return correct results only: the other tools have no column for wrong ones."""
     return [
         record
         for record in records

@@ -1,7 +1,7 @@
-"""The stages of a workload at work: each goes on until it waits for another.
+"""Simulation of the stages of a workload: each runs until it waits for another.
 
 Time is in units: a forward of a stage's chunk takes one, its backward two, the optimizer one,
-transfers none. So this is of a schedule's order and its waits, not of speed.
+transfers none. So it shows the order and waits of a schedule, not its speed.
 """
 
 from collections import defaultdict
@@ -13,6 +13,7 @@ from stepmark.core.workload import COMPUTE, Block, CommOp, ComputeOp, Operation,
 from stepmark.report.workload_tables import is_wait, pass_of
 
 UNITS = {"forward": 1, "backward": 2, "optimizer": 1}
+_Pair = tuple[int, int, str]  # sender, receiver and phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Computation on one micro-batch in one go, after transfers of these names."""
+    """Computation on one micro-batch without a break, after transfers of these names."""
 
     kind: str
     microbatch: int | None
@@ -46,74 +47,70 @@ _Piece = _Work | _Move
 
 
 def slots(workload: Workload) -> tuple[Slot, ...]:
-    """All stages' work in time. () where stages would wait for each other for ever."""
+    """Return all stages' work in time; () where stages would deadlock."""
     moves = _Moves.of(workload)
     cache: dict[str, tuple[_Piece, ...]] = {}
+    sent: dict[_Pair, list[int]] = defaultdict(list)
     lanes = [
-        _Lane(index, _pieces(workload.blocks, stage.step, moves, cache))
+        _Lane(index, _pieces(workload.blocks, stage.step, moves, cache), sent)
         for index, stage in enumerate(workload.stages)
     ]
-    sent: dict[tuple[int, int, str], list[int]] = defaultdict(list)
-    progress = True
-    while progress:
-        progress = False
-        for lane in lanes:
-            progress |= lane.advance(sent, len(lanes))
+    while sum(lane.advance(len(lanes)) for lane in lanes):
+        pass
     if any(not lane.is_done for lane in lanes):
         return ()
     return tuple(slot for lane in lanes for slot in lane.slots)
 
 
 class _Lane:
-    """A stage at work: as far as it comes until it waits for another."""
+    """Progress of one stage. `sent` has the times of all transfers, shared by all lanes."""
 
-    def __init__(self, stage: int, pieces: Sequence[_Piece]) -> None:
+    def __init__(
+        self, stage: int, pieces: Sequence[_Piece], sent: Mapping[_Pair, list[int]]
+    ) -> None:
         self.stage = stage
         self.slots: list[Slot] = []
         self._pieces = pieces
+        self._sent = sent
         self._next = 0
         self._now = 0
-        self._taken: dict[tuple[int, int, str], int] = defaultdict(int)
-        self._has_passes: set[str] = set()  # kinds of them that are of a micro-batch
-        self._pending: list[tuple[tuple[int, int, str], int]] = []  # receipts waited for
-        # By the transfer's name: the (pair and phase, number) that its receipt waits for.
-        self._receipts: dict[str, list[tuple[tuple[int, int, str], int] | None]] = defaultdict(
-            list
-        )
+        self._num_received: dict[_Pair, int] = defaultdict(int)
+        self._pass_kinds: set[str] = set()  # of work on a micro-batch
+        self._pending: list[tuple[_Pair, int]] = []  # receipts that block the stage
+        # By the transfer's name: the pair and number of its receipts, None for what is sent.
+        self._receipts: dict[str, list[tuple[_Pair, int] | None]] = defaultdict(list)
 
     @property
     def is_done(self) -> bool:
         return self._next == len(self._pieces)
 
-    def advance(self, sent: dict[tuple[int, int, str], list[int]], num_stages: int) -> bool:
-        """Whether anything was done."""
+    def advance(self, num_stages: int) -> bool:
+        """Run until the stage must wait. Return whether anything was done."""
         before = self._next
         while not self.is_done:
             piece = self._pieces[self._next]
-            if not self._waited(piece, sent):
+            is_fused = isinstance(piece, _Move) and piece.operation.fused
+            # A call sends all its messages before it waits for one.
+            if not is_fused and not self._receive():
                 break
-            done = (
-                self._work(piece, sent)
-                if isinstance(piece, _Work)
-                else self._move(piece, sent, num_stages)
-            )
-            if not done:
+            if isinstance(piece, _Move):
+                self._move(piece.operation, num_stages)
+            elif not self._work(piece):
                 break
             self._next += 1
         return self._next > before
 
-    def _waited(self, piece: _Piece, sent: dict[tuple[int, int, str], list[int]]) -> bool:
-        """Whether all is there that is waited for; what one call sends goes out first."""
-        if isinstance(piece, _Move) and piece.operation.fused:
-            return True
+    def _receive(self) -> bool:
+        """Return whether all pending messages were sent, and wait for them."""
         for pair, number in self._pending:
-            if number >= len(sent[pair]):
+            if number >= len(self._sent[pair]):
                 return False
-            self._now = max(self._now, sent[pair][number])
+            self._now = max(self._now, self._sent[pair][number])
         self._pending.clear()
         return True
 
-    def _work(self, piece: _Work, sent: dict[tuple[int, int, str], list[int]]) -> bool:
+    def _work(self, piece: _Work) -> bool:
+        """Do a piece of work. Return False where it must wait for a message."""
         ready = self._now
         for name in piece.after:
             base, _, back = name.partition("~")
@@ -123,15 +120,15 @@ class _Lane:
             if receipt is None:
                 continue
             pair, number = receipt
-            if number >= len(sent[pair]):
+            if number >= len(self._sent[pair]):
                 return False
-            ready = max(ready, sent[pair][number])
+            ready = max(ready, self._sent[pair][number])
         self._now = ready
-        # What is of no micro-batch where others are is no pass through the chunk, e.g. the
-        # reduction of all gradients at the end.
+        # Work on no micro-batch, where other work is on one, is no pass through the chunk: e.g.
+        # the reduction of all gradients at the end.
         if piece.microbatch is not None:
-            self._has_passes.add(piece.kind)
-        elif piece.kind in self._has_passes:
+            self._pass_kinds.add(piece.kind)
+        elif piece.kind in self._pass_kinds:
             return True
         if piece.kind not in UNITS:
             return True
@@ -149,31 +146,27 @@ class _Lane:
         self._now = end
         return True
 
-    def _move(
-        self, piece: _Move, sent: dict[tuple[int, int, str], list[int]], num_stages: int
-    ) -> bool:
-        """What is sent is there at once; a receipt is waited for now, or by its name."""
-        operation = piece.operation
+    def _move(self, operation: CommOp, num_stages: int) -> None:
+        """Send at once; wait for a receipt at the next piece, or where its name is needed."""
         assert operation.peer is not None
         other = (self.stage + operation.peer) % num_stages
         if operation.collective == SEND:
-            sent[self.stage, other, operation.phase].append(self._now)
+            self._sent[self.stage, other, operation.phase].append(self._now)
             self._receipts[operation.name].append(None)
-            return True
+            return
         pair = (other, self.stage, operation.phase)
-        number = self._taken[pair]
-        self._taken[pair] += 1
+        number = self._num_received[pair]
+        self._num_received[pair] += 1
         if operation.stream == COMPUTE:
             self._pending.append((pair, number))
         self._receipts[operation.name].append((pair, number))
-        return True
 
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
     """Groups whose ranks are the stages, and the names of transfers in them.
 
-    Others pass data on within a stage, as context parallelism's ring does.
+    Other groups transfer data within a stage, as context parallelism's ring does.
     """
 
     groups: frozenset[str]
@@ -206,7 +199,7 @@ def _pieces(
     moves: _Moves,
     cache: dict[str, tuple[_Piece, ...]],
 ) -> tuple[_Piece, ...]:
-    """A block as pieces, relative to its own layer and micro-batch."""
+    """Return a block as pieces, relative to its own layer and micro-batch."""
     if block in cache:
         return cache[block]
     pieces: list[_Piece] = []
@@ -247,15 +240,13 @@ def _shifted(piece: _Piece, layer: int, microbatch: int) -> _Piece:
 
 
 def _add(pieces: list[_Piece], piece: _Piece) -> None:
-    """Work that goes on with the same micro-batch in the same direction is one piece."""
+    """Add a piece, merged with the last one on the same micro-batch in the same direction."""
     last = pieces[-1] if pieces else None
     if isinstance(piece, _Work) and isinstance(last, _Work) and not piece.after:
-        same = last.kind == piece.kind and (
-            piece.microbatch is None or last.microbatch in (None, piece.microbatch)
-        )
-        if same:
+        microbatches = {last.microbatch, piece.microbatch} - {None}
+        if last.kind == piece.kind and len(microbatches) <= 1:
             layers = [layer for layer in (last.layer, piece.layer) if layer is not None]
-            microbatch = piece.microbatch if last.microbatch is None else last.microbatch
+            microbatch = next(iter(microbatches), None)
             pieces[-1] = replace(last, microbatch=microbatch, layer=min(layers, default=None))
             return
     pieces.append(piece)

@@ -7,12 +7,12 @@ import plotly.graph_objects as go
 from plotly.graph_objects import Figure
 
 from stepmark.core.columns import Row, number
-from stepmark.core.units import TFLOP
+from stepmark.core.units import GIB, TFLOP
 from stepmark.core.workload import Workload
 from stepmark.report import histogram_figures, workload_text
 from stepmark.report.figures import COLOURS, styled
 from stepmark.report.histogram import rows as histogram_rows
-from stepmark.report.page import document, figure_section, section
+from stepmark.report.page import definitions, document, figure_section, section
 from stepmark.report.workload_lanes import Slot
 from stepmark.report.workload_pipeline import Timeline, timeline
 from stepmark.report.workload_tables import alike_layers, histogram, stage_rows
@@ -20,15 +20,14 @@ from stepmark.report.workload_text import NO_DEFAULTS, Settings
 
 _KINDS = ("forward", "backward", "optimizer")
 _PASSES = ("forward", "backward")
-_NUMBERED = 400  # slots with edges; of more, edges would be all one sees
+_MOST_EDGED = 400  # slots; edges of more would hide their colours
 _PALE = 3  # from this chunk on, dark letters read better than white ones
-_GIB = 2**30
 
 
 def pipeline(chart: Timeline) -> Figure:
-    """Stages by time, a bar per forward and backward, lighter from chunk to chunk."""
+    """Draw stages over time, a bar per forward and backward, lighter from chunk to chunk."""
     chunk_of = _chunks(chart.slots)
-    few = len(chart.slots) <= _NUMBERED
+    is_edged = len(chart.slots) <= _MOST_EDGED
     figure = go.Figure()
     for kind, colour in zip(_KINDS, COLOURS, strict=False):
         # The legend has the first one's shade.
@@ -48,9 +47,9 @@ def pipeline(chart: Timeline) -> Figure:
             name=kind,
             marker={
                 "color": [_lighter(colour, chunk) for chunk, _ in shades],
-                "line": {"width": 0.5 if few else 0, "color": "rgba(255,255,255,0.6)"},
+                "line": {"width": 0.5 if is_edged else 0, "color": "rgba(255,255,255,0.6)"},
             },
-            text=["" if one.microbatch is None else str(one.microbatch) for one in own],
+            text=["" if slot.microbatch is None else str(slot.microbatch) for slot in own],
             textposition="inside",
             insidetextanchor="middle",
             textangle=0,
@@ -64,18 +63,16 @@ def pipeline(chart: Timeline) -> Figure:
             width=0.9,
         )
     names = [f"stage {stage}" for stage in range(chart.num_stages)]
-    figure.update_yaxes(
-        autorange="reversed", type="category", categoryorder="array", categoryarray=names
-    )
-    figure.update_yaxes(showgrid=False)
+    order = {"categoryorder": "array", "categoryarray": names}
+    figure.update_yaxes(autorange="reversed", type="category", **order, showgrid=False)
     figure.update_xaxes(title="time in units", range=[0, chart.end])
     figure.update_layout(barmode="overlay")
-    made = styled(figure, height=130 + 28 * chart.num_stages)
-    return made.update_layout(uniformtext={"mode": "hide", "minsize": 8})
+    figure.update_layout(uniformtext={"mode": "hide", "minsize": 8})
+    return styled(figure, height=130 + 28 * chart.num_stages)
 
 
 def _chunks(slots: Iterable[Slot]) -> dict[tuple[int, int | None], int]:
-    """The how-manieth of its stage's chunks a slot's is."""
+    """Return the number of each chunk, by its stage and first layer."""
     layers: dict[int, set[int]] = {}
     for slot in slots:
         if slot.layer is not None:
@@ -88,7 +85,7 @@ def _chunks(slots: Iterable[Slot]) -> dict[tuple[int, int | None], int]:
 
 
 def _lighter(colour: str, steps: int) -> str:
-    """Towards white, so that chunks side by side differ."""
+    """Mix a colour with white, so that neighbouring chunks differ."""
     share = 1 - 0.85**steps
     parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
@@ -102,12 +99,12 @@ def _hover(slot: Slot) -> str:
 
 
 def sizes(workload: Workload, stage: int) -> list[tuple[str, Figure]]:
-    """Calls and bytes of a step by message size; none where nothing is communicated."""
+    """Draw calls and bytes of a step by message size; none without communication."""
     counted = histogram(workload, stage)
     if not counted:
         return []
     rows = [
-        row | {"gib": (number(row, "bytes_per_rank") or 0) / _GIB}
+        row | {"gib": (number(row, "bytes_per_rank") or 0) / GIB}
         for row in histogram_rows(counted, by=("collective", "group"))
     ]
     return [
@@ -117,7 +114,7 @@ def sizes(workload: Workload, stage: int) -> list[tuple[str, Figure]]:
 
 
 def layers(workload: Workload) -> list[tuple[str, Figure]]:
-    """Computation and messages of each layer, where layers differ."""
+    """Draw computation and messages of each layer, where layers differ."""
     sums_of = {
         layer: sums
         for stage in range(len(workload.stages))
@@ -128,7 +125,7 @@ def layers(workload: Workload) -> list[tuple[str, Figure]]:
     figures = []
     for title, what, unit, of in (
         ("Computation by layer", "flops", TFLOP, "TFLOP"),
-        ("Messages by layer", "comm_bytes", _GIB, "GiB of messages"),
+        ("Messages by layer", "comm_bytes", GIB, "GiB of messages"),
     ):
         rows: list[Row] = []
         for layer in sorted(sums_of):
@@ -140,7 +137,7 @@ def layers(workload: Workload) -> list[tuple[str, Figure]]:
 
 
 def stages(workload: Workload) -> Figure:
-    """Computation of one rank and step by pipeline stage."""
+    """Draw computation of one rank and step by pipeline stage."""
     rows = stage_rows(workload)
     return _bars(rows, ("forward_flops", "backward_flops"), TFLOP, "TFLOP", "stage")
 
@@ -164,9 +161,9 @@ _MOST_SLOTS = 20_000
 
 
 def page(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> str:
-    """The document; figures and tables of communication and layers are of one stage.
+    """Return the document; figures and tables of communication and layers are of one stage.
 
-    defaults: as of workload_text.header.
+    `defaults` are those of workload_text.header.
     """
     head = workload_text.header(workload, defaults)
     tables = workload_text.tables(workload, stage)
@@ -204,10 +201,7 @@ def _pipeline(workload: Workload) -> str:
 
 
 def _settings(workload: Workload) -> str:
-    """All of them, defaults too, and the files that the rules were read from."""
-    pairs = {"source": workload.source, **workload.settings}
-    cells = (
-        f"<dt>{escape(name)}</dt><dd>{escape(workload_text.word(value))}</dd>"
-        for name, value in pairs.items()
-    )
-    return section("Settings", f"<dl>{''.join(cells)}</dl>")
+    """Return all settings, defaults too, and the files that the rules were read from."""
+    settings = {"source": workload.source, **workload.settings}
+    pairs = ((name, workload_text.word(value)) for name, value in settings.items())
+    return section("Settings", definitions(pairs))

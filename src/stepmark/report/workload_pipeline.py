@@ -1,7 +1,7 @@
-"""The pipeline of a workload over time: which stage works on which micro-batch when.
+"""Pipeline of a workload over time: the micro-batch of each stage at each time.
 
-Units of time and waits are those of workload_lanes.py. Where a step is long, few repeats of its
-steady state are drawn, and the idle time is still of all.
+Units of time and waits are those of workload_lanes.py. Of a long step, few repeats of its
+steady state are drawn; the idle time is still that of the whole step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _MOST_PIECES = 200_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """All stages' work in time. left_out: repeats of the steady state that are not in it."""
+    """All stages' work in time. left_out: repeats of the steady state that are left out."""
 
     slots: tuple[Slot, ...]
     num_stages: int
@@ -30,9 +30,9 @@ class Timeline:
 
 
 def timeline(workload: Workload, most: int) -> Timeline | str:
-    """All of it, or where that is more than so many slots, few repeats of the steady state.
+    """Return all of it, or few repeats of the steady state if it exceeds `most` slots.
 
-    A text says why there is none.
+    A text is the reason for which there is none.
     """
     num_stages = len(workload.stages)
     cut = workload if num_pieces(workload) <= most else shortened(workload, _KEPT)
@@ -55,9 +55,9 @@ def timeline(workload: Workload, most: int) -> Timeline | str:
 
 
 def shortened(workload: Workload, num_repeats: int) -> Workload:
-    """With so many repeats of the steady state in the stage that has the fewest.
+    """Reduce the steady state to this many repeats in the stage that has the fewest.
 
-    Every other stage has as many less.
+    Every other stage loses as many repeats.
     """
     less = num_steady(workload) - num_repeats
     if less <= 0:
@@ -77,13 +77,13 @@ def shortened(workload: Workload, num_repeats: int) -> Workload:
 
 
 def num_steady(workload: Workload) -> int:
-    """Repeats of the steady state in the stage that has the fewest."""
+    """Return repeats of the steady state in the stage that has the fewest."""
     runs = (_steady(workload.blocks, stage.step) for stage in workload.stages)
     return min(run.times if run else 0 for run in runs)
 
 
 def _steady(blocks: Mapping[str, Block], step: str) -> Run | None:
-    """What of a step repeats forwards and backwards together, the longest of it."""
+    """Return the longest run of a step that repeats forwards and backwards together."""
     runs = [
         item
         for item in blocks[step]
@@ -97,7 +97,7 @@ def _steady(blocks: Mapping[str, Block], step: str) -> Run | None:
 def _kinds(
     blocks: Mapping[str, Block], block: str, cache: dict[str, frozenset[str]]
 ) -> frozenset[str]:
-    """Which passes a block computes."""
+    """Return the passes that a block computes."""
     if block not in cache:
         kinds: set[str] = set()
         for item in blocks[block]:
@@ -110,23 +110,21 @@ def _kinds(
 
 
 def _sums(drawn: Sequence[Slot]) -> tuple[int, int]:
-    """Units of forwards and backwards over all stages, and when the last one ends."""
+    """Return units of forwards and backwards over all stages, and the end of the last."""
     work = [slot for slot in drawn if slot.kind != "optimizer"]
-    return sum(slot.end - slot.start for slot in work), max(
-        (slot.end for slot in work), default=0
-    )
+    busy = sum(slot.end - slot.start for slot in work)
+    return busy, max((slot.end for slot in work), default=0)
 
 
 def num_pieces(workload: Workload) -> int:
-    """How much there is to draw, about: forwards and backwards of chunks, all stages."""
+    """Return about the number of forwards and backwards of chunks of all stages."""
     cache: dict[str, int] = {}
 
     def count(block: str) -> int:
         if block not in cache:
-            runs = [item for item in workload.blocks[block] if isinstance(item, Run)]
-            repeats = (run.times if run.microbatch_step else 1 for run in runs)
+            runs = (item for item in workload.blocks[block] if isinstance(item, Run))
             cache[block] = 1 + sum(
-                times * count(run.block) for times, run in zip(repeats, runs, strict=True)
+                (run.times if run.microbatch_step else 1) * count(run.block) for run in runs
             )
         return cache[block]
 
@@ -138,9 +136,9 @@ _WIDEST = 200  # characters
 
 
 def lines(workload: Workload) -> list[str]:
-    """f3 is the forward of micro-batch 3, b3 its backward, o the optimizer.
+    """Return a line per stage: f3 is the forward of micro-batch 3, b3 its backward.
 
-    One line that says why, where there is none; nothing for one stage.
+    Without a pipeline, one line gives the reason; one stage has no lines.
     """
     if len(workload.stages) == 1:
         return []

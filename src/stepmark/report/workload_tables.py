@@ -1,8 +1,7 @@
-"""A workload to rows: its stages, what it communicates, what it computes, layer by layer.
+"""A workload as rows: stages, communication, computation and layers.
 
-Counted through Workload.tally and its blocks, never by walking a step. All of it is of one
-rank and one optimizer step. Bytes of communication are messages as nccl-tests counts them.
-Over 250 lines: the tables share their sums.
+They are counted by Workload.tally and over blocks, never by walking a step. All figures are of
+one rank and one optimizer step. Bytes of communication are messages as nccl-tests counts them.
 """
 
 from collections import Counter, defaultdict
@@ -36,7 +35,7 @@ from stepmark.core.workload import (
 from stepmark.report.histogram import size_of
 from stepmark.report.outcomes import percent
 
-SETUP = "setup"  # what runs once, before the first step
+SETUP = "setup"  # runs once, before the first step
 _PASS = {
     Phase.FWD: "forward",
     Phase.DGRAD: "backward",
@@ -46,11 +45,11 @@ _PASS = {
     Phase.STEP: "step",
 }
 PASSES = (SETUP, "forward", "backward", "optimizer", "step")
-Sums = Counter[tuple[str, str]]  # (pass, what is summed)
+Sums = Counter[tuple[str, str]]  # by (pass, quantity)
 
 
 def pass_of(operation: Operation) -> str:
-    """forward, backward (a recomputed forward is of it), optimizer, step."""
+    """Return forward, backward (with recomputed forwards), optimizer or step."""
     return "backward" if operation.recompute else _PASS[operation.phase]
 
 
@@ -79,14 +78,13 @@ class _StageSums:
 
     @property
     def time_s(self) -> float | None:
-        """Time of all computation; None where one operator's is not known."""
+        """Return the time of all computation; None where one operator's is unknown."""
         times = [
             None if operation.time_s is None else calls * operation.time_s
             for operation, calls in self.operations.items()
             if isinstance(operation, ComputeOp)
         ]
-        known = [time for time in times if time is not None]
-        return sum(known) if len(known) == len(times) else None
+        return None if None in times else sum(filter(None, times))
 
 
 @dataclass(slots=True)
@@ -195,19 +193,19 @@ LAYER_COLUMNS: tuple[Column[AlikeLayers], ...] = (
 
 
 def stage_rows(workload: Workload) -> list[Row]:
-    """One row per pipeline stage."""
-    counted = [(stage, workload.tally(index)) for index, stage in enumerate(workload.stages)]
+    """Return one row per pipeline stage."""
+    tallies = (workload.tally(index) for index in range(len(workload.stages)))
     return rows_of(
         STAGE_COLUMNS,
         (
-            _StageSums(index, stage, operations, _sums(operations, workload))
-            for index, (stage, operations) in enumerate(counted)
+            _StageSums(index, workload.stages[index], tally, _sums(tally, workload))
+            for index, tally in enumerate(tallies)
         ),
     )
 
 
 def collective_rows(workload: Workload, stage: int) -> list[Row]:
-    """One row per pass, collective, type, group and size."""
+    """Return one row per pass, collective, type, group and size."""
     groups: dict[tuple[int, str, str, int, str, str, str], _Messages] = {}
     for when, operation, calls in _communication(workload, stage):
         group = workload.groups[operation.group]
@@ -224,7 +222,7 @@ def collective_rows(workload: Workload, stage: int) -> list[Row]:
 
 
 def histogram(workload: Workload, stage: int) -> Histogram:
-    """Messages of a step of one rank, for report.histogram. Setup is left out."""
+    """Return the messages of a step of one rank, without setup."""
     tallies: dict[MessageKind, Tally] = {}
     for when, operation, calls in _communication(workload, stage):
         if when == SETUP:
@@ -245,7 +243,7 @@ def histogram(workload: Workload, stage: int) -> Histogram:
 
 
 def size_rows(workload: Workload, stage: int) -> list[Row]:
-    """One row per collective and size, whatever its pass and group."""
+    """Return one row per collective and size, over all passes and groups."""
     calls: Counter[tuple[str, int]] = Counter()
     for kind, tally in histogram(workload, stage).items():
         calls[kind.collective, size_of(kind)[0]] += tally.calls
@@ -256,37 +254,38 @@ def size_rows(workload: Workload, stage: int) -> list[Row]:
 
 
 def is_wait(operation: ComputeOp) -> bool:
-    """Whether it only stands for waiting: it computes and moves nothing."""
+    """Return whether the operation only waits: it computes and moves nothing."""
     return isinstance(operation.op, Kernel) and operation.op.is_wait
 
 
 def compute_rows(workload: Workload, stage: int) -> list[Row]:
-    """One row per distinct operator and pass, most FLOPs first."""
-    found: dict[tuple[Op | Kernel, str], _Computed] = {}
+    """Return one row per distinct operator and pass, most FLOPs first."""
+    by_key: dict[tuple[Op | Kernel, str], _Computed] = {}
     for operation, calls in workload.tally(stage).items():
         if isinstance(operation, ComputeOp) and not is_wait(operation):
             phase = operation.phase.value + (" again" if operation.recompute else "")
             key = (operation.op, phase)
-            computed = found.setdefault(key, _Computed(operation.op, phase))
+            computed = by_key.setdefault(key, _Computed(operation.op, phase))
             computed.calls += calls
             computed.time_s = operation.time_s
             computed.modules[operation.module] = None
-    total = sum(one.flops or 0 for one in found.values())
-    for one in found.values():
-        one.all_flops = total
-    return rows_of(COMPUTE_COLUMNS, sorted(found.values(), key=lambda one: -(one.flops or 0)))
+    rows = sorted(by_key.values(), key=lambda computed: -(computed.flops or 0))
+    total = sum(computed.flops or 0 for computed in rows)
+    for computed in rows:
+        computed.all_flops = total
+    return rows_of(COMPUTE_COLUMNS, rows)
 
 
 def layer_rows(workload: Workload, stage: int) -> list[Row]:
-    """One row per layer; layers that are alike share one.
+    """Return one row per layer; layers that are alike share one.
 
-    The row without layers is of what belongs to none: embedding, head, optimizer.
+    The row without layers has the embedding, head and optimizer.
     """
     return rows_of(LAYER_COLUMNS, alike_layers(workload, stage))
 
 
 def alike_layers(workload: Workload, stage: int) -> list[AlikeLayers]:
-    """Layers that do the same, and the sums of one of them; None is what belongs to none."""
+    """Return layers that are alike with the sums of one; layer None is outside of layers."""
     sums = _by_layer(workload, workload.stages[stage].step, {})
     merged: list[AlikeLayers] = []
     for layer in sorted(sums, key=lambda layer: (layer is None, layer or 0)):
@@ -301,7 +300,7 @@ def alike_layers(workload: Workload, stage: int) -> list[AlikeLayers]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """0-3,7 of 0,1,2,3,7."""
+    """Return e.g. 0-3,7 for 0,1,2,3,7."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:
@@ -353,25 +352,25 @@ def _dtype(op: Op | Kernel) -> str:
 def _by_layer(
     workload: Workload, block: str, cache: dict[str, dict[int | None, Sums]]
 ) -> dict[int | None, Sums]:
-    """Sums by layer of one pass through a block, each block looked at once."""
+    """Return sums by layer of one run of a block; each block is visited once."""
     if block in cache:
         return cache[block]
-    found: dict[int | None, Sums] = defaultdict(Counter)
+    by_layer: dict[int | None, Sums] = defaultdict(Counter)
     plain: dict[int | None, Counter[Operation]] = defaultdict(Counter)
     for item in workload.blocks[block]:
         if not isinstance(item, Run):
             plain[item.layer][item] += 1
             continue
         inside = _by_layer(workload, item.block, cache)
-        # Runs that stay on a layer are many (micro-batches); runs that go on are layers.
+        # Runs that stay on a layer repeat micro-batches; others go from layer to layer.
         times, copies = (1, item.times) if item.layer_step else (item.times, 1)
         for copy in range(copies):
             for layer, sums in inside.items():
                 place = None if layer is None else layer + item.layer + copy * item.layer_step
-                total = found[place]
+                total = by_layer[place]
                 for key, number in sums.items():
                     total[key] += number * times
     for layer, operations in plain.items():
-        found[layer].update(_sums(operations, workload))
-    cache[block] = dict(found)
+        by_layer[layer].update(_sums(operations, workload))
+    cache[block] = dict(by_layer)
     return cache[block]

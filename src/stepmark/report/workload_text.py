@@ -26,19 +26,19 @@ Settings = Mapping[str, str | int | float | bool | None]
 NO_DEFAULTS: Settings = MappingProxyType({})
 _MOST_SHAPES = 24
 _MOST_STAGES = 8
-_MOST_LETTERS = 48
+_MOST_CHARACTERS = 48
 _OF_SEVERAL_RANKS = ("calls", "bytes", "size_is")  # of a histogram's columns
 
 
 def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
-    """What it is of, whose rules, which settings, and what one should know.
+    """Return the model, rules, groups, settings and notes.
 
-    defaults: the framework's, of which only what differs is said.
+    Settings that equal the framework's `defaults` are only counted.
     """
     model = workload.model
-    ranks = _many(workload.world_size, "rank")
+    ranks = _count(workload.world_size, "rank")
     lines = [f"workload {workload.name}: {workload.rules}, {ranks}"]
-    # What follows the version are the files that the rules were read from.
+    # The version is followed by the files that the rules were read from.
     lines += [f"rules    {workload.source.partition(': ')[0]}"] if workload.source else []
     if model is not None:
         lines.append(
@@ -50,8 +50,8 @@ def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
         f"{name} {group.size}" for name, group in workload.groups.items() if group.size > 1
     )
     lines.append(
-        f"spread   {_many(len(workload.stages), 'stage')}, "
-        f"{_many(workload.num_microbatches, 'micro-batch')} per step; "
+        f"spread   {_count(len(workload.stages), 'stage')}, "
+        f"{_count(workload.num_microbatches, 'micro-batch')} per step; "
         f"groups: {', '.join(groups) or 'none'}"
     )
     lines += _settings(workload.settings, defaults)
@@ -60,7 +60,7 @@ def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
 
 
 def _settings(settings: Settings, defaults: Settings) -> list[str]:
-    """Those that are no defaults, and how many are."""
+    """Return settings that differ from their defaults, and the number of the others."""
     if not settings:
         return []
     texts = [
@@ -74,15 +74,13 @@ def _settings(settings: Settings, defaults: Settings) -> list[str]:
 
 
 def lines(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> list[str]:
-    """Everything, each table under its heading."""
+    """Return everything, each table under its heading."""
     return [*header(workload, defaults), *tables(workload, stage)]
 
 
 def tables(workload: Workload, stage: int) -> list[str]:
-    """Stages, communication, sizes, computation, layers and pipeline."""
-    lines: list[str] = []
-    stages = stage_rows(workload)
-    lines += _section("Stages (per rank and step)", _stage_lines(stages))
+    """Return stages, communication, sizes, computation, layers and pipeline."""
+    lines = _section("Stages (per rank and step)", _stage_lines(stage_rows(workload)))
     of_stage = f", stage {stage}" if len(workload.stages) > 1 else ""
     lines += _section(
         f"Communication{of_stage} (per rank and step)",
@@ -109,7 +107,7 @@ def tables(workload: Workload, stage: int) -> list[str]:
 
 
 def _size_lines(workload: Workload, stage: int) -> list[str]:
-    """Calls by size; by powers of two where there are many sizes, and a line says so."""
+    """Return calls by size; by powers of two where there are many sizes."""
     counted = histogram(workload, stage)
     if not counted:
         return []
@@ -125,7 +123,7 @@ def _size_lines(workload: Workload, stage: int) -> list[str]:
 
 
 def _aligned(rows: Sequence[Row], columns: Sequence[Column[Any]]) -> list[str]:
-    """Rows under headings, columns with nothing to show left out; numbers to the right."""
+    """Return rows under headings, without empty columns; numbers are aligned right."""
     visible = [
         column
         for column in columns
@@ -137,11 +135,11 @@ def _aligned(rows: Sequence[Row], columns: Sequence[Column[Any]]) -> list[str]:
 
 
 def _cell(row: Row, column: Column[Any]) -> str:
-    """A value as text: a zero with a unit is empty, words are cut."""
+    """Return a value as text: a zero with a unit is empty, long texts are cut."""
     value = row[column.name]
     if column.unit is TEXT:
         text = column.unit.show(value)
-        return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 3] + "..."
+        return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
     return "" if not value and column.unit is not COUNT else column.unit.show(value)
 
 
@@ -150,7 +148,7 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def _stage_lines(stages: Sequence[Row]) -> list[str]:
-    """Stages one after the other that do alike are one line."""
+    """Return the stages; many that are alike and follow each other share a line."""
     unlike = ("stage", "which")
     merged: list[tuple[list[int], Row]] = []
     for row in stages:
@@ -172,13 +170,13 @@ def _stage_lines(stages: Sequence[Row]) -> list[str]:
     return _aligned(rows, STAGE_COLUMNS)
 
 
-def _many(count: int, word: str) -> str:
-    plural = "es" if word.endswith("ch") else "s"
-    return f"{count} {word}{plural if count != 1 else ''}"
+def _count(count: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{plural if count != 1 else ''}"
 
 
 def word(value: object) -> str:
-    """A setting's value as people read it."""
+    """Return the value of a setting in words."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "unset" if value is None else str(value)

@@ -121,9 +121,10 @@ class RunWriter(files.Lock):
 
 
 def _is_done(record: Record) -> bool:
-    """A training case cut short by Ctrl-C keeps its samples, and is measured again."""
-    cut = isinstance(record, Measured) and record.training and record.training.interrupted
-    return isinstance(record, Measured) and not cut
+    """Return whether a case is measured, and not cut short by Ctrl-C as training may be."""
+    if not isinstance(record, Measured):
+        return False
+    return not (record.training and record.training.interrupted)
 
 
 def _changes(before: Environment, now: Environment) -> list[tuple[str, str, str]]:
