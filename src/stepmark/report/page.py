@@ -32,7 +32,7 @@ def html(
     body = "\n".join(
         (
             section("Summary", _summary(run, rows, device, comm_rows, train_rows)),
-            section("Training", table(train_rows, TRAIN_COLUMNS) if train_rows else ""),
+            *([section("Training", table(train_rows, TRAIN_COLUMNS))] if train_rows else []),
             *_figures(training_figures.drawn(records) if train_rows else ()),
             *_figures(_operator_figures(run, rows, device)),
             *_figures(comm_figures.drawn(comm_rows, run, device)),

@@ -67,8 +67,8 @@ def pipeline(chart: Timeline) -> Figure:
     figure.update_yaxes(autorange="reversed", type="category", **order, showgrid=False)
     figure.update_xaxes(title="time in units", range=[0, chart.end])
     figure.update_layout(barmode="overlay")
-    figure.update_layout(uniformtext={"mode": "hide", "minsize": 8})
-    return styled(figure, height=130 + 28 * chart.num_stages)
+    styled(figure, height=130 + 28 * chart.num_stages)
+    return figure.update_layout(uniformtext={"mode": "hide", "minsize": 8})
 
 
 def _chunks(slots: Iterable[Slot]) -> dict[tuple[int, int | None], int]:
