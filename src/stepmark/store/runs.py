@@ -122,9 +122,8 @@ class RunWriter(files.Lock):
 
 def _is_done(record: Record) -> bool:
     """Return whether a case is measured, and not cut short by Ctrl-C as training may be."""
-    if not isinstance(record, Measured):
-        return False
-    return not (record.training and record.training.interrupted)
+    training = record.training if isinstance(record, Measured) else None
+    return isinstance(record, Measured) and not (training and training.interrupted)
 
 
 def _changes(before: Environment, now: Environment) -> list[tuple[str, str, str]]:

@@ -259,7 +259,7 @@ def _pairs(base: Side, other: Side, names: Sequence[str]) -> list[tuple[int, Ser
     place = {id(series): number for number, series in enumerate(base.series)}
     pairs: list[tuple[int, Series, Series]] = []
     for key in (key for key in base_table if key in other_table):
-        base_sizes, other_sizes = _by_size(base_table[key]), _by_size(other_table[key])
+        base_sizes, other_sizes = base_table[key], other_table[key]
         same: list[tuple[int | None, int | None]] = [
             (size, size) for size in base_sizes if size in other_sizes
         ]
@@ -276,18 +276,13 @@ def _pairs(base: Side, other: Side, names: Sequence[str]) -> list[tuple[int, Ser
     return sorted(pairs, key=lambda pair: pair[0])
 
 
-def _by_key(side: Side, names: Sequence[str]) -> dict[Key, list[Series]]:
-    table: dict[Key, list[Series]] = {}
+def _by_key(side: Side, names: Sequence[str]) -> dict[Key, dict[int | None, list[Series]]]:
+    """Return the series by key, then by size."""
+    table: dict[Key, dict[int | None, list[Series]]] = {}
     for series in side.series:
-        table.setdefault(_key(series, names), []).append(series)
+        sizes = table.setdefault(_key(series, names), {})
+        sizes.setdefault(series.size_bytes, []).append(series)
     return table
-
-
-def _by_size(group: Sequence[Series]) -> dict[int | None, list[Series]]:
-    by_size: dict[int | None, list[Series]] = {}
-    for series in group:
-        by_size.setdefault(series.size_bytes, []).append(series)
-    return by_size
 
 
 def _only(side: Side, group: Sequence[Series]) -> Series:
