@@ -34,19 +34,10 @@ from stepmark.bench.training.messages import tensors
 from stepmark.core.errors import ConfigError
 
 # Methods of DeviceMesh that calculate with ranks' numbers.
-_OF_NUMBERS = (
-    "__init__",
-    "_get_mesh_tensor_from_full_mesh",
-    "_compute_coordinates_from_mesh",
-    "_init_process_groups",
-    "_init_one_process_group",
-    "from_group",
-    "_concatenate",
-    "_flatten",
-    "_create_flatten_mesh",
-    "_unflatten",
-    "_create_unflatten_mesh",
-    "__repr__",
+_MESH_METHODS = (
+    *("__init__", "__repr__", "from_group", "_concatenate", "_flatten", "_unflatten"),
+    *("_create_flatten_mesh", "_create_unflatten_mesh", "_get_mesh_tensor_from_full_mesh"),
+    *("_compute_coordinates_from_mesh", "_init_process_groups", "_init_one_process_group"),
 )
 
 
@@ -68,7 +59,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
         # DTensor caches layouts with their meshes, which equal those of another rank.
         stack.callback(_clear_sharding_prop_cache)
         stack.callback(dist.destroy_process_group)
-        for name in _OF_NUMBERS:
+        for name in _MESH_METHODS:
             if name in vars(DeviceMesh):
                 around = _real(vars(DeviceMesh)[name], mesh_sizes)
                 stack.enter_context(mock.patch.object(DeviceMesh, name, around))

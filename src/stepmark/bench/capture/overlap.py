@@ -112,22 +112,20 @@ class Overlap:
 
     def computing(self, op: ComputeOp, *, in_node: bool) -> ComputeOp:
         """Return the operation on its stream. in_node: whether a node of autograd runs it."""
-        if self._ddp_reduces and not in_node:  # DDP's last callback, or what comes later
+        if self._ddp_reduces and not in_node:  # DDP's last callback, or a later operation
             self._ddp_reduces = False
             self._wait_for.add(REDUCED)
-        name = ""
-        after: tuple[str, ...] = ()
+        name, after = "", list[str]()
         if self._within == "copy out":
             name = COPY_OUT
+            self._issued[COPY_OUT] += 1
             if self._copying is not None:
-                after = (self._reference(GATHER, self._copying),)
+                after.append(self._reference(GATHER, self._copying))
                 self._copying = None
-        if self._stream == COMPUTE and self._wait_for:
-            after += tuple(sorted(self._wait_for))
+        if self._stream == COMPUTE:
+            after += sorted(self._wait_for)
             self._wait_for.clear()
-        if name:
-            self._issued[name] += 1
-        return replace(op, stream=self._stream, name=name, after=after)
+        return replace(op, stream=self._stream, name=name, after=tuple(after))
 
     def sending(self, op: CommOp, before: list[Operation], *, own: bool, ddp: bool) -> CommOp:
         """Return the operation on its stream. Its dependencies get names in `before`.
