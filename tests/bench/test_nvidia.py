@@ -216,3 +216,11 @@ def test_a_real_card_answers() -> None:
     info = gpu.device_info(0)
     assert str(torch.cuda.get_device_properties(0).uuid) in info.uuid
     assert 0 < (gpu.reading().sm_clock_hz or 0) <= (info.max_sm_clock_hz or 0)
+
+
+def test_a_torch_without_the_pci_address_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: PROPERTIES)
+    assert nvidia.pci_bus_id(0) == "0000:00:06.0"
+    older = SimpleNamespace(name="NVIDIA H200", uuid=UUID)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: older)
+    assert nvidia.pci_bus_id(0) == ""

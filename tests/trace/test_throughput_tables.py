@@ -74,10 +74,11 @@ def test_results_that_follow_each_other_are_apart() -> None:
     assert "eval_runtime" in metrics(tables[1])
 
 
-def test_a_rate_that_rounds_to_zero_is_a_bound() -> None:
-    (table,) = tables_of(RESULT.replace("0.009", "0.0"), "x")
+@pytest.mark.parametrize(("text", "bound"), [("0.0", 0.05), ("0.0e-02", 0.0005)])
+def test_a_rate_that_rounds_to_zero_is_a_bound(text: str, bound: float) -> None:
+    (table,) = tables_of(RESULT.replace("0.009", text), "x")
     (last,) = (one for one in table.readings if one.label == "train_steps_per_second")
-    assert (last.rate, last.rate_below) == (None, 0.05)
+    assert (last.rate, last.rate_below) == (None, pytest.approx(bound))
 
 
 @pytest.mark.parametrize(
