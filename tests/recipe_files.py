@@ -103,7 +103,7 @@ def write(workload: Workload) -> Iterator[str]:
         yield f"{kind} {count}\\n"
 
 
-def lost(workload: Workload) -> list[str]:
+def omissions(workload: Workload) -> list[str]:
     return ["all but the number of operations"]
 '''
 
