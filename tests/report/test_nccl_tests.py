@@ -242,6 +242,14 @@ def test_json_has_the_schema_of_nccl_tests() -> None:
     assert document["average_bus_bandwidth"]["okay"] == "unchecked"
 
 
+def test_json_has_every_number_of_thread_blocks() -> None:
+    records: list[Record] = [flat(comm_case(max_ctas=ctas), 1e-4 / ctas) for ctas in (1, 4)]
+    results = json_document(table(records), comm_run(), [])["results"]
+    assert isinstance(results, list)
+    times = [result["out_of_place"]["time"] for result in results]
+    assert times == pytest.approx([100, 25])
+
+
 def test_json_of_everything_is_json() -> None:
     table_ = table(full_comm_run())
     document = json_document(table_, comm_run(), [], ended_at="2025-01-01T00:01:00Z")

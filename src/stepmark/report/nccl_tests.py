@@ -30,12 +30,12 @@ _TEST_NAMES = {
     Collective.ALL_TO_ALL_V: "alltoallv_perf",
 }
 
-# A block has a header of its own, and a table for each value of _TABLE.
+# A block has a header of its own, and a table for each value of TABLE.
 _BLOCK = (
     *("collective", "num_ranks", "world_size", "split", "mode", "aligned", "api", "backend"),
     *("device", "calls_per_group", "spread", "skew_s", "max_ctas", "beside"),
 )
-_TABLE = ("dtype", "redop", "root", "pair")
+TABLE = ("dtype", "redop", "root", "pair")
 PLACEMENTS = ("out-of-place", "in-place")
 NA_HALF = f"  {'N/A':>7}  {'N/A':>6}  {'N/A':>6}  {'N/A':>6}"
 
@@ -105,11 +105,6 @@ def lines_of(rows: Sequence[Row]) -> list[dict[str, Row]]:
     return [joined[size] for size in sorted(joined)]
 
 
-def tables_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the tables of one block: rows of one type, operation, root and pair."""
-    return grouped(rows, _TABLE)
-
-
 def float_text(value: float, width: int) -> str:
     """Print up to two decimals that fit, else an exponent, as nccl-tests' getFloatStr."""
     for places in (2, 1, 0):
@@ -145,7 +140,7 @@ def parameters_of(rows: Sequence[Row]) -> Parameters:
 def _block(rows: Sequence[Row], run: RunInfo, parameters: Parameters) -> str:
     name = test_name(text(rows[0], "collective"))
     lines = [*_header(rows, run, parameters, name), *_HEAD]
-    tables = tables_of(rows)
+    tables = grouped(rows, TABLE)
     for table in tables:
         if len(tables) > 1:
             lines.append(_table_line(table[0]))

@@ -21,12 +21,12 @@ from stepmark.core.stats import quantile
 from stepmark.core.units import GB
 from stepmark.report.nccl_tests import (
     PLACEMENTS,
+    TABLE,
     average_busbw,
     devices_of,
     lines_of,
     out_of_bounds,
     parameters_of,
-    tables_of,
     test_name,
     type_name,
 )
@@ -59,8 +59,10 @@ def json_document(
         "results": [
             _result(halves)
             for group in grouped(rows, ("collective",))
-            for table in tables_of(group)
-            for same in grouped(table, ("num_ranks", "mode", "api", "split", "beside"))
+            for table in grouped(group, TABLE)
+            for same in grouped(
+                table, ("num_ranks", "mode", "api", "split", "beside", "max_ctas")
+            )
             for halves in lines_of(same)
         ],
         "out_of_bounds": {
