@@ -1,5 +1,7 @@
 """What devices are here, where the answer does not come."""
 
+import sys
+
 import pytest
 
 from stepmark.app import machine
@@ -14,3 +16,9 @@ def test_torch_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPa
     ) as caught:
         machine._asked_of_torch()
     assert "\n" not in str(caught.value)
+
+
+def test_without_nvml_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
+    assert machine._nvidia_cards() is None

@@ -138,3 +138,20 @@ def test_stdout_that_cannot_be_written_is_one_sentence(
     said = [x for x in capsys.readouterr().err.splitlines() if x.startswith("stepmark: ")]
     assert (code, len(said)) == (2, 1)
     assert reason in said[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["runs", "show", RUN],
+        ["runs", "sql", "SELECT 1 AS one"],
+        ["logs", LOG],
+        ["compare", RUN, OTHER],
+        ["op", "copy", "--num-bytes", "1024", "--device", "cpu", "--dry-run"],
+    ],
+)
+def test_two_files_on_stdout_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.status([*words, "--json", "-", "--csv", "-"]) == 2
+    assert "stdout is already taken by --json" in capsys.readouterr().err

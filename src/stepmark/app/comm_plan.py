@@ -48,7 +48,7 @@ def plan(
 ) -> tuple[list[CommCase], list[str]]:
     """Return a case per combination of the options, and notes. Raises ConfigError."""
     if world_size < 2:
-        allowed = "at least 2 ranks; one has nobody to talk to"
+        allowed = "at least 2 ranks, because a single one sends nothing"
         allowed += " (to try it out: --device cpu)" if device == "cuda" else ""
         raise ConfigError("nproc", options.nproc or world_size, allowed)
     names = list(dict.fromkeys(options.names))

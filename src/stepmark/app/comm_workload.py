@@ -48,7 +48,8 @@ def plan(
     Raises ConfigError.
     """
     if world_size < 2:
-        raise ConfigError("nproc", world_size, "at least 2 ranks; one has nobody to talk to")
+        allowed = "at least 2 ranks, because a single one sends nothing"
+        raise ConfigError("nproc", world_size, allowed)
     notes: list[str] = []
     cases: dict[CommCase, CommCase] = {}
     base = comm_plan.shared(options, device, world_size, world_size)

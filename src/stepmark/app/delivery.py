@@ -10,6 +10,7 @@ from stepmark.app.view import View, view
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.option_groups import Files, Output
 from stepmark.core.record import Failed, Measured
+from stepmark.core.verb_options import SweepOptions
 from stepmark.launch import outer_launcher
 from stepmark.store.export import is_folder, write_csv, write_json, write_tables
 
@@ -58,15 +59,15 @@ def resume_hint(path: Path) -> str:
     return f"finished cases are kept; go on with: stepmark resume {path}{where}"
 
 
-def check_outputs(options: Output) -> None:
+def check_outputs(options: Output | SweepOptions) -> None:
     """Validate outputs before measuring. Raises ConfigError."""
+    options.check_stdout()
     if options.dry_run:
         return
-    options.check_stdout()
-    for name, target in (("json", options.json), ("csv", options.csv)):
-        if not target or target == "-":
-            continue
-        make_folder(name, Path(target) if is_folder(target) else Path(target).parent)
+    for name in ("json", "csv", "html"):
+        target = getattr(options, name, None)
+        if target and target != "-":
+            make_folder(name, Path(target) if is_folder(target) else Path(target).parent)
     if options.out:
         make_folder("out", Path(options.out))
 
@@ -84,6 +85,7 @@ def make_folder(name: str, folder: Path) -> None:
 
 def write_files(options: Files, name: str, document: object, rows: Rows) -> None:
     """Write a document as --json and rows as --csv; in a folder the file is called `name`."""
+    options.check_stdout()
     if options.json:
         write_json(document, options.json, name)
     if options.csv:

@@ -151,6 +151,7 @@ TableFindings = tuple[Table, tuple[Finding, ...]]
 
 def run(options: LogsOptions) -> int:
     """Print and write what the files contain. Return 1 where a job fails or hangs."""
+    options.check_stdout()
     inputs = collect(options.files, only_tables=options.tables)
     for path, reason in inputs.unknown:
         sys.stderr.write(f"stepmark: {path} is left out: {reason}\n")

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from stepmark.core.device import find_device_by_alias, load_devices
 from stepmark.core.errors import ConfigError, StepmarkError
@@ -146,7 +147,9 @@ def _nvidia_cards() -> list[_Card] | None:
         return None if visible.strip() else []  # UUIDs, MIG slices, -1: torch has the rules
     try:
         import pynvml as nvml  # noqa: PLC0415
-
+    except ImportError:
+        return None
+    try:
         nvml.nvmlInit()
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         if any(_is_sliced(nvml, handle) for handle in handles):
@@ -164,15 +167,15 @@ def _nvidia_cards() -> list[_Card] | None:
             )
             for handle in handles
         ]
-    except (ImportError, nvml.NVMLError):
+    except nvml.NVMLError:
         return None
 
 
-def _is_sliced(nvml: object, handle: object) -> bool:
+def _is_sliced(nvml: Any, handle: object) -> bool:
     """Return whether a card is in MIG mode, in which torch sees its slices."""
     try:
-        return bool(nvml.nvmlDeviceGetMigMode(handle)[0])  # type: ignore[attr-defined]
-    except nvml.NVMLError:  # type: ignore[attr-defined]
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
+    except nvml.NVMLError:
         return False
 
 

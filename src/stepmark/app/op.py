@@ -114,7 +114,7 @@ def find_max(options: FamilyOptions) -> int:
     here = machine(options.device, dry_run=options.dry_run)
     ranks = here.num_ranks(options.nproc)
     if options.resume or ranks > 1 or outer_launcher.is_rank():
-        raise ConfigError("find-max", "--resume or --nproc", "one rank, in one go")
+        raise ConfigError("find-max", "given", "it needs one rank, and has no --resume")
     sustained = dataclasses.replace(options, rate=Rate.SUSTAINED)
     searches = [
         op_plan.cases("gemm", _largest(dtype, here.device), sustained, here)

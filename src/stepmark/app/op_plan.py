@@ -253,6 +253,8 @@ def _field_values(options: FamilyOptions, device: str) -> dict[str, list[Any]]:
                 values["dtype"] = list(dtypes(options, device))
         elif text is not None:
             words = [text] if isinstance(text, bool) else _words(text)
+            if not words:
+                raise ConfigError(f"--{dashed(field.name)}", text, "at least one value")
             values[field.name] = [_read(field.name, word) for word in words]
         elif field.default is dataclasses.MISSING and _SAME_AS.get(field.name) not in values:
             if field.name not in _DEFAULTS:

@@ -110,11 +110,11 @@ def _deliver(rows: list[Row], files: Files, name: str) -> None:
         columns = columns_of(rows)
         table = Table(*columns, box=None, pad_edge=False)
         for row in rows:
-            table.add_row(*[Text(_shown(row.get(column))) for column in columns])
+            table.add_row(*[Text(_cell(row.get(column))) for column in columns])
         console().print(table)
 
 
-def _shown(value: object) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

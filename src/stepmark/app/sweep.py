@@ -14,6 +14,7 @@ from pathlib import Path
 
 from stepmark import __version__
 from stepmark.app import sweep_results, tuner
+from stepmark.app.delivery import check_outputs
 from stepmark.app.sweep_run import ORDERS, PROGRAM, order_of
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.sweep import DEFAULT, Setting, Sweep, flag_of
@@ -51,7 +52,7 @@ class CommandError(StepmarkError):
 def run(options: SweepOptions) -> int:
     """Try every setting in every round and compare. Returns the exit code."""
     refuse_ranks(os.environ)
-    sweep_results.check(options)
+    check_outputs(options)
     base = dict(os.environ)
     plugin = options.tuner_plugin or base.get(tuner.PLUGIN)
     if options.emit_tuner:
@@ -178,7 +179,7 @@ def settings(
             raise ConfigError("env", name, "a variable that no launcher sets")
     for name, _ in swept:
         if flag_of(name) in _RESERVED:
-            raise ConfigError("set", name, "a flag that says how is measured")
+            raise ConfigError("set", name, "a flag that the sweep does not set itself")
     names = [name for name, _ in (*variables, *swept)]
     combinations = list(itertools.product(*(values for _, values in (*variables, *swept))))
     if default:
@@ -250,7 +251,7 @@ def check_command(command: Sequence[str]) -> None:
         raise ConfigError("command", command[0], f"a verb that measures: {verbs}")
     for word in command:
         if word.partition("=")[0] in _RESERVED:
-            raise ConfigError("command", word, "left out: the sweep keeps runs and makes files")
+            raise ConfigError("command", word, "left out: the sweep sets it itself")
 
 
 def check_flags(command: Sequence[str], settings: Sequence[Setting]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stepmark.app import sweep_run, tuner
 from stepmark.app.compare import side_of_runs
-from stepmark.app.delivery import make_folder, write_files
+from stepmark.app.delivery import write_files
 from stepmark.app.sweep_run import Means
 from stepmark.app.tuner import ProbeError
 from stepmark.app.view import console
@@ -28,17 +28,6 @@ from stepmark.store.compare import Options, compare
 from stepmark.store.files import write_text
 from stepmark.store.series import STRICT
 from stepmark.store.sweeps import Journal
-
-
-def check(options: SweepOptions) -> None:
-    """Validate the outputs before measuring. Raises ConfigError."""
-    options.check_stdout()
-    if options.dry_run:
-        return
-    for name in ("json", "csv", "html"):
-        if (target := getattr(options, name)) and target != "-":
-            make_folder(name, Path(target).parent)
-    make_folder("out", options.out)
 
 
 def run(

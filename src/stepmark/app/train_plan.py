@@ -34,7 +34,7 @@ _MODEL_AXES = ("tp", "pp", "cp")  # each is a strategy, too
 
 
 def cases(options: TrainOptions, device: str, world_size: int) -> list[TrainCase]:
-    """All strategies, schedules, models and batches. Raises ConfigError."""
+    """Plan all strategies, schedules, models and batches. Raises ConfigError."""
     train_refusals.check_options(options)
     planned: dict[str, TrainCase] = {}
     for strategy, schedule in itertools.product(
@@ -223,7 +223,9 @@ def _data_axes(
         if copies not in (None, data_ranks):
             raise ConfigError("dp-replicate", copies, f"{data_ranks} with {strategy}")
         if ep > 1:
-            raise ConfigError("ep", ep, "1, or --strategy fsdp, among whose ranks it is")
+            raise ConfigError(
+                "ep", ep, "1, or used with --strategy fsdp, whose ranks it divides"
+            )
         return {"dp_replicate": data_ranks}
     copies = copies or 1
     if data_ranks % copies or copies == data_ranks * cp:
