@@ -90,7 +90,7 @@ _LLAMA = _presets(
     },
 )
 _SPELLINGS = {"16": "deepseek16", "236": "deepseek236", "671": "deepseek671"}
-_SPELLINGS |= {"deepseek": "deepseek671"}
+_SPELLINGS["deepseek"] = "deepseek671"
 
 
 def preset(size: str, framework: str) -> Preset:

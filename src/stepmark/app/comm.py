@@ -9,7 +9,7 @@ from typing import Any
 from stepmark.app import comm_plan, delivery
 from stepmark.app.machine import Machine
 from stepmark.app.measure import measure_or_list
-from stepmark.app.view import View, show_rows
+from stepmark.app.view import View, show_rows, view
 from stepmark.core.collectives import FACTS, Api, Collective, placements
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.errors import ConfigError
@@ -97,7 +97,12 @@ def _check_output_file(options: CommOptions) -> None:
 
 def show(path: Path, values: Mapping[str, object], code: int) -> int:
     """Show the run and write its files. Returns the exit code."""
-    return delivery.deliver(path, build(CommOptions, values), code, files=_files, show=_show)
+    options = build(CommOptions, values)
+    run = view(path)
+    _write_files(run, options)
+    if not options.to_stdout:
+        _show(run, options)
+    return delivery.finish(run, path, code)
 
 
 def _show(run: View, options: CommOptions) -> None:
@@ -130,7 +135,7 @@ def step_asked(options: CommOptions) -> tuple[int, bool] | None:
     return None if is_one else _DEFAULT_STEP
 
 
-def _files(run: View, options: CommOptions) -> None:
+def _write_files(run: View, options: CommOptions) -> None:
     delivery.write_rows(run.comm_rows, options, by="family")
     if target := options.output_file:
         ended_at = datetime.now(UTC).isoformat(timespec="seconds")

@@ -2,11 +2,10 @@
 
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from stepmark.app.view import View, view
+from stepmark.app.view import View
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.option_groups import Files, Output
 from stepmark.core.record import Failed, Measured
@@ -15,23 +14,6 @@ from stepmark.launch import outer_launcher
 from stepmark.store.export import is_folder, write_csv, write_json, write_tables
 
 Rows = list[dict[str, Any]]
-Options = TypeVar("Options", bound=Files)
-
-
-def deliver(
-    path: Path,
-    options: Options,
-    code: int,
-    *,
-    files: Callable[[View, Options], None],
-    show: Callable[[View, Options], None],
-) -> int:
-    """Write the files of a run and show it. Returns the exit code."""
-    run = view(path)
-    files(run, options)
-    if not options.to_stdout:
-        show(run, options)
-    return finish(run, path, code)
 
 
 def finish(run: View, path: Path, code: int) -> int:

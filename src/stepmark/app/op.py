@@ -10,7 +10,7 @@ from stepmark.app import delivery, op_plan
 from stepmark.app.machine import Machine, machine
 from stepmark.app.measure import measure_or_list, measure_quietly, show_run
 from stepmark.app.op_plan import Placed, family_cases, layer_cases
-from stepmark.app.view import View, median_s, show_rows
+from stepmark.app.view import median_s, show_rows, view
 from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError, worst
@@ -158,16 +158,11 @@ def fastest(path: Path) -> list[OpCase]:
 def show(path: Path, values: Mapping[str, Any], code: int) -> int:
     """Show the run and write its files. Returns the exit code."""
     options = build(options_class(values.get("family")), values)
-    return delivery.deliver(path, options, code, files=_files, show=_show)
-
-
-def _files(run: View, options: OpOptions) -> None:
+    run = view(path)
     if options.style:
         text = styles.as_text(styles.STYLES[options.style](run.records, run.run))
         sys.stdout.write(text)
     delivery.write_rows(run.rows, options)
-
-
-def _show(run: View, options: OpOptions) -> None:
-    if not options.style:
+    if not (options.style or options.to_stdout):
         show_rows(run)
+    return delivery.finish(run, path, code)

@@ -8,7 +8,7 @@ from stepmark.app import delivery, train_plan, train_refusals
 from stepmark.app.machine import Machine
 from stepmark.app.measure import measure_or_list
 from stepmark.app.progress import case_text
-from stepmark.app.view import View, console
+from stepmark.app.view import View, console, view
 from stepmark.core.options import build, plain
 from stepmark.core.plan import How, Plan, TrainHow, entries
 from stepmark.core.record import Failed, Measured, Record
@@ -58,13 +58,11 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
     options = build(TrainOptions, values)
     # A batch that is too large is how a search ends.
     has_batch = options.find_batch and found_batch(read_records(path), options.launches)
-    code = delivery.deliver(
-        path,
-        options,
-        0 if has_batch and code == 3 else code,
-        files=lambda run, _: delivery.write_rows(run.train_rows, options),
-        show=lambda run, _: _show(run, path),
-    )
+    run = view(path)
+    delivery.write_rows(run.train_rows, options)
+    if not options.to_stdout:
+        _show(run, path)
+    code = delivery.finish(run, path, 0 if has_batch and code == 3 else code)
     return 0 if has_batch and code == 3 else code
 
 

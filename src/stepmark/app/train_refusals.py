@@ -2,8 +2,8 @@
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import dashed, plain
@@ -48,10 +48,7 @@ def check_options(options: TrainOptions) -> None:
     if path := options.text_file:
         if options.text:
             raise ConfigError("text-file", path, "it cannot be combined with --text")
-        try:
-            size = Path(path).stat().st_size if Path(path).is_file() else None
-        except OSError:
-            size = None
+        size = os.path.getsize(path) if os.path.isfile(path) else None
         if not size:
             allowed = "a file that can be read" if size is None else "a file with text in it"
             raise ConfigError("text-file", path, allowed)

@@ -207,7 +207,7 @@ def fitted(case: CommCase, world_size: int) -> CommCase | None:
     return replace(case, count=count, num_ranks=world_size, world_size=world_size, root=root)
 
 
-def message_rows(workload: Workload, collectives: Iterable[str] = ()) -> list[Row]:
+def message_rows(workload: Workload) -> list[Row]:
     """Return a row per distinct collective, with the command that measures it."""
     return [
         {
@@ -225,7 +225,7 @@ def message_rows(workload: Workload, collectives: Iterable[str] = ()) -> list[Ro
             "trimmed": is_trimmed(message.case),
             "command": command_of(message.case),
         }
-        for message in messages(workload, collectives)
+        for message in messages(workload)
     ]
 
 

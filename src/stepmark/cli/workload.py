@@ -1,6 +1,7 @@
 """stepmark workload: generate, show, convert and capture what a training step does."""
 
 from collections.abc import Container, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from stepmark.cli.flags import Command, builder, group, verb
@@ -118,6 +119,7 @@ def refuse_two_formats(args: Sequence[str]) -> None:
         raise ConfigError("format", " and ".join(formats), "one format")
 
 
+_builder = partial(builder, command=_Command)
 app = group(
     "What one training step computes and communicates: generate, show, convert, capture.",
     {
@@ -127,26 +129,20 @@ app = group(
         ),
         "show": (
             "What is in a workload: messages, shapes, layers, pipeline.",
-            builder(
-                ShowOptions, f"{_HANDLERS}:show", "Show what is in a workload file.", _Command
-            ),
+            _builder(ShowOptions, f"{_HANDLERS}:show", "Show what is in a workload file."),
         ),
         "convert": (
             "Between stepmark's, AICB's, SimAI's and others' files.",
-            builder(
-                ConvertOptions,
-                f"{_HANDLERS}:convert",
-                "Write a workload in another format.",
-                _Command,
+            _builder(
+                ConvertOptions, f"{_HANDLERS}:convert", "Write a workload in another format."
             ),
         ),
         "capture": (
             "From your own PyTorch code, run on fake tensors and fake ranks.",
-            builder(
+            _builder(
                 CaptureOptions,
                 f"{_HANDLERS}:capture",
                 "Record what PyTorch code does: fake tensors, fake ranks.",
-                _Command,
             ),
         ),
     },
