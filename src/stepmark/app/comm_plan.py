@@ -59,7 +59,7 @@ def plan(
     notes: list[str] = []
     for n in _ranks(options, world_size):
         for name in names:
-            cases += _of_name(name, options, device, n, world_size, notes)
+            cases += _named_cases(name, options, device, n, world_size, notes)
     if not cases:
         raise ConfigError(
             "dtype",
@@ -69,7 +69,7 @@ def plan(
     return list(dict.fromkeys(cases)), list(dict.fromkeys(notes))
 
 
-def _of_name(
+def _named_cases(
     name: str, options: CommOptions, device: str, n: int, world_size: int, notes: list[str]
 ) -> Iterator[CommCase]:
     base = shared(options, device, n, world_size)
@@ -87,7 +87,7 @@ def _of_name(
             allowed = f"two ranks under {world_size}: 0,1"
             raise ConfigError("pair", f"{pair[0]},{pair[1]}", allowed)
         base = replace(base, num_ranks=2, pair=pair)
-    yield from _of_collective(collective, options, base, notes)
+    yield from _collective_cases(collective, options, base, notes)
 
 
 def shared(options: CommOptions, device: str, n: int, world_size: int) -> CommCase:
@@ -113,7 +113,7 @@ def shared(options: CommOptions, device: str, n: int, world_size: int) -> CommCa
     )
 
 
-def _of_collective(
+def _collective_cases(
     collective: Collective, options: CommOptions, base: CommCase, notes: list[str]
 ) -> Iterator[CommCase]:
     """Yield every size in every form, size by size as nccl-tests prints them."""
@@ -210,9 +210,9 @@ def _matrix_of_pairs(
     mode = Mode.GRAPH if base.device == "cuda" and not is_mode_given else base.mode
     for source, target in itertools.permutations(range(base.num_ranks), 2):
         pair = replace(base, num_ranks=2, pair=(source, target))
-        yield from _of_collective(collective, bandwidth, pair, notes)
+        yield from _collective_cases(collective, bandwidth, pair, notes)
         latency = replace(pair, mode=mode)
-        yield from _of_collective(Collective.PING_PONG, tiny, latency, notes)
+        yield from _collective_cases(Collective.PING_PONG, tiny, latency, notes)
 
 
 def _sizes_of(case: CommCase, options: CommOptions) -> list[tuple[Label | None, int]]:

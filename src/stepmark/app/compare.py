@@ -55,7 +55,7 @@ def sides(words: Sequence[str], runs: Path, defaults: InputDefaults) -> list[Sid
 
 def side_of_runs(name: str, paths: Sequence[Path]) -> Side:
     """Return the launches of all these runs taken together."""
-    return _pooled(name, [_of_run(path) for path in paths])
+    return _pooled(name, [_run_source(path) for path in paths])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,16 +108,16 @@ def _expand(text: str) -> list[str]:
 def _read(text: str, runs: Path) -> _Source:
     path = Path(text)
     if path.is_file():
-        return _of_file(path, None)
+        return _file_source(path, None)
     head, colon, number = text.rpartition(":")
     if colon and number.isdecimal() and Path(head).is_file():
-        return _of_file(Path(head), int(number))
+        return _file_source(Path(head), int(number))
     if path.parent != Path() and not path.exists() and not (runs / path).exists():
         raise ConfigError("compare", text, "a run or a file that exists")
-    return _of_run(find_run(runs, text))
+    return _run_source(find_run(runs, text))
 
 
-def _of_run(path: Path) -> _Source:
+def _run_source(path: Path) -> _Source:
     run = read(path)
     series, notes = series_of_records(run.info, run.latest)
     return _Source(
@@ -128,7 +128,7 @@ def _of_run(path: Path) -> _Source:
     )
 
 
-def _of_file(path: Path, number: int | None) -> _Source:
+def _file_source(path: Path, number: int | None) -> _Source:
     tables = find(path)
     if number is not None:
         tables = [table for table in tables if table.index == number]
@@ -244,7 +244,7 @@ def _series_of_tables(
                     "compare", path, f"one of its tables: {_table_list(path, tables)}"
                 )
             readings.append(reading)
-    all_series = (_of_readings(path, *group, defaults) for group in groups.values())
+    all_series = (_series_of_readings(path, *group, defaults) for group in groups.values())
     return [series for series in all_series if series.launches or series.below is not None]
 
 
@@ -256,7 +256,7 @@ def _reading_key(reading: Reading, table: Table) -> tuple[object, ...]:
     )
 
 
-def _of_readings(
+def _series_of_readings(
     path: Path, table: Table, readings: Sequence[Reading], defaults: InputDefaults
 ) -> Series:
     first = readings[0]

@@ -65,14 +65,14 @@ def machine(device: str | None, *, dry_run: bool = False) -> Machine:
         cards = [] if device == "cpu" else _cards()
         if device == "cuda" and not cards:
             raise ConfigError("device", "cuda", "cpu, since torch finds no accelerator here")
-        return _of_cards(cards)
+        return _machine_of(cards)
     spec = find_device_by_alias(str(device))
     if spec is None:
         names = ", ".join(load_devices())
         raise ConfigError("device", device, f"cuda or cpu, or for --dry-run one of {names}")
     cards = _cards()
     if cards and cards[0].name in spec.names:
-        return _of_cards(cards)
+        return _machine_of(cards)
     if not dry_run:
         here = cards[0].name if cards else "a CPU"
         allowed = f"cuda or cpu: this machine has {here}; other names are for --dry-run"
@@ -95,7 +95,7 @@ class _Card:
     capability: tuple[int, int]
 
 
-def _of_cards(cards: list[_Card]) -> Machine:
+def _machine_of(cards: list[_Card]) -> Machine:
     if not cards:
         return Machine(device="cpu")
     first = cards[0]

@@ -37,7 +37,7 @@ def run(options: OpOptions) -> int:
     if isinstance(options, LayerOptions):
         return execute(lambda machine: layer_cases(options, machine), options)
     if not isinstance(options, FamilyOptions):
-        return execute(_of_config(options), options)
+        return execute(_config_cases(options), options)
     if options.field("find_max"):
         return find_max(options)
     return execute(lambda machine: family_cases(options, machine), options)
@@ -72,7 +72,7 @@ def check(options: OpOptions) -> None:
         raise ConfigError("style", options.style, f"one of {', '.join(styles.STYLES)}")
 
 
-def _of_config(options: OpOptions) -> Plans:
+def _config_cases(options: OpOptions) -> Plans:
     """Return the plans of PARAM's operator config; operators that we lack are named."""
     path = options.field("config")
     if path is None:

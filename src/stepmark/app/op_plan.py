@@ -138,11 +138,11 @@ def placed_ops(options: FamilyOptions, device: str) -> list[Placed]:
     if not sources:
         allowed = f"{' '.join(flags.values())}, or --model, --shapes or --dataset"
         raise ConfigError("shape", "missing", allowed)
-    find = {"model": _of_model, "shapes": _of_file, "dataset": _of_dataset}
-    return list(find.get(sources[0], _explicit)(options, device))
+    find = {"model": _from_model, "shapes": _from_file, "dataset": _from_dataset}
+    return list(find.get(sources[0], _from_fields)(options, device))
 
 
-def _of_model(options: FamilyOptions, device: str) -> Iterator[Placed]:
+def _from_model(options: FamilyOptions, device: str) -> Iterator[Placed]:
     phases = _phases(options)
     for shape in _model_shapes(options, device):
         if options.family not in BY_FAMILY:
@@ -179,7 +179,7 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
     ]
 
 
-def _of_file(options: FamilyOptions, device: str) -> Iterator[Placed]:
+def _from_file(options: FamilyOptions, device: str) -> Iterator[Placed]:
     path, family = Path(options.shapes or ""), options.family
     for dtype in dtypes(options, device):
         first = shapes.read_objects(path)[:1] if family == "attention" else []
@@ -211,7 +211,7 @@ def _primus_attention(path: Path, options: FamilyOptions, dtype: DType) -> Itera
         yield label, _scaled(op, options)
 
 
-def _of_dataset(options: FamilyOptions, device: str) -> Iterator[Placed]:
+def _from_dataset(options: FamilyOptions, device: str) -> Iterator[Placed]:
     name, phases = options.field("dataset"), _phases(options)
     changes: dict[str, Any] = {}
     if optimizer := options.field("optimizer"):
@@ -227,7 +227,7 @@ def _of_dataset(options: FamilyOptions, device: str) -> Iterator[Placed]:
                 yield label, _scaled(dataclasses.replace(op, **changes), options)
 
 
-def _explicit(options: FamilyOptions, device: str) -> Iterator[Placed]:
+def _from_fields(options: FamilyOptions, device: str) -> Iterator[Placed]:
     """Yield the product of all comma-separated lists."""
     kind = FAMILIES[options.family]
     names = {field.name for field in dataclasses.fields(kind)}

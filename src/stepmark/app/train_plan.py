@@ -40,7 +40,7 @@ def cases(options: TrainOptions, device: str, world_size: int) -> list[TrainCase
     for strategy, schedule in itertools.product(
         options.strategy or ("",), options.schedule or (Schedule.STEP,)
     ):
-        for case in _of_strategy(options, strategy, schedule, device, world_size):
+        for case in _strategy_cases(options, strategy, schedule, device, world_size):
             planned.setdefault(case.case_id, case)
     kinds = {(case.model.name, case.strategy, case.schedule) for case in planned.values()}
     if options.find_batch and len(kinds) > 1:
@@ -49,7 +49,7 @@ def cases(options: TrainOptions, device: str, world_size: int) -> list[TrainCase
     return list(planned.values())
 
 
-def _of_strategy(
+def _strategy_cases(
     options: TrainOptions, strategy: str, schedule: Schedule, device: str, world_size: int
 ) -> Iterator[TrainCase]:
     strategy, parallel = layout(options, strategy, world_size)

@@ -69,7 +69,7 @@ def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelC
             raise ConfigError("model", options.model, "one model")
         return models[0]
     if options.model_size:
-        return _of_preset(preset(options.model_size, framework), options, notes)
+        return _from_preset(preset(options.model_size, framework), options, notes)
     for name in _WIDTHS:
         if getattr(options, name, None) is None:
             allowed = "a --model, a --model-size, or --num-layers, --hidden-size and "
@@ -85,7 +85,7 @@ def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelC
     )
 
 
-def _of_preset(size: Preset, options: GenerateOptions, notes: list[str]) -> ModelConfig:
+def _from_preset(size: Preset, options: GenerateOptions, notes: list[str]) -> ModelConfig:
     if size.note:
         notes.append(size.note)
     if size.model:
@@ -285,7 +285,7 @@ def choose_own(
         raise ConfigError("model", text, f"a decoder for {framework}; {others}")
     rule = f"it has no effect with --model {text}"
     refuse(options, (Model, Experts), allowed=_OWN, rule=rule)
-    architecture = PUBLISHED[text](batch) if text in PUBLISHED else _of_file(text, batch)
+    architecture = PUBLISHED[text](batch) if text in PUBLISHED else _from_file(text, batch)
     notes = [f"model of {architecture.source}"] if architecture.source else []
     if not options.seq_len and text not in SEQ_LENS:
         notes.append(f"seq-len {batch.seq_len}, as none was given")
@@ -313,7 +313,7 @@ def _file_of(text: str) -> str:
     return file if colon else text
 
 
-def _of_file(text: str, batch: Batch) -> Architecture:
+def _from_file(text: str, batch: Batch) -> Architecture:
     """Return the architecture that the user's function makes for a batch."""
     from stepmark.bench.capture.file import load, reported  # noqa: PLC0415
 
