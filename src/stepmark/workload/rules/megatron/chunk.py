@@ -122,11 +122,12 @@ class Library:
 
     def pending(self, block: str, index: int) -> tuple[str, ...]:
         """Return the collectives that end a module's backward before its gradients are done."""
-        done = self.operations[block][index]
+        completed = self.operations[block][index]
         return tuple(
             op.name
             for op in self.operations[block]
-            if (op.module, op.layer, op.phase) == (done.module, done.layer, Phase.DGRAD)
+            if (op.module, op.layer, op.phase)
+            == (completed.module, completed.layer, Phase.DGRAD)
             and op.stream != COMPUTE
         )
 
@@ -159,13 +160,9 @@ class Library:
     def _with(self, block: str, changes: Mapping[int, Change]) -> tuple[Operation, ...]:
         ops: list[Operation] = []
         for index, op in enumerate(self.operations[block]):
-            change = changes.get(index)
-            if change is None:
-                ops.append(op)
-                continue
-            ops += change.before
-            ops.append(replace(op, after=(*op.after, *change.after)))
-            ops += change.behind
+            change = changes.get(index, Change())
+            changed = replace(op, after=(*op.after, *change.after))
+            ops += (*change.before, changed, *change.behind)
         return tuple(ops)
 
 
@@ -212,23 +209,20 @@ def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
     settings = library.plan.settings
     kinds = [_kind(library.plan, layer) for layer in chunk.layers]
     full = settings.recompute_granularity is Granularity.FULL
+    uniform = full and settings.recompute_method == "uniform"
     size = settings.recompute_num_layers
-    if full and settings.recompute_method == "uniform" and len(kinds) % size:
+    if uniform and len(kinds) % size:
         raise ConfigError(
             "recompute_num_layers", size, f"a divisor of a chunk's {len(kinds)} layers"
         )
     segments: list[Segment] = []
-    if not full or settings.recompute_method == "block":
-        for place, kind in enumerate(kinds):
-            name = "full" if full and place < size else "backward"
-            layer = chunk.first_layer + place
-            segments.append(Segment(block=f"{kind}.{name}", layer=layer, places=(place,)))
-        return segments
-    for first in range(0, len(kinds), size):
-        group = kinds[first : first + size]
-        places = tuple(range(first, first + len(group)))
-        layer = chunk.first_layer + first
-        segments.append(Segment(block=_together(library, group), layer=layer, places=places))
+    step = size if uniform else 1
+    for first in range(0, len(kinds), step):
+        group = kinds[first : first + step]
+        recomputed = uniform or (full and first < size)
+        block = _together(library, group) if recomputed else f"{group[0]}.backward"
+        places = tuple(range(first, first + step))
+        segments.append(Segment(block=block, layer=chunk.first_layer + first, places=places))
     return segments
 
 
@@ -282,11 +276,13 @@ def last_backward(
     for bucket in buckets:
         sent = gradients.reduce(library.plan, bucket, overlapped=True)
         if sent:
-            at = max(_at(library, segments, where, param, last=True) for param in bucket.params)
-            change = changes.get(at, Change())
-            pending = library.pending(segments[at[0]].block, at[1])
+            place = max(
+                _at(library, segments, where, param, last=True) for param in bucket.params
+            )
+            change = changes.get(place, Change())
+            pending = library.pending(segments[place[0]].block, place[1])
             sent = (replace(sent[0], after=(*sent[0].after, *pending)), *sent[1:])
-            changes[at] = replace(change, behind=(*change.behind, *sent))
+            changes[place] = replace(change, behind=(*change.behind, *sent))
     return library.changed(segments, changes, begun=True)
 
 
@@ -309,12 +305,12 @@ def first_forward(
                 sent += gradients.gather(library.plan, following, name=name)
             if not gradients.gather(library.plan, bucket, name=name):
                 continue
-            at = min(
+            place = min(
                 _at(library, segments, where, param, last=False) for param in bucket.params
             )
             newest = index + 1 == len(chain)
-            change = changes.get(at, Change())
-            changes[at] = Change(
+            change = changes.get(place, Change())
+            changes[place] = Change(
                 before=(*change.before, *sent),
                 after=(*change.after, name if newest else f"{name}~1"),
             )

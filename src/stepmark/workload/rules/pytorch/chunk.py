@@ -75,7 +75,9 @@ class Chunk:
                 self._last = ParamGroup(module="output", params=output.params, reshard=None)
         self.layers = [self._with_experts(layer, reshard) for layer in layers]
         size = technique.blocks_per_group
-        parts = [self.layers[at : at + size] for at in range(0, len(self.layers), size)]
+        parts = [
+            self.layers[index : index + size] for index in range(0, len(self.layers), size)
+        ]
         groups = [
             ParamGroup(
                 module="blocks",
@@ -90,7 +92,7 @@ class Chunk:
             for part in (parts if sharding else ())
         ]
         link_prefetch(groups, sharding.prefetch if sharding else 1)
-        of_parts = (groups[at] if groups else None for at in range(len(parts)))
+        of_parts = (groups[index] if groups else None for index in range(len(parts)))
         self._groups = list(zip(of_parts, parts, strict=True))
         for unit in end_units:
             self._register(unit)
@@ -232,12 +234,12 @@ class Chunk:
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
         ways = {"fwd": unit.fwd, "bwd": unit.bwd}
         if is_layer and self._technique.recompute is not Recompute.NONE:
-            early, (first, *others) = (
+            skipped, (first, *others) = (
                 before_recompute(unit),
                 recomputed(unit, self._technique.recompute),
             )
-            ways["again"] = ((*unit.bwd[0][:early], *first), *others)
-            ways["rest"] = (unit.bwd[0][early:], *unit.bwd[1:])
+            ways["again"] = ((*unit.bwd[0][:skipped], *first), *others)
+            ways["rest"] = (unit.bwd[0][skipped:], *unit.bwd[1:])
         for way, pieces in ways.items():
             for index, piece in enumerate(pieces):
                 is_end = (
@@ -285,12 +287,12 @@ class Chunk:
 def folded(segments: Sequence[tuple[Block, int]], blocks: Blocks, way: str) -> Block:
     """Replace equal segments of evenly spaced layers with one Run of a block in `blocks`."""
     items: list[Item] = []
-    at = 0
-    while at < len(segments):
-        segment, first = segments[at]
-        step = segments[at + 1][1] - first if at + 1 < len(segments) else 0
+    index = 0
+    while index < len(segments):
+        segment, first = segments[index]
+        step = segments[index + 1][1] - first if index + 1 < len(segments) else 0
         times = 1
-        while step and segments[at + times : at + times + 1] == [
+        while step and segments[index + times : index + times + 1] == [
             (segment, first + step * times)
         ]:
             times += 1
@@ -301,7 +303,7 @@ def folded(segments: Sequence[tuple[Block, int]], blocks: Blocks, way: str) -> B
             name = name or f"{way}.{len(blocks)}"
             blocks[name] = segment
             items.append(Run(block=name, times=times, layer=first, layer_step=step))
-        at += times
+        index += times
     return tuple(items)
 
 

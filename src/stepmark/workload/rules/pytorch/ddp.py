@@ -33,7 +33,7 @@ def assign_buckets(
 ) -> Iterator[list[int]]:
     """Yield the indices of each bucket's tensors; the one that reaches the limit is the last.
 
-    limits: bytes of the first buckets; the last limit syncs_last for all others
+    limits: bytes of the first buckets; the last limit applies to all others
     (compute_bucket_assignment_by_size).
     """
     bucket: list[int] = []
@@ -56,7 +56,7 @@ def completed(
     ready: Sequence[Placed], buckets: Sequence[Sequence[Placed]]
 ) -> dict[int, list[tuple[Param, int]]]:
     """Return by unit the gradients that complete buckets, and the sizes of these buckets."""
-    place = {(number, param.name): at for at, (number, param) in enumerate(ready)}
+    place = {(number, param.name): index for index, (number, param) in enumerate(ready)}
     completions: dict[int, list[tuple[Param, int]]] = {}
     latest = -1
     for bucket in buckets:
@@ -150,17 +150,17 @@ class Reducer:
         segments: list[tuple[Block, int]] = []
         for number, (unit, layer, is_checkpointed) in reversed(list(enumerate(self._units))):
             items: list[Item] = [Run(block=f"{unit.name}.again")] if is_checkpointed else []
-            body, early = unit.bwd[0], before_recompute(unit) if is_checkpointed else 0
-            done = early
+            body, skipped = unit.bwd[0], before_recompute(unit) if is_checkpointed else 0
+            done = skipped
             for param, elements in full.get(number, ()):
                 # After the last operation of the parameter's module.
-                ends = [at for at, op in enumerate(body, 1) if op.module == param.part]
+                ends = [index for index, op in enumerate(body, 1) if op.module == param.part]
                 place = max(done, ends[-1] if ends else len(body))
                 items += body[done:place]
                 items += self._reduced(elements, unit, layer)
                 done = place
             run = Run(block=f"{unit.name}.rest" if is_checkpointed else f"{unit.name}.bwd")
-            items += body[done:] if done > early else (run,)
+            items += body[done:] if done > skipped else (run,)
             segments.append((tuple(items), layer or 0))
         segments.append((tuple(self._end()), 0))
         return folded(segments, self._chunk.blocks, "bwd")
@@ -182,7 +182,7 @@ class Reducer:
             (Collective.ALL_GATHER, ranks, DType.INT64),
             (Collective.BROADCAST, shapes, DType.INT64),
             *(
-                (Collective.BROADCAST, sum(sizes[at] for at in bucket), dtype)
+                (Collective.BROADCAST, sum(sizes[index] for index in bucket), dtype)
                 for bucket in assign_buckets(sizes, dtype.itemsize, (_BUFFER_BYTES,))
             ),
         ]
@@ -214,7 +214,7 @@ class Reducer:
         size = self._settings.param_dtype.itemsize
         sizes = [param.numel for _, param in order]
         buckets = [
-            [order[at] for at in bucket]
+            [order[index] for index in bucket]
             for bucket in assign_buckets(sizes, size, self._settings.limits)
         ]
         if self._settings.find_unused_parameters:

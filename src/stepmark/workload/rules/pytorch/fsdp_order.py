@@ -130,9 +130,9 @@ class FsdpRecorder:
         passed = self._passed if may_gather else -1
         state: list[object] = [self._newest, self._begins, passed, self._gathered_on]
         for group in groups:
-            back = self._gathers - group.issued if group.is_pending else -1
+            distance = self._gathers - group.issued if group.is_pending else -1
             others = tuple(other for other, _ in group.before)
-            state.append((group.is_whole, group.is_inner, back, others))
+            state.append((group.is_whole, group.is_inner, distance, others))
         return tuple(state)
 
     def unshard(self, group: ParamGroup, phase: Phase, after: tuple[str, ...]) -> None:
@@ -177,8 +177,8 @@ class FsdpRecorder:
             sum(param.padded(ranks) for param in group.params)
             * self._sharding.gathered.itemsize
         )
-        back = self._gathers - group.issued
-        after = self._named(GATHER) + (f"~{back}" if back else "")
+        distance = self._gathers - group.issued
+        after = self._named(GATHER) + (f"~{distance}" if distance else "")
         self._copy("fsdp_copy_out", 2 * size, group, phase, after=(after,), name=_COPY_OUT)
 
     def pre_forward(self, group: ParamGroup | None) -> None:
@@ -300,10 +300,10 @@ class FsdpRecorder:
         self.items.append(op)
 
     def _named(self, name: str) -> str:
-        stem, mark, back = name.partition("~")
+        stem, mark, distance = name.partition("~")
         if stem == COMPUTE_DONE:  # the name has no suffix
             return name
-        return f"{stem}{self._suffix}{mark}{back}"
+        return f"{stem}{self._suffix}{mark}{distance}"
 
 
 def link_prefetch(groups: Sequence[ParamGroup], prefetch: int) -> None:
