@@ -76,7 +76,7 @@ def shares(params: Iterable[Param], ranks: int, *, round_robin: bool = False) ->
     return Shares(starts=starts, share=-(-total // (2 * ranks)) * 2, ranks=ranks)
 
 
-def all_reduced(params: Iterable[Param], at_least: int) -> Iterator[Message]:
+def all_reduce_buckets(params: Iterable[Param], at_least: int) -> Iterator[Message]:
     """Yield stage 0's buckets of more than this size (engine.py: allreduce_no_retain)."""
     numel = 0
     for param in params:

@@ -221,13 +221,13 @@ class Coordinator:
             for param in module.params
             if param.index not in self.kept and self._last(param.index) <= self.step
         }
-        passed = 0
+        distance = 0
         for later in self.order[self.step :]:
-            if passed >= self.settings.stage3_max_reuse_distance or not releasable:
+            if distance >= self.settings.stage3_max_reuse_distance or not releasable:
                 break
             for param in self._ahead(later, deep=module.is_leaf):
                 releasable.discard(param.index)
-                passed += param.numel
+                distance += param.numel
         return frozenset(releasable)
 
     def _ahead(self, later: Module, *, deep: bool) -> tuple[Param, ...]:

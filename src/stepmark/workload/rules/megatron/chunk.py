@@ -26,9 +26,9 @@ from stepmark.workload.rules.megatron.layer import (
     embedding,
     forward,
     head,
-    issued,
     mlp,
-    passed,
+    with_compute_done,
+    with_deps,
 )
 from stepmark.workload.rules.megatron.layer import data as data_of
 from stepmark.workload.rules.megatron.settings import Granularity, Plan
@@ -86,7 +86,7 @@ class Library:
 
     def add(self, name: str, operations: tuple[Operation, ...]) -> str:
         if name not in self.operations:
-            self.operations[name] = passed(operations)
+            self.operations[name] = with_compute_done(operations)
         return name
 
     def runs(self, segments: Iterable[Segment]) -> Block:
@@ -122,12 +122,12 @@ class Library:
 
     def pending(self, block: str, index: int) -> tuple[str, ...]:
         """Return the collectives that end a module's backward before its gradients are done."""
-        completed = self.operations[block][index]
+        operations = self.operations[block]
+        module, layer = operations[index].module, operations[index].layer
         return tuple(
             op.name
-            for op in self.operations[block]
-            if (op.module, op.layer, op.phase)
-            == (completed.module, completed.layer, Phase.DGRAD)
+            for op in operations
+            if (op.module, op.layer, op.phase) == (module, layer, Phase.DGRAD)
             and op.stream != COMPUTE
         )
 
@@ -153,7 +153,7 @@ class Library:
             if key not in self._changed:
                 name = f"{key[0]}.{len(self._changed)}"
                 ops = self._with(key[0], dict(segment_changes))
-                self._changed[key] = self.add(name, issued(ops, before))
+                self._changed[key] = self.add(name, with_deps(ops, before))
             variants[number] = replace(segments[number], block=self._changed[key])
         return variants
 

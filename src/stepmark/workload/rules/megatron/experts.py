@@ -30,7 +30,7 @@ def moe_of(plan: Plan) -> MoeConfig:
     return plan.model.moe
 
 
-def exchanged(
+def exchange(
     plan: Plan,
     kind: Collective,
     elements: int,
@@ -66,8 +66,8 @@ class _Exchange:
         """Return a collective, and its dual for the backward pass."""
         plan, module, dual = self.plan, self.module, DUAL.get(kind, kind)
         return (
-            exchanged(plan, kind, elements, group, module, Phase.FWD, dtype),
-            exchanged(plan, dual, elements, group, module, Phase.BWD, dtype),
+            exchange(plan, kind, elements, group, module, Phase.FWD, dtype),
+            exchange(plan, dual, elements, group, module, Phase.BWD, dtype),
         )
 
     def ep(self, width: int, dtype: DType | None = None) -> _Pair:
@@ -172,7 +172,7 @@ def _router(plan: Plan, leaf: Module) -> Step:
     sums: tuple[CommOp, ...] = ()
     if plan.settings.moe_aux_loss_coeff and loss is not Balancing.NONE:
         times = plan.job.mbs if loss is Balancing.SEQ_AUX_LOSS else 1
-        sums = exchanged(
+        sums = exchange(
             plan,
             Collective.ALL_REDUCE,
             times * moe_of(plan).num_experts,

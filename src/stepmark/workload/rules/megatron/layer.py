@@ -48,7 +48,7 @@ def of_leaf(leaf: Module) -> Step:
 def forward(steps: Iterable[Step], *, again: bool = False) -> tuple[Operation, ...]:
     """Return the forward pass. again: as the backward pass recomputes it."""
     ops = [op for step in steps for op in step.fwd]
-    return issued([replace(op, recompute=True) for op in ops] if again else ops)
+    return with_deps([replace(op, recompute=True) for op in ops] if again else ops)
 
 
 def backward(
@@ -76,10 +76,10 @@ def backward(
             pending = ""
         ops += step_ops
         pending = step.pending or pending
-    return issued(ops)
+    return with_deps(ops)
 
 
-def issued(
+def with_deps(
     operations: Sequence[Operation], before: tuple[str, ...] = ()
 ) -> tuple[Operation, ...]:
     """Name the computation after which an asynchronous collective starts.
@@ -103,7 +103,7 @@ def issued(
     return tuple(ops)
 
 
-def passed(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+def with_compute_done(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     """Name the last computation COMPUTE_DONE, for operations after the block."""
     ops = list(operations)
     for index in range(len(ops) - 1, -1, -1):

@@ -43,7 +43,7 @@ from stepmark.workload.rules.megatron.chunk import (
     last_backward,
 )
 from stepmark.workload.rules.megatron.gradients import StageParams
-from stepmark.workload.rules.megatron.layer import issued
+from stepmark.workload.rules.megatron.layer import with_deps
 from stepmark.workload.rules.megatron.settings import Megatron, Plan, make_plan, padded
 from stepmark.workload.rules.megatron.stage_partition import Chunk, partition
 
@@ -284,9 +284,9 @@ class _StageBuilder:
             case Act.WAIT:
                 return (wait(action.after, Phase.FWD, "pipeline"),)
             case Act.REDUCE:
-                return issued(self.reduces(action.chunk), action.after)
+                return with_deps(self.reduces(action.chunk), action.after)
             case Act.GATHER:
-                return issued(self.gathers(action.chunk), action.after)
+                return with_deps(self.gathers(action.chunk), action.after)
             case _:
                 return self.transfer(action)
 

@@ -8,6 +8,7 @@ blocks; and before that, with expert parallelism, the experts of each block
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 
 from stepmark.core.module import Param
 from stepmark.core.ops import Phase
@@ -92,8 +93,8 @@ class Chunk:
             for part in (parts if sharding else ())
         ]
         link_prefetch(groups, sharding.prefetch if sharding else 1)
-        of_parts = (groups[index] if groups else None for index in range(len(parts)))
-        self._groups = list(zip(of_parts, parts, strict=True))
+        # Without a sharding the parts have no group.
+        self._groups = list(zip_longest(groups, parts))
         for unit in end_units:
             self._register(unit)
         for unit in {layer.unit.name: layer.unit for layer in self.layers}.values():
@@ -123,9 +124,9 @@ class Chunk:
         for group in self._all_groups():
             group.before = [(other, count + next(more)) for other, count in group.before]
 
-    def passed(self, times: int = 1) -> None:
+    def count_compute_done(self, times: int = 1) -> None:
         """Count operations named COMPUTE_DONE of this chunk or another."""
-        self._recorder.passed(times)
+        self._recorder.count_compute_done(times)
 
     def forward(self) -> Block:
         recorder, segments = self._recorder, [(self._opened(Phase.FWD), 0)]
@@ -147,7 +148,7 @@ class Chunk:
         if unit:
             self._recorder.pre_forward(group)
             yield (*self._recorder.take(), _run(unit, "fwd")), 0
-            self.passed()
+            self.count_compute_done()
             self._recorder.post_forward(group)
 
     def backward(self, *, reduces: bool = True, keeps: bool = False) -> Block:
@@ -158,7 +159,7 @@ class Chunk:
         recorder.pre_backward(self._last)
         if self.output:
             segments.append(((*recorder.take(), _run(self.output, "bwd")), 0))
-            self.passed()
+            self.count_compute_done()
             leave(self._last)
         segments.append((recorder.take(), 0))
         for group, members in reversed(self._groups):
@@ -281,7 +282,7 @@ class Chunk:
                 leave(experts)
             yield from recorder.take(base)
         if way != "again":
-            self.passed()
+            self.count_compute_done()
 
 
 def folded(segments: Sequence[tuple[Block, int]], blocks: Blocks, way: str) -> Block:

@@ -24,7 +24,11 @@ from stepmark.workload.job import Comms, check_at_least, check_single, setting
 from stepmark.workload.pipeline import wait
 from stepmark.workload.rules.pytorch.chunk import Chunk, folded
 from stepmark.workload.rules.pytorch.step import SOURCE, build
-from stepmark.workload.rules.pytorch.technique import before_recompute, checked, technique
+from stepmark.workload.rules.pytorch.technique import (
+    before_recompute,
+    check_settings,
+    technique,
+)
 from stepmark.workload.rules.pytorch.units import groups_of
 
 
@@ -52,7 +56,7 @@ def assign_buckets(
 Placed = tuple[int, Param]  # number of its unit
 
 
-def completed(
+def completed_buckets(
     ready: Sequence[Placed], buckets: Sequence[Sequence[Placed]]
 ) -> dict[int, list[tuple[Param, int]]]:
     """Return by unit the gradients that complete buckets, and the sizes of these buckets."""
@@ -109,7 +113,7 @@ class Ddp:
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "bucket_cap_mb")
-        checked(self)
+        check_settings(self)
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -219,7 +223,7 @@ class Reducer:
         ]
         if self._settings.find_unused_parameters:
             buckets.reverse()
-        return completed(ready, buckets)
+        return completed_buckets(ready, buckets)
 
     def _reduced(self, elements: int, unit: Unit, layer: int | None) -> tuple[Item, ...]:
         """Return a bucket's reduction, before which its gradients are divided by the ranks."""

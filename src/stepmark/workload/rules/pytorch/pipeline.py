@@ -100,17 +100,17 @@ class Stage:
         """Yield a tick's items, micro-batches relative to base."""
         for action in tick:
             items = tuple(self._lower(action, base))
-            count = self._passed(items)
+            count = self._num_compute_done(items)
             is_pass = action.act in (Act.FORWARD, Act.BACKWARD)
             for index, chunk in enumerate(self._chunks):
                 if not (is_pass and index == action.chunk):  # a chunk counts its own passes
-                    chunk.passed(count)
+                    chunk.count_compute_done(count)
             yield from items
 
-    def _passed(self, items: Block) -> int:
+    def _num_compute_done(self, items: Block) -> int:
         """Count the operations that are named COMPUTE_DONE."""
         return sum(
-            item.times * self._passed(self._blocks[item.block])
+            item.times * self._num_compute_done(self._blocks[item.block])
             if isinstance(item, Run)
             else item.name == COMPUTE_DONE
             for item in items

@@ -83,7 +83,7 @@ def technique(settings: Any, **more: Any) -> Technique:
     )
 
 
-def checked(settings: Any) -> None:
+def check_settings(settings: Any) -> None:
     """Raise ConfigError for invalid types, recompute_* and pp_*."""
     for name in ("param_dtype", "reduce_dtype", "shard_dtype"):
         if hasattr(settings, name):
