@@ -64,18 +64,15 @@ def gpt_j(
         module("transformer.drop"),
         within="transformer",
     )
+    norm = unit("norm", batch.norm("transformer.ln_f", hidden), within="transformer")
+    head = unit(
+        "head",
+        batch.linear("lm_head", vocab, hidden, bias=True),
+        batch.loss("loss", vocab),
+    )
     return Architecture(
         name=name,
-        units=(
-            table,
-            block,
-            unit("norm", batch.norm("transformer.ln_f", hidden), within="transformer"),
-            unit(
-                "head",
-                batch.linear("lm_head", vocab, hidden, bias=True),
-                batch.loss("loss", vocab),
-            ),
-        ),
+        units=(table, block, norm, head),
         source="https://huggingface.co/EleutherAI/gpt-j-6b, models/gptj",
     )
 
