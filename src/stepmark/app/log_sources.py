@@ -17,12 +17,15 @@ from stepmark.trace.flight_recorder import looks_like_flight_recorder, read_flig
 from stepmark.trace.flight_recorder.findings import findings
 from stepmark.trace.flight_recorder.operations import progress, ranks_text
 from stepmark.trace.inspector import looks_like_inspector, read_inspector
+from stepmark.trace.job_output import has_failures
 from stepmark.trace.nccl_log import looks_like_log, read_log
 from stepmark.trace.nccl_log.diagnosis import diagnose
 from stepmark.trace.read_text import decode, is_binary, read_head
 from stepmark.trace.tables import looks_like_tables
 
 MAX_FILES = 100_000
+# Files of a folder that may be output of a job; a named file may have any name.
+_OUTPUT_SUFFIXES = frozenset({"", ".out", ".err", ".log", ".txt", ".gz", ".stdout", ".stderr"})
 LOG, FLIGHT, INSPECTOR, TABLES = "NCCL log", "flight recorder", "inspector", "tables"
 
 
@@ -86,6 +89,9 @@ def _sort(path: Path, inputs: Inputs, *, is_named: bool, only_tables: bool) -> b
     """Add the file to the inputs, and return whether it is of a known kind."""
     try:
         kinds = kinds_of(path)
+        is_output = is_named or path.suffix in _OUTPUT_SUFFIXES
+        if not only_tables and kinds <= {TABLES} and is_output and has_failures(path):
+            kinds.add(LOG)
     except ConfigError as error:
         if is_named:
             raise
@@ -94,7 +100,10 @@ def _sort(path: Path, inputs: Inputs, *, is_named: bool, only_tables: bool) -> b
     if only_tables:
         kinds = {TABLES} if is_named or TABLES in kinds else set()
     if not kinds and is_named:
-        allowed = "an NCCL log, a flight-recorder dump, inspector lines or a table"
+        allowed = (
+            "an NCCL log, a flight-recorder dump, inspector lines, a table, or output of a job "
+            "that failed"
+        )
         raise ConfigError("file", path, f"{allowed}; --tables searches it for tables anyway")
     if not kinds:
         inputs.unknown.append((path, "it contains nothing that stepmark recognizes"))

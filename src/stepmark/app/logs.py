@@ -25,6 +25,9 @@ from stepmark.trace.tables.validate import validate
 
 _MAX_FINDINGS = 200
 _MAX_EVIDENCE = 3
+_MAX_CONSEQUENCES = 8
+# Links of a chain that show a failure, instead of leading to it.
+_LABELS = {"raised-at": "at:", "first-failure": "seen:"}
 _MAX_CHARACTERS = 200
 
 
@@ -119,18 +122,31 @@ def _tuning_text(source: Source) -> Iterator[str]:
 
 
 def finding_text(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield each finding with the first lines that prove it."""
+    """Yield each finding: the first lines that prove it, what led to it, what follows."""
     for finding in findings[:_MAX_FINDINGS]:
-        yield f"{finding.severity}: {finding.text} [{finding.rule}]"
-        count = 1 if finding.severity is Severity.NOTE else _MAX_EVIDENCE
-        evidence = finding.evidence[:count]
-        for line in evidence:
-            number = f":{line.line}" if line.line else ""
-            yield f"    {line.file}{number}: {line.text[:_MAX_CHARACTERS]}"
-        if finding.count > len(evidence) > 0:
-            yield f"    {finding.count} in all"
+        yield from _one_finding(finding, f"{finding.severity}:", "")
     if len(findings) > _MAX_FINDINGS:
         yield f"... and {len(findings) - _MAX_FINDINGS} more; --json has all"
+
+
+def _one_finding(finding: Finding, label: str, indent: str) -> Iterator[str]:
+    yield f"{indent}{label} {finding.text} [{finding.rule}]"
+    is_short = indent or finding.severity is Severity.NOTE
+    evidence = finding.evidence[: 1 if is_short else _MAX_EVIDENCE]
+    for line in evidence:
+        number = f":{line.line}" if line.line else ""
+        yield f"{indent}    {line.file}{number}: {line.text[:_MAX_CHARACTERS]}"
+    if finding.count > len(evidence) > 0:
+        yield f"{indent}    {finding.count} in all"
+    for link in finding.chain:
+        yield from _one_finding(link, _LABELS.get(link.rule, "because:"), f"{indent}  ")
+    if finding.action and not indent:
+        yield f"  do: {finding.action}"
+    for consequence in finding.consequences[:_MAX_CONSEQUENCES]:
+        yield from _one_finding(consequence, "consequence:", f"{indent}  ")
+    if len(finding.consequences) > _MAX_CONSEQUENCES:
+        more = len(finding.consequences) - _MAX_CONSEQUENCES
+        yield f"{indent}  ... and {more} more consequences; --json has all"
 
 
 def table_text(table: Table) -> list[str]:
@@ -305,4 +321,7 @@ def _finding_row(finding: Finding) -> dict[str, object]:
         "file": first.file if first else None,
         "line": first.line or None if first else None,
         "evidence": [asdict(line) for line in finding.evidence],
+        "action": finding.action,
+        "chain": [_finding_row(link) for link in finding.chain],
+        "consequences": [_finding_row(one) for one in finding.consequences],
     }

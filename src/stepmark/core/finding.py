@@ -30,6 +30,8 @@ class Finding:
     """`rule` is a short stable name such as "net-socket"; `text` one sentence for people.
 
     `evidence` holds the first lines that prove it, `count` how many lines there are in all.
+    `action` is what to do. `chain` leads from what was set or happened first to this finding,
+    each link with its line; `consequences` are what this finding explains.
     """
 
     rule: str
@@ -37,3 +39,6 @@ class Finding:
     text: str
     evidence: tuple[Evidence, ...] = ()
     count: int = 1
+    action: str = ""
+    chain: "tuple[Finding, ...]" = ()
+    consequences: "tuple[Finding, ...]" = ()

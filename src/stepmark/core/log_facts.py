@@ -1,6 +1,7 @@
 """Facts of a debug log of NCCL or RCCL, each with the lines that state it."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 from stepmark.core.finding import Evidence
@@ -207,6 +208,24 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerDifference:
+    """What one rank sent to another, and what that one received, where they differ.
+
+    Calls are compared without their order: `sent` and `received` are calls of one side alone.
+    """
+
+    communicator: str
+    source: int
+    target: int
+    num_sent: int
+    num_received: int
+    sent: tuple[str, ...]
+    received: tuple[str, ...]
+    evidence: tuple[Evidence, ...]
+    certain: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaggingRank:
     """A rank that issued fewer collectives than another one, as far as the log goes."""
 
@@ -218,6 +237,72 @@ class LaggingRank:
     rank: int | None
     process: str
     certain: bool
+
+
+class Role(IntEnum):
+    """Rank of a failure among those of one job: the lowest is the cause of the others."""
+
+    HARDWARE = 0  # of the machine: GPU, node, host memory
+    CAUSE = 1
+    SIGNAL = 2  # a process died of a signal; a cause above says why
+    VAGUE = 3  # an error that does not say its cause
+    WAIT = 4  # a rank waited for others in vain
+    ENDED = 5  # ended from outside: scheduler, user, time limit
+    CONSEQUENCE = 6  # another process was gone, or this one was told to stop
+    REMARK = 7  # usual after a failure, and no failure by itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A failure of one process as its output states it.
+
+    text: what it means; detail: the line's own words, e.g. "ValueError: bad shape"; place: the
+    innermost line of the user's code, e.g. "train.py:12 in step", with its evidence.
+    """
+
+    rule: str
+    role: Role
+    text: str
+    action: str
+    rank: int | None
+    process: str  # host:pid or pid; "" unknown
+    time_s: float | None  # of its day, to order lines of several files
+    file_index: int
+    evidence: Evidence
+    lines: int = 1
+    detail: str = ""
+    place: str = ""
+    place_evidence: Evidence | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupProgress:
+    """State of a process group on one rank, as ProcessGroupNCCL printed it.
+
+    rank: in the job, or in the group where the line does not say it. waits_in: number of the
+    collective that timed out.
+    """
+
+    group: str
+    group_rank: int
+    rank: int
+    enqueued: int | None
+    completed: int | None
+    waits_in: int | None
+    call: str
+    seconds: float | None
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbsentRank:
+    """A rank that, by the report of another one, did not join a collective of a group."""
+
+    group: str
+    rank: int
+    reporter: int
+    position: int
+    evidence: Evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,5 +336,14 @@ class LogFacts:
     messages: Histogram
     mismatches: tuple[Mismatch, ...]
     behind: tuple[LaggingRank, ...]
+    peers: tuple[PeerDifference, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    progress: tuple[GroupProgress, ...] = ()
+    absent: tuple[AbsentRank, ...] = ()
     unread_calls: int = 0  # lines of calls cut before their count or type
     rounded_calls: int = 0  # counted at the next power of two, for want of memory
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a line states that a process failed or was ended."""
+        return any(failure.role < Role.REMARK for failure in self.failures)

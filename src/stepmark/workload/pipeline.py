@@ -16,8 +16,9 @@ from stepmark.core.workload import Block, ComputeOp, Item, Kernel, Run
 from stepmark.workload.job import near_multiples
 
 T = TypeVar("T", bound=Item)
-# Name of the newest computation that ends a block or a pass, or of a wait.
-COMPUTE_DONE = "passed"
+COMPUTE_DONE = (
+    "passed"  # name of the newest computation that ends a block or a pass, or of a wait
+)
 
 
 def wait(after: Iterable[str], phase: Phase, module: str = "gradients") -> ComputeOp:

@@ -76,6 +76,8 @@ class _Reader:
     def read(self, path: Path, index: int) -> None:
         """Read one file. Raises ConfigError."""
         self._file, self._index, self._has_messages = str(path), index, False
+        self.collector.output.enter_file(self._file, index)
+        num_failures = self.collector.output.num_found
         self._counters.clear()
         self._choices.clear()
         is_empty = True
@@ -91,7 +93,8 @@ class _Reader:
             self.num_lines += len(lines) - 1
         if is_empty:
             raise ConfigError("file", path, "a log with content; this one is empty")
-        if not self._has_messages:
+        has_failures = self.collector.output.num_found > num_failures
+        if not self._has_messages and not has_failures:
             raise ConfigError("file", path, "a log of NCCL or RCCL; no line of either is in it")
 
     @staticmethod
@@ -104,6 +107,7 @@ class _Reader:
     def _scan(self, lines: list[bytes], first: int) -> None:
         """Read all lines but the last, which is only for looking ahead."""
         counter_of, choice_of, parse = self._counters.get, self._choices.get, self._parse
+        read_plain = self._plain
         ahead, has_ignored = lines.pop(), False
         for number, line in enumerate(lines, first):
             at = line.find(b" opCount ")
@@ -123,8 +127,7 @@ class _Reader:
                     continue
                 at = line.find(b"NCCL ")
                 if at < 0:
-                    if line.startswith(_VERSIONS):
-                        parse(line, number, b"")
+                    read_plain(line, number)
                     continue
                 if line[at + 5 : at + 10] == b"INFO ":
                     end = line.find(b" ", at + 10)
@@ -141,6 +144,13 @@ class _Reader:
             parse(line, number, lines[offset] if offset < len(lines) else ahead)
         lines.append(ahead)
         self._has_messages = self._has_messages or has_ignored
+
+    def _plain(self, line: bytes, number: int) -> None:
+        """Read a line that no NCCL wrote, or one of its version."""
+        if line.startswith(_VERSIONS):
+            self._parse(line, number, b"")
+        elif line:
+            self.collector.output.read(line, number)
 
     def _parse(self, line: bytes, number: int, following: bytes) -> None:
         """Read a line that has no counter yet."""
@@ -195,7 +205,10 @@ class _Reader:
         if sequence.first_op_count is None:
             sequence.first_op_count = parsed.op_count
         thread = UNKNOWN if not message.process else FIRST if message.is_main else OTHER
-        return calls.counter(sequence, parsed.call, thread, is_compared=bool(handle.pointer))
+        counter = calls.counter(sequence, parsed.call, thread, is_compared=bool(handle.pointer))
+        if not counter.calls:
+            counter.first = (self._index, message.number)
+        return counter
 
     def _cache(self, key: bytes, counter: CallCounter) -> None:
         if len(self._counters) >= _MAX_CACHED:
@@ -215,11 +228,13 @@ class _Reader:
         elif kind == b"WARN ":
             message = self._log_message(line, at, number, following, line[at + 10 :])
             self._has_messages = True
-            self.collector.count_similar(self.collector.warnings, message)
+            self.collector.warn(message)
         elif line.startswith(_VERSIONS):
             message = self._log_message(line, -1, number, following, line)
             self._has_messages = self._has_messages or line.startswith(_VERSIONS[:2])
             handlers.version(self.collector, message)
+        else:
+            self.collector.output.read(line, number)
 
     def _info(self, message: LogMessage, line: bytes) -> None:
         word = message.text.split(" ", 1)[0]

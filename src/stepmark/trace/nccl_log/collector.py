@@ -17,6 +17,8 @@ from stepmark.core.log_facts import (
     Plugin,
     Transport,
 )
+from stepmark.trace.failures import classify
+from stepmark.trace.job_output import OutputReader
 from stepmark.trace.nccl_log import mismatch
 from stepmark.trace.nccl_log.communicators import (
     CommunicatorTable,
@@ -25,7 +27,7 @@ from stepmark.trace.nccl_log.communicators import (
     communicators_of,
     histogram_of,
 )
-from stepmark.trace.nccl_log.lines import Calls, LogMessage
+from stepmark.trace.nccl_log.lines import Calls, LogMessage, text_of
 
 _MAX_EVIDENCE = 3
 _MAX_SIMILAR = 500
@@ -95,6 +97,7 @@ class Collector:
     def __init__(self) -> None:
         self.communicators = CommunicatorTable()
         self.calls = Calls()
+        self.output = OutputReader()
         self.predictions = PredictionTable()
         self.choices = TuningChoices()
         self.hosts: dict[str, None] = {}
@@ -124,6 +127,12 @@ class Collector:
         if key in table or len(table) < _MAX_SIMILAR:
             table.setdefault(key, (message.text, OccurrenceCounter()))[1].add(message)
 
+    def warn(self, message: LogMessage) -> None:
+        """Count a WARN line, also as a failure if a rule knows it."""
+        self.count_similar(self.warnings, message)
+        if classify(text_of(message.line)) is not None:
+            self.output.read(message.line, message.number, message.process)
+
     def add_plugin(
         self, message: LogMessage, kind: str, event: str, name: str, api: int | None = None
     ) -> None:
@@ -144,9 +153,10 @@ class Collector:
     def result(self, files: Sequence[Path], num_lines: int, num_ranks: int | None) -> LogFacts:
         """Return all facts, after the last line was read."""
         handles = [handle for handle in self.communicators.handles if handle.is_known]
-        mismatches, behind = mismatch.compare_sequences(handles, self.calls, files)
+        compared = mismatch.compare_sequences(handles, self.calls, files)
         messages, num_rounded = histogram_of(handles, self.calls, num_ranks)
         communicators = communicators_of(handles)
+        failures, progress, absent = self.output.result(_rank_by_process(communicators))
         return LogFacts(
             files=tuple(str(path) for path in files),
             num_lines=num_lines,
@@ -168,8 +178,12 @@ class Collector:
             harmless=_results(dict(self.harmless.values())),
             p2p_disabled=_results(dict(self.p2p_disabled.values())),
             messages=messages,
-            mismatches=tuple(mismatches),
-            behind=tuple(behind),
+            mismatches=tuple(compared.mismatches),
+            behind=tuple(compared.lagging),
+            peers=tuple(compared.peers),
+            failures=failures,
+            progress=progress,
+            absent=absent,
             unread_calls=self.calls.unread,
             rounded_calls=num_rounded,
         )
@@ -218,6 +232,19 @@ class Collector:
             )
             for (index, rank, device), lines in self.nics.items()
         )
+
+
+def _rank_by_process(groups: Sequence[Communicator]) -> Callable[[str], int | None]:
+    """Return a function from host:pid, or "pid N", to the rank in the largest communicator."""
+    by_size = sorted(groups, key=lambda group: group.num_ranks or 0)
+    ranks = {
+        name: member.rank
+        for group in by_size
+        for member in group.members
+        for name in (member.process, f"pid {member.process.rpartition(':')[2]}")
+        if member.rank is not None and member.process
+    }
+    return ranks.get
 
 
 def _results(table: Mapping[Key, OccurrenceCounter]) -> dict[Key, Occurrences]:

@@ -140,8 +140,11 @@ def _communicator(key: str, handles: Sequence[CommHandle]) -> Communicator:
     num_ranks = _first(handle.num_ranks for handle in handles)
     num_nodes = _first(handle.num_nodes for handle in handles)
     ranks = {handle.rank for handle in handles}
-    if num_nodes is None and len(ranks) == num_ranks and ranks == set(range(len(ranks))):
-        num_nodes = len({handle.host for handle in handles})
+    if len(ranks) == num_ranks and ranks == set(range(len(ranks))):
+        # NCCL counts ranks that cannot share memory as nodes of their own, and containers of
+        # one machine have several host names: the smaller number is right.
+        num_hosts = len({handle.host for handle in handles})
+        num_nodes = num_hosts if num_nodes is None else min(num_nodes, num_hosts)
     rings: dict[tuple[int, ...], int] = {}
     for handle in handles:
         for order, count in handle.rings.items():

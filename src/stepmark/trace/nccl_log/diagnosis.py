@@ -4,17 +4,26 @@ Every rule quotes the lines that prove it; without them it reports nothing. Over
 rule is short, and they are read side by side.
 """
 
-import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from stepmark.core.finding import Evidence, Finding, Severity
-from stepmark.core.log_facts import IssuedCall, LaggingRank, LogFacts, Occurrences
+from stepmark.core.log_facts import (
+    IssuedCall,
+    LaggingRank,
+    LogFacts,
+    Occurrences,
+    PeerDifference,
+)
+from stepmark.trace.failures import classify
 from stepmark.trace.nccl_log import network_rules
+from stepmark.trace.nccl_log.causes import linked
 from stepmark.trace.nccl_log.network_rules import comma_list, finding_of, plural
 
 SLOW_INIT_S = 10.0
 # NVLink systems of the last generations run 12 to 32 channels.
 MIN_CHANNELS = 8
+MAX_NAMED = 4096  # ranks that are looked for by name
 
 _ORDER = (Severity.PROBLEM, Severity.WARNING, Severity.NOTE)
 
@@ -22,19 +31,21 @@ _ORDER = (Severity.PROBLEM, Severity.WARNING, Severity.NOTE)
 def diagnose(facts: LogFacts) -> list[Finding]:
     """Return all findings, problems first, each with the lines that show it."""
     findings = [finding for rule in RULES for finding in rule(facts)]
-    return sorted(findings, key=lambda finding: _ORDER.index(finding.severity))
+    return sorted(linked(facts, findings), key=lambda finding: _ORDER.index(finding.severity))
 
 
-def failures(facts: LogFacts) -> Iterator[Finding]:
-    """Report WARN lines: known failures with their meaning, others as they stand."""
-    groups: dict[tuple[str, str], list[Occurrences]] = {}
-    for warning, occurrences in facts.warnings.items():
-        fits = (failure for failure in FAILURES if failure[1].search(warning))
-        rule, _, text = next(fits, ("warning", None, f"NCCL warns: {warning}"))
-        groups.setdefault((rule, text), []).append(occurrences)
-    for (rule, text), lines in groups.items():
-        severity = Severity.WARNING if rule == "warning" else Severity.PROBLEM
-        yield finding_of(rule, severity, text, lines)
+def unknown_warnings(facts: LogFacts) -> Iterator[Finding]:
+    """Report WARN lines that no rule knows as they stand."""
+    for warning, lines in facts.warnings.items():
+        if classify(lines.evidence[0].text) is None:
+            text = f"NCCL warns: {warning}"
+            yield finding_of("warning", Severity.WARNING, text, [lines])
+
+
+_ALIGN = (
+    "Make the ranks issue the same collectives in one order, with equal counts, types and "
+    "roots; TORCH_DISTRIBUTED_DEBUG=DETAIL names the call in the code."
+)
 
 
 def call_mismatch(facts: LogFacts) -> Iterator[Finding]:
@@ -50,7 +61,42 @@ def call_mismatch(facts: LogFacts) -> Iterator[Finding]:
         if not mismatch.certain:
             text += ". No line confirms that these ranks form one communicator"
         evidence = [side.evidence for side in mismatch.sides]
-        yield finding_of("call-mismatch", severity, text + ".", evidence)
+        finding = finding_of("call-mismatch", severity, text + ".", evidence)
+        yield replace(finding, action=_ALIGN)
+
+
+def peer_differences(facts: LogFacts) -> Iterator[Finding]:
+    """Report ranks that received other sizes, or other numbers of calls, than were sent."""
+    groups: dict[tuple[str, bool], list[PeerDifference]] = {}
+    for pair in facts.peers:
+        is_paired = pair.num_sent == pair.num_received
+        groups.setdefault((pair.communicator, is_paired), []).append(pair)
+    for (communicator, is_paired), pairs in groups.items():
+        parts = (
+            f"rank {pair.source} sent {comma_list(pair.sent)} to rank {pair.target}, which "
+            f"expected {comma_list(pair.received)}"
+            if is_paired
+            else f"rank {pair.source} issued {plural(pair.num_sent, 'send')} to rank "
+            f"{pair.target}, which issued {plural(pair.num_received, 'receive')}"
+            for pair in pairs
+        )
+        text = f"In communicator {communicator} sends and receives do not match: "
+        text += "; ".join(list(parts)[:4])
+        text += "" if len(pairs) <= 4 else f"; and {plural(len(pairs) - 4, 'pair')} more"
+        lines = [line for pair in pairs for line in pair.evidence]
+        if is_paired:
+            severity = Severity.PROBLEM if pairs[0].certain else Severity.WARNING
+            finding = finding_of("p2p-mismatch", severity, text + ".", lines)
+            yield replace(finding, action=_SPLITS)
+        else:
+            text += ". Lines were lost, the log was copied while the job ran, or it hung here."
+            yield finding_of("p2p-unpaired", Severity.WARNING, text, lines)
+
+
+_SPLITS = (
+    "Exchange the split sizes before an uneven all_to_all: what a rank sends to another must "
+    "be what that one expects."
+)
 
 
 def lagging_ranks(facts: LogFacts) -> Iterator[Finding]:
@@ -71,7 +117,8 @@ def lagging_ranks(facts: LogFacts) -> Iterator[Finding]:
         if len(ranks) > 1:
             others = (rank.process if rank.rank is None else rank.rank for rank in ranks[1:])
             text += f". Also behind: {comma_list(others)}"
-        text += ". The job hangs here, unless the log was copied while it ran"
+        if not facts.has_failed:
+            text += ". The job hangs here, unless the log was copied while it ran"
         calls = [worst.missing, *(rank.last for rank in ranks if rank.last)]
         evidence = [call.evidence for call in calls]
         yield finding_of("behind", Severity.WARNING, text + ".", evidence)
@@ -192,10 +239,16 @@ def init_incomplete(facts: LogFacts) -> Iterator[Finding]:
         ranks = comma_list("?" if member.rank is None else member.rank for member in stuck)
         text = (
             f"Communicator {comm.key}: rank {ranks} began to start and did not finish; "
-            f"{len(comm.members)} of {comm.num_ranks or '?'} ranks are in the log."
+            f"{len(comm.members)} of {comm.num_ranks or '?'} ranks are in the log"
         )
+        begun = {member.rank for member in comm.members}
+        if comm.num_ranks and comm.num_ranks <= MAX_NAMED and None not in begun:
+            missing = [rank for rank in range(comm.num_ranks) if rank not in begun]
+            text += f"; of rank {comma_list(missing)} no line shows a start" if missing else ""
+        action = "Look at what the ranks without a start did: they left, or wait elsewhere."
         evidence = [member.started for member in stuck if member.started]
-        yield finding_of("init-incomplete", Severity.WARNING, text, evidence)
+        finding = finding_of("init-incomplete", Severity.WARNING, f"{text}.", evidence)
+        yield replace(finding, action=action)
 
 
 def harmless(facts: LogFacts) -> Iterator[Finding]:
@@ -236,79 +289,10 @@ _HARMLESS = (
     ("Could not find real path of", "A PCI path is hidden by the virtual machine. Harmless."),
 )
 
-# (rule, WARN lines, what they mean), the special before the general.
-FAILURES: tuple[tuple[str, re.Pattern[str], str], ...] = (
-    (
-        "failure-version",
-        re.compile(r"Mismatched NCCL version|version mismatch with remote"),
-        "Ranks run different versions of NCCL and cannot form a communicator.",
-    ),
-    (
-        "failure-mismatch",
-        re.compile(r"[Cc]ollective mismatch|Mismatched collective|message truncated"),
-        "NCCL itself saw ranks issue different collectives or sizes.",
-    ),
-    (
-        "failure-ib-connect",
-        re.compile(r"ibv_modify_qp"),
-        "Two adapters could not be connected: they do not reach each other (wrong GID index, "
-        "VLAN or rail), or the port is down.",
-    ),
-    (
-        "failure-ib-retry",
-        re.compile(r"Got completion .*(?:status=12\b|error 12\b|\(12\))"),
-        "InfiniBand gave up after retries (status 12): the other end died, a link flaps, or "
-        "NCCL_IB_TIMEOUT is too short.",
-    ),
-    (
-        "failure-ib",
-        re.compile(r"Got completion .*(?:status|error)"),
-        "An InfiniBand operation failed; the status in the line says how.",
-    ),
-    (
-        "failure-peer-closed",
-        re.compile(
-            r"Connection closed by remote peer|remote process (?:exited|has terminated)"
-        ),
-        "Another process closed its connection: it failed first, and its log says why.",
-    ),
-    (
-        "failure-no-algorithm",
-        re.compile(r"[Nn]o algorithm/protocol"),
-        "NCCL has no algorithm and protocol for a call: NCCL_ALGO or NCCL_PROTO excludes all "
-        "that the function has.",
-    ),
-    (
-        "failure-nvls",
-        re.compile(r"NVLink SHARP \(NVLS\)|bind NVLS|NVLS.*[Mm]ulticast.*(?:fail|error)"),
-        "NVLink multicast memory could not be set up: the Fabric Manager or an NVSwitch is in "
-        "a bad state. NCCL_NVLS_ENABLE=0 avoids it.",
-    ),
-    (
-        "failure-p2p",
-        re.compile(r"P2P is disabled between NVLINK"),
-        "Two GPUs joined by NVLink refuse peer access: likely a hardware fault.",
-    ),
-    (
-        "failure-no-interface",
-        re.compile(r"no socket interface found|No usable listening interface"),
-        "No network interface fits NCCL_SOCKET_IFNAME.",
-    ),
-    (
-        "failure-connect",
-        re.compile(r"[Cc]onnect\w* .*(?:refused|timed out|[Nn]o route|unreachable)"),
-        "A host could not be reached over TCP.",
-    ),
-    (
-        "failure-cuda",
-        re.compile(r"Cuda failure|HIP failure"),
-        "A call of the GPU's runtime failed inside NCCL.",
-    ),
-)
-
 RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
-    failures,
+    unknown_warnings,
     call_mismatch,
+    peer_differences,
     lagging_ranks,
     init_incomplete,
     mixed_versions,

@@ -160,7 +160,7 @@ _OPS = ("sum", "prod", "max", "min", "avg")
 NAMES_OF = {str(name): name for name in Collective}
 # Threads of a process: any but the first, the first, one that the line does not name.
 OTHER, FIRST, UNKNOWN = range(3)
-_UNCOMPARED = ("send", "recv")  # they differ by rank
+UNORDERED = ("send", "recv")  # they differ by rank, and are compared by pair of ranks
 # Above this number, sizes probably change with every call and are rounded.
 MAX_KINDS = 100_000
 
@@ -173,6 +173,11 @@ _GLOBAL_RANK = re.compile(rb" globalrank (\d{1,9})")
 _CALL = re.compile(
     rb"nccl(\w+)\([0-9a-fx]+,[0-9a-fx]+,(\d{1,18}),(\d{1,4}),(\d{1,9}),(-?\d{1,9}),(0x[0-9a-f]+|[0-9a-f]+),"
 )
+
+
+def type_name(dtype: int) -> str:
+    """Return the name of a type of NCCL's by its number."""
+    return str(DTYPES[dtype]) if dtype < len(DTYPES) else f"type {dtype}"
 
 
 class Call(NamedTuple):
@@ -191,8 +196,7 @@ class Call(NamedTuple):
 
     def text(self) -> str:
         """Return a description, e.g. "all_gather of 512 bf16"."""
-        kind = str(DTYPES[self.dtype]) if self.dtype < len(DTYPES) else f"type {self.dtype}"
-        words = f"{self.collective} of {self.elements} {kind}"
+        words = f"{self.collective} of {self.elements} {type_name(self.dtype)}"
         collective = NAMES_OF.get(self.collective)
         if collective and FACTS[collective].reduces and self.op is not None:
             words += f", {_OPS[self.op] if self.op < len(_OPS) else 'user-defined op'}"
@@ -218,6 +222,7 @@ class CallCounter:
     calls: int
     append: Callable[[int], None]
     base: int  # number of the call, in the upper half; the line's number goes below
+    first: tuple[int, int] = (0, 0)  # file and line
 
 
 @dataclass(slots=True)
@@ -254,6 +259,7 @@ class Calls:
         self.numbers: dict[Call, int] = {}
         self.kinds: list[Call] = []  # by number
         self.rounded: set[int] = set()  # numbers of calls whose size was rounded
+        self.has_all_peers = True
         self.unread = 0
         self.broken: set[str] = set()  # processes of which calls are missing
 
@@ -265,14 +271,16 @@ class Calls:
         key = number * 3 + thread
         counter = sequence.counters.get(key)
         if counter is None:
-            is_ordered = is_compared and call.collective not in _UNCOMPARED
+            is_ordered = is_compared and call.collective not in UNORDERED
             append = sequence.calls.append if is_ordered else _DISCARD.append
             counter = sequence.counters[key] = CallCounter(0, append, number << 32)
         return counter
 
     def _number(self, call: Call) -> int:
-        if call.collective in _UNCOMPARED:
-            call = call._replace(op=None, root=None)
+        if call.collective in UNORDERED:
+            # The root is the peer.
+            self.has_all_peers &= len(self.kinds) < MAX_KINDS // 2
+            call = call._replace(op=None, root=call.root if self.has_all_peers else None)
         if call in self.numbers:
             return self.numbers[call]
         too_many = len(self.kinds) >= MAX_KINDS
@@ -334,7 +342,7 @@ def message_bytes(collective: str, call_bytes: int, num_ranks: int | None) -> in
     """Return the size as nccl-tests counts it; None where it depends on unknown ranks."""
     name = NAMES_OF.get(collective)
     if name is None:
-        return call_bytes if collective in _UNCOMPARED else None
+        return call_bytes if collective in UNORDERED else None
     if FACTS[name].parts is Parts.WHOLE:
         return call_bytes
     return None if num_ranks is None else call_bytes * num_parts(name, num_ranks)

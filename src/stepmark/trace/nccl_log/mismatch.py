@@ -2,25 +2,38 @@
 
 Ranks are compared by position in the log and not by opCount: some versions leave it at 0, and
 calls of one group share it. Only at the first line must it be equal, else parts are missing.
-Send and Recv are not compared: they differ by rank. A rank with a cut line is not compared
-either; where a line has lost its process, no rank is.
+Send and Recv differ by rank: what one rank sent is compared with what its peer received. A rank
+with a cut line is not compared; where a line has lost its process, no rank is.
 """
 
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from stepmark.core.finding import Evidence
-from stepmark.core.log_facts import IssuedCall, LaggingRank, Mismatch
+from stepmark.core.log_facts import IssuedCall, LaggingRank, Mismatch, PeerDifference
 from stepmark.trace.nccl_log.communicators import CommHandle
-from stepmark.trace.nccl_log.lines import Calls, quotes
+from stepmark.trace.nccl_log.lines import UNORDERED, Calls, quotes, type_name
 
-_Result = tuple[list[Mismatch], list[LaggingRank]]
+_MAX_SHOWN = 4
+
+
+# Elements and type -> number of calls, and file and line of the first.
+_Calls = dict[tuple[int, int], tuple[int, tuple[int, ...]]]
+
+
+class Comparison(NamedTuple):
+    """Where ranks of a communicator differ."""
+
+    mismatches: list[Mismatch]
+    lagging: list[LaggingRank]
+    peers: list[PeerDifference]
 
 
 def compare_sequences(
     handles: Sequence[CommHandle], calls: Calls, files: Sequence[Path]
-) -> _Result:
+) -> Comparison:
     """Return the first call at which ranks of a communicator differ; else the ranks behind."""
     comparison = _Comparison(calls, files)
     result = comparison.run(handles)
@@ -41,18 +54,74 @@ class _Comparison:
         self._files = files
         self.texts: dict[tuple[int, int], str] = {}  # by file and line; "" not read yet
 
-    def run(self, handles: Sequence[CommHandle]) -> _Result:
-        mismatches: list[Mismatch] = []
-        lagging: list[LaggingRank] = []
+    def run(self, handles: Sequence[CommHandle]) -> Comparison:
+        result = Comparison([], [], [])
         if "" in self._calls.broken:
-            return mismatches, lagging
+            return result
         for group, is_certain in _groups(handles, self._calls.broken):
             position = _first_difference(group)
             if position is not None:
-                mismatches.append(self._mismatch(group, position, is_certain))
+                result.mismatches.append(self._mismatch(group, position, is_certain))
             else:
-                lagging += self._lagging_ranks(group, is_certain)
-        return mismatches, lagging
+                result.lagging.extend(self._lagging_ranks(group, is_certain))
+            if self._calls.has_all_peers:
+                result.peers.extend(self._peers(group, is_certain))
+        return result
+
+    def _peers(self, group: Sequence[CommHandle], is_certain: bool) -> Iterator[PeerDifference]:
+        """Yield pairs of ranks of which one sent something else than the other received."""
+        ranks = {handle.rank for handle in group}
+        ways: dict[tuple[int, int], tuple[_Calls, _Calls]] = {}
+        for handle in group:
+            for key, counter in handle.sequence.counters.items():
+                call = self._calls.kinds[key // 3]
+                if call.collective not in UNORDERED or call.root not in ranks:
+                    continue
+                if call.root is None or handle.rank is None:
+                    continue
+                is_send = call.collective == "send"
+                way = (handle.rank, call.root) if is_send else (call.root, handle.rank)
+                side = ways.setdefault(way, ({}, {}))[0 if is_send else 1]
+                size = (call.elements, call.dtype)
+                side[size] = (side.get(size, (0, ()))[0] + counter.calls, counter.first)
+        for (source, target), (sent, received) in ways.items():
+            if {size: n for size, (n, _) in sent.items()} == {
+                size: n for size, (n, _) in received.items()
+            }:
+                continue
+            yield self._difference(
+                _name_of(group, is_certain), (source, target), sent, received, is_certain
+            )
+
+    def _difference(
+        self,
+        communicator: str,
+        way: tuple[int, int],
+        sent: "_Calls",
+        received: "_Calls",
+        is_certain: bool,
+    ) -> PeerDifference:
+        sides: list[tuple[str, ...]] = []
+        evidence = []
+        for own, other in ((sent, received), (received, sent)):
+            sizes = [s for s in own if own[s][0] != other.get(s, (0, ()))[0]][:_MAX_SHOWN]
+            sides.append(tuple(f"{elements} {type_name(dtype)}" for elements, dtype in sizes))
+            for size in sizes[:2]:
+                index, line = own[size][1]
+                text = self.texts.setdefault((index, line), "")
+                file = str(self._files[index])
+                evidence.append(Evidence(file=file, line=line, text=text or sides[-1][0]))
+        return PeerDifference(
+            communicator=communicator,
+            source=way[0],
+            target=way[1],
+            num_sent=sum(calls for calls, _ in sent.values()),
+            num_received=sum(calls for calls, _ in received.values()),
+            sent=sides[0],
+            received=sides[1],
+            evidence=tuple(evidence),
+            certain=is_certain,
+        )
 
     def _mismatch(
         self, group: Sequence[CommHandle], position: int, is_certain: bool

@@ -102,7 +102,18 @@ def plugins(facts: LogFacts) -> Iterator[Finding]:
             for event in ("asked", "missing", "symbol", "loaded")
         )
         requested = [plugin for plugin in requested if plugin.name != "none"]
-        if (requested or (symbols and kind != "COLLNET")) and not loaded:
+        set_to = [
+            value
+            for name, value in facts.environment
+            if name == f"NCCL_{kind}_PLUGIN" and value not in ("", "none")
+        ]
+        if not loaded and not requested and set_to and missing:
+            text = f"NCCL_{kind}_PLUGIN asks for {comma_list(set_to)}, which was not found"
+            text += f" ({_names(missing)}): NCCL uses its own."
+            settings = [facts.environment[f"NCCL_{kind}_PLUGIN", value] for value in set_to]
+            lines = [*settings, *_lines(facts, missing)]
+            yield finding_of("plugin-not-loaded", Severity.WARNING, text, lines)
+        elif (requested or (symbols and kind != "COLLNET")) and not loaded:
             origin = f"{_names(requested)} was requested" if requested else "was found"
             text = f"The {kind} plugin {origin} and did not load"
             if missing:

@@ -1,0 +1,41 @@
+"""Lines of a job's output: the rank that wrote each, without the launcher's prefixes."""
+
+import re
+
+_RANK_TAG = re.compile(r"\[rank(\d{1,8})\]:? ?")
+_LAUNCHER_TAG = re.compile(
+    r"^(?:(?P<srun>\d{1,6}): |\[\d+,(?P<mpi>\d{1,6})\]<std(?:err|out)>: ?"
+    r"|\[default(?P<local>\d+)\]: ?|\((?P<worker>[^()]{1,80})\) ?)"
+)
+_LOGGER = re.compile(
+    r"^(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]{1,80}:\d+\] ?"
+    r"|^\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,8}[Z ]\s?"
+)
+
+
+def split_tag(text: str) -> tuple[int | None, str, str]:
+    """Return (rank, stream, line without the launcher's and the logger's prefixes)."""
+    rank, tag = None, ""
+    if match := _RANK_TAG.search(text, 0, 90):
+        return int(match[1]), f"rank{match[1]}", text[match.end() :]
+    text = _LOGGER.sub("", text, count=1)
+    if match := _LAUNCHER_TAG.match(text):
+        number = match["srun"] or match["mpi"]
+        rank, tag, text = int(number) if number else None, match[0], text[match.end() :]
+    return rank, tag, _LOGGER.sub("", text, count=1)
+
+
+def printable(line: bytes) -> str:
+    text = line[:2048].decode("utf-8", errors="replace")
+    return "".join(char if char.isprintable() else " " for char in text).rstrip()
+
+
+def numbers_of(text: str) -> list[int]:
+    """Return the numbers of "0, 2-4"."""
+    numbers: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        low, _, high = part.partition("-")
+        if low.isdecimal():
+            last = int(high) if high.isdecimal() else int(low)
+            numbers += range(int(low), min(last, int(low) + 4096) + 1)
+    return numbers

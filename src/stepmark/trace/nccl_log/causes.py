@@ -1,0 +1,375 @@
+"""Link the findings of a job: the cause, the chain that leads to it, what follows from it.
+
+A failure with a lower Role explains those with higher ones; of two with one Role the earlier is
+named first. What is not explained stays a problem of its own. Over 250 lines: it is read in one
+piece.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from stepmark.core.finding import Evidence, Finding, Severity
+from stepmark.core.log_facts import Failure, GroupProgress, LogFacts, Role
+from stepmark.trace.job_output.exits import FIRST_FAILURE
+from stepmark.trace.nccl_log.network_rules import comma_list, finding_of
+
+_PROBLEM = Severity.PROBLEM
+# Findings of the log that are causes, and those that only show where ranks stopped.
+_CAUSES = frozenset({"call-mismatch", "p2p-mismatch"})
+_SYMPTOMS = frozenset({"behind", "p2p-unpaired", "init-incomplete"})
+# Variables that explain a finding, if they are set.
+_SET_BY: dict[str, tuple[str, ...]] = {
+    "failure-no-interface": ("NCCL_SOCKET_IFNAME",),
+    "failure-no-algorithm": ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE"),
+    "failure-connect": ("NCCL_SOCKET_IFNAME",),
+    "failure-ib-connect": ("NCCL_IB_GID_INDEX", "NCCL_IB_HCA", "NCCL_CROSS_NIC"),
+    "failure-ib-retry": ("NCCL_IB_TIMEOUT", "NCCL_IB_GID_INDEX"),
+    "failure-plugin": ("NCCL_NET_PLUGIN", "NCCL_NET", "FI_PROVIDER"),
+    "failure-nvls": ("NCCL_NVLS_ENABLE",),
+    "net-socket": ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA"),
+    "shm-instead-of-p2p": ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"),
+    "no-gpudirect": ("NCCL_NET_GDR_LEVEL", "NCCL_NET_GDR_READ", "FI_EFA_USE_DEVICE_RDMA"),
+    "ofi-tcp": ("FI_PROVIDER",),
+    "plugin-not-loaded": ("NCCL_NET_PLUGIN",),
+}
+_UNSEEN = "No line shows what was done instead."
+_LATER = "Another call was issued there later."
+_INSIDE_HOST = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL")
+# Findings that lead to another one.
+_LEADS_TO = {
+    "net-socket": ("plugin-not-loaded", "plugin-missing", "failure-plugin"),
+    "no-gpudirect": ("ofi-tcp",),
+}
+
+
+def linked(facts: LogFacts, findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings with failures of the output, each under what explains it."""
+    failures = _failures(facts.failures)
+    others = _with_settings(facts, _join_warnings(findings))
+    waits = list(_waits(facts))
+    ranked: list[tuple[Role, int, Finding]] = []
+    for place, (role, finding) in enumerate(failures):
+        ranked.append((role, place, finding))
+    ranked += [(Role.WAIT, -2, finding) for finding in waits]
+    for finding in others:
+        if finding.rule in _CAUSES and finding.severity is _PROBLEM:
+            is_late = _is_late(facts, finding, waits)
+            if is_late:
+                waits[0] = replace(waits[0], text=waits[0].text.replace(_UNSEEN, _LATER))
+                ranked[len(failures)] = (Role.WAIT, -2, waits[0])
+            ranked.append((Role.WAIT, -1, finding) if is_late else (Role.CAUSE, -1, finding))
+        elif finding.rule == "init-incomplete" and facts.has_failed:
+            problem = replace(finding, severity=_PROBLEM)
+            ranked.append((Role.WAIT, -3 if _explains(facts, waits) else -1, problem))
+    plain = [
+        finding for finding in others if not any(finding.rule == f.rule for *_, f in ranked)
+    ]
+    if not any(role < Role.REMARK for role, *_ in ranked):
+        return plain
+    ranked.sort(key=lambda one: one[:2])
+    return _tree(facts, ranked, plain)
+
+
+def _tree(
+    facts: LogFacts, ranked: Sequence[tuple[Role, int, Finding]], plain: Sequence[Finding]
+) -> list[Finding]:
+    """Return the cause with what it explains, then other causes, then the rest."""
+    role, _, cause = ranked[0]
+    roots: list[Finding] = []
+    explained: list[Finding] = []
+    for other_role, _, finding in ranked[1:]:
+        is_cause = other_role <= Role.CAUSE and role <= Role.CAUSE
+        (roots if is_cause else explained).append(finding)
+    rest = []
+    chain = list(_settings(facts, cause.rule))
+    for finding in plain:
+        if finding.rule in _SYMPTOMS and role < Role.CONSEQUENCE:
+            explained.append(finding)
+        elif finding.rule == "warning" and role >= Role.SIGNAL:
+            chain.append(finding)
+        else:
+            rest.append(finding)
+    first, explained = _same_process(facts, cause, explained)
+    consequences = tuple(replace(one, severity=Severity.NOTE) for one in explained)
+    cause = replace(cause, chain=(*chain, *cause.chain, *first), consequences=consequences)
+    others = [replace(one, chain=(*_settings(facts, one.rule), *one.chain)) for one in roots]
+    return [cause, *others, *rest]
+
+
+def _same_process(
+    facts: LogFacts, cause: Finding, explained: Sequence[Finding]
+) -> tuple[list[Finding], list[Finding]]:
+    """Separate the launcher's report that names the failed process first."""
+    first = next((one for one in facts.failures if one.detail == FIRST_FAILURE), None)
+    if first is None or first.evidence in cause.evidence:
+        return [], list(explained)
+    text = f"By torchrun's report this process failed first: {_subject([first])} {first.text}."
+    report = finding_of("first-failure", Severity.NOTE, text, [first.evidence])
+    kept = [one for one in explained if first.evidence not in one.evidence or one.count > 1]
+    return [report], kept
+
+
+def _failures(failures: Sequence[Failure]) -> list[tuple[Role, Finding]]:
+    """Return one finding per rule and role, in the order of their first line."""
+    groups: dict[tuple[str, str], list[Failure]] = {}
+    for one in failures:
+        words = one.detail if one.rule == "failure-python" else ""
+        kind = one.text if one.rule == "failure-unknown" else words
+        groups.setdefault((one.rule, kind), []).append(one)
+    return [(same[0].role, _finding(same)) for same in groups.values()]
+
+
+def _finding(failures: Sequence[Failure]) -> Finding:
+    first = next((one for one in failures if one.place), failures[0])
+    who = _who(failures)
+    if first.rule == "failure-python" and first.detail:
+        text = f"{_subject(failures)} raised {first.detail.rstrip('.')}"
+    elif first.text[:1].islower():
+        text = f"{_subject(failures)} {first.text}"
+    else:
+        text = first.text.rstrip(".")
+        text += f" ({who})" if who else ""
+    text += f", at {first.place}" if first.place else ""
+    lines = [first.evidence, *(one.evidence for one in failures if one is not first)]
+    finding = finding_of(first.rule, _PROBLEM, text + ".", lines)
+    chain: tuple[Finding, ...] = ()
+    if first.place_evidence is not None:
+        place = f"The exception was raised at {first.place}."
+        chain = (finding_of("raised-at", Severity.NOTE, place, [first.place_evidence]),)
+    count = sum(one.lines for one in failures)
+    return replace(finding, action=first.action, chain=chain, count=count)
+
+
+def _subject(failures: Sequence[Failure]) -> str:
+    """Return e.g. "Rank 1 (pid 785)"."""
+    processes = comma_list(dict.fromkeys(one.process for one in failures if one.process))
+    who = _who(failures)
+    if who and processes.startswith("pid"):
+        who += f" ({processes})"
+    subject = who or processes or "a process"
+    return subject[:1].upper() + subject[1:]
+
+
+def _who(failures: Iterable[Failure]) -> str:
+    """Return e.g. "ranks 0, 1"; "" where no line says it."""
+    ranks = sorted({one.rank for one in failures if one.rank is not None})
+    return ranks_text(ranks) if ranks else ""
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {comma_list(ranks)}"
+
+
+def _settings(facts: LogFacts, rule: str, names: Sequence[str] = ()) -> Iterator[Finding]:
+    """Yield the variables that are set and explain the finding."""
+    for name in names or _SET_BY.get(rule, ()):
+        for (variable, value), lines in facts.environment.items():
+            if variable == name and not (name.endswith("_DISABLE") and value in ("", "0")):
+                yield finding_of("set", Severity.NOTE, f"{name} is set to {value}.", [lines])
+
+
+def _with_settings(facts: LogFacts, findings: Sequence[Finding]) -> list[Finding]:
+    """Put variables under the findings that they explain, instead of beside them."""
+    result = []
+    used: set[Evidence] = set()
+    for finding in findings:
+        if finding.severity is Severity.NOTE:
+            result.append(finding)
+            continue
+        names = _SET_BY.get(finding.rule, ())
+        if finding.rule == "net-socket" and "one host" in finding.text:
+            names = _INSIDE_HOST
+        chain = tuple(_settings(facts, finding.rule, names)) if names else ()
+        used |= {line for link in chain for line in link.evidence}
+        result.append(replace(finding, chain=(*chain, *finding.chain)))
+    return [
+        finding
+        for finding in result
+        if finding.rule != "forced-setting" or not used.issuperset(finding.evidence)
+    ]
+
+
+def _join_warnings(findings: Sequence[Finding]) -> list[Finding]:
+    """Put findings that lead to another one into its chain."""
+    result = list(findings)
+    for rule, leads in _LEADS_TO.items():
+        for place, finding in enumerate(result):
+            if finding.rule != rule or finding.severity is Severity.NOTE:
+                continue
+            before = tuple(
+                one for one in result if one.rule in leads and one.severity is not Severity.NOTE
+            )
+            result[place] = replace(finding, chain=(*finding.chain, *before))
+            result = [one for one in result if one not in before]
+            break
+    return result
+
+
+def _is_late(facts: LogFacts, mismatch: Finding, waits: Sequence[Finding]) -> bool:
+    """Return whether a call of the mismatch was issued after another rank had timed out."""
+    if not any(wait.rule == "failure-missing-rank" for wait in waits):
+        return False
+    timed_out = [state.evidence for state in facts.progress if state.waits_in is not None]
+    first = min(timed_out, key=lambda line: (line.file, line.line))
+    return any(call.file == first.file and call.line > first.line for call in mismatch.evidence)
+
+
+def _explains(facts: LogFacts, waits: Sequence[Finding]) -> bool:
+    """Return whether a rank that others miss is one that never finished a start."""
+    if not waits:
+        return False
+    stuck = {
+        member.rank
+        for group in facts.communicators
+        for member in group.members
+        if member.started and not member.completed
+    }
+    return bool(stuck & _missing_anywhere(facts))
+
+
+def _missing_anywhere(facts: LogFacts) -> set[int]:
+    return {rank for wait in _groups(facts) for rank in _missing(facts, wait)}
+
+
+def _groups(facts: LogFacts) -> list[list[GroupProgress]]:
+    """Return the states of each group in which a rank timed out."""
+    groups: dict[str, list[GroupProgress]] = {}
+    for state in facts.progress:
+        groups.setdefault(state.group, []).append(state)
+    return [
+        states
+        for states in groups.values()
+        if any(state.waits_in is not None for state in states)
+    ]
+
+
+def _missing(facts: LogFacts, states: Sequence[GroupProgress]) -> dict[int, Evidence]:
+    """Return the ranks that did not join what others of the group waited in."""
+    first = min(state.waits_in for state in states if state.waits_in is not None)
+    ranks = {state.group_rank: state.rank for state in states}
+    waiting = {state.rank for state in states if state.waits_in is not None}
+    missing: dict[int, Evidence] = {}
+    for absent in facts.absent:
+        rank = ranks.get(absent.rank, absent.rank)
+        if absent.group in (states[0].group, "?") and rank not in waiting:
+            missing.setdefault(rank, absent.evidence)
+    for state in states:
+        if state.waits_in is None and state.enqueued is not None and state.enqueued < first:
+            missing.setdefault(state.rank, state.evidence)
+    return missing
+
+
+def _waits(facts: LogFacts) -> Iterator[Finding]:
+    """Yield what time-outs show: a rank that did not come, a cycle, or that it is unknown."""
+    groups = _groups(facts)
+    if not groups:
+        return
+    missing = [_missing(facts, states) for states in groups]
+    waits_for = {
+        state.rank: absent
+        for states, absent in zip(groups, missing, strict=True)
+        for state in states
+        if state.waits_in is not None and absent
+    }
+    if cycle := _cycle(waits_for):
+        yield _deadlock(groups, missing, cycle)
+        return
+    for states, absent in zip(groups, missing, strict=True):
+        ends = [rank for rank in absent if rank not in waits_for]
+        if ends:
+            yield _missing_rank(states, {rank: absent[rank] for rank in ends})
+            return
+    behind = {one.rank: one for one in facts.behind if one.rank is not None}
+    if len({one.communicator for one in facts.behind}) == 1 and behind and not any(missing):
+        lines = {rank: one.missing.evidence for rank, one in behind.items()}
+        yield _missing_rank(groups[0], lines)
+        return
+    yield _unknown_wait(groups)
+
+
+def _cycle(waits_for: dict[int, dict[int, Evidence]]) -> list[int]:
+    """Return ranks of which each waits for the next, and the last for the first."""
+    for start in waits_for:
+        path = [start]
+        while True:
+            step = next((rank for rank in waits_for[path[-1]] if rank in waits_for), None)
+            if step is None:
+                break
+            if step in path:
+                return path[path.index(step) :]
+            path.append(step)
+    return []
+
+
+def _waiting_text(states: Sequence[GroupProgress]) -> str:
+    """Return e.g. "rank 0 waited 15 s in collective 4 (all_reduce) of group 0"."""
+    parts = []
+    for state in states:
+        group = f" of group {state.group}" if state.group else ""
+        call = f" ({state.call})" if state.call else ""
+        parts.append(
+            f"rank {state.rank} waited {state.seconds or 0:.4g} s in collective "
+            f"{state.waits_in}{call}{group}"
+        )
+    return comma_list(parts, most=4)
+
+
+def _waiting(states: Iterable[GroupProgress]) -> list[GroupProgress]:
+    return sorted(
+        (state for state in states if state.waits_in is not None),
+        key=lambda state: (state.waits_in or 0, state.rank),
+    )
+
+
+def _missing_rank(states: Sequence[GroupProgress], absent: dict[int, Evidence]) -> Finding:
+    waiting = _waiting(states)
+    who = ranks_text(sorted(absent))
+    text = (
+        f"{who[:1].upper()}{who[1:]} did not join a collective: {_waiting_text(waiting)}. "
+        f"{_UNSEEN}"
+    )
+    lines = [*absent.values(), *(state.evidence for state in waiting)]
+    action = (
+        f"Look at the code of {who} at that point (py-spy dump, flight-recorder dumps): a slow "
+        "data loader or checkpoint, a branch without the call, or a process that hangs."
+    )
+    return replace(finding_of("failure-missing-rank", _PROBLEM, text, lines), action=action)
+
+
+def _deadlock(
+    groups: Sequence[Sequence[GroupProgress]],
+    missing: Sequence[dict[int, Evidence]],
+    cycle: Sequence[int],
+) -> Finding:
+    states = [state for group in groups for state in _waiting(group) if state.rank in cycle]
+    order = " for ".join(f"rank {rank}" for rank in [*cycle, cycle[0]])
+    text = (
+        f"Ranks wait for each other in different groups ({order}): {_waiting_text(states)}. "
+        "They use the groups in different order."
+    )
+    lines = [line for absent in missing for line in absent.values()]
+    lines += [state.evidence for state in states]
+    action = "Issue collectives of all groups in one order on every rank."
+    return replace(finding_of("failure-deadlock", _PROBLEM, text, lines), action=action)
+
+
+def _unknown_wait(groups: Sequence[Sequence[GroupProgress]]) -> Finding:
+    states = [state for group in groups for state in _waiting(group)]
+    apart = any(len({state.waits_in for state in _waiting(group)}) > 1 for group in groups)
+    text = f"Collectives timed out: {_waiting_text(states)}. "
+    if apart:
+        text += (
+            "These ranks are in different collectives of one group: calls of different kind or "
+            "size were paired, or a collective ended on some ranks only"
+        )
+    else:
+        text += (
+            "No line shows a rank that did not join: a rank without lines here, different "
+            "calls, or data that stopped flowing. The cause is unknown"
+        )
+    action = (
+        "Set TORCH_NCCL_TRACE_BUFFER_SIZE (TORCH_FR_BUFFER_SIZE) for flight-recorder dumps, or "
+        "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,COLL, and read the logs of all ranks."
+    )
+    finding = finding_of("failure-timeout", _PROBLEM, text + ".", [s.evidence for s in states])
+    return replace(finding, action=action)

@@ -1,0 +1,135 @@
+"""Output of real jobs with known faults: what is named as the cause, and what is not."""
+
+from pathlib import Path
+
+import pytest
+
+from stepmark.app.log_sources import collect
+from stepmark.app.logs import read_report
+from stepmark.core.finding import Finding, Severity
+from stepmark.core.verb_options import LogsOptions
+from stepmark.trace.nccl_log import read_log
+from stepmark.trace.nccl_log.diagnosis import diagnose
+
+DATA = Path(__file__).parents[1] / "data" / "faults"
+# Fault: (the rule of the only problem, words of its text).
+CAUSES = {
+    "all_to_all": ("p2p-mismatch", "rank 1 sent 262144 fp32 to rank 0, which expected 524288"),
+    "assert": ("failure-assert", "(rank 1), at /work/job.py:62"),
+    "dtype": ("call-mismatch", "2097152 bf16"),
+    "duplicate_gpu": ("failure-duplicate-gpu", "(ranks 0, 1)"),
+    "env_algo": ("failure-no-algorithm", "NCCL_ALGO"),
+    "env_ifname": ("failure-no-interface", "NCCL_SOCKET_IFNAME"),
+    "group_order": ("failure-deadlock", "rank 1 for rank 0 for rank 1"),
+    "host_only": ("failure-missing-rank", "Rank 1 did not join"),
+    "init_missing": ("init-incomplete", "of rank 1 no line shows a start"),
+    "killed": ("failure-killed", "Rank 1 (pid 785) was killed (SIGKILL)"),
+    "missing": ("failure-missing-rank", "Rank 1 did not join"),
+    "missing_quiet": ("failure-missing-rank", "Rank 1 did not join"),
+    "missing_warn": ("failure-missing-rank", "rank 0 waited 15.07 s in collective 4"),
+    "oom": ("failure-gpu-memory", "(rank 1), at /work/job.py:57"),
+    "order": ("call-mismatch", "issued broadcast of 1048576 fp32, root 0"),
+    "python_error": (
+        "failure-python",
+        "Rank 1 raised ValueError: shape of the batch is wrong, at /work/job.py:47",
+    ),
+    "recv": ("init-incomplete", "of rank 1 no line shows a start"),
+    "root": ("call-mismatch", "root 1"),
+    "segfault": ("failure-segfault", "Rank 1 (pid 929) crashed (SIGSEGV)"),
+    "size": ("call-mismatch", "524288 fp32"),
+}
+# Setting: rules of its warnings. These jobs ended well.
+SETTINGS = {
+    "env_ib_off": {"forced-setting", "nvls-off"},
+    "env_plugin": {"plugin-not-loaded", "nvls-off"},
+    "env_socket": {"net-socket", "nvls-off"},
+    "healthy": {"nvls-off"},
+    "p2p_off": {"shm-instead-of-p2p", "nvls-off"},
+}
+
+
+def diagnosed(fault: str) -> list[Finding]:
+    return diagnose(read_log([DATA / fault / "output.txt.gz"]))
+
+
+def test_every_fault_has_a_row() -> None:
+    faults = {path.name for path in DATA.iterdir() if path.is_dir()}
+    assert faults == CAUSES.keys() | SETTINGS.keys()
+
+
+@pytest.mark.parametrize("fault", CAUSES)
+def test_the_cause_is_the_only_problem(fault: str) -> None:
+    rule, words = CAUSES[fault]
+    problems = [one for one in diagnosed(fault) if one.severity is Severity.PROBLEM]
+    assert [one.rule for one in problems] == [rule]
+    assert words in problems[0].text
+    assert problems[0].evidence
+    assert problems[0].action
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_job_that_ended_well_has_no_problem(setting: str) -> None:
+    found = diagnosed(setting)
+    assert not [one for one in found if one.severity is Severity.PROBLEM]
+    assert {one.rule for one in found if one.severity is Severity.WARNING} == SETTINGS[setting]
+
+
+@pytest.mark.parametrize("fault", [*CAUSES, *SETTINGS])
+def test_the_folder_with_its_dumps_has_the_cause_first_and_an_exit_code(fault: str) -> None:
+    folder = str(DATA / fault)
+    report = read_report(collect([folder]), LogsOptions(files=(folder,)))
+    has_dumps = (DATA / fault / "dump_rank0.pickle.gz").exists()
+    assert [view.source.kind for view in report.views] == [
+        "NCCL log",
+        *["flight recorder"] * has_dumps,
+    ]
+    problems = [one.rule for one in report.findings if one.severity is Severity.PROBLEM]
+    assert problems[:1] == ([CAUSES[fault][0]] if fault in CAUSES else [])
+    # Dumps confirm a hang; they name no other kind of cause.
+    assert set(problems[1:]) <= {"fr-hang", "fr-mismatch", "fr-not-completed"}
+    assert report.exit_code == (fault in CAUSES)
+
+
+def test_a_rank_behind_in_a_job_that_died_is_not_called_a_hang() -> None:
+    behind = [one for one in diagnosed("killed")[0].consequences if one.rule == "behind"]
+    assert behind
+    assert "hangs" not in behind[0].text
+
+
+CONSEQUENCES = (
+    ("python_error", {"behind", "failure-stopped", "failure-teardown"}),
+    ("missing", {"call-mismatch", "failure-terminated", "failure-teardown"}),
+    ("order", {"failure-timeout", "failure-terminated", "failure-teardown"}),
+    ("recv", {"behind", "failure-terminated", "failure-teardown"}),
+    ("group_order", {"behind", "failure-terminated", "failure-teardown"}),
+    ("env_ifname", {"failure-nccl", "failure-stopped", "failure-teardown"}),
+)
+
+
+@pytest.mark.parametrize(("fault", "rules"), CONSEQUENCES)
+def test_what_follows_is_listed_under_the_cause(fault: str, rules: set[str]) -> None:
+    cause = diagnosed(fault)[0]
+    assert {one.rule for one in cause.consequences} == rules
+    assert all(one.evidence for one in cause.consequences)
+
+
+@pytest.mark.parametrize(
+    ("fault", "link"),
+    [
+        ("env_ifname", "NCCL_SOCKET_IFNAME is set to eth77."),
+        ("env_algo", "NCCL_ALGO is set to NVLSTree."),
+        ("env_algo", "NCCL_NVLS_ENABLE is set to 0."),
+        ("env_socket", "NCCL_SHM_DISABLE is set to 1."),
+        ("p2p_off", "NCCL_P2P_DISABLE is set to 1."),
+        ("oom", "The exception was raised at /work/job.py:57 in <module>."),
+        (
+            "oom",
+            "By torchrun's report this process failed first: Rank 1 (pid 926) ended with exit "
+            "code 1.",
+        ),
+    ],
+)
+def test_a_chain_leads_to_the_cause(fault: str, link: str) -> None:
+    cause = diagnosed(fault)[0]
+    links = {one.text: one.evidence for one in cause.chain}
+    assert links.get(link)
