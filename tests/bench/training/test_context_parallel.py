@@ -171,6 +171,13 @@ def test_kernels_of_cuda_align_the_last_query(
     is_compiled: bool,
 ) -> None:
     """In bf16, with gradients, against the formula in fp32."""
+    if (
+        is_compiled
+        and kernel == "efficient"
+        and kv_heads < heads
+        and torch.__version__ < "2.12"
+    ):
+        pytest.xfail("the fake kernel of its backward pass states other strides (torch 2.11)")
     torch.manual_seed(0)
     shapes = ((2, 96, heads, width), (2, 384, kv_heads, width), (2, 384, kv_heads, value_width))
     q, k, v = inputs = [
