@@ -1,11 +1,15 @@
 """Output without any line of NCCL: lines by which launchers, Python, CUDA and kernels fail."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from stepmark.app.log_sources import collect
+from stepmark.app.logs import read_report
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding, Severity
+from stepmark.core.verb_options import LogsOptions
 from stepmark.trace.job_output import has_failures
 from stepmark.trace.nccl_log import read_log
 from stepmark.trace.nccl_log.diagnosis import diagnose
@@ -110,3 +114,21 @@ def test_the_earlier_traceback_is_the_cause_and_what_follows_is_below(tmp_path: 
     [cause] = diagnosed(path)
     assert cause.text == "Rank 1 raised ValueError: bad shape, at /home/u/train.py:9 in step."
     assert [one.rule for one in cause.consequences] == ["failure-exit", "failure-terminated"]
+
+
+CASES = tomllib.loads((Path(__file__).parents[1] / "data/public-faults.toml").read_text())[
+    "case"
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["source"] for case in CASES])
+def test_a_failure_reported_in_public_has_its_cause(
+    tmp_path: Path, case: dict[str, str]
+) -> None:
+    path = tmp_path / "job.out"
+    path.write_text(case["lines"].lstrip("\n"))
+    report = read_report(collect([str(path)]), LogsOptions(files=(str(path),)))
+    assert report.exit_code == 1
+    problems = [one for one in report.findings if one.severity is Severity.PROBLEM]
+    assert [one.rule for one in problems] == [case["rule"]]
+    assert problems[0].evidence

@@ -289,7 +289,7 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "connect",
         _VAGUE,
-        r"[Cc]onnect\w* .*(?:refused|timed out|[Nn]o route|unreachable)",
+        r"[Cc]onnect\w* .*(?:refused|timed out|[Nn]o route|unreachable|connection abort)",
         "A host could not be reached over TCP.",
         "Check the firewall and the interface (NCCL_SOCKET_IFNAME) between the two hosts.",
     ),
@@ -304,7 +304,7 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "nccl",
         _VAGUE,
-        r"NCCL error in|NCCL Error \d|Test NCCL failure|ncclSystemError|ncclInternalError"
+        r"NCCL error(?: in|:)|NCCL Error \d|Test NCCL failure|ncclSystemError|ncclInternalError"
         r"|ncclInvalidUsage|unhandled system error|encountered a fatal error",
         "A call of NCCL failed, and this line does not say why.",
         "Run again with NCCL_DEBUG=INFO: the WARN line before the error names the cause.",

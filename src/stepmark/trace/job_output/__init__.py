@@ -20,6 +20,8 @@ from stepmark.trace.read_text import is_binary, open_binary, read_head
 _MAX_FAILURES = 2000
 _MAX_FRAMES = 2000
 _MAX_LINE_BYTES = 64 * 1024
+# They say less than any other failure of their role, even an earlier one.
+_GENERAL = frozenset({"failure-nccl", "failure-exit", "failure-abort", "failure-unknown"})
 
 # A line with none of these words states no failure. Plain `in` is faster than one expression.
 _WORDS = (
@@ -282,6 +284,7 @@ class OutputReader:
         failures.sort(
             key=lambda one: (
                 one.role,
+                one.rule in _GENERAL,
                 -1.0 if one.time_s is None else one.time_s,
                 one.file_index,
                 one.evidence.line,

@@ -14,7 +14,8 @@ _WATCHDOG = re.compile(
     r"ran for (\d{1,12}) milliseconds"
 )
 _STATUS = re.compile(
-    r"\[PG (?:ID )?(\S{1,20})(?: PG GUID ([^\]]{1,120}?))? Rank (\d{1,8})\].{0,120}?"
+    r"\[PG (?:ID )?(\S{1,20})(?: \([^()]{1,80}\))?"
+    r"(?: PG GUID ([^\]]{1,120}?))? Rank (\d{1,8})\].{0,120}?"
     r"(?:(?:at work(?: sequence id)?|Timeout at NCCL work): (\d{1,12}).{0,40}?)?"
     r"[Ll]ast enqueued (?:NCCL )?work: (-?\d{1,12}), "
     r"last completed (?:NCCL )?work: (-?\d{1,12})"
