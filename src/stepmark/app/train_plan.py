@@ -223,9 +223,7 @@ def _data_axes(
         if copies not in (None, data_ranks):
             raise ConfigError("dp-replicate", copies, f"{data_ranks} with {strategy}")
         if ep > 1:
-            raise ConfigError(
-                "ep", ep, "1, or used with --strategy fsdp, whose ranks it divides"
-            )
+            raise ConfigError("ep", ep, "1, or --strategy fsdp, whose ranks it divides")
         return {"dp_replicate": data_ranks}
     copies = copies or 1
     if data_ranks % copies or copies == data_ranks * cp:
