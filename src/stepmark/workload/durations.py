@@ -206,8 +206,8 @@ def _device(name: str, text: str) -> DeviceSpec:
     devices = load_devices()
     device = devices.get(name.lower()) or find_device(name)
     if device is None:
-        some = ", ".join(list(devices)[:6])
-        raise ConfigError(FIELD, text, f"one of {len(devices)} known devices: {some}, ...")
+        examples = ", ".join(list(devices)[:6])
+        raise ConfigError(FIELD, text, f"one of {len(devices)} known devices: {examples}, ...")
     return device
 
 

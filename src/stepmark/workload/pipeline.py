@@ -16,9 +16,8 @@ from stepmark.core.workload import Block, ComputeOp, Item, Kernel, Run
 from stepmark.workload.job import near_multiples
 
 T = TypeVar("T", bound=Item)
-COMPUTE_DONE = (
-    "passed"  # name of the newest computation that ends a block or a pass, or of a wait
-)
+# Name of the newest computation that ends a block or a pass, or of a wait.
+COMPUTE_DONE = "passed"
 
 
 def wait(after: Iterable[str], phase: Phase, module: str = "gradients") -> ComputeOp:

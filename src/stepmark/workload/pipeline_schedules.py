@@ -43,11 +43,11 @@ def _plain(pipeline: Pipeline, stage: int, reduces: bool) -> Iterator[Span]:
         return () if last else _transfers(places)
 
     def steady(index: int) -> Tick:
-        ahead = warmup + index
-        following = ahead + 1 if index + 1 < remaining else None
+        newest = warmup + index
+        following = newest + 1 if index + 1 < remaining else None
         return (
-            Action(act=Act.FORWARD, microbatch=ahead, edge=ahead == 0),
-            *next_(ahead, index),
+            Action(act=Act.FORWARD, microbatch=newest, edge=newest == 0),
+            *next_(newest, index),
             Action(act=Act.BACKWARD, microbatch=index, edge=index == total - 1),
             *prev(index, following),
         )
@@ -205,45 +205,49 @@ class _Interleaved:
         return (*tick, *moves, *self.transfers(batched=False, recv_backward=gradient))
 
     def steady(self, number: int) -> Tick:
-        ahead = number + self.pipeline.num_warmup(self.stage)
-        arriving = self.arriving(ahead, forward=True) if ahead < self.total - 1 else None
+        forward_number = number + self.pipeline.num_warmup(self.stage)
+        arriving = (
+            self.arriving(forward_number, forward=True)
+            if forward_number < self.total - 1
+            else None
+        )
         gradient = self.arriving(number, forward=False)
-        sent = self.leaving(ahead, forward=True)
-        back = self.leaving(number, forward=False)
+        sent = self.leaving(forward_number, forward=True)
+        gradient_sent = self.leaving(number, forward=False)
         if not self.pipeline.overlap:
             return (
-                self.forward(ahead),
+                self.forward(forward_number),
                 self.backward(number),
                 *self.reduce_at(number),
                 *self.transfers(
                     batched=True,
-                    send_backward=back,
+                    send_backward=gradient_sent,
                     recv_forward=arriving,
                     send_forward=sent,
                     recv_backward=gradient,
                 ),
             )
-        begins = self.is_first and self.place(ahead, forward=True)[0] == 0
+        begins = self.is_first and self.place(forward_number, forward=True)[0] == 0
         return (
             *(() if begins or number == 0 else (_wait(Act.RECV_FORWARD),)),
-            self.forward(ahead),
+            self.forward(forward_number),
             *self.transfers(batched=False, send_forward=sent, recv_forward=arriving),
             *self.gradient_wait(number),
             self.backward(number),
             *self.reduce_at(number),
-            *self.transfers(batched=False, send_backward=back, recv_backward=gradient),
+            *self.transfers(batched=False, send_backward=gradient_sent, recv_backward=gradient),
         )
 
     def cool(self, number: int) -> Tick:
         remaining = self.total - self.pipeline.num_warmup(self.stage)
         gradient = self.arriving(number, forward=False) if number < self.total - 1 else None
-        early: Tick = ()
+        waits: Tick = ()
         if number == 0 and not self.is_last:  # all forwards were warm-up
-            early = self.awaited(recv_backward=self.place(0, forward=False))
+            waits = self.awaited(recv_backward=self.place(0, forward=False))
         elif number == remaining and self.pipeline.overlap:
-            early = self.gradient_wait(number)
+            waits = self.gradient_wait(number)
         return (
-            *early,
+            *waits,
             self.backward(number),
             *self.reduce_at(number),
             *self.awaited(

@@ -16,15 +16,10 @@ from stepmark.workload.architecture import (
 )
 
 
-def gpt_j_6b(batch: Batch) -> Architecture:
-    """Return GPT-J with 6,050,882,784 parameters."""
-    return gpt_j(batch, name="gpt-j-6b")
-
-
 def gpt_j(
     batch: Batch,
     *,
-    name: str,
+    name: str = "gpt-j-6b",
     hidden: int = 4096,
     heads: int = 16,
     rotated: int = 64,
@@ -32,7 +27,10 @@ def gpt_j(
     vocab: int = 50400,
     layers: int = 28,
 ) -> Architecture:
-    """Return GPT-J, in whose blocks attention and MLP share one norm and run in parallel."""
+    """Return GPT-J, by default with 6,050,882,784 parameters.
+
+    Attention and MLP of a block share one norm and run in parallel.
+    """
     attention = module(
         "attn",
         *(batch.linear(f"attn.{part}_proj", hidden, hidden) for part in "qkv"),
@@ -66,18 +64,15 @@ def gpt_j(
         module("transformer.drop"),
         within="transformer",
     )
+    norm = unit("norm", batch.norm("transformer.ln_f", hidden), within="transformer")
+    head = unit(
+        "head",
+        batch.linear("lm_head", vocab, hidden, bias=True),
+        batch.loss("loss", vocab),
+    )
     return Architecture(
         name=name,
-        units=(
-            table,
-            block,
-            unit("norm", batch.norm("transformer.ln_f", hidden), within="transformer"),
-            unit(
-                "head",
-                batch.linear("lm_head", vocab, hidden, bias=True),
-                batch.loss("loss", vocab),
-            ),
-        ),
+        units=(table, block, norm, head),
         source="https://huggingface.co/EleutherAI/gpt-j-6b, models/gptj",
     )
 
@@ -151,7 +146,7 @@ def _block_sparse(batch: Batch, heads: int, head_dim: int) -> list[Module]:
 
 
 PUBLISHED: dict[str, Build] = {
-    "gpt-j-6b": gpt_j_6b,
+    "gpt-j-6b": gpt_j,
     "bigbird-roberta-base": bigbird_roberta_base,
 }
 SEQ_LENS = {"gpt-j-6b": 2048, "bigbird-roberta-base": 4096}  # positions of each

@@ -210,24 +210,26 @@ class TreeBuilder:
         """
         model, inputs, cp = self.model, self.inputs, self.layout.axes.cp
         heads, kv_heads = model.num_heads // self._tp, model.num_kv_heads // self._tp
-        own = inputs.seq_len // cp
+        local_seq = inputs.seq_len // cp
         if not model.max_positions:
             mla = model.mla
             rope = Rope(
                 batch=inputs.mbs,
-                seq=own,
+                seq=local_seq,
                 heads=heads,
                 kv_heads=1 if mla else kv_heads,
                 head_dim=mla.qk_rope_head_dim if mla else model.head_dim,
                 dtype=inputs.plain_dtype,
             )
-            turned = (model.num_heads + model.num_kv_heads) * model.d_qk
-            turned = model.num_heads * mla.qk_nope_head_dim if mla else turned
-            yield replace(between("attention.rope", *both(rope)), keeps=Kept(divided=turned))
+            rope_width = (model.num_heads + model.num_kv_heads) * model.d_qk
+            rope_width = model.num_heads * mla.qk_nope_head_dim if mla else rope_width
+            yield replace(
+                between("attention.rope", *both(rope)), keeps=Kept(divided=rope_width)
+            )
         core = Attention(
             batch=inputs.mbs,
-            seq_q=own,
-            seq_kv=inputs.seq_len // 2 if cp > 1 else own,
+            seq_q=local_seq,
+            seq_kv=inputs.seq_len // 2 if cp > 1 else local_seq,
             heads=heads,
             kv_heads=heads if model.mla else kv_heads,
             head_dim_qk=model.d_qk,
@@ -246,9 +248,9 @@ class TreeBuilder:
         if not is_shared:  # shared experts have the router's input
             ups[0] = replace(ups[0], keeps=Kept(whole=self.model.hidden_size))
         name = down.role.replace("down", "activation")
-        active = self._activation(name, self.tokens, width // self._tp, width)
+        activation = self._activation(name, self.tokens, width // self._tp, width)
         keeps = Kept(divided=width)
-        return (*self._with_grad_sum(ups, self.tokens), active, replace(down, keeps=keeps))
+        return (*self._with_grad_sum(ups, self.tokens), activation, replace(down, keeps=keeps))
 
     def _activation(self, role: str, rows: int, width: int, kept_width: int) -> Module:
         """kept_width: per token over all tp ranks. Eager SwiGLU keeps silu(gate), too."""
@@ -296,8 +298,8 @@ class TreeBuilder:
         """Rows of one rank's experts."""
         moe, etp = self.model.moe, self.layout.expert_tp
         assert moe is not None
-        every = max(1, self.tokens * moe.top_k * max(etp, self.own_twins) // self._tp)
-        return self.inputs.expert_rows or every
+        rows = max(1, self.tokens * moe.top_k * max(etp, self.own_twins) // self._tp)
+        return self.inputs.expert_rows or rows
 
     def _grouped(self, linear: Linear) -> Module:
         etp, ep, inputs = self.layout.expert_tp, self.layout.axes.ep, self.inputs

@@ -104,20 +104,20 @@ def workload(settings: Dlrm, world_size: int) -> Workload:
 
 
 def _step(settings: Dlrm, world_size: int, local_tables: int) -> list[Item]:
-    own = settings.mini_batch_size // world_size
-    bottom = _Mlp("bottom", settings.bottom, own, settings.dtype)
-    top = _Mlp("top", settings.top, own, settings.dtype)
+    samples = settings.mini_batch_size // world_size
+    bottom = _Mlp("bottom", settings.bottom, samples, settings.dtype)
+    top = _Mlp("top", settings.top, samples, settings.dtype)
     several = world_size > 1
     return [
         *_bags(settings, local_tables, Phase.FWD),
         *_exchange(settings, world_size, Phase.FWD, "exchange", "bags"),
         *bottom.forward(),
-        *_interaction(settings, own, Phase.FWD, ("exchange",) if several else ()),
+        *_interaction(settings, samples, Phase.FWD, ("exchange",) if several else ()),
         *top.forward(),
-        _kernel("loss", Phase.FWD, 3 * own, settings.dtype),
-        _kernel("loss", Phase.BWD, 3 * own, settings.dtype),
+        _kernel("loss", Phase.FWD, 3 * samples, settings.dtype),
+        _kernel("loss", Phase.BWD, 3 * samples, settings.dtype),
         *top.backward(first=False, reduced=several),
-        *_interaction(settings, own, Phase.BWD, ()),
+        *_interaction(settings, samples, Phase.BWD, ()),
         *_exchange(settings, world_size, Phase.BWD, "returned", "split"),
         *bottom.backward(first=True, reduced=several),
         *_bags(settings, local_tables, Phase.BWD, ("returned",) if several else ()),
@@ -166,8 +166,10 @@ class _Mlp:
             for index, (k, n) in reversed(list(enumerate(self.layers)))
             for elements in (n, n * k)
         ]
-        every = assign_buckets([size for _, size in sizes], self.dtype.itemsize, _BUCKETS)
-        return {sizes[bucket[-1]][0]: sum(sizes[at][1] for at in bucket) for bucket in every}
+        buckets = assign_buckets([size for _, size in sizes], self.dtype.itemsize, _BUCKETS)
+        return {
+            sizes[bucket[-1]][0]: sum(sizes[index][1] for index in bucket) for bucket in buckets
+        }
 
     def _reduce(self, elements: int, after: str) -> CommOp:
         return CommOp(

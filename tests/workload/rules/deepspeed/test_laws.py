@@ -17,7 +17,7 @@ from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.workload.job import Job
 from stepmark.workload.rules.deepspeed.modules import Param
-from stepmark.workload.rules.deepspeed.recorder import all_reduced
+from stepmark.workload.rules.deepspeed.recorder import all_reduce_buckets
 from stepmark.workload.rules.deepspeed.rule import workload
 from stepmark.workload.rules.deepspeed.settings import DeepSpeed, Switch
 from stepmark.workload.rules.pytorch import ddp
@@ -237,7 +237,7 @@ def test_stage_0_sends_a_bucket_that_holds_more_than_its_size(
     sizes: list[int], at_least: int
 ) -> None:
     params = [Param(index=index, numel=numel) for index, numel in enumerate(sizes)]
-    sent = [message.elements for message in all_reduced(params, at_least)]
+    sent = [message.elements for message in all_reduce_buckets(params, at_least)]
     assert sum(sent) == sum(sizes)
     assert all(elements > at_least for elements in sent[:-1])
     left = list(sizes)
@@ -250,4 +250,4 @@ def test_stage_0_sends_a_bucket_that_holds_more_than_its_size(
 
 def test_a_bucket_that_is_just_full_waits() -> None:
     params = [Param(index=index, numel=numel) for index, numel in enumerate((4, 6, 5))]
-    assert [message.elements for message in all_reduced(params, 10)] == [15]
+    assert [message.elements for message in all_reduce_buckets(params, 10)] == [15]

@@ -17,7 +17,7 @@ from stepmark.core.model import ModelConfig
 from stepmark.core.ops import GroupedGemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.job import Job
-from stepmark.workload.rules.megatron.experts import exchanged
+from stepmark.workload.rules.megatron.experts import exchange
 from stepmark.workload.rules.megatron.rule import Megatron, workload
 from stepmark.workload.rules.megatron.settings import (
     CpComm,
@@ -403,4 +403,4 @@ def test_uneven_parts_are_rounded_up(elements: int, sent: int) -> None:
         size=lambda _group: 4, inside=lambda _kind, count, *_rest: count
     )
     kind = Collective.ALL_TO_ALL_V
-    assert exchanged(plan, kind, elements, "ep", "moe", Phase.FWD) == sent
+    assert exchange(plan, kind, elements, "ep", "moe", Phase.FWD) == sent

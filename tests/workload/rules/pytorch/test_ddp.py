@@ -18,7 +18,7 @@ from stepmark.core.training import GradSync
 from stepmark.core.units import MIB
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Workload
 from stepmark.workload.rules.pytorch import ddp
-from stepmark.workload.rules.pytorch.ddp import Ddp, assign_buckets, completed
+from stepmark.workload.rules.pytorch.ddp import Ddp, assign_buckets, completed_buckets
 
 from .jobs import BIASED, DENSE, EXPERTS, comms, make
 
@@ -166,7 +166,7 @@ def test_buckets_go_one_after_the_other_once_all_their_gradients_are_there(
 ) -> None:
     params = [Param(name=str(at), shape=(2**at,), part="") for at in range(9)]
     buckets = [order[at : at + size] for at in range(0, 9, size)]
-    found = completed(
+    found = completed_buckets(
         [(0, params[at]) for at in ready], [[(0, params[at]) for at in one] for one in buckets]
     )
     assert [elements for _, elements in found[0]] == [

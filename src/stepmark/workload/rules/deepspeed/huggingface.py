@@ -116,12 +116,12 @@ def _experts(leaves: dict[str, Module]) -> Module:
 
 def _gated(name: str, leaves: dict[str, Module], prefix: str) -> Module:
     gate, up, down = (leaves[prefix + part] for part in ("gate", "up", "down"))
-    active = leaves[f"{prefix}activation" if prefix else "mlp.activation"]
-    return module(name, gate, module("act"), up, active, down)
+    activation = leaves[f"{prefix}activation" if prefix else "mlp.activation"]
+    return module(name, gate, module("act"), up, activation, down)
 
 
 def _gpt2(model: ModelConfig, leaves: dict[str, Module]) -> tuple[Module, Module]:
     core = [leaves[name] for name in ("rope", "core") if name in leaves]
     attention = module("attention", leaves["qkv"], *core, leaves["out"], module("drop"))
-    active = replace(leaves["mlp.activation"], name="act", is_module=True)
-    return attention, module("mlp", leaves["up"], active, leaves["down"], module("drop"))
+    activation = replace(leaves["mlp.activation"], name="act", is_module=True)
+    return attention, module("mlp", leaves["up"], activation, leaves["down"], module("drop"))

@@ -76,21 +76,18 @@ def backward(module: Module) -> Iterator[Event]:
 
 
 def with_leaves(module: Module) -> Module:
-    """Return the modules with each block of experts as a leaf (zero/leaf_module_config.py)."""
-    if any(child.name == "experts" for child in module.children):
-        return as_leaf(module)
-    return replace(module, children=tuple(with_leaves(child) for child in module.children))
+    """Return the modules with each block of experts as a leaf (zero/leaf_module_config.py).
 
-
-def as_leaf(module: Module) -> Module:
-    """Return a module with hooks only at the top, so its weights are gathered together."""
-    inside = tuple(_unhooked(child) for child in module.children)
-    params = all_params(module)
-    return replace(module, params=params, grads=params, children=inside, is_leaf=True)
+    A leaf has hooks only at the top, so its weights are gathered together.
+    """
+    if all(child.name != "experts" for child in module.children):
+        return replace(module, children=tuple(map(with_leaves, module.children)))
+    children, params = tuple(map(_unhooked, module.children)), all_params(module)
+    return replace(module, params=params, grads=params, children=children, is_leaf=True)
 
 
 def _unhooked(module: Module) -> Module:
-    children = tuple(_unhooked(child) for child in module.children)
+    children = tuple(map(_unhooked, module.children))
     return replace(module, params=(), grads=(), children=children, hooked=False)
 
 
@@ -122,9 +119,9 @@ def modules_of(architecture: Architecture, *, divided: bool) -> ModuleTree:
     """
     builder = _ModuleBuilder(divided=divided)
     for unit in architecture.units:
-        for at in range(unit.times):
+        for copy in range(unit.times):
             for param in unit.registered_params:
-                builder.register(unit, at, param.name, param.numel)
+                builder.register(unit, copy, param.name, param.numel)
     blocks = builder.blocks(architecture.units)
     return ModuleTree(
         root=Module(name="", children=blocks),
@@ -142,9 +139,9 @@ class _ModuleBuilder:
     parts: dict[str, Leaf] = field(default_factory=dict)
     layer: int = 0
 
-    def register(self, unit: Unit, at: int, name: str, numel: int) -> None:
+    def register(self, unit: Unit, copy: int, name: str, numel: int) -> None:
         param = Param(index=len(self.params), numel=numel)
-        self.params[unit.name, at, name] = param
+        self.params[unit.name, copy, name] = param
         if not unit.is_layer:
             self.stored[name] = param
 
@@ -156,19 +153,19 @@ class _ModuleBuilder:
         return tuple(modules)
 
     def unit(self, unit: Unit) -> Iterator[Module]:
-        for at in range(unit.times):
+        for copy in range(unit.times):
             layer = self.layer if unit.is_layer else None
             self.layer += int(unit.is_layer)
-            pieces = tuple(self.piece(unit, at, piece, layer) for piece in unit.pieces)
+            pieces = tuple(self.piece(unit, copy, piece, layer) for piece in unit.pieces)
             if unit.is_layer:
                 yield Module(name=unit.name, children=pieces, layer=layer)
             else:
                 yield from pieces
 
-    def piece(self, unit: Unit, at: int, piece: Leaf, layer: int | None) -> Module:
-        own = tuple(self.params[unit.name, at, param.name] for param in piece.params)
+    def piece(self, unit: Unit, copy: int, piece: Leaf, layer: int | None) -> Module:
+        own = tuple(self.params[unit.name, copy, param.name] for param in piece.params)
         tied = tuple(self.stored[name] for name in piece.uses)
-        inside = tuple(self.piece(unit, at, child, layer) for child in piece.inside)
+        inside = tuple(self.piece(unit, copy, child, layer) for child in piece.inside)
         backwards = piece.is_linear and not self.divided
         backwards |= any(param.is_expert for param in piece.params)
         return Module(

@@ -76,7 +76,7 @@ def shares(params: Iterable[Param], ranks: int, *, round_robin: bool = False) ->
     return Shares(starts=starts, share=-(-total // (2 * ranks)) * 2, ranks=ranks)
 
 
-def all_reduced(params: Iterable[Param], at_least: int) -> Iterator[Message]:
+def all_reduce_buckets(params: Iterable[Param], at_least: int) -> Iterator[Message]:
     """Yield stage 0's buckets of more than this size (engine.py: allreduce_no_retain)."""
     numel = 0
     for param in params:
@@ -247,8 +247,8 @@ class Recorder:
             self.newest = _REDUCE if ops else ""
         if messages and not self.divided:
             # To an owner the host waits before each message (allreduce_and_copy).
-            back = len(messages) if messages[0].root is None else 1
-            self.awaited = back if self.reductions > back else None
+            distance = len(messages) if messages[0].root is None else 1
+            self.awaited = distance if self.reductions > distance else None
 
     def finish(self, messages: Iterable[Message], dtype: DType) -> None:
         """Record the last bucket of a backward pass."""
@@ -310,15 +310,15 @@ class Program:
 
     def microbatches(self, recorders: Iterable[tuple[Recorder, int]]) -> Iterator[Item]:
         """Yield a Run for each recorder; equal neighbours are one Run."""
-        at = 0
+        first = 0
         counts = (
             (self._block(self._folded(recorder), "microbatch"), times)
             for recorder, times in recorders
         )
         for name, group in groupby(counts, key=lambda pair: pair[0]):
             times = sum(count for _, count in group)
-            yield Run(block=name, times=times, microbatch=at, microbatch_step=1)
-            at += times
+            yield Run(block=name, times=times, microbatch=first, microbatch_step=1)
+            first += times
 
     def _block(self, block: Block, kind: str) -> str:
         if block not in self.names:
@@ -353,20 +353,20 @@ class Program:
         return tuple(items)
 
     def _runs(
-        self, folded: tuple[str | Repeat[str], ...], at: int, step: int
+        self, folded: tuple[str | Repeat[str], ...], layer: int, step: int
     ) -> tuple[Item, ...]:
         items: list[Item] = []
         for item in folded:
             if isinstance(item, str):
-                items.append(Run(block=item, layer=at))
-                at += step
+                items.append(Run(block=item, layer=layer))
+                layer += step
                 continue
             length = step * len(unfold(item.body))
-            only = item.body[0]
-            if len(item.body) > 1 or not isinstance(only, str):
-                only = self._block(self._runs(item.body, 0, step), "layers")
-            items.append(Run(block=only, times=item.times, layer=at, layer_step=length))
-            at += length * item.times
+            name = item.body[0]
+            if len(item.body) > 1 or not isinstance(name, str):
+                name = self._block(self._runs(item.body, 0, step), "layers")
+            items.append(Run(block=name, times=item.times, layer=layer, layer_step=length))
+            layer += length * item.times
         return tuple(items)
 
     def repeats(self, operations: Iterable[Operation]) -> Block:

@@ -28,7 +28,7 @@ from stepmark.workload.rules.deepspeed.recorder import (
     Message,
     Program,
     Recorder,
-    all_reduced,
+    all_reduce_buckets,
     reduction,
     shares,
 )
@@ -173,7 +173,7 @@ class _Plan:
         """Yield the reductions of stages 0 and 1 after the last backward pass of a step."""
         settings, sent = self.settings, list[Message]()
         if settings.stage == 0:
-            sent += all_reduced(self.params, _STAGE_0_BUCKET)
+            sent += all_reduce_buckets(self.params, _STAGE_0_BUCKET)
         elif self.flat:
             sent.append(Message(collective=Collective.ALL_REDUCE, elements=self.shares.total))
         elif settings.stage == 1 and not settings.overlaps:

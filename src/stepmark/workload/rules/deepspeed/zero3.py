@@ -176,8 +176,8 @@ class Coordinator:
         due = {param.index for param in module.params if self._last(param.index) < self.step}
         dequeued: set[int] = set()
         while self.queue and len(dequeued) < len(due):
-            param, at = self.queue.popleft()
-            self.last_use[param.index] = at
+            param, step = self.queue.popleft()
+            self.last_use[param.index] = step
             dequeued.add(param.index)
         if not self.settings.stage3_prefetch_bucket_size:
             return []
@@ -188,8 +188,8 @@ class Coordinator:
         prefetched: dict[int, Param] = {}
         numel = 0
         while self.queue and numel < room:
-            param, at = self.queue.popleft()
-            self.last_use[param.index] = max(self._last(param.index), at)
+            param, step = self.queue.popleft()
+            self.last_use[param.index] = max(self._last(param.index), step)
             is_away = param.index not in self.available and param.index not in self.inflight
             if is_away and param.index not in prefetched:
                 prefetched[param.index] = param
@@ -207,8 +207,8 @@ class Coordinator:
             return
         if place not in self.releases:
             self.releases[place] = self._releasable(module)
-        may = self.releases[place]
-        self._release(param for param in module.params if param.index in may)
+        releasable = self.releases[place]
+        self._release(param for param in module.params if param.index in releasable)
 
     def _releasable(self, module: Module) -> frozenset[int]:
         """Return parameters that do not persist, have no later use, and do not recur soon.
@@ -221,13 +221,13 @@ class Coordinator:
             for param in module.params
             if param.index not in self.kept and self._last(param.index) <= self.step
         }
-        passed = 0
+        distance = 0
         for later in self.order[self.step :]:
-            if passed >= self.settings.stage3_max_reuse_distance or not releasable:
+            if distance >= self.settings.stage3_max_reuse_distance or not releasable:
                 break
             for param in self._ahead(later, deep=module.is_leaf):
                 releasable.discard(param.index)
-                passed += param.numel
+                distance += param.numel
         return frozenset(releasable)
 
     def _ahead(self, later: Module, *, deep: bool) -> tuple[Param, ...]:

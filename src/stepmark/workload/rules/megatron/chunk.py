@@ -26,9 +26,9 @@ from stepmark.workload.rules.megatron.layer import (
     embedding,
     forward,
     head,
-    issued,
     mlp,
-    passed,
+    with_compute_done,
+    with_deps,
 )
 from stepmark.workload.rules.megatron.layer import data as data_of
 from stepmark.workload.rules.megatron.settings import Granularity, Plan
@@ -86,7 +86,7 @@ class Library:
 
     def add(self, name: str, operations: tuple[Operation, ...]) -> str:
         if name not in self.operations:
-            self.operations[name] = passed(operations)
+            self.operations[name] = with_compute_done(operations)
         return name
 
     def runs(self, segments: Iterable[Segment]) -> Block:
@@ -122,11 +122,12 @@ class Library:
 
     def pending(self, block: str, index: int) -> tuple[str, ...]:
         """Return the collectives that end a module's backward before its gradients are done."""
-        done = self.operations[block][index]
+        operations = self.operations[block]
+        module, layer = operations[index].module, operations[index].layer
         return tuple(
             op.name
-            for op in self.operations[block]
-            if (op.module, op.layer, op.phase) == (done.module, done.layer, Phase.DGRAD)
+            for op in operations
+            if (op.module, op.layer, op.phase) == (module, layer, Phase.DGRAD)
             and op.stream != COMPUTE
         )
 
@@ -152,20 +153,16 @@ class Library:
             if key not in self._changed:
                 name = f"{key[0]}.{len(self._changed)}"
                 ops = self._with(key[0], dict(segment_changes))
-                self._changed[key] = self.add(name, issued(ops, before))
+                self._changed[key] = self.add(name, with_deps(ops, before))
             variants[number] = replace(segments[number], block=self._changed[key])
         return variants
 
     def _with(self, block: str, changes: Mapping[int, Change]) -> tuple[Operation, ...]:
         ops: list[Operation] = []
         for index, op in enumerate(self.operations[block]):
-            change = changes.get(index)
-            if change is None:
-                ops.append(op)
-                continue
-            ops += change.before
-            ops.append(replace(op, after=(*op.after, *change.after)))
-            ops += change.behind
+            change = changes.get(index, Change())
+            changed = replace(op, after=(*op.after, *change.after))
+            ops += (*change.before, changed, *change.behind)
         return tuple(ops)
 
 
@@ -212,23 +209,20 @@ def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
     settings = library.plan.settings
     kinds = [_kind(library.plan, layer) for layer in chunk.layers]
     full = settings.recompute_granularity is Granularity.FULL
+    uniform = full and settings.recompute_method == "uniform"
     size = settings.recompute_num_layers
-    if full and settings.recompute_method == "uniform" and len(kinds) % size:
+    if uniform and len(kinds) % size:
         raise ConfigError(
             "recompute_num_layers", size, f"a divisor of a chunk's {len(kinds)} layers"
         )
     segments: list[Segment] = []
-    if not full or settings.recompute_method == "block":
-        for place, kind in enumerate(kinds):
-            name = "full" if full and place < size else "backward"
-            layer = chunk.first_layer + place
-            segments.append(Segment(block=f"{kind}.{name}", layer=layer, places=(place,)))
-        return segments
-    for first in range(0, len(kinds), size):
-        group = kinds[first : first + size]
-        places = tuple(range(first, first + len(group)))
-        layer = chunk.first_layer + first
-        segments.append(Segment(block=_together(library, group), layer=layer, places=places))
+    step = size if uniform else 1
+    for first in range(0, len(kinds), step):
+        group = kinds[first : first + step]
+        recomputed = uniform or (full and first < size)
+        block = _together(library, group) if recomputed else f"{group[0]}.backward"
+        places = tuple(range(first, first + step))
+        segments.append(Segment(block=block, layer=chunk.first_layer + first, places=places))
     return segments
 
 
@@ -282,11 +276,13 @@ def last_backward(
     for bucket in buckets:
         sent = gradients.reduce(library.plan, bucket, overlapped=True)
         if sent:
-            at = max(_at(library, segments, where, param, last=True) for param in bucket.params)
-            change = changes.get(at, Change())
-            pending = library.pending(segments[at[0]].block, at[1])
+            place = max(
+                _at(library, segments, where, param, last=True) for param in bucket.params
+            )
+            change = changes.get(place, Change())
+            pending = library.pending(segments[place[0]].block, place[1])
             sent = (replace(sent[0], after=(*sent[0].after, *pending)), *sent[1:])
-            changes[at] = replace(change, behind=(*change.behind, *sent))
+            changes[place] = replace(change, behind=(*change.behind, *sent))
     return library.changed(segments, changes, begun=True)
 
 
@@ -309,12 +305,12 @@ def first_forward(
                 sent += gradients.gather(library.plan, following, name=name)
             if not gradients.gather(library.plan, bucket, name=name):
                 continue
-            at = min(
+            place = min(
                 _at(library, segments, where, param, last=False) for param in bucket.params
             )
             newest = index + 1 == len(chain)
-            change = changes.get(at, Change())
-            changes[at] = Change(
+            change = changes.get(place, Change())
+            changes[place] = Change(
                 before=(*change.before, *sent),
                 after=(*change.after, name if newest else f"{name}~1"),
             )

@@ -30,7 +30,7 @@ def moe_of(plan: Plan) -> MoeConfig:
     return plan.model.moe
 
 
-def exchanged(
+def exchange(
     plan: Plan,
     kind: Collective,
     elements: int,
@@ -64,10 +64,10 @@ class _Exchange:
         self, kind: Collective, elements: int, group: str, dtype: DType | None = None
     ) -> _Pair:
         """Return a collective, and its dual for the backward pass."""
-        plan, module, back = self.plan, self.module, DUAL.get(kind, kind)
+        plan, module, dual = self.plan, self.module, DUAL.get(kind, kind)
         return (
-            exchanged(plan, kind, elements, group, module, Phase.FWD, dtype),
-            exchanged(plan, back, elements, group, module, Phase.BWD, dtype),
+            exchange(plan, kind, elements, group, module, Phase.FWD, dtype),
+            exchange(plan, dual, elements, group, module, Phase.BWD, dtype),
         )
 
     def ep(self, width: int, dtype: DType | None = None) -> _Pair:
@@ -77,7 +77,9 @@ class _Exchange:
     def etp(self, kind: Collective, width: int, dtype: DType | None = None) -> _Pair:
         return self.send(kind, self.plan.expert_rows * width * self.plan.etp, "etp", dtype)
 
-    def permute(self, rows: int, forward: str = "permute", back: str = "unpermute") -> _Pair:
+    def permute(
+        self, rows: int, forward: str = "permute", backward: str = "unpermute"
+    ) -> _Pair:
         """Return kernels that reorder rows."""
         num_bytes = 2 * rows * self.plan.model.hidden_size * self.plan.job.dtype.itemsize
 
@@ -85,7 +87,7 @@ class _Exchange:
             op = Kernel(name=name, flops=0, bytes_moved=num_bytes)
             return (ComputeOp(op=op, phase=phase, module=self.module, layer=0, microbatch=0),)
 
-        return kernel(forward, Phase.FWD), kernel(back, Phase.BWD)
+        return kernel(forward, Phase.FWD), kernel(backward, Phase.BWD)
 
     def by_expert(self) -> _Pair:
         """Return sort_chunks_by_idxs, or a transpose if experts are padded to capacity."""
@@ -104,43 +106,43 @@ def all_to_all(plan: Plan) -> tuple[Step, Step]:
     Without padding to capacity the ranks first exchange the number of rows for each expert.
     combine_preprocess sums in the probabilities' type.
     """
-    there, back = _Exchange(plan, "mlp.dispatch"), _Exchange(plan, "mlp.combine")
+    to_experts, from_experts = _Exchange(plan, "mlp.dispatch"), _Exchange(plan, "mlp.combine")
     hidden, probs, rows = plan.model.hidden_size, plan.probs_dtype, plan.expert_rows
     gather, counts = Collective.ALL_GATHER, moe_of(plan).num_experts * plan.size("tp_ep")
-    count_exchange = there.send(gather, counts, "tp_ep", DType.INT64)[0]
-    dispatch = there.step(
+    count_exchange = to_experts.send(gather, counts, "tp_ep", DType.INT64)[0]
+    dispatch = to_experts.step(
         (() if _is_even(plan) else count_exchange, ()),
-        there.permute(rows),
-        there.ep(hidden),
-        there.ep(1, probs),
-        there.etp(gather, hidden),
-        there.etp(gather, 1, probs),
-        there.by_expert(),
+        to_experts.permute(rows),
+        to_experts.ep(hidden),
+        to_experts.ep(1, probs),
+        to_experts.etp(gather, hidden),
+        to_experts.etp(gather, 1, probs),
+        to_experts.by_expert(),
     )
-    combine = back.step(
-        back.by_expert(),
-        back.etp(Collective.REDUCE_SCATTER, hidden, probs),
-        back.ep(hidden),
-        back.permute(rows, "unpermute", "permute"),
+    combine = from_experts.step(
+        from_experts.by_expert(),
+        from_experts.etp(Collective.REDUCE_SCATTER, hidden, probs),
+        from_experts.ep(hidden),
+        from_experts.permute(rows, "unpermute", "permute"),
     )
     return dispatch, combine
 
 
 def all_gather(plan: Plan) -> tuple[Step, Step]:
     """Return the gather of all tokens over tp and ep, and the scatter of their sums."""
-    there, back = _Exchange(plan, "mlp.dispatch"), _Exchange(plan, "mlp.combine")
+    to_experts, from_experts = _Exchange(plan, "mlp.dispatch"), _Exchange(plan, "mlp.combine")
     hidden, probs, experts = plan.model.hidden_size, plan.probs_dtype, moe_of(plan).num_experts
     rows, local = plan.own_tokens * plan.size("tp_ep"), plan.expert_rows * plan.etp
     gather = Collective.ALL_GATHER
-    dispatch = there.step(
-        (there.send(gather, rows * experts, "tp_ep", DType.UINT8)[0], ()),
-        there.send(gather, rows * experts, "tp_ep", probs),
-        there.send(gather, rows * hidden, "tp_ep"),
-        there.permute(local),
+    dispatch = to_experts.step(
+        (to_experts.send(gather, rows * experts, "tp_ep", DType.UINT8)[0], ()),
+        to_experts.send(gather, rows * experts, "tp_ep", probs),
+        to_experts.send(gather, rows * hidden, "tp_ep"),
+        to_experts.permute(local),
     )
-    combine = back.step(
-        back.permute(local, "unpermute", "permute"),
-        back.send(Collective.REDUCE_SCATTER, rows * hidden, "tp_ep", probs),
+    combine = from_experts.step(
+        from_experts.permute(local, "unpermute", "permute"),
+        from_experts.send(Collective.REDUCE_SCATTER, rows * hidden, "tp_ep", probs),
     )
     return dispatch, combine
 
@@ -170,7 +172,7 @@ def _router(plan: Plan, leaf: Module) -> Step:
     sums: tuple[CommOp, ...] = ()
     if plan.settings.moe_aux_loss_coeff and loss is not Balancing.NONE:
         times = plan.job.mbs if loss is Balancing.SEQ_AUX_LOSS else 1
-        sums = exchanged(
+        sums = exchange(
             plan,
             Collective.ALL_REDUCE,
             times * moe_of(plan).num_experts,

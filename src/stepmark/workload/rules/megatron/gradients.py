@@ -71,9 +71,9 @@ def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
     """Yield a module's parameters: a norm's are one, each expert has its own."""
     weight = leaf.params[0]
     if weight.is_expert:
-        own, apart = weight.shape[0], plan.job.parallel.ep > 1
-        for _ in range(own):
-            yield Param(module=leaf.role, count=weight.numel // own, expert=apart)
+        num_experts, is_apart = weight.shape[0], plan.job.parallel.ep > 1
+        for _ in range(num_experts):
+            yield Param(module=leaf.role, count=weight.numel // num_experts, expert=is_apart)
     elif leaf.is_linear:
         for param in leaf.params:
             is_whole = param.is_partial and plan.sequence_parallel
@@ -264,11 +264,12 @@ def _update(plan: Plan, stage: StageParams) -> list[Operation]:
     if sharded:
         norm_groups = ["intra_dist_opt" for _ in kinds]
     ops: list[Operation] = []
+    scalar = _scalar(plan)
     if plan.job.dtype is DType.FP16:
         for group in norm_groups:
-            ops += _small(plan, group, "overflow", redop=RedOp.MAX)
+            ops += scalar(group=group, module="overflow", redop=RedOp.MAX)
     for group in dict.fromkeys(norm_groups):
-        ops += _small(plan, group, "gradient_norm")
+        ops += scalar(group=group, module="gradient_norm")
     gathers = sharded and not plan.settings.overlap_param_gather
     for expert in kinds:
         ops.append(_adam(plan, stage, expert))
@@ -294,19 +295,17 @@ def _adam(plan: Plan, stage: StageParams, expert: bool) -> ComputeOp:
 
 def _reports(plan: Plan, stage: StageParams) -> list[Operation]:
     """Return the messages of train_step and training_log."""
-    worst = partial(_small, plan, "mp", redop=RedOp.MAX)
-    loss = _small(plan, "dp_cp", "loss", 2) if stage.is_last else ()
-    success = _small(plan, "mp", "success", dtype=DType.INT32, redop=RedOp.MIN)
-    return [*success, *worst("gradient_norm"), *loss, *worst("learning_rate")]
+    scalar, largest = _scalar(plan), partial(_scalar(plan), group="mp", redop=RedOp.MAX)
+    return [
+        *scalar(group="mp", module="success", dtype=DType.INT32, redop=RedOp.MIN),
+        *largest(module="gradient_norm"),
+        *(scalar(group="dp_cp", module="loss", elements=2) if stage.is_last else ()),
+        *largest(module="learning_rate"),
+    ]
 
 
-def _small(
-    plan: Plan,
-    group: str,
-    module: str,
-    count: int = 1,
-    dtype: DType = DType.FP32,
-    redop: RedOp = RedOp.SUM,
-) -> tuple[CommOp, ...]:
-    kind, phase = Collective.ALL_REDUCE, Phase.OPTIM
-    return plan.comms(kind, count, group, phase, module, dtype, redop=redop)
+def _scalar(plan: Plan) -> "partial[tuple[CommOp, ...]]":
+    """Return the all-reduce of one fp32 number."""
+    return partial(
+        plan.comms, Collective.ALL_REDUCE, elements=1, phase=Phase.OPTIM, dtype=DType.FP32
+    )

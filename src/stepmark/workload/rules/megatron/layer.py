@@ -48,7 +48,7 @@ def of_leaf(leaf: Module) -> Step:
 def forward(steps: Iterable[Step], *, again: bool = False) -> tuple[Operation, ...]:
     """Return the forward pass. again: as the backward pass recomputes it."""
     ops = [op for step in steps for op in step.fwd]
-    return issued([replace(op, recompute=True) for op in ops] if again else ops)
+    return with_deps([replace(op, recompute=True) for op in ops] if again else ops)
 
 
 def backward(
@@ -63,23 +63,23 @@ def backward(
     current, pending = "", ""
     for index in range(len(steps) - 1, -1, -1):
         step, group = steps[index], groups.get(steps[index].module, "")
-        own: list[Operation] = []
+        step_ops: list[Operation] = []
         if group and group != current:
             members = [
                 member for member in steps[: index + 1] if groups.get(member.module) == group
             ]
-            own += forward(members, again=True)
-        own += step.bwd
+            step_ops += forward(members, again=True)
+        step_ops += step.bwd
         current = group
-        if pending and own:
-            own[0] = replace(own[0], after=(*own[0].after, pending))
+        if pending and step_ops:
+            step_ops[0] = replace(step_ops[0], after=(*step_ops[0].after, pending))
             pending = ""
-        ops += own
+        ops += step_ops
         pending = step.pending or pending
-    return issued(ops)
+    return with_deps(ops)
 
 
-def issued(
+def with_deps(
     operations: Sequence[Operation], before: tuple[str, ...] = ()
 ) -> tuple[Operation, ...]:
     """Name the computation after which an asynchronous collective starts.
@@ -103,7 +103,7 @@ def issued(
     return tuple(ops)
 
 
-def passed(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+def with_compute_done(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     """Name the last computation COMPUTE_DONE, for operations after the block."""
     ops = list(operations)
     for index in range(len(ops) - 1, -1, -1):
@@ -184,10 +184,10 @@ def _summed(
     kind = Collective.REDUCE_SCATTER if scatters else Collective.ALL_REDUCE
     send = partial(plan.comms, elements=rows, group="tp", module=leaf.role, microbatch=0)
     sums = send(kind, phase=Phase.FWD, layer=layer)
-    back: tuple[CommOp, ...] = ()
+    gathers: tuple[CommOp, ...] = ()
     if plan.sequence_parallel:
-        back = send(Collective.ALL_GATHER, phase=Phase.DGRAD, layer=layer)
-    return Step(module=leaf.role, fwd=(*leaf.fwd, *sums), bwd=(*back, *leaf.bwd))
+        gathers = send(Collective.ALL_GATHER, phase=Phase.DGRAD, layer=layer)
+    return Step(module=leaf.role, fwd=(*leaf.fwd, *sums), bwd=(*gathers, *leaf.bwd))
 
 
 def embedding(plan: Plan) -> Step:
@@ -307,21 +307,21 @@ def _core(plan: Plan, leaf: Module) -> Step:
     if cp == 1:
         return of_leaf(leaf)
     heads = plan.model.num_heads if plan.model.mla else plan.model.num_kv_heads
-    own = plan.tokens * (heads // plan.tp)
+    local_size = plan.tokens * (heads // plan.tp)
     widths = (plan.model.d_qk, plan.model.d_v)
     if plan.settings.cp_comm_type is CpComm.ALL_GATHER:
-        return _gathered(plan, leaf, [own * width for width in widths])
-    return _ring(plan, leaf, own * sum(widths))
+        return _gathered(plan, leaf, [local_size * width for width in widths])
+    return _ring(plan, leaf, local_size * sum(widths))
 
 
-def _gathered(plan: Plan, leaf: Module, own: list[int]) -> Step:
+def _gathered(plan: Plan, leaf: Module, sizes: list[int]) -> Step:
     """Gather keys and values, again in the backward pass; scatter their gradients."""
     cp = plan.size("cp")
 
     def both(kind: Collective, phase: Phase) -> tuple[CommOp, ...]:
         return tuple(
             op
-            for elements in own
+            for elements in sizes
             for op in plan.inside(kind, cp * elements, "cp", phase, leaf.role)
         )
 
@@ -336,7 +336,7 @@ def _gathered(plan: Plan, leaf: Module, own: list[int]) -> Step:
     )
 
 
-def _ring(plan: Plan, leaf: Module, own: int) -> Step:
+def _ring(plan: Plan, leaf: Module, local_size: int) -> Step:
     """Pass keys and values round a ring during the attention to the previous ones.
 
     The backward pass sends their gradients one step later: cp messages, the first without
@@ -356,10 +356,10 @@ def _ring(plan: Plan, leaf: Module, own: int) -> Step:
     for index in range(cp):
         moves = index < cp - 1
         if moves:
-            fwd += pass_on(own, Phase.FWD)
+            fwd += pass_on(local_size, Phase.FWD)
         received = f"{name}~1" if moves else name
         fwd += [_piece(op, cp, (received,) if index else ()) for op in leaf.fwd]
-        bwd += pass_on(2 * own if 0 < index < cp - 1 else own, Phase.BWD)
+        bwd += pass_on(2 * local_size if 0 < index < cp - 1 else local_size, Phase.BWD)
         bwd += [_piece(op, cp, (f"{name}~1",) if index else ()) for op in leaf.bwd]
     return Step(module=leaf.role, fwd=tuple(fwd), bwd=tuple(bwd), pending=name)
 

@@ -43,7 +43,7 @@ from stepmark.workload.rules.megatron.chunk import (
     last_backward,
 )
 from stepmark.workload.rules.megatron.gradients import StageParams
-from stepmark.workload.rules.megatron.layer import issued
+from stepmark.workload.rules.megatron.layer import with_deps
 from stepmark.workload.rules.megatron.settings import Megatron, Plan, make_plan, padded
 from stepmark.workload.rules.megatron.stage_partition import Chunk, partition
 
@@ -259,18 +259,18 @@ class _StageBuilder:
         """Add forward and backward blocks of the chunks, and those of the step's edges."""
         settings = self.plan.settings
         for number, chunk in enumerate(self.chunks):
-            ahead = forward_segments(self.library, chunk)
-            back = backward_segments(self.library, chunk)
-            self.put(f"forward{number}", ahead)
-            self.put(f"backward{number}", back)
+            forward = forward_segments(self.library, chunk)
+            backward = backward_segments(self.library, chunk)
+            self.put(f"forward{number}", forward)
+            self.put(f"backward{number}", backward)
             if settings.overlap_param_gather and not self.aligned_gathers:
                 begun = self.index > 0 or number > 0
                 changed = first_forward(
-                    self.library, ahead, self.params.buckets[number], begun=begun
+                    self.library, forward, self.params.buckets[number], begun=begun
                 )
                 self.put(f"forward{number}.first", changed)
             if settings.overlap_grad_reduce and not self.aligned_reduces:
-                changed = last_backward(self.library, back, self.params.buckets[number])
+                changed = last_backward(self.library, backward, self.params.buckets[number])
                 self.put(f"backward{number}.last", changed)
 
     def put(self, name: str, segments: list[Segment]) -> None:
@@ -284,9 +284,9 @@ class _StageBuilder:
             case Act.WAIT:
                 return (wait(action.after, Phase.FWD, "pipeline"),)
             case Act.REDUCE:
-                return issued(self.reduces(action.chunk), action.after)
+                return with_deps(self.reduces(action.chunk), action.after)
             case Act.GATHER:
-                return issued(self.gathers(action.chunk), action.after)
+                return with_deps(self.gathers(action.chunk), action.after)
             case _:
                 return self.transfer(action)
 

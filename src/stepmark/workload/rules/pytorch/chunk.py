@@ -8,6 +8,7 @@ blocks; and before that, with expert parallelism, the experts of each block
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 
 from stepmark.core.module import Param
 from stepmark.core.ops import Phase
@@ -75,7 +76,9 @@ class Chunk:
                 self._last = ParamGroup(module="output", params=output.params, reshard=None)
         self.layers = [self._with_experts(layer, reshard) for layer in layers]
         size = technique.blocks_per_group
-        parts = [self.layers[at : at + size] for at in range(0, len(self.layers), size)]
+        parts = [
+            self.layers[index : index + size] for index in range(0, len(self.layers), size)
+        ]
         groups = [
             ParamGroup(
                 module="blocks",
@@ -90,8 +93,8 @@ class Chunk:
             for part in (parts if sharding else ())
         ]
         link_prefetch(groups, sharding.prefetch if sharding else 1)
-        of_parts = (groups[at] if groups else None for at in range(len(parts)))
-        self._groups = list(zip(of_parts, parts, strict=True))
+        # Without a sharding the parts have no group.
+        self._groups = list(zip_longest(groups, parts))
         for unit in end_units:
             self._register(unit)
         for unit in {layer.unit.name: layer.unit for layer in self.layers}.values():
@@ -121,9 +124,9 @@ class Chunk:
         for group in self._all_groups():
             group.before = [(other, count + next(more)) for other, count in group.before]
 
-    def passed(self, times: int = 1) -> None:
+    def count_compute_done(self, times: int = 1) -> None:
         """Count operations named COMPUTE_DONE of this chunk or another."""
-        self._recorder.passed(times)
+        self._recorder.count_compute_done(times)
 
     def forward(self) -> Block:
         recorder, segments = self._recorder, [(self._opened(Phase.FWD), 0)]
@@ -145,7 +148,7 @@ class Chunk:
         if unit:
             self._recorder.pre_forward(group)
             yield (*self._recorder.take(), _run(unit, "fwd")), 0
-            self.passed()
+            self.count_compute_done()
             self._recorder.post_forward(group)
 
     def backward(self, *, reduces: bool = True, keeps: bool = False) -> Block:
@@ -156,7 +159,7 @@ class Chunk:
         recorder.pre_backward(self._last)
         if self.output:
             segments.append(((*recorder.take(), _run(self.output, "bwd")), 0))
-            self.passed()
+            self.count_compute_done()
             leave(self._last)
         segments.append((recorder.take(), 0))
         for group, members in reversed(self._groups):
@@ -232,12 +235,12 @@ class Chunk:
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
         ways = {"fwd": unit.fwd, "bwd": unit.bwd}
         if is_layer and self._technique.recompute is not Recompute.NONE:
-            early, (first, *others) = (
+            skipped, (first, *others) = (
                 before_recompute(unit),
                 recomputed(unit, self._technique.recompute),
             )
-            ways["again"] = ((*unit.bwd[0][:early], *first), *others)
-            ways["rest"] = (unit.bwd[0][early:], *unit.bwd[1:])
+            ways["again"] = ((*unit.bwd[0][:skipped], *first), *others)
+            ways["rest"] = (unit.bwd[0][skipped:], *unit.bwd[1:])
         for way, pieces in ways.items():
             for index, piece in enumerate(pieces):
                 is_end = (
@@ -279,18 +282,18 @@ class Chunk:
                 leave(experts)
             yield from recorder.take(base)
         if way != "again":
-            self.passed()
+            self.count_compute_done()
 
 
 def folded(segments: Sequence[tuple[Block, int]], blocks: Blocks, way: str) -> Block:
     """Replace equal segments of evenly spaced layers with one Run of a block in `blocks`."""
     items: list[Item] = []
-    at = 0
-    while at < len(segments):
-        segment, first = segments[at]
-        step = segments[at + 1][1] - first if at + 1 < len(segments) else 0
+    index = 0
+    while index < len(segments):
+        segment, first = segments[index]
+        step = segments[index + 1][1] - first if index + 1 < len(segments) else 0
         times = 1
-        while step and segments[at + times : at + times + 1] == [
+        while step and segments[index + times : index + times + 1] == [
             (segment, first + step * times)
         ]:
             times += 1
@@ -301,7 +304,7 @@ def folded(segments: Sequence[tuple[Block, int]], blocks: Blocks, way: str) -> B
             name = name or f"{way}.{len(blocks)}"
             blocks[name] = segment
             items.append(Run(block=name, times=times, layer=first, layer_step=step))
-        at += times
+        index += times
     return tuple(items)
 
 

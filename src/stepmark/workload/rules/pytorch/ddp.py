@@ -24,7 +24,11 @@ from stepmark.workload.job import Comms, check_at_least, check_single, setting
 from stepmark.workload.pipeline import wait
 from stepmark.workload.rules.pytorch.chunk import Chunk, folded
 from stepmark.workload.rules.pytorch.step import SOURCE, build
-from stepmark.workload.rules.pytorch.technique import before_recompute, checked, technique
+from stepmark.workload.rules.pytorch.technique import (
+    before_recompute,
+    check_settings,
+    technique,
+)
 from stepmark.workload.rules.pytorch.units import groups_of
 
 
@@ -33,7 +37,7 @@ def assign_buckets(
 ) -> Iterator[list[int]]:
     """Yield the indices of each bucket's tensors; the one that reaches the limit is the last.
 
-    limits: bytes of the first buckets; the last limit syncs_last for all others
+    limits: bytes of the first buckets; the last limit applies to all others
     (compute_bucket_assignment_by_size).
     """
     bucket: list[int] = []
@@ -52,11 +56,11 @@ def assign_buckets(
 Placed = tuple[int, Param]  # number of its unit
 
 
-def completed(
+def completed_buckets(
     ready: Sequence[Placed], buckets: Sequence[Sequence[Placed]]
 ) -> dict[int, list[tuple[Param, int]]]:
     """Return by unit the gradients that complete buckets, and the sizes of these buckets."""
-    place = {(number, param.name): at for at, (number, param) in enumerate(ready)}
+    place = {(number, param.name): index for index, (number, param) in enumerate(ready)}
     completions: dict[int, list[tuple[Param, int]]] = {}
     latest = -1
     for bucket in buckets:
@@ -109,7 +113,7 @@ class Ddp:
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "bucket_cap_mb")
-        checked(self)
+        check_settings(self)
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -150,17 +154,17 @@ class Reducer:
         segments: list[tuple[Block, int]] = []
         for number, (unit, layer, is_checkpointed) in reversed(list(enumerate(self._units))):
             items: list[Item] = [Run(block=f"{unit.name}.again")] if is_checkpointed else []
-            body, early = unit.bwd[0], before_recompute(unit) if is_checkpointed else 0
-            done = early
+            body, skipped = unit.bwd[0], before_recompute(unit) if is_checkpointed else 0
+            done = skipped
             for param, elements in full.get(number, ()):
                 # After the last operation of the parameter's module.
-                ends = [at for at, op in enumerate(body, 1) if op.module == param.part]
+                ends = [index for index, op in enumerate(body, 1) if op.module == param.part]
                 place = max(done, ends[-1] if ends else len(body))
                 items += body[done:place]
                 items += self._reduced(elements, unit, layer)
                 done = place
             run = Run(block=f"{unit.name}.rest" if is_checkpointed else f"{unit.name}.bwd")
-            items += body[done:] if done > early else (run,)
+            items += body[done:] if done > skipped else (run,)
             segments.append((tuple(items), layer or 0))
         segments.append((tuple(self._end()), 0))
         return folded(segments, self._chunk.blocks, "bwd")
@@ -182,7 +186,7 @@ class Reducer:
             (Collective.ALL_GATHER, ranks, DType.INT64),
             (Collective.BROADCAST, shapes, DType.INT64),
             *(
-                (Collective.BROADCAST, sum(sizes[at] for at in bucket), dtype)
+                (Collective.BROADCAST, sum(sizes[index] for index in bucket), dtype)
                 for bucket in assign_buckets(sizes, dtype.itemsize, (_BUFFER_BYTES,))
             ),
         ]
@@ -214,12 +218,12 @@ class Reducer:
         size = self._settings.param_dtype.itemsize
         sizes = [param.numel for _, param in order]
         buckets = [
-            [order[at] for at in bucket]
+            [order[index] for index in bucket]
             for bucket in assign_buckets(sizes, size, self._settings.limits)
         ]
         if self._settings.find_unused_parameters:
             buckets.reverse()
-        return completed(ready, buckets)
+        return completed_buckets(ready, buckets)
 
     def _reduced(self, elements: int, unit: Unit, layer: int | None) -> tuple[Item, ...]:
         """Return a bucket's reduction, before which its gradients are divided by the ranks."""

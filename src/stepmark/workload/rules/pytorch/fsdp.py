@@ -16,7 +16,7 @@ from stepmark.workload.job import Comms, check_at_least, setting
 from stepmark.workload.rules.pytorch.fsdp_order import Sharding
 from stepmark.workload.rules.pytorch.schedules import Schedule
 from stepmark.workload.rules.pytorch.step import SOURCE, build
-from stepmark.workload.rules.pytorch.technique import checked, technique
+from stepmark.workload.rules.pytorch.technique import check_settings, technique
 from stepmark.workload.rules.pytorch.units import TpPlan, groups_of
 
 
@@ -53,7 +53,7 @@ class Fsdp:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "prefetch", "blocks_per_group")
-        checked(self)
+        check_settings(self)
 
 
 def workload(job: AnyJob, settings: Fsdp) -> Workload:

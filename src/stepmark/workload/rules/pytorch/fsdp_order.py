@@ -91,7 +91,7 @@ class FsdpRecorder:
         self._gathers = 0
         self._newest: ParamGroup | None = None  # of the newest forward pass
         self._begins = False  # a forward pass began, and no gather has waited for it yet
-        self._passed = 0  # number of COMPUTE_DONE since then
+        self._num_compute_done = 0  # number of COMPUTE_DONE since then
         self._gathered_on = ""  # stream of the newest gather that may still run
         self._microbatch: int | None = 0
         self.items: list[Item] = []
@@ -117,22 +117,22 @@ class FsdpRecorder:
         That includes copies out of all gathers so far.
         """
         self._begins = self._sharding.comms.groups["fsdp"].size > 1
-        self._passed, self._gathered_on = 0, ""
+        self._num_compute_done, self._gathered_on = 0, ""
 
-    def passed(self, times: int = 1) -> None:
+    def count_compute_done(self, times: int = 1) -> None:
         """Count operations named COMPUTE_DONE."""
-        self._passed += times
+        self._num_compute_done += times
 
     def state(self, groups: Iterable[ParamGroup]) -> tuple[object, ...]:
         """Return the state on which later calls depend, without the number of open passes."""
         groups = tuple(groups)
         may_gather = self._begins and not all(group.is_whole for group in groups)
-        passed = self._passed if may_gather else -1
-        state: list[object] = [self._newest, self._begins, passed, self._gathered_on]
+        num_done = self._num_compute_done if may_gather else -1
+        state: list[object] = [self._newest, self._begins, num_done, self._gathered_on]
         for group in groups:
-            back = self._gathers - group.issued if group.is_pending else -1
+            distance = self._gathers - group.issued if group.is_pending else -1
             others = tuple(other for other, _ in group.before)
-            state.append((group.is_whole, group.is_inner, back, others))
+            state.append((group.is_whole, group.is_inner, distance, others))
         return tuple(state)
 
     def unshard(self, group: ParamGroup, phase: Phase, after: tuple[str, ...]) -> None:
@@ -143,7 +143,12 @@ class FsdpRecorder:
         ranks = self._sharding.comms.groups[group.shards].size
         stream = f"{group.shards}_inner" if group.is_inner else group.shards
         if self._begins and COMPUTE_DONE not in after:
-            after = (*after, f"{COMPUTE_DONE}~{self._passed}" if self._passed else COMPUTE_DONE)
+            after = (
+                *after,
+                f"{COMPUTE_DONE}~{self._num_compute_done}"
+                if self._num_compute_done
+                else COMPUTE_DONE,
+            )
         if self._gathered_on not in ("", stream):
             after = (*after, GATHER)
         ops = self._sharding.comms(
@@ -177,8 +182,8 @@ class FsdpRecorder:
             sum(param.padded(ranks) for param in group.params)
             * self._sharding.gathered.itemsize
         )
-        back = self._gathers - group.issued
-        after = self._named(GATHER) + (f"~{back}" if back else "")
+        distance = self._gathers - group.issued
+        after = self._named(GATHER) + (f"~{distance}" if distance else "")
         self._copy("fsdp_copy_out", 2 * size, group, phase, after=(after,), name=_COPY_OUT)
 
     def pre_forward(self, group: ParamGroup | None) -> None:
@@ -300,10 +305,10 @@ class FsdpRecorder:
         self.items.append(op)
 
     def _named(self, name: str) -> str:
-        stem, mark, back = name.partition("~")
+        stem, mark, distance = name.partition("~")
         if stem == COMPUTE_DONE:  # the name has no suffix
             return name
-        return f"{stem}{self._suffix}{mark}{back}"
+        return f"{stem}{self._suffix}{mark}{distance}"
 
 
 def link_prefetch(groups: Sequence[ParamGroup], prefetch: int) -> None:

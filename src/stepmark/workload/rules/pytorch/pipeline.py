@@ -56,21 +56,21 @@ class Stage:
             action for tick in span.ticks for action in tick if action.act in WITH_MICROBATCH
         ]
         base = min((action.microbatch for action in ticks), default=0)
-        at = 0
-        while at < span.times:
+        repeat = 0
+        while repeat < span.times:
             state, counts = self._state(), self._open_passes()
             items = tuple(item for tick in span.ticks for item in self._items(tick, base))
             more = 0
-            if at + 1 < span.times and self._state() == state:
-                more = self._skipped(counts, span.times - at - 1)
+            if repeat + 1 < span.times and self._state() == state:
+                more = self._skipped(counts, span.times - repeat - 1)
             if items:
                 yield Run(
                     block=self._named("tick", items),
                     times=1 + more,
-                    microbatch=base + at * span.step,
+                    microbatch=base + repeat * span.step,
                     microbatch_step=span.step if more else 0,
                 )
-            at += 1 + more
+            repeat += 1 + more
 
     def _state(self) -> list[tuple[object, ...]]:
         return [chunk.state() for chunk in self._chunks]
@@ -100,17 +100,17 @@ class Stage:
         """Yield a tick's items, micro-batches relative to base."""
         for action in tick:
             items = tuple(self._lower(action, base))
-            count = self._passed(items)
+            count = self._num_compute_done(items)
             is_pass = action.act in (Act.FORWARD, Act.BACKWARD)
             for index, chunk in enumerate(self._chunks):
                 if not (is_pass and index == action.chunk):  # a chunk counts its own passes
-                    chunk.passed(count)
+                    chunk.count_compute_done(count)
             yield from items
 
-    def _passed(self, items: Block) -> int:
+    def _num_compute_done(self, items: Block) -> int:
         """Count the operations that are named COMPUTE_DONE."""
         return sum(
-            item.times * self._passed(self._blocks[item.block])
+            item.times * self._num_compute_done(self._blocks[item.block])
             if isinstance(item, Run)
             else item.name == COMPUTE_DONE
             for item in items

@@ -13,7 +13,7 @@ from stepmark.core.workload import Workload
 from stepmark.workload.job import Job, check_single, setting
 from stepmark.workload.rules.pytorch.schedules import Schedule
 from stepmark.workload.rules.pytorch.step import SOURCE, build
-from stepmark.workload.rules.pytorch.technique import checked, technique
+from stepmark.workload.rules.pytorch.technique import check_settings, technique
 from stepmark.workload.rules.pytorch.units import TpPlan
 
 
@@ -30,7 +30,7 @@ class Tp:
     recompute_every: int = setting(1, "with blocks: blocks per cycle")
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,9 +106,13 @@ def _around(rank: int, num_ranks: int) -> Callable[[Tick], Tick]:
 def _gpipe(rank: int, num_ranks: int, count: int) -> Iterator[Span]:
     around = _around(rank, num_ranks)
     forward = act_of(Act.RECV_FORWARD, 0), act_of(Act.FORWARD, 0), later(Act.SEND_FORWARD, 0)
-    back = act_of(Act.RECV_BACKWARD, 0), act_of(Act.BACKWARD, 0), later(Act.SEND_BACKWARD, 0)
+    backward = (
+        act_of(Act.RECV_BACKWARD, 0),
+        act_of(Act.BACKWARD, 0),
+        later(Act.SEND_BACKWARD, 0),
+    )
     yield Span(ticks=(around(forward),), times=count)
-    yield Span(ticks=(around(back),), times=count)
+    yield Span(ticks=(around(backward),), times=count)
     yield Span(ticks=((act_of(Act.REDUCE),),))
 
 
@@ -138,12 +142,12 @@ def _one_f_one_b(rank: int, num_ranks: int, count: int) -> Iterator[Span]:
     last = (*turned(count - 1, first), later(Act.SEND_BACKWARD, first))
     yield Span(ticks=(around(last),))
     if warmup > 1:
-        back = (
+        backward = (
             act_of(Act.RECV_BACKWARD, 0),
             act_of(Act.BACKWARD, 0),
             later(Act.SEND_BACKWARD, 0),
         )
-        cool = tuple(replace(action, microbatch=first + 1) for action in back)
+        cool = tuple(replace(action, microbatch=first + 1) for action in backward)
         yield Span(ticks=(around(cool),), times=warmup - 1)
     yield Span(ticks=((act_of(Act.REDUCE),),))
 
@@ -169,13 +173,13 @@ def _interleaved_spans(order: Order) -> list[tuple[Span, ...]]:
 def _lengthened(short: list[Tick], long: list[Tick], step: int, times: int) -> tuple[Span, ...]:
     """Return `long`, in which the ticks that `short` lacks are repeated so many times."""
     extra = len(long) - len(short)
-    at = len(short)
-    while at and long[at - 1 + extra] == _moved(short[at - 1], step):
-        at -= 1
-    assert long[:at] == short[:at]
-    period = Span(ticks=tuple(long[at : at + extra]), times=times, step=step)
-    rest = (Span(ticks=(_moved(tick, step * times),)) for tick in short[at:])
-    return (*(Span(ticks=(tick,)) for tick in short[:at]), period, *rest)
+    index = len(short)
+    while index and long[index - 1 + extra] == _moved(short[index - 1], step):
+        index -= 1
+    assert long[:index] == short[:index]
+    period = Span(ticks=tuple(long[index : index + extra]), times=times, step=step)
+    rest = (Span(ticks=(_moved(tick, step * times),)) for tick in short[index:])
+    return (*(Span(ticks=(tick,)) for tick in short[:index]), period, *rest)
 
 
 def _moved(tick: Tick, microbatches: int) -> Tick:
@@ -218,12 +222,12 @@ def _computed(order: Order, count: int, rank: int) -> list[Action]:
     per_round = count // max(1, count // order.num_ranks)
     ahead = (chunks - 1) * per_round + 2 * (order.num_ranks - 1 - rank)
     warmup = min(ahead, total)
-    done = {act: [0] * chunks for act in COMPUTE}
+    counts = {act: [0] * chunks for act in COMPUTE}
     actions: list[Action] = []
 
     def add(act: Act, chunk: int) -> None:
-        actions.append(act_of(act, done[act][chunk], chunk))
-        done[act][chunk] += 1
+        actions.append(act_of(act, counts[act][chunk], chunk))
+        counts[act][chunk] += 1
 
     for number in range(warmup + total):
         if number < total:
@@ -240,7 +244,7 @@ def _with_parameters(actions: list[Action], chunks: int, count: int) -> Iterator
         own = actions[index].chunk
         following[index] = (own, *(chunk for chunk in following[index + 1] if chunk != own))
     active: set[int] = set()
-    back = [0] * chunks
+    num_backward = [0] * chunks
     for index, action in enumerate(actions):
         needed = following[index][:_MOST_ACTIVE]
         for chunk in sorted(active.difference(needed)):
@@ -251,8 +255,8 @@ def _with_parameters(actions: list[Action], chunks: int, count: int) -> Iterator
         active = set(needed)
         yield action
         if action.act is Act.BACKWARD:
-            back[action.chunk] += 1
-            if back[action.chunk] == count:
+            num_backward[action.chunk] += 1
+            if num_backward[action.chunk] == count:
                 yield act_of(Act.REDUCE, chunk=action.chunk)
     for chunk in sorted(active):
         yield act_of(Act.RELEASE, chunk=chunk)
@@ -277,10 +281,10 @@ def _transfers(order: Order, rank: int, action: Action) -> Iterator[tuple[Action
     if action.act not in COMPUTE:
         return
     forward = action.act is Act.FORWARD
-    there = _stage(order, rank, action) + (1 if forward else -1)
-    if not 0 <= there < order.num_stages:
+    peer_stage = _stage(order, rank, action) + (1 if forward else -1)
+    if not 0 <= peer_stage < order.num_stages:
         return
-    chunk, peer = divmod(there, order.num_ranks)
+    chunk, peer = divmod(peer_stage, order.num_ranks)
     send, recv = (
         (Act.SEND_FORWARD, Act.RECV_FORWARD)
         if forward

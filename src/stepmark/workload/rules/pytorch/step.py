@@ -52,15 +52,15 @@ def _prune(blocks: Blocks, stages: tuple[Stage, ...]) -> set[str]:
     """Drop blocks that no stage runs, and return the names of groups that communicate."""
     reached: set[str] = set()
     groups: set[str] = set()
-    todo = [name for stage in stages for name in (stage.step, stage.setup) if name]
-    while todo:
-        name = todo.pop()
+    pending = [name for stage in stages for name in (stage.step, stage.setup) if name]
+    while pending:
+        name = pending.pop()
         if name in reached:
             continue
         reached.add(name)
         for item in blocks[name]:
             if isinstance(item, Run):
-                todo.append(item.block)
+                pending.append(item.block)
             elif not isinstance(item, ComputeOp):
                 groups.add(item.group)
     for name in set(blocks) - reached:
@@ -77,18 +77,18 @@ def _stages(job: AnyJob, technique: Technique, comms: Comms, blocks: Blocks) -> 
         else:
             (chunk,) = _chunks(job, technique, comms, blocks, 1)
         parts = [([chunk], _accumulated(job, technique, chunk, blocks))]
-    for stage, (own, passes) in enumerate(parts):
+    for stage, (chunks, passes) in enumerate(parts):
         name = "step" if len(parts) == 1 else f"step.{stage}"
-        blocks[name] = (*passes, *update(job, technique, own, comms))
-        setup = technique.setup(own[0]) if technique.setup else ()
+        blocks[name] = (*passes, *update(job, technique, chunks, comms))
+        setup = technique.setup(chunks[0]) if technique.setup else ()
         if setup:
             blocks["setup"] = setup
         yield Stage(
             step=name,
             setup="setup" if setup else "",
-            layers=tuple(layer.index for chunk in own for layer in chunk.layers),
-            has_embedding=any(chunk.embedding for chunk in own),
-            has_head=any(chunk.output for chunk in own),
+            layers=tuple(layer.index for chunk in chunks for layer in chunk.layers),
+            has_embedding=any(chunk.embedding for chunk in chunks),
+            has_head=any(chunk.output for chunk in chunks),
         )
 
 
@@ -100,13 +100,13 @@ def _pipelined(
     chunks = _chunks(job, technique, comms, blocks, order.num_stages)
     times, count = job.num_microbatches // order.num_microbatches, order.num_microbatches
     for rank, spans in enumerate(spans_of(order)):
-        own = chunks[rank :: order.num_ranks]
-        stage = PipelineStage(job, own, rank, comms=comms, blocks=blocks)
-        passes = (*stage.program(spans), *_collected(job, technique, own, None))
+        local_chunks = chunks[rank :: order.num_ranks]
+        stage = PipelineStage(job, local_chunks, rank, comms=comms, blocks=blocks)
+        passes = (*stage.program(spans), *_collected(job, technique, local_chunks, None))
         if times > 1:
             blocks[f"pass.{rank}"] = passes
             passes = (Run(block=f"pass.{rank}", times=times, microbatch_step=count),)
-        yield own, passes
+        yield local_chunks, passes
 
 
 def _chunks(
@@ -143,8 +143,8 @@ def _chunks(
     chunks: list[Chunk] = []
     for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
         units = [
-            kinds[model.moe is not None and at >= model.num_dense_layers]
-            for at in range(start, stop)
+            kinds[model.moe is not None and layer >= model.num_dense_layers]
+            for layer in range(start, stop)
         ]
         is_first, is_last = index == 0, index == count - 1
         chunk = Chunk(
@@ -173,8 +173,8 @@ def _own_chunk(job: OwnJob, technique: Technique, blocks: Blocks) -> Chunk:
 
 def _layers_of(technique: Technique, units: Sequence[Unit], first: int) -> list[Layer]:
     return [
-        Layer(unit=unit, index=at, is_checkpointed=technique.is_checkpointed(at))
-        for at, unit in enumerate(units, first)
+        Layer(unit=unit, index=index, is_checkpointed=technique.is_checkpointed(index))
+        for index, unit in enumerate(units, first)
     ]
 
 

@@ -83,7 +83,7 @@ def technique(settings: Any, **more: Any) -> Technique:
     )
 
 
-def checked(settings: Any) -> None:
+def check_settings(settings: Any) -> None:
     """Raise ConfigError for invalid types, recompute_* and pp_*."""
     for name in ("param_dtype", "reduce_dtype", "shard_dtype"):
         if hasattr(settings, name):
@@ -131,13 +131,13 @@ def _last_needed(unit: Unit) -> int:
     Rows of experts are weighted and sent back after their last product.
     """
     ops = [op for piece in unit.fwd for op in piece]
-    products = [(at, op) for at, op in enumerate(ops) if _is_product(op)]
+    products = [(index, op) for index, op in enumerate(ops) if _is_product(op)]
     if not products:
         return len(ops)
     last, product = products[-1]
     if _is_plain(product):
         return last
-    return 1 + max(at for at, op in enumerate(ops) if op.module == product.module)
+    return 1 + max(index for index, op in enumerate(ops) if op.module == product.module)
 
 
 def before_recompute(unit: Unit) -> int:
@@ -150,8 +150,8 @@ def before_recompute(unit: Unit) -> int:
         return 0
     module = products[-1].module
     places = [
-        at
-        for at, op in enumerate(unit.bwd[0])
+        index
+        for index, op in enumerate(unit.bwd[0])
         if op.module == module and isinstance(op, ComputeOp)
     ]
     return min(places, default=0)

@@ -74,10 +74,12 @@ def stage_ends(architecture: Architecture) -> StageEnds:
 
     A unit between two layers counts as a layer. Without layers all units come before.
     """
-    places = [at for at, unit in enumerate(architecture.units) if unit.is_layer]
-    for at in places:
-        if architecture.units[at].name in ("embedding", "output"):
-            raise ConfigError("unit", architecture.units[at].name, "another name for a layer")
+    places = [index for index, unit in enumerate(architecture.units) if unit.is_layer]
+    for index in places:
+        if architecture.units[index].name in ("embedding", "output"):
+            raise ConfigError(
+                "unit", architecture.units[index].name, "another name for a layer"
+            )
     first, last = (places[0], places[-1] + 1) if places else (len(architecture.units),) * 2
     layers = tuple(unit for unit in architecture.units[first:last] for _ in range(unit.times))
     return StageEnds(
@@ -181,9 +183,9 @@ class UnitBuilder:
         fwd, bwd = [ops for ops, _ in joined], [ops for _, ops in reversed(joined)]
         if len(pieces) > 1:
             # Messages after the experts in the forward pass are outside of their module.
-            back, out = after["mlp.experts_down"], len(after["mlp.experts_down"][0])
-            fwd[1], fwd[2] = fwd[1][: len(fwd[1]) - out], (*back[0], *fwd[2])
-            bwd[0], bwd[1] = (*bwd[0], *back[1]), bwd[1][out:]
+            messages, num_sent = after["mlp.experts_down"], len(after["mlp.experts_down"][0])
+            fwd[1], fwd[2] = fwd[1][: len(fwd[1]) - num_sent], (*messages[0], *fwd[2])
+            bwd[0], bwd[1] = (*bwd[0], *messages[1]), bwd[1][num_sent:]
         return Unit(
             name="moe" if moe else "block",
             params=tuple(param for leaf in leaves for param in leaf.params),
