@@ -25,7 +25,8 @@ from stepmark.trace.flight_recorder import (
     restricted_pickle,
 )
 from stepmark.trace.flight_recorder.findings import findings
-from stepmark.trace.flight_recorder.operations import message_kind, progress, ranks_text
+from stepmark.trace.flight_recorder.groups import progress
+from stepmark.trace.flight_recorder.operations import message_kind, ranks_text
 from stepmark.trace.nccl_log import read_log
 
 from .flight_samples import SAMPLE, as_json, as_old, dump, entry, transfer, write
@@ -144,7 +145,7 @@ def test_equal_ranks_have_no_problem(tmp_path: Path) -> None:
     ids=["name", "size", "dtype"],
 )
 def test_first_disagreement_is_named_with_both_sides(tmp_path: Path, other: Any) -> None:
-    # After the first disagreement nothing is said: later pairs are off by one.
+    # Later disagreements may only follow from the first: they are counted.
     three = {
         0: dump([entry(1), entry(2), entry(3)], 3),
         1: dump([entry(1), other, entry(3, "broadcast")], 3),
@@ -152,7 +153,8 @@ def test_first_disagreement_is_named_with_both_sides(tmp_path: Path, other: Any)
     }
     held = found(tmp_path, three)
     assert rules(held) == ["fr-mismatch"]
-    assert "collective 2, rank 1:" in held[0].text
+    assert "2 collectives from 2 to 3 of group 0 default_pg (first rank 1:" in held[0].text
+    assert "Rank 1 differs from all others" in held[0].text
     assert "ranks 0, 2: all_reduce of 1024 Float" in held[0].text
     assert [proof.file[-1] for proof in held[0].evidence] == ["1", "0"]
     assert "train.py:7" in held[0].evidence[0].text
@@ -184,13 +186,11 @@ def test_a_rank_that_did_not_come(tmp_path: Path) -> None:
     held = found(tmp_path, dumps)
     assert rules(held) == ["fr-hang"]
     assert "collective 3" in held[0].text
-    assert (
-        "not completed on ranks 0, 2 (scheduled: it may have started unrecorded)"
-        in held[0].text
-    )
-    assert "not enqueued by rank 1" in held[0].text
-    assert "a later dump shows the same number" in held[0].text
-    assert rules(held, Severity.NOTE) == ["fr-missing-dump"]
+    assert held[0].text.startswith("rank 1 is the cause, waiting for no other rank")
+    assert "ranks 0, 2 wait (scheduled: it may have started unrecorded)" in held[0].text
+    assert "victims: ranks 0, 2" in held[0].text
+    assert rules(held, Severity.NOTE) == ["fr-limits", "fr-missing-dump"]
+    assert "unless a later dump shows the same calls" in held[1].text
     assert "rank 3" in held[-1].text
 
 
@@ -198,7 +198,7 @@ def test_all_came_and_none_is_through(tmp_path: Path) -> None:
     waits = entry(2) | {"state": "started"}
     held = found(tmp_path, {rank: dump([entry(1), waits]) for rank in range(2)})
     assert rules(held) == ["fr-not-completed"]
-    assert "every rank with a dump has enqueued it" in held[0].text
+    assert "every member has issued it, so no rank is missing" in held[0].text
 
 
 def test_a_state_found_late_is_no_problem(tmp_path: Path) -> None:
@@ -245,12 +245,14 @@ def test_pairs(tmp_path: Path) -> None:
     good[1]["entries"][1] |= {"output_sizes": [[9]]}
     held = found(tmp_path, good)
     assert rules(held) == ["fr-mismatch"]
-    assert "transfer 2 is sent as 8 Float, received as 9 Float" in held[0].text
+    assert "transfer 2 from rank 0 to rank 1 of group 0 default_pg" in held[0].text
+    assert "sent as 8 Float, received as 9 Float" in held[0].text
     good[1]["entries"].pop()
     good[0]["entries"][1] |= {"state": "scheduled"}
     held = found(tmp_path, good)
     assert rules(held) == ["fr-hang"]
-    assert "2 sends, 1 receives; rank 0 waits for rank 1" in held[0].text
+    assert "rank 1 has not issued transfer 2 from rank 0 to rank 1" in held[0].text
+    assert "in which rank 0 waits" in held[0].text
 
 
 def test_parts_of_a_coalesced_group_have_its_state(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from stepmark.report import log_summary
 from stepmark.report.histogram import ranks_seen, with_ranks
 from stepmark.trace.flight_recorder import looks_like_flight_recorder, read_flight_recorder
 from stepmark.trace.flight_recorder.findings import findings
-from stepmark.trace.flight_recorder.operations import progress, ranks_text
+from stepmark.trace.flight_recorder.groups import progress
+from stepmark.trace.flight_recorder.operations import ranks_text
 from stepmark.trace.inspector import looks_like_inspector, read_inspector
 from stepmark.trace.job_output import has_failures
 from stepmark.trace.nccl_log import looks_like_log, read_log

@@ -10,7 +10,7 @@ Over 250 lines: one small function per field that has more than one form.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from sys import intern
@@ -51,6 +51,7 @@ _FORWARD = frozenset(
     ("pre_forward", "_pre_forward", "post_forward", "_post_forward", "forward")
 )
 _OPTIMIZER_FILE = "torch/optim/"
+_TIMES = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,9 @@ def parse(data: bytes, file: str, rank: int | None = None) -> Dump:
         groups=groups,
         status=_status(document.get("pg_status"), ids, groups),
         operations=tuple(_with_group_state(operations)),
+        backends=frozenset(str(e.get("profiling_name")).rpartition(":")[0] for e in entries),
+        latest_ns=max((time for entry in entries for time in _times(entry)), default=None),
+        has_unrecorded=any(_is_after_unrecorded(entry) for entry in entries),
     )
 
 
@@ -228,6 +232,8 @@ def _operation(entry: object, index: int, file: str) -> Operation:
         peers=_peers(title),
         phase=_phase(entry.get("thread_name"), entry.get("frames")),
         where=intern(_where(entry.get("frames"))),
+        created_ns=parse_integer(entry.get("time_created_ns")),
+        timeout_s=_milliseconds(entry.get("timeout_ms")),
     )
 
 
@@ -266,6 +272,19 @@ def _elements(dims: object) -> int | None:
         return None
     elements = math.prod(valid)
     return elements if elements <= MAX_ELEMENTS else None
+
+
+def _times(entry: Mapping[str, Any]) -> Iterator[int]:
+    for key in _TIMES:
+        if (time := parse_integer(entry.get(key))) is not None:
+            yield time
+
+
+def _is_after_unrecorded(entry: Mapping[str, Any]) -> bool:
+    """Return whether gloo ran sends or receives before: it counts them but records none."""
+    numbers = [parse_integer(entry.get(key)) for key in ("op_id", "collective_seq_id")]
+    is_gloo = str(entry.get("profiling_name")).startswith("gloo:")
+    return is_gloo and None not in numbers and numbers[0] != numbers[1]
 
 
 def _milliseconds(value: object) -> float | None:

@@ -84,6 +84,8 @@ class Operation:
     peers: tuple[int, int] | None  # ranks within the group
     phase: str
     where: str
+    created_ns: int | None = None
+    timeout_s: float | None = None
 
     @property
     def is_marker(self) -> bool:
@@ -111,6 +113,9 @@ class Dump:
     groups: dict[str, Group]
     status: dict[str, Status]
     operations: tuple[Operation, ...]
+    backends: frozenset[str] = frozenset()
+    latest_ns: int | None = None  # latest time in the file: the dump was written no earlier
+    has_unrecorded: bool = False  # sends or receives, of which gloo records the number only
 
     def group_of(self, operation: Operation) -> Group:
         """Return the group, with its ranks where the dump has them under this name.
@@ -245,59 +250,6 @@ def message_kind(operation: Operation, group: Group) -> MessageKind | str:
 Step = tuple[Operation, ...]  # one collective, or all parts of a coalesced group
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Progress of a rank in a group, as numbers of collectives; None where unknown."""
-
-    rank: int | None
-    group: str
-    operations: int
-    first: int | None  # in the buffer
-    last_enqueued: int | None
-    last_completed: int | None  # by the states of the entries
-    watchdog_completed: int | None  # as the watchdog last recorded, which is earlier
-    lost: int  # operations of the rank's ring buffer, over all groups
-    file: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupDumps:
-    """A group and, by rank, its collectives by number."""
-
-    group: Group
-    steps: dict[int, dict[int, Step]]
-    enqueued: dict[int, int | None]  # None where unknown
-    dumps: dict[int, Dump]
-
-    @property
-    def label(self) -> str:
-        return f"group {self.group.name} {self.group.description}".strip()
-
-
-def progress(dumps: Sequence[Dump]) -> list[Progress]:
-    """Return one line per rank and group that has entries."""
-    lines = []
-    for dump in dumps:
-        for name in dict.fromkeys(op.group for op in dump.operations):
-            operations = [op for op in dump.operations if op.group == name]
-            steps, status = steps_of(operations), dump.status.get(name)
-            done = [number for number, step in steps.items() if is_done(step)]
-            lines.append(
-                Progress(
-                    rank=dump.rank,
-                    group=f"{name} {dump.group_of(operations[0]).description}".strip(),
-                    operations=len(operations),
-                    first=min(steps, default=None),
-                    last_enqueued=max(steps, default=None),
-                    last_completed=max(done, default=None),
-                    watchdog_completed=status.completed if status else None,
-                    lost=dump.num_lost,
-                    file=dump.file,
-                )
-            )
-    return lines
-
-
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return e.g. 'rank 3' or 'ranks 0-3, 5'."""
     spans: list[list[int]] = []
@@ -309,70 +261,6 @@ def ranks_text(ranks: Iterable[int]) -> str:
     texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in spans[:12]]
     many = len(spans) > 1 or any(low != high for low, high in spans)
     return f"rank{'s' if many else ''} {', '.join(texts)}{', ...' if len(spans) > 12 else ''}"
-
-
-def groups_of(dumps: Sequence[Dump]) -> list[GroupDumps]:
-    """Return groups by name and ranks: split_group gives disjoint groups one name."""
-    shared_by_key: dict[tuple[str, tuple[int, ...] | None], GroupDumps] = {}
-    for dump in dumps:
-        assert dump.rank is not None
-        names = {op.group: dump.group_of(op) for op in dump.operations}
-        names |= {n: group for n, group in dump.groups.items() if n and n not in names}
-        for name, group in names.items():
-            if group.ranks is not None and dump.rank not in group.ranks:
-                continue
-            steps = steps_of(op for op in dump.operations if op.group == name)
-            status = dump.status.get(name)
-            numbers = [*steps, *([status.enqueued] if status and status.enqueued else [])]
-            unknown = None if dump.num_lost else 0
-            new = GroupDumps(group=group, steps={}, enqueued={}, dumps={})
-            shared = shared_by_key.setdefault((name, group.ranks), new)
-            shared.steps[dump.rank] = steps
-            shared.enqueued[dump.rank] = max(numbers, default=unknown)
-            shared.dumps[dump.rank] = dump
-    return list(shared_by_key.values())
-
-
-def steps_of(operations: Iterable[Operation]) -> dict[int, Step]:
-    """Return collectives by number, without transfers of pairs."""
-    steps: dict[int, Step] = {}
-    for op in operations:
-        if op.sequence is not None and not op.is_p2p:
-            steps[op.sequence] = (*steps.get(op.sequence, ()), op)
-    return steps
-
-
-def is_done(step: Step) -> bool:
-    return all(op.is_done for op in step)
-
-
-def signature(step: Step) -> tuple[object, ...]:
-    """Return what must agree on all ranks, without what may differ by rank."""
-    return tuple(_agreed(op) for op in step if not op.is_marker)
-
-
-def _agreed(op: Operation) -> tuple[object, ...]:
-    name = collective_of(op.kind) or op.kind
-    inputs, outputs = op.inputs or None, op.outputs or None
-    if name in (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V):
-        return name, {word for _, word in inputs or ()} == {word for _, word in outputs or ()}
-    if name in (Collective.GATHER, Collective.REDUCE):
-        return name, inputs
-    if name in (Collective.SCATTER, Collective.BROADCAST):
-        return name, outputs
-    if op.kind.endswith("_v"):  # each rank's part has its own size
-        return name, total(outputs if name == Collective.ALL_GATHER else inputs)
-    if op.kind.endswith("_coalesced"):
-        return name, inputs, outputs
-    # NCCL sees elements, not shapes: [2, 3] and [3, 2] are the same message to it.
-    return name, total(inputs), total(outputs)
-
-
-def total(shapes: object) -> object:
-    if not isinstance(shapes, tuple):
-        return None
-    words = {word for _, word in shapes}
-    return sum(elements for elements, _ in shapes), tuple(sorted(words))
 
 
 def describe(step: Step) -> str:
