@@ -16,6 +16,7 @@ from stepmark.core.workload import ComputeOp, Workload
 from stepmark.store.export import is_folder
 from stepmark.store.files import is_special, written
 from stepmark.workload.formats import FORMATS, Format, find_format, sniff
+from stepmark.workload.formats.loss import losses
 
 AICB_FILLER = "fixed:1ns"
 _MOST_BYTES = 2**30  # as of other files
@@ -130,7 +131,10 @@ def deliver(workload: Workload, target: Target) -> None:
             "--compute-from gives others\n"
         )
     module: Any = kind.load()
-    for line in module.omissions(workload):
+    stages = list(range(len(workload.stages)))
+    if picked and (target.stage or target.rank is not None or not to_folder):
+        stages = [picked.get("stage", workload.stage_of(picked.get("rank", 0)))]
+    for line in [*module.omissions(workload), *_losses(workload, module, name, stages)]:
         sys.stderr.write(f"# {name} cannot carry: {line}\n")
     if to_folder and kind.picks == "rank":
         ranks = None if target.rank is None else [picked["rank"]]
@@ -138,7 +142,6 @@ def deliver(workload: Workload, target: Target) -> None:
         _write_folder(files, Path(out), kind, workload.world_size if ranks else 0)
     elif to_folder:
         is_part = target.stage is not None or target.rank is not None
-        stages = [picked["stage"]] if is_part else list(range(len(workload.stages)))
         files = (
             (f"stage{stage}{kind.suffix}", module.write(workload, stage=stage))
             for stage in stages
@@ -146,6 +149,14 @@ def deliver(workload: Workload, target: Target) -> None:
         _write_folder(files, Path(out), kind, len(workload.stages) if is_part else 0)
     else:
         _write_file(workload, module, picked, out)
+
+
+def _losses(workload: Workload, module: Any, name: str, stages: list[int]) -> Iterator[str]:
+    """Yield what files of these stages lack; a file of the format is written again whole."""
+    if hasattr(module, "kept") and name not in workload.origin:
+        yield from losses(workload, module.kept, stages)
+    if len(stages) < len(workload.stages):
+        yield f"stages: {stages[0]} of 0 to {len(workload.stages) - 1} is written"
 
 
 def _write_file(workload: Workload, module: Any, picked: dict[str, int], target: str) -> None:

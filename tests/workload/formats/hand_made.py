@@ -1,11 +1,22 @@
 """Small workloads written by hand: stages, nested runs, asynchronous collectives."""
 
+from types import ModuleType
+
 from stepmark.core.collectives import RedOp
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import Attention, EmbeddingBag, Gemm, Layout, Norm, Op, Optimizer, Phase
 from stepmark.core.workload import Block, CommOp, ComputeOp, Group, Kernel, Run, Stage, Workload
+from stepmark.workload.formats.loss import losses
 
 HIDDEN, TOKENS = 64, 32
+
+
+def not_held(form: ModuleType, workload: Workload) -> list[str]:
+    """Return all that the files of all stages are said to lack."""
+    stages = range(len(workload.stages))
+    return [*form.omissions(workload), *losses(workload, form.kept, stages)]
+
+
 QKV = Gemm(m=TOKENS, n=96, k=HIDDEN)
 QKV_DGRAD = Gemm(m=TOKENS, n=HIDDEN, k=96, layout=Layout.NN)
 QKV_WGRAD = Gemm(m=96, n=HIDDEN, k=TOKENS, layout=Layout.TN)

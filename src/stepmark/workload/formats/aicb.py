@@ -14,7 +14,16 @@ from statistics import median
 import msgspec
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.workload import Block, ComputeOp, Group, Operation, Run, Stage, Workload
+from stepmark.core.workload import (
+    Block,
+    CommOp,
+    ComputeOp,
+    Group,
+    Operation,
+    Run,
+    Stage,
+    Workload,
+)
 from stepmark.workload.fold import Repeat, fold
 from stepmark.workload.formats.aicb_line import (
     END,
@@ -25,12 +34,15 @@ from stepmark.workload.formats.aicb_line import (
     Line,
     Lines,
     aicb_group,
+    group_names,
+    group_of,
     no_setup,
     operation,
     parse,
     text_of,
 )
 from stepmark.workload.formats.aicb_line import omissions as generated_omissions
+from stepmark.workload.formats.loss import Kept, communication
 from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
 from stepmark.workload.formats.walk import RepeatedText, with_end
 
@@ -150,10 +162,12 @@ class Reader:
         tp, dp, pp = (sizes.get(name, 1) for name in ("tp", "dp", "pp"))
         pp = max(pp, len(self._sections))
         self._world = max(tp * dp * pp, *sizes.values(), 1)
-        strides = {"tp": 1, "dp": tp, "pp": tp * dp, "ep": tp, "world": 1, "embedding": tp * dp}
-        strides |= {"ep_dp": tp * sizes.get("ep", 1), "ep_tp": 1}
-        if tp * sizes.get("ep", 1) > self._world:  # experts are spread over tensor ranks, too
-            strides["ep"] = 1
+        ep = sizes.get("ep", 1)
+        etp = sizes["ep_tp"] // ep if "ep_tp" in sizes else tp
+        if etp * ep > self._world or not etp:  # experts are spread over tensor ranks, too
+            etp = 1
+        strides = {"tp": 1, "dp": tp, "pp": tp * dp, "ep": etp, "world": 1}
+        strides |= {"ep_dp": etp * ep, "ep_tp": 1, "embedding": tp * dp}
         groups = {}
         for name, size in (*sizes.items(), *sorted(others)):
             key = name if size == sizes[name] else f"{name}_{size}"
@@ -294,12 +308,27 @@ def write(workload: Workload, *, stage: int = 0, computation: bool = True) -> It
 
 
 def omissions(workload: Workload) -> list[str]:
-    """Return what the CSV cannot express of this workload, a line each."""
+    """Return what the CSV cannot express of this workload besides messages, a line each."""
     if FORMAT not in workload.origin:
         return generated_omissions(workload)
     ops = (item for block in workload.blocks.values() for item in block)
     timed = any(getattr(op, "time_s", None) is not None for op in ops)
     return ["times: a workload of AICB has none, only its log of a run"] if timed else []
+
+
+def kept(workload: Workload, stage: int) -> Kept:
+    """Return the messages of a stage's file: its distinct lines, read back."""
+    names = group_names(workload)
+    result = Kept(label=lambda op: names.get(op.group, op.group), has_setup=True)
+    lines = {setup: Lines(workload, computation=False, setup=setup) for setup in (False, True)}
+    for op, times, setup in communication(workload, stage):
+        if text := lines[setup](op):
+            line = parse(text.rstrip("\n"), text)
+            group = Group(digits=((line.group_size or 1, 1),))
+            read_back = operation(line, {group_of(line, {}): group}, text)
+            assert isinstance(read_back, CommOp)
+            result.add(read_back, group, times, setup=setup, label=line.group)
+    return result
 
 
 def _lines_again(workload: Workload, origin: _Origin) -> Iterator[str]:

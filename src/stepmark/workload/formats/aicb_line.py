@@ -6,6 +6,7 @@ Sizes are bytes of the full tensor; of a computation, shapes of its two factors.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from stepmark.core.workload import (
     Operation,
     Workload,
 )
+from stepmark.workload.formats.loss import present
 from stepmark.workload.formats.walk import remarks
 
 HEADER = (
@@ -275,15 +277,15 @@ def group_names(workload: Workload) -> dict[str, str]:
     """Return AICB's names of groups, by our name of them or by the same ranks."""
     names = {name: _GROUP_OF[name] for name in workload.groups if name in _GROUP_OF}
     groups = workload.groups
-    same = {_ranks(groups[name]): aicb_name for name, aicb_name in reversed(names.items())}
+    same = {ranks_of(groups[name]): aicb_name for name, aicb_name in reversed(names.items())}
     same.setdefault(((workload.world_size, 1),), "all")
     for name, group in groups.items():
-        if name not in names and _ranks(group) in same:
-            names[name] = same[_ranks(group)]
+        if name not in names and ranks_of(group) in same:
+            names[name] = same[ranks_of(group)]
     return names
 
 
-def _ranks(group: Group) -> tuple[tuple[int, int], ...]:
+def ranks_of(group: Group) -> tuple[tuple[int, int], ...]:
     """Return dimensions that are equal for groups of the same ranks in the same order."""
     merged: list[tuple[int, int]] = []
     for size, stride in group.digits:
@@ -372,27 +374,30 @@ def _plain(module: str) -> str:
 
 
 def omissions(workload: Workload) -> list[str]:
-    """Return what the CSV cannot express of this workload, a line each."""
-    line = Lines(workload, computation=True)
-    ops = {
-        op
-        for stage in range(len(workload.stages))
-        for setup in (False, True)
-        for op in workload.tally(stage, setup=setup)
-    }
+    """Return what the CSV cannot express of this workload besides messages, a line each."""
+    ops: Counter[Operation] = Counter()
+    for stage in range(len(workload.stages)):
+        for setup in (False, True):
+            ops.update(workload.tally(stage, setup=setup))
     uneven = any(getattr(op, "collective", "") == Collective.ALL_TO_ALL_V for op in ops)
-    lines = remarks(
-        (True, "overlap: every line waits for the one before it; streams go"),
-        (True, "layers and micro-batches: lines follow each other without them"),
-        (True, "element types and times: sizes are bytes"),
-        (len(workload.stages) > 1, "stages: one is written"),
+    typed = any(isinstance(op, CommOp) and op.dtype is not DType.UINT8 for op in ops)
+    lines = present(workload, "layers", "micro-batches", "times", "model", "settings", "notes")
+    lines += remarks(
+        (
+            any(op.stream != COMPUTE for op in ops),
+            "overlap: every line waits for the one before",
+        ),
+        (typed, "element types: sizes are bytes"),
         (uneven, "uneven parts of all_to_all_v: written as all_to_all of the average"),
     )
-    omitted = {
-        f"{op.collective} of {op.group}"
-        if isinstance(op, CommOp)
-        else f"{type(op.op).__name__.lower()} ({op.module}): only matrix products have lines"
-        for op in ops
-        if not line.carries(op)
-    }
-    return [*lines, *(f"left out: {text}" for text in sorted(omitted))]
+    modules: dict[str, dict[str, int]] = {}
+    for op, times in ops.items():
+        if isinstance(op, ComputeOp) and not isinstance(op.op, Gemm):
+            counts = modules.setdefault(type(op.op).__name__.lower(), {})
+            counts[op.module] = counts.get(op.module, 0) + times
+    for kind, counts in sorted(modules.items()):
+        lines.append(
+            f"{kind}: {sum(counts.values())} computations ({', '.join(counts)}): only matrix"
+            " products have lines"
+        )
+    return lines

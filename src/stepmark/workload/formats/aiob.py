@@ -131,7 +131,7 @@ def omissions(workload: Workload) -> list[str]:
     )
     return [
         "all but the time of the forward pass: shapes, types, communication, order",
-        *(f"left out: {module}: AIOB has no part for it" for module in left_out),
+        *(f"{module}: AIOB has no part for it" for module in left_out),
     ]
 
 

@@ -19,21 +19,23 @@ from typing import Any
 from stepmark.core.collectives import Collective
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
-from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Workload
+from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Operation, Workload
 from stepmark.workload.durations import describe, is_wait
-from stepmark.workload.formats.chakra_reader import GROUPS_FILE, read
+from stepmark.workload.formats.chakra_reader import GROUPS_FILE, Reader, read
 from stepmark.workload.formats.chakra_schema import (
     COMM_TYPES,
     VERSION,
     NodeType,
     classes,
     framed,
+    node_of,
 )
+from stepmark.workload.formats.loss import Kept, communication, present
 from stepmark.workload.formats.ranks import (
     Instances,
     Issued,
     check_rank,
-    rank_remarks,
+    first_rank,
     transfer,
 )
 from stepmark.workload.formats.walk import remarks, walk
@@ -127,7 +129,7 @@ def _communication(
     return values | {"dtype.string": op.dtype}
 
 
-__all__ = ["comm_groups", "companions", "files", "omissions", "read", "write"]
+__all__ = ["comm_groups", "companions", "files", "kept", "omissions", "read", "write"]
 
 _REFUSED = (Collective.REDUCE, Collective.GATHER, Collective.SCATTER, Collective.BARRIER)
 
@@ -193,17 +195,36 @@ def omissions(workload: Workload) -> list[str]:
         Collective.BROADCAST in collectives,
     )
     refused = ", ".join(sorted(collectives & set(_REFUSED)))
-    return remarks(
-        (True, "operators' shapes (only FLOPs, bytes and a name)"),
-        (True, "model, settings, notes and the number of micro-batches"),
+    shapes = any(not isinstance(op.op, Kernel) for op in computes)
+    lines = present(workload, "model", "settings", "notes", "the number of micro-batches")
+    return lines + remarks(
+        (shapes, "operators' shapes (only FLOPs, bytes and a name)"),
         (untimed, f"{untimed} computations without a time: ASTRA-sim takes 1 ns"),
         (costless, f"{costless} computations without FLOPs or bytes: no roofline in ASTRA-sim"),
         (rounded, "durations below a microsecond: rounded, exact in the attribute time_s"),
         (uneven, "uneven parts of an all_to_all_v: written as an all-to-all"),
         (refused, f"{refused}: in the file, but ASTRA-sim refuses them"),
         (broadcast, "broadcast: in the file, but ASTRA-sim gives it its duration or 1 ns"),
-        *rank_remarks(workload, comms),
     )
+
+
+def kept(workload: Workload, stage: int) -> Kept:
+    """Return the messages of the file of a stage's first rank: its nodes, read back."""
+    rank = first_rank(workload, stage)
+    check_rank(workload, rank, (*TYPES, *PAIR))
+    instances, schema = Instances(workload, first=1), classes()
+    serialize = _constant_part(workload, rank, instances, schema)
+    ranks = {str(number): members for number, _, members in instances.members()}
+    groups: dict[str, Group] = {}
+    reader = Reader(f"{workload.name}.{rank}.et", workload.world_size, rank, ranks, groups)
+    result = Kept()
+    for op, times, setup in communication(workload, stage):
+        if not setup and (data := serialize(op)[1]):
+            node = node_of(schema.node.FromString(data), op.module)
+            read_back = reader.operation(node, op.module)
+            assert isinstance(read_back, CommOp)
+            result.add(read_back, groups[read_back.group], times, label=op.group)
+    return result
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ def read(path: Path) -> Workload:
     for rank, file in enumerate(paths):
         ordered, controlled = in_order(read_nodes(file), file.name)
         callers += not controlled
-        reader = _Reader(file.name, world, rank, ranks_by_group, used_groups)
+        reader = Reader(file.name, world, rank, ranks_by_group, used_groups)
         programs.append(reader.operations(ordered))
     stages, blocks = stages_of(programs)
     workload = Workload(
@@ -122,7 +122,7 @@ def read(path: Path) -> Workload:
     return workload
 
 
-class _Reader:
+class Reader:
     """Nodes of one rank as operations; `used_groups` collects the groups of all ranks."""
 
     def __init__(
@@ -155,7 +155,7 @@ class _Reader:
             stream = self._streams.setdefault(name, _Stream())
             deps = [(streams[dep], placed.get(dep)) for dep in waits[node.number]]
             after = self._after(stream, deps, name)
-            operation = self._operation(node, f"{self._file}: node {node.number}")
+            operation = self.operation(node, f"{self._file}: node {node.number}")
             stream.calls += not (isinstance(operation, CommOp) and operation.fused)
             if node.number in awaited:
                 placed[node.number] = len(stream.named)
@@ -184,7 +184,7 @@ class _Reader:
                     names.append(f"{stream}~{back}" if back else stream)
         return tuple(names)
 
-    def _operation(self, node: Node, where: str) -> Operation:
+    def operation(self, node: Node, where: str) -> Operation:
         values = node.values
         phase = str(values.get("phase", Phase.STEP))
         common: dict[str, Any] = {

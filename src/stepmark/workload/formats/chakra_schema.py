@@ -221,11 +221,12 @@ def read_nodes(path: Path) -> list[Node]:
         except schema.decode_error as error:
             raise ConfigError(where, type(error).__name__, "a Chakra message") from None
         if index:
-            nodes.append(_node(message, where))
+            nodes.append(node_of(message, where))
     return nodes
 
 
-def _node(message: Any, where: str) -> Node:
+def node_of(message: Any, where: str) -> Node:
+    """Return the content of a decoded node. Raise ConfigError."""
     values: dict[str, Value] = {}
     for attribute in message.attr:
         field = attribute.WhichOneof("value")

@@ -8,7 +8,8 @@ from functools import partial
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import CommOp, Kernel, Operation, Workload
 from stepmark.workload.durations import family, shape
-from stepmark.workload.formats.walk import remarks, setup_remark, walk
+from stepmark.workload.formats.loss import Kept, communication, present
+from stepmark.workload.formats.walk import walk
 
 COLUMNS = (
     *("index", "stage", "phase", "layer", "microbatch", "module", "kind", "operation"),
@@ -31,12 +32,20 @@ def write(workload: Workload, stages: Sequence[int] | None = None) -> Iterator[s
 
 def omissions(workload: Workload) -> list[str]:
     """Return what has no column."""
-    return remarks(
-        (True, "model, settings, notes and the number of micro-batches"),
-        (True, "which ranks form a group"),
-        (True, "roots, peers, reductions, what is recomputed, which messages are one call"),
-        setup_remark(workload),
-    )
+    return [
+        *present(workload, "model", "settings", "notes", "the number of micro-batches"),
+        *present(workload, "which ranks form a group", "roots", "peers", "reductions"),
+        *present(workload, "what is recomputed", "which messages are one call"),
+    ]
+
+
+def kept(workload: Workload, stage: int) -> Kept:
+    """Return the messages of a stage's lines: all of the step."""
+    result = Kept()
+    for op, times, setup in communication(workload, stage):
+        if not setup:
+            result.add(op, workload.groups[op.group], times)
+    return result
 
 
 def _lines(workload: Workload, stages: Sequence[int]) -> Iterator[str]:

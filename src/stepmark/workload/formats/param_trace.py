@@ -22,12 +22,13 @@ from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import EmbeddingBag, Gemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation, Workload
 from stepmark.workload.durations import is_wait
-from stepmark.workload.formats.param_trace_reader import COMPUTATIONS, Entry, read
+from stepmark.workload.formats.loss import Kept, communication, present
+from stepmark.workload.formats.param_trace_reader import COMPUTATIONS, Entry, Reader, read
 from stepmark.workload.formats.ranks import (
     Instances,
     Issued,
     check_rank,
-    rank_remarks,
+    first_rank,
     transfer,
 )
 from stepmark.workload.formats.walk import remarks, walk
@@ -88,7 +89,7 @@ class Queue:
 _WAIT = '{{"comms":"wait","req":{}}}'
 
 
-__all__ = ["files", "omissions", "read", "write"]
+__all__ = ["files", "kept", "omissions", "read", "write"]
 
 # PARAM has no types of 8-bit floats and none of unsigned words: others of their size stand in.
 DTYPES = {
@@ -166,9 +167,12 @@ def omissions(workload: Workload) -> list[str]:
     redops = ", ".join(sorted({op.redop for op in comms} - {"none", "sum"}))
     uneven = Collective.ALL_TO_ALL_V in collectives
     broadcast = Collective.BROADCAST in collectives
-    rooted, fused = any(op.root for op in comms), any(op.fused for op in comms)
-    return remarks(
-        (True, "layers, micro-batches, recomputation, times, model, settings and notes"),
+    rooted = any(op.root for op in comms)
+    places = ("layers", "micro-batches", "what is recomputed", "times")
+    lines = present(
+        workload, *places, "model", "settings", "notes", "which messages are one call"
+    )
+    return lines + remarks(
         (omitted, f"{omitted} computations that are no product or embedding lookup"),
         (narrowed, "layouts, scaling and output types of products, skew and type of lookups"),
         (streams, "streams: only where each message is waited for"),
@@ -177,9 +181,30 @@ def omissions(workload: Workload) -> list[str]:
         (uneven, "uneven parts of an all_to_all_v: written as equal ones"),
         (broadcast, "broadcast: in the file, but commsTraceReplay stops at one"),
         (rooted, "roots: in the file, but commsTraceReplay takes rank 0"),
-        (fused, "which messages are one call"),
-        *rank_remarks(workload, comms),
     )
+
+
+def kept(workload: Workload, stage: int) -> Kept:
+    """Return the messages of the file of a stage's first rank: its entries, read back."""
+    rank = first_rank(workload, stage)
+    check_rank(workload, rank, NAMES)
+    instances = Instances(workload)
+    line = _lines(workload, rank, instances)
+    entries = [
+        Entry(comms="init", pg_id=number, global_ranks=list(ranks))
+        for number, _, ranks in instances.members()
+    ]
+    written = []
+    for op, times, setup in communication(workload, stage):
+        if not setup and (text := line(op).text):
+            entries.append(msgspec.json.decode(text + "}", type=Entry))
+            written.append((op, times))
+    reader = Reader(entries, f"{rank}.json", workload.world_size, rank)
+    result = Kept()
+    for (op, times), read_back in zip(written, reader.operations(), strict=True):
+        assert isinstance(read_back, CommOp)
+        result.add(read_back, reader.groups[read_back.group], times, label=op.group)
+    return result
 
 
 def _file(workload: Workload, rank: int) -> Iterator[str]:

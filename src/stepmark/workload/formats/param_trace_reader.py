@@ -165,13 +165,13 @@ def read(path: Path) -> Workload:
         world = len(paths)
         entries_of_ranks = [_entries(file) for file in paths]
         readers = [
-            _Reader(entries, file.name, world, rank)
+            Reader(entries, file.name, world, rank)
             for rank, (file, entries) in enumerate(zip(paths, entries_of_ranks, strict=True))
         ]
     else:
         entries = _entries(path)
         world = _world_size(entries)
-        readers = [_Reader(entries, path.name, world, None)]
+        readers = [Reader(entries, path.name, world, None)]
     stages, blocks = stages_of([reader.operations() for reader in readers])
     groups = {name: group for reader in readers for name, group in reader.groups.items()}
     workload = Workload(
@@ -211,7 +211,7 @@ def _is_posted(entry: Entry) -> bool:
     return letters_only(entry.comms or "") in ("isend", "irecv")
 
 
-class _Reader:
+class Reader:
     """Entries of one rank, or of all alike (rank None), as operations."""
 
     def __init__(

@@ -16,7 +16,6 @@ from stepmark.core.workload import (
     Workload,
     parse_after,
 )
-from stepmark.workload.formats.walk import setup_remark
 
 WORLD = "world"  # group of all ranks
 
@@ -81,11 +80,9 @@ class Issued:
         return numbers
 
 
-def rank_remarks(workload: Workload, comms: Iterable[CommOp]) -> Iterator[tuple[object, str]]:
-    """Yield remarks on what no file of one rank's step holds."""
-    alone = any(workload.groups[op.group].size == 1 for op in comms)
-    yield alone, "communication of a rank with itself"
-    yield setup_remark(workload)
+def first_rank(workload: Workload, stage: int) -> int:
+    """Return the first rank of a stage."""
+    return stage * workload.world_size // len(workload.stages)
 
 
 def check_rank(workload: Workload, rank: int, collectives: Collection[str]) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 import msgspec
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.workload import Block, Group, Run, Stage, Workload
+from stepmark.core.workload import Block, CommOp, Group, Run, Stage, Workload
 from stepmark.workload.fold import Repeat, fold
 from stepmark.workload.formats import simai_rows
+from stepmark.workload.formats.loss import Kept, communication
 from stepmark.workload.formats.simai_row import Row, blocks_of, parse, row_of
 from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
-from stepmark.workload.formats.walk import RepeatedText, with_end
+from stepmark.workload.formats.walk import RepeatedText, remarks, with_end
 
 FORMAT = "simai"
 _LEAF = re.compile(r"row (\d+)\.fwd")
@@ -96,8 +97,28 @@ def write(workload: Workload, *, stage: int = 0) -> Iterator[str]:
 
 
 def omissions(workload: Workload) -> list[str]:
-    """Return what the text cannot express of this workload, a line each."""
+    """Return what the text cannot express of this workload besides messages, a line each."""
     return [] if FORMAT in workload.origin else simai_rows.omissions(workload)
+
+
+def kept(workload: Workload, stage: int) -> Kept:
+    """Return the messages of the file, read back; those of the pipeline are in line 1."""
+    result = Kept(label=simai_rows.Messages(workload).label)
+    header = _header(simai_rows.header(workload), None)
+    groups = _groups_of(header)
+    times = (1, workload.num_microbatches, 1)
+    for rows, number in zip(simai_rows.rows(workload, stage), times, strict=True):
+        for row in rows:
+            parsed = parse(row.line(), row.name)
+            for block in blocks_of(parsed, groups, row.name, layers=False, microbatches=False):
+                for op in block:
+                    if isinstance(op, CommOp):
+                        result.add(op, groups[op.group], number)
+    for op, number, setup in communication(workload, stage):
+        is_pipeline = not setup and simai_rows.leaves_stage(workload, op, stage)
+        if is_pipeline and op.call_bytes() == header["pp_comm"]:
+            result.add(op, workload.groups[op.group], number)
+    return result
 
 
 def _header(line: str, world_size: int | None) -> dict[str, int]:
@@ -123,6 +144,8 @@ def _header(line: str, world_size: int | None) -> dict[str, int]:
         if values.get(name, 0) < 1:
             raise ConfigError(f"line 1, {name}", values.get(name, "missing"), "1 or more")
     at_once = values["model_parallel_NPU_group"] * values.get("pp", 1)
+    if not values.get("etp", 1):
+        raise ConfigError("line 1, etp", 0, "1 or more")
     if not at_once or values["all_gpus"] % at_once:
         raise ConfigError("line 1, all_gpus", values["all_gpus"], f"a multiple of {at_once}")
     return values
@@ -144,14 +167,24 @@ def _row_text(workload: Workload, index: str, raw: Mapping[str, tuple[str, str]]
 
 
 def _groups_of(header: Mapping[str, int]) -> dict[str, Group]:
-    """Return groups with neighbouring tensor-parallel ranks; then come data, then pipeline."""
+    """Return groups with neighbouring tensor-parallel ranks; then come data, then pipeline.
+
+    etp, tensor parallelism of experts, is ours: without it experts have that of the rest.
+    """
     tp, ep = header["model_parallel_NPU_group"], header.get("ep", 1)
     dp = header["all_gpus"] // (tp * header.get("pp", 1))
     groups = {"tp": Group(digits=((tp, 1),)), "dp": Group(digits=((dp, tp),))}
-    if ep and dp % ep == 0:
-        groups["ep"] = Group(digits=((ep, tp),))
-        groups["dp_ep"] = Group(digits=((dp // ep, tp * ep),))
+    etp = header.get("etp", 1 if _is_folded(header) else tp)
+    if ep and tp * dp % (etp * ep) == 0:
+        groups["ep"] = Group(digits=((ep, etp),))
+        groups["dp_ep"] = Group(digits=((tp * dp // (etp * ep), etp * ep),))
     return groups
+
+
+def _is_folded(header: Mapping[str, int]) -> bool:
+    """Return whether the data ranks are too few for the experts, so that tp ranks have some."""
+    dp = header["all_gpus"] // (header["model_parallel_NPU_group"] * header.get("pp", 1))
+    return "etp" not in header and bool(dp % (header.get("ep", 1) or 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +200,7 @@ class Reader:
 
     def __init__(self, header: Mapping[str, int]) -> None:
         self.groups = _groups_of(header)
+        self._is_folded = _is_folded(header) and "ep" in self.groups
         self.blocks: dict[str, Block] = {}
         self.raw: dict[str, list[str]] = {}  # of rows that we would write otherwise
         self.rows: list[Row] = []
@@ -231,9 +265,14 @@ class Reader:
 
     def notes(self) -> tuple[str, ...]:
         cells = [cell for row in self.rows for cell in (row.fwd, row.dgrad, row.wgrad)]
-        if all(cell.compute_ns <= 1 for cell in cells):
-            return ("every compute time is 1 ns: AICB's filler where there is no profile",)
-        return ()
+        notes = remarks(
+            (
+                all(cell.compute_ns <= 1 for cell in cells),
+                "every compute time is 1 ns: AICB's filler where there is no profile",
+            ),
+            (self._is_folded, "ep does not divide dp: read as neighbouring ranks, across tp"),
+        )
+        return tuple(notes)
 
 
 def _run(block: str, times: int, at: _Place, step: _Place, *, backward: bool) -> Run:

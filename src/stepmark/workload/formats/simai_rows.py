@@ -10,31 +10,64 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepmark.core.collectives import Collective
+from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Phase
-from stepmark.core.workload import CommOp, ComputeOp, Operation, Run, Workload, shifted
-from stepmark.workload.formats.aicb_line import group_names
+from stepmark.core.workload import (
+    COMPUTE,
+    CommOp,
+    ComputeOp,
+    Kernel,
+    Operation,
+    Run,
+    Workload,
+    shifted,
+)
+from stepmark.workload.formats.aicb_line import group_names, ranks_of
+from stepmark.workload.formats.loss import present
 from stepmark.workload.formats.simai_row import NONE, TYPE_OF, Cell, Row
-from stepmark.workload.formats.walk import joined, repeated
+from stepmark.workload.formats.walk import joined, remarks, repeated
 
 # AICB's groups by SimAI's suffix: of messages within a pass, and of those of the whole step.
 _PASS_GROUPS = {"tp_group": "", "ep_group": "_EP"}
 _GRADIENTS = {"dp_group": "", "ep_dp_group": "_DP_EP"}
+_CARRIED = {**_PASS_GROUPS, **_GRADIENTS}
+_STEP_LABELS = {"": "dp", "_DP_EP": "dp_ep"}
+_LABELS = {"": "tp", "_EP": "ep"}
 
 
 class Messages:
     """SimAI's types of a workload's messages; None: it has none."""
 
     def __init__(self, workload: Workload) -> None:
-        self._names = group_names(workload)
         self._groups = workload.groups
+        names = group_names(workload)
+        same = {
+            ranks_of(self._groups[name]): label
+            for name, label in names.items()
+            if label in _CARRIED
+        }
+        self._names = names | {
+            name: same[ranks]
+            for name, group in self._groups.items()
+            if names.get(name) not in _CARRIED and (ranks := ranks_of(group)) in same
+        }
 
     def in_pass(self, op: CommOp) -> str | None:
         return self._type(op, _PASS_GROUPS)
 
     def of_step(self, op: CommOp) -> str | None:
         return self._type(op, _GRADIENTS)
+
+    def label(self, op: CommOp) -> str:
+        """Return SimAI's group of a message, else our own."""
+        if op.collective in (SEND, RECV):
+            return op.group
+        for kind, names in ((self.in_pass, _LABELS), (self.of_step, _STEP_LABELS)):
+            if (comm := kind(op)) is not None:
+                return names[comm.partition("_")[1] + comm.partition("_")[2]]
+        return op.group
 
     def num_bytes(self, op: CommOp) -> int:
         return op.message_bytes(self._groups[op.group])
@@ -143,6 +176,7 @@ _GRADIENT_ROWS = {
 # Modules whose sums over data-parallel ranks are no gradients.
 _SMALL = ("loss", "tokens", "norm", "clip", "gradient_norm", "overflow")
 _VPP = ("virtual_pipeline_model_parallel_size", "vpp")
+_MOST_PP_COMM = 2**31 - 1  # Workload.cc: std::stoi
 _HEADER = (
     "HYBRID_TRANSFORMER_FWD_IN_BCKWD model_parallel_NPU_group: {tp} ep: {ep} pp: {pp} "
     "vpp: {vpp} ga: {ga} all_gpus: {world} checkpoints: 0 checkpoint_initiates: 0 "
@@ -152,42 +186,41 @@ _HEADER = (
 
 def write(workload: Workload, stage: int = 0) -> Iterator[str]:
     """Yield the text in pieces. Raise ConfigError if compute times are unknown."""
-    ops = list(first_microbatch(workload, stage))
-    _check_times(ops)
-    body = [op for op in ops if op.microbatch is not None]
-    rest = [op for op in ops if op.microbatch is None]
-    before = list(_gradient_rows(workload, stage))
-    messages = Messages(workload)
-    inside = list(microbatch_rows(messages, body))
-    after = list(_step_rows(messages, rest))
+    _check_times(first_microbatch(workload, stage))
+    before, inside, after = rows(workload, stage)
     times = workload.num_microbatches
-    yield _header(workload, stage) + f"{len(before) + len(inside) * times + len(after)}\n"
+    yield header(workload) + f"{len(before) + len(inside) * times + len(after)}\n"
     first, text, last = (
-        "".join(row.line() for row in rows) for rows in (before, inside, after)
+        "".join(row.line() for row in part) for part in (before, inside, after)
     )
     yield from joined([first, *repeated(text, times), last])
 
 
-def omissions(workload: Workload) -> list[str]:
-    """Return what the text cannot express of this workload, a line each."""
-    lines = [
-        "overlap: messages within a pass are waited for; streams and order inside a row go",
-        "element types: sizes are bytes",
-        "operators: a row has a time per pass, not shapes",
-        "gradient buckets: each kind of gradient message is summed into one row",
-    ]
-    ops = [op for stage in range(len(workload.stages)) for op in workload.tally(stage)]
-    if len(workload.stages) > 1:
-        lines.append("stages: one is written; the pipeline is pp, vpp and pp_comm in line 1")
+def rows(workload: Workload, stage: int) -> tuple[list[Row], list[Row], list[Row]]:
+    """Return the rows before the micro-batches, of one micro-batch, and after them."""
+    ops = list(first_microbatch(workload, stage))
     messages = Messages(workload)
-    omitted = {
-        f"{op.collective} of {op.group} ({op.module})"
-        for op in ops
-        if isinstance(op, CommOp)
-        and op.collective not in (SEND, RECV)
-        and messages.in_pass(op) is messages.of_step(op) is None
-    }
-    return [*lines, *(f"left out: {text}" for text in sorted(omitted))]
+    inside = microbatch_rows(messages, [op for op in ops if op.microbatch is not None])
+    after = _step_rows(messages, [op for op in ops if op.microbatch is None])
+    return list(_gradient_rows(workload, stage)), list(inside), list(after)
+
+
+def omissions(workload: Workload) -> list[str]:
+    """Return what the text cannot express of this workload besides messages, a line each."""
+    ops = [op for stage in range(len(workload.stages)) for op in workload.tally(stage)]
+    comms = [op for op in ops if isinstance(op, CommOp)]
+    overlaps = any(op.stream != COMPUTE for op in comms)
+    shapes = any(isinstance(op, ComputeOp) and not isinstance(op.op, Kernel) for op in ops)
+    typed = any(op.dtype is not DType.UINT8 for op in comms)
+    is_folded = "etp:" in header(workload)
+    return present(workload, "model", "settings", "notes") + remarks(
+        (overlaps, "overlap: messages within a pass are waited for; streams go"),
+        (typed, "element types: sizes are bytes"),
+        (shapes, "operators: a row has a time per pass, not shapes"),
+        (len(workload.stages) > 1, "the pipeline's order: it is pp, vpp, pp_comm in line 1"),
+        (pipeline_bytes(workload) > _MOST_PP_COMM, "pp_comm: SimAI reads at most 2147483647"),
+        (is_folded, "etp in line 1: SimAI ignores it and takes DP_EP as dp / ep ranks"),
+    )
 
 
 def first_microbatch(workload: Workload, stage: int) -> Iterator[Operation]:
@@ -238,23 +271,47 @@ def _check_times(ops: Iterable[Operation]) -> None:
         raise ConfigError("time_s", text, "known times of all computation (--compute-from)")
 
 
-def _header(workload: Workload, stage: int) -> str:
+def header(workload: Workload) -> str:
+    """Return line 1, with etp, which SimAI does not know, if experts have another tp."""
     sizes = {name: group.size for name, group in workload.groups.items()}
-    sent = [
-        op.call_bytes()
-        for op in workload.tally(stage)
-        if isinstance(op, CommOp) and op.collective == SEND and op.phase is Phase.FWD
-    ]
-    chunks = [workload.settings.get(name) for name in _VPP]
+    settings = workload.settings
+    chunks = [settings.get(name) for name in _VPP]
+    if settings.get("pp_schedule") == "interleaved":
+        chunks.append(settings.get("pp_stages"))
+    tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
+    etp = sizes.get("etp", tp) if ep > 1 else tp
     return _HEADER.format(
-        tp=sizes.get("tp", 1),
-        ep=sizes.get("ep", 1),
+        tp=tp,
+        ep=f"{ep} etp: {etp}" if etp != tp else ep,
         pp=len(workload.stages),
         vpp=next((chunk for chunk in chunks if isinstance(chunk, int) and chunk), 1),
         ga=workload.num_microbatches,
         world=workload.world_size,
-        pp_comm=max(sent, default=0),
+        pp_comm=pipeline_bytes(workload),
     )
+
+
+def pipeline_bytes(workload: Workload) -> int:
+    """Return the largest message between stages; each stage's file has the same."""
+    return max(
+        (
+            op.call_bytes()
+            for stage in range(len(workload.stages))
+            for op in workload.tally(stage)
+            if isinstance(op, CommOp) and leaves_stage(workload, op, stage)
+        ),
+        default=0,
+    )
+
+
+def leaves_stage(workload: Workload, op: CommOp, stage: int) -> bool:
+    """Return whether a send or receive of a stage has its other side in another stage."""
+    if op.peer is None:
+        return False
+    rank = stage * workload.world_size // len(workload.stages)
+    ranks = workload.groups[op.group].members(rank)
+    peer = ranks[(ranks.index(rank) + op.peer) % len(ranks)]
+    return workload.stage_of(peer) != stage
 
 
 def _gradient_rows(workload: Workload, stage: int) -> Iterator[Row]:

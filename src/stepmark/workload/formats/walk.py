@@ -13,12 +13,6 @@ def remarks(*candidates: tuple[object, str]) -> list[str]:
     return [text for holds, text in candidates if holds]
 
 
-def setup_remark(workload: Workload) -> tuple[bool, str]:
-    """Return the remark of formats that have only a step."""
-    has_setup = any(stage.setup for stage in workload.stages)
-    return has_setup, "what runs once before the first step"
-
-
 class Placed(NamedTuple, Generic[T]):
     """Result of `make` for an operation, with its layer and micro-batch inside its block."""
 
