@@ -6,6 +6,7 @@ times: it is read as one step of median times, and is written without them.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +14,12 @@ from statistics import median
 
 import msgspec
 
+from stepmark.core.collectives import Collective
+from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Gemm
 from stepmark.core.workload import (
+    COMPUTE,
     Block,
     CommOp,
     ComputeOp,
@@ -41,10 +46,9 @@ from stepmark.workload.formats.aicb_line import (
     parse,
     text_of,
 )
-from stepmark.workload.formats.aicb_line import omissions as generated_omissions
-from stepmark.workload.formats.loss import Kept, communication
+from stepmark.workload.formats.loss import Kept, communication, present
 from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
-from stepmark.workload.formats.walk import RepeatedText, with_end
+from stepmark.workload.formats.walk import RepeatedText, remarks, with_end
 
 FORMAT = "aicb"
 _EMBEDDING = "forward.MegatronEmbedding"
@@ -310,10 +314,39 @@ def write(workload: Workload, *, stage: int = 0, computation: bool = True) -> It
 def omissions(workload: Workload) -> list[str]:
     """Return what the CSV cannot express of this workload besides messages, a line each."""
     if FORMAT not in workload.origin:
-        return generated_omissions(workload)
+        return _generated_omissions(workload)
     ops = (item for block in workload.blocks.values() for item in block)
     timed = any(getattr(op, "time_s", None) is not None for op in ops)
     return ["times: a workload of AICB has none, only its log of a run"] if timed else []
+
+
+def _generated_omissions(workload: Workload) -> list[str]:
+    ops: Counter[Operation] = Counter()
+    for stage in range(len(workload.stages)):
+        for setup in (False, True):
+            ops.update(workload.tally(stage, setup=setup))
+    uneven = any(getattr(op, "collective", "") == Collective.ALL_TO_ALL_V for op in ops)
+    typed = any(isinstance(op, CommOp) and op.dtype is not DType.UINT8 for op in ops)
+    lines = present(workload, "layers", "micro-batches", "times", "model", "settings", "notes")
+    lines += remarks(
+        (
+            any(op.stream != COMPUTE for op in ops),
+            "overlap: every line waits for the one before",
+        ),
+        (typed, "element types: sizes are bytes"),
+        (uneven, "uneven parts of all_to_all_v: written as all_to_all of the average"),
+    )
+    modules: dict[str, dict[str, int]] = {}
+    for op, times in ops.items():
+        if isinstance(op, ComputeOp) and not isinstance(op.op, Gemm):
+            counts = modules.setdefault(type(op.op).__name__.lower(), {})
+            counts[op.module] = counts.get(op.module, 0) + times
+    for kind, counts in sorted(modules.items()):
+        lines.append(
+            f"{kind}: {sum(counts.values())} computations ({', '.join(counts)}): only matrix"
+            " products have lines"
+        )
+    return lines
 
 
 def kept(workload: Workload, stage: int) -> Kept:

@@ -6,7 +6,6 @@ Sizes are bytes of the full tensor; of a computation, shapes of its two factors.
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -24,8 +23,6 @@ from stepmark.core.workload import (
     Operation,
     Workload,
 )
-from stepmark.workload.formats.loss import present
-from stepmark.workload.formats.walk import remarks
 
 HEADER = (
     "comm_type,comm_group,comm_group_size,msg_size,stage,dst,src,additional,"
@@ -371,33 +368,3 @@ def _linear(op: Operation, part: str, role: str, *, forward: bool) -> str:
 def _plain(module: str) -> str:
     """Return a name without characters that would end a field."""
     return "".join(" " if char in ",\r\n" else char for char in module)
-
-
-def omissions(workload: Workload) -> list[str]:
-    """Return what the CSV cannot express of this workload besides messages, a line each."""
-    ops: Counter[Operation] = Counter()
-    for stage in range(len(workload.stages)):
-        for setup in (False, True):
-            ops.update(workload.tally(stage, setup=setup))
-    uneven = any(getattr(op, "collective", "") == Collective.ALL_TO_ALL_V for op in ops)
-    typed = any(isinstance(op, CommOp) and op.dtype is not DType.UINT8 for op in ops)
-    lines = present(workload, "layers", "micro-batches", "times", "model", "settings", "notes")
-    lines += remarks(
-        (
-            any(op.stream != COMPUTE for op in ops),
-            "overlap: every line waits for the one before",
-        ),
-        (typed, "element types: sizes are bytes"),
-        (uneven, "uneven parts of all_to_all_v: written as all_to_all of the average"),
-    )
-    modules: dict[str, dict[str, int]] = {}
-    for op, times in ops.items():
-        if isinstance(op, ComputeOp) and not isinstance(op.op, Gemm):
-            counts = modules.setdefault(type(op.op).__name__.lower(), {})
-            counts[op.module] = counts.get(op.module, 0) + times
-    for kind, counts in sorted(modules.items()):
-        lines.append(
-            f"{kind}: {sum(counts.values())} computations ({', '.join(counts)}): only matrix"
-            " products have lines"
-        )
-    return lines
