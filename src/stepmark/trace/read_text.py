@@ -1,6 +1,7 @@
 """Read files, plain or gzip, up to a size: a small file can unpack to terabytes."""
 
 import gzip
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ MAX_TEXT_BYTES = 512 * MIB  # larger files are traces or dumps
 _GZIP_MAGIC = b"\x1f\x8b"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _CHECKED_FOR_ZEROS = 8192
+_COLORS = re.compile(r"\x1b\[[\d;]{0,40}[mK]")
 
 
 @contextmanager
@@ -69,9 +71,10 @@ def is_binary(head: bytes) -> bool:
 
 
 def decode(data: bytes) -> str:
-    """Return UTF-16 (by its byte-order mark) or UTF-8 data as text without the mark."""
+    """Return UTF-16 (by its byte-order mark) or UTF-8 data as text without mark and colors."""
     encoding = "utf-16" if data[:2] in _UTF16 else "utf-8"
-    return data.decode(encoding, errors="replace").removeprefix("\ufeff")
+    text = data.decode(encoding, errors="replace").removeprefix("\ufeff")
+    return _COLORS.sub("", text) if "\x1b" in text else text
 
 
 def lines_of(text: str) -> list[str]:

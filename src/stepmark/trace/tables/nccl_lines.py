@@ -38,9 +38,14 @@ _STEPMARK_MODE = re.compile(r"#\s*mode (?P<mode>\w+) \(")
 _STARTING = re.compile(r"Collective test starting:\s*(?P<name>[\w-]{1,60})")
 _PARAMETERS = re.compile(r"(?<!\w)nThreads?:? +\d+ +nGpus:? +\d+ .*")
 _NUMBERS = re.compile(r"(?P<key>agg[ _]?iters|graph|nThreads?|nGpus):? +(?P<value>\d{1,9})\b")
+_SWEEP = re.compile(
+    r"minBytes:? +(?P<first>\d{1,18}) +maxBytes:? +(?P<last>\d{1,18}) +"
+    r"step:? +(?P<step>\d{1,18})\((?P<unit>factor|bytes)\)"
+)
+_REDUCED = re.compile(r"#\s*Reducing maxBytes to (?P<last>\d{1,18}) due to memory")
 _BLOCKING = re.compile(r"#\s*Blocking Enabled:?(?P<how>.*)")
 _RANK = re.compile(
-    r"#?\s*Rank\s+(?P<rank>\d{1,7})\s+(?:Group\s+(?P<group>\d{1,7})\s+)?"
+    r"\bRank\s+(?P<rank>\d{1,7})\s+(?:Group\s+(?P<group>\d{1,7})\s+)?"
     r"Pid\s+\d{1,9}\s+on\s+\S{1,255}\s+device\s+\d{1,5}"
 )
 _PLACEMENTS = re.compile(r"#?\s*(?:(?:out-of|in)-place\s*(?:\(\+ per-iteration\))?\s*){1,2}")
@@ -56,6 +61,8 @@ _TAG = re.compile(
     r"""\s*(?:
         \[(?:default|rank)?\d{1,6}(?:,\s?\d{1,6})?\](?:<std(?:out|err)>)?:?  # torchrun, mpirun
       | \d{1,6}:(?=\s)                                                  # srun --label
+      | \[pod/[\w./-]{1,253}\](?=\s)                                    # kubectl logs --prefix
+      | [A-Za-z][\w.-]{0,63}-\d{1,6}\s+\|(?=\s)                         # docker compose
       | \([A-Za-z_][^()\n]{0,80}\bpid=\d{1,9}[^()\n]{0,60}\)             # Ray
       | [A-Za-z][\w.-]{0,63}:(?=\s+(?:\#|\d{1,19}\s+\d{1,19}\s+[a-z]))    # pdsh, clush
     )[ ]?""",
@@ -75,6 +82,7 @@ class OutputFacts:
     version: str = ""
     collective: str = ""  # of "Collective test starting"
     parameters: str = ""
+    max_bytes: int | None = None  # as reduced for want of memory
     blocking: str = ""
     mode: str = ""  # of stepmark's own output
     ranks: list[tuple[int, int]] = field(default_factory=list)  # rank, group
@@ -126,10 +134,9 @@ def opens_output(line: str) -> bool:
     ) or line.lstrip("# ").startswith("Using devices")
 
 
-def rank_of(line: str) -> tuple[int, int] | None:
-    """Return (rank, group) of a rank line."""
-    match = _RANK.match(line)
-    return (int(match["rank"]), int(match["group"] or 0)) if match else None
+def ranks_of(line: str) -> list[tuple[int, int]]:
+    """Return (rank, group) of a rank line, or of several that were printed into one line."""
+    return [(int(match["rank"]), int(match["group"] or 0)) for match in _RANK.finditer(line)]
 
 
 def columns_of(line: str) -> list[str]:
@@ -155,6 +162,8 @@ def add_facts(facts: OutputFacts, line: str) -> None:
         facts.collective = collective_named(match["name"])
     elif match := _PARAMETERS.search(line):
         facts.parameters = " ".join(match[0].split())
+    elif match := _REDUCED.match(line):
+        facts.max_bytes = int(match["last"])
     elif match := _BLOCKING.search(line):
         facts.blocking = match["how"].strip() or "enabled"
     elif match := _WRONG.search(line):
@@ -199,6 +208,31 @@ def method_text(tool: str, words: list[str], per_group: int, *, is_enqueue_time:
     text = f"{tool} {', '.join(words) or 'queued'}"
     text += f", {per_group} per group" if per_group > 1 else ""
     return text + (", time to enqueue" if is_enqueue_time else "")
+
+
+def num_sizes(facts: OutputFacts) -> int | None:
+    """Return the number of sizes of a sweep by the parameter line; None where it is not known.
+
+    nccl-tests' loop: from minBytes while size <= maxBytes, times the factor or plus the bytes.
+    """
+    match = _SWEEP.search(facts.parameters)
+    if not match:
+        return None
+    first, last, step = int(match["first"]), int(match["last"]), int(match["step"])
+    last = min(last, facts.max_bytes or last)
+    if match["unit"] == "bytes":
+        return (last - first) // step + 1 if step and first <= last else None
+    if not first or step < 2:
+        return None
+    return sum(first * step**power <= last for power in range(64)) or None
+
+
+def ranks_per_process(facts: OutputFacts) -> int:
+    """Return threads x GPUs per thread by the parameter line, 1 where it is not known."""
+    values = {
+        m["key"].rstrip("s"): int(m["value"]) for m in _NUMBERS.finditer(facts.parameters)
+    }
+    return max(values.get("nThread", 1) * values.get("nGpu", 1), 1)
 
 
 def _blocking_level(how: str) -> int:
@@ -320,10 +354,9 @@ def header_layout(columns: Sequence[str]) -> Layout | None:
 
 
 def layout_of(rows: Sequence[Row], columns: Sequence[str]) -> Layout | None:
-    """Return the header's layout if rows have it, else the one by the most frequent width."""
+    """Return the header's layout, for want of one that by the most frequent width of rows."""
     widths = Counter(len(row.cells) for row in rows)
-    stated = header_layout(columns)
-    if stated and widths[stated.width] * 2 >= len(rows):
+    if stated := header_layout(columns):
         return stated
     known_widths = [width for width in widths if _layout_by_width(width)]
     if not known_widths:

@@ -12,6 +12,7 @@ line mixed. A row may be broken by log lines; its rest is a line of figures alon
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -131,11 +132,11 @@ class _Reader:
         return True
 
     def _add_facts(self, line: str, tag: str, number: int) -> None:
-        if rank := nccl_lines.rank_of(line):
+        if ranks := nccl_lines.ranks_of(line):
             output = self.output(tag, number)
-            if not output.rows or rank[0] in dict(output.facts.ranks):
+            if not output.rows or ranks[0][0] in dict(output.facts.ranks):
                 output = self.output_without_rows(tag, number)
-            output.facts.ranks.append(rank)
+            output.facts.ranks += ranks
         elif nccl_lines.opens_output(line):
             output = self.output_without_rows(tag, number)
             output.num_parameter_lines += "nThread" in line
@@ -153,7 +154,7 @@ class _Reader:
 
 
 # Beginnings of the notes that validate() turns into findings.
-ROWS_MISSING = "the footer's average bus bandwidth"
+ROWS_MISSING = "rows are missing"
 OUT_OF_BOUNDS = "the footer counts values out of bounds"
 _MAX_NOTES = 5
 
@@ -194,6 +195,7 @@ def _table(output: Output, lines: Sequence[str], file: str) -> Table:
         notes=(
             *_incomplete_rows_notes(rows, layout),
             *_column_notes(facts, rows),
+            *_sweep_notes(complete, output),
             *(_unknown_collective_note(readings) if not collective else ()),
             *notes,
             *_footer_notes(facts, readings),
@@ -312,20 +314,33 @@ def _num_ranks(
 ) -> tuple[int | None, str, tuple[str, ...]]:
     """Return (ranks, how they are known, notes)."""
     if facts.ranks:
-        groups = dict(facts.ranks)
-        same = sum(group == groups.get(0, 0) for group in groups.values())
-        of_all = f" of group 0, of {len(groups)} in all" if same < len(groups) else ""
-        repeated = len(facts.ranks) - len(groups)
-        note = (
-            f"{repeated} rank lines name a rank a second time: this is the mixed output of "
-            "several processes that did not connect (a build without MPI)"
-        )
-        return same, f"{same} rank lines{of_all}", (note,) if repeated else ()
+        return _num_ranks_stated(facts)
     num_ranks, reason = printed_figures.num_ranks_of(readings, collective)
     if num_ranks is not None:
         return num_ranks, reason, ()
     detail = f" ({reason})" if reason else ""
     return None, "", (f"the number of ranks is not known{detail} (compare --ranks N)",)
+
+
+def _num_ranks_stated(facts: OutputFacts) -> tuple[int | None, str, tuple[str, ...]]:
+    """Return (ranks by the rank lines, how they are known, notes)."""
+    groups = dict(facts.ranks)
+    same = sum(group == groups.get(0, 0) for group in groups.values())
+    of_all = f" of group 0, of {len(groups)} in all" if same < len(groups) else ""
+    repeated = len(facts.ranks) - len(groups)
+    lost = max(groups) + 1 - len(groups)
+    notes = (
+        f"{repeated} rank lines name a rank a second time: this is the mixed output of "
+        "several processes that did not connect (a build without MPI)",
+        f"the lines of {lost} ranks below rank {max(groups)} are missing",
+    )
+    per_process = nccl_lines.ranks_per_process(facts)
+    if lost and not of_all:
+        return same + lost, f"the line of rank {max(groups)}", notes[1:]
+    if lost or (not repeated and len(groups) % per_process):
+        note = f"{len(groups)} rank lines, which is no multiple of {per_process} per process"
+        return None, "", (notes[1] if lost else note,)
+    return same, f"{same} rank lines{of_all}", notes[:1] if repeated else ()
 
 
 def _unknown_collective_note(readings: Sequence[Reading]) -> tuple[str, ...]:
@@ -359,10 +374,32 @@ def _column_notes(facts: OutputFacts, rows: Sequence[Row]) -> list[str]:
         notes.append("layout of nccl-tests 1.x: times are milliseconds")
     if "cputime" in facts.columns:
         notes.append("the time column is the time to enqueue (-C): it says nothing of busbw")
+    short = next((row for row in rows if not row.redop), None)
+    if short and "root" in facts.columns and "redop" in facts.columns:
+        notes.append(f"line {short.line}: a row without the redop that the header names")
     starred = next((row for row in rows if any("*" in cell for cell in row.cells)), None)
     if starred:
         notes.append(f"{OUT_OF_BOUNDS}: an asterisk in line {starred.line}")
     return notes
+
+
+def _sweep_notes(rows: Sequence[Row], output: Output) -> list[str]:
+    """Return a note if sweeps have fewer or more rows than the parameters ask for."""
+    num_sizes = nccl_lines.num_sizes(output.facts)
+    is_sweep = output.num_parameter_lines == 1 and output.facts.tool != "stepmark"
+    if not num_sizes or not is_sweep:
+        return []
+    cycles = _cycles(rows, is_mixed=False)
+    sweeps = Counter(
+        (row.dtype, row.redop, row.cells[0] if len(row.cells) % 4 else "", cycle)
+        for row, cycle in zip(rows, cycles, strict=True)
+    )
+    lost = sum(max(num_sizes - num_rows, 0) for num_rows in sweeps.values())
+    added = sum(max(num_rows - num_sizes, 0) for num_rows in sweeps.values())
+    return [
+        *[f"{ROWS_MISSING}: {lost} of those that the parameters ask for"] * (lost > 0),
+        *[f"{added} rows more than the parameters ask for: some stand twice"] * (added > 0),
+    ]
 
 
 def _footer_notes(facts: OutputFacts, readings: Sequence[Reading]) -> list[str]:
@@ -377,7 +414,7 @@ def _footer_notes(facts: OutputFacts, readings: Sequence[Reading]) -> list[str]:
     rounding += max(rounding_error(facts.average), 5e-6)
     if abs(mean - average) > rounding + 1e-9 + abs(average) * 1e-5:
         notes.append(
-            f"{ROWS_MISSING} is {average:g}, that of the rows here {mean:g}: rows are missing "
-            "or were changed"
+            f"{ROWS_MISSING} or were changed: the footer's average bus bandwidth is {average:g}, "
+            f"that of the rows here {mean:g}"
         )
     return notes

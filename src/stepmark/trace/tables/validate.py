@@ -9,7 +9,7 @@ Rules, each at most one finding with its first lines as evidence:
     ranks-factor      WARNING  busbw fits another number of ranks
     slow-outlier      WARNING  one size took far longer than the sizes beside it
     placement-ratio   NOTE     out-of-place and in-place are more than 10 % apart
-    rows-missing      NOTE     the footer's average is not that of the rows
+    rows-missing      NOTE     the footer's average or the parameters show that rows are missing
 
 Two figures disagree only if no true values round to both. slow-outlier: time / interpolation
 between both neighbours (in log size, log time) above 1.3, and one more sign: longer than the

@@ -1,0 +1,60 @@
+"""Inputs with a known truth, changed as files are on their way: no wrong answer goes unsaid.
+
+Of harmless changes at least 99.5 % read right and without a sign of damage. Of changes that can
+be detected none reads wrong without one. Changes that cannot are listed with their rates.
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+from tests.damage import tables
+from tests.damage.mutators import Effect, Mutator
+
+FAMILIES = {"tables": tables}
+CASES = [
+    pytest.param(family, mutator, id=f"{family}-{mutator.name}")
+    for family, module in FAMILIES.items()
+    for mutator in module.MUTATORS
+]
+SAMPLES, ALL = 15, 150
+
+
+def outcomes(family: str, mutator: Mutator, number: int, folder: Path) -> Counter[str]:
+    """Return how many inputs read right or wrong, with or without a sign of damage."""
+    module, path = FAMILIES[family], folder / "input"
+    counts: Counter[str] = Counter()
+    for seed in range(number):
+        random = Random(f"{mutator.name} {seed}")
+        output = module.output(random)
+        path.write_bytes(mutator.apply(output.lines, random))
+        values, signs = module.reading(path)
+        is_right = "right" if values == output.values else "wrong"
+        counts[f"{is_right}{', said' if signs else ''}"] += 1
+    return counts
+
+
+def check(mutator: Mutator, counts: Counter[str]) -> None:
+    number = counts.total()
+    if mutator.effect is Effect.HARMLESS:
+        assert counts["right"] >= 0.995 * number, counts
+    elif mutator.effect is Effect.DETECTABLE:
+        assert counts["wrong"] == 0, counts
+
+
+@pytest.mark.parametrize(("family", "mutator"), CASES)
+def test_a_sample_of_changed_inputs(family: str, mutator: Mutator, tmp_path: Path) -> None:
+    check(mutator, outcomes(family, mutator, SAMPLES, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mutator"), CASES)
+def test_all_changed_inputs(
+    family: str, mutator: Mutator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = outcomes(family, mutator, ALL, tmp_path)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{family:10} {mutator.name:22} {mutator.effect:12} {dict(counts)}")
+    check(mutator, counts)
