@@ -414,7 +414,7 @@ def _footer_notes(facts: OutputFacts, readings: Sequence[Reading]) -> list[str]:
     rounding += max(rounding_error(facts.average), 5e-6)
     if abs(mean - average) > rounding + 1e-9 + abs(average) * 1e-5:
         notes.append(
-            f"{ROWS_MISSING} or were changed: the footer's average bus bandwidth is {average:g}, "
-            f"that of the rows here {mean:g}"
+            f"{ROWS_MISSING} or were changed: the footer's average bus bandwidth is "
+            f"{average:g}, that of the rows here {mean:g}"
         )
     return notes
