@@ -12,13 +12,12 @@ line mixed. A row may be broken by log lines; its rest is a line of figures alon
 """
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.core.units import GB
-from stepmark.trace.tables import nccl_lines, printed_figures
+from stepmark.trace.tables import nccl_lines, nccl_notes, printed_figures
 from stepmark.trace.tables.nccl_lines import Layout, OutputFacts, Row
 from stepmark.trace.tables.printed_figures import parse_number, rounding_error
 from stepmark.trace.tables.slide_tables import heading_above
@@ -153,12 +152,6 @@ class _Reader:
             nccl_lines.add_facts(self.open[tag].facts, line)
 
 
-# Beginnings of the notes that validate() turns into findings.
-ROWS_MISSING = "rows are missing"
-OUT_OF_BOUNDS = "the footer counts values out of bounds"
-_MAX_NOTES = 5
-
-
 def read(lines: Sequence[str], file: str) -> list[Table]:
     """Return all tables of these lines, in order; their index is left at 0."""
     tables = [_table(output, lines, file) for output in outputs_of(lines)]
@@ -173,7 +166,9 @@ def _table(output: Output, lines: Sequence[str], file: str) -> Table:
     tool = nccl_lines.tool_of(facts, f"{heading} {command_line}")
     layout = nccl_lines.layout_of(rows, facts.columns)
     complete = [row for row in rows if layout and len(row.cells) == layout.width]
-    readings = _readings(complete, layout, output) if layout else []
+    is_mixed = output.num_parameter_lines > 1
+    cycles = _cycles(complete, is_mixed=is_mixed)
+    readings = _readings(complete, cycles, layout, output) if layout else []
     collective, collective_from = _collective(output, readings, file)
     num_ranks, num_ranks_from, notes = _num_ranks(facts, readings, collective)
     if num_ranks != 1:  # the busbw of one rank is 0
@@ -193,22 +188,23 @@ def _table(output: Output, lines: Sequence[str], file: str) -> Table:
         method=nccl_lines.method_of(facts, tool),
         readings=tuple(readings),
         notes=(
-            *_incomplete_rows_notes(rows, layout),
-            *_column_notes(facts, rows),
-            *_sweep_notes(complete, output),
-            *(_unknown_collective_note(readings) if not collective else ()),
+            *nccl_notes.incomplete_rows(rows, layout),
+            *nccl_notes.unusual_columns(facts, rows),
+            *(nccl_notes.rows_of_sweep(complete, cycles, facts) if not is_mixed else ()),
+            *(nccl_notes.unknown_collective(readings) if not collective else ()),
             *notes,
-            *_footer_notes(facts, readings),
+            *nccl_notes.footer(facts, readings),
         ),
     )
 
 
-def _readings(rows: Sequence[Row], layout: Layout, output: Output) -> list[Reading]:
+def _readings(
+    rows: Sequence[Row], cycles: Sequence[int], layout: Layout, output: Output
+) -> list[Reading]:
     columns = output.facts.columns
     second = 1e-3 if {"bytes", "n"} <= set(columns) or "(ms)" in columns else 1e-6
     is_enqueue_time = "cputime" in columns
     placements = _placements(layout, columns + output.facts.placements)
-    cycles = _cycles(rows, is_mixed=output.num_parameter_lines > 1)
     time_at, algbw_at, busbw_at = map(layout.columns.index, ("time", "algbw", "busbw"))
     has_count = "wrong" in layout.columns and not _is_error_column(rows, layout, columns)
     readings = []
@@ -341,80 +337,3 @@ def _num_ranks_stated(facts: OutputFacts) -> tuple[int | None, str, tuple[str, .
         note = f"{len(groups)} rank lines, which is no multiple of {per_process} per process"
         return None, "", (notes[1] if lost else note,)
     return same, f"{same} rank lines{of_all}", notes[:1] if repeated else ()
-
-
-def _unknown_collective_note(readings: Sequence[Reading]) -> tuple[str, ...]:
-    parts = printed_figures.parts_of(readings)
-    hint = ""
-    if parts and parts > 1:
-        hint = f"; size is {parts} x count: one of all_gather, all_to_all, gather, scatter"
-    return (f"{nccl_lines.UNKNOWN_COLLECTIVE}{hint}",)
-
-
-def _incomplete_rows_notes(rows: Sequence[Row], layout: Layout | None) -> list[str]:
-    """Return a note for each of the first rows that were left out."""
-    if layout is None:
-        return []
-    lost = [row for row in rows if len(row.cells) != layout.width]
-    notes = [
-        f"line {row.line}: the last row is cut off after {len(row.cells)} of {layout.width} "
-        "figures and left out"
-        if row is rows[-1] and len(row.cells) < layout.width
-        else f"line {row.line}: a row with {len(row.cells)} figures instead of "
-        f"{layout.width} is left out"
-        for row in lost[:_MAX_NOTES]
-    ]
-    more = len(lost) - _MAX_NOTES
-    return notes + ([f"{more} more rows are left out"] if more > 0 else [])
-
-
-def _column_notes(facts: OutputFacts, rows: Sequence[Row]) -> list[str]:
-    notes = []
-    if {"bytes", "n"} <= set(facts.columns):
-        notes.append("layout of nccl-tests 1.x: times are milliseconds")
-    if "cputime" in facts.columns:
-        notes.append("the time column is the time to enqueue (-C): it says nothing of busbw")
-    short = next((row for row in rows if not row.redop), None)
-    if short and "root" in facts.columns and "redop" in facts.columns:
-        notes.append(f"line {short.line}: a row without the redop that the header names")
-    starred = next((row for row in rows if any("*" in cell for cell in row.cells)), None)
-    if starred:
-        notes.append(f"{OUT_OF_BOUNDS}: an asterisk in line {starred.line}")
-    return notes
-
-
-def _sweep_notes(rows: Sequence[Row], output: Output) -> list[str]:
-    """Return a note if sweeps have fewer or more rows than the parameters ask for."""
-    num_sizes = nccl_lines.num_sizes(output.facts)
-    is_sweep = output.num_parameter_lines == 1 and output.facts.tool != "stepmark"
-    if not num_sizes or not is_sweep:
-        return []
-    cycles = _cycles(rows, is_mixed=False)
-    sweeps = Counter(
-        (row.dtype, row.redop, row.cells[0] if len(row.cells) % 4 else "", cycle)
-        for row, cycle in zip(rows, cycles, strict=True)
-    )
-    lost = sum(max(num_sizes - num_rows, 0) for num_rows in sweeps.values())
-    added = sum(max(num_rows - num_sizes, 0) for num_rows in sweeps.values())
-    return [
-        *[f"{ROWS_MISSING}: {lost} of those that the parameters ask for"] * (lost > 0),
-        *[f"{added} rows more than the parameters ask for: some stand twice"] * (added > 0),
-    ]
-
-
-def _footer_notes(facts: OutputFacts, readings: Sequence[Reading]) -> list[str]:
-    notes = [f"{OUT_OF_BOUNDS}: {facts.num_wrong}"] if facts.num_wrong else []
-    average = parse_number(facts.average)
-    printed = [reading.printed[2] for reading in readings if reading.printed]
-    rates = [rate for text in printed if (rate := parse_number(text)) is not None]
-    if average is None or not rates:
-        return notes
-    mean = sum(rates) / len(rates)
-    rounding = sum(map(rounding_error, printed)) / len(printed)
-    rounding += max(rounding_error(facts.average), 5e-6)
-    if abs(mean - average) > rounding + 1e-9 + abs(average) * 1e-5:
-        notes.append(
-            f"{ROWS_MISSING} or were changed: the footer's average bus bandwidth is "
-            f"{average:g}, that of the rows here {mean:g}"
-        )
-    return notes

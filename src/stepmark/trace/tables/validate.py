@@ -28,7 +28,7 @@ from stepmark.core.finding import Evidence, Finding, Severity
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.core.units import GB, format_bytes, format_time
 from stepmark.trace.tables import printed_figures
-from stepmark.trace.tables.nccl_text import OUT_OF_BOUNDS, ROWS_MISSING
+from stepmark.trace.tables.nccl_notes import OUT_OF_BOUNDS, ROWS_MISSING
 from stepmark.trace.tables.printed_figures import parse_number, rounding_error
 
 MAX_SLOW_RATIO, MAX_PLACEMENT_RATIO = 1.3, 1.1
