@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from stepmark.app.workload import generate
+from stepmark.app.workload_flags import options_class
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig, find_model
-from stepmark.workload.formats.huggingface import read_config
+from stepmark.workload.formats import native
+from stepmark.workload.formats.huggingface import read_config, read_notes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LLAMA = json.loads((EXAMPLES / "hf/llama-3.1-8b/config.json").read_text())
@@ -265,3 +268,69 @@ def test_unreadable_files(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.json", Path("nul\0.json"), Path("x" * 5000)):
         with pytest.raises(ConfigError):
             read_config(path)
+
+
+def notes(tmp_path: Path, content: dict[str, object]) -> list[str]:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(content))
+    read_config(path)
+    found = read_notes(path)
+    assert all(note.startswith(f"{path}: ") for note in found)
+    return [note.removeprefix(f"{path}: ") for note in found]
+
+
+@pytest.mark.parametrize("family", GOOD)
+def test_a_plain_config_has_no_notes(tmp_path: Path, family: str) -> None:
+    assert notes(tmp_path, GOOD[family]) == []
+
+
+UNMODELLED: list[tuple[dict[str, object], dict[str, object], str]] = [
+    (DEEPSEEK, {"num_nextn_predict_layers": 1}, "multi-token-prediction layers are left out"),
+    (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "weights and products have"),
+    (DEEPSEEK, {"n_group": 8, "topk_group": 4}, "any experts may be chosen"),
+    (DEEPSEEK, {"aux_loss_alpha": 0.001}, "no auxiliary loss"),
+    (LLAMA, {"model_type": "mistral", "sliding_window": 4096}, "attention reaches all"),
+    (QWEN3_8B, {"layer_types": ["full_attention", "sliding_attention"]}, "full causal"),
+    (LLAMA, {"final_logit_softcapping": 30.0}, "logits are not capped"),
+    (LLAMA, {"attention_sinks": True}, "attention has no sinks"),
+    (QWEN_MOE, {"shared_expert_intermediate_size": 512}, "shared experts are left out"),
+    (QWEN_MOE, {"shared_expert_gate": True}, "shared experts have no gate"),
+    (QWEN_MOE, {"router_aux_loss_coef": 0.001, "output_router_logits": True}, "no auxiliary"),
+    (GPT2, {"attn_pdrop": 0.1}, "dropout is left out"),
+    (LLAMA, {"partial_rotary_factor": 0.5}, "rotary positions cover whole heads"),
+    (LLAMA, {"no_rope_layers": [1, 1, 1, 0]}, "all layers have rotary positions"),
+    (LLAMA, {"residual_multiplier": 0.22}, "values are not scaled"),
+    (LLAMA, {"num_local_experts": 8}, "unknown keys, which the model does not have: num_local"),
+]
+
+
+@pytest.mark.parametrize(("config", "more", "note"), UNMODELLED)
+def test_a_key_with_an_effect_that_is_not_modelled_is_noted(
+    tmp_path: Path, config: dict[str, object], more: dict[str, object], note: str
+) -> None:
+    (found,) = notes(tmp_path, config | more)
+    assert note in found
+    assert list(more)[0 if "model_type" not in more else 1] in found
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_nextn_predict_layers": 0, "quantization_config": None, "attention_dropout": 0.0},
+        {"sliding_window": 4096, "use_sliding_window": False, "unheard_of": False},
+        {"layer_types": ["full_attention"] * 2, "n_group": 8, "topk_group": 8},
+        {"router_aux_loss_coef": 0.001, "partial_rotary_factor": 1.0, "pretraining_tp": 1},
+    ],
+)
+def test_what_is_switched_off_is_not_noted(tmp_path: Path, more: dict[str, object]) -> None:
+    assert notes(tmp_path, LLAMA | more) == []
+
+
+def test_notes_of_a_file_stand_in_the_workload(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | {"attention_sinks": True, "unheard_of": 7}))
+    options = options_class("fsdp")(framework="fsdp", model=str(path), world_size=8)
+    workload = generate(options)
+    assert sum(str(path) in note for note in workload.notes) == 2
+    again = native.decode(native.encode(workload))
+    assert any("unheard_of" in note for note in again.notes)

@@ -9,6 +9,7 @@ from typing import Any
 from stepmark.app import comm_plan, delivery
 from stepmark.app.machine import Machine
 from stepmark.app.measure import measure_or_list
+from stepmark.app.models import file_notes
 from stepmark.app.view import View, show_rows, view
 from stepmark.core.collectives import FACTS, Api, Collective, placements
 from stepmark.core.comm_options import CommOptions
@@ -52,7 +53,7 @@ def plan(options: CommOptions, machine: Machine) -> Plan:
         world_size=world_size,
         how=How(comm=_how(options)),
         entries=entries(cases, options.launches),
-        notes=tuple(notes),
+        notes=(*notes, *file_notes(options.model)),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from stepmark.app import delivery, op_plan
 from stepmark.app.machine import Machine, machine
 from stepmark.app.measure import measure_or_list, measure_quietly, show_run
+from stepmark.app.models import file_notes
 from stepmark.app.op_plan import Placed, family_cases, layer_cases
 from stepmark.app.view import median_s, show_rows, view
 from stepmark.core.case import Label, OpCase, Rate
@@ -63,6 +64,7 @@ def plan(cases: Sequence[OpCase], options: OpOptions, *, how: OpHow | None = Non
         how=How(op=dataclasses.replace(how, timeout_s=options.timeout or how.timeout_s)),
         entries=entries(cases),
         settings={"dataset": dataset.upper()} if dataset else {},
+        notes=file_notes(options.field("model")),
     )
 
 

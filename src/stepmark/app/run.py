@@ -84,6 +84,7 @@ def plan(requested: RunOptions, machine: Machine) -> Plan:
         of_train = train.plan(training, machine)
         how = replace(how, train=of_train.how.train)
         world_size = max(world_size, of_train.world_size)
+        notes += of_train.notes
         parts += of_train.entries
     return Plan(
         command="run",

@@ -7,6 +7,7 @@ from pathlib import Path
 from stepmark.app import delivery, train_plan, train_refusals
 from stepmark.app.machine import Machine
 from stepmark.app.measure import measure_or_list
+from stepmark.app.models import file_notes
 from stepmark.app.progress import case_text
 from stepmark.app.view import View, console, view
 from stepmark.core.options import build, plain
@@ -36,6 +37,7 @@ def plan(options: TrainOptions, machine: Machine) -> Plan:
         world_size=world_size,
         how=How(train=how(options, world_size)),
         entries=entries(cases, options.launches),
+        notes=file_notes(",".join(options.model_names)),
     )
 
 

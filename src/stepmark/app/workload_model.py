@@ -16,7 +16,7 @@ from stepmark.app.aicb_models import (
     Preset,
     preset,
 )
-from stepmark.app.models import read_models, scaled
+from stepmark.app.models import file_notes, read_models, scaled
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig, find_model
 from stepmark.core.options import dashed
@@ -67,6 +67,7 @@ def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelC
         models = read_models(options.model)
         if len(models) != 1:
             raise ConfigError("model", options.model, "one model")
+        notes += file_notes(options.model)
         return models[0]
     if options.model_size:
         return _from_preset(preset(options.model_size, framework), options, notes)
@@ -222,6 +223,8 @@ def _with_mla(model: ModelConfig, options: GenerateOptions) -> ModelConfig:
     widths = {name: value for name in _MLA if (value := getattr(options, name)) is not None}
     if not widths:
         return model
+    if widths.get("q_lora_rank") == 0:  # none, as in AICB
+        widths["q_lora_rank"] = None
     if model.mla:
         mla = replace(model.mla, **widths)
     else:

@@ -79,7 +79,7 @@ class Experts:
         "--moe-enable/--no-moe-enable",
         "--moe-enabled/--no-moe-enabled",
     )
-    q_lora_rank: int | None = flag("MLA: width queries are compressed to")
+    q_lora_rank: int | None = flag("MLA: width queries are compressed to; 0: none")
     kv_lora_rank: int | None = flag("MLA: width keys and values are compressed to")
     qk_rope_head_dim: int | None = flag(
         "MLA: rotated part of a head", "--qk-rope-head-dim", "--qk-rope-dim"

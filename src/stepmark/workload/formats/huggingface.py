@@ -1,7 +1,7 @@
 """Hugging Face `config.json` of decoder-only families, as ModelConfig.
 
-Only what changes shapes is read; other fields of the file are ignored. Not represented:
-sliding windows, multi-token-prediction layers, quantization.
+Only what changes shapes is read. `read_notes` names the other keys that change a step
+(huggingface_keys.py).
 """
 
 import re
@@ -15,6 +15,7 @@ import msgspec
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig
+from stepmark.workload.formats.huggingface_keys import unmodelled
 from stepmark.workload.formats.source_file import convert, one_line, read_json
 
 # Far above any model, and low enough that 4 x a width is still one ModelConfig accepts.
@@ -121,6 +122,14 @@ def read_config(path: Path) -> ModelConfig:
         experts = next((key for key in _EXPERTS if key in raw), "num_experts")
         names = _LLAMA_NAMES | {"num_experts": experts}
         raise in_words_of_file(error, raw, where, names) from None
+
+
+def read_notes(path: Path) -> list[str]:
+    """Return notes on what read_config ignores of a file that it accepts."""
+    raw = read_json(path)
+    assert isinstance(raw, dict)
+    modelled = msgspec.structs.fields(_FIELDS.get(raw["model_type"], _Llama))
+    return [f"{path}: {note}" for note in unmodelled(raw, {key.name for key in modelled})]
 
 
 def in_words_of_file(
@@ -279,4 +288,12 @@ _FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
+}
+# Keys by family, where they are not llama's.
+_FIELDS: dict[str, type[msgspec.Struct]] = {
+    "mixtral": _Mixtral,
+    "gpt2": _Gpt2,
+    "qwen3_moe": _Qwen3Moe,
+    "deepseek_v2": _DeepSeek,
+    "deepseek_v3": _DeepSeek,
 }

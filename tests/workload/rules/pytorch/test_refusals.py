@@ -75,7 +75,7 @@ CASES: list[tuple[Any, dict[str, int], Any, str]] = [
         Fsdp(),
         {"dp_shard": 2, "pp": 16, "microbatches": 16},
         DENSE,
-        "pp 16 is invalid: it must be at most 8 stages",
+        "pipeline stages: '16' is invalid: it must be at most 10",
     ),
     (
         Ddp(),
@@ -147,7 +147,7 @@ CASES: list[tuple[Any, dict[str, int], Any, str]] = [
         replace(INTERLEAVED, pp_stages=3),
         {"pp": 4, "microbatches": 8},
         DENSE,
-        "pp 4 is invalid: it must be at most 8 stages, the layers of small, not 12",
+        "pipeline stages: '12' is invalid: it must be at most 10",
     ),
 ]
 

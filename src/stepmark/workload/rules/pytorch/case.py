@@ -10,7 +10,7 @@ from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision
 from stepmark.core.workload import Workload
 from stepmark.workload.job import Job
 from stepmark.workload.rules.pytorch import ddp, fsdp, plain
-from stepmark.workload.rules.pytorch.schedules import Schedule
+from stepmark.workload.rules.pytorch.schedules import Schedule, Split
 from stepmark.workload.rules.pytorch.units import TpPlan
 
 T = TypeVar("T")
@@ -97,6 +97,7 @@ def settings_of(case: TrainCase, kind: type[T]) -> T:
         "recompute_every": case.recompute_blocks[1],
         "pp_schedule": Schedule(case.pp_schedule),
         "pp_microbatches": _parts(case),
+        "pp_split": Split.EVEN,
     }
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if name in names})

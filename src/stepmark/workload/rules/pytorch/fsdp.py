@@ -14,7 +14,7 @@ from stepmark.core.workload import Group, Workload
 from stepmark.workload.architecture import AnyJob
 from stepmark.workload.job import Comms, check_at_least, setting
 from stepmark.workload.rules.pytorch.fsdp_order import Sharding
-from stepmark.workload.rules.pytorch.schedules import Schedule
+from stepmark.workload.rules.pytorch.schedules import Schedule, Split
 from stepmark.workload.rules.pytorch.step import SOURCE, build
 from stepmark.workload.rules.pytorch.technique import check_settings, technique
 from stepmark.workload.rules.pytorch.units import TpPlan, groups_of
@@ -50,6 +50,7 @@ class Fsdp:
     pp_schedule: Schedule = setting(Schedule.ONE_F_ONE_B, "1f1b, interleaved or gpipe")
     pp_microbatches: int = setting(0, "micro-batches per pass through the pipeline; 0: all")
     pp_stages: int = setting(2, "with --pp-schedule interleaved: stages per rank")
+    pp_split: Split = setting(Split.TORCHTITAN, "layers by stage: torchtitan or even")
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "prefetch", "blocks_per_group")

@@ -11,7 +11,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.training import Recompute
 from stepmark.core.workload import Workload
 from stepmark.workload.job import Job, check_single, setting
-from stepmark.workload.rules.pytorch.schedules import Schedule
+from stepmark.workload.rules.pytorch.schedules import Schedule, Split
 from stepmark.workload.rules.pytorch.step import SOURCE, build
 from stepmark.workload.rules.pytorch.technique import check_settings, technique
 from stepmark.workload.rules.pytorch.units import TpPlan
@@ -40,6 +40,7 @@ class Pp(Tp):
     pp_schedule: Schedule = setting(Schedule.ONE_F_ONE_B, "1f1b, interleaved or gpipe")
     pp_microbatches: int = setting(0, "micro-batches per pass through the pipeline; 0: all")
     pp_stages: int = setting(2, "with --pp-schedule interleaved: stages per rank")
+    pp_split: Split = setting(Split.TORCHTITAN, "layers by stage: torchtitan or even")
 
 
 def workload(job: Job, settings: Tp) -> Workload:

@@ -15,7 +15,12 @@ from stepmark.workload.architecture import AnyJob, OwnJob, Unit
 from stepmark.workload.job import Comms, Job, check_trained, plain_settings
 from stepmark.workload.rules.pytorch.chunk import Blocks, Chunk, Layer
 from stepmark.workload.rules.pytorch.pipeline import Stage as PipelineStage
-from stepmark.workload.rules.pytorch.schedules import order_of
+from stepmark.workload.rules.pytorch.schedules import (
+    Schedule,
+    order_of,
+    split_note,
+    stage_sizes,
+)
 from stepmark.workload.rules.pytorch.schedules import spans as spans_of
 from stepmark.workload.rules.pytorch.technique import Technique
 from stepmark.workload.rules.pytorch.units import UnitBuilder, groups_of, stage_ends
@@ -45,7 +50,16 @@ def build(
         groups={name: group for name, group in groups.items() if name in used_groups},
         blocks=blocks,
         stages=stages,
+        notes=_notes(job, technique),
     )
+
+
+def _notes(job: AnyJob, technique: Technique) -> tuple[str, ...]:
+    if job.parallel.pp == 1:
+        return ()
+    chunks = technique.pp_stages if technique.schedule is Schedule.INTERLEAVED else 1
+    sizes = stage_sizes(job.num_layers, job.parallel.pp * chunks, technique.pp_split)
+    return split_note(sizes, technique.pp_split)
 
 
 def _prune(blocks: Blocks, stages: tuple[Stage, ...]) -> set[str]:
@@ -112,11 +126,8 @@ def _pipelined(
 def _chunks(
     job: Job, technique: Technique, comms: Comms, blocks: Blocks, count: int
 ) -> list[Chunk]:
-    """Return even chunks, the first with the remaining layers (bench/training/trainer.py)."""
+    """Return the parts of the model by pipeline stage."""
     model = job.model
-    if model.num_layers < count:
-        allowed = f"at most {model.num_layers} stages, the layers of {model.name}, not {count}"
-        raise ConfigError("pp", job.parallel.pp, allowed)
     if model.tied_embeddings and count > 1:
         raise ConfigError(
             "pp", job.parallel.pp, f"1, since {model.name} ties embedding and head"
@@ -138,8 +149,8 @@ def _chunks(
         names_ends=technique.sharding is not None or job.parallel.pp > 1,
         root_has_ends=technique.root_has_ends or model.tied_embeddings,
     )
-    small, rest = divmod(model.num_layers, count)
-    bounds = [0, *itertools.accumulate(small + (index < rest) for index in range(count))]
+    sizes = stage_sizes(model.num_layers, count, technique.pp_split)
+    bounds = [0, *itertools.accumulate(sizes)]
     chunks: list[Chunk] = []
     for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
         units = [

@@ -12,7 +12,7 @@ from stepmark.core.workload import Block, ComputeOp, Operation
 from stepmark.workload.architecture import Unit
 from stepmark.workload.job import check_at_least, check_trained
 from stepmark.workload.rules.pytorch.fsdp_order import Sharding
-from stepmark.workload.rules.pytorch.schedules import Schedule
+from stepmark.workload.rules.pytorch.schedules import Schedule, Split
 from stepmark.workload.rules.pytorch.units import TpPlan
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Technique:
     schedule: Schedule = Schedule.ONE_F_ONE_B
     pp_microbatches: int = 0
     pp_stages: int = 2
+    pp_split: Split = Split.EVEN
     backward: "Callable[[Chunk], Block] | None" = None
     setup: "Callable[[Chunk], Block] | None" = None
 
@@ -73,6 +74,7 @@ def technique(settings: Any, **more: Any) -> Technique:
             "schedule": settings.pp_schedule,
             "pp_microbatches": settings.pp_microbatches,
             "pp_stages": settings.pp_stages,
+            "pp_split": settings.pp_split,
         }
     return Technique(
         clips=settings.clip,
