@@ -239,6 +239,17 @@ class LaggingRank:
     certain: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostCalls:
+    """Calls that the log of a rank lacks between others, while its peers have them."""
+
+    communicator: str
+    rank: int | None
+    process: str
+    lines: int  # at least
+    before: IssuedCall  # the first that a rank lacks, as another one issued it
+
+
 class Role(IntEnum):
     """Rank of a failure among those of one job: the lowest is the cause of the others."""
 
@@ -337,6 +348,7 @@ class LogFacts:
     mismatches: tuple[Mismatch, ...]
     behind: tuple[LaggingRank, ...]
     peers: tuple[PeerDifference, ...] = ()
+    lost: tuple[LostCalls, ...] = ()
     failures: tuple[Failure, ...] = ()
     progress: tuple[GroupProgress, ...] = ()
     absent: tuple[AbsentRank, ...] = ()

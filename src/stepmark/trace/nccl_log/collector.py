@@ -181,6 +181,7 @@ class Collector:
             mismatches=tuple(compared.mismatches),
             behind=tuple(compared.lagging),
             peers=tuple(compared.peers),
+            lost=tuple(compared.lost),
             failures=failures,
             progress=progress,
             absent=absent,

@@ -118,10 +118,22 @@ def lagging_ranks(facts: LogFacts) -> Iterator[Finding]:
             others = (rank.process if rank.rank is None else rank.rank for rank in ranks[1:])
             text += f". Also behind: {comma_list(others)}"
         if not facts.has_failed:
-            text += ". The job hangs here, unless the log was copied while it ran"
+            text += ". The job hangs here, unless lines were lost or it still ran"
         calls = [worst.missing, *(rank.last for rank in ranks if rank.last)]
         evidence = [call.evidence for call in calls]
         yield finding_of("behind", Severity.WARNING, text + ".", evidence)
+
+
+def lost_lines(facts: LogFacts) -> Iterator[Finding]:
+    """Report ranks whose log lacks calls that their peers have."""
+    for lost in facts.lost:
+        name = f"rank {lost.rank}" if lost.rank is not None else lost.process
+        text = (
+            f"The log of {name} lacks at least {plural(lost.lines, 'call')} of communicator "
+            f"{lost.communicator} between others: lines were lost, and counts of calls are too "
+            "low. NCCL_DEBUG_FILE with %h and %p gives each process a file"
+        )
+        yield finding_of("lost-lines", Severity.WARNING, f"{text}.", [lost.before.evidence])
 
 
 def _rank(side: IssuedCall) -> str:
@@ -294,6 +306,7 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     call_mismatch,
     peer_differences,
     lagging_ranks,
+    lost_lines,
     init_incomplete,
     mixed_versions,
     network_rules.wrong_interface,

@@ -3,20 +3,33 @@
 Ranks are compared by position in the log and not by opCount: some versions leave it at 0, and
 calls of one group share it. Only at the first line must it be equal, else parts are missing.
 Send and Recv differ by rank: what one rank sent is compared with what its peer received. A rank
-with a cut line is not compared; where a line has lost its process, no rank is.
+with a cut line is not compared; where a line has lost its process, no rank is. Where the calls
+of two ranks agree again after a gap in one, and opCount continues over it, lines were lost.
 """
 
+import re
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from stepmark.core.finding import Evidence
-from stepmark.core.log_facts import IssuedCall, LaggingRank, Mismatch, PeerDifference
+from stepmark.core.log_facts import (
+    IssuedCall,
+    LaggingRank,
+    LostCalls,
+    Mismatch,
+    PeerDifference,
+)
 from stepmark.trace.nccl_log.communicators import CommHandle
 from stepmark.trace.nccl_log.lines import UNORDERED, Calls, quotes, type_name
 
 _MAX_SHOWN = 4
+_MAX_GAP = 32  # lines in a row that may be lost
+_REJOIN = 4  # calls that agree after a gap
+_MAX_CHECKED = 64  # gaps of a rank over which opCount is read
+_OP_COUNT = re.compile(r" opCount ([0-9a-f]+) ")
 
 
 # Elements and type -> number of calls, and file and line of the first.
@@ -29,6 +42,20 @@ class Comparison(NamedTuple):
     mismatches: list[Mismatch]
     lagging: list[LaggingRank]
     peers: list[PeerDifference]
+    lost: list[LostCalls]
+
+
+@dataclass(slots=True)
+class _Alignment:
+    """How far the calls of two ranks agree: positions in both, and lines that each has lost."""
+
+    left: int = 0
+    right: int = 0
+    lost_left: int = 0
+    lost_right: int = 0
+    num_gaps: int = 0
+    differs: bool = False  # at these positions
+    first_gap: int | None = None  # in the left one
 
 
 def compare_sequences(
@@ -36,13 +63,14 @@ def compare_sequences(
 ) -> Comparison:
     """Return the first call at which ranks of a communicator differ; else the ranks behind."""
     comparison = _Comparison(calls, files)
-    result = comparison.run(handles)
+    result = comparison.run(handles)  # assumes lost lines where it will look at opCount
     if not comparison.texts:
         return result
     for index, path in enumerate(files):
         numbers = {line for file, line in comparison.texts if file == index}
         for line, text in (quotes(path, numbers) if numbers else {}).items():
             comparison.texts[index, line] = text
+    comparison.has_texts = True
     return comparison.run(handles)
 
 
@@ -53,17 +81,37 @@ class _Comparison:
         self._calls = calls
         self._files = files
         self.texts: dict[tuple[int, int], str] = {}  # by file and line; "" not read yet
+        self.has_texts = False
 
     def run(self, handles: Sequence[CommHandle]) -> Comparison:
-        result = Comparison([], [], [])
+        result = Comparison([], [], [], [])
         if "" in self._calls.broken:
             return result
         for group, is_certain in _groups(handles, self._calls.broken):
-            position = _first_difference(group)
-            if position is not None:
+            longest = max(group, key=lambda handle: len(handle.sequence.calls))
+            aligned = [(h, self._align(longest, h)) for h in group if h is not longest]
+            lost = list(self._lost(group, longest, aligned, is_certain))
+            result.lost.extend(lost)
+            different = [pair for pair in aligned if pair[1].differs]
+            if different and not lost:
+                position = min(alignment.left for _, alignment in different)
                 result.mismatches.append(self._mismatch(group, position, is_certain))
+            elif different:
+                handle, first = min(different, key=lambda pair: pair[1].left)
+                result.mismatches.append(
+                    Mismatch(
+                        communicator=_name_of(group, is_certain),
+                        position=first.left,
+                        sides=(
+                            self._issued(longest, first.left),
+                            self._issued(handle, first.right),
+                        ),
+                        ranks=(1, 1),
+                        certain=is_certain,
+                    )
+                )
             else:
-                result.lagging.extend(self._lagging_ranks(group, is_certain))
+                result.lagging.extend(self._lagging_ranks(group, longest, aligned, is_certain))
             if self._calls.has_all_peers:
                 result.peers.extend(self._peers(group, is_certain))
         return result
@@ -140,22 +188,112 @@ class _Comparison:
         )
 
     def _lagging_ranks(
-        self, group: Sequence[CommHandle], is_certain: bool
+        self,
+        group: Sequence[CommHandle],
+        longest: CommHandle,
+        aligned: Sequence[tuple[CommHandle, _Alignment]],
+        is_certain: bool,
     ) -> Iterator[LaggingRank]:
-        ahead = max(group, key=lambda handle: len(handle.sequence.calls))
-        most = len(ahead.sequence.calls)
-        for handle in group:
-            issued = len(handle.sequence.calls)
-            if issued < most:
+        num_calls = len(longest.sequence.calls)
+        for handle, alignment in aligned:
+            if alignment.left < num_calls:
+                own = len(handle.sequence.calls)
                 yield LaggingRank(
                     communicator=_name_of(group, is_certain),
-                    issued=issued,
-                    most=most,
-                    last=self._issued(handle, issued - 1) if issued else None,
-                    missing=self._issued(ahead, issued),
+                    issued=own + alignment.lost_right,
+                    most=num_calls + alignment.lost_left,
+                    last=self._issued(handle, own - 1) if own else None,
+                    missing=self._issued(longest, alignment.left),
                     rank=handle.rank,
                     process=handle.process,
                     certain=is_certain,
+                )
+
+    def _align(self, longest: CommHandle, handle: CommHandle) -> _Alignment:
+        """Follow the calls of two ranks over lost lines, to a difference or the end of one."""
+        left, right = _numbers(longest), _numbers(handle)
+        alignment = _Alignment()
+        while True:
+            count = _num_common(left, alignment.left, right, alignment.right)
+            alignment.left += count
+            alignment.right += count
+            if 4 * alignment.left >= len(left) or 4 * alignment.right >= len(right):
+                return alignment
+            gap = self._gap((longest, left), (handle, right), alignment)
+            if gap is None:
+                alignment.differs = True
+                return alignment
+            if alignment.first_gap is None:
+                alignment.first_gap = alignment.left
+            alignment.num_gaps += 1
+            alignment.left += gap[0]
+            alignment.right += gap[1]
+            alignment.lost_right += gap[0]
+            alignment.lost_left += gap[1]
+
+    def _gap(
+        self,
+        left: tuple[CommHandle, bytes],
+        right: tuple[CommHandle, bytes],
+        at: _Alignment,
+    ) -> tuple[int, int] | None:
+        """Return how many calls of each to skip so that they agree; None if none was lost."""
+        for count in range(1, _MAX_GAP + 1):
+            for skipped in ((count, 0), (0, count)):
+                i, j = at.left + skipped[0], at.right + skipped[1]
+                rests = (len(left[1]) // 4 - i, len(right[1]) // 4 - j)
+                num = min(_REJOIN, *rests)
+                # One call that agrees at the end of one rank's log alone proves nothing.
+                if num < 1 or (num < 2 and rests[0] != rests[1]):
+                    continue
+                if left[1][4 * i : 4 * (i + num)] != right[1][4 * j : 4 * (j + num)]:
+                    continue
+                if at.num_gaps >= _MAX_CHECKED or self._continues(left[0], right[0], at, i, j):
+                    return skipped
+        return None
+
+    def _continues(
+        self, left: CommHandle, right: CommHandle, at: _Alignment, i: int, j: int
+    ) -> bool:
+        """Return whether opCount differs by as much after a gap as before; True if unknown.
+
+        A rank that issued fewer calls counts fewer; one that lost lines does not.
+        """
+        places = [(left, i), (right, j)]
+        if at.left and at.right:
+            places += [(left, at.left - 1), (right, at.right - 1)]
+        texts = [
+            self.texts.setdefault(handle.sequence.place(position), "")
+            for handle, position in places
+        ]
+        if not all(texts):
+            return not self.has_texts
+        matches = [_OP_COUNT.search(text) for text in texts]
+        counts = [int(match[1], 16) for match in matches if match]
+        if len(counts) < len(texts):
+            return True
+        before = counts[2] - counts[3] if len(counts) > 2 else 0
+        return counts[0] - counts[1] == before
+
+    def _lost(
+        self,
+        group: Sequence[CommHandle],
+        longest: CommHandle,
+        aligned: Sequence[tuple[CommHandle, _Alignment]],
+        is_certain: bool,
+    ) -> Iterator[LostCalls]:
+        """Yield ranks whose log lacks calls in its middle."""
+        counts = [(handle, alignment.lost_right) for handle, alignment in aligned]
+        counts.append((longest, max(alignment.lost_left for _, alignment in aligned)))
+        gaps = [a.first_gap for _, a in aligned if a.first_gap is not None]
+        for handle, count in counts:
+            if count:
+                yield LostCalls(
+                    communicator=_name_of(group, is_certain),
+                    rank=handle.rank,
+                    process=handle.process,
+                    lines=count,
+                    before=self._issued(longest, min(gaps)),
                 )
 
     def _issued(self, handle: CommHandle, position: int) -> IssuedCall:
@@ -212,16 +350,6 @@ def _name_of(group: Sequence[CommHandle], is_certain: bool) -> str:
     return group[0].key if is_certain else f"of {len(group)} ranks"
 
 
-def _first_difference(group: Sequence[CommHandle]) -> int | None:
-    """Return the first position at which two ranks issued different calls."""
-    longest = max(group, key=lambda handle: len(handle.sequence.calls))
-    numbers = _numbers(longest)
-    positions = (
-        _difference(numbers, _numbers(handle)) for handle in group if handle is not longest
-    )
-    return min((position for position in positions if position is not None), default=None)
-
-
 def _numbers(handle: CommHandle) -> bytes:
     """Return four bytes per call: its kind, without its line."""
     halves = array("I", handle.sequence.calls.tobytes())
@@ -231,16 +359,17 @@ def _numbers(handle: CommHandle) -> bytes:
 _IS_LITTLE_ENDIAN = array("H", b"\1\0")[0] == 1
 
 
-def _difference(left: bytes, right: bytes) -> int | None:
-    """Bisect: equal prefixes are compared as blocks of memory."""
-    shared = min(len(left), len(right)) // 4
-    if left[: shared * 4] == right[: shared * 4]:
-        return None
-    low, high = 0, shared  # equal up to low, not up to high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[low * 4 : middle * 4] == right[low * 4 : middle * 4]:
-            low = middle
+def _num_common(left: bytes, i: int, right: bytes, j: int) -> int:
+    """Return how many calls from these positions on are equal, in blocks of growing size."""
+    most = min(len(left) // 4 - i, len(right) // 4 - j)
+    equal, block = 0, 64
+    while equal < most:
+        high = min(most, equal + block)
+        if left[4 * (i + equal) : 4 * (i + high)] == right[4 * (j + equal) : 4 * (j + high)]:
+            equal, block = high, block * 2
+        elif high - equal == 1:
+            break
         else:
-            high = middle
-    return low
+            block = (high - equal) // 2
+            most = high
+    return equal

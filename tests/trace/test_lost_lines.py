@@ -1,0 +1,83 @@
+"""Lines of calls that a log lost: said, and never taken for ranks that disagree."""
+
+import gzip
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from stepmark.core.finding import Finding, Severity
+from stepmark.trace.nccl_log import read_log
+from stepmark.trace.nccl_log.diagnosis import diagnose
+
+FAULTS = Path(__file__).parents[1] / "data" / "faults"
+
+
+def log_lines(fault: str) -> list[str]:
+    return gzip.decompress((FAULTS / fault / "output.txt.gz").read_bytes()).decode().split("\n")
+
+
+def counted(lines: list[str]) -> list[str]:
+    """Return the lines with an opCount that counts, as most versions of NCCL have it."""
+    counts = [0, 0]
+
+    def one(line: str) -> str:
+        rank = 0 if "[0] NCCL INFO" in line else 1
+        counts[rank] += " opCount " in line
+        return re.sub(r"opCount [0-9a-f]+", f"opCount {counts[rank] - 1:x}", line)
+
+    return [one(line) for line in lines]
+
+
+def findings(folder: Path, lines: list[str]) -> dict[str, Finding]:
+    path = folder / "log.txt"
+    path.write_text("\n".join(lines))
+    return {finding.rule: finding for finding in diagnose(read_log([path]))}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lost_calls_are_no_disagreement(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    lines = log_lines("healthy")
+    calls = [i for i, line in enumerate(lines) if " opCount " in line]
+    # Losses of both ranks at one place, or of the last calls, look like ranks that disagree.
+    lost = {draw.choice(calls[start : start + 4]) for start in range(0, len(calls) - 16, 16)}
+    assert len(lost) > 4
+    kept = [line for i, line in enumerate(lines) if i not in lost]
+    by_rule = findings(tmp_path, kept)
+    assert not [one for one in by_rule.values() if one.severity is Severity.PROBLEM]
+    assert {"lost-lines", "behind"} & set(by_rule), "a loss inside or at the end is told"
+
+
+def test_one_lost_call_is_counted(tmp_path: Path) -> None:
+    lines = log_lines("healthy")
+    calls = [i for i, line in enumerate(lines) if "[0] NCCL INFO AllGather: opCount" in line]
+    del lines[calls[5]]
+    finding = findings(tmp_path, lines)["lost-lines"]
+    assert "rank 0 lacks at least 1 call" in finding.text
+
+
+@pytest.mark.parametrize("extra", [1, 3])
+def test_a_rank_that_issues_more_calls_disagrees(tmp_path: Path, extra: int) -> None:
+    """Later calls agree again; opCount, then different by rank, tells that none was lost."""
+    lines = counted(log_lines("healthy"))
+    calls = [i for i, line in enumerate(lines) if "[1] NCCL INFO AllGather: opCount" in line]
+    at = calls[5]
+
+    def later(line: str) -> str:
+        if "[1] NCCL INFO" not in line:
+            return line
+        return re.sub(
+            r"opCount ([0-9a-f]+)", lambda m: f"opCount {int(m[1], 16) + extra:x}", line
+        )
+
+    lines[at:] = [*[lines[at]] * extra, *map(later, lines[at:])]
+    assert findings(tmp_path, lines)["call-mismatch"].severity is Severity.PROBLEM
+
+
+def test_a_real_disagreement_stays_one(tmp_path: Path) -> None:
+    for fault in ("order", "size", "dtype", "root"):
+        assert (
+            findings(tmp_path, log_lines(fault))["call-mismatch"].severity is Severity.PROBLEM
+        )
