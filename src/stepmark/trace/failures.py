@@ -42,7 +42,8 @@ FAILURES: tuple[FailureRule, ...] = (
         r"(?:store->get|TCPStore|sendBytes|recvValue|recvBytes|key-value store)[^\n]*"
         r"(?:Connection reset|Broken pipe|Connection was likely closed|closed by peer)"
         r"|failed to check the \"should dump\" flag",
-        "The process that holds the TCPStore (rank 0 or torchrun) was gone: it ended first.",
+        "The connection to the TCPStore (rank 0 or torchrun) broke: its process ended first, "
+        "or the network failed.",
         "Look at the output of rank 0 and of torchrun on the first node.",
     ),
     _rule(
@@ -52,8 +53,9 @@ FAILURES: tuple[FailureRule, ...] = (
         r"|[Cc]all to (?:recv|send)\w* (?:from|to) .*(?:Broken pipe|Connection reset)"
         r"|ncclRemoteError|Socket recv failed while polling|\[Proxy Service\S* \d+\] Failed to"
         r"|Connection reset by peer|Broken pipe|BrokenPipeError|ConnectionResetError",
-        "Another process closed its connection: it failed first, and its log says why.",
-        "Look at the logs of the other ranks for an earlier failure.",
+        "A connection to another process was closed: that one ended first, or the network "
+        "between them failed.",
+        "Look at the logs of the other ranks for an earlier failure, then at the network.",
     ),
     _rule(
         "worker-lost",

@@ -31,6 +31,8 @@ _WORDS = (
     *(b"Assertion", b"CANCELLED", b"terminat", b"ismatch", b"PG ", b"collective #", b"panic"),
     *(b"PG_", b"WARN", b"died", b"closed", b"Interrupt", b"bus", b"NODE", b"Root Cause"),
     *(b"truncated", b"peer", b"got stuck", b"eartbeat", b"destroy_process_group", b"Rank "),
+    *(b"annot allocate", b"No space left", b"quota", b"llegal ", b"lready in use", b"-capable"),
+    *(b"GPUs are", b"insufficient", b"Duplicate GPU", b"ncorrectable", b"misaligned", b"GPU "),
 )
 _CLOCK = re.compile(r"[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)")
 
@@ -89,6 +91,7 @@ class OutputReader:
     _exits: ProcessExits = field(default_factory=ProcessExits)
     _watchdog: WatchdogLines = field(default_factory=WatchdogLines)
     _ignores_next: bool = False
+    _says_why: bool = False  # the next line is NCCL's last error, of any words
     _clock: float | None = None
     _file: str = ""
     _file_index: int = 0
@@ -110,12 +113,10 @@ class OutputReader:
 
     def read(self, line: bytes, number: int, process: str = "") -> None:
         """Read a line; process: host:pid of a WARN line of NCCL."""
-        if (
-            not self._open
-            and not self._exits.block
-            and not any(word in line for word in _WORDS)
-        ):
+        is_inside = self._open or self._exits.block or self._says_why
+        if not is_inside and not any(word in line for word in _WORDS):
             return
+        self._says_why = line.rstrip().endswith(b"Last error:")
         whole = printable(line)
         rank, tag, body = split_tag(whole)
         evidence = Evidence(file=self._file, line=number, text=whole)
