@@ -42,7 +42,9 @@ def test_lost_calls_are_no_disagreement(tmp_path: Path, seed: int) -> None:
     lines = log_lines("healthy")
     calls = [i for i, line in enumerate(lines) if " opCount " in line]
     # Losses of both ranks at one place, or of the last calls, look like ranks that disagree.
-    lost = {draw.choice(calls[start : start + 4]) for start in range(0, len(calls) - 16, 16)}
+    ranks = [[i for i in calls if f"[{rank}] NCCL" in lines[i]] for rank in (0, 1)]
+    places = range(0, len(ranks[0]) - 8, 8)
+    lost = {draw.choice(ranks)[start + draw.randrange(3)] for start in places}
     assert len(lost) > 4
     kept = [line for i, line in enumerate(lines) if i not in lost]
     by_rule = findings(tmp_path, kept)
@@ -81,3 +83,30 @@ def test_a_real_disagreement_stays_one(tmp_path: Path) -> None:
         assert (
             findings(tmp_path, log_lines(fault))["call-mismatch"].severity is Severity.PROBLEM
         )
+
+
+SHAPES = ("AAAABBBBCCCC", "AAAAAAAAAAAA", "ABABABABCCAB")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lost", [{0: 3}, {0: 1, 1: 6}, {1: 2}, {0: 9, 1: 4}])
+def test_calls_lost_among_equal_ones_are_lost_by_opcount(
+    tmp_path: Path, shape: str, lost: dict[int, int]
+) -> None:
+    lines = []
+    for rank in (0, 1):
+        start = f"h:{rank + 1}:{rank + 1} [{rank}] NCCL INFO"
+        lines.append(
+            f"{start} ncclCommInitRank comm 0xa{rank} rank {rank} nranks 2 cudaDev {rank} "
+            "busId 1000 commId 0xabc - Init COMPLETE"
+        )
+        lines += [
+            f"{start} AllReduce: opCount {place:x} sendbuff 0x1 recvbuff 0x2 "
+            f"count {ord(kind)} datatype 7 op 0 root 0 comm 0xa{rank} [nranks=2] stream 0x1"
+            for place, kind in enumerate(shape)
+            if place != lost.get(rank)
+        ]
+    by_rule = findings(tmp_path, lines)
+    assert not {"call-mismatch", "behind"} & set(by_rule)
+    if len(lost) == 1:
+        assert f"rank {next(iter(lost))} lacks at least 1 call" in by_rule["lost-lines"].text

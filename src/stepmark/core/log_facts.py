@@ -241,13 +241,17 @@ class LaggingRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostCalls:
-    """Calls that the log of a rank lacks between others, while its peers have them."""
+    """Calls that the log of a rank lacks between others, while its peers have them.
+
+    certain: opCount counts on over the gap; else the rank may also have issued fewer calls.
+    """
 
     communicator: str
     rank: int | None
     process: str
     lines: int  # at least
     before: IssuedCall  # the first that a rank lacks, as another one issued it
+    certain: bool
 
 
 class Role(IntEnum):

@@ -131,9 +131,12 @@ def lost_lines(facts: LogFacts) -> Iterator[Finding]:
         text = (
             f"The log of {name} lacks at least {plural(lost.lines, 'call')} of communicator "
             f"{lost.communicator} between others: lines were lost, and counts of calls are too "
-            "low. NCCL_DEBUG_FILE with %h and %p gives each process a file"
+            "low"
         )
-        yield finding_of("lost-lines", Severity.WARNING, f"{text}.", [lost.before.evidence])
+        if not lost.certain:
+            text += ", or it issued fewer calls: opCount does not count in this log"
+        finding = finding_of("lost-lines", Severity.WARNING, f"{text}.", [lost.before.evidence])
+        yield replace(finding, action="Write one file per process: NCCL_DEBUG_FILE with %h.%p.")
 
 
 def _rank(side: IssuedCall) -> str:

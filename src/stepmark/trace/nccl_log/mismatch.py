@@ -26,9 +26,10 @@ from stepmark.trace.nccl_log.communicators import CommHandle
 from stepmark.trace.nccl_log.lines import UNORDERED, Calls, quotes, type_name
 
 _MAX_SHOWN = 4
-_MAX_GAP = 32  # lines in a row that may be lost
+_MAX_GAP = 16  # lines in a row that may be lost
 _REJOIN = 4  # calls that agree after a gap
 _MAX_CHECKED = 64  # gaps of a rank over which opCount is read
+_MAX_PASSES = 8
 _OP_COUNT = re.compile(r" opCount ([0-9a-f]+) ")
 
 
@@ -56,32 +57,54 @@ class _Alignment:
     num_gaps: int = 0
     differs: bool = False  # at these positions
     first_gap: int | None = None  # in the left one
+    is_cut: bool = False  # what follows cannot be aligned
+
+    def lose(self, shift: int) -> None:
+        """Count lost calls, of the right one if positive, and end here."""
+        self.first_gap = self.left if self.first_gap is None else self.first_gap
+        self.is_cut = True
+        self.lost_right += max(shift, 0)
+        self.lost_left += max(-shift, 0)
 
 
 def compare_sequences(
     handles: Sequence[CommHandle], calls: Calls, files: Sequence[Path]
 ) -> Comparison:
-    """Return the first call at which ranks of a communicator differ; else the ranks behind."""
+    """Return the first call at which ranks of a communicator differ; else the ranks behind.
+
+    Lines that decide between lost lines and a difference are read again, until none is missing.
+    """
     comparison = _Comparison(calls, files)
-    result = comparison.run(handles)  # assumes lost lines where it will look at opCount
-    if not comparison.texts:
-        return result
-    for index, path in enumerate(files):
-        numbers = {line for file, line in comparison.texts if file == index}
-        for line, text in (quotes(path, numbers) if numbers else {}).items():
-            comparison.texts[index, line] = text
-    comparison.has_texts = True
-    return comparison.run(handles)
+    result = comparison.run(handles)
+    for _ in range(_MAX_PASSES):
+        if not comparison.read_texts():
+            break
+        result = comparison.run(handles)
+    return result
 
 
 class _Comparison:
-    """Compares the calls of ranks, and notes which lines of `files` must be quoted."""
+    """Compares the calls of ranks, and notes which lines of `files` must be quoted.
+
+    While the lines of a gap are not read, it is taken as lost lines.
+    """
 
     def __init__(self, calls: Calls, files: Sequence[Path]) -> None:
         self._calls = calls
         self._files = files
-        self.texts: dict[tuple[int, int], str] = {}  # by file and line; "" not read yet
-        self.has_texts = False
+        # By file and line; None not read yet, "" cannot be read.
+        self._texts: dict[tuple[int, int], str | None] = {}
+
+    def read_texts(self) -> bool:
+        """Read the lines that were asked for; return whether there were any."""
+        unread: dict[int, set[int]] = {}
+        for (file, line), text in self._texts.items():
+            if text is None:
+                unread.setdefault(file, set()).add(line)
+        for file, numbers in unread.items():
+            read = quotes(self._files[file], numbers)
+            self._texts.update({(file, line): read.get(line, "") for line in numbers})
+        return bool(unread)
 
     def run(self, handles: Sequence[CommHandle]) -> Comparison:
         result = Comparison([], [], [], [])
@@ -156,7 +179,7 @@ class _Comparison:
             sides.append(tuple(f"{elements} {type_name(dtype)}" for elements, dtype in sizes))
             for size in sizes[:2]:
                 index, line = own[size][1]
-                text = self.texts.setdefault((index, line), "")
+                text = self._texts.setdefault((index, line), None)
                 file = str(self._files[index])
                 evidence.append(Evidence(file=file, line=line, text=text or sides[-1][0]))
         return PeerDifference(
@@ -196,7 +219,7 @@ class _Comparison:
     ) -> Iterator[LaggingRank]:
         num_calls = len(longest.sequence.calls)
         for handle, alignment in aligned:
-            if alignment.left < num_calls:
+            if alignment.left < num_calls and not alignment.is_cut:
                 own = len(handle.sequence.calls)
                 yield LaggingRank(
                     communicator=_name_of(group, is_certain),
@@ -218,10 +241,11 @@ class _Comparison:
             alignment.left += count
             alignment.right += count
             if 4 * alignment.left >= len(left) or 4 * alignment.right >= len(right):
+                self._add_lost_end(longest, handle, alignment)
                 return alignment
             gap = self._gap((longest, left), (handle, right), alignment)
             if gap is None:
-                alignment.differs = True
+                self._end(longest, handle, alignment)
                 return alignment
             if alignment.first_gap is None:
                 alignment.first_gap = alignment.left
@@ -231,6 +255,32 @@ class _Comparison:
             alignment.lost_right += gap[0]
             alignment.lost_left += gap[1]
 
+    def _end(self, longest: CommHandle, handle: CommHandle, at: _Alignment) -> None:
+        """Note a difference, or lost lines if the calls have different numbers: no pair."""
+        shift = self._shift(longest, handle, at, at.left, at.right)
+        grouped = (self._is_grouped(longest, at.left), self._is_grouped(handle, at.right))
+        if shift and not any(grouped):
+            at.lose(shift)
+        else:
+            at.differs = True
+
+    def _add_lost_end(self, longest: CommHandle, handle: CommHandle, at: _Alignment) -> None:
+        """Count missing calls as lost if the last calls of both ranks have one opCount."""
+        num_missing = len(longest.sequence.calls) - at.left
+        if not num_missing or not at.right:
+            return
+        last = self._op_count(longest, len(longest.sequence.calls) - 1)
+        # Calls of one group share it, and a rank may stop inside a group.
+        shared = self._op_count(longest, at.left - 1)
+        if last is not None and self._op_count(handle, at.right - 1) == last != shared:
+            at.lose(num_missing)
+
+    def _op_count(self, handle: CommHandle, position: int) -> int | None:
+        """Return the opCount of a call; None if its line is not read or has none."""
+        text = self._texts.setdefault(handle.sequence.place(position), None)
+        match = _OP_COUNT.search(text or "")
+        return int(match[1], 16) if match else None
+
     def _gap(
         self,
         left: tuple[CommHandle, bytes],
@@ -238,42 +288,56 @@ class _Comparison:
         at: _Alignment,
     ) -> tuple[int, int] | None:
         """Return how many calls of each to skip so that they agree; None if none was lost."""
+        gaps = []
+        shift = self._shift(left[0], right[0], at, at.left, at.right)
+        if not shift and _agree(left[1], at.left + 1, right[1], at.right + 1, _REJOIN):
+            return None  # one call is another one
         for count in range(1, _MAX_GAP + 1):
             for skipped in ((count, 0), (0, count)):
                 i, j = at.left + skipped[0], at.right + skipped[1]
-                rests = (len(left[1]) // 4 - i, len(right[1]) // 4 - j)
-                num = min(_REJOIN, *rests)
                 # One call that agrees at the end of one rank's log alone proves nothing.
-                if num < 1 or (num < 2 and rests[0] != rests[1]):
-                    continue
-                if left[1][4 * i : 4 * (i + num)] != right[1][4 * j : 4 * (j + num)]:
+                if not _agree(left[1], i, right[1], j, 2):
                     continue
                 if at.num_gaps >= _MAX_CHECKED or self._continues(left[0], right[0], at, i, j):
-                    return skipped
-        return None
+                    gaps.append(skipped)
+        return gaps[0] if gaps else None
 
     def _continues(
         self, left: CommHandle, right: CommHandle, at: _Alignment, i: int, j: int
     ) -> bool:
-        """Return whether opCount differs by as much after a gap as before; True if unknown.
+        """Return whether opCount goes on over a gap; True while its lines are not read.
 
-        A rank that issued fewer calls counts fewer; one that lost lines does not.
+        A rank that issued fewer calls counts fewer. Lines of the API have no opCount.
         """
-        places = [(left, i), (right, j)]
-        if at.left and at.right:
-            places += [(left, at.left - 1), (right, at.right - 1)]
-        texts = [
-            self.texts.setdefault(handle.sequence.place(position), "")
-            for handle, position in places
-        ]
-        if not all(texts):
-            return not self.has_texts
-        matches = [_OP_COUNT.search(text) for text in texts]
-        counts = [int(match[1], 16) for match in matches if match]
-        if len(counts) < len(texts):
-            return True
-        before = counts[2] - counts[3] if len(counts) > 2 else 0
-        return counts[0] - counts[1] == before
+        shift = self._shift(left, right, at, i, j)
+        places = ((left, i), (right, j))
+        texts = [self._texts[handle.sequence.place(position)] for handle, position in places]
+        return shift == 0 or (shift is None and "" not in texts)
+
+    def _shift(
+        self, left: CommHandle, right: CommHandle, at: _Alignment, i: int, j: int
+    ) -> int | None:
+        """Return by how much opCount of the right call is larger; None where it is unknown.
+
+        0 as well if it was larger by as much before and Send and Recv count, on some ranks only.
+        """
+        low, high = self._op_count(left, i), self._op_count(right, j)
+        is_first = not at.left or not at.right
+        low_before = 0 if is_first else self._op_count(left, at.left - 1)
+        high_before = 0 if is_first else self._op_count(right, at.right - 1)
+        if low is None or high is None or low_before is None or high_before is None:
+            return None
+        has_pairs = self._has_pairs(left) or self._has_pairs(right)
+        return 0 if has_pairs and high - low == high_before - low_before else high - low
+
+    def _has_pairs(self, handle: CommHandle) -> bool:
+        kinds = (self._calls.kinds[key // 3] for key in handle.sequence.counters)
+        return any(call.collective in UNORDERED for call in kinds)
+
+    def _is_grouped(self, handle: CommHandle, position: int) -> bool:
+        """Return whether a call has the opCount of the one before, as calls of a group do."""
+        count = self._op_count(handle, position)
+        return position > 0 and count == self._op_count(handle, position - 1)
 
     def _lost(
         self,
@@ -294,12 +358,13 @@ class _Comparison:
                     process=handle.process,
                     lines=count,
                     before=self._issued(longest, min(gaps)),
+                    certain=bool(self._op_count(longest, min(gaps))),
                 )
 
     def _issued(self, handle: CommHandle, position: int) -> IssuedCall:
         index, line = handle.sequence.place(position)
         call = self._calls.kinds[handle.sequence.calls[position] >> 32].text()
-        text = self.texts.setdefault((index, line), "") or call
+        text = self._texts.setdefault((index, line), None) or call
         return IssuedCall(
             rank=handle.rank,
             process=handle.process,
@@ -357,6 +422,14 @@ def _numbers(handle: CommHandle) -> bytes:
 
 
 _IS_LITTLE_ENDIAN = array("H", b"\1\0")[0] == 1
+
+
+def _agree(left: bytes, i: int, right: bytes, j: int, least: int) -> bool:
+    """Return whether the next `least` calls agree, or all of both logs up to their end."""
+    rests = (len(left) // 4 - i, len(right) // 4 - j)
+    num = min(_REJOIN, *rests)
+    is_enough = num >= least or (num > 0 and rests[0] == rests[1])
+    return is_enough and left[4 * i : 4 * (i + num)] == right[4 * j : 4 * (j + num)]
 
 
 def _num_common(left: bytes, i: int, right: bytes, j: int) -> int:
