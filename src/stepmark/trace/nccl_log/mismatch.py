@@ -319,7 +319,7 @@ class _Comparison:
     ) -> int | None:
         """Return by how much opCount of the right call is larger; None where it is unknown.
 
-        0 as well if it was larger by as much before and Send and Recv count, on some ranks only.
+        0 as well if it was as much before and Send and Recv count, on some ranks only.
         """
         low, high = self._op_count(left, i), self._op_count(right, j)
         is_first = not at.left or not at.right
