@@ -73,6 +73,39 @@ def test_the_slides_statements_hold(cut: list[Path]) -> None:
         assert (speed > 1.25) if size >= 8 << 20 else (speed < 1.10)
 
 
+@pytest.mark.parametrize(("base", "other"), [(1, 2), (2, 1)])
+def test_each_side_has_its_own_bus_bandwidth(base: int, other: int) -> None:
+    """8 ranks and 16 ranks: 135.88 and 8.03 GB/s in the slides, at 4 GiB in-place."""
+    words = (f"{SLIDES}:{base}", f"{SLIDES}:{other}", "--allow", "num_ranks")
+    printed = {1: "135.88", 2: "8.03"}
+    table = call(*words, "--placement", "in")
+    last = next(line for line in table.splitlines() if line.strip().startswith("4 GiB"))
+    assert last.split()[2:4] == [printed[base], printed[other]]
+    found = document(*words, "--placement", "in")
+    row = next(row for row in found["lines"] if row["size_bytes"] == 4 << 30)
+    ranks = {1: 8, 2: 16}
+    assert (row["baseline_num_ranks"], row["num_ranks"]) == (ranks[base], ranks[other])
+    shown = (row["baseline_busbw_gb_s"], row["busbw_gb_s"])
+    assert shown == pytest.approx([float(printed[base]), float(printed[other])], abs=0.005)
+    (note,) = (note for note in found["notes"] if str(note).startswith("ratios are"))
+    assert "of time" in str(note)
+    assert note in table
+
+
+def test_sizes_that_occur_twice_are_repeats(tmp_path: Path) -> None:
+    text = QUEUED.read_text()
+    (row,) = (line for line in text.splitlines() if "1354.02  198.25  346.94" in line)
+    twice = tmp_path / "twice.txt"
+    twice.write_text(text.replace(row, f"{row}\n{row.replace('1354.02', '1654.02')}"))
+    found = document(QUEUED, f"b={twice}")
+    (note,) = found["notes"]
+    assert str(note).startswith("b: repeats: the table has 256 MiB up to 2 times")
+    out = {row["size_bytes"]: row for row in found["lines"] if row["placement"][0] == "o"}
+    assert out[256 << 20]["values"] == 2
+    assert out[256 << 20]["time_s"] == pytest.approx(1504.02e-6)
+    assert [row["values"] for row in out.values()].count(1) == len(out) - 1
+
+
 def test_applications_compare_the_same_way() -> None:
     gptj = document(f"{SLIDES}:7", f"{SLIDES}:9")["lines"]
     speed = {row["label"]: row["speed"] for row in gptj}

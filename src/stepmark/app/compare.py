@@ -29,7 +29,7 @@ from stepmark.store.compare import compare as compare_sides
 from stepmark.store.files import write_text
 from stepmark.store.reader import find_run, is_run, list_runs, read
 from stepmark.store.series import STRICT, context, series_of_records
-from stepmark.trace.tables import find
+from stepmark.trace.tables import find, repeat_notes
 from stepmark.trace.tables.printed_figures import parse_number, rounding_error
 
 
@@ -143,10 +143,15 @@ def _file_source(path: Path, number: int | None) -> _Source:
     name += f":{number}" if number is not None else ""
     columns = wide[0].columns if wide else ("",)
     wrong = sum(bool(reading.num_wrong) for table in tables for reading in table.readings)
+    repeats = [note for table in tables for note in repeat_notes(table)]
+    basis = "; of the values of a launch the median counts (--statistic)"
     return _Source(
         name=name,
         columns={name: partial(_series_of_tables, path, tables, name) for name in columns},
-        notes=(f"{wrong} wrong results are left out",) if wrong else (),
+        notes=(
+            *((f"{wrong} wrong results are left out",) if wrong else ()),
+            *(f"{note}{basis}" for note in repeats),
+        ),
     )
 
 
@@ -228,7 +233,7 @@ def _table_list(path: Path, tables: Sequence[Table]) -> str:
 def _series_of_tables(
     path: Path, tables: Sequence[Table], column: str, defaults: InputDefaults
 ) -> list[Series]:
-    """Return the series of a file. Repeats of a sweep are values of one launch."""
+    """Return the series of a file. Repeats in a table are values of one launch."""
     groups: dict[tuple[object, ...], tuple[Table, list[Reading]]] = {}
     for table in tables:
         for reading in table.readings:
@@ -237,9 +242,9 @@ def _series_of_tables(
                 continue
             if reading.num_wrong:
                 continue
-            key = _reading_key(reading, table)
+            key = (*_table_key(table), *reading.measurement)
             first, readings = groups.setdefault(key, (table, []))
-            if first is not table or any(r.cycle == reading.cycle for r in readings):
+            if first is not table:
                 raise ConfigError(
                     "compare", path, f"one of its tables: {_table_list(path, tables)}"
                 )
@@ -248,12 +253,8 @@ def _series_of_tables(
     return [series for series in all_series if series.launches or series.below is not None]
 
 
-def _reading_key(reading: Reading, table: Table) -> tuple[object, ...]:
-    return (
-        *(table.collective, table.method, table.unit, table.num_ranks),
-        *(reading.label, reading.size_bytes, reading.dtype, reading.redop, reading.root),
-        *(reading.placement, reading.column),
-    )
+def _table_key(table: Table) -> tuple[object, ...]:
+    return table.collective, table.method, table.unit, table.num_ranks
 
 
 def _series_of_readings(

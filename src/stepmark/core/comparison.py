@@ -48,8 +48,14 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """The value of one side in a line: the centre over launches, in seconds or as a rate."""
+    """The value of one side in a line: the centre over launches, in seconds or as a rate.
 
+    Fields, size and factor are the side's own: they may differ from the baseline's.
+    """
+
+    fields: Fields
+    size_bytes: int | None
+    busbw_factor: float | None
     value: float | None
     below: float | None = None
     num_launches: int = 1
@@ -59,12 +65,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A measurement of the baseline and at least one other side. Cells by side's name."""
+    """A measurement of the baseline and at least one other side. Cells by side's name.
+
+    Fields and size are the baseline's.
+    """
 
     fields: Fields
     size_bytes: int | None
     unit: str
-    busbw_factor: float | None
     cells: Mapping[str, Cell]
 
 

@@ -37,6 +37,14 @@ class Reading:
     # time, algbw and busbw as they stand in a text, for checks that know of rounding.
     printed: tuple[str, str, str] | None = None
 
+    @property
+    def measurement(self) -> tuple[str | int | None, ...]:
+        """Return what was measured; readings of one table that share it are repeats."""
+        return (
+            *(self.label, self.size_bytes, self.dtype, self.redop, self.root),
+            *(self.placement, self.column),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:

@@ -39,7 +39,7 @@ def rows(comparison: Comparison) -> list[Row]:
         for name in others:
             if (cell := line.cells.get(name)) is None:
                 continue
-            row = _named(line) | {"baseline": base, "side": name}
+            row = _named(line) | _own_fields(line, cell) | {"baseline": base, "side": name}
             row |= _values(line, line.cells[base], "baseline_")
             row |= _values(line, cell, "") | _judged(cell.ratio)
             if comparison.too_slow is not None:
@@ -69,11 +69,26 @@ def _named(line: Line) -> Row:
     return row | {"size_bytes": line.size_bytes}
 
 
+def shown_busbw_gb_s(line: Line, cell: Cell) -> float | None:
+    """Return the bus bandwidth that a line shows; None where it shows times or other rates."""
+    return _busbw_gb_s(line, cell) if _shows_busbw(line) else None
+
+
+def _own_fields(line: Line, cell: Cell) -> Row:
+    """Return a side's own fields where they differ, beside the baseline's."""
+    own: Row = {}
+    for name, value in cell.fields.items():
+        base = line.fields.get(name)
+        if value != base and value not in (None, "") and base not in (None, ""):
+            own |= {name: value, f"baseline_{name}": base}
+    return own
+
+
 def _values(line: Line, cell: Cell, prefix: str) -> Row:
     is_time = line.unit == "s"
     return {
         f"{prefix}time_s": cell.value if is_time else None,
-        f"{prefix}busbw_gb_s": busbw_gb_s(line, cell),
+        f"{prefix}busbw_gb_s": _busbw_gb_s(line, cell),
         f"{prefix}rate": None if is_time else cell.value,
         f"{prefix}below": cell.below,
         f"{prefix}launches": cell.num_launches,
@@ -81,12 +96,23 @@ def _values(line: Line, cell: Cell, prefix: str) -> Row:
     }
 
 
-def busbw_gb_s(line: Line, cell: Cell) -> float | None:
+def _busbw_gb_s(line: Line, cell: Cell) -> float | None:
     if line.unit == "busbw":
         return None if cell.value is None else cell.value / GB
-    if not (line.unit == "s" and line.busbw_factor and line.size_bytes and cell.value):
+    if not (line.unit == "s" and _has_busbw(cell) and cell.value):
         return None
-    return line.size_bytes * line.busbw_factor / cell.value / GB
+    return (cell.size_bytes or 0) * (cell.busbw_factor or 0.0) / cell.value / GB
+
+
+def _has_busbw(cell: Cell) -> bool:
+    return bool(cell.busbw_factor and cell.size_bytes)
+
+
+def _shows_busbw(line: Line) -> bool:
+    """Return whether all cells of a line have a bus bandwidth; else all show times."""
+    return line.unit == "busbw" or (
+        line.unit == "s" and all(map(_has_busbw, line.cells.values()))
+    )
 
 
 def _judged(ratio: Ratio | None) -> Row:
@@ -146,7 +172,7 @@ def headline(comparison: Comparison, constant: dict[str, object]) -> str:
 
 
 def unit_text(line: Line) -> str:
-    if line.unit == "busbw" or (line.unit == "s" and line.busbw_factor and line.size_bytes):
+    if _shows_busbw(line):
         return "bus bandwidth in GB/s"
     named = {"s": "time", "rate": "rates as printed", TIME: "times as printed"}
     return named.get(line.unit, f"in {line.unit}" if line.unit else "values as printed")
@@ -166,7 +192,7 @@ def value_text(line: Line, cell: Cell | None) -> str:
     scale = GB if line.unit == "busbw" else 1.0
     if cell.value is None:
         return "" if cell.below is None else f"< {cell.below / scale:g}"
-    busbw = busbw_gb_s(line, cell)
+    busbw = shown_busbw_gb_s(line, cell)
     if busbw is not None:
         return f"{busbw:.2f}"
     return format_time(cell.value) if line.unit == "s" else digits(cell.value, 6)

@@ -12,13 +12,13 @@ from stepmark.core.ratio import EFFECT_FLOOR, Ratio
 from stepmark.core.units import format_bytes
 from stepmark.report.comm_figures import size_ticks
 from stepmark.report.comparison import (
-    busbw_gb_s,
     closing,
     columns_of,
     headline,
     mean_text,
     ratio_of,
     ratio_text,
+    shown_busbw_gb_s,
     split_fields,
     unit_text,
     value_text,
@@ -112,7 +112,7 @@ def _window(lines: Sequence[Line]) -> list[float] | None:
 
 def _height(line: Line, name: str) -> float | None:
     cell = line.cells[name]
-    busbw = busbw_gb_s(line, cell)
+    busbw = shown_busbw_gb_s(line, cell)
     return cell.value if busbw is None else busbw
 
 

@@ -1,8 +1,8 @@
 """Comparison of sides with a baseline, line by line, with a verdict on each ratio."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import compress
 from statistics import fmean, median
 
@@ -65,8 +65,9 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
             base_series, other_series = pair
             row = cells.setdefault(place, {base.name: _cell(base_series, None, options)})
             judged = _judge(base_series, other_series, options)
-            row[other.name] = _cell(other_series, judged, options)
+            row[other.name] = _cell(_completed(other_series, base_series), judged, options)
             pairs[other.name].append((base_series, other_series))
+        notes += _basis_notes(base.name, other.name, pairs[other.name])
     lines = tuple(_line(base.series[place], cells[place]) for place in sorted(cells))
     notes += _unused(lines, options)
     means = (_overall(name, of_side, options) for name, of_side in pairs.items())
@@ -97,9 +98,35 @@ def _line(series: Series, cells: Mapping[str, Cell]) -> Line:
         fields=series.fields,
         size_bytes=series.size_bytes,
         unit=series.unit,
-        busbw_factor=series.busbw_factor,
         cells=cells,
     )
+
+
+def _completed(series: Series, base: Series) -> Series:
+    """Return the series with the baseline's bus bandwidth factor if it states no ranks."""
+    if series.busbw_factor or series.fields.get("num_ranks") is not None:
+        return series
+    return replace(series, busbw_factor=base.busbw_factor)
+
+
+def _basis_notes(
+    base: str, other: str, pairs: Sequence[tuple[Series, Series]]
+) -> Iterator[str]:
+    """Yield what a ratio is of where the numbers of ranks differ."""
+    for left, right in pairs:
+        ranks = left.fields.get("num_ranks"), right.fields.get("num_ranks")
+        if None in ranks or ranks[0] == ranks[1]:
+            continue
+        if left.unit == "busbw":
+            yield (
+                "ratios are of the bus bandwidth as printed, not of time: its factor depends "
+                "on num_ranks, which differs"
+            )
+        elif left.busbw_factor and right.busbw_factor:
+            yield (
+                "ratios are of time at equal size; each side's bus bandwidth has its own "
+                f"factor: {base} {left.busbw_factor:g}, {other} {right.busbw_factor:g}"
+            )
 
 
 def _centres(series: Series, statistic: str) -> dict[str, float]:
@@ -116,6 +143,9 @@ def _cell(series: Series, judged: Ratio | None, options: Options) -> Cell:
     centres = _centres(series, options.statistic)
     logs = [math.log(value) for value in centres.values()]
     return Cell(
+        fields=series.fields,
+        size_bytes=series.size_bytes,
+        busbw_factor=series.busbw_factor,
         value=math.exp(fmean(logs)) if logs else None,
         below=series.below,
         num_launches=len(centres),

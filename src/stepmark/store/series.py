@@ -177,12 +177,13 @@ def _op_fields(case: OpCase, method: str) -> Fields:
 
 # Fields whose difference makes figures incomparable, unless --allow or --force is given.
 STRICT = (
-    *("method", "rate_kind", "num_ranks", "world_size", "dtype", "skew_s", "beside"),
+    *("method", "rate_kind", "num_ranks", "world_size", "dtype", "placement"),
+    *("skew_s", "beside"),
     # The tokens of a training step.
     *("mbs", "seq_len", "schedule", "grad_accum"),
 )
 # Fields that always name a line: they are no settings.
-NAMING = ("family", "shape", "label", "model", "phase", "placement", "pair")
+NAMING = ("family", "shape", "label", "model", "phase", "pair")
 # Fields that are worth a note where one side does not state them.
 _NOTED = (*STRICT, *NAMING, "redop", "root", "api")
 # Sizes of other numbers of ranks, rounded to whole parts, are still the same size.
@@ -206,10 +207,14 @@ def join(base: Side, other: Side, allowed: Sequence[str]) -> Joined:
     pairs = _pairs(base, other, key_names)
     matched = {id(other_series) for _, _, other_series in pairs}
     if not pairs:
+        apart = [n for n in key_names if _values(base, n).isdisjoint(_values(other, n))]
+        reason = (
+            f" ({', '.join(apart)} differ{'s' if len(apart) == 1 else ''})" if apart else ""
+        )
         raise ConfigError(
             "compare",
             f"{base.name} with {other.name}",
-            f"there must be something in common: {_about(base)}; {_about(other)}",
+            f"there must be something in common: {_about(base)}; {_about(other)}{reason}",
         )
     for side, count, against in ((base, len(pairs), other), (other, len(matched), base)):
         if left := len(side.series) - count:

@@ -1,10 +1,12 @@
 """Find the tables of results in a file by its content, whatever its name."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 from stepmark.core.reading import Table
+from stepmark.core.units import format_bytes
 from stepmark.trace.read_text import lines_of, read_text
 from stepmark.trace.tables import nccl_json, nccl_text, result_csv, slide_tables
 
@@ -34,7 +36,27 @@ def find(path: Path) -> list[Table]:
 def tables_of(text: str, file: str) -> list[Table]:
     """Return all tables of a text that was read already."""
     tables = sorted(_read(text, file), key=lambda table: table.first_line)
-    return [replace(table, index=index) for index, table in enumerate(tables, 1)]
+    return [
+        replace(table, index=index, notes=(*table.notes, *repeat_notes(table)))
+        for index, table in enumerate(tables, 1)
+    ]
+
+
+def repeat_notes(table: Table) -> tuple[str, ...]:
+    """Return a note on the sizes and labels that occur more than once."""
+    counts = Counter(
+        reading.measurement for reading in table.readings if reading.size_bytes != 0
+    )
+    names = {
+        reading.label or format_bytes(reading.size_bytes or 0): None
+        for reading in table.readings
+        if counts[reading.measurement] > 1
+    }
+    if not names:
+        return ()
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    sizes = ", ".join(list(names)[:3]) + more
+    return (f"repeats: the table has {sizes} up to {max(counts.values())} times",)
 
 
 def looks_like_tables(head: str) -> bool:

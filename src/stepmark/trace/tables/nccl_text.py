@@ -14,6 +14,7 @@ line mixed. A row may be broken by log lines; its rest is a line of figures alon
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.core.units import GB
@@ -264,7 +265,8 @@ def _num_wrong(text: str) -> int | None:
 def _cycles(rows: Sequence[Row], *, is_mixed: bool) -> list[int]:
     """Return the repeat of the sweep that each row belongs to: a sweep begins where sizes fall.
 
-    A sweep of one size repeats it. is_mixed: lines of several outputs, each size several times.
+    A sweep in which a size occurs again without a fall repeats that size. is_mixed: lines of
+    several outputs, each size several times.
     """
     kinds: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(rows):
@@ -273,13 +275,13 @@ def _cycles(rows: Sequence[Row], *, is_mixed: bool) -> list[int]:
     cycles = [0] * len(rows)
     for indexes in kinds.values():
         sizes = [rows[index].size for index in indexes]
-        is_repeated = is_mixed or (len(set(sizes)) == 1 and sizes[0] > 0)
+        falls = list(accumulate((b < a for a, b in pairwise(sizes)), initial=0))
+        sent = [place for place in zip(falls, sizes, strict=True) if place[1] > 0]
+        is_repeated = is_mixed or len(set(sent)) < len(sent)
         counts: dict[int, int] = {}
-        cycle, last = 0, -1
-        for index, size in zip(indexes, sizes, strict=True):
-            cycle += size < last
+        for index, size, cycle in zip(indexes, sizes, falls, strict=True):
             cycles[index] = counts.get(size, 0) if is_repeated else cycle
-            counts[size], last = counts.get(size, 0) + 1, size
+            counts[size] = counts.get(size, 0) + 1
     return cycles
 
 
