@@ -46,9 +46,12 @@ def doctored(run: Path, target: Path) -> Path:
 
 def test_the_same_machine_passes(folder: Path) -> None:
     run = sorted((folder / "runs").iterdir())[0]
-    done = check(folder, run, 2)
-    assert done.returncode == 0, done.stderr
-    assert [row["too_slow"] for row in json.loads(done.stdout)] == [False] * 3
+    done = check(folder, run, 5)
+    slow = [row["too_slow"] for row in json.loads(done.stdout)]
+    assert True not in slow
+    assert len(slow) == 3
+    # On a machine that others use, launches may differ too much to tell.
+    assert done.returncode == (3 if None in slow else 0), done.stderr
     assert "0 of 3 cases slower" in done.stderr
 
 
@@ -57,7 +60,7 @@ def test_a_faster_baseline_fails_and_a_slower_one_passes(folder: Path, tmp_path:
     done = check(folder, doctored(run, tmp_path / "doctored"), 4)
     assert done.returncode == 1, done.stderr
     rows = json.loads(done.stdout)
-    assert sorted(row["too_slow"] for row in rows) == [False, False, True]
+    assert [row["too_slow"] for row in rows].count(True) == 1
     (slow,) = (row for row in rows if row["too_slow"])
     assert slow["verdict"] == "slower"
     assert slow["speed"] < 0.1

@@ -1,6 +1,7 @@
 """stepmark check: ten minutes to accept a machine against a reference run."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 from stepmark.app import op
@@ -10,6 +11,7 @@ from stepmark.app.machine import machine
 from stepmark.app.measure import measure_quietly
 from stepmark.app.view import console, view
 from stepmark.core.case import OpCase
+from stepmark.core.comparison import Comparison
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.op_options import ConfigOptions
 from stepmark.core.plan import OpHow
@@ -18,22 +20,26 @@ from stepmark.core.verb_options import CheckOptions
 from stepmark.report import comparison as drawn
 from stepmark.report.comparison import printed
 from stepmark.store.compare import Options, compare
-from stepmark.store.reader import find_run, read
+from stepmark.store.reader import find_run, is_run, read
 
 
 def run(options: CheckOptions) -> int:
-    """Measure the reference run's cases again and compare. Returns the exit code."""
+    """Measure the reference run's cases again and compare. Returns the exit code.
+
+    It is 0 only if every case is certainly within the limit.
+    """
     options.check_stdout()
-    path = find_run(options.runs, options.baseline)
-    reference = _reference(path)
-    paths, code, wrong = _measure_again(path.name, reference, options)
+    before = _runs_named(options)
+    reference = {k: v for path in before for k, v in _reference(path).items()}
+    name = ", ".join(path.name for path in before)
+    paths, code, wrong = _measure_again(name, reference, options)
     if code in (2, 130, 143):
         return code
     if wrong >= set(reference):
         sys.stderr.write(f"all {len(wrong)} results are wrong\n")
         return 1
     # Means, because under a power cap the clock and so the median hop between a few states.
-    sides = [side_of_runs("reference", [path]), side_of_runs("now", paths)]
+    sides = [side_of_runs("reference", before), side_of_runs("now", paths)]
     comparison = compare(sides, Options(statistic="mean", fail_if_slower=options.floor))
     rows = drawn.rows(comparison)
     write_files(options, "check", rows, rows)
@@ -41,11 +47,45 @@ def run(options: CheckOptions) -> int:
         printed(comparison, console())
     missing = len(reference) - len(rows)
     slower = len(comparison.too_slow or ())
-    text = f"{slower} of {len(rows)} cases slower than {path.name}"
+    undecided = _undecided(comparison, options.floor)
+    text = f"{slower} of {len(rows)} cases slower than {name}"
     text += f"; {len(wrong)} with wrong results" if wrong else ""
     text += f"; {missing} not compared" if missing else ""
+    text += "".join(f"; cannot tell for {count}: {need}" for need, count in undecided.items())
     sys.stderr.write(f"{text}\n")
-    return worst(code, 1 if slower else 0, 3 if missing else 0)
+    return worst(code, 1 if slower else 0, 3 if missing or undecided else 0)
+
+
+def _runs_named(options: CheckOptions) -> list[Path]:
+    """Return the runs of --baseline, which commas join as launches."""
+    if is_run(Path(options.baseline)):
+        return [Path(options.baseline)]
+    return [find_run(options.runs, name) for name in options.baseline.split(",")]
+
+
+def _undecided(comparison: Comparison, limit: float) -> dict[str, int]:
+    """Return what would tell if a case is within the limit, and the number of such cases."""
+    base, now = comparison.names
+    slow = {place for place, _ in comparison.too_slow or ()}
+    needs: Counter[str] = Counter()
+    more: list[int] = []
+    for place, line in enumerate(comparison.lines):
+        cell = line.cells[now]
+        if place in slow or (cell.ratio and cell.ratio.is_within(limit)):
+            continue
+        counts = line.cells[base].num_launches, cell.num_launches
+        if cell.ratio is None or not cell.ratio.se_log:
+            reason = cell.ratio.reason if cell.ratio else "no time"
+            needs[f"no interval ({reason}); use more --launches that are measured"] += 1
+        elif count := cell.ratio.launches_to_decide(limit, *counts):
+            more.append(count)
+        elif counts[0] == 1:
+            needs["use a reference of several launches, --baseline A,B,C"] += 1
+        else:
+            needs["use a quieter machine, or a larger --floor"] += 1
+    if more:
+        needs[f"use --launches {max(more)}"] = len(more)
+    return needs
 
 
 def _measure_again(

@@ -303,7 +303,7 @@ _PLACEMENTS = {"in": "in-place", "out": "out-of-place", "both": None}
 def run(options: CompareOptions) -> int:
     """Print and write the comparison.
 
-    Return 1 if something is too slow, 3 if a limit was given and nothing could be tested.
+    Return 1 if something is too slow, 3 if a limit was given and a line could not be tested.
     """
     options.check_stdout()
     defaults = InputDefaults(
@@ -328,9 +328,9 @@ def run(options: CompareOptions) -> int:
     _deliver(comparison, options)
     if comparison.too_slow is None:
         return 0
-    cells = (cell for line in comparison.lines for cell in line.cells.values())
-    is_tested = any(cell.ratio and cell.ratio.se_log is not None for cell in cells)
-    return 1 if comparison.too_slow else 0 if is_tested else 3
+    others = (line.cells.get(n) for line in comparison.lines for n in comparison.names[1:])
+    is_untested = any(c and (c.ratio is None or c.ratio.se_log is None) for c in others)
+    return 1 if comparison.too_slow else 3 if is_untested else 0
 
 
 def _collective(text: str | None) -> str | None:

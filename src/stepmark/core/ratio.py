@@ -63,6 +63,31 @@ class Ratio:
         excess = -math.log(self.speed) - math.log1p(limit)
         return 1 - t_cdf(excess / self.se_log, self.df)
 
+    def is_within(self, limit: float) -> bool:
+        """Return whether it is certainly at most `limit` slower: the whole interval is."""
+        return self.low is not None and self.low * (1 + limit) >= 1
+
+    def launches_to_decide(
+        self, limit: float, base: int, other: int, most: int = 100
+    ) -> int | None:
+        """Return how many launches of the other side would decide if it is within `limit`.
+
+        The launches are taken to vary as those of now: `base` and `other` of them. None if
+        `most` would not do, or if nothing is known of how launches differ.
+        """
+        if not self.se_log:
+            return None
+        sd_log = self.se_log / math.sqrt(1 / base + 1 / other)
+        margin = abs(math.log(self.speed) + math.log1p(limit))
+        for count in range(other + 1, most + 1):
+            df = count - 1 if base == 1 else count + base - 2
+            half = (
+                t_quantile(0.5 + CONFIDENCE / 2, df) * sd_log * math.sqrt(1 / base + 1 / count)
+            )
+            if half < margin:
+                return count
+        return None
+
 
 def ratio(
     times_a: Sequence[float],

@@ -70,7 +70,9 @@ class DoctorOptions(Files):
 class CheckOptions(Files, RunsFolder):
     """Check."""
 
-    baseline: str = flag("run id or path of the reference", default=REQUIRED)
+    baseline: str = flag(
+        "run id or path of the reference; commas join its launches", default=REQUIRED
+    )
     budget: Duration = flag("time in all", default=600.0)
     launches: Annotated[int, between(2, 100)] = flag("times each case is measured", default=5)
     floor: Annotated[float, between(0.0, 1.0)] = flag(

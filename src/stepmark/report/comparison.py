@@ -42,8 +42,11 @@ def rows(comparison: Comparison) -> list[Row]:
             row = _named(line) | _own_fields(line, cell) | {"baseline": base, "side": name}
             row |= _values(line, line.cells[base], "baseline_")
             row |= _values(line, cell, "") | _judged(cell.ratio)
-            if comparison.too_slow is not None:
-                row["too_slow"] = (place, name) in slow
+            if (limit := comparison.fail_if_slower) is not None:
+                is_within = bool(cell.ratio and cell.ratio.is_within(limit))
+                row["too_slow"] = (
+                    True if (place, name) in slow else False if is_within else None
+                )
             table.append(row)
     return table
 
