@@ -1,5 +1,6 @@
 """Output of real jobs with known faults: what is named as the cause, and what is not."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,9 +89,10 @@ def test_the_folder_with_its_dumps_has_the_cause_first_and_an_exit_code(fault: s
         *["flight recorder"] * has_dumps,
     ]
     problems = [one.rule for one in report.findings if one.severity is Severity.PROBLEM]
-    assert problems[:1] == ([CAUSES[fault][0]] if fault in CAUSES else [])
-    # Dumps confirm a hang; they name no other kind of cause.
-    assert problems[1:] == ([DUMPED.get(fault, "fr-hang")] if has_dumps and problems else [])
+    assert problems == ([CAUSES[fault][0]] if fault in CAUSES else [])
+    # Dumps prove the cause, below it, and are no second problem.
+    shown = [link.rule for one in report.findings for link in one.chain if "fr-" in link.rule]
+    assert shown == ([DUMPED.get(fault, "fr-hang")] if has_dumps and problems else [])
     assert report.exit_code == (fault in CAUSES)
 
 
@@ -115,6 +117,61 @@ def test_what_follows_is_listed_under_the_cause(fault: str, rules: set[str]) -> 
     cause = diagnosed(fault)[0]
     assert {one.rule for one in cause.consequences} == rules
     assert all(one.evidence for one in cause.consequences)
+
+
+STATUS = "[PG ID 1 PG GUID 7(tp) Rank {0}] Timeout at NCCL work: {1}, last enqueued NCCL work: {1}, last completed NCCL work: {2}."
+TIMEOUT = (
+    "[rank{0}]:[E1 09:00:1{0}.0 ProcessGroupNCCL.cpp:689] [Rank {0}] Watchdog caught collective "
+    "operation timeout: WorkNCCL(SeqNum={1}, OpType={2}, NumelIn={3}, NumelOut={3}, "
+    "Timeout(ms)=15000) ran for 15001 milliseconds before timing out."
+)
+
+
+@pytest.mark.parametrize(
+    ("second", "rule", "words", "ranks"),
+    [
+        ((6, "ALLREDUCE", 8), "failure-timeout", "Rank 0 is behind: other ranks wait in", (0,)),
+        ((4, "ALLREDUCE", 8), "failure-timeout", "Rank 1 is behind: other ranks wait in", (1,)),
+        ((5, "BROADCAST", 8), "failure-mismatch", "(broadcast of 8 elements)", ()),
+        ((5, "ALLREDUCE", 9), "failure-mismatch", "(all_reduce of 9 elements)", ()),
+        ((5, "ALLREDUCE", 8), "failure-timeout", "The cause is unknown", ()),
+    ],
+)
+def test_time_outs_in_different_calls_name_the_rank_behind(
+    tmp_path: Path, second: tuple[int, str, int], rule: str, words: str, ranks: tuple[int, ...]
+) -> None:
+    lines = []
+    for rank, (number, kind, numel) in enumerate([(5, "ALLREDUCE", 8), second]):
+        lines.append(TIMEOUT.format(rank, number, kind, numel))
+        lines.append(f"[rank{rank}]:[E1 x] " + STATUS.format(rank, number, number - 1))
+    path = tmp_path / "out.txt"
+    path.write_text("\n".join(lines) + "\n")
+    (problem,) = diagnose(read_log([path]))
+    assert (problem.rule, problem.ranks) == (rule, ranks)
+    assert words in problem.text
+
+
+def joined_rules(log: str, dumps: str, tmp_path: Path) -> list[Finding]:
+    """Return the problems of one job's log with another job's dumps."""
+    shutil.copy(DATA / log / "output.txt.gz", tmp_path)
+    for dump in (DATA / dumps).glob("dump_rank*"):
+        shutil.copy(dump, tmp_path)
+    report = read_report(collect([str(tmp_path)]), LogsOptions(files=(str(tmp_path),)))
+    return [one for one in report.findings if one.severity is Severity.PROBLEM]
+
+
+def test_dumps_that_contradict_the_log_say_so(tmp_path: Path) -> None:
+    first, second = joined_rules("group_order", "missing", tmp_path)
+    assert (first.rule, second.rule) == ("failure-deadlock", "fr-hang")
+    assert "The dumps of this job show another problem (of rank 0, 1), fr-hang" in first.text
+    assert "The log of this job show" in second.text
+
+
+def test_dumps_name_the_cause_that_a_log_leaves_open(tmp_path: Path) -> None:
+    (cause,) = joined_rules("missing_quiet", "order", tmp_path)
+    assert cause.rule == "fr-mismatch"
+    assert cause.consequences[0].rule == "failure-missing-rank"
+    assert {one.severity for one in cause.consequences} == {Severity.NOTE}
 
 
 @pytest.mark.parametrize(

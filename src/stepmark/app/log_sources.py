@@ -21,6 +21,7 @@ from stepmark.trace.inspector import looks_like_inspector, read_inspector
 from stepmark.trace.job_output import has_failures
 from stepmark.trace.nccl_log import looks_like_log, read_log
 from stepmark.trace.nccl_log.diagnosis import diagnose
+from stepmark.trace.one_cause import join_findings
 from stepmark.trace.read_text import decode, is_binary, read_head
 from stepmark.trace.tables import looks_like_tables
 
@@ -149,7 +150,8 @@ class Source:
 def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
     """Read one source per kind of file. Raises ConfigError.
 
-    Messages of two kinds may be of one job, so they are never added.
+    Messages of two kinds may be of one job, so they are never added; a log and dumps are taken
+    as of one job, with one cause.
     """
     readers: dict[str, Callable[[list[Path]], Source]] = {
         LOG: partial(_log, num_ranks),
@@ -157,7 +159,12 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
         INSPECTOR: _inspector,
     }
     paths = inputs.paths
-    sources = [read(paths[kind]) for kind, read in readers.items() if paths[kind]]
+    by_kind = {kind: read(paths[kind]) for kind, read in readers.items() if paths[kind]}
+    if LOG in by_kind and FLIGHT in by_kind:
+        found = join_findings(by_kind[LOG].findings, by_kind[FLIGHT].findings)
+        for kind, joined in zip((LOG, FLIGHT), found, strict=True):
+            by_kind[kind] = replace(by_kind[kind], findings=tuple(joined))
+    sources = list(by_kind.values())
     if num_ranks is None:
         return sources
     return [

@@ -139,7 +139,8 @@ def _one_finding(finding: Finding, label: str, indent: str) -> Iterator[str]:
     if finding.count > len(evidence) > 0:
         yield f"{indent}    {finding.count} in all"
     for link in finding.chain:
-        yield from _one_finding(link, _LABELS.get(link.rule, "because:"), f"{indent}  ")
+        label = "dumps:" if link.rule.startswith("fr-") else "because:"
+        yield from _one_finding(link, _LABELS.get(link.rule, label), f"{indent}  ")
     if finding.action and not indent:
         yield f"  do: {finding.action}"
     for consequence in finding.consequences[:_MAX_CONSEQUENCES]:

@@ -31,7 +31,8 @@ class Finding:
 
     `evidence` holds the first lines that prove it, `count` how many lines there are in all.
     `action` is what to do. `chain` leads from what was set or happened first to this finding,
-    each link with its line; `consequences` are what this finding explains.
+    each link with its line; `consequences` are what this finding explains. `ranks`: one or all
+    of them are the cause; () unknown.
     """
 
     rule: str
@@ -42,3 +43,4 @@ class Finding:
     action: str = ""
     chain: "tuple[Finding, ...]" = ()
     consequences: "tuple[Finding, ...]" = ()
+    ranks: tuple[int, ...] = ()

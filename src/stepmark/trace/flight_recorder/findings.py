@@ -5,6 +5,7 @@ of two ranks are not written at the same moment. One note says what the dumps le
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from stepmark.core.finding import Evidence, Finding, Severity
 from stepmark.trace.flight_recorder.causes import Cause, causes
@@ -17,7 +18,10 @@ def findings(dumps: Sequence[Dump]) -> list[Finding]:
     groups = groups_of(dumps)
     known = causes(groups)
     unsorted = [
-        _finding(cause.rule, f"{cause.text}.", cause.evidence, cause.severity)
+        replace(
+            _finding(cause.rule, f"{cause.text}.", cause.evidence, cause.severity),
+            ranks=tuple(sorted(cause.ranks | cause.suspects)),
+        )
         for cause in known
     ]
     unsorted += _limits(known, groups, dumps)

@@ -137,7 +137,8 @@ def _finding(failures: Sequence[Failure]) -> Finding:
         place = f"The exception was raised at {first.place}."
         chain = (finding_of("raised-at", Severity.NOTE, place, [first.place_evidence]),)
     count = sum(one.lines for one in failures)
-    return replace(finding, action=first.action, chain=chain, count=count)
+    ranks = tuple(sorted({one.rank for one in failures if one.rank is not None}))
+    return replace(finding, action=first.action, chain=chain, count=count, ranks=ranks)
 
 
 def _subject(failures: Sequence[Failure]) -> str:
@@ -264,6 +265,9 @@ def _waits(facts: LogFacts) -> Iterator[Finding]:
     groups = _groups(facts)
     if not groups:
         return
+    if different := next(filter(None, map(_different_calls, groups)), None):
+        yield different
+        return
     missing = [_missing(facts, states) for states in groups]
     waits_for = {
         state.rank: absent
@@ -333,7 +337,8 @@ def _missing_rank(states: Sequence[GroupProgress], absent: dict[int, Evidence]) 
         f"Look at the code of {who} at that point (py-spy dump, flight-recorder dumps): a slow "
         "data loader or checkpoint, a branch without the call, or a process that hangs."
     )
-    return replace(finding_of("failure-missing-rank", _PROBLEM, text, lines), action=action)
+    finding = finding_of("failure-missing-rank", _PROBLEM, text, lines)
+    return replace(finding, action=action, ranks=tuple(sorted(absent)))
 
 
 def _deadlock(
@@ -350,17 +355,25 @@ def _deadlock(
     lines = [line for absent in missing for line in absent.values()]
     lines += [state.evidence for state in states]
     action = "Issue collectives of all groups in one order on every rank."
-    return replace(finding_of("failure-deadlock", _PROBLEM, text, lines), action=action)
+    finding = finding_of("failure-deadlock", _PROBLEM, text, lines)
+    return replace(finding, action=action, ranks=tuple(sorted(cycle)))
 
 
 def _unknown_wait(groups: Sequence[Sequence[GroupProgress]]) -> Finding:
     states = [state for group in groups for state in _waiting(group)]
-    apart = any(len({state.waits_in for state in _waiting(group)}) > 1 for group in groups)
+    apart = [
+        group for group in map(_waiting, groups) if group[0].waits_in != group[-1].waits_in
+    ]
+    behind = [
+        state.rank for group in apart for state in group if state.waits_in == group[0].waits_in
+    ]
     text = f"Collectives timed out: {_waiting_text(states)}. "
     if apart:
+        who = ranks_text(sorted(set(behind)))
         text += (
-            "These ranks are in different collectives of one group: calls of different kind or "
-            "size were paired, or a collective ended on some ranks only"
+            f"{who.capitalize()} {'is' if len(behind) == 1 else 'are'} behind: other ranks wait "
+            "in a later collective of the same group. Calls of different kind or size were "
+            "paired, or a collective ended on some ranks only"
         )
     else:
         text += (
@@ -372,4 +385,28 @@ def _unknown_wait(groups: Sequence[Sequence[GroupProgress]]) -> Finding:
         "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,COLL, and read the logs of all ranks."
     )
     finding = finding_of("failure-timeout", _PROBLEM, text + ".", [s.evidence for s in states])
-    return replace(finding, action=action)
+    return replace(finding, action=action, ranks=tuple(sorted(set(behind))))
+
+
+def _different_calls(states: Sequence[GroupProgress]) -> Finding | None:
+    """Return that ranks of a group timed out in one collective that differs between them."""
+    by_number: dict[int | None, list[GroupProgress]] = {}
+    for state in _waiting(states):
+        if state.call and not state.call.startswith(_UNNUMBERED):
+            by_number.setdefault(state.waits_in, []).append(state)
+    for same in by_number.values():
+        # What a rank gives differs by rank in others, such as gather and all_to_all.
+        calls = {
+            state.call if state.call.startswith(_EQUAL) else state.call.partition(" of ")[0]
+            for state in same
+        }
+        if len(calls) > 1:
+            text = f"Ranks issued different calls as one collective: {_waiting_text(same)}."
+            finding = finding_of("failure-mismatch", _PROBLEM, text, [s.evidence for s in same])
+            action = "Make the ranks issue the same collectives in one order, of equal size."
+            return replace(finding, action=action)
+    return None
+
+
+_UNNUMBERED = ("send", "recv", "coalesced", "unknown")
+_EQUAL = ("all_reduce", "broadcast")
