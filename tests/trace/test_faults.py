@@ -119,10 +119,13 @@ def test_what_follows_is_listed_under_the_cause(fault: str, rules: set[str]) -> 
     assert all(one.evidence for one in cause.consequences)
 
 
-STATUS = "[PG ID 1 PG GUID 7(tp) Rank {0}] Timeout at NCCL work: {1}, last enqueued NCCL work: {1}, last completed NCCL work: {2}."
+STATUS = (
+    "[PG ID 1 PG GUID 7(tp) Rank {0}] Timeout at NCCL work: {1}, last enqueued NCCL work: {1}, "
+    "last completed NCCL work: {2}."
+)
 TIMEOUT = (
-    "[rank{0}]:[E1 09:00:1{0}.0 ProcessGroupNCCL.cpp:689] [Rank {0}] Watchdog caught collective "
-    "operation timeout: WorkNCCL(SeqNum={1}, OpType={2}, NumelIn={3}, NumelOut={3}, "
+    "[rank{0}]:[E1 09:00:1{0}.0 ProcessGroupNCCL.cpp:689] [Rank {0}] Watchdog caught "
+    "collective operation timeout: WorkNCCL(SeqNum={1}, OpType={2}, NumelIn={3}, NumelOut={3}, "
     "Timeout(ms)=15000) ran for 15001 milliseconds before timing out."
 )
 
