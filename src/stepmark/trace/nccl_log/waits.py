@@ -7,6 +7,9 @@ from stepmark.core.finding import Evidence, Finding, Severity
 from stepmark.core.log_facts import GroupProgress, LogFacts
 from stepmark.trace.nccl_log.network_rules import comma_list, finding_of
 
+UNSEEN = "No line shows what was done instead."
+_PROBLEM = Severity.PROBLEM
+
 
 def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {comma_list(ranks)}"
@@ -115,14 +118,14 @@ def _missing_rank(states: Sequence[GroupProgress], absent: dict[int, Evidence]) 
     who = ranks_text(sorted(absent))
     text = (
         f"{who[:1].upper()}{who[1:]} did not join a collective: {_waiting_text(waiting)}. "
-        f"{_UNSEEN}"
+        f"{UNSEEN}"
     )
     lines = [*absent.values(), *(state.evidence for state in waiting)]
     action = (
         f"Look at the code of {who} at that point (py-spy dump, flight-recorder dumps): a slow "
         "data loader or checkpoint, a branch without the call, or a process that hangs."
     )
-    finding = finding_of("failure-missing-rank", Severity.PROBLEM, text, lines)
+    finding = finding_of("failure-missing-rank", _PROBLEM, text, lines)
     return replace(finding, action=action, ranks=tuple(sorted(absent)))
 
 
@@ -140,7 +143,7 @@ def _deadlock(
     lines = [line for absent in missing for line in absent.values()]
     lines += [state.evidence for state in states]
     action = "Issue collectives of all groups in one order on every rank."
-    finding = finding_of("failure-deadlock", Severity.PROBLEM, text, lines)
+    finding = finding_of("failure-deadlock", _PROBLEM, text, lines)
     return replace(finding, action=action, ranks=tuple(sorted(cycle)))
 
 
@@ -168,9 +171,7 @@ def _unknown_wait(groups: Sequence[Sequence[GroupProgress]]) -> Finding:
         "Set TORCH_NCCL_TRACE_BUFFER_SIZE (TORCH_FR_BUFFER_SIZE) for flight-recorder dumps, or "
         "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,COLL, and read the logs of all ranks."
     )
-    finding = finding_of(
-        "failure-timeout", Severity.PROBLEM, text + ".", [s.evidence for s in states]
-    )
+    finding = finding_of("failure-timeout", _PROBLEM, text + ".", [s.evidence for s in states])
     return replace(finding, action=action, ranks=tuple(behind))
 
 
@@ -188,9 +189,7 @@ def _different_calls(states: Sequence[GroupProgress]) -> Finding | None:
         }
         if len(calls) > 1:
             text = f"Ranks issued different calls as one collective: {_waiting_text(same)}."
-            finding = finding_of(
-                "failure-mismatch", Severity.PROBLEM, text, [s.evidence for s in same]
-            )
+            finding = finding_of("failure-mismatch", _PROBLEM, text, [s.evidence for s in same])
             action = "Make the ranks issue the same collectives in one order, of equal size."
             return replace(finding, action=action)
     return None
