@@ -13,7 +13,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.model import ModelConfig, find_model
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import CompileScope, DataParallel, Precision, Recompute
+from stepmark.core.training import CompileScope, DataParallel, GradSync, Precision, Recompute
 from stepmark.predict.memory import TrainMemory
 
 GPT = find_model("gpt2-1.5b")
@@ -68,6 +68,23 @@ def test_parts_are_bytes_and_bound_the_whole(case: TrainCase) -> None:
     assert 0 <= memory.forward_gradients_bytes <= memory.gradients_bytes
     kept = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     assert kept < memory.total_bytes <= sum(parts(memory).values())
+
+
+def test_whole_gradients_that_wait_for_their_reduction_are_counted() -> None:
+    """FSDP keeps them in the reduced dtype until the last micro-step, or the end of a pass."""
+    plain = case(
+        model=LLAMA,
+        parallel=ParallelConfig(dp_shard=8),
+        data_parallel=DataParallel.FSDP,
+        grad_accum=4,
+        reduce_dtype=DType.BF16,
+    )
+    more = dataclasses.replace(plain, grad_sync=GradSync.LAST)
+    added = estimate(more).gathered_bytes - estimate(plain).gathered_bytes
+    assert added == pytest.approx(2 * LLAMA.num_params, rel=1e-3)
+    half = ParallelConfig(dp_shard=4, pp=2)
+    kept = estimate(dataclasses.replace(plain, parallel=half)).gathered_bytes
+    assert kept > 2 * 2 * LLAMA.num_params / 2  # weights and gradients of half of the model
 
 
 @given(cases())

@@ -208,6 +208,8 @@ def _widths(case: TrainCase) -> Iterator[tuple[str, int]]:
 def _data_parallel(case: TrainCase) -> Refused:
     if case.grad_sync == "last" and case.parallel.gradient_ranks == 1:
         yield "grad-sync", "last", "every, with one data rank"
+    if case.grad_sync == "last" and case.parallel.pp > 1:
+        yield "grad-sync", "last", "every with a pipeline, which reduces once per pass"
     if case.grad_sync == "last" and case.grad_accum == 1:
         yield "grad-sync", "last", "every, with one micro-step per optimizer step"
     shards = case.parallel.dp_shard * case.parallel.cp

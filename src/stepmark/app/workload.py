@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from stepmark.app import workload_files, workload_flags, workload_model
@@ -29,6 +29,8 @@ from stepmark.workload.rules import RULES, Rule, find_rule
 
 _MODEL_AXES = ("tp", "pp", "cp")
 _DATA_AXES = ("dp_shard", "dp_replicate")
+_SHARED = {field.name for field in fields(GenerateOptions)}  # not only of the rules
+_PROGRAM = ("groups", "blocks", "stages")
 _RECOMPUTE = ("recompute_activations", "recompute")
 
 
@@ -127,7 +129,26 @@ def generate(options: GenerateOptions) -> Workload:
         return _without_job(rule, settings, options)
     job, notes = _job(options, framework)
     workload = rule.workload(job, settings)
-    return replace(workload, notes=(*notes, *_script_notes(options, rule), *workload.notes))
+    idle = _idle_notes(options, rule, workload, job, settings)
+    notes = (*notes, *_script_notes(options, rule), *workload.notes, *idle)
+    return replace(workload, notes=notes)
+
+
+def _idle_notes(
+    options: GenerateOptions, rule: Rule, workload: Workload, job: AnyJob, settings: Any
+) -> tuple[str, ...]:
+    """Note the settings that are given and without which the step would be the same."""
+    own = [field for name, field in rule.fields().items() if name not in _SHARED]
+    given = [field for field in own if getattr(options, field.name, None) is not None]
+    idle = []
+    for field in given:
+        if getattr(settings, field.name) == field.default:
+            continue
+        with contextlib.suppress(ConfigError):  # it would be refused, so the setting matters
+            other = rule.workload(job, replace(settings, **{field.name: field.default}))
+            if all(getattr(other, part) == getattr(workload, part) for part in _PROGRAM):
+                idle.append(f"--{dashed(field.name)}")
+    return (f"no effect on this job: {', '.join(idle)}",) if idle else ()
 
 
 def _job(options: GenerateOptions, framework: str) -> tuple[AnyJob, tuple[str, ...]]:

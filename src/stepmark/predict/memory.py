@@ -21,7 +21,7 @@ from functools import reduce
 from stepmark.core.model import ModelConfig
 from stepmark.core.module import Kept, Module
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import CompileScope, DataParallel, Precision, Recompute
+from stepmark.core.training import CompileScope, DataParallel, GradSync, Precision, Recompute
 
 _FP32 = 4
 # Bytes per parameter of weights, of gradients, and of each of AdamW's two moments. With masters
@@ -45,7 +45,7 @@ class TrainMemory:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    gathered_bytes: int  # FSDP's whole groups, or autocast's bf16 copies of weights
+    gathered_bytes: int  # FSDP's whole groups and gradients, or autocast's copies of weights
     activations_bytes: int  # kept from forward to backward
     working_bytes: int  # of the one block whose backward pass runs
     head_bytes: int  # logits, their log-softmax and gradient
@@ -178,8 +178,10 @@ def _gathered(case: TrainCase, layers: dict[int, _Block], stage: int) -> int:
     """Return the bytes of copies of weights in addition to the stored ones.
 
     FSDP: the groups that are gathered at a time, one of them twice while it is copied out of
-    its buffer, and the gradients of one group in both dtypes. Autocast keeps a bf16 copy of
-    each weight until its backward pass, unless that casts again.
+    its buffer, and the gradients of one group in both dtypes. Gradients that are not reduced
+    at once are kept whole in the reduced dtype (torch 2.13, _fsdp_param.py,
+    to_accumulated_grad_if_needed; pipelining/stage.py, backward_maybe_with_nosync). Autocast
+    keeps a bf16 copy of each weight until its backward pass, unless that casts again.
     """
     tp, ep, size = case.parallel.tp, case.parallel.ep, _itemsize(case)
     per_layer = [(block.others + block.experts // ep) // tp for block in layers.values()]
@@ -193,6 +195,11 @@ def _gathered(case: TrainCase, layers: dict[int, _Block], stage: int) -> int:
         # One table: the input's group is freed before the output's is gathered, unless tied.
         gathered += table
         gradients = max(group, table) * (size + case.reduce_dtype.itemsize)
+        if case.parallel.pp > 1:  # weights stay from one backward pass to the next
+            gathered = total + table
+        if case.parallel.pp > 1 or (case.grad_sync is GradSync.LAST and case.grad_accum > 1):
+            ends = 1 if case.parallel.pp > 1 or case.model.tied_embeddings else 2
+            gradients += (total + ends * table) * case.reduce_dtype.itemsize
         return size * (gathered + group) + gradients
     if case.precision is not Precision.AMP or _is_compiled(case):
         return 0

@@ -51,6 +51,7 @@ AXES: dict[str, tuple[Axes, Axes]] = {
     ),
     "ddp": ({"dp_replicate": (1, 2, 4), "cp": TWO}, {"init_sync": BOOL}),
     "tp": ({"tp": (1, 2)}, {"masters": BOOL}),
+    "dlrm": ({"dp_shard": (1, 2, 4)}, {"mini_batch_size": (8, 16)}),
     "pp": ({"tp": TWO, "pp": (1, 2, 4)}, {"pp_schedule": ("1f1b", "gpipe")}),
 }
 
@@ -71,17 +72,24 @@ class ExportCase:
     def workload(self) -> Workload:
         """Return the workload. Raise ConfigError if the rules refuse the job."""
         parallel = ParallelConfig(**dict(self.axes))
-        job = Job(model=self.model, parallel=parallel, gbs=4 * parallel.data_ranks)
         rule = RULES[self.framework]
-        workload = rule.workload(job, rule.settings_class()(**dict(self.settings)))
-        blocks = {
-            name: tuple(
-                replace(item, time_s=1e-6) if isinstance(item, ComputeOp) else item
-                for item in block
-            )
-            for name, block in workload.blocks.items()
-        }
-        return replace(workload, blocks=blocks)
+        settings = rule.settings_class()(**dict(self.settings))
+        if not rule.has_job:
+            return timed(rule.workload(settings, parallel.world_size))
+        job = Job(model=self.model, parallel=parallel, gbs=4 * parallel.data_ranks)
+        return timed(rule.workload(job, settings))
+
+
+def timed(workload: Workload) -> Workload:
+    """Return the workload with a time of each computation, as SimAI's text needs them."""
+    blocks = {
+        name: tuple(
+            replace(item, time_s=1e-6) if isinstance(item, ComputeOp) else item
+            for item in block
+        )
+        for name, block in workload.blocks.items()
+    }
+    return replace(workload, blocks=blocks)
 
 
 def _products(axes: Axes) -> Iterator[tuple[tuple[str, Any], ...]]:

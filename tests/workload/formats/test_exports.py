@@ -3,6 +3,7 @@
 import random
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +14,7 @@ from stepmark.workload.formats import FORMATS, native, simai
 from stepmark.workload.formats.loss import Kept, communication, losses
 
 from .aicb_samples import megatron
-from .export_cases import AXES, EXPERTS, ExportCase, accepted, cases
+from .export_cases import AXES, EXPERTS, ExportCase, accepted, cases, timed
 
 Sums = Counter[tuple[str, int, int, bool]]  # collective, ranks, bytes, before the first step
 READABLE = ("simai", "aicb", "param", "chakra")
@@ -75,10 +76,26 @@ def check(name: str, workload: Workload, folder: Path) -> None:
         assert total(sums_of(workload, stage)) - missing == total(in_file)
 
 
-def check_all(case: ExportCase, workload: Workload, folder: Path) -> None:
+@pytest.mark.parametrize("origin", READABLE)
+def test_conversions_hold_what_they_do_not_deny(origin: str, tmp_path: Path) -> None:
+    """A file of one format, read and written in each of the others."""
+    mine = [case for case in cases() if case.framework in ("megatron", "fsdp")]
+    random.Random(5).shuffle(mine)
+    for number, (case, workload) in enumerate(accepted(iter(mine))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        again = timed(read_back(origin, workload, folder)[0][0])
+        check_all(case, again, folder, [name for name in READABLE if name != origin])
+        if number == 1:
+            break
+
+
+def check_all(
+    case: ExportCase, workload: Workload, folder: Path, names: Sequence[str] = READABLE
+) -> None:
     workload.check()
     assert native.decode(native.encode(workload)) == workload
-    for name in READABLE:
+    for name in names:
         try:
             (folder / name).mkdir()
             check(name, workload, folder / name)

@@ -252,7 +252,7 @@ _DATA = (
     *("dp", "dp_cp", "intra_dp_cp", "instances", "dp_shard", "dp_replicate"),
     *("fsdp", "ddp", "replicate"),
 )
-_EXPERT_DATA = ("expt_dp", "intra_expt_dp", "ep_dp", "expert_fsdp")
+_EXPERT_DATA = ("expt_dp", "intra_expt_dp", "ep_dp", "dp_ep", "expert_fsdp")
 _GROUP_OF: Mapping[str, str] = {
     "tp": "tp_group",
     **dict.fromkeys(_DATA, "dp_group"),

@@ -16,7 +16,7 @@ from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.workload.job import Job
 from stepmark.workload.rules.pytorch import fsdp
 from stepmark.workload.rules.pytorch.fsdp import Ends, Fsdp
-from stepmark.workload.rules.pytorch.schedules import Schedule
+from stepmark.workload.rules.pytorch.schedules import Schedule, Split
 
 DENSE = ModelConfig(
     name="small",
@@ -71,10 +71,14 @@ def jobs(draw: st.DrawFn) -> tuple[Job, Fsdp]:
         prefetch=draw(st.sampled_from((1, 2))),
         blocks_per_group=draw(st.sampled_from((1, 2))),
         ends=draw(st.sampled_from(Ends)),
-        grad_sync=draw(st.sampled_from(GradSync)),
+        # torch's schedules reduce once per pass; the rule refuses anything else.
+        grad_sync=draw(
+            st.sampled_from(GradSync if mesh.get("pp", 1) == 1 else [GradSync.EVERY])
+        ),
         recompute=draw(st.sampled_from(Recompute)),
         pp_schedule=schedule,
         pp_microbatches=draw(st.sampled_from((0, count))),
+        pp_split=draw(st.sampled_from(Split)),
     )
     return make(model, microbatches=count, **mesh), settings
 

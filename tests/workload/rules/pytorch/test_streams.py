@@ -119,9 +119,7 @@ def test_the_next_gather_of_a_forward_pass_waits_for_what_was_computed_before_it
 ) -> None:
     """Also where it is not that of the first module, whose weights are still there."""
     job = make(DENSE, microbatches=6, dp_shard=2, pp=pp)
-    program = generated(
-        job, pp_schedule=schedule, reshard_after_forward=reshard, ends=ends, grad_sync="last"
-    )
+    program = generated(job, pp_schedule=schedule, reshard_after_forward=reshard, ends=ends)
     seen = 0
     for stage in range(pp):
         newest: Operation | None = None  # computed before the pass

@@ -60,8 +60,6 @@ def notes_of(job: Job, plan: Plan) -> Iterator[str]:
     bucket groups are those of dense parameters and of experts).
     """
     settings = plan.settings
-    if settings.sequence_parallel and plan.tp == 1:
-        yield "sequence_parallel has no effect with tp 1"
     if plan.model.vocab_size != job.model.vocab_size:
         yield f"vocabulary padded from {job.model.vocab_size} to {plan.model.vocab_size}"
     masks = settings.create_attention_mask_in_dataloader and plan.tp > 1

@@ -20,7 +20,7 @@ from stepmark.core.training import GradSync, Recompute
 from stepmark.core.units import MIB
 from stepmark.core.workload import DDP, Block, ComputeOp, Item, Kernel, Run, Workload
 from stepmark.workload.architecture import AnyJob, Unit
-from stepmark.workload.job import Comms, check_at_least, check_single, setting
+from stepmark.workload.job import Comms, Job, check_at_least, check_single, setting
 from stepmark.workload.pipeline import wait
 from stepmark.workload.rules.pytorch.chunk import Chunk, folded
 from stepmark.workload.rules.pytorch.step import SOURCE, build
@@ -98,7 +98,7 @@ class Ddp:
     """DistributedDataParallel's settings by their own names, and how a step runs."""
 
     param_dtype: DType = setting(DType.FP32, "dtype of weights and gradients")
-    autocast: bool = setting(True, "bf16 products with fp32 weights")
+    autocast: bool = setting(True, "products in --dtype, whatever the weights' type")
     masters: bool = setting(False, "keep fp32 master weights for the optimizer")
     compress_bf16: bool = setting(False, "send gradients in bf16 (bf16_compress_hook)")
     bucket_cap_mb: int = setting(0, "MiB per gradient bucket; 0: 25, the first one 1")
@@ -125,6 +125,8 @@ class Ddp:
 def workload(job: AnyJob, settings: Ddp) -> Workload:
     """Return a steady step, and the start as setup. Raises ConfigError."""
     check_single(job.parallel, ("tp", "pp", "ep"), "1, or the fsdp rule")
+    if isinstance(job, Job) and not settings.autocast:  # products have the type of the weights
+        job = replace(job, dtype=settings.param_dtype)
     comms = Comms(groups=groups_of(job), dtype=job.dtype)
     how = technique(
         settings,
@@ -148,6 +150,7 @@ class Reducer:
         # In forward order, with the layer and whether it is checkpointed.
         self._units: list[tuple[Unit, int | None, bool]] = [*first, *layers, *last]
         self._params = [param for unit, _, _ in self._units for param in unit.params]
+        self._casts = settings.autocast and settings.param_dtype is not comms.dtype
 
     def backward(self) -> Block:
         full = self._full_buckets()
@@ -205,7 +208,7 @@ class Reducer:
         ready = [
             (number, param)
             for number, unit in reversed(list(enumerate(units)))
-            for param in ready_order(unit.params, autocast=self._settings.autocast)
+            for param in ready_order(unit.params, autocast=self._casts)
         ]
         order = ready
         if self._settings.find_unused_parameters:  # buckets are not rebuilt

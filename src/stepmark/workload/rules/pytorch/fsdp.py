@@ -68,7 +68,11 @@ def workload(job: AnyJob, settings: Fsdp) -> Workload:
     if settings.blocks_per_group > layers:
         allowed = f"at most {layers} layers of a stage"
         raise ConfigError("blocks_per_group", settings.blocks_per_group, allowed)
-    syncs_last = settings.grad_sync is GradSync.LAST and job.parallel.pp == 1
+    syncs_last = settings.grad_sync is GradSync.LAST
+    if syncs_last and job.parallel.pp > 1:
+        # stage.py, backward_maybe_with_nosync and perform_reduce_grad
+        allowed = "every with a pipeline, whose schedule reduces once per pass through it"
+        raise ConfigError("grad_sync", GradSync.LAST, allowed)
     sharding = Sharding(
         comms=Comms(groups=groups, dtype=job.dtype),
         gathered=settings.param_dtype,
