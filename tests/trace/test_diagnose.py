@@ -249,6 +249,11 @@ FIRES: list[tuple[str, Severity, list[str]]] = [
         [info(0, TOPOLOGY)],
     ),
     ("warning", WARNING, [warn(0, "Something nobody has seen before")]),
+    ("warning", WARNING, [warn(0, "Could not parse NCCL_X, using default")]),
+    ("failure-unknown", PROBLEM, [warn(0, "The widget is unable to spin")]),
+    ("failure-unknown", PROBLEM, [warn(0, "Unexpected widget: internal error 7")]),
+    ("harmless", NOTE, [warn(0, "Failed to open libibverbs.so[.1]")]),
+    ("harmless", NOTE, [warn(0, "NUMA auto balancing enabled which can lead to variability")]),
     *((rule, PROBLEM, [warn(0, text)]) for rule, text in WARNS),
 ]
 
@@ -304,6 +309,7 @@ SILENT: list[tuple[str, list[str]]] = [
     ("cut-lines", [coll(0, Issued())]),
     ("harmless", [info(0, "Could not connect")]),
     ("warning", [info(0, "Using network IB")]),
+    ("failure-unknown", [warn(0, "Could not read the speed, defaulting to 10 Gb/s")]),
     (
         "failure-ib-retry",
         [warn(0, f"NET/IB : {GOT} with status=5 opcode=0")],

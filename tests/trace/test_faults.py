@@ -130,6 +130,14 @@ TIMEOUT = (
 )
 
 
+def test_output_without_a_line_of_nccl_is_not_called_its_log(tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    path.write_text("step 1\nRuntimeError: the widget is on fire\n")
+    (view,) = read_report(collect([str(path)]), LogsOptions(files=(str(path),))).views
+    assert view.source.kind == "job output"
+    assert view.source.lines[0].endswith("2 lines of 1 file, none of NCCL or RCCL")
+
+
 @pytest.mark.parametrize(
     ("second", "rule", "words", "ranks"),
     [

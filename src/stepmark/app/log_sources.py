@@ -29,6 +29,7 @@ MAX_FILES = 100_000
 # Files of a folder that may be output of a job; a named file may have any name.
 _OUTPUT_SUFFIXES = frozenset({"", ".out", ".err", ".log", ".txt", ".gz", ".stdout", ".stderr"})
 LOG, FLIGHT, INSPECTOR, TABLES = "NCCL log", "flight recorder", "inspector", "tables"
+OUTPUT = "job output"  # a log without lines of NCCL
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,7 +176,7 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
 def _log(num_ranks: int | None, paths: Sequence[Path]) -> Source:
     facts = read_log(paths, num_ranks=num_ranks)
     return Source(
-        kind=LOG,
+        kind=LOG if facts.has_messages else OUTPUT,
         files=tuple(map(str, paths)),
         histogram=facts.messages,
         num_ranks_seen=max(len(facts.processes), ranks_seen(facts.messages)),

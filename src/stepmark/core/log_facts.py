@@ -356,6 +356,7 @@ class LogFacts:
     failures: tuple[Failure, ...] = ()
     progress: tuple[GroupProgress, ...] = ()
     absent: tuple[AbsentRank, ...] = ()
+    has_messages: bool = True  # whether any line is of NCCL or RCCL
     unread_calls: int = 0  # lines of calls cut before their count or type
     rounded_calls: int = 0  # counted at the next power of two, for want of memory
 

@@ -33,11 +33,12 @@ def fact_lines(facts: LogFacts) -> list[str]:
 
 
 def _facts(facts: LogFacts) -> Iterator[tuple[str, str]]:
-    yield (
-        "log",
-        f"{facts.num_lines} lines of {_number(len(facts.files), 'file')}, "
-        f"{_number(len(facts.processes), 'process')} on {_number(len(facts.hosts), 'host')}",
-    )
+    lines = f"{facts.num_lines} lines of {_number(len(facts.files), 'file')}"
+    if not facts.has_messages:
+        yield "output", f"{lines}, none of NCCL or RCCL"
+        return
+    processes, hosts = _number(len(facts.processes), "process"), len(facts.hosts)
+    yield "log", f"{lines}, {processes} on {_number(hosts, 'host')}"
     if facts.versions:
         names = (f"{what} {value}" for what, value in facts.versions)
         yield "versions", ", ".join(names)

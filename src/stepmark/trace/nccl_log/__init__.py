@@ -6,6 +6,7 @@ dispatched by their first word.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from stepmark.core.errors import ConfigError
@@ -57,7 +58,8 @@ def read_log(paths: Sequence[Path], *, num_ranks: int | None = None) -> LogFacts
     reader = _Reader()
     for index, path in enumerate(paths):
         reader.read(path, index)
-    return reader.collector.result(paths, reader.num_lines, num_ranks)
+    facts = reader.collector.result(paths, reader.num_lines, num_ranks)
+    return replace(facts, has_messages=reader.num_logs > 0)
 
 
 class _Reader:
@@ -66,6 +68,7 @@ class _Reader:
     def __init__(self) -> None:
         self.collector = Collector()
         self.num_lines = 0
+        self.num_logs = 0  # files with messages of NCCL
         # Counters of lines that were parsed once.
         self._counters: dict[bytes, CallCounter] = {}
         self._choices: dict[bytes, list[int]] = {}
@@ -94,6 +97,7 @@ class _Reader:
         if is_empty:
             raise ConfigError("file", path, "a log with content; this one is empty")
         has_failures = self.collector.output.num_found > num_failures
+        self.num_logs += self._has_messages
         if not self._has_messages and not has_failures:
             raise ConfigError("file", path, "a log of NCCL or RCCL; no line of either is in it")
 

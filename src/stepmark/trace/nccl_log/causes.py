@@ -84,7 +84,7 @@ def _tree(
     for finding in plain:
         if finding.rule in _SYMPTOMS and role < Role.CONSEQUENCE:
             explained.append(finding)
-        elif finding.rule == "warning" and role >= Role.SIGNAL:
+        elif finding.rule in ("warning", "failure-unknown") and role >= Role.SIGNAL:
             chain.append(finding)
         else:
             rest.append(finding)

@@ -4,6 +4,7 @@ Every rule quotes the lines that prove it; without them it reports nothing. Over
 rule is short, and they are read side by side.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -35,11 +36,29 @@ def diagnose(facts: LogFacts) -> list[Finding]:
 
 
 def unknown_warnings(facts: LogFacts) -> Iterator[Finding]:
-    """Report WARN lines that no rule knows as they stand."""
+    """Report WARN lines that no rule knows as they stand: as failures if they look fatal."""
     for warning, lines in facts.warnings.items():
-        if classify(lines.evidence[0].text) is None:
-            text = f"NCCL warns: {warning}"
+        text = f"NCCL warns: {warning.rstrip('.')}."
+        if classify(lines.evidence[0].text) is not None or _harmless_text(warning):
+            continue
+        if facts.has_failed or _FALLS_BACK.search(warning) or not _FATAL.search(warning):
             yield finding_of("warning", Severity.WARNING, text, [lines])
+            continue
+        text = f"A warning of NCCL looks fatal, and no rule knows it: {warning.rstrip('.')}."
+        finding = finding_of("failure-unknown", Severity.PROBLEM, text, [lines])
+        yield replace(finding, action="Read the lines around it, and whether the job went on.")
+
+
+_FATAL = re.compile(
+    r"\b(?:fail|error|fatal|abort|could ?n.t|could not|cannot|can.t|unable|invalid|mismatch"
+    r"|corrupt|unhandled|exited|terminated|timed[ -]?out|timeout|hanging|deadlock|no such)",
+    re.IGNORECASE,
+)
+_FALLS_BACK = re.compile(
+    r"\b(?:default(?:ing|s) to|using (?:the )?default|fall(?:ing|s)?[ -]?back|ignor(?:ed|ing)"
+    r"|will not be used|performance)",
+    re.IGNORECASE,
+)
 
 
 _ALIGN = (
@@ -269,12 +288,15 @@ def init_incomplete(facts: LogFacts) -> Iterator[Finding]:
 def harmless(facts: LogFacts) -> Iterator[Finding]:
     """Report lines that look like errors and are none."""
     groups: dict[str, list[Occurrences]] = {}
-    for message, occurrences in facts.harmless.items():
-        for start, text in _HARMLESS:
-            if message.startswith(start):
-                groups.setdefault(text, []).append(occurrences)
+    for message, occurrences in (*facts.harmless.items(), *facts.warnings.items()):
+        if text := _harmless_text(message):
+            groups.setdefault(text, []).append(occurrences)
     for text, lines in groups.items():
         yield finding_of("harmless", Severity.NOTE, text, lines)
+
+
+def _harmless_text(message: str) -> str:
+    return next((text for part, text in _HARMLESS if part in message[:160]), "")
 
 
 def cut_lines(facts: LogFacts) -> Iterator[Finding]:
@@ -302,6 +324,24 @@ _HARMLESS = (
         "network is another one, or there is one node.",
     ),
     ("Could not find real path of", "A PCI path is hidden by the virtual machine. Harmless."),
+    (
+        "Failed to open libibverbs",
+        "No library of InfiniBand: NCCL uses another network. Harmless without InfiniBand.",
+    ),
+    (
+        "NUMA auto balancing",
+        "The kernel moves pages between NUMA nodes, which makes times vary "
+        "(kernel.numa_balancing=0 stops it). No failure.",
+    ),
+    (
+        "iommu=pt",
+        "The kernel runs without iommu=pt, which RCCL advises. No failure by itself.",
+    ),
+    (
+        "ollNetPlugin",
+        "The network plugin offers no reduction in the network (CollNet). Harmless unless that "
+        "was wanted.",
+    ),
 )
 
 RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
