@@ -33,12 +33,12 @@ def fact_lines(facts: LogFacts) -> list[str]:
 
 
 def _facts(facts: LogFacts) -> Iterator[tuple[str, str]]:
-    lines = f"{facts.num_lines} lines of {_number(len(facts.files), 'file')}"
+    size = f"{facts.num_lines} lines of {_number(len(facts.files), 'file')}"
     if not facts.has_messages:
-        yield "output", f"{lines}, none of NCCL or RCCL"
+        yield "output", f"{size}, none of NCCL or RCCL"
         return
     processes, hosts = _number(len(facts.processes), "process"), len(facts.hosts)
-    yield "log", f"{lines}, {processes} on {_number(hosts, 'host')}"
+    yield "log", f"{size}, {processes} on {_number(hosts, 'host')}"
     if facts.versions:
         names = (f"{what} {value}" for what, value in facts.versions)
         yield "versions", ", ".join(names)
