@@ -28,12 +28,14 @@ from stepmark.core.comm_options import CommOptions
 from stepmark.core.commands import command_of
 from stepmark.core.comparison import Series, Side
 from stepmark.core.errors import ConfigError
+from stepmark.core.record import Measured
 from stepmark.core.sweep import Outcome, Setting, Sweep, Try, TunerChoice
 from stepmark.core.verb_options import SweepOptions
 from stepmark.launch import processes
 from stepmark.report.recommendation import Advice
 from stepmark.report.tuner import COLLECTIVES, first_match
 from stepmark.store import sweeps
+from stepmark.store.reader import read_records
 from stepmark.store.sweeps import Journal
 
 from .process import ROOT, command, environment, stepmark
@@ -152,6 +154,16 @@ def means(folder: Path, said: list[str] | None = None, **more: object) -> Means:
 
 def started(folder: Path) -> list[str]:
     return [line.split()[0] for line in (folder / "started").read_text().splitlines()]
+
+
+def test_a_run_that_another_process_writes_meanwhile_is_not_taken(tmp_path: Path) -> None:
+    with Journal.create(tmp_path, sweep_of("crowded", repeats=2)) as journal:
+        make(journal, means(tmp_path), [])
+    for one in journal.sweep.tries:
+        records = read_records(journal.path / "runs" / one.run)
+        longest_s = max(r.samples.seconds[0][0] for r in records if isinstance(r, Measured))
+        assert longest_s > 1e-4, "the run of the other process is 9 times as fast"
+    assert len(list(journal.path.glob("runs/*/run.json"))) == 2
 
 
 def test_rounds_are_kept_compared_and_recommended(tmp_path: Path) -> None:
@@ -291,7 +303,8 @@ SPOILT: dict[str, dict[str, object]] = {
     "repeats": {"repeats": 0},
     "timeout_s": {"timeout_s": 0.0},
     **{
-        f"run ['{run}']": {"tries": (a_try(run),)} for run in ("..", ".", "/etc", "a/b", "../x")
+        f"run ['{run}']": {"tries": (a_try(run),)}
+        for run in ("..", ".", "/etc", "a/b/c", "a/", "a/..")
     },
     "run ['a": {"tries": (a_try("a\0b"),)},
 }

@@ -100,12 +100,13 @@ def _try(
     journal: Journal, setting: Setting, number: int, means: Means, signals: Sequence[int]
 ) -> Try | None:
     """Run a setting. Returns None when a signal came before the command was started."""
-    sweep, runs = journal.sweep, journal.path / "runs"
+    sweep = journal.sweep
     place = [each.name for each in sweep.settings].index(setting.name)
     count = sum((each.round, each.setting) == (number, setting.name) for each in sweep.tries)
     again = f"-{count + 1}" if count else ""
     stem = journal.path / "output" / f"round{number}-setting{place}{again}"
-    before = _runs_in(runs)
+    # A folder of its own, so that no other process's run is taken for this try's.
+    runs = journal.path / "runs" / stem.name
     started_at = time.time()
     ended = child.run(
         [*means.program, *setting.command(sweep.command), "--out", str(runs)],
@@ -115,8 +116,8 @@ def _try(
         limit_s=sweep.timeout_s,
         signals=signals,
     )
-    written = sorted(_runs_in(runs) - before)
-    run = written[0] if written else ""
+    written = sorted(file.parent.name for file in runs.glob("*/run.json"))
+    run = f"{stem.name}/{written[0]}" if written else ""
     outcome = _outcome(ended, run)
     last = _last_lines(stem.with_suffix(".err")) if outcome is not Outcome.DONE else ()
     if ended.survivors:
@@ -143,10 +144,6 @@ def _outcome(ended: child.Ended, run: str) -> Outcome:
     if ended.exit_code == 1 and run:  # a measured check failed; a crash ends with 1, too
         return Outcome.WRONG
     return Outcome.DONE if ended.exit_code == 0 and run else Outcome.FAILED
-
-
-def _runs_in(folder: Path) -> set[str]:
-    return {file.parent.name for file in folder.glob("*/run.json")}
 
 
 def _last_lines(file: Path) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ def read(path: Path) -> Sweep:
 def _wrong(sweep: Sweep) -> str:
     """Return what is impossible although its type is right; "" if there is nothing."""
     names = [setting.name for setting in sweep.settings]
-    runs = [attempt.run for attempt in sweep.tries if not _is_folder_name(attempt.run)]
+    runs = [attempt.run for attempt in sweep.tries if not _is_below(attempt.run)]
     problems = {
         f"schema {sweep.schema}, known is {SCHEMA}": sweep.schema != SCHEMA,
         "no command": not sweep.command,
@@ -87,14 +87,16 @@ def _wrong(sweep: Sweep) -> str:
         f"baseline {sweep.baseline!r} is no setting": sweep.baseline not in names,
         f"repeats {sweep.repeats}, at least 1": sweep.repeats < 1,
         f"timeout_s {sweep.timeout_s}, above 0": not sweep.timeout_s > 0,
-        f"run {runs[:1]} is no folder name": bool(runs),
+        f"run {runs[:1]} is no folder below runs": bool(runs),
     }
     return next((text for text, is_wrong in problems.items() if is_wrong), "")
 
 
-def _is_folder_name(run: str) -> bool:
-    """Whether this names a folder right under runs/; it is "" where a try wrote none."""
-    return "/" not in run and run not in (".", "..") and (not run or run.isprintable())
+def _is_below(run: str) -> bool:
+    """Whether this names TRY/RUN, or RUN as before, under runs/; "" where a try wrote none."""
+    parts = run.split("/")
+    names = all(part not in ("", ".", "..") for part in parts)
+    return not run or (names and len(parts) <= 2 and run.isprintable())
 
 
 def find(root: Path, name: str) -> Path:
