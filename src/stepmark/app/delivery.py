@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,33 @@ Rows = list[dict[str, Any]]
 
 
 def finish(run: View, path: Path, code: int) -> int:
-    """Print where the run lies, and how to resume one that was cut short."""
+    """Print where the run lies, what is missing, and how to resume one that was cut short."""
     sys.stdout.flush()
     sys.stderr.write(f"run {path}\n")
-    words = {130: "interrupted", 143: "terminated", 3: "not all cases were measured"}
-    if word := words.get(code):
-        sys.stderr.write(f"{word}; {resume_hint(path)}\n")
+    is_empty = not any(isinstance(record, Measured) for record in run.records)
+    counts = Counter(record.kind for record in run.records)
+    if is_empty and set(counts) <= {"skipped"} and code not in (130, 143):
+        reason = "every case was skipped" if counts else "no case was run"
+        sys.stderr.write(f"nothing was measured: {reason}\n")
+    else:
+        unfinished = "nothing was measured" if is_empty else "not all cases were measured"
+        words = {130: "interrupted", 143: "terminated", 3: unfinished}
+        if word := words.get(code):
+            sys.stderr.write(f"{word}; {resume_hint(path)}\n")
     return worst(code, exit_code(run))
 
 
 def exit_code(run: View) -> int:
-    """Return 1 for wrong results or figures above a hard limit, 3 for failed cases, else 0."""
+    """Return 1 for wrong results or figures above a hard limit, else 0.
+
+    It is 3 if cases failed, or if nothing was measured.
+    """
     if any(isinstance(r, Measured) and r.num_wrong for r in run.records):
         return 1
     if any(row.get("over_limit") for row in (*run.rows, *run.comm_rows, *run.train_rows)):
         return 1
-    return 3 if any(isinstance(r, Failed) for r in run.records) else 0
+    is_empty = not any(isinstance(r, Measured) for r in run.records)
+    return 3 if is_empty or any(isinstance(r, Failed) for r in run.records) else 0
 
 
 def resume_hint(path: Path) -> str:

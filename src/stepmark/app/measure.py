@@ -11,7 +11,7 @@ from typing import Any
 from stepmark.app.delivery import check_outputs
 from stepmark.app.machine import Machine, machine
 from stepmark.app.progress import line
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, worst
 from stepmark.core.option_groups import MeasureOptions, ResumeOptions
 from stepmark.core.options import build, load
 from stepmark.core.plan import FORCE, Plan
@@ -122,7 +122,7 @@ def resume(options: ResumeOptions) -> int:
 def show_run(run: Path, code: int) -> int:
     """Show a run as its verb does. Returns the exit code."""
     if code == 2 or not (run / "run.json").is_file():
-        return code
+        return worst(code, 3)
     plan = plans.read(run)
     show: Show = load(SHOW[plan.command])
     return show(run, plan.options, code)
