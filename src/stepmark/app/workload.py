@@ -30,6 +30,7 @@ from stepmark.workload.rules import RULES, Rule, find_rule
 _MODEL_AXES = ("tp", "pp", "cp")
 _DATA_AXES = ("dp_shard", "dp_replicate")
 _SHARED = {field.name for field in fields(GenerateOptions)}  # not only of the rules
+_READ = ("simai", "aicb", "param-trace", "chakra")  # rules of files of other tools
 _PROGRAM = ("groups", "blocks", "stages")
 _RECOMPUTE = ("recompute_activations", "recompute")
 
@@ -68,6 +69,8 @@ def show(options: ShowOptions) -> None:
 def convert(options: ConvertOptions) -> None:
     """Write a file in another format."""
     workload = workload_files.read(options.file, options.group_sizes, options.world_size)
+    for note in workload.notes if workload.rules in _READ else ():
+        sys.stderr.write(f"# {note}\n")
     stage = stage_flag(options.stage)
     target = Target(to=options.to, out=options.out, rank=options.rank, stage=stage)
     workload_files.deliver(workload_files.timed(workload, options.compute_from), target)

@@ -334,3 +334,18 @@ def every_kind_kernel() -> Any:
         for one in every_kind().expand()
         if isinstance(one, ComputeOp) and one.module == "four"
     )
+
+
+def test_what_is_read_otherwise_is_noted(tmp_path: Path) -> None:
+    split = {"comms": "all_to_allv", "world_size": 2, "in_msg_size": 8, "out_msg_size": 8}
+    split |= {"in_split": [6, 2], "out_split": [4, 4]}
+    alone = [
+        {"comms": "init", "pg_id": 3, "global_ranks": [1]},
+        {"comms": "barrier", "pg_id": 3, "world_size": 1},
+    ]
+    for rank in range(2):
+        (tmp_path / f"{rank}.json").write_text(json.dumps([split, *alone]))
+    assert param_trace.read(tmp_path).notes == (
+        "1 collectives of groups without their rank are left out",
+        "2 all-to-alls of uneven parts are read with equal ones",
+    )

@@ -6,6 +6,7 @@ times: it is read as one step of median times, and is written without them.
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ from stepmark.workload.formats.aicb_line import (
     parse,
     text_of,
 )
-from stepmark.workload.formats.loss import Kept, communication, present
+from stepmark.workload.formats.loss import Kept, communication, present, rounding
 from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
 from stepmark.workload.formats.walk import RepeatedText, remarks, with_end
 
@@ -101,6 +102,7 @@ class Reader:
             stage, epochs = make(prefix, section, ops)
             stages.append(stage)
             sections.append({"before": section.before, "epochs": epochs})
+        self._notes += self._rounding(ops)
         origin = {"end": end, "sections": sections, "lines": self._lines, "ends": self._ends}
         return Workload(
             name=name,
@@ -188,6 +190,18 @@ class Reader:
         if ours != text:
             self._lines[f"{op.name}|{ours}"] = text
         return op
+
+    def _rounding(self, ops: Sequence[Operation | None]) -> tuple[str, ...]:
+        """Return notes on sizes that their ranks do not divide."""
+        epochs = [epoch for section in self._sections for epoch in section.epochs]
+        times = Counter(itertools.chain.from_iterable(epochs))
+        in_file, read = Kept(), Kept()
+        for number, op in enumerate(ops):
+            if isinstance(op, CommOp):
+                size = math.ceil(float(self._parsed[number].size))
+                in_file.add(op, self._groups[op.group], times[number], num_bytes=size)
+                read.add(op, self._groups[op.group], times[number])
+        return rounding(in_file, read)
 
     def _stage(
         self, prefix: str, section: _Numbered, ops: Sequence[Operation | None]

@@ -30,12 +30,20 @@ class Kept:
     )
 
     def add(
-        self, op: CommOp, group: Group, times: int, *, setup: bool = False, label: str = ""
+        self,
+        op: CommOp,
+        group: Group,
+        times: int,
+        *,
+        setup: bool = False,
+        label: str = "",
+        num_bytes: int | None = None,
     ) -> None:
-        """Add messages of the file; op.group is the label unless that is given."""
+        """Add messages of the file, by default with group and bytes of the operation."""
+        num_bytes = op.message_bytes(group) if num_bytes is None else num_bytes
         key = _kind(op.collective), label or op.group, setup
         num_ranks = group.size if op.peer is None else 2
-        self.messages[key][num_ranks, op.message_bytes(group)] += times
+        self.messages[key][num_ranks, num_bytes] += times
 
 
 def _kind(collective: str) -> str:
@@ -77,6 +85,20 @@ def losses(
         for key, sizes in sorted(sent.messages.items())
         if sizes != written.messages.get(key)
     ]
+
+
+def rounding(in_file: Kept, read: Kept) -> tuple[str, ...]:
+    """Return a note per kind of message that is read as one of another size."""
+
+    def amount(sizes: Sizes) -> str:
+        return f"{sum(size * times for (_, size), times in sizes.items()):,} B"
+
+    return tuple(
+        f"{key[0]} of {key[1]}: {amount(sizes)} of the file are read as "
+        f"{amount(read.messages[key])}, a multiple of the ranks"
+        for key, sizes in sorted(in_file.messages.items())
+        if sizes != read.messages[key]
+    )
 
 
 def _difference(sent: Sizes, written: Sizes) -> str:

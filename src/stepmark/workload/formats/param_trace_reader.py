@@ -14,6 +14,7 @@ from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.workload.formats.ranks import group_of, name_of, stages_of
 from stepmark.workload.formats.source_file import decoded
+from stepmark.workload.formats.walk import remarks
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 Ranks = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
@@ -32,6 +33,8 @@ class Entry(msgspec.Struct, kw_only=True):
     global_ranks: list[Ranks] | None = None
     in_msg_size: Count | None = None
     out_msg_size: Count | None = None
+    in_split: list[Count] | None = None
+    out_split: list[Count] | None = None
     dtype: str = "float"
     src_rank: Ranks | None = None
     dst_rank: Ranks | None = None
@@ -182,9 +185,21 @@ def read(path: Path) -> Workload:
         groups=groups,
         blocks=blocks,
         stages=stages,
+        notes=_notes(readers),
     )
     workload.check()
     return workload
+
+
+def _notes(readers: Sequence["Reader"]) -> tuple[str, ...]:
+    foreign = sum(reader.num_foreign for reader in readers)
+    uneven = sum(reader.num_uneven for reader in readers)
+    return tuple(
+        remarks(
+            (foreign, f"{foreign} collectives of groups without their rank are left out"),
+            (uneven, f"{uneven} all-to-alls of uneven parts are read with equal ones"),
+        )
+    )
 
 
 def _rank_files(path: Path) -> list[Path]:
@@ -229,6 +244,7 @@ class Reader:
         self._later: dict[str, int] = {}  # requests that are waited for later, numbered
         self._num_later = 0
         self._due: int | None = None  # the newest of them that was waited for
+        self.num_foreign = self.num_uneven = 0  # collectives that are read otherwise, or not
 
     def operations(self) -> list[Operation]:
         """Return the operations; `groups` has their groups afterwards."""
@@ -265,7 +281,9 @@ class Reader:
         collective, counted = NAMES[name]
         members = self._ranks.get(entry.pg_id)
         if members is not None and self._rank is not None and self._rank not in members:
+            self.num_foreign += 1
             return None
+        self.num_uneven += any(len(set(s or ())) > 1 for s in (entry.in_split, entry.out_split))
         pair = collective in (SEND, RECV)
         group = self._group(None if pair else entry.pg_id, where)
         later = self._is_awaited_later(entry, index)

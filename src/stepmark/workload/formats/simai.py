@@ -6,6 +6,7 @@ are written by simai_rows.py.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +17,8 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.workload import Block, CommOp, Group, Run, Stage, Workload
 from stepmark.workload.fold import Repeat, fold
 from stepmark.workload.formats import simai_rows
-from stepmark.workload.formats.loss import Kept, communication
-from stepmark.workload.formats.simai_row import Row, blocks_of, parse, row_of
+from stepmark.workload.formats.loss import Kept, communication, rounding
+from stepmark.workload.formats.simai_row import NONE, Row, blocks_of, parse, row_of
 from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
 from stepmark.workload.formats.walk import RepeatedText, remarks, with_end
 
@@ -69,7 +70,7 @@ def _workload(lines: list[str], name: str, world_size: int | None) -> Workload:
         groups=reader.groups,
         blocks=reader.blocks,
         stages=(Stage(step="step"),),
-        notes=reader.notes(),
+        notes=reader.notes(Counter(numbers)),
         origin={
             FORMAT: {"header": lines[0], "count": lines[1], "end": end, "rows": reader.raw}
         },
@@ -263,8 +264,18 @@ class Reader:
         self.blocks[f"{name}.bwd"] = tuple(_run(*run, backward=True) for run in runs[::-1])
         return place
 
-    def notes(self) -> tuple[str, ...]:
-        cells = [cell for row in self.rows for cell in (row.fwd, row.dgrad, row.wgrad)]
+    def notes(self, times: Mapping[int, int]) -> tuple[str, ...]:
+        """Return notes. times: how often each distinct row occurs."""
+        in_file, read = Kept(), Kept()
+        for number, row in enumerate(self.rows):
+            blocks = self.blocks[f"row {number}.fwd"] + self.blocks[f"row {number}.bwd"]
+            sent = [cell.num_bytes for cell in row.cells if cell.comm != NONE]
+            comms = [op for op in blocks if isinstance(op, CommOp)]
+            for op, num_bytes in zip(comms, sent, strict=True):
+                group = self.groups[op.group]
+                in_file.add(op, group, times[number], num_bytes=num_bytes)
+                read.add(op, group, times[number])
+        cells = [cell for row in self.rows for cell in row.cells]
         notes = remarks(
             (
                 all(cell.compute_ns <= 1 for cell in cells),
@@ -272,7 +283,7 @@ class Reader:
             ),
             (self._is_folded, "ep does not divide dp: read as neighbouring ranks, across tp"),
         )
-        return tuple(notes)
+        return (*notes, *rounding(in_file, read))
 
 
 def _run(block: str, times: int, at: _Place, step: _Place, *, backward: bool) -> Run:

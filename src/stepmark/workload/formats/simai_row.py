@@ -53,6 +53,10 @@ class Row:
     wgrad: Cell = Cell()
 
     @property
+    def cells(self) -> tuple[Cell, Cell, Cell]:
+        return self.fwd, self.dgrad, self.wgrad
+
+    @property
     def starts_layer(self) -> bool:
         """Whether a layer starts; a row that only adds a backward message starts none."""
         return self.name in _STARTS and self.fwd != Cell()
@@ -64,7 +68,7 @@ class Row:
     def line(self) -> str:
         """Return the twelve fields as AICB writes them."""
         fields = [self.name, "-1"]
-        for cell in (self.fwd, self.dgrad, self.wgrad):
+        for cell in self.cells:
             fields += [str(cell.compute_ns), cell.comm, str(cell.num_bytes)]
         return "\t".join([*fields, _UPDATE]) + "\n"
 
