@@ -1,10 +1,13 @@
-"""Changes of a text as they happen to it on the way from a job to a person."""
+"""Inputs with a known truth, and changes that happen to files on their way to a person."""
 
 import gzip
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from random import Random
+from typing import Protocol
 
 Lines = Sequence[str]
 
@@ -28,6 +31,28 @@ class Mutator:
     name: str
     effect: Effect
     apply: Callable[[Lines, Random], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """The lines of one input, what it states, and files that must stand beside it."""
+
+    lines: list[str]
+    values: Counter[tuple[object, ...]]
+    beside: dict[str, bytes] = field(default_factory=dict)
+
+
+class Family(Protocol):
+    """One kind of input: its changes, how it is made, and what is read from it."""
+
+    @property
+    def mutators(self) -> tuple[Mutator, ...]: ...
+
+    def output(self, random: Random) -> Output: ...
+
+    def reading(self, path: Path) -> tuple[Counter[tuple[object, ...]], list[str]]:
+        """Return (values, all that says that something is wrong) of a file."""
+        ...
 
 
 def encoded(lines: Lines, end: str = "\n") -> bytes:

@@ -10,27 +10,35 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.damage import tables
-from tests.damage.mutators import Effect, Mutator
+from tests.damage import tables, workload_files
+from tests.damage.mutators import Effect, Family, Mutator
 
-FAMILIES = {"tables": tables}
+FORMATS = ("native", "simai", "aicb", "param", "chakra")
+FAMILIES: dict[str, Family] = {
+    "tables": tables.Tables(),
+    **{f"{name} workload": workload_files.Files(name) for name in FORMATS},
+}
 CASES = [
     pytest.param(family, mutator, id=f"{family}-{mutator.name}")
-    for family, module in FAMILIES.items()
-    for mutator in module.MUTATORS
+    for family, inputs in FAMILIES.items()
+    for mutator in inputs.mutators
 ]
 SAMPLES, ALL = 15, 150
 
 
 def outcomes(family: str, mutator: Mutator, number: int, folder: Path) -> Counter[str]:
     """Return how many inputs read right or wrong, with or without a sign of damage."""
-    module, path = FAMILIES[family], folder / "input"
+    inputs, path = FAMILIES[family], folder / workload_files.FILE
     counts: Counter[str] = Counter()
     for seed in range(number):
         random = Random(f"{mutator.name} {seed}")
-        output = module.output(random)
+        output = inputs.output(random)
+        for left in folder.iterdir():
+            left.unlink()
+        for name, content in output.beside.items():
+            (folder / name).write_bytes(content)
         path.write_bytes(mutator.apply(output.lines, random))
-        values, signs = module.reading(path)
+        values, signs = inputs.reading(path)
         is_right = "right" if values == output.values else "wrong"
         counts[f"{is_right}{', said' if signs else ''}"] += 1
     return counts
@@ -56,5 +64,5 @@ def test_all_changed_inputs(
 ) -> None:
     counts = outcomes(family, mutator, ALL, tmp_path)
     with capsys.disabled():
-        sys.stdout.write(f"\n{family:10} {mutator.name:22} {mutator.effect:12} {dict(counts)}")
+        sys.stdout.write(f"\n{family:16} {mutator.name:22} {mutator.effect:12} {dict(counts)}")
     check(mutator, counts)

@@ -141,7 +141,6 @@ def test_a_group_without_a_size_is_asked_for(path: Path) -> None:
         (f"{HEADER}\n", "epoch_end at the end"),
         (f"{HEADER}\n{END}\n{SUM}\n", "line 3: .*epoch_end at the end"),
         (f"{HEADER},more\n{END}\n", "line 1: "),
-        (f"{HEADER}\r\n{SUM}\r\n{END}\r\n", "line 1: 'CRLF'"),
         (
             f"{HEADER}\n{SUM}\n{SUM.replace('all_reduce', 'all_sum')}\n{END}\n",
             r"line 3, comm_type: 'CommType.all_sum' is invalid: "

@@ -12,6 +12,7 @@ import pytest
 from stepmark.core.workload import CommOp, Workload
 from stepmark.workload.formats import FORMATS, native, simai
 from stepmark.workload.formats.loss import Kept, communication, losses
+from stepmark.workload.formats.ranks import disagreements
 
 from .aicb_samples import megatron
 from .export_cases import AXES, EXPERTS, ExportCase, accepted, cases, timed
@@ -94,6 +95,7 @@ def check_all(
     case: ExportCase, workload: Workload, folder: Path, names: Sequence[str] = READABLE
 ) -> None:
     workload.check()
+    assert disagreements(workload) == ()
     assert native.decode(native.encode(workload)) == workload
     for name in names:
         try:

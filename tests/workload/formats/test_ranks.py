@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
-from stepmark.core.workload import Group, Stage, Workload
+from stepmark.core.workload import Group, Operation, Stage, Workload
 from stepmark.workload.formats.ranks import (
     WORLD,
     Instances,
+    disagreements,
     group_of,
     name_of,
     stages_of,
@@ -96,3 +97,25 @@ def test_repeats_are_folded() -> None:
     )
     assert list(found.expand()) == program
     assert sum(len(block) for block in blocks.values()) < len(program) / 10
+
+
+def test_members_of_a_group_that_do_not_agree_are_noted() -> None:
+    """Two stages of one rank: an all_reduce of both, and a transfer from the first."""
+    together = message("all_reduce", group="all")
+    sent, received = message("send", peer=1, group="all"), message("recv", peer=-1, group="all")
+
+    def notes(first: tuple[Operation, ...], second: tuple[Operation, ...]) -> tuple[str, ...]:
+        workload = Workload(
+            name="two",
+            rules="x",
+            world_size=2,
+            groups={"all": Group(digits=((2, 1),))},
+            blocks={"first": first, "second": second},
+            stages=(Stage(step="first"), Stage(step="second")),
+        )
+        return disagreements(workload)
+
+    assert notes((together, sent), (received, together)) == ()
+    assert "1 times all_reduce" in notes((together, sent), (received,))[0]
+    assert "2 times send" in notes((together, sent, sent), (received, together))[0]
+    assert "1 times recv" in notes((together,), (received, together))[0]

@@ -125,11 +125,9 @@ class Reader:
             if lines[place].startswith("["):
                 before = lines[place] + "\n"
                 place += 1
-            if place >= len(lines) or lines[place].rstrip("\r") != HEADER:
+            if place >= len(lines) or lines[place] != HEADER:
                 line = lines[place] if place < len(lines) else "nothing"
                 raise ConfigError(f"line {place + 1}", line, HEADER)
-            if lines[place] != HEADER:
-                raise ConfigError(f"line {place + 1}", "CRLF", "lines that end in LF")
             start = place = place + 1
             while place < len(lines) and not lines[place].startswith(("[", "comm_type")):
                 place += 1

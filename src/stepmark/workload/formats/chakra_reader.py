@@ -38,7 +38,7 @@ from stepmark.workload.formats.chakra_schema import (
     read_nodes,
     task_deps,
 )
-from stepmark.workload.formats.ranks import WORLD, group_of, name_of, stages_of
+from stepmark.workload.formats.ranks import WORLD, disagreements, group_of, name_of, stages_of
 from stepmark.workload.formats.source_file import decoded
 
 GROUPS_FILE = "comm_groups.json"
@@ -119,7 +119,7 @@ def read(path: Path) -> Workload:
         notes=(_CALLERS.format(callers, world),) if callers else (),
     )
     workload.check()
-    return workload
+    return replace(workload, notes=workload.notes + disagreements(workload))
 
 
 class Reader:

@@ -1,6 +1,7 @@
 """Read PARAM's "basic" traces: a folder of one JSON file per rank, or one file for all."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Group, Operation, Workload
-from stepmark.workload.formats.ranks import group_of, name_of, stages_of
+from stepmark.workload.formats.ranks import disagreements, group_of, name_of, stages_of
 from stepmark.workload.formats.source_file import decoded
 from stepmark.workload.formats.walk import remarks
 
@@ -188,7 +189,7 @@ def read(path: Path) -> Workload:
         notes=_notes(readers),
     )
     workload.check()
-    return workload
+    return replace(workload, notes=disagreements(workload) if path.is_dir() else ())
 
 
 def _notes(readers: Sequence["Reader"]) -> tuple[str, ...]:

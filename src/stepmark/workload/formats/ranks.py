@@ -1,11 +1,12 @@
 """Between workloads, which have a program per stage, and formats with a file per rank."""
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.fold_items import fold
-from stepmark.core.message import SEND
+from stepmark.core.message import RECV, SEND
+from stepmark.core.units import format_bytes
 from stepmark.core.workload import (
     Block,
     CommOp,
@@ -155,3 +156,47 @@ def stages_of(
         layers = tuple(sorted({op.layer for op in program if op.layer is not None}))
         stages.append(Stage(step=name, layers=layers))
     return tuple(stages), blocks
+
+
+_Call = tuple[str, int | None, int]  # collective, distance of the peer, bytes
+
+
+def disagreements(workload: Workload) -> tuple[str, ...]:
+    """Return a note on the first message that members of a group do not issue alike.
+
+    Collectives must be those of the other members, and what is sent must be received. Looked at
+    are the groups of each stage's first rank, in the step: a layout is regular.
+    """
+    num_stages, world = len(workload.stages), workload.world_size
+    per_stage = world // num_stages
+    calls = [_calls(workload, number) for number in range(num_stages)]
+    for number, by_group in enumerate(calls):
+        for name, by_call in by_group.items():
+            group, rank = workload.groups[name], number * per_stage
+            members = range(world) if group.size == world else group.members(rank)
+            stages = {member // per_stage for member in members}
+            for (collective, peer, num_bytes), times in by_call.items():
+                answer, back, others = collective, peer, stages
+                if peer is not None:
+                    answer, back = RECV if collective == SEND else SEND, -peer % group.size
+                    others = {members[(members.index(rank) + peer) % group.size] // per_stage}
+                for other in others:
+                    found = calls[other].get(name, Counter())[answer, back, num_bytes]
+                    if found != times:
+                        return (
+                            f"Ranks disagree: {times} times {collective} of "
+                            f"{format_bytes(num_bytes)} on rank {rank} of group {name}, but "
+                            f"{found} times {answer} on rank {other * per_stage}.",
+                        )
+    return ()
+
+
+def _calls(workload: Workload, stage: int) -> dict[str, Counter[_Call]]:
+    """Return the messages of a rank's step by group."""
+    calls: dict[str, Counter[_Call]] = defaultdict(Counter)
+    for op, times in workload.tally(stage).items():
+        if isinstance(op, CommOp):
+            group = workload.groups[op.group]
+            peer = None if op.peer is None else op.peer % group.size
+            calls[op.group][op.collective, peer, op.message_bytes(group)] += times
+    return calls

@@ -18,15 +18,19 @@ S = TypeVar("S")
 T = TypeVar("T", bound=msgspec.Struct)
 _MAX_BYTES = 2**30  # unpacked; 2048 micro-batches of 96 layers take 214 MB in AICB's CSV
 _GZIP = b"\x1f\x8b"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_head(path: Path, what: str, size: int) -> bytes:
-    """Return the first bytes, unpacked if it is gzip. Raise ConfigError naming `what`."""
+    """Return the first bytes, unpacked, without a byte-order mark.
+
+    Raise ConfigError naming `what`.
+    """
     try:
         with path.open("rb") as file:
             packed = file.read(2) == _GZIP
         with gzip.open(path, "rb") if packed else path.open("rb") as file:
-            return file.read(size)
+            return file.read(size).removeprefix(_BYTE_ORDER_MARK)
     except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(what, path, f"a file that can be read ({reason})") from None
@@ -60,9 +64,9 @@ def origin_of(workload: Workload, name: str, kind: type[S]) -> S:
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """Return lines without their "\\n"; the last is "" if the file ends in one."""
+    """Return lines without their "\\n" or "\\r\\n"; the last is "" if the file ends in one."""
     try:
-        return read_bytes(path, what).decode("utf-8").split("\n")
+        return read_bytes(path, what).decode("utf-8").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(what, path, f"UTF-8 text (byte {error.start})") from None
 
