@@ -8,8 +8,9 @@ import psutil
 import torch
 
 from stepmark.bench import amd, nvidia
+from stepmark.bench.host_load import HostReadings
 from stepmark.bench.nvidia import IDLE, MHZ
-from stepmark.core.record import Telemetry
+from stepmark.core.record import HostLoad, Telemetry
 
 GPU_INTERVAL_S = 0.02
 # Reading the clocks of all cores holds the interpreter, which delays the timed work.
@@ -62,7 +63,12 @@ class Sampler:
         on_cpu = device_index is None
         self._read = read or (gpu.reading if gpu else cpu_reading if on_cpu else Telemetry)
         self._interval_s = interval_s or (CPU_INTERVAL_S if on_cpu else GPU_INTERVAL_S)
+        # GPU work has one thread per rank that issues it.
+        self._own_threads = torch.get_num_threads() if on_cpu else 1
+        self._has_source = read is None
         self._readings: list[Telemetry] = []
+        self._host: HostReadings | None = None
+        self._load: HostLoad | None = None
         self._after = Telemetry()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -70,6 +76,7 @@ class Sampler:
     def __enter__(self) -> "Sampler":
         assert self._thread is None, "a sampler runs once at a time"
         self._readings, self._after = [], Telemetry()
+        self._host, self._load = HostReadings() if self._has_source else None, None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
@@ -77,14 +84,17 @@ class Sampler:
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
+        self._load = self._host.load(self._own_threads) if self._host else None
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)  # a hung driver must not hang the run
             self._thread = None
 
     def _run(self) -> None:
-        stop, readings = self._stop, self._readings
+        stop, readings, host = self._stop, self._readings, self._host
         try:
             while True:
+                if host is not None:
+                    host.read()
                 reading = self._read()
                 if reading.num_readings:
                     readings.append(reading)
@@ -103,6 +113,7 @@ class Sampler:
             temperature_c=self._after.temperature_c,
             throttle=tuple(sorted({w for r in readings for w in r.throttle} - {IDLE})),
             num_readings=len(readings),
+            host=self._load,
         )
 
 

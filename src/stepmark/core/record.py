@@ -45,6 +45,17 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostLoad:
+    """Load of one rank's host during one case. None: /proc does not report it."""
+
+    num_cores: int  # of the host, not only those that this rank may use
+    own_threads: int  # with which this rank computes
+    runnable_before: int | None = None  # threads, just before the samples
+    runnable: float | None = None  # median while the samples ran, own threads included
+    steal: float | None = None  # share of the cores' time that a hypervisor took meanwhile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
     """Device state of one rank during one case. None: the device does not report it."""
 
@@ -53,6 +64,7 @@ class Telemetry:
     temperature_c: float | None = None  # after the last sample
     throttle: tuple[str, ...] = ()  # reasons seen while the samples ran
     num_readings: int = 0
+    host: HostLoad | None = None  # None in records of older releases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,9 @@ from stepmark.report.outcomes import (
     megahertz,
     percent,
     pooled,
+    spread_pct,
     throttle_reasons,
+    validity,
 )
 
 # NVLS and SHARP reduce or copy in the switch: the busbw of these can exceed the link's.
@@ -145,6 +147,16 @@ class CommOutcome:
     def throttle(self) -> str | None:
         """Return why any rank's device was slowed."""
         return throttle_reasons(state for states in self._states for state in states)
+
+    @property
+    def validity(self) -> str | None:
+        spreads = (spread_pct(self.times), self.launches.launch_spread_pct)
+        states = (state for states in self._states for state in states)
+        return validity(states, *spreads, above_limit=self.over_limit)
+
+    @property
+    def num_sets(self) -> int:
+        return min(record.samples.num_sets for record in self.launches.measured)
 
     @property
     def slowest_rank(self) -> int | None:
@@ -279,6 +291,8 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     Column("throttle", figure(lambda o: o.throttle), TEXT, "throttled", PAGE),
     Column("status", lambda o: o.launches.status, views=SHOWN),
     Column("message", lambda o: o.launches.message),
+    Column("validity", figure(lambda o: o.validity), views=SHOWN),
+    Column("sets", figure(lambda o: o.num_sets), COUNT, views=SHOWN, leaves=8),
 )
 
 

@@ -32,6 +32,7 @@ from stepmark.core.ops import EmbeddingBag, Phase
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.units import GB, TFLOP
 from stepmark.report.outcomes import (
+    CACHES,
     LIMIT_SLACK,
     Ceilings,
     Figures,
@@ -41,6 +42,7 @@ from stepmark.report.outcomes import (
     percent,
     ratio,
     status_of,
+    validity,
 )
 
 
@@ -130,16 +132,16 @@ class OpFigures(Figures):
 
     @property
     def pct_ceiling(self) -> float | None:
+        """Return the share of the measured ceiling; None where this case is the ceiling."""
+        if self.record.case.case_id in self.ceilings.cases:
+            return None
         if self.bound == "memory":
             return percent(self.bytes_per_s, self._best_bytes)
         return percent(self.flops_per_s, self._best_flops)
 
     @property
     def over_limit(self) -> bool | None:
-        """Return whether a rate exceeds the hardware's; None where no limit is known.
-
-        Caches serve indices from a Zipf distribution, so HBM does not bind them.
-        """
+        """Return whether a rate exceeds the hardware's; None where no limit is known."""
         device, op = self.device, self.record.operator.op
         if device is None:
             return None
@@ -152,13 +154,34 @@ class OpFigures(Figures):
         limit = device.max_flops_per_s(op.dtype, max(clocks)) if clocks else None
         if limit:
             verdicts.append(self.flops_per_s > limit * LIMIT_SLACK)
-        touched = min(op.memory_bytes, op.bytes_moved) * self.record.samples.num_sets
-        cached = isinstance(op, EmbeddingBag) and op.alpha > 0
-        cache_bytes, hbm = device.last_level_cache_bytes, device.hbm_bytes_per_s
-        if hbm and cache_bytes and not cached:
+        if (hbm := device.hbm_bytes_per_s) and self._fits_caches is not None:
             above = self.bytes_per_s > hbm * LIMIT_SLACK
-            verdicts.append(above and touched > 4 * cache_bytes)
+            verdicts.append(above and not self._fits_caches)
         return any(verdicts) if verdicts else None
+
+    @property
+    def _fits_caches(self) -> bool | None:
+        """Return whether all operand sets fit in a few last-level caches; None if unknown.
+
+        Caches serve indices from a Zipf distribution, whatever the size of the table.
+        """
+        op, samples = self.record.operator.op, self.record.samples
+        cache_bytes = self.device.last_level_cache_bytes if self.device else None
+        if not cache_bytes or (isinstance(op, EmbeddingBag) and op.alpha > 0):
+            return None
+        touched = min(op.memory_bytes, op.bytes_moved) * samples.num_sets
+        return touched <= CACHES * cache_bytes
+
+    @property
+    def validity(self) -> str | None:
+        is_flushed = self.record.samples.method.startswith("event-flush")
+        return validity(
+            self.record.telemetry,
+            self.spread_pct,
+            above_limit=self.over_limit,
+            pct_ceiling=self.pct_ceiling if self.rank is None else None,
+            in_cache=self.bound == "memory" and bool(self._fits_caches) and not is_flushed,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +282,8 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
         views=SHOWN,
         leaves=7,
     ),
+    Column("validity", figure(lambda f: f.validity), views=SHOWN),
+    Column("sets", figure(lambda f: f.record.samples.num_sets), COUNT, views=SHOWN, leaves=8),
 )
 
 

@@ -15,34 +15,49 @@ from stepmark.core.stats import Summary, slowest_per_sample, summarize
 
 # A figure may exceed a data sheet's rounding, not its hardware.
 LIMIT_SLACK = 1.01
+# Beyond these, something else had a part in the figure: half of p10 to p90 in percent of the
+# median, and the share of the CPU time that a hypervisor took.
+MAX_SPREAD_PCT = 20.0
+MAX_STEAL = 0.05
+# Operands of a memory-bound operator that fit in this many last-level caches may come from it.
+CACHES = 4
 T = TypeVar("T")
 MATMULS = ("gemm", "bmm", "grouped-gemm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """Best rates of this run by device, which stand in for unknown peaks."""
+    """Best rates of this run by device, which stand in for unknown peaks.
+
+    cases: the case_id of each best rate, which has no ratio to itself.
+    """
 
     flops_per_s: Mapping[tuple[str, DType], float] = field(default_factory=dict)
     bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    cases: frozenset[str] = frozenset()
 
 
 def measured_ceilings(records: Iterable[Record]) -> Ceilings:
     """Return the best matmul rates by dtype and copy bandwidths; wrong results are left out."""
     flops_per_s: dict[tuple[str, DType], float] = {}
     bytes_per_s: dict[str, float] = {}
+    cases: dict[object, str] = {}
     for record in records:
         if not isinstance(record, Measured) or record.num_wrong or not record.samples.seconds:
             continue
         case, op = record.operator, record.operator.op
         time_s = summarize(slowest_per_sample(record.samples.seconds)).median
         if case.family in MATMULS:
-            key = (case.device, op.dtype)
-            flops_per_s[key] = max(flops_per_s.get(key, 0.0), op.flops / time_s)
+            key, rate = (case.device, op.dtype), op.flops / time_s
+            if rate > flops_per_s.get(key, 0.0):
+                flops_per_s[key], cases[key] = rate, case.case_id
         elif case.family == "copy":
             rate = op.bytes_moved / time_s
-            bytes_per_s[case.device] = max(bytes_per_s.get(case.device, 0.0), rate)
-    return Ceilings(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
+            if rate > bytes_per_s.get(case.device, 0.0):
+                bytes_per_s[case.device], cases[case.device] = rate, case.case_id
+    return Ceilings(
+        flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, cases=frozenset(cases.values())
+    )
 
 
 def status_of(record: Record, num_wrong: int | None) -> str:
@@ -113,9 +128,7 @@ class Figures:
 
     @property
     def spread_pct(self) -> float | None:
-        """Return half of p10 to p90, in percent of the median; None of one sample."""
-        times = self.times
-        return (times.p90 - times.p10) / 2 / times.median * 100 if times.n > 1 else None
+        return spread_pct(self.times)
 
     @cached_property
     def state(self) -> Telemetry | None:
@@ -136,6 +149,41 @@ class Figures:
     def own(self, by_rank: Sequence[T]) -> Sequence[T]:
         """Return the values of this rank, or of all."""
         return by_rank if self.rank is None else by_rank[self.rank : self.rank + 1]
+
+
+def spread_pct(times: Summary) -> float | None:
+    """Return half of p10 to p90, in percent of the median; None of one sample."""
+    return (times.p90 - times.p10) / 2 / times.median * 100 if times.n > 1 else None
+
+
+def validity(
+    states: Iterable[Telemetry],
+    *spreads: float | None,
+    above_limit: bool | None = None,
+    pct_ceiling: float | None = None,
+    in_cache: bool = False,
+) -> str | None:
+    """Return what speaks against a figure, joined by commas; None if nothing is known.
+
+    states: of all ranks, whose threads count as the measurement's own.
+    """
+    loads = [state.host for state in states if state.host]
+    own = sum(load.own_threads for load in loads)
+    reasons = {
+        "above limit": above_limit,
+        "above the measured ceiling": pct_ceiling and pct_ceiling > 100 * LIMIT_SLACK,
+        "cache not defeated": in_cache,
+        "busy host": any(
+            (queue or 0) > max(load.num_cores, own)
+            for load in loads
+            for queue in (load.runnable_before, load.runnable)
+        ),
+        "CPU steal": any((load.steal or 0.0) > MAX_STEAL for load in loads),
+        f"spread above {MAX_SPREAD_PCT:.0f} %": any(
+            spread is not None and spread > MAX_SPREAD_PCT for spread in spreads
+        ),
+    }
+    return ", ".join(reason for reason, holds in reasons.items() if holds) or None
 
 
 def throttle_reasons(states: Iterable[Telemetry]) -> str | None:

@@ -26,13 +26,14 @@ from stepmark.core.columns import (
     Column,
     Row,
     View,
+    number,
 )
 from stepmark.core.columns import rows as rows_of
 from stepmark.core.commands import command_of
 from stepmark.core.device import DeviceSpec
 from stepmark.core.flops import TokenFlops, per_token
 from stepmark.core.record import Measured, Record, RunInfo
-from stepmark.core.stats import slowest_per_sample
+from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Training
 from stepmark.core.units import GIB
@@ -44,9 +45,11 @@ from stepmark.report.outcomes import (
     message_of,
     num_wrong,
     ratio,
+    spread_pct,
     status_of,
+    validity,
 )
-from stepmark.report.training_rates import Yardstick, drift, phases, rates
+from stepmark.report.training_rates import Yardstick, drift, means_of, phases, rates
 from stepmark.report.training_words import (
     compile_text,
     fp8_text,
@@ -115,6 +118,18 @@ class TrainFigures(Figures):
             return None
         change = drift(slowest_per_sample(self.record.samples.seconds), self.training.cycle)
         return None if change is None else 100 * change
+
+    @property
+    def validity(self) -> str | None:
+        """Return what speaks against the rates. Cycles are compared, not single samples."""
+        cycle = self.training.cycle if self.training else 1
+        means = means_of(slowest_per_sample(self.record.samples.seconds), cycle)
+        return validity(
+            self.record.telemetry,
+            spread_pct(summarize(means)) if means else None,
+            above_limit=bool(self.rates.get("over_limit")),
+            pct_ceiling=number(self.rates, "pct_ceiling"),
+        )
 
     @cached_property
     def slow_forward(self) -> tuple[int | None, float | None]:
@@ -318,6 +333,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("over_limit", _rate("over_limit"), FLAG),
     Column("message", lambda o: None if o.figures else message_of(o.record)),
     Column("status", lambda o: o.status, views=SHOWN),
+    Column("validity", all_ranks(lambda f: f.validity), views=SHOWN),
 )
 
 

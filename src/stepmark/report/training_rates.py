@@ -142,9 +142,9 @@ def drift(seconds: Sequence[float], cycle: int = 1) -> float | None:
     Mann's test (H. B. Mann, "Nonparametric tests against trend", Econometrica 13(3), 1945)
     over means of whole cycles: is a later one above an earlier one more often than by chance?
     """
-    means = _means(seconds, cycle)
+    means = means_of(seconds, cycle)
     if len(means) > MOST:
-        means = _means(means, math.ceil(len(means) / MOST))
+        means = means_of(means, math.ceil(len(means) / MOST))
     count = len(means)
     if count < LEAST:
         return None
@@ -159,7 +159,7 @@ def drift(seconds: Sequence[float], cycle: int = 1) -> float | None:
     return change if sure and abs(change) > WORTH else None
 
 
-def _means(values: Sequence[float], size: int) -> list[float]:
+def means_of(values: Sequence[float], size: int) -> list[float]:
     """Return means of whole groups of this size."""
     end = len(values) // size * size
     return [fmean(values[first : first + size]) for first in range(0, end, size)]
