@@ -69,9 +69,11 @@ def test_unknown_device_gives_none_and_the_measured_ceiling() -> None:
     assert [row["pct_peak"] for row in table] == [None] * 3
     assert [row["pct_hbm"] for row in table] == [None] * 3
     assert [row["over_limit"] for row in table] == [None] * 3
-    assert table[0]["pct_ceiling"] == pytest.approx(100)
+    # The fastest product is the ceiling, and has no ratio to itself.
+    assert table[0]["pct_ceiling"] is None
+    assert table[0]["ceiling"] == pytest.approx(table[0]["tflops"])
     assert table[1]["pct_ceiling"] == pytest.approx(50)  # an eighth of the work, a fourth of t
-    assert (table[2]["ceiling_unit"], table[2]["pct_ceiling"]) == ("GB/s", pytest.approx(100))
+    assert (table[2]["ceiling_unit"], table[2]["pct_ceiling"]) == ("GB/s", None)
     assert [row["bound"] for row in table] == ["compute", "compute", "memory"]
 
 
@@ -98,7 +100,7 @@ def test_a_wrong_result_sets_no_ceiling() -> None:
     wrong = measured(gemm(), 1e-9, num_wrong=1)
     table = rows([wrong, measured(gemm(), 2e-3)], run_info())
     assert [row["status"] for row in table] == ["wrong", "measured"]
-    assert table[1]["pct_ceiling"] == pytest.approx(100)
+    assert table[1]["ceiling"] == pytest.approx(table[1]["tflops"])
 
 
 def test_slow_rank_stands_out() -> None:

@@ -34,6 +34,7 @@ from stepmark.core.record import (
     SCHEMA,
     Check,
     Failed,
+    HostLoad,
     Measured,
     Record,
     Samples,
@@ -91,7 +92,7 @@ def records_of(case: OpCase) -> list[Record]:
         ),
         telemetry=(
             Telemetry(sm_clock_hz=1.98e9, throttle=("power",), num_readings=4),
-            Telemetry(),
+            Telemetry(host=HostLoad(num_cores=2, own_threads=1, runnable=3.5, steal=0.1)),
         ),
         backend_run="nvjet_hsh",
         peak_memory_bytes=None,

@@ -151,8 +151,7 @@ class CommOutcome:
     @property
     def validity(self) -> str | None:
         spreads = (spread_pct(self.times), self.launches.launch_spread_pct)
-        states = (state for states in self._states for state in states)
-        return validity(states, *spreads, above_limit=self.over_limit)
+        return validity(self._states, *spreads, above_limit=self.over_limit)
 
     @property
     def num_sets(self) -> int:

@@ -10,7 +10,7 @@ from stepmark.core.collectives import FACTS, Collective
 from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.fit import MIN_POINTS, Segment, piecewise
 from stepmark.core.units import GB, format_bytes, format_time
-from stepmark.report.row_tables import grouped
+from stepmark.report.row_tables import grouped, validity_counts
 
 # A rank is named if it delays the others by this share of the time and by this long, in at
 # least this share of the sizes.
@@ -32,6 +32,8 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     if not ran or FACTS[Collective(text(ran[0], "collective"))].pair:
         return []
     lines = [_spread(ran), *straggler(ran), *fits(ran), _host(ran), *_beside(ran)]
+    if counted := validity_counts(ran):
+        lines.append(f"doubtful: {counted}; --wide shows which")
     return [f"# {line}" for line in lines if line]
 
 

@@ -133,9 +133,11 @@ class OpFigures(Figures):
     @property
     def pct_ceiling(self) -> float | None:
         """Return the share of the measured ceiling; None where this case is the ceiling."""
-        if self.record.case.case_id in self.ceilings.cases:
+        case, is_memory = self.record.operator, self.bound == "memory"
+        key = case.device if is_memory else (case.device, case.op.dtype)
+        if self.ceilings.cases.get(key) == case.case_id:
             return None
-        if self.bound == "memory":
+        if is_memory:
             return percent(self.bytes_per_s, self._best_bytes)
         return percent(self.flops_per_s, self._best_flops)
 
@@ -176,7 +178,7 @@ class OpFigures(Figures):
     def validity(self) -> str | None:
         is_flushed = self.record.samples.method.startswith("event-flush")
         return validity(
-            self.record.telemetry,
+            [self.record.telemetry],
             self.spread_pct,
             above_limit=self.over_limit,
             pct_ceiling=self.pct_ceiling if self.rank is None else None,

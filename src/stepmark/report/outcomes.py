@@ -29,12 +29,12 @@ MATMULS = ("gemm", "bmm", "grouped-gemm")
 class Ceilings:
     """Best rates of this run by device, which stand in for unknown peaks.
 
-    cases: the case_id of each best rate, which has no ratio to itself.
+    cases: the case_id of each best rate, by the same keys; it has no ratio to itself.
     """
 
     flops_per_s: Mapping[tuple[str, DType], float] = field(default_factory=dict)
     bytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    cases: frozenset[str] = frozenset()
+    cases: Mapping[object, str] = field(default_factory=dict)
 
 
 def measured_ceilings(records: Iterable[Record]) -> Ceilings:
@@ -55,9 +55,7 @@ def measured_ceilings(records: Iterable[Record]) -> Ceilings:
             rate = op.bytes_moved / time_s
             if rate > bytes_per_s.get(case.device, 0.0):
                 bytes_per_s[case.device], cases[case.device] = rate, case.case_id
-    return Ceilings(
-        flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, cases=frozenset(cases.values())
-    )
+    return Ceilings(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, cases=cases)
 
 
 def status_of(record: Record, num_wrong: int | None) -> str:
@@ -157,7 +155,7 @@ def spread_pct(times: Summary) -> float | None:
 
 
 def validity(
-    states: Iterable[Telemetry],
+    launches: Iterable[Sequence[Telemetry]],
     *spreads: float | None,
     above_limit: bool | None = None,
     pct_ceiling: float | None = None,
@@ -165,20 +163,20 @@ def validity(
 ) -> str | None:
     """Return what speaks against a figure, joined by commas; None if nothing is known.
 
-    states: of all ranks, whose threads count as the measurement's own.
+    launches: the states of all ranks, whose threads count as the measurement's own.
     """
-    loads = [state.host for state in states if state.host]
-    own = sum(load.own_threads for load in loads)
+    hosts = [[state.host for state in states if state.host] for states in launches]
     reasons = {
         "above limit": above_limit,
         "above the measured ceiling": pct_ceiling and pct_ceiling > 100 * LIMIT_SLACK,
         "cache not defeated": in_cache,
         "busy host": any(
-            (queue or 0) > max(load.num_cores, own)
+            (queue or 0) > max(load.num_cores, sum(each.own_threads for each in loads))
+            for loads in hosts
             for load in loads
             for queue in (load.runnable_before, load.runnable)
         ),
-        "CPU steal": any((load.steal or 0.0) > MAX_STEAL for load in loads),
+        "CPU steal": any((load.steal or 0.0) > MAX_STEAL for loads in hosts for load in loads),
         f"spread above {MAX_SPREAD_PCT:.0f} %": any(
             spread is not None and spread > MAX_SPREAD_PCT for spread in spreads
         ),

@@ -1,5 +1,6 @@
 """Rows as tables of their declared columns, on a terminal, in a pipe or on a page."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,6 +68,15 @@ def grouped(rows: Iterable[Row], keys: Sequence[str]) -> list[list[Row]]:
     for row in rows:
         groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
     return list(groups.values())
+
+
+def validity_counts(rows: Sequence[Row]) -> str:
+    """Return how many rows each reason speaks against; empty without any."""
+    counts = Counter(
+        reason for row in rows for reason in text(row, "validity").split(", ") if reason
+    )
+    counted = ", ".join(f"{reason} {count}" for reason, count in counts.items())
+    return f"{counted} (of {len(rows)})" if counts else ""
 
 
 def describe(row: Row) -> str:

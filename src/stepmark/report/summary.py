@@ -13,7 +13,7 @@ from stepmark.core.record import RunInfo
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report.comm_remarks import NO_STRAGGLER, matrices, slow_lines, straggler
 from stepmark.report.outcomes import MATMULS
-from stepmark.report.row_tables import describe, grouped, print_lines
+from stepmark.report.row_tables import describe, grouped, print_lines, validity_counts
 from stepmark.report.training_words import remarks, title
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def summary_lines(
         *_slow_rank_lines(rows),
         *_throttle_lines(jobs),
     ]
+    if counted := validity_counts(jobs):
+        lines.append(f"doubtful   {counted}")
     lines += [f"wrong      {describe(row)}" for row in jobs if row["status"] == "wrong"]
     lines += [f"impossible {describe(row)}: above limit" for row in jobs if row["over_limit"]]
     return lines + ([f"report     {report}"] if report else [])
@@ -136,6 +138,8 @@ def comm_lines(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     entries = [("collective", _statuses(rows))]
+    if counted := validity_counts(rows):
+        entries.append(("doubtful", counted))
     right = [row for row in rows if row["status"] == "measured"]
     for group in grouped([row for row in right if not row["pair"]], _SETTING):
         entries += [("busbw" if group[0]["busbw_gb_s"] is not None else "time", _best(group))]
@@ -182,6 +186,8 @@ def train_lines(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     entries = [("training", _statuses(rows))]
+    if counted := validity_counts(rows):
+        entries.append(("doubtful", counted))
     for row in rows:
         if number(row, "time_s") is not None:
             entries.append(("step", f"{title(row)}: {_rates(row)}"))

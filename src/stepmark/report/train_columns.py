@@ -125,7 +125,7 @@ class TrainFigures(Figures):
         cycle = self.training.cycle if self.training else 1
         means = means_of(slowest_per_sample(self.record.samples.seconds), cycle)
         return validity(
-            self.record.telemetry,
+            [self.record.telemetry],
             spread_pct(summarize(means)) if means else None,
             above_limit=bool(self.rates.get("over_limit")),
             pct_ceiling=number(self.rates, "pct_ceiling"),

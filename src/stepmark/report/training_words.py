@@ -108,6 +108,10 @@ def _over_limit(row: Row) -> str:
     return "impossible: more FLOPs than the device can do" if row["over_limit"] else ""
 
 
+def _validity(row: Row) -> str:
+    return f"doubtful: {row['validity']}" if row.get("validity") else ""
+
+
 def _drift(row: Row) -> str:
     change = number(row, "drift_pct")
     text = "not steady: samples of the second half take {:+.1f} % against the first half"
@@ -182,6 +186,7 @@ def _nominal(row: Row) -> str:
 
 
 _REMARKS: tuple[Callable[[Row], str], ...] = (
-    *(_wrong, _interrupted, _over_limit, _drift, _retries, _near_limit, _slow_rank),
-    *(_slow_forward, _throttled, _data, _compile_failed, _recompiled, _cycle, _nominal),
+    *(_wrong, _interrupted, _over_limit, _validity, _drift, _retries, _near_limit),
+    *(_slow_rank, _slow_forward, _throttled, _data, _compile_failed, _recompiled),
+    *(_cycle, _nominal),
 )
