@@ -6,8 +6,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from stepmark.bench import telemetry
+from stepmark.bench.host_load import num_runnable
 from stepmark.bench.telemetry import Sampler, cpu_reading
 from stepmark.core.record import Telemetry
 
@@ -45,6 +47,17 @@ def test_short_work_still_has_a_reading() -> None:
     sampler = Sampler(None, read=lambda: Telemetry(power_w=5.0, num_readings=1), interval_s=9.0)
     found = sampled(sampler, 0.02)
     assert (found.num_readings, found.power_w) == (1, 5.0)
+
+
+def test_the_host_is_read_before_and_meanwhile_where_proc_has_it() -> None:
+    found = sampled(Sampler(None, interval_s=0.005))
+    if num_runnable() is None:
+        assert found.host is None or found.host.runnable is None
+    else:
+        assert found.host is not None
+        assert found.host.runnable_before is not None
+        assert found.host.runnable is not None
+        assert found.host.own_threads == torch.get_num_threads()
 
 
 def test_silence_is_none_not_zero() -> None:
