@@ -92,7 +92,7 @@ def records_of(case: OpCase) -> list[Record]:
         ),
         telemetry=(
             Telemetry(sm_clock_hz=1.98e9, throttle=("power",), num_readings=4),
-            Telemetry(host=HostLoad(num_cores=2, own_threads=1, runnable=3.5, steal=0.1)),
+            Telemetry(),
         ),
         backend_run="nvjet_hsh",
         peak_memory_bytes=None,
@@ -165,6 +165,13 @@ def test_a_line_stands_alone() -> None:
     assert plain["case_id"] == record.case.case_id
     assert plain["command"] == command_of(record.case)
     assert plain["case"]["op"]["family"] == "gemm"
+
+
+def test_the_load_of_a_host_survives() -> None:
+    load = HostLoad(num_cores=2, own_threads=1, runnable_before=3, runnable=3.5, steal=0.1)
+    record = next(each for each in ALL if isinstance(each, Measured))
+    record = dataclasses.replace(record, telemetry=(Telemetry(host=load), Telemetry()))
+    assert codec.decode(codec.encode(record)) == record
 
 
 def test_golden_of_schema_1() -> None:
