@@ -9,6 +9,7 @@ from tests.report.records import COPY, measured, run_info
 from tests.store.writers import new_run
 
 from stepmark.app import check
+from stepmark.core.record import Skipped
 from stepmark.core.verb_options import CheckOptions
 
 
@@ -54,6 +55,17 @@ def test_only_a_certain_pass_ends_with_0(
     monkeypatch.setattr(check, "_measure_again", lambda *_: (paths, 0, set()))
     assert check.run(CheckOptions(baseline=baseline)) == code
     assert words in capsys.readouterr().err
+
+
+def test_a_check_that_measures_nothing_ends_with_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (baseline,) = runs(tmp_path, "before", (1.0,))
+    with new_run(tmp_path, dataclasses.replace(run_info(), run_id="now")) as writer:
+        writer.append(Skipped(run_id="now", case=COPY, reason="no GPU"))
+    monkeypatch.setattr(check, "_measure_again", lambda *_: ([tmp_path / "now"], 3, set()))
+    assert check.run(CheckOptions(baseline=str(baseline))) == 3
+    assert "nothing was measured" in capsys.readouterr().err
 
 
 def test_the_launches_that_would_decide_do(

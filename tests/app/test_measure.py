@@ -10,7 +10,8 @@ from tests.report.records import COPY, measured, run_info
 from tests.report.train_records import single
 from tests.store.writers import new_run
 
-from stepmark.app import measure
+from stepmark.app import measure, op
+from stepmark.cli.main import status
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.op_options import options_class
 from stepmark.core.option_groups import RunOptions
@@ -72,6 +73,29 @@ def test_a_run_in_which_all_is_skipped_ends_with_3(
     lines = capsys.readouterr().err.splitlines()
     assert lines.count("nothing was measured: every case was skipped") == 1
     assert not any("resume" in line for line in lines)
+
+
+def test_a_search_in_which_all_is_skipped_ends_with_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def quietly(plan: Plan, out: str, settings: object) -> tuple[int, Path]:
+        run = tmp_path / "search"
+        run.mkdir()
+        plans.write(run, plan)
+        write(run, Skipped(run_id="", case=plan.entries[0].case, reason="no GPU"))
+        return 0, run
+
+    monkeypatch.setattr(op, "measure_quietly", quietly)
+    assert op.find_max(options_class("gemm")(device="cpu", find_max=True)) == 3
+
+
+def test_a_plan_of_which_all_is_left_out_ends_with_3(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "comm all_reduce -d fp8_e4m3,bf16 -o all --agg-iters 2 --nproc 2 --device cpu"
+    assert status(words.split()) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("stepmark: nothing to measure: left out: ")
 
 
 @pytest.mark.parametrize("command", ["op", "run"])

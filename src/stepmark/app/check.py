@@ -35,6 +35,9 @@ def run(options: CheckOptions) -> int:
     paths, code, wrong = _measure_again(name, reference, options)
     if code in (2, 130, 143):
         return code
+    if not any(isinstance(r, Measured) for path in paths for r in read(path).records):
+        sys.stderr.write("nothing was measured: no launch has a result to compare\n")
+        return worst(code, 3)
     if wrong >= set(reference):
         sys.stderr.write(f"all {len(wrong)} results are wrong\n")
         return 1

@@ -27,7 +27,7 @@ from stepmark.core.collectives import (
 from stepmark.core.comm_case import CommCase, unsupported
 from stepmark.core.comm_options import MATRIX_OF_PAIRS, REDOPS, CommOptions
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, NothingToMeasureError
 from stepmark.core.ops import from_shorthand
 from stepmark.core.options import dashed, plain
 from stepmark.core.units import GIB, KIB, MIB, format_bytes
@@ -61,11 +61,7 @@ def plan(
         for name in names:
             cases += _named_cases(name, options, device, n, world_size, notes)
     if not cases:
-        raise ConfigError(
-            "dtype",
-            plain(options).get("dtype", "fp32"),
-            "it leaves nothing to measure; " + "; ".join(dict.fromkeys(notes)),
-        )
+        raise NothingToMeasureError(notes)
     return list(dict.fromkeys(cases)), list(dict.fromkeys(notes))
 
 

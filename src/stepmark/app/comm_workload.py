@@ -22,7 +22,7 @@ from stepmark.core.collectives import (
 from stepmark.core.comm_case import CommCase
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, NothingToMeasureError
 from stepmark.core.options import plain
 from stepmark.core.units import format_bytes
 from stepmark.report.nccl_tests import test_name, type_name
@@ -64,8 +64,7 @@ def plan(
         labels = cases[bare].labels if bare in cases else ()
         cases[bare] = replace(case, labels=(*labels, *case.labels))
     if not cases:
-        allowed = f"a workload with collectives that run here; {'; '.join(notes)}"
-        raise ConfigError("from-workload", options.from_workload, allowed)
+        raise NothingToMeasureError(notes)
     return list(cases.values()), list(dict.fromkeys(notes))
 
 

@@ -130,7 +130,10 @@ def find_max(options: FamilyOptions) -> int:
         code, path = measure_quietly(first, options.out, {"stage": "search"})
         if code not in (0, 3):
             return worst(0, *codes, code)
-        best = [dataclasses.replace(case, rate=rate) for rate in Rate for case in fastest(path)]
+        if not (shapes := fastest(path)):
+            codes.append(show_run(path, code))  # it says why nothing was measured
+            continue
+        best = [dataclasses.replace(case, rate=rate) for rate in Rate for case in shapes]
         code, path = measure_quietly(plan(best, options), options.out, {"stage": "best"})
         codes.append(show_run(path, code))
     return worst(0, *codes)

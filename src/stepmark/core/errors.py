@@ -1,8 +1,11 @@
 """Exceptions that a user can see.
 
 StepmarkError
-└── ConfigError    bad input: exit code 2, one sentence that names field, value and rule
+├── ConfigError    bad input: exit code 2, one sentence that names field, value and rule
+└── NothingToMeasureError    every case of a valid plan is left out: exit code 3
 """
+
+from collections.abc import Iterable
 
 
 class StepmarkError(Exception):
@@ -30,6 +33,20 @@ class ConfigError(StepmarkError):
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str, str]]:
         """Pickle the __init__ arguments, because rank 0 sends the error to its peers."""
         return ConfigError, (self.field, self.value, self.allowed)
+
+
+class NothingToMeasureError(StepmarkError):
+    """A plan whose cases are all left out, for these reasons."""
+
+    exit_code = 3
+
+    def __init__(self, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(dict.fromkeys(reasons))
+        super().__init__(f"nothing to measure: {'; '.join(self.reasons) or 'no case is left'}")
+
+    def __reduce__(self) -> tuple[type["NothingToMeasureError"], tuple[tuple[str, ...]]]:
+        """Pickle the __init__ arguments, because rank 0 sends the error to its peers."""
+        return NothingToMeasureError, (self.reasons,)
 
 
 _SWITCH_VALUES = ("True", "yes", "given")  # nobody types them
