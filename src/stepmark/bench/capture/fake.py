@@ -42,8 +42,12 @@ _MESH_METHODS = (
 
 
 @contextlib.contextmanager
-def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
+def fake_world(
+    world_size: int, rank: int, value: Callable[[Tensor], Tensor]
+) -> Iterator[list[int]]:
     """Make this process one rank. Yield the sizes of the meshes that are made inside.
+
+    value: returns the real value of a fake tensor.
 
     Raises ConfigError where there is a real group already.
     """
@@ -61,7 +65,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
         stack.callback(dist.destroy_process_group)
         for name in _MESH_METHODS:
             if name in vars(DeviceMesh):
-                around = _real(vars(DeviceMesh)[name], mesh_sizes)
+                around = _real(vars(DeviceMesh)[name], mesh_sizes, value)
                 stack.enter_context(mock.patch.object(DeviceMesh, name, around))
         stack.enter_context(shortcuts())
         stack.enter_context(unread_shapes())
@@ -69,12 +73,12 @@ def fake_world(world_size: int, rank: int) -> Iterator[list[int]]:
         yield mesh_sizes
 
 
-def _real(method: Any, mesh_sizes: list[int]) -> Any:
+def _real(method: Any, mesh_sizes: list[int], value: Callable[[Tensor], Tensor]) -> Any:
     """Return a method, static or not, that runs outside of the fake mode."""
     if isinstance(method, staticmethod):
         return staticmethod(_outside(method.__func__))
     if method is DeviceMesh.__init__:
-        return _initializing(method, mesh_sizes)
+        return _initializing(method, mesh_sizes, value)
     return _outside(method)
 
 
@@ -87,14 +91,18 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _initializing(function: Callable[..., None], mesh_sizes: list[int]) -> Callable[..., None]:
+def _initializing(
+    function: Callable[..., None],
+    mesh_sizes: list[int],
+    value: Callable[[Tensor], Tensor],
+) -> Callable[..., None]:
+    def real(argument: Any) -> Any:
+        return value(argument) if isinstance(argument, FakeTensor) else argument
+
     @functools.wraps(function)
     def call(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        args, kwargs = tuple(map(real, args)), {key: real(kwargs[key]) for key in kwargs}
         with unset_fake_temporarily():
-            # init_device_mesh passes all ranks in their order, made under the fake mode.
-            if isinstance(kwargs.get("_rank_map"), FakeTensor):
-                count = kwargs["_layout"].numel()
-                kwargs["_rank_map"] = torch.arange(count, dtype=torch.int)
             function(mesh, *args, **kwargs)
             mesh_sizes.append(mesh.size())
 

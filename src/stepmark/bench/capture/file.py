@@ -25,7 +25,8 @@ _HINTS = {  # by a part of an error's message, in lower case
     "not compiled with cuda": _NO_GPU,
     "no nvidia driver": _NO_GPU,
     "_cuda_setdevice": _NO_GPU,
-    "pipeliningmetadata": "no shapes are sent here: give the stage input_args, output_args",
+    "pipelining/stage.py": "no shapes are sent here: give the stage input_args, output_args",
+    "unknownnumber": "it is an integer that was read from a tensor without values",
     "bigger than default world size": "see --world-size",
 }
 
@@ -116,6 +117,9 @@ def _text_of(error: BaseException) -> str:
     """Return the kind and the beginning of an error's message, with a hint on its cause."""
     kind, message = type(error).__name__, " ".join(str(error).split())
     text = f"{kind}: {message[:_MAX_MESSAGE]}" if message else kind
-    hints = (hint for part, hint in _HINTS.items() if part in f"{kind} {message}".lower())
+    files = " ".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
+    hints = (
+        hint for part, hint in _HINTS.items() if part in f"{kind} {message} {files}".lower()
+    )
     hint = next(hints, "")
     return f"{text} ({hint})" if hint else text

@@ -131,7 +131,7 @@ def comm_ops(
             module=at.module,
             layer=at.layer,
             microbatch=at.microbatch,
-            redop=_redop(kind.collective, values),
+            redop=redop(kind.collective, values),
             root=int(_numbers(values)[0]) if name in _ROOTED else None,
             peer=peer,
         )
@@ -149,7 +149,7 @@ def _numbers(values: Sequence[Any]) -> list[int]:
     return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
 
 
-def _redop(collective: str, values: Sequence[Any]) -> RedOp:
+def redop(collective: str, values: Sequence[Any]) -> RedOp:
     if collective not in list(Collective) or not FACTS[Collective(collective)].reduces:
         return RedOp.NONE
     for value in values:

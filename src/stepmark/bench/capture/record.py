@@ -20,6 +20,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -32,6 +33,9 @@ from stepmark.bench.capture.fake import Buckets, Rebuilding, with_result
 from stepmark.bench.capture.messages import Groups, Pairs, comm_ops
 from stepmark.bench.capture.modules import OUTSIDE, ModulePosition, ModuleTracker, in_backward
 from stepmark.bench.capture.overlap import Overlap
+from stepmark.bench.capture.routing import Router
+from stepmark.bench.capture.unknown import ReadPolicy
+from stepmark.bench.capture.values import Values
 from stepmark.bench.training.messages import NAMESPACES, tensors
 from stepmark.core.ops import Phase
 from stepmark.core.workload import CommOp, ComputeOp, Operation
@@ -45,13 +49,12 @@ _DEVICE = torch.ops.prim.device.default
 class CaptureRecorder(TorchDispatchMode):
     """Records operations inside `with recording()`; begin_step() empties `operations`."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, policy: ReadPolicy, router: Router) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.supports_higher_order_operators = True
         self.modules = ModuleTracker()
         self.groups = Groups(rank)
         self.operations: list[Operation] = []
-        self.reads: list[str] = []  # where values of tensors were read
         self._silent = 0
         self._in_optimizer = False
         self._after_backward = False
@@ -59,6 +62,8 @@ class CaptureRecorder(TorchDispatchMode):
         self._overlap = Overlap()
         self._rebuilding = Rebuilding()
         self._buckets = Buckets()
+        # Ranks run the same code, so that DDP finds the same parameters unused.
+        self.values = Values(policy, router, self._ddp_reduces)
         self._pairs = Pairs(rank)
 
     @classmethod
@@ -104,13 +109,13 @@ class CaptureRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(kind not in _PLAIN and issubclass(kind, Tensor) for kind in types):
             return NotImplemented  # DTensor then calls operators of plain tensors
-        if func is torch.ops.aten._local_scalar_dense.default and not self._silent:
-            return self._value_of(args[0])
         if self._rebuilding.reads(args, kwargs):
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
-        else:
+        elif self._silent:
             result = func(*args, **kwargs)
+        else:
+            result = self.values.run(func, args, kwargs)
         if func.namespace == "c10d":
             result = with_result(result)
         if not self._silent:
@@ -124,7 +129,7 @@ class CaptureRecorder(TorchDispatchMode):
             name = func._schema.name.partition("::")[2]
             values = (*args, *kwargs.values())
             phase, place, again = self._where()
-            ddp = self.modules.has_ddp and phase is Phase.BWD and self._buckets.reduce()
+            ddp = phase is Phase.BWD and self._ddp_reduces()
             for message in comm_ops(name, values, result, self.groups, phase, place):
                 own = func.namespace == "c10d"
                 self._send(replace(message, recompute=again), values, own=own, ddp=ddp)
@@ -183,16 +188,9 @@ class CaptureRecorder(TorchDispatchMode):
         self._in_optimizer = running
         self._num_updated = len(self.operations)
 
-    def _value_of(self, tensor: Tensor) -> float | int | bool:
-        """Return 1 for the value of a fake tensor, which has none."""
-        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
-            return torch.ops.aten._local_scalar_dense.default(tensor)  # type: ignore[no-any-return]
-        place = self.modules.here().module
-        if place not in self.reads:
-            self.reads.append(place)
-        if tensor.dtype is torch.bool:
-            return True
-        return 1.0 if tensor.is_floating_point() else 1
+    def _ddp_reduces(self) -> bool:
+        """Return whether DDP's reducer calls the operator that is being dispatched."""
+        return self.modules.has_ddp and self._buckets.reduce()
 
     def _patches(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
         """Yield methods of torch to patch, each with its replacement."""
@@ -205,6 +203,7 @@ class CaptureRecorder(TorchDispatchMode):
             (FSDPParamGroup, "post_backward", self._overlap_post_backward),
             (FSDPParamGroup, "finalize_backward", self._overlap_finalize),
             (Reducer, "_rebuild_buckets", self._rebuilding),
+            (_PipelineSchedule, "_warmup_p2p", self.values.voting),
             # DTensor propagates layouts by running operators on global shapes.
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._silence),
         ):
@@ -212,6 +211,7 @@ class CaptureRecorder(TorchDispatchMode):
                 yield (owner, name), _around(getattr(owner, name), around)
         yield from self._pairs.patches()
         yield from self._buckets.patches()
+        yield from self.values.reads.patches()
 
     @contextlib.contextmanager
     def _silence(self, *_: Any) -> Iterator[None]:

@@ -8,11 +8,13 @@ recorded at the dispatcher below DTensor.
 The contract: a function, by any name, without arguments. It is called when torch.distributed
 is up; it makes its mesh (device type "cpu"), model and optimizer and returns a function of no
 arguments that does one training step: forward, loss, backward, optimizer.step(). It does not
-call init_process_group and does not compile. Values of tensors do not exist: one that is read
-(loss.item()) is 1. With DDP and pipelines, whose first steps differ, the third is recorded.
+call init_process_group and does not compile. Values that depend on weights or inputs do not
+exist: see values.py and unknown.py. With DDP and pipelines, whose first steps differ, the third
+is recorded.
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,6 +25,8 @@ from stepmark.bench.capture.fake import fake_world
 from stepmark.bench.capture.file import load, reported
 from stepmark.bench.capture.modules import closure_modules
 from stepmark.bench.capture.record import CaptureRecorder
+from stepmark.bench.capture.routing import Router
+from stepmark.bench.capture.unknown import POLICY, ReadPolicy
 from stepmark.core.errors import ConfigError
 from stepmark.core.fold_items import fold
 from stepmark.core.message import RECV, SEND
@@ -40,13 +44,17 @@ Step = Callable[[], object]
 MAX_WORLD_SIZE = 2**20
 
 
-def capture_file(spec: str, world_size: int, rank: int = 0) -> Workload:
+def capture_file(
+    spec: str, world_size: int, rank: int = 0, *, tokens_per_expert: Sequence[int] = ()
+) -> Workload:
     """Capture "FILE.py:function"; the function's name is "build" if left out.
 
     Raises ConfigError; for an error in the user's code with the place.
     """
     with load(spec) as (build, file):
-        return capture(build, world_size, rank, spec=spec, file=file)
+        return capture(
+            build, world_size, rank, spec=spec, file=file, tokens_per_expert=tokens_per_expert
+        )
 
 
 def capture(
@@ -56,13 +64,14 @@ def capture(
     *,
     spec: str = "",
     file: str = "",
+    tokens_per_expert: Sequence[int] = (),
 ) -> Workload:
     """Return the computation and communication of this rank in a step, repeats folded.
 
     One stage represents all ranks. Code that sends to its neighbours (pipelines) has a stage
     for each rank of the pipeline; the pipeline must be the mesh's slowest axis. `spec` and
-    `file` are the user's, for the record and for messages. Not thread-safe: it patches methods
-    of torch while it runs.
+    `file` are the user's, for the record and for messages. tokens_per_expert: as of Router. Not
+    thread-safe: it patches methods of torch while it runs.
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ConfigError("world-size", world_size, f"from 1 to {MAX_WORLD_SIZE}")
@@ -70,14 +79,14 @@ def capture(
         raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
     name = spec or getattr(build, "__name__", "capture")
     where = file or getattr(getattr(build, "__code__", None), "co_filename", "")
-    captures = [_capture_rank(build, world_size, rank, name, where)]
+    router = Router(tokens_per_expert)
+    record = functools.partial(_capture_rank, build, world_size, name, where, router)
+    captures = [record(rank)]
     num_stages, stride = _pipeline(captures[0], world_size)
     if num_stages > 1:
-        captures = [
-            _capture_rank(build, world_size, stage * stride + rank % stride, name, where)
-            for stage in range(num_stages)
-        ]
-    return _workload(captures, world_size=world_size, rank=rank, name=name)
+        captures = [record(stage * stride + rank % stride) for stage in range(num_stages)]
+    router.check()
+    return _workload(captures, router, world_size=world_size, rank=rank, name=name)
 
 
 class _RankCapture:
@@ -90,7 +99,7 @@ class _RankCapture:
         self.step = tuple(recorder.operations)
         self.groups = recorder.groups.groups
         self.num_microbatches = recorder.modules.num_microbatches
-        self.notes = [*recorder.groups.notes, *_remarks(recorder, num_warm_ups)]
+        self.notes = list(recorder.groups.notes)
 
 
 def _communication(operations: Sequence[Operation]) -> tuple[CommOp, ...]:
@@ -104,14 +113,15 @@ def _communication(operations: Sequence[Operation]) -> tuple[CommOp, ...]:
 
 
 def _capture_rank(
-    build: Callable[[], Step], world_size: int, rank: int, name: str, file: str
+    build: Callable[[], Step], world_size: int, name: str, file: str, router: Router, rank: int
 ) -> _RankCapture:
-    recorder = CaptureRecorder(rank)
+    policy = ReadPolicy(file)
+    recorder = CaptureRecorder(rank, policy, router)
     with contextlib.ExitStack() as stack:
         stack.enter_context(reported(name, file))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # from code for other devices
-        mesh_sizes = stack.enter_context(fake_world(world_size, rank))
+        mesh_sizes = stack.enter_context(fake_world(world_size, rank, recorder.values.value))
         stack.enter_context(recorder.recording())
         recorder.begin_step()
         step = build()
@@ -129,7 +139,10 @@ def _capture_rank(
             setup = [*setup, *recorder.operations]
             recorder.begin_step()
             step()
+        if policy.stopped is not None:
+            raise policy.stopped
     captured = _RankCapture(recorder, setup, num_warm_ups)
+    captured.notes += _remarks(policy, num_warm_ups)
     _check(captured, world_size, mesh_sizes, name)
     return captured
 
@@ -153,12 +166,10 @@ def _check(
         )
 
 
-def _remarks(recorder: CaptureRecorder, num_warm_ups: int) -> list[str]:
+def _remarks(policy: ReadPolicy, num_warm_ups: int) -> list[str]:
     remarks = []
-    if recorder.reads:
-        remarks.append(
-            f"values of tensors are read in {', '.join(recorder.reads)}: each is taken for 1"
-        )
+    if policy.places:
+        remarks.append(POLICY.format(", ".join(policy.places)))
     if num_warm_ups:
         remarks.append(
             f"step {num_warm_ups + 1} is recorded,"
@@ -188,7 +199,7 @@ def _pipeline(captured: _RankCapture, world_size: int) -> tuple[int, int]:
 
 
 def _workload(
-    captures: Sequence[_RankCapture], *, world_size: int, rank: int, name: str
+    captures: Sequence[_RankCapture], router: Router, *, world_size: int, rank: int, name: str
 ) -> Workload:
     blocks: dict[str, Block] = {}
     stages: list[Stage] = []
@@ -202,6 +213,7 @@ def _workload(
         stages.append(_stage(captured, mark))
         groups |= captured.groups
         notes += [note for note in captured.notes if note not in notes]
+    notes += [f"on every rank, {text}" for text in router.used]
     workload = Workload(
         name=name,
         rules="capture",

@@ -1,0 +1,258 @@
+"""Numbers that are read from tensors without values, and what a job may do with them.
+
+A number may steer a branch, by the rules in POLICY, and may be printed. It is not a number of
+Python where that would hide it: an integer refuses to become a size, and a float is NaN.
+"""
+
+import ast
+import functools
+import linecache
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+
+POLICY = (
+    "unknown values are read at {}: a condition on one does not hold, except that numbers are"
+    " finite, all() and equal() are true, and assertions hold"
+)
+_OWN = ("torch", "stepmark")  # packages whose lines are not the user's
+
+
+class UnknownValueError(Exception):
+    """A value that is unknown while captured reaches what must be known."""
+
+
+class ReadPolicy:
+    """Decides about values that are unknown, and records where they are read.
+
+    file: the user's, whose lines are named first.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self.places: dict[str, None] = {}
+        self.stopped: UnknownValueError | None = None  # also if the job caught it
+
+    def place(self) -> str:
+        """Return the line of the user's code that is running."""
+        frame = self._frame()
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+    def record(self) -> None:
+        self.places[self.place()] = None
+
+    def branch(self, *, holds: bool = False) -> bool:
+        """Return whether a condition holds. Refuses the condition of a loop."""
+        self.record()
+        frame = self._frame()
+        statement = _statement(frame.f_code.co_filename, frame.f_lineno)
+        if statement is ast.While:
+            self.refuse("bounds a loop")
+        return holds or statement is ast.Assert
+
+    def refuse(self, what: str) -> Never:
+        self.stopped = UnknownValueError(
+            f"a value that is unknown while captured {what}: make it from constants, or from"
+            " indices of topk, which are taken as evenly spread"
+        )
+        raise self.stopped
+
+    def _frame(self) -> Any:
+        """Return the innermost frame of the user's file, else the innermost outside torch."""
+        frames = list(_frames())
+        own = (frame for frame in frames if frame.f_code.co_filename == self._file)
+        outer = (frame for frame in frames if _package(frame) not in _OWN)
+        return next(own, next(outer, frames[-1]))
+
+
+def _frames() -> Iterator[Any]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _package(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+@functools.cache
+def _statement(file: str, line: int) -> type[ast.stmt] | None:
+    """Return ast.While or ast.Assert if the line is part of the condition of one."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.While | ast.Assert):
+            test = node.test
+            if test.lineno <= line <= (test.end_lineno or test.lineno):
+                return type(node)
+    return None
+
+
+class UnknownNumber:
+    """An integer or a bool without a value. holds: what it is as a condition."""
+
+    def __init__(self, policy: ReadPolicy, *, holds: bool = False) -> None:
+        self._policy = policy
+        self._holds = holds
+
+    def __bool__(self) -> bool:
+        if _package(sys._getframe(1)) == "torch":  # as where a list of ranks is checked
+            self._policy.refuse("is compared by torch")
+        return self._policy.branch(holds=self._holds)
+
+    def __index__(self) -> int:  # noqa: PLE0305
+        self._policy.refuse("is used as a size, an index, or a number of repeats")
+
+    def __int__(self) -> int:
+        self._policy.refuse("is converted to an int")
+
+    def __hash__(self) -> int:  # noqa: PLE0309
+        self._policy.refuse("is an element of a set or a key")
+
+    def __float__(self) -> float:
+        return math.nan
+
+    def __repr__(self) -> str:
+        return "unknown"
+
+    def __format__(self, spec: str) -> str:
+        return "unknown"
+
+    def __eq__(self, other: object) -> Any:
+        return self._compared(other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compared(other)
+
+    def _compared(self, *_: object) -> "UnknownNumber":
+        return UnknownNumber(self._policy)
+
+    def _computed(self, *others: Any) -> Any:
+        if any(isinstance(other, Tensor) for other in others):
+            return NotImplemented
+        if any(isinstance(other, float) for other in others):
+            return UnknownFloat(self._policy)
+        return UnknownNumber(self._policy)
+
+    def _divided(self, *_: Any) -> "UnknownFloat":
+        return UnknownFloat(self._policy)
+
+    __lt__ = __le__ = __gt__ = __ge__ = _compared
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _computed
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _computed
+    __neg__ = __pos__ = __abs__ = __invert__ = __round__ = _computed
+    __truediv__ = __rtruediv__ = _divided
+
+
+class UnknownFloat(float):
+    """A finite number without a value; as a float it is NaN, and so is what is made of it."""
+
+    _policy: ReadPolicy
+
+    def __new__(cls, policy: ReadPolicy) -> "UnknownFloat":
+        number = super().__new__(cls, math.nan)
+        number._policy = policy
+        return number
+
+    def __bool__(self) -> bool:
+        return self._policy.branch()
+
+    def __int__(self) -> int:
+        self._policy.refuse("is converted to an int")
+
+    def _compared(self, other: object) -> Any:
+        return self._policy.branch()
+
+    def _computed(self, *others: Any) -> Any:
+        if all(isinstance(other, int | float | UnknownNumber) for other in others):
+            return UnknownFloat(self._policy)
+        return NotImplemented
+
+    def __round__(self, digits: Any = None) -> Any:
+        return UnknownNumber(self._policy) if digits is None else UnknownFloat(self._policy)
+
+    __hash__ = float.__hash__
+    __trunc__ = __ceil__ = __floor__ = __int__
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compared
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed  # type: ignore[assignment]
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _computed  # type: ignore[assignment]
+    __mod__ = __rmod__ = __pow__ = __rpow__ = _computed  # type: ignore[assignment]
+    __neg__ = __pos__ = __abs__ = _computed
+
+
+class TensorReads:
+    """Makes numbers that are read by Python code unknown where the tensor has no value.
+
+    Code of torch in C++ reads them without these methods: see `read`.
+    """
+
+    def __init__(self, policy: ReadPolicy) -> None:
+        self._policy = policy
+        self._num_running = 0
+        self._unknown: bool | float | None = None  # what the newest read stands for
+
+    def read(self, dtype: torch.dtype, *, holds: bool = False) -> bool | float:
+        """Return what C++ takes for a value that is unknown; refuse an integer."""
+        if self._num_running:
+            self._unknown = holds
+        elif dtype is torch.bool:
+            return self._policy.branch(holds=holds)
+        elif not dtype.is_floating_point and not dtype.is_complex:
+            self._policy.refuse("is used by torch as a size or an index")
+        else:
+            self._policy.record()
+        if dtype is torch.bool:
+            return holds
+        return math.nan if dtype.is_floating_point or dtype.is_complex else 0
+
+    def patches(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
+        """Yield a method of tensors to patch, and its replacement."""
+        policy = self._policy
+        for name, convert in (
+            ("item", self._number),
+            ("__bool__", lambda tensor, value, holds: policy.branch(holds=holds)),
+            ("__int__", lambda *_: policy.refuse("is converted to an int")),
+            ("__index__", lambda *_: policy.refuse("is used as a size or an index")),
+            ("__float__", lambda *_: policy.record() or math.nan),
+        ):
+            yield (Tensor, name), self._reading(getattr(Tensor, name), convert)
+        for name, value in (("isfinite", True), ("isnan", False), ("isinf", False)):
+            yield (math, name), _of_unknown(getattr(math, name), value)
+
+    def _number(self, tensor: Tensor, value: Any, holds: bool) -> Any:
+        self._policy.record()
+        is_float = isinstance(value, float | complex)
+        return UnknownFloat(self._policy) if is_float else self._integer(holds)
+
+    def _integer(self, holds: bool) -> UnknownNumber:
+        return UnknownNumber(self._policy, holds=holds)
+
+    def _reading(self, original: Callable[..., Any], convert: Callable[..., Any]) -> Any:
+        @functools.wraps(original)
+        def call(tensor: Tensor) -> Any:
+            self._num_running += 1
+            self._unknown = None
+            try:
+                value = original(tensor)
+            finally:
+                self._num_running -= 1
+            holds, self._unknown = self._unknown, None
+            return value if holds is None else convert(tensor, value, holds)
+
+        return call
+
+
+def _of_unknown(original: Callable[[Any], bool], value: bool) -> Callable[[Any], bool]:
+    def call(number: Any) -> bool:
+        return value if isinstance(number, UnknownFloat | UnknownNumber) else original(number)
+
+    return call
