@@ -1,6 +1,7 @@
 """stepmark workload: generate, show, convert and capture what a training step does."""
 
 import contextlib
+import faulthandler
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -27,6 +28,7 @@ from stepmark.workload.architecture import AnyJob, Batch, OwnJob
 from stepmark.workload.job import Job, Spread, near_multiples
 from stepmark.workload.rules import RULES, Rule, find_rule
 
+_GRACE_S = 60.0  # behind --timeout, for each rank's own limit to take effect
 _MODEL_AXES = ("tp", "pp", "cp")
 _DATA_AXES = ("dp_shard", "dp_replicate")
 _SHARED = {field.name for field in fields(GenerateOptions)}  # not only of the rules
@@ -86,9 +88,23 @@ def capture(options: CaptureOptions) -> None:
     world_size, rank = options.world_size, options.rank
     if not 0 <= rank < world_size:
         raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
-    with contextlib.redirect_stdout(sys.stderr):  # the user's file may print
-        workload = capture_file(options.file, world_size, rank)
+    # Ends a job that blocks in code of C++, where no signal is handled.
+    faulthandler.dump_traceback_later(options.timeout + _GRACE_S, exit=True)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # the user's file may print
+            workload = capture_file(
+                options.file,
+                world_size,
+                rank,
+                tokens_per_expert=options.tokens_per_expert,
+                limit_s=options.timeout,
+                show=lambda text: sys.stderr.write(f"{text}\n"),
+            )
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     if options.out:
+        for note in workload.notes:
+            sys.stderr.write(f"# {note}\n")
         workload_files.deliver(workload, Target(out=options.out))
     else:
         _show(workload, Rows())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from stepmark.core.option_groups import MICRO_BATCH, Axes, Files, ModelChoice
-from stepmark.core.options import REQUIRED, between, flag, group
+from stepmark.core.options import REQUIRED, Duration, between, comma_list, flag, group
 
 
 @group
@@ -191,4 +191,9 @@ class CaptureOptions:
     )
     world_size: Annotated[int, between(1, 2**20)] = flag("ranks of the job", default=REQUIRED)
     rank: int = flag("the rank that is recorded", default=0)
+    tokens_per_expert: Annotated[tuple[int, ...], comma_list(between(0, 2**40))] = flag(
+        "tokens that a rank routes to each expert, one number for all or one each [even share]",
+        default=(),
+    )
+    timeout: Duration = flag("stop if capturing a rank takes longer", default=600.0)
     out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from stepmark.bench.capture.watch import CaptureTimeoutError
 from stepmark.core.errors import ConfigError
 
 _MODULE = "stepmark_captured"
@@ -100,7 +101,7 @@ def reported(name: str, file: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, CaptureTimeoutError) as error:
         text = f"it raised {_text_of(error)}"
         raise ConfigError(name, _place(error, file), text) from error
 

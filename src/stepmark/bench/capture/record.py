@@ -52,6 +52,7 @@ class CaptureRecorder(TorchDispatchMode):
     def __init__(self, rank: int, policy: ReadPolicy, router: Router) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.supports_higher_order_operators = True
+        self.rank = rank
         self.modules = ModuleTracker()
         self.groups = Groups(rank)
         self.operations: list[Operation] = []

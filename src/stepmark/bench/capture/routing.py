@@ -93,7 +93,6 @@ def _chosen(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[Tensor, int, int] | None:
     """Return the indices that an operator chooses, the size of their range, and the dim."""
-    scores = args[0] if args else None
     if name == "topk":
         indices, dim = result[1], args[2] if len(args) > 2 else kwargs.get("dim", -1)
     elif name in ("max", "min") and isinstance(result, tuple | list) and len(result) == 2:
@@ -104,9 +103,9 @@ def _chosen(
         indices, dim = result, -1
     else:
         return None
-    if dim is None or not scores.dim() or not indices.numel():
+    if dim is None or not args[0].dim() or not indices.numel():
         return None
-    return indices, int(scores.size(dim)), int(dim)
+    return indices, int(args[0].size(dim)), int(dim)
 
 
 def _even(tensor: Tensor, size: int, dim: int = -1) -> Tensor:

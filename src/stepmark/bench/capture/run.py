@@ -14,10 +14,10 @@ is recorded.
 """
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from stepmark.bench.capture.modules import closure_modules
 from stepmark.bench.capture.record import CaptureRecorder
 from stepmark.bench.capture.routing import Router
 from stepmark.bench.capture.unknown import POLICY, ReadPolicy
+from stepmark.bench.capture.watch import watch
 from stepmark.core.errors import ConfigError
 from stepmark.core.fold_items import fold
 from stepmark.core.message import RECV, SEND
@@ -42,19 +43,21 @@ from stepmark.core.workload import (
 
 Step = Callable[[], object]
 MAX_WORLD_SIZE = 2**20
+LIMIT_S = 600.0
 
 
-def capture_file(
-    spec: str, world_size: int, rank: int = 0, *, tokens_per_expert: Sequence[int] = ()
-) -> Workload:
+def _silent(_: str) -> None:
+    """Show no progress."""
+
+
+def capture_file(spec: str, world_size: int, rank: int = 0, **options: Any) -> Workload:
     """Capture "FILE.py:function"; the function's name is "build" if left out.
 
-    Raises ConfigError; for an error in the user's code with the place.
+    Options are those of `capture`. Raises ConfigError; for an error in the user's code with the
+    place.
     """
     with load(spec) as (build, file):
-        return capture(
-            build, world_size, rank, spec=spec, file=file, tokens_per_expert=tokens_per_expert
-        )
+        return capture(build, world_size, rank, spec=spec, file=file, **options)
 
 
 def capture(
@@ -65,13 +68,16 @@ def capture(
     spec: str = "",
     file: str = "",
     tokens_per_expert: Sequence[int] = (),
+    limit_s: float = LIMIT_S,
+    show: Callable[[str], object] = _silent,
 ) -> Workload:
     """Return the computation and communication of this rank in a step, repeats folded.
 
     One stage represents all ranks. Code that sends to its neighbours (pipelines) has a stage
     for each rank of the pipeline; the pipeline must be the mesh's slowest axis. `spec` and
-    `file` are the user's, for the record and for messages. tokens_per_expert: as of Router. Not
-    thread-safe: it patches methods of torch while it runs.
+    `file` are the user's, for the record and for messages. tokens_per_expert: as of Router.
+    limit_s: for each rank that is captured. show: prints progress. Not thread-safe: it patches
+    methods of torch while it runs.
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ConfigError("world-size", world_size, f"from 1 to {MAX_WORLD_SIZE}")
@@ -80,7 +86,18 @@ def capture(
     name = spec or getattr(build, "__name__", "capture")
     where = file or getattr(getattr(build, "__code__", None), "co_filename", "")
     router = Router(tokens_per_expert)
-    record = functools.partial(_capture_rank, build, world_size, name, where, router)
+
+    def record(rank: int) -> _RankCapture:
+        policy = ReadPolicy(where)
+        recorder = CaptureRecorder(rank, policy, router)
+
+        def status() -> str:
+            count = len(recorder.operations)
+            return f"capturing rank {rank}: {count} operations, {policy.place()}"
+
+        with reported(name, where), watch(limit_s, status, show):
+            return _capture_rank(build, world_size, name, policy, recorder)
+
     captures = [record(rank)]
     num_stages, stride = _pipeline(captures[0], world_size)
     if num_stages > 1:
@@ -113,15 +130,18 @@ def _communication(operations: Sequence[Operation]) -> tuple[CommOp, ...]:
 
 
 def _capture_rank(
-    build: Callable[[], Step], world_size: int, name: str, file: str, router: Router, rank: int
+    build: Callable[[], Step],
+    world_size: int,
+    name: str,
+    policy: ReadPolicy,
+    recorder: CaptureRecorder,
 ) -> _RankCapture:
-    policy = ReadPolicy(file)
-    recorder = CaptureRecorder(rank, policy, router)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(reported(name, file))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # from code for other devices
-        mesh_sizes = stack.enter_context(fake_world(world_size, rank, recorder.values.value))
+        mesh_sizes = stack.enter_context(
+            fake_world(world_size, recorder.rank, recorder.values.value)
+        )
         stack.enter_context(recorder.recording())
         recorder.begin_step()
         step = build()

@@ -71,7 +71,7 @@ class ReadPolicy:
 
 
 def _frames() -> Iterator[Any]:
-    frame = sys._getframe(2)
+    frame: Any = sys._getframe(2)
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -183,9 +183,9 @@ class UnknownFloat(float):
     __hash__ = float.__hash__
     __trunc__ = __ceil__ = __floor__ = __int__
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compared
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed  # type: ignore[assignment]
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _computed  # type: ignore[assignment]
-    __mod__ = __rmod__ = __pow__ = __rpow__ = _computed  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _computed
+    __mod__ = __rmod__ = __pow__ = __rpow__ = _computed
     __neg__ = __pos__ = __abs__ = _computed
 
 
@@ -219,10 +219,10 @@ class TensorReads:
         policy = self._policy
         for name, convert in (
             ("item", self._number),
+            ("__float__", lambda *values: float(self._number(*values))),
             ("__bool__", lambda tensor, value, holds: policy.branch(holds=holds)),
             ("__int__", lambda *_: policy.refuse("is converted to an int")),
             ("__index__", lambda *_: policy.refuse("is used as a size or an index")),
-            ("__float__", lambda *_: policy.record() or math.nan),
         ):
             yield (Tensor, name), self._reading(getattr(Tensor, name), convert)
         for name, value in (("isfinite", True), ("isnan", False), ("isinf", False)):

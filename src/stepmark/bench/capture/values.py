@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from stepmark.bench.capture.dtype_errors import DtypeErrors
 from stepmark.bench.capture.routing import Assumption, Router, from_peers
 from stepmark.bench.capture.unknown import ReadPolicy, TensorReads
 from stepmark.bench.training.messages import BATCH_P2P, NAMESPACES, group_of, tensors
@@ -55,6 +56,7 @@ class Values:
         self._policy = policy
         self._router = router
         self._votes = False
+        self._dtypes = DtypeErrors()
 
     @contextlib.contextmanager
     def voting(self, *_: Any) -> Iterator[None]:
@@ -85,6 +87,7 @@ class Values:
             args, kwargs, known = self._sized(operator, args, kwargs, known)
             if known is not None:
                 return self._made(self._real(func, args, kwargs), known)
+        self._dtypes.check(func, args, kwargs)
         product = operator.name == _GROUPED and args[0].dtype is not torch.bfloat16
         result = _grouped(*args, **kwargs) if product else func(*args, **kwargs)
         if known is None or not self._follow(func, args, kwargs, result, known):
@@ -95,7 +98,7 @@ class Values:
     def value(self, tensor: Tensor) -> Tensor:
         """Return a tensor's real value. Refuses where it is unknown."""
         with _disable_current_modes():
-            value = _value(tensor)
+            value: Tensor | None = _value(tensor)
         if value is None or self._is_checked(_assumptions(tensor)):
             self._policy.refuse("becomes a list of ranks")
         self._router.use(_assumptions(tensor))
@@ -370,7 +373,7 @@ def _value(tensor: Any) -> Any:
         return None
     real = torch.empty(0, dtype=tensor.dtype)
     offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return real.set_(contents.storage, offset, size, stride)  # type: ignore[call-overload]
+    return real.set_(contents.storage, offset, size, stride)
 
 
 def _real(value: Any) -> Any:
