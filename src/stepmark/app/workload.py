@@ -89,7 +89,8 @@ def capture(options: CaptureOptions) -> None:
     if not 0 <= rank < world_size:
         raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
     # Ends a job that blocks in code of C++, where no signal is handled.
-    faulthandler.dump_traceback_later(options.timeout + _GRACE_S, exit=True)
+    limit_s = options.timeout + _GRACE_S
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the user's file may print
             workload = capture_file(

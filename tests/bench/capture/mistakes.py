@@ -89,7 +89,7 @@ def reads_its_loss() -> Step:
 
     def step() -> None:
         loss = model(torch.ones(2, 4)).square().mean()
-        if loss.item() > 0:
+        if loss.item() > 0:  # here
             loss.backward()
         print("loss", float(loss))  # noqa: T201
 

@@ -7,6 +7,8 @@ type; their phase is for the test to know.
 """
 
 import contextlib
+import functools
+import importlib
 import json
 import math
 import tempfile
@@ -34,12 +36,21 @@ OPERATORS = {
     "alltoall_base_": ("all_to_all", 1),
     "broadcast_": ("broadcast", 0),
     "scatter_": ("scatter", 0),
+    "reduce_": ("reduce", 0),
     "send": ("send", 0),
     "recv_": ("recv", 0),
     "barrier": ("barrier", 0),
 }
 PAIRS = ("send", "recv")
-DTYPES = {"Float": "fp32", "BFloat16": "bf16", "Long": "int64", "Int": "int32"}
+DTYPES = {
+    "Float": "fp32",
+    "Double": "fp64",
+    "BFloat16": "bf16",
+    "Half": "fp16",
+    "Long": "int64",
+    "Int": "int32",
+    "Byte": "uint8",
+}
 # gloo reduces the whole and keeps a part; the flight recorder has what it does.
 GLOO = {"reduce_scatter": "all_reduce"}
 ENVIRONMENT = {"TORCH_FR_BUFFER_SIZE": "20000"}  # read before the group is made
@@ -111,13 +122,17 @@ def message(operator: str, args: dict[str, Any], phase: str, flights: Any) -> Me
     count = 0 if collective == "barrier" else sum(map(math.prod, tensors))
     found: Message = {"collective": collective, "count": count, "phase": phase}
     if collective in PAIRS:
-        return found | {"phase": "", "peer": int(args["Concrete Inputs"][2])}
+        return found | {"peer": int(args["Concrete Inputs"][2])}
     flight = next(flights)
     said = flight["profiling_name"].removeprefix("gloo:")
     assert said == GLOO.get(collective, collective), (said, operator)
     ranks = ranks_of(flight["process_group"][0])
     if collective == "all_to_all":
-        found["count"] //= len(ranks)
+        larger = max(math.prod(args["Input Dims"][at]) for at in (0, 1))
+        splits = [json.loads(args["Concrete Inputs"][at]) for at in (3, 4)]
+        found["count"] = larger // len(ranks)
+        if any(len(set(sizes)) > 1 for sizes in splits):
+            found["collective"] = "all_to_all_v"
     types = flight["output_dtypes"] or flight["input_dtypes"]
     return found | {"dtype": DTYPES[types[0]] if types else "uint8", "ranks": ranks}
 
@@ -137,6 +152,35 @@ def sent_by_all(_ranks: object) -> dict[str, dict[str, list[Message]]]:
         setup = recorded(lambda build=build, steps=steps: steps.append(build()))  # type: ignore[misc]
         for _ in range(NUM_WARM_UPS.get(name, 0)):
             setup += recorded(steps[0])
-        found[name] = {"setup": setup, "step": recorded(steps[0])}
+        step = recorded(steps[0])
+        for sent in (one for one in (*setup, *step) if one["collective"] in PAIRS):
+            sent["phase"] = ""
+        found[name] = {"setup": setup, "step": step}
         dist.barrier()
     return found
+
+
+def sent_by_jobs(_ranks: object, names: list[str]) -> dict[str, list[list[Message]]]:
+    """Of each job the messages of its setup and of each step, of this rank."""
+    found = {}
+    for name in names:
+        torch.manual_seed(0)
+        job = importlib.import_module(f"tests.bench.capture.jobs.{name}")
+        num_parts = 2 + getattr(job, "WARM_UPS", 0)
+        sent = recorded(functools.partial(run_in_parts, job.build, num_parts))
+        found[name] = [
+            [{**one, "phase": ""} for one in sent if one["phase"] == f"part {part}"]
+            for part in range(num_parts)
+        ]
+        assert sum(map(len, found[name])) == len(sent)
+        dist.barrier()
+    return found
+
+
+def run_in_parts(build: Callable[[], Callable[[], None]], num_parts: int) -> None:
+    """Part 0 is the setup. The mark around a part hides those of phases inside."""
+    with record_function("phase part 0"):
+        step = build()
+    for part in range(1, num_parts):
+        with record_function(f"phase part {part}"):
+            step()

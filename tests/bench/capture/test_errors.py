@@ -7,6 +7,8 @@ import pytest
 from stepmark.bench.capture.run import capture_file
 from stepmark.cli.main import status
 from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Phase
+from stepmark.core.workload import ComputeOp
 
 FILE = Path(__file__).with_name("mistakes.py")
 
@@ -97,10 +99,15 @@ def test_ranks_out_of_range(world_size: int, rank: int) -> None:
     assert "from " in said(f"{FILE}:idle", world_size, rank)
 
 
-def test_values_that_are_read_are_one_and_noted() -> None:
+def test_a_value_that_is_read_is_unknown_and_noted() -> None:
     made = capture_file(f"{FILE}:reads_its_loss", 4)
     (note,) = made.notes
-    assert "values of tensors are read in step: each is taken for 1" in note
+    first = line_of("reads_its_loss")
+    for line in (first, first + 2):
+        assert f"mistakes.py:{line}" in note
+    assert "a condition on one does not hold" in note
+    phases = {op.phase for op in made.expand() if isinstance(op, ComputeOp)}
+    assert phases == {Phase.FWD}  # its backward pass is in a branch
 
 
 def test_the_command_line_says_it_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +129,8 @@ def test_what_the_file_prints_is_no_part_of_the_answer(
     assert out.exists()
     said, err = capsys.readouterr()
     assert "loss" not in said
-    assert "loss 1.0" in err
+    assert "loss nan" in err
+    assert "# unknown values are read at mistakes.py:" in err
 
 
 def test_after_a_mistake_the_next_capture_works() -> None:

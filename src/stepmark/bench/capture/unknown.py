@@ -46,14 +46,20 @@ class ReadPolicy:
     def record(self) -> None:
         self.places[self.place()] = None
 
-    def branch(self, *, holds: bool = False) -> bool:
-        """Return whether a condition holds. Refuses the condition of a loop."""
+    def branch(self, holds: bool | None = None) -> bool:
+        """Return whether a condition holds. Refuses the condition of a loop.
+
+        holds: what it is where numbers are finite and checks pass, if that follows.
+        """
         self.record()
         frame = self._frame()
         statement = _statement(frame.f_code.co_filename, frame.f_lineno)
-        if statement is ast.While:
+        if isinstance(statement, ast.While):
             self.refuse("bounds a loop")
-        return holds or statement is ast.Assert
+        if holds is None and isinstance(statement, ast.Assert):
+            test = statement.test
+            return not (isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not))
+        return bool(holds)
 
     def refuse(self, what: str) -> Never:
         self.stopped = UnknownValueError(
@@ -82,8 +88,8 @@ def _package(frame: Any) -> str:
 
 
 @functools.cache
-def _statement(file: str, line: int) -> type[ast.stmt] | None:
-    """Return ast.While or ast.Assert if the line is part of the condition of one."""
+def _statement(file: str, line: int) -> ast.While | ast.Assert | None:
+    """Return the loop or assertion of whose condition the line is part."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -92,21 +98,21 @@ def _statement(file: str, line: int) -> type[ast.stmt] | None:
         if isinstance(node, ast.While | ast.Assert):
             test = node.test
             if test.lineno <= line <= (test.end_lineno or test.lineno):
-                return type(node)
+                return node
     return None
 
 
 class UnknownNumber:
-    """An integer or a bool without a value. holds: what it is as a condition."""
+    """An integer or a bool without a value. holds: as of ReadPolicy.branch."""
 
-    def __init__(self, policy: ReadPolicy, *, holds: bool = False) -> None:
+    def __init__(self, policy: ReadPolicy, holds: bool | None = None) -> None:
         self._policy = policy
         self._holds = holds
 
     def __bool__(self) -> bool:
         if _package(sys._getframe(1)) == "torch":  # as where a list of ranks is checked
             self._policy.refuse("is compared by torch")
-        return self._policy.branch(holds=self._holds)
+        return self._policy.branch(self._holds)
 
     def __index__(self) -> int:  # noqa: PLE0305
         self._policy.refuse("is used as a size, an index, or a number of repeats")
@@ -136,8 +142,8 @@ class UnknownNumber:
         return UnknownNumber(self._policy)
 
     def _computed(self, *others: Any) -> Any:
-        if any(isinstance(other, Tensor) for other in others):
-            return NotImplemented
+        if not all(isinstance(other, int | float | UnknownNumber) for other in others):
+            return NotImplemented  # as a list, which is repeated
         if any(isinstance(other, float) for other in others):
             return UnknownFloat(self._policy)
         return UnknownNumber(self._policy)
@@ -198,20 +204,20 @@ class TensorReads:
     def __init__(self, policy: ReadPolicy) -> None:
         self._policy = policy
         self._num_running = 0
-        self._unknown: bool | float | None = None  # what the newest read stands for
+        self._unknown: list[bool | None] = []  # `holds` of unknown values that were read
 
-    def read(self, dtype: torch.dtype, *, holds: bool = False) -> bool | float:
+    def read(self, dtype: torch.dtype, holds: bool | None = None) -> bool | float:
         """Return what C++ takes for a value that is unknown; refuse an integer."""
         if self._num_running:
-            self._unknown = holds
+            self._unknown.append(holds)
         elif dtype is torch.bool:
-            return self._policy.branch(holds=holds)
+            return self._policy.branch(holds)
         elif not dtype.is_floating_point and not dtype.is_complex:
             self._policy.refuse("is used by torch as a size or an index")
         else:
             self._policy.record()
         if dtype is torch.bool:
-            return holds
+            return bool(holds)
         return math.nan if dtype.is_floating_point or dtype.is_complex else 0
 
     def patches(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
@@ -220,7 +226,7 @@ class TensorReads:
         for name, convert in (
             ("item", self._number),
             ("__float__", lambda *values: float(self._number(*values))),
-            ("__bool__", lambda tensor, value, holds: policy.branch(holds=holds)),
+            ("__bool__", lambda _, holds: policy.branch(holds)),
             ("__int__", lambda *_: policy.refuse("is converted to an int")),
             ("__index__", lambda *_: policy.refuse("is used as a size or an index")),
         ):
@@ -228,25 +234,22 @@ class TensorReads:
         for name, value in (("isfinite", True), ("isnan", False), ("isinf", False)):
             yield (math, name), _of_unknown(getattr(math, name), value)
 
-    def _number(self, tensor: Tensor, value: Any, holds: bool) -> Any:
+    def _number(self, value: Any, holds: bool | None) -> Any:
         self._policy.record()
-        is_float = isinstance(value, float | complex)
-        return UnknownFloat(self._policy) if is_float else self._integer(holds)
-
-    def _integer(self, holds: bool) -> UnknownNumber:
-        return UnknownNumber(self._policy, holds=holds)
+        if isinstance(value, float | complex):
+            return UnknownFloat(self._policy)
+        return UnknownNumber(self._policy, holds)
 
     def _reading(self, original: Callable[..., Any], convert: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def call(tensor: Tensor) -> Any:
             self._num_running += 1
-            self._unknown = None
+            self._unknown.clear()
             try:
                 value = original(tensor)
             finally:
                 self._num_running -= 1
-            holds, self._unknown = self._unknown, None
-            return value if holds is None else convert(tensor, value, holds)
+            return convert(value, self._unknown.pop()) if self._unknown else value
 
         return call
 

@@ -82,7 +82,7 @@ class Values:
         known = self._known(operator, args, kwargs)
         if operator.name in ("equal", "allclose"):
             real = func(*map(_value, args)) if known is not None else None
-            return self._policy.branch(holds=True) if real is None else real
+            return self._policy.branch(True) if real is None else real
         if operator.has_dynamic_shape:
             args, kwargs, known = self._sized(operator, args, kwargs, known)
             if known is not None:
@@ -182,7 +182,7 @@ class Values:
         if value is None:
             return self.reads.read(tensor.dtype)
         if self._is_checked(assumptions):
-            return self.reads.read(tensor.dtype, holds=bool(value))
+            return self.reads.read(tensor.dtype, bool(value))
         self._router.use(assumptions)
         return value
 
@@ -408,17 +408,20 @@ def _prepare(tensor: Tensor) -> None:
 
 
 def _store(tensor: Tensor, real: Tensor, assumptions: frozenset[Assumption]) -> None:
-    """Set the contents of a fake tensor that covers its storage."""
+    """Set the contents of a fake tensor's storage, of which a real one has as much."""
     if not isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
-        return
-    if not _is_whole(tensor):
         return
     with _disable_current_modes():
         if real.is_floating_point() and bool(real.isnan().any()):
             return  # made of an UnknownFloat
-        contents = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-        contents.copy_(real.reshape(contents.shape))
-    setattr(tensor.untyped_storage(), _NAME, _Contents(contents.untyped_storage(), assumptions))
+        if _is_whole(tensor):
+            copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            storage = copy.copy_(real.reshape(copy.shape)).untyped_storage()
+        elif tensor.untyped_storage().nbytes() == real.untyped_storage().nbytes():
+            storage = real.untyped_storage().clone()  # a view of a tensor that is real
+        else:
+            return
+    setattr(tensor.untyped_storage(), _NAME, _Contents(storage, assumptions))
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Any = None, *_: Any, **__: Any) -> Tensor:
