@@ -39,6 +39,7 @@ _MESH_METHODS = (
     *("_create_flatten_mesh", "_create_unflatten_mesh", "_get_mesh_tensor_from_full_mesh"),
     *("_compute_coordinates_from_mesh", "_init_process_groups", "_init_one_process_group"),
 )
+_MAKE_MESH = DeviceMesh.__init__
 
 
 @contextlib.contextmanager
@@ -74,39 +75,22 @@ def fake_world(
 
 
 def _real(method: Any, mesh_sizes: list[int], value: Callable[[Tensor], Tensor]) -> Any:
-    """Return a method, static or not, that runs outside of the fake mode."""
-    if isinstance(method, staticmethod):
-        return staticmethod(_outside(method.__func__))
-    if method is DeviceMesh.__init__:
-        return _initializing(method, mesh_sizes, value)
-    return _outside(method)
+    """Return a method, static or not, that runs outside of the fake mode on real tensors."""
+    is_static = isinstance(method, staticmethod)
+    function = method.__func__ if is_static else method
 
-
-def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        real = [value(arg) if isinstance(arg, FakeTensor) else arg for arg in args]
+        for key, argument in kwargs.items():
+            kwargs[key] = value(argument) if isinstance(argument, FakeTensor) else argument
         with unset_fake_temporarily():
-            return function(*args, **kwargs)
+            result = function(*real, **kwargs)
+        if function is _MAKE_MESH:
+            mesh_sizes.append(args[0].size())
+        return result
 
-    return call
-
-
-def _initializing(
-    function: Callable[..., None],
-    mesh_sizes: list[int],
-    value: Callable[[Tensor], Tensor],
-) -> Callable[..., None]:
-    def real(argument: Any) -> Any:
-        return value(argument) if isinstance(argument, FakeTensor) else argument
-
-    @functools.wraps(function)
-    def call(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
-        args, kwargs = tuple(map(real, args)), {key: real(kwargs[key]) for key in kwargs}
-        with unset_fake_temporarily():
-            function(mesh, *args, **kwargs)
-            mesh_sizes.append(mesh.size())
-
-    return call
+    return staticmethod(call) if is_static else call
 
 
 _CHUNK = "_chunk_with_empty"
