@@ -39,7 +39,7 @@ def test_what_must_be_known_is_refused_with_the_line(name: str) -> None:
 
 
 def test_a_loop_that_waits_for_a_value_is_refused() -> None:
-    assert "bounds a loop" in refusal(unknown_sizes.waits)
+    assert "bounds a loop" in refusal(unknown_sizes.waits, limit_s=2.0)
 
 
 @pytest.mark.parametrize("build", [unknown_sizes.spins, unknown_sizes.sleeps])
