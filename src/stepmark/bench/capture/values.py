@@ -16,30 +16,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from stepmark.bench.capture.contents import (
+    assumptions_of,
+    contents_of,
+    copied,
+    forget,
+    has_value,
+    is_small,
+    prepare,
+    real_of,
+    store,
+    value_of,
+)
 from stepmark.bench.capture.dtype_errors import DtypeErrors
 from stepmark.bench.capture.routing import Assumption, Router, from_peers
 from stepmark.bench.capture.unknown import ReadPolicy, TensorReads
 from stepmark.bench.training.messages import BATCH_P2P, NAMESPACES, group_of, tensors
 
-MAX_ELEMENTS = 2**22  # of integers; larger tensors have no values
-_MAX_FLOATS = 2**12
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-_NAME = "_stepmark_contents"  # an attribute of a fake storage
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 _FINITE = {"isnan": False, "isinf": False}
 _SCALED = "_amp_foreach_non_finite_check_and_unscale_"
 _GROUPED = "_grouped_mm"  # torch's rule for fake tensors has bf16 only, its kernel others
 _ITEM = "_local_scalar_dense"
 Arguments = Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class _Contents:
-    storage: torch.UntypedStorage
-    assumptions: frozenset[Assumption] = frozenset()
 
 
 class Values:
@@ -81,12 +83,12 @@ class Values:
             return self._read(args[0])
         known = self._known(operator, args, kwargs)
         if operator.name in ("equal", "allclose"):
-            real = func(*map(_value, args)) if known is not None else None
+            real = func(*map(value_of, args)) if known is not None else None
             return self._policy.branch(True) if real is None else real
         if operator.has_dynamic_shape:
             args, kwargs, known = self._sized(operator, args, kwargs, known)
             if known is not None:
-                return self._made(self._real(func, args, kwargs), known)
+                return self._made(self._run_for_real(func, args, kwargs), known)
         self._dtypes.check(func, args, kwargs)
         product = operator.name == _GROUPED and args[0].dtype is not torch.bfloat16
         result = _grouped(*args, **kwargs) if product else func(*args, **kwargs)
@@ -98,10 +100,10 @@ class Values:
     def value(self, tensor: Tensor) -> Tensor:
         """Return a tensor's real value. Refuses where it is unknown."""
         with _disable_current_modes():
-            value: Tensor | None = _value(tensor)
-        if value is None or self._is_checked(_assumptions(tensor)):
+            value: Tensor | None = value_of(tensor)
+        if value is None or self._is_checked(assumptions_of(tensor)):
             self._policy.refuse("becomes a list of ranks")
-        self._router.use(_assumptions(tensor))
+        self._router.use(assumptions_of(tensor))
         return value
 
     def _known(
@@ -112,19 +114,19 @@ class Values:
             return None
         assumptions: frozenset[Assumption] = frozenset()
         for position, tensor in operator.operands(args, kwargs):
-            if position in operator.overwritten and _contents(tensor) is None:
-                _prepare(tensor)
-            if not _has_value(tensor):
+            if position in operator.overwritten and contents_of(tensor) is None:
+                prepare(tensor)
+            if not has_value(tensor):
                 return None
-            assumptions |= _assumptions(tensor)
+            assumptions |= assumptions_of(tensor)
         if any(isinstance(value, float) and math.isnan(value) for value in args):
             return None  # an UnknownFloat
         return assumptions
 
-    def _real(self, func: Any, args: Sequence[Any], kwargs: Arguments) -> Any:
+    def _run_for_real(self, func: Any, args: Sequence[Any], kwargs: Arguments) -> Any:
         with _disable_current_modes():
             kwargs = {**kwargs, "pin_memory": False} if "pin_memory" in kwargs else kwargs
-            return func(*_real(tuple(args)), **_real(dict(kwargs)))
+            return func(*real_of(tuple(args)), **real_of(dict(kwargs)))
 
     def _follow(
         self,
@@ -136,48 +138,48 @@ class Values:
     ) -> bool:
         """Compute contents of the results; return whether they are known."""
         results = list(tensors(result))
-        if not results or not all(_is_small(tensor) for tensor in results):
+        if not results or not all(is_small(tensor) for tensor in results):
             return False
         try:
-            reals = list(tensors(self._real(func, args, kwargs)))
+            reals = list(tensors(self._run_for_real(func, args, kwargs)))
         except (RuntimeError, IndexError, NotImplementedError):
             return False  # as an operator without a kernel for this device
         for tensor, real in zip(results, reals, strict=True):
-            contents = _contents(tensor)
+            contents = contents_of(tensor)
             if contents is None:
-                _store(tensor, real, assumptions)
+                store(tensor, real, assumptions)
             elif assumptions:
                 contents.assumptions |= assumptions
         return True
 
     def _forget(self, operator: "_Operator", args: Sequence[Any], kwargs: Arguments) -> None:
         for tensor in operator.mutated(args, kwargs):
-            contents = _contents(tensor)
+            contents = contents_of(tensor)
             if contents is not None and operator.name == _SCALED and tensor.numel() == 1:
                 contents.assumptions |= {_check()}  # found_inf stays as it is
             elif contents is not None:
-                setattr(tensor.untyped_storage(), _NAME, None)
+                forget(tensor)
             elif type(tensor) is Tensor and tensor.numel():
                 self._policy.refuse("is written to a tensor that was made outside of the job")
 
     def _assume(self, name: str, args: Sequence[Any], kwargs: Arguments, result: Any) -> None:
         """Store what is assumed of a result that is unknown."""
         value = _checked(name, args)
-        if value is not None and _is_small(result):
+        if value is not None and is_small(result):
             with _disable_current_modes():
                 real = torch.full(result.shape, value, dtype=result.dtype)
-            _store(result, real, frozenset({_check()}))
+            store(result, real, frozenset({_check()}))
             return
         indices = self._router.indices(name, args, kwargs, result, self._policy.place)
         if indices is not None:
             tensor, real, assumption = indices
-            if _is_small(tensor):
-                _store(tensor, real, frozenset({assumption}))
+            if is_small(tensor):
+                store(tensor, real, frozenset({assumption}))
 
     def _read(self, tensor: Tensor) -> Any:
-        assumptions = _assumptions(tensor)
+        assumptions = assumptions_of(tensor)
         with _disable_current_modes():
-            real = _value(tensor)
+            real = value_of(tensor)
             value = None if real is None else real.item()
         if value is None:
             return self.reads.read(tensor.dtype)
@@ -211,18 +213,18 @@ class Values:
     def _positions(self, mask: Any) -> Sequence[Any]:
         """Return the indices of a mask's elements that are true, if known."""
         is_mask = isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8)
-        assumptions = _assumptions(mask) if is_mask else frozenset()
-        if not is_mask or not _has_value(mask) or self._is_checked(assumptions):
+        assumptions = assumptions_of(mask) if is_mask else frozenset()
+        if not is_mask or not has_value(mask) or self._is_checked(assumptions):
             return [mask]
         self._router.use(assumptions)
-        positions = self._real(torch.ops.aten.nonzero.default, (mask,), {})
+        positions = self._run_for_real(torch.ops.aten.nonzero.default, (mask,), {})
         return [self._made(column.contiguous(), assumptions) for column in positions.unbind(1)]
 
     def _made(self, real: Any, assumptions: frozenset[Assumption]) -> Any:
         """Return fake tensors with the shapes and contents of real ones."""
         if isinstance(real, Tensor):
             tensor = torch.empty(real.shape, dtype=real.dtype)
-            _store(tensor, real, assumptions)
+            store(tensor, real, assumptions)
             return tensor
         if isinstance(real, list | tuple):
             return type(real)(self._made(one, assumptions) for one in real)
@@ -242,37 +244,37 @@ class Values:
             outputs = list(tensors(args[3]))
         inputs = list(tensors(args[1])) if in_place and len(args) > 1 else []
         inputs = inputs or list(tensors(args[0]))
-        assumptions = frozenset().union(*map(_assumptions, inputs))
+        assumptions = frozenset().union(*map(assumptions_of, inputs))
         reals: Sequence[Tensor] | None = None
         if self._votes and name == "recv_":
             with _disable_current_modes():
                 reals = [torch.ones(tensor.shape, dtype=tensor.dtype) for tensor in outputs]
-        elif inputs and all(map(_has_value, inputs)):
+        elif inputs and all(map(has_value, inputs)):
             if name == "wait_tensor":
-                reals = [_copied(inputs[0])]
+                reals = [copied(inputs[0])]
             elif group is not None and (
                 group.size() == 1
                 or (assumptions and not self._is_checked(assumptions))
                 or self._are_alike()
             ):
                 with _disable_current_modes():
-                    own = [_value(tensor) for tensor in inputs]
+                    own = [value_of(tensor) for tensor in inputs]
                     shapes = [tensor.shape for tensor in outputs]
                     reals = from_peers(name, (*args, *kwargs.values()), own, shapes, group)
         for at, tensor in enumerate(outputs):
             if reals is not None:
                 self._write(tensor, reals[at], assumptions)
-            elif _contents(tensor) is not None and name != "wait_tensor":
-                setattr(tensor.untyped_storage(), _NAME, None)
+            elif contents_of(tensor) is not None and name != "wait_tensor":
+                forget(tensor)
         return result
 
     def _write(self, tensor: Tensor, real: Tensor, assumptions: frozenset[Assumption]) -> None:
-        contents = _contents(tensor)
+        contents = contents_of(tensor)
         if contents is None:
-            _store(tensor, real, assumptions)
+            store(tensor, real, assumptions)
             return
         with _disable_current_modes():
-            target = _value(tensor)
+            target = value_of(tensor)
             assert target is not None
             target.copy_(real.reshape(target.shape))
         contents.assumptions |= assumptions
@@ -341,89 +343,6 @@ def _checked(name: str, args: Sequence[Any]) -> bool | None:
     return _FINITE.get(name)
 
 
-def _contents(tensor: Tensor) -> _Contents | None:
-    if not isinstance(tensor, FakeTensor):
-        return None
-    contents: _Contents | None = getattr(tensor.untyped_storage(), _NAME, None)
-    return contents
-
-
-def _assumptions(tensor: Any) -> frozenset[Assumption]:
-    contents = _contents(tensor)
-    return contents.assumptions if contents is not None else frozenset()
-
-
-def _has_value(tensor: Tensor) -> bool:
-    """Return whether a tensor is real or has contents, and is small."""
-    if isinstance(tensor, FakeTensor):
-        contents = getattr(tensor.untyped_storage(), _NAME, None)
-        if contents is None:
-            return False
-        fits: bool = tensor.untyped_storage().nbytes() <= contents.storage.nbytes()
-        return fits and _is_small(tensor)
-    return type(tensor) is Tensor and tensor.device.type == "cpu" and _is_small(tensor)
-
-
-def _value(tensor: Any) -> Any:
-    """Return a real tensor of a fake one's contents, None without; others as they are."""
-    if not isinstance(tensor, FakeTensor):
-        return tensor
-    contents = _contents(tensor)
-    if contents is None or not _has_value(tensor):
-        return None
-    real = torch.empty(0, dtype=tensor.dtype)
-    offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return real.set_(contents.storage, offset, size, stride)
-
-
-def _real(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _value(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_real(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _real(item) for key, item in value.items()}
-    return value
-
-
-def _is_small(tensor: Tensor) -> bool:
-    limit = _MAX_FLOATS if tensor.is_floating_point() else MAX_ELEMENTS
-    return tensor.numel() <= limit and tensor.layout is torch.strided
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor covers its storage."""
-    return (
-        isinstance(tensor, FakeTensor)
-        and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    )
-
-
-def _prepare(tensor: Tensor) -> None:
-    """Give a tensor that is about to be overwritten as a whole contents."""
-    if _is_small(tensor) and _is_whole(tensor):
-        with _disable_current_modes():
-            storage = torch.UntypedStorage(tensor.untyped_storage().nbytes())
-        setattr(tensor.untyped_storage(), _NAME, _Contents(storage))
-
-
-def _store(tensor: Tensor, real: Tensor, assumptions: frozenset[Assumption]) -> None:
-    """Set the contents of a fake tensor's storage, of which a real one has as much."""
-    if not isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
-        return
-    with _disable_current_modes():
-        if real.is_floating_point() and bool(real.isnan().any()):
-            return  # made of an UnknownFloat
-        if _is_whole(tensor):
-            copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-            storage = copy.copy_(real.reshape(copy.shape)).untyped_storage()
-        elif tensor.untyped_storage().nbytes() == real.untyped_storage().nbytes():
-            storage = real.untyped_storage().clone()  # a view of a tensor that is real
-        else:
-            return
-    setattr(tensor.untyped_storage(), _NAME, _Contents(storage, assumptions))
-
-
 def _grouped(a: Tensor, b: Tensor, offs: Any = None, *_: Any, **__: Any) -> Tensor:
     """Return an empty result of a grouped product. offs: ends of the groups."""
     if a.dim() == 3 and b.dim() == 3:
@@ -433,9 +352,3 @@ def _grouped(a: Tensor, b: Tensor, offs: Any = None, *_: Any, **__: Any) -> Tens
     else:
         shape = [a.size(-2), b.size(-1)]
     return a.new_empty(shape)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    with _disable_current_modes():
-        value: Tensor = _value(tensor).clone()
-    return value
