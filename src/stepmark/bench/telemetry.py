@@ -58,13 +58,15 @@ class Sampler:
         *,
         read: Callable[[], Telemetry] | None = None,
         interval_s: float | None = None,
+        more_threads: int = 0,
     ) -> None:
+        """more_threads: number of data loaders, or of threads of concurrent compute."""
         gpu = open_gpu(device_index) if device_index is not None and read is None else None
         on_cpu = device_index is None
         self._read = read or (gpu.reading if gpu else cpu_reading if on_cpu else Telemetry)
         self._interval_s = interval_s or (CPU_INTERVAL_S if on_cpu else GPU_INTERVAL_S)
         # GPU work has one thread per rank that issues it.
-        self._own_threads = torch.get_num_threads() if on_cpu else 1
+        self._own_threads = (torch.get_num_threads() if on_cpu else 1) + more_threads
         self._has_source = read is None
         self._readings: list[Telemetry] = []
         self._host: HostReadings | None = None

@@ -112,7 +112,9 @@ def _measure(
     k = max(ranks.gather(timer.calls_per_sample))
     compute = agreed(ranks, part.concurrent_compute)
     alone_s = agreed(ranks, lambda: compute.alone() if compute else [])
-    sampler, begin = Sampler(context.device_index), time.monotonic()
+    computing = 0 if compute is None else torch.get_num_threads()
+    sampler = Sampler(context.device_index, more_threads=computing)
+    begin = time.monotonic()
     with sampler:
         samples = collect(ranks, timer, compute, estimate_s * k, effort, part.samples(k))
     seconds_per_operation = [value / part.operations_per_call for value in samples.seconds]

@@ -234,7 +234,7 @@ def _measure(
     work = loop.Loop(case, rank_trainer, batches, ranks)
     all_ranks(work.first)
     counter = Counter(ranks.device)
-    sampler = Sampler(context.device_index)
+    sampler = Sampler(context.device_index, more_threads=case.workers)
 
     def steady() -> None:
         with sampler:
