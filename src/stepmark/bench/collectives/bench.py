@@ -100,7 +100,7 @@ def _measure(
 ) -> Measured:
     """Measure the case; every rank calls it. Raises CaseFailedError on all together."""
     ranks, started_at = context.ranks, time.time()
-    if ranks.device.type == "cuda":
+    if on_gpu := ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)
     num_sets = min(ranks.gather(part.sets_that_fit()))
     agreed(ranks, lambda: part.allocate(num_sets))
@@ -112,15 +112,13 @@ def _measure(
     k = max(ranks.gather(timer.calls_per_sample))
     compute = agreed(ranks, part.concurrent_compute)
     alone_s = agreed(ranks, lambda: compute.alone() if compute else [])
-    computing = 0 if compute is None else torch.get_num_threads()
-    sampler = Sampler(context.device_index, more_threads=computing)
-    begin = time.monotonic()
+    threads = torch.get_num_threads() if compute else 0
+    sampler, begin = Sampler(context.device_index, more_threads=threads), time.monotonic()
     with sampler:
         samples = collect(ranks, timer, compute, estimate_s * k, effort, part.samples(k))
     seconds_per_operation = [value / part.operations_per_call for value in samples.seconds]
     issue_s = summarize(samples.issue_s).median if samples.issue_s else 0.0
     concurrency = (alone_s, samples.together_s, compute.backend_run if compute else "")
-    on_gpu = ranks.device.type == "cuda"
     peak_bytes = torch.cuda.max_memory_allocated(ranks.device) if on_gpu else None
     by_rank = ranks.gather(
         (seconds_per_operation, check, sampler.telemetry(), issue_s, concurrency, peak_bytes)
