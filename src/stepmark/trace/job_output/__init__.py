@@ -19,6 +19,8 @@ from stepmark.trace.read_text import is_binary, open_binary, read_head
 
 _MAX_FAILURES = 2000
 _MAX_FRAMES = 2000
+_MAX_QUIET = 50_000
+_DIGITS = b"0123456789"
 _MAX_LINE_BYTES = 64 * 1024
 # They say less than any other failure of their role, even an earlier one.
 _GENERAL = frozenset({"failure-nccl", "failure-exit", "failure-abort", "failure-unknown"})
@@ -91,6 +93,7 @@ class OutputReader:
     _exits: ProcessExits = field(default_factory=ProcessExits)
     _watchdog: WatchdogLines = field(default_factory=WatchdogLines)
     _ignores_next: bool = False
+    _quiet: set[bytes] = field(default_factory=set)  # lines without any word, less digits
     _says_why: bool = False  # the next line is NCCL's last error, of any words
     _clock: float | None = None
     _file: str = ""
@@ -114,8 +117,14 @@ class OutputReader:
     def read(self, line: bytes, number: int, process: str = "") -> None:
         """Read a line; process: host:pid of a WARN line of NCCL."""
         is_inside = self._open or self._exits.block or self._says_why
-        if not is_inside and not any(word in line for word in _WORDS):
-            return
+        if not is_inside:
+            shape = line.translate(None, _DIGITS)
+            if shape in self._quiet:
+                return
+            if not any(word in line for word in _WORDS):
+                if len(self._quiet) < _MAX_QUIET:
+                    self._quiet.add(shape)
+                return
         self._says_why = line.rstrip().endswith(b"Last error:")
         whole = printable(line)
         rank, tag, body = split_tag(whole)

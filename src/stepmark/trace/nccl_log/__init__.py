@@ -12,6 +12,7 @@ from pathlib import Path
 from stepmark.core.errors import ConfigError
 from stepmark.core.log_facts import LogFacts
 from stepmark.trace.nccl_log import handlers
+from stepmark.trace.nccl_log.call_cache import MAX_BUFFERS, MAX_CACHED, CallCache
 from stepmark.trace.nccl_log.collector import Collector
 from stepmark.trace.nccl_log.lines import (
     FIRST,
@@ -24,6 +25,7 @@ from stepmark.trace.nccl_log.lines import (
     ParsedCall,
     Writer,
     batches,
+    no_collection,
     parse_call,
     parse_coll,
     segments,
@@ -34,7 +36,6 @@ from stepmark.trace.nccl_log.lines import (
 
 _MARKS = (b"NCCL INFO ", b"NCCL WARN ", b"NCCL CALL ", b"NCCL TRACE ")
 _VERSIONS = (b"NCCL version", b"RCCL version", b"HIP version", b"ROCm version")
-_MAX_CACHED = 100_000
 _MAX_LINES = 2**32 - 1
 
 
@@ -56,9 +57,10 @@ def read_log(paths: Sequence[Path], *, num_ranks: int | None = None) -> LogFacts
     if num_ranks is not None and num_ranks < 1:
         raise ConfigError("num-ranks", num_ranks, "a number from 1")
     reader = _Reader()
-    for index, path in enumerate(paths):
-        reader.read(path, index)
-    facts = reader.collector.result(paths, reader.num_lines, num_ranks)
+    with no_collection():
+        for index, path in enumerate(paths):
+            reader.read(path, index)
+        facts = reader.collector.result(paths, reader.num_lines, num_ranks)
     return replace(facts, has_messages=reader.num_logs > 0)
 
 
@@ -69,19 +71,18 @@ class _Reader:
         self.collector = Collector()
         self.num_lines = 0
         self.num_logs = 0  # files with messages of NCCL
-        # Counters of lines that were parsed once.
-        self._counters: dict[bytes, CallCounter] = {}
+        self._cache = CallCache()
         self._choices: dict[bytes, list[int]] = {}
         self._writers: dict[bytes, Writer] = {}
         self._file, self._index, self._has_messages = "", 0, False
-        self.collector.forget_counters = self._counters.clear
+        self.collector.forget_counters = self._cache.forget
 
     def read(self, path: Path, index: int) -> None:
         """Read one file. Raises ConfigError."""
         self._file, self._index, self._has_messages = str(path), index, False
         self.collector.output.enter_file(self._file, index)
         num_failures = self.collector.output.num_found
-        self._counters.clear()
+        self._cache.clear()
         self._choices.clear()
         is_empty = True
         for first, lines in batches(path):
@@ -110,20 +111,24 @@ class _Reader:
 
     def _scan(self, lines: list[bytes], first: int) -> None:
         """Read all lines but the last, which is only for looking ahead."""
-        counter_of, choice_of, parse = self._counters.get, self._choices.get, self._parse
-        read_plain = self._plain
+        choice_of, parse = self._choices.get, self._parse
+        counter_of = self._cache.counters.get
+        read_plain, heads = self._plain, self._cache.heads
         ahead, has_ignored = lines.pop(), False
         for number, line in enumerate(lines, first):
             at = line.find(b" opCount ")
             if at >= 0:
                 low = line.find(b" count ", at)
-                high = line.rfind(b" stream ")
-                if 0 < low < high:
-                    counter = counter_of(line[:at] + line[low:high])
-                    if counter is not None:
-                        counter.calls += 1
-                        counter.append(counter.base | number)
+                comm = line.find(b" comm ", low)
+                # A missing part gives a key that no table has.
+                if low - at < MAX_BUFFERS:
+                    try:
+                        calls, comms, thread = heads[line[:at]]
+                        append = comms[line[comm : line.rfind(b" stream ")]]
+                        append(calls[line[low:comm]] | thread | number)
                         continue
+                    except KeyError:
+                        pass
             else:
                 choice = choice_of(line)
                 if choice is not None:
@@ -169,8 +174,13 @@ class _Reader:
     def _coll(self, line: bytes, number: int, following: bytes, *, is_cacheable: bool) -> None:
         at = line.find(b" opCount ")
         low, high = line.find(b" count ", at), line.rfind(b" stream ")
-        key = line[:at] + line[low:high] if 0 < low < high else b""
-        counter = self._counters.get(key) if key else None
+        comm = line.find(b" comm ", low)
+        is_whole = at < low < comm < high and low - at < MAX_BUFFERS
+        parts = (line[:at], line[low:comm], line[comm:high])
+        if is_whole and self._cache.count(parts, number):
+            return
+        key = line[:at] + line[low:high] if is_whole else b""
+        counter = self._cache.counters.get(key) if key else None
         if counter is None:
             self._has_messages = True
             name = max(0, line.rfind(b"NCCL ", 0, at))
@@ -183,7 +193,10 @@ class _Reader:
             if counter is None:
                 return
             if key and is_cacheable and parsed and parsed.pointer:
-                self._cache(key, counter)
+                if counter.base:
+                    self._cache.add_parts(parts, counter, message.process)
+                else:
+                    self._cache.add(key, counter)
         counter.calls += 1
         counter.append(counter.base | number)
 
@@ -213,11 +226,6 @@ class _Reader:
         if not counter.calls:
             counter.first = (self._index, message.number)
         return counter
-
-    def _cache(self, key: bytes, counter: CallCounter) -> None:
-        if len(self._counters) >= _MAX_CACHED:
-            self._counters.clear()
-        self._counters[key] = counter
 
     def _message(self, line: bytes, number: int, following: bytes) -> None:
         at = line.find(b"NCCL ")
@@ -264,7 +272,7 @@ class _Reader:
         if counter is None:
             return
         counter[0] += 1
-        if len(self._choices) >= _MAX_CACHED:
+        if len(self._choices) >= MAX_CACHED:
             self._choices.clear()
         # A time in the line is constant for a size.
         self._choices[line] = counter
@@ -278,7 +286,7 @@ class _Reader:
             return
         counter = self._call_counter(message, parsed, is_api=True)
         if counter is not None:
-            self._cache(_api_key(line, at), counter)
+            self._cache.add(_api_key(line, at), counter)
             counter.calls += 1
             counter.append(counter.base | number)
 
@@ -292,7 +300,7 @@ class _Reader:
             if writer.process:
                 self.collector.processes[writer.process] = None
                 self.collector.hosts[writer.host] = None
-            if len(self._writers) >= _MAX_CACHED:
+            if len(self._writers) >= MAX_CACHED:
                 self._writers.clear()
             self._writers[lead] = writer
         return LogMessage(

@@ -5,13 +5,12 @@ One other call, before calls that agree, is a difference.
 """
 
 import re
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.trace.nccl_log.communicators import CommHandle
-from stepmark.trace.nccl_log.lines import UNORDERED, Calls, quotes
+from stepmark.trace.nccl_log.lines import HIGH_HALF, NUMBER, UNORDERED, Calls, quotes
 
 _MAX_GAP = 16  # lines in a row that may be lost
 _REJOIN = 4  # calls that agree after a gap
@@ -171,7 +170,7 @@ class Aligner:
         return 0 if has_pairs and high - low == high_before - low_before else high - low
 
     def _has_pairs(self, handle: CommHandle) -> bool:
-        kinds = (self._calls.kinds[key // 3] for key in handle.sequence.counters)
+        kinds = (self._calls.kinds[key & NUMBER] for key in handle.sequence.unordered)
         return any(call.collective in UNORDERED for call in kinds)
 
     def _is_grouped(self, handle: CommHandle, position: int) -> bool:
@@ -181,12 +180,10 @@ class Aligner:
 
 
 def _numbers(handle: CommHandle) -> bytes:
-    """Return four bytes per call: its kind, without its line."""
-    halves = array("I", handle.sequence.calls.tobytes())
-    return halves[1 if _IS_LITTLE_ENDIAN else 0 :: 2].tobytes()
-
-
-_IS_LITTLE_ENDIAN = array("H", b"\1\0")[0] == 1
+    """Return four bytes per call: its number, without its thread and line."""
+    numbers = bytearray(handle.sequence.keys().tobytes())
+    numbers[3 * HIGH_HALF :: 4] = bytes(len(numbers) // 4)
+    return bytes(numbers)
 
 
 def _agree(left: bytes, i: int, right: bytes, j: int, least: int) -> bool:

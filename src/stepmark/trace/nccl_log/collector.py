@@ -25,8 +25,8 @@ from stepmark.trace.nccl_log.communicators import (
     PredictionTable,
     TuningChoices,
     communicators_of,
-    histogram_of,
 )
+from stepmark.trace.nccl_log.histogram import histogram_of
 from stepmark.trace.nccl_log.lines import Calls, LogMessage, text_of
 
 _MAX_EVIDENCE = 3
@@ -112,7 +112,7 @@ class Collector:
         self.links: dict[tuple[int, Link], LinkLines] = {}
         # By communicator, rank and device.
         self.nics: dict[tuple[int, int, int], LinkLines] = {}
-        self.forget_counters: Callable[[], None] = lambda: None
+        self.forget_counters: Callable[[str], None] = lambda process: None
         self.plugins: dict[Plugin, OccurrenceCounter] = {}
         self.interfaces: dict[Interface, OccurrenceCounter] = {}
         self.gpudirect: dict[GpuDirect, OccurrenceCounter] = {}

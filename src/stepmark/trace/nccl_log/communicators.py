@@ -16,13 +16,9 @@ from stepmark.core.log_facts import (
     Member,
     Prediction,
 )
-from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.trace.nccl_log.lines import (
-    DTYPES,
-    FIRST,
     NAMES_OF,
-    OTHER,
-    Call,
+    NUMBER,
     Calls,
     CallSequence,
     LogMessage,
@@ -66,11 +62,11 @@ class CommHandle:
     @property
     def sequence(self) -> CallSequence:
         """The calls. With NCCL_DEBUG=TRACE each has lines of both kinds: one is counted."""
-        return self.coll if self.coll.counters else self.api
+        return self.coll or self.api
 
     @property
     def is_known(self) -> bool:
-        return bool(self.pointer or self.sequence.counters or self.init)
+        return bool(self.pointer or self.sequence or self.init)
 
 
 class CommunicatorTable:
@@ -166,7 +162,7 @@ def _communicator(key: str, handles: Sequence[CommHandle]) -> Communicator:
                 device=handle.device,
                 bus_id=handle.bus_id,
                 started=handle.started,
-                completed=handle.completed or bool(handle.sequence.counters),
+                completed=handle.completed or bool(handle.sequence),
                 init=handle.init,
             )
             for handle in sorted(handles, key=lambda h: -1 if h.rank is None else h.rank)
@@ -181,60 +177,6 @@ def _communicator(key: str, handles: Sequence[CommHandle]) -> Communicator:
 
 def _first(values: Iterable[int | None]) -> int | None:
     return next((value for value in values if value is not None), None)
-
-
-def histogram_of(
-    handles: Sequence[CommHandle], calls: Calls, num_ranks: int | None
-) -> tuple[Histogram, int]:
-    """Return (messages by kind, calls that were counted at a rounded size).
-
-    phase: PyTorch runs the backward pass in a thread of its own (autograd's), so where a
-    process issued calls both from its first thread and from another, the first thread's are
-    "forward" (including the optimizer's) and the others' "backward". It is "" where all calls
-    of a process come from one of the two.
-    """
-    threads: dict[str, set[int]] = {}
-    for handle in handles:
-        own = threads.setdefault(handle.process, set())
-        own.update(key % 3 for key in handle.sequence.counters)
-    counts: Counter[MessageKind] = Counter()
-    ranks: Counter[MessageKind] = Counter()
-    num_rounded = 0
-    for handle in handles:
-        kinds = set()
-        for key, counter in handle.sequence.counters.items():
-            has_both = threads[handle.process] >= {FIRST, OTHER} and handle.process
-            phase = ("backward", "forward", "")[key % 3] if has_both else ""
-            call = calls.kinds[key // 3]
-            kind = _message_kind(call, handle, phase, handle.num_ranks or num_ranks)
-            if kind is None:
-                calls.unread += counter.calls
-                continue
-            counts[kind] += counter.calls
-            num_rounded += counter.calls if key // 3 in calls.rounded else 0
-            kinds.add(kind)
-        ranks.update(kinds)
-    tallies = {
-        kind: Tally(calls=count, ranks=ranks[kind]) for kind, count in counts.items() if count
-    }
-    return tallies, num_rounded
-
-
-def _message_kind(
-    call: Call, handle: CommHandle, phase: str, num_ranks: int | None
-) -> MessageKind | None:
-    call_bytes = call.num_bytes()
-    if call_bytes is None:
-        return None
-    return MessageKind(
-        collective=call.collective,
-        dtype=DTYPES[call.dtype],
-        group=handle.key,
-        num_ranks=num_ranks,
-        phase=phase,
-        call_bytes=call_bytes,
-        message_bytes=message_bytes(call.collective, call_bytes, num_ranks),
-    )
 
 
 _ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
@@ -305,7 +247,7 @@ class TuningChoices:
         self, handles: Sequence[CommHandle], calls: Calls, num_ranks: int | None
     ) -> tuple[Choice, ...]:
         """Return all choices. The number of ranks is that of calls of equal size, if unique."""
-        by_size, by_process = _ranks(handles, calls)
+        by_size, by_process = _ranks(handles, calls) if self._counts else ({}, {})
         counts: dict[Choice, int] = {}
         for (process, text), (count,) in self._counts.items():
             match = _CHOICE.match(text)
@@ -365,8 +307,8 @@ def _ranks(
         if handle.num_ranks is None:
             continue
         by_process.setdefault(handle.process, set()).add(handle.num_ranks)
-        for key in handle.sequence.counters:
-            call = calls.kinds[key // 3]
+        for key in set(handle.sequence.keys()) | handle.sequence.unordered.keys():
+            call = calls.kinds[key & NUMBER]
             if (size := call.num_bytes()) is not None:
                 place = (handle.process, call.collective, size)
                 by_size.setdefault(place, set()).add(handle.num_ranks)

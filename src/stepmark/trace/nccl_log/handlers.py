@@ -175,7 +175,7 @@ def communicator(collector: Collector, message: LogMessage) -> None:
         return
     comm_id = _COMM_ID.search(message.text)
     if "Init START" in message.text or "Init COMPLETE" in message.text:
-        collector.forget_counters()
+        collector.forget_counters(message.process)
     if "Init START" in message.text:
         handle = collector.communicators.start(message, pointer, comm_id and comm_id[1])
         handle.started = message.evidence()
@@ -199,7 +199,7 @@ def init_call(collector: Collector, message: LogMessage) -> None:
     match = _INIT_CALL.search(message.text)
     if match is None or int(match[2]) > MAX_RANKS:
         return
-    collector.forget_counters()
+    collector.forget_counters(message.process)
     pointer, num_ranks, comm_id, rank, device = match.groups()
     handle = collector.communicators.of(message, pointer)
     handle.comm_id = handle.comm_id or comm_id

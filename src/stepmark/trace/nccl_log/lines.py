@@ -5,11 +5,13 @@ absent in CALL lines, and what precedes NCCL may also be missing (text copied fr
 numbers of calls are those of nccl.h, as printed.
 """
 
+import gc
 import gzip
 import re
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -75,6 +77,18 @@ class LogMessage:
         return f"{self.text.rstrip()} {text_of(rest)}"
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Suspend the search for cycles, which takes a third of the time: the tables only grow."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def batches(path: Path) -> Iterator[tuple[int, list[bytes]]]:
     """Yield (number of the first line, lines); the last of them is only for looking ahead.
 
@@ -103,7 +117,9 @@ def quotes(path: Path, numbers: Collection[int]) -> dict[int, str]:
 def text_of(line: bytes) -> str:
     """Return a line for display: without control characters, of limited length."""
     text = line[:2048].decode("utf-8", errors="replace")
-    return "".join(char if char.isprintable() else " " for char in text).rstrip()
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else " " for char in text)
+    return text.rstrip()
 
 
 def writer_of(line: bytes, at: int) -> Writer:
@@ -221,7 +237,7 @@ class CallCounter:
 
     calls: int
     append: Callable[[int], None]
-    base: int  # number of the call, in the upper half; the line's number goes below
+    base: int  # key of the call, in the upper half; the line's number goes below
     first: tuple[int, int] = (0, 0)  # file and line
 
 
@@ -229,14 +245,25 @@ class CallCounter:
 class CallSequence:
     """Calls of one communicator on one rank, in the order of their lines.
 
-    A call takes 8 bytes: 4 for what it is, 4 for its line.
+    A call takes 8 bytes: 4 for its key, which is its number and in the highest byte its thread,
+    and 4 for its line. Calls that are not compared in order are only counted, by key.
     """
 
     calls: "array[int]" = field(default_factory=lambda: array("Q"))
     files: list[tuple[int, int]] = field(default_factory=list)
     first_op_count: int | None = None
-    # By number of the call x 3 + thread.
-    counters: dict[int, CallCounter] = field(default_factory=dict)
+    unordered: dict[int, CallCounter] = field(default_factory=dict)
+    threads: set[int] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.calls or self.unordered)
+
+    def keys(self) -> "array[int]":
+        """Return the keys of the calls in order."""
+        return array("I", self.calls.tobytes())[HIGH_HALF::2]
+
+    def number(self, position: int) -> int:
+        return self.calls[position] >> 32 & NUMBER
 
     def enter_file(self, file_index: int) -> None:
         """Attribute the following calls to this file."""
@@ -249,6 +276,8 @@ class CallSequence:
         return index, self.calls[position] & 0xFFFFFFFF
 
 
+NUMBER, THREAD_BITS = 0xFFFFFF, 24  # in a key
+HIGH_HALF = int(array("H", b"\1\0")[0] == 1)  # of 8 bytes
 _DISCARD: deque[int] = deque(maxlen=0)
 
 
@@ -267,14 +296,11 @@ class Calls:
         self, sequence: CallSequence, call: Call, thread: int, *, is_compared: bool
     ) -> CallCounter:
         """Return the counter of such calls of this communicator and thread."""
-        number = self._number(call)
-        key = number * 3 + thread
-        counter = sequence.counters.get(key)
-        if counter is None:
-            is_ordered = is_compared and call.collective not in UNORDERED
-            append = sequence.calls.append if is_ordered else _DISCARD.append
-            counter = sequence.counters[key] = CallCounter(0, append, number << 32)
-        return counter
+        sequence.threads.add(thread)
+        key = thread << THREAD_BITS | self._number(call)
+        if is_compared and call.collective not in UNORDERED:
+            return CallCounter(0, sequence.calls.append, key << 32)
+        return sequence.unordered.setdefault(key, CallCounter(0, _DISCARD.append, 0))
 
     def _number(self, call: Call) -> int:
         if call.collective in UNORDERED:

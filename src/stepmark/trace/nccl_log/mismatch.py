@@ -20,7 +20,7 @@ from stepmark.core.log_facts import (
 )
 from stepmark.trace.nccl_log.alignment import Aligner, Alignment, QuotedLines
 from stepmark.trace.nccl_log.communicators import CommHandle
-from stepmark.trace.nccl_log.lines import UNORDERED, Calls, type_name
+from stepmark.trace.nccl_log.lines import NUMBER, UNORDERED, Calls, type_name
 
 _MAX_SHOWN = 4
 _MAX_PASSES = 8
@@ -102,8 +102,8 @@ class _Comparison:
         ranks = {handle.rank for handle in group}
         ways: dict[tuple[int, int], tuple[_Calls, _Calls]] = {}
         for handle in group:
-            for key, counter in handle.sequence.counters.items():
-                call = self._calls.kinds[key // 3]
+            for key, counter in handle.sequence.unordered.items():
+                call = self._calls.kinds[key & NUMBER]
                 if call.collective not in UNORDERED or call.root not in ranks:
                     continue
                 if call.root is None or handle.rank is None:
@@ -158,7 +158,7 @@ class _Comparison:
         kinds: dict[int, list[CommHandle]] = {}
         for handle in group:
             if len(handle.sequence.calls) > position:
-                kinds.setdefault(handle.sequence.calls[position] >> 32, []).append(handle)
+                kinds.setdefault(handle.sequence.number(position), []).append(handle)
         by_size = sorted(kinds.values(), key=len, reverse=True)
         return Mismatch(
             communicator=_name_of(group, is_certain),
@@ -214,7 +214,7 @@ class _Comparison:
 
     def _issued(self, handle: CommHandle, position: int) -> IssuedCall:
         index, line = handle.sequence.place(position)
-        call = self._calls.kinds[handle.sequence.calls[position] >> 32].text()
+        call = self._calls.kinds[handle.sequence.number(position)].text()
         text = self.lines.text((index, line)) or call
         return IssuedCall(
             rank=handle.rank,
