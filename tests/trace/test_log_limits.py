@@ -4,6 +4,7 @@ import gzip
 import random
 import time
 import tracemalloc
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from stepmark.trace.nccl_log import lines as log_lines
 from stepmark.trace.nccl_log import looks_like_log, read_log
 from stepmark.trace.nccl_log.diagnosis import diagnose
 
+from . import varied_log
 from .nccl_lines import (
     DATA,
     FSDP8,
@@ -250,3 +252,42 @@ def test_digits_of_other_scripts_are_no_numbers(digit: str) -> None:
         [info(0, f"AllReduce: 1024 Bytes -> Algo {digit} proto {digit}"), info(0, f"{digit} x")]
     ).choices
     assert (choice.algorithm, choice.protocol) == (digit, digit)
+
+
+def test_a_varied_log_is_counted_to_the_call(tmp_path: Path) -> None:
+    num_ranks = varied_log.HOSTS * varied_log.GPUS
+    text = list(islice(varied_log.lines(), 4 * num_ranks + 3 * num_ranks))
+    path = tmp_path / "varied.log"
+    path.write_text("\n".join(text) + "\n")
+    facts = read_log([path])
+    calls = sum(tally.calls for tally in facts.messages.values())
+    assert calls == sum(" opCount " in line for line in text) == 3 * num_ranks
+    assert {tally.calls // tally.ranks for tally in facts.messages.values()} == {1}
+    assert len(facts.processes) == num_ranks
+    assert not diagnose(facts)
+
+
+def test_a_pointer_that_is_used_again_is_another_communicator(tmp_path: Path) -> None:
+    """Lines of calls are looked up by their parts, which a new communicator makes invalid."""
+    start = "h:1:1 [0] NCCL INFO"
+    call = (
+        f"{start} AllReduce: opCount 0 sendbuff 0x1 recvbuff 0x2 count 9 datatype 7 op 0 root 0 "
+        "comm 0xa [nranks=2] stream 0x1"
+    )
+    init = f"{start} ncclCommInitRank comm 0xa rank 0 nranks 2 cudaDev 0 busId 1 commId"
+    lines = []
+    for name in ("0x77", "0x88"):
+        lines += [
+            f"{init} {name} - Init START",
+            f"{init} {name} - Init COMPLETE",
+            call,
+            call,
+            call,
+        ]
+    path = tmp_path / "log.txt"
+    path.write_text("\n".join(lines) + "\n")
+    facts = read_log([path])
+    assert {kind.group: tally.calls for kind, tally in facts.messages.items()} == {
+        "0x77": 3,
+        "0x88": 3,
+    }

@@ -8,6 +8,7 @@ place of each figure. A number of ranks is returned only if no other one fits th
 import math
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from stepmark.core.collectives import FACTS, Collective, Parts
 from stepmark.core.dtypes import DType
@@ -17,6 +18,7 @@ from stepmark.core.reading import Reading
 NUMBER = r"[+-]?(?:\d{1,20}(?:\.\d{0,25})?|\.\d{1,25})(?:[eE][+-]?\d{1,3})?"
 _NUMBER = re.compile(NUMBER)
 _MAX_LENGTH = 60
+_CACHE = 4096  # checks look at each figure several times
 _ABSENT = frozenset(("", "-", "--", "n/a", "na", "nan", "-nan", "inf", "-inf", "none", "null"))
 
 
@@ -30,6 +32,7 @@ def is_cell(text: str) -> bool:
     return is_number(text) or text.lower() in _ABSENT
 
 
+@lru_cache(_CACHE)
 def parse_number(text: str) -> float | None:
     """Return the number, or None for a missing or infinite one."""
     if len(text) > _MAX_LENGTH or "_" in text:
@@ -49,6 +52,7 @@ def parse_integer(text: str) -> int | None:
     return int(value)
 
 
+@lru_cache(_CACHE)
 def rounding_error(text: str) -> float:
     """Return half a unit of the last digit: 0.005 for "0.47", 0.5e6 for "1.0e+07"; N/A: 0."""
     if not is_number(text):
@@ -65,6 +69,7 @@ _MAX_ROWS = 4000
 RanksAndReason = tuple[int | None, str]
 
 
+@lru_cache(_CACHE)
 def itemsize_of(dtype: str) -> int | None:
     """Return the bytes of an element, or None for an unknown type."""
     return DType(dtype).itemsize if dtype in DType.__members__.values() else None
