@@ -271,8 +271,8 @@ def test_a_pointer_that_is_used_again_is_another_communicator(tmp_path: Path) ->
     """Lines of calls are looked up by their parts, which a new communicator makes invalid."""
     start = "h:1:1 [0] NCCL INFO"
     call = (
-        f"{start} AllReduce: opCount 0 sendbuff 0x1 recvbuff 0x2 count 9 datatype 7 op 0 root 0 "
-        "comm 0xa [nranks=2] stream 0x1"
+        f"{start} AllReduce: opCount 0 sendbuff 0x1 recvbuff 0x2 count 9 datatype 7 op 0 "
+        "root 0 comm 0xa [nranks=2] stream 0x1"
     )
     init = f"{start} ncclCommInitRank comm 0xa rank 0 nranks 2 cudaDev 0 busId 1 commId"
     lines = []
