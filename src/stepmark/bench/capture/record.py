@@ -47,10 +47,16 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class CaptureRecorder(TorchDispatchMode):
-    """Records operations inside `with recording()`; begin_step() empties `operations`."""
+    """Records operations inside `with recording()`; begin_step() empties `operations`.
 
-    def __init__(self, rank: int, policy: ReadPolicy, router: Router) -> None:
+    check: raises after a time limit.
+    """
+
+    def __init__(
+        self, rank: int, policy: ReadPolicy, router: Router, check: Callable[[], None]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._check = check
         self.supports_higher_order_operators = True
         self.rank = rank
         self.modules = ModuleTracker()
@@ -105,6 +111,7 @@ class CaptureRecorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device  # more frequent than all others together
+        self._check()
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)

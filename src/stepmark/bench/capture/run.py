@@ -27,7 +27,7 @@ from stepmark.bench.capture.modules import closure_modules
 from stepmark.bench.capture.record import CaptureRecorder
 from stepmark.bench.capture.routing import Router
 from stepmark.bench.capture.unknown import POLICY, ReadPolicy
-from stepmark.bench.capture.watch import watch
+from stepmark.bench.capture.watch import Watch
 from stepmark.core.errors import ConfigError
 from stepmark.core.fold_items import fold
 from stepmark.core.message import RECV, SEND
@@ -88,14 +88,14 @@ def capture(
     router = Router(tokens_per_expert)
 
     def record(rank: int) -> _RankCapture:
-        policy = ReadPolicy(where)
-        recorder = CaptureRecorder(rank, policy, router)
+        policy, watch = ReadPolicy(where), Watch(limit_s, show)
+        recorder = CaptureRecorder(rank, policy, router, watch.check)
 
         def status() -> str:
             count = len(recorder.operations)
             return f"capturing rank {rank}: {count} operations, {policy.place()}"
 
-        with reported(name, where), watch(limit_s, status, show):
+        with reported(name, where), watch.running(status):
             return _capture_rank(build, world_size, name, policy, recorder)
 
     captures = [record(rank)]

@@ -16,11 +16,12 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
+from stepmark.bench.capture.watch import OWN, package
+
 POLICY = (
     "unknown values are read at {}: a condition on one does not hold, except that numbers are"
     " finite, all() and equal() are true, and assertions hold"
 )
-_OWN = ("torch", "stepmark")  # packages whose lines are not the user's
 
 
 class UnknownValueError(Exception):
@@ -72,7 +73,7 @@ class ReadPolicy:
         """Return the innermost frame of the user's file, else the innermost outside torch."""
         frames = list(_frames())
         own = (frame for frame in frames if frame.f_code.co_filename == self._file)
-        outer = (frame for frame in frames if _package(frame) not in _OWN)
+        outer = (frame for frame in frames if package(frame) not in OWN)
         return next(own, next(outer, frames[-1]))
 
 
@@ -81,10 +82,6 @@ def _frames() -> Iterator[Any]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _package(frame: Any) -> str:
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 @functools.cache
@@ -110,7 +107,7 @@ class UnknownNumber:
         self._holds = holds
 
     def __bool__(self) -> bool:
-        if _package(sys._getframe(1)) == "torch":  # as where a list of ranks is checked
+        if package(sys._getframe(1)) == "torch":  # as where a list of ranks is checked
             self._policy.refuse("is compared by torch")
         return self._policy.branch(self._holds)
 

@@ -2,41 +2,71 @@
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 INTERVAL_S = 10.0
+OWN = ("torch", "stepmark")  # packages whose lines are not the user's
 
 
 class CaptureTimeoutError(BaseException):
     """The job ran longer than allowed. Not an Exception, which a job's loop may catch."""
 
 
-@contextlib.contextmanager
-def watch(
-    limit_s: float, status: Callable[[], str], show: Callable[[str], object]
-) -> Iterator[None]:
-    """Show the status every INTERVAL_S inside; raise CaptureTimeoutError after limit_s.
+class Watch:
+    """Shows the status every INTERVAL_S, and ends a capture after limit_s.
 
     Without effect outside of the main thread, where signals do not arrive.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    start = time.monotonic()
 
-    def ring(*_: object) -> None:
-        seconds = time.monotonic() - start
-        if seconds >= limit_s:
-            raise CaptureTimeoutError(f"the job still runs after {limit_s:g} s: see --timeout")
-        show(f"{status()}, {seconds:.0f} s")
+    def __init__(self, limit_s: float, show: Callable[[str], object]) -> None:
+        self._limit_s = limit_s
+        self._show = show
+        self._expired = False
 
-    before = signal.signal(signal.SIGALRM, ring)
-    interval_s = min(INTERVAL_S, limit_s)
-    signal.setitimer(signal.ITIMER_REAL, interval_s, interval_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    def check(self) -> None:
+        """Raise CaptureTimeoutError after the limit."""
+        if self._expired:
+            raise CaptureTimeoutError(
+                f"the job still runs after {self._limit_s:g} s: see --timeout"
+            )
+
+    @contextlib.contextmanager
+    def running(self, status: Callable[[], str]) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        start = time.monotonic()
+
+        def ring(_: int, frame: FrameType | None) -> None:
+            seconds = time.monotonic() - start
+            if seconds < self._limit_s:
+                self._show(f"{status()}, {seconds:.0f} s")
+                return
+            self._expired = True
+            # An exception inside of torch, below C++, would end the process; operators check.
+            if _is_users(frame):
+                self.check()
+
+        before = signal.signal(signal.SIGALRM, ring)
+        interval_s = min(INTERVAL_S, self._limit_s)
+        signal.setitimer(signal.ITIMER_REAL, interval_s, interval_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def _is_users(frame: FrameType | None) -> bool:
+    """Return whether a frame, or the one that calls the standard library, is the user's."""
+    while frame is not None and package(frame) in sys.stdlib_module_names:
+        frame = frame.f_back
+    return frame is not None and package(frame) not in OWN
