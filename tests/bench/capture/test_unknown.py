@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.bench.capture import unknown_sizes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as fn
 
 from stepmark.bench.capture.run import capture
 from stepmark.cli.main import status
@@ -97,6 +98,7 @@ def test_conditions_on_unknown_values() -> None:
         assert all(map(bool, held))
         assert not torch.isnan(x).any()
         assert math.isnan(float(x.sum()))
+        assert f"{x.sum():.2f}" == "nan"
         assert f"{number:.2f} {count:d} {round(number, 2)}" == "nan unknown nan"
 
     made = capture(lambda: step, 4)
@@ -121,6 +123,8 @@ def test_values_of_constants_are_real() -> None:
         dist.all_reduce(buffer)  # unknown now
         buffer.copy_(torch.tensor([4, 5]))
         read.append(buffer.tolist())
+        read.append(torch.empty(3, dtype=torch.int64).fill_(7)[1:].tolist())
+        read.append(torch.empty(2, dtype=torch.int64).tolist())
         mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "b"))
         read.append(mesh["b"].mesh.tolist())
         read.append(mesh.mesh[:, 1].tolist())
@@ -133,10 +137,33 @@ def test_values_of_constants_are_real() -> None:
         0.5,
         [0, 0, 2],
         [4, 5],
+        [7, 7],
+        [0, 0],
         [2, 3],
         [1, 3],
     ]
     assert made.notes == ()
+
+
+def test_random_integers_that_no_size_may_depend_on() -> None:
+    """Permutations and seeds, as of samplers; classes of labels; enough draws for a range."""
+    read: list[Any] = []
+
+    def step() -> None:
+        generator = torch.Generator().manual_seed(
+            int(torch.empty((), dtype=torch.int64).random_())
+        )
+        read.append(torch.randperm(5, generator=generator).tolist())
+        read.append(torch.randperm(3).tolist())
+        read.append(torch.randint(3, (6,)).bincount().tolist())
+        labels = fn.one_hot(torch.randint(10, (2, 4)), 10)
+        read.append((tuple(labels.shape), labels.dtype))
+
+    made = capture(lambda: step, 4)
+    order = torch.randperm(5, generator=torch.Generator().manual_seed(0)).tolist()
+    assert read == [order, [0, 1, 2], [2, 2, 2], ((2, 4, 10), torch.int64)]
+    words = ("0, as they have no bounds", "in order", "evenly spread from 0 to 2")
+    assert [word in note for word, note in zip(words, made.notes, strict=True)] == [True] * 3
 
 
 def routes() -> Any:

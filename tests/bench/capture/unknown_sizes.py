@@ -51,6 +51,9 @@ USES: dict[str, Callable[[], Any]] = {
     "slice": lambda: torch.ones(8)[: value()],
     "list": lambda: [0] * value().item(),
     "loop": lambda: list(range(value())),
+    "min": lambda: torch.ones(min(8, value().item())),
+    "sorted": lambda: torch.ones(sorted([3, value().item()])[0]),
+    "random": lambda: torch.ones(torch.randint(10, 100, (1,)).item()),
     "index": lambda: [1, 2, 3][value()],
     "split": lambda: torch.ones(8).split([value().item(), 4]),
     "splits": lambda: dist.all_to_all_single(

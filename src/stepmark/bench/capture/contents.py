@@ -81,7 +81,8 @@ def is_whole(tensor: Tensor) -> bool:
 
 def forget(tensor: Tensor) -> None:
     """Make the values of a tensor and its views unknown."""
-    setattr(tensor.untyped_storage(), _NAME, None)
+    if isinstance(tensor, FakeTensor):
+        setattr(tensor.untyped_storage(), _NAME, None)
 
 
 def prepare(tensor: Tensor) -> None:
@@ -96,6 +97,7 @@ def store(tensor: Tensor, real: Tensor, assumptions: frozenset[Assumption]) -> N
     """Set the contents of a fake tensor's storage, of which a real one has as much."""
     if not isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
         return
+    assert not isinstance(real, FakeTensor)
     with _disable_current_modes():
         if real.is_floating_point() and bool(real.isnan().any()):
             return  # made of an UnknownFloat

@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepmark.bench.capture.compute import computation
+from stepmark.bench.capture.contents import forget
 from stepmark.bench.capture.fake import Buckets, Rebuilding, with_result
 from stepmark.bench.capture.messages import Groups, Pairs, comm_ops
 from stepmark.bench.capture.modules import OUTSIDE, ModulePosition, ModuleTracker, in_backward
@@ -114,6 +115,8 @@ class CaptureRecorder(TorchDispatchMode):
         self._check()
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
+            for tensor in tensors([*args, *kwargs.values()]):
+                forget(tensor)  # it may write to its operands
             return func(*args, **kwargs)
         if any(kind not in _PLAIN and issubclass(kind, Tensor) for kind in types):
             return NotImplemented  # DTensor then calls operators of plain tensors

@@ -1,7 +1,8 @@
 """Routing of tokens to experts, whose choices depend on values: an even share, or as given.
 
-Indices that topk and the like return for unknown scores, and random integers, have values that
-spread evenly over their range. Counts, permutations and splits are computed from these.
+Indices that topk and the like return for unknown scores, and random integers, as many as their
+range has or more, have values that spread evenly over it. Counts, permutations and splits are
+computed from these.
 """
 
 import math
@@ -47,13 +48,10 @@ class Router:
         place: Callable[[], str],
     ) -> tuple[Tensor, Tensor, Assumption] | None:
         """Return the tensor of indices in a result, its values, and what they assume."""
-        if name in ("randint", "random_", "randint_like"):
-            bounds = [value for value in args if isinstance(value, int)]
-            low, high = (0, *bounds)[-2:] if bounds else (0, 0)
-            if high <= low or result.is_floating_point():
-                return None
-            text = f"random integers at {place()} are evenly spread from {low} to {high - 1}"
-            return result, low + _even(result, high - low), Assumption(text)
+        drawn = _drawn(name, args, result)
+        if drawn is not None:
+            values, text = drawn
+            return result, values, Assumption(f"random integers at {place()} are {text}")
         chosen = _chosen(name, args, kwargs, result)
         if chosen is None:
             return None
@@ -89,6 +87,21 @@ class Router:
             raise ConfigError(FLAG, ",".join(map(str, self._counts)), allowed)
 
 
+def _drawn(name: str, args: Sequence[Any], result: Any) -> tuple[Tensor, str] | None:
+    """Return the values of random integers, and what they are."""
+    if name == "randperm":
+        return _even(result, max(1, result.numel())), "in order"
+    if name not in ("randint", "random_", "randint_like") or result.is_floating_point():
+        return None
+    bounds = [value for value in args if isinstance(value, int)]
+    if not bounds:  # as the seed of a sampler
+        return _even(result, 1), "0, as they have no bounds"
+    low, high = (0, *bounds)[-2:]
+    if not low < high <= low + result.numel():
+        return None  # fewer than the range has numbers: not spread over it
+    return _even(result, high - low, low=low), f"evenly spread from {low} to {high - 1}"
+
+
 def _chosen(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[Tensor, int, int] | None:
@@ -103,15 +116,18 @@ def _chosen(
         indices, dim = result, -1
     else:
         return None
-    if dim is None or not args[0].dim() or not indices.numel():
+    scores = args[0]
+    if dim is None or not scores.dim() or not scores.is_floating_point():
         return None
-    return indices, int(args[0].size(dim)), int(dim)
+    size = int(scores.size(dim))
+    is_routing = indices.numel() >= (1 if name == "topk" else size)
+    return (indices, size, int(dim)) if is_routing else None
 
 
-def _even(tensor: Tensor, size: int, dim: int = -1) -> Tensor:
-    """Return 0, 1, ..., size - 1, 0, ... in the shape of a tensor, fastest along dim."""
+def _even(tensor: Tensor, size: int, dim: int = -1, *, low: int = 0) -> Tensor:
+    """Return low, ..., low + size - 1, low, ... in a tensor's shape, fastest along dim."""
     with _disable_current_modes():
-        return _along(torch.arange(tensor.numel()) % size, tensor, dim)
+        return _along(low + torch.arange(tensor.numel()) % size, tensor, dim)
 
 
 def _by_counts(tensor: Tensor, counts: Sequence[int], dim: int) -> Tensor:

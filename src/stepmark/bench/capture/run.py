@@ -189,7 +189,8 @@ def _check(
 def _remarks(policy: ReadPolicy, num_warm_ups: int) -> list[str]:
     remarks = []
     if policy.places:
-        remarks.append(POLICY.format(", ".join(policy.places)))
+        more = f" and {len(policy.places) - 8} more" if len(policy.places) > 8 else ""
+        remarks.append(POLICY.format(", ".join(list(policy.places)[:8]) + more))
     if num_warm_ups:
         remarks.append(
             f"step {num_warm_ups + 1} is recorded,"

@@ -5,6 +5,7 @@ Python where that would hide it: an integer refuses to become a size, and a floa
 """
 
 import ast
+import dis
 import functools
 import linecache
 import math
@@ -129,13 +130,11 @@ class UnknownNumber:
     def __format__(self, spec: str) -> str:
         return "unknown"
 
-    def __eq__(self, other: object) -> Any:
-        return self._compared(other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._compared(other)
-
     def _compared(self, *_: object) -> "UnknownNumber":
+        frame = sys._getframe(1)
+        operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if operation not in ("COMPARE_OP", "CONTAINS_OP"):  # the result may be a size
+            self._policy.refuse("is compared by min, max, sorted or the like")
         return UnknownNumber(self._policy)
 
     def _computed(self, *others: Any) -> Any:
@@ -148,7 +147,7 @@ class UnknownNumber:
     def _divided(self, *_: Any) -> "UnknownFloat":
         return UnknownFloat(self._policy)
 
-    __lt__ = __le__ = __gt__ = __ge__ = _compared
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compared  # type: ignore[assignment]
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _computed
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _computed
@@ -228,6 +227,8 @@ class TensorReads:
             ("__index__", lambda *_: policy.refuse("is used as a size or an index")),
         ):
             yield (Tensor, name), self._reading(getattr(Tensor, name), convert)
+        yield (Tensor, "__format__"), _formatted
+        yield (torch.nn.functional, "one_hot"), _one_hot(torch.nn.functional.one_hot)
         for name, value in (("isfinite", True), ("isnan", False), ("isinf", False)):
             yield (math, name), _of_unknown(getattr(math, name), value)
 
@@ -249,6 +250,22 @@ class TensorReads:
             return convert(value, self._unknown.pop()) if self._unknown else value
 
         return call
+
+
+def _formatted(tensor: Tensor, spec: str) -> str:
+    """Format a tensor of one element by its number, also if it is no plain tensor."""
+    return format(tensor.item(), spec) if tensor.dim() == 0 and spec else str(tensor)
+
+
+def _one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return one_hot that does not check values where the number of classes is given."""
+
+    def call(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if num_classes < 0:
+            return original(tensor)
+        return (tensor.unsqueeze(-1) == torch.arange(num_classes)).to(torch.int64)
+
+    return call
 
 
 def _of_unknown(original: Callable[[Any], bool], value: bool) -> Callable[[Any], bool]:

@@ -36,6 +36,8 @@ from stepmark.bench.capture.unknown import ReadPolicy, TensorReads
 from stepmark.bench.training.messages import BATCH_P2P, NAMESPACES, group_of, tensors
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_DEPENDS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_UNWRITTEN = ("empty", "new_empty")
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 _FINITE = {"isnan": False, "isinf": False}
 _SCALED = "_amp_foreach_non_finite_check_and_unscale_"
@@ -82,17 +84,18 @@ class Values:
         if operator.name == _ITEM:
             return self._read(args[0])
         known = self._known(operator, args, kwargs)
-        if operator.name in ("equal", "allclose"):
-            real = func(*map(value_of, args)) if known is not None else None
-            return self._policy.branch(True) if real is None else real
-        if operator.has_dynamic_shape:
+        if operator.name in ("equal", "allclose") and (
+            known is None or self._is_checked(known)
+        ):
+            return self._policy.branch(True)
+        if operator.depends:
             args, kwargs, known = self._sized(operator, args, kwargs, known)
             if known is not None:
                 return self._made(self._run_for_real(func, args, kwargs), known)
         self._dtypes.check(func, args, kwargs)
         product = operator.name == _GROUPED and args[0].dtype is not torch.bfloat16
         result = _grouped(*args, **kwargs) if product else func(*args, **kwargs)
-        if known is None or not self._follow(func, args, kwargs, result, known):
+        if known is None or not self._follow(operator, func, args, kwargs, result, known):
             self._forget(operator, args, kwargs)
             self._assume(operator.name, args, kwargs, result)
         return result
@@ -110,8 +113,8 @@ class Values:
         self, operator: "_Operator", args: Sequence[Any], kwargs: Arguments
     ) -> frozenset[Assumption] | None:
         """Return what the operands' values assume; None if one is unknown."""
-        if operator.is_random:
-            return None
+        if operator.is_random and kwargs.get("generator") is None:
+            return None  # a generator has a state, which is real
         assumptions: frozenset[Assumption] = frozenset()
         for position, tensor in operator.operands(args, kwargs):
             if position in operator.overwritten and contents_of(tensor) is None:
@@ -130,6 +133,7 @@ class Values:
 
     def _follow(
         self,
+        operator: "_Operator",
         func: Any,
         args: Sequence[Any],
         kwargs: Arguments,
@@ -142,6 +146,9 @@ class Values:
             return False
         try:
             reals = list(tensors(self._run_for_real(func, args, kwargs)))
+            if operator.name.startswith(_UNWRITTEN):
+                with _disable_current_modes():  # the same in every capture
+                    reals = [real.zero_() for real in reals]
         except (RuntimeError, IndexError, NotImplementedError):
             return False  # as an operator without a kernel for this device
         for tensor, real in zip(results, reals, strict=True):
@@ -217,8 +224,9 @@ class Values:
         if not is_mask or not has_value(mask) or self._is_checked(assumptions):
             return [mask]
         self._router.use(assumptions)
-        positions = self._run_for_real(torch.ops.aten.nonzero.default, (mask,), {})
-        return [self._made(column.contiguous(), assumptions) for column in positions.unbind(1)]
+        with _disable_current_modes():
+            positions = value_of(mask).nonzero().unbind(1)
+        return [self._made(position, assumptions) for position in positions]
 
     def _made(self, real: Any, assumptions: frozenset[Assumption]) -> Any:
         """Return fake tensors with the shapes and contents of real ones."""
@@ -287,7 +295,7 @@ class _Operator:
     name: str
     sends: bool
     is_random: bool
-    has_dynamic_shape: bool
+    depends: bool  # whether its result, or the shape of it, depends on values
     names: tuple[str, ...]
     written: frozenset[str]
     overwritten: frozenset[str]  # without being read
@@ -318,7 +326,7 @@ def _operator(func: Any) -> _Operator:
         name=name,
         sends=func.namespace in NAMESPACES,
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
-        has_dynamic_shape=torch.Tag.dynamic_output_shape in func.tags,
+        depends=bool(_DEPENDS & set(func.tags)),
         names=tuple(argument.name for argument in schema.arguments),
         written=frozenset(argument.name for argument in written),
         overwritten=frozenset(
