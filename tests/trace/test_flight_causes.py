@@ -28,7 +28,10 @@ def problems(paths: list[Path]) -> list[Finding]:
     return [one for one in findings(dumps) if one.severity is Severity.PROBLEM]
 
 
-def simulated(seed: int) -> tuple[Job, bool, list[Cause]]:
+DAMAGE = ("none", "one dump lost", "two dumps lost", "no members")
+
+
+def simulated(seed: int, damage: str) -> tuple[Job, bool, list[Cause]]:
     """Run a random job; return it, whether its dumps are gloo's, and the causes found."""
     generator = random.Random(seed)
     job = random_job(generator, FAULTS[seed % len(FAULTS)])
@@ -38,9 +41,13 @@ def simulated(seed: int) -> tuple[Job, bool, list[Cause]]:
     if not is_gloo:
         buffer = generator.choice((10_000, 10_000, 4))
         options = {"has_starts": generator.random() < 0.7, "buffer": buffer}
+    by_rank = job.dumps(generator, **options)
+    for _ in range(DAMAGE.index(damage) % 3):
+        del by_rank[generator.choice(list(by_rank))]
+    if damage == "no members":
+        by_rank = {rank: held | {"pg_config": {}} for rank, held in by_rank.items()}
     dumps = [
-        parse(pickle.dumps(held), f"rank{rank}", rank=rank)
-        for rank, held in job.dumps(generator, **options).items()
+        parse(pickle.dumps(held), f"rank{rank}", rank=rank) for rank, held in by_rank.items()
     ]
     problem = Severity.PROBLEM
     return job, is_gloo, [one for one in causes(groups_of(dumps)) if one.severity is problem]
@@ -60,10 +67,10 @@ def verdict(job: Job, is_gloo: bool, cause: Cause) -> str:
     return "wrong" if is_proven and not (is_gloo and has_transfers) else "unknown"
 
 
-def check_programs(seeds: range) -> Counter[str]:
+def check_programs(seeds: range, damage: str = "none") -> Counter[str]:
     shares: Counter[str] = Counter()
     for seed in seeds:
-        job, is_gloo, found = simulated(seed)
+        job, is_gloo, found = simulated(seed, damage)
         verdicts = {verdict(job, is_gloo, cause) for cause in found}
         assert "wrong" not in verdicts, (seed, job.fault, job.wrong, found)
         if job.fault == "none":
@@ -80,6 +87,19 @@ def test_no_wrong_rank_is_named_in_random_programs() -> None:
     assert total > 350
     assert shares["named"] >= 0.45 * total, shares
     assert shares["nothing found"] <= 0.03 * total, shares
+
+
+@pytest.mark.parametrize("damage", DAMAGE[1:])
+def test_no_wrong_rank_is_named_without_all_dumps(damage: str) -> None:
+    shares = check_programs(range(1000, 1100), damage)
+    assert shares["named"] > 20, shares
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGE[1:])
+def test_no_wrong_rank_is_named_without_all_dumps_of_many_jobs(damage: str) -> None:
+    shares = check_programs(range(30_000, 32_000), damage)
+    assert shares["named"] > 400, shares
 
 
 @pytest.mark.slow
