@@ -1,13 +1,13 @@
 """Inputs with a known truth, and changes that happen to files on their way to a person."""
 
 import gzip
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from random import Random
-from typing import Protocol
 
 Lines = Sequence[str]
 
@@ -42,17 +42,36 @@ class Output:
     beside: dict[str, bytes] = field(default_factory=dict)
 
 
-class Family(Protocol):
-    """One kind of input: its changes, how it is made, and what is read from it."""
+class Inputs(ABC):
+    """One kind of input: how it is made, changed and read."""
 
     @property
-    def mutators(self) -> tuple[Mutator, ...]: ...
+    @abstractmethod
+    def mutators(self) -> tuple[Mutator, ...]:
+        """Return its changes."""
 
-    def output(self, random: Random) -> Output: ...
+    @abstractmethod
+    def output(self, random: Random) -> Output:
+        """Return a whole input."""
 
+    @abstractmethod
     def reading(self, path: Path) -> tuple[Counter[tuple[object, ...]], list[str]]:
         """Return (values, all that says that something is wrong) of a file."""
-        ...
+
+    def verdict(self, output: Output, mutator: Mutator, path: Path) -> str:
+        """Return "right" or "wrong", with ", said" where the reader says that something is."""
+        values, signs = self.reading(path)
+        return verdict(values == self.truth(output, mutator, path), signs)
+
+    def truth(
+        self, output: Output, mutator: Mutator, path: Path
+    ) -> Counter[tuple[object, ...]]:
+        """Return what is right to read of the changed file."""
+        return output.values
+
+
+def verdict(is_right: bool, signs: Sequence[str]) -> str:
+    return f"{'right' if is_right else 'wrong'}{', said' if signs else ''}"
 
 
 def encoded(lines: Lines, end: str = "\n") -> bytes:

@@ -7,6 +7,7 @@ from random import Random
 from tests.damage.mutators import (
     HARMLESS,
     Effect,
+    Inputs,
     Lines,
     Mutator,
     Output,
@@ -285,10 +286,12 @@ MUTATORS = (
 )
 
 
-class Tables:
+class Tables(Inputs):
     """Outputs of nccl-tests."""
 
-    mutators = MUTATORS
+    @property
+    def mutators(self) -> tuple[Mutator, ...]:
+        return MUTATORS
 
     def output(self, random: Random) -> Output:
         return output(random)

@@ -10,12 +10,14 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.damage import tables, workload_files
-from tests.damage.mutators import Effect, Family, Mutator
+from tests.damage import logs, tables, workload_files
+from tests.damage.mutators import Effect, Inputs, Mutator
 
 FORMATS = ("native", "simai", "aicb", "param", "chakra")
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, Inputs] = {
     "tables": tables.Tables(),
+    "logs": logs.Logs(),
+    "sick logs": logs.SickLogs(),
     **{f"{name} workload": workload_files.Files(name) for name in FORMATS},
 }
 CASES = [
@@ -38,9 +40,7 @@ def outcomes(family: str, mutator: Mutator, number: int, folder: Path) -> Counte
         for name, content in output.beside.items():
             (folder / name).write_bytes(content)
         path.write_bytes(mutator.apply(output.lines, random))
-        values, signs = inputs.reading(path)
-        is_right = "right" if values == output.values else "wrong"
-        counts[f"{is_right}{', said' if signs else ''}"] += 1
+        counts[inputs.verdict(output, mutator, path)] += 1
     return counts
 
 

@@ -9,7 +9,15 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from tests.damage.mutators import Effect, Lines, Mutator, Output, joined_lines, line_within_line
+from tests.damage.mutators import (
+    Effect,
+    Inputs,
+    Lines,
+    Mutator,
+    Output,
+    joined_lines,
+    line_within_line,
+)
 from tests.workload.formats.export_cases import DENSE, EXPERTS, ExportCase
 from tests.workload.formats.test_exports import sums_of
 
@@ -167,7 +175,7 @@ _MUTATORS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class Files(Inputs):
     """The files of one format."""
 
     name: str

@@ -33,6 +33,7 @@ _MAX_PREFIX_BYTES = 512
 
 _HOST = rb"([\w.\-]{1,253}):(\d{1,10}):(\d{1,10})"
 _PREFIX = re.compile(_HOST + rb" (?:\[(-?\d{1,4})\] ?)?")
+_COLORS = re.compile(rb"\x1b\[[\d;]{0,40}[mK]")
 _STAMP = re.compile(rb"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[^\s\]]{0,40}\]? ?")
 _STARTS = re.compile(
     rb"[\w.\-]{1,253}:\d{1,10}:\d{1,10} (?:\[-?\d{1,4}\] )?(?:\S{1,120} ){0,3}NCCL "
@@ -153,7 +154,8 @@ def segments(line: bytes) -> list[bytes]:
 def _split(raw: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, list[bytes]]]:
     carry, first = b"", 1
     while block := raw.read(BLOCK_BYTES):
-        lines = (carry + block).split(b"\n")
+        block = carry + block
+        lines = (_COLORS.sub(b"", block) if b"\x1b" in block else block).split(b"\n")
         if len(lines) < 3:
             carry = b"\n".join(line[:_MAX_KEPT_BYTES] for line in lines)
             continue
@@ -181,8 +183,8 @@ UNORDERED = ("send", "recv")  # they differ by rank, and are compared by pair of
 MAX_KINDS = 100_000
 
 _COLL = re.compile(
-    rb"(\w+): opCount ([0-9a-f]{1,16}) .{0,200}? count (\d{1,18}) datatype (\d{1,4}) "
-    rb"(?:op (\d{1,9}) (?:root (-?\d{1,9}) "
+    rb"(NCCL \w+ +)?\b(\w+): opCount ([0-9a-f]{1,16}) .{0,200}? count (\d{1,18}) "
+    rb"datatype (\d{1,4}) (?:op (\d{1,9}) (?:root (-?\d{1,9}) "
     rb"(?:comm (0x[0-9a-f]+) (?:\[nranks=(\d{1,9})\])?)?)?)?"
 )
 _GLOBAL_RANK = re.compile(rb" globalrank (\d{1,9})")
@@ -322,12 +324,18 @@ class Calls:
         return number
 
 
+# Calls whose line may begin with their name. Others may be the end of a longer name there.
+_NAMED = frozenset({*Collective, *UNORDERED} - {"reduce", "gather", "scatter"})
+
+
 def parse_coll(line: bytes) -> ParsedCall | None:
-    """Parse a COLL line; None if it is cut before its count and type are complete."""
+    """Parse a COLL line; None if it is cut in its name or before its type is complete."""
     match = _COLL.search(line)
     if match is None:
         return None
-    name, order, count, dtype, op, root, pointer, num_ranks = match.groups()
+    mark, name, order, count, dtype, op, root, pointer, num_ranks = match.groups()
+    if not mark and collective_named(name.decode()) not in _NAMED:
+        return None
     rank = _GLOBAL_RANK.search(line, match.end())
     call = _call(name, count, dtype, op, root)
     ranks = _int(num_ranks)

@@ -243,22 +243,29 @@ def _groups(
     with_calls = {handle.process for handle in handles if handle.sequence.calls}
     for members in by_id.values():
         group = [handle for handle in members if handle.process in with_calls]
-        if _are_ranks(group, [handle.rank for handle in group], broken):
+        # The log has the start of these: a rank that begins at a later call has lost some.
+        has_pairs = any(handle.sequence.unordered for handle in group)
+        if _are_ranks(group, [handle.rank for handle in group], broken, has_pairs):
             yield group, True
     for size, group in by_size.items():
         places = [(handle.process, handle.device) for handle in group]
-        if len(group) == size and _are_ranks(group, places, broken):
+        if len(group) == size and _are_ranks(group, places, broken, True):
             yield group, False
 
 
-def _are_ranks(group: Sequence[CommHandle], names: Sequence[object], broken: set[str]) -> bool:
+def _are_ranks(
+    group: Sequence[CommHandle],
+    names: Sequence[object],
+    broken: set[str],
+    begin_together: bool,
+) -> bool:
     first_counts = {handle.sequence.first_op_count for handle in group if handle.sequence.calls}
     return (
         len(group) > 1
         and len(set(names)) == len(group)
         and None not in names
         and not any(handle.process in broken for handle in group)
-        and len(first_counts) == 1
+        and (len(first_counts) == 1 or not begin_together)
     )
 
 
