@@ -119,18 +119,6 @@ def test_some_exports_hold_what_they_do_not_deny(framework: str, tmp_path: Path)
     assert number == 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("framework", AXES)
-def test_all_exports_hold_what_they_do_not_deny(framework: str, tmp_path: Path) -> None:
-    mine = (case for case in cases() if case.framework == framework)
-    number = 0
-    for number, (case, workload) in enumerate(accepted(mine), start=1):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        check_all(case, workload, folder)
-    assert number > 4
-
-
 @pytest.mark.parametrize("ep", [2, 4])
 @pytest.mark.parametrize("name", ["simai", "aicb"])
 def test_experts_over_tensor_ranks_come_back(name: str, ep: int, tmp_path: Path) -> None:

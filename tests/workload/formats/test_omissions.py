@@ -105,7 +105,7 @@ CASES: list[tuple[ModuleType, str, Change]] = [
 @pytest.mark.parametrize(
     ("form", "says", "change"),
     CASES,
-    ids=[f"{one.__name__[27:]}: {says}" for one, says, _ in CASES],
+    ids=[f"{one.__name__[27:]}: {says}".replace(" ", "_") for one, says, _ in CASES],
 )
 def test_what_is_there_is_said_and_else_not(
     form: ModuleType, says: str, change: Change
