@@ -35,6 +35,7 @@ from .flag_layouts import (
     OUTPUT,
     TRAIN_OUTPUT,
     TRAINED,
+    UNDERIVED,
     VALUES,
     WITHOUT_EFFECT,
 )
@@ -180,6 +181,7 @@ def test_a_flag_of_train_changes_every_step_in_which_it_is_accepted(name: str) -
                 continue
             if [entry.case for entry in after.entries] != [e.case for e in before.entries]:
                 assert step_of(after) != step_of(before), flags
+                assert isinstance(step_of(after)[0], str) is (name in UNDERIVED)
                 changes += 1
     assert changes
 

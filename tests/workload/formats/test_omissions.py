@@ -14,6 +14,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Op, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Group, Kernel, Workload
 from stepmark.workload.formats import FORMATS, chakra, op_csv, param_trace
+from stepmark.workload.formats.loss import Kept, losses
 
 from .hand_made import every_kind, message, not_held, op, pipeline
 
@@ -187,3 +188,29 @@ def test_every_format_that_writes_says_what_it_drops(name: str) -> None:
     said = module.omissions(every_kind())
     assert all(isinstance(line, str) and "\n" not in line for line in said)
     assert bool(said) is (name != "native")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count", "stated"),
+    [
+        (2, 1024, []),
+        (2, 512, ["all_gather of all: 1 message, 8 KiB; in the file 1 message, 4 KiB"]),
+        (
+            4,
+            512,
+            [
+                "all_gather of all: 1 message, 8 KiB over 2 ranks; in the file 1 message, "
+                "8 KiB over 4 ranks"
+            ],
+        ),
+    ],
+)
+def test_another_size_or_group_is_stated(ranks: int, count: int, stated: list[str]) -> None:
+    sent = message("all_gather")
+
+    def kept(workload: Workload, stage: int) -> Kept:
+        file = Kept()
+        file.add(replace(sent, count=count), Group(digits=((ranks, 1),)), 1)
+        return file
+
+    assert losses(step(sent), kept, [0]) == stated
