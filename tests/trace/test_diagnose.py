@@ -124,6 +124,9 @@ WARNS = (
     ("failure-cuda", "Cuda failure 1 'invalid argument'"),
 )
 
+# A process, and a line of it that is torn in front.
+TORN = [*[info(0, "Using network IB")] * 9, info(0, "Using network IB")[2:]]
+
 FIRES: list[tuple[str, Severity, list[str]]] = [
     ("net-socket", WARNING, two_nodes(on(0, SOCKET))),
     ("net-socket", NOTE, one_node(info(0, SOCKET))),
@@ -251,6 +254,7 @@ FIRES: list[tuple[str, Severity, list[str]]] = [
     ("warning", WARNING, [warn(0, "Something nobody has seen before")]),
     ("warning", WARNING, [warn(0, "Could not parse NCCL_X, using default")]),
     ("failure-unknown", PROBLEM, [warn(0, "The widget is unable to spin")]),
+    ("torn-lines", WARNING, TORN),
     ("failure-unknown", PROBLEM, [warn(0, "Unexpected widget: internal error 7")]),
     ("harmless", NOTE, [warn(0, "Failed to open libibverbs.so[.1]")]),
     ("harmless", NOTE, [warn(0, "NUMA auto balancing enabled which can lead to variability")]),
@@ -310,6 +314,7 @@ SILENT: list[tuple[str, list[str]]] = [
     ("harmless", [info(0, "Could not connect")]),
     ("warning", [info(0, "Using network IB")]),
     ("failure-unknown", [warn(0, "Could not read the speed, defaulting to 10 Gb/s")]),
+    ("torn-lines", [*start(0), *TORN[:2], *TORN[-1:]]),
     (
         "failure-ib-retry",
         [warn(0, f"NET/IB : {GOT} with status=5 opcode=0")],

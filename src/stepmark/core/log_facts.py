@@ -356,6 +356,8 @@ class LogFacts:
     failures: tuple[Failure, ...] = ()
     progress: tuple[GroupProgress, ...] = ()
     absent: tuple[AbsentRank, ...] = ()
+    torn: tuple[Evidence, ...] = ()  # first line of each process that only torn lines name
+    torn_lines: int = 0  # lines left out for this
     has_messages: bool = True  # whether any line is of NCCL or RCCL
     unread_calls: int = 0  # lines of calls cut before their count or type
     rounded_calls: int = 0  # counted at the next power of two, for want of memory

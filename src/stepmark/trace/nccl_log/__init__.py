@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stepmark.core.errors import ConfigError
+from stepmark.core.finding import Evidence
 from stepmark.core.log_facts import LogFacts
 from stepmark.trace.nccl_log import handlers
 from stepmark.trace.nccl_log.call_cache import MAX_BUFFERS, MAX_CACHED, CallCache
@@ -297,12 +298,13 @@ class _Reader:
         writer = self._writers.get(lead)
         if writer is None:
             writer = writer_of(line, at) if at > 0 else UNKNOWN_WRITER
-            if writer.process:
-                self.collector.processes[writer.process] = None
-                self.collector.hosts[writer.host] = None
+            if writer.process and writer.process not in self.collector.processes:
+                evidence = Evidence(file=self._file, line=number, text=text_of(line))
+                self.collector.processes[writer.process] = evidence
             if len(self._writers) >= MAX_CACHED:
                 self._writers.clear()
             self._writers[lead] = writer
+        self.collector.num_messages[writer.process] += bool(text)
         return LogMessage(
             process=writer.process,
             host=writer.host,

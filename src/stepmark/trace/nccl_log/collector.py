@@ -1,7 +1,8 @@
 """Collect the facts of a debug log while it is read, and return them at the end."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -21,11 +22,13 @@ from stepmark.trace.failures import classify
 from stepmark.trace.job_output import OutputReader
 from stepmark.trace.nccl_log import mismatch
 from stepmark.trace.nccl_log.communicators import (
+    CommHandle,
     CommunicatorTable,
     PredictionTable,
     TuningChoices,
     communicators_of,
 )
+from stepmark.trace.nccl_log.ghosts import MIN_RATIO, ghosts
 from stepmark.trace.nccl_log.histogram import histogram_of
 from stepmark.trace.nccl_log.lines import Calls, LogMessage, text_of
 
@@ -46,8 +49,10 @@ class Link(NamedTuple):
     kind: str
     source: int
     target: int | None
-    gdrdma: bool
-    pxn: bool
+
+    def is_within(self, num_ranks: int | None) -> bool:
+        """Return whether the communicator has these ranks; a torn line may name others."""
+        return num_ranks is None or max(self.source, self.target or 0) < num_ranks
 
 
 @dataclass(slots=True)
@@ -67,10 +72,10 @@ class OccurrenceCounter:
         if len(self.evidence) < _MAX_EVIDENCE:
             self.evidence.append(message.evidence())
 
-    def result(self) -> Occurrences:
+    def result(self, torn: Set[str]) -> Occurrences:
         return Occurrences(
             lines=self.lines,
-            processes=len(self.processes),
+            processes=len(self.processes - torn),
             hosts=tuple(self.hosts),
             evidence=tuple(self.evidence),
         )
@@ -82,10 +87,23 @@ class LinkLines:
 
     first: LogMessage
     sides: list[int] = field(default_factory=lambda: [0, 0])
+    gdrdma: list[int] = field(default_factory=lambda: [0, 0])
+    pxn: list[int] = field(default_factory=lambda: [0, 0])
 
     @property
     def channels(self) -> int:
         return max(self.sides)
+
+    def add(self, other: "LinkLines") -> None:
+        for side in (0, 1):
+            self.sides[side] += other.sides[side]
+            self.gdrdma[side] += other.gdrdma[side]
+            self.pxn[side] += other.pxn[side]
+
+    def sides_with(self, lines: Sequence[int]) -> list[bool]:
+        """Return for each side whether most of its lines state it: a torn one may not."""
+        pairs = zip(lines, self.sides, strict=True)
+        return [2 * part > whole for part, whole in pairs if whole]
 
 
 SimilarTable = dict[str, tuple[str, OccurrenceCounter]]
@@ -100,8 +118,8 @@ class Collector:
         self.output = OutputReader()
         self.predictions = PredictionTable()
         self.choices = TuningChoices()
-        self.hosts: dict[str, None] = {}
-        self.processes: dict[str, None] = {}
+        self.processes: dict[str, Evidence] = {}  # with their first line
+        self.num_messages: Counter[str] = Counter()  # by process, without calls
         self.versions: dict[tuple[str, str], OccurrenceCounter] = {}
         self.environment: dict[tuple[str, str], OccurrenceCounter] = {}
         self.networks: dict[str, OccurrenceCounter] = {}
@@ -152,7 +170,19 @@ class Collector:
 
     def result(self, files: Sequence[Path], num_lines: int, num_ranks: int | None) -> LogFacts:
         """Return all facts, after the last line was read."""
-        handles = [handle for handle in self.communicators.handles if handle.is_known]
+        known = [handle for handle in self.communicators.handles if handle.is_known]
+        lines_of = self.num_messages.copy()
+        for handle in known:
+            lines_of[handle.process] += handle.sequence.num_calls
+        torn = ghosts(lines_of)
+        whole = [handle for handle in known if handle.comm_id]
+        handles = [
+            handle
+            for handle in known
+            if handle.process not in torn and not _is_cut(handle, whole)
+        ]
+        processes = tuple(name for name in self.processes if name not in torn)
+        hosts = dict.fromkeys(name.rpartition(":")[0] for name in processes)
         compared = mismatch.compare_sequences(handles, self.calls, files)
         messages, num_rounded = histogram_of(handles, self.calls, num_ranks)
         communicators = communicators_of(handles)
@@ -160,23 +190,25 @@ class Collector:
         return LogFacts(
             files=tuple(str(path) for path in files),
             num_lines=num_lines,
-            hosts=tuple(self.hosts),
-            processes=tuple(self.processes),
-            versions=_results(self.versions),
-            environment=_results(self.environment),
-            networks=_results(self.networks),
-            nvls=_results(self.nvls),
+            hosts=tuple(hosts),
+            processes=processes,
+            torn=tuple(self.processes[name] for name in self.processes if name in torn),
+            torn_lines=sum(lines_of[name] for name in torn),
+            versions=_results(self.versions, torn),
+            environment=_results(self.environment, torn),
+            networks=_results(self.networks, torn),
+            nvls=_results(self.nvls, torn),
             communicators=communicators,
-            transports=self._transports(communicators),
-            nics=self._nic_uses(),
-            plugins=_results(self.plugins),
-            interfaces=_results(self.interfaces),
-            gpudirect=_results(self.gpudirect),
+            transports=self._transports(communicators, torn),
+            nics=self._nic_uses(torn),
+            plugins=_results(self.plugins, torn),
+            interfaces=_results(self.interfaces, torn),
+            gpudirect=_results(self.gpudirect, torn),
             predictions=tuple(self.predictions.cells.values()),
             choices=self.choices.result(handles, self.calls, num_ranks),
-            warnings=_results(dict(self.warnings.values())),
-            harmless=_results(dict(self.harmless.values())),
-            p2p_disabled=_results(dict(self.p2p_disabled.values())),
+            warnings=_results(dict(self.warnings.values()), torn),
+            harmless=_results(dict(self.harmless.values()), torn),
+            p2p_disabled=_results(dict(self.p2p_disabled.values()), torn),
             messages=messages,
             mismatches=tuple(compared.mismatches),
             behind=tuple(compared.lagging),
@@ -189,7 +221,9 @@ class Collector:
             rounded_calls=num_rounded,
         )
 
-    def _transports(self, communicators: Sequence[Communicator]) -> tuple[Transport, ...]:
+    def _transports(
+        self, communicators: Sequence[Communicator], torn: Container[str]
+    ) -> tuple[Transport, ...]:
         hosts = {
             group.key: {member.rank: member.host for member in group.members}
             for group in communicators
@@ -197,12 +231,18 @@ class Collector:
         nodes = {group.key: group.num_nodes for group in communicators}
         # Every process of a communicator logs its own side of a link.
         joined: dict[tuple[str, Link], LinkLines] = {}
+        num_kinds = Counter[str]()
         for (index, link), lines in self.links.items():
-            key = (self.communicators.handles[index].key, link)
-            total = joined.setdefault(key, LinkLines(lines.first))
-            total.sides = [sum(pair) for pair in zip(total.sides, lines.sides, strict=True)]
+            handle = self.communicators.handles[index]
+            if handle.process in torn or not link.is_within(handle.num_ranks):
+                continue
+            num_kinds[link.kind] += sum(lines.sides)
+            joined.setdefault((handle.key, link), LinkLines(lines.first)).add(lines)
+        cut = _cut_kinds(num_kinds)
         transports = []
         for (communicator, link), lines in joined.items():
+            if link.kind in cut:
+                continue
             host_of = hosts.get(communicator, {})
             target = None if link.target is None else host_of.get(link.target)
             link_hosts = (host_of.get(link.source), target)
@@ -214,14 +254,14 @@ class Collector:
                     target=link.target,
                     same_host=_same_host(link.kind, link_hosts, nodes.get(communicator)),
                     channels=lines.channels,
-                    gdrdma=link.gdrdma,
-                    pxn=link.pxn,
+                    gdrdma=all(lines.sides_with(lines.gdrdma)),
+                    pxn=any(lines.sides_with(lines.pxn)),
                     evidence=lines.first.evidence(),
                 )
             )
         return tuple(transports)
 
-    def _nic_uses(self) -> tuple[NicUse, ...]:
+    def _nic_uses(self, torn: Container[str]) -> tuple[NicUse, ...]:
         return tuple(
             NicUse(
                 communicator=self.communicators.handles[index].key,
@@ -232,7 +272,28 @@ class Collector:
                 evidence=lines.first.evidence(),
             )
             for (index, rank, device), lines in self.nics.items()
+            if self.communicators.handles[index].process not in torn
         )
+
+
+def _is_cut(handle: CommHandle, whole: Sequence[CommHandle]) -> bool:
+    """Return whether the pointer is the beginning of one whose start the log has."""
+    return not (handle.comm_id or handle.sequence) and any(
+        handle.process in ("", other.process) and other.pointer.startswith(handle.pointer)
+        for other in whole
+    )
+
+
+def _cut_kinds(num_kinds: Mapping[str, int]) -> set[str]:
+    """Return kinds of torn lines: less, or more, than the words of a far more frequent one."""
+    return {
+        kind
+        for kind, lines in num_kinds.items()
+        for other, others in num_kinds.items()
+        if lines * MIN_RATIO <= others
+        and kind != other
+        and (other.startswith(kind) or kind.startswith(other))
+    }
 
 
 def _rank_by_process(groups: Sequence[Communicator]) -> Callable[[str], int | None]:
@@ -248,8 +309,8 @@ def _rank_by_process(groups: Sequence[Communicator]) -> Callable[[str], int | No
     return ranks.get
 
 
-def _results(table: Mapping[Key, OccurrenceCounter]) -> dict[Key, Occurrences]:
-    return {key: counter.result() for key, counter in table.items()}
+def _results(table: Mapping[Key, OccurrenceCounter], torn: Set[str]) -> dict[Key, Occurrences]:
+    return {key: counter.result(torn) for key, counter in table.items()}
 
 
 def _same_host(

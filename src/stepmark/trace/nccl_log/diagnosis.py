@@ -143,6 +143,9 @@ def lagging_ranks(facts: LogFacts) -> Iterator[Finding]:
         yield finding_of("behind", Severity.WARNING, text + ".", evidence)
 
 
+_ONE_FILE = "Write one file per process: NCCL_DEBUG_FILE with %h.%p."
+
+
 def lost_lines(facts: LogFacts) -> Iterator[Finding]:
     """Report ranks whose log lacks calls that their peers have."""
     for lost in facts.lost:
@@ -150,12 +153,12 @@ def lost_lines(facts: LogFacts) -> Iterator[Finding]:
         text = (
             f"The log of {name} lacks at least {plural(lost.lines, 'call')} of communicator "
             f"{lost.communicator} between others: lines were lost, and counts of calls are too "
-            "low"
+            "low, or lines of others are there twice"
         )
         if not lost.certain:
             text += ", or it issued fewer calls: opCount does not count in this log"
         finding = finding_of("lost-lines", Severity.WARNING, f"{text}.", [lost.before.evidence])
-        yield replace(finding, action="Write one file per process: NCCL_DEBUG_FILE with %h.%p.")
+        yield replace(finding, action=_ONE_FILE)
 
 
 def _rank(side: IssuedCall) -> str:
@@ -303,9 +306,21 @@ def cut_lines(facts: LogFacts) -> Iterator[Finding]:
     """Report lines of calls that end before their count and type."""
     if facts.unread_calls:
         text = (
-            f"{plural(facts.unread_calls, 'call')} could not be counted: the line is cut off."
+            f"{plural(facts.unread_calls, 'call')} could not be counted: the line is cut off. "
+            "The calls of its process are not compared with other ranks."
         )
         yield finding_of("cut-lines", Severity.NOTE, text, [])
+
+
+def torn_lines(facts: LogFacts) -> Iterator[Finding]:
+    """Report lines that were left out, as their process never existed."""
+    if facts.torn_lines:
+        text = (
+            f"{plural(facts.torn_lines, 'line')} were left out: torn or interleaved, they name "
+            "a process that is a part of another one's name. Counts of calls may be too low."
+        )
+        finding = finding_of("torn-lines", Severity.WARNING, text, facts.torn)
+        yield replace(finding, count=facts.torn_lines, action=_ONE_FILE)
 
 
 _HARMLESS = (
@@ -364,4 +379,5 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     slow_init,
     harmless,
     cut_lines,
+    torn_lines,
 )

@@ -319,10 +319,15 @@ def _add_link(
     way: str,
 ) -> None:
     net = _NET.match(way)
+    if net is None and way.startswith("NET/"):
+        return  # cut
     gdrdma = bool(net and "/GDRDMA" in net[4])
     pxn = bool(net and net[3])
-    link = Link(_kind(way, net), *ranks, gdrdma, pxn)
-    collector.links.setdefault((handle.order, link), LinkLines(message)).sides[side] += 1
+    link = Link(_kind(way, net), *ranks)
+    lines = collector.links.setdefault((handle.order, link), LinkLines(message))
+    lines.sides[side] += 1
+    lines.gdrdma[side] += gdrdma
+    lines.pxn[side] += pxn
     # With PXN the adapter belongs to another rank's GPU.
     if net and not pxn:
         key = (handle.order, ranks[side], int(net[2]))
@@ -342,16 +347,17 @@ def collnet(collector: Collector, message: LogMessage) -> None:
     match, handle = _COLLNET.match(message.text), collector.communicators.latest(message)
     if match and handle:
         rank, side, way = match.groups()
-        link = Link(f"COLLNET/{way.split('/')[0]}", int(rank), None, "/GDRDMA" in way, False)
+        link = Link(f"COLLNET/{way.split('/')[0]}", int(rank), None)
         lines = collector.links.setdefault((handle.order, link), LinkLines(message))
         lines.sides[_SIDES[side]] += 1
+        lines.gdrdma[_SIDES[side]] += "/GDRDMA" in way
 
 
 def multicast_group(collector: Collector, message: LogMessage) -> None:
     """Record NVLS comm 0x... headRank 0 nHeads 8 ...: a rank joined NVLink SHARP."""
     handle = collector.communicators.latest(message)
     if handle and handle.rank is not None and message.text.startswith("NVLS comm "):
-        link = Link("NVLS", handle.rank, None, False, False)
+        link = Link("NVLS", handle.rank, None)
         collector.links.setdefault((handle.order, link), LinkLines(message)).sides[0] += 1
 
 

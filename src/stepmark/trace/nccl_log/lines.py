@@ -260,6 +260,10 @@ class CallSequence:
     def __bool__(self) -> bool:
         return bool(self.calls or self.unordered)
 
+    @property
+    def num_calls(self) -> int:
+        return len(self.calls) + sum(counter.calls for counter in self.unordered.values())
+
     def keys(self) -> "array[int]":
         """Return the keys of the calls in order."""
         return array("I", self.calls.tobytes())[HIGH_HALF::2]

@@ -1,0 +1,31 @@
+"""Processes that a torn line seems to name: their name is a part of another one's."""
+
+from collections.abc import Mapping
+
+# A process writes at least so many times as many lines as torn ones of it look like another.
+MIN_RATIO = 8
+
+
+def ghosts(num_lines: Mapping[str, int]) -> set[str]:
+    """Return the processes (host:pid) that only torn lines name, given the lines of each.
+
+    A line cut in front names a host that ends like the right one; one that begins inside
+    another line names a host that ends with the right one.
+    """
+    by_pid: dict[str, dict[str, int]] = {}
+    for process, lines in num_lines.items():
+        host, _, pid = process.rpartition(":")
+        by_pid.setdefault(pid, {})[host] = lines
+    return {
+        f"{host}:{pid}"
+        for pid, hosts in by_pid.items()
+        for host, lines in hosts.items()
+        if any(
+            lines * MIN_RATIO <= others and _is_torn(host, other)
+            for other, others in hosts.items()
+        )
+    }
+
+
+def _is_torn(host: str, other: str) -> bool:
+    return host != other and bool(host) and (other.endswith(host) or host.endswith(other))
