@@ -189,7 +189,8 @@ def read(path: Path) -> Workload:
         notes=_notes(readers),
     )
     workload.check()
-    return replace(workload, notes=disagreements(workload) if path.is_dir() else ())
+    differ = disagreements(workload) if path.is_dir() else ()
+    return replace(workload, notes=workload.notes + differ)
 
 
 def _notes(readers: Sequence["Reader"]) -> tuple[str, ...]:
