@@ -26,7 +26,6 @@ from stepmark.trace.nccl_log.lines import (
     ParsedCall,
     Writer,
     batches,
-    no_collection,
     parse_call,
     parse_coll,
     segments,
@@ -34,6 +33,7 @@ from stepmark.trace.nccl_log.lines import (
     unstamped,
     writer_of,
 )
+from stepmark.trace.read_text import no_collection
 
 _MARKS = (b"NCCL INFO ", b"NCCL WARN ", b"NCCL CALL ", b"NCCL TRACE ")
 _VERSIONS = (b"NCCL version", b"RCCL version", b"HIP version", b"ROCm version")

@@ -5,13 +5,11 @@ absent in CALL lines, and what precedes NCCL may also be missing (text copied fr
 numbers of calls are those of nccl.h, as printed.
 """
 
-import gc
 import gzip
 import re
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -76,18 +74,6 @@ class LogMessage:
         if not rest or b"NCCL" in rest:
             return self.text
         return f"{self.text.rstrip()} {text_of(rest)}"
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Suspend the search for cycles, which takes a third of the time: the tables only grow."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def batches(path: Path) -> Iterator[tuple[int, list[bytes]]]:

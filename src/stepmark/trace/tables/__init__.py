@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepmark.core.reading import Table
 from stepmark.core.units import format_bytes
-from stepmark.trace.read_text import lines_of, read_text
+from stepmark.trace.read_text import lines_of, no_collection, read_text
 from stepmark.trace.tables import nccl_json, nccl_text, result_csv, slide_tables
 
 _MARKS = re.compile(
@@ -30,7 +30,8 @@ def find(path: Path) -> list[Table]:
     Raises ConfigError for a file that cannot be read, is empty or binary. A text without any
     table gives an empty list.
     """
-    return tables_of(read_text(path), str(path))
+    with no_collection():
+        return tables_of(read_text(path), str(path))
 
 
 def tables_of(text: str, file: str) -> list[Table]:
@@ -47,13 +48,13 @@ def repeat_notes(table: Table) -> tuple[str, ...]:
     counts = Counter(
         reading.measurement for reading in table.readings if reading.size_bytes != 0
     )
+    if max(counts.values(), default=0) < 2:
+        return ()
     names = {
         reading.label or format_bytes(reading.size_bytes or 0): None
         for reading in table.readings
         if counts[reading.measurement] > 1
     }
-    if not names:
-        return ()
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     sizes = ", ".join(list(names)[:3]) + more
     return (f"repeats: the table has {sizes} up to {max(counts.values())} times",)

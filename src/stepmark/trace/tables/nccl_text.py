@@ -74,7 +74,9 @@ class _Reader:
     incomplete: dict[str, int] = field(default_factory=dict)  # tag: last line of its row
 
     def output(self, tag: str, number: int) -> Output:
-        return self.open.setdefault(tag, Output(number))
+        if tag not in self.open:
+            self.open[tag] = Output(number)
+        return self.open[tag]
 
     def output_without_rows(self, tag: str, number: int) -> Output:
         """Begin another output if the current one has rows."""

@@ -122,9 +122,7 @@ def num_ranks_of(readings: Sequence[Reading], collective: str) -> RanksAndReason
 
 def factor_interval(readings: Sequence[Reading]) -> tuple[float, float] | None:
     """Return the range of busbw / algbw in nearly all rows, or None if rows do not agree."""
-    intervals = [
-        interval for reading in readings[:_MAX_ROWS] if (interval := _interval(reading))
-    ]
+    intervals = list(filter(None, map(_interval, readings[:_MAX_ROWS])))
     edges = sorted([(low, -1) for low, _ in intervals] + [(high, 1) for _, high in intervals])
     depth, deepest, best = 0, 0, (0.0, 0.0)
     for index, (value, step) in enumerate(edges):
