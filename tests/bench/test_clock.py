@@ -87,6 +87,16 @@ def test_a_cpu_has_the_host_clock(name: ClockName) -> None:
     assert timer.method == "host/1"
 
 
+@pytest.mark.parametrize(
+    ("call_s", "launch_s", "method"),
+    [(5e-6, 20e-6, "event-rotate/2"), (50e-6, 20e-6, "event-rotate/1")],
+)
+def test_kernels_shorter_than_their_launch_have_a_method_of_their_own(
+    call_s: float, launch_s: float, method: str
+) -> None:
+    assert clock.RotateTimer([sleep], call_s, launch_s).method == method
+
+
 # GPU
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -146,6 +156,8 @@ def test_no_clock_gives_less_than_a_hot_cache() -> None:
     hot = median(device_timer(ClockName.HOT, 1024))
     for name in (ClockName.ROTATE, ClockName.FLUSH):
         assert median(device_timer(name, 1024)) > 0.9 * hot
+    # No launch is in it: a graph of the same calls takes about as long.
+    assert hot < 1.3 * median(device_timer(ClockName.GRAPH, 1024))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,9 @@ event-flush   L2 overwritten before each call; one call between two events
 event-hot     one operand set, no flush: the result of a careless benchmark
 host          perf_counter around k calls (CPU)
 
-The host enqueues a batch behind a spinning kernel, so that launch latency is not in a time.
+The host enqueues a batch behind a spinning kernel, so that launch latency is not in a time. Where
+a launch may take longer than the kernel, each sample has a spinning kernel of its own before it:
+event-rotate/2 and event-hot/2.
 """
 
 import math
@@ -77,8 +79,10 @@ class HostTimer:
 class _EventTimer:
     """Shared by the device timers: pairs of events around `_issue`."""
 
-    def __init__(self, name: ClockName, calls_per_sample: int, launch_s: float) -> None:
-        self.method = f"{name}/{VERSION}"
+    def __init__(
+        self, name: ClockName, calls_per_sample: int, launch_s: float, version: int = VERSION
+    ) -> None:
+        self.method = f"{name}/{version}"
         self.calls_per_sample = calls_per_sample
         self._launch_s = launch_s
 
@@ -114,9 +118,15 @@ class RotateTimer(_EventTimer):
         name: ClockName = ClockName.ROTATE,
     ) -> None:
         k = max(1, min(64, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
-        super().__init__(name, k, launch_s * k)
+        is_short = launch_s > estimate_s
+        super().__init__(name, k, launch_s * k, version=2 if is_short else VERSION)
+        self._head_start_s = launch_s * k if is_short else 0.0
         self._calls = calls
         self._next = 0
+
+    def _before(self) -> None:
+        if self._head_start_s:
+            spin(self._head_start_s)
 
     def _issue(self) -> None:
         for _ in range(self.calls_per_sample):
