@@ -9,9 +9,9 @@ event-flush   L2 overwritten before each call; one call between two events
 event-hot     one operand set, no flush: the result of a careless benchmark
 host          perf_counter around k calls (CPU)
 
-The host enqueues a batch behind a spinning kernel, so that launch latency is not in a time. Where
-a launch may take longer than the kernel, each sample has a spinning kernel of its own before it:
-event-rotate/2 and event-hot/2.
+The host enqueues a batch behind a spinning kernel, so that launch latency is not in a time.
+Where a launch may take longer than the kernel, each sample has a spinning kernel of its own
+before it: event-rotate/2 and event-hot/2.
 """
 
 import math
