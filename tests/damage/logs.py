@@ -362,9 +362,20 @@ _LOST = (
     Mutator("call cut", Effect.DETECTABLE, _cut_line),
     Mutator("start of call lost", Effect.DETECTABLE, _without_start_of_line),
 )
+
+
+def _within_call(lines: Lines, random: Random) -> bytes:
+    """Tear two lines of which the first is a call."""
+    at = random.choice([n for n, line in enumerate(lines[:-1]) if ": opCount " in line])
+    torn = line_within_line(lines[at : at + 2], random).decode().splitlines()
+    return encoded([*lines[:at], *torn, *lines[at + 2 :]])
+
+
 _TORN = (
     Mutator("lines joined", Effect.DETECTABLE, joined_lines),
-    Mutator("line in line", Effect.DETECTABLE, line_within_line),
+    Mutator("line in call", Effect.DETECTABLE, _within_call),
+    # A line of one link may lose its process: its text names no communicator.
+    Mutator("line in line", Effect.UNDETECTABLE, line_within_line),
 )
 _ON_LINUX = tuple(mutator for mutator in HARMLESS if mutator.name != "utf-16")
 
