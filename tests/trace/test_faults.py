@@ -174,8 +174,8 @@ def joined_rules(log: str, dumps: str, tmp_path: Path) -> list[Finding]:
 def test_dumps_that_contradict_the_log_say_so(tmp_path: Path) -> None:
     first, second = joined_rules("group_order", "missing", tmp_path)
     assert (first.rule, second.rule) == ("failure-deadlock", "fr-hang")
-    assert "The dumps of this job show another problem (of rank 0, 1), fr-hang" in first.text
-    assert "The log of this job show" in second.text
+    assert "The dumps of this job show another problem (of ranks 0, 1), fr-hang" in first.text
+    assert "The log of this job shows another problem (of ranks 0, 1)" in second.text
 
 
 def test_dumps_name_the_cause_that_a_log_leaves_open(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stepmark.core.finding import Finding, Severity
+from stepmark.trace.nccl_log.waits import ranks_text
 
 # Findings of a log that state how a rank waited or was ended, but not why.
 _WAITS = frozenset(
@@ -73,9 +74,10 @@ def _agrees(shown: Finding, cause: Finding) -> bool:
 
 
 def _contradicted(finding: Finding, source: str, other: Finding) -> Finding:
-    who = f" (of rank {', '.join(map(str, other.ranks[:8]))})" if other.ranks else ""
-    text = f"{finding.text} The {source} of this job show another problem{who}, {other.rule}"
-    text += ": they contradict this, or were written at another time, or there are two faults."
+    who = f" (of {ranks_text(other.ranks)})" if other.ranks else ""
+    verb = "shows" if source == "log" else "show"
+    text = f"{finding.text} The {source} of this job {verb} another problem{who}, {other.rule}"
+    text += ": that contradicts this, or is of another time, or there are two faults."
     return replace(finding, text=text)
 
 
