@@ -99,6 +99,8 @@ def test_conditions_on_unknown_values() -> None:
         assert not torch.isnan(x).any()
         assert math.isnan(float(x.sum()))
         assert f"{x.sum():.2f}" == "nan"
+        for scaled in (x / count, count * x, x * count, 1 / (count + 1) * x, count / x):
+            assert isinstance(scaled, torch.Tensor)
         assert f"{number:.2f} {count:d} {round(number, 2)}" == "nan unknown nan"
 
     made = capture(lambda: step, 4)

@@ -52,6 +52,7 @@ USES: dict[str, Callable[[], Any]] = {
     "list": lambda: [0] * value().item(),
     "loop": lambda: list(range(value())),
     "min": lambda: torch.ones(min(8, value().item())),
+    "min_float": lambda: torch.ones(int(min(8, value().float().item()))),
     "sorted": lambda: torch.ones(sorted([3, value().item()])[0]),
     "random": lambda: torch.ones(torch.randint(10, 100, (1,)).item()),
     "index": lambda: [1, 2, 3][value()],

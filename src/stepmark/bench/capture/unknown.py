@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, Never
 
 import torch
@@ -131,10 +132,7 @@ class UnknownNumber:
         return "unknown"
 
     def _compared(self, *_: object) -> "UnknownNumber":
-        frame = sys._getframe(1)
-        operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if operation not in ("COMPARE_OP", "CONTAINS_OP"):  # the result may be a size
-            self._policy.refuse("is compared by min, max, sorted or the like")
+        _refuse_choice(self._policy, sys._getframe(1))
         return UnknownNumber(self._policy)
 
     def _computed(self, *others: Any) -> Any:
@@ -144,15 +142,32 @@ class UnknownNumber:
             return UnknownFloat(self._policy)
         return UnknownNumber(self._policy)
 
-    def _divided(self, *_: Any) -> "UnknownFloat":
-        return UnknownFloat(self._policy)
+    def __truediv__(self, other: Any) -> Any:
+        return math.nan / other if isinstance(other, Tensor) else UnknownFloat(self._policy)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / math.nan if isinstance(other, Tensor) else UnknownFloat(self._policy)
+
+    def __mul__(self, other: Any) -> Any:
+        return other * math.nan if _is_float(other) else self._computed(other)
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compared  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
+    __rmul__ = __mul__
+    __add__ = __radd__ = __sub__ = __rsub__ = _computed
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _computed
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _computed
     __neg__ = __pos__ = __abs__ = __invert__ = __round__ = _computed
-    __truediv__ = __rtruediv__ = _divided
+
+
+def _refuse_choice(policy: ReadPolicy, frame: FrameType) -> None:
+    """Refuse a comparison by a function, whose result may be the other number: a size."""
+    operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    if operation not in ("COMPARE_OP", "CONTAINS_OP"):
+        policy.refuse("is compared by min, max, sorted or the like")
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 class UnknownFloat(float):
@@ -172,6 +187,8 @@ class UnknownFloat(float):
         self._policy.refuse("is converted to an int")
 
     def _compared(self, other: object) -> Any:
+        if isinstance(other, int):
+            _refuse_choice(self._policy, sys._getframe(1))
         return self._policy.branch()
 
     def _computed(self, *others: Any) -> Any:
