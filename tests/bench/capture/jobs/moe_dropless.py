@@ -11,22 +11,19 @@ from torch.nn import functional as fn
 EXPERTS, TOP_K, TOKENS = 8, 2, 16
 
 
-def evenly(scores: torch.Tensor) -> torch.Tensor:
-    """Prefer experts by turns, as a router that is balanced does."""
-    turns = (torch.arange(TOKENS * TOP_K) % EXPERTS).view(TOKENS, TOP_K)
-    return scores + 100 * fn.one_hot(turns, EXPERTS).sum(1)
-
-
 class Experts(nn.Module):
-    def __init__(self) -> None:
+    """wanted: the experts that the router of real ranks prefers for each token."""
+
+    def __init__(self, wanted: torch.Tensor) -> None:
         super().__init__()
+        self.wanted = 100 * fn.one_hot(wanted, EXPERTS).sum(1)
         self.router = nn.Linear(8, EXPERTS)
         self.local = EXPERTS // dist.get_world_size()
         self.weights = nn.Parameter(torch.randn(self.local, 8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         world = dist.get_world_size()
-        gates, chosen = torch.topk(evenly(self.router(x)).softmax(-1), TOP_K)
+        gates, chosen = torch.topk((self.router(x) + self.wanted).softmax(-1), TOP_K)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
         received = torch.empty_like(counts)
@@ -61,7 +58,11 @@ class Exchange(torch.autograd.Function):
 
 
 def build() -> Callable[[], None]:
-    model = Experts()
+    return routed((torch.arange(TOKENS * TOP_K) % EXPERTS).view(TOKENS, TOP_K))
+
+
+def routed(wanted: torch.Tensor) -> Callable[[], None]:
+    model = Experts(wanted)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
