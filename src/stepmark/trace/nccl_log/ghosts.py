@@ -16,15 +16,17 @@ def ghosts(num_lines: Mapping[str, int]) -> set[str]:
     for process, lines in num_lines.items():
         host, _, pid = process.rpartition(":")
         by_pid.setdefault(pid, {})[host] = lines
-    return {
-        f"{host}:{pid}"
-        for pid, hosts in by_pid.items()
-        for host, lines in hosts.items()
-        if any(
-            lines * MIN_RATIO <= others and _is_torn(host, other)
-            for other, others in hosts.items()
-        )
-    }
+    found = set()
+    for pid, hosts in by_pid.items():
+        frequent = sorted(((lines, host) for host, lines in hosts.items()), reverse=True)
+        for host, lines in hosts.items():
+            for others, other in frequent:
+                if others < lines * MIN_RATIO:
+                    break
+                if _is_torn(host, other):
+                    found.add(f"{host}:{pid}")
+                    break
+    return found
 
 
 def _is_torn(host: str, other: str) -> bool:

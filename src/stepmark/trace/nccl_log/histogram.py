@@ -80,7 +80,9 @@ def histogram_of(
         for merged, keys in own.kinds(plain, has_both).items():
             number = merged & NUMBER
             call = calls.kinds[number]
-            total = sum(own.totals[key] for key in keys)
+            total = own.totals[keys[0]]
+            if len(keys) > 1:
+                total = sum(own.totals[key] for key in keys)
             call_bytes = call.num_bytes()
             if call_bytes is None:
                 calls.unread += total
@@ -97,5 +99,7 @@ def histogram_of(
                 message_bytes=sizes[number, size],
             )
             tallies[kind] = Tally(calls=total, ranks=own.ranks[keys[0]])
-            num_rounded += sum(own.totals[key] for key in keys if key & NUMBER in calls.rounded)
+            if calls.rounded:
+                rounded = (own.totals[key] for key in keys if key & NUMBER in calls.rounded)
+                num_rounded += sum(rounded)
     return tallies, num_rounded
