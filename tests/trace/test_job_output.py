@@ -140,3 +140,12 @@ def test_a_failure_reported_in_public_has_its_cause(
     problems = [one for one in report.findings if one.severity is Severity.PROBLEM]
     assert [one.rule for one in problems] == [case["rule"]]
     assert problems[0].evidence
+
+
+def test_lines_that_differ_in_digits_alone_are_told_apart(tmp_path: Path) -> None:
+    """Lines without a word of a failure are known by what is left without their digits."""
+    path = tmp_path / "out.txt"
+    path.write_text("ki0lled: 7\nstep 1\nbash: line 3: 17 Killed python\nstep 2\n")
+    assert [one.rule for one in diagnose(read_log([path]))] == ["failure-killed"]
+    path.write_text("Ki1lled\n" * 3 + "Killed\n")
+    assert [one.rule for one in diagnose(read_log([path]))] == ["failure-killed"]

@@ -121,7 +121,8 @@ class OutputReader:
             shape = line.translate(None, _DIGITS)
             if shape in self._quiet:
                 return
-            if not any(word in line for word in _WORDS):
+            # The words have no digit, so they are in the shape of any line that has one.
+            if not any(word in shape for word in _WORDS):
                 if len(self._quiet) < _MAX_QUIET:
                     self._quiet.add(shape)
                 return
