@@ -53,6 +53,12 @@ def test_a_job_that_does_not_end_is_stopped_at_its_line(build: Any) -> None:
     assert time.monotonic() - start < 5
 
 
+def test_the_command_line_limits_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["workload", "capture", f"{FILE}:sleeps", "--world-size", "4"]
+    assert status([*command, "--timeout", "0.3s"]) == 2
+    assert "the job still runs after 0.3 s: see --timeout" in capsys.readouterr().err
+
+
 def test_progress_names_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepmark.bench.capture.watch.INTERVAL_S", 0.1)
     shown: list[str] = []
@@ -67,6 +73,13 @@ def test_errors_of_types_are_those_of_real_tensors(name: str) -> None:
     with pytest.raises((RuntimeError, IndexError)):
         use()
     assert "it raised " in refusal(lambda: use)
+
+
+@pytest.mark.parametrize("name", unknown_sizes.BUFFERS)
+def test_buffers_that_real_ranks_do_not_take_are_errors(name: str) -> None:
+    text = refusal(lambda: unknown_sizes.BUFFERS[name])
+    assert "it raised " in text
+    assert any(word in text for word in ("buffers have", "do not divide", "do not fit", "size"))
 
 
 @pytest.mark.parametrize("number", range(len(unknown_sizes.LEGAL)))

@@ -122,6 +122,16 @@ DTYPES: dict[str, Callable[[], Any]] = {
     "target": lambda: fn.cross_entropy(torch.ones(2, 4), torch.ones(2, dtype=torch.int32)),
     "gather": lambda: torch.ones(4).gather(0, torch.ones(2)),
 }
+BUFFERS: dict[str, Callable[[], Any]] = {
+    "gathered types": lambda: dist.all_gather_into_tensor(torch.ones(8), torch.ones(2).half()),
+    "gathered size": lambda: dist.all_gather_into_tensor(torch.ones(6), torch.ones(2)),
+    "scattered size": lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(6)),
+    "rows": lambda: dist.all_to_all_single(torch.ones(6), torch.ones(6)),
+    "splits": lambda: dist.all_to_all_single(
+        torch.ones(4), torch.ones(4), [1] * 4, [1, 1, 1, 0]
+    ),
+    "exchanged types": lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4).double()),
+}
 LEGAL: Sequence[Callable[[], Any]] = (
     lambda: nn.LayerNorm(4)(torch.ones(2, 4).bfloat16()),
     lambda: torch.addmm(torch.ones(4), torch.ones(2, 3), torch.ones(3, 4)),
@@ -129,4 +139,7 @@ LEGAL: Sequence[Callable[[], Any]] = (
     lambda: torch.zeros(4, 3).index_put((torch.arange(2),), torch.ones(2, 3)),
     lambda: torch.zeros(4)[torch.arange(4) > 1] + torch.ones(2, dtype=torch.float64),
     lambda: fn.cross_entropy(torch.ones(2, 4), torch.full((2, 4), 0.25)),
+    lambda: fn.grouped_mm(
+        torch.ones(8, 4), torch.ones(2, 4, 4), offs=torch.tensor([3, 8], dtype=torch.int32)
+    ),
 )

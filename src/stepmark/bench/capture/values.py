@@ -30,7 +30,7 @@ from stepmark.bench.capture.contents import (
     store,
     value_of,
 )
-from stepmark.bench.capture.dtype_errors import DtypeErrors
+from stepmark.bench.capture.operand_errors import DtypeErrors, check_buffers
 from stepmark.bench.capture.routing import Assumption, Router, from_peers
 from stepmark.bench.capture.unknown import ReadPolicy, TensorReads
 from stepmark.bench.training.messages import BATCH_P2P, NAMESPACES, group_of, tensors
@@ -243,8 +243,10 @@ class Values:
     ) -> Any:
         """Run communication. What peers send is as this rank's if it stems from routing."""
         group = next(filter(None, map(group_of, (*args, *kwargs.values()))), None)
-        result = func(*args, **kwargs)
         in_place = func.namespace == "c10d"
+        if in_place and group is not None:
+            check_buffers(name, args, group.size())
+        result = func(*args, **kwargs)
         if name in ("send", "isend", "barrier"):
             return result
         outputs = list(tensors(args[0] if in_place else result))

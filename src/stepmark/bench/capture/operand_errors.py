@@ -1,10 +1,11 @@
-"""Errors of real kernels on types of numbers, which operators on fake tensors do not raise.
+"""Errors of real kernels and process groups, which fake ones do not raise.
 
-Each combination of types is tried once, on real tensors of one element.
+Each combination of types is tried once, on real tensors of one element. Buffers of collectives
+must have one type, and sizes that fit the ranks (ProcessGroup's checks in C++, torch 2.13).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ _TRIED = frozenset(
     }
 )
 _ABOUT_TYPES = re.compile(r"\b(dtypes?|scalar types?|types?|datatypes?)\b")
+
+
+# By what power of the ranks' number the input is larger than the output.
+_BUFFERS = {"_allgather_base_": -1, "_reduce_scatter_base_": 1, "alltoall_base_": 0}
 
 
 class DtypeErrors:
@@ -60,3 +65,25 @@ def _small(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_small(item) for item in value]
     return value
+
+
+def check_buffers(name: str, args: Sequence[Any], num_ranks: int) -> None:
+    """Raise an error for buffers of a collective of c10d that real ranks do not take."""
+    if name not in _BUFFERS:
+        return
+    received, sent = (list(tensors(value)) for value in args[:2])
+    types = {tensor.dtype for tensor in (*received, *sent)}
+    if len(types) > 1:
+        raise RuntimeError(
+            f"{name}: buffers have the types {', '.join(sorted(map(str, types)))}"
+        )
+    num_sent, num_received = (sum(t.numel() for t in side) for side in (sent, received))
+    if name == "alltoall_base_":
+        for splits, tensor in zip(args[3:5], (*received, *sent), strict=True):
+            rows = tensor.size(0)
+            if sum(splits) != rows if splits else rows % num_ranks:
+                raise RuntimeError(f"{name}: splits {list(splits)} do not divide {rows} rows")
+    elif num_received * num_ranks ** _BUFFERS[name] != num_sent:
+        raise RuntimeError(
+            f"{name}: {num_sent} elements in, {num_received} out do not fit {num_ranks} ranks"
+        )
