@@ -1,7 +1,9 @@
 """Output without any line of NCCL: lines by which launchers, Python, CUDA and kernels fail."""
 
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -11,7 +13,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding, Severity
 from stepmark.core.verb_options import LogsOptions
 from stepmark.trace.job_output import has_failures
-from stepmark.trace.nccl_log import read_log
+from stepmark.trace.nccl_log import lines, read_log
 from stepmark.trace.nccl_log.diagnosis import diagnose
 
 FATAL = (
@@ -149,3 +151,20 @@ def test_lines_that_differ_in_digits_alone_are_told_apart(tmp_path: Path) -> Non
     assert [one.rule for one in diagnose(read_log([path]))] == ["failure-killed"]
     path.write_text("Ki1lled\n" * 3 + "Killed\n")
     assert [one.rule for one in diagnose(read_log([path]))] == ["failure-killed"]
+
+
+def test_the_only_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.txt"
+    path.write_text("step\n" * 9 + "RuntimeError: the widget is on fire\n")
+    read: list[Path] = []
+
+    def split_once(stream: IO[bytes]) -> Iterator[tuple[int, list[bytes]]]:
+        read.append(path)
+        return split(stream)
+
+    split = lines._split
+    monkeypatch.setattr(lines, "_split", split_once)
+    monkeypatch.delattr("stepmark.app.log_sources.has_failures")
+    (view,) = read_report(collect([str(path)]), LogsOptions(files=(str(path),))).views
+    assert [one.rule for one in view.source.findings] == ["failure-python"]
+    assert len(read) == 1

@@ -3,13 +3,14 @@
 import glob
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding
+from stepmark.core.log_facts import LogFacts
 from stepmark.core.message import Histogram
 from stepmark.report import log_summary
 from stepmark.report.histogram import ranks_seen, with_ranks
@@ -38,6 +39,8 @@ class Inputs:
 
     paths: dict[str, list[Path]] = field(default_factory=lambda: defaultdict(list))
     unknown: list[tuple[Path, str]] = field(default_factory=list)  # in folders, with the reason
+    # Of the only file, if it had to be read whole to see what it is.
+    facts: dict[Path, LogFacts] = field(default_factory=dict)
 
 
 def collect(words: Sequence[str], *, only_tables: bool = False) -> Inputs:
@@ -52,7 +55,13 @@ def collect(words: Sequence[str], *, only_tables: bool = False) -> Inputs:
         paths, is_named = _expand(word)
         is_known = [
             path.resolve() in sorted_paths
-            or _sort(path, inputs, is_named=is_named, only_tables=only_tables)
+            or _sort(
+                path,
+                inputs,
+                is_named=is_named,
+                is_only=is_named and len(words) == 1,
+                only_tables=only_tables,
+            )
             for path in paths
         ]
         sorted_paths.update(path.resolve() for path in paths)
@@ -88,13 +97,16 @@ def _limited(word: str, files: Iterator[Path]) -> list[Path]:
     return sorted(limited)
 
 
-def _sort(path: Path, inputs: Inputs, *, is_named: bool, only_tables: bool) -> bool:
+def _sort(
+    path: Path, inputs: Inputs, *, is_named: bool, is_only: bool, only_tables: bool
+) -> bool:
     """Add the file to the inputs, and return whether it is of a known kind."""
     try:
         kinds = kinds_of(path)
         is_output = is_named or path.suffix in _OUTPUT_SUFFIXES
-        if not only_tables and kinds <= {TABLES} and is_output and has_failures(path):
-            kinds.add(LOG)
+        if not only_tables and kinds <= {TABLES} and is_output:
+            is_failed = _read_only(path, inputs) if is_only else has_failures(path)
+            kinds |= {LOG} if is_failed else set()
     except ConfigError as error:
         if is_named:
             raise
@@ -113,6 +125,17 @@ def _sort(path: Path, inputs: Inputs, *, is_named: bool, only_tables: bool) -> b
     for kind in kinds:
         inputs.paths[kind].append(path)
     return bool(kinds)
+
+
+def _read_only(path: Path, inputs: Inputs) -> bool:
+    """Read the only file, and return whether it is output of a job that failed."""
+    if is_binary(read_head(path)):
+        return False
+    try:
+        facts = inputs.facts[path] = read_log([path])
+    except ConfigError:
+        return False
+    return facts.has_failed or any(state.waits_in is not None for state in facts.progress)
 
 
 def kinds_of(path: Path) -> set[str]:
@@ -155,7 +178,7 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
     as of one job, with one cause.
     """
     readers: dict[str, Callable[[list[Path]], Source]] = {
-        LOG: partial(_log, num_ranks),
+        LOG: partial(_log, num_ranks, inputs.facts if num_ranks is None else {}),
         FLIGHT: _flight_recorder,
         INSPECTOR: _inspector,
     }
@@ -173,8 +196,10 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
     ]
 
 
-def _log(num_ranks: int | None, paths: Sequence[Path]) -> Source:
-    facts = read_log(paths, num_ranks=num_ranks)
+def _log(
+    num_ranks: int | None, known: Mapping[Path, LogFacts], paths: Sequence[Path]
+) -> Source:
+    facts = known.get(paths[0]) or read_log(paths, num_ranks=num_ranks)
     return Source(
         kind=LOG if facts.has_messages else OUTPUT,
         files=tuple(map(str, paths)),
