@@ -19,13 +19,14 @@ run: $(VENV)/.installed
 
 setup: $(VENV)/.installed-dev
 
-# Tests that start processes and look at the clock come second, alone. A half may have no test
-# that ARGS selects (5), not both. Slow tests are `make soak`'s.
+# Tests that start processes and look at the clock come second, alone; the others run in two
+# processes. A half may have no test that ARGS selects (5), not both. Slow tests are `make soak`'s.
 test: $(VENV)/.installed-dev
 	@status=5; \
 	for half in "not ranks and not slow" "ranks and not slow"; do \
+	  case $$half in not*) workers="-n 2 --dist loadfile" ;; *) workers= ;; esac; \
 	  echo "pytest -m '$$half'"; code=0; \
-	  $(BIN)/python -m pytest -m "$$half" $(ARGS) || code=$$?; \
+	  $(BIN)/python -m pytest $$workers -m "$$half" $(ARGS) || code=$$?; \
 	  case $$code in 5) ;; 0) [ $$status != 5 ] || status=0 ;; *) status=$$code ;; esac; \
 	done; \
 	exit $$status

@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(folder: Path, run: Path, launches: int) -> "subprocess.CompletedProcess[str]":
-    words = ["check", "--baseline", str(run), "--launches", str(launches), "--budget", "4s"]
+    words = ["check", "--baseline", str(run), "--launches", str(launches), "--budget", "2s"]
     # Other processes share this machine: only a factor counts here.
     return stepmark(*words, "--floor", "1", "--json", "-", cwd=folder)
 
