@@ -1,7 +1,6 @@
 """stepmark workload: generate, show, convert and capture what a training step does."""
 
 import contextlib
-import faulthandler
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -28,7 +27,6 @@ from stepmark.workload.architecture import AnyJob, Batch, OwnJob
 from stepmark.workload.job import Job, Spread, near_multiples
 from stepmark.workload.rules import RULES, Rule, find_rule
 
-_GRACE_S = 60.0  # behind --timeout, for each rank's own limit to take effect
 _MODEL_AXES = ("tp", "pp", "cp")
 _DATA_AXES = ("dp_shard", "dp_replicate")
 _SHARED = {field.name for field in fields(GenerateOptions)}  # not only of the rules
@@ -81,6 +79,7 @@ def convert(options: ConvertOptions) -> None:
 def capture(options: CaptureOptions) -> None:
     """Record a rank's step on fake tensors and fake ranks; without -o, print it."""
     from stepmark.bench.capture.run import capture_file  # noqa: PLC0415 # it loads torch
+    from stepmark.bench.capture.watch import Watch  # noqa: PLC0415
 
     file, colon, function = options.file.rpartition(":")
     if not colon or not file or not function.isidentifier():
@@ -88,21 +87,14 @@ def capture(options: CaptureOptions) -> None:
     world_size, rank = options.world_size, options.rank
     if not 0 <= rank < world_size:
         raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
-    # Ends a job that blocks in code of C++, where no signal is handled.
-    limit_s = options.timeout + _GRACE_S
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # the user's file may print
-            workload = capture_file(
-                options.file,
-                world_size,
-                rank,
-                tokens_per_expert=options.tokens_per_expert,
-                limit_s=options.timeout,
-                show=lambda text: sys.stderr.write(f"{text}\n"),
-            )
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    watch = Watch(
+        options.timeout, lambda text: sys.stderr.write(f"{text}\n"), ends_process=True
+    )
+    counts = options.tokens_per_expert
+    with contextlib.redirect_stdout(sys.stderr):  # the user's file may print
+        workload = capture_file(
+            options.file, world_size, rank, tokens_per_expert=counts, watch=watch
+        )
     if options.out:
         for note in workload.notes:
             sys.stderr.write(f"# {note}\n")

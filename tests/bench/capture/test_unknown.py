@@ -1,6 +1,8 @@
 """Values that depend on weights or inputs: what they steer, and what they must not reach."""
 
 import math
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as fn
 
 from stepmark.bench.capture.run import capture
+from stepmark.bench.capture.watch import Watch
 from stepmark.cli.main import status
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import CommOp
@@ -40,14 +43,14 @@ def test_what_must_be_known_is_refused_with_the_line(name: str) -> None:
 
 
 def test_a_loop_that_waits_for_a_value_is_refused() -> None:
-    assert "bounds a loop" in refusal(unknown_sizes.waits, limit_s=2.0)
+    assert "bounds a loop" in refusal(unknown_sizes.waits, watch=Watch(2.0))
 
 
 @pytest.mark.parametrize("build", [unknown_sizes.spins, unknown_sizes.sleeps])
 def test_a_job_that_does_not_end_is_stopped_at_its_line(build: Any) -> None:
     start = time.monotonic()
     shown: list[str] = []
-    text = refusal(build, limit_s=0.3, show=shown.append)
+    text = refusal(build, watch=Watch(0.3, shown.append))
     assert "still runs after 0.3 s: see --timeout" in text
     assert "unknown_sizes.py:" in text
     assert time.monotonic() - start < 5
@@ -59,10 +62,24 @@ def test_the_command_line_limits_the_time(capsys: pytest.CaptureFixture[str]) ->
     assert "the job still runs after 0.3 s: see --timeout" in capsys.readouterr().err
 
 
+def test_a_job_that_blocks_in_native_code_is_ended(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text("sum(range(10**12))\n")  # a loop in C, which handles no signals
+    program = (
+        "from stepmark.bench.capture import run, watch; watch.GRACE_S = 0.3;"
+        f"run.capture_file({str(job)!r}, 4, watch=run.Watch(0.3, ends_process=True))"
+    )
+    start = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert ended.returncode == 1
+    assert b'job.py", line 1 in <module>' in ended.stderr
+    assert time.monotonic() - start < 50
+
+
 def test_progress_names_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepmark.bench.capture.watch.INTERVAL_S", 0.1)
     shown: list[str] = []
-    refusal(unknown_sizes.sleeps, limit_s=0.35, show=shown.append)
+    refusal(unknown_sizes.sleeps, watch=Watch(0.35, shown.append))
     assert len(shown) >= 2
     assert "capturing rank 0: 2 operations, unknown_sizes.py:" in shown[0]
 

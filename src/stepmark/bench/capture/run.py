@@ -17,7 +17,6 @@ import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -43,21 +42,34 @@ from stepmark.core.workload import (
 
 Step = Callable[[], object]
 MAX_WORLD_SIZE = 2**20
-LIMIT_S = 600.0
 
 
-def _silent(_: str) -> None:
-    """Show no progress."""
-
-
-def capture_file(spec: str, world_size: int, rank: int = 0, **options: Any) -> Workload:
+def capture_file(
+    spec: str,
+    world_size: int,
+    rank: int = 0,
+    *,
+    tokens_per_expert: Sequence[int] = (),
+    watch: Watch | None = None,
+) -> Workload:
     """Capture "FILE.py:function"; the function's name is "build" if left out.
 
     Options are those of `capture`. Raises ConfigError; for an error in the user's code with the
     place.
     """
-    with load(spec) as (build, file):
-        return capture(build, world_size, rank, spec=spec, file=file, **options)
+    watch = watch or Watch()
+    with contextlib.ExitStack() as stack:
+        with watch.running(lambda: f"loading {spec}"):
+            build, file = stack.enter_context(load(spec))
+        return capture(
+            build,
+            world_size,
+            rank,
+            spec=spec,
+            file=file,
+            tokens_per_expert=tokens_per_expert,
+            watch=watch,
+        )
 
 
 def capture(
@@ -68,16 +80,15 @@ def capture(
     spec: str = "",
     file: str = "",
     tokens_per_expert: Sequence[int] = (),
-    limit_s: float = LIMIT_S,
-    show: Callable[[str], object] = _silent,
+    watch: Watch | None = None,
 ) -> Workload:
     """Return the computation and communication of this rank in a step, repeats folded.
 
     One stage represents all ranks. Code that sends to its neighbours (pipelines) has a stage
     for each rank of the pipeline; the pipeline must be the mesh's slowest axis. `spec` and
     `file` are the user's, for the record and for messages. tokens_per_expert: as of Router.
-    limit_s: for each rank that is captured. show: prints progress. Not thread-safe: it patches
-    methods of torch while it runs.
+    watch: limits the time of each rank. Not thread-safe: it patches methods of torch while it
+    runs.
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ConfigError("world-size", world_size, f"from 1 to {MAX_WORLD_SIZE}")
@@ -85,10 +96,10 @@ def capture(
         raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
     name = spec or getattr(build, "__name__", "capture")
     where = file or getattr(getattr(build, "__code__", None), "co_filename", "")
-    router = Router(tokens_per_expert)
+    router, watch = Router(tokens_per_expert), watch or Watch()
 
     def record(rank: int) -> _RankCapture:
-        policy, watch = ReadPolicy(where), Watch(limit_s, show)
+        policy = ReadPolicy(where)
         recorder = CaptureRecorder(rank, policy, router, watch.check)
 
         def status() -> str:

@@ -1,6 +1,7 @@
 """Report the progress of a capture, and end one that takes too long."""
 
 import contextlib
+import faulthandler
 import signal
 import sys
 import threading
@@ -8,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-INTERVAL_S = 10.0
+INTERVAL_S, LIMIT_S, GRACE_S = 10.0, 600.0, 60.0
 OWN = ("torch", "stepmark")  # packages whose lines are not the user's
 
 
@@ -17,14 +18,22 @@ class CaptureTimeoutError(BaseException):
 
 
 class Watch:
-    """Shows the status every INTERVAL_S, and ends a capture after limit_s.
+    """Shows the status every INTERVAL_S, and ends what runs after limit_s.
 
+    ends_process: also if it blocks in C++, where Python handles no signals, after GRACE_S more.
     Without effect outside of the main thread, where signals do not arrive.
     """
 
-    def __init__(self, limit_s: float, show: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        limit_s: float = LIMIT_S,
+        show: Callable[[str], object] = lambda text: None,
+        *,
+        ends_process: bool = False,
+    ) -> None:
         self._limit_s = limit_s
         self._show = show
+        self._ends_process = ends_process
         self._expired = False
 
     def check(self) -> None:
@@ -39,7 +48,7 @@ class Watch:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        start = time.monotonic()
+        start, self._expired = time.monotonic(), False
 
         def ring(_: int, frame: FrameType | None) -> None:
             seconds = time.monotonic() - start
@@ -54,9 +63,12 @@ class Watch:
         before = signal.signal(signal.SIGALRM, ring)
         interval_s = min(INTERVAL_S, self._limit_s)
         signal.setitimer(signal.ITIMER_REAL, interval_s, interval_s)
+        if self._ends_process:
+            faulthandler.dump_traceback_later(self._limit_s + GRACE_S, exit=True, file=2)
         try:
             yield
         finally:
+            faulthandler.cancel_dump_traceback_later()
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
