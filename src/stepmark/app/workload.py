@@ -8,6 +8,7 @@ from typing import Any
 
 from stepmark.app import workload_files, workload_flags, workload_model
 from stepmark.app.workload_files import StageFlag, Target, stage_flag
+from stepmark.bench.capture.watch import Watch
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import dashed, load
@@ -79,7 +80,6 @@ def convert(options: ConvertOptions) -> None:
 def capture(options: CaptureOptions) -> None:
     """Record a rank's step on fake tensors and fake ranks; without -o, print it."""
     from stepmark.bench.capture.run import capture_file  # noqa: PLC0415 # it loads torch
-    from stepmark.bench.capture.watch import Watch  # noqa: PLC0415
 
     file, colon, function = options.file.rpartition(":")
     if not colon or not file or not function.isidentifier():
