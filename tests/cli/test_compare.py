@@ -98,12 +98,21 @@ def test_sizes_that_occur_twice_are_repeats(tmp_path: Path) -> None:
     twice = tmp_path / "twice.txt"
     twice.write_text(text.replace(row, f"{row}\n{row.replace('1354.02', '1654.02')}"))
     found = document(QUEUED, f"b={twice}")
-    (note,) = found["notes"]
-    assert str(note).startswith("b: repeats: the table has 256 MiB up to 2 times")
+    more, average, note = map(str, found["notes"])
+    assert more == "b: 1 rows more than the parameters ask for: some stand twice"
+    assert "the footer's average" in average
+    assert note.startswith("b: repeats: the table has 256 MiB up to 2 times")
+    assert "median" not in note.partition("(default")[0]
     out = {row["size_bytes"]: row for row in found["lines"] if row["placement"][0] == "o"}
     assert out[256 << 20]["values"] == 2
     assert out[256 << 20]["time_s"] == pytest.approx(1504.02e-6)
     assert [row["values"] for row in out.values()].count(1) == len(out) - 1
+
+
+def test_what_a_table_s_footer_says_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "beyond.txt"
+    path.write_text(QUEUED.read_text().replace("values : 0 OK", "values : 4 FAILED"))
+    assert "b: the footer counts values out of bounds: 4" in call(QUEUED, f"b={path}")
 
 
 def test_applications_compare_the_same_way() -> None:

@@ -63,6 +63,8 @@ def test_a_side_is_the_same_as_itself_whatever_the_statistic() -> None:
     for statistic in ("median", "mean"):
         found = compare([curve("a"), curve("b")], Options(statistic=statistic))
         assert only(found) == [Verdict.SAME] * 3
+        stated = "of the samples of a launch the mean counts" in found.notes
+        assert stated is (statistic == "mean")
 
 
 def test_the_range_bounds_the_mean_alone() -> None:

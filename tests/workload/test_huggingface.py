@@ -170,6 +170,31 @@ def test_heads_default_to_mha(tmp_path: Path) -> None:
     assert read(tmp_path, without).num_kv_heads == 32
 
 
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
+def test_missing_kv_heads_are_another_number_per_family(tmp_path: Path, family: str) -> None:
+    """transformers takes 8, 8, 32, 32 and 4, however many heads there are; null is as many."""
+    model = {**LLAMA, **MIXTRAL, **QWEN_MOE, "model_type": family}
+    without = {k: v for k, v in model.items() if k != "num_key_value_heads"}
+    assert "num_key_value_heads is missing" in message(tmp_path, without)
+    assert read(tmp_path, {**model, "num_key_value_heads": None}).num_kv_heads == 32
+
+
+@pytest.mark.parametrize("field", ["n_shared_experts", "first_k_dense_replace", "q_lora_rank"])
+def test_missing_fields_of_deepseek_have_a_default_per_version(
+    tmp_path: Path, field: str
+) -> None:
+    without = {k: v for k, v in DEEPSEEK.items() if k != field}
+    assert f"{field} is missing: it is a required field" in message(tmp_path, without)
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("qwen3", 128), ("qwen3_moe", 64)])
+def test_missing_head_dim_is_that_of_transformers(
+    tmp_path: Path, family: str, head_dim: int
+) -> None:
+    without = {k: v for k, v in QWEN_MOE.items() if k != "head_dim"} | {"model_type": family}
+    assert read(tmp_path, without).head_dim == head_dim  # 2048 / 32 heads is 64
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

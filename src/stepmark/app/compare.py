@@ -143,14 +143,14 @@ def _file_source(path: Path, number: int | None) -> _Source:
     name += f":{number}" if number is not None else ""
     columns = wide[0].columns if wide else ("",)
     wrong = sum(bool(reading.num_wrong) for table in tables for reading in table.readings)
-    repeats = [note for table in tables for note in repeat_notes(table)]
-    basis = "; of the values of a launch the median counts (--statistic)"
+    repeats = {note for table in tables for note in repeat_notes(table)}
+    basis = "; --statistic combines the values of a launch (default: median)"
     return _Source(
         name=name,
         columns={name: partial(_series_of_tables, path, tables, name) for name in columns},
         notes=(
             *((f"{wrong} wrong results are left out",) if wrong else ()),
-            *(f"{note}{basis}" for note in repeats),
+            *(note + basis * (note in repeats) for table in tables for note in table.notes),
         ),
     )
 

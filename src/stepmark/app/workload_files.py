@@ -134,7 +134,7 @@ def deliver(workload: Workload, target: Target) -> None:
     stages = list(range(len(workload.stages)))
     if picked and (target.stage or target.rank is not None or not to_folder):
         stages = [picked.get("stage", workload.stage_of(picked.get("rank", 0)))]
-    for line in [*module.omissions(workload), *_losses(workload, module, name, stages)]:
+    for line in [*module.omissions(workload, stages), *_losses(workload, module, name, stages)]:
         sys.stderr.write(f"# {name} cannot carry: {line}\n")
     if to_folder and kind.picks == "rank":
         ranks = None if target.rank is None else [picked["rank"]]

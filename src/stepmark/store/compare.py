@@ -57,6 +57,8 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
     pairs: dict[str, list[tuple[Series, Series]]] = {}
     notes = [f"{side.name}: {note}" for side in sides for note in side.notes]
     notes += _context_notes(sides)
+    if options.statistic != "median":
+        notes.append(f"of the samples of a launch the {options.statistic} counts")
     for other in others:
         joined = join(base, other, options.allowed)
         notes += joined.notes

@@ -13,7 +13,7 @@ from stepmark.core.collectives import RedOp
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Op, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Group, Kernel, Workload
-from stepmark.workload.formats import FORMATS, chakra, op_csv, param_trace
+from stepmark.workload.formats import FORMATS, aicb, chakra, op_csv, param_trace
 from stepmark.workload.formats.loss import Kept, losses
 
 from .hand_made import every_kind, message, not_held, op, pipeline
@@ -180,6 +180,23 @@ def test_every_field_has_a_column_or_is_said_to_have_none() -> None:
     assert all(word in said for word in words.values())
     (row,) = csv.DictReader(io.StringIO("".join(op_csv.write(step(PLAIN[1])))))
     assert (row["stream"], row["shape"], row["dtype"]) == (COMPUTE, "1024", "fp32")
+
+
+@pytest.mark.parametrize("stages", [[0], [1], [0, 1]])
+def test_notes_count_the_calls_of_the_stages_that_are_written(stages: list[int]) -> None:
+    workload = pipeline()
+    ops = [one for stage in stages for one in workload.expand(stage)]
+    computes = [one for one in ops if isinstance(one, ComputeOp)]
+    untimed = sum(one.time_s is None for one in computes)
+    others = sum(not isinstance(one.op, Gemm) for one in computes)
+    said = "; ".join(
+        line for form in (chakra, param_trace) for line in form.omissions(workload, stages)
+    )
+    assert f"; {untimed} computations without a time" in said
+    assert f"; {others} computations that are no product" in said
+    lines = aicb.omissions(workload, stages)
+    counts = [int(line.split()[1]) for line in lines if "only matrix" in line]
+    assert sum(counts) == others
 
 
 @pytest.mark.parametrize("name", list(FORMATS))

@@ -51,12 +51,18 @@ def rows_of_sweep(rows: Sequence[Row], cycles: Sequence[int], facts: OutputFacts
     num_sizes = nccl_lines.num_sizes(facts)
     if not num_sizes or facts.tool == "stepmark":
         return []
-    sweeps = Counter(
-        (row.dtype, row.redop, row.cells[0] if len(row.cells) % 4 else "", cycle)
-        for row, cycle in zip(rows, cycles, strict=True)
-    )
-    lost = sum(max(num_sizes - num_rows, 0) for num_rows in sweeps.values())
-    added = sum(max(num_rows - num_sizes, 0) for num_rows in sweeps.values())
+    sweeps: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    for row, cycle in zip(rows, cycles, strict=True):
+        kind = row.dtype, row.redop, row.cells[0] if len(row.cells) % 4 else ""
+        sweeps.setdefault(kind, []).append((row.size, cycle))
+    lost = added = 0
+    for places in sweeps.values():
+        sizes = [size for size, _ in places]
+        for cycle, num_rows in Counter(cycle for _, cycle in places).items():
+            # Sizes that never fall are one sweep: a row that stands twice begins no other.
+            is_extra = cycle > 0 and num_rows < num_sizes and sizes == sorted(sizes)
+            lost += 0 if is_extra else max(num_sizes - num_rows, 0)
+            added += num_rows if is_extra else max(num_rows - num_sizes, 0)
     return [
         *[f"{ROWS_MISSING}: {lost} of those that the parameters ask for"] * (lost > 0),
         *[f"{added} rows more than the parameters ask for: some stand twice"] * (added > 0),

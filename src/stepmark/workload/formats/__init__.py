@@ -1,7 +1,8 @@
 """Formats of workload files, and the recognition of a file's format.
 
-A format is a module here with `read(path)`, `write(workload, ...)` and `omissions(workload)`,
-or some of them, and is imported on first use. Other modules here read models and shapes.
+A format is a module here with `read(path)`, `write(workload, ...)` and
+`omissions(workload, stages)`, or some of them, and is imported on first use. Other modules
+here read models and shapes.
 """
 
 import importlib

@@ -8,7 +8,7 @@ times: it is read as one step of median times, and is written without them.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -47,7 +47,7 @@ from stepmark.workload.formats.aicb_line import (
     parse,
     text_of,
 )
-from stepmark.workload.formats.loss import Kept, communication, present, rounding
+from stepmark.workload.formats.loss import Kept, communication, present, rounding, tallied
 from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
 from stepmark.workload.formats.walk import RepeatedText, remarks, with_end
 
@@ -323,20 +323,20 @@ def write(workload: Workload, *, stage: int = 0, computation: bool = True) -> It
     yield EPOCH_END + "\n"
 
 
-def omissions(workload: Workload) -> list[str]:
+def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[str]:
     """Return what the CSV cannot express of this workload besides messages, a line each."""
     if FORMAT not in workload.origin:
-        return _generated_omissions(workload)
+        return _generated_omissions(workload, stages)
     ops = (item for block in workload.blocks.values() for item in block)
     timed = any(getattr(op, "time_s", None) is not None for op in ops)
     return ["times: a workload of AICB has none, only its log of a run"] if timed else []
 
 
-def _generated_omissions(workload: Workload) -> list[str]:
-    ops: Counter[Operation] = Counter()
-    for stage in range(len(workload.stages)):
-        for setup in (False, True):
-            ops.update(workload.tally(stage, setup=setup))
+def _generated_omissions(workload: Workload, stages: Iterable[int] | None) -> list[str]:
+    stages = list(range(len(workload.stages)) if stages is None else stages)
+    ops = tallied(workload, stages)
+    for stage in stages:
+        ops.update(workload.tally(stage, setup=True))
     uneven = any(getattr(op, "collective", "") == Collective.ALL_TO_ALL_V for op in ops)
     typed = any(isinstance(op, CommOp) and op.dtype is not DType.UINT8 for op in ops)
     lines = present(workload, "layers", "micro-batches", "times", "model", "settings", "notes")

@@ -13,7 +13,7 @@ type or shape, and has no backward pass.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,7 +121,7 @@ def write(workload: Workload) -> Iterator[str]:
     yield from profile_text(Profile(parts=parts, iterations=1))
 
 
-def omissions(workload: Workload) -> list[str]:
+def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[str]:
     """Return what has no part in the profile."""
     left_out = dict.fromkeys(
         item.module

@@ -30,7 +30,7 @@ from stepmark.workload.formats.chakra_schema import (
     framed,
     node_of,
 )
-from stepmark.workload.formats.loss import Kept, communication, present
+from stepmark.workload.formats.loss import Kept, communication, present, tallied
 from stepmark.workload.formats.ranks import (
     Instances,
     Issued,
@@ -180,14 +180,14 @@ def companions(
     yield path.with_name(GROUPS_FILE), comm_groups(workload)
 
 
-def omissions(workload: Workload) -> list[str]:
+def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[str]:
     """Return what the format cannot express of this workload, or ASTRA-sim does not take."""
-    ops = {op for stage in range(len(workload.stages)) for op in workload.tally(stage)}
-    computes = [op for op in ops if isinstance(op, ComputeOp)]
+    ops = tallied(workload, stages)
+    computes = {op: times for op, times in ops.items() if isinstance(op, ComputeOp)}
     comms = [op for op in ops if isinstance(op, CommOp)]
     collectives = {op.collective for op in comms}
-    untimed = sum(op.time_s is None and not is_wait(op) for op in computes)
-    costless = sum(None in (op.op.flops, op.op.bytes_moved) for op in computes)
+    untimed = sum(computes[op] for op in computes if op.time_s is None and not is_wait(op))
+    costless = sum(computes[op] for op in computes if None in (op.op.flops, op.op.bytes_moved))
     micros = [op.time_s * 1e6 for op in ops if op.time_s is not None]
     rounded = any(not math.isclose(time, round(time)) for time in micros)
     uneven, broadcast = (

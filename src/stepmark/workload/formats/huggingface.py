@@ -31,7 +31,7 @@ class _Family(msgspec.Struct):
 
 
 class _Llama(msgspec.Struct):
-    """llama, mistral, qwen2, qwen3: dense."""
+    """llama: dense."""
 
     hidden_size: Size
     num_hidden_layers: Size
@@ -47,12 +47,18 @@ class _Llama(msgspec.Struct):
     mlp_bias: bool = False
 
 
-class _Mixtral(_Llama, kw_only=True):
+class _GroupedQuery(_Llama, kw_only=True):
+    """mistral, qwen2, qwen3: dense. A missing required field has another default per family."""
+
+    num_key_value_heads: Size | None
+
+
+class _Mixtral(_GroupedQuery, kw_only=True):
     num_local_experts: Size
     num_experts_per_tok: Size
 
 
-class _Qwen3Moe(_Llama, kw_only=True):
+class _Qwen3Moe(_GroupedQuery, kw_only=True):
     num_experts: Size
     num_experts_per_tok: Size
     moe_intermediate_size: Size
@@ -68,9 +74,10 @@ class _DeepSeek(_Llama, kw_only=True):
     n_routed_experts: Size
     num_experts_per_tok: Size
     moe_intermediate_size: Size
-    q_lora_rank: Size | None  # required: a missing one means another default per version
-    n_shared_experts: Count | None = None
-    first_k_dense_replace: Annotated[int, msgspec.Meta(ge=0)] = 0
+    # Required: a missing one means another default per version.
+    q_lora_rank: Size | None
+    n_shared_experts: Count | None
+    first_k_dense_replace: Annotated[int, msgspec.Meta(ge=0)]
     moe_layer_freq: Size = 1
 
 
@@ -146,11 +153,13 @@ def _llama(
     where: str,
     facts: dict[str, Any],
     *,
+    fields_type: type[_Llama] = _GroupedQuery,
     head_dim: int | None = None,
     **more: bool,
 ) -> ModelConfig:
     """Return a dense model. more: facts of the family without a field in the file."""
-    return ModelConfig(**facts, **_dense(convert(raw, _Llama, where), where, head_dim) | more)
+    config = convert(raw, fields_type, where)
+    return ModelConfig(**facts, **_dense(config, where, head_dim) | more)
 
 
 def _mixtral(raw: dict[str, object], where: str, facts: dict[str, Any]) -> ModelConfig:
@@ -178,7 +187,7 @@ def _qwen3_moe(raw: dict[str, object], where: str, facts: dict[str, Any]) -> Mod
         ffn_hidden_size=config.moe_intermediate_size,
         first_dense_layers=len(dense),
     )
-    shapes = _dense(config, where, head_dim=128)
+    shapes = _dense(config, where)
     if not dense:
         shapes["ffn_hidden_size"] = 0
     return ModelConfig(**facts, qk_norm=True, moe=moe, **shapes)
@@ -279,7 +288,7 @@ def _check_activation(name: str, field: str, *allowed: str) -> None:
 _GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 _FAMILIES: dict[str, Callable[..., ModelConfig]] = {
-    "llama": _llama,
+    "llama": partial(_llama, fields_type=_Llama),
     "mistral": _llama,
     "mixtral": _mixtral,
     "gpt2": _gpt2,

@@ -59,6 +59,12 @@ def communication(workload: Workload, stage: int) -> Iterator[tuple[CommOp, int,
                 yield op, times, setup
 
 
+def tallied(workload: Workload, stages: Iterable[int] | None) -> Counter[Operation]:
+    """Count the operations of a step of these stages; None: of all."""
+    stages = range(len(workload.stages)) if stages is None else stages
+    return sum(map(workload.tally, stages), Counter[Operation]())
+
+
 def losses(
     workload: Workload, kept: Callable[[Workload, int], Kept], stages: Iterable[int]
 ) -> list[str]:

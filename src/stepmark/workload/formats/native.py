@@ -234,7 +234,7 @@ def encode(workload: Workload) -> bytes:
     return b"{" + body + b"}\n"
 
 
-def omissions(workload: Workload) -> list[str]:
+def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[str]:
     """Return nothing: the format holds the whole workload."""
     return []
 

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from stepmark.core.errors import ConfigError
@@ -30,7 +30,7 @@ def write(workload: Workload, stages: Sequence[int] | None = None) -> Iterator[s
     return _lines(workload, selected)
 
 
-def omissions(workload: Workload) -> list[str]:
+def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[str]:
     """Return what has no column."""
     return [
         *present(workload, "model", "settings", "notes", "the number of micro-batches"),

@@ -22,7 +22,7 @@ from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import EmbeddingBag, Gemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation, Workload
 from stepmark.workload.durations import is_wait
-from stepmark.workload.formats.loss import Kept, communication, present
+from stepmark.workload.formats.loss import Kept, communication, present, tallied
 from stepmark.workload.formats.param_trace_reader import COMPUTATIONS, Entry, Reader, read
 from stepmark.workload.formats.ranks import (
     Instances,
@@ -144,19 +144,13 @@ def files(
         yield f"{rank}.json", write(workload, rank)
 
 
-def omissions(workload: Workload) -> list[str]:
+def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[str]:
     """Return what the format cannot express of this workload, or PARAM's replay ignores."""
-    tallies = [workload.tally(stage) for stage in range(len(workload.stages))]
-    ops = {op for tally in tallies for op in tally}
+    ops = tallied(workload, stages)
     comms = [op for op in ops if isinstance(op, CommOp)]
     collectives = {op.collective for op in comms}
     entries = {op: _compute(op) for op in ops if isinstance(op, ComputeOp)}
-    omitted = sum(
-        tally[op]
-        for tally in tallies
-        for op, entry in entries.items()
-        if entry is None and not is_wait(op)
-    )
+    omitted = sum(ops[op] for op, entry in entries.items() if entry is None and not is_wait(op))
     narrowed = any(
         COMPUTATIONS[entry["compute"]](Entry(**entry), "") != op.op
         for op, entry in entries.items()

@@ -7,7 +7,7 @@ are written by simai_rows.py.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def write(workload: Workload, *, stage: int = 0) -> Iterator[str]:
     yield from with_end(text.chunks("step.fwd"), origin.end)
 
 
-def omissions(workload: Workload) -> list[str]:
+def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[str]:
     """Return what the text cannot express of this workload besides messages, a line each."""
     return [] if FORMAT in workload.origin else simai_rows.omissions(workload)
 
