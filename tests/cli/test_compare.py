@@ -109,6 +109,25 @@ def test_sizes_that_occur_twice_are_repeats(tmp_path: Path) -> None:
     assert [row["values"] for row in out.values()].count(1) == len(out) - 1
 
 
+@pytest.mark.parametrize("places", [("1048576", "4194304"), ("two nodes", "four nodes")])
+def test_times_with_other_units_in_their_headings_are_compared_in_seconds(
+    tmp_path: Path, places: tuple[str, str]
+) -> None:
+    """As printed, 40 us would be 800 times 0.05 ms. A unit of a rate is none of a time."""
+    path = tmp_path / "times.csv"
+    rows = (
+        f"{place},{row}\n" for place, row in zip(places, ("0.05,40", "0.1,110"), strict=True)
+    )
+    path.write_text("size,a time (ms),latency_us\n" + "".join(rows))
+    found = document(path)["lines"]
+    assert [row["speed"] for row in found] == pytest.approx([1.25, 100 / 110])
+    assert [row["time_s"] for row in found] == pytest.approx([40e-6, 110e-6])
+    path.write_text(
+        path.read_text().replace("latency_us", "img_s").replace("time (ms)", "GPU(s)")
+    )
+    assert [row["rate"] for row in document(path)["lines"]] == pytest.approx([40, 110])
+
+
 def test_what_a_table_s_footer_says_is_told(tmp_path: Path) -> None:
     path = tmp_path / "beyond.txt"
     path.write_text(QUEUED.read_text().replace("values : 0 OK", "values : 4 FAILED"))

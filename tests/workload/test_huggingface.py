@@ -343,6 +343,7 @@ def test_a_key_with_an_effect_that_is_not_modelled_is_noted(
     [
         {"num_nextn_predict_layers": 0, "quantization_config": None, "attention_dropout": 0.0},
         {"sliding_window": 4096, "use_sliding_window": False, "unheard_of": False},
+        {"sliding_window": 4096, "model_type": "qwen2"},
         {"layer_types": ["full_attention"] * 2, "n_group": 8, "topk_group": 8},
         {"router_aux_loss_coef": 0.001, "partial_rotary_factor": 1.0, "pretraining_tp": 1},
     ],

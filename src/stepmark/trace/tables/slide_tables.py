@@ -50,6 +50,9 @@ _SIZE_UNIT = re.compile(r"\(\s*([KMGT])i?B\s*\)", re.IGNORECASE)
 _RANKS = re.compile(r"\b(\d{1,7}) (?:ranks|GPUs|gpus|GCDs)\b")
 
 _TIME_WORD = re.compile(r"(?i:time|latency|latencies)(?![a-z])")
+# At the end of a heading: "A (ms)", "time_us", "latency s"; no "node(s)".
+_TIME_UNIT = re.compile(r"(?:[\s_]|(?:^|\s)[(\[])(ns|us|µs|μs|ms|s|sec|seconds)[)\]]?$")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3}
 _BANDWIDTHS = {
     "busbw": re.compile(r"bus ?_?(?:bw|bandwidth)", re.I),
     "algbw": re.compile(r"alg(?:o(?:rithm)?)? ?_?(?:bw|bandwidth)", re.I),
@@ -127,6 +130,16 @@ def unit_of(column: str, titles: Sequence[str], below: str) -> str:
     return ""
 
 
+def _seconds_of(column: str) -> float | None:
+    """Return the unit of times that the column's heading names, in seconds."""
+    match = _TIME_UNIT.search(column)
+    if not match or (
+        match[1] not in _SECONDS and "_" in match[0] and not _TIME_WORD.search(column)
+    ):
+        return None  # "img_s" is a rate
+    return _SECONDS.get(match[1], 1.0)
+
+
 def _grids(lines: Sequence[str]) -> Iterator[_Grid]:
     """Yield headings with at least two rows of as many cells below them."""
     index = 0
@@ -172,12 +185,16 @@ def _table(grid: _Grid, lines: Sequence[str], file: str) -> Table:
     title = heading_above(lines, grid.head_line)
     last_line = grid.rows[-1][0]
     below = " ".join(lines[last_line : last_line + _LINES_BELOW])
-    units = [unit_of(name, (title, grid.head[0]), below) for name in grid.head[1:]]
+    seconds = [_seconds_of(name) for name in grid.head[1:]]
+    units = [
+        "s" if unit else unit_of(name, (title, grid.head[0]), below)
+        for name, unit in zip(grid.head[1:], seconds, strict=True)
+    ]
     rate = units[0] if len(set(units)) == 1 else ""
     collective = collective_in_text(f"{title} {grid.head[0]}")
     ranks = set(_RANKS.findall(title))
     num_ranks = int(ranks.pop()) if len(ranks) == 1 else None
-    readings = tuple(_readings(grid, sizes, units))
+    readings = tuple(_readings(grid, sizes, units, seconds))
     bounds = sum(reading.rate_below is not None for reading in readings)
     notes = (
         (bounds, f"{bounds} cells are 0: read as below half of the last printed digit"),
@@ -193,7 +210,7 @@ def _table(grid: _Grid, lines: Sequence[str], file: str) -> Table:
         title=title,
         tool="values",
         unit=rate,
-        collective=collective or ("" if sizes else rate),
+        collective=collective or ("" if sizes or rate == "s" else rate),
         collective_from=f"the heading {title!r}" if collective and sizes else "",
         num_ranks=num_ranks,
         num_ranks_from=f"the heading {title!r}" if num_ranks else "",
@@ -221,7 +238,10 @@ def _sizes(grid: _Grid) -> list[int] | None:
 
 
 def _readings(
-    grid: _Grid, sizes: Sequence[int] | None, units: Sequence[str]
+    grid: _Grid,
+    sizes: Sequence[int] | None,
+    units: Sequence[str],
+    seconds: Sequence[float | None],
 ) -> Iterator[Reading]:
     """Yield figures row by row. A zero among figures with decimals was rounded to zero."""
     # The finest figure decides: spreadsheets drop the zeros at the end of others.
@@ -229,21 +249,23 @@ def _readings(
         rounding_error(cell) for _, cells in grid.rows for cell in cells[1:] if is_number(cell)
     )
     for index, (line, cells) in enumerate(grid.rows):
-        for column, unit, cell in zip(grid.head[1:], units, cells[1:], strict=True):
+        columns = zip(grid.head[1:], units, seconds, cells[1:], strict=True)
+        for column, unit, time_unit, cell in columns:
             value = parse_number(cell)
             if value is None or value < 0:
                 continue
             scale = GB if unit in _BANDWIDTHS else 1.0
-            rate = value * scale if value > 0 else None
+            rate = value * scale if value > 0 and not time_unit else None
             yield Reading(
                 line=line,
                 label="" if sizes else cells[0],
                 column=column,
                 size_bytes=sizes[index] if sizes else None,
+                time_s=value * time_unit if value > 0 and time_unit else None,
                 algbw_bytes_per_s=rate if unit == "algbw" else None,
                 busbw_bytes_per_s=rate if unit == "busbw" else None,
                 rate=rate,
-                rate_below=half * scale if not value else None,
+                rate_below=half * scale if not value and not time_unit else None,
             )
 
 

@@ -21,7 +21,8 @@ def _is_not_one(value: object, config: Config) -> bool:
 
 
 def _is_used_window(value: object, config: Config) -> bool:
-    return bool(value) and config.get("use_sliding_window", True) is not False
+    is_qwen = str(config.get("model_type")).startswith("qwen")  # which has it switched off
+    return bool(value) and config.get("use_sliding_window", not is_qwen) is not False
 
 
 def _is_mixed(value: object, config: Config) -> bool:
