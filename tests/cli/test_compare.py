@@ -128,6 +128,16 @@ def test_times_with_other_units_in_their_headings_are_compared_in_seconds(
     assert [row["rate"] for row in document(path)["lines"]] == pytest.approx([40, 110])
 
 
+@pytest.mark.parametrize("unit", ["MB/s", "GFLOP/s", "ktokens/s", "none"])
+def test_columns_in_unlike_units_are_not_divided(tmp_path: Path, unit: str) -> None:
+    path = tmp_path / "rates.csv"
+    path.write_text(f"size,a GB/s,b {unit}\n1048576,20,21000\n4194304,40,39000\n")
+    with pytest.raises(ConfigError, match=f"one unit, not .*{unit}"):
+        call(path)
+    path.write_text(path.read_text().replace(f"b {unit}", "b in GB/s"))
+    assert [row["speed"] for row in document(path)["lines"]] == pytest.approx([1050, 975])
+
+
 def test_what_a_table_s_footer_says_is_told(tmp_path: Path) -> None:
     path = tmp_path / "beyond.txt"
     path.write_text(QUEUED.read_text().replace("values : 0 OK", "values : 4 FAILED"))

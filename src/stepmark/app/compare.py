@@ -31,6 +31,7 @@ from stepmark.store.reader import find_run, is_run, list_runs, read
 from stepmark.store.series import STRICT, context, series_of_records
 from stepmark.trace.tables import find, repeat_notes
 from stepmark.trace.tables.printed_figures import parse_number, rounding_error
+from stepmark.trace.tables.slide_tables import rate_units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,9 @@ def _file_source(path: Path, number: int | None) -> _Source:
     wide = [table for table in tables if table.columns]
     if wide and len(tables) > 1:
         raise ConfigError("compare", path, f"one of its tables: {_table_list(path, tables)}")
+    units = rate_units(wide[0].columns) if wide and not wide[0].unit else []
+    if len(units) > 1:
+        raise ConfigError("compare", path, f"a table with one unit, not {' and '.join(units)}")
     name = path.name.removesuffix(".gz").removesuffix(path.suffix)
     name += f":{number}" if number is not None else ""
     columns = wide[0].columns if wide else ("",)

@@ -50,6 +50,7 @@ _SIZE_UNIT = re.compile(r"\(\s*([KMGT])i?B\s*\)", re.IGNORECASE)
 _RANKS = re.compile(r"\b(\d{1,7}) (?:ranks|GPUs|gpus|GCDs)\b")
 
 _TIME_WORD = re.compile(r"(?i:time|latency|latencies)(?![a-z])")
+_RATE_UNIT = re.compile(r"[A-Za-z]+(?:/s\b|/sec\b|ps\b)")
 # At the end of a heading: "A (ms)", "time_us", "latency s"; no "node(s)".
 _TIME_UNIT = re.compile(r"(?:[\s_]|(?:^|\s)[(\[])(ns|us|µs|μs|ms|s|sec|seconds)[)\]]?$")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3}
@@ -128,6 +129,11 @@ def unit_of(column: str, titles: Sequence[str], below: str) -> str:
             is_clear = len(rates) == 1 and not _TIME_WORD.search(column)
             return rates.pop() if is_clear else ""
     return ""
+
+
+def rate_units(columns: Sequence[str]) -> list[str]:
+    """Return the different units of rates that headings name, as written: "GB/s" or "none"."""
+    return sorted({" ".join(_RATE_UNIT.findall(column)) or "none" for column in columns})
 
 
 def _seconds_of(column: str) -> float | None:
