@@ -138,6 +138,16 @@ def test_columns_in_unlike_units_are_not_divided(tmp_path: Path, unit: str) -> N
     assert [row["speed"] for row in document(path)["lines"]] == pytest.approx([1050, 975])
 
 
+def test_files_in_unlike_units_are_not_divided(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.csv", tmp_path / "b.csv"
+    first.write_text("size,a MB/s\n1048576,20000\n4194304,40000\n")
+    second.write_text(first.read_text().replace("a MB/s", "b TB/s"))
+    with pytest.raises(ConfigError, match="in common"):
+        call(first, second)
+    second.write_text(first.read_text().replace("a MB", "b MB"))
+    assert "in MB/s; ratios are of speed" in call(first, second)
+
+
 def test_what_a_table_s_footer_says_is_told(tmp_path: Path) -> None:
     path = tmp_path / "beyond.txt"
     path.write_text(QUEUED.read_text().replace("values : 0 OK", "values : 4 FAILED"))

@@ -270,7 +270,9 @@ def _series_of_readings(
     times = tuple(r.time_s for r in readings if r.time_s is not None and r.time_s > 0)
     rates = tuple(r.rate for r in readings if r.rate is not None and r.rate > 0)
     values = times or rates
-    unit = "s" if times else table.unit or defaults.unit or UNKNOWN
+    (named,) = rate_units([first.column])
+    rate_unit = table.unit or (named if named != "none" else defaults.unit) or UNKNOWN
+    unit = "s" if times else rate_unit
     factor = None
     if num_ranks is not None and collective in list(Collective):
         factor = busbw_factor(Collective(collective), num_ranks) or None
