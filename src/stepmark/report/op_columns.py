@@ -33,6 +33,7 @@ from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.units import GB, TFLOP
 from stepmark.report.outcomes import (
     CACHES,
+    DEFEATED_CACHES,
     LIMIT_SLACK,
     Ceilings,
     Figures,
@@ -158,12 +159,11 @@ class OpFigures(Figures):
             verdicts.append(self.flops_per_s > limit * LIMIT_SLACK)
         if (hbm := device.hbm_bytes_per_s) and self._fits_caches is not None:
             above = self.bytes_per_s > hbm * LIMIT_SLACK
-            verdicts.append(above and not self._fits_caches)
+            verdicts.append(above and not self._fits_caches(CACHES))
         return any(verdicts) if verdicts else None
 
-    @property
-    def _fits_caches(self) -> bool | None:
-        """Return whether all operand sets fit in a few last-level caches; None if unknown.
+    def _fits_caches(self, number: float) -> bool | None:
+        """Return whether all operand sets fit in so many last-level caches; None if unknown.
 
         Caches serve indices from a Zipf distribution, whatever the size of the table.
         """
@@ -172,17 +172,18 @@ class OpFigures(Figures):
         if not cache_bytes or (isinstance(op, EmbeddingBag) and op.alpha > 0):
             return None
         touched = min(op.memory_bytes, op.bytes_moved) * samples.num_sets
-        return touched <= CACHES * cache_bytes
+        return touched <= number * cache_bytes
 
     @property
     def validity(self) -> str | None:
         is_flushed = self.record.samples.method.startswith("event-flush")
+        is_in_cache = self.bound == "memory" and self._fits_caches(DEFEATED_CACHES)
         return validity(
             [self.record.telemetry],
             self.spread_pct,
             above_limit=self.over_limit,
             pct_ceiling=self.pct_ceiling if self.rank is None else None,
-            in_cache=self.bound == "memory" and bool(self._fits_caches) and not is_flushed,
+            in_cache=bool(is_in_cache) and not is_flushed,
         )
 
 
