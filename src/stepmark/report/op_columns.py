@@ -157,7 +157,7 @@ class OpFigures(Figures):
         limit = device.max_flops_per_s(op.dtype, max(clocks)) if clocks else None
         if limit:
             verdicts.append(self.flops_per_s > limit * LIMIT_SLACK)
-        if (hbm := device.hbm_bytes_per_s) and self._fits_caches is not None:
+        if (hbm := device.hbm_bytes_per_s) and self._fits_caches(CACHES) is not None:
             above = self.bytes_per_s > hbm * LIMIT_SLACK
             verdicts.append(above and not self._fits_caches(CACHES))
         return any(verdicts) if verdicts else None
