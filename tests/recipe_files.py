@@ -87,7 +87,7 @@ COUNTS = '''\
 """How many operations of each kind a step has."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from stepmark.core.workload import Workload
 
@@ -103,7 +103,7 @@ def write(workload: Workload) -> Iterator[str]:
         yield f"{kind} {count}\\n"
 
 
-def omissions(workload: Workload) -> list[str]:
+def omissions(workload: Workload, stages: Iterable[int]) -> list[str]:
     return ["all but the number of operations"]
 '''
 
