@@ -12,7 +12,7 @@ from stepmark.app.logs import read_report
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding, Severity
 from stepmark.core.verb_options import LogsOptions
-from stepmark.trace.job_output import has_failures
+from stepmark.trace.job_output import is_job_output
 from stepmark.trace.nccl_log import lines, read_log
 from stepmark.trace.nccl_log.diagnosis import diagnose
 
@@ -83,7 +83,7 @@ def diagnosed(path: Path) -> list[Finding]:
 def test_a_fatal_line_is_a_problem(tmp_path: Path, line: str, rule: str, words: str) -> None:
     path = tmp_path / "job.out"
     path.write_text(f"iteration 1 loss 2.5\n{line}\niteration 2\n")
-    assert has_failures(path)
+    assert is_job_output(path)
     [problem] = [one for one in diagnosed(path) if one.severity is Severity.PROBLEM]
     assert problem.rule == rule
     assert words in problem.text
@@ -94,13 +94,13 @@ def test_a_fatal_line_is_a_problem(tmp_path: Path, line: str, rule: str, words: 
 def test_a_harmless_line_is_none(tmp_path: Path, line: str) -> None:
     path = tmp_path / "job.out"
     path.write_text(f"{line}\n")
-    assert not has_failures(path)
+    assert not is_job_output(path)
 
 
 def test_binary_content_has_no_failures(tmp_path: Path) -> None:
     path = tmp_path / "job.out"
     path.write_bytes(b"\0\1RuntimeError: x\n")
-    assert not has_failures(path)
+    assert not is_job_output(path)
 
 
 def test_output_without_failures_and_without_nccl_is_refused(tmp_path: Path) -> None:
@@ -164,7 +164,17 @@ def test_the_only_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     split = lines._split
     monkeypatch.setattr(lines, "_split", split_once)
-    monkeypatch.delattr("stepmark.app.log_sources.has_failures")
+    monkeypatch.delattr("stepmark.app.log_sources.is_job_output")
     (view,) = read_report(collect([str(path)]), LogsOptions(files=(str(path),))).views
     assert [one.rule for one in view.source.findings] == ["failure-python"]
     assert len(read) == 1
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_nccl_lines_after_much_other_output_are_a_log(tmp_path: Path, others: int) -> None:
+    words = [tmp_path / "train.out", *[tmp_path / "other.out"] * others]
+    line = "node0:7:7 [0] NCCL INFO NCCL version 2.28.9+cuda13.0\n"
+    for path in words:
+        path.write_text("iteration 1 loss 2.5\n" * 9999 + line)
+    (view,) = read_report(collect(list(map(str, words))), LogsOptions(files=())).views
+    assert view.source.kind == "NCCL log"

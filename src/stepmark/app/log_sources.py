@@ -19,7 +19,7 @@ from stepmark.trace.flight_recorder.findings import findings
 from stepmark.trace.flight_recorder.groups import progress
 from stepmark.trace.flight_recorder.operations import ranks_text
 from stepmark.trace.inspector import looks_like_inspector, read_inspector
-from stepmark.trace.job_output import has_failures
+from stepmark.trace.job_output import is_job_output
 from stepmark.trace.nccl_log import looks_like_log, read_log
 from stepmark.trace.nccl_log.diagnosis import diagnose
 from stepmark.trace.one_cause import join_findings
@@ -105,8 +105,8 @@ def _sort(
         kinds = kinds_of(path)
         is_output = is_named or path.suffix in _OUTPUT_SUFFIXES
         if not only_tables and kinds <= {TABLES} and is_output:
-            is_failed = _read_only(path, inputs) if is_only else has_failures(path)
-            kinds |= {LOG} if is_failed else set()
+            is_log = _read_only(path, inputs) if is_only else is_job_output(path)
+            kinds |= {LOG} if is_log else set()
     except ConfigError as error:
         if is_named:
             raise
@@ -128,13 +128,15 @@ def _sort(
 
 
 def _read_only(path: Path, inputs: Inputs) -> bool:
-    """Read the only file, and return whether it is output of a job that failed."""
+    """Read the only file, and return whether it has lines of NCCL or states a failure."""
     if is_binary(read_head(path)):
         return False
     try:
         facts = inputs.facts[path] = read_log([path])
     except ConfigError:
         return False
+    if facts.processes or facts.versions:
+        return True
     return facts.has_failed or any(state.waits_in is not None for state in facts.progress)
 
 

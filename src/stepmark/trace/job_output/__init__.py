@@ -304,8 +304,11 @@ class OutputReader:
         return tuple(failures), self._watchdog.states(), tuple(self._watchdog.absent)
 
 
-def has_failures(path: Path) -> bool:
-    """Return whether a text file states a failure. Raises ConfigError."""
+_NCCL_MARKS = (b" NCCL INFO ", b" NCCL WARN ")
+
+
+def is_job_output(path: Path) -> bool:
+    """Return whether a text file states a failure or has lines of NCCL. Raises ConfigError."""
     if is_binary(read_head(path)):
         return False
     reader = OutputReader()
@@ -313,5 +316,7 @@ def has_failures(path: Path) -> bool:
         for number, line in enumerate(iter(partial(stream.readline, _MAX_LINE_BYTES), b""), 1):
             reader.read(line, number)
             if reader.num_found and not reader.is_remark_only:
+                return True
+            if any(mark in line for mark in _NCCL_MARKS):
                 return True
     return False
