@@ -1,5 +1,6 @@
 """Output of real jobs with known faults: what is named as the cause, and what is not."""
 
+import gzip
 import shutil
 from pathlib import Path
 
@@ -205,3 +206,18 @@ def test_a_chain_leads_to_the_cause(fault: str, link: str) -> None:
     cause = diagnosed(fault)[0]
     links = {one.text: one.evidence for one in cause.chain}
     assert links.get(link)
+
+
+def test_two_launches_in_one_input_are_said_to_be_two(tmp_path: Path) -> None:
+    folders = ("segfault", "size")
+    path = tmp_path / "both.txt"
+    texts = [gzip.decompress((DATA / name / "output.txt.gz").read_bytes()) for name in folders]
+    path.write_bytes(b"".join(texts))
+    (several,) = (one for one in diagnose(read_log([path])) if one.rule == "several-jobs")
+    assert "may be of different jobs" in several.text
+    assert len(several.evidence) == 2
+
+
+@pytest.mark.parametrize("fault", [*CAUSES, *SETTINGS])
+def test_one_launch_is_no_several(fault: str) -> None:
+    assert "several-jobs" not in {one.rule for one in diagnosed(fault)}

@@ -352,6 +352,12 @@ def test_what_is_switched_off_is_not_noted(tmp_path: Path, more: dict[str, objec
     assert notes(tmp_path, LLAMA | more) == []
 
 
+def test_a_window_that_transformers_adds_is_noted(tmp_path: Path) -> None:
+    (note,) = notes(tmp_path, LLAMA | {"model_type": "mistral"})
+    assert "sliding_window (4096)" in note
+    assert notes(tmp_path, LLAMA | {"model_type": "mistral", "sliding_window": None}) == []
+
+
 def test_notes_of_a_file_stand_in_the_workload(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | {"attention_sinks": True, "unheard_of": 7}))

@@ -17,14 +17,12 @@ from stepmark.core.log_facts import (
     PeerDifference,
 )
 from stepmark.trace.failures import classify
-from stepmark.trace.nccl_log import network_rules
+from stepmark.trace.nccl_log import network_rules, start_rules
 from stepmark.trace.nccl_log.causes import linked
 from stepmark.trace.nccl_log.network_rules import comma_list, finding_of, plural
 
-SLOW_INIT_S = 10.0
 # NVLink systems of the last generations run 12 to 32 channels.
 MIN_CHANNELS = 8
-MAX_NAMED = 4096  # ranks that are looked for by name
 
 _ORDER = (Severity.PROBLEM, Severity.WARNING, Severity.NOTE)
 
@@ -165,32 +163,6 @@ def _rank(side: IssuedCall) -> str:
     return side.process if side.rank is None else f"rank {side.rank}"
 
 
-def mixed_versions(facts: LogFacts) -> Iterator[Finding]:
-    """Report processes with different libraries, or hosts with different drivers."""
-    for component, name in (
-        ("nccl", "NCCL"),
-        ("rccl", "RCCL"),
-        ("cuda_driver", "CUDA drivers"),
-        ("aws-ofi-nccl", "aws-ofi-nccl"),
-    ):
-        versions = {
-            value: lines for (key, value), lines in facts.versions.items() if key == component
-        }
-        if len(versions) < 2:
-            continue
-        counts = comma_list(
-            f"{value} ({_processes(lines)})" for value, lines in versions.items()
-        )
-        text = f"The job uses several versions of {name}: {counts}."
-        yield finding_of("mixed-versions", Severity.WARNING, text, versions.values())
-
-
-def _processes(lines: Occurrences) -> str:
-    if not lines.processes:
-        return plural(lines.lines, "line")
-    return f"{lines.processes} process{'' if lines.processes == 1 else 'es'}"
-
-
 _SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE")
 
 
@@ -252,40 +224,6 @@ def few_channels(facts: LogFacts) -> Iterator[Finding]:
         text += f"; {comma_list(limits)} is set" if limits else ""
         lines: list[Occurrences | Evidence] = [counts.evidence, *limits.values()]
         yield finding_of("few-channels", Severity.WARNING, text + ".", lines)
-
-
-def slow_init(facts: LogFacts) -> Iterator[Finding]:
-    """Report communicators that took long to start, and the longest part of it."""
-    for comm in facts.communicators:
-        times = [member.init for member in comm.members if member.init]
-        worst = max(times, key=lambda time: time.total_s, default=None)
-        if worst is None or worst.total_s < SLOW_INIT_S:
-            continue
-        name, seconds = max(worst.parts_s, key=lambda part: part[1], default=("?", 0.0))
-        text = f"Communicator {comm.key} took {worst.total_s:g} s to start"
-        text += f", {seconds:g} s of it in {name}."
-        yield finding_of("slow-init", Severity.WARNING, text, [worst.evidence])
-
-
-def init_incomplete(facts: LogFacts) -> Iterator[Finding]:
-    """Report ranks that began to start a communicator and never finished."""
-    for comm in facts.communicators:
-        stuck = [member for member in comm.members if member.started and not member.completed]
-        if not stuck:
-            continue
-        ranks = comma_list("?" if member.rank is None else member.rank for member in stuck)
-        text = (
-            f"Communicator {comm.key}: rank {ranks} began to start and did not finish; "
-            f"{len(comm.members)} of {comm.num_ranks or '?'} ranks are in the log"
-        )
-        begun = {member.rank for member in comm.members}
-        if comm.num_ranks and comm.num_ranks <= MAX_NAMED and None not in begun:
-            missing = [rank for rank in range(comm.num_ranks) if rank not in begun]
-            text += f"; of rank {comma_list(missing)} no line shows a start" if missing else ""
-        action = "Look at what the ranks without a start did: they left, or wait elsewhere."
-        evidence = [member.started for member in stuck if member.started]
-        finding = finding_of("init-incomplete", Severity.WARNING, f"{text}.", evidence)
-        yield replace(finding, action=action)
 
 
 def harmless(facts: LogFacts) -> Iterator[Finding]:
@@ -365,8 +303,8 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     peer_differences,
     lagging_ranks,
     lost_lines,
-    init_incomplete,
-    mixed_versions,
+    start_rules.init_incomplete,
+    start_rules.mixed_versions,
     network_rules.wrong_interface,
     network_rules.net_socket,
     network_rules.plugins,
@@ -376,8 +314,9 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     forced_settings,
     nvls_off,
     few_channels,
-    slow_init,
+    start_rules.slow_init,
     harmless,
     cut_lines,
     torn_lines,
+    start_rules.several_jobs,
 )

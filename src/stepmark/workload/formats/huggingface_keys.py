@@ -141,6 +141,8 @@ torchscript transformers_version unk_token_id use_bfloat16 use_cache use_sliding
 """
 _WITHOUT_EFFECT = frozenset(_NAMES.split())
 _MOST = 20  # unknown keys in a note
+# Keys with an effect where the config lacks them, by model_type; of transformers 5.23.
+_DEFAULTS: dict[str, Config] = {"mistral": {"sliding_window": 4096}}
 
 
 def unmodelled(config: Config, modelled: Collection[str]) -> list[str]:
@@ -150,7 +152,7 @@ def unmodelled(config: Config, modelled: Collection[str]) -> list[str]:
     """
     lacks: dict[str, list[str]] = {}
     unknown = []
-    for key, value in config.items():
+    for key, value in (_DEFAULTS.get(str(config.get("model_type")), {}) | dict(config)).items():
         if key in modelled:
             continue
         if key in _EFFECTS:
