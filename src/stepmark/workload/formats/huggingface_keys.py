@@ -152,7 +152,8 @@ def unmodelled(config: Config, modelled: Collection[str]) -> list[str]:
     """
     lacks: dict[str, list[str]] = {}
     unknown = []
-    for key, value in (_DEFAULTS.get(str(config.get("model_type")), {}) | dict(config)).items():
+    defaults = _DEFAULTS.get(str(config.get("model_type")), {})
+    for key, value in {**defaults, **config}.items():
         if key in modelled:
             continue
         if key in _EFFECTS:
