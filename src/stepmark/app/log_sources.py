@@ -135,9 +135,8 @@ def _read_only(path: Path, inputs: Inputs) -> bool:
         facts = inputs.facts[path] = read_log([path])
     except ConfigError:
         return False
-    if facts.processes or facts.versions:
-        return True
-    return facts.has_failed or any(state.waits_in is not None for state in facts.progress)
+    is_log = bool(facts.processes or facts.versions) or facts.has_failed
+    return is_log or any(state.waits_in is not None for state in facts.progress)
 
 
 def kinds_of(path: Path) -> set[str]:
