@@ -301,11 +301,6 @@ def _without_start_of_line(lines: Lines, random: Random) -> bytes:
     )
 
 
-def _without_line(lines: Lines, random: Random) -> bytes:
-    at = random.randrange(len(lines))
-    return encoded([*lines[:at], *lines[at + 1 :]])
-
-
 def _cut_anywhere(lines: Lines, random: Random) -> bytes:
     data = encoded(lines)
     return data[: random.randrange(len(data) // 4, len(data))]
@@ -317,8 +312,20 @@ def _cut_at_start(lines: Lines, random: Random) -> bytes:
 
 
 def _two_jobs(lines: Lines, random: Random) -> bytes:
-    other = output(random)
-    return encoded([*lines, *other.lines])
+    return encoded([*lines, *output(random).lines])
+
+
+def _swapped(lines: Lines, random: Random) -> bytes:
+    """Swap two calls of one rank: its lines went through a buffer that does not keep order."""
+    at = _call(lines, random)
+    writer = lines[at].split(" ", 1)[0]
+    places = [
+        n for n, line in enumerate(lines) if line.startswith(writer) and "opCount" in line
+    ]
+    other = random.choice([n for n in places if n != at] or [at])
+    swapped = list(lines)
+    swapped[at], swapped[other] = swapped[other], swapped[at]
+    return encoded(swapped)
 
 
 def _other_digit(lines: Lines, random: Random) -> bytes:
@@ -357,6 +364,7 @@ _CUT = (
     Mutator("cut anywhere", Effect.DETECTABLE, _cut_anywhere),
     Mutator("cut at start", Effect.DETECTABLE, _cut_at_start),
 )
+_TWO_JOBS = Mutator("two jobs", Effect.DETECTABLE, _two_jobs)
 _LOST = (
     Mutator("call lost", Effect.DETECTABLE, _without_call),
     Mutator("call cut", Effect.DETECTABLE, _cut_line),
@@ -381,7 +389,7 @@ _ON_LINUX = tuple(mutator for mutator in HARMLESS if mutator.name != "utf-16")
 
 
 class Logs(Inputs):
-    """Logs of healthy jobs. Of a log that was cut the calls that are left are right."""
+    """Logs of healthy jobs. Of cut logs and of two jobs the calls that are there are right."""
 
     @property
     def mutators(self) -> tuple[Mutator, ...]:
@@ -390,6 +398,8 @@ class Logs(Inputs):
             *_CUT,
             *_LOST,
             *_TORN,
+            _TWO_JOBS,
+            Mutator("calls swapped", Effect.DETECTABLE, _swapped),
             Mutator("call twice", Effect.DETECTABLE, _twice),
             Mutator("other digit", Effect.DETECTABLE, _other_digit),
         )
@@ -401,7 +411,7 @@ class Logs(Inputs):
         return reading(path)
 
     def verdict(self, output: Output, mutator: Mutator, path: Path) -> str:
-        if mutator not in _CUT:
+        if mutator not in (*_CUT, _TWO_JOBS):
             return super().verdict(output, mutator, path)
         values, signs = reading(path)
         left = calls_in(path.read_text().splitlines())
