@@ -117,3 +117,9 @@ def test_cpu_clock_where_the_host_tells(
     monkeypatch.setattr(telemetry.psutil, "cpu_freq", lambda: answer)
     reading = cpu_reading()
     assert (reading.sm_clock_hz, reading.num_readings) == (clock_hz, num_readings)
+
+
+def test_threads_of_gloo_are_the_measurements_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = telemetry.Sampler(None)._own_threads
+    monkeypatch.setattr(telemetry.dist, "is_initialized", lambda: True)
+    assert telemetry.Sampler(None)._own_threads == alone + telemetry.GLOO_THREADS

@@ -2,11 +2,13 @@
 
 import os
 import statistics
+import time
 from pathlib import Path
 
 from stepmark.core.record import HostLoad
 
 PROC = Path("/proc")
+_PAUSES_S = (1e-3, 2e-3, 4e-3)
 
 
 def num_runnable(proc: Path = PROC) -> int | None:
@@ -29,12 +31,22 @@ def cpu_ticks(proc: Path = PROC) -> tuple[int, int] | None:
     return (ticks[7], sum(ticks)) if name == "cpu" and len(ticks) == 8 else None
 
 
+def _settled(proc: Path) -> int | None:
+    """Return the least of a few readings: threads of a warm-up may only just be ending."""
+    counts = []
+    for pause in (0.0, *_PAUSES_S):
+        time.sleep(pause)
+        if (count := num_runnable(proc)) is not None:
+            counts.append(count)
+    return min(counts, default=None)
+
+
 class HostReadings:
     """Readings of one measurement: `HostReadings()` before it, `read()` meanwhile."""
 
     def __init__(self, proc: Path = PROC) -> None:
         self._proc = proc
-        self._before, self._ticks = num_runnable(proc), cpu_ticks(proc)
+        self._before, self._ticks = _settled(proc), cpu_ticks(proc)
         self._during: list[int] = []
 
     def read(self) -> None:

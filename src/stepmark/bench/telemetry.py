@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from stepmark.bench import amd, nvidia
 from stepmark.bench.host_load import HostReadings
@@ -16,6 +17,7 @@ GPU_INTERVAL_S = 0.02
 # Reading the clocks of all cores holds the interpreter, which delays the timed work.
 CPU_INTERVAL_S = 0.1
 STOP_TIMEOUT_S = 2.0
+GLOO_THREADS = 3  # of a rank: two workers (ProcessGroupGloo's default) and its device's loop
 
 # A driver's binding may raise these when a card disappears; the sampler then ends early.
 LOST = (
@@ -67,6 +69,8 @@ class Sampler:
         self._interval_s = interval_s or (CPU_INTERVAL_S if on_cpu else GPU_INTERVAL_S)
         # GPU work has one thread per rank that issues it.
         self._own_threads = (torch.get_num_threads() if on_cpu else 1) + more_threads
+        if on_cpu and dist.is_initialized():
+            self._own_threads += GLOO_THREADS
         self._has_source = read is None
         self._readings: list[Telemetry] = []
         self._host: HostReadings | None = None
