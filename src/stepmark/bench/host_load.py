@@ -33,12 +33,11 @@ def cpu_ticks(proc: Path = PROC) -> tuple[int, int] | None:
 
 def _settled(proc: Path) -> int | None:
     """Return the least of a few readings: threads of a warm-up may only just be ending."""
-    counts = []
-    for pause in (0.0, *_PAUSES_S):
+    counts = [num_runnable(proc)]
+    for pause in _PAUSES_S:
         time.sleep(pause)
-        if (count := num_runnable(proc)) is not None:
-            counts.append(count)
-    return min(counts, default=None)
+        counts.append(num_runnable(proc))
+    return min((count for count in counts if count is not None), default=None)
 
 
 class HostReadings:
