@@ -186,8 +186,8 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
     paths = inputs.paths
     by_kind = {kind: read(paths[kind]) for kind, read in readers.items() if paths[kind]}
     if LOG in by_kind and FLIGHT in by_kind:
-        found = join_findings(by_kind[LOG].findings, by_kind[FLIGHT].findings)
-        for kind, joined in zip((LOG, FLIGHT), found, strict=True):
+        both = join_findings(by_kind[LOG].findings, by_kind[FLIGHT].findings)
+        for kind, joined in zip((LOG, FLIGHT), both, strict=True):
             by_kind[kind] = replace(by_kind[kind], findings=tuple(joined))
     sources = list(by_kind.values())
     if num_ranks is None:

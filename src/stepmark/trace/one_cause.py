@@ -91,5 +91,5 @@ def _without(findings: Sequence[Finding], left_out: Sequence[Finding]) -> list[F
 
 
 def _moved(source: str) -> Finding:
-    text = f"The cause is told with the {source}; what is shown here is part of it."
+    text = f"The cause is shown with the {source}; what is shown here is part of it."
     return Finding(rule="joined", severity=Severity.NOTE, text=text)

@@ -17,7 +17,7 @@ MAX_TEXT_BYTES = 512 * MIB  # larger files are traces or dumps
 _GZIP_MAGIC = b"\x1f\x8b"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _CHECKED_FOR_ZEROS = 8192
-_COLORS = re.compile(r"\x1b\[[\d;]{0,40}[mK]")
+_COLORS = re.compile(rb"\x1b\[[\d;]{0,40}[mK]")
 
 
 @contextmanager
@@ -87,7 +87,20 @@ def decode(data: bytes) -> str:
     """Return UTF-16 (by its byte-order mark) or UTF-8 data as text without mark and colors."""
     encoding = "utf-16" if data[:2] in _UTF16 else "utf-8"
     text = data.decode(encoding, errors="replace").removeprefix("\ufeff")
-    return _COLORS.sub("", text) if "\x1b" in text else text
+    return without_colors(text.encode()).decode() if "\x1b" in text else text
+
+
+def without_colors(data: bytes) -> bytes:
+    """Return UTF-8 text without the codes of a terminal's colors."""
+    return _COLORS.sub(b"", data) if b"\x1b" in data else data
+
+
+def printable(line: bytes) -> str:
+    """Return a line for display: without control characters, of limited length."""
+    text = line[:2048].decode("utf-8", errors="replace")
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else " " for char in text)
+    return text.rstrip()
 
 
 def lines_of(text: str) -> list[str]:

@@ -50,13 +50,13 @@ def causes(groups: Sequence[GroupDumps]) -> list[Cause]:
     differing = {one.shared: one.first or 0 for parts in merged for one in parts}
     graph = wait_graph(groups, differing)
     waits = list(_waits(graph))
-    found = []
+    explained = []
     for parts in merged:
         cause = _mismatch(parts)
         related = [wait for wait in waits if _follows(wait, cause)]
         waits = [wait for wait in waits if wait not in related]
-        found.append(_with_consequences(cause, related, graph))
-    return found + waits
+        explained.append(_with_consequences(cause, related, graph))
+    return explained + waits
 
 
 def _follows(wait: Cause, mismatch: Cause) -> bool:

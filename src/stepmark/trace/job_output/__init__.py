@@ -13,9 +13,9 @@ from stepmark.core.finding import Evidence
 from stepmark.core.log_facts import AbsentRank, Failure, GroupProgress, Role
 from stepmark.trace.failures import classify
 from stepmark.trace.job_output.exits import ProcessExits
-from stepmark.trace.job_output.lines import printable, split_tag
+from stepmark.trace.job_output.lines import has_nccl_line, split_tag
 from stepmark.trace.job_output.watchdog import WatchdogLines
-from stepmark.trace.read_text import is_binary, open_binary, read_head
+from stepmark.trace.read_text import is_binary, open_binary, printable, read_head
 
 _MAX_FAILURES = 2000
 _MAX_FRAMES = 2000
@@ -304,9 +304,6 @@ class OutputReader:
         return tuple(failures), self._watchdog.states(), tuple(self._watchdog.absent)
 
 
-_NCCL_MARKS = (b" NCCL INFO ", b" NCCL WARN ")
-
-
 def is_job_output(path: Path) -> bool:
     """Return whether a text file states a failure or has lines of NCCL. Raises ConfigError."""
     if is_binary(read_head(path)):
@@ -317,6 +314,6 @@ def is_job_output(path: Path) -> bool:
             reader.read(line, number)
             if reader.num_found and not reader.is_remark_only:
                 return True
-            if any(mark in line for mark in _NCCL_MARKS):
+            if has_nccl_line(line):
                 return True
     return False

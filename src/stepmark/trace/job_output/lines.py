@@ -13,6 +13,14 @@ _LOGGER = re.compile(
 )
 
 
+_NCCL_MARKS = (b"NCCL INFO ", b"NCCL WARN ", b"NCCL CALL ", b"NCCL TRACE ")
+
+
+def has_nccl_line(text: bytes) -> bool:
+    """Return whether a text has a line of NCCL's or RCCL's debug output."""
+    return any(mark in text for mark in _NCCL_MARKS)
+
+
 def split_tag(text: str) -> tuple[int | None, str, str]:
     """Return (rank, stream, line without the launcher's and the logger's prefixes)."""
     rank, tag = None, ""
@@ -23,11 +31,6 @@ def split_tag(text: str) -> tuple[int | None, str, str]:
         number = match["srun"] or match["mpi"]
         rank, tag, text = int(number) if number else None, match[0], text[match.end() :]
     return rank, tag, _LOGGER.sub("", text, count=1)
-
-
-def printable(line: bytes) -> str:
-    text = line[:2048].decode("utf-8", errors="replace")
-    return "".join(char if char.isprintable() else " " for char in text).rstrip()
 
 
 def numbers_of(text: str) -> list[int]:

@@ -53,7 +53,7 @@ class WatchdogLines:
             group_rank, number, kind, numel, _, milliseconds = match.groups()
             call = collective_named(kind.lower().strip("_").removesuffix("_base"))
             call += f" of {numel} elements" if numel else ""
-            found = _TimedOut(
+            timeout = _TimedOut(
                 group_rank=int(group_rank),
                 rank=int(group_rank) if rank is None else rank,
                 number=int(number),
@@ -61,11 +61,11 @@ class WatchdogLines:
                 seconds=int(milliseconds) / 1000,
                 evidence=evidence,
             )
-            same = (found.rank, found.number, found.call, found.group_rank)
+            same = (timeout.rank, timeout.number, timeout.call, timeout.group_rank)
             if same not in {
                 (t.rank, t.number, t.call, t.group_rank) for t in self.timeouts[-64:]
             }:
-                self.timeouts.append(found)
+                self.timeouts.append(timeout)
             is_known = True
         if status := _STATUS.search(body):
             self._status(status, rank, evidence)

@@ -12,6 +12,7 @@ from pathlib import Path
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Evidence
 from stepmark.core.log_facts import LogFacts
+from stepmark.trace.job_output.lines import has_nccl_line
 from stepmark.trace.nccl_log import handlers
 from stepmark.trace.nccl_log.call_cache import MAX_BUFFERS, MAX_CACHED, CallCache
 from stepmark.trace.nccl_log.collector import Collector
@@ -29,20 +30,18 @@ from stepmark.trace.nccl_log.lines import (
     parse_call,
     parse_coll,
     segments,
-    text_of,
     unstamped,
     writer_of,
 )
-from stepmark.trace.read_text import no_collection
+from stepmark.trace.read_text import no_collection, printable
 
-_MARKS = (b"NCCL INFO ", b"NCCL WARN ", b"NCCL CALL ", b"NCCL TRACE ")
 _VERSIONS = (b"NCCL version", b"RCCL version", b"HIP version", b"ROCm version")
 _MAX_LINES = 2**32 - 1
 
 
 def looks_like_log(head: bytes) -> bool:
     """Return whether the start of a file has a line of NCCL's or RCCL's debug output."""
-    return any(mark in head for mark in _MARKS) or any(
+    return has_nccl_line(head) or any(
         line.lstrip().startswith(_VERSIONS[:2]) for line in head.split(b"\n")
     )
 
@@ -299,7 +298,7 @@ class _Reader:
         if writer is None:
             writer = writer_of(line, at) if at > 0 else UNKNOWN_WRITER
             if writer.process and writer.process not in self.collector.processes:
-                evidence = Evidence(file=self._file, line=number, text=text_of(line))
+                evidence = Evidence(file=self._file, line=number, text=printable(line))
                 self.collector.processes[writer.process] = evidence
             if len(self._writers) >= MAX_CACHED:
                 self._writers.clear()
@@ -310,7 +309,7 @@ class _Reader:
             host=writer.host,
             is_main=writer.is_main,
             device=writer.device,
-            text=text_of(text),
+            text=printable(text),
             file=self._file,
             number=number,
             line=line,

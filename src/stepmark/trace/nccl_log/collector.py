@@ -30,7 +30,8 @@ from stepmark.trace.nccl_log.communicators import (
 )
 from stepmark.trace.nccl_log.ghosts import MIN_RATIO, ghosts
 from stepmark.trace.nccl_log.histogram import histogram_of
-from stepmark.trace.nccl_log.lines import Calls, LogMessage, text_of
+from stepmark.trace.nccl_log.lines import Calls, LogMessage
+from stepmark.trace.read_text import printable
 
 _MAX_EVIDENCE = 3
 _MAX_SIMILAR = 500
@@ -148,7 +149,7 @@ class Collector:
     def warn(self, message: LogMessage) -> None:
         """Count a WARN line, also as a failure if a rule knows it."""
         self.count_similar(self.warnings, message)
-        if classify(text_of(message.line)) is not None:
+        if classify(printable(message.line)) is not None:
             self.output.read(message.line, message.number, message.process)
 
     def add_plugin(

@@ -16,7 +16,7 @@ def ghosts(num_lines: Mapping[str, int]) -> set[str]:
     for process, lines in num_lines.items():
         host, _, pid = process.rpartition(":")
         by_pid.setdefault(pid, {})[host] = lines
-    found = set()
+    torn = set()
     for pid, hosts in by_pid.items():
         frequent = sorted(((lines, host) for host, lines in hosts.items()), reverse=True)
         for host, lines in hosts.items():
@@ -24,9 +24,9 @@ def ghosts(num_lines: Mapping[str, int]) -> set[str]:
                 if others < lines * MIN_RATIO:
                     break
                 if _is_torn(host, other):
-                    found.add(f"{host}:{pid}")
+                    torn.add(f"{host}:{pid}")
                     break
-    return found
+    return torn
 
 
 def _is_torn(host: str, other: str) -> bool:

@@ -21,7 +21,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Evidence
 from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.units import MIB
-from stepmark.trace.read_text import open_binary
+from stepmark.trace.read_text import open_binary, printable, without_colors
 
 BLOCK_BYTES = 8 * MIB
 # NCCL cuts its lines at 1 KiB; longer ones are something else, or several that ran together.
@@ -31,7 +31,6 @@ _MAX_PREFIX_BYTES = 512
 
 _HOST = rb"([\w.\-]{1,253}):(\d{1,10}):(\d{1,10})"
 _PREFIX = re.compile(_HOST + rb" (?:\[(-?\d{1,4})\] ?)?")
-_COLORS = re.compile(rb"\x1b\[[\d;]{0,40}[mK]")
 _STAMP = re.compile(rb"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[^\s\]]{0,40}\]? ?")
 _STARTS = re.compile(
     rb"[\w.\-]{1,253}:\d{1,10}:\d{1,10} (?:\[-?\d{1,4}\] )?(?:\S{1,120} ){0,3}NCCL "
@@ -66,14 +65,14 @@ class LogMessage:
     following: bytes
 
     def evidence(self) -> Evidence:
-        return Evidence(file=self.file, line=self.number, text=text_of(self.line))
+        return Evidence(file=self.file, line=self.number, text=printable(self.line))
 
     def with_next_line(self) -> str:
         """Return the text with the next line, unless that is a message of its own."""
         rest = self.following.strip()
         if not rest or b"NCCL" in rest:
             return self.text
-        return f"{self.text.rstrip()} {text_of(rest)}"
+        return f"{self.text.rstrip()} {printable(rest)}"
 
 
 def batches(path: Path) -> Iterator[tuple[int, list[bytes]]]:
@@ -93,20 +92,12 @@ def quotes(path: Path, numbers: Collection[int]) -> dict[int, str]:
         for first, lines in batches(path):
             for number in numbers:
                 if first <= number < first + len(lines) - 1:
-                    texts[number] = text_of(lines[number - first])
+                    texts[number] = printable(lines[number - first])
             if last < first + len(lines) - 1:
                 break
     except ConfigError:
         pass
     return texts
-
-
-def text_of(line: bytes) -> str:
-    """Return a line for display: without control characters, of limited length."""
-    text = line[:2048].decode("utf-8", errors="replace")
-    if not text.isprintable():
-        text = "".join(char if char.isprintable() else " " for char in text)
-    return text.rstrip()
 
 
 def writer_of(line: bytes, at: int) -> Writer:
@@ -141,7 +132,7 @@ def _split(raw: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, list[bytes]]]:
     carry, first = b"", 1
     while block := raw.read(BLOCK_BYTES):
         block = carry + block
-        lines = (_COLORS.sub(b"", block) if b"\x1b" in block else block).split(b"\n")
+        lines = without_colors(block).split(b"\n")
         if len(lines) < 3:
             carry = b"\n".join(line[:_MAX_KEPT_BYTES] for line in lines)
             continue

@@ -181,12 +181,12 @@ def disagreements(workload: Workload) -> tuple[str, ...]:
                     answer, back = RECV if collective == SEND else SEND, -peer % group.size
                     others = {members[(members.index(rank) + peer) % group.size] // per_stage}
                 for other in others:
-                    found = calls[other].get(name, Counter())[answer, back, num_bytes]
-                    if found != times:
+                    answers = calls[other].get(name, Counter())[answer, back, num_bytes]
+                    if answers != times:
                         return (
                             f"Ranks disagree: {times} times {collective} of "
                             f"{format_bytes(num_bytes)} on rank {rank} of group {name}, but "
-                            f"{found} times {answer} on rank {other * per_stage}.",
+                            f"{answers} times {answer} on rank {other * per_stage}.",
                         )
     return ()
 
