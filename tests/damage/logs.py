@@ -17,6 +17,7 @@ from tests.damage.mutators import (
     encoded,
     joined_lines,
     line_within_line,
+    of_a_line,
     verdict,
 )
 
@@ -277,30 +278,6 @@ def _call(lines: Lines, random: Random) -> int:
     return random.choice([at for at, line in enumerate(lines) if ": opCount " in line])
 
 
-def _without_call(lines: Lines, random: Random) -> bytes:
-    at = _call(lines, random)
-    return encoded([*lines[:at], *lines[at + 1 :]])
-
-
-def _twice(lines: Lines, random: Random) -> bytes:
-    at = _call(lines, random)
-    return encoded([*lines[: at + 1], *lines[at:]])
-
-
-def _cut_line(lines: Lines, random: Random) -> bytes:
-    at = _call(lines, random)
-    return encoded(
-        [*lines[:at], lines[at][: random.randrange(len(lines[at]))], *lines[at + 1 :]]
-    )
-
-
-def _without_start_of_line(lines: Lines, random: Random) -> bytes:
-    at = _call(lines, random)
-    return encoded(
-        [*lines[:at], lines[at][random.randrange(len(lines[at])) :], *lines[at + 1 :]]
-    )
-
-
 def _cut_anywhere(lines: Lines, random: Random) -> bytes:
     data = encoded(lines)
     return data[: random.randrange(len(data) // 4, len(data))]
@@ -365,11 +342,9 @@ _CUT = (
     Mutator("cut at start", Effect.DETECTABLE, _cut_at_start),
 )
 _TWO_JOBS = Mutator("two jobs", Effect.DETECTABLE, _two_jobs)
-_LOST = (
-    Mutator("call lost", Effect.DETECTABLE, _without_call),
-    Mutator("call cut", Effect.DETECTABLE, _cut_line),
-    Mutator("start of call lost", Effect.DETECTABLE, _without_start_of_line),
-)
+_OF_A_CALL = of_a_line("call", _call)
+# Of a sick job a call that stands twice is another fault.
+_LOST = tuple(mutator for mutator in _OF_A_CALL if mutator.name != "call twice")
 
 
 def _within_call(lines: Lines, random: Random) -> bytes:
@@ -396,11 +371,10 @@ class Logs(Inputs):
         return (
             *_ON_LINUX,
             *_CUT,
-            *_LOST,
+            *_OF_A_CALL,
             *_TORN,
             _TWO_JOBS,
             Mutator("calls swapped", Effect.DETECTABLE, _swapped),
-            Mutator("call twice", Effect.DETECTABLE, _twice),
             Mutator("other digit", Effect.DETECTABLE, _other_digit),
         )
 

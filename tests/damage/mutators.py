@@ -171,3 +171,39 @@ def line_within_line(lines: Lines, random: Random) -> bytes:
     first, second = lines[at : at + 2]
     cut = random.randint(0, len(first))
     return encoded([*lines[:at], first[:cut] + second, first[cut:], *lines[at + 2 :]])
+
+
+Pick = Callable[[Lines, Random], int]  # the place of a line
+
+
+def _line_lost(lines: Lines, at: int, _: Random) -> list[str]:
+    return [*lines[:at], *lines[at + 1 :]]
+
+
+def _line_twice(lines: Lines, at: int, _: Random) -> list[str]:
+    return [*lines[:at], lines[at], *lines[at:]]
+
+
+def _end_lost(lines: Lines, at: int, random: Random) -> list[str]:
+    return [*lines[:at], lines[at][: random.randrange(len(lines[at]))], *lines[at + 1 :]]
+
+
+def _start_lost(lines: Lines, at: int, random: Random) -> list[str]:
+    return [*lines[:at], lines[at][random.randrange(len(lines[at])) :], *lines[at + 1 :]]
+
+
+def of_a_line(word: str, pick: Pick) -> tuple[Mutator, ...]:
+    """Return what may happen to one of the lines that `pick` chooses; word names them."""
+
+    def mutator(name: str, change: Callable[[Lines, int, Random], list[str]]) -> Mutator:
+        def apply(lines: Lines, random: Random) -> bytes:
+            return encoded(change(lines, pick(lines, random), random))
+
+        return Mutator(name, Effect.DETECTABLE, apply)
+
+    return (
+        mutator(f"{word} lost", _line_lost),
+        mutator(f"{word} twice", _line_twice),
+        mutator(f"{word} cut", _end_lost),
+        mutator(f"start of {word} lost", _start_lost),
+    )

@@ -14,6 +14,7 @@ from tests.damage.mutators import (
     encoded,
     joined_lines,
     line_within_line,
+    of_a_line,
 )
 from tests.trace.nccl_samples import HEAD, MODERN_RANK, old_time
 
@@ -140,16 +141,6 @@ def _row(lines: Lines, random: Random) -> int:
     return random.choice([at for at, line in enumerate(lines) if line[:1] == " "])
 
 
-def _without_row(lines: Lines, random: Random) -> bytes:
-    at = _row(lines, random)
-    return encoded([*lines[:at], *lines[at + 1 :]])
-
-
-def _twice(lines: Lines, random: Random) -> bytes:
-    at = _row(lines, random)
-    return encoded([*lines[:at], lines[at], *lines[at:]])
-
-
 def _reordered(lines: Lines, random: Random) -> bytes:
     rows = [line for line in lines if line[:1] == " "]
     first = lines.index(rows[0])
@@ -161,20 +152,6 @@ def _two_jobs(lines: Lines, random: Random) -> bytes:
     """Mix two outputs line by line, each behind its task's mark."""
     marked = [[f"{task}: {line}" for line in one] for task, one in enumerate((lines, lines))]
     return encoded([line for pair in zip(*marked, strict=True) for line in pair])
-
-
-def _cut_line(lines: Lines, random: Random) -> bytes:
-    at = _row(lines, random)
-    return encoded(
-        [*lines[:at], lines[at][: random.randrange(len(lines[at]))], *lines[at + 1 :]]
-    )
-
-
-def _without_start_of_line(lines: Lines, random: Random) -> bytes:
-    at = _row(lines, random)
-    return encoded(
-        [*lines[:at], lines[at][random.randrange(len(lines[at])) :], *lines[at + 1 :]]
-    )
 
 
 def _without_cell(lines: Lines, random: Random) -> bytes:
@@ -277,13 +254,10 @@ def _without_middle(lines: Lines, random: Random) -> bytes:
 
 MUTATORS = (
     *HARMLESS,
-    Mutator("row lost", Effect.DETECTABLE, _without_row),
+    *of_a_line("row", _row),
     Mutator("rows lost", Effect.DETECTABLE, _without_middle),
-    Mutator("row twice", Effect.DETECTABLE, _twice),
     Mutator("rows reordered", Effect.DETECTABLE, _reordered),
     Mutator("two jobs", Effect.DETECTABLE, _two_jobs),
-    Mutator("line cut", Effect.DETECTABLE, _cut_line),
-    Mutator("start of line lost", Effect.DETECTABLE, _without_start_of_line),
     Mutator("cell lost", Effect.DETECTABLE, _without_cell),
     Mutator("column lost", Effect.DETECTABLE, _without_column),
     Mutator("other digit", Effect.DETECTABLE, _other_digit),
