@@ -312,8 +312,6 @@ def is_job_output(path: Path) -> bool:
     with open_binary(path) as stream:
         for number, line in enumerate(iter(partial(stream.readline, _MAX_LINE_BYTES), b""), 1):
             reader.read(line, number)
-            if reader.num_found and not reader.is_remark_only:
-                return True
-            if has_nccl_line(line):
+            if has_nccl_line(line) or (reader.num_found and not reader.is_remark_only):
                 return True
     return False

@@ -355,15 +355,12 @@ def header_layout(columns: Sequence[str]) -> Layout | None:
 
 def layout_of(rows: Sequence[Row], columns: Sequence[str]) -> Layout | None:
     """Return the header's layout, for want of one that by the most frequent width of rows."""
-    widths = Counter(len(row.cells) for row in rows)
     if stated := header_layout(columns):
         return stated
-    known_widths = [width for width in widths if _layout_by_width(width)]
-    if not known_widths:
-        return stated if stated and widths[stated.width] else None
-    best = max(known_widths, key=lambda width: (widths[width], width))
-    placements, num_figures = _layout_by_width(best) or (0, 0)
-    return Layout(best, placements, _FIGURE_NAMES[num_figures])
+    widths = Counter(width for row in rows if _layout_by_width(width := len(row.cells)))
+    best = max(widths, key=lambda width: (widths[width], width), default=0)
+    layout = _layout_by_width(best)
+    return Layout(best, layout[0], _FIGURE_NAMES[layout[1]]) if layout else None
 
 
 def _layout_by_width(width: int) -> tuple[int, int] | None:
