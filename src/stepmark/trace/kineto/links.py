@@ -1,0 +1,168 @@
+"""Joins between tables of a trace: launch to kernel, call to operation, work to step.
+
+Work on the GPU belongs to what launched it, by correlation, and not to what the host did while
+it ran: where the GPU lags behind, that is another step.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stepmark.core.trace_columns import NONE, RankTrace
+
+if TYPE_CHECKING:
+    from stepmark.core.trace_columns import Ints
+
+_STEP = re.compile(r"ProfilerStep#(\d+)$")
+# Pseudo-collectives that send nothing.
+_NO_MESSAGES = frozenset({"wait", "init", "finalize"})
+
+
+def lookup(keys: Ints, values: Ints) -> Ints:
+    """Return the row of each value among the keys (the first of equal ones), or NONE."""
+    if not keys.size:
+        return np.full(len(values), NONE, np.int64)
+    order = np.argsort(keys, kind="stable")
+    place = np.minimum(np.searchsorted(keys[order], values), keys.size - 1)
+    rows = order[place]
+    return np.where((keys[rows] == values) & (values != NONE), rows, NONE)
+
+
+def launches(trace: RankTrace) -> Ints:
+    """Return the row of the call that launched each GPU event, or NONE.
+
+    A launch lies before the window of the trace where the GPU lagged at its start.
+    """
+    return lookup(trace.calls.correlation, trace.gpu.correlation)
+
+
+def innermost(start: Ints, end: Ints, thread: Ints, places: Ints, place_thread: Ints) -> Ints:
+    """Return the row of the innermost interval of a thread that holds each place, or NONE.
+
+    Intervals of a thread are nested, as calls are; rows are in the order of (start, -end).
+    Those that are not nested (async annotations) are found where they are the last to start.
+    """
+    result = np.full(len(places), NONE, np.int64)
+    for number in np.unique(place_thread):
+        rows = np.flatnonzero(thread == number)
+        if rows.size:
+            chosen = np.flatnonzero(place_thread == number)
+            found = _innermost(start[rows], end[rows], places[chosen])
+            result[chosen] = np.where(found == NONE, NONE, rows[found])
+    return result
+
+
+def _innermost(start: Ints, end: Ints, places: Ints) -> Ints:
+    """Return the innermost interval of one thread that holds each place, or NONE."""
+    parent = parents(start, end)
+    row = np.searchsorted(start, places, side="right") - 1
+    found = np.where(row >= 0, row, NONE)
+    pending = np.flatnonzero((found != NONE) & (end[found] <= places))
+    while pending.size:  # one turn per level of nesting
+        found[pending] = parent[found[pending]]
+        up = found[pending]
+        pending = pending[(up != NONE) & (end[up] <= places[pending])]
+    return np.asarray(found)
+
+
+def parents(start: Ints, end: Ints) -> Ints:
+    """Return the row of the interval that holds each interval of one thread, or NONE.
+
+    Rows are in the order of (start, -end).
+    """
+    parent = np.arange(start.size, dtype=np.int64) - 1
+    pending = np.flatnonzero(parent >= 0)
+    while pending.size:
+        up = parent[pending]
+        outside = end[up] < end[pending]
+        outside |= end[up] <= start[pending]
+        pending = pending[outside]
+        parent[pending] = parent[parent[pending]]
+        pending = pending[parent[pending] >= 0]
+    return parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Steps of one process: their numbers, and their spans on the host.
+
+    of_gpu: index of the step that launched each GPU event; NONE: outside all steps, or the
+    launch is not in the trace. is_marked: by prof.step(); otherwise the whole trace is one.
+    """
+
+    numbers: tuple[int, ...]
+    start: Ints
+    end: Ints
+    of_gpu: Ints
+    is_marked: bool
+
+
+def steps(trace: RankTrace) -> Steps:
+    """Return the steps that prof.step() marked; without any, the whole trace as step 0."""
+    spans = trace.spans
+    numbers = {
+        name: int(match[1])
+        for name, text in enumerate(trace.names)
+        if (match := _STEP.search(text))
+    }
+    rows = np.flatnonzero(np.isin(spans.name, list(numbers)))
+    if not rows.size:
+        return Steps(
+            numbers=(0,),
+            start=np.array([first_and_last(trace)[0]]),
+            end=np.array([first_and_last(trace)[1]]),
+            of_gpu=np.zeros(trace.gpu.start.size, np.int64),
+            is_marked=False,
+        )
+    start, end = spans.start[rows], spans.end[rows]
+    call = launches(trace)
+    launched = np.where(call == NONE, NONE, trace.calls.start[call])
+    step = np.searchsorted(start, launched, side="right") - 1
+    is_inside = (call != NONE) & (step >= 0)
+    is_inside &= launched < end[np.maximum(step, 0)]
+    return Steps(
+        numbers=tuple(numbers[int(name)] for name in spans.name[rows]),
+        start=start,
+        end=end,
+        of_gpu=np.where(is_inside, step, NONE),
+        is_marked=True,
+    )
+
+
+def first_and_last(trace: RankTrace) -> tuple[int, int]:
+    """Return the first start and the last end of any work; (0, 0) without any."""
+    tables = [table for table in (trace.gpu, trace.calls, trace.ops) if table.start.size]
+    if not tables:
+        return 0, 0
+    return min(int(t.start[0]) for t in tables), max(int(t.end.max()) for t in tables)
+
+
+def gpu_comms(trace: RankTrace) -> tuple[Ints, Ints]:
+    """Return (comm_args, seq) of each GPU event that carries out a call of torch.distributed.
+
+    They are the event's own arguments, else those of the host call that launched it: the
+    innermost record_param_comms around the launch. Copies that a collective launches count.
+    """
+    gpu, comms, calls = trace.gpu, trace.comms, trace.calls
+    args, seq = gpu.comm.copy(), gpu.seq.copy()
+    missing = np.flatnonzero(args == NONE)
+    launch = launches(trace)[missing]
+    missing, launch = missing[launch != NONE], launch[launch != NONE]
+    row = innermost(
+        comms.start, comms.end, comms.thread, calls.start[launch], calls.thread[launch]
+    )
+    missing, row = missing[row != NONE], row[row != NONE]
+    args[missing], seq[missing] = comms.comm[row], comms.seq[row]
+    return args, seq
+
+
+def sends(trace: RankTrace) -> Ints:
+    """Return the rows of comms that send messages: waits and starts do not."""
+    silent = [
+        number for number, args in enumerate(trace.comm_args) if args.collective in _NO_MESSAGES
+    ]
+    return np.flatnonzero(~np.isin(trace.comms.comm, silent))
