@@ -17,6 +17,7 @@ from stepmark.core.collectives import Collective, num_parts
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding, Severity
 from stepmark.core.message import Histogram
+from stepmark.core.units import ranks_text
 from stepmark.trace.flight_recorder import (
     looks_like_flight_recorder,
     parse,
@@ -26,7 +27,7 @@ from stepmark.trace.flight_recorder import (
 )
 from stepmark.trace.flight_recorder.findings import findings
 from stepmark.trace.flight_recorder.groups import progress
-from stepmark.trace.flight_recorder.operations import message_kind, ranks_text
+from stepmark.trace.flight_recorder.operations import message_kind
 from stepmark.trace.nccl_log import read_log
 
 from .flight_samples import SAMPLE, as_json, as_old, dump, entry, transfer, write

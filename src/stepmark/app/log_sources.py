@@ -12,12 +12,12 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding
 from stepmark.core.log_facts import LogFacts
 from stepmark.core.message import Histogram
+from stepmark.core.units import ranks_text
 from stepmark.report import log_summary
 from stepmark.report.histogram import ranks_seen, with_ranks
 from stepmark.trace.flight_recorder import looks_like_flight_recorder, read_flight_recorder
 from stepmark.trace.flight_recorder.findings import findings
 from stepmark.trace.flight_recorder.groups import progress
-from stepmark.trace.flight_recorder.operations import ranks_text
 from stepmark.trace.inspector import looks_like_inspector, read_inspector
 from stepmark.trace.job_output import is_job_output
 from stepmark.trace.nccl_log import looks_like_log, read_log

@@ -24,10 +24,10 @@ from stepmark.core.errors import StepmarkError
 from stepmark.core.options import load
 from stepmark.core.plan import FORCE, Entry, Plan
 from stepmark.core.record import Environment, Failed, RunInfo
+from stepmark.core.units import ranks_text
 from stepmark.launch import outer_launcher, signals
 from stepmark.launch.heartbeat import Heartbeat, Watchdog
 from stepmark.launch.processes import LocalPeers
-from stepmark.launch.supervise import ranks_text
 from stepmark.store import plans
 from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES, Done, RunWriter

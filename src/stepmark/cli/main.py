@@ -87,6 +87,7 @@ VERBS = {
     "workload": Verb(
         "What a step does: generate, show, convert, capture.", "stepmark.cli.workload:app"
     ),
+    "trace": Verb("Profiler traces: where did the step go?", "stepmark.cli.trace:app"),
     "runs": Verb("List, show, export and query earlier runs.", "stepmark.cli.runs:app"),
     "sweep": Verb(
         "The same command under several settings, compared.",

@@ -6,7 +6,7 @@ indices into `RankTrace.names`, threads and streams into lists of labels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -150,8 +150,8 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankTrace:
-    """One process's trace. None and () are what the file does not state."""
+class RankInfo:
+    """Facts of one process's trace. None and () are what the file does not state."""
 
     file: str
     rank: int | None
@@ -161,6 +161,17 @@ class RankTrace:
     devices: tuple[str, ...]
     is_rocm: bool
     trace_id: str
+    num_events: int
+    num_bytes: int  # of JSON that were read
+    damage: tuple[Damage, ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTrace:
+    """One process's trace."""
+
+    info: RankInfo
     names: tuple[str, ...]
     threads: tuple[tuple[str, str], ...]  # (process, thread)
     streams: tuple[tuple[int, str], ...]  # (device, stream)
@@ -172,7 +183,3 @@ class RankTrace:
     spans: SpanColumns
     comms: CommColumns
     syncs: SyncColumns
-    num_events: int
-    num_bytes: int  # of JSON that were read
-    damage: tuple[Damage, ...] = ()
-    versions: tuple[tuple[str, str], ...] = field(default=())

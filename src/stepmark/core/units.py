@@ -1,5 +1,7 @@
 """Units, formatting and parsing. Rates use GB = 1e9, sizes KiB/MiB/GiB, the inside SI."""
 
+from collections.abc import Iterable
+
 from stepmark.core.errors import ConfigError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -67,3 +69,16 @@ def parse_share(text: str, field: str) -> float:
     if not 0 < share < 1:
         raise ConfigError(field, text, "a share above 0 and under 100%")
     return share
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return e.g. 'rank 3' or 'ranks 0-3, 5'."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in spans[:12]]
+    many = len(spans) > 1 or any(low != high for low, high in spans)
+    return f"rank{'s' if many else ''} {', '.join(texts)}{', ...' if len(spans) > 12 else ''}"

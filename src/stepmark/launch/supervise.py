@@ -3,12 +3,13 @@
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import psutil
 
 from stepmark.core.errors import EXIT_CODES, worst
+from stepmark.core.units import ranks_text
 from stepmark.launch import heartbeat
 from stepmark.launch.heartbeat import Beat
 from stepmark.launch.signals import catching
@@ -68,19 +69,6 @@ def _how_it_ended(return_code: int) -> str:
         name = next((s.name for s in signal.Signals if s == -return_code), "real time")
         return f"was killed by signal {-return_code} ({name})"
     return f"ended with exit code {return_code}"
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return e.g. "rank 3" or "ranks 0-2, 5"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    texts = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
-    is_single = len(spans) == 1 and len(spans[0]) == 1
-    return f"rank{'' if is_single else 's'} {', '.join(texts)}"
 
 
 _HERE, _AHEAD, _ENDED, _NOT_UP = "in this case", "ahead of this case", "ended", "not up"

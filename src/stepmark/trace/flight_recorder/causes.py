@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 from stepmark.core.collectives import Collective
 from stepmark.core.finding import Evidence, Severity
+from stepmark.core.units import ranks_text
 from stepmark.trace.flight_recorder.groups import GroupDumps
 from stepmark.trace.flight_recorder.mismatch import Mismatch, mismatches
 from stepmark.trace.flight_recorder.operations import (
     Dump,
     collective_of,
     evidence_of,
-    ranks_text,
 )
 from stepmark.trace.flight_recorder.waits import Call, WaitGraph, age_s, call_text, wait_graph
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from stepmark.core.finding import Evidence, Finding, Severity
+from stepmark.core.units import ranks_text
 from stepmark.trace.flight_recorder.causes import Cause, causes
 from stepmark.trace.flight_recorder.groups import GroupDumps, groups_of, progress
-from stepmark.trace.flight_recorder.operations import Dump, ranks_text
+from stepmark.trace.flight_recorder.operations import Dump
 
 
 def findings(dumps: Sequence[Dump]) -> list[Finding]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from stepmark.core.collectives import Collective
 from stepmark.core.finding import Evidence
 from stepmark.core.message import RECV, SEND
+from stepmark.core.units import ranks_text
 from stepmark.trace.flight_recorder.groups import GroupDumps
 from stepmark.trace.flight_recorder.operations import (
     Operation,
@@ -17,7 +18,6 @@ from stepmark.trace.flight_recorder.operations import (
     collective_of,
     describe,
     evidence_of,
-    ranks_text,
 )
 
 _EXCHANGES = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)

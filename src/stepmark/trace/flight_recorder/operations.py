@@ -1,7 +1,7 @@
 """The contents of flight-recorder dumps: operations, their messages, dumps side by side."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepmark.core.collectives import Collective
@@ -248,19 +248,6 @@ def message_kind(operation: Operation, group: Group) -> MessageKind | str:
 
 
 Step = tuple[Operation, ...]  # one collective, or all parts of a coalesced group
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return e.g. 'rank 3' or 'ranks 0-3, 5'."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in spans[:12]]
-    many = len(spans) > 1 or any(low != high for low, high in spans)
-    return f"rank{'s' if many else ''} {', '.join(texts)}{', ...' if len(spans) > 12 else ''}"
 
 
 def describe(step: Step) -> str:

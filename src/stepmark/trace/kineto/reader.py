@@ -20,6 +20,7 @@ from stepmark.core.trace_columns import (
     GpuColumns,
     GpuKind,
     OpColumns,
+    RankInfo,
     RankTrace,
     SpanColumns,
     SyncColumns,
@@ -279,16 +280,22 @@ class _Tables:
         }
         if distributed and distributed.nccl_version:
             versions["nccl_version"] = distributed.nccl_version
-        return RankTrace(
+        info = RankInfo(
             file=str(stream.path),
             rank=rank,
             world_size=distributed.world_size if distributed else None,
             backend=distributed.backend if distributed else "",
             groups=tuple(map(group_of, distributed.pg_config)) if distributed else (),
             devices=tuple(device.name for device in header.devices),
-            is_rocm=any(name.startswith(("hip", "roc")) for name in versions)
-            or any(name.startswith("hip") for name in self.names),
+            is_rocm=any(name.startswith(("hip", "roc")) for name in (*versions, *self.names)),
             trace_id=header.trace_id,
+            num_events=self.num_events,
+            num_bytes=stream.num_bytes,
+            damage=tuple(self._damage(stream)),
+            versions=tuple(versions.items()),
+        )
+        return RankTrace(
+            info=info,
             names=tuple(self.names),
             threads=tuple((str(process), str(thread)) for process, thread in self.threads),
             streams=tuple((_device(device), str(name)) for device, name in self.streams),
@@ -300,10 +307,6 @@ class _Tables:
             spans=SpanColumns(**self._table("spans", SpanColumns, base)),
             comms=CommColumns(**self._table("comms", CommColumns, base)),
             syncs=SyncColumns(**self._table("syncs", SyncColumns, base)),
-            num_events=self.num_events,
-            num_bytes=stream.num_bytes,
-            damage=tuple(self._damage(stream)),
-            versions=tuple(versions.items()),
         )
 
     def _table(self, name: str, kind: Any, base: int) -> dict[str, Ints]:

@@ -1,0 +1,216 @@
+"""The traces of one job: find them, read each in a process of its own, check they match.
+
+Memory does not grow with the number of ranks: a process keeps what `reduce` returns, which is
+small, and never the columns. Under torchrun, srun or mpirun each process reads its share, and
+rank 0 gets the results of all.
+"""
+
+import glob
+import multiprocessing
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.options import load
+from stepmark.core.trace_columns import RankInfo, RankTrace
+from stepmark.core.trace_options import TraceInputs
+from stepmark.core.units import ranks_text
+from stepmark.launch import outer_launcher
+from stepmark.store.reader import find_run
+from stepmark.store.runs import TRACES
+from stepmark.trace.kineto.reader import read_trace
+
+R = TypeVar("R")
+_SUFFIXES = (".json", ".json.gz")
+_RANK_IN_NAME = re.compile(r"rank[-_. ]?(\d{1,7})(?!\d)")
+_MAX_FILES = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult(Generic[R]):
+    """What was made of one rank's trace. info.rank is known, see `notes` of the set."""
+
+    info: RankInfo
+    value: R
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSet(Generic[R]):
+    """Results of all traces of one job by rank, and what to say about them."""
+
+    results: tuple[RankResult[R], ...]
+    world_size: int
+    missing: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def map_traces(inputs: TraceInputs, reduce: Callable[[RankTrace], R]) -> TraceSet[R] | None:
+    """Return what `reduce` makes of each trace. None on ranks of a launcher but the first.
+
+    reduce: a function of a module, or a partial of one, as other processes get it.
+    Raises ConfigError for files that are no traces, or not of one job.
+    """
+    paths = trace_files(inputs)
+    work = partial(_read, reduce)
+    if not outer_launcher.is_rank():
+        return _checked(_in_processes(work, paths, inputs.jobs), inputs)
+    outer_launcher.as_torchrun()
+    ranks = load("stepmark.bench.ranks:join")("cpu")
+    try:
+        try:
+            mine: object = _in_processes(
+                work, paths[ranks.rank :: ranks.num_ranks], inputs.jobs
+            )
+        except StepmarkError as error:
+            mine = error
+        parts = ranks.gather(mine)
+    finally:
+        ranks.close()
+    for part in parts:
+        if isinstance(part, StepmarkError):
+            raise part
+    results = [result for part in parts for result in part]
+    return _checked(results, inputs) if ranks.rank == 0 else None
+
+
+def trace_files(inputs: TraceInputs) -> list[Path]:
+    """Return the files of the traces. Raises ConfigError where there are none."""
+    paths: list[Path] = []
+    for word in inputs.files:
+        names = [path for path in _expand(word, inputs.runs) if path not in paths]
+        if not names and not paths:
+            raise ConfigError("trace", word, "a folder or pattern with .json or .json.gz files")
+        paths += names
+    if len(paths) > _MAX_FILES:
+        raise ConfigError("trace", len(paths), f"at most {_MAX_FILES} files")
+    return paths
+
+
+def _expand(word: str, runs: Path) -> list[Path]:
+    path = Path(word)
+    if path.is_dir():
+        folder = path / TRACES if (path / TRACES).is_dir() else path
+        files = (each for each in folder.rglob("*") if each.name.endswith(_SUFFIXES))
+        return sorted(each for each in files if each.is_file() and each.name[0] != ".")
+    if path.exists():
+        return [path]
+    if glob.has_magic(word):
+        return sorted(each for each in map(Path, glob.glob(word)) if each.is_file())
+    try:
+        run = find_run(runs, word)
+    except ConfigError as error:
+        allowed = f"a file or folder that exists, or {error.allowed}"
+        raise ConfigError("trace", word, allowed) from None
+    if not (run / TRACES).is_dir():
+        raise ConfigError("trace", word, "a run with traces: train --profile writes them")
+    return _expand(str(run / TRACES), runs)
+
+
+def _read(reduce: Callable[[RankTrace], R], path: Path) -> RankResult[R]:
+    trace = read_trace(path)
+    return RankResult(info=trace.info, value=reduce(trace))
+
+
+def _in_processes(
+    work: Callable[[Path], RankResult[R]], paths: Sequence[Path], jobs: int | None
+) -> list[RankResult[R]]:
+    """Return results in the order of the paths."""
+    workers = min(jobs or _cores(), len(paths))
+    if workers <= 1:
+        return list(map(work, paths))
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        try:
+            return list(pool.map(work, paths))
+        except BrokenProcessPool:
+            allowed = "read by processes that have enough memory; --jobs 1 needs the least"
+            raise ConfigError("trace", f"{len(paths)} files", allowed) from None
+
+
+def _cores() -> int:
+    """Return the cores this process may use, among those of a launcher's ranks here."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[R]:
+    """Return the results by rank. Raises ConfigError for traces of different jobs."""
+    notes: list[str] = []
+    named = [_with_rank(result, len(results), notes) for result in results]
+    _refuse_two_jobs(named)
+    counts = Counter(result.info.rank for result in named)
+    if twice := next((rank for rank, count in counts.items() if count > 1), None):
+        _refuse_twice(named, twice)
+    elif counts[0] > 1:
+        _refuse_twice(named, 0)
+    sizes = {result.info.world_size for result in named} - {None}
+    world_size = next(iter(sizes), None) or 1 + max(r.info.rank or 0 for r in named)
+    known = {result.info.rank for result in named}
+    missing = tuple(sorted(set(range(world_size)) - known))
+    if missing:
+        notes.append(_missing_text(missing, world_size))
+    for result in named:
+        for damage in result.info.damage:
+            count = f"{damage.count} " if damage.count > 1 else ""
+            notes.append(f"rank {result.info.rank}: {count}{damage.text}")
+    if inputs.ranks is not None:
+        if absent := set(inputs.ranks) - known:
+            allowed = f"ranks that have traces: {ranks_text(r or 0 for r in known)}"
+            raise ConfigError("ranks", min(absent), allowed)
+        named = [result for result in named if result.info.rank in inputs.ranks]
+    named.sort(key=lambda result: result.info.rank or 0)
+    return TraceSet(
+        results=tuple(named), world_size=world_size, missing=missing, notes=tuple(notes)
+    )
+
+
+def _with_rank(result: RankResult[R], num_files: int, notes: list[str]) -> RankResult[R]:
+    """Return the result with its rank: as the trace states it, else as its name does."""
+    info = result.info
+    if info.rank is not None:
+        return result
+    numbers = _RANK_IN_NAME.findall(Path(info.file).name)
+    if len(numbers) == 1:
+        rank = int(numbers[0])
+    elif num_files == 1:
+        rank = 0
+    else:
+        allowed = "a trace that states its rank, or a name such as rank3.json"
+        raise ConfigError("trace", info.file, allowed)
+    source = "its file's name" if numbers else "the only file"
+    notes.append(f"rank {rank} is known from {source}: the trace does not state it")
+    return replace(result, info=replace(info, rank=rank))
+
+
+def _refuse_two_jobs(results: Sequence[RankResult[R]]) -> None:
+    """Refuse traces whose number of ranks or groups over all ranks differ."""
+    first = results[0].info
+    for other in (result.info for result in results[1:]):
+        for what, a, b in (
+            ("ranks", first.world_size, other.world_size),
+            ("backend", first.backend, other.backend),
+        ):
+            if a and b and a != b:
+                value = f"{first.file} ({what}: {a}) and {other.file} ({what}: {b})"
+                raise ConfigError("trace", value, "traces of one job")
+
+
+def _refuse_twice(results: Sequence[RankResult[R]], rank: int | None) -> None:
+    files = [result.info.file for result in results if result.info.rank == rank]
+    value = f"{files[0]} and {files[1]}"
+    allowed = f"one trace of each rank; both are of rank {rank}: name the files of one window"
+    raise ConfigError("trace", value, allowed)
+
+
+def _missing_text(missing: Sequence[int], world_size: int) -> str:
+    return (
+        f"{len(missing)} of {world_size} ranks have no trace here ({ranks_text(missing)}): how "
+        "long the others wait for them is not known"
+    )

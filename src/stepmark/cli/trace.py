@@ -1,0 +1,26 @@
+"""stepmark trace: where the time of a training step went, from profiler traces."""
+
+from stepmark.cli.flags import builder, group
+from stepmark.core import trace_options
+
+app = group(
+    "Where did the step go? From PyTorch profiler traces of any number of ranks.",
+    {
+        "breakdown": (
+            "Compute, exposed communication, memcpy and idle, by rank and step.",
+            builder(
+                trace_options.BreakdownOptions,
+                "stepmark.app.trace:breakdown",
+                "Show where the time of each step went on each rank.",
+            ),
+        ),
+        "messages": (
+            "How often each message was sent, how fast, and what a faster network gains.",
+            builder(
+                trace_options.MessagesOptions,
+                "stepmark.app.trace_messages:messages",
+                "Count the messages of each collective and size, and time them.",
+            ),
+        ),
+    },
+)

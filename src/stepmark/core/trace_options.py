@@ -1,0 +1,59 @@
+"""The options of stepmark trace."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.option_groups import Files, Ranks
+from stepmark.core.options import REQUIRED, Reader, between, flag, group
+
+
+def _steps(text: str, field: str) -> tuple[tuple[int, int], ...]:
+    """Read 5, 5,7 or 5-7 as ranges (first, last)."""
+    ranges = []
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        if not (low.isdecimal() and (high.isdecimal() or not dash)) or len(part) > 40:
+            raise ConfigError(field, text, "numbers of steps such as 5, 5,7 or 5-7")
+        ranges.append((int(low), int(high) if dash else int(low)))
+    return tuple(ranges)
+
+
+def _show(ranges: tuple[tuple[int, int], ...]) -> str:
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+
+
+StepNumbers = Annotated[
+    tuple[tuple[int, int], ...], Reader(read=_steps, show=_show, metavar="5|5-7")
+]
+
+
+@group
+class TraceInputs:
+    """Traces."""
+
+    files: tuple[str, ...] = flag(
+        "traces of one job: files, folders, quoted patterns, a run, or latest",
+        default=REQUIRED,
+        argument=True,
+        metavar="DIR...",
+    )
+    ranks: Ranks | None = flag("only these ranks, e.g. 0,1 [all]")
+    steps: StepNumbers | None = flag("only these steps, as ProfilerStep# counts them [all]")
+    jobs: Annotated[int, between(1, 1024)] | None = flag("processes that read [cores]")
+    runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
+
+    def has_step(self, number: int) -> bool:
+        """Return whether --steps selects this step."""
+        return self.steps is None or any(low <= number <= high for low, high in self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakdownOptions(Files, TraceInputs):
+    """stepmark trace breakdown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessagesOptions(Files, TraceInputs):
+    """stepmark trace messages."""
