@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from stepmark.bench.training.profiling import Profile, group_of, groups
+from stepmark.bench.training.profiling import Profile, groups
 
 
 def train(times: int, profile: Profile) -> None:
@@ -103,30 +103,6 @@ def test_kernels_hide_what_launched_them() -> None:
     assert (product.name, product.calls) == ("nvjet_sm90_tst", 4)
     assert (nccl.seconds, product.seconds) == pytest.approx((3e-4, 1e-4))
     assert " 75.0%       0.300          4  communication" in profile.table()
-
-
-@pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgs)", "communication"),
-        ("_c10d_functional::all_reduce", "communication"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
-        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64>>", "attention"),
-        ("aten::_scaled_dot_product_flash_attention", "attention"),
-        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
-        ("aten::addmm", "matrix products"),
-        ("aten::bmm", "matrix products"),
-        ("triton_poi_fused_mul_silu_0", "fused by compile"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<>", "optimizer"),
-        ("aten::_fused_adamw_", "optimizer"),
-        ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("fsdp::chunk_cat", "copies"),
-        ("aten::gelu", "other"),
-    ],
-)
-def test_groups_of_names(name: str, group: str) -> None:
-    assert group_of(name) == group
 
 
 def test_without_cupti_operators_are_profiled(

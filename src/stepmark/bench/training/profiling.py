@@ -15,24 +15,13 @@ from stepmark.bench.ranks import Ranks
 from stepmark.bench.training.attention import prefix_kernel
 from stepmark.bench.training.loop import Loop
 from stepmark.bench.training.messages import MessageRecorder, merge
+from stepmark.core.kernel_groups import group_of
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.train_case import TrainCase
 
 _ROWS = 25
 _NAME_WIDTH = 90
 _STEP = "ProfilerStep"
-
-# The first pattern that matches a kernel's or an operator's name is its group. Attention comes
-# before products, as its kernels are products too; optimizers before the parts of theirs.
-_GROUPS: dict[str, str] = {
-    "communication": r"nccl|rccl|c10d|gloo|all_?gather|reduce_?scatter|all_?reduce|symm_mem",
-    "attention": r"flash|fmha|attention|sdpa|aiter",
-    "optimizer": r"adam|multi_tensor_apply|foreach|lerp_|addcmul|addcdiv",
-    "matrix products": r"gemm|cutlass|nvjet|cublas|xmma|::(add)?b?mm\b|scaled_mm|_mm_|linear",
-    "copies": r"memcpy|memset|::copy_|::_to_copy|chunk_cat|split_with_sizes|::cat\b|::fill_",
-    "fused by compile": r"triton_|cpp_fused|graph_\d",
-}
-_OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,14 +125,6 @@ def groups(times: Iterable[SelfTime]) -> list[SelfTime]:
         sums[name] = (seconds + entry.seconds, calls + entry.calls)
     entries = [SelfTime(name=name, seconds=s, calls=c) for name, (s, c) in sums.items()]
     return sorted(entries, key=lambda item: -item.seconds)
-
-
-def group_of(name: str) -> str:
-    """Return the group of a kernel or an operator by its name."""
-    matching = (
-        group for group, words in _GROUPS.items() if re.search(words, name, re.IGNORECASE)
-    )
-    return next(matching, _OTHER)
 
 
 def _is_kernel(entry: Any) -> bool:

@@ -1,0 +1,39 @@
+"""Groups of GPU kernels and of torch's operators, by their names."""
+
+import re
+from functools import lru_cache
+
+COMMUNICATION = "communication"
+COPIES = "copies"
+OTHER = "other"
+
+# The first pattern that is found in a name is its group. What torch.compile fuses comes first,
+# as its kernels list the operations inside; attention comes before products, as its kernels are
+# products too; optimizers before the parts of theirs; convolutions before their products.
+GROUPS: dict[str, str] = {
+    "fused by compile": r"\btriton_(?:poi|per|red|tem|for|sort|split_scan|mm|bmm)|cpp_fused"
+    r"|graph_\d",
+    COMMUNICATION: r"nccl|rccl|msccl|c10d|gloo|all_?gather(?!_copy)|reduce_?scatter"
+    r"|all_?reduce|all_?to_?all|cross_device_reduce|multimem|symm_mem|nvshmem|deep_?ep\b",
+    "attention": r"flash|fmha|attention|attn|sdpa|aiter.*(?:mha|mla|paged)",
+    "optimizer": r"adam|multi_tensor_apply|foreach|lerp_|addcmul|addcdiv",
+    "convolutions": r"conv(?!er)|(?:wgrad|dgrad|fprop)_|implicit_gemm|_scudnn_|winograd|igemm_"
+    r"(?:fwd|bwd|wrw)|nchwtonhwc|nhwctonchw|miopen",
+    "matrix products": r"gemm|gemv|nvjet|cublas|xmma|\bcutlass_|cutlass::(?:device_)?kernel"
+    r"|Cijk_|matmul|\bbmm_|::(?:add)?b?mm\b|scaled_mm|_mm_|::linear\b|splitk",
+    "norms": r"(?:layer|rms|batch|group)_?norm|rmsnorm|gammabeta|\bbn_[fb]w|::bn_",
+    "softmax and loss": r"softmax|nll_loss|cross_entropy",
+    COPIES: r"memcpy|memset|::copy_|_copy_|::_to_copy|chunk_cat|split_with_sizes|CatArray"
+    r"|::cat\b|::fill_|FillFunctor|transpose",
+    "indexing": r"(?<!rotary_)embedding|index|gather|scatter|sort|topk|scan",
+    "reductions": r"reduce",
+    "elementwise": r"elementwise|functor",
+}
+_PATTERNS = {group: re.compile(words, re.IGNORECASE) for group, words in GROUPS.items()}
+
+
+@lru_cache(maxsize=1 << 16)
+def group_of(name: str) -> str:
+    """Return the group of a kernel or an operator."""
+    groups = (group for group, pattern in _PATTERNS.items() if pattern.search(name))
+    return next(groups, OTHER)
