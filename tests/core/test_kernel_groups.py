@@ -46,7 +46,7 @@ from stepmark.core.kernel_groups import group_of
             "reductions",
         ),
         (
-            "vllm::_typeConvert<c10::BFloat16>::exists, void>::type vllm::fused_add_rms_norm_kernel",
+            "vllm::_typeConvert<c10::BFloat16>::exists>::type vllm::fused_add_rms_norm_kernel",
             "norms",
         ),
         ("void vllm::rotary_embedding_kernel<c10::BFloat16, true>(long const*)", "other"),
