@@ -108,23 +108,30 @@ def host_steps(trace: Json) -> dict[str, Interval]:
     return dict(sorted(steps.items(), key=lambda item: item[1]))
 
 
-def sweep(
-    intervals: Iterable[tuple[str, Interval]], window: Interval
-) -> Counter[frozenset[str]]:
-    """Return for each set of kinds the nanoseconds in which exactly those kinds run."""
+def sweep(intervals: Iterable[tuple[str, Interval]]) -> Counter[frozenset[str]]:
+    """Return for each set of kinds the nanoseconds in which exactly those kinds run.
+
+    The empty set counts what lies between the first start and the last end.
+    """
     edges: dict[int, Counter[str]] = defaultdict(Counter)
     for kind, (start, end) in intervals:
-        edges[max(start, window[0])][kind] += 1
-        edges[max(window[0], min(end, window[1]))][kind] -= 1
+        edges[start][kind] += 1
+        edges[end][kind] -= 1
     times: Counter[frozenset[str]] = Counter()
     running: Counter[str] = Counter()
-    last = window[0]
+    last = None
     for time in sorted(edges):
-        times[frozenset(kind for kind, count in running.items() if count > 0)] += time - last
+        if last is not None:
+            times[frozenset(kind for kind, count in running.items() if count)] += time - last
         running.update(edges[time])
         last = time
-    times[frozenset()] += window[1] - last
     return times
+
+
+def clipped(interval: Interval, window: Interval) -> Interval:
+    """Return the part of an interval in a window, of no length if there is none."""
+    start, end = max(interval[0], window[0]), min(interval[1], window[1])
+    return (start, end) if start < end else (window[0], window[0])
 
 
 def breakdown(
@@ -135,7 +142,10 @@ def breakdown(
     """Return the parts of the window in ns; without one, of the span of the events."""
     if window is None:
         window = min(event.start for event in events), max(event.end for event in events)
-    times = sweep(((kind(event), (event.start, event.end)) for event in events), window)
+    intervals = [(kind(event), clipped((event.start, event.end), window)) for event in events]
+    # Edges of the window itself, so that idle time at its ends counts.
+    intervals += [("none", (edge, edge)) for edge in window]
+    times = sweep(intervals)
 
     def total(*kinds: str, without: Sequence[str] = ()) -> int:
         return sum(
@@ -202,6 +212,43 @@ def messages(trace: Json) -> dict[str, dict[str, int]]:
         if event["name"] == "record_param_comms"
     )
     return {"kernels": dict(kernels), "calls": dict(calls)}
+
+
+def collectives(traces: Mapping[int, Json]) -> list[Json]:
+    """Match the collectives of the ranks and return durations and arrivals in ns.
+
+    The nth kernel of a process group is one collective on all of its ranks, in the order in
+    which the host asked for them: a communicator demands that order of every rank. Kernels
+    without collective arguments match nothing. Clocks are taken as they are.
+    """
+    found: dict[tuple[str, str, int], dict[int, GpuEvent]] = defaultdict(dict)
+    for rank, trace in traces.items():
+        calls, counts = call_times(trace), Counter[tuple[str, str]]()
+        kernels = [event for event in gpu_events(trace) if "Collective name" in event.args]
+        for event in sorted(kernels, key=lambda event: calls[event.args["correlation"]]):
+            group = (
+                str(event.args.get("Process Group Name")),
+                str(event.args.get("Process Group Ranks")),
+            )
+            found[(*group, counts[group])][rank] = event
+            counts[group] += 1
+    matched = []
+    for (group_name, _, number), events in sorted(found.items()):
+        base = {rank: int(traces[rank].get("baseTimeNanoseconds", 0)) for rank in events}
+        starts = {rank: base[rank] + event.start for rank, event in events.items()}
+        ends = [base[rank] + event.end for rank, event in events.items()]
+        messages = {message(event.args) for event in events.values()}
+        matched.append(
+            {
+                "group": group_name,
+                "number": number,
+                "message": messages.pop() if len(messages) == 1 else None,
+                "latency": min(event.end - event.start for event in events.values()),
+                "waits": {rank: max(starts.values()) - start for rank, start in starts.items()},
+                "end_skew": max(ends) - min(ends),
+            }
+        )
+    return matched
 
 
 def report(path: Path) -> Json:

@@ -1,0 +1,298 @@
+"""Figures of HolisticTraceAnalysis (HTA) and TraceLens follow from their definitions.
+
+The slow computation of trace_truth.py is given each tool's own definition and has to arrive at
+its figures; so a difference between a tool and us is one of definition. The table of them is in
+tests/data/traces/README.md.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .trace_truth import (
+    COMMUNICATION,
+    COMPUTE,
+    MEMORY,
+    GpuEvent,
+    breakdown,
+    collectives,
+    complete_events,
+    gpu_events,
+    message,
+    nanoseconds,
+    read,
+    sweep,
+)
+
+TRACES = Path(__file__).parents[1] / "data" / "traces"
+RECORDS = json.loads((TRACES / "peers.json").read_text())["records"]
+FOLDERS = sorted(path.name for path in TRACES.iterdir() if path.is_dir())
+# Absolute Unix times: as doubles they are multiples of a quarter of a microsecond.
+COARSE = {"absolute-ns"}
+
+
+@cache
+def traces(folder: str) -> list[Any]:
+    return [read(file) for file in sorted((TRACES / folder).glob("*.json*"))]
+
+
+def figures(folder: str, call: str, **wanted: Any) -> dict[str, Any]:
+    """Return a tool's figures by rank."""
+    for record in RECORDS:
+        options = record.get("environment", {}) | record.get("options", {})
+        if (
+            record["traces"] == folder
+            and record["call"].endswith(call)
+            and wanted.items() <= options.items()
+        ):
+            ranks: dict[str, Any] = record["ranks"]
+            return ranks
+    raise LookupError(f"{folder} {call}")
+
+
+def span_parts(rows: Iterable[tuple[str, int, int]]) -> dict[str, int]:
+    """Return HTA's temporal breakdown of (kind, start, end) in ns.
+
+    Rounding makes events end before they start; HTA's sums count those as negative, so its
+    merging is repeated here and not the sweep.
+    """
+
+    def merged(chosen: Iterable[tuple[str, int, int]]) -> list[list[int]]:
+        groups: list[list[int]] = []
+        latest = None
+        for _, start, end in sorted(chosen, key=lambda row: row[1]):
+            if latest is None or start > latest:
+                groups.append([start, end])
+            else:
+                groups[-1][1] = max(groups[-1][1], end)
+            latest = end if latest is None else max(latest, end)
+        return groups
+
+    def length(groups: list[list[int]]) -> int:
+        return sum(end - start for start, end in groups)
+
+    rows = list(rows)
+    everything = merged(rows)
+    window = everything[-1][1] - everything[0][0]
+    compute = length(merged(row for row in rows if row[0] == COMPUTE))
+    idle = window - length(everything)
+    return {
+        "kernel_time(us)": window,
+        "compute_time(us)": compute,
+        "idle_time(us)": idle,
+        "non_compute_time(us)": window - compute - idle,
+    }
+
+
+def hta_kind(name: str) -> str:
+    if re.match("nccl|hip|hccl|.*ncclKernel", name):
+        return COMMUNICATION
+    if re.match("(hip)?Memcpy|(hip)?Memset|dma", name):
+        return MEMORY
+    other = ".*Memcpy|.*Memset|.*dma|.*Sync|Stream Wait Event|cuda.*LaunchKernel|runFunction"
+    return "other" if re.match(f"{other}|job_exe|packet|pe_exe", name) else COMPUTE
+
+
+def named_rows(folder: str, trace: Any, rounding: bool) -> list[tuple[str, int, int]]:
+    """Return what HTA takes for GPU events as (name, start, end)."""
+    rows = []
+    for event in complete_events(trace):
+        if "dur" not in event or event.get("cat") in {None, "Trace"}:
+            continue
+        args = event.get("args", {})
+        start = nanoseconds(event["ts"])
+        end = start + nanoseconds(event["dur"])
+        if rounding:
+            start, end = -(-start // 1000) * 1000, end // 1000 * 1000
+        try:
+            stream = int(args.get("stream", -1))
+        except ValueError:
+            stream = -1
+        rows.append((event["name"], start, end, stream, args.get("correlation", -1)))
+    steps = {
+        event["name"]
+        for each in traces(folder)
+        for event in complete_events(each)
+        if event["name"].startswith("ProfilerStep#")
+    }
+    if len(steps) > 1:
+        gpu = [row for row in rows if row[3] >= 0 and row[4] >= 0]
+        host = [row for row in rows if not (row[3] >= 0 and row[4] >= 0)]
+        last = max(row[1] for row in host if row[0] in steps)
+        called = {row[4] for row in host if row[1] < last}
+        rows = [row for row in gpu if row[4] in called]
+    return [row[:3] for row in rows if row[3] != -1]
+
+
+def hta_rows(folder: str, trace: Any, rounding: bool) -> list[tuple[str, int, int]]:
+    return [(hta_kind(name), *times) for name, *times in named_rows(folder, trace, rounding)]
+
+
+def near(folder: str, value: float, expected_ns: int, unit_ns: int, events: int) -> bool:
+    """Return whether a sum of a tool's doubles is our integer.
+
+    The double of a time since a base of months ago is off by up to a quarter of a nanosecond,
+    so each interval by half of one.
+    """
+    allowed = 250 * events if folder in COARSE else events // 2 + 1
+    return abs(Fraction(value) * unit_ns - expected_ns) <= allowed
+
+
+@pytest.mark.parametrize("rounding", [True, False])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_temporal_breakdown_of_hta_follows_from_its_definition(
+    folder: str, rounding: bool
+) -> None:
+    found = figures(
+        folder, "get_temporal_breakdown", HTA_DISABLE_NS_ROUNDING="0" if rounding else "1"
+    )
+    if folder == "cpu-only":
+        assert found == {"error": "IndexError: single positional indexer is out-of-bounds"}
+        return
+    for rank, trace in enumerate(traces(folder)):
+        rows = hta_rows(folder, trace, rounding)
+        for figure, expected in span_parts(rows).items():
+            value = found[str(rank)][figure]
+            assert near(folder, value, expected, 1000, len(rows)), (
+                rank,
+                figure,
+                value,
+                expected,
+            )
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_overlap_of_hta_is_ours_over_its_events(folder: str) -> None:
+    found = figures(folder, "get_comm_comp_overlap", HTA_DISABLE_NS_ROUNDING="1")
+    for rank, trace in enumerate(traces(folder)):
+        times = sweep([(kind, (a, b)) for kind, a, b in hta_rows(folder, trace, False)])
+        both = sum(time for kinds, time in times.items() if {COMMUNICATION, COMPUTE} <= kinds)
+        communication = sum(time for kinds, time in times.items() if COMMUNICATION in kinds)
+        share = round(100 * both / communication, 2) if communication else None
+        assert found[str(rank)]["comp_comm_overlap_pctg"] == share, rank
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_kernel_sums_of_hta_are_ours_over_its_window(folder: str) -> None:
+    found = figures(folder, "get_gpu_kernel_breakdown", HTA_DISABLE_NS_ROUNDING="1")
+    for rank, trace in enumerate(traces(folder)):
+        sums: Counter[str] = Counter()
+        for name, start, end in named_rows(folder, trace, False):
+            sums[name] += end - start
+        for name, value in found.get(str(rank), {}).items():
+            assert near(folder, value, sums[name], 1000, len(sums)), (rank, name)
+
+
+def tracelens_kind(event: GpuEvent) -> str:
+    if event.category == "gpu_memcpy":
+        return MEMORY
+    communication = re.search("nccl|rccl|cross_device_reduce", event.name, re.IGNORECASE)
+    return COMMUNICATION if communication else COMPUTE
+
+
+def linked_by_flow(trace: Any) -> list[GpuEvent]:
+    """Return the GPU events that a flow connects with a call, or that a graph launch made."""
+    flows = [event for event in trace["traceEvents"] if event.get("cat") == "ac2g"]
+    starts = {event["id"] for event in flows if event["ph"] == "s"}
+    ends = {event["id"]: (event["pid"], event["tid"]) for event in flows if event["ph"] == "f"}
+    calls = {}
+    for event in complete_events(trace):
+        if event.get("cat") in {"cuda_runtime", "cuda_driver"}:
+            calls[event["args"]["correlation"]] = event["name"]
+    linked = []
+    for event in complete_events(trace):
+        correlation = event.get("args", {}).get("correlation")
+        if event.get("cat") not in {"kernel", "gpu_memcpy", "gpu_memset"}:
+            continue
+        graph = calls.get(correlation) in {"cudaGraphLaunch", "hipGraphLaunch"}
+        place = event["pid"], event["tid"]
+        if graph or (
+            correlation in calls and correlation in starts and ends.get(correlation) == place
+        ):
+            linked.append(event)
+    return gpu_events({"traceEvents": linked})
+
+
+@pytest.mark.parametrize("unlinked", [True, False])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_timeline_of_tracelens_follows_from_its_definition(folder: str, unlinked: bool) -> None:
+    found = figures(folder, "get_df_gpu_timeline", include_unlinked_kernels=unlinked)
+    for rank, trace in enumerate(traces(folder)):
+        events = gpu_events(trace) if unlinked else linked_by_flow(trace)
+        if not events or folder == "categories-2021":
+            assert "No GPU events found" in found[str(rank)]["error"]
+            continue
+        parts = breakdown(events, kind=tracelens_kind)
+        expected = {
+            "computation_time": parts[COMPUTE],
+            "exposed_comm_time": parts["exposed_communication"],
+            "exposed_memcpy_time": parts["exposed_memory"],
+            "idle_time": parts["idle"],
+            "total_time": parts["window"],
+            "total_comm_time": parts[COMMUNICATION],
+            "total_memcpy_time": parts[MEMORY],
+        }
+        for figure, value in expected.items():
+            given = found[str(rank)][figure]
+            assert near(folder, given, value, 10**6, len(events)), (rank, figure, given, value)
+
+
+def rows_of(folder: str, call: str) -> list[dict[str, Any]]:
+    """Return the rows of a tool's table."""
+    found = (r for r in RECORDS if r["traces"] == folder and r["call"].endswith(call))
+    rows: list[dict[str, Any]] = next(found)["rows"]
+    return rows
+
+
+def test_latency_and_skew_of_tracelens_are_ours() -> None:
+    """Each collective of 8 ranks: the shortest of the ranks' kernels, and how they arrived."""
+    theirs = rows_of("fsdp8", "build_df_nccl_implicit_sync_cat")
+    ours = collectives(dict(enumerate(traces("fsdp8"))))
+    assert len(theirs) == len(ours) == 52
+    for mine in ours:
+        row = next(
+            r for r in theirs if r["collective_id"] == f"{mine['group']}_{mine['number']}"
+        )
+        assert mine["message"] is not None
+        assert mine["message"][0] == row["Collective name"]
+        assert near("fsdp8", row["comm_latency"], mine["latency"], 1000, 1)
+        assert near("fsdp8", row["skew in start time"], max(mine["waits"].values()), 1000, 2)
+        assert near("fsdp8", row["skew in end time"], mine["end_skew"], 1000, 2)
+
+
+def test_straggler_of_tracelens_is_ours() -> None:
+    """Rank 7 is the last in 51 of 52 collectives: it launches late and waits for nobody."""
+    theirs = {row["rank"]: row for row in rows_of("fsdp8", "build_df_straggler_summary")}
+    ours = collectives(dict(enumerate(traces("fsdp8"))))
+    for rank, row in theirs.items():
+        total = sum(mine["waits"][rank] for mine in ours)
+        assert abs(row["total_wait_time_us"] * 1000 - total) <= 60
+        assert row["times_arrived_last"] == sum(mine["waits"][rank] == 0 for mine in ours)
+    assert theirs[7]["times_arrived_last"] == 51
+
+
+@pytest.mark.parametrize("folder", ["fsdp8", "a100-nccl", "mi300-rccl", "b200-vllm"])
+def test_messages_of_tracelens_are_ours(folder: str) -> None:
+    """One row for a rank, collective, dtype, group, size: how often and how long."""
+    ours = {}
+    for rank, trace in enumerate(traces(folder)):
+        for event in gpu_events(trace):
+            if "Collective name" in event.args:
+                own = ours.setdefault((rank, *message(event.args)), [0, 0])
+                own[0] += 1
+                own[1] += event.end - event.start
+    theirs = rows_of(folder, "build_df_summary_long")
+    assert len(theirs) == len(ours)
+    for row in theirs:
+        sizes = (str(int(row[f"{side} msg nelems"])) for side in ("In", "Out"))
+        group = row["Process Group Name"], str(int(row["Group size"]))
+        count, total = ours[row["rank"], row["Collective name"], row["dtype"], *group, *sizes]
+        assert row["operation_count"] == count
+        assert near(folder, row["dur_sum"], total, 1000, count)
