@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from .big_trace import SOURCE, Block, pieces
 from .trace_truth import (
     COMMUNICATION,
     COMPUTE,
@@ -24,6 +25,7 @@ from .trace_truth import (
     breakdown,
     collectives,
     complete_events,
+    events_by_step,
     gpu_events,
     message,
     nanoseconds,
@@ -296,3 +298,19 @@ def test_messages_of_tracelens_are_ours(folder: str) -> None:
         count, total = ours[row["rank"], row["Collective name"], row["dtype"], *group, *sizes]
         assert row["operation_count"] == count
         assert near(folder, row["dur_sum"], total, 1000, count)
+
+
+def test_large_trace_is_so_many_copies(tmp_path: Path) -> None:
+    """What big_trace.py writes is known without reading it: copies times the figures."""
+    block = Block(SOURCE)
+    path = tmp_path / "rank3.json"
+    path.write_text("".join(pieces(block, rank=3, copies=4, steps=2)))
+    small, large = traces("a100-nccl")[0], read(path)
+    once, four = breakdown(gpu_events(small)), breakdown(gpu_events(large))
+    for part in (COMPUTE, "exposed_communication", "exposed_memory", COMMUNICATION):
+        assert four[part] == 4 * once[part]
+    assert four["window"] == 3 * block.period + once["window"]
+    assert large["distributedInfo"]["rank"] == 3
+    each = len(gpu_events(small))
+    counts = {name: len(events) for name, events in events_by_step(large).items()}
+    assert list(counts.values()) == [2 * each, 2 * each, 0, 0]
