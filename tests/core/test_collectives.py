@@ -20,6 +20,7 @@ from stepmark.core.collectives import (
     placements,
     sizes,
     spread_counts,
+    torch_collective,
     trimmed_count,
 )
 from stepmark.core.errors import ConfigError
@@ -224,3 +225,23 @@ def test_torch_has_three_collectives_in_place_only() -> None:
     for collective in Collective:
         of_torch, of_nccl = (placements(collective, api) for api in (Api.TORCH, Api.NCCL))
         assert set(of_torch) <= set(of_nccl)
+
+
+@pytest.mark.parametrize(
+    ("names", "ours"),
+    [
+        ("allreduce allreduce_coalesced all_reduce_barrier allreduce_sparse", "all_reduce"),
+        ("_allgather_base all_gather allgather_into_tensor_coalesced", "all_gather"),
+        ("_reduce_scatter_base reduce_scatter_tensor_coalesced", "reduce_scatter"),
+        ("all_to_all alltoall_base alltoall_", "all_to_all"),
+        ("all_to_allv all_to_all_v_single", "all_to_all_v"),
+        ("broadcast _broadcast_oop broadcast_", "broadcast"),
+        ("reduce _reduce_oop", "reduce"),
+        ("barrier monitored_barrier_ monitoredBarrier", "barrier"),
+        ("send isend", "send"),
+        ("recv irecv recv_any_source_", "recv"),
+        ("wait init coalesced shard_dim_gather", ""),
+    ],
+)
+def test_names_of_torch_calls_are_those_of_one_collective(names: str, ours: str) -> None:
+    assert {torch_collective(name) for name in names.split()} == {ours}

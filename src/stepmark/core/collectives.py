@@ -54,6 +54,23 @@ def collective_named(text: str) -> str:
     return _SQUEEZED.get(re.sub(r"[ _-]", "", bare.removeprefix("nccl")), bare)
 
 
+# By the beginning of torch's name without underscores; the first that fits.
+_OF_TORCH = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all_v", "all_to_all", "broadcast"),
+    *("reduce", "gather", "scatter", "barrier", "send", "recv"),
+)
+
+
+def torch_collective(name: str) -> str:
+    """Return our name of a call as torch's backends record it; "" for others.
+
+    E.g. allreduce_coalesced, _allgather_base, all_to_allv, _reduce_oop and irecv. NCCL's
+    barrier is an all-reduce of one element: all_reduce_barrier.
+    """
+    bare = re.sub("[^a-z]|^_*(?:monitored|i(?=send|recv))", "", name.lower())
+    return next((c for c in _OF_TORCH if bare.startswith(c.replace("_", ""))), "")
+
+
 class RedOp(StrEnum):
     """Reduction operation. MULSUM multiplies each rank's values by a factor, then sums."""
 

@@ -90,3 +90,30 @@ def parse_dtype(
         alias = " or fp8" if DType.FP8_E4M3 in allowed else ""
         raise ConfigError(field, text, f"one of {', '.join(allowed)}{alias}")
     return DType(dtype)
+
+
+# Element size of types that NCCL does not name; torch sends them as bytes or pairs.
+_OTHER_TYPES = {"bool": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "short": 2, "uint16": 2}
+_OTHER_TYPES |= {"complexhalf": 4, "complexfloat": 8, "complexdouble": 16}
+# Types of C++, as torch's profiler writes them.
+_CXX = {
+    "unsigned char": "uint8",
+    "signed char": "int8",
+    "long int": "int64",
+    "short int": "short",
+}
+_CXX |= {"complex<half>": "complexhalf", "complex<float>": "complexfloat"}
+_CXX |= {"complex<double>": "complexdouble"}
+
+
+def message_dtype(name: str) -> tuple[str, int] | None:
+    """Return (our name, bytes of an element) of torch's name of a type; None if unknown."""
+    plain = name.lower().replace("c10::", "")
+    plain = _CXX.get(plain, plain)
+    if plain in _OTHER_TYPES:
+        return plain, _OTHER_TYPES[plain]
+    try:
+        dtype = parse_dtype(plain, allowed=MESSAGE_DTYPES)
+    except ConfigError:
+        return None
+    return dtype.value, dtype.itemsize

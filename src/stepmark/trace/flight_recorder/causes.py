@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from stepmark.core.collectives import Collective
+from stepmark.core.collectives import Collective, torch_collective
 from stepmark.core.finding import Evidence, Severity
 from stepmark.core.units import ranks_text
 from stepmark.trace.flight_recorder.groups import GroupDumps
 from stepmark.trace.flight_recorder.mismatch import Mismatch, mismatches
 from stepmark.trace.flight_recorder.operations import (
     Dump,
-    collective_of,
     evidence_of,
 )
 from stepmark.trace.flight_recorder.waits import Call, WaitGraph, age_s, call_text, wait_graph
@@ -225,7 +224,7 @@ def _rooted(call: Call) -> str:
     before = (call.number - 1, call.number) if call.number else ()
     for number in before:
         for step in call.shared.at(number).values():
-            name = collective_of(step[0].kind)
+            name = torch_collective(step[0].kind)
             if name in (Collective.BROADCAST, Collective.REDUCE):
                 return f". Collective {number} is a {name}, whose root is not recorded"
     return ""

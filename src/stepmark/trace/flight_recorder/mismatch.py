@@ -7,7 +7,7 @@ it leaves out or adds a call. Such disagreements are one mismatch, not several.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from stepmark.core.collectives import Collective
+from stepmark.core.collectives import Collective, torch_collective
 from stepmark.core.finding import Evidence
 from stepmark.core.message import RECV, SEND
 from stepmark.core.units import ranks_text
@@ -15,7 +15,6 @@ from stepmark.trace.flight_recorder.groups import GroupDumps
 from stepmark.trace.flight_recorder.operations import (
     Operation,
     Step,
-    collective_of,
     describe,
     evidence_of,
 )
@@ -98,7 +97,7 @@ def _differs(by_rank: dict[int, Step], shared: GroupDumps) -> tuple[Sides, str] 
     if len(by_call) > 1:
         return sorted(map(tuple, by_call.values()), key=len), ""
     parts = {rank: step[0] for rank, step in by_rank.items() if len(step) == 1}
-    kinds = {collective_of(op.kind) for op in parts.values()}
+    kinds = {torch_collective(op.kind) for op in parts.values()}
     if not by_call or len(parts) < len(by_rank) or len(kinds) > 1:
         return None
     name = kinds.pop()
@@ -148,7 +147,7 @@ def _signature(step: Step) -> tuple[object, ...]:
 
 
 def _agreed(op: Operation) -> tuple[object, ...]:
-    name = collective_of(op.kind) or op.kind
+    name = torch_collective(op.kind) or op.kind
     inputs, outputs = op.inputs or None, op.outputs or None
     if name in _EXCHANGES:
         return Collective.ALL_TO_ALL, tuple(sorted({w for _, w in (inputs or outputs or ())}))

@@ -4,45 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepmark.core.collectives import Collective
-from stepmark.core.dtypes import MESSAGE_DTYPES, parse_dtype
-from stepmark.core.errors import ConfigError
+from stepmark.core.collectives import Collective, torch_collective
+from stepmark.core.dtypes import message_dtype
 from stepmark.core.finding import Evidence
-from stepmark.core.message import RECV, SEND, Histogram, MessageKind, Tally, sized
+from stepmark.core.message import Histogram, MessageKind, Tally, sized
 from stepmark.core.units import format_bytes
-
-_COLLECTIVES: dict[str, Collective] = {
-    **dict.fromkeys(
-        # NCCL's barrier is an all-reduce of one element.
-        ("all_reduce", "allreduce_coalesced", "all_reduce_sparse", "all_reduce_barrier"),
-        Collective.ALL_REDUCE,
-    ),
-    **dict.fromkeys(
-        (
-            *("_all_gather_base", "all_gather", "all_gather_single", "all_gather_v"),
-            *("all_gather_into_tensor_coalesced", "ALLGATHER_coalesced"),
-        ),
-        Collective.ALL_GATHER,
-    ),
-    **dict.fromkeys(
-        (
-            *("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single"),
-            *("reduce_scatter_v", "reduce_scatter_tensor_coalesced"),
-            "REDUCE_SCATTER_coalesced",
-        ),
-        Collective.REDUCE_SCATTER,
-    ),
-    **dict.fromkeys(("broadcast", "_broadcast_oop"), Collective.BROADCAST),
-    **dict.fromkeys(("reduce", "_reduce_oop"), Collective.REDUCE),
-    **dict.fromkeys(("all_to_all", "all_to_all_single"), Collective.ALL_TO_ALL),
-    "all_to_all_v_single": Collective.ALL_TO_ALL_V,
-    "gather": Collective.GATHER,
-    "scatter": Collective.SCATTER,
-    "barrier": Collective.BARRIER,
-}
-# Element size of types that NCCL does not name; torch sends them as bytes or pairs.
-_OTHER_TYPES = {"bool": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "short": 2, "uint16": 2}
-_OTHER_TYPES |= {"complexhalf": 4, "complexfloat": 8, "complexdouble": 16}
 
 MAX_ELEMENTS = 2**60
 
@@ -149,32 +115,13 @@ def parse_integer(value: object) -> int | None:
     return value if abs(value) < 2**63 else None
 
 
-def collective_of(kind: str) -> str:
-    """Return our name of torch's operation; "" for one that moves no data or is unknown."""
-    if kind in (SEND, RECV):
-        return kind
-    return _COLLECTIVES[kind].value if kind in _COLLECTIVES else ""
-
-
-def dtype_of(name: str) -> tuple[str, int] | None:
-    """Return (our name, bytes of an element) of torch's name of a type."""
-    plain = name.lower()
-    if plain in _OTHER_TYPES:
-        return plain, _OTHER_TYPES[plain]
-    try:
-        dtype = parse_dtype(plain, allowed=MESSAGE_DTYPES)
-    except ConfigError:
-        return None
-    return dtype.value, dtype.itemsize
-
-
 def num_bytes(shapes: Shapes | None) -> int | None:
     """Return the bytes of all tensors; None where a size or type is unknown."""
     if shapes is None:
         return None
     total = 0
     for elements, name in shapes:
-        dtype = dtype_of(name)
+        dtype = message_dtype(name)
         if dtype is None:
             return None
         total += elements * dtype[1]
@@ -219,7 +166,7 @@ def _bare_markers(dumps: Sequence[Dump]) -> int:
 
 def message_kind(operation: Operation, group: Group) -> MessageKind | str:
     """Return the kind of message of an operation, or why it has none."""
-    name = collective_of(operation.kind)
+    name = torch_collective(operation.kind)
     if not name:
         return f"operations of kind {operation.kind or 'unknown'}"
     sent, received = num_bytes(operation.inputs), num_bytes(operation.outputs)
@@ -229,7 +176,7 @@ def message_kind(operation: Operation, group: Group) -> MessageKind | str:
     if sent is None and received is None:
         return "operations without sizes or types"
     shapes = operation.inputs or operation.outputs or ()
-    types = {pair[0] for _, word in shapes if (pair := dtype_of(word))}
+    types = {pair[0] for _, word in shapes if (pair := message_dtype(word))}
     dtype = types.pop() if len(types) == 1 else ""
     sent, received = sent or 0, received or 0
     is_uneven = ranks is not None and (sent != received or sent % ranks != 0)
@@ -258,7 +205,7 @@ def describe(step: Step) -> str:
         tensors = ", ".join(f"{elements} {word}" for elements, word in sizes[:3])
         total = num_bytes(op.inputs or op.outputs)
         size = f" ({format_bytes(total)})" if total else ""
-        name = collective_of(op.kind) or op.kind
+        name = torch_collective(op.kind) or op.kind
         words.append(f"{name} of {tensors or 'no tensor'}{size}")
     return " + ".join(words) + (f" + {len(step) - 3} more" if len(step) > 3 else "")
 

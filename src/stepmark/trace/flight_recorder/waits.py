@@ -12,14 +12,13 @@ Over 250 lines: the graph and what builds it.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stepmark.core.collectives import Collective
+from stepmark.core.collectives import Collective, torch_collective
 from stepmark.trace.flight_recorder.groups import GroupDumps, is_done
 from stepmark.trace.flight_recorder.mismatch import transfers_of
 from stepmark.trace.flight_recorder.operations import (
     Dump,
     Operation,
     Step,
-    collective_of,
     describe,
 )
 
@@ -148,7 +147,7 @@ def _entered(shared: GroupDumps, differing: int | None) -> int:
             for number, step in steps.items()
             if is_done(step)
             and (differing is None or number < differing)
-            and all(op.is_marker or collective_of(op.kind) in _SYNCHRONIZING for op in step)
+            and all(op.is_marker or torch_collective(op.kind) in _SYNCHRONIZING for op in step)
         ),
         default=0,
     )
