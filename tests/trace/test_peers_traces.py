@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from stepmark.trace.kineto.links import steps
+from stepmark.trace.kineto.reader import read_trace
+
 from .big_trace import SOURCE, Block, pieces
 from .trace_truth import (
     COMMUNICATION,
@@ -41,8 +44,13 @@ COARSE = {"absolute-ns"}
 
 
 @cache
+def files(folder: str) -> list[Path]:
+    return sorted((TRACES / folder).glob("*.json*"))
+
+
+@cache
 def traces(folder: str) -> list[Any]:
-    return [read(file) for file in sorted((TRACES / folder).glob("*.json*"))]
+    return [read(file) for file in files(folder)]
 
 
 def figures(folder: str, call: str, **wanted: Any) -> dict[str, Any]:
@@ -314,3 +322,38 @@ def test_large_trace_is_so_many_copies(tmp_path: Path) -> None:
     each = len(gpu_events(small))
     counts = {name: len(events) for name, events in events_by_step(large).items()}
     assert list(counts.values()) == [2 * each, 2 * each, 0, 0]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_reader_has_the_gpu_events_of_the_file(folder: str) -> None:
+    """Times are those of the file's decimals; absolute ones are off by 125 ns, and flagged."""
+    for file, trace in zip(files(folder), traces(folder), strict=True):
+        columns = read_trace(file)
+        base = int(trace.get("baseTimeNanoseconds", 0))
+        gpu = columns.gpu
+        names = [columns.names[name] for name in gpu.name]
+        found = sorted(zip(names, gpu.start.tolist(), gpu.end.tolist(), strict=True))
+        expected = sorted(
+            (event.name, base + event.start, base + event.end) for event in gpu_events(trace)
+        )
+        if folder in COARSE:
+            assert [event[0] for event in found] == [event[0] for event in expected]
+            assert "rounded" in {damage.kind for damage in columns.info.damage}
+            continue
+        assert found == expected
+        assert "rounded" not in {damage.kind for damage in columns.info.damage}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_steps_have_the_events_that_they_launched(folder: str) -> None:
+    for file, trace in zip(files(folder), traces(folder), strict=True):
+        found = steps(read_trace(file))
+        expected = events_by_step(trace)
+        outside = len(expected.pop("outside")) + len(expected.pop("unlinked"))
+        if not expected:
+            assert not found.is_marked
+            continue
+        assert [f"ProfilerStep#{number}" for number in found.numbers] == list(expected)
+        for index, events in enumerate(expected.values()):
+            assert (found.of_gpu == index).sum() == len(events)
+        assert (found.of_gpu == -1).sum() == outside
