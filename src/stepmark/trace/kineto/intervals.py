@@ -72,7 +72,7 @@ def clip(a: Intervals, start: int, end: int) -> Intervals:
     """Return the part of a inside [start, end)."""
     first = int(np.searchsorted(a.end, start, side="right"))
     last = int(np.searchsorted(a.start, end, side="left"))
-    if last <= first:
+    if last <= first or end <= start:
         return Intervals(a.start[:0], a.end[:0])
     return Intervals(np.maximum(a.start[first:last], start), np.minimum(a.end[first:last], end))
 

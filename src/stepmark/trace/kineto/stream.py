@@ -5,14 +5,13 @@ decoding decides: the text before it is a list of whole events only if the cut i
 string and every nested value, as strict JSON has no other reading.
 """
 
-import gzip
+import itertools
 import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import IO
 
 import msgspec
 
@@ -22,12 +21,14 @@ from stepmark.trace.kineto.events import Event, Header
 # Pieces of this size stay in the cache of the core that decodes them.
 _CHUNK = 1 << 19
 _MAX_HEADER = 64 << 20
-# Longer is no event of the profiler's.
+# Longer is no event of the profiler's; up to the second length, borders may be of its values.
 _MAX_EVENT = 64 << 20
+_MAX_NESTED = 8 << 20
 _FIRST = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BORDER = re.compile(rb"\}\s*,\s*(?=\{)")
 _END = re.compile(rb"\}\s*\]\s*(?=[,}])")
 _TRIES = 8
+_BETWEEN = b" \t\r\n,"
 _HEADER = msgspec.json.Decoder(Header)
 _EVENTS = msgspec.json.Decoder(list[Event], strict=False)
 _EVENT = msgspec.json.Decoder(Event, strict=False)
@@ -52,17 +53,19 @@ class EventStream:
         self._text = b""
         self._source = self._pieces()
         self._at_end = False
+        self._is_open = True
+        self._is_bare = False
+        self._error = ""
 
     def __iter__(self) -> Iterator[list[Event]]:
         """Yield lists of events in the order of the file. Raises ConfigError for no trace."""
         self._start()
         while True:
-            cuts = self._cuts()
-            events = None
+            cuts, events, self._is_open = self._cuts(), None, True
             for place in cuts:
                 events = self._decode(self._text[:place])
                 if events is not None:
-                    self._text = self._text[place:].lstrip(b" \t\r\n,")
+                    self._text = self._text[place:].lstrip(_BETWEEN)
                     break
             if events is None and self._ends():
                 events = self._last()
@@ -71,15 +74,18 @@ class EventStream:
                     return
             if events is None:
                 if self._at_end:
-                    yield self._one_by_one(self._text, is_last=True)
+                    yield self._recover(is_last=True)
                     return
-                if len(self._text) < 4 * _CHUNK or (not cuts and len(self._text) < _MAX_EVENT):
+                if len(self._text) < (_MAX_NESTED if cuts else _MAX_EVENT) and self._is_open:
                     self._more(len(self._text))
                     continue
-                events = self._recover(cuts)
+                if not cuts:
+                    self.cut = "it has an event of more than 64 MiB, where reading ends"
+                    return
+                events = self._recover()
             yield events
             if not self._at_end:
-                self._more(_CHUNK - len(self._text))
+                self._more(_CHUNK)
 
     def _pieces(self) -> Iterator[bytes]:
         """Yield the text; a compressed file is unpacked by a second thread."""
@@ -91,19 +97,19 @@ class EventStream:
                     yield piece
             return
         queue: Queue[bytes | str] = Queue(8)
-        with gzip.open(self.path) as packed:
-            Thread(target=_unpack, args=(packed, queue), daemon=True).start()
-            while isinstance(unpacked := queue.get(), bytes):
-                yield unpacked
-            self.cut = unpacked
+        Thread(target=_unpack, args=(self.path, queue), daemon=True).start()
+        while isinstance(unpacked := queue.get(), bytes):
+            yield unpacked
+        self.cut = unpacked
 
     def _more(self, at_least: int) -> None:
         """Append text until `at_least` more bytes are there or the file ends."""
         pieces = [self._text]
         missing = max(at_least, _CHUNK)
         while missing > 0 and not self._at_end:
-            piece = next(self._source, b"")
-            self._at_end = not piece
+            piece = next(self._source, None)
+            self._at_end = piece is None
+            piece = piece or b""
             pieces.append(piece)
             missing -= len(piece)
             self.num_bytes += len(piece)
@@ -114,7 +120,7 @@ class EventStream:
         self._more(_CHUNK)
         self._text = self._text.removeprefix(b"\xef\xbb\xbf").lstrip()
         if self._text[:1] == b"[":
-            self._text = self._text[1:]
+            self._text, self._is_bare = self._text[1:], True
             return
         if self._text[:1] != b"{":
             raise ConfigError("trace", self.path, "a profiler's JSON trace")
@@ -149,7 +155,9 @@ class EventStream:
     def _decode(self, text: bytes) -> list[Event] | None:
         try:
             return _EVENTS.decode(b"[" + text + b"]")
-        except _ERRORS:
+        except _ERRORS as error:
+            # After a cut inside a string or a list, the text is not wrong but ends too early.
+            self._is_open &= "truncated" in str(error)
             return None
 
     def _ends(self) -> bool:
@@ -168,7 +176,10 @@ class EventStream:
                 self._tail(self._text[place:])
                 return events
         if self._at_end and (text := self._text.rstrip()).endswith(b"]"):
-            return self._decode(text[:-1])  # a bare list
+            events = self._decode(text[:-1])
+            if events is not None:
+                self._tail(b"")
+            return events
         return None
 
     def _tail(self, rest: bytes) -> None:
@@ -177,7 +188,7 @@ class EventStream:
         while not self._at_end and len(self._text) < _MAX_HEADER:
             self._more(_CHUNK)
         rest = self._text.strip()
-        if not rest:
+        if self._is_bare and not rest:
             return
         try:
             tail = _HEADER.decode(b'{"": 0' + rest)
@@ -194,58 +205,86 @@ class EventStream:
             }
         )
 
-    def _recover(self, cuts: list[int]) -> list[Event]:
-        """Decode events one by one up to the last border, and leave out what is no event."""
-        if not cuts:
-            self.cut = "it has an event of more than 64 MiB, after which nothing is read"
-            self._text, self._at_end = b"", True
-            return []
-        text, self._text = self._text[: cuts[0]], self._text[cuts[0] :].lstrip(b" \t\r\n,")
-        return self._one_by_one(text)
+    def _recover(self, *, is_last: bool = False) -> list[Event]:
+        """Decode events one by one, and leave out what is none.
 
-    def _one_by_one(self, text: bytes, *, is_last: bool = False) -> list[Event]:
-        events: list[Event] = []
-        ends = [match.start() + 1 for match in _BORDER.finditer(text)] + [len(text)]
-        start, number = 0, 0
-        while number < len(ends):
-            # A border inside a string joins two pieces.
-            for more in range(min(_TRIES, len(ends) - number)):
-                piece = text[start : ends[number + more]].lstrip(b" \t\r\n,")
-                try:
-                    events.append(_EVENT.decode(piece))
-                except _ERRORS as error:
-                    self.first_error = self.first_error or str(error)
-                    continue
-                number += more
-                break
-            else:
-                if is_last and number == len(ends) - 1:
-                    self._cut_event(text[start:], events)
+        Text after the last event that can be decoded stays for the next turn, as far as it is
+        not too long to be one event.
+        """
+        text, events, start = self._text, list[Event](), 0
+        borders = [match.start() + 1 for match in _BORDER.finditer(text)]
+        bad: list[int] = []  # starts of pieces that are no event, or the start of a longer one
+        number = 0
+        while number < len(borders):
+            for more in range(min(_TRIES, len(borders) - number)):
+                end = borders[number + more]  # a border inside a string joins two pieces
+                if event := self._event(text[start:end]):
                     break
-                self.undecodable += 1
-            start = ends[number]
-            number += 1
+            else:
+                bad.append(start)
+                start = borders[number]
+                number += 1
+                continue
+            events.append(event)
+            self.undecodable += len(bad)
+            bad, start, number = [], end, number + more + 1
+        if is_last:
+            self._end_of_file(text, [*bad, start], events)
+            return events
+        place = bad[0] if bad else start
+        if len(text) - place > _MAX_NESTED:
+            self.undecodable += len(bad)
+            place = start
+        self._text = text[place:].lstrip(_BETWEEN)
         return events
 
-    def _cut_event(self, piece: bytes, events: list[Event]) -> None:
-        """Read the end of a file whose last event, or whose end, is damaged."""
-        for match in _END.finditer(piece):
-            try:
-                events.append(_EVENT.decode(piece[: match.start() + 1].lstrip(b" \t\r\n,")))
-            except _ERRORS:
-                continue
-            self._tail(piece[piece.index(b"]", match.start()) + 1 :])
-            return
-        where = "an event" if piece.strip(b" \t\r\n,") else "its list of events"
+    def _event(self, text: bytes) -> Event | None:
+        try:
+            return _EVENT.decode(text.strip(_BETWEEN))
+        except _ERRORS as error:
+            self._error = str(error)
+            if "truncated" not in self._error:
+                self.first_error = self.first_error or self._error
+            return None
+
+    def _end_of_file(self, text: bytes, starts: list[int], events: list[Event]) -> None:
+        """Read the last event, which ends the list or is cut. starts: where it may start."""
+        for number, start in enumerate(starts):
+            for match in _END.finditer(text, start):
+                if event := self._event(text[start : match.start() + 1]):
+                    events.append(event)
+                    self.undecodable += number
+                    self._tail(text[text.index(b"]", match.start()) + 1 :])
+                    return
+        bad = 0
+        for number, start in enumerate(starts):
+            if event := self._event(text[start:]):  # cut after a whole event
+                events.append(event)
+                bad, starts = number, [len(text)]
+                break
+        for start, end in itertools.pairwise((*starts, len(text))):
+            self._event(text[start:end])
+            bad += "truncated" not in self._error and end < len(text)
+        self.undecodable += bad
+        where = "an event" if text[starts[0] :].strip(_BETWEEN) else "its list of events"
         self.cut = self.cut or f"the file ends inside {where}"
 
 
-def _unpack(packed: IO[bytes], queue: "Queue[bytes | str]") -> None:
-    """Put the text into the queue, then why it ends early, or ""."""
-    reason = ""
+def _unpack(path: Path, queue: "Queue[bytes | str]") -> None:
+    """Put the text of a gzip file into the queue, then why it ends early, or "".
+
+    The library's own reader loses what stands before the damage.
+    """
+    unpacker, reason = zlib.decompressobj(31), ""
     try:
-        while piece := packed.read(_CHUNK):
-            queue.put(piece)
-    except (EOFError, zlib.error, OSError) as error:
-        reason = f"the compressed file is cut or damaged ({error})"
+        with path.open("rb") as file:
+            while (
+                packed := unpacker.unconsumed_tail or unpacker.unused_data or file.read(_CHUNK)
+            ):
+                if unpacker.eof:
+                    unpacker = zlib.decompressobj(31)
+                queue.put(unpacker.decompress(packed, _CHUNK))
+        reason = "" if unpacker.eof else "the compressed file is cut"
+    except (zlib.error, OSError) as error:
+        reason = f"the compressed file is damaged ({error})"
     queue.put(reason)
