@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,62 +17,26 @@ from stepmark.core.trace_columns import (
     CommColumns,
     Damage,
     GpuColumns,
-    GpuKind,
     OpColumns,
     RankInfo,
     RankTrace,
     SpanColumns,
     SyncColumns,
 )
-from stepmark.trace.kineto.events import LEFT_OUT, Args, Event, comm_args_of, group_of
+from stepmark.trace.kineto.event_tables import EMPTY, EventTables
+from stepmark.trace.kineto.events import LEFT_OUT, group_of
 from stepmark.trace.kineto.stream import EventStream
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
-# Above this a double has no room for nanoseconds; such times are absolute, of torch < 2.4.
-_EXACT_US = 2.0**43
-_MAX_US = 2.0**62 / 1000
-_KINDS = {
-    "kernel": GpuKind.KERNEL,
-    "Kernel": GpuKind.KERNEL,
-    "gpu_memcpy": GpuKind.MEMCPY,
-    "Memcpy": GpuKind.MEMCPY,
-    "gpu_memset": GpuKind.MEMSET,
-    "Memset": GpuKind.MEMSET,
-}
-_TABLES = {
-    "cuda_runtime": "calls",
-    "cuda_driver": "calls",
-    "Runtime": "calls",
-    "cpu_op": "ops",
-    "Operator": "ops",
-    "user_annotation": "spans",
-    "cuda_sync": "syncs",
-    **dict.fromkeys(_KINDS, "gpu"),
-}
-# Of MTIA, XPU, HPU and others: their work is not read, and the trace says so.
-_OTHER_DEVICES = re.compile(r"^(?:mtia|xpu|hpu|privateuse1)_(?!runtime|driver)|^hpu_op$")
-# Copies that ROCm calls kernels (7.1: every one of them).
-_ROCM_COPIES = {"__amd_rocclr_copy": GpuKind.MEMCPY, "MEMORY_COPY_": GpuKind.MEMCPY}
-_ROCM_COPIES["__amd_rocclr_fill"] = GpuKind.MEMSET
-_COMM = "record_param_comms"
-_MODULE = "nn.Module: "
-_MARKER = "Marker"  # PyTorch-ROCm before 2.1.2: not work of the GPU
-# Operations whose shapes say which product or attention of a model they are.
-_SHAPED = re.compile(
-    r"aten::(?:b?mm|addmm|baddbmm|_scaled_mm|_scaled_grouped_mm|_grouped_mm|linear|embedding"
-    r"|_?scaled_dot_product_\w+|_flash_attention_\w+|\w*layer_norm\w*|\w*rms_norm\w*"
-    r"|_log_softmax|nll_loss\w*)$|flash_attn|^(?:Fused|flash)"
-)
-_NO_ARGS = Args()
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 
 def read_trace(path: Path) -> RankTrace:
     """Read a trace. Raises ConfigError for a file that is none."""
     _keep_memory()
-    tables = _Tables()
+    tables = EventTables()
     stream = EventStream(path)
     with _without_gc():
         try:
@@ -83,7 +44,7 @@ def read_trace(path: Path) -> RankTrace:
                 tables.add(events)
         except OSError as error:
             stream.cut = f"it cannot be read ({error.strerror})"
-        return tables.trace(stream)
+        return _trace(tables, stream)
 
 
 def _keep_memory() -> None:
@@ -109,310 +70,87 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-class _Ids(dict[Any, int]):
-    """Numbers of values in the order in which they are seen."""
-
-    def __missing__(self, key: Any) -> int:
-        self[key] = number = len(self)
-        return number
-
-
-class _Tables:
-    """Columns of a file's events, in pieces."""
-
-    def __init__(self) -> None:
-        self.names, self.threads, self.streams = _Ids(), _Ids(), _Ids()
-        self.comm_args, self.shapes = _Ids(), _Ids()
-        self.columns: dict[str, list[list[Ints]]] = {}
-        self.damage: Counter[str] = Counter()
-        self.examples: dict[str, str] = {}
-        self.num_events = 0
-        self.ranks: Counter[int] = Counter()
-        self._comms: dict[tuple[Any, ...], int] = {}
-
-    def add(self, events: Sequence[Event]) -> None:
-        """Sort events into tables."""
-        self.num_events += len(events)
-        by_cat: dict[str, list[Event]] = {}
-        for event in events:
-            try:
-                by_cat[event.cat].append(event)
-            except KeyError:
-                by_cat[event.cat] = [event]
-        tables: dict[str, list[Event]] = {}
-        for cat, rows in by_cat.items():
-            if _OTHER_DEVICES.search(cat):
-                self.damage["other-device"] += len(rows)
-                self.examples.setdefault("other-device", cat)
-            if table := _TABLES.get(cat):
-                tables.setdefault(table, []).extend(rows)
-                if table == "gpu" and any(event.name == _MARKER for event in rows):
-                    tables[table] = self._without_markers(tables[table])
-            elif cat == "python_function":
-                modules = [event for event in rows if event.name.startswith(_MODULE)]
-                tables.setdefault("spans", []).extend(modules)
-        for table, found in tables.items():
-            if rows := self._valid(found):
-                self.columns.setdefault(table, []).append(getattr(self, f"_{table}")(rows))
-                if table == "ops" and (comms := [e for e in rows if e.name == _COMM]):
-                    self.columns.setdefault("comms", []).append(self._comm_calls(comms))
-
-    def _valid(self, events: list[Event]) -> list[Event]:
-        """Return events with a duration, at a possible time; count the others."""
-        rows = [event for event in events if event.ph == "X"]
-        start = np.array([event.ts for event in rows], np.float64)
-        duration = np.array([event.dur for event in rows], np.float64)
-        is_valid = (abs(start) < _MAX_US) & (duration >= 0) & (duration < _MAX_US)
-        if is_valid.all():
-            return rows
-        for event, valid, span in zip(rows, is_valid, duration, strict=True):
-            if not valid and (event.ts is None or event.dur is None):
-                self._count("no-time", event)
-            elif not valid:
-                self._count("negative-duration" if span < 0 else "time-out-of-range", event)
-        return list(itertools.compress(rows, is_valid))
-
-    def _without_markers(self, rows: Sequence[Event]) -> list[Event]:
-        for event in rows:
-            if event.name == _MARKER:
-                self._count("marker", event)
-        return [event for event in rows if event.name != _MARKER]
-
-    def _count(self, kind: str, event: Event) -> None:
-        self.damage[kind] += 1
-        self.examples.setdefault(kind, f"{event.cat} {event.name[:80]!r} at {event.ts}")
-
-    def _times(self, rows: Sequence[Event]) -> list[Ints]:
-        start = _nanoseconds([event.ts for event in rows])
-        if start.size and abs(start).max() > _EXACT_US * 1000 and not self.damage["rounded"]:
-            self.damage["rounded"] += any(event.ts % 1 for event in rows if event.ts)
-        return [start, start + _nanoseconds([event.dur for event in rows])]
-
-    def _named(self, rows: Sequence[Event]) -> list[Ints]:
-        names = self.names
-        return [*self._times(rows), _ints([names[event.name] for event in rows])]
-
-    def _on_thread(self, rows: Sequence[Event]) -> list[Ints]:
-        threads = self.threads
-        return [*self._named(rows), _ints([threads[event.pid, event.tid] for event in rows])]
-
-    _spans = _on_thread
-
-    def _calls(self, rows: Sequence[Event]) -> list[Ints]:
-        args = _args(rows)
-        return [
-            *self._on_thread(rows),
-            _ids([each.correlation for each in args]),
-            _externals(args),
-        ]
-
-    def _ops(self, rows: Sequence[Event]) -> list[Ints]:
-        args = _args(rows)
-        columns = self._on_thread(rows)
-        shapes = [NONE] * len(rows)
-        for number, (event, each) in enumerate(zip(rows, args, strict=True)):
-            if each.input_dims and _SHAPED.search(event.name):
-                shapes[number] = self.shapes[bytes(each.input_dims)]
-        return [
-            *columns,
-            _externals(args),
-            _ids([each.sequence for each in args]),
-            _ids([each.forward_thread for each in args]),
-            _ints(shapes),
-        ]
-
-    def _gpu(self, rows: Sequence[Event]) -> list[Ints]:
-        args = _args(rows)
-        kinds: list[int] = [_KINDS[event.cat] for event in rows]
-        for number, event in enumerate(rows):
-            if event.name.startswith(tuple(_ROCM_COPIES)):
-                prefix = next(key for key in _ROCM_COPIES if event.name.startswith(key))
-                kinds[number] = _ROCM_COPIES[prefix]
-        bytes_moved = [
-            each.num_bytes if each.num_bytes is not None else each.old_num_bytes
-            for each in args
-        ]
-        return [
-            *self._named(rows),
-            _ints(kinds),
-            self._stream_ids(rows, args),
-            _ids([each.correlation for each in args]),
-            _externals(args),
-            _ids(bytes_moved),
-            self._comm_ids(args),
-            _ids([each.seq for each in args]),
-        ]
-
-    def _syncs(self, rows: Sequence[Event]) -> list[Ints]:
-        args = _args(rows)
-        return [
-            *self._named(rows),
-            self._stream_ids(rows, args),
-            _ids([each.correlation for each in args]),
-        ]
-
-    def _comm_calls(self, rows: Sequence[Event]) -> list[Ints]:
-        args = _args(rows)
-        self.ranks.update(each.rank for each in args if each.rank is not None)
-        columns = self._on_thread(rows)
-        return [
-            *(columns[0], columns[1], columns[3]),
-            _externals(args),
-            self._comm_ids(args),
-            _ids([each.seq for each in args]),
-        ]
-
-    def _stream_ids(self, rows: Sequence[Event], args: Sequence[Args]) -> Ints:
-        streams = self.streams
-        return _ints(
-            [
-                streams[
-                    event.pid if each.device is None else each.device,
-                    event.tid if each.stream is None else each.stream,
-                ]
-                for event, each in zip(rows, args, strict=True)
-            ]
-        )
-
-    def _comm_ids(self, args: Sequence[Args]) -> Ints:
-        return _ints([NONE if each.collective is None else self._comm(each) for each in args])
-
-    def _comm(self, args: Args) -> int:
-        key = (
-            *(args.collective, args.dtype, args.in_elements, args.out_elements),
-            *(args.group, args.group_desc, args.group_size, str(args.group_ranks)),
-            *(str(args.in_splits), str(args.out_splits), args.source, args.target),
-        )
-        number = self._comms.get(key)
-        if number is None:
-            number = self._comms[key] = self.comm_args[comm_args_of(args)]
-        return number
-
-    def trace(self, stream: EventStream) -> RankTrace:
-        """Return everything that was read."""
-        header = stream.header
-        distributed = header.distributed
-        base = header.base_ns or 0
-        rank = distributed.rank if distributed else None
-        if rank is None and len(self.ranks) == 1:
-            rank = next(iter(self.ranks))
-        versions = {
-            name: str(value)
-            for name in header.__struct_fields__
-            if name.endswith("_version") and (value := getattr(header, name))
-        }
-        if distributed and distributed.nccl_version:
-            versions["nccl_version"] = distributed.nccl_version
-        info = RankInfo(
-            file=str(stream.path),
-            rank=rank,
-            world_size=distributed.world_size if distributed else None,
-            backend=distributed.backend if distributed else "",
-            groups=tuple(map(group_of, distributed.pg_config)) if distributed else (),
-            devices=tuple(device.name for device in header.devices),
-            is_rocm=any(name.startswith(("hip", "roc")) for name in (*versions, *self.names)),
-            trace_id=header.trace_id,
-            num_events=self.num_events,
-            num_bytes=stream.num_bytes,
-            damage=tuple(self._damage(stream)),
-            versions=tuple(versions.items()),
-        )
-        return RankTrace(
-            info=info,
-            names=tuple(self.names),
-            threads=tuple((str(process), str(thread)) for process, thread in self.threads),
-            streams=tuple((_device(device), str(name)) for device, name in self.streams),
-            comm_args=tuple(self.comm_args),
-            shapes=tuple(text.decode() for text in self.shapes),
-            gpu=GpuColumns(**self._table("gpu", GpuColumns, base)),
-            calls=CallColumns(**self._table("calls", CallColumns, base)),
-            ops=OpColumns(**self._table("ops", OpColumns, base)),
-            spans=SpanColumns(**self._table("spans", SpanColumns, base)),
-            comms=CommColumns(**self._table("comms", CommColumns, base)),
-            syncs=SyncColumns(**self._table("syncs", SyncColumns, base)),
-        )
-
-    def _table(self, name: str, kind: Any, base: int) -> dict[str, Ints]:
-        """Return the columns of a table by name, sorted by start and then the longest first."""
-        fields = list(kind.__dataclass_fields__)
-        pieces = self.columns.pop(name, [])
-        columns: dict[str, Ints] = {}
-        for number, field in enumerate(fields):
-            columns[field] = (
-                np.concatenate([piece[number] for piece in pieces]) if pieces else _EMPTY
-            )
-            for piece in pieces:
-                piece[number] = _EMPTY
-        order = np.lexsort((-columns["end"], columns["start"]))
-        is_sorted = np.array_equal(order, np.arange(order.size))
-        for field, column in columns.items():
-            columns[field] = column if is_sorted else column[order]
-            if field in ("start", "end"):
-                columns[field] += base
-        return columns
-
-    def _damage(self, stream: EventStream) -> Iterator[Damage]:
-        if stream.cut:
-            text = f"{stream.cut}: what stands before is read"
-            yield Damage(kind="cut", count=1, text=text)
-        if stream.bad_header:
-            yield Damage(kind="header", count=1, text=f"header: {stream.bad_header}")
-        if stream.undecodable:
-            text = f"events that are no JSON of an event, e.g.: {stream.first_error}"
-            yield Damage(kind="undecodable", count=stream.undecodable, text=text)
-        for kind, reason in LEFT_OUT.items():
-            if count := self.damage[kind]:
-                text = f"{reason} are left out, e.g. {self.examples[kind]}"
-                yield Damage(kind=kind, count=count, text=text)
-        if self.damage["rounded"]:
-            text = "times are absolute doubles, whose resolution is 0.25 us"
-            yield Damage(kind="rounded", count=1, text=text)
-
-
-_NARROW = 2**31
-_EMPTY: Ints = np.empty(0, np.int64)
-
-
-def _args(rows: Sequence[Event]) -> list[Args]:
-    return [event.args or _NO_ARGS for event in rows]
-
-
-def _ints(values: Sequence[int]) -> Ints:
-    """Return a column in 4 bytes a row where that is enough, as for most ids."""
-    return _narrow(np.array(values, np.int64))
-
-
-def _narrow(column: Ints) -> Ints:
-    if column.size and column.min() >= -_NARROW and column.max() < _NARROW:
-        return column.astype(np.int32)
-    return column
-
-
-def _ids(values: Sequence[int | None]) -> Ints:
-    """Return ids; what is absent or needs more than 63 bits is NONE."""
-    try:
-        return _ints([NONE if value is None else value for value in values])
-    except OverflowError:
-        return _ints(
-            [NONE if value is None or abs(value) >= 2**63 else value for value in values]
-        )
-
-
-def _externals(args: Sequence[Args]) -> Ints:
-    return _ids(
-        [
-            each.external_id if each.external_id is not None else each.old_external_id
-            for each in args
-        ]
+def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
+    """Return everything that was read."""
+    header = stream.header
+    distributed = header.distributed
+    base = header.base_ns or 0
+    rank = distributed.rank if distributed else None
+    if rank is None and len(tables.ranks) == 1:
+        rank = next(iter(tables.ranks))
+    versions = {
+        name: str(value)
+        for name in header.__struct_fields__
+        if name.endswith("_version") and (value := getattr(header, name))
+    }
+    if distributed and distributed.nccl_version:
+        versions["nccl_version"] = distributed.nccl_version
+    info = RankInfo(
+        file=str(stream.path),
+        rank=rank,
+        world_size=distributed.world_size if distributed else None,
+        backend=distributed.backend if distributed else "",
+        groups=tuple(map(group_of, distributed.pg_config)) if distributed else (),
+        devices=tuple(device.name for device in header.devices),
+        is_rocm=any(name.startswith(("hip", "roc")) for name in (*versions, *tables.names)),
+        trace_id=header.trace_id,
+        num_events=tables.num_events,
+        num_bytes=stream.num_bytes,
+        damage=tuple(_damage(tables, stream)),
+        versions=tuple(versions.items()),
+    )
+    return RankTrace(
+        info=info,
+        names=tuple(tables.names),
+        threads=tuple((str(process), str(thread)) for process, thread in tables.threads),
+        streams=tuple((_device(device), str(name)) for device, name in tables.streams),
+        comm_args=tuple(tables.comm_args),
+        shapes=tuple(text.decode() for text in tables.shapes),
+        gpu=GpuColumns(**_table(tables, "gpu", GpuColumns, base)),
+        calls=CallColumns(**_table(tables, "calls", CallColumns, base)),
+        ops=OpColumns(**_table(tables, "ops", OpColumns, base)),
+        spans=SpanColumns(**_table(tables, "spans", SpanColumns, base)),
+        comms=CommColumns(**_table(tables, "comms", CommColumns, base)),
+        syncs=SyncColumns(**_table(tables, "syncs", SyncColumns, base)),
     )
 
 
-def _nanoseconds(micros: Sequence[float | None]) -> Ints:
-    """Return exact nanoseconds of times with three decimals, below 2**43 us."""
-    values = np.array(micros, np.float64)
-    whole = np.floor(values)
-    thousandths = np.rint((values - whole) * 1000)
-    return np.asarray(whole.astype(np.int64) * 1000 + thousandths.astype(np.int64))
+def _table(tables: EventTables, name: str, kind: Any, base: int) -> dict[str, Ints]:
+    """Return the columns of a table by name, sorted by start and then the longest first."""
+    fields = list(kind.__dataclass_fields__)
+    pieces = tables.columns.pop(name, [])
+    columns: dict[str, Ints] = {}
+    for number, field in enumerate(fields):
+        columns[field] = (
+            np.concatenate([piece[number] for piece in pieces]) if pieces else EMPTY
+        )
+        for piece in pieces:
+            piece[number] = EMPTY
+    order = np.lexsort((-columns["end"], columns["start"]))
+    is_sorted = np.array_equal(order, np.arange(order.size))
+    for field, column in columns.items():
+        columns[field] = column if is_sorted else column[order]
+        if field in ("start", "end"):
+            columns[field] += base
+    return columns
+
+
+def _damage(tables: EventTables, stream: EventStream) -> Iterator[Damage]:
+    if stream.cut:
+        text = f"{stream.cut}: what stands before is read"
+        yield Damage(kind="cut", count=1, text=text)
+    if stream.bad_header:
+        yield Damage(kind="header", count=1, text=f"header: {stream.bad_header}")
+    if stream.undecodable:
+        text = f"events that are no JSON of an event, e.g.: {stream.first_error}"
+        yield Damage(kind="undecodable", count=stream.undecodable, text=text)
+    for kind, reason in LEFT_OUT.items():
+        if count := tables.damage[kind]:
+            text = f"{reason} are left out, e.g. {tables.examples[kind]}"
+            yield Damage(kind=kind, count=count, text=text)
+    if tables.damage["rounded"]:
+        text = "times are absolute doubles, whose resolution is 0.25 us"
+        yield Damage(kind="rounded", count=1, text=text)
 
 
 def _device(device: int | str) -> int:
