@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -27,6 +27,8 @@ from stepmark.launch import outer_launcher
 from stepmark.store.reader import find_run
 from stepmark.store.runs import TRACES
 from stepmark.trace.kineto.reader import read_trace
+from stepmark.trace.kineto.stream import looks_like_trace
+from stepmark.trace.read_text import read_head
 
 R = TypeVar("R")
 _SUFFIXES = (".json", ".json.gz")
@@ -99,7 +101,7 @@ def _expand(word: str, runs: Path) -> list[Path]:
     if path.is_dir():
         folder = path / TRACES if (path / TRACES).is_dir() else path
         files = (each for each in folder.rglob("*") if each.name.endswith(_SUFFIXES))
-        return sorted(each for each in files if each.is_file() and each.name[0] != ".")
+        return sorted(each for each in files if each.name[0] != "." and _is_trace(each))
     if path.exists():
         return [path]
     if glob.has_magic(word):
@@ -112,6 +114,14 @@ def _expand(word: str, runs: Path) -> list[Path]:
     if not (run / TRACES).is_dir():
         raise ConfigError("trace", word, "a run with traces: train --profile writes them")
     return _expand(str(run / TRACES), runs)
+
+
+def _is_trace(path: Path) -> bool:
+    """Return whether a file of a folder is a trace; a damaged one is left to the reader."""
+    try:
+        return path.is_file() and looks_like_trace(read_head(path))
+    except ConfigError:
+        return True
 
 
 def _read(reduce: Callable[[RankTrace], R], path: Path) -> RankResult[R]:
@@ -146,20 +156,20 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
     named = [_with_rank(result, len(results), notes) for result in results]
     _refuse_two_jobs(named)
     counts = Counter(result.info.rank for result in named)
-    if twice := next((rank for rank, count in counts.items() if count > 1), None):
-        _refuse_twice(named, twice)
-    elif counts[0] > 1:
-        _refuse_twice(named, 0)
+    for rank, count in counts.items():
+        if count > 1:
+            _refuse_twice(named, rank)
     sizes = {result.info.world_size for result in named} - {None}
     world_size = next(iter(sizes), None) or 1 + max(r.info.rank or 0 for r in named)
     known = {result.info.rank for result in named}
     missing = tuple(sorted(set(range(world_size)) - known))
     if missing:
         notes.append(_missing_text(missing, world_size))
+    notes += _apart([result.info for result in named])
     for result in named:
         for damage in result.info.damage:
-            count = f"{damage.count} " if damage.count > 1 else ""
-            notes.append(f"rank {result.info.rank}: {count}{damage.text}")
+            times = f"{damage.count} " if damage.count > 1 else ""
+            notes.append(f"rank {result.info.rank}: {times}{damage.text}")
     if inputs.ranks is not None:
         if absent := set(inputs.ranks) - known:
             allowed = f"ranks that have traces: {ranks_text(r or 0 for r in known)}"
@@ -200,6 +210,19 @@ def _refuse_two_jobs(results: Sequence[RankResult[R]]) -> None:
             if a and b and a != b:
                 value = f"{first.file} ({what}: {a}) and {other.file} ({what}: {b})"
                 raise ConfigError("trace", value, "traces of one job")
+
+
+def _apart(infos: Sequence[RankInfo]) -> Iterator[str]:
+    """Yield a note where two traces were not taken at the same time."""
+    spans = [(info.first, info.last, info.rank) for info in infos if info.first is not None]
+    if spans:
+        late = max(spans)
+        early = min(spans, key=lambda span: span[1] or 0)
+        if late[0] > (early[1] or 0):
+            yield (
+                f"the traces of ranks {early[2]} and {late[2]} do not overlap in time: they "
+                "are of two jobs, or of two windows"
+            )
 
 
 def _refuse_twice(results: Sequence[RankResult[R]], rank: int | None) -> None:

@@ -161,6 +161,8 @@ class RankInfo:
     devices: tuple[str, ...]
     is_rocm: bool
     trace_id: str
+    first: int | None  # start of the first event that was read, and end of the last
+    last: int | None
     num_events: int
     num_bytes: int  # of JSON that were read
     damage: tuple[Damage, ...] = ()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Above this a double has no room for nanoseconds; such times are absolute, of torch < 2.4.
 _EXACT_US = 2.0**43
-_MAX_US = 2.0**62 / 1000
+_MAX_US = 2.0**61 / 1000
 _KINDS = {
     "kernel": GpuKind.KERNEL,
     "Kernel": GpuKind.KERNEL,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +25,13 @@ from stepmark.core.trace_columns import (
 from stepmark.trace.kineto.event_tables import EMPTY, EventTables
 from stepmark.trace.kineto.events import LEFT_OUT, group_of
 from stepmark.trace.kineto.stream import EventStream
+from stepmark.trace.read_text import no_collection
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+_MAX_BASE = 2**61
 
 
 def read_trace(path: Path) -> RankTrace:
@@ -38,7 +39,7 @@ def read_trace(path: Path) -> RankTrace:
     _keep_memory()
     tables = EventTables()
     stream = EventStream(path)
-    with _without_gc():
+    with no_collection():
         try:
             for events in stream:
                 tables.add(events)
@@ -58,23 +59,13 @@ def _keep_memory() -> None:
         set_option(_M_MMAP_THRESHOLD, 64 << 20)
 
 
-@contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """Millions of new objects, none in a cycle, are no reason to look for cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
     """Return everything that was read."""
     header = stream.header
     distributed = header.distributed
     base = header.base_ns or 0
+    if abs(base) > _MAX_BASE:
+        base, stream.bad_header = 0, f"baseTimeNanoseconds is {base}"
     rank = distributed.rank if distributed else None
     if rank is None and len(tables.ranks) == 1:
         rank = next(iter(tables.ranks))
@@ -85,6 +76,19 @@ def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
     }
     if distributed and distributed.nccl_version:
         versions["nccl_version"] = distributed.nccl_version
+    columns = {
+        name: _table(tables, name, kind, base)
+        for name, kind in (
+            ("gpu", GpuColumns),
+            ("calls", CallColumns),
+            ("ops", OpColumns),
+            ("spans", SpanColumns),
+            ("comms", CommColumns),
+            ("syncs", SyncColumns),
+        )
+    }
+    starts = [int(table["start"][0]) for table in columns.values() if table["start"].size]
+    ends = [int(table["end"].max()) for table in columns.values() if table["end"].size]
     info = RankInfo(
         file=str(stream.path),
         rank=rank,
@@ -94,6 +98,8 @@ def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
         devices=tuple(device.name for device in header.devices),
         is_rocm=any(name.startswith(("hip", "roc")) for name in (*versions, *tables.names)),
         trace_id=header.trace_id,
+        first=min(starts, default=None),
+        last=max(ends, default=None),
         num_events=tables.num_events,
         num_bytes=stream.num_bytes,
         damage=tuple(_damage(tables, stream)),
@@ -106,12 +112,12 @@ def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
         streams=tuple((_device(device), str(name)) for device, name in tables.streams),
         comm_args=tuple(tables.comm_args),
         shapes=tuple(text.decode() for text in tables.shapes),
-        gpu=GpuColumns(**_table(tables, "gpu", GpuColumns, base)),
-        calls=CallColumns(**_table(tables, "calls", CallColumns, base)),
-        ops=OpColumns(**_table(tables, "ops", OpColumns, base)),
-        spans=SpanColumns(**_table(tables, "spans", SpanColumns, base)),
-        comms=CommColumns(**_table(tables, "comms", CommColumns, base)),
-        syncs=SyncColumns(**_table(tables, "syncs", SyncColumns, base)),
+        gpu=GpuColumns(**columns["gpu"]),
+        calls=CallColumns(**columns["calls"]),
+        ops=OpColumns(**columns["ops"]),
+        spans=SpanColumns(**columns["spans"]),
+        comms=CommColumns(**columns["comms"]),
+        syncs=SyncColumns(**columns["syncs"]),
     )
 
 

@@ -25,6 +25,7 @@ _MAX_HEADER = 64 << 20
 _MAX_EVENT = 64 << 20
 _MAX_NESTED = 8 << 20
 _FIRST = re.compile(rb'"traceEvents"\s*:\s*\[')
+_MARKS = re.compile(rb'"(?:traceEvents|ph|deviceProperties|distributedInfo)"\s*:')
 _BORDER = re.compile(rb"\}\s*,\s*(?=\{)")
 _END = re.compile(rb"\}\s*\]\s*(?=[,}])")
 _TRIES = 8
@@ -33,6 +34,11 @@ _HEADER = msgspec.json.Decoder(Header)
 _EVENTS = msgspec.json.Decoder(list[Event], strict=False)
 _EVENT = msgspec.json.Decoder(Event, strict=False)
 _ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
+
+def looks_like_trace(head: bytes) -> bool:
+    """Return whether a file that begins like this is a profiler's trace."""
+    return bool(_MARKS.search(head))
 
 
 class EventStream:

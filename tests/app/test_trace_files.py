@@ -1,0 +1,92 @@
+"""Traces of one job: which files, of which ranks, and what is refused or said."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from stepmark.app.trace_files import map_traces
+from stepmark.core.errors import ConfigError
+from stepmark.core.trace_columns import RankTrace
+from stepmark.core.trace_options import BreakdownOptions
+
+KERNEL = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 10, "dur": 5}
+
+
+def write(path: Path, rank: int | None, world_size: int = 2, start: int = 10) -> Path:
+    info = {} if rank is None else {"rank": rank, "world_size": world_size, "backend": "nccl"}
+    document = {"distributedInfo": info, "traceEvents": [KERNEL | {"ts": start}]}
+    path.write_text(json.dumps(document))
+    return path
+
+
+def kernels(trace: RankTrace, times: int = 1) -> int:
+    return trace.gpu.start.size * times
+
+
+def options(*words: object, **more: object) -> BreakdownOptions:
+    return BreakdownOptions(files=tuple(map(str, words)), **more)  # type: ignore[arg-type]
+
+
+def test_each_rank_is_reduced_once_and_the_missing_are_named(tmp_path: Path) -> None:
+    for rank in (3, 0, 1):
+        write(tmp_path / f"{rank}.json", rank, world_size=5)
+    (tmp_path / "plan.json").write_text('{"no": "trace"}')
+    traces = map_traces(options(tmp_path), partial(kernels, times=7))
+    assert traces is not None
+    assert [result.info.rank for result in traces.results] == [0, 1, 3]
+    assert [result.value for result in traces.results] == [7, 7, 7]
+    assert (traces.world_size, traces.missing) == (5, (2, 4))
+    assert "ranks 2, 4" in traces.notes[0]
+
+
+def test_a_rank_is_known_from_the_name_of_a_file_that_does_not_state_it(tmp_path: Path) -> None:
+    paths = [write(tmp_path / name, None) for name in ("job-rank1.json", "job-rank0.json")]
+    traces = map_traces(options(*paths), kernels)
+    assert traces is not None
+    assert [result.info.rank for result in traces.results] == [0, 1]
+    assert "file's name" in traces.notes[0]
+    with pytest.raises(ConfigError, match="states its rank"):
+        map_traces(options(write(tmp_path / "a.json", None), paths[0]), kernels)
+
+
+def test_traces_of_two_jobs_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", 0, world_size=8)
+    write(tmp_path / "b.json", 1, world_size=2)
+    with pytest.raises(ConfigError, match="traces of one job"):
+        map_traces(options(tmp_path), kernels)
+
+
+def test_two_windows_of_one_rank_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", 0)
+    write(tmp_path / "b.json", 0)
+    with pytest.raises(ConfigError, match="both are of rank 0"):
+        map_traces(options(tmp_path), kernels)
+
+
+def test_traces_that_do_not_overlap_in_time_are_said(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", 0)
+    write(tmp_path / "b.json", 1, start=1000)
+    traces = map_traces(options(tmp_path), kernels)
+    assert traces is not None
+    assert any("do not overlap in time" in note for note in traces.notes)
+
+
+@pytest.mark.parametrize("word", ["", "nowhere", "*.json"])
+def test_no_files_are_refused_in_one_line(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError):
+        map_traces(options(word), kernels)
+
+
+def test_ranks_selects_and_an_absent_rank_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", 0)
+    write(tmp_path / "b.json", 1)
+    traces = map_traces(options(tmp_path, ranks=(1,), jobs=1), kernels)
+    assert traces is not None
+    assert [result.info.rank for result in traces.results] == [1]
+    with pytest.raises(ConfigError, match="ranks 0-1"):
+        map_traces(options(tmp_path, ranks=(5,)), kernels)
