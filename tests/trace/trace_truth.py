@@ -5,7 +5,9 @@ Times are nanoseconds, taken from the decimal text of the file (a double keeps n
 an absolute Unix time). Definitions:
 
 - GPU events: complete events (`ph` X) of category kernel, gpu_memcpy or gpu_memset.
-- communication: kernels whose name contains nccl or rccl, or that carry collective arguments.
+- communication: kernels that carry collective arguments, or whose name says nccl, rccl, or one
+  of the collectives that go through shared memory of GPUs (multimem_all_reduce_kernel of
+  torch, cross_device_reduce of vLLM).
 - memory: gpu_memcpy and gpu_memset. A memset is memory here; TraceLens counts it as compute.
 - compute: every other kernel.
 - Each nanosecond of the window belongs to one of compute, exposed communication (no compute
@@ -31,7 +33,7 @@ from typing import Any
 Json = dict[str, Any]
 Interval = tuple[int, int]
 COMPUTE, COMMUNICATION, MEMORY = "compute", "communication", "memory"
-COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)
+COLLECTIVE = re.compile("nccl|rccl|multimem|cross_device_reduce", re.IGNORECASE)
 # The names of 2021 beside those of today.
 CATEGORIES = {
     "kernel": "kernel",
