@@ -186,17 +186,21 @@ def _with_rank(result: RankResult[R], num_files: int, notes: list[str]) -> RankR
     info = result.info
     if info.rank is not None:
         return result
-    numbers = _RANK_IN_NAME.findall(Path(info.file).name)
-    if len(numbers) == 1:
-        rank = int(numbers[0])
-    elif num_files == 1:
+    rank = rank_of(info)
+    source = "the only file" if rank is None else "its file's name"
+    if rank is None and num_files == 1:
         rank = 0
-    else:
+    if rank is None:
         allowed = "a trace that states its rank, or a name such as rank3.json"
         raise ConfigError("trace", info.file, allowed)
-    source = "its file's name" if numbers else "the only file"
     notes.append(f"rank {rank} is known from {source}: the trace does not state it")
     return replace(result, info=replace(info, rank=rank))
+
+
+def rank_of(info: RankInfo) -> int | None:
+    """Return the rank that the trace or its name states."""
+    numbers = _RANK_IN_NAME.findall(Path(info.file).name)
+    return int(numbers[0]) if info.rank is None and len(numbers) == 1 else info.rank
 
 
 def _refuse_two_jobs(results: Sequence[RankResult[R]]) -> None:

@@ -22,5 +22,13 @@ app = group(
                 "Count the messages of each collective and size, and time them.",
             ),
         ),
+        "convert": (
+            "CSV, Parquet, or a trace of some steps and ranks for Perfetto.",
+            builder(
+                trace_options.ConvertOptions,
+                "stepmark.app.trace_convert:convert",
+                "Write traces for other tools: tables of events, or fewer steps and ranks.",
+            ),
+        ),
     },
 )

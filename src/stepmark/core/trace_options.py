@@ -6,7 +6,7 @@ from typing import Annotated
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.option_groups import Files, Ranks
-from stepmark.core.options import REQUIRED, Reader, between, flag, group
+from stepmark.core.options import REQUIRED, Reader, between, flag, group, words_of
 
 
 def _steps(text: str, field: str) -> tuple[tuple[int, int], ...]:
@@ -57,3 +57,15 @@ class BreakdownOptions(Files, TraceInputs):
 @dataclass(frozen=True, kw_only=True)
 class MessagesOptions(Files, TraceInputs):
     """stepmark trace messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(TraceInputs):
+    """stepmark trace convert."""
+
+    to: Annotated[str, words_of("csv", "parquet", "trimmed")] = flag(
+        "csv or parquet (tables of events), trimmed (a trace for Perfetto)",
+        default=REQUIRED,
+        metavar="FORMAT",
+    )
+    out: Path = flag("new or empty folder", default=REQUIRED, metavar="FOLDER")

@@ -8,9 +8,9 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import RunInfo
@@ -139,6 +139,47 @@ def _to_parquet(rows: list[Row], target: Path, types: Mapping[str, str]) -> None
             raise ConfigError("TMPDIR", folder, allowed) from None
         with file.open("rb") as source, written(target) as stream:
             shutil.copyfileobj(source, stream)
+
+
+def write_pieces(
+    types: Mapping[str, str], pieces: Iterable[Sequence[Sequence[object]]], target: Path
+) -> int:
+    """Write columns that come in pieces, to .csv or .parquet, and return the number of rows.
+
+    types: SQL types by column. None is an empty cell, in Parquet NULL. Memory is a piece's.
+    """
+    if target.suffix != ".parquet":
+        with written(target) as stream:
+            return _csv_pieces(types, pieces, stream)
+    import duckdb  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder, duckdb.connect() as sql:
+        names = [str(Path(folder) / name) for name in ("rows.csv", "rows.parquet")]
+        with Path(names[0]).open("wb") as stream:
+            num_rows = _csv_pieces(types, pieces, stream)
+        source, quoted = (name.replace("'", "''") for name in names)
+        columns = ", ".join(f"'{name}': '{kind}'" for name, kind in types.items())
+        sql.execute(
+            f"COPY (FROM read_csv('{source}', columns = {{{columns}}}, header = true, "
+            f"auto_detect = false, delim = ',', quote = '\"', escape = '\"', "
+            f"max_line_size = {2**26})) TO '{quoted}' (FORMAT parquet)"
+        )
+        os.replace(names[1], target)
+    return num_rows
+
+
+def _csv_pieces(
+    types: Mapping[str, str], pieces: Iterable[Sequence[Sequence[object]]], stream: IO[bytes]
+) -> int:
+    text = io.TextIOWrapper(stream, "utf-8", newline="", write_through=True)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(types)
+    num_rows = 0
+    for piece in pieces:
+        num_rows += len(piece[0])
+        writer.writerows(zip(*piece, strict=True))
+    text.detach()
+    return num_rows
 
 
 def _sql_type(column: list[object], declared: str | None) -> str:

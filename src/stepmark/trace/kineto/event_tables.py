@@ -27,7 +27,7 @@ _KINDS = {
     "gpu_memset": GpuKind.MEMSET,
     "Memset": GpuKind.MEMSET,
 }
-_TABLES = {
+TABLES = {
     "cuda_runtime": "calls",
     "cuda_driver": "calls",
     "Runtime": "calls",
@@ -89,7 +89,7 @@ class EventTables:
             if _OTHER_DEVICES.search(cat):
                 self.damage["other-device"] += len(rows)
                 self.examples.setdefault("other-device", cat)
-            if table := _TABLES.get(cat):
+            if table := TABLES.get(cat):
                 tables.setdefault(table, []).extend(rows)
                 if table == "gpu" and any(event.name == _MARKER for event in rows):
                     tables[table] = self._without_markers(tables[table])

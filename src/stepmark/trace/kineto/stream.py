@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
 from threading import Thread
+from typing import Any
 
 import msgspec
 
@@ -31,8 +32,6 @@ _END = re.compile(rb"\}\s*\]\s*(?=[,}])")
 _TRIES = 8
 _BETWEEN = b" \t\r\n,"
 _HEADER = msgspec.json.Decoder(Header)
-_EVENTS = msgspec.json.Decoder(list[Event], strict=False)
-_EVENT = msgspec.json.Decoder(Event, strict=False)
 _ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
@@ -45,11 +44,16 @@ class EventStream:
     """The events of one file, and, once they are read, its header and what was wrong.
 
     num_bytes: of text that were read. undecodable: number of events left out, with the first
-    error. cut: why the file ends early, or "".
+    error. cut: why the file ends early, or "". head, tail: the text before the first event,
+    and behind the end of their list.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: Any = Event) -> None:
+        """kind: type of the events: Event, or msgspec.Raw for their text."""
         self.path = path
+        self.head = self.tail = b""
+        self._many = msgspec.json.Decoder(list[kind], strict=False)
+        self._one = msgspec.json.Decoder(kind, strict=False)
         self.header = Header()
         self.num_bytes = 0
         self.undecodable = 0
@@ -63,7 +67,7 @@ class EventStream:
         self._is_bare = False
         self._error = ""
 
-    def __iter__(self) -> Iterator[list[Event]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         """Yield lists of events in the order of the file. Raises ConfigError for no trace."""
         self._start()
         while True:
@@ -126,7 +130,7 @@ class EventStream:
         self._more(_CHUNK)
         self._text = self._text.removeprefix(b"\xef\xbb\xbf").lstrip()
         if self._text[:1] == b"[":
-            self._text, self._is_bare = self._text[1:], True
+            self.head, self._text, self._is_bare = b"[", self._text[1:], True
             return
         if self._text[:1] != b"{":
             raise ConfigError("trace", self.path, "a profiler's JSON trace")
@@ -139,6 +143,7 @@ class EventStream:
                     self.bad_header = str(error)
                 except _ERRORS:
                     continue  # inside a string
+                self.head = head[:-2]
                 self._text = self._text[match.end() :].lstrip()
                 return
             if self._at_end or len(self._text) > _MAX_HEADER:
@@ -158,18 +163,19 @@ class EventStream:
                 places.append(place + 1)
         return places
 
-    def _decode(self, text: bytes) -> list[Event] | None:
+    def _decode(self, text: bytes) -> list[Any] | None:
         try:
-            return _EVENTS.decode(b"[" + text + b"]")
+            events: list[Any] = self._many.decode(b"[" + text + b"]")
         except _ERRORS as error:
             # After a cut inside a string or a list, the text is not wrong but ends too early.
             self._is_open &= "truncated" in str(error)
             return None
+        return events
 
     def _ends(self) -> bool:
         return bool(self._at_end or _END.search(self._text))
 
-    def _last(self) -> list[Event] | None:
+    def _last(self) -> list[Any] | None:
         """Return the events before the end of the list, or None where it does not end here."""
         stripped = self._text.lstrip(b" \t\r\n")
         if stripped[:1] == b"]":
@@ -204,6 +210,7 @@ class EventStream:
         except _ERRORS:
             self.cut = self.cut or "the file ends after its events, before the object does"
             return
+        self.tail = rest
         self.header = Header(
             **{
                 name: getattr(tail, name) or getattr(self.header, name)
@@ -211,13 +218,13 @@ class EventStream:
             }
         )
 
-    def _recover(self, *, is_last: bool = False) -> list[Event]:
+    def _recover(self, *, is_last: bool = False) -> list[Any]:
         """Decode events one by one, and leave out what is none.
 
         Text after the last event that can be decoded stays for the next turn, as far as it is
         not too long to be one event.
         """
-        text, events, start = self._text, list[Event](), 0
+        text, events, start = self._text, list[Any](), 0
         borders = [match.start() + 1 for match in _BORDER.finditer(text)]
         bad: list[int] = []  # starts of pieces that are no event, or the start of a longer one
         number = 0
@@ -244,16 +251,16 @@ class EventStream:
         self._text = text[place:].lstrip(_BETWEEN)
         return events
 
-    def _event(self, text: bytes) -> Event | None:
+    def _event(self, text: bytes) -> Any:
         try:
-            return _EVENT.decode(text.strip(_BETWEEN))
+            return self._one.decode(text.strip(_BETWEEN))
         except _ERRORS as error:
             self._error = str(error)
             if "truncated" not in self._error:
                 self.first_error = self.first_error or self._error
             return None
 
-    def _end_of_file(self, text: bytes, starts: list[int], events: list[Event]) -> None:
+    def _end_of_file(self, text: bytes, starts: list[int], events: list[Any]) -> None:
         """Read the last event, which ends the list or is cut. starts: where it may start."""
         for number, start in enumerate(starts):
             for match in _END.finditer(text, start):

@@ -1,0 +1,273 @@
+"""Traces for other tools: cut down to some steps, or as tables of integer nanoseconds."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
+from stepmark.core.trace_options import TraceInputs
+from stepmark.trace.kineto.event_tables import TABLES
+from stepmark.trace.kineto.events import Event
+from stepmark.trace.kineto.links import Steps, gpu_comms, launches, steps
+from stepmark.trace.kineto.stream import EventStream
+from stepmark.trace.kineto.windows import gpu_windows
+
+if TYPE_CHECKING:
+    from stepmark.core.trace_columns import CallColumns, CommColumns, Ints, OpColumns
+
+_STEP = "ProfilerStep#"
+_ROWS = 1 << 16  # of a piece of a table
+
+
+class _CopiedEvent(Event, gc=False):
+    id: int | str | None = None  # of flows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The steps of one process that are kept, and the window in which the GPU ran them.
+
+    correlations: of the GPU events in the window; calls: starts of the calls that launched
+    them, ascending; base: what the file's times are counted from.
+    """
+
+    base: int
+    names: frozenset[str]
+    host: tuple[int, int]
+    gpu: tuple[int, int]
+    correlations: frozenset[int]
+    calls: Sequence[int]
+
+    def keeps(self, event: _CopiedEvent) -> bool:
+        """Return whether an event belongs to the steps, or runs on the GPU in their window."""
+        if event.ph == "M" or event.ts is None:
+            return event.ph == "M"
+        if event.name.startswith(_STEP):
+            return event.name in self.names
+        if event.cat in ("ac2g", "async_cpu_to_gpu", "async_gpu"):
+            return event.id in self.correlations
+        table = TABLES.get(event.cat)
+        correlation = event.args.correlation if event.args else None
+        if table in ("gpu", "calls") and correlation in self.correlations:
+            return True
+        start = self.base + _nanoseconds(event.ts)
+        end = start + _nanoseconds(max(event.dur or 0, 0))
+        is_gpu = table == "gpu" or event.cat.startswith(("gpu_", "cuda_sync", "cuda_event"))
+        window = self.gpu if is_gpu else self.host
+        return (start <= window[1] and end >= window[0]) or (
+            not is_gpu and self._launches(start, end)
+        )
+
+    def _launches(self, start: int, end: int) -> bool:
+        """Return whether work that is kept was launched between these times."""
+        place = bisect_left(self.calls, start)
+        return place < len(self.calls) and self.calls[place] <= end
+
+
+def _nanoseconds(micros: float) -> int:
+    """Return what the reader's columns have for this time."""
+    whole = math.floor(micros)
+    return whole * 1000 + round((micros - whole) * 1000)
+
+
+def select(trace: RankTrace, inputs: TraceInputs) -> Selection | None:
+    """Return the selection of --steps, None without. Raises ConfigError for no such steps.
+
+    The window on the GPU begins where the step before ends there, so that the steps' idle time
+    and what runs beside them are those of the whole trace.
+    """
+    if inputs.steps is None:
+        return None
+    marked = steps(trace)
+    rows = chosen_steps(trace, inputs)
+    if rows[-1] - rows[0] + 1 != len(rows):
+        allowed = "consecutive steps: the time between others would belong to none"
+        raise ConfigError("steps", ",".join(str(marked.numbers[row]) for row in rows), allowed)
+    gpu, of_gpu = trace.gpu, marked.of_gpu
+    is_own = (of_gpu >= rows[0]) & (of_gpu <= rows[-1])
+    host = int(marked.start[rows[0]]), int(marked.end[rows[-1]])
+    windows = gpu_windows(trace, marked)
+    window = int(windows.start[rows[0]]), int(windows.end[rows[-1]])
+    is_kept = is_own | ((gpu.start <= window[1]) & (gpu.end >= window[0]))
+    call = launches(trace)[is_kept]
+    return Selection(
+        base=trace.info.base_ns,
+        names=frozenset(f"{_STEP}{marked.numbers[row]}" for row in rows),
+        host=host,
+        gpu=window,
+        correlations=frozenset(gpu.correlation[is_kept].tolist()) - {NONE},
+        calls=np.sort(trace.calls.start[call[call != NONE]]).tolist(),
+    )
+
+
+def chosen_steps(trace: RankTrace, inputs: TraceInputs) -> list[int]:
+    """Return the indices of the steps of --steps. Raises ConfigError where there are none."""
+    marked = steps(trace)
+    if inputs.steps is not None and not marked.is_marked:
+        allowed = "left out: the trace has no steps that prof.step() marked"
+        raise ConfigError("steps", _spelled(inputs), allowed)
+    rows = [row for row, number in enumerate(marked.numbers) if inputs.has_step(number)]
+    if not rows:
+        numbers = ", ".join(map(str, marked.numbers))
+        raise ConfigError("steps", _spelled(inputs), f"steps of {trace.info.file}: {numbers}")
+    return rows
+
+
+def _spelled(inputs: TraceInputs) -> str:
+    return ",".join(
+        f"{low}-{high}" if low < high else f"{low}" for low, high in inputs.steps or ()
+    )
+
+
+def trimmed(path: Path, selection: Selection | None) -> Iterator[bytes]:
+    """Yield the text of a trace with the selected events alone, each as it stands in the file.
+
+    Header and tail stay. The events of a file that is cut short are those before the cut.
+    """
+    stream = EventStream(path, msgspec.Raw)
+    decode = msgspec.json.Decoder(_CopiedEvent, strict=False).decode
+    separator = b"\n"
+    for number, texts in enumerate(stream):
+        if not number:
+            yield stream.head
+        pieces = []
+        for text in texts:
+            try:
+                event = decode(text)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue  # the reader leaves it out, too
+            if selection is None or selection.keeps(event):
+                pieces.append(bytes(text))
+        if pieces:
+            yield separator + b",\n".join(pieces)
+            separator = b",\n"
+    yield b"\n]" + (stream.tail or (b"}" if stream.head[:1] == b"{" else b""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedTable:
+    """A table of a trace. types: SQL types by column; pieces: columns of some rows each."""
+
+    name: str
+    types: Mapping[str, str]
+    pieces: Iterator[Sequence[Sequence[object]]]
+
+
+Column = tuple["Ints", Sequence[object] | None]  # values, or indices into texts
+
+
+def tables(trace: RankTrace, rank: int, inputs: TraceInputs) -> Iterator[ExportedTable]:
+    """Yield GPU events, calls, ops and messages; times are nanoseconds since 1970.
+
+    step: that launched a GPU event, or in which a call, op or message starts.
+    """
+    marked = steps(trace)
+    chosen = np.array(chosen_steps(trace, inputs))
+    numbers = np.array([*marked.numbers, NONE])
+    for name, more in _columns(trace).items():
+        table = getattr(trace, name)
+        step = marked.of_gpu if name == "gpu" else _step_at(marked, table.start)
+        columns: dict[str, Column] = {
+            "rank": (np.full(step.size, rank), None),
+            "step": (numbers[step], None),
+            "start_ns": (table.start, None),
+            "end_ns": (table.end, None),
+            **more,
+        }
+        rows = np.arange(step.size)
+        if inputs.steps is not None:
+            rows = np.flatnonzero(np.isin(step, chosen))
+        yield ExportedTable(
+            name=name,
+            types={key: _sql_type(texts) for key, (_, texts) in columns.items()},
+            pieces=_pieces(list(columns.values()), rows),
+        )
+
+
+def _columns(trace: RankTrace) -> dict[str, dict[str, Column]]:
+    """Return the columns of each table that other tables lack."""
+    gpu, calls, ops, comms = trace.gpu, trace.calls, trace.ops, trace.comms
+    processes = [process for process, _ in trace.threads]
+    threads = [thread for _, thread in trace.threads]
+
+    def on_thread(table: CallColumns | OpColumns | CommColumns) -> dict[str, Column]:
+        return {"process": (table.thread, processes), "thread": (table.thread, threads)}
+
+    args, seq = gpu_comms(trace)
+    return {
+        "gpu": {
+            "name": (gpu.name, trace.names),
+            "kind": (gpu.kind, [kind.name.lower() for kind in GpuKind]),
+            "device": (gpu.stream, [device for device, _ in trace.streams]),
+            "stream": (gpu.stream, [stream for _, stream in trace.streams]),
+            "launch_ns": (np.append(calls.start, NONE)[launches(trace)], None),
+            "correlation": (gpu.correlation, None),
+            "external_id": (gpu.external, None),
+            "num_bytes": (gpu.num_bytes, None),
+            **_messages(trace, args, seq),
+        },
+        "calls": {
+            "name": (calls.name, trace.names),
+            **on_thread(calls),
+            "correlation": (calls.correlation, None),
+            "external_id": (calls.external, None),
+        },
+        "ops": {
+            "name": (ops.name, trace.names),
+            **on_thread(ops),
+            "external_id": (ops.external, None),
+            "sequence": (ops.sequence, None),
+            "forward_thread": (ops.forward_thread, None),
+            "shapes": (ops.shapes, trace.shapes),
+        },
+        "comms": {
+            **on_thread(comms),
+            "external_id": (comms.external, None),
+            **_messages(trace, comms.comm, comms.seq),
+        },
+    }
+
+
+def _messages(trace: RankTrace, args: Ints, seq: Ints) -> dict[str, Column]:
+    """Return columns of the arguments of torch.distributed."""
+    each = trace.comm_args
+    return {
+        "collective": (args, [comm.collective for comm in each]),
+        "dtype": (args, [comm.dtype for comm in each]),
+        "in_elements": (args, [comm.in_elements for comm in each]),
+        "out_elements": (args, [comm.out_elements for comm in each]),
+        "group_name": (args, [comm.group for comm in each]),
+        "group_size": (args, [comm.group_size for comm in each]),
+        "seq": (seq, None),
+    }
+
+
+def _step_at(marked: Steps, places: Ints) -> Ints:
+    step = np.searchsorted(marked.start, places, side="right") - 1
+    return np.where((step >= 0) & (places < marked.end[step]), step, NONE)
+
+
+def _sql_type(texts: Sequence[object] | None) -> str:
+    is_text = texts is not None and any(isinstance(text, str) for text in texts)
+    return "VARCHAR" if is_text else "BIGINT"
+
+
+def _pieces(columns: Sequence[Column], rows: Ints) -> Iterator[list[list[object]]]:
+    for first in range(0, rows.size, _ROWS):
+        piece = rows[first : first + _ROWS]
+        yield [_values(values[piece].tolist(), texts) for values, texts in columns]
+
+
+def _values(values: list[int], texts: Sequence[object] | None) -> list[object]:
+    if texts is None:
+        return [None if value == NONE else value for value in values]
+    return [None if value == NONE else texts[value] for value in values]
