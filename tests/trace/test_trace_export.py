@@ -15,6 +15,7 @@ from stepmark.core.trace_options import ConvertOptions
 from stepmark.store.export import write_pieces
 from stepmark.trace.kineto import export, links
 from stepmark.trace.kineto.reader import read_trace
+from stepmark.trace.kineto.windows import gpu_windows
 
 DATA = Path(__file__).parents[1] / "data" / "traces"
 
@@ -165,3 +166,34 @@ def test_tables_have_names_and_integer_nanoseconds(suffix: str, tmp_path: Path) 
     assert rows["calls"][0]["name"].startswith("cuda")
     assert {row["num_bytes"] for row in rows["gpu"] if row["kind"] == "kernel"} == {""}
     assert len(rows["comms"]) == len(rows["ops"])  # other ops are cut off in this file
+
+
+def test_the_window_of_a_trimmed_trace_starts_where_the_step_before_ended(
+    tmp_path: Path,
+) -> None:
+    """A copy of step 2 runs before the last kernel of step 1 has started."""
+    events = [
+        {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur}
+        | ({"args": {"correlation": correlation}} if correlation else {})
+        for cat, name, pid, tid, ts, dur, correlation in (
+            ("user_annotation", "ProfilerStep#1", 9, 9, 0, 10, 0),
+            ("user_annotation", "ProfilerStep#2", 9, 9, 10, 10, 0),
+            ("cuda_runtime", "cudaLaunchKernel", 9, 9, 1, 1, 1),
+            ("cuda_runtime", "cudaLaunchKernel", 9, 9, 2, 1, 2),
+            ("cuda_runtime", "cudaMemcpyAsync", 9, 9, 11, 1, 3),
+            ("cuda_runtime", "cudaLaunchKernel", 9, 9, 13, 1, 4),
+            ("kernel", "a", 0, 7, 3, 20, 1),
+            ("gpu_memcpy", "Memcpy", 0, 8, 14, 2, 3),
+            ("kernel", "b", 0, 7, 24, 10, 2),
+            ("kernel", "c", 0, 7, 40, 5, 4),
+        )
+    ]
+    file = tmp_path / "rank0.json.gz"
+    file.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    (tmp_path / "out").mkdir()
+    whole, target = trim(file, tmp_path / "out", (2, 2))
+    windows = gpu_windows(whole, links.steps(whole))
+    again = read_trace(target)
+    assert (windows.start[1], windows.end[1]) == (34000, 45000)
+    trimmed = gpu_windows(again, links.steps(again))
+    assert (trimmed.start.tolist(), trimmed.end.tolist()) == ([34000], [45000])

@@ -14,7 +14,7 @@ import numpy as np
 from stepmark.core.kernel_groups import COMMUNICATION, group_of
 from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
 from stepmark.trace.kineto.intervals import Intervals, time_before, union, without
-from stepmark.trace.kineto.links import Steps
+from stepmark.trace.kineto.links import Steps, launches
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -46,7 +46,9 @@ def gpu_windows(trace: RankTrace, steps: Steps) -> Windows:
     np.maximum.at(last, of_gpu[inside], gpu.end[inside])
     first = int(gpu.start[inside].min()) if inside.any() else int(gpu.end.max())
     begin = min(first, int(steps.start[0])) if steps.is_marked else first
-    earlier = gpu.end[~inside & (gpu.start < first)]
+    call = launches(trace)
+    is_early = (call != NONE) & (np.append(trace.calls.start, 0)[call] < steps.start[0])
+    earlier = gpu.end[~inside & (is_early | (gpu.start < first))]
     begin = int(earlier.max()) if earlier.size else begin
     end = np.maximum(np.maximum.accumulate(last), begin)
     return Windows(np.concatenate(([begin], end[:-1])), end)
