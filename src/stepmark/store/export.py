@@ -151,8 +151,7 @@ def write_pieces(
     if target.suffix != ".parquet":
         with written(target) as stream:
             return _csv_pieces(types, pieces, stream)
-    import duckdb  # noqa: PLC0415
-
+    duckdb: Any = importlib.import_module("duckdb")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, duckdb.connect() as sql:
         names = [str(Path(folder) / name) for name in ("rows.csv", "rows.parquet")]
         with Path(names[0]).open("wb") as stream:

@@ -59,6 +59,17 @@ def _keep_memory() -> None:
         set_option(_M_MMAP_THRESHOLD, 64 << 20)
 
 
+def _versions(header: Header) -> dict[str, str]:
+    versions = {
+        name: str(value)
+        for name in header.__struct_fields__
+        if name.endswith("_version") and (value := getattr(header, name))
+    }
+    if header.distributed and header.distributed.nccl_version:
+        versions["nccl_version"] = header.distributed.nccl_version
+    return versions
+
+
 def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
     """Return everything that was read."""
     header = stream.header
@@ -69,13 +80,7 @@ def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
     rank = distributed.rank if distributed else None
     if rank is None and len(tables.ranks) == 1:
         rank = next(iter(tables.ranks))
-    versions = {
-        name: str(value)
-        for name in header.__struct_fields__
-        if name.endswith("_version") and (value := getattr(header, name))
-    }
-    if distributed and distributed.nccl_version:
-        versions["nccl_version"] = distributed.nccl_version
+    versions = _versions(header)
     columns = {
         name: _table(tables, name, kind, base)
         for name, kind in (
