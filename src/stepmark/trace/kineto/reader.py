@@ -23,7 +23,7 @@ from stepmark.core.trace_columns import (
     SyncColumns,
 )
 from stepmark.trace.kineto.event_tables import EMPTY, EventTables
-from stepmark.trace.kineto.events import LEFT_OUT, group_of
+from stepmark.trace.kineto.events import LEFT_OUT, Header, group_of
 from stepmark.trace.kineto.stream import EventStream
 from stepmark.trace.read_text import no_collection
 
