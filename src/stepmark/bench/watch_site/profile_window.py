@@ -1,0 +1,384 @@
+"""Times and profiles a few steps of a job under `stepmark watch`, after torch is imported.
+
+A step ends when an optimizer has made its step, which torch reports to a global hook. The job's
+results do not depend on this file: an error in it ends the watching, with one line on stderr.
+It imports torch and the standard library alone, as the job's environment may be another one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gzip
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.autograd.profiler
+import torch.profiler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerAction, ProfilerActivity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SCHEMA = 1
+# Variables with the rank of a process that does not use torch.distributed.
+_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+_DEFAULT_RANKS = 8
+_QUIET_STEPS = 64
+_MAX_ATTEMPTS = 3
+_CHUNK = 1 << 20
+_KERNEL = b'"cat": "kernel"'  # as Kineto writes it
+
+
+class Window:
+    """The steps of one process: warm-up, unprofiled, profiled, and unprofiled again.
+
+    plan: warmup, unprofiled, steps (numbers of steps), ranks (to profile; None: the first
+    eight), shapes, and folder (of the run, which exists). Between the unprofiled and the profiled
+    steps is one that the profiler throws away; the one after them is disturbed by the writing.
+    """
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.plan = plan
+        self.folder: str = plan["folder"]
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Begin with nothing: at first, and in a forked process."""
+        self.pid, self.thread = os.getpid(), 0
+        self.optimizers: set[int] = set()  # those that have stepped since the last step's end
+        self.sequence, self.quiet = -1, 0
+        self.count = 0  # steps that have ended
+        self.dropped = self.plan["warmup"] + self.plan["unprofiled"] + 1  # by the profiler
+        self.began: Any = None  # time at which the current step began
+        self.steps: list[tuple[str, Any, Any]] = []  # kind, begin and end
+        self.profiler: Any = None
+        self.attempts = 0
+        self.is_acting = self.is_other_active = self.is_done = False
+        self.path = ""
+        self.report: dict[str, Any] = {"schema": SCHEMA, "trace": None, "reason": None}
+
+    @property
+    def last(self) -> int:
+        """The last profiled step."""
+        return int(self.dropped + self.plan["steps"])
+
+    def stepped(self, optimizer: object, _args: Any, _kwargs: Any) -> None:
+        """Take one optimizer step: a hook of torch."""
+        if self.is_done:
+            return
+        try:
+            if self._ends_step(optimizer):
+                self._end_step(type(optimizer).__name__)
+        except Exception as error:  # noqa: BLE001, the job goes on whatever happens here
+            self._give_up(f"watching failed: {error!r}")
+
+    def _ends_step(self, optimizer: object) -> bool:
+        """Whether it is the first optimizer to step twice since the last step's end.
+
+        A second step without any forward pass in between belongs to the same training step: it
+        is of another part of the parameters, as in DeepSpeed's ZeRO 3. A replayed CUDA graph has
+        no forward pass either, so after many such steps each one counts.
+        """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return False
+        thread = threading.get_ident()
+        self.thread = self.thread or thread
+        if thread != self.thread:
+            return False
+        sequence, before = torch.autograd._get_sequence_nr(), self.sequence
+        if id(optimizer) not in self.optimizers:
+            self.optimizers.add(id(optimizer))
+            self.sequence = sequence
+            return False
+        self.sequence = sequence
+        if sequence == before and self.quiet < _QUIET_STEPS:
+            self.quiet += 1
+            return False
+        self.quiet = self.quiet if sequence == before else 0
+        self.optimizers = {id(optimizer)}
+        return True
+
+    def _end_step(self, optimizer: str) -> None:
+        end = _now()
+        self.count += 1
+        if self.count == 1:
+            self._introduce(optimizer)
+        kind = self._kind()
+        if kind and self.began is not None:
+            self.steps.append((kind, self.began, end))
+        self.began = _now() if self._act() else end
+        if self.count > self.last + 1 + self.plan["unprofiled"] and _is_over(end):
+            self._finish()
+
+    def _kind(self) -> str:
+        """Return the kind of the step that has just ended; "" for one that does not count."""
+        warmup, unprofiled = self.plan["warmup"], self.plan["unprofiled"]
+        if self.dropped < self.count <= self.last:
+            return "profiled"
+        if self.is_other_active:
+            return ""
+        if warmup < self.count <= warmup + unprofiled:
+            return "unprofiled"
+        is_after = self.last + 1 < self.count <= self.last + 1 + unprofiled
+        return "after" if is_after else ""
+
+    def _act(self) -> bool:
+        """Begin, mark or end the profile between two steps. Return whether time was spent."""
+        if not self.report["is_chosen"]:
+            return False
+        if self.profiler is None and self.count == self.dropped - 1:
+            if self.is_other_active:
+                self.dropped += 1  # at the end of the next step it is tried again
+                self.report["notes"]["put_off"] = "the job's own profiler was active"
+                return False
+            self._start()
+            return True
+        if self.profiler is None:
+            return False
+        self.is_acting = True
+        try:
+            self.profiler.step()
+            if self.count == self.last:
+                self._write_trace()
+        finally:
+            self.is_acting = False
+        return True
+
+    def _start(self) -> None:
+        began_s = time.perf_counter()
+        activities = set(torch.profiler.supported_activities())
+        if not torch.cuda.is_initialized():
+            activities.discard(ProfilerActivity.CUDA)
+        dropped, last = self.dropped, self.last
+
+        def schedule(step: int) -> ProfilerAction:
+            if step <= dropped:
+                return ProfilerAction.WARMUP
+            if step < last:
+                return ProfilerAction.RECORD
+            return ProfilerAction.RECORD_AND_SAVE if step == last else ProfilerAction.NONE
+
+        self.is_acting = True
+        try:
+            self.profiler = torch.profiler.profile(
+                activities=activities, schedule=schedule, record_shapes=self.plan["shapes"]
+            )
+            self.profiler.step_num = dropped  # ProfilerStep#N is then the job's step N
+            self.profiler.start()
+        finally:
+            self.is_acting = False
+        self.report["start_s"] = time.perf_counter() - began_s
+
+    def make_way(self) -> None:
+        """End our profile before another one of this process begins; later try again."""
+        self.is_other_active = True
+        if self.profiler is None:
+            return
+        self._discard()
+        self.attempts += 1
+        self.dropped = self.count + 2
+        self.steps = [step for step in self.steps if step[0] != "profiled"]
+        if self.attempts == _MAX_ATTEMPTS:
+            self._give_up("the job's own profiler began in the profile, every time")
+
+    def _discard(self) -> None:
+        profiler, self.profiler = self.profiler, None
+        if profiler is not None:
+            self.is_acting = True
+            try:
+                profiler.stop()
+            finally:
+                self.is_acting = False
+
+    def _write_trace(self) -> None:
+        began_s = time.perf_counter()
+        profiler, self.profiler = self.profiler, None
+        profiler.stop()
+        name = f"rank{self.report['rank']}.json.gz"
+        folder = os.path.join(self.folder, "traces")
+        packed = os.path.join(folder, f".{name}.{self.pid}")
+        plain = f"{packed}.json"
+        try:
+            profiler.export_chrome_trace(plain)
+            has_kernels, end = False, b""
+            # The job waits: the lowest level of compression.
+            with open(plain, "rb") as source, gzip.open(packed, "wb", 1) as target:
+                while chunk := source.read(_CHUNK):
+                    target.write(chunk)
+                    has_kernels = has_kernels or _KERNEL in end + chunk
+                    end = chunk[-len(_KERNEL) :]
+            os.replace(packed, os.path.join(folder, name))
+        finally:
+            for path in (plain, packed):
+                if os.path.exists(path):
+                    os.unlink(path)
+        self.report |= {
+            "trace": f"traces/{name}",
+            "profiled_steps": [self.dropped + 1, self.last],
+            "has_kernels": has_kernels,
+            "write_s": time.perf_counter() - began_s,
+        }
+        if torch.cuda.is_initialized() and not has_kernels:
+            self.report["notes"]["kernels"] = "CUPTI or the driver gave no kernels"
+        self._write()
+
+    def _introduce(self, optimizer: str) -> None:
+        """Find out which rank this is, and claim its report. A second process gets its own."""
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if is_distributed else _number(_RANK, 0)
+        size = torch.distributed.get_world_size() if is_distributed else _number(_WORLD_SIZE, 1)
+        ranks, is_cuda = self.plan["ranks"], torch.cuda.is_initialized()
+        self.report |= {
+            "rank": rank,
+            "world_size": size,
+            "host": socket.gethostname(),
+            "pid": self.pid,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if is_cuda else "cpu",
+            "clock": "CUDA events" if is_cuda else "host clock",
+            "optimizer": optimizer,
+            "is_chosen": rank < _DEFAULT_RANKS if ranks is None else rank in ranks,
+            "notes": {},
+        }
+        self.path = os.path.join(self.folder, "ranks", f"rank{rank}.json")
+        try:
+            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        except FileExistsError:
+            self.path = self.path[:-4] + f"{self.report['host']}.{self.pid}.json"
+            self.report["is_chosen"] = False
+            self.report["notes"]["second"] = "an earlier process of this rank is watched"
+        self._write()
+
+    def _give_up(self, reason: str) -> None:
+        """End the watching without a profile."""
+        self.is_done = True
+        self.report["reason"] = reason
+        _say(reason)
+        try:
+            self._discard()
+            self._write()
+        except Exception as error:  # noqa: BLE001, as in `stepped`
+            _say(repr(error))
+
+    def _finish(self) -> None:
+        self._write()
+        self.is_done = True
+
+    def at_exit(self) -> None:
+        """Report a job that has ended before the end of the plan, or without any step."""
+        if self.is_done or self.pid != os.getpid():
+            return
+        self.is_done = True
+        try:
+            self._discard()
+            if self.path:
+                if self.report["is_chosen"] and not self.report["trace"]:
+                    self.report["reason"] = (
+                        f"the job ended after {self.count} steps; the profile needs {self.last}"
+                    )
+                self._write()
+            elif not self._is_helper():
+                rank = _number(_RANK, 0)
+                self.report |= {"rank": rank, "host": socket.gethostname(), "pid": self.pid}
+                self.report["reason"] = (
+                    "only one optimizer step was seen"
+                    if self.optimizers
+                    else "no optimizer step was seen"
+                )
+                name = f"rank{rank}.{self.report['host']}.{self.pid}.json"
+                self.path = os.path.join(self.folder, "ranks", name)
+                self._write()
+        except Exception as error:  # noqa: BLE001, as in `stepped`
+            _say(repr(error))
+
+    def _is_helper(self) -> bool:
+        """Whether this is torchrun's agent, or a process that a rank has started."""
+        is_agent = "torch.distributed.run" in sys.modules
+        return is_agent or multiprocessing.parent_process() is not None
+
+    def _write(self) -> None:
+        for kind in ("unprofiled", "profiled", "after"):
+            self.report[f"{kind}_s"] = [
+                _seconds(begin, end)
+                for each, begin, end in self.steps
+                if each == kind and _is_over(end)
+            ]
+        self.report["steps"] = self.count
+        temporary = f"{self.path}.{self.pid}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(self.report, file)
+        os.replace(temporary, self.path)
+
+
+def _now() -> Any:
+    """Return an event on the current stream, which does not make the host wait, or a time."""
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _is_over(time_or_event: Any) -> bool:
+    return isinstance(time_or_event, float) or bool(time_or_event.query())
+
+
+def _seconds(begin: Any, end: Any) -> float | None:
+    """Return the time between two values of `_now`; None where CUDA began in between."""
+    if isinstance(begin, float) != isinstance(end, float):
+        return None
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000.0
+
+
+def _number(names: tuple[str, ...], default: int) -> int:
+    values = (os.environ.get(name, "") for name in names)
+    return next((int(value) for value in values if value.isdecimal()), default)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"stepmark watch: pid {os.getpid()}: {text}\n")
+
+
+def _tracked(function: Callable[..., Any], window: Window, *, ends: bool) -> Callable[..., Any]:
+    """Return a function of torch's profiler that tells the window of profilers of the job."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not window.is_acting and not ends:
+            try:
+                window.make_way()
+            except Exception as error:  # noqa: BLE001, as in `stepped`
+                window._give_up(f"watching failed: {error!r}")
+        elif not window.is_acting:
+            window.is_other_active = False
+        return function(*args, **kwargs)
+
+    return call
+
+
+def begin(plan: str) -> None:
+    """Watch this process. Called once, when torch is imported."""
+    window = Window(json.loads(plan))
+    stepped = window.stepped
+
+    def hook(optimizer: object, args: Any, kwargs: Any) -> None:
+        stepped(optimizer, args, kwargs)
+
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    register_optimizer_step_post_hook(hook)
+    os.register_at_fork(after_in_child=window.begin_again)
+    atexit.register(window.at_exit)
+    module: Any = torch.autograd.profiler
+    for name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler"):
+        tracked = _tracked(getattr(module, name), window, ends=name.startswith("_disable"))
+        setattr(module, name, tracked)
