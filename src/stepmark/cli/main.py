@@ -95,6 +95,12 @@ VERBS = {
         f"{_MEASURE_NOTHING}:SweepOptions",
         "Measure the same command under several settings, in interleaved rounds, and compare.",
     ),
+    "watch": Verb(
+        "Your own job, unmodified: its steps, messages, slow rank.",
+        "stepmark.app.watch:run",
+        f"{_MEASURE_NOTHING}:WatchOptions",
+        "Run a job as it is, with NCCL's log and a profile of a few steps, and say what it does.",
+    ),
     "logs": Verb(
         "Read NCCL logs, flight-recorder dumps, tables of results.",
         "stepmark.app.logs:run",

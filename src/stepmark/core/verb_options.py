@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from stepmark.core.option_groups import RUN_NAME, Files
+from stepmark.core.option_groups import RUN_NAME, Files, Ranks
 from stepmark.core.options import REQUIRED, Duration, Share, between, flag, group, words_of
 
 
@@ -223,3 +223,32 @@ class CompareOptions(SourceFacts, Statistics, Files, RunsFolder):
     )
     force: bool = flag("pair whatever differs", default=False)
     html: Path | None = flag("a page with the curves and ratios")
+
+
+@group
+class WatchedSteps:
+    """Steps."""
+
+    warmup: Annotated[int, between(1, 2**31)] = flag(
+        "optimizer steps before the first that is timed", default=10
+    )
+    steps: Annotated[int, between(1, 1000)] = flag("steps to profile", default=3)
+    ranks: Ranks | None = flag("ranks to profile, e.g. 0,1 [the first 8]")
+    no_shapes: bool = flag("profile without the shapes of operands", default=False)
+    nccl_subsys: str = flag(
+        "parts of NCCL that log; COLL writes a line per call, all job long",
+        default="INIT,ENV,NET,GRAPH,COLL",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions(WatchedSteps, Files):
+    """stepmark watch."""
+
+    out: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
+    words: tuple[str, ...] = flag(
+        "-- and the job's command: -- torchrun --nproc-per-node 8 train.py",
+        default=(),
+        argument=True,
+        metavar="COMMAND",
+    )

@@ -43,8 +43,8 @@ class Window:
     """The steps of one process: warm-up, unprofiled, profiled, and unprofiled again.
 
     plan: warmup, unprofiled, steps (numbers of steps), ranks (to profile; None: the first
-    eight), shapes, and folder (of the run, which exists). Between the unprofiled and the profiled
-    steps is one that the profiler throws away; the one after them is disturbed by the writing.
+    eight), shapes, and folder (of the run, which exists). Between the unprofiled and the
+    profiled steps is one that the profiler throws away; the writing disturbs the one after.
     """
 
     def __init__(self, plan: dict[str, Any]) -> None:
@@ -72,8 +72,8 @@ class Window:
         """The last profiled step."""
         return int(self.dropped + self.plan["steps"])
 
-    def stepped(self, optimizer: object, _args: Any, _kwargs: Any) -> None:
-        """Take one optimizer step: a hook of torch."""
+    def stepped(self, optimizer: object) -> None:
+        """Take one optimizer step."""
         if self.is_done:
             return
         try:
@@ -85,9 +85,9 @@ class Window:
     def _ends_step(self, optimizer: object) -> bool:
         """Whether it is the first optimizer to step twice since the last step's end.
 
-        A second step without any forward pass in between belongs to the same training step: it
-        is of another part of the parameters, as in DeepSpeed's ZeRO 3. A replayed CUDA graph has
-        no forward pass either, so after many such steps each one counts.
+        A second step without any forward pass in between belongs to the same training step:
+        it is of another part of the parameters, as in DeepSpeed's ZeRO 3. A replayed CUDA graph
+        has no forward pass either, so after many such steps each one counts.
         """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return False
@@ -349,6 +349,19 @@ def _say(text: str) -> None:
     sys.stderr.write(f"stepmark watch: pid {os.getpid()}: {text}\n")
 
 
+def _is_full_graph() -> bool:
+    """Whether torch.compile(fullgraph=True) traces now, where any call of ours is an error."""
+    try:
+        frame = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+        return bool(frame.one_graph or getattr(frame, "error_on_graph_break", False))
+    except Exception:  # noqa: BLE001, another version of torch: such steps are not seen
+        return True
+
+
+# Evaluated while tracing, as torch._dynamo.assume_constant_result marks it.
+_is_full_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _tracked(function: Callable[..., Any], window: Window, *, ends: bool) -> Callable[..., Any]:
     """Return a function of torch's profiler that tells the window of profilers of the job."""
 
@@ -366,15 +379,21 @@ def _tracked(function: Callable[..., Any], window: Window, *, ends: bool) -> Cal
     return call
 
 
-def begin(plan: str) -> None:
+def begin(plan: str) -> Window:
     """Watch this process. Called once, when torch is imported."""
     window = Window(json.loads(plan))
-    stepped = window.stepped
 
-    def hook(optimizer: object, args: Any, kwargs: Any) -> None:
-        stepped(optimizer, args, kwargs)
+    def call(optimizer: object) -> None:
+        window.stepped(optimizer)
 
-    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    # torch.compile does not trace into it. As torch's own optimizers do, this imports
+    # torch._dynamo at the first step.
+    untraced_call = torch._disable_dynamo(call)
+
+    def hook(optimizer: object, _args: Any, _kwargs: Any) -> None:
+        if not (torch.compiler.is_compiling() and _is_full_graph()):
+            untraced_call(optimizer)
+
     register_optimizer_step_post_hook(hook)
     os.register_at_fork(after_in_child=window.begin_again)
     atexit.register(window.at_exit)
@@ -382,3 +401,4 @@ def begin(plan: str) -> None:
     for name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler"):
         tracked = _tracked(getattr(module, name), window, ends=name.startswith("_disable"))
         setattr(module, name, tracked)
+    return window

@@ -45,11 +45,15 @@ class _TorchFinder:
     def _begin(self) -> None:
         try:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
-            file = os.path.join(_HERE, "profile_window.py")
-            names: dict[str, Any] = {"__name__": "stepmark_profile_window", "__file__": file}
-            with open(file, encoding="utf-8") as source:
-                exec(compile(source.read(), file, "exec"), names)
-            names["begin"](os.environ[PLAN])
+            from importlib.util import module_from_spec, spec_from_file_location  # noqa: PLC0415
+
+            name, file = "stepmark_profile_window", os.path.join(_HERE, "profile_window.py")
+            spec = spec_from_file_location(name, file)
+            assert spec is not None
+            assert spec.loader is not None
+            window = sys.modules[name] = module_from_spec(spec)
+            spec.loader.exec_module(window)
+            window.begin(os.environ[PLAN])
         except Exception as error:  # noqa: BLE001, the job goes on whatever happens here
             _say(f"no profile: {error!r}")
 

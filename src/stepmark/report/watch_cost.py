@@ -1,0 +1,151 @@
+"""Step times of a watched job, without and with the profiler, and the ratio of the two."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from stepmark.core.units import format_time, ranks_text
+
+Row = dict[str, object]
+_MAX_SHOWN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedRank:
+    """The report of one process of the job, as bench/watch_site writes it. Times in seconds.
+
+    A time is None where the clock changed within a step.
+    """
+
+    schema: int
+    rank: int
+    host: str
+    pid: int
+    trace: str | None = None  # path in the run's folder
+    reason: str | None = None  # why there is no trace of a rank that was to be profiled
+    is_chosen: bool = False
+    world_size: int | None = None  # None: it made no step
+    torch: str = ""
+    device: str = ""
+    clock: str = ""
+    optimizer: str = ""
+    steps: int = 0  # that were seen; none is counted after the last that is timed
+    profiled_steps: tuple[int, int] | None = None  # first and last
+    has_kernels: bool | None = None
+    unprofiled_s: tuple[float | None, ...] = ()
+    profiled_s: tuple[float | None, ...] = ()
+    after_s: tuple[float | None, ...] = ()  # unprofiled, after the profile
+    start_s: float | None = None  # the job's pause to start the profiler
+    write_s: float | None = None  # and to write the trace
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def row(self) -> Row:
+        """Return a row of the table, with the figures and what they are made of."""
+        unprofiled = [time for time in (*self.unprofiled_s, *self.after_s) if time is not None]
+        profiled = [time for time in self.profiled_s if time is not None]
+        plain, slow = _middle(unprofiled), _middle(profiled)
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "is_profiled": self.trace is not None,
+            "unprofiled_s": plain,
+            "unprofiled_min_s": min(unprofiled, default=None),
+            "unprofiled_max_s": max(unprofiled, default=None),
+            "unprofiled_steps": len(unprofiled),
+            "profiled_s": slow,
+            "profiled_min_s": min(profiled, default=None),
+            "profiled_max_s": max(profiled, default=None),
+            "profiled_steps": len(profiled),
+            "ratio": slow / plain if plain and slow else None,
+            "is_within_spread": bool(profiled and unprofiled)
+            and min(profiled) <= max(unprofiled)
+            and max(profiled) >= min(unprofiled),
+            "start_s": self.start_s,
+            "write_s": self.write_s,
+            "trace": self.trace,
+            "reason": self.reason,
+        }
+
+
+def _middle(times: Sequence[float]) -> float | None:
+    return median(times) if times else None
+
+
+def cost_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
+    """Yield what the profiler cost: of ranks that made steps, by rank."""
+    timed = [rank for rank in ranks if rank.world_size is not None]
+    if not timed:
+        return
+    first = timed[0]
+    clocks = ", ".join(dict.fromkeys(rank.clock for rank in timed))
+    yield (
+        f"cost of the profiler (a step: from the end of one {first.optimizer} step to the next, "
+        f"by {clocks}; median, least to most, number of steps):"
+    )
+    for rank in timed[:_MAX_SHOWN]:
+        yield f"  rank {rank.rank}: {_cost(rank)}"
+    if len(timed) > _MAX_SHOWN:
+        yield f"  ... and {len(timed) - _MAX_SHOWN} more; --json or --csv has all"
+    if any(rank.trace for rank in timed) and any(not rank.trace for rank in timed):
+        yield "  a rank without a profile waits in collectives for those with one"
+
+
+def _cost(rank: WatchedRank) -> str:
+    row = rank.row
+    unprofiled, profiled = _times(row, "unprofiled"), _times(row, "profiled")
+    if rank.trace is None:
+        return f"unprofiled {unprofiled}; {rank.reason or 'no profile was asked for'}"
+    text = f"unprofiled {unprofiled}; profiled {profiled}"
+    if row["ratio"] is not None:
+        text += f": {row['ratio']:.3g} times as long"
+    if row["is_within_spread"]:
+        text += ", within the spread of the steps"
+    pauses = (("starting", rank.start_s), ("writing", rank.write_s))
+    spent = [f"{format_time(time)} {what}" for what, time in pauses if time is not None]
+    return f"{text}; the job paused {' and '.join(spent)} the profile"
+
+
+def _times(row: Row, name: str) -> str:
+    middle, low, high = (row[f"{name}_{part}"] for part in ("s", "min_s", "max_s"))
+    if not isinstance(middle, float) or not isinstance(low, float):
+        return "unknown"
+    assert isinstance(high, float)
+    return f"{format_time(middle)} ({format_time(low)} to {format_time(high)}, {row[f'{name}_steps']})"
+
+
+def job_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
+    """Yield what the job was, which ranks were profiled, and why others were not."""
+    timed = [rank for rank in ranks if rank.world_size is not None]
+    if not ranks:
+        yield (
+            "no process of the job has loaded torch: a container, sudo, python -E or -I may hide "
+            "the variables PYTHONPATH and STEPMARK_WATCH from it"
+        )
+    elif not timed:
+        reasons = dict.fromkeys(rank.reason or "no step" for rank in ranks)
+        yield f"{len(ranks)} processes with torch, none with steps: {'; '.join(reasons)}"
+    else:
+        size = max(rank.world_size or 1 for rank in timed)
+        hosts = len({rank.host for rank in timed})
+        facts = dict.fromkeys(f"torch {rank.torch} on {rank.device}" for rank in timed)
+        yield f"{size} ranks on {hosts} hosts; {', '.join(facts)}"
+        silent = set(range(size)) - {rank.rank for rank in timed}
+        if silent:
+            yield f"no step was seen of {ranks_text(silent)}"
+        profiled = [rank for rank in timed if rank.trace]
+        windows = dict.fromkeys(rank.profiled_steps for rank in profiled)
+        for window in windows:
+            if window is not None:
+                members = [rank.rank for rank in profiled if rank.profiled_steps == window]
+                yield f"profiled: steps {window[0]} to {window[1]} of {ranks_text(members)}"
+        if len(windows) > 1:
+            yield "the windows differ, so ranks cannot be compared step by step"
+        reasons = dict.fromkeys(rank.reason for rank in timed if rank.reason)
+        for reason in reasons:
+            members = [rank.rank for rank in timed if rank.reason == reason]
+            yield f"not profiled: {ranks_text(members)}: {reason}"
+    notes = dict.fromkeys(note for rank in ranks for note in rank.notes.values())
+    for note in notes:
+        members = [rank.rank for rank in ranks if note in rank.notes.values()]
+        yield f"note: {ranks_text(members)}: {note}"
