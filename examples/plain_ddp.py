@@ -1,6 +1,7 @@
 """A training script like any other: torchrun --nproc-per-node 2 examples/plain_ddp.py"""
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0 and step % 10 == 9:
-            print(f"step {step + 1}: loss {loss.item():.4f}")
+            sys.stdout.write(f"step {step + 1}: loss {loss.item():.4f}\n")
     dist.destroy_process_group()
 
 

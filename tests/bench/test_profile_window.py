@@ -198,9 +198,7 @@ def own_profile(steps: int, model: nn.Module, optimizers: list[Any]) -> int:
 
 
 @pytest.mark.parametrize("before", [2, 4, 5, 7])
-def test_the_jobs_own_profiler_comes_first(
-    begin: Begin, tmp_path: Path, before: int
-) -> None:
+def test_the_jobs_own_profiler_comes_first(begin: Begin, tmp_path: Path, before: int) -> None:
     """It begins before, just at and within the window; then the window is later."""
     window = begin()
     model, optimizers = job()
@@ -280,7 +278,7 @@ def test_a_step_that_must_be_one_graph_still_is(begin: Begin) -> None:
     window = begin()
     model, _ = job()
     optimizer = Plain(model.parameters(), {})
-    step = torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)
+    step = torch.compile(optimizer.step, backend="eager", fullgraph=True)
     for _ in range(3):
         model(torch.ones(2, 4)).sum().backward()
         step()

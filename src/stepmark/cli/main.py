@@ -99,7 +99,7 @@ VERBS = {
         "Your own job, unmodified: its steps, messages, slow rank.",
         "stepmark.app.watch:run",
         f"{_MEASURE_NOTHING}:WatchOptions",
-        "Run a job as it is, with NCCL's log and a profile of a few steps, and say what it does.",
+        "Run a job as it is, with NCCL's log and a profile of a few steps; print what it does.",
     ),
     "logs": Verb(
         "Read NCCL logs, flight-recorder dumps, tables of results.",

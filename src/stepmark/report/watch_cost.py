@@ -77,41 +77,44 @@ def cost_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
     timed = [rank for rank in ranks if rank.world_size is not None]
     if not timed:
         return
-    first = timed[0]
-    clocks = ", ".join(dict.fromkeys(rank.clock for rank in timed))
+    clocks = " or ".join(dict.fromkeys(rank.clock for rank in timed))
+    optimizers = " or ".join(dict.fromkeys(rank.optimizer for rank in timed))
     yield (
-        f"cost of the profiler (a step: from the end of one {first.optimizer} step to the next, "
-        f"by {clocks}; median, least to most, number of steps):"
+        f"time of a step, from one step of {optimizers} to the next, by {clocks}: "
+        "median (least to most, number of steps)"
     )
-    for rank in timed[:_MAX_SHOWN]:
-        yield f"  rank {rank.rank}: {_cost(rank)}"
+    cells: list[tuple[str, ...]] = [("rank", "unprofiled", "profiled", "profiled/unprofiled")]
+    cells += [_cells(rank) for rank in timed[:_MAX_SHOWN]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        pairs = zip(row, widths, strict=True)
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in pairs).rstrip()
     if len(timed) > _MAX_SHOWN:
         yield f"  ... and {len(timed) - _MAX_SHOWN} more; --json or --csv has all"
-    if any(rank.trace for rank in timed) and any(not rank.trace for rank in timed):
-        yield "  a rank without a profile waits in collectives for those with one"
+    start, write = (
+        max((each for each in times if each is not None), default=None)
+        for times in ([r.start_s for r in timed], [r.write_s for r in timed])
+    )
+    if start is not None:
+        written = "" if write is None else f" and {format_time(write)} to write the trace"
+        yield f"the job waited {format_time(start)} to start the profiler{written}, once"
+    if len({rank.trace is None for rank in timed}) > 1:
+        yield "a rank without a profile waits in collectives for those with one"
 
 
-def _cost(rank: WatchedRank) -> str:
+def _cells(rank: WatchedRank) -> tuple[str, ...]:
     row = rank.row
-    unprofiled, profiled = _times(row, "unprofiled"), _times(row, "profiled")
-    if rank.trace is None:
-        return f"unprofiled {unprofiled}; {rank.reason or 'no profile was asked for'}"
-    text = f"unprofiled {unprofiled}; profiled {profiled}"
-    if row["ratio"] is not None:
-        text += f": {row['ratio']:.3g} times as long"
-    if row["is_within_spread"]:
-        text += ", within the spread of the steps"
-    pauses = (("starting", rank.start_s), ("writing", rank.write_s))
-    spent = [f"{format_time(time)} {what}" for what, time in pauses if time is not None]
-    return f"{text}; the job paused {' and '.join(spent)} the profile"
+    ratio = "" if row["ratio"] is None or rank.trace is None else f"{row['ratio']:.3f}"
+    if ratio and row["is_within_spread"]:
+        ratio += ", within the spread"
+    profiled = _times(row, "profiled") if rank.trace else "-"
+    return str(rank.rank), _times(row, "unprofiled"), profiled, ratio
 
 
 def _times(row: Row, name: str) -> str:
-    middle, low, high = (row[f"{name}_{part}"] for part in ("s", "min_s", "max_s"))
-    if not isinstance(middle, float) or not isinstance(low, float):
-        return "unknown"
-    assert isinstance(high, float)
-    return f"{format_time(middle)} ({format_time(low)} to {format_time(high)}, {row[f'{name}_steps']})"
+    times = [row[f"{name}_{part}"] for part in ("s", "min_s", "max_s")]
+    middle, low, high = (format_time(t) if isinstance(t, float) else "" for t in times)
+    return f"{middle} ({low} to {high}, {row[f'{name}_steps']})" if middle else "unknown"
 
 
 def job_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
@@ -119,8 +122,8 @@ def job_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
     timed = [rank for rank in ranks if rank.world_size is not None]
     if not ranks:
         yield (
-            "no process of the job has loaded torch: a container, sudo, python -E or -I may hide "
-            "the variables PYTHONPATH and STEPMARK_WATCH from it"
+            "no process of the job has loaded torch: a container, sudo, python -E or -I may "
+            "hide the variables PYTHONPATH and STEPMARK_WATCH from it"
         )
     elif not timed:
         reasons = dict.fromkeys(rank.reason or "no step" for rank in ranks)
@@ -129,7 +132,8 @@ def job_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
         size = max(rank.world_size or 1 for rank in timed)
         hosts = len({rank.host for rank in timed})
         facts = dict.fromkeys(f"torch {rank.torch} on {rank.device}" for rank in timed)
-        yield f"{size} ranks on {hosts} hosts; {', '.join(facts)}"
+        plural = "" if size == 1 else "s"
+        yield f"{size} rank{plural} on {hosts} host{'s' * (hosts > 1)}; {', '.join(facts)}"
         silent = set(range(size)) - {rank.rank for rank in timed}
         if silent:
             yield f"no step was seen of {ranks_text(silent)}"

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.autograd.profiler
 import torch.profiler
+from torch._C._autograd import _get_sequence_nr
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerAction, ProfilerActivity
 
@@ -95,7 +97,7 @@ class Window:
         self.thread = self.thread or thread
         if thread != self.thread:
             return False
-        sequence, before = torch.autograd._get_sequence_nr(), self.sequence
+        sequence, before = _get_sequence_nr(), self.sequence
         if id(optimizer) not in self.optimizers:
             self.optimizers.add(id(optimizer))
             self.sequence = sequence
@@ -337,7 +339,7 @@ def _seconds(begin: Any, end: Any) -> float | None:
     """Return the time between two values of `_now`; None where CUDA began in between."""
     if isinstance(begin, float) != isinstance(end, float):
         return None
-    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000.0
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000.0)
 
 
 def _number(names: tuple[str, ...], default: int) -> int:
@@ -388,7 +390,7 @@ def begin(plan: str) -> Window:
 
     # torch.compile does not trace into it. As torch's own optimizers do, this imports
     # torch._dynamo at the first step.
-    untraced_call = torch._disable_dynamo(call)
+    untraced_call = _disable_dynamo(call)
 
     def hook(optimizer: object, _args: Any, _kwargs: Any) -> None:
         if not (torch.compiler.is_compiling() and _is_full_graph()):

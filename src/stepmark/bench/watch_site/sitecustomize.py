@@ -44,7 +44,7 @@ class _TorchFinder:
 
     def _begin(self) -> None:
         try:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
             from importlib.util import module_from_spec, spec_from_file_location  # noqa: PLC0415
 
             name, file = "stepmark_profile_window", os.path.join(_HERE, "profile_window.py")
@@ -63,9 +63,9 @@ def _say(text: str) -> None:
 
 
 if PLAN in os.environ:
-    sys.meta_path.insert(0, _TorchFinder())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _TorchFinder())
 # The user's own, which this file hides. Where there is none, the error is the one that Python
 # expects and ignores.
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or os.curdir) != _HERE]
 del sys.modules["sitecustomize"]
-import sitecustomize  # noqa: E402, F401
+__import__("sitecustomize")
