@@ -1,6 +1,6 @@
 """Loaded by every Python process of a job under `stepmark watch`, whose PYTHONPATH leads here.
 
-Loads the user's own sitecustomize, and profile_window.py once torch is imported. It imports
+Loads the user's own sitecustomize, and stepmark_window.py once torch is imported. It imports
 nothing of stepmark, whose environment may be another one, and a process without torch pays for
 one entry in sys.meta_path.
 """
@@ -45,14 +45,11 @@ class _TorchFinder:
     def _begin(self) -> None:
         try:
             sys.meta_path.remove(self)
-            from importlib.util import module_from_spec, spec_from_file_location  # noqa: PLC0415
-
-            name, file = "stepmark_profile_window", os.path.join(_HERE, "profile_window.py")
-            spec = spec_from_file_location(name, file)
-            assert spec is not None
-            assert spec.loader is not None
-            window = sys.modules[name] = module_from_spec(spec)
-            spec.loader.exec_module(window)
+            sys.path.insert(0, _HERE)
+            try:
+                window = __import__("stepmark_window")
+            finally:
+                sys.path.remove(_HERE)
             window.begin(os.environ[PLAN])
         except Exception as error:  # noqa: BLE001, the job goes on whatever happens here
             _say(f"no profile: {error!r}")

@@ -8,6 +8,7 @@ It imports torch and the standard library alone, as the job's environment may be
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gzip
 import json
@@ -28,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 SCHEMA = 1
 # Variables with the rank of a process that does not use torch.distributed.
@@ -74,15 +75,28 @@ class Window:
         """The last profiled step."""
         return int(self.dropped + self.plan["steps"])
 
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Keep an error from the job: it ends the watching. Profilers that start are ours."""
+        was_acting, self.is_acting = self.is_acting, True
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001, the job goes on whatever happens here
+            self.is_done = True
+            self.report["reason"] = f"watching failed: {error!r}"
+            _say(self.report["reason"])
+            with contextlib.suppress(Exception):
+                self._write()
+                self._discard()
+        finally:
+            self.is_acting = was_acting
+
     def stepped(self, optimizer: object) -> None:
         """Take one optimizer step."""
-        if self.is_done:
-            return
-        try:
-            if self._ends_step(optimizer):
-                self._end_step(type(optimizer).__name__)
-        except Exception as error:  # noqa: BLE001, the job goes on whatever happens here
-            self._give_up(f"watching failed: {error!r}")
+        if not self.is_done:
+            with self.guarded():
+                if self._ends_step(optimizer):
+                    self._end_step(type(optimizer).__name__)
 
     def _ends_step(self, optimizer: object) -> bool:
         """Whether it is the first optimizer to step twice since the last step's end.
@@ -120,7 +134,8 @@ class Window:
             self.steps.append((kind, self.began, end))
         self.began = _now() if self._act() else end
         if self.count > self.last + 1 + self.plan["unprofiled"] and _is_over(end):
-            self._finish()
+            self._write()
+            self.is_done = True
 
     def _kind(self) -> str:
         """Return the kind of the step that has just ended; "" for one that does not count."""
@@ -147,13 +162,9 @@ class Window:
             return True
         if self.profiler is None:
             return False
-        self.is_acting = True
-        try:
-            self.profiler.step()
-            if self.count == self.last:
-                self._write_trace()
-        finally:
-            self.is_acting = False
+        self.profiler.step()
+        if self.count == self.last:
+            self._write_trace()
         return True
 
     def _start(self) -> None:
@@ -170,37 +181,26 @@ class Window:
                 return ProfilerAction.RECORD
             return ProfilerAction.RECORD_AND_SAVE if step == last else ProfilerAction.NONE
 
-        self.is_acting = True
-        try:
-            self.profiler = torch.profiler.profile(
-                activities=activities, schedule=schedule, record_shapes=self.plan["shapes"]
-            )
-            self.profiler.step_num = dropped  # ProfilerStep#N is then the job's step N
-            self.profiler.start()
-        finally:
-            self.is_acting = False
+        self.profiler = torch.profiler.profile(
+            activities=activities, schedule=schedule, record_shapes=self.plan["shapes"]
+        )
+        self.profiler.step_num = dropped  # ProfilerStep#N is then the job's step N
+        self.profiler.start()
         self.report["start_s"] = time.perf_counter() - began_s
 
     def make_way(self) -> None:
         """End our profile before another one of this process begins; later try again."""
-        self.is_other_active = True
-        if self.profiler is None:
-            return
         self._discard()
         self.attempts += 1
         self.dropped = self.count + 2
         self.steps = [step for step in self.steps if step[0] != "profiled"]
         if self.attempts == _MAX_ATTEMPTS:
-            self._give_up("the job's own profiler began in the profile, every time")
+            raise RuntimeError("the job's own profiler began in the profile, every time")
 
     def _discard(self) -> None:
         profiler, self.profiler = self.profiler, None
         if profiler is not None:
-            self.is_acting = True
-            try:
-                profiler.stop()
-            finally:
-                self.is_acting = False
+            profiler.stop()
 
     def _write_trace(self) -> None:
         began_s = time.perf_counter()
@@ -261,54 +261,31 @@ class Window:
             self.report["notes"]["second"] = "an earlier process of this rank is watched"
         self._write()
 
-    def _give_up(self, reason: str) -> None:
-        """End the watching without a profile."""
-        self.is_done = True
-        self.report["reason"] = reason
-        _say(reason)
-        try:
-            self._discard()
-            self._write()
-        except Exception as error:  # noqa: BLE001, as in `stepped`
-            _say(repr(error))
-
-    def _finish(self) -> None:
-        self._write()
-        self.is_done = True
-
     def at_exit(self) -> None:
         """Report a job that has ended before the end of the plan, or without any step."""
-        if self.is_done or self.pid != os.getpid():
+        # torchrun's agent and a rank's workers make no steps.
+        is_helper = "torch.distributed.run" in sys.modules or multiprocessing.parent_process()
+        if self.is_done or self.pid != os.getpid() or (is_helper and not self.path):
             return
-        self.is_done = True
-        try:
+        with self.guarded():
             self._discard()
-            if self.path:
-                if self.report["is_chosen"] and not self.report["trace"]:
-                    self.report["reason"] = (
-                        f"the job ended after {self.count} steps; the profile needs {self.last}"
-                    )
-                self._write()
-            elif not self._is_helper():
-                rank = _number(_RANK, 0)
-                self.report |= {"rank": rank, "host": socket.gethostname(), "pid": self.pid}
-                self.report["reason"] = (
-                    "only one optimizer step was seen"
-                    if self.optimizers
-                    else "no optimizer step was seen"
-                )
-                name = f"rank{rank}.{self.report['host']}.{self.pid}.json"
+            if not self.path:
+                rank, host = _number(_RANK, 0), socket.gethostname()
+                self.report |= {"rank": rank, "host": host, "pid": self.pid}
+                name = f"rank{rank}.{host}.{self.pid}.json"
                 self.path = os.path.join(self.folder, "ranks", name)
-                self._write()
-        except Exception as error:  # noqa: BLE001, as in `stepped`
-            _say(repr(error))
-
-    def _is_helper(self) -> bool:
-        """Whether this is torchrun's agent, or a process that a rank has started."""
-        is_agent = "torch.distributed.run" in sys.modules
-        return is_agent or multiprocessing.parent_process() is not None
+                number = "only one" if self.optimizers else "no"
+                self.report["reason"] = f"{number} optimizer step was seen"
+            elif self.report["is_chosen"] and not self.report["trace"]:
+                self.report["reason"] = (
+                    f"the job ended after {self.count} steps; the profile needs {self.last}"
+                )
+            self._write()
+        self.is_done = True
 
     def _write(self) -> None:
+        if not self.path:
+            return
         for kind in ("unprofiled", "profiled", "after"):
             self.report[f"{kind}_s"] = [
                 _seconds(begin, end)
@@ -369,13 +346,11 @@ def _tracked(function: Callable[..., Any], window: Window, *, ends: bool) -> Cal
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not window.is_acting and not ends:
-            try:
-                window.make_way()
-            except Exception as error:  # noqa: BLE001, as in `stepped`
-                window._give_up(f"watching failed: {error!r}")
-        elif not window.is_acting:
-            window.is_other_active = False
+        if not window.is_acting:
+            window.is_other_active = not ends
+            if not ends and window.profiler is not None:
+                with window.guarded():
+                    window.make_way()
         return function(*args, **kwargs)
 
     return call
@@ -388,12 +363,12 @@ def begin(plan: str) -> Window:
     def call(optimizer: object) -> None:
         window.stepped(optimizer)
 
-    # torch.compile does not trace into it. As torch's own optimizers do, this imports
-    # torch._dynamo at the first step.
     untraced_call = _disable_dynamo(call)
 
     def hook(optimizer: object, _args: Any, _kwargs: Any) -> None:
-        if not (torch.compiler.is_compiling() and _is_full_graph()):
+        if not torch.compiler.is_compiling():
+            window.stepped(optimizer)
+        elif not _is_full_graph():
             untraced_call(optimizer)
 
     register_optimizer_step_post_hook(hook)

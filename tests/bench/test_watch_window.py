@@ -2,13 +2,12 @@
 
 import atexit
 import gzip
-import importlib.util
+import importlib
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,21 +24,10 @@ LAST = 8
 Begin = Callable[..., Any]
 
 
-def module() -> ModuleType:
-    """Return it as sitecustomize.py loads it."""
-    name = "stepmark_profile_window"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, SITE / "profile_window.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     """Watch this process; nothing of it is left afterwards."""
+    monkeypatch.syspath_prepend(SITE)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     profiler = torch.autograd.profiler
@@ -51,7 +39,9 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     windows = []
 
     def begun(**changes: Any) -> Any:
-        windows.append(module().begin(json.dumps({**PLAN, "folder": str(tmp_path), **changes})))
+        window = importlib.import_module("stepmark_window")
+        plan = {**PLAN, "folder": str(tmp_path), **changes}
+        windows.append(window.begin(json.dumps(plan)))
         return windows[-1]
 
     yield begun
