@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.damage import logs, tables, workload_files
+from tests.damage import logs, profiler_tables, tables, workload_files
 from tests.damage.mutators import Effect, Inputs, Mutator
 
 FORMATS = ("native", "simai", "aicb", "param", "chakra")
@@ -18,6 +18,7 @@ FAMILIES: dict[str, Inputs] = {
     "tables": tables.Tables(),
     "logs": logs.Logs(),
     "sick logs": logs.SickLogs(),
+    "profiler tables": profiler_tables.ProfilerTables(),
     **{f"{name} workload": workload_files.Files(name) for name in FORMATS},
 }
 CASES = [

@@ -122,14 +122,20 @@ def num_ranks_of(readings: Sequence[Reading], collective: str) -> RanksAndReason
 
 def factor_interval(readings: Sequence[Reading]) -> tuple[float, float] | None:
     """Return the range of busbw / algbw in nearly all rows, or None if rows do not agree."""
-    intervals = list(filter(None, map(_interval, readings[:_MAX_ROWS])))
+    return common_interval(list(filter(None, map(_interval, readings[:_MAX_ROWS]))))
+
+
+def common_interval(
+    intervals: Sequence[tuple[float, float]], agreement: float = _MIN_AGREEMENT
+) -> tuple[float, float] | None:
+    """Return the range that most intervals share, or None if fewer than this share do."""
     edges = sorted([(low, -1) for low, _ in intervals] + [(high, 1) for _, high in intervals])
     depth, deepest, best = 0, 0, (0.0, 0.0)
     for index, (value, step) in enumerate(edges):
         depth -= step
         if depth > deepest:
             deepest, best = depth, (value, edges[index + 1][0])
-    return best if intervals and deepest >= _MIN_AGREEMENT * len(intervals) else None
+    return best if intervals and deepest >= agreement * len(intervals) else None
 
 
 def _ranks_by_factor(factor: tuple[float, float], twice: int, formula: str) -> RanksAndReason:
