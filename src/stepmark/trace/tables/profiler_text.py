@@ -95,7 +95,8 @@ class _Layout(NamedTuple):
         if not self.spans:
             return False
         text, end = line[self.offset :].rstrip(), self.spans[0].stop
-        return len(text) < self.width or text[end - 1].isspace() or not text[end].isspace()
+        is_aligned = text[end - 1 : end].strip() and not text[end : end + 1].strip()
+        return len(text) < self.width or not is_aligned
 
 
 def read(lines: Sequence[str], file: str) -> list[ProfilerTable]:
@@ -162,7 +163,7 @@ def _layout(lines: Sequence[str], index: int) -> _Layout | None:
     names = [part.strip() for part in parts if part.strip()]
     columns = [column_of(name) for name in names]
     keys = [key for key, _ in columns]
-    if keys[0] != "name" or "" in keys or len(set(keys)) != len(keys) or len(keys) < 3:
+    if keys[:1] != ["name"] or "" in keys or len(set(keys)) != len(keys) or len(keys) < 3:
         return None
     if keys[-2:] == ["source", "flops"]:
         keys[-2:], names[-2:] = keys[:-3:-1], names[:-3:-1]
@@ -188,6 +189,8 @@ def _table(lines: Sequence[str], head: int, layout: _Layout, file: str) -> Profi
             if is_closed:
                 break
             continue
+        if "Name" in line and _layout(lines, index):
+            break
         row = _row(layout, line, index + 1)
         if row:
             flags += _lost(layout, between)
@@ -197,7 +200,7 @@ def _table(lines: Sequence[str], head: int, layout: _Layout, file: str) -> Profi
             break
         else:
             between.append((index + 1, line))
-    flags += _lost(layout, between) if is_ruled else []
+    flags += _lost(layout, between) if is_closed else []
     rows = list(_classified(rows))
     last = rows[-1].line if rows else head + 1
     sums = _sums(lines[last : last + _LINES_BELOW], layout.device)
@@ -288,12 +291,9 @@ def _sorted_by(rows: Sequence[TableRow], headings: Mapping[str, str]) -> Iterato
     """Yield the columns in which every row has a figure and none is above the one before."""
     for key in headings:
         values = [row.figures[key].value for row in rows if key in row.figures]
-        if len(values) == len(rows) > 2 and values[0] > values[-1] and _violations(values) == 0:
+        is_known = len(values) == len(rows) > 2 and values[0] > values[-1]
+        if is_known and all(after <= before for before, after in pairwise(values)):
             yield key
-
-
-def _violations(values: Sequence[float]) -> int:
-    return sum(after > before for before, after in pairwise(values))
 
 
 def _classified(rows: Sequence[TableRow]) -> Iterator[TableRow]:
