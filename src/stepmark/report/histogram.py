@@ -221,12 +221,17 @@ _PRINTED: tuple[tuple[str, str], ...] = (
     ("num_ranks", "ranks"),
     ("bin", "size"),
     ("size_is", "size is"),
+    ("calls_per_rank_step", "calls/rank/step"),
     ("calls_per_rank", "calls/rank"),
     ("calls", "calls"),
+    ("bytes_per_rank_step", "bytes/rank/step"),
     ("bytes_per_rank", "bytes/rank"),
     ("bytes", "bytes"),
     ("time_s", "time"),
+    ("latency_s", "latency"),
+    ("waiting_s", "waiting"),
     ("busbw_gb_s", "busbw GB/s"),
+    ("expected_per_call_s", "expected"),
     ("expected_per_rank_s", "expected/rank"),
     ("times_expected", "took / expected"),
     ("curve", "curve"),
@@ -246,11 +251,11 @@ def _cell(row: Row, key: str) -> str:
     value = number(row, key)
     if value is None:
         return text(row, key)
-    if key in ("bytes", "bytes_per_rank"):
+    if key.startswith("bytes"):
         return format_bytes(value)
-    if key in ("time_s", "expected_per_rank_s"):
+    if key.endswith("_s") and key != "busbw_gb_s":
         return format_time(value)
-    if key == "calls_per_rank":
+    if key.startswith("calls_per_rank"):
         return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
     if key in ("busbw_gb_s", "times_expected"):
         return f"{value:.4g}"

@@ -1,0 +1,230 @@
+"""Messages of profiler traces as rows and text, and what a faster network would gain."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stepmark.core.columns import Row, aligned, digits, number, text
+from stepmark.core.message import Histogram, MessageKind, Tally
+from stepmark.core.units import format_bytes, format_time
+from stepmark.report import histogram
+from stepmark.report.expected import Expected
+
+_HIDDEN = ("time_s", "calls", "calls_per_rank", "bytes", "bytes_per_rank", "expected_per_rank_s")
+# Of the step: below this no network makes it noticeably shorter.
+_NOTICEABLE = 0.1
+
+
+def rows(
+    messages: Histogram,
+    kernels: Mapping[MessageKind, int],
+    *,
+    by: Sequence[str],
+    bins: histogram.Bins | None,
+    num_ranks: int,
+    num_rank_steps: int,
+    expected: Mapping[MessageKind, Expected] | None,
+) -> list[Row]:
+    """Return one row per bin and value of `by`.
+
+    Times are of calls that were matched over ranks. latency_s: mean of the shortest kernel of
+    any rank; waiting_s: mean of what kernels took beyond it. kernels: nanoseconds.
+    """
+    options = {"by": by, "bins": bins, "num_ranks_seen": num_ranks}
+    table = histogram.rows(messages, **options, expected=expected)  # type: ignore[arg-type]
+    in_kernels: Histogram = {
+        kind: Tally(
+            calls=tally.calls,
+            ranks=tally.ranks,
+            timed_calls=tally.timed_calls,
+            seconds=kernels.get(kind, 0) / 1e9,
+        )
+        for kind, tally in messages.items()
+    }
+    others = histogram.rows(in_kernels, **options)  # type: ignore[arg-type]
+    for row, other in zip(table, others, strict=True):
+        timed = number(row, "timed_calls")
+        shortest, longest = number(row, "time_s"), number(other, "time_s")
+        is_timed = timed and shortest is not None and longest is not None
+        row["kernels_s"] = longest
+        row["latency_s"] = shortest / timed if is_timed else None  # type: ignore[operator]
+        row["waiting_s"] = (longest - shortest) / timed if is_timed else None  # type: ignore
+        covered, should = number(row, "covered_calls"), number(row, "expected_s")
+        row["expected_per_call_s"] = should / covered if covered and should else None
+        calls, num_bytes = (number(row, key) or 0 for key in ("calls", "bytes"))
+        row["calls_per_rank_step"] = calls / num_rank_steps if num_rank_steps else None
+        row["bytes_per_rank_step"] = num_bytes / num_rank_steps if num_rank_steps else None
+    return table
+
+
+def lines(table: Sequence[Row]) -> list[str]:
+    """Return the rows as aligned text: per rank and step, times of one call."""
+    return histogram.lines(
+        [{k: v for k, v in row.items() if k not in _HIDDEN} for row in table]
+    )
+
+
+def copy_rows(
+    copies: Mapping[tuple[str, int], tuple[int, int]], num_rank_steps: int
+) -> list[Row]:
+    """Return copies by kind and by Perftools' bins of sizes; (number, ns) by (kind, bytes)."""
+    bins = histogram.parse_bins("craypat")
+    cells: dict[tuple[str, int], list[int]] = {}
+    for (kind, size), (count, nanoseconds) in copies.items():
+        low = bins.of(size)[0] if size >= 0 else -1
+        cell = cells.setdefault((kind, low), [0, 0, 0])
+        cell[0] += count
+        cell[1] += count * max(size, 0)
+        cell[2] += nanoseconds
+    table: list[Row] = []
+    for (kind, low), (count, num_bytes, nanoseconds) in sorted(cells.items()):
+        is_known = low >= 0
+        table.append(
+            {
+                "kind": kind,
+                "bin": bins.label(*bins.of(low)) if is_known else "unknown",
+                "from_bytes": low if is_known else None,
+                "copies": count,
+                "copies_per_rank_step": count / num_rank_steps if num_rank_steps else None,
+                "bytes": num_bytes if is_known else None,
+                "time_s": nanoseconds / 1e9,
+                "gb_s": num_bytes / nanoseconds if is_known and nanoseconds else None,
+            }
+        )
+    return table
+
+
+def copy_lines(table: Sequence[Row]) -> list[str]:
+    heads = ("copies", "size", "per rank and step", "bytes", "time", "GB/s")
+    cells: list[Sequence[str]] = [heads]
+    for row in table:
+        num_bytes, rate = number(row, "bytes"), number(row, "gb_s")
+        cells.append(
+            (
+                *(text(row, "kind"), text(row, "bin")),
+                digits(number(row, "copies_per_rank_step")),
+                "" if num_bytes is None else format_bytes(num_bytes),
+                format_time(number(row, "time_s") or 0.0),
+                digits(rate),
+            )
+        )
+    return aligned(cells, (False, False, True, True, True, True))
+
+
+_RANK_COLUMNS = (
+    ("calls_per_step", "calls/step"),
+    ("step_s", "step"),
+    ("communication_s", "communication"),
+    ("exposed_s", "exposed"),
+    ("kernels_s", "kernels of calls"),
+    ("transfer_s", "transfer"),
+    ("waiting_s", "waiting"),
+    ("arrived_last", "arrived last"),
+    ("early_s", "before the last"),
+)
+
+
+def rank_lines(table: Sequence[Row]) -> list[str]:
+    """Return a line per rank, times per step; columns that nothing is known of are left out."""
+    known = [(k, h) for k, h in _RANK_COLUMNS if any(row[k] is not None for row in table)]
+    cells = [["rank", *(head for _, head in known)]]
+    for row in table:
+        cells.append([str(row["rank"]), *(_rank_cell(row, key) for key, _ in known)])
+    return aligned(cells, [True] * len(cells[0]))
+
+
+def _rank_cell(row: Row, key: str) -> str:
+    value = number(row, key)
+    if value is None:
+        return ""
+    return format_time(value) if key.endswith("_s") else digits(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """Mean times of a rank's steps, in seconds.
+
+    transfer: shortest kernels of its matched calls. unknown: kernels of its other calls.
+    """
+
+    rank: int
+    step: float
+    exposed: float
+    transfer: float
+    unknown: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What a faster network takes from the step at most: seconds, and the rank that limits it.
+
+    A step of coupled ranks gets no shorter than that of the rank that gains least; a rank gains
+    at most its exposed communication, and at most what its transfers save. At least it gains
+    nothing: the host, or a slower rank, may be what the time waits for.
+    """
+
+    step_s: float
+    seconds: float
+    rank: int
+
+    @property
+    def share(self) -> float:
+        return self.seconds / self.step_s
+
+
+def gain(ranks: Collection[RankStep], share: float, unknown_share: float) -> Gain | None:
+    """Return the gain where transfers take less by a share of their time.
+
+    unknown_share: that of kernels whose call or transfer is unknown.
+    """
+    if not ranks or not all(rank.step > 0 for rank in ranks):
+        return None
+    bounds = {
+        rank.rank: min(rank.exposed, rank.transfer * share + rank.unknown * unknown_share)
+        for rank in ranks
+    }
+    least = min(bounds, key=lambda rank: bounds[rank])
+    step = sum(rank.step for rank in ranks) / len(ranks)
+    return Gain(step_s=step, seconds=max(bounds[least], 0.0), rank=least)
+
+
+def verdict(ranks: Sequence[RankStep]) -> Iterator[str]:
+    """Yield whether the job waits for its network, and why."""
+    best = gain(ranks, 1.0, 1.0)
+    if best is None:
+        yield "communication-bound: not known, as no step with work on a GPU is in the traces"
+        return
+    exposed = [rank.exposed for rank in ranks]
+    mean = sum(exposed) / len(exposed)
+    span = f"{format_time(min(exposed))} to {format_time(max(exposed))} by rank"
+    yield (
+        f"exposed communication: {format_time(mean)} of {format_time(best.step_s)} per step "
+        f"({mean / best.step_s:.1%}; {span})"
+    )
+    limit = f"rank {best.rank} limits it" if len(ranks) > 1 else "of this rank alone"
+    if best.share >= _NOTICEABLE:
+        yield (
+            f"communication-bound: a network without any transfer time would take up to "
+            f"{best.share:.1%} from the step ({limit})"
+        )
+    elif mean / best.step_s >= _NOTICEABLE:
+        yield (
+            "not communication-bound, though much communication is exposed: ranks wait for one "
+            f"another. A network without any transfer time takes at most {best.share:.1%} from "
+            f"the step ({limit})"
+        )
+    else:
+        yield (
+            "not communication-bound: a network without any transfer time takes at most "
+            f"{best.share:.1%} from the step ({limit})"
+        )
+
+
+def gain_line(what: str, result: Gain) -> str:
+    """Return the bounds of the step with another network."""
+    low = result.step_s - result.seconds
+    return (
+        f"{what}: {format_time(low)} to {format_time(result.step_s)} per step, "
+        f"0 to {result.share:.1%} less; the most if all that transfers save is exposed and "
+        "nothing else waits at that time"
+    )
+

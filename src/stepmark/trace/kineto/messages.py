@@ -1,0 +1,394 @@
+"""Messages of a job from the traces of its ranks: kinds, sizes, and calls matched over ranks.
+
+The nth call of a group is one message on all its ranks, as a communicator demands this order of
+every rank. Its time is the shortest kernel of any rank: the last to arrive waits for nobody, so
+that this is the transfer; what other ranks take beyond it is waiting.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stepmark.core.collectives import FACTS, Collective, torch_collective
+from stepmark.core.dtypes import message_dtype
+from stepmark.core.message import RECV, SEND, Histogram, MessageKind, Tally, sized
+from stepmark.core.trace_columns import NONE, CommArgs, GpuKind, RankInfo, RankTrace
+from stepmark.core.units import ranks_text
+from stepmark.trace.kineto import windows
+from stepmark.trace.kineto.instances import PHASES, CommCalls, comm_calls
+from stepmark.trace.kineto.links import steps as steps_of
+
+if TYPE_CHECKING:
+    from stepmark.core.trace_columns import Ints
+
+_COPIES = (
+    ("HtoD", re.compile(r"HtoD|Host_?To_?Device", re.IGNORECASE)),
+    ("DtoH", re.compile(r"DtoH|Device_?To_?Host", re.IGNORECASE)),
+    ("PtoP", re.compile(r"PtoP|Peer", re.IGNORECASE)),
+    ("DtoD", re.compile(r"DtoD|Device_?To_?Device", re.IGNORECASE)),
+    ("HtoH", re.compile(r"HtoH|Host_?To_?Host", re.IGNORECASE)),
+)
+_ALL_TO_ALL = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Times of each step on one rank's GPU, in ns; see trace/kineto/windows.py."""
+
+    window: Ints
+    communication: Ints
+    exposed: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMessages:
+    """What is kept of one rank's trace. copies: (step, kind, bytes) to (number, ns)."""
+
+    calls: CommCalls
+    numbers: tuple[int, ...]  # of steps
+    is_marked: bool
+    times: StepTimes | None  # None without work on a GPU
+    copies: dict[tuple[int, str, int], tuple[int, int]]
+
+
+def rank_messages(trace: RankTrace) -> RankMessages:
+    """Reduce a trace to its calls, the times of its steps and its copies."""
+    steps = steps_of(trace)
+    times = None
+    if trace.gpu.start.size:
+        window = windows.gpu_windows(trace, steps)
+        communication, compute = windows.communication_and_compute(trace)
+        times = StepTimes(
+            window=window.end - window.start,
+            communication=windows.in_windows(communication, window),
+            exposed=windows.exposed(communication, compute, window),
+        )
+    return RankMessages(
+        calls=comm_calls(trace, steps),
+        numbers=steps.numbers,
+        is_marked=steps.is_marked,
+        times=times,
+        copies=_copies(trace, steps.of_gpu),
+    )
+
+
+def _copies(trace: RankTrace, of_gpu: Ints) -> dict[tuple[int, str, int], tuple[int, int]]:
+    gpu = trace.gpu
+    rows = np.flatnonzero(gpu.kind == GpuKind.MEMCPY)
+    keys = np.stack([of_gpu[rows], gpu.name[rows], gpu.num_bytes[rows]], axis=1)
+    unique, place = np.unique(keys, axis=0, return_inverse=True)
+    place = place.reshape(-1)
+    counts = np.bincount(place, minlength=len(unique))
+    nanoseconds = np.zeros(len(unique), np.int64)
+    np.add.at(nanoseconds, place, gpu.end[rows] - gpu.start[rows])
+    sums: dict[tuple[int, str, int], tuple[int, int]] = {}
+    for (step, name, size), count, ns in zip(unique, counts, nanoseconds, strict=True):
+        key = (int(step), _copy_kind(trace.names[name]), int(size))
+        before = sums.get(key, (0, 0))
+        sums[key] = (before[0] + int(count), before[1] + int(ns))
+    return sums
+
+
+def _copy_kind(name: str) -> str:
+    return next((kind for kind, pattern in _COPIES if pattern.search(name)), "other")
+
+
+def kind_of(args: CommArgs, members: Sequence[int], phase: str) -> MessageKind | str:
+    """Return the kind of message of a call, or why it has none."""
+    name = torch_collective(args.collective)
+    if not name:
+        return f"calls of {args.collective}"
+    num_ranks = args.group_size or len(members) or None
+    dtype = message_dtype(args.dtype)
+    if name == Collective.BARRIER:
+        dtype = ("", 0)
+    if dtype is None:
+        return f"calls of unknown type {args.dtype}"
+    if name in _ALL_TO_ALL:
+        splits = (args.in_splits, args.out_splits)
+        is_uneven = any(len(set(sizes)) > 1 for sizes in splits)
+        is_cut = name == Collective.ALL_TO_ALL_V and not any(splits)
+        name = _ALL_TO_ALL[is_uneven or is_cut]
+    call_bytes, message_bytes = sized(
+        name, args.in_elements * dtype[1], args.out_elements * dtype[1], num_ranks
+    )
+    desc = "" if args.group_desc == "undefined" else args.group_desc
+    return MessageKind(
+        collective=str(name),
+        dtype=dtype[0],
+        group=f"{args.group} {desc}".strip(),
+        num_ranks=num_ranks,
+        phase=phase,
+        call_bytes=call_bytes,
+        message_bytes=message_bytes,
+    )
+
+
+def members_of(args: CommArgs, info: RankInfo) -> tuple[int, ...]:
+    """Return the ranks of a call's group; () where the trace does not tell them."""
+    if args.ranks:
+        return args.ranks
+    for group in info.groups:
+        if group.name == args.group and group.size == args.group_size and group.ranks:
+            return group.ranks
+    is_world = args.group_size is not None and args.group_size == info.world_size
+    return tuple(range(info.world_size or 0)) if is_world else ()
+
+
+@dataclass(slots=True)
+class RankWaits:
+    """Calls of one rank that were matched over ranks; times in ns."""
+
+    timed: int = 0
+    kernels: int = 0  # time
+    transfer: int = 0  # time: that of the shortest kernel of any rank
+    untimed: int = 0
+    untimed_kernels: int = 0  # time of kernels of calls that are not matched, or have no call
+    last: int = 0  # calls in which its kernel was the shortest: it arrived last
+    early: int = 0  # time: how long before the last rank it arrived, if clocks agree
+
+
+@dataclass(slots=True)
+class Messages:
+    """Messages of all ranks in the selected steps.
+
+    Times of `histogram` are transfers, over the timed calls. kernels: time in kernels of the
+    same calls, ns. end_spread: median of how far apart the ends of a call lie, ns: at most this
+    is the error of the clocks; None where no call tells it. unmatched: why, and how many calls.
+    """
+
+    histogram: Histogram = field(default_factory=dict)
+    kernels: dict[MessageKind, int] = field(default_factory=dict)
+    ranks: dict[int, RankWaits] = field(default_factory=dict)
+    num_steps: int = 0  # of all ranks together
+    unmatched: Counter[str] = field(default_factory=Counter)
+    uncounted: Counter[str] = field(default_factory=Counter)
+    end_spread: float | None = None
+    clocks_agree: bool = False
+    num_partial: int = 0  # calls of groups of which some ranks have no trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of one rank."""
+
+    rank: int
+    kind: MessageKind
+    step: int
+    seq: int
+    start: int
+    end: int
+
+    @property
+    def duration(self) -> int | None:
+        return None if self.end == NONE else self.end - self.start
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What is equal on all ranks of a call. Uneven parts differ over ranks."""
+        kind = self.kind
+        if kind.collective in _ALL_TO_ALL:
+            return "all_to_all", kind.dtype
+        if kind.collective in (SEND, RECV):
+            return "pair", kind.dtype, kind.call_bytes
+        return kind.collective, kind.dtype, kind.message_bytes
+
+
+# Group, its ranks, and of a pair also source and target: calls of one are in order.
+_Channel = tuple[str, tuple[int, ...], tuple[int | None, int | None] | None]
+
+
+def match(
+    by_rank: Mapping[int, tuple[RankInfo, RankMessages]], has_step: Callable[[int], bool]
+) -> Messages:
+    """Return the messages of the selected steps, with calls matched over ranks."""
+    result = Messages()
+    channels: dict[_Channel, dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
+    calls: list[_Call] = []
+    for rank, (info, messages) in sorted(by_rank.items()):
+        result.ranks[rank] = RankWaits()
+        selected = [n for n, number in enumerate(messages.numbers) if has_step(number)]
+        if not messages.is_marked:
+            selected = [0]
+        result.num_steps += len(selected)
+        for channel, call in _calls(rank, info, messages, set(selected), result.uncounted):
+            channels[channel][rank].append(call)
+            calls.append(call)
+        for _, number, nanoseconds in messages.calls.unlinked:
+            result.ranks[rank].untimed += number
+            result.ranks[rank].untimed_kernels += nanoseconds
+        result.uncounted["calls that say neither collective nor size (old torch)"] += (
+            messages.calls.without_args
+        )
+    transfers: dict[int, int] = {}  # by id of a call
+    spreads: list[tuple[int, int, int]] = []
+    for channel, lists in channels.items():
+        for group in _matched(channel, lists, by_rank.keys(), result):
+            _time(group, transfers, spreads, result)
+    _judge_clocks(spreads, result)
+    _sum_up(calls, transfers, result)
+    return result
+
+
+def _calls(
+    rank: int,
+    info: RankInfo,
+    messages: RankMessages,
+    selected: set[int],
+    uncounted: Counter[str],
+) -> Iterator[tuple[_Channel, _Call]]:
+    calls = messages.calls
+    members = [members_of(args, info) for args in calls.args]
+    kinds: dict[tuple[int, int], MessageKind | str] = {}
+    columns = (calls.comm, calls.step, calls.phase, calls.seq, calls.start, calls.end)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for comm, step, phase, seq, start, end in rows:
+        if step not in selected:
+            continue
+        args = calls.args[comm]
+        if (comm, phase) not in kinds:
+            kinds[comm, phase] = kind_of(args, members[comm], PHASES[phase])
+        kind = kinds[comm, phase]
+        if isinstance(kind, str):
+            uncounted[kind] += 1
+            continue
+        pair = None
+        if kind.collective == SEND:
+            pair = (rank, args.target)
+        elif kind.collective == RECV:
+            pair = (args.source, rank)
+        call = _Call(rank, kind, messages.numbers[step], seq, start, end)
+        yield (kind.group, members[comm], pair), call
+
+
+def _matched(
+    channel: _Channel,
+    lists: Mapping[int, list[_Call]],
+    ranks: Iterable[int],
+    result: Messages,
+) -> Iterator[list[_Call]]:
+    """Yield the calls of all ranks of each message that is matched; count the others."""
+    group, members, pair = channel
+    label = f"group {group}" if group else "a group"
+    participants = members if pair is None else pair
+    if not members or None in participants:
+        result.unmatched[f"the ranks of {label} are not in the trace"] += sum(
+            map(len, lists.values())
+        )
+        return
+    present = [rank for rank in dict.fromkeys(participants) if rank in ranks]
+    if len(present) < len(set(participants)):
+        result.num_partial += sum(map(len, lists.values()))
+    by_step: dict[int, dict[int, list[_Call]]] = defaultdict(dict)
+    for rank in present:
+        for call in lists.get(rank, ()):
+            by_step[call.step].setdefault(rank, []).append(call)
+    for step, own in sorted(by_step.items()):
+        yield from _in_step(label, step, [own.get(rank, []) for rank in present], result)
+
+
+def _in_step(
+    label: str, step: int, lists: Sequence[Sequence[_Call]], result: Messages
+) -> Iterator[list[_Call]]:
+    """Match by the number of the call where it is known, else by order if all are alike."""
+    if all(call.seq != NONE for calls in lists for call in calls):
+        by_seq: dict[tuple[int, int], list[_Call]] = defaultdict(list)
+        for calls in lists:
+            seen: Counter[int] = Counter()
+            for call in calls:
+                by_seq[call.seq, seen[call.seq]].append(call)
+                seen[call.seq] += 1
+        groups = list(by_seq.values())
+    elif len({len(calls) for calls in lists}) == 1:
+        groups = [list(calls) for calls in zip(*lists, strict=True)]
+    else:
+        common = Counter(map(len, lists)).most_common(1)[0][0]
+        odd = [len(calls) for calls in lists if len(calls) != common]
+        text = f"in step {step} ranks have {common} or {odd[0]} calls of {label}"
+        result.unmatched[text] += sum(map(len, lists))
+        return
+    for calls in groups:
+        if len(calls) < len(lists):
+            text = f"in step {step} some ranks lack calls of {label} that others have"
+            result.unmatched[text] += len(calls)
+        elif len({call.signature for call in calls}) > 1:
+            text = f"in step {step} ranks differ in a collective or size of {label}"
+            result.unmatched[text] += len(calls)
+        else:
+            yield calls
+
+
+def _time(
+    calls: Sequence[_Call],
+    transfers: dict[int, int],
+    spreads: list[tuple[int, int, int]],
+    result: Messages,
+) -> None:
+    """Note the transfer of a message on all its ranks, and how its ranks arrived and ended."""
+    durations = [call.duration for call in calls]
+    known = [duration for duration in durations if duration is not None]
+    if len(known) < len(calls):
+        return
+    shortest = min(known)
+    for call in calls:
+        transfers[id(call)] = shortest
+    kind = calls[0].kind
+    facts = FACTS.get(Collective(kind.collective)) if kind.collective in _NAMES else None
+    if facts is None or not facts.synchronizing or len(calls) < 2:
+        return
+    result.ranks[calls[known.index(shortest)].rank].last += 1
+    starts, ends = [call.start for call in calls], [call.end for call in calls]
+    for call in calls:
+        result.ranks[call.rank].early += max(starts) - call.start
+    spreads.append((max(ends) - min(ends), max(starts) - min(starts), min(ends) - max(starts)))
+
+
+_NAMES = frozenset(Collective)
+
+
+def _judge_clocks(spreads: Sequence[tuple[int, int, int]], result: Messages) -> None:
+    """Compare the ends of calls, which no rank reaches before all have arrived."""
+    if not spreads:
+        return
+    ends, starts, after = zip(*spreads, strict=True)
+    result.end_spread = median(ends)
+    result.clocks_agree = 2 * result.end_spread < median(starts) or not any(
+        gap < 0 for gap in after
+    )
+
+
+def _sum_up(
+    calls: Sequence[_Call], transfers: Mapping[int, int], result: Messages
+) -> None:
+    counts: Counter[MessageKind] = Counter()
+    timed: Counter[MessageKind] = Counter()
+    nanoseconds: Counter[MessageKind] = Counter()
+    ranks: dict[MessageKind, set[int]] = defaultdict(set)
+    for call in calls:
+        counts[call.kind] += 1
+        ranks[call.kind].add(call.rank)
+        waits, transfer, duration = result.ranks[call.rank], transfers.get(id(call)), call.duration
+        if transfer is None or duration is None:
+            waits.untimed += 1
+            waits.untimed_kernels += duration or 0
+            continue
+        timed[call.kind] += 1
+        nanoseconds[call.kind] += transfer
+        result.kernels[call.kind] = result.kernels.get(call.kind, 0) + duration
+        waits.timed += 1
+        waits.kernels += duration
+        waits.transfer += transfer
+    for kind, number in counts.items():
+        result.histogram[kind] = Tally(
+            calls=number,
+            ranks=len(ranks[kind]),
+            timed_calls=timed[kind],
+            seconds=nanoseconds[kind] / 1e9,
+        )
