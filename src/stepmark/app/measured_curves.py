@@ -1,27 +1,38 @@
-"""Measured times of collectives by size: of a run, an nccl-tests file or a CSV of stepmark."""
+"""Measured times of collectives by size: of a run, of nccl-tests files or CSV of stepmark."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stepmark.app.view import view
 from stepmark.core.collectives import Collective
 from stepmark.core.columns import number, text
 from stepmark.core.errors import ConfigError
+from stepmark.core.reading import Table
 from stepmark.report.expected import Curve, curve_of
-from stepmark.store.reader import find_run
+from stepmark.store.reader import find_run, is_run
 from stepmark.trace.tables import find
 
 Point = tuple[str, int, str, int, float]  # collective, ranks, placement, bytes, seconds
+_MAX_FILES = 10_000
 
 
 def read_curves(source: str, runs: Path) -> list[Curve]:
     """Return one curve per collective and number of ranks. Raises ConfigError.
 
     Times are out of place where both were measured. Several times of a size become their
-    median.
+    median. A folder that is no run is read file by file; FILE:2 is the second table of a file.
     """
     path = Path(source)
-    points = _file_points(path) if path.is_file() else _run_points(source, runs)
+    head, _, table = source.rpartition(":")
+    if path.is_dir() and not is_run(path):
+        files = sorted(each for each in path.rglob("*") if each.is_file())
+        points = _file_points(files[:_MAX_FILES])
+    elif path.is_file():
+        points = _file_points([path])
+    elif table.isdecimal() and Path(head).is_file():
+        points = _file_points([Path(head)], int(table))
+    else:
+        points = _run_points(source, runs)
     groups: dict[tuple[str, int], dict[str, list[tuple[int, float]]]] = {}
     for collective, num_ranks, placement, size, seconds in points:
         by_placement = groups.setdefault((collective, num_ranks), {})
@@ -37,14 +48,51 @@ def read_curves(source: str, runs: Path) -> list[Curve]:
     return curves
 
 
-def _file_points(path: Path) -> Iterator[Point]:
-    for table in find(path):
-        if table.collective not in set(Collective) or not table.num_ranks:
+def _file_points(paths: Sequence[Path], number: int | None = None) -> Iterator[Point]:
+    """Yield times of tables. Those of CUDA graphs only where a collective has no others."""
+    tables = [table for path in paths for table in _tables(path, is_only=len(paths) == 1)]
+    tables = [table for table in tables if number in (None, table.index)]
+    _refuse_settings(tables)
+    kinds = {(table.collective, table.num_ranks, _is_graph(table)) for table in tables}
+    for table in tables:
+        if _is_graph(table) and (table.collective, table.num_ranks, False) in kinds:
             continue
+        assert table.num_ranks
         for reading in table.readings:
             if reading.size_bytes and reading.time_s and not reading.num_wrong:
                 curve = (table.collective, table.num_ranks, reading.placement)
                 yield (*curve, reading.size_bytes, reading.time_s)
+
+
+def _tables(path: Path, *, is_only: bool) -> list[Table]:
+    try:
+        tables = find(path)
+    except ConfigError:
+        if is_only:
+            raise
+        return []  # of a folder: no text
+    return [
+        table
+        for table in tables
+        if table.collective in set(Collective)
+        and table.num_ranks
+        and any(reading.size_bytes and reading.time_s for reading in table.readings)
+    ]
+
+
+def _refuse_settings(tables: Sequence[Table]) -> None:
+    """Refuse tables of one collective that a file tells apart by their titles."""
+    first: dict[tuple[object, ...], Table] = {}
+    for table in tables:
+        other = first.setdefault((table.file, table.collective, table.num_ranks), table)
+        if other.title != table.title and _is_graph(other) == _is_graph(table):
+            value = f"{table.file} with {other.title!r} and {table.title!r}"
+            allowed = f"one of them: {table.file}:{other.index} or {table.file}:{table.index}"
+            raise ConfigError("curve", value, allowed)
+
+
+def _is_graph(table: Table) -> bool:
+    return "graph" in table.method
 
 
 def _run_points(name: str, runs: Path) -> Iterator[Point]:

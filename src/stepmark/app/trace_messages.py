@@ -1,9 +1,402 @@
-"""stepmark trace messages: how often each message was sent, and how fast."""
+"""stepmark trace messages: how often each message was sent, how fast, and what that costs."""
 
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stepmark.app.log_sources import (
+    FLIGHT,
+    INSPECTOR,
+    LOG,
+    Inputs,
+    Source,
+    kinds_of,
+    read_sources,
+)
+from stepmark.app.measured_curves import read_curves
+from stepmark.app.trace_files import TraceSet, map_traces
+from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
+from stepmark.core.message import RECV, SEND, Histogram, MessageKind
+from stepmark.core.options import load
 from stepmark.core.trace_options import MessagesOptions
+from stepmark.core.units import format_time
+from stepmark.report import expected, histogram
+from stepmark.report import trace_messages as report
+from stepmark.report.expected import Expected
+from stepmark.store.export import write_json, write_tables
+from stepmark.store.files import write_text
+from stepmark.trace.kineto.messages import RankMessages, match, rank_messages
+from stepmark.trace.kineto.stream import looks_like_trace
+from stepmark.trace.read_text import read_head
+
+_SOURCES = (LOG, FLIGHT, INSPECTOR)
+_MAX_NOTES = 40
+
+Times = Mapping[MessageKind, Expected]
 
 
 def messages(options: MessagesOptions) -> int:
-    """Print and write the histogram."""
-    raise ConfigError("trace", options.files, "read by trace breakdown")
+    """Print and write the histogram, the ranks and what a faster network gains."""
+    options.check_stdout()
+    if options.other_curve and not options.curve:
+        raise ConfigError(
+            "other-curve", options.other_curve, "given with --curve to compare with"
+        )
+    words, others = _split(options.files)
+    traces = map_traces(replace(options, files=tuple(words)), rank_messages)
+    if traces is None:
+        return 0
+    view = _View(options, traces, read_sources(others, None))
+    if not options.to_stdout:
+        sys.stdout.writelines(f"{line}\n" for line in view.text())
+    view.write()
+    return 0
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], Inputs]:
+    """Return the words that name traces, and the other files of the job among them all."""
+    traces, inputs = [], Inputs()
+    for word in words:
+        path = Path(word)
+        files = [path] if path.is_file() else []
+        if path.is_dir():
+            files = sorted(each for each in path.rglob("*") if each.is_file())
+        kinds = {file: _kind(file) for file in files}
+        for file, kind in kinds.items():
+            if kind in _SOURCES:
+                inputs.paths[kind].append(file)
+        if (
+            not files
+            or not set(kinds.values()) <= {*_SOURCES, "other"}
+            or (path.is_file() and kinds[path] == "other")
+        ):
+            traces.append(word)
+    if not traces:
+        raise ConfigError("trace", ", ".join(words), "a folder or file with profiler traces")
+    return traces, inputs
+
+
+def _kind(file: Path) -> str:
+    try:
+        if looks_like_trace(read_head(file)):
+            return "trace"
+        return next(iter(kinds_of(file) & set(_SOURCES)), "other")
+    except ConfigError:
+        return "trace" if ".json" in file.name else "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Curve:
+    """Times by a measured curve, in seconds; per_rank_step of all calls that it covers."""
+
+    name: str
+    times: Times
+    per_rank_step: float
+    took_per_rank_step: float | None  # of covered calls that are timed
+    timed_per_rank_step: float  # what the curve expects of these
+    uncovered: int
+    beyond: tuple[tuple[int, str], ...]
+
+
+class _View:
+    """Everything that is shown, written as text, JSON, CSV and HTML."""
+
+    def __init__(
+        self, options: MessagesOptions, traces: TraceSet[RankMessages], sources: list[Source]
+    ) -> None:
+        self.options, self.traces, self.sources = options, traces, sources
+        by_rank = {r.info.rank or 0: (r.info, r.value) for r in traces.results}
+        self.found = match(by_rank, options.has_step)
+        if not self.found.num_steps:
+            numbers = sorted({n for r in traces.results for n in r.value.numbers})
+            allowed = f"steps of the traces: {', '.join(map(str, numbers[:20]))}"
+            raise ConfigError("steps", options.steps, allowed)
+        if options.steps and not all(r.value.is_marked for r in traces.results):
+            raise ConfigError(
+                "steps", options.steps, "given for traces with ProfilerStep marks"
+            )
+        self.curve = self._curve(options.curve)
+        self.other = self._curve(options.other_curve)
+        self.rows = report.rows(
+            self.found.histogram,
+            self.found.kernels,
+            self.found.partial,
+            by=histogram.BY if options.by is None else histogram.parse_by(options.by),
+            bins=histogram.parse_bins(options.bins) if options.bins else None,
+            num_ranks=len(by_rank),
+            num_rank_steps=self.found.num_steps,
+            expected=self.curve.times if self.curve else None,
+        )
+        self.ranks = list(self._rank_rows())
+        self.copies = report.copy_rows(self._copies(), self.found.num_steps)
+        self.compared = [
+            report.compared(
+                self.found.histogram,
+                self.found.num_steps,
+                source.histogram,
+                source.num_ranks_seen,
+                source.kind,
+            )
+            for source in sources
+        ]
+
+    def _selected(self, value: RankMessages) -> list[int]:
+        if not value.is_marked:
+            return [0]
+        return [n for n, number in enumerate(value.numbers) if self.options.has_step(number)]
+
+    def _curve(self, name: str | None) -> _Curve | None:
+        if name is None:
+            return None
+        found, steps = self.found, self.found.num_steps
+        known: Histogram = {
+            kind: tally
+            for kind, tally in found.histogram.items()
+            if kind.message_bytes is not None
+            and (kind.collective in (SEND, RECV) or (kind.num_ranks or 1) > 1)
+        }
+        times = expected.expected(
+            known, read_curves(name, self.options.runs), force=self.options.force
+        )
+        totals = expected.totals(found.histogram, times, 1)
+        timed = {kind: found.histogram[kind] for kind in times}
+        num_timed = sum(tally.timed_calls for tally in timed.values())
+        return _Curve(
+            name=name,
+            times=times,
+            per_rank_step=totals["seconds_per_rank"] / steps,
+            took_per_rank_step=(
+                sum(tally.seconds for tally in timed.values()) / steps if num_timed else None
+            ),
+            timed_per_rank_step=sum(
+                tally.timed_calls * times[kind].seconds for kind, tally in timed.items()
+            )
+            / steps,
+            uncovered=int(totals["uncovered_calls"]),
+            beyond=(
+                (
+                    int(totals["below_calls"]),
+                    "smaller than its smallest size, whose time is used",
+                ),
+                (
+                    int(totals["extrapolated_calls"]),
+                    "larger than its largest size, whose rate is used",
+                ),
+            ),
+        )
+
+    def _rank_rows(self) -> Iterator[Row]:
+        for result in self.traces.results:
+            rank, value = result.info.rank or 0, result.value
+            waits, selected = self.found.ranks[rank], self._selected(value)
+            steps = max(len(selected), 1) * 1e9
+            times, is_timed = value.times, waits.timed > 0
+            sums = {
+                name: int(getattr(times, name)[selected].sum()) / steps if times else None
+                for name in ("window", "communication", "exposed")
+            }
+            agree = is_timed and self.found.clocks_agree
+            yield {
+                "rank": rank,
+                "steps": len(selected),
+                "calls_per_step": waits.calls / max(len(selected), 1),
+                "step_s": sums["window"],
+                "communication_s": sums["communication"],
+                "exposed_s": sums["exposed"],
+                "kernels_s": waits.kernels / steps if is_timed else None,
+                "transfer_s": waits.transfer / steps if is_timed else None,
+                "waiting_s": (waits.kernels - waits.transfer) / steps if is_timed else None,
+                "other_kernels_s": waits.other_kernels / steps if times else None,
+                "arrived_last": waits.last if self.found.end_spread is not None else None,
+                "early_s": waits.early / steps if agree else None,
+            }
+
+    def _copies(self) -> dict[tuple[str, int], tuple[int, int]]:
+        sums: dict[tuple[str, int], tuple[int, int]] = {}
+        for result in self.traces.results:
+            selected = set(self._selected(result.value))
+            for (step, kind, size), (count, ns) in result.value.copies.items():
+                if step in selected:
+                    before = sums.get((kind, size), (0, 0))
+                    sums[kind, size] = (before[0] + count, before[1] + ns)
+        return sums
+
+    @property
+    def _rank_steps(self) -> list[report.RankStep]:
+        return [
+            report.RankStep(
+                rank=row["rank"],  # type: ignore[arg-type]
+                step=row["step_s"],  # type: ignore[arg-type]
+                exposed=row["exposed_s"],  # type: ignore[arg-type]
+                transfer=row["transfer_s"] or 0.0,  # type: ignore[arg-type]
+                unknown=row["other_kernels_s"],  # type: ignore[arg-type]
+            )
+            for row in self.ranks
+            if row["step_s"]
+        ]
+
+    def _saved_share(self) -> float | None:
+        """Return by how much of their time transfers get shorter with the other curve."""
+        if self.curve is None or self.other is None:
+            return None
+        tallies = self.found.histogram
+        total = sum(tally.seconds for tally in tallies.values())
+        both = self.curve.times.keys() & self.other.times.keys()
+        saved = sum(
+            tallies[kind].seconds
+            * (1 - self.other.times[kind].seconds / self.curve.times[kind].seconds)
+            for kind in both
+        )
+        return saved / total if total else None
+
+    def _gains(self) -> Iterator[tuple[str, report.Gain]]:
+        faster = 1 - 1 / self.options.network_speedup
+        if result := report.gain(self._rank_steps, faster, faster):
+            yield f"a network {self.options.network_speedup:g} times as fast", result
+        share = self._saved_share()
+        if share is not None and (result := report.gain(self._rank_steps, share, 0.0)):
+            yield f"with {self.options.other_curve} instead of {self.options.curve}", result
+
+    def text(self) -> Iterator[str]:
+        """Yield lines for a terminal."""
+        ranks, steps = len(self.traces.results), self.found.num_steps / len(self.traces.results)
+        each = f"{steps:g} step{'s' if steps != 1 else ''} each"
+        if not any(result.value.is_marked for result in self.traces.results):
+            each = "without marks of steps: the whole trace is one"
+        yield (
+            f"# {ranks} of {self.traces.world_size} ranks, {each}; sizes as nccl-tests counts "
+            "them; latency: shortest kernel of any rank; waiting: the rest"
+        )
+        if self.rows:
+            yield from report.lines(self.rows)
+        else:
+            which = " of known size" if sum(self.found.uncounted.values()) else ""
+            yield f"no message{which} of torch.distributed is in these steps"
+        yield from self._curve_text()
+        yield ""
+        yield from report.rank_lines(self.ranks)
+        if self.copies:
+            yield ""
+            yield from report.copy_lines(self.copies)
+        yield ""
+        yield from report.verdict(self._rank_steps)
+        for what, result in self._gains():
+            yield report.gain_line(what, result)
+        for source, rows in zip(self.sources, self.compared, strict=True):
+            yield ""
+            yield from report.compared_lines(source.kind, len(source.files), rows)
+        notes = self.notes()
+        yield from [""] * bool(notes)
+        yield from (f"note: {note}" for note in notes[:_MAX_NOTES])
+        if len(notes) > _MAX_NOTES:
+            yield f"note: and {len(notes) - _MAX_NOTES} more; --json has all"
+
+    def _curve_text(self) -> Iterator[str]:
+        for curve in filter(None, (self.curve, self.other)):
+            seconds = format_time(curve.per_rank_step)
+            line = f"# by {curve.name} these take {seconds} per rank and step"
+            if curve.took_per_rank_step is not None and curve is self.curve:
+                took, should = curve.took_per_rank_step, curve.timed_per_rank_step
+                line += (
+                    f"; they took {format_time(took)} ({took / should:.2f} times as long as "
+                    f"{format_time(should)}, what is expected of the timed calls)"
+                )
+            yield line
+            for count, reason in curve.beyond:
+                if count:
+                    yield f"# {count} calls are {reason}"
+            if curve.uncovered:
+                yield f"# {curve.uncovered} calls are of collectives that it has no times of"
+
+    def notes(self) -> list[str]:
+        """Return what is not known, and why."""
+        found = self.found
+        notes = list(self.traces.notes)
+        notes += [
+            f"{count} {reason} are not counted"
+            for reason, count in found.uncounted.items()
+            if count
+        ]
+        notes += [
+            f"{count} calls are untimed: {text}" for text, count in found.unmatched.items()
+        ]
+        unlinked: Counter[str] = Counter()
+        nanoseconds: Counter[str] = Counter()
+        for result in self.traces.results:
+            for name, count, ns in result.value.calls.unlinked:
+                unlinked[name] += count
+                nanoseconds[name] += ns
+        notes += [
+            f"{count} kernels {name[:60]} ({format_time(nanoseconds[name] / 1e9)}) are of no "
+            "call in the traces (coalesced calls, replayed graphs, shared memory of GPUs): "
+            "their sizes are not known"
+            for name, count in unlinked.most_common()
+        ]
+        if found.partial:
+            calls = sum(found.histogram[kind].calls for kind in found.partial)
+            notes.append(
+                f"of {calls} calls some ranks have no trace: the latency is the shortest "
+                "kernel of the others and may contain waiting"
+            )
+        if found.end_spread is not None and not found.clocks_agree:
+            notes.append(
+                "how long before the last each rank arrived is not known: ends of a call are "
+                f"{format_time(found.end_spread / 1e9)} apart (median): clocks may differ"
+            )
+        return notes
+
+    def document(self) -> dict[str, object]:
+        """Return everything as plain values."""
+        best = report.gain(self._rank_steps, 1.0, 1.0)
+        return {
+            "world_size": self.traces.world_size,
+            "rank_steps": self.found.num_steps,
+            "histogram": self.rows,
+            "ranks": self.ranks,
+            "copies": self.copies,
+            "curve": self.curve
+            and {
+                "name": self.curve.name,
+                "expected_per_rank_step_s": self.curve.per_rank_step,
+                "expected_of_timed_per_rank_step_s": self.curve.timed_per_rank_step,
+                "took_per_rank_step_s": self.curve.took_per_rank_step,
+                "uncovered_calls": self.curve.uncovered,
+            },
+            "network": {
+                "step_s": best.step_s if best else None,
+                "most_gain_s": best.seconds if best else None,
+                "verdict": list(report.verdict(self._rank_steps)),
+                "gains": [
+                    {"network": what, "most_gain_s": result.seconds, "limited_by": result.rank}
+                    for what, result in self._gains()
+                ],
+            },
+            "end_spread_s": None
+            if self.found.end_spread is None
+            else self.found.end_spread / 1e9,
+            "sources": [row for rows in self.compared for row in rows],
+            "notes": self.notes(),
+        }
+
+    def write(self) -> None:
+        """Write the files that the options name. Raises ConfigError."""
+        options = self.options
+        if options.json:
+            write_json(self.document(), options.json, "messages")
+        if options.csv:
+            tables = {
+                "histogram": self.rows,
+                "ranks": self.ranks,
+                "copies": self.copies,
+                "sources": [row for rows in self.compared for row in rows],
+            }
+            write_tables({n: rows for n, rows in tables.items() if rows}, options.csv, "csv")
+        if options.html:
+            page = load("stepmark.report.histogram_figures:page")  # with plotly
+            title = f"messages of {self.traces.world_size} ranks"
+            write_text(
+                options.html, page("stepmark trace messages", [(title, self.rows, ())]), "html"
+            )

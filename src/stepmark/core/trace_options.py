@@ -60,8 +60,12 @@ class MessagesOptions(Files, TraceInputs):
 
     by: str | None = flag("tell apart: collective,dtype,group,phase or fewer [all]")
     bins: str | None = flag("craypat, pow2, exact, or edges 1K,64K,1M [exact while few]")
-    curve: str | None = flag("run, file or folder with measured times: what messages should take")
-    other_curve: str | None = flag("measured times of another network or setting: what it gains")
+    curve: str | None = flag(
+        "run, file or folder with measured times: what messages should take"
+    )
+    other_curve: str | None = flag(
+        "measured times of another network or setting: what it gains"
+    )
     network_speedup: Annotated[float, between(1.0, 1000.0)] = flag(
         "times as fast: what such a network gains", default=2.0
     )

@@ -1,15 +1,23 @@
 """Messages of profiler traces as rows and text, and what a faster network would gain."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepmark.core.columns import Row, aligned, digits, number, text
-from stepmark.core.message import Histogram, MessageKind, Tally
+from stepmark.core.message import Histogram, MessageKind
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report import histogram
 from stepmark.report.expected import Expected
 
-_HIDDEN = ("time_s", "calls", "calls_per_rank", "bytes", "bytes_per_rank", "expected_per_rank_s")
+_HIDDEN = (
+    "time_s",
+    "calls",
+    "calls_per_rank",
+    "bytes",
+    "bytes_per_rank",
+    "expected_per_rank_s",
+)
 # Of the step: below this no network makes it noticeably shorter.
 _NOTICEABLE = 0.1
 
@@ -17,6 +25,7 @@ _NOTICEABLE = 0.1
 def rows(
     messages: Histogram,
     kernels: Mapping[MessageKind, int],
+    partial: Collection[MessageKind],
     *,
     by: Sequence[str],
     bins: histogram.Bins | None,
@@ -27,33 +36,41 @@ def rows(
     """Return one row per bin and value of `by`.
 
     Times are of calls that were matched over ranks. latency_s: mean of the shortest kernel of
-    any rank; waiting_s: mean of what kernels took beyond it. kernels: nanoseconds.
+    any rank; waiting_s: mean of what kernels took beyond it. kernels: nanoseconds. partial:
+    kinds of which some ranks have no trace, so that how long they wait is unknown.
     """
-    options = {"by": by, "bins": bins, "num_ranks_seen": num_ranks}
-    table = histogram.rows(messages, **options, expected=expected)  # type: ignore[arg-type]
-    in_kernels: Histogram = {
-        kind: Tally(
-            calls=tally.calls,
-            ranks=tally.ranks,
-            timed_calls=tally.timed_calls,
-            seconds=kernels.get(kind, 0) / 1e9,
+    bins = bins or histogram.default_bins(messages)
+
+    def table_of(tallies: Histogram, times: Mapping[MessageKind, Expected] | None) -> list[Row]:
+        return histogram.rows(
+            tallies, by=by, bins=bins, num_ranks_seen=num_ranks, expected=times
         )
-        for kind, tally in messages.items()
+
+    untimed = {kind: replace(messages[kind], timed_calls=0, seconds=0.0) for kind in partial}
+    complete = messages | untimed
+    in_kernels = {
+        kind: replace(tally, seconds=kernels.get(kind, 0) / 1e9)
+        for kind, tally in complete.items()
     }
-    others = histogram.rows(in_kernels, **options)  # type: ignore[arg-type]
-    for row, other in zip(table, others, strict=True):
-        timed = number(row, "timed_calls")
-        shortest, longest = number(row, "time_s"), number(other, "time_s")
-        is_timed = timed and shortest is not None and longest is not None
-        row["kernels_s"] = longest
-        row["latency_s"] = shortest / timed if is_timed else None  # type: ignore[operator]
-        row["waiting_s"] = (longest - shortest) / timed if is_timed else None  # type: ignore
+    table = table_of(messages, expected)
+    cells = zip(table, table_of(complete, None), table_of(in_kernels, None), strict=True)
+    for row, shortest, whole in cells:
+        row["latency_s"] = _mean(row)
+        transfer, kernel = _mean(shortest), _mean(whole)
+        known = transfer is not None and kernel is not None
+        row["waiting_s"] = kernel - transfer if known else None  # type: ignore[operator]
         covered, should = number(row, "covered_calls"), number(row, "expected_s")
         row["expected_per_call_s"] = should / covered if covered and should else None
         calls, num_bytes = (number(row, key) or 0 for key in ("calls", "bytes"))
         row["calls_per_rank_step"] = calls / num_rank_steps if num_rank_steps else None
         row["bytes_per_rank_step"] = num_bytes / num_rank_steps if num_rank_steps else None
     return table
+
+
+def _mean(row: Row) -> float | None:
+    """Return the mean time of the timed calls."""
+    timed, seconds = number(row, "timed_calls"), number(row, "time_s")
+    return seconds / timed if timed and seconds is not None else None
 
 
 def lines(table: Sequence[Row]) -> list[str]:
@@ -86,7 +103,11 @@ def copy_rows(
                 "copies": count,
                 "copies_per_rank_step": count / num_rank_steps if num_rank_steps else None,
                 "bytes": num_bytes if is_known else None,
+                "bytes_per_rank_step": num_bytes / num_rank_steps
+                if is_known and num_rank_steps
+                else None,
                 "time_s": nanoseconds / 1e9,
+                "time_per_rank_step_s": nanoseconds / 1e9 / max(num_rank_steps, 1),
                 "gb_s": num_bytes / nanoseconds if is_known and nanoseconds else None,
             }
         )
@@ -94,16 +115,17 @@ def copy_rows(
 
 
 def copy_lines(table: Sequence[Row]) -> list[str]:
-    heads = ("copies", "size", "per rank and step", "bytes", "time", "GB/s")
+    """Return the rows as aligned text; copies, bytes and time are per rank and step."""
+    heads = ("copies", "size", "copies/rank/step", "bytes/rank/step", "time/rank/step", "GB/s")
     cells: list[Sequence[str]] = [heads]
     for row in table:
-        num_bytes, rate = number(row, "bytes"), number(row, "gb_s")
+        num_bytes, rate = number(row, "bytes_per_rank_step"), number(row, "gb_s")
         cells.append(
             (
                 *(text(row, "kind"), text(row, "bin")),
                 digits(number(row, "copies_per_rank_step")),
                 "" if num_bytes is None else format_bytes(num_bytes),
-                format_time(number(row, "time_s") or 0.0),
+                format_time(number(row, "time_per_rank_step_s") or 0.0),
                 digits(rate),
             )
         )
@@ -195,28 +217,28 @@ def verdict(ranks: Sequence[RankStep]) -> Iterator[str]:
         return
     exposed = [rank.exposed for rank in ranks]
     mean = sum(exposed) / len(exposed)
-    span = f"{format_time(min(exposed))} to {format_time(max(exposed))} by rank"
+    span = f"; {format_time(min(exposed))} to {format_time(max(exposed))} by rank"
     yield (
         f"exposed communication: {format_time(mean)} of {format_time(best.step_s)} per step "
-        f"({mean / best.step_s:.1%}; {span})"
+        f"({mean / best.step_s:.1%}{span if len(ranks) > 1 else ''})"
     )
-    limit = f"rank {best.rank} limits it" if len(ranks) > 1 else "of this rank alone"
-    if best.share >= _NOTICEABLE:
+    limit = f"{best.share:.1%} from the step"
+    limit += f" (rank {best.rank} gains least)" if len(ranks) > 1 else ""
+    known = gain(ranks, 1.0, 0.0)
+    if known and known.share >= _NOTICEABLE:
+        yield f"communication-bound: a network without transfer time takes up to {limit}"
+    elif best.share >= _NOTICEABLE:
         yield (
-            f"communication-bound: a network without any transfer time would take up to "
-            f"{best.share:.1%} from the step ({limit})"
+            "perhaps communication-bound: a network without transfer time takes up to "
+            f"{limit}, but how much of it is waiting for other ranks is not known"
         )
     elif mean / best.step_s >= _NOTICEABLE:
         yield (
             "not communication-bound, though much communication is exposed: ranks wait for one "
-            f"another. A network without any transfer time takes at most {best.share:.1%} from "
-            f"the step ({limit})"
+            f"another. A network without transfer time takes at most {limit}"
         )
     else:
-        yield (
-            "not communication-bound: a network without any transfer time takes at most "
-            f"{best.share:.1%} from the step ({limit})"
-        )
+        yield f"not communication-bound: a network without transfer time takes at most {limit}"
 
 
 def gain_line(what: str, result: Gain) -> str:
@@ -228,3 +250,72 @@ def gain_line(what: str, result: Gain) -> str:
         "nothing else waits at that time"
     )
 
+
+def compared(
+    messages: Histogram,
+    num_rank_steps: int,
+    others: Histogram,
+    num_ranks: int,
+    source: str,
+) -> list[Row]:
+    """Return the messages of the traces' steps beside those of another file of the job.
+
+    A trace has a few steps, a log the whole job. So what can agree is how many steps' worth of
+    each message the other source has: the same number for all. Types are left out, as NCCL
+    sends some as others; and groups, which each source names in its own way.
+    """
+    ours, theirs = _sizes(messages), _sizes(others)
+    table: list[Row] = []
+    for key in sorted(ours.keys() | theirs.keys(), key=str):
+        per_step = ours[key] / num_rank_steps if key in ours else None
+        per_rank = theirs[key] / max(num_ranks, 1) if key in theirs else None
+        table.append(
+            {
+                "source": source,
+                **dict(zip(("collective", "num_ranks", "size_bytes"), key, strict=True)),
+                "calls_per_rank_step": per_step,
+                "calls_per_rank": per_rank,
+                "steps_worth": per_rank / per_step if per_rank and per_step else None,
+            }
+        )
+    return table
+
+
+def _sizes(messages: Histogram) -> Counter[tuple[str, int | None, int]]:
+    sums: Counter[tuple[str, int | None, int]] = Counter()
+    for kind, tally in messages.items():
+        size = histogram.size_of(kind)[0]
+        sums[kind.collective, kind.num_ranks, size] += tally.calls
+    return sums
+
+
+def compared_lines(source: str, num_files: int, table: Sequence[Row]) -> Iterator[str]:
+    """Yield what another source says of the messages, and where it disagrees."""
+    head = f"{source} ({num_files} file{'s' if num_files > 1 else ''})"
+    worth = Counter(round(number(row, "steps_worth") or 0, 6) for row in table)
+    del worth[0]
+    if not worth:
+        yield f"{head} disagrees: it has none of the messages of these steps"
+        return
+    usual = max(worth, key=lambda steps: (worth[steps], steps == round(steps)))
+    of_steps = [row for row in table if row["calls_per_rank_step"] is not None]
+    odd = [row for row in of_steps if round(number(row, "steps_worth") or 0, 6) != usual]
+    verb = "disagrees" if odd else "agrees"
+    yield (
+        f"{head} {verb}: {len(of_steps) - len(odd)} of {len(of_steps)} kinds of message are "
+        f"there {usual:g} steps' worth"
+    )
+    for row in odd:
+        per_rank = number(row, "calls_per_rank")
+        what = "none" if per_rank is None else f"{digits(per_rank)} per rank"
+        per_step = digits(number(row, "calls_per_rank_step"))
+        yield f"  {_message_text(row)}: {what}, where the traces have {per_step} per step"
+    for row in table:
+        if row["calls_per_rank_step"] is None:
+            calls = digits(number(row, "calls_per_rank"))
+            yield f"  {_message_text(row)}: {calls} per rank, none in the steps of the traces"
+
+
+def _message_text(row: Row) -> str:
+    size = format_bytes(number(row, "size_bytes") or 0)
+    return f"{text(row, 'collective')} of {size} over {text(row, 'num_ranks') or '?'} ranks"

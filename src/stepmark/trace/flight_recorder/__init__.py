@@ -85,8 +85,8 @@ def looks_like_flight_recorder(head: bytes) -> bool:
     if head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05":
         return True
     start = head.lstrip()
-    if start[:1] != b"{":
-        return False
+    if start[:1] != b"{" or b'"distributedInfo"' in start or b'"traceEvents"' in start:
+        return False  # a profiler's trace has a pg_config, too
     return b'"comm_lib_version"' in start or (
         b'"collective_seq_id"' in start or b'"profiling_name"' in start or b'"pg_con' in start
     )

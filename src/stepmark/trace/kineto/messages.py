@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -146,11 +146,11 @@ def members_of(args: CommArgs, info: RankInfo) -> tuple[int, ...]:
 class RankWaits:
     """Calls of one rank that were matched over ranks; times in ns."""
 
-    timed: int = 0
-    kernels: int = 0  # time
+    calls: int = 0
+    timed: int = 0  # calls that are matched over all their ranks
+    kernels: int = 0  # time of these
     transfer: int = 0  # time: that of the shortest kernel of any rank
-    untimed: int = 0
-    untimed_kernels: int = 0  # time of kernels of calls that are not matched, or have no call
+    other_kernels: int = 0  # time of kernels of other calls, or of no call
     last: int = 0  # calls in which its kernel was the shortest: it arrived last
     early: int = 0  # time: how long before the last rank it arrived, if clocks agree
 
@@ -159,9 +159,11 @@ class RankWaits:
 class Messages:
     """Messages of all ranks in the selected steps.
 
-    Times of `histogram` are transfers, over the timed calls. kernels: time in kernels of the
-    same calls, ns. end_spread: median of how far apart the ends of a call lie, ns: at most this
-    is the error of the clocks; None where no call tells it. unmatched: why, and how many calls.
+    Times of `histogram` are transfers, over the timed calls; times in ns are of: kernels, those
+    of the same calls; end_spread, the median of how far apart the ends of a call lie, which the
+    error of the clocks does not exceed (None where no call tells it).
+    partial: kinds of which some ranks have no trace, so that their transfers may contain
+    waiting. unmatched, uncounted: why, and how many calls.
     """
 
     histogram: Histogram = field(default_factory=dict)
@@ -172,7 +174,7 @@ class Messages:
     uncounted: Counter[str] = field(default_factory=Counter)
     end_spread: float | None = None
     clocks_agree: bool = False
-    num_partial: int = 0  # calls of groups of which some ranks have no trace
+    partial: set[MessageKind] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +223,8 @@ def match(
         for channel, call in _calls(rank, info, messages, set(selected), result.uncounted):
             channels[channel][rank].append(call)
             calls.append(call)
-        for _, number, nanoseconds in messages.calls.unlinked:
-            result.ranks[rank].untimed += number
-            result.ranks[rank].untimed_kernels += nanoseconds
+        for _, _, nanoseconds in messages.calls.unlinked:
+            result.ranks[rank].other_kernels += nanoseconds
         result.uncounted["calls that say neither collective nor size (old torch)"] += (
             messages.calls.without_args
         )
@@ -277,27 +278,28 @@ def _matched(
     """Yield the calls of all ranks of each message that is matched; count the others."""
     group, members, pair = channel
     label = f"group {group}" if group else "a group"
-    participants = members if pair is None else pair
-    if not members or None in participants:
+    participants = [rank for rank in (members if pair is None else pair) if rank is not None]
+    if not members or (pair is not None and len(participants) < 2):
         result.unmatched[f"the ranks of {label} are not in the trace"] += sum(
             map(len, lists.values())
         )
         return
     present = [rank for rank in dict.fromkeys(participants) if rank in ranks]
     if len(present) < len(set(participants)):
-        result.num_partial += sum(map(len, lists.values()))
+        result.partial.update(call.kind for calls in lists.values() for call in calls)
     by_step: dict[int, dict[int, list[_Call]]] = defaultdict(dict)
     for rank in present:
         for call in lists.get(rank, ()):
             by_step[call.step].setdefault(rank, []).append(call)
     for step, own in sorted(by_step.items()):
-        yield from _in_step(label, step, [own.get(rank, []) for rank in present], result)
+        yield from _in_step(label, step, {rank: own.get(rank, []) for rank in present}, result)
 
 
 def _in_step(
-    label: str, step: int, lists: Sequence[Sequence[_Call]], result: Messages
+    label: str, step: int, by_rank: Mapping[int, Sequence[_Call]], result: Messages
 ) -> Iterator[list[_Call]]:
     """Match by the number of the call where it is known, else by order if all are alike."""
+    lists = list(by_rank.values())
     if all(call.seq != NONE for calls in lists for call in calls):
         by_seq: dict[tuple[int, int], list[_Call]] = defaultdict(list)
         for calls in lists:
@@ -310,9 +312,12 @@ def _in_step(
         groups = [list(calls) for calls in zip(*lists, strict=True)]
     else:
         common = Counter(map(len, lists)).most_common(1)[0][0]
-        odd = [len(calls) for calls in lists if len(calls) != common]
-        text = f"in step {step} ranks have {common} or {odd[0]} calls of {label}"
-        result.unmatched[text] += sum(map(len, lists))
+        odd = {rank: len(calls) for rank, calls in by_rank.items() if len(calls) != common}
+        count = next(iter(odd.values()))
+        ranks = [rank for rank, number in odd.items() if number == count]
+        verb, plural = ("has", "have")[len(ranks) > 1], "s" * (count != 1)
+        text = f"in step {step} {ranks_text(ranks)} {verb} {count} call{plural} of {label}"
+        result.unmatched[f"{text}, others {common}"] += sum(map(len, lists))
         return
     for calls in groups:
         if len(calls) < len(lists):
@@ -354,19 +359,18 @@ _NAMES = frozenset(Collective)
 
 
 def _judge_clocks(spreads: Sequence[tuple[int, int, int]], result: Messages) -> None:
-    """Compare the ends of calls, which no rank reaches before all have arrived."""
+    """Decide whether arrivals can be told: they differ by more than ends do.
+
+    No rank ends before all have arrived.
+    """
     if not spreads:
         return
     ends, starts, after = zip(*spreads, strict=True)
     result.end_spread = median(ends)
-    result.clocks_agree = 2 * result.end_spread < median(starts) or not any(
-        gap < 0 for gap in after
-    )
+    result.clocks_agree = 2 * result.end_spread < median(starts) and min(after) >= 0
 
 
-def _sum_up(
-    calls: Sequence[_Call], transfers: Mapping[int, int], result: Messages
-) -> None:
+def _sum_up(calls: Sequence[_Call], transfers: Mapping[int, int], result: Messages) -> None:
     counts: Counter[MessageKind] = Counter()
     timed: Counter[MessageKind] = Counter()
     nanoseconds: Counter[MessageKind] = Counter()
@@ -374,14 +378,21 @@ def _sum_up(
     for call in calls:
         counts[call.kind] += 1
         ranks[call.kind].add(call.rank)
-        waits, transfer, duration = result.ranks[call.rank], transfers.get(id(call)), call.duration
+        waits, transfer, duration = (
+            result.ranks[call.rank],
+            transfers.get(id(call)),
+            call.duration,
+        )
+        waits.calls += 1
         if transfer is None or duration is None:
-            waits.untimed += 1
-            waits.untimed_kernels += duration or 0
+            waits.other_kernels += duration or 0
             continue
         timed[call.kind] += 1
         nanoseconds[call.kind] += transfer
         result.kernels[call.kind] = result.kernels.get(call.kind, 0) + duration
+        if call.kind in result.partial:
+            waits.other_kernels += duration
+            continue
         waits.timed += 1
         waits.kernels += duration
         waits.transfer += transfer

@@ -1,0 +1,178 @@
+"""stepmark trace messages: its text and files, curves, a faster network, other sources."""
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.trace.comm_traces import TraceWriter
+
+from stepmark.cli.main import status
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
+FSDP8 = DATA / "traces" / "fsdp8"
+CURVES = DATA / "nccl-tests"
+FRONTIER = ROOT / "examples" / "frontier-rccl.txt"
+
+
+def messages(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)."""
+    code = status(["trace", "messages", *map(str, words)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+    code, out, _ = messages(capsys, *words, "--json", "-")
+    assert code == 0
+    return json.loads(out)
+
+
+def test_a_real_job_takes_what_its_curve_says_and_waits_for_one_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = document(capsys, FSDP8, "--curve", CURVES, "--by", "collective")
+    sizes = [(row["collective"], row["from_bytes"], row["calls"]) for row in found["histogram"]]
+    assert sizes == [
+        ("all_gather", 94380032, 2 * 8 * 16),
+        ("all_gather", 262148096, 2 * 8),
+        ("reduce_scatter", 94380032, 2 * 8 * 8),
+        ("reduce_scatter", 262148096, 2 * 8),
+    ]
+    assert all(0.95 < row["times_expected"] < 1.1 for row in found["histogram"])
+    curve = found["curve"]
+    assert curve["uncovered_calls"] == 0
+    assert curve["took_per_rank_step_s"] == pytest.approx(8.284e-3, rel=1e-3)
+    assert curve["expected_per_rank_step_s"] == pytest.approx(8.141e-3, rel=1e-3)
+    ranks = found["ranks"]
+    assert [row["arrived_last"] for row in ranks] == [0, 1, 0, 0, 0, 0, 0, 51]
+    for row in ranks:
+        assert row["transfer_s"] + row["waiting_s"] == pytest.approx(row["kernels_s"])
+        assert row["exposed_s"] <= row["communication_s"] <= row["step_s"]
+    # Rank 7 waits for nobody, so that no network makes the step shorter than its own.
+    least = min(row["exposed_s"] for row in ranks)
+    assert found["network"]["most_gain_s"] == pytest.approx(least)
+    assert "ranks wait for one another" in found["network"]["verdict"][1]
+
+
+def test_the_text_has_each_row_and_what_another_network_gains(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = messages(capsys, FSDP8, "--curve", CURVES, "--network-speedup", "4")
+    assert code == 0
+    assert re.search(r"all_gather +bf16 +0 default_pg +backward +8 +94380032", out)
+    assert "they took 8.284 ms (1.02 times as long as" in out
+    assert "a network 4 times as fast: " in out
+    assert re.search(r"HtoD +64 KiB<=<1 MiB +1 ", out)
+
+
+def test_other_sources_of_the_job_stand_beside_the_traces(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, source in (("logs", "nccl-logs/fsdp8"), ("dumps", "flight-recorder")):
+        shutil.copytree(DATA / source, tmp_path / name)
+    shutil.copytree(FSDP8, tmp_path / "traces-of-it")
+    _, out, _ = messages(capsys, tmp_path)
+    agree = "agrees: 4 of 4 kinds of message are there 10 steps' worth"
+    assert f"NCCL log (8 files) {agree}" in out
+    assert f"flight recorder (4 files) {agree}" in out
+    found = document(capsys, FSDP8, tmp_path / "logs")
+    assert {row["steps_worth"] for row in found["sources"]} == {10}
+
+
+def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = messages(
+        capsys, FSDP8, "--csv", f"{tmp_path}/", "--html", tmp_path / "m.html"
+    )
+    assert code == 0
+    assert "reduce_scatter" in out
+    with (tmp_path / "histogram.csv").open() as file:
+        assert sum(int(row["calls"]) for row in csv.DictReader(file)) == 2 * 8 * 26
+    assert (tmp_path / "ranks.csv").exists()
+    assert (tmp_path / "copies.csv").exists()
+    assert "all_gather" in (tmp_path / "m.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--curve", FRONTIER], "one of them"),
+        (
+            ["--curve", f"{FRONTIER}:2"],
+            "times of all_gather, reduce_scatter; it has all_reduce",
+        ),
+        (["--other-curve", CURVES], "given with --curve to compare with"),
+        (["--steps", "9"], "steps of the traces: 5, 6"),
+        (["--network-speedup", "0.5"], "from 1 to 1000"),
+        (["--by", "rank"], "some of collective"),
+    ],
+)
+def test_refusals(capsys: pytest.CaptureFixture[str], words: list[object], text: str) -> None:
+    code, _, err = messages(capsys, FSDP8, *words)
+    assert code == 2
+    assert text in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_curve_of_another_number_of_ranks_is_refused_or_forced(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("all_gather", "reduce_scatter"):
+        text = (CURVES / f"8xH200-{name}.txt").read_text()
+        lines = [line for line in text.splitlines() if not re.match(r"#  Rank  [4-7]", line)]
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines).replace("nGpus 8", "nGpus 4"))
+    code, _, err = messages(capsys, FSDP8, "--curve", tmp_path)
+    assert code == 2
+    assert "all_gather of 8 ranks, not of 4" in err
+    found = document(capsys, FSDP8, "--curve", tmp_path, "--force")
+    assert "other number of ranks" in found["histogram"][0]["curve"]
+
+
+def test_without_traces_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = messages(capsys, DATA / "nccl-logs" / "fsdp8")
+    assert code == 2
+    assert "a folder or file with profiler traces" in err
+
+
+# The argument of the talk on Frontier: GPT-J gains by the plugin, BigBird does not.
+
+
+def job(folder: Path, *, compute_us: float, exposed_us: float) -> None:
+    """16 ranks whose all-reduces of 16 MiB take exposed_us that no compute hides."""
+    for rank in range(16):
+        trace = TraceWriter(rank=rank, world_size=16)
+        trace.step(1, 0, compute_us + exposed_us)
+        trace.kernel("gemm", 5, 10, compute_us)
+        start = 10 + compute_us - 1000
+        size = 2**22
+        duration = exposed_us + 1000
+        trace.collective("allreduce", size, size, 20, start, duration, dtype="Float")
+        trace.write(folder)
+
+
+def test_a_job_of_exposed_transfers_gains_and_one_of_compute_does_not(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job(tmp_path / "gpt-j", compute_us=5_000, exposed_us=95_000)
+    job(tmp_path / "bigbird", compute_us=98_000, exposed_us=2_000)
+    curves = ("--curve", f"{FRONTIER}:2", "--other-curve", f"{FRONTIER}:4")
+    gains = {}
+    for name, verdict, share in (
+        ("gpt-j", "communication-bound", 0.95),
+        ("bigbird", "not communication-bound", 0.02),
+    ):
+        found = document(capsys, tmp_path / name, *curves)
+        assert found["network"]["verdict"][1].startswith(verdict)
+        step = found["network"]["step_s"]
+        assert found["network"]["most_gain_s"] / step == pytest.approx(share, abs=1e-3)
+        twice, plugin = (each["most_gain_s"] / step for each in found["network"]["gains"])
+        gains[name] = plugin
+        assert twice == pytest.approx(min(share, (share + 0.01) / 2), abs=1e-3)
+    # By the talk's own tables 16 MiB take 549.5 us instead of 4069.6 us.
+    saved = 1 - 549.5 / 4069.6
+    assert gains["gpt-j"] == pytest.approx(0.96 * saved, abs=2e-3)
+    assert gains["bigbird"] == pytest.approx(0.02, abs=1e-3)

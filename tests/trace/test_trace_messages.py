@@ -1,0 +1,291 @@
+"""Messages of a job: kinds and sizes of calls, and calls matched over ranks."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.core.collectives import Collective, busbw_factor
+from stepmark.core.message import MessageKind
+from stepmark.core.trace_columns import CommArgs, RankInfo
+from stepmark.trace.kineto.messages import (
+    Messages,
+    RankMessages,
+    kind_of,
+    match,
+    members_of,
+    rank_messages,
+)
+from stepmark.trace.kineto.reader import read_trace
+
+from .comm_traces import TraceWriter
+from .trace_truth import collectives, read
+
+TRACES = Path(__file__).parents[1] / "data" / "traces"
+RECORDS = json.loads((TRACES / "peers.json").read_text())["records"]
+
+ByRank = Mapping[int, tuple[RankInfo, RankMessages]]
+
+
+def by_rank(paths: Iterable[Path]) -> ByRank:
+    traces = [read_trace(path) for path in paths]
+    return {trace.info.rank or 0: (trace.info, rank_messages(trace)) for trace in traces}
+
+
+def matched(jobs: Sequence[TraceWriter], folder: Path, *steps: int) -> Messages:
+    ranks = by_rank(job.write(folder) for job in jobs)
+    return match(ranks, lambda number: not steps or number in steps)
+
+
+def args(name: str, num_in: int, num_out: int, **facts: Any) -> CommArgs:
+    defaults: dict[str, Any] = {"dtype": "BFloat16", "group": "0", "group_desc": "dp"}
+    return CommArgs(
+        collective=name,
+        in_elements=num_in,
+        out_elements=num_out,
+        **(defaults | {"group_size": 8} | facts),
+    )
+
+
+@pytest.fixture(scope="module")
+def fsdp8() -> ByRank:
+    return by_rank(sorted((TRACES / "fsdp8").glob("*")))
+
+
+def every(_: int) -> bool:
+    return True
+
+
+# Real traces
+
+
+def test_transfers_are_the_latencies_that_tracelens_gives_each_collective(
+    fsdp8: ByRank,
+) -> None:
+    record = next(
+        record
+        for record in RECORDS
+        if record["traces"] == "fsdp8"
+        and record["call"].endswith("build_df_nccl_implicit_sync_cat")
+    )
+    theirs: Counter[tuple[str, int]] = Counter()
+    for row in record["rows"]:
+        name = {"_allgather_base": "all_gather"}.get(row["Collective name"], "reduce_scatter")
+        size = round(2 * max(row["In msg nelems"], row["Out msg nelems"]))
+        theirs[name, size] += row["comm_latency"]
+    ours: Counter[tuple[str, int]] = Counter()
+    for kind, tally in match(fsdp8, every).histogram.items():
+        assert kind.message_bytes is not None
+        ours[kind.collective, kind.message_bytes] += tally.seconds * 1e6 / 8
+    assert ours.keys() == theirs.keys()
+    for key, latency in theirs.items():
+        assert ours[key] == pytest.approx(latency, abs=0.01)
+
+
+def test_waits_are_those_of_a_plain_computation(fsdp8: ByRank) -> None:
+    files = sorted((TRACES / "fsdp8").glob("*"))
+    plain = collectives({rank: read(path) for rank, path in enumerate(files)})
+    found = match(fsdp8, every)
+    assert found.clocks_agree
+    for rank, waits in found.ranks.items():
+        assert waits.calls == waits.timed == len(plain)
+        assert waits.early == sum(row["waits"][rank] for row in plain)
+        assert waits.transfer == sum(row["latency"] for row in plain)
+    assert found.ranks[7].last == 51  # TraceLens: 51 of 52
+
+
+def test_counts_are_equal_over_ranks_and_do_not_depend_on_their_order(fsdp8: ByRank) -> None:
+    found = match(fsdp8, every)
+    for tally in found.histogram.values():
+        assert tally.calls == tally.timed_calls
+        assert tally.calls % 8 == 0
+        assert tally.ranks == 8
+    backwards = match(dict(reversed(list(fsdp8.items()))), every)
+    assert backwards.histogram == found.histogram
+    assert backwards.ranks == found.ranks
+
+
+def test_steps_add_up_to_all(fsdp8: ByRank) -> None:
+    whole = match(fsdp8, every)
+    parts = [match(fsdp8, lambda number, step=step: number == step) for step in (5, 6)]
+    assert [part.num_steps for part in parts] == [8, 8]
+    for kind, tally in whole.histogram.items():
+        assert tally.calls == sum(part.histogram[kind].calls for part in parts)
+        seconds = sum(part.histogram[kind].seconds for part in parts)
+        assert tally.seconds == pytest.approx(seconds)
+
+
+# Kinds
+
+
+@pytest.mark.parametrize(
+    ("call", "collective", "call_bytes", "message_bytes"),
+    [
+        (args("_allgather_base", 10, 80), "all_gather", 20, 160),
+        (args("all_gather", 10, 80), "all_gather", 20, 160),
+        (args("_reduce_scatter_base", 80, 10), "reduce_scatter", 20, 160),
+        (args("allreduce", 10, 10), "all_reduce", 20, 20),
+        (args("allreduce_coalesced", 10, 10, dtype="Float"), "all_reduce", 40, 40),
+        (args("all_to_all", 80, 80), "all_to_all", 20, 160),
+        (args("all_to_allv", 80, 80, in_splits=(10,) * 8), "all_to_all", 20, 160),
+        (args("all_to_allv", 80, 88, in_splits=(3, 5)), "all_to_all_v", 22, 176),
+        (args("all_to_allv", 80, 80), "all_to_all_v", 20, 160),
+        (args("_broadcast_oop", 10, 10, dtype="Float8_e4m3fn"), "broadcast", 10, 10),
+        (args("gather", 10, 80), "gather", 20, 160),
+        (args("barrier", 0, 0, dtype="Byte"), "barrier", 0, 0),
+        (args("send", 10, 10, group_size=2), "send", 20, 20),
+    ],
+)
+def test_sizes_are_those_of_nccl_tests(
+    call: CommArgs, collective: str, call_bytes: int, message_bytes: int
+) -> None:
+    kind = kind_of(call, (), "")
+    assert isinstance(kind, MessageKind)
+    assert (kind.collective, kind.call_bytes) == (collective, call_bytes)
+    assert kind.message_bytes == message_bytes
+
+
+def test_a_call_of_unknown_name_or_type_is_not_counted_but_said() -> None:
+    assert kind_of(args("shuffle", 1, 1), (), "") == "calls of shuffle"
+    unknown = kind_of(args("allreduce", 1, 1, dtype="QInt8"), (), "")
+    assert unknown == "calls of unknown type QInt8"
+
+
+def test_ranks_of_a_large_group_come_from_the_header(tmp_path: Path) -> None:
+    members = range(0, 128, 2)
+    job = TraceWriter(rank=0, world_size=128, groups=[("3", "dp", members)])
+    job.collective("allreduce", 8, 8, 0, 10, 5, group="3", desc="dp", ranks=members)
+    trace = read_trace(job.write(tmp_path))
+    assert trace.comm_args[0].ranks == ()
+    assert members_of(trace.comm_args[0], trace.info) == tuple(members)
+
+
+# Matching
+
+
+def job_of(rank: int, durations: Sequence[float], **facts: Any) -> TraceWriter:
+    """All-reduces that end together on all ranks, each at 100, 200, ... us of step 1."""
+    job = TraceWriter(rank=rank, world_size=facts.pop("world_size", 2))
+    job.step(1, 0, 10_000)
+    for number, duration in enumerate(durations, 1):
+        end = 100 * number
+        job.collective("allreduce", 512, 512, end - 60, end - duration, duration, **facts)
+    return job
+
+
+def test_the_time_of_a_message_is_the_shortest_kernel_of_any_rank(tmp_path: Path) -> None:
+    found = matched([job_of(0, [20, 5]), job_of(1, [8, 40])], tmp_path)
+    (tally,) = found.histogram.values()
+    assert (tally.calls, tally.timed_calls) == (4, 4)
+    assert tally.seconds == pytest.approx(2 * (8 + 5) * 1e-6)
+    (kind,) = found.histogram
+    assert found.kernels[kind] == (20 + 5 + 8 + 40) * 1000
+    assert [(r.last, r.early) for r in found.ranks.values()] == [(1, 12_000), (1, 35_000)]
+    assert found.clocks_agree
+
+
+def test_clocks_that_differ_give_no_arrivals(tmp_path: Path) -> None:
+    late = TraceWriter(rank=1, world_size=2)
+    late.step(1, 0, 10_000)
+    for end in (100, 200, 300):  # half a millisecond off
+        late.collective("allreduce", 512, 512, end + 440, end + 492, 8)
+    found = matched([job_of(0, [20, 20, 20]), late], tmp_path)
+    assert found.end_spread == 500_000
+    assert not found.clocks_agree
+    (tally,) = found.histogram.values()
+    assert tally.seconds == pytest.approx(6 * 8e-6)  # needs no clocks
+
+
+def test_unequal_counts_are_untimed_and_said(tmp_path: Path) -> None:
+    found = matched([job_of(0, [20, 5]), job_of(1, [8])], tmp_path)
+    (tally,) = found.histogram.values()
+    assert (tally.calls, tally.timed_calls) == (3, 0)
+    text = "in step 1 rank 1 has 1 call of group 0 default_pg, others 2"
+    assert found.unmatched == Counter({text: 3})
+
+
+def test_the_number_of_a_call_matches_what_windows_cut_apart(tmp_path: Path) -> None:
+    jobs = []
+    for rank, numbers in enumerate([(7, 8, 9), (8, 9)]):
+        job = TraceWriter(rank=rank, world_size=2)
+        job.step(1, 0, 10_000)
+        for number in numbers:
+            job.collective("allreduce", 8, 8, 50 * number, 60 * number, 5 + rank, Seq=number)
+        jobs.append(job)
+    found = matched(jobs, tmp_path)
+    (tally,) = found.histogram.values()
+    assert (tally.calls, tally.timed_calls) == (5, 4)
+    assert sum(found.unmatched.values()) == 1
+
+
+def test_ranks_that_call_different_collectives_are_not_matched(tmp_path: Path) -> None:
+    other = TraceWriter(rank=1, world_size=2)
+    other.step(1, 0, 10_000)
+    other.collective("allreduce", 1024, 1024, 40, 80, 20)
+    found = matched([job_of(0, [20]), other], tmp_path)
+    assert not sum(tally.timed_calls for tally in found.histogram.values())
+    text = "in step 1 ranks differ in a collective or size of group 0 default_pg"
+    assert found.unmatched == Counter({text: 2})
+
+
+def test_groups_of_one_name_on_other_ranks_are_matched_apart(tmp_path: Path) -> None:
+    jobs = []
+    for rank in range(4):
+        members = (0, 1) if rank < 2 else (2, 3)
+        job = TraceWriter(rank=rank, world_size=4, groups=[("1", "tp", members)])
+        job.step(1, 0, 10_000)
+        ts = 100 + 50 * rank
+        job.collective("allreduce", 8, 8, 10, ts, 5 + rank, group="1", desc="tp", ranks=members)
+        jobs.append(job)
+    found = matched(jobs, tmp_path)
+    (tally,) = found.histogram.values()
+    assert tally.seconds == pytest.approx((5 + 5 + 7 + 7) * 1e-6)
+
+
+def test_a_send_is_matched_with_its_receive(tmp_path: Path) -> None:
+    first, second = (TraceWriter(rank=rank, world_size=2) for rank in range(2))
+    for job in (first, second):
+        job.step(1, 0, 10_000)
+    first.collective("send", 64, 64, 10, 50, 30, Dst_Rank=1)
+    second.collective("recv", 64, 64, 10, 70, 9, Src_Rank=0)
+    second.collective("send", 64, 64, 90, 95, 4)  # to whom is not in the trace
+    found = matched([first, second], tmp_path)
+    seconds = {kind.collective: tally.seconds for kind, tally in found.histogram.items()}
+    assert seconds == {"send": pytest.approx(9e-6), "recv": pytest.approx(9e-6)}
+    assert sum(found.unmatched.values()) == 1
+
+
+def test_uneven_parts_that_differ_over_ranks_are_one_message(tmp_path: Path) -> None:
+    jobs = []
+    for rank, splits in enumerate([(10, 22), (16, 16)]):
+        job = TraceWriter(rank=rank, world_size=2)
+        job.step(1, 0, 10_000)
+        shown = str(list(splits))
+        job.collective("all_to_allv", 32, 20 + rank, 10, 50, 5 + rank, In_split_size=shown)
+        jobs.append(job)
+    found = matched(jobs, tmp_path)
+    assert sum(tally.timed_calls for tally in found.histogram.values()) == 2
+
+
+def test_a_rank_without_trace_makes_transfers_partial(tmp_path: Path) -> None:
+    found = matched([job_of(0, [20], world_size=2)], tmp_path)
+    assert found.partial == set(found.histogram)
+    waits = found.ranks[0]
+    assert (waits.timed, waits.transfer, waits.other_kernels) == (0, 0, 20_000)
+
+
+def test_bus_bandwidth_is_bytes_by_the_factor_over_the_shortest_kernel(fsdp8: ByRank) -> None:
+    """One rank of TraceLens' GiB/s is checked by its definition: 2^30 against 10^9."""
+    record = next(
+        record
+        for record in RECORDS
+        if record["traces"] == "fsdp8"
+        and record["call"].endswith("build_df_nccl_implicit_sync_cat")
+    )
+    row = record["rows"][0]
+    size = 2 * row["Out msg nelems"]
+    ours = size * busbw_factor(Collective.ALL_GATHER, 8) / (row["comm_latency"] * 1e-6) / 1e9
+    assert ours == pytest.approx(row["bus bw (GB/s)"] * 2**30 / 1e9, rel=1e-4)
