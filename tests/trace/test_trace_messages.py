@@ -11,14 +11,8 @@ import pytest
 from stepmark.core.collectives import Collective, busbw_factor
 from stepmark.core.message import MessageKind
 from stepmark.core.trace_columns import CommArgs, RankInfo
-from stepmark.trace.kineto.messages import (
-    Messages,
-    RankMessages,
-    kind_of,
-    match,
-    members_of,
-    rank_messages,
-)
+from stepmark.trace.kineto.matching import Messages, match
+from stepmark.trace.kineto.messages import RankMessages, kind_of, members_of, rank_messages
 from stepmark.trace.kineto.reader import read_trace
 
 from .comm_traces import TraceWriter

@@ -2,21 +2,13 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from stepmark.app.log_sources import (
-    FLIGHT,
-    INSPECTOR,
-    LOG,
-    Inputs,
-    Source,
-    kinds_of,
-    read_sources,
-)
+from stepmark.app.log_sources import Source, read_sources
 from stepmark.app.measured_curves import read_curves
 from stepmark.app.trace_files import TraceSet, map_traces
+from stepmark.app.trace_sources import split_sources
 from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND, Histogram, MessageKind
@@ -28,11 +20,9 @@ from stepmark.report import trace_messages as report
 from stepmark.report.expected import Expected
 from stepmark.store.export import write_json, write_tables
 from stepmark.store.files import write_text
-from stepmark.trace.kineto.messages import RankMessages, match, rank_messages
-from stepmark.trace.kineto.stream import looks_like_trace
-from stepmark.trace.read_text import read_head
+from stepmark.trace.kineto.matching import match
+from stepmark.trace.kineto.messages import RankMessages, rank_messages
 
-_SOURCES = (LOG, FLIGHT, INSPECTOR)
 _MAX_NOTES = 40
 
 Times = Mapping[MessageKind, Expected]
@@ -45,7 +35,7 @@ def messages(options: MessagesOptions) -> int:
         raise ConfigError(
             "other-curve", options.other_curve, "given with --curve to compare with"
         )
-    words, others = _split(options.files)
+    words, others = split_sources(options.files)
     traces = map_traces(replace(options, files=tuple(words)), rank_messages)
     if traces is None:
         return 0
@@ -54,38 +44,6 @@ def messages(options: MessagesOptions) -> int:
         sys.stdout.writelines(f"{line}\n" for line in view.text())
     view.write()
     return 0
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], Inputs]:
-    """Return the words that name traces, and the other files of the job among them all."""
-    traces, inputs = [], Inputs()
-    for word in words:
-        path = Path(word)
-        files = [path] if path.is_file() else []
-        if path.is_dir():
-            files = sorted(each for each in path.rglob("*") if each.is_file())
-        kinds = {file: _kind(file) for file in files}
-        for file, kind in kinds.items():
-            if kind in _SOURCES:
-                inputs.paths[kind].append(file)
-        if (
-            not files
-            or not set(kinds.values()) <= {*_SOURCES, "other"}
-            or (path.is_file() and kinds[path] == "other")
-        ):
-            traces.append(word)
-    if not traces:
-        raise ConfigError("trace", ", ".join(words), "a folder or file with profiler traces")
-    return traces, inputs
-
-
-def _kind(file: Path) -> str:
-    try:
-        if looks_like_trace(read_head(file)):
-            return "trace"
-        return next(iter(kinds_of(file) & set(_SOURCES)), "other")
-    except ConfigError:
-        return "trace" if ".json" in file.name else "other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

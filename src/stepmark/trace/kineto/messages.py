@@ -1,28 +1,20 @@
-"""Messages of a job from the traces of its ranks: kinds, sizes, and calls matched over ranks.
-
-The nth call of a group is one message on all its ranks, as a communicator demands this order of
-every rank. Its time is the shortest kernel of any rank: the last to arrive waits for nobody, so
-that this is the transfer; what other ranks take beyond it is waiting.
-"""
+"""Messages of one rank: kinds and sizes of its calls, times of its steps, its copies."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepmark.core.collectives import FACTS, Collective, torch_collective
+from stepmark.core.collectives import Collective, torch_collective
 from stepmark.core.dtypes import message_dtype
-from stepmark.core.message import RECV, SEND, Histogram, MessageKind, Tally, sized
-from stepmark.core.trace_columns import NONE, CommArgs, GpuKind, RankInfo, RankTrace
-from stepmark.core.units import ranks_text
+from stepmark.core.message import MessageKind, sized
+from stepmark.core.trace_columns import CommArgs, GpuKind, RankInfo, RankTrace
 from stepmark.trace.kineto import windows
-from stepmark.trace.kineto.instances import PHASES, CommCalls, comm_calls
+from stepmark.trace.kineto.instances import CommCalls, comm_calls
 from stepmark.trace.kineto.links import steps as steps_of
 
 if TYPE_CHECKING:
@@ -35,7 +27,7 @@ _COPIES = (
     ("DtoD", re.compile(r"DtoD|Device_?To_?Device", re.IGNORECASE)),
     ("HtoH", re.compile(r"HtoH|Host_?To_?Host", re.IGNORECASE)),
 )
-_ALL_TO_ALL = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
+ALL_TO_ALL = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +103,11 @@ def kind_of(args: CommArgs, members: Sequence[int], phase: str) -> MessageKind |
         dtype = ("", 0)
     if dtype is None:
         return f"calls of unknown type {args.dtype}"
-    if name in _ALL_TO_ALL:
+    if name in ALL_TO_ALL:
         splits = (args.in_splits, args.out_splits)
         is_uneven = any(len(set(sizes)) > 1 for sizes in splits)
         is_cut = name == Collective.ALL_TO_ALL_V and not any(splits)
-        name = _ALL_TO_ALL[is_uneven or is_cut]
+        name = ALL_TO_ALL[is_uneven or is_cut]
     call_bytes, message_bytes = sized(
         name, args.in_elements * dtype[1], args.out_elements * dtype[1], num_ranks
     )
@@ -140,266 +132,3 @@ def members_of(args: CommArgs, info: RankInfo) -> tuple[int, ...]:
             return group.ranks
     is_world = args.group_size is not None and args.group_size == info.world_size
     return tuple(range(info.world_size or 0)) if is_world else ()
-
-
-@dataclass(slots=True)
-class RankWaits:
-    """Calls of one rank that were matched over ranks; times in ns."""
-
-    calls: int = 0
-    timed: int = 0  # calls that are matched over all their ranks
-    kernels: int = 0  # time of these
-    transfer: int = 0  # time: that of the shortest kernel of any rank
-    other_kernels: int = 0  # time of kernels of other calls, or of no call
-    last: int = 0  # calls in which its kernel was the shortest: it arrived last
-    early: int = 0  # time: how long before the last rank it arrived, if clocks agree
-
-
-@dataclass(slots=True)
-class Messages:
-    """Messages of all ranks in the selected steps.
-
-    Times of `histogram` are transfers, over the timed calls; times in ns are of: kernels, those
-    of the same calls; end_spread, the median of how far apart the ends of a call lie, which the
-    error of the clocks does not exceed (None where no call tells it).
-    partial: kinds of which some ranks have no trace, so that their transfers may contain
-    waiting. unmatched, uncounted: why, and how many calls.
-    """
-
-    histogram: Histogram = field(default_factory=dict)
-    kernels: dict[MessageKind, int] = field(default_factory=dict)
-    ranks: dict[int, RankWaits] = field(default_factory=dict)
-    num_steps: int = 0  # of all ranks together
-    unmatched: Counter[str] = field(default_factory=Counter)
-    uncounted: Counter[str] = field(default_factory=Counter)
-    end_spread: float | None = None
-    clocks_agree: bool = False
-    partial: set[MessageKind] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of one rank."""
-
-    rank: int
-    kind: MessageKind
-    step: int
-    seq: int
-    start: int
-    end: int
-
-    @property
-    def duration(self) -> int | None:
-        return None if self.end == NONE else self.end - self.start
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """What is equal on all ranks of a call. Uneven parts differ over ranks."""
-        kind = self.kind
-        if kind.collective in _ALL_TO_ALL:
-            return "all_to_all", kind.dtype
-        if kind.collective in (SEND, RECV):
-            return "pair", kind.dtype, kind.call_bytes
-        return kind.collective, kind.dtype, kind.message_bytes
-
-
-# Group, its ranks, and of a pair also source and target: calls of one are in order.
-_Channel = tuple[str, tuple[int, ...], tuple[int | None, int | None] | None]
-
-
-def match(
-    by_rank: Mapping[int, tuple[RankInfo, RankMessages]], has_step: Callable[[int], bool]
-) -> Messages:
-    """Return the messages of the selected steps, with calls matched over ranks."""
-    result = Messages()
-    channels: dict[_Channel, dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
-    calls: list[_Call] = []
-    for rank, (info, messages) in sorted(by_rank.items()):
-        result.ranks[rank] = RankWaits()
-        selected = [n for n, number in enumerate(messages.numbers) if has_step(number)]
-        if not messages.is_marked:
-            selected = [0]
-        result.num_steps += len(selected)
-        for channel, call in _calls(rank, info, messages, set(selected), result.uncounted):
-            channels[channel][rank].append(call)
-            calls.append(call)
-        for _, _, nanoseconds in messages.calls.unlinked:
-            result.ranks[rank].other_kernels += nanoseconds
-        result.uncounted["calls that say neither collective nor size (old torch)"] += (
-            messages.calls.without_args
-        )
-    transfers: dict[int, int] = {}  # by id of a call
-    spreads: list[tuple[int, int, int]] = []
-    for channel, lists in channels.items():
-        for group in _matched(channel, lists, by_rank.keys(), result):
-            _time(group, transfers, spreads, result)
-    _judge_clocks(spreads, result)
-    _sum_up(calls, transfers, result)
-    return result
-
-
-def _calls(
-    rank: int,
-    info: RankInfo,
-    messages: RankMessages,
-    selected: set[int],
-    uncounted: Counter[str],
-) -> Iterator[tuple[_Channel, _Call]]:
-    calls = messages.calls
-    members = [members_of(args, info) for args in calls.args]
-    kinds: dict[tuple[int, int], MessageKind | str] = {}
-    columns = (calls.comm, calls.step, calls.phase, calls.seq, calls.start, calls.end)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    for comm, step, phase, seq, start, end in rows:
-        if step not in selected:
-            continue
-        args = calls.args[comm]
-        if (comm, phase) not in kinds:
-            kinds[comm, phase] = kind_of(args, members[comm], PHASES[phase])
-        kind = kinds[comm, phase]
-        if isinstance(kind, str):
-            uncounted[kind] += 1
-            continue
-        pair = None
-        if kind.collective == SEND:
-            pair = (rank, args.target)
-        elif kind.collective == RECV:
-            pair = (args.source, rank)
-        call = _Call(rank, kind, messages.numbers[step], seq, start, end)
-        yield (kind.group, members[comm], pair), call
-
-
-def _matched(
-    channel: _Channel,
-    lists: Mapping[int, list[_Call]],
-    ranks: Iterable[int],
-    result: Messages,
-) -> Iterator[list[_Call]]:
-    """Yield the calls of all ranks of each message that is matched; count the others."""
-    group, members, pair = channel
-    label = f"group {group}" if group else "a group"
-    participants = [rank for rank in (members if pair is None else pair) if rank is not None]
-    if not members or (pair is not None and len(participants) < 2):
-        result.unmatched[f"the ranks of {label} are not in the trace"] += sum(
-            map(len, lists.values())
-        )
-        return
-    present = [rank for rank in dict.fromkeys(participants) if rank in ranks]
-    if len(present) < len(set(participants)):
-        result.partial.update(call.kind for calls in lists.values() for call in calls)
-    by_step: dict[int, dict[int, list[_Call]]] = defaultdict(dict)
-    for rank in present:
-        for call in lists.get(rank, ()):
-            by_step[call.step].setdefault(rank, []).append(call)
-    for step, own in sorted(by_step.items()):
-        yield from _in_step(label, step, {rank: own.get(rank, []) for rank in present}, result)
-
-
-def _in_step(
-    label: str, step: int, by_rank: Mapping[int, Sequence[_Call]], result: Messages
-) -> Iterator[list[_Call]]:
-    """Match by the number of the call where it is known, else by order if all are alike."""
-    lists = list(by_rank.values())
-    if all(call.seq != NONE for calls in lists for call in calls):
-        by_seq: dict[tuple[int, int], list[_Call]] = defaultdict(list)
-        for calls in lists:
-            seen: Counter[int] = Counter()
-            for call in calls:
-                by_seq[call.seq, seen[call.seq]].append(call)
-                seen[call.seq] += 1
-        groups = list(by_seq.values())
-    elif len({len(calls) for calls in lists}) == 1:
-        groups = [list(calls) for calls in zip(*lists, strict=True)]
-    else:
-        common = Counter(map(len, lists)).most_common(1)[0][0]
-        odd = {rank: len(calls) for rank, calls in by_rank.items() if len(calls) != common}
-        count = next(iter(odd.values()))
-        ranks = [rank for rank, number in odd.items() if number == count]
-        verb, plural = ("has", "have")[len(ranks) > 1], "s" * (count != 1)
-        text = f"in step {step} {ranks_text(ranks)} {verb} {count} call{plural} of {label}"
-        result.unmatched[f"{text}, others {common}"] += sum(map(len, lists))
-        return
-    for calls in groups:
-        if len(calls) < len(lists):
-            text = f"in step {step} some ranks lack calls of {label} that others have"
-            result.unmatched[text] += len(calls)
-        elif len({call.signature for call in calls}) > 1:
-            text = f"in step {step} ranks differ in a collective or size of {label}"
-            result.unmatched[text] += len(calls)
-        else:
-            yield calls
-
-
-def _time(
-    calls: Sequence[_Call],
-    transfers: dict[int, int],
-    spreads: list[tuple[int, int, int]],
-    result: Messages,
-) -> None:
-    """Note the transfer of a message on all its ranks, and how its ranks arrived and ended."""
-    durations = [call.duration for call in calls]
-    known = [duration for duration in durations if duration is not None]
-    if len(known) < len(calls):
-        return
-    shortest = min(known)
-    for call in calls:
-        transfers[id(call)] = shortest
-    kind = calls[0].kind
-    facts = FACTS.get(Collective(kind.collective)) if kind.collective in _NAMES else None
-    if facts is None or not facts.synchronizing or len(calls) < 2:
-        return
-    result.ranks[calls[known.index(shortest)].rank].last += 1
-    starts, ends = [call.start for call in calls], [call.end for call in calls]
-    for call in calls:
-        result.ranks[call.rank].early += max(starts) - call.start
-    spreads.append((max(ends) - min(ends), max(starts) - min(starts), min(ends) - max(starts)))
-
-
-_NAMES = frozenset(Collective)
-
-
-def _judge_clocks(spreads: Sequence[tuple[int, int, int]], result: Messages) -> None:
-    """Decide whether arrivals can be told: they differ by more than ends do.
-
-    No rank ends before all have arrived.
-    """
-    if not spreads:
-        return
-    ends, starts, after = zip(*spreads, strict=True)
-    result.end_spread = median(ends)
-    result.clocks_agree = 2 * result.end_spread < median(starts) and min(after) >= 0
-
-
-def _sum_up(calls: Sequence[_Call], transfers: Mapping[int, int], result: Messages) -> None:
-    counts: Counter[MessageKind] = Counter()
-    timed: Counter[MessageKind] = Counter()
-    nanoseconds: Counter[MessageKind] = Counter()
-    ranks: dict[MessageKind, set[int]] = defaultdict(set)
-    for call in calls:
-        counts[call.kind] += 1
-        ranks[call.kind].add(call.rank)
-        waits, transfer, duration = (
-            result.ranks[call.rank],
-            transfers.get(id(call)),
-            call.duration,
-        )
-        waits.calls += 1
-        if transfer is None or duration is None:
-            waits.other_kernels += duration or 0
-            continue
-        timed[call.kind] += 1
-        nanoseconds[call.kind] += transfer
-        result.kernels[call.kind] = result.kernels.get(call.kind, 0) + duration
-        if call.kind in result.partial:
-            waits.other_kernels += duration
-            continue
-        waits.timed += 1
-        waits.kernels += duration
-        waits.transfer += transfer
-    for kind, number in counts.items():
-        result.histogram[kind] = Tally(
-            calls=number,
-            ranks=len(ranks[kind]),
-            timed_calls=timed[kind],
-            seconds=nanoseconds[kind] / 1e9,
-        )

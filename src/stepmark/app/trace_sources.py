@@ -1,0 +1,37 @@
+"""Traces of a job, and its logs and dumps beside them, among files and folders."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepmark.app.log_sources import FLIGHT, INSPECTOR, LOG, Inputs, kinds_of
+from stepmark.core.errors import ConfigError
+from stepmark.trace.kineto.stream import looks_like_trace
+from stepmark.trace.read_text import read_head
+
+_SOURCES = (LOG, FLIGHT, INSPECTOR)
+
+
+def split_sources(words: Sequence[str]) -> tuple[list[str], Inputs]:
+    """Return the words that name traces, and the other files of the job among them all."""
+    traces, inputs = [], Inputs()
+    for word in words:
+        path = Path(word)
+        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else []
+        kinds = {file: _kind(file) for file in files or [path] if file.is_file()}
+        for file, kind in kinds.items():
+            if kind in _SOURCES:
+                inputs.paths[kind].append(file)
+        if "trace" in kinds.values() or not (path.is_dir() or kinds.get(path) in _SOURCES):
+            traces.append(word)
+    if not traces:
+        raise ConfigError("trace", ", ".join(words), "a folder or file with profiler traces")
+    return traces, inputs
+
+
+def _kind(file: Path) -> str:
+    try:
+        if looks_like_trace(read_head(file)):
+            return "trace"
+        return next(iter(kinds_of(file) & set(_SOURCES)), "other")
+    except ConfigError:
+        return "trace" if ".json" in file.name else "other"
