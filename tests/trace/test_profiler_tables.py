@@ -321,6 +321,45 @@ def test_markers_that_are_not_shown_give_no_answer(tmp_path: Path) -> None:
     assert "455 times the time of the host" in answer.reasons[0]
 
 
+OLD = """
+------------  ----------------  --------------  --------------  ------------  ---------------
+Name          Self CPU total %  Self CPU total  CPU total %     CUDA total    Number of Calls
+------------  ----------------  --------------  --------------  ------------  ---------------
+conv2d                  26.12%       224.779us          26.12%     281.568us                1
+_convolution            25.49%       219.349us          25.49%     276.480us                1
+------------  ----------------  --------------  --------------  ------------  ---------------
+Self CPU time total: 860.565us
+CUDA time total: 1.091ms
+"""
+QUOTED = """
+> -----------------------  ----------  ----------  ------------  ----------
+>                     Name    Self XPU  Self XPU %     XPU total  # of Calls
+> -----------------------  ----------  ----------  ------------  ----------
+>                aten::mm     3.000ms      75.00%       3.000ms          10
+>             gemm_kernel     3.000ms      75.00%       3.000ms          10
+>   ccl_all_reduce_kernel     1.000ms      25.00%       1.000ms           2
+> -----------------------  ----------  ----------  ------------  ----------
+> Self CPU time total: 9.000ms
+> Self XPU time total: 4.000ms
+"""
+
+
+def test_tables_of_old_torch_and_other_devices(tmp_path: Path) -> None:
+    (old,) = read_tables(written(tmp_path, OLD))
+    assert [row.value("self_cpu") for row in old.rows] == [224_779, 219_349]
+    assert [row.value("device") for row in old.rows] == [281_568, 276_480]
+    assert old.device == "CUDA"
+    assert DAMAGED not in rules(old)
+    (quoted,) = read_tables(written(tmp_path, QUOTED))
+    assert quoted.device == "XPU"
+    assert quoted.totals["self_device"].value == 4 * MS
+    assert not quoted.flags
+    # Without CPU times kernels and operators look alike, and each time stands twice.
+    for table in (old, quoted):
+        assert table.communication is not None
+        assert (table.communication.bound, table.communication.high_ns) == (None, None)
+
+
 def test_output_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_table(SLIDES, tmp_path / "tables.json", tmp_path) == 0
     text = capsys.readouterr().out

@@ -9,8 +9,8 @@ at least    the communication kernels shown; or the self device time of the coll
             latter: ROCm's tables count them as kernels of operators.
 at most     all device time without the kernels shown that are none of communication; without
             that of the operators shown that are no collectives; and, where rows are sorted by
-            device time and none is of communication, the smallest figure shown, because
-            torch.distributed runs every collective under one name, record_param_comms.
+            device time and none is of communication, the smallest figure shown, because in
+            torch 2 one row, record_param_comms, has all that torch.distributed launched.
 """
 
 import re
@@ -37,9 +37,18 @@ from stepmark.trace.tables.profiler_checks import (
 from stepmark.trace.tables.profiler_text import DAMAGED, GROUPING
 
 _PARENT = "record_param_comms"
+# Kernels are told from operators by their lack of CPU time.
+_NEEDED = {
+    "self_device": "self time on a device",
+    "device": "total time on a device",
+    "self_cpu": "self time on the CPU",
+    "cpu": "total time on the CPU",
+}
 # Device rows that are kernels for certain; an annotation of the user has any other name.
 _KERNEL_NAME = re.compile(
-    r"void |.*[<(]|.*(?:kernel|gemm|cutlass|cudnn)|nvjet_|triton_|Cijk_", re.I
+    r"void |.*(?:[<(]|kernel|gemm|cutlass|cudnn)"
+    r"|(?:nvjet|triton|ampere|volta|sm\d\d|fmha|cijk)_",
+    re.IGNORECASE,
 )
 _COMMUNICATION = frozenset((RowKind.COLLECTIVE, RowKind.COMM_KERNEL))
 _OPERATORS = frozenset((RowKind.OPERATOR, RowKind.COLLECTIVE))
@@ -57,8 +66,8 @@ def communication(table: ProfilerTable) -> Communication:
     """Return what the table says of communication, with the reasons."""
     sums = sums_of_self(table)
     everything, steps = sums.get("device"), steps_row(table)
-    if "self_device" not in table.columns:
-        return _unknown("the table has no device time")
+    if missing := [key for key in _NEEDED if key not in table.columns]:
+        return _unknown(f"the table has no column of {_NEEDED[missing[0]]}")
     if any(flag.rule == DAMAGED for flag in table.flags):
         return _unknown("rows of the table may be lost")
     if everything is None or everything[1] <= 0:
@@ -103,8 +112,9 @@ def _device_time(table: ProfilerTable, everything: Span) -> tuple[Span, str]:
     part of the sum if it has room for them.
     """
     markers = _times(table, RowKind.MARKER)
-    work = self_times(table.rows, DEVICE_WORK) or _ZERO
-    annotations = _times(table, RowKind.ANNOTATION)
+    work = self_times([row for row in table.rows if _is_work(row)], DEVICE_WORK) or _ZERO
+    others = [row for row in table.rows if not _is_work(row)]
+    annotations = self_times(others, frozenset((RowKind.ANNOTATION, RowKind.KERNEL))) or _ZERO
     low, high = everything[0] - markers[1], everything[1] - markers[0]
     if work[0] + annotations[0] <= high:
         low -= annotations[1]
@@ -132,9 +142,7 @@ def _at_least(table: ProfilerTable) -> Iterator[tuple[float, str]]:
 def _at_most(table: ProfilerTable, device: Span) -> Iterator[tuple[float, str]]:
     """Yield (ns, reason): communication is at most this."""
     yield device[1], ""
-    kernels = [
-        row for row in table.rows if row.kind is RowKind.KERNEL and _KERNEL_NAME.match(row.name)
-    ]
+    kernels = [row for row in table.rows if row.kind is RowKind.KERNEL and _is_work(row)]
     operators = [row for row in table.rows if row.kind is RowKind.OPERATOR]
     with_markers = _times(table, RowKind.MARKER)[1] > 0
     for name, rows in (("kernels", kernels), ("operators", [] if with_markers else operators)):
@@ -155,9 +163,15 @@ def _unlisted(table: ProfilerTable) -> tuple[float, str] | None:
     last = table.rows[-1].figures[key]
     return last.high, (
         f"no collective is among the {len(table.rows)} rows, which are sorted by "
-        f"{table.columns[key]} down to {last.printed}; all that torch.distributed launched "
-        f"within the profile is one row, {_PARENT}, so it takes at most that"
+        f"{table.columns[key]} down to {last.printed}; if one row, {_PARENT}, has all that "
+        "torch.distributed launched, as in torch 2, it takes at most that"
     )
+
+
+def _is_work(row: TableRow) -> bool:
+    """Return whether a row is work of the device for certain."""
+    is_named = row.kind is not RowKind.KERNEL or _KERNEL_NAME.match(row.name) is not None
+    return row.kind in DEVICE_WORK and is_named
 
 
 def _times(table: ProfilerTable, kind: RowKind) -> Span:

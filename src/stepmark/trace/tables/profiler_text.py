@@ -76,7 +76,8 @@ class _Layout(NamedTuple):
     device: str
     offset: int  # of the first column; a launcher's prefix stands before it
     spans: list[slice]  # of columns, after the offset; [] without rules of dashes
-    width: int = 0
+    width: int = 0  # of a whole row; 0 unknown
+    is_left: bool = False  # names are aligned left, as before torch 1.8
 
     def cells(self, line: str) -> list[str]:
         number = len(self.headings)
@@ -91,12 +92,12 @@ class _Layout(NamedTuple):
         return cells
 
     def is_cut(self, line: str) -> bool:
-        """Return whether a row lost its beginning or end: cells stand at the right."""
+        """Return whether a row lost its beginning or end, by where its cells stand."""
         if not self.spans:
             return False
         text, end = line[self.offset :].rstrip(), self.spans[0].stop
-        is_aligned = text[end - 1 : end].strip() and not text[end : end + 1].strip()
-        return len(text) < self.width or not is_aligned
+        edge = text[:1] if self.is_left else text[end - 1 : end]
+        return len(text) < self.width or not edge.strip() or bool(text[end : end + 1].strip())
 
 
 def read(lines: Sequence[str], file: str) -> list[ProfilerTable]:
@@ -155,7 +156,7 @@ def figure(cell: str, kind: str) -> Figure | None:
 def _layout(lines: Sequence[str], index: int) -> _Layout | None:
     """Return the layout of a table whose headings are on this line, or None."""
     line = lines[index]
-    if "Name" not in line or "CPU" not in line or len(line) > _MAX_LINE:
+    if "Name" not in line or "%" not in line or len(line) > _MAX_LINE:
         return None
     rule = _RULE.search(lines[index - 1]) if index else None
     offset = rule.start() if rule else 0
@@ -173,7 +174,14 @@ def _layout(lines: Sequence[str], index: int) -> _Layout | None:
     width = spans[-1].stop if spans and keys[-1] != "source" else 0
     spans[-1:] = [slice(spans[-1].start, None)] if spans else []
     device = next((device for _, device in columns if device), "")
-    return _Layout(dict(zip(keys, names, strict=True)), device, offset, spans, width)
+    return _Layout(
+        dict(zip(keys, names, strict=True)),
+        device,
+        offset,
+        spans,
+        width,
+        line[offset : offset + 4] == "Name",
+    )
 
 
 def _table(lines: Sequence[str], head: int, layout: _Layout, file: str) -> ProfilerTable:
