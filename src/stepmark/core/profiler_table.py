@@ -7,6 +7,8 @@ nanoseconds, sizes bytes, shares percent. What the table does not say is None or
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from stepmark.core.units import KIB, MIB
+
 
 class RowKind(StrEnum):
     """What a row of the PyTorch profiler counts. Only device rows are work of the device.
@@ -26,6 +28,8 @@ class RowKind(StrEnum):
     MARKER = "marker"
 
 
+# Least bytes of the bins in which Perftools counts copies by size.
+COPY_EDGES = (0, 16, 256, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
 DEVICE_WORK = frozenset({RowKind.KERNEL, RowKind.COMM_KERNEL, RowKind.COPY})
 
 

@@ -4,7 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from stepmark.core.columns import Row, aligned
-from stepmark.core.profiler_table import Communication, Flag, ProfilerTable, TableRow
+from stepmark.core.profiler_table import (
+    COPY_EDGES,
+    Communication,
+    Flag,
+    ProfilerTable,
+    TableRow,
+)
 from stepmark.core.units import format_bytes, format_time
 
 _MAX_ROWS, _MAX_FLAGS, _MAX_NAME = 40, 80, 52
@@ -111,18 +117,11 @@ def _bin(low: object, high: object) -> str:
 
 def _copies(row: TableRow) -> Iterator[Row]:
     """Yield the bins of a row's copies. A bin ends where Perftools' next one begins."""
-    edges = (0, 16, 256, 4096, 65536, 2**20, 2**24)
     for key, direction in _DIRECTIONS.items():
-        for place, edge in enumerate(edges):
+        for edge, above in zip(COPY_EDGES, (*COPY_EDGES[1:], None), strict=True):
             if (count := row.value(f"{key}_{edge}")) is not None:
-                above = edges[place + 1] if place + 1 < len(edges) else None
-                yield {
-                    "function": row.name,
-                    "direction": direction,
-                    "min_bytes": edge,
-                    "below_bytes": above,
-                    "count": count,
-                }
+                bounds = {"min_bytes": edge, "below_bytes": above}
+                yield {"function": row.name, "direction": direction, **bounds, "count": count}
 
 
 def _flags(flags: Sequence[Flag]) -> Iterator[str]:
@@ -138,23 +137,12 @@ def document(tables: Sequence[ProfilerTable]) -> dict[str, object]:
     """Return everything as plain values: seconds, bytes, percent."""
     return {
         "tables": [
-            {
-                "file": table.file,
-                "index": table.index,
-                "first_line": table.first_line,
-                "last_line": table.last_line,
-                "title": table.title,
-                "tool": table.tool,
-                "device": table.device or None,
-                "sorted_by": table.sorted_by,
-                "columns": table.columns,
-                "totals": {
-                    f"{key}_s": total.value / _NS for key, total in table.totals.items()
-                },
+            asdict(table)
+            | {
+                "totals": {f"{key}_s": sum_.value / _NS for key, sum_ in table.totals.items()},
                 "communication": table.communication and _plain_answer(table.communication),
                 "rows": [_row(row) for row in table.rows],
                 "copies": [copy for row in table.rows for copy in _copies(row)],
-                "flags": [asdict(flag) for flag in table.flags],
             }
             for table in tables
         ]

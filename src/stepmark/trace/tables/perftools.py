@@ -16,13 +16,14 @@ from itertools import pairwise
 from math import inf
 
 from stepmark.core.profiler_table import (
+    COPY_EDGES,
     Communication,
     Figure,
     Flag,
     ProfilerTable,
     TableRow,
 )
-from stepmark.core.units import KIB, MIB, format_bytes, format_time
+from stepmark.core.units import MIB, format_bytes, format_time, parse_bytes
 from stepmark.trace.tables.printed_figures import NUMBER, parse_number, rounding_error
 from stepmark.trace.tables.profiler_checks import flag_on
 from stepmark.trace.tables.profiler_text import damage, repeated
@@ -31,17 +32,8 @@ from stepmark.trace.tables.slide_tables import heading_above
 _TITLE = re.compile(r"\s*Table \d+:\s+(.*Accelerator Regions.*)")
 _TOTAL_ROW = re.compile(r"[\s|]*100\.0%")
 _SCALES = {"time": 1e9, "acc_time": 1e9, "copy_in": MIB, "copy_out": MIB, "copy_peer": MIB}
-_EDGES = {
-    "16": 16,
-    "256": 256,
-    "4KiB": 4 * KIB,
-    "64KiB": 64 * KIB,
-    "1MiB": MIB,
-    "16MiB": 16 * MIB,
-}
 _LOWER = re.compile(r"(\d+(?:[KM]iB)?)<=")
 _DIRECTIONS = {"HtoA": "copy_in", "AtoH": "copy_out", "AtoA": "copy_peer"}
-_COPIES = ("copy_in", "copy_out", "copy_peer")
 _LEVEL = re.compile(r" *(?:(\d)\|+|(\|+)|(\d)\.(?=\d+\.\d+%))?")
 _CELL = re.compile(rf"{NUMBER}%?")
 _EMPTY = ("", "-", "--")
@@ -88,9 +80,7 @@ def _table(lines: Sequence[str], title: int, file: str) -> ProfilerTable | None:
                 reason = f"{len(cells)} figures do not fit {len(total)} columns"
                 flags.append(damage(number + 1, lines[number].strip()[:80], reason))
             else:
-                if (
-                    "\t" in lines[number] and _SOURCE_LINE.fullmatch(words[0]) and rows
-                ):  # of the row above
+                if is_copied and rows and _SOURCE_LINE.fullmatch(words[0]):  # of the row above
                     rows[-1] = _with_source(rows[-1], words.pop(0))
                 rows.append(
                     _row(number + 1, level, dict(zip(columns, fitting, strict=True)), words)
@@ -99,14 +89,12 @@ def _table(lines: Sequence[str], title: int, file: str) -> ProfilerTable | None:
             rows[-1] = _with_source(rows[-1], *words)
         elif _TITLE.match(lines[number]) or (gap := gap + (not words)) > _MAX_GAP:
             break
-    match = _TITLE.match(lines[title])
+    name = lines[title].partition(":")[2].strip()
     return ProfilerTable(
         file=file,
         first_line=title + 1,
         last_line=rows[-1].line if rows else first + 1,
-        title=": ".join(
-            filter(None, (heading_above(lines, title + 1), match[1].strip() if match else ""))
-        ),
+        title=": ".join(filter(None, (heading_above(lines, title + 1), name))),
         tool="Perftools",
         device="accelerator",
         columns=columns,
@@ -123,12 +111,8 @@ def _split(line: str) -> tuple[int, list[str], list[str]]:
     cells = [cell.strip() for cell in rest.split("\t" if "\t" in line else "|")]
     places = [n for n, cell in enumerate(cells) if cell not in _EMPTY and not _is_figure(cell)]
     end = places[0] if places else len(cells)
-    figures = cells[:end] if len(cells) > 1 else []
-    return (
-        int(level) if level.isdecimal() else len(level),
-        figures,
-        list(filter(None, cells[end:])),
-    )
+    figures, words = cells[:end] if len(cells) > 1 else [], list(filter(None, cells[end:]))
+    return int(level) if level.isdecimal() else len(level), figures, words
 
 
 def _is_figure(cell: str) -> bool:
@@ -145,10 +129,8 @@ def _columns(head: Sequence[str]) -> dict[str, str]:
     else:
         cells = next((line.split("\t") for line in head if line.startswith("Time%")), [])
         headings = list(_unstacked([cell.strip() for cell in cells if cell.strip()]))
-    named = [
-        heading for heading in headings if "Function" not in heading and heading != "Source"
-    ]
-    return {_key(heading): heading for heading in named}
+    words = re.compile(r".*Function|Source$")
+    return {_key(heading): heading for heading in headings if not words.match(heading)}
 
 
 def _unstacked(cells: Sequence[str]) -> Iterator[str]:
@@ -177,8 +159,8 @@ def _key(heading: str) -> str:
     direction = next((key for word, key in _DIRECTIONS.items() if word in heading), "")
     if direction:
         match = _LOWER.search(heading)
-        edge = _EDGES.get(match[1]) if match else 0
-        return "" if edge is None else f"{direction}_{edge}"
+        edge = parse_bytes(match[1], "size") if match else 0
+        return f"{direction}_{edge}" if edge in COPY_EDGES else ""
     side = "acc_time" if "Acc" in heading else "time"
     names = {
         "Acc Copy In": "copy_in",
@@ -220,11 +202,9 @@ def _places(cell: str) -> tuple[bool, int]:
 
 
 def _row(line: int, level: int, cells: dict[str, str], words: Sequence[str]) -> TableRow:
-    functions = [word for word in words if "/" not in word]
-    name = (functions or list(words) or [""])[0]
-    source = (
-        [word for word in words[list(words).index(name) + 1 :] if "/" in word] if words else []
-    )
+    place = next((n for n, word in enumerate(words) if "/" not in word), 0)
+    name = words[place] if words else ""
+    source = [word for word in words[place + 1 :] if "/" in word]
     figures = {}
     for key, cell in cells.items():
         plain = cell.replace(",", "").rstrip("%")
@@ -267,7 +247,7 @@ def _flags(table: ProfilerTable) -> Iterator[Flag]:
                 middle = format_time((low + high) / 2e9)
                 reason = f"{share.printed} of {whole.printed} is {middle}"
                 yield flag_on(table, row, key, "percent", reason)
-        for key in _COPIES:
+        for key in _DIRECTIONS.values():
             copied, span = row.figures.get(key), _bytes_of_bins(row, key)
             if copied and span and (copied.high < span[0] or copied.low > span[1]):
                 reason = f"its copies by size hold {format_bytes(span[0])} to {_size(span[1])}"
@@ -276,9 +256,8 @@ def _flags(table: ProfilerTable) -> Iterator[Flag]:
 
 def _bytes_of_bins(row: TableRow, key: str) -> tuple[float, float] | None:
     """Return the least and the most bytes that the row's copies by size hold."""
-    edges = [0, *_EDGES.values()]
     low, high, is_binned = 0.0, 0.0, False
-    for edge, upper in pairwise((*edges, inf)):
+    for edge, upper in pairwise((*COPY_EDGES, inf)):
         if number := row.figures.get(f"{key}_{edge}"):
             is_binned = True
             low += max(number.low, 0.0) * edge
@@ -291,15 +270,17 @@ def _size(num_bytes: float) -> str:
 
 
 def _communication(table: ProfilerTable) -> Communication:
-    """Return the accelerator time of functions that are collectives, which is a lower bound."""
-    named = [row for row in table.rows if _COLLECTIVE.match(row.name) and "/" not in row.name]
-    times = [row.figures["acc_time"] for row in named if "acc_time" in row.figures]
+    """Return the largest time of a collective's function: rows may stand below one another."""
     total = table.rows[0].figures.get("acc_time") if table.rows else None
     if total is None or table.flags:
         reason = "its total is missing" if total is None else "rows of the table may be lost"
         return Communication(bound=None, reasons=(reason,))
-    low, value = (sum(getattr(time, end) for time in times) for end in ("low", "value"))
-    functions = ", ".join(dict.fromkeys(row.name for row in named)) or "no collective"
+    functions = [
+        (row.figures["acc_time"].low, row.name, row.figures["acc_time"].printed)
+        for row in table.rows
+        if "acc_time" in row.figures and "/" not in row.name and _COLLECTIVE.match(row.name)
+    ]
+    low, name, printed = max(functions, default=(0.0, "no function of a collective", "0"))
     return Communication(
         bound=True if low > total.high / 2 else None,
         low_ns=max(low, 0.0),
@@ -307,7 +288,7 @@ def _communication(table: ProfilerTable) -> Communication:
         device_high_ns=total.high,
         definition="Acc Time of all functions",
         reasons=(
-            f"functions of collectives ({functions}) hold {format_time(value / 1e9)} of it",
+            f"{name} has an Acc Time of {printed} s",
             "the table does not say which kernels ran under the other functions",
         ),
     )
