@@ -361,19 +361,19 @@ def test_tables_of_old_torch_and_other_devices(tmp_path: Path) -> None:
 
 
 def test_output_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_table(SLIDES, tmp_path / "tables.json", tmp_path) == 0
+    assert run_table(SLIDES, f"{tmp_path}/", f"{tmp_path}/") == 0
     text = capsys.readouterr().out
     assert text.count("communication-bound: yes") == 1
     assert text.count("communication-bound: no\n") == 1
     assert "448 of 4 KiB to under 64 KiB" in text
-    document = json.loads((tmp_path / "tables.json").read_text())
+    document = json.loads((tmp_path / "profiler-tables.json").read_text())
     first = document["tables"][0]
     assert first["rows"][0]["self_device_s"] == 6478.273
     assert first["communication"]["low_s"] == pytest.approx(12.36, abs=1e-5)
     assert {path.name for path in tmp_path.glob("*.csv")} == {
         *("rows.csv", "flags.csv", "copies.csv")
     }
-    run_table(SLIDES, Path("-"), None)
+    run_table(SLIDES, "-")
     assert len(json.loads(capsys.readouterr().out)["tables"]) == 4
 
 

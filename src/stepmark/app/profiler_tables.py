@@ -14,7 +14,7 @@ from stepmark.trace.tables import perftools, profiler_text
 from stepmark.trace.tables.profiler_communication import checked
 
 
-def run_table(path: Path, json: Path | None = None, csv: Path | None = None) -> int:
+def run_table(path: Path, json: str | Path | None = None, csv: str | Path | None = None) -> int:
     """Print the tables of a file, or write them where json or csv is "-".
 
     Raises ConfigError for a file without any.
