@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
+_ROUNDING_NS = 2_000  # of old traces, in whole microseconds
 # Pseudo-collectives that send nothing.
 _NO_MESSAGES = frozenset({"wait", "init", "finalize"})
 
@@ -102,22 +103,13 @@ class Steps:
 
 
 def steps(trace: RankTrace) -> Steps:
-    """Return the steps that prof.step() marked; without any, the whole trace as step 0."""
-    spans = trace.spans
-    numbers = {
-        name: int(match[1])
-        for name, text in enumerate(trace.names)
-        if (match := _STEP.search(text))
-    }
-    rows = np.flatnonzero(np.isin(spans.name, list(numbers)))
-    if not rows.size:
-        return Steps(
-            numbers=(0,),
-            start=np.array([first_and_last(trace)[0]]),
-            end=np.array([first_and_last(trace)[1]]),
-            of_gpu=np.zeros(trace.gpu.start.size, np.int64),
-            is_marked=False,
-        )
+    """Return the steps that prof.step() marked; without any, the whole trace as step 0.
+
+    Marks that overlap, as of several processes in one file, mark no steps.
+    """
+    spans, rows = trace.spans, step_rows(trace)
+    if not rows.size or marks_overlap(spans.start[rows], spans.end[rows]):
+        return whole(trace)
     start, end = spans.start[rows], spans.end[rows]
     call = launches(trace)
     launched = np.where(call == NONE, NONE, trace.calls.start[call])
@@ -125,12 +117,39 @@ def steps(trace: RankTrace) -> Steps:
     is_inside = (call != NONE) & (step >= 0)
     is_inside &= launched < end[np.maximum(step, 0)]
     return Steps(
-        numbers=tuple(numbers[int(name)] for name in spans.name[rows]),
+        numbers=tuple(_step_number(trace.names[name]) for name in spans.name[rows]),
         start=start,
         end=end,
         of_gpu=np.where(is_inside, step, NONE),
         is_marked=True,
     )
+
+
+def step_rows(trace: RankTrace) -> Ints:
+    """Return the rows of spans that mark steps."""
+    marks = [name for name, text in enumerate(trace.names) if _STEP.search(text)]
+    return np.flatnonzero(np.isin(trace.spans.name, marks))
+
+
+def _step_number(name: str) -> int:
+    return int(name.rpartition("#")[2])
+
+
+def whole(trace: RankTrace) -> Steps:
+    """Return the whole trace as one step."""
+    first, last = first_and_last(trace)
+    return Steps(
+        numbers=(0,),
+        start=np.array([first]),
+        end=np.array([last]),
+        of_gpu=np.zeros(trace.gpu.start.size, np.int64),
+        is_marked=False,
+    )
+
+
+def marks_overlap(start: Ints, end: Ints) -> bool:
+    """Return whether steps last beyond the start of the next by more than rounding."""
+    return bool((end[:-1] - start[1:] > _ROUNDING_NS).any())
 
 
 def first_and_last(trace: RankTrace) -> tuple[int, int]:
