@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from stepmark.core.trace_columns import Damage
 
-WHOLE = None  # step of a trace without ProfilerStep marks
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleTimes:
@@ -29,8 +27,8 @@ class QueueDepth:
 class StepTimes:
     """One step on one GPU, or on the host where the trace has no GPU events.
 
-    compute, exposed_comm, exposed_memory and idle add up to the window. device: None is the
-    host; then memory is part of compute, and idle and queue are None.
+    compute, exposed_comm, exposed_memory and idle add up to the window. step: None is the whole
+    trace, without marks. device: None is the host; copies are then compute.
     other_steps_ns: time in the window in which only work of other steps, or of unknown steps,
     runs. It is part of the times above.
     """
@@ -122,12 +120,14 @@ class CopyTimes:
 class RankTimes:
     """Everything about one rank.
 
-    all_steps: numbers in the trace; steps: the selected ones in which anything ran.
+    all_steps: numbers of the marks in the trace; empty_steps: those that launched nothing.
+    steps: the selected ones of the others.
     num_outside, outside_ns: GPU events that no window contains, and their union.
     """
 
     is_marked: bool
     all_steps: tuple[int, ...]
+    empty_steps: tuple[int, ...]
     steps: tuple[StepTimes, ...]
     comms: tuple[CommTimes, ...] = ()
     kernels: tuple[KernelTimes, ...] = ()

@@ -57,9 +57,11 @@ def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     kernels: list[KernelTimes] = []
     chosen = np.zeros(work.size, bool)
     num_outside = outside_ns = 0
+    empty = set(steps.numbers if steps.is_marked else ())
     for number in map(int, np.unique(device)):
         rows = np.flatnonzero(device == number)
         windows = gpu_windows(trace, steps, rows)
+        empty.difference_update(n for n in windows.numbers if n is not None)
         busy = busy_times(trace, rows, work[rows])
         in_windows = union(windows.start, windows.end)
         beyond = without(busy.all, in_windows)
@@ -77,6 +79,7 @@ def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     return RankTimes(
         is_marked=steps.is_marked,
         all_steps=steps.numbers if steps.is_marked else (),
+        empty_steps=tuple(sorted(empty)),
         steps=tuple(step_times),
         comms=tuple(comms),
         kernels=tuple(kernels),

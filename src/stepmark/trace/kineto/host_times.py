@@ -34,6 +34,8 @@ _NO_TIMES: Intervals = Intervals(np.empty(0, np.int64), np.empty(0, np.int64))
 def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -> RankTimes:
     """Return the times of the selected steps on the host."""
     windows = host_windows(trace, steps)
+    numbers = steps.numbers if steps.is_marked else ()
+    empty = tuple(sorted(set(numbers).difference(n for n in windows.numbers if n is not None)))
     windows = windows.only([n is None or selects(n) for n in windows.numbers])
     is_comm = np.array([bool(_COMM.match(name)) for name in trace.names], bool)
     compute, comm = _busy(trace, is_comm)
@@ -66,7 +68,8 @@ def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -
         )
     return RankTimes(
         is_marked=steps.is_marked,
-        all_steps=steps.numbers if steps.is_marked else (),
+        all_steps=numbers,
+        empty_steps=empty,
         steps=tuple(step_times),
         comms=tuple(_comms(trace, windows, is_comm, compute)),
         kernels=tuple(_operators(trace, windows)),

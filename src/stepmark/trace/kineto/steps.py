@@ -24,15 +24,14 @@ if TYPE_CHECKING:
 class Windows:
     """Windows of one GPU or of the host, in the order of time.
 
-    numbers: of the steps, None for a whole trace. index: their place in links.Steps.
-    empty: numbers of steps that launched no work and have no window.
+    numbers: of the steps, None for a whole trace. index: their place in links.Steps. Steps that
+    launched no work have none.
     """
 
     numbers: tuple[int | None, ...]
     index: Ints
     start: Ints
     end: Ints
-    empty: tuple[int, ...] = ()
 
     def only(self, keep: list[bool]) -> Windows:
         """Return the windows for which keep is true."""
@@ -58,12 +57,10 @@ def gpu_windows(trace: RankTrace, steps: links.Steps, rows: Ints) -> Windows:
     of_step = steps.of_gpu[rows]
     reach = np.maximum.accumulate(end)  # rows are in the order of their starts
     numbers: list[int] = []
-    empty: list[int] = []
     windows: list[tuple[int, int, int]] = []
     for index, number in enumerate(steps.numbers):
         own = np.flatnonzero(of_step == index)
         if not own.size:
-            empty.append(number)
             continue
         last = int(end[own].max())
         first = windows[-1][2] if windows else int(steps.start[index])
@@ -79,7 +76,6 @@ def gpu_windows(trace: RankTrace, steps: links.Steps, rows: Ints) -> Windows:
         index=table[:, 0],
         start=table[:, 1],
         end=table[:, 2],
-        empty=tuple(empty),
     )
 
 
@@ -98,7 +94,6 @@ def host_windows(trace: RankTrace, steps: links.Steps) -> Windows:
         index=np.arange(len(steps.numbers)),
         start=steps.start,
         end=steps.end,
-        empty=tuple(n for n, count in zip(steps.numbers, counts, strict=True) if not count),
     )
     return windows.only([bool(count) for count in counts])
 
