@@ -1,5 +1,6 @@
 """The breakdown of traces as rows, in ns, and as text, in ms."""
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from statistics import mean, median
@@ -13,13 +14,15 @@ Ranks = Sequence[tuple[int, RankTimes]]
 _MOST_ROWS = 24  # of a table by rank and step; above, the slowest are shown
 _SLOWEST = 6
 _MOST_SENTENCES = 2
+_WIDTH = 100
 
 DEFINITIONS = {
     "gpu": (
-        "Times are those of the GPU. An event belongs to the step whose ProfilerStep mark holds "
-        "its launch call. A step lasts from the end of the last event of the step before to "
-        "the end of its own last one; the first one from where the host begins it, or where "
-        "earlier work ends. Without marks the window is from the first event to the last.",
+        "Times are those of the GPU. An event belongs to the step whose ProfilerStep mark "
+        "holds its launch call. A step lasts from the end of the last event of the step "
+        "before to the end of its own last one; the first one from where earlier work ends, or "
+        "where the host begins it. Without marks the window is from the first event to the "
+        "last.",
         "compute: kernels run that are no communication. exposed communication: what calls of "
         "torch.distributed launched, or kernels of NCCL, RCCL and the like run, and no "
         "compute. exposed copies: other copies or memsets run, and neither of these. idle: "
@@ -172,8 +175,8 @@ def _report(tabled: dict[str, list[Row]], clock: str) -> Iterator[str]:
             yield from _means(rows, label, len(steps))
     yield from _launch_lines(tabled["launches"])
     yield from _copy_lines(tabled["copies"])
-    yield ""
-    yield from DEFINITIONS[clock]
+    for definition in DEFINITIONS[clock]:
+        yield from ["", *textwrap.wrap(definition, _WIDTH)]
 
 
 def _sentences(steps: Sequence[Row]) -> Iterator[str]:

@@ -3,41 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepmark.core.kernel_groups import group_of
-from stepmark.core.trace_breakdown import (
-    CommTimes,
-    KernelTimes,
-    RankTimes,
-    StepTimes,
-)
-from stepmark.core.trace_columns import NONE, RankTrace
+from stepmark.core.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
+from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
 from stepmark.trace.kineto import idle, launches, links
-from stepmark.trace.kineto.checks import check
-from stepmark.trace.kineto.gpu_work import Work, device_of, gpu_work
+from stepmark.trace.kineto.checks import check, device_of
 from stepmark.trace.kineto.host_times import host_times
-from stepmark.trace.kineto.intervals import Intervals, clip, join, time_before, union, without
-from stepmark.trace.kineto.steps import Windows, gpu_windows, of_events
+from stepmark.trace.kineto.intervals import clip, join, time_before, union, without
+from stepmark.trace.kineto.windows import Windows, gpu_windows, in_windows, is_communication
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
+    from stepmark.trace.kineto.windows import Flags
 
 Selects = Callable[[int], bool]
 
 
-class Busy(NamedTuple):
-    """Times in which each kind of work runs on one GPU."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gpu:
+    """One GPU, and the steps of it that are selected.
 
-    compute: Intervals
-    comm: Intervals
-    memory: Intervals
-    exposed_comm: Intervals
-    exposed_memory: Intervals
-    all: Intervals
+    rows: of its events; call, is_comm, place: of each, its launch call, whether it is
+    communication, and the place of its step among `numbers` and `windows`, or NONE.
+    """
+
+    trace: RankTrace
+    device: int
+    rows: Ints
+    call: Ints
+    is_comm: Flags
+    place: Ints
+    numbers: tuple[int | None, ...]
+    windows: Windows
 
 
 def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
@@ -49,40 +51,43 @@ def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
         return replace(host_times(trace, steps, selects), damage=damage)
     if steps.is_marked and (steps.of_gpu == NONE).all():
         steps = links.whole(trace)
-    comm, _ = links.gpu_comms(trace)
-    work = gpu_work(trace, comm)
+    is_comm = is_communication(trace)
     device = device_of(trace)
-    step_times: list[StepTimes] = []
-    comms: list[CommTimes] = []
-    kernels: list[KernelTimes] = []
-    chosen = np.zeros(work.size, bool)
+    gpus: list[_Gpu] = []
     num_outside = outside_ns = 0
-    empty = set(steps.numbers if steps.is_marked else ())
-    for number in map(int, np.unique(device)):
+    with_work: set[int] = set()
+    for number in np.unique(device).tolist():
         rows = np.flatnonzero(device == number)
         windows = gpu_windows(trace, steps, rows)
-        empty.difference_update(n for n in windows.numbers if n is not None)
-        busy = busy_times(trace, rows, work[rows])
-        in_windows = union(windows.start, windows.end)
-        beyond = without(busy.all, in_windows)
-        outside_ns += beyond.total
-        num_outside += _num_outside(trace, rows, in_windows)
-        windows = windows.only([n is None or selects(n) for n in windows.numbers])
-        place = of_events(steps, windows, rows)
-        step_times += _step_times(trace, rows, windows, place, busy, call[rows], number)
-        own, place = rows[place != NONE], place[place != NONE]
-        chosen[own] = True
-        kernels += _kernel_times(trace, own, windows, place, number)
-        is_comm = work[own] == Work.COMM
-        own, place = own[is_comm], place[is_comm]
-        comms += _comm_times(trace, own, windows, place, busy.compute, comm[own], number)
+        count, time_ns = _outside(trace, rows, windows)
+        num_outside, outside_ns = num_outside + count, outside_ns + time_ns
+        index = np.unique(steps.of_gpu[rows])
+        index = index[index != NONE]
+        with_work.update(steps.numbers[i] for i in index)
+        if steps.is_marked:
+            index = index[[selects(steps.numbers[i]) for i in index]]
+        place = np.full(len(steps.numbers) + 1, NONE, np.int64)  # the last one is for NONE
+        place[index] = np.arange(index.size)
+        gpus.append(
+            _Gpu(
+                trace=trace,
+                device=number,
+                rows=rows,
+                call=call[rows],
+                is_comm=is_comm[rows],
+                place=place[steps.of_gpu[rows]],
+                numbers=tuple(steps.numbers[i] if steps.is_marked else None for i in index),
+                windows=Windows(windows.start[index], windows.end[index]),
+            )
+        )
+    chosen = np.concatenate([gpu.rows[gpu.place != NONE] for gpu in gpus])
     return RankTimes(
         is_marked=steps.is_marked,
         all_steps=steps.numbers if steps.is_marked else (),
-        empty_steps=tuple(sorted(empty)),
-        steps=tuple(step_times),
-        comms=tuple(comms),
-        kernels=tuple(kernels),
+        empty_steps=tuple(sorted(set(steps.numbers) - with_work)),
+        steps=tuple(step for gpu in gpus for step in _step_times(gpu)),
+        comms=tuple(comm for gpu in gpus for comm in _comm_times(gpu)),
+        kernels=tuple(kernel for gpu in gpus for kernel in _kernel_times(gpu)),
         launches=tuple(launches.launch_times(trace, call, chosen)),
         copies=tuple(launches.copy_times(trace, chosen)),
         num_outside=num_outside,
@@ -91,92 +96,78 @@ def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     )
 
 
-def busy_times(trace: RankTrace, rows: Ints, work: Ints) -> Busy:
-    """Return when the events `rows` of one GPU run, by their Work."""
+def _outside(trace: RankTrace, rows: Ints, windows: Windows) -> tuple[int, int]:
+    """Return the number of events that no window contains, and the time out of windows."""
     start, end = trace.gpu.start[rows], trace.gpu.end[rows]
-    compute, comm, memory = (union(start[work == k], end[work == k]) for k in Work)
+    inside = union(windows.start, windows.end)
+    is_inside = time_before(inside, end) > time_before(inside, start)
+    return int((~is_inside & (end > start)).sum()), without(union(start, end), inside).total
+
+
+def _step_times(gpu: _Gpu) -> Iterator[StepTimes]:
+    start, end = gpu.trace.gpu.start[gpu.rows], gpu.trace.gpu.end[gpu.rows]
+    is_memory = ~gpu.is_comm & (gpu.trace.gpu.kind[gpu.rows] != GpuKind.KERNEL)
+    is_compute = ~gpu.is_comm & ~is_memory
+    compute, comm, memory = (
+        union(start[own], end[own]) for own in (is_compute, gpu.is_comm, is_memory)
+    )
     kernels = join(compute, comm)
-    return Busy(
-        compute=compute,
-        comm=comm,
-        memory=memory,
-        exposed_comm=without(comm, compute),
-        exposed_memory=without(memory, kernels),
-        all=join(kernels, memory),
-    )
-
-
-def within(times: Intervals, windows: Windows) -> Ints:
-    """Return how much of `times` lies in each window."""
-    return np.asarray(time_before(times, windows.end) - time_before(times, windows.start))
-
-
-def _num_outside(trace: RankTrace, rows: Ints, windows: Intervals) -> int:
-    start, end = trace.gpu.start[rows], trace.gpu.end[rows]
-    return int(
-        ((time_before(windows, end) - time_before(windows, start) == 0) & (end > start)).sum()
-    )
-
-
-def _step_times(
-    trace: RankTrace,
-    rows: Ints,
-    windows: Windows,
-    place: Ints,
-    busy: Busy,
-    call: Ints,
-    device: int,
-) -> Iterator[StepTimes]:
-    sums = [within(times, windows) for times in busy]
-    idle_times = idle.idle_times(trace, rows, call, busy.all, windows)
-    depths = launches.queue_depths(trace, rows, call, windows)
-    for number, step in enumerate(windows.numbers):
-        start, end = int(windows.start[number]), int(windows.end[number])
-        own = rows[place == number]
-        own_busy = union(trace.gpu.start[own], trace.gpu.end[own])
-        own_ns = clip(own_busy, start, end).total
-        compute, comm, memory, exposed_comm, exposed_memory, all_busy = (
-            int(each[number]) for each in sums
+    busy = join(kernels, memory)
+    sums = [
+        in_windows(times, gpu.windows).tolist()
+        for times in (compute, comm, without(comm, compute), memory)
+    ]
+    sums += [
+        in_windows(times, gpu.windows).tolist() for times in (without(memory, kernels), busy)
+    ]
+    idle_times = idle.idle_times(gpu.trace, gpu.rows, gpu.call, busy, gpu.windows)
+    depths = launches.queue_depths(gpu.trace, gpu.rows, gpu.call, gpu.windows)
+    for number, step in enumerate(gpu.numbers):
+        first, last = int(gpu.windows.start[number]), int(gpu.windows.end[number])
+        own = gpu.place == number
+        own_ns = clip(union(start[own], end[own]), first, last).total
+        compute_ns, comm_ns, exposed_comm_ns, memory_ns, exposed_memory_ns, busy_ns = (
+            each[number] for each in sums
         )
         yield StepTimes(
-            device=device,
+            device=gpu.device,
             step=step,
-            start_ns=start,
-            end_ns=end,
-            compute_ns=compute,
-            comm_ns=comm,
-            exposed_comm_ns=exposed_comm,
-            memory_ns=memory,
-            exposed_memory_ns=exposed_memory,
-            idle_ns=end - start - all_busy,
-            other_steps_ns=all_busy - own_ns,
-            num_events=own.size,
+            start_ns=first,
+            end_ns=last,
+            compute_ns=compute_ns,
+            comm_ns=comm_ns,
+            exposed_comm_ns=exposed_comm_ns,
+            memory_ns=memory_ns,
+            exposed_memory_ns=exposed_memory_ns,
+            idle_ns=last - first - busy_ns,
+            other_steps_ns=busy_ns - own_ns,
+            num_events=int(own.sum()),
             idle=idle_times[number],
             queue=depths[number],
         )
 
 
-def _comm_times(
-    trace: RankTrace,
-    rows: Ints,
-    windows: Windows,
-    place: Ints,
-    compute: Intervals,
-    comm: Ints,
-    device: int,
-) -> Iterator[CommTimes]:
-    """Yield times by step, collective and group. rows: communication of the windows."""
-    start, end, name = trace.gpu.start[rows], trace.gpu.end[rows], trace.gpu.name[rows]
-    hidden = time_before(compute, end) - time_before(compute, start)
-    ids, of_row = np.unique(np.where(comm == NONE, -2 - name, comm), return_inverse=True)
-    kinds = [_comm_kind(trace, int(number)) for number in ids]
+def _comm_times(gpu: _Gpu) -> Iterator[CommTimes]:
+    """Yield times of communication by step, collective and group."""
+    trace, is_own = gpu.trace, gpu.is_comm & (gpu.place != NONE)
+    kernels = trace.gpu.kind[gpu.rows] == GpuKind.KERNEL
+    computes = gpu.rows[kernels & ~gpu.is_comm]
+    compute = union(trace.gpu.start[computes], trace.gpu.end[computes])
+    rows = gpu.rows[is_own]
+    start, end = trace.gpu.start[rows], trace.gpu.end[rows]
+    exposed = end - start - time_before(compute, end) + time_before(compute, start)
+    comm = links.gpu_comms(trace)[0][rows]
+    ids, of_row = np.unique(
+        np.where(comm == NONE, -2 - trace.gpu.name[rows], comm), return_inverse=True
+    )
+    kinds = [_comm_kind(trace, number) for number in ids.tolist()]
     labels = list(dict.fromkeys(kinds))
     label = np.array([labels.index(kind) for kind in kinds], np.int64)[of_row]
-    for (number, which), sums in _sums([place, label], [end - start, end - start - hidden]):
+    for (number, which), sums in _sums([gpu.place[is_own], label], [end - start, exposed]):
         collective, kernel, group, desc, size = labels[which]
         yield CommTimes(
-            device=device,
-            step=windows.numbers[number],
+            device=gpu.device,
+            step=gpu.numbers[number],
             collective=collective,
             kernel=kernel,
             group=group,
@@ -196,16 +187,16 @@ def _comm_kind(trace: RankTrace, number: int) -> tuple[str, str, str, str, int |
     return args.collective, "", args.group, args.group_desc, args.group_size
 
 
-def _kernel_times(
-    trace: RankTrace, rows: Ints, windows: Windows, place: Ints, device: int
-) -> Iterator[KernelTimes]:
+def _kernel_times(gpu: _Gpu) -> Iterator[KernelTimes]:
+    trace, is_own = gpu.trace, gpu.place != NONE
+    rows = gpu.rows[is_own]
     groups = list(dict.fromkeys(map(group_of, trace.names)))
     group = np.array([groups.index(group_of(name)) for name in trace.names], np.int64)
-    duration = trace.gpu.end[rows] - trace.gpu.start[rows]
-    for (number, which), sums in _sums([place, group[trace.gpu.name[rows]]], [duration]):
+    keys = [gpu.place[is_own], group[trace.gpu.name[rows]]]
+    for (number, which), sums in _sums(keys, [(trace.gpu.end - trace.gpu.start)[rows]]):
         yield KernelTimes(
-            device=device,
-            step=windows.numbers[number],
+            device=gpu.device,
+            step=gpu.numbers[number],
             group=groups[which],
             num_events=sums[0],
             time_ns=sums[1],

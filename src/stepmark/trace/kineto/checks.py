@@ -11,7 +11,6 @@ import numpy as np
 
 from stepmark.core.trace_columns import NONE, Damage, RankTrace
 from stepmark.trace.kineto import links
-from stepmark.trace.kineto.gpu_work import device_of
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
@@ -54,7 +53,7 @@ def _lost(trace: RankTrace) -> Iterator[Damage]:
     rows = rows[~_in_capture(trace, rows)]
     names = Counter(trace.names[name] for name in calls.name[rows])
     most = ", ".join(f"{count} {name}" for name, count in names.most_common(3))
-    text = f"launches have no GPU event ({most}): the work of the GPU is not all there"
+    text = f"launches have no GPU event ({most}): work of the GPU is missing"
     yield from _damage("lost-gpu-events", rows.size, text)
 
 
@@ -147,3 +146,9 @@ def _streams(trace: RankTrace) -> Iterator[Ints]:
 
 def _us(nanoseconds: int) -> str:
     return f"{nanoseconds / 1e3:.4g} us"
+
+
+def device_of(trace: RankTrace) -> Ints:
+    """Return the device of each GPU event."""
+    devices = np.array([device for device, _ in trace.streams], np.int64)
+    return devices[trace.gpu.stream] if trace.gpu.stream.size else devices[:0]

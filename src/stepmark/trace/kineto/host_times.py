@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,11 +21,12 @@ from stepmark.core.trace_breakdown import CommTimes, KernelTimes, RankTimes, Ste
 from stepmark.core.trace_columns import NONE, RankTrace
 from stepmark.trace.kineto.intervals import Intervals, clip, join, time_before, union, without
 from stepmark.trace.kineto.links import Steps, parents
-from stepmark.trace.kineto.steps import Windows, host_windows
+from stepmark.trace.kineto.windows import Windows
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
+Numbers = Sequence[int | None]  # of the steps of windows
 _COMM = re.compile(r"^(?:c10d::|_?c10d_functional|record_param_comms|gloo:|mpi:|ucc:|nccl:)")
 _COMPUTE = re.compile(r"^(?!autograd::|torch::autograd::)\w+::|cpp_fused")
 _NO_TIMES: Intervals = Intervals(np.empty(0, np.int64), np.empty(0, np.int64))
@@ -33,17 +34,20 @@ _NO_TIMES: Intervals = Intervals(np.empty(0, np.int64), np.empty(0, np.int64))
 
 def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -> RankTimes:
     """Return the times of the selected steps on the host."""
-    windows = host_windows(trace, steps)
-    numbers = steps.numbers if steps.is_marked else ()
-    empty = tuple(sorted(set(numbers).difference(n for n in windows.numbers if n is not None)))
-    windows = windows.only([n is None or selects(n) for n in windows.numbers])
+    num_ops = np.searchsorted(trace.ops.start, steps.end)
+    num_ops -= np.searchsorted(trace.ops.start, steps.start)
+    index = [
+        i
+        for i in np.flatnonzero(num_ops).tolist()
+        if not steps.is_marked or selects(steps.numbers[i])
+    ]
+    windows = Windows(steps.start[index], steps.end[index])
+    numbers = [steps.numbers[i] if steps.is_marked else None for i in index]
     is_comm = np.array([bool(_COMM.match(name)) for name in trace.names], bool)
     compute, comm = _busy(trace, is_comm)
     exposed = without(comm, compute)
-    counts = np.searchsorted(trace.ops.start, windows.end)
-    counts -= np.searchsorted(trace.ops.start, windows.start)
     step_times = []
-    for number, step in enumerate(windows.numbers):
+    for number, step in enumerate(numbers):
         start, end = int(windows.start[number]), int(windows.end[number])
         compute_ns, comm_ns, exposed_ns = (
             clip(times, start, end).total for times in (compute, comm, exposed)
@@ -61,18 +65,18 @@ def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -
                 exposed_memory_ns=0,
                 idle_ns=end - start - compute_ns - exposed_ns,
                 other_steps_ns=0,
-                num_events=int(counts[number]),
+                num_events=int(num_ops[index[number]]),
                 idle=None,
                 queue=None,
             )
         )
     return RankTimes(
         is_marked=steps.is_marked,
-        all_steps=numbers,
-        empty_steps=empty,
+        all_steps=steps.numbers if steps.is_marked else (),
+        empty_steps=tuple(steps.numbers[i] for i in np.flatnonzero(num_ops == 0)),
         steps=tuple(step_times),
-        comms=tuple(_comms(trace, windows, is_comm, compute)),
-        kernels=tuple(_operators(trace, windows)),
+        comms=tuple(_comms(trace, windows, numbers, is_comm, compute)),
+        kernels=tuple(_operators(trace, windows, numbers)),
     )
 
 
@@ -104,7 +108,11 @@ def _threads(trace: RankTrace, is_comm: Ints) -> Iterator[tuple[Ints, Ints, Ints
 
 
 def _comms(
-    trace: RankTrace, windows: Windows, is_comm: Ints, compute: Intervals
+    trace: RankTrace,
+    windows: Windows,
+    numbers: Numbers,
+    is_comm: Ints,
+    compute: Intervals,
 ) -> Iterator[CommTimes]:
     """Yield the outermost calls of communication by step and name."""
     sums: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
@@ -126,7 +134,7 @@ def _comms(
         if number != NONE:
             yield CommTimes(
                 device=None,
-                step=windows.numbers[number],
+                step=numbers[number],
                 collective="",
                 kernel=trace.names[name],
                 group="",
@@ -138,7 +146,7 @@ def _comms(
             )
 
 
-def _operators(trace: RankTrace, windows: Windows) -> Iterator[KernelTimes]:
+def _operators(trace: RankTrace, windows: Windows, numbers: Numbers) -> Iterator[KernelTimes]:
     """Yield the time of operators without those inside, by step and group."""
     ops = trace.ops
     own_time = ops.end - ops.start
@@ -150,7 +158,7 @@ def _operators(trace: RankTrace, windows: Windows) -> Iterator[KernelTimes]:
     place = _places(windows, ops.start)
     groups = list(dict.fromkeys(map(group_of, trace.names)))
     group = np.array([groups.index(group_of(name)) for name in trace.names], np.int64)
-    for number, step in enumerate(windows.numbers):
+    for number, step in enumerate(numbers):
         rows = np.flatnonzero(place == number)
         for which in np.unique(group[ops.name[rows]]).tolist():
             own = rows[group[ops.name[rows]] == which]

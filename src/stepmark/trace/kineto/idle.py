@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepmark.core.trace_breakdown import IdleTimes
-from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
+from stepmark.core.trace_columns import GpuKind, RankTrace
 from stepmark.trace.kineto.intervals import Intervals, common, union, without
-from stepmark.trace.kineto.steps import Windows
+from stepmark.trace.kineto.windows import Windows
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # What is launched starts within this time, unless it waits for something else: on the GPUs of
 # published traces within 3 to 85 us.
 MAX_KERNEL_GAP_NS = 100_000
+_NEVER = np.iinfo(np.int64).max
 
 
 def idle_times(
@@ -31,14 +32,15 @@ def idle_times(
     tiles = Intervals(windows.start, windows.end)
     gaps = common(tiles, without(union(windows.start, windows.end), busy))
     window = np.searchsorted(windows.end, gaps.end, side="left")
-    ready = _launched_at(trace, rows, call)
-    next_row = np.searchsorted(trace.gpu.start[rows], gaps.end, side="left")
-    is_event = next_row < rows.size
-    next_row = np.minimum(next_row, rows.size - 1)
-    is_event &= trace.gpu.start[rows[next_row]] == gaps.end
-    is_known = is_event & (call[next_row] != NONE)
+    # Of the events that start at the end of a gap, the one that was launched first.
+    starts, first = np.unique(trace.gpu.start[rows], return_index=True)
+    ready = np.append(np.minimum.reduceat(_launched_at(trace, rows, call), first), _NEVER)
+    place = np.searchsorted(starts, gaps.end)
+    is_event = np.append(starts, 0)[place] == gaps.end
+    launched = np.where(is_event, ready[place], _NEVER)
+    is_known = launched != _NEVER
     length = gaps.end - gaps.start
-    host = np.where(is_known, np.clip(ready[next_row] - gaps.start, 0, length), 0)
+    host = np.where(is_known, np.clip(launched - gaps.start, 0, length), 0)
     rest = length - host
     is_kernel_gap = is_known & (rest <= MAX_KERNEL_GAP_NS)
     sums = np.zeros((3, windows.start.size), np.int64)
@@ -52,13 +54,11 @@ def idle_times(
 
 
 def _launched_at(trace: RankTrace, rows: Ints, call: Ints) -> Ints:
-    """Return when each event was launched: at the end of its call.
+    """Return when each event was launched: at the end of its call; _NEVER without one.
 
     A copy that ended before its call did is waited for by that call, which is then no measure
     of the launch: its start is.
     """
-    if not trace.calls.start.size:
-        return np.zeros(rows.size, np.int64)
-    launched = trace.calls.end[call]
+    launched = np.append(trace.calls.end, _NEVER)[call]
     is_waited_for = (trace.gpu.kind[rows] != GpuKind.KERNEL) & (launched >= trace.gpu.end[rows])
-    return np.where(is_waited_for, trace.calls.start[call], launched)
+    return np.where(is_waited_for, np.append(trace.calls.start, _NEVER)[call], launched)

@@ -13,13 +13,13 @@ from stepmark.trace.kineto.intervals import clip, union
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
-    from stepmark.trace.kineto.steps import Windows
+    from stepmark.trace.kineto.windows import Windows
 
 
 def launch_times(trace: RankTrace, call: Ints, chosen: Ints) -> Iterator[LaunchTimes]:
-    """Yield the calls that launched the chosen events, by name, the most time first."""
+    """Yield the calls that launched the events `chosen`, by name, the most time first."""
     calls, gpu = trace.calls, trace.gpu
-    events = np.flatnonzero(chosen & (call != NONE))
+    events = np.sort(chosen[call[chosen] != NONE])
     rows, first, of_event = np.unique(call[events], return_index=True, return_inverse=True)
     runs = np.zeros(rows.size, np.int64)
     np.add.at(runs, of_event, (gpu.end - gpu.start)[events])
@@ -86,7 +86,7 @@ def queue_depths(
 def copy_times(trace: RankTrace, chosen: Ints) -> Iterator[CopyTimes]:
     """Yield the chosen copies and memsets by name, the most time first."""
     gpu = trace.gpu
-    rows = np.flatnonzero(chosen & (gpu.kind != GpuKind.KERNEL))
+    rows = chosen[gpu.kind[chosen] != GpuKind.KERNEL]
     found = []
     for name in np.unique(gpu.name[rows]):
         own = rows[gpu.name[rows] == name]

@@ -112,7 +112,7 @@ def steps(trace: RankTrace) -> Steps:
         return whole(trace)
     start, end = spans.start[rows], spans.end[rows]
     call = launches(trace)
-    launched = np.where(call == NONE, NONE, trace.calls.start[call])
+    launched = np.append(trace.calls.start, NONE)[call]
     step = np.searchsorted(start, launched, side="right") - 1
     is_inside = (call != NONE) & (step >= 0)
     is_inside &= launched < end[np.maximum(step, 0)]

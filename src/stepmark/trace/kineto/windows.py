@@ -2,7 +2,8 @@
 
 The window of a step is from the end of the last GPU event of the step before it (of events
 launched before all steps, for the first) to the end of its own last event. Windows tile the
-time, so times of steps add up to the time of all.
+time, so times of steps add up to the time of all. Where steps between were not profiled, a
+window starts where the host starts the step, or where earlier work ends if that is later.
 """
 
 from __future__ import annotations
@@ -31,35 +32,51 @@ class Windows(NamedTuple):
     end: Ints
 
 
-def gpu_windows(trace: RankTrace, steps: Steps) -> Windows:
-    """Return the window of each step.
+def gpu_windows(trace: RankTrace, steps: Steps, rows: Ints | None = None) -> Windows:
+    """Return the window of each step on the GPU whose events are `rows` (all of them).
 
     Where nothing runs before the first step, it starts with its mark on the host, or with its
     first event if that is earlier; without marks, with the first event.
     """
-    gpu, of_gpu = trace.gpu, steps.of_gpu
-    count = len(steps.numbers)
-    if not gpu.start.size:
-        return Windows(np.zeros(count, np.int64), np.zeros(count, np.int64))
-    last = np.full(count, np.iinfo(np.int64).min, np.int64)
-    inside = of_gpu != NONE
-    np.maximum.at(last, of_gpu[inside], gpu.end[inside])
-    first = int(gpu.start[inside].min()) if inside.any() else int(gpu.end.max())
-    begin = min(first, int(steps.start[0])) if steps.is_marked else first
-    call = launches(trace)
-    is_early = (call != NONE) & (np.append(trace.calls.start, 0)[call] < steps.start[0])
-    earlier = gpu.end[~inside & (is_early | (gpu.start < first))]
-    begin = int(earlier.max()) if earlier.size else begin
-    end = np.maximum(np.maximum.accumulate(last), begin)
-    return Windows(np.concatenate(([begin], end[:-1])), end)
+    rows = np.arange(trace.gpu.start.size) if rows is None else rows
+    start, end, of_gpu = trace.gpu.start[rows], trace.gpu.end[rows], steps.of_gpu[rows]
+    windows = np.zeros((len(steps.numbers), 2), np.int64)
+    if not rows.size:
+        return Windows(windows[:, 0], windows[:, 1])
+    reach = np.maximum.accumulate(end)  # rows are in the order of their starts
+    call = launches(trace)[rows]
+    launched = np.append(trace.calls.start, np.iinfo(np.int64).max)[call]
+    early = end[(of_gpu == NONE) & (launched < steps.start[0])]
+    begin = int(early.max()) if early.size else np.iinfo(np.int64).min
+    last = None  # number of the step before that has events
+    for index, number in enumerate(steps.numbers):
+        own = np.flatnonzero(of_gpu == index)
+        if own.size:
+            earlier = int(np.searchsorted(start, start[own[0]]))  # those that start before
+            before = int(reach[earlier - 1]) if earlier else begin
+            host = min(int(steps.start[index]), int(start[own[0]]))
+            if last is None:
+                begin = max(begin, before)
+                if begin == np.iinfo(np.int64).min:
+                    begin = host if steps.is_marked else int(start[0])
+            elif last != number - 1:
+                begin = max(begin, before, host)
+            windows[index] = begin, max(begin, int(end[own].max()))
+            begin, last = int(windows[index, 1]), number
+        else:
+            windows[index] = begin if last is not None else steps.start[index]
+    return Windows(windows[:, 0], windows[:, 1])
 
 
 def is_communication(trace: RankTrace) -> Flags:
-    """Return which GPU events are kernels of a collective: by their arguments or their name."""
+    """Return which GPU events carry out a collective: by their arguments, kernels by name too.
+
+    A copy that a call of torch.distributed launched has the call's arguments: it is one.
+    """
     is_named = [group_of(name) == COMMUNICATION for name in trace.names]
     gpu = trace.gpu
     by_name = np.array(is_named, bool)[gpu.name] if gpu.name.size else np.zeros(0, bool)
-    return np.asarray((by_name | (gpu.comm != NONE)) & (gpu.kind == GpuKind.KERNEL))
+    return np.asarray((by_name & (gpu.kind == GpuKind.KERNEL)) | (gpu.comm != NONE))
 
 
 def communication_and_compute(trace: RankTrace) -> tuple[Intervals, Intervals]:

@@ -1,0 +1,125 @@
+"""stepmark trace breakdown: what it prints, writes and refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.trace.comm_traces import TraceWriter
+
+from stepmark.cli.main import status
+
+TRACES = Path(__file__).parents[1] / "data" / "traces"
+GLOO = TRACES.parent / "gloo-traces"
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = status(["trace", "breakdown", *map(str, words)])
+    return code, *capsys.readouterr()
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+    return json.loads(run(capsys, *words, "--json", "-")[1])
+
+
+def test_every_part_of_every_step_is_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    report = document(capsys, TRACES / "fsdp8", "--jobs", "1")
+    assert len(report["steps"]) == 16
+    for row in report["steps"]:
+        parts = ("compute_ns", "exposed_comm_ns", "exposed_copies_ns", "idle_ns")
+        assert (
+            sum(row[name] for name in parts)
+            == row["window_ns"]
+            == row["end_ns"] - row["start_ns"]
+        )
+        kinds = [
+            c
+            for c in report["communication"]
+            if (c["rank"], c["step"]) == (row["rank"], row["step"])
+        ]
+        assert {kind["collective"] for kind in kinds} == {
+            "_allgather_base",
+            "_reduce_scatter_base",
+        }
+        assert sum(kind["num_events"] for kind in kinds) == 26
+    assert report["definitions"]["gpu"]
+    # Rank 7 is the one whose host is slow.
+    idle = {row["rank"]: row["host_bound_ns"] for row in report["steps"]}
+    assert idle[7] > 30e6
+    assert max(idle[rank] for rank in range(7)) < 1e6
+
+
+def test_the_text_names_step_rank_window_and_definition(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = run(capsys, TRACES / "a100-nccl", "--steps", "5")
+    assert code == 0
+    first = out.splitlines()[0]
+    assert first.startswith(
+        "step 5, rank 0: 219.818 ms from 0.000 to 219.818 ms: compute 38.429 ms (17.5 %)"
+    )
+    assert "The four add up to the step." in " ".join(out.split())
+    assert "Memcpy DtoD (Device -> Device)" in out
+    assert "\nallreduce, group " in out
+
+
+def test_gloo_traces_are_broken_down_by_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    report = document(capsys, GLOO)
+    assert [(row["rank"], row["step"], row["clock"]) for row in report["steps"]] == [
+        (rank, step, "host") for rank in (0, 1) for step in (1, 2)
+    ]
+    for row in report["steps"]:
+        parts = row["compute_ns"] + row["exposed_comm_ns"] + row["idle_ns"]
+        assert parts == row["window_ns"]
+        assert row["comm_ns"] > row["window_ns"] / 2 > row["compute_ns"] > 0
+        assert row["device"] is row["host_bound_ns"] is None
+    assert "there are no GPU events" in run(capsys, GLOO)[1]
+
+
+def test_many_windows_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(30):
+        writer = TraceWriter(rank=rank, world_size=30)
+        writer.step(1, 0, 100)
+        writer.kernel("gemm", 5, 10, 50 + rank)
+        writer.write(tmp_path)
+    _, out, _ = run(capsys, tmp_path, "--jobs", "1")
+    assert out.startswith("step 1, rank 29 (the slowest): 0.089 ms")
+    assert "The slowest 6 of 30" in out
+    assert (
+        len([line for line in out.splitlines() if line.lstrip().startswith(("29 ", "28 "))])
+        == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("folder", "steps", "words"),
+    [
+        ("a100-nccl", "7", "--steps 7 is invalid: it must be among those of the traces: 4-5."),
+        ("b200-vllm", "7", "without ProfilerStep marks"),
+    ],
+)
+def test_steps_that_are_not_there_are_refused(
+    folder: str, steps: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, TRACES / folder, "--steps", steps)
+    assert code == 2
+    assert words in err
+
+
+def test_what_is_wrong_with_a_trace_is_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = TraceWriter(rank=0, world_size=1)
+    writer.kernel("gemm", 0, 10, 50)
+    writer.add("cuda_runtime", "cudaLaunchKernel", 70, 1, 11, correlation=999)
+    writer.write(tmp_path)
+    report = document(capsys, tmp_path)
+    assert report["notes"] == [
+        "rank 0: launches have no GPU event (1 cudaLaunchKernel): work of the GPU is missing"
+    ]
+
+
+def test_tables_are_written_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, TRACES / "a100-nccl", "--csv", f"{tmp_path}/out/")[0] == 0
+    names = ["communication", "copies", "kernels", "launches", "steps"]
+    assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == names
