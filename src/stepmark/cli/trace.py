@@ -30,5 +30,13 @@ app = group(
                 "Write traces for other tools: tables of events, or fewer steps and ranks.",
             ),
         ),
+        "critical-path": (
+            "What each moment of a step waited for: host, GPU, network or another rank.",
+            builder(
+                trace_options.CriticalPathOptions,
+                "stepmark.app.trace_path:run",
+                "Show the critical path of a step (the middle one, or --steps) over all ranks.",
+            ),
+        ),
     },
 )

@@ -121,13 +121,19 @@ class CommColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncColumns:
-    """Waits for the GPU that the profiler records on request (cuda_sync)."""
+    """Waits that the profiler records on request (cuda_sync).
+
+    awaited: stream whose event is waited for; recorded: correlation of the call that recorded
+    this event, or NONE.
+    """
 
     start: Ints
     end: Ints
     name: Ints
     stream: Ints
     correlation: Ints
+    awaited: Ints
+    recorded: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,3 +83,8 @@ class ConvertOptions(TraceInputs):
         metavar="FORMAT",
     )
     out: Path = flag("new or empty folder", default=REQUIRED, metavar="FOLDER")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalPathOptions(Files, TraceInputs):
+    """stepmark trace critical-path."""

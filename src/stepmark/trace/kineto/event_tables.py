@@ -190,10 +190,17 @@ class EventTables:
 
     def _syncs(self, rows: Sequence[Event]) -> list[Ints]:
         args = _args(rows)
+        devices = [
+            event.pid if each.device is None else each.device
+            for event, each in zip(rows, args, strict=True)
+        ]
+        awaited = [each.awaited for each in args]
         return [
             *self._named(rows),
             self._stream_ids(rows, args),
             _ids([each.correlation for each in args]),
+            _ints([self.streams[key] for key in zip(devices, awaited, strict=True)]),
+            _ids([each.recorded for each in args]),
         ]
 
     def _comm_calls(self, rows: Sequence[Event]) -> list[Ints]:

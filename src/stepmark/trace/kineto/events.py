@@ -38,6 +38,8 @@ _ARGS = {
     "input_dims": "Input Dims",
     "num_bytes": "bytes",
     "old_num_bytes": "size",
+    "awaited": "wait_on_stream",
+    "recorded": "wait_on_cuda_event_record_corr_id",
 }
 
 
@@ -51,6 +53,8 @@ class Args(Struct, rename=_ARGS, gc=False):
     old_external_id: int | None = None
     num_bytes: int | None = None
     old_num_bytes: int | None = None
+    awaited: int | None = None
+    recorded: int | None = None
     sequence: int | None = None
     forward_thread: int | None = None
     collective: str | None = None

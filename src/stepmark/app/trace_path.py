@@ -1,0 +1,47 @@
+"""stepmark trace critical-path: what a step waited for, from its end back to its start."""
+
+import sys
+from functools import partial
+
+from stepmark.app.trace_files import map_traces
+from stepmark.core.errors import ConfigError
+from stepmark.core.trace_columns import RankTrace
+from stepmark.core.trace_options import CriticalPathOptions
+from stepmark.report import trace_path as report
+from stepmark.store.export import write_json, write_tables
+from stepmark.trace.kineto.critical_path import critical_path
+from stepmark.trace.kineto.step_work import StepWork, step_work
+
+
+def run(options: CriticalPathOptions) -> int:
+    """Print and write the path of each chosen step."""
+    options.check_stdout()
+    traces = map_traces(options, partial(_reduce, options))
+    if traces is None:
+        return 0
+    steps: dict[int, dict[int, StepWork]] = {}
+    for result in traces.results:
+        for work in result.value:
+            steps.setdefault(work.step, {})[result.info.rank or 0] = work
+    if not steps:
+        value = ", ".join(options.files)
+        allowed = "traces with GPU events: without any, trace breakdown shows the host"
+        raise ConfigError("trace", value, allowed)
+    if options.steps is None:  # the middle steps of the ranks may differ
+        step = max(steps, key=lambda step: len(steps[step]))
+        steps = {step: steps[step]}
+    paths = [critical_path(works) for _, works in sorted(steps.items())]
+    tables = report.tables(paths)
+    if options.json:
+        document = {"notes": traces.notes, "definitions": report.DEFINITIONS}
+        write_json(document | tables, options.json, "critical-path")
+    if options.csv:
+        write_tables(tables, options.csv, "csv")
+    if not options.to_stdout:
+        sys.stdout.writelines(f"{line}\n" for line in report.lines(paths))
+        sys.stdout.writelines(f"note: {note}\n" for note in traces.notes)
+    return 0
+
+
+def _reduce(options: CriticalPathOptions, trace: RankTrace) -> tuple[StepWork, ...]:
+    return step_work(options, trace)

@@ -1,0 +1,40 @@
+"""The critical path of a step, as segments that tile its window."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"
+HOST, LAUNCH, GAP, PEER, UNKNOWN = "host", "launch latency", "gaps", "peer", "unknown"
+CATEGORIES = (COMPUTE, COMMUNICATION, PEER, COPIES, HOST, LAUNCH, GAP, UNKNOWN)
+
+
+class Segment(NamedTuple):
+    """A part of the path. is_inferred: its cause is known by the times alone."""
+
+    rank: int
+    start: int
+    end: int
+    category: str
+    name: str
+    is_inferred: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """The path of one step, in ascending order, on the rank that ends last.
+
+    at_least: how long the step would take at least, ns, if all of a category took no time:
+    the longest that remains of this path or of one stream. without_clocks: ranks whose clocks
+    no collective sets. absent: ranks of its collectives that have no trace. unmatched: time in
+    kernels of communication that cannot be compared over ranks, and so may be waiting.
+    """
+
+    step: int
+    rank: int
+    window: tuple[int, int]
+    segments: tuple[Segment, ...]
+    at_least: Mapping[str, int]
+    without_clocks: tuple[int, ...]
+    absent: tuple[int, ...]
+    unmatched: int

@@ -1,0 +1,329 @@
+"""The critical path of a step: what each moment of its window was spent on, from its end back.
+
+From the last GPU event back: an event starts when its stream is free, its launch has returned,
+and what its stream was told to wait for has ended; the last of these is its cause. A launch is
+caused by what the host thread did since it last waited for the GPU. A collective ends when the
+last rank has arrived: there the path goes on. Segments tile the window exactly.
+
+Which event of another stream is awaited stands in few traces (cuda_sync). In others it is
+inferred: the last event to end before the start, where stream and launch do not explain it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from stepmark.core.critical_path import (
+    COMMUNICATION,
+    COMPUTE,
+    COPIES,
+    GAP,
+    HOST,
+    LAUNCH,
+    PEER,
+    UNKNOWN,
+    Path,
+    Segment,
+)
+from stepmark.core.trace_columns import NONE
+from stepmark.trace.kineto import step_work
+from stepmark.trace.kineto.intervals import clip, union
+from stepmark.trace.kineto.step_work import HostThread, StepWork
+
+# A launch, or the next event of a stream, needs 1 to 7 us on an H200.
+_DELAY_NS = 10_000
+# Ends of a collective differ over ranks by some 10 us. Clocks are set so that half of them
+# differ by less; below it a rank counts as no later than another.
+CLOCKS_NS = 20_000
+
+
+def critical_path(works: Mapping[int, StepWork]) -> Path:
+    """Return the critical path of one step. works: by rank."""
+    walk = _Walk(works)
+    rank = walk.last_rank()
+    work = walk.ranks[rank].work
+    walk.from_end_of(rank)
+    segments = tuple(reversed(walk.segments))
+    return Path(
+        step=work.step,
+        rank=rank,
+        window=work.window,
+        segments=segments,
+        at_least=walk.at_least(rank),
+        without_clocks=tuple(sorted(works.keys() - walk.offsets.keys())),
+        absent=tuple(sorted(walk.absent)),
+        unmatched=walk.unmatched,
+    )
+
+
+def _offsets(works: Mapping[int, StepWork]) -> dict[int, int]:
+    """Return how far the clock of each rank is ahead of the first one's, where it is known.
+
+    That is the median over the collectives that two ranks have in common, as all ranks leave
+    them at about the same time.
+    """
+    ends = {
+        rank: {
+            work.instances[n]: end
+            for n, end in zip(work.instance.tolist(), work.end.tolist(), strict=True)
+            if n != NONE
+        }
+        for rank, work in works.items()
+    }
+    offsets = {min(works): 0}
+    reached = [min(works)]
+    for known in reached:
+        for other in works.keys() - offsets.keys():
+            spread = [
+                ends[other][each] - ends[known][each]
+                for each in ends[other].keys() & ends[known].keys()
+            ]
+            ahead = round(median(spread or (0,)))
+            if spread and median(abs(each - ahead) for each in spread) <= CLOCKS_NS:
+                offsets[other] = offsets[known] + ahead
+                reached.append(other)
+    return offsets
+
+
+def _at_least(work: StepWork, segments: Sequence[Segment]) -> dict[str, int]:
+    """Return the longest remaining path without each category that takes time."""
+    first, last = work.window
+    spent: Counter[str] = Counter()
+    for segment in segments:
+        spent[segment.category] += segment.end - segment.start
+    kinds = {COMPUTE: step_work.COMPUTE, COMMUNICATION: step_work.COMMUNICATION}
+    kinds[COPIES] = step_work.COPIES
+    result = {}
+    for category, time in spent.items():
+        is_other = work.kind != kinds.get(category, NONE)
+        streams = (
+            union(work.start[own], work.end[own])
+            for own in (is_other & (work.stream == each) for each in np.unique(work.stream))
+        )
+        busy = max(clip(times, first, last).total for times in streams)
+        result[category] = max(last - first - time, busy)
+    return result
+
+
+class _Rank:
+    """A rank's columns as lists, which a walk reads one by one, and what it derives of them."""
+
+    def __init__(self, work: StepWork) -> None:
+        self.work = work
+        self.start: list[int] = work.start.tolist()
+        self.end: list[int] = work.end.tolist()
+        self.kind, self.launch = work.kind.tolist(), work.launch.tolist()
+        self.thread: list[int] = work.thread.tolist()
+        self.after: list[int] = work.after.tolist()
+        self.instance = work.instance.tolist()
+        self.by_end = np.argsort(work.end, kind="stable").tolist()
+        self.ends = [self.end[row] for row in self.by_end]
+        self.before: list[int] = []  # the event before it on its stream, or NONE
+        newest: dict[int, int] = {}
+        for row, stream in enumerate(work.stream.tolist()):
+            self.before.append(newest.get(stream, NONE))
+            newest[stream] = row
+        self.rows = {work.instances[n]: row for row, n in enumerate(self.instance) if n != NONE}
+
+    def name(self, row: int) -> str:
+        label = int(self.work.label[row])
+        return (
+            self.work.names[self.work.name[row]] if label == NONE else self.work.labels[label]
+        )
+
+    def last_ended(self, row: int) -> int:
+        """Return the last event to end before this one starts, or NONE."""
+        place = bisect_right(self.ends, self.start[row]) - 1
+        while place >= 0 and self.start[self.by_end[place]] >= self.start[row]:
+            place -= 1
+        return self.by_end[place] if place >= 0 else NONE
+
+
+class _Walk:
+    def __init__(self, works: Mapping[int, StepWork]) -> None:
+        self.offsets = _offsets(works)
+        self.ranks = {
+            rank: _Rank(work.earlier(self.offsets.get(rank, 0))) for rank, work in works.items()
+        }
+        self.segments: list[Segment] = []
+        self.absent: set[int] = set()
+        self.unmatched = self.time = self.floor = 0
+        self._unequal = _unequal(works)
+
+    def last_rank(self) -> int:
+        """Return the rank that ends last, of those whose clocks are set."""
+        return max(self.offsets, key=lambda rank: (self.ranks[rank].work.window[1], -rank))
+
+    def at_least(self, rank: int) -> dict[str, int]:
+        """Return the longest work that remains without each category of the path.
+
+        Waiting for other ranks is no work: it may end with what is left out.
+        """
+        spent: Counter[str] = Counter()
+        for segment in self.segments:
+            spent[segment.category] += segment.end - segment.start
+        own = self.ranks[rank]
+        kinds = {COMPUTE: step_work.COMPUTE, COMMUNICATION: step_work.COMMUNICATION}
+        kinds[COPIES] = step_work.COPIES
+        end = own.work.end.copy()
+        for row in np.flatnonzero(own.work.kind == step_work.COMMUNICATION).tolist():
+            rows = self._rows(rank, row)
+            end[row] = own.start[row] + (self._shortest(rows) if len(rows) > 1 else 0)
+        result = {}
+        for category, time in spent.items():
+            remains = sum(spent.values()) - time
+            remains -= spent[PEER] if category != PEER else 0
+            remains -= self.unmatched if category != COMMUNICATION else 0
+            is_other = own.work.kind != kinds.get(category, NONE)
+            for stream in np.unique(own.work.stream):
+                rows = is_other & (own.work.stream == stream)
+                busy = clip(union(own.work.start[rows], end[rows]), *own.work.window)
+                remains = max(remains, busy.total)
+            result[category] = remains
+        return result
+
+    def from_end_of(self, rank: int) -> None:
+        work = self.ranks[rank].work
+        self.floor, self.time = work.window
+        row = int(np.flatnonzero(work.end == self.time)[0])
+        while self.time > self.floor and row != NONE:
+            rank, row = self._event(rank, row)
+            row = self._cause(rank, row)
+        self._to(self.floor, rank, UNKNOWN, "before the events that were read")
+
+    def _to(
+        self, start: int, rank: int, category: str, name: str, *, is_inferred: bool = False
+    ) -> None:
+        """Add the segment from this start to where the path is."""
+        start = max(start, self.floor)
+        if start < self.time:
+            self.segments.append(Segment(rank, start, self.time, category, name, is_inferred))
+            self.time = start
+
+    def _event(self, rank: int, row: int) -> tuple[int, int]:
+        """Add an event. Return the one whose start is next: that of the last rank to arrive."""
+        own = self.ranks[rank]
+        start, name = own.start[row], own.name(row)
+        if own.kind[row] != step_work.COMMUNICATION:
+            is_copy = own.kind[row] == step_work.COPIES
+            self._to(start, rank, COPIES if is_copy else COMPUTE, name)
+            return rank, row
+        rows = self._rows(rank, row)
+        if len(rows) < 2:
+            self.unmatched += max(0, self.time - max(start, self.floor))
+            self._to(start, rank, COMMUNICATION, name)
+            return rank, row
+        if rows.keys() <= self.offsets.keys():
+            last = max(rows, key=lambda other: (self.ranks[other].start[rows[other]], -other))
+            arrival = self.ranks[last].start[rows[last]]
+            if arrival - start <= CLOCKS_NS:
+                self._to(start, rank, COMMUNICATION, name)
+                return rank, row
+            if arrival < self.time:
+                self._to(arrival, rank, COMMUNICATION, name)
+                return last, rows[last]
+        self._to(max(start, own.end[row] - self._shortest(rows)), rank, COMMUNICATION, name)
+        self._to(start, rank, PEER, name)
+        return rank, row
+
+    def _shortest(self, rows: Mapping[int, int]) -> int:
+        """Return the time of a collective on the rank that waited least."""
+        return min(
+            self.ranks[each].end[at] - self.ranks[each].start[at] for each, at in rows.items()
+        )
+
+    def _rows(self, rank: int, row: int) -> dict[int, int]:
+        """Return the event of each rank that carried out a collective and has a trace."""
+        own = self.ranks[rank]
+        if own.instance[row] == NONE:
+            return {}
+        instance = own.work.instances[own.instance[row]]
+        if (instance.members, instance.group) in self._unequal:
+            return {}
+        rows = {
+            rank: self.ranks[rank].rows[instance]
+            for rank in instance.members
+            if rank in self.ranks and instance in self.ranks[rank].rows
+        }
+        self.absent.update(set(instance.members) - set(rows))
+        return rows
+
+    def _cause(self, rank: int, row: int) -> int:
+        """Add what lies before the start of an event. Return the event that it waited for."""
+        own, start = self.ranks[rank], self.time
+        before, thread = own.before[row], own.thread[row]
+        free = min(own.end[before], start) if before != NONE else NONE
+        launched = min(own.launch[row], start) if thread != NONE else NONE
+        known = max(free, launched)
+        other = own.after[row]
+        is_inferred = other == NONE and not own.work.has_waits and start - known > _DELAY_NS
+        if is_inferred:
+            other = own.last_ended(row)
+        if other != NONE and known < own.end[other] <= start:
+            name = "after an event of another stream"
+            self._to(own.end[other], rank, GAP, name, is_inferred=is_inferred)
+            return other
+        is_short = start - known <= _DELAY_NS
+        if known == NONE or self.time <= self.floor:
+            return NONE
+        if free >= launched:
+            name = "between events of a stream" if is_short else "no cause in the trace"
+            self._to(free, rank, GAP, name)
+            return before
+        name = "from the launch to the start" if is_short else "no cause in the trace"
+        self._to(launched, rank, LAUNCH if is_short else GAP, name)
+        return self._host(rank, thread)
+
+    def _host(self, rank: int, thread: int) -> int:
+        """Add what host threads did. Return the GPU event that the host had waited for."""
+        own = self.ranks[rank]
+        threads = own.work.threads
+        latest = self.time
+        while self.time > self.floor and thread in threads:
+            host = threads[thread]
+            sync = int(np.searchsorted(host.sync_end, self.time, side="right")) - 1
+            hand = int(np.searchsorted(host.handoff_end, latest, side="right")) - 1
+            synced = int(host.sync_end[sync]) if sync >= 0 else self.floor
+            if hand >= 0 and host.handoff_end[hand] > synced:
+                self._operations(rank, host, int(host.handoff_start[hand]))
+                thread = int(host.handoff_thread[hand])
+                latest = self.time - 1
+                continue
+            self._operations(rank, host, synced)
+            if sync < 0 or self.time <= self.floor:
+                return NONE
+            row = int(host.sync_row[sync])
+            self._to(own.end[row], rank, HOST, "return from waiting for the GPU")
+            return row
+        self._to(self.floor, rank, HOST, "outside of operations")
+        return NONE
+
+    def _operations(self, rank: int, host: HostThread, until: int) -> None:
+        """Add the operations of a thread back to a time."""
+        until = max(until, self.floor)
+        names = self.ranks[rank].work.names
+        place = int(np.searchsorted(host.start, self.time)) - 1
+        while place >= 0 and self.time > until:
+            start, end = int(host.start[place]), int(host.end[place])
+            self._to(max(end, until), rank, HOST, "between operations")
+            self._to(max(start, until), rank, HOST, names[host.name[place]])
+            place -= 1
+        self._to(until, rank, HOST, "between operations")
+
+
+def _unequal(works: Mapping[int, StepWork]) -> set[tuple[tuple[int, ...], str]]:
+    """Return the groups whose collectives differ over the ranks that have a trace."""
+    calls: dict[tuple[tuple[int, ...], str], dict[int, list[object]]] = defaultdict(dict)
+    for rank, work in works.items():
+        for each in work.instances:
+            calls[each.members, each.group].setdefault(rank, []).append(each)
+    return {
+        group
+        for group, by_rank in calls.items()
+        if any(each != next(iter(by_rank.values())) for each in by_rank.values())
+    }

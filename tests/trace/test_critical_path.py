@@ -1,0 +1,311 @@
+"""Critical paths: laws over random traces, and constructed traces of known truth.
+
+Times of constructed events are microseconds.
+"""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.core.critical_path import Path as CriticalPath
+from stepmark.core.trace_options import CriticalPathOptions
+from stepmark.trace.kineto.critical_path import critical_path
+from stepmark.trace.kineto.reader import read_trace
+from stepmark.trace.kineto.step_work import step_work
+
+DATA = Path(__file__).parents[1] / "data" / "traces"
+MAIN, AUTOGRAD = 9, 10
+Event = dict[str, Any]
+
+
+class Script:
+    """Events of one rank, in microseconds by a clock that is `ahead`."""
+
+    def __init__(self, rank: int = 0, world: int = 1, ahead: float = 0) -> None:
+        self.rank, self.world, self.ahead = rank, world, ahead
+        self.events: list[Event] = []
+        self.number = 0
+
+    def add(
+        self,
+        cat: str,
+        name: str,
+        place: tuple[int, int],
+        span: tuple[float, float],
+        **args: Any,
+    ) -> None:
+        self.events.append(
+            {
+                **{"ph": "X", "cat": cat, "name": name, "pid": place[0], "tid": place[1]},
+                **{"ts": span[0] + self.ahead, "dur": span[1] - span[0], "args": args},
+            }
+        )
+
+    def step(self, start: float, end: float) -> None:
+        self.add("user_annotation", "ProfilerStep#1", (9, MAIN), (start, end))
+
+    def op(self, name: str, start: float, end: float, thread: int = MAIN, **args: Any) -> None:
+        self.add("cpu_op", name, (9, thread), (start, end), **args)
+
+    def call(self, name: str, start: float, end: float, thread: int = MAIN) -> int:
+        self.number += 1
+        self.add("cuda_runtime", name, (9, thread), (start, end), correlation=self.number)
+        return self.number
+
+    def kernel(
+        self,
+        name: str,
+        launch: float,
+        span: tuple[float, float],
+        stream: int = 7,
+        thread: int = MAIN,
+    ) -> None:
+        """A kernel whose launch call starts at `launch` and takes 1 us."""
+        number = self.call("cudaLaunchKernel", launch, launch + 1, thread)
+        self.add("kernel", name, (0, stream), span, correlation=number, device=0, stream=stream)
+
+    def all_reduce(self, launch: float, span: tuple[float, float]) -> None:
+        world = list(range(self.world))
+        args = {
+            **{"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 8},
+            **{"Out msg nelems": 8, "Group size": self.world, "Process Group Name": "0"},
+            "Process Group Ranks": str(world),
+        }
+        self.op("record_param_comms", launch - 0.5, launch + 1.5, **args)
+        self.kernel("ncclDevKernel_AllReduce", launch, span, stream=20)
+
+    def write(self, folder: Path) -> Path:
+        file = folder / f"rank{self.rank}.json"
+        distributed = {"rank": self.rank, "world_size": self.world, "backend": "nccl"}
+        trace = {"distributedInfo": distributed, "traceEvents": self.events}
+        file.write_text(json.dumps(trace))
+        return file
+
+
+def path_of(folder: Path, *scripts: Script) -> CriticalPath:
+    options = CriticalPathOptions(files=("x",))
+    works = {}
+    for script in scripts:
+        (works[script.rank],) = step_work(options, read_trace(script.write(folder)))
+    path = critical_path(works)
+    check_tiles(path)
+    return path
+
+
+def check_tiles(path: CriticalPath) -> None:
+    """Segments follow one another from the start of the window to its end."""
+    ends = [path.window[0], *(segment.end for segment in path.segments)]
+    starts = [*(segment.start for segment in path.segments), path.window[1]]
+    assert starts == ends
+    assert all(segment.end > segment.start for segment in path.segments)
+    times = by_category(path)
+    assert times.keys() == path.at_least.keys()
+    window = path.window[1] - path.window[0]
+    for category, time in path.at_least.items():
+        assert 0 <= time <= window, category
+
+
+def by_category(path: CriticalPath) -> dict[str, int]:
+    times: Counter[str] = Counter()
+    for segment in path.segments:
+        times[segment.category] += segment.end - segment.start
+    return dict(times)
+
+
+def microseconds(path: CriticalPath) -> dict[str, float]:
+    return {category: time / 1000 for category, time in by_category(path).items()}
+
+
+def test_compute_bound(tmp_path: Path) -> None:
+    """The host runs ahead: only the first launch is waited for."""
+    script = Script()
+    script.step(0, 20)
+    script.op("aten::mm", 0, 5)
+    for number, start in enumerate((10, 31, 52)):
+        script.kernel("gemm", 4 + 2 * number, (start, start + 20))
+    path = path_of(tmp_path, script)
+    assert path.window == (0, 72000)
+    assert microseconds(path) == {"compute": 60, "gaps": 2, "launch latency": 5, "host": 5}
+    assert path.at_least["host"] == 67000
+    assert [segment.name for segment in path.segments[:2]] == [
+        "aten::mm",
+        "from the launch to the start",
+    ]
+
+
+def test_host_bound(tmp_path: Path) -> None:
+    """Each kernel ends long before the next is launched."""
+    script = Script()
+    script.step(0, 400)
+    for number in range(4):
+        start = 100 * number
+        script.op("aten::slow", start, start + 90)
+        script.kernel("gemm", start + 80, (start + 85, start + 95))
+    path = path_of(tmp_path, script)
+    assert microseconds(path) == {"compute": 10, "launch latency": 4, "host": 381}
+    names = Counter(segment.name for segment in path.segments if segment.category == "host")
+    assert names == {"aten::slow": 4, "between operations": 3}
+    # All of the host's time is waited for; without it the kernels remain.
+    assert path.at_least["host"] == 40000
+
+
+def test_communication_bound(tmp_path: Path) -> None:
+    """The last kernel waits for an all-reduce on another stream."""
+    scripts = []
+    for rank in range(2):
+        script = Script(rank, 2)
+        script.step(0, 20)
+        script.kernel("backward", 1, (5, 100))
+        script.all_reduce(6, (102, 902))
+        script.kernel("adam", 9, (906, 1000))
+        scripts.append(script)
+    path = path_of(tmp_path, *scripts)
+    assert microseconds(path) == {
+        **{"compute": 189, "communication": 800, "gaps": 6},
+        **{"launch latency": 3, "host": 2},
+    }
+    assert sum(segment.is_inferred for segment in path.segments) == 2
+    assert path.at_least["communication"] == 200000
+    assert (path.absent, path.unmatched, path.without_clocks) == ((), 0, ())
+
+
+@pytest.mark.parametrize("ahead", [0, 5000.5])
+def test_a_straggler_is_on_the_path(tmp_path: Path, ahead: float) -> None:
+    """Rank 1 computes longer; its clock may be ahead."""
+    scripts = []
+    for rank, last in enumerate((100, 500)):
+        script = Script(rank, 2, ahead * rank)
+        script.step(0, 20)
+        script.kernel("backward", 1, (5, last))
+        script.all_reduce(6, (last + 2, 702))
+        script.kernel("adam", 9, (705, 800 - rank))
+        scripts.append(script)
+    path = path_of(tmp_path, *scripts)
+    assert path.rank == 0
+    assert by_category(path)["communication"] == 200000
+    ranks = [(segment.rank, segment.name) for segment in path.segments]
+    assert (1, "backward") in ranks
+    assert (0, "backward") not in ranks
+    assert (0, "adam") in ranks
+    # Without the trace of rank 1 it is waiting or transfer, and said.
+    alone = path_of(tmp_path, scripts[0])
+    assert by_category(alone)["communication"] == 600000
+    assert (alone.absent, alone.unmatched) == ((1,), 600000)
+
+
+def test_ranks_without_a_common_clock_wait(tmp_path: Path) -> None:
+    """Ends that do not fit one clock: the waiting is known, its cause is not."""
+    scripts = []
+    for rank, (late, ends) in enumerate(((0, (300, 600, 900)), (150, (300, 1600, 9000)))):
+        script = Script(rank, 2)
+        script.step(0, 20)
+        for number, end in enumerate(ends):
+            script.all_reduce(1 + 3 * number, (end - 200 + late, end))
+        scripts.append(script)
+    path = path_of(tmp_path, *scripts)
+    assert path.without_clocks == (1,)
+    times = microseconds(path)
+    assert times["communication"] == 150  # the shorter kernels of rank 1
+    assert times["peer"] == 450
+
+
+def test_waiting_for_the_gpu_leads_back_to_its_work(tmp_path: Path) -> None:
+    script = Script()
+    script.step(0, 300)
+    script.kernel("long", 1, (5, 200))
+    script.call("cudaDeviceSynchronize", 10, 203)
+    script.op("aten::after", 203, 240)
+    script.kernel("short", 238, (241, 250))
+    path = path_of(tmp_path, script)
+    assert microseconds(path) == {"compute": 204, "launch latency": 5, "host": 41}
+    names = [segment.name for segment in path.segments]
+    assert names[-5:] == [
+        *("long", "return from waiting for the GPU", "aten::after"),
+        *("from the launch to the start", "short"),
+    ]
+
+
+def test_a_thread_waits_for_the_thread_that_started_it(tmp_path: Path) -> None:
+    """The backward pass is launched by a thread that starts when the forward pass is done."""
+    script = Script()
+    script.step(0, 100)
+    script.op("aten::forward", 0, 50)
+    script.op("aten::backward", 52, 80, AUTOGRAD)
+    script.kernel("grad", 78, (81, 90), thread=AUTOGRAD)
+    path = path_of(tmp_path, script)
+    host = [(s.name, (s.end - s.start) / 1000) for s in path.segments if s.category == "host"]
+    assert host == [("aten::forward", 50), ("between operations", 2), ("aten::backward", 27)]
+
+
+def test_recorded_waits_go_before_times(tmp_path: Path) -> None:
+    """By times alone `copy` would be the cause; the trace records the wait for `load`."""
+    script = Script()
+    script.step(0, 100)
+    script.kernel("load", 1, (5, 40), stream=8)
+    record = script.call("cudaEventRecord", 3, 4)
+    wait = script.call("cudaStreamWaitEvent", 5, 6)
+    script.kernel("copy", 7, (10, 55), stream=9)
+    script.kernel("use", 9, (60, 90))
+    inferred = path_of(tmp_path, script)
+    assert [s.name for s in inferred.segments if s.category == "compute"] == ["copy", "use"]
+    script.add(
+        *("cuda_sync", "Stream Wait Event", (0, 7), (5, 6)),
+        **{"stream": 7, "device": 0, "correlation": wait, "wait_on_stream": 8},
+        **{"wait_on_cuda_event_record_corr_id": record},
+    )
+    path = path_of(tmp_path, script)
+    assert [s.name for s in path.segments if s.category == "compute"] == ["load", "use"]
+    assert not any(segment.is_inferred for segment in path.segments)
+
+
+def random_script(seed: int, rank: int, world: int) -> Script:
+    chance = random.Random(f"{seed} {rank}")
+    script = Script(rank, world, chance.choice((0, 0, 300.25)))
+    script.step(0, 5000)
+    host, free = 0.0, [0.0] * 3
+    for _ in range(chance.randrange(1, 60)):
+        host += chance.choice((0.0, 0.5, 3, 40))
+        thread = chance.choice((MAIN, MAIN, AUTOGRAD))
+        script.op(chance.choice("abc"), host, host + 2, thread)
+        stream = chance.randrange(3)
+        start = max(host, free[stream]) + chance.choice((0.0, 0.5, 2, 30))
+        end = start + chance.choice((0.0, 1, 10.125, 60))
+        if chance.random() < 0.2:
+            script.all_reduce(host, (start, end))
+        else:
+            script.kernel(chance.choice("xyz"), host, (start, end), stream, thread)
+        free[stream] = end
+        if chance.random() < 0.1:
+            script.call(
+                chance.choice(("cudaDeviceSynchronize", "cudaEventSynchronize")),
+                host + 1,
+                max(end, host + 2),
+                thread,
+            )
+            host = max(end, host + 2)
+    return script
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_paths_of_random_traces_tile_their_windows(tmp_path: Path, seed: int) -> None:
+    path_of(tmp_path, *(random_script(seed, rank, 3) for rank in range(1 + seed % 3)))
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp8", "dlrm8", "mi300-rccl", "cuda-sync", "hip-graph", "mi250"]
+)
+def test_paths_of_real_traces_tile_their_windows(name: str) -> None:
+    options = CriticalPathOptions(files=("x",))
+    works = {}
+    for rank, file in enumerate(sorted((DATA / name).iterdir())):
+        (works[rank],) = step_work(options, read_trace(file))
+    path = critical_path(works)
+    check_tiles(path)
+    if name == "fsdp8":
+        # Rank 7 launches late, and the others wait for it in NCCL.
+        assert path.rank == 7
+        assert by_category(path)["host"] > 0.9 * (path.window[1] - path.window[0])
