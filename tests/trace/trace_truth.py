@@ -14,7 +14,8 @@ an absolute Unix time). Definitions:
   runs), exposed memory (neither compute nor communication runs) and idle (nothing runs).
 - A GPU event belongs to the step in whose host range (`ProfilerStep#N` of user_annotation) the
   call of the same correlation starts, on any thread. The window of a step is from the start of
-  its first GPU event to the end of its last, and contains its own events alone.
+  its first GPU event to the end of its last, and contains its own events alone; or windows tile
+  the time (tiled_windows), and contain all events.
 
     python tests/trace/trace_truth.py FILE...      print one JSON object a file
 """
@@ -183,6 +184,25 @@ def events_by_step(trace: Json) -> dict[str, list[GpuEvent]]:
         name = next((name for name, (a, b) in steps.items() if a <= call < b), "outside")
         found[name].append(event)
     return found
+
+
+def tiled_windows(trace: Json) -> dict[str, Interval]:
+    """Return windows that tile the time: a step's starts when the one before it has ended.
+
+    The first starts with the end of what was launched before all steps, and without such with
+    its host range, or its first event if that is earlier.
+    """
+    by_step, ranges = events_by_step(trace), host_steps(trace)
+    others = by_step.pop("outside") + by_step.pop("unlinked")
+    first = min(event.start for events in by_step.values() for event in events)
+    earlier = [event.end for event in others if event.start < first]
+    begin = max(earlier) if earlier else min(first, *(start for start, _ in ranges.values()))
+    windows = {}
+    for name, events in by_step.items():
+        end = max([begin, *(event.end for event in events)])
+        windows[name] = begin, end
+        begin = end
+    return windows
 
 
 def kernel_sums(events: Iterable[GpuEvent]) -> dict[str, list[int]]:
