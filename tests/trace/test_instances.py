@@ -120,3 +120,24 @@ def test_a_call_belongs_to_the_step_in_which_it_was_issued(tmp_path: Path) -> No
         job.collective("allreduce", 4, 4, ts, ts + 500, 3)
     calls = calls_of(read_trace(job.write(tmp_path)))
     np.testing.assert_array_equal(calls.step, [0, 0, 1, 1, NONE])
+
+
+def test_an_operator_of_torch_is_a_call_only_where_the_backend_records_none(
+    tmp_path: Path,
+) -> None:
+    job = TraceWriter(rank=0, world_size=2)
+    shapes = {"Input Dims": [[[4]], []], "Input type": ["TensorList", ""]}
+    for ts in (10, 100):
+        job.add("cpu_op", "c10d::allreduce_", ts, 40, 11, **shapes)
+    job.collective("allreduce", 4, 4, 20, 30, 3)  # of NCCL, inside the first
+    work = {"Input Dims": [[4]], "Input type": ["float"]}
+    job.add("user_annotation", "gloo:all_reduce", 120, 7, 13, **work)
+    calls = calls_of(read_trace(job.write(tmp_path)))
+    found = [calls.args[number] for number in calls.comm]
+    assert [(args.collective, args.group, args.in_elements) for args in found] == [
+        ("allreduce", "0", 4),
+        ("all_reduce", "", 4),
+    ]
+    # One annotation, one operator of gloo: they belong together.
+    assert found[1].dtype == "float"
+    assert (calls.end - calls.start).tolist() == [3000, 7000]

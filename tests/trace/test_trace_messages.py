@@ -197,7 +197,7 @@ def test_unequal_counts_are_untimed_and_said(tmp_path: Path) -> None:
     found = matched([job_of(0, [20, 5]), job_of(1, [8])], tmp_path)
     (tally,) = found.histogram.values()
     assert (tally.calls, tally.timed_calls) == (3, 0)
-    text = "in step 1 rank 1 has 1 call of group 0 default_pg, others 2"
+    text = "in step 1 rank 1 has 1 all_reduce call of group 0 default_pg, others 2"
     assert found.unmatched == Counter({text: 3})
 
 

@@ -109,7 +109,10 @@ class SpanColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommColumns:
-    """Calls of torch.distributed on the host (record_param_comms)."""
+    """Calls of torch.distributed on the host: record_param_comms, or operators of gloo.
+
+    work_start and work_end: of gloo's work on its own thread, or NONE.
+    """
 
     start: Ints
     end: Ints
@@ -117,6 +120,8 @@ class CommColumns:
     external: Ints
     comm: Ints  # RankTrace.comm_args
     seq: Ints
+    work_start: Ints
+    work_end: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

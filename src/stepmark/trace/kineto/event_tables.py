@@ -12,6 +12,7 @@ import numpy as np
 
 from stepmark.core.trace_columns import NONE, GpuKind
 from stepmark.trace.kineto.events import Args, Event, comm_args_of
+from stepmark.trace.kineto.gloo import OPERATOR, WORK, gloo_calls
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
@@ -74,6 +75,7 @@ class EventTables:
         self.num_events = 0
         self.ranks: Counter[int] = Counter()
         self._comms: dict[tuple[Any, ...], int] = {}
+        self._gloo: list[Event] = []
 
     def add(self, events: Sequence[Event]) -> None:
         """Sort events into tables."""
@@ -101,6 +103,8 @@ class EventTables:
                 self.columns.setdefault(table, []).append(getattr(self, f"_{table}")(rows))
                 if table == "ops" and (comms := [e for e in rows if e.name == _COMM]):
                     self.columns.setdefault("comms", []).append(self._comm_calls(comms))
+                if prefix := {"ops": OPERATOR, "spans": WORK}.get(table):
+                    self._gloo += [event for event in rows if event.name.startswith(prefix)]
 
     def _valid(self, events: list[Event]) -> list[Event]:
         """Return events with a duration, at a possible time; count the others."""
@@ -205,14 +209,47 @@ class EventTables:
 
     def _comm_calls(self, rows: Sequence[Event]) -> list[Ints]:
         args = _args(rows)
-        self.ranks.update(each.rank for each in args if each.rank is not None)
+        # Of sends and receives it is the peer's.
+        own = [each for each in args if each.collective not in ("send", "recv")]
+        self.ranks.update(each.rank for each in own if each.rank is not None)
         columns = self._on_thread(rows)
         return [
             *(columns[0], columns[1], columns[3]),
             _externals(args),
             self._comm_ids(args),
             _ids([each.seq for each in args]),
+            *[np.full(len(rows), NONE, np.int64)] * 2,
         ]
+
+    def add_gloo(self) -> None:
+        """Add calls that torch does not record as record_param_comms, once all is read."""
+        recorded: dict[int, Ints] = {}
+        for piece in self.columns.get("comms", []):
+            for thread in np.unique(piece[2]).tolist():
+                starts = np.append(recorded.get(thread, EMPTY), piece[0][piece[2] == thread])
+                recorded[thread] = np.sort(starts)
+        columns = self._on_thread(self._gloo)
+        is_plain = [
+            start == end or not np.searchsorted(starts, start) < np.searchsorted(starts, end)
+            for start, end, thread in zip(*columns[:2], columns[3].tolist(), strict=True)
+            for starts in [recorded.get(thread, EMPTY)]
+        ]
+        calls = gloo_calls(itertools.compress(self._gloo, is_plain))
+        if calls:
+            rows = [call.event for call in calls]
+            start, end, _, thread = self._on_thread(rows)
+            numbers = _ints([self.comm_args[call.args] for call in calls])
+            works = [call.work for call in calls]
+            known = _nanoseconds([work[0] if work else 0.0 for work in works])
+            until = _nanoseconds([work[1] if work else 0.0 for work in works])
+            has_work = np.array([work is not None for work in works])
+            self.columns.setdefault("comms", []).append(
+                [
+                    *(start, end, thread, _externals(_args(rows)), numbers),
+                    np.full(len(rows), NONE, np.int64),
+                    *(np.where(has_work, times, NONE) for times in (known, until)),
+                ]
+            )
 
     def _stream_ids(self, rows: Sequence[Event], args: Sequence[Args]) -> Ints:
         streams = self.streams

@@ -36,6 +36,8 @@ _ARGS = {
     "seq": "Seq",
     "rank": "Rank",
     "input_dims": "Input Dims",
+    "input_types": "Input type",
+    "concrete_inputs": "Concrete Inputs",
     "num_bytes": "bytes",
     "old_num_bytes": "size",
     "awaited": "wait_on_stream",
@@ -72,6 +74,8 @@ class Args(Struct, rename=_ARGS, gc=False):
     seq: int | None = None
     rank: int | None = None
     input_dims: msgspec.Raw = msgspec.Raw(b"")
+    input_types: msgspec.Raw = msgspec.Raw(b"")
+    concrete_inputs: msgspec.Raw = msgspec.Raw(b"")
     name: Any = None  # of metadata events
     labels: Any = None
 

@@ -40,8 +40,8 @@ _ANNOTATIONS = {
 class CommCalls:
     """Calls of one process in the order in which it issued them; times in ns.
 
-    start and end: of a call's kernels, NONE where none is known. Of several kernels of a call
-    the first start and the last end count. unlinked: kernels of collectives without a call, by
+    start and end: of a call's kernels (the first start and the last end of several), or of
+    gloo's work; NONE where none is known. unlinked: kernels of collectives without a call, by
     name: their number, and their time.
     """
 
@@ -78,6 +78,8 @@ def comm_calls(trace: RankTrace, steps: Steps) -> CommCalls:
     linked = host != NONE
     np.minimum.at(start, host[linked], gpu.start[kernels[linked]])
     np.maximum.at(end, host[linked], gpu.end[kernels[linked]])
+    start = np.where(end == NONE, comms.work_start[rows], start)
+    end = np.where(end == NONE, comms.work_end[rows], end)
     alone = kernels[~linked]
     says = gpu.comm[alone] != NONE
     own, unlinked = alone[says], alone[~says]
@@ -89,7 +91,7 @@ def comm_calls(trace: RankTrace, steps: Steps) -> CommCalls:
         "step": (_steps_of(steps, comms.start[rows]), steps.of_gpu[own]),
         "phase": (_phases(trace, threads, comms.start[rows]), np.zeros(own.size, np.int64)),
         "seq": (comms.seq[rows], gpu.seq[own]),
-        "start": (np.where(end == NONE, NONE, start), gpu.start[own]),
+        "start": (start, gpu.start[own]),
         "end": (end, gpu.end[own]),
     }
     return CommCalls(

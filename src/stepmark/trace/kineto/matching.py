@@ -14,7 +14,7 @@ from statistics import median
 
 from stepmark.core.collectives import FACTS, Collective
 from stepmark.core.message import RECV, SEND, Histogram, MessageKind, Tally
-from stepmark.core.trace_columns import NONE, RankInfo
+from stepmark.core.trace_columns import NONE, CommArgs, RankInfo
 from stepmark.core.units import ranks_text
 from stepmark.trace.kineto.instances import PHASES
 from stepmark.trace.kineto.messages import ALL_TO_ALL, RankMessages, kind_of, members_of
@@ -138,13 +138,20 @@ def _calls(
         if isinstance(kind, str):
             uncounted[kind] += 1
             continue
-        pair = None
+        pair: tuple[int | None, int | None] | None = None
         if kind.collective == SEND:
-            pair = (rank, args.target)
+            pair = (rank, _of_world(args.target, args, members[comm]))
         elif kind.collective == RECV:
-            pair = (args.source, rank)
+            pair = (_of_world(args.source, args, members[comm]), rank)
         call = _Call(rank, kind, messages.numbers[step], seq, start, end)
         yield (kind.group, members[comm], pair), call
+
+
+def _of_world(peer: int | None, args: CommArgs, members: Sequence[int]) -> int | None:
+    """Return a peer's rank in the world: gloo's operators state that in the group."""
+    if peer is None or args.group or args.group_size is not None:
+        return peer
+    return members[peer] if peer < len(members) else None
 
 
 def _matched(
@@ -176,7 +183,7 @@ def _matched(
 def _in_step(
     label: str, step: int, by_rank: Mapping[int, Sequence[_Call]], result: Messages
 ) -> Iterator[list[_Call]]:
-    """Match by the number of the call where it is known, else by order if all are alike."""
+    """Match by the number of the call where it is known, else by order."""
     lists = list(by_rank.values())
     if all(call.seq != NONE for calls in lists for call in calls):
         by_seq: dict[tuple[int, int], list[_Call]] = defaultdict(list)
@@ -186,17 +193,8 @@ def _in_step(
                 by_seq[call.seq, seen[call.seq]].append(call)
                 seen[call.seq] += 1
         groups = list(by_seq.values())
-    elif len({len(calls) for calls in lists}) == 1:
-        groups = [list(calls) for calls in zip(*lists, strict=True)]
     else:
-        common = Counter(map(len, lists)).most_common(1)[0][0]
-        odd = {rank: len(calls) for rank, calls in by_rank.items() if len(calls) != common}
-        count = next(iter(odd.values()))
-        ranks = [rank for rank, number in odd.items() if number == count]
-        verb, plural = ("has", "have")[len(ranks) > 1], "s" * (count != 1)
-        text = f"in step {step} {ranks_text(ranks)} {verb} {count} call{plural} of {label}"
-        result.unmatched[f"{text}, others {common}"] += sum(map(len, lists))
-        return
+        groups = list(_in_order(label, step, by_rank, result))
     for calls in groups:
         if len(calls) < len(lists):
             text = f"in step {step} some ranks lack calls of {label} that others have"
@@ -206,6 +204,31 @@ def _in_step(
             result.unmatched[text] += len(calls)
         else:
             yield calls
+
+
+def _in_order(
+    label: str, step: int, by_rank: Mapping[int, Sequence[_Call]], result: Messages
+) -> Iterator[list[_Call]]:
+    """Match the nth calls of a collective, if all ranks have as many."""
+    by_name: dict[object, dict[int, list[_Call]]] = defaultdict(
+        lambda: {r: [] for r in by_rank}
+    )
+    for rank, calls in by_rank.items():
+        for call in calls:
+            by_name[call.signature[0]][rank].append(call)
+    for name, own in by_name.items():
+        counts = {rank: len(calls) for rank, calls in own.items()}
+        common = Counter(counts.values()).most_common(1)[0][0]
+        odd = [count for count in counts.values() if count != common]
+        if not odd:
+            yield from (list(calls) for calls in zip(*own.values(), strict=True))
+            continue
+        ranks = [rank for rank, count in counts.items() if count == odd[0]]
+        verb, plural = ("has", "have")[len(ranks) > 1], "s" * (odd[0] != 1)
+        text = (
+            f"in step {step} {ranks_text(ranks)} {verb} {odd[0]} {name} call{plural} of {label}"
+        )
+        result.unmatched[f"{text}, others {common}"] += sum(counts.values())
 
 
 def _time(

@@ -101,6 +101,8 @@ def kind_of(args: CommArgs, members: Sequence[int], phase: str) -> MessageKind |
     dtype = message_dtype(args.dtype)
     if name == Collective.BARRIER:
         dtype = ("", 0)
+    if not args.dtype and dtype is None:
+        return "calls without types and sizes (record_shapes=True of the profiler records them)"
     if dtype is None:
         return f"calls of unknown type {args.dtype}"
     if name in ALL_TO_ALL:
@@ -124,9 +126,15 @@ def kind_of(args: CommArgs, members: Sequence[int], phase: str) -> MessageKind |
 
 
 def members_of(args: CommArgs, info: RankInfo) -> tuple[int, ...]:
-    """Return the ranks of a call's group; () where the trace does not tell them."""
+    """Return the ranks of a call's group; () where the trace does not tell them.
+
+    Calls of gloo do not name their group: it is known where all groups have the same ranks.
+    """
     if args.ranks:
         return args.ranks
+    if not args.group and args.group_size is None:
+        groups = {group.ranks for group in info.groups if group.ranks and group.size != 1}
+        return groups.pop() if len(groups) == 1 else ()
     for group in info.groups:
         if group.name == args.group and group.size == args.group_size and group.ranks:
             return group.ranks

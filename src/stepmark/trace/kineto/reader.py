@@ -81,6 +81,7 @@ def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
     if rank is None and len(tables.ranks) == 1:
         rank = next(iter(tables.ranks))
     versions = _versions(header)
+    tables.add_gloo()
     columns = {
         name: _table(tables, name, kind, base)
         for name, kind in (
@@ -144,6 +145,8 @@ def _table(tables: EventTables, name: str, kind: Any, base: int) -> dict[str, In
         columns[field] = column if is_sorted else column[order]
         if field in ("start", "end"):
             columns[field] += base
+        elif field.startswith("work_"):
+            columns[field] = np.where(columns[field] == NONE, NONE, columns[field] + base)
     return columns
 
 
