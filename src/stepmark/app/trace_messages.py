@@ -20,7 +20,7 @@ from stepmark.report import trace_messages as report
 from stepmark.report.expected import Expected
 from stepmark.store.export import write_json, write_tables
 from stepmark.store.files import write_text
-from stepmark.trace.kineto.matching import match
+from stepmark.trace.kineto.matching import is_synchronizing, match
 from stepmark.trace.kineto.messages import RankMessages, rank_messages
 
 _MAX_NOTES = 40
@@ -279,7 +279,7 @@ class _View:
             if count
         ]
         notes += [
-            f"{count} calls are untimed: {text}" for text, count in found.unmatched.items()
+            f"untimed: {text} (calls: {count})" for text, count in found.unmatched.items()
         ]
         unlinked: Counter[str] = Counter()
         nanoseconds: Counter[str] = Counter()
@@ -293,6 +293,12 @@ class _View:
             "their sizes are not known"
             for name, count in unlinked.most_common()
         ]
+        if other := [kind for kind in found.histogram if not is_synchronizing(kind)]:
+            names = ", ".join(sorted({kind.collective for kind in other}))
+            notes.append(
+                f"a rank may end before others begin in {names}: their shortest kernel may be "
+                "less than the transfer, and is not counted as one by rank"
+            )
         if found.partial:
             calls = sum(found.histogram[kind].calls for kind in found.partial)
             notes.append(

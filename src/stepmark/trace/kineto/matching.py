@@ -25,7 +25,7 @@ class RankWaits:
     """Calls of one rank that were matched over ranks; times in ns."""
 
     calls: int = 0
-    timed: int = 0  # calls that are matched over all their ranks
+    timed: int = 0  # calls that are matched over all their ranks, which they synchronize
     kernels: int = 0  # time of these
     transfer: int = 0  # time: that of the shortest kernel of any rank
     other_kernels: int = 0  # time of kernels of other calls, or of no call
@@ -245,9 +245,7 @@ def _time(
     shortest = min(known)
     for call in calls:
         transfers[id(call)] = shortest
-    kind = calls[0].kind
-    facts = FACTS.get(Collective(kind.collective)) if kind.collective in _NAMES else None
-    if facts is None or not facts.synchronizing or len(calls) < 2:
+    if not is_synchronizing(calls[0].kind) or len(calls) < 2:
         return
     result.ranks[calls[known.index(shortest)].rank].last += 1
     starts, ends = [call.start for call in calls], [call.end for call in calls]
@@ -256,7 +254,10 @@ def _time(
     spreads.append((max(ends) - min(ends), max(starts) - min(starts), min(ends) - max(starts)))
 
 
-_NAMES = frozenset(Collective)
+def is_synchronizing(kind: MessageKind) -> bool:
+    """Return whether no rank can end before all have arrived: the shortest is the transfer."""
+    name = kind.collective
+    return name in frozenset(Collective) and FACTS[Collective(name)].synchronizing
 
 
 def _judge_clocks(spreads: Sequence[tuple[int, int, int]], result: Messages) -> None:
@@ -291,7 +292,7 @@ def _sum_up(calls: Sequence[_Call], transfers: Mapping[int, int], result: Messag
         timed[call.kind] += 1
         nanoseconds[call.kind] += transfer
         result.kernels[call.kind] = result.kernels.get(call.kind, 0) + duration
-        if call.kind in result.partial:
+        if call.kind in result.partial or not is_synchronizing(call.kind):
             waits.other_kernels += duration
             continue
         waits.timed += 1
