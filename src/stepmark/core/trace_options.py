@@ -53,6 +53,8 @@ class TraceInputs:
 class BreakdownOptions(Files, TraceInputs):
     """stepmark trace breakdown."""
 
+    html: str | None = flag("timeline, steps and messages as one page", metavar="PATH")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MessagesOptions(Files, TraceInputs):

@@ -1,0 +1,211 @@
+"""The breakdown of traces as one HTML page: timeline, steps, hidden communication, messages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+import plotly.graph_objects as go
+
+from stepmark.core.columns import Row, number
+from stepmark.core.kernel_groups import COMMUNICATION, COPIES, GROUPS, OTHER
+from stepmark.core.trace_timeline import Bar, Timeline
+from stepmark.report import histogram_figures
+from stepmark.report.figures import COLOURS, Drawn, styled
+from stepmark.report.page import document, figure_section, section
+
+MOST_BARS = 5000
+MOST_RANKS = 8  # of the timeline
+_MOST_STEPS = 64  # bars of steps
+# Compute is blue and green, what a faster network changes is red, pauses are pale.
+_RED, _BLUE, _GREEN, _GREY = COLOURS[1], COLOURS[0], COLOURS[2], "#9aa5b1"
+_GROUP_COLOURS = {
+    "matrix products": _BLUE,
+    "attention": COLOURS[5],
+    COMMUNICATION: _RED,
+    COPIES: COLOURS[4],
+    "optimizer": COLOURS[3],
+    "norms": COLOURS[6],
+    "elementwise": _GREEN,
+    "fused by compile": "#3c7d5d",
+    "softmax and loss": "#a6d854",
+    "convolutions": "#264b8a",
+    "indexing": "#b5835a",
+    "reductions": "#7fc7af",
+    OTHER: "#6b7280",
+}
+_PARTS = {
+    "compute_ns": ("compute", _BLUE),
+    "exposed_comm_ns": ("exposed communication", _RED),
+    "exposed_copies_ns": ("exposed copies", COLOURS[4]),
+    "host_bound_ns": ("idle: host-bound", "#5f6b7a"),
+    "kernel_gap_ns": ("idle: kernel gaps", _GREY),
+    "unknown_idle_ns": ("idle: unknown", "#cfd6dd"),
+}
+
+
+def page(
+    title: str,
+    tables: Mapping[str, Sequence[Row]],
+    timelines: Mapping[int, Timeline],
+    messages: Sequence[Row],
+    lines: Sequence[str],
+) -> str:
+    """Return the document. tables: of the breakdown; messages: rows of a histogram."""
+    drawn = [
+        *_timeline(timelines),
+        *_steps(tables["steps"]),
+        *_hidden(tables["communication"], len(tables["steps"])),
+        *histogram_figures.drawn(messages),
+    ]
+    report = section("Report", f"<pre>{escape(chr(10).join(lines))}</pre>")
+    return document(title, "", "\n".join([*(figure_section(*each) for each in drawn), report]))
+
+
+def _shown(timelines: Mapping[int, Timeline]) -> dict[int, Timeline]:
+    """Return at most MOST_RANKS: extremes by their time in communication, and some between."""
+    ranks = sorted(
+        timelines,
+        key=lambda rank: sum(b.busy for b in timelines[rank].bars if b.group == COMMUNICATION),
+    )
+    if len(ranks) > MOST_RANKS:
+        places = {round(n * (len(ranks) - 1) / (MOST_RANKS - 1)) for n in range(MOST_RANKS)}
+        ranks = [ranks[place] for place in places]
+    return {rank: timelines[rank] for rank in sorted(ranks)}
+
+
+def _timeline(timelines: Mapping[int, Timeline]) -> Iterator[Drawn]:
+    shown = _shown(timelines)
+    if not shown:
+        return
+    first = min(each.start for each in shown.values())
+    lanes = [
+        f"rank {rank}, {stream}" for rank, each in shown.items() for stream in _streams(each)
+    ]
+    bars = [(rank, bar) for rank, each in shown.items() for bar in each.bars]
+    # The longest are drawn first, so that of too many the shortest are left out.
+    bars.sort(key=lambda item: item[1].start - item[1].end)
+    left_out = bars[MOST_BARS:]
+    bars = bars[:MOST_BARS]
+    figure = go.Figure()
+    for group in (*GROUPS, OTHER):
+        own = [(rank, bar) for rank, bar in bars if bar.group == group]
+        if own:
+            figure.add_bar(
+                orientation="h",
+                y=[f"rank {rank}, {bar.stream}" for rank, bar in own],
+                base=[(bar.start - first) / 1e6 for _, bar in own],
+                x=[(bar.end - bar.start) / 1e6 for _, bar in own],
+                name=group,
+                marker={"color": _GROUP_COLOURS.get(group, "#6b7280"), "line": {"width": 0}},
+                hovertext=[_hover(bar) for _, bar in own],
+                hoverinfo="text",
+                width=0.8,
+            )
+    last = max(each.end for each in shown.values())
+    figure.update_xaxes(title="ms", range=[0, (last - first) / 1e6])
+    figure.update_yaxes(
+        autorange="reversed", type="category", categoryarray=lanes, showgrid=False
+    )
+    figure.update_layout(barmode="overlay")
+    joined = max(each.joined_ns for each in shown.values()) / 1e3
+    steps = sorted({each.step for each in shown.values()})
+    notes = [
+        f"Events with pauses below {joined:.3g} us between them are one bar, in the colour of "
+        "the group that takes most of it. Times are those of each rank's clock."
+    ]
+    if len(shown) < len(timelines):
+        notes.append(f"{len(shown)} of {len(timelines)} ranks, by their time in communication.")
+    if left_out:
+        time = sum(bar.end - bar.start for _, bar in left_out) / 1e6
+        notes.append(f"{len(left_out)} bars of together {time:.3f} ms are too short to draw.")
+    title = f"Streams in step {', '.join(map(str, steps))}"
+    yield title, " ".join(notes), styled(figure, height=150 + 26 * len(lanes))
+
+
+def _streams(each: Timeline) -> list[str]:
+    """Return the streams of a rank, the busiest first."""
+    busy: dict[str, int] = {}
+    for bar in each.bars:
+        busy[bar.stream] = busy.get(bar.stream, 0) + bar.busy
+    return sorted(busy, key=lambda stream: -busy[stream])
+
+
+def _hover(bar: Bar) -> str:
+    took = (bar.end - bar.start) / 1e3
+    share = min(100.0, 100 * bar.busy / max(bar.end - bar.start, 1))
+    count = f"{bar.num_events} events, {share:.0f} % busy" if bar.num_events > 1 else "1 event"
+    return f"{escape(bar.name[:90])}<br>{bar.group}: {took:.1f} us, {count}"
+
+
+def _steps(rows: Sequence[Row]) -> Iterator[Drawn]:
+    """Yield the parts of a step: by rank (means over steps), or by step of one rank."""
+    if not rows:
+        return
+    ranks = sorted({int(number(row, "rank") or 0) for row in rows})
+    key = "rank" if len(ranks) > 1 else "step"
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        name = "all" if row[key] is None else f"{key} {row[key]}"
+        groups.setdefault(name, []).append(row)
+    note = "Means over the steps of each rank" if key == "rank" else "The steps of one rank"
+    note += "; compute + exposed communication + exposed copies + idle = step."
+    if len(groups) > _MOST_STEPS:
+        slowest = sorted(groups, key=lambda name: -_mean(groups[name], "window_ns"))
+        groups = {name: own for name, own in groups.items() if name in slowest[:_MOST_STEPS]}
+        note += f" The {_MOST_STEPS} slowest of {len(slowest)}."
+    figure = go.Figure()
+    for column, (name, colour) in _PARTS.items():
+        times = [_mean(own, column) for own in groups.values()]
+        if any(times):
+            figure.add_bar(
+                x=list(groups),
+                y=times,
+                name=name,
+                marker_color=colour,
+                hovertemplate="%{x}: %{y:.3f} ms " + name + "<extra></extra>",
+            )
+    figure.update_layout(barmode="stack")
+    figure.update_xaxes(type="category")
+    figure.update_yaxes(title="ms per step")
+    yield "Parts of a step", note, styled(figure, height=380)
+
+
+def _mean(rows: Sequence[Row], column: str) -> float:
+    """Return the mean in ms."""
+    return sum(number(row, column) or 0.0 for row in rows) / len(rows) / 1e6
+
+
+def _hidden(rows: Sequence[Row], num_steps: int) -> Iterator[Drawn]:
+    """Yield how much of each collective runs beside compute."""
+    if not rows:
+        return
+    sums: dict[str, list[float]] = {}
+    for row in rows:
+        name = str(row["collective"] or row["kernel"])[:40]
+        size = f" of {row['group_size']}" if row["group_size"] else ""
+        parts = sums.setdefault(
+            f"{name}, {row['group_desc'] or row['group']}{size}", [0.0, 0.0]
+        )
+        exposed = number(row, "exposed_ns") or 0.0
+        parts[0] += ((number(row, "time_ns") or 0.0) - exposed) / 1e6 / num_steps
+        parts[1] += exposed / 1e6 / num_steps
+    names = sorted(sums, key=lambda name: -sum(sums[name]))[:12]
+    figure = go.Figure()
+    for place, (title, colour) in enumerate(
+        (("hidden by compute", COLOURS[5]), ("exposed", _RED))
+    ):
+        figure.add_bar(
+            orientation="h",
+            y=[escape(name) for name in names],
+            x=[sums[name][place] for name in names],
+            name=title,
+            marker_color=colour,
+            hovertemplate="%{x:.3f} ms " + title + "<extra></extra>",
+        )
+    figure.update_layout(barmode="stack")
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(title="ms per rank and step")
+    note = (
+        "Sums over the kernels of each collective, waiting for other ranks included; kernels "
+        "that run at the same time count each."
+    )
+    yield "Communication beside compute", note, styled(figure, height=130 + 30 * len(names))
