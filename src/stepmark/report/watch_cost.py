@@ -58,7 +58,7 @@ class WatchedRank:
             "profiled_max_s": max(profiled, default=None),
             "profiled_steps": len(profiled),
             "ratio": slow / plain if plain and slow else None,
-            "is_within_spread": bool(profiled and unprofiled)
+            "ranges_overlap": bool(profiled and unprofiled)
             and min(profiled) <= max(unprofiled)
             and max(profiled) >= min(unprofiled),
             "start_s": self.start_s,
@@ -105,8 +105,8 @@ def cost_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
 def _cells(rank: WatchedRank) -> tuple[str, ...]:
     row = rank.row
     ratio = "" if row["ratio"] is None or rank.trace is None else f"{row['ratio']:.3f}"
-    if ratio and row["is_within_spread"]:
-        ratio += ", within the spread"
+    if ratio and row["ranges_overlap"]:
+        ratio += ", ranges overlap"
     profiled = _times(row, "profiled") if rank.trace else "-"
     return str(rank.rank), _times(row, "unprofiled"), profiled, ratio
 

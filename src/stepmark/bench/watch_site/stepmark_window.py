@@ -181,11 +181,13 @@ class Window:
                 return ProfilerAction.RECORD
             return ProfilerAction.RECORD_AND_SAVE if step == last else ProfilerAction.NONE
 
-        self.profiler = torch.profiler.profile(
+        profiler = self.profiler = torch.profiler.profile(
             activities=activities, schedule=schedule, record_shapes=self.plan["shapes"]
         )
-        self.profiler.step_num = dropped  # ProfilerStep#N is then the job's step N
-        self.profiler.start()
+        profiler.step_num = dropped  # ProfilerStep#N is then the job's step N
+        profiler.acc_events = True  # else torch 2.11 warns
+        profiler.start()
+        profiler.profiler.acc_events = False  # else the end takes seconds
         self.report["start_s"] = time.perf_counter() - began_s
 
     def make_way(self) -> None:
