@@ -13,7 +13,9 @@ import pytest
 
 from stepmark.app.watch import SITE, read_ranks, setup_of
 from stepmark.cli.main import status
+from stepmark.core.columns import Row
 from stepmark.core.verb_options import WatchOptions
+from stepmark.report.watch_cost import slow_rank_line
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plain_ddp.py"
@@ -55,7 +57,11 @@ def test_a_job_of_two_ranks(tmp_path: Path) -> None:
     assert done.stdout.startswith("step 10: loss")  # the job's own output comes first
     assert "profiled: steps 9 to 11 of ranks 0-1" in done.stdout
     assert "stepmark" not in done.stderr
+    assert "exposed communication" in done.stdout
+    assert "slow rank: not known" in done.stdout
     written = document(tmp_path)
+    assert {row["step"] for row in written["breakdown"]["steps"]} == {9, 10, 11}
+    assert written["messages"]["world_size"] == 2
     (run,) = (tmp_path / "runs").iterdir()
     assert sorted(p.name for p in (run / "traces").iterdir()) == [
         "rank0.json.gz",
@@ -209,3 +215,16 @@ def test_a_rank_of_a_launcher_is_refused(
         monkeypatch.setenv(name, value)
     assert status(["watch", "--", "true"]) == 2
     assert "stepmark watch -- srun" in capsys.readouterr().err
+
+
+def test_the_slow_rank_is_the_one_that_arrives_last() -> None:
+    rows: list[Row] = [
+        {"rank": 0, "arrived_last": 2, "waiting_s": 0.078},
+        {"rank": 1, "arrived_last": 76, "waiting_s": 1e-5},
+    ]
+    line = "slow rank: rank 1 arrives last in 76 of 78 collectives, and the others wait 78 ms"
+    assert slow_rank_line(rows) == f"{line} per step"
+    rows[0]["arrived_last"] = 76
+    assert slow_rank_line(rows).startswith("slow rank: none; rank 0 arrives last in 76 of 152")
+    for unknown in (rows[:1], [{"rank": 0, "arrived_last": None}] * 2, []):
+        assert "not known" in slow_rank_line(unknown)

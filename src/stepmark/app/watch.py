@@ -7,20 +7,24 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 import stepmark
-from stepmark.app import log_sources, logs
+from stepmark.app import log_sources, logs, trace, trace_messages
 from stepmark.app.delivery import make_folder, write_files
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.trace_options import BreakdownOptions, MessagesOptions
 from stepmark.core.verb_options import LogsOptions, WatchOptions
 from stepmark.launch import foreground, outer_launcher
-from stepmark.report.watch_cost import WatchedRank, cost_lines, job_lines
+from stepmark.report.watch_cost import WatchedRank, cost_lines, job_lines, slow_rank_line
 from stepmark.store.export import write_json
 from stepmark.store.runs import TRACES, new_run_id
 
@@ -57,12 +61,14 @@ def run(options: WatchOptions) -> int:
         raise ConfigError("command", options.words[0], f"a program ({error})") from None
     ranks, damaged = read_ranks(folder)
     notes = (*setup.notes, *damaged)
-    report = _logs(folder, setup, started_at)
-    out = sys.stdout
-    out.writelines(f"{line}\n" for line in _text(options, folder, setup, code))
-    out.writelines(f"{line}\n" for line in (*job_lines(ranks), *cost_lines(ranks)))
-    out.writelines(f"note: {note}\n" for note in notes)
-    out.writelines(f"{line}\n" for line in (report.text() if report else ()))
+    _print(_text(options, folder, setup, code))
+    _print((*job_lines(ranks), *cost_lines(ranks), *(f"note: {note}" for note in notes)))
+    files = list(_written(folder, setup, started_at))
+    has_traces = any(rank.trace for rank in ranks)
+    of_traces = _of_traces(folder, files) if has_traces else {}
+    report = _logs(files)
+    if report:
+        _print(("", *report.text()))
     document = {
         "command": options.words,
         "exit_code": code,
@@ -71,6 +77,7 @@ def run(options: WatchOptions) -> int:
         "kept": setup.kept,
         "notes": notes,
         "ranks": [msgspec.to_builtins(rank) | {"cost": rank.row} for rank in ranks],
+        **of_traces,
         "logs": report.document() if report else None,
     }
     write_json(document, folder / "watch.json")
@@ -168,14 +175,38 @@ def read_ranks(folder: Path) -> tuple[list[WatchedRank], list[str]]:
     return sorted(kept, key=lambda rank: (rank.rank, rank.pid)), damaged
 
 
-def _logs(folder: Path, setup: Setup, started_at: float) -> logs.LogReport | None:
+def _print(lines: Iterable[str]) -> None:
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
+def _of_traces(folder: Path, files: Sequence[str]) -> dict[str, Any]:
+    """Print what the traces show, beside NCCL's logs; return it as documents by verb."""
+    paths = (str(folder / TRACES),)
+    breakdown = BreakdownOptions(files=paths, json=str(folder / "breakdown.json"))
+    messages = MessagesOptions(files=(*paths, *files), json=str(folder / "messages.json"))
+    documents: dict[str, Any] = {}
+    for name, print_and_write in (
+        ("breakdown", partial(trace.breakdown, breakdown)),
+        ("messages", partial(trace_messages.messages, messages)),
+    ):
+        _print(("", f"## {name} of the profiled steps"))
+        try:
+            print_and_write()
+            documents[name] = json.loads((folder / f"{name}.json").read_bytes())
+        except StepmarkError as error:
+            sys.stderr.write(f"stepmark: {error}\n")
+        except Exception:  # noqa: BLE001, the exit code is the job's all the same
+            traceback.print_exc()
+    if "messages" in documents:
+        _print((slow_rank_line(documents["messages"]["ranks"]),))
+    return documents
+
+
+def _logs(files: Sequence[str]) -> logs.LogReport | None:
     """Read NCCL's logs and the flight recorder's dumps, where there are any."""
-    files = list(_written(folder, setup, started_at))
-    if not files:
-        return None
     try:
         options = LogsOptions(files=tuple(files))
-        return logs.read_report(log_sources.collect(files), options)
+        return logs.read_report(log_sources.collect(files), options) if files else None
     except ConfigError as error:
         sys.stderr.write(f"stepmark: {error}\n")
         return None

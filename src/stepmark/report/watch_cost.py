@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from stepmark.core.columns import Row
 from stepmark.core.units import format_time, ranks_text
 
-Row = dict[str, object]
 _MAX_SHOWN = 16
 
 
@@ -153,3 +153,22 @@ def job_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
     for note in notes:
         members = [rank.rank for rank in ranks if note in rank.notes.values()]
         yield f"note: {ranks_text(members)}: {note}"
+
+
+def slow_rank_line(rows: Sequence[Row]) -> str:
+    """Return which rank the others wait for, by the ranks' rows of `trace messages`."""
+    last = {row["rank"]: n for row in rows if isinstance(n := row.get("arrived_last"), int)}
+    calls = sum(last.values())
+    if len(last) < 2 or not calls:
+        return "slow rank: not known, as no collective has kernels on two ranks or more"
+    slowest = max(last, key=lambda rank: last[rank])
+    text = f"rank {slowest} arrives last in {last[slowest]} of {calls} collectives"
+    if last[slowest] * 2 <= calls:
+        return f"slow rank: none; {text}"
+    waits = [
+        wait
+        for row in rows
+        if row["rank"] != slowest and isinstance(wait := row.get("waiting_s"), float)
+    ]
+    waited = f", and the others wait {format_time(median(waits))} per step" if waits else ""
+    return f"slow rank: {text}{waited}"

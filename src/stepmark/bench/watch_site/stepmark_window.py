@@ -181,9 +181,10 @@ class Window:
                 return ProfilerAction.RECORD
             return ProfilerAction.RECORD_AND_SAVE if step == last else ProfilerAction.NONE
 
-        profiler = self.profiler = torch.profiler.profile(
+        profiler: Any = torch.profiler.profile(
             activities=activities, schedule=schedule, record_shapes=self.plan["shapes"]
         )
+        self.profiler = profiler
         profiler.step_num = dropped  # ProfilerStep#N is then the job's step N
         profiler.acc_events = True  # else torch 2.11 warns
         profiler.start()
