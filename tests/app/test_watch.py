@@ -62,6 +62,10 @@ def test_a_job_of_two_ranks(tmp_path: Path) -> None:
     written = document(tmp_path)
     assert {row["step"] for row in written["breakdown"]["steps"]} == {9, 10, 11}
     assert written["messages"]["world_size"] == 2
+    (source,) = written["recorded_messages"]["sources"]
+    reduced = [row for row in source["histogram"] if row["collective"] == "all_reduce"]
+    assert sum(row["calls"] for row in reduced) >= 2 * 11  # of two ranks up to step 11
+    assert source["findings"] == []
     (run,) = (tmp_path / "runs").iterdir()
     assert sorted(p.name for p in (run / "traces").iterdir()) == [
         "rank0.json.gz",

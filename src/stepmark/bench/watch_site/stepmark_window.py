@@ -235,7 +235,17 @@ class Window:
         }
         if torch.cuda.is_initialized() and not has_kernels:
             self.report["notes"]["kernels"] = "CUPTI or the driver gave no kernels"
+        self._write_messages()
         self._write()
+
+    def _write_messages(self) -> None:
+        """Write the flight recorder of groups on the CPU: their profiles state no sizes."""
+        is_used = torch.distributed.is_available() and torch.distributed.is_initialized()
+        c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+        if is_used and hasattr(c10d, "_dump_fr_trace") and not torch.cuda.is_initialized():
+            path = os.path.join(self.folder, "messages", f"rank_{self.report['rank']}")
+            with open(path, "wb") as file:
+                file.write(c10d._dump_fr_trace(includeStackTraces=False))
 
     def _introduce(self, optimizer: str) -> None:
         """Find out which rank this is, and claim its report. A second process gets its own."""
