@@ -28,7 +28,7 @@ _MAX_SPAN_NS = 3_600_000_000_000
 
 def check(trace: RankTrace, call: Ints) -> Iterator[Damage]:
     """Yield what is impossible. call: of each GPU event, as links.launches returns it."""
-    yield from _lost(trace)
+    yield from _lost(trace, call)
     yield from _twice(trace, call)
     yield from _early(trace, call)
     yield from _out_of_order(trace, call)
@@ -41,15 +41,15 @@ def _damage(kind: str, count: int, text: str) -> Iterator[Damage]:
         yield Damage(kind=kind, count=count, text=text)
 
 
-def _lost(trace: RankTrace) -> Iterator[Damage]:
+def _lost(trace: RankTrace, call: Ints) -> Iterator[Damage]:
     """Find launches of kernels and copies whose work is not in the trace."""
     calls = trace.calls
     is_launch = np.array([bool(_LAUNCH.search(name)) for name in trace.names], bool)
     if not calls.start.size:
         return
-    rows = np.flatnonzero(
-        is_launch[calls.name] & ~np.isin(calls.correlation, trace.gpu.correlation)
-    )
+    has_event = np.zeros(calls.start.size, bool)
+    has_event[call[call != NONE]] = True
+    rows = np.flatnonzero(is_launch[calls.name] & ~has_event)
     rows = rows[~_in_capture(trace, rows)]
     names = Counter(trace.names[name] for name in calls.name[rows])
     most = ", ".join(f"{count} {name}" for name, count in names.most_common(3))
@@ -76,7 +76,7 @@ def _twice(trace: RankTrace, call: Ints) -> Iterator[Damage]:
         return
     known = np.flatnonzero(call != NONE)
     known = known[~is_graph[trace.calls.name[call[known]]]]
-    count = known.size - np.unique(call[known]).size
+    count = known.size - int((np.bincount(call[known]) > 0).sum())
     text = "GPU events have the launch of another one: events are duplicated"
     yield from _damage("duplicate-launch", count, text)
 

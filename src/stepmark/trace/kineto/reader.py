@@ -45,6 +45,7 @@ def read_trace(path: Path) -> RankTrace:
                 tables.add(events)
         except OSError as error:
             stream.cut = f"it cannot be read ({error.strerror})"
+        _return_memory()
         return _trace(tables, stream)
 
 
@@ -57,6 +58,17 @@ def _keep_memory() -> None:
         set_option = ctypes.CDLL(None).mallopt
         set_option(_M_TRIM_THRESHOLD, 256 << 20)
         set_option(_M_MMAP_THRESHOLD, 64 << 20)
+
+
+def _return_memory() -> None:
+    """Give the kernel back what the chunks left between the pieces of columns.
+
+    Whole columns then have pages of their own, which are returned when they are freed.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        libc.malloc_trim(0)
 
 
 def _versions(header: Header) -> dict[str, str]:
@@ -139,6 +151,7 @@ def _table(tables: EventTables, name: str, kind: Any, base: int) -> dict[str, In
         )
         for piece in pieces:
             piece[number] = EMPTY
+    _return_memory()
     order = np.lexsort((-columns["end"], columns["start"]))
     is_sorted = np.array_equal(order, np.arange(order.size))
     for field, column in columns.items():
