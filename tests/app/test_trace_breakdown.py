@@ -123,3 +123,47 @@ def test_tables_are_written_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run(capsys, TRACES / "a100-nccl", "--csv", f"{tmp_path}/out/")[0] == 0
     names = ["communication", "copies", "kernels", "launches", "steps"]
     assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == names
+
+
+def test_who_waits_for_whom_is_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, (arrives, lasts) in enumerate([(100, 100), (150, 50)]):
+        writer = TraceWriter(rank=rank, world_size=2)
+        writer.step(1, 0, 300)
+        writer.kernel("gemm", 5, 60, 60)  # on rank 0 it hides 20 us of 50 us of waiting
+        writer.collective("allreduce", 1024, 1024, 20, arrives, lasts)
+        writer.write(tmp_path)
+    report = document(capsys, tmp_path)
+    steps = [(row["waiting_ns"], row["exposed_waiting_ns"]) for row in report["steps"]]
+    assert steps == [(50_000, 30_000), (0, 0)]
+    assert [row["exposed_comm_ns"] for row in report["steps"]] == [80_000, 50_000]
+    arrivals = [(row["num_last"], row["caused_ns"]) for row in report["arrivals"]]
+    assert arrivals == [(0, 0), (1, 50_000)]
+    out = run(capsys, tmp_path)[1]
+    assert "The others wait for rank 1 the most: 0.050 ms of a step on average." in out
+
+
+def test_the_slow_host_of_a_real_job_is_the_one_that_is_waited_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = document(capsys, TRACES / "fsdp8", "--jobs", "1")
+    worst = max(report["arrivals"], key=lambda row: row["caused_ns"])
+    assert (worst["rank"], worst["num_last"], worst["num_calls"]) == (7, 51, 52)
+    for row in report["steps"]:
+        assert row["exposed_waiting_ns"] <= min(row["waiting_ns"], row["exposed_comm_ns"])
+        assert row["waiting_ns"] <= row["comm_ns"]
+
+
+def test_old_traces_say_why_waiting_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    report = document(capsys, TRACES / "dlrm8", "--jobs", "1")
+    assert report["arrivals"] == []
+    assert {row["waiting_ns"] for row in report["steps"]} == {None}
+    assert any("how ranks wait for each other is not known" in note for note in report["notes"])
+
+
+def test_tables_of_a_profiler_as_text_are_read_too(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "examples/frontier-profiler-table.txt")
+    assert code == 0
+    assert "communication-bound: yes" in out
+    assert run(capsys, "examples/frontier-profiler-table.txt", "--steps", "1")[0] == 2

@@ -2,11 +2,11 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from stepmark.app.trace_files import RankResult, TraceSet, map_traces
-from stepmark.core.columns import Row
+from stepmark.app.profiler_tables import looks_like_profiler_table, run_table
+from stepmark.app.trace_files import RankResult, map_traces
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import load
 from stepmark.core.trace_breakdown import RankTimes
@@ -18,76 +18,69 @@ from stepmark.report import histogram
 from stepmark.report import trace_breakdown as report
 from stepmark.store.export import write_json, write_tables
 from stepmark.store.files import write_text
-from stepmark.trace.kineto import breakdown as kineto
-from stepmark.trace.kineto.matching import match
-from stepmark.trace.kineto.messages import RankMessages, rank_messages
+from stepmark.trace.kineto.arrivals import RankParts, matched, rank_parts, with_arrivals
 from stepmark.trace.kineto.timeline import timeline
+from stepmark.trace.read_text import read_head
 
 
 def breakdown(options: BreakdownOptions) -> int:
-    """Print and write the breakdown."""
+    """Print and write the breakdown of traces, or the tables of a profiler in a text file."""
     options.check_stdout()
+    if _is_table(options.files):
+        for name in ("html", "steps", "ranks"):
+            if getattr(options, name) is not None:
+                raise ConfigError(name, "given", "left out: a table as text has none")
+        return run_table(Path(options.files[0]), options.json, options.csv)
     traces = map_traces(options, partial(_reduce, options))
     if traces is None:
         return 0
-    results = [RankResult(info=r.info, value=r.value.times) for r in traces.results]
-    _check_steps(options, results)
-    ranks = [(result.info.rank or 0, result.value) for result in results]
-    notes = [*traces.notes, *_notes(results)]
+    _check_steps(options, traces.results)
+    by_rank = {r.info.rank or 0: (r.info, r.value[0]) for r in traces.results}
+    messages = matched(by_rank, options.has_step)
+    ranks = list(with_arrivals(by_rank, messages).items())
+    notes = [*traces.notes, *_notes(ranks)]
+    if len(ranks) > 1 and (reasons := (messages.unmatched + messages.uncounted).most_common()):
+        more = f"; and {len(reasons) - 3} more reasons" * (len(reasons) > 3)
+        text = "; ".join(f"{count} calls: {reason}" for reason, count in reasons[:3])
+        notes.append(f"how ranks wait for each other is not known of {text}{more}")
+    tables = report.tables(ranks)
     if options.json:
         header = {"world_size": traces.world_size, "missing_ranks": traces.missing}
         document = header | {"notes": notes, "definitions": report.DEFINITIONS}
-        write_json(document | report.tables(ranks), options.json, "breakdown")
+        write_json(document | tables, options.json, "breakdown")
     if options.csv:
-        filled = {name: rows for name, rows in report.tables(ranks).items() if rows}
+        filled = {name: rows for name, rows in tables.items() if rows}
         write_tables(filled or {"steps": []}, options.csv, "csv")
+    lines = [*report.lines(ranks), *(f"note: {note}" for note in notes)]
     if options.html:
-        lines = [*report.lines(ranks), *(f"note: {note}" for note in notes)]
-        write_text(options.html, _page(options, traces, report.tables(ranks), lines), "html")
+        page: str = load("stepmark.report.trace_page:page")(  # with plotly
+            f"stepmark trace breakdown {' '.join(options.files)}",
+            tables,
+            {r.info.rank or 0: r.value[1] for r in traces.results if r.value[1]},
+            histogram.rows(messages.histogram, num_ranks_seen=len(ranks)),
+            lines,
+        )
+        write_text(options.html, page, "html")
     if not options.to_stdout:
-        sys.stdout.writelines(f"{line}\n" for line in report.lines(ranks))
-        sys.stdout.writelines(f"note: {note}\n" for note in notes)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """What is kept of a rank's trace; the last two only for a page."""
-
-    times: RankTimes
-    timeline: Timeline | None = None
-    messages: RankMessages | None = None
+def _is_table(files: Sequence[str]) -> bool:
+    path = Path(files[0])
+    return len(files) == 1 and path.is_file() and looks_like_profiler_table(read_head(path))
 
 
-def _reduce(options: BreakdownOptions, trace: RankTrace) -> _Rank:
-    times = kineto.breakdown(trace, options.has_step)
-    if not options.html or not times.steps:
-        return _Rank(times)
-    return _Rank(times, timeline(trace, options), rank_messages(trace))
+def _reduce(options: BreakdownOptions, trace: RankTrace) -> tuple[RankParts, Timeline | None]:
+    """Return what is kept of a rank's trace, and a timeline for a page."""
+    parts = rank_parts(trace, options.has_step)
+    has_page = options.html and parts.times.steps
+    return parts, timeline(trace, options) if has_page else None
 
 
-def _page(
-    options: BreakdownOptions,
-    traces: TraceSet[_Rank],
-    tables: dict[str, list[Row]],
-    lines: Sequence[str],
-) -> str:
-    by_rank = {result.info.rank or 0: result for result in traces.results}
-    found = match(
-        {rank: (r.info, r.value.messages) for rank, r in by_rank.items() if r.value.messages},
-        options.has_step,
-    )
-    page: str = load("stepmark.report.trace_page:page")(  # with plotly
-        f"stepmark trace breakdown {' '.join(options.files)}",
-        tables,
-        {rank: r.value.timeline for rank, r in by_rank.items() if r.value.timeline},
-        histogram.rows(found.histogram, num_ranks_seen=len(by_rank)),
-        lines,
-    )
-    return page
-
-
-def _check_steps(options: BreakdownOptions, results: Sequence[RankResult[RankTimes]]) -> None:
+def _check_steps(
+    options: BreakdownOptions, results: Sequence[RankResult[tuple[RankParts, Timeline | None]]]
+) -> None:
     """Raise ConfigError for --steps that no trace has, or that traces do not mark."""
     if options.steps is None:
         return
@@ -95,20 +88,19 @@ def _check_steps(options: BreakdownOptions, results: Sequence[RankResult[RankTim
         f"{low}-{high}" if low != high else f"{low}" for low, high in options.steps
     )
     for result in results:
-        if not result.value.is_marked:
+        if not result.value[0].times.is_marked:
             allowed = f"it has no meaning for {result.info.file}, without ProfilerStep marks"
             raise ConfigError("steps", value, allowed)
-    if not any(result.value.steps for result in results):
-        numbers = {number for result in results for number in result.value.all_steps}
+    if not any(result.value[0].times.steps for result in results):
+        numbers = {number for result in results for number in result.value[0].times.all_steps}
         allowed = f"among those of the traces: {ranks_text(numbers).split(' ', 1)[1]}"
         raise ConfigError("steps", value, allowed)
 
 
-def _notes(results: Sequence[RankResult[RankTimes]]) -> Iterator[str]:
+def _notes(ranks: Sequence[tuple[int, RankTimes]]) -> Iterator[str]:
     """Yield what is wrong, or left out, once for all ranks where it is of the same kind."""
     by_kind: dict[str, list[tuple[int, int, str]]] = {}
-    for result in results:
-        rank, times = result.info.rank or 0, result.value
+    for rank, times in ranks:
         for damage in times.damage:
             count = f"{damage.count} " if damage.count > 1 else ""
             text = f"{count}{damage.text}"
@@ -125,5 +117,5 @@ def _notes(results: Sequence[RankResult[RankTimes]]) -> Iterator[str]:
             by_kind.setdefault("empty", []).append((len(times.empty_steps), rank, text))
     for cases in by_kind.values():
         _, rank, text = max(cases, key=lambda case: (case[0], -case[1]))
-        ranks = ranks_text(rank for _, rank, _ in cases)
-        yield f"{ranks}: {text}" + f" (rank {rank}, the most)" * (len(cases) > 1)
+        affected = ranks_text(rank for _, rank, _ in cases)
+        yield f"{affected}: {text}" + f" (rank {rank}, the most)" * (len(cases) > 1)

@@ -31,6 +31,9 @@ class StepTimes:
     trace, without marks. device: None is the host; copies are then compute.
     other_steps_ns: time in the window in which only work of other steps, or of unknown steps,
     runs. It is part of the times above.
+    waiting_ns: communication in which the rank waits for another one, as far as its calls are
+    matched over ranks; exposed_waiting_ns: the part of exposed_comm in which it does. None
+    where no call is.
     """
 
     device: int | None
@@ -47,6 +50,8 @@ class StepTimes:
     num_events: int
     idle: IdleTimes | None
     queue: QueueDepth | None
+    waiting_ns: int | None = None
+    exposed_waiting_ns: int | None = None
 
     @property
     def window_ns(self) -> int:
@@ -117,6 +122,24 @@ class CopyTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """How one rank and the others wait for each other, in calls that are matched over ranks.
+
+    unmatched_ns: time of kernels of other calls. num_last, caused_ns: calls in which it arrived
+    last, and how long the others together waited in them. early_ns: how long before the last
+    rank it arrived; None where clocks of the ranks do not agree.
+    """
+
+    num_calls: int
+    comm_ns: int
+    waiting_ns: int
+    unmatched_ns: int
+    num_last: int
+    caused_ns: int
+    early_ns: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
     """Everything about one rank.
 
@@ -136,3 +159,4 @@ class RankTimes:
     num_outside: int = 0
     outside_ns: int = 0
     damage: tuple[Damage, ...] = ()
+    arrivals: Arrivals | None = None

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from statistics import mean, median
 
 from stepmark.core.columns import COUNT, NUMBER, PAGE, SHOWN, TEXT, Column, Row, View, aligned
@@ -30,6 +30,10 @@ DEFINITIONS = {
         "idle, by the event that ends it: host-bound until its launch call returned; kernel "
         "gap where it then started within 100 us; unknown where it started later (it waited "
         "for an event, or work is missing), or its launch is not in the trace.",
+        "waiting for other ranks: what a kernel of a collective takes longer than the "
+        "shortest one of the same call on any rank, from its start on. others wait for it: "
+        "summed over the other ranks, in calls in which this rank's kernel is the shortest. "
+        "early: how long before the last rank it arrives, if the clocks of ranks agree.",
         "queue: mean number of events that are launched and have not started.",
     ),
     "host": (
@@ -84,12 +88,14 @@ STEP_COLUMNS: tuple[Column[_RankStep], ...] = (
     Column("window_ns", _of("window_ns"), COUNT, "took", SHOWN),
     Column("compute_ns", _of("compute_ns"), COUNT, "compute", SHOWN),
     Column("exposed_comm_ns", _of("exposed_comm_ns"), COUNT, "exposed comm", SHOWN),
+    Column("exposed_waiting_ns", _of("exposed_waiting_ns"), COUNT, "waiting", SHOWN),
     Column("exposed_copies_ns", _of("exposed_memory_ns"), COUNT, "exposed copies", SHOWN),
     Column("idle_ns", _of("idle_ns"), COUNT, "idle", SHOWN),
     Column("host_bound_ns", _of("idle", "host_bound_ns"), COUNT, "host-bound", SHOWN),
     Column("kernel_gap_ns", _of("idle", "kernel_gap_ns"), COUNT, "kernel gaps", SHOWN),
     Column("unknown_idle_ns", _of("idle", "unknown_ns"), COUNT, "unknown", SHOWN),
     Column("comm_ns", _of("comm_ns"), COUNT, "all comm", SHOWN),
+    Column("waiting_ns", _of("waiting_ns"), COUNT),
     Column("overlap_ns", _of("overlap_ns"), COUNT),
     Column("overlap_pct", _overlap_pct, NUMBER, "hidden %", SHOWN),
     Column("copies_ns", _of("memory_ns"), COUNT),
@@ -99,16 +105,19 @@ STEP_COLUMNS: tuple[Column[_RankStep], ...] = (
     Column("queue_max_depth", _of("queue", "max"), COUNT, "", PAGE),
     Column("queue_empty_ns", _of("queue", "empty_ns"), COUNT),
 )
+_SUMMANDS = ("compute_ns", "exposed_comm_ns", "exposed_copies_ns", "idle_ns")
 _PARTS = {
     "step": "window_ns",
     "  compute": "compute_ns",
     "  exposed communication": "exposed_comm_ns",
+    "    waiting for other ranks": "exposed_waiting_ns",
     "  exposed copies": "exposed_copies_ns",
     "  idle": "idle_ns",
     "    host-bound": "host_bound_ns",
     "    kernel gaps": "kernel_gap_ns",
     "    unknown": "unknown_idle_ns",
     "all communication": "comm_ns",
+    "  waiting for other ranks": "waiting_ns",
     "  hidden by compute": "overlap_ns",
     "work of other steps in the window": "other_steps_ns",
 }
@@ -128,6 +137,11 @@ def tables(ranks: Ranks) -> dict[str, list[Row]]:
             for rank, times in ranks
             for item in getattr(times, attribute)
         ]
+    tabled["arrivals"] = [
+        {"rank": rank, "steps": len(times.steps)} | asdict(times.arrivals)
+        for rank, times in ranks
+        if times.arrivals
+    ]
     return tabled
 
 
@@ -159,6 +173,7 @@ def _report(tabled: dict[str, list[Row]], clock: str) -> Iterator[str]:
     yield from _summary(steps)
     yield ""
     yield from _step_lines(steps)
+    yield from _arrival_lines(tabled["arrivals"])
     for title, rows, label in (
         ("Communication", tabled["communication"], _comm_label),
         (
@@ -188,8 +203,8 @@ def _sentences(steps: Sequence[Row]) -> Iterator[str]:
         first, took = _ns(row, "from_ns"), _ns(row, "window_ns")
         parts = ", ".join(
             f"{title.strip()} {_ms(_ns(row, name))} ms ({_share(_ns(row, name), took)})"
-            for title, name in list(_PARTS.items())[1:5]
-            if _ns(row, name)
+            for title, name in _PARTS.items()
+            if name in _SUMMANDS and _ns(row, name)
         )
         yield (
             f"{step}, rank {row['rank']}{' (the slowest)' * many}: {_ms(took)} ms from "
@@ -237,6 +252,34 @@ def _step_lines(steps: Sequence[Row]) -> Iterator[str]:
     for row in shown:
         cells.append([_cell(row, column.name) for column in columns])
     yield from aligned(cells, [True] * len(columns))
+
+
+def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield which ranks the others wait for, the most first."""
+    if len(rows) < 2:
+        return
+    order = sorted(rows, key=lambda row: -_ns(row, "caused_ns"))
+    worst = order[0]
+    yield ""
+    if _ns(worst, "caused_ns"):
+        each = _ns(worst, "caused_ns") / _ns(worst, "steps") / (len(rows) - 1)
+        yield (
+            f"The others wait for rank {worst['rank']} the most: {_ms(each)} ms of a step on "
+            f"average. It arrives last in {worst['num_last']} of {worst['num_calls']} calls."
+        )
+    most = f", the {_SLOWEST} that are waited for the most" * (len(rows) > _MOST_ROWS)
+    yield f"Calls matched over ranks{most}; ms per step:"
+    titles = ("rank", "calls", "comm", "waits", "others wait for it", "last in", "early")
+    cells = [[*titles, "not matched"]]
+    for row in order[:_SLOWEST] if most else order:
+        names = ("comm_ns", "waiting_ns", "caused_ns", "early_ns", "unmatched_ns")
+        comm, waits, caused, early, unmatched = (
+            "n/a" if row[name] is None else _ms(_ns(row, name) / _ns(row, "steps"))
+            for name in names
+        )
+        numbers = (str(row["rank"]), str(row["num_calls"]), comm, waits, caused)
+        cells.append([*numbers, str(row["num_last"]), early, unmatched])
+    yield from aligned(cells, [True] * len(cells[0]))
 
 
 def _cell(row: Row, name: str) -> str:

@@ -31,6 +31,9 @@ class RankWaits:
     other_kernels: int = 0  # time of kernels of other calls, or of no call
     last: int = 0  # calls in which its kernel was the shortest: it arrived last
     early: int = 0  # time: how long before the last rank it arrived, if clocks agree
+    caused: int = 0  # time: how long others together waited in calls in which it was last
+    # Of each timed call in which it waits: start and end, without the transfer at its end.
+    waiting: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -247,7 +250,9 @@ def _time(
         transfers[id(call)] = shortest
     if not is_synchronizing(calls[0].kind) or len(calls) < 2:
         return
-    result.ranks[calls[known.index(shortest)].rank].last += 1
+    last = result.ranks[calls[known.index(shortest)].rank]
+    last.last += 1
+    last.caused += sum(known) - shortest * len(known)
     starts, ends = [call.start for call in calls], [call.end for call in calls]
     for call in calls:
         result.ranks[call.rank].early += max(starts) - call.start
@@ -296,6 +301,7 @@ def _sum_up(calls: Sequence[_Call], transfers: Mapping[int, int], result: Messag
             waits.other_kernels += duration
             continue
         waits.timed += 1
+        waits.waiting.append((call.start, call.end - transfer))
         waits.kernels += duration
         waits.transfer += transfer
     for kind, number in counts.items():
