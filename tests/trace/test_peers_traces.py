@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from stepmark.app.trace_messages import messages as app_messages
 from stepmark.core.trace_breakdown import StepTimes
+from stepmark.core.trace_options import MessagesOptions
 from stepmark.trace.kineto import breakdown as kineto
 from stepmark.trace.kineto.links import steps
 from stepmark.trace.kineto.reader import read_trace
@@ -441,3 +443,33 @@ def test_collectives_through_shared_memory_are_communication() -> None:
     assert step.comm_ns - round(found["total_comm_time"] * 10**6) == pytest.approx(
         moved, abs=100
     )
+
+
+def test_messages_equal_tracelens_where_definitions_agree(tmp_path: Path) -> None:
+    """Bandwidth differs: GB/s of all bytes in all time; theirs are GiB/s, a mean of ratios."""
+    path = tmp_path / "messages.json"
+    options = MessagesOptions(files=(str(TRACES / "fsdp8"),), json=str(path), jobs=1)
+    app_messages(options)
+    found = json.loads(path.read_text())
+    theirs = rows_of("fsdp8", "build_df_nccl_implicit_sync_cat")
+    latency: Counter[tuple[str, int]] = Counter()
+    for row in theirs:
+        size = 2 * int(max(row["In msg nelems"], row["Out msg nelems"]))
+        latency[row["Collective name"].strip("_").removesuffix("_base"), size] += (
+            row["comm_latency"] / 1e6
+        )
+    ours: Counter[tuple[str, int]] = Counter()
+    for row in found["histogram"]:
+        assert row["bytes"] == row["calls"] * row["from_bytes"]
+        name = row["collective"].replace("all_gather", "allgather")
+        ours[name, row["from_bytes"]] += row["latency_s"] * row["calls_per_rank"]
+    assert ours.keys() == latency.keys()
+    for key, total in latency.items():
+        assert ours[key] == pytest.approx(total, rel=1e-9), key
+    stragglers = {row["rank"]: row for row in rows_of("fsdp8", "build_df_straggler_summary")}
+    for row in found["ranks"]:
+        their = stragglers[row["rank"]]
+        assert row["arrived_last"] == their["times_arrived_last"]
+        assert row["transfer_s"] * row["steps"] == pytest.approx(sum(latency.values()))
+        waited = row["early_s"] * row["steps"] * 1e6
+        assert waited == pytest.approx(their["total_wait_time_us"], abs=0.06)
