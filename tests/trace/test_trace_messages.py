@@ -283,3 +283,10 @@ def test_bus_bandwidth_is_bytes_by_the_factor_over_the_shortest_kernel(fsdp8: By
     size = 2 * row["Out msg nelems"]
     ours = size * busbw_factor(Collective.ALL_GATHER, 8) / (row["comm_latency"] * 1e-6) / 1e9
     assert ours == pytest.approx(row["bus bw (GB/s)"] * 2**30 / 1e9, rel=1e-4)
+
+
+def test_an_empty_step_at_the_end_is_none(tmp_path: Path) -> None:
+    jobs = [job_of(rank, [20, 5]) for rank in range(2)]
+    for job in jobs:
+        job.step(2, 10_000, 5)  # as prof.step() opens one after the last
+    assert matched(jobs, tmp_path).num_steps == 2

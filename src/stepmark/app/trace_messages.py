@@ -101,11 +101,6 @@ class _View:
             for source in sources
         ]
 
-    def _selected(self, value: RankMessages) -> list[int]:
-        if not value.is_marked:
-            return [0]
-        return [n for n, number in enumerate(value.numbers) if self.options.has_step(number)]
-
     def _curve(self, name: str | None) -> _Curve | None:
         if name is None:
             return None
@@ -149,7 +144,7 @@ class _View:
     def _rank_rows(self) -> Iterator[Row]:
         for result in self.traces.results:
             rank, value = result.info.rank or 0, result.value
-            waits, selected = self.found.ranks[rank], self._selected(value)
+            waits, selected = self.found.ranks[rank], value.selected(self.options.has_step)
             steps = max(len(selected), 1) * 1e9
             times, is_timed = value.times, waits.timed > 0
             sums = {
@@ -175,7 +170,7 @@ class _View:
     def _copies(self) -> dict[tuple[str, int], tuple[int, int]]:
         sums: dict[tuple[str, int], tuple[int, int]] = {}
         for result in self.traces.results:
-            selected = set(self._selected(result.value))
+            selected = set(result.value.selected(self.options.has_step))
             for (step, kind, size), (count, ns) in result.value.copies.items():
                 if step in selected:
                     before = sums.get((kind, size), (0, 0))

@@ -97,9 +97,7 @@ def match(
     calls: list[_Call] = []
     for rank, (info, messages) in sorted(by_rank.items()):
         result.ranks[rank] = RankWaits()
-        selected = [n for n, number in enumerate(messages.numbers) if has_step(number)]
-        if not messages.is_marked:
-            selected = [0]
+        selected = messages.selected(has_step)
         result.num_steps += len(selected)
         for channel, call in _calls(rank, info, messages, set(selected), result.uncounted):
             channels[channel][rank].append(call)

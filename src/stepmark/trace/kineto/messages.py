@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,11 @@ import numpy as np
 from stepmark.core.collectives import Collective, torch_collective
 from stepmark.core.dtypes import message_dtype
 from stepmark.core.message import MessageKind, sized
-from stepmark.core.trace_columns import CommArgs, GpuKind, RankInfo, RankTrace
+from stepmark.core.trace_columns import NONE, CommArgs, GpuKind, RankInfo, RankTrace
 from stepmark.trace.kineto import windows
 from stepmark.trace.kineto.instances import CommCalls, comm_calls
 from stepmark.trace.kineto.links import steps as steps_of
+from stepmark.trace.kineto.links import whole
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
@@ -41,18 +42,34 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMessages:
-    """What is kept of one rank's trace. copies: (step, kind, bytes) to (number, ns)."""
+    """What is kept of one rank's trace.
+
+    numbers: of its steps; with_work: places of those that are not empty, as the last mark of a
+    profiler may be. copies: (step, kind, bytes) to (number, ns).
+    """
 
     calls: CommCalls
-    numbers: tuple[int, ...]  # of steps
+    numbers: tuple[int, ...]
+    with_work: tuple[int, ...]
     is_marked: bool
     times: StepTimes | None  # None without work on a GPU
     copies: dict[tuple[int, str, int], tuple[int, int]]
+
+    def selected(self, has_step: Callable[[int], bool]) -> list[int]:
+        """Return the places of the selected steps; without marks, of the only one."""
+        return [n for n in self.with_work if not self.is_marked or has_step(self.numbers[n])]
 
 
 def rank_messages(trace: RankTrace) -> RankMessages:
     """Reduce a trace to its calls, the times of its steps and its copies."""
     steps = steps_of(trace)
+    if trace.gpu.start.size and (steps.of_gpu == NONE).all():
+        steps = whole(trace)  # no launch is in the trace
+    calls = comm_calls(trace, steps)
+    num_ops = np.searchsorted(trace.ops.start, steps.end)
+    num_ops -= np.searchsorted(trace.ops.start, steps.start)
+    busy = set(np.flatnonzero(num_ops).tolist()) if not trace.gpu.start.size else set()
+    busy.update(np.unique(steps.of_gpu).tolist(), calls.step.tolist(), () if steps.is_marked else (0,))
     times = None
     if trace.gpu.start.size:
         window = windows.gpu_windows(trace, steps)
@@ -63,8 +80,9 @@ def rank_messages(trace: RankTrace) -> RankMessages:
             exposed=windows.exposed(communication, compute, window),
         )
     return RankMessages(
-        calls=comm_calls(trace, steps),
+        calls=calls,
         numbers=steps.numbers,
+        with_work=tuple(sorted(busy - {NONE})),
         is_marked=steps.is_marked,
         times=times,
         copies=_copies(trace, steps.of_gpu),
