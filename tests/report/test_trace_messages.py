@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.core.columns import number
+from stepmark.core.columns import Row, number
 from stepmark.core.message import Histogram, MessageKind, Tally
 from stepmark.report.histogram import BY, calls_and_bytes, parse_bins
 from stepmark.report.trace_messages import (
-    RankStep,
     compared,
     compared_lines,
     copy_rows,
@@ -81,6 +80,12 @@ def test_copies_are_binned_as_perftools_does() -> None:
 
 # A faster network
 
+
+def rank_row(rank: int, exposed: float, transfer: float, unknown: float) -> Row:
+    row: Row = {"rank": rank, "step_s": 1.0, "exposed_s": exposed}
+    return row | {"transfer_s": transfer, "other_kernels_s": unknown}
+
+
 TIMES = st.floats(0, 1)
 
 
@@ -88,22 +93,19 @@ TIMES = st.floats(0, 1)
 def test_no_rank_gains_more_than_it_exposes_or_saves(
     times: list[tuple[float, float, float]], share: float
 ) -> None:
-    ranks = [
-        RankStep(rank=n, step=1.0, exposed=exposed, transfer=transfer, unknown=unknown)
-        for n, (exposed, transfer, unknown) in enumerate(times)
-    ]
+    ranks = [rank_row(n, *each) for n, each in enumerate(times)]
     result = gain(ranks, share, share)
     assert result is not None
-    for rank in ranks:
-        assert 0 <= result.seconds <= rank.exposed
-        assert result.seconds <= (rank.transfer + rank.unknown) * share + 1e-12
+    for exposed, transfer, unknown in times:
+        assert 0 <= result.seconds <= exposed
+        assert result.seconds <= (transfer + unknown) * share + 1e-12
     more = gain(ranks, 1.0, 1.0)
     assert more is not None
     assert more.seconds >= result.seconds
 
 
-def one(exposed: float, transfer: float, unknown: float = 0.0) -> list[RankStep]:
-    return [RankStep(rank=0, step=1.0, exposed=exposed, transfer=transfer, unknown=unknown)]
+def one(exposed: float, transfer: float, unknown: float = 0.0) -> list[Row]:
+    return [rank_row(0, exposed, transfer, unknown)]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def one(exposed: float, transfer: float, unknown: float = 0.0) -> list[RankStep]
     [
         (
             one(0.95, 0.95),
-            "communication-bound: a network without transfer time takes up to 95.0%",
+            "communication-bound: a network without transfer time takes at most 95.0%",
         ),
         (
             one(0.02, 0.5),
@@ -125,7 +127,7 @@ def one(exposed: float, transfer: float, unknown: float = 0.0) -> list[RankStep]
     ],
 )
 def test_the_verdict_tells_transfer_from_waiting_and_from_what_is_unknown(
-    ranks: list[RankStep], words: str
+    ranks: list[Row], words: str
 ) -> None:
     assert list(verdict(ranks))[1].startswith(words)
 

@@ -99,13 +99,7 @@ def _curve_text(totals: dict[str, float | int], options: LogsOptions) -> Iterato
     if options.steps:
         line += f", {format_time(totals['seconds_per_rank_and_step'])} per step"
     yield f"{line}, one after another and without waiting"
-    for key, reason in (
-        ("uncovered_calls", "calls are of collectives that it has no times of"),
-        ("below_calls", "calls are smaller than its smallest size, whose time is used"),
-        ("extrapolated_calls", "calls are larger than its largest size, whose rate is used"),
-    ):
-        if totals[key]:
-            yield f"# {totals[key]} {reason}"
+    yield from expected.beyond_curve(totals)
 
 
 def _tuning_text(source: Source) -> Iterator[str]:

@@ -25,8 +25,6 @@ from stepmark.trace.kineto.messages import RankMessages, rank_messages
 
 _MAX_NOTES = 40
 
-Times = Mapping[MessageKind, Expected]
-
 
 def messages(options: MessagesOptions) -> int:
     """Print and write the histogram, the ranks and what a faster network gains."""
@@ -48,15 +46,14 @@ def messages(options: MessagesOptions) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Curve:
-    """Times by a measured curve, in seconds; per_rank_step of all calls that it covers."""
+    """Times by a measured curve, in seconds per rank and step; totals of all calls."""
 
     name: str
-    times: Times
-    per_rank_step: float
-    took_per_rank_step: float | None  # of covered calls that are timed
-    timed_per_rank_step: float  # what the curve expects of these
-    uncovered: int
-    beyond: tuple[tuple[int, str], ...]
+    times: Mapping[MessageKind, Expected]
+    totals: Mapping[str, float | int]
+    all_s: float
+    timed_s: float  # of the calls that are timed
+    took_s: float  # what these took
 
 
 class _View:
@@ -90,16 +87,13 @@ class _View:
         )
         self.ranks = list(self._rank_rows())
         self.copies = report.copy_rows(self._copies(), self.found.num_steps)
-        self.compared = [
-            report.compared(
-                self.found.histogram,
-                self.found.num_steps,
-                source.histogram,
-                source.num_ranks_seen,
-                source.kind,
-            )
-            for source in sources
-        ]
+        self.compared = [row for source in sources for row in self._compared(source)]
+
+    def _compared(self, source: Source) -> list[Row]:
+        found, num_ranks = self.found, source.num_ranks_seen
+        return report.compared(
+            found.histogram, found.num_steps, source.histogram, num_ranks, source.kind
+        )
 
     def _curve(self, name: str | None) -> _Curve | None:
         if name is None:
@@ -111,34 +105,21 @@ class _View:
             if kind.message_bytes is not None
             and (kind.collective in (SEND, RECV) or (kind.num_ranks or 1) > 1)
         }
+        if not known:
+            allowed = "given for traces with messages of several ranks and known size"
+            raise ConfigError("curve", name, allowed)
         times = expected.expected(
             known, read_curves(name, self.options.runs), force=self.options.force
         )
         totals = expected.totals(found.histogram, times, 1)
-        timed = {kind: found.histogram[kind] for kind in times}
-        num_timed = sum(tally.timed_calls for tally in timed.values())
+        covered = [(found.histogram[kind], time.seconds) for kind, time in times.items()]
         return _Curve(
             name=name,
             times=times,
-            per_rank_step=totals["seconds_per_rank"] / steps,
-            took_per_rank_step=(
-                sum(tally.seconds for tally in timed.values()) / steps if num_timed else None
-            ),
-            timed_per_rank_step=sum(
-                tally.timed_calls * times[kind].seconds for kind, tally in timed.items()
-            )
-            / steps,
-            uncovered=int(totals["uncovered_calls"]),
-            beyond=(
-                (
-                    int(totals["below_calls"]),
-                    "smaller than its smallest size, whose time is used",
-                ),
-                (
-                    int(totals["extrapolated_calls"]),
-                    "larger than its largest size, whose rate is used",
-                ),
-            ),
+            totals=totals,
+            all_s=totals["seconds_per_rank"] / steps,
+            timed_s=sum(tally.timed_calls * seconds for tally, seconds in covered) / steps,
+            took_s=sum(tally.seconds for tally, _ in covered) / steps,
         )
 
     def _rank_rows(self) -> Iterator[Row]:
@@ -177,20 +158,6 @@ class _View:
                     sums[kind, size] = (before[0] + count, before[1] + ns)
         return sums
 
-    @property
-    def _rank_steps(self) -> list[report.RankStep]:
-        return [
-            report.RankStep(
-                rank=row["rank"],  # type: ignore[arg-type]
-                step=row["step_s"],  # type: ignore[arg-type]
-                exposed=row["exposed_s"],  # type: ignore[arg-type]
-                transfer=row["transfer_s"] or 0.0,  # type: ignore[arg-type]
-                unknown=row["other_kernels_s"],  # type: ignore[arg-type]
-            )
-            for row in self.ranks
-            if row["step_s"]
-        ]
-
     def _saved_share(self) -> float | None:
         """Return by how much of their time transfers get shorter with the other curve."""
         if self.curve is None or self.other is None:
@@ -207,10 +174,10 @@ class _View:
 
     def _gains(self) -> Iterator[tuple[str, report.Gain]]:
         faster = 1 - 1 / self.options.network_speedup
-        if result := report.gain(self._rank_steps, faster, faster):
+        if result := report.gain(self.ranks, faster, faster):
             yield f"a network {self.options.network_speedup:g} times as fast", result
         share = self._saved_share()
-        if share is not None and (result := report.gain(self._rank_steps, share, 0.0)):
+        if share is not None and (result := report.gain(self.ranks, share, 0.0)):
             yield f"with {self.options.other_curve} instead of {self.options.curve}", result
 
     def text(self) -> Iterator[str]:
@@ -235,11 +202,12 @@ class _View:
             yield ""
             yield from report.copy_lines(self.copies)
         yield ""
-        yield from report.verdict(self._rank_steps)
+        yield from report.verdict(self.ranks)
         for what, result in self._gains():
             yield report.gain_line(what, result)
-        for source, rows in zip(self.sources, self.compared, strict=True):
+        for source in self.sources:
             yield ""
+            rows = [row for row in self.compared if row["source"] == source.kind]
             yield from report.compared_lines(source.kind, len(source.files), rows)
         notes = self.notes()
         yield from [""] * bool(notes)
@@ -249,20 +217,15 @@ class _View:
 
     def _curve_text(self) -> Iterator[str]:
         for curve in filter(None, (self.curve, self.other)):
-            seconds = format_time(curve.per_rank_step)
-            line = f"# by {curve.name} these take {seconds} per rank and step"
-            if curve.took_per_rank_step is not None and curve is self.curve:
-                took, should = curve.took_per_rank_step, curve.timed_per_rank_step
+            line = f"# by {curve.name} these take {format_time(curve.all_s)} per rank and step"
+            if curve.timed_s and curve is self.curve:
+                took = "took at most" if self.found.partial else "took"
                 line += (
-                    f"; they took {format_time(took)} ({took / should:.2f} times as long as "
-                    f"{format_time(should)}, what is expected of the timed calls)"
+                    f"; the timed ones take {format_time(curve.timed_s)} by it, and {took} "
+                    f"{format_time(curve.took_s)}, {curve.took_s / curve.timed_s:.2f} times that"
                 )
             yield line
-            for count, reason in curve.beyond:
-                if count:
-                    yield f"# {count} calls are {reason}"
-            if curve.uncovered:
-                yield f"# {curve.uncovered} calls are of collectives that it has no times of"
+            yield from expected.beyond_curve(curve.totals)
 
     def notes(self) -> list[str]:
         """Return what is not known, and why."""
@@ -309,7 +272,7 @@ class _View:
 
     def document(self) -> dict[str, object]:
         """Return everything as plain values."""
-        best = report.gain(self._rank_steps, 1.0, 1.0)
+        best = report.gain(self.ranks, 1.0, 1.0)
         return {
             "world_size": self.traces.world_size,
             "rank_steps": self.found.num_steps,
@@ -319,15 +282,15 @@ class _View:
             "curve": self.curve
             and {
                 "name": self.curve.name,
-                "expected_per_rank_step_s": self.curve.per_rank_step,
-                "expected_of_timed_per_rank_step_s": self.curve.timed_per_rank_step,
-                "took_per_rank_step_s": self.curve.took_per_rank_step,
-                "uncovered_calls": self.curve.uncovered,
+                "expected_per_rank_step_s": self.curve.all_s,
+                "expected_of_timed_per_rank_step_s": self.curve.timed_s,
+                "took_per_rank_step_s": self.curve.took_s if self.curve.timed_s else None,
+                "uncovered_calls": self.curve.totals["uncovered_calls"],
             },
             "network": {
                 "step_s": best.step_s if best else None,
                 "most_gain_s": best.seconds if best else None,
-                "verdict": list(report.verdict(self._rank_steps)),
+                "verdict": list(report.verdict(self.ranks)),
                 "gains": [
                     {"network": what, "most_gain_s": result.seconds, "limited_by": result.rank}
                     for what, result in self._gains()
@@ -336,7 +299,7 @@ class _View:
             "end_spread_s": None
             if self.found.end_spread is None
             else self.found.end_spread / 1e9,
-            "sources": [row for rows in self.compared for row in rows],
+            "sources": self.compared,
             "notes": self.notes(),
         }
 
@@ -350,7 +313,7 @@ class _View:
                 "histogram": self.rows,
                 "ranks": self.ranks,
                 "copies": self.copies,
-                "sources": [row for rows in self.compared for row in rows],
+                "sources": self.compared,
             }
             write_tables({n: rows for n, rows in tables.items() if rows}, options.csv, "csv")
         if options.html:

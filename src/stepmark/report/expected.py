@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
 from statistics import median
@@ -162,3 +162,14 @@ def totals(
         "extrapolated_calls": calls_of(ABOVE),
         "below_calls": calls_of(BELOW),
     }
+
+
+def beyond_curve(totals: Mapping[str, float | int]) -> Iterator[str]:
+    """Yield which calls the curve does not cover, by `totals`."""
+    for key, reason in (
+        ("uncovered_calls", "calls are of collectives that it has no times of"),
+        ("below_calls", "calls are smaller than its smallest size, whose time is used"),
+        ("extrapolated_calls", "calls are larger than its largest size, whose rate is used"),
+    ):
+        if totals[key]:
+            yield f"# {totals[key]} {reason}"

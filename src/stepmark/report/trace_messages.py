@@ -162,20 +162,6 @@ def _rank_cell(row: Row, key: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankStep:
-    """Mean times of a rank's steps, in seconds.
-
-    transfer: shortest kernels of its matched calls. unknown: kernels of its other calls.
-    """
-
-    rank: int
-    step: float
-    exposed: float
-    transfer: float
-    unknown: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
     """What a faster network takes from the step at most: seconds, and the rank that limits it.
 
@@ -186,59 +172,61 @@ class Gain:
 
     step_s: float
     seconds: float
-    rank: int
+    rank: object
 
     @property
     def share(self) -> float:
         return self.seconds / self.step_s
 
 
-def gain(ranks: Collection[RankStep], share: float, unknown_share: float) -> Gain | None:
+def gain(ranks: Sequence[Row], share: float, unknown_share: float) -> Gain | None:
     """Return the gain where transfers take less by a share of their time.
 
-    unknown_share: that of kernels whose call or transfer is unknown.
+    ranks: rows of ranks, with mean times of a step. unknown_share: that of kernels whose call
+    or transfer is unknown. None without work on a GPU.
     """
-    if not ranks or not all(rank.step > 0 for rank in ranks):
+    steps = [number(row, "step_s") or 0.0 for row in ranks]
+    if not all(steps) or not steps:
         return None
-    bounds = {
-        rank.rank: min(rank.exposed, rank.transfer * share + rank.unknown * unknown_share)
-        for rank in ranks
-    }
+    bounds = {}
+    for row in ranks:
+        exposed, transfer, unknown = (
+            number(row, key) or 0.0 for key in ("exposed_s", "transfer_s", "other_kernels_s")
+        )
+        bounds[row["rank"]] = min(exposed, transfer * share + unknown * unknown_share)
     least = min(bounds, key=lambda rank: bounds[rank])
-    step = sum(rank.step for rank in ranks) / len(ranks)
-    return Gain(step_s=step, seconds=max(bounds[least], 0.0), rank=least)
+    return Gain(step_s=sum(steps) / len(steps), seconds=max(bounds[least], 0.0), rank=least)
 
 
-def verdict(ranks: Sequence[RankStep]) -> Iterator[str]:
+def verdict(ranks: Sequence[Row]) -> Iterator[str]:
     """Yield whether the job waits for its network, and why."""
-    best = gain(ranks, 1.0, 1.0)
-    if best is None:
+    best, known = gain(ranks, 1.0, 1.0), gain(ranks, 1.0, 0.0)
+    if best is None or known is None:
         yield "communication-bound: not known, as no step with work on a GPU is in the traces"
         return
-    exposed = [rank.exposed for rank in ranks]
+    exposed = [number(row, "exposed_s") or 0.0 for row in ranks]
     mean = sum(exposed) / len(exposed)
     span = f"; {format_time(min(exposed))} to {format_time(max(exposed))} by rank"
     yield (
         f"exposed communication: {format_time(mean)} of {format_time(best.step_s)} per step "
         f"({mean / best.step_s:.1%}{span if len(ranks) > 1 else ''})"
     )
-    limit = f"{best.share:.1%} from the step"
+    limit = f"a network without transfer time takes at most {best.share:.1%} from the step"
     limit += f" (rank {best.rank} gains least)" if len(ranks) > 1 else ""
-    known = gain(ranks, 1.0, 0.0)
-    if known and known.share >= _NOTICEABLE:
-        yield f"communication-bound: a network without transfer time takes up to {limit}"
+    if known.share >= _NOTICEABLE:
+        yield f"communication-bound: {limit}"
     elif best.share >= _NOTICEABLE:
         yield (
-            "perhaps communication-bound: a network without transfer time takes up to "
-            f"{limit}, but how much of it is waiting for other ranks is not known"
+            f"perhaps communication-bound: {limit}, but how much of it is waiting for other "
+            "ranks is not known"
         )
     elif mean / best.step_s >= _NOTICEABLE:
         yield (
             "not communication-bound, though much communication is exposed: ranks wait for one "
-            f"another. A network without transfer time takes at most {limit}"
+            f"another; {limit}"
         )
     else:
-        yield f"not communication-bound: a network without transfer time takes at most {limit}"
+        yield f"not communication-bound: {limit}"
 
 
 def gain_line(what: str, result: Gain) -> str:

@@ -69,7 +69,9 @@ def rank_messages(trace: RankTrace) -> RankMessages:
     num_ops = np.searchsorted(trace.ops.start, steps.end)
     num_ops -= np.searchsorted(trace.ops.start, steps.start)
     busy = set(np.flatnonzero(num_ops).tolist()) if not trace.gpu.start.size else set()
-    busy.update(np.unique(steps.of_gpu).tolist(), calls.step.tolist(), () if steps.is_marked else (0,))
+    busy.update(
+        np.unique(steps.of_gpu).tolist(), calls.step.tolist(), () if steps.is_marked else (0,)
+    )
     times = None
     if trace.gpu.start.size:
         window = windows.gpu_windows(trace, steps)
