@@ -220,10 +220,9 @@ class _View:
             line = f"# by {curve.name} these take {format_time(curve.all_s)} per rank and step"
             if curve.timed_s and curve is self.curve:
                 took = "took at most" if self.found.partial else "took"
-                line += (
-                    f"; the timed ones take {format_time(curve.timed_s)} by it, and {took} "
-                    f"{format_time(curve.took_s)}, {curve.took_s / curve.timed_s:.2f} times that"
-                )
+                times = f"{curve.took_s / curve.timed_s:.2f} times that"
+                line += f"; the timed ones take {format_time(curve.timed_s)} by it, and {took} "
+                line += f"{format_time(curve.took_s)}, {times}"
             yield line
             yield from expected.beyond_curve(curve.totals)
 
