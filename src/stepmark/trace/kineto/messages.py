@@ -44,20 +44,23 @@ class StepTimes:
 class RankMessages:
     """What is kept of one rank's trace.
 
-    numbers: of its steps; with_work: places of those that are not empty, as the last mark of a
-    profiler may be. copies: (step, kind, bytes) to (number, ns).
+    numbers: of its steps; empty: places of those without work, as the last mark of a profiler
+    may be. copies: (step, kind, bytes) to (number, ns).
     """
 
     calls: CommCalls
     numbers: tuple[int, ...]
-    with_work: tuple[int, ...]
     is_marked: bool
     times: StepTimes | None  # None without work on a GPU
     copies: dict[tuple[int, str, int], tuple[int, int]]
+    empty: frozenset[int] = frozenset()
 
     def selected(self, has_step: Callable[[int], bool]) -> list[int]:
         """Return the places of the selected steps; without marks, of the only one."""
-        return [n for n in self.with_work if not self.is_marked or has_step(self.numbers[n])]
+        if not self.is_marked:
+            return [0]
+        chosen = (n for n, number in enumerate(self.numbers) if has_step(number))
+        return [n for n in chosen if n not in self.empty]
 
 
 def rank_messages(trace: RankTrace) -> RankMessages:
@@ -69,9 +72,7 @@ def rank_messages(trace: RankTrace) -> RankMessages:
     num_ops = np.searchsorted(trace.ops.start, steps.end)
     num_ops -= np.searchsorted(trace.ops.start, steps.start)
     busy = set(np.flatnonzero(num_ops).tolist()) if not trace.gpu.start.size else set()
-    busy.update(
-        np.unique(steps.of_gpu).tolist(), calls.step.tolist(), () if steps.is_marked else (0,)
-    )
+    busy.update(np.unique(steps.of_gpu).tolist(), calls.step.tolist())
     times = None
     if trace.gpu.start.size:
         window = windows.gpu_windows(trace, steps)
@@ -84,10 +85,10 @@ def rank_messages(trace: RankTrace) -> RankMessages:
     return RankMessages(
         calls=calls,
         numbers=steps.numbers,
-        with_work=tuple(sorted(busy - {NONE})),
         is_marked=steps.is_marked,
         times=times,
         copies=_copies(trace, steps.of_gpu),
+        empty=frozenset(range(len(steps.numbers))) - busy,
     )
 
 
