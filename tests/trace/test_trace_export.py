@@ -14,6 +14,7 @@ from stepmark.core.trace_columns import NONE, RankTrace
 from stepmark.core.trace_options import ConvertOptions
 from stepmark.store.export import write_pieces
 from stepmark.trace.kineto import export, links
+from stepmark.trace.kineto.breakdown import breakdown
 from stepmark.trace.kineto.reader import read_trace
 from stepmark.trace.kineto.windows import gpu_windows
 
@@ -74,6 +75,12 @@ def test_a_trimmed_trace_has_all_work_in_the_window_of_its_steps(
     assert links.steps(again).numbers == tuple(numbers)
     assert again.info.damage == whole.info.damage
     assert again.info.groups == whole.info.groups
+    breakdowns = [
+        breakdown(trace, lambda number: number in numbers) for trace in (whole, again)
+    ]
+    for table in ("steps", "comms", "kernels", "launches", "copies"):
+        rows, expected_rows = (set(getattr(each, table)) for each in reversed(breakdowns))
+        assert rows == expected_rows, table
     # The messages of the steps, on the host and on the GPU.
     for trace in (whole, again):
         args, _ = links.gpu_comms(trace)

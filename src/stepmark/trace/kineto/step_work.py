@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepmark.core.collectives import Collective, torch_collective
+from stepmark.core.collectives import FACTS, Collective, torch_collective
 from stepmark.core.trace_columns import NONE, CommArgs, GpuKind, RankTrace
 from stepmark.core.trace_options import TraceInputs
 from stepmark.trace.kineto.export import chosen_steps
 from stepmark.trace.kineto.intervals import Intervals, time_before, union
 from stepmark.trace.kineto.links import Steps, gpu_comms, launches, lookup, parents, steps
+from stepmark.trace.kineto.messages import members_of
 from stepmark.trace.kineto.windows import gpu_windows, is_communication
 
 if TYPE_CHECKING:
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
 COMPUTE, COMMUNICATION, COPIES = range(3)
-# Collectives in which no rank can end before all have arrived.
-_SYMMETRIC = frozenset(
-    {
-        *(Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
-        *(Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V, Collective.BARRIER),
-    }
-)
 _WAITS = re.compile(r"^(?:cuda|hip|cu)(?:Ctx|Device|Stream|Event)Synchronize")
 _STREAM_WAIT = "Stream Wait Event"
 _HANDOFF_NS = 10_000  # shorter pauses of a thread are Python's
@@ -183,8 +177,10 @@ class _Work:
         issued = np.append(self.trace.calls.start, NONE)[self.call[rows[own]]]
         for place in own[np.argsort(issued, kind="stable")]:
             args = self.trace.comm_args[self.args[rows[place]]]
-            members = members_of(args, self.trace)
-            if torch_collective(args.collective) not in _SYMMETRIC or len(members) < 2:
+            members = members_of(args, self.trace.info)
+            name = torch_collective(args.collective)
+            facts = FACTS[Collective(name)] if name in list(Collective) else None
+            if facts is None or not facts.synchronizing or len(members) < 2:
                 continue
             key = members, args.group
             what = (args.collective, args.dtype, args.in_elements, args.out_elements)
@@ -314,15 +310,3 @@ def _renamed(thread: HostThread, numbers: dict[int, int]) -> HostThread:
 def _label(args: CommArgs) -> str:
     size = f" of {args.group_size} ranks" if args.group_size else ""
     return f"{args.collective} in group {args.group_desc or args.group}{size}"
-
-
-def members_of(args: CommArgs, trace: RankTrace) -> tuple[int, ...]:
-    """Return the ranks of a call's group; () where the trace does not tell them."""
-    if args.ranks:
-        return args.ranks
-    for group in trace.info.groups:
-        if group.name == args.group and group.size == args.group_size and group.ranks:
-            return group.ranks
-    world = trace.info.world_size
-    is_world = args.group_size is not None and args.group_size == world
-    return tuple(range(world or 0)) if is_world else ()
