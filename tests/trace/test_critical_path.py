@@ -3,11 +3,9 @@
 Times of constructed events are microseconds.
 """
 
-import json
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,73 +15,9 @@ from stepmark.trace.kineto.critical_path import critical_path
 from stepmark.trace.kineto.reader import read_trace
 from stepmark.trace.kineto.step_work import step_work
 
+from .trace_scripts import AUTOGRAD, MAIN, Script
+
 DATA = Path(__file__).parents[1] / "data" / "traces"
-MAIN, AUTOGRAD = 9, 10
-Event = dict[str, Any]
-
-
-class Script:
-    """Events of one rank, in microseconds by a clock that is `ahead`."""
-
-    def __init__(self, rank: int = 0, world: int = 1, ahead: float = 0) -> None:
-        self.rank, self.world, self.ahead = rank, world, ahead
-        self.events: list[Event] = []
-        self.number = 0
-
-    def add(
-        self,
-        cat: str,
-        name: str,
-        place: tuple[int, int],
-        span: tuple[float, float],
-        **args: Any,
-    ) -> None:
-        self.events.append(
-            {
-                **{"ph": "X", "cat": cat, "name": name, "pid": place[0], "tid": place[1]},
-                **{"ts": span[0] + self.ahead, "dur": span[1] - span[0], "args": args},
-            }
-        )
-
-    def step(self, start: float, end: float) -> None:
-        self.add("user_annotation", "ProfilerStep#1", (9, MAIN), (start, end))
-
-    def op(self, name: str, start: float, end: float, thread: int = MAIN, **args: Any) -> None:
-        self.add("cpu_op", name, (9, thread), (start, end), **args)
-
-    def call(self, name: str, start: float, end: float, thread: int = MAIN) -> int:
-        self.number += 1
-        self.add("cuda_runtime", name, (9, thread), (start, end), correlation=self.number)
-        return self.number
-
-    def kernel(
-        self,
-        name: str,
-        launch: float,
-        span: tuple[float, float],
-        stream: int = 7,
-        thread: int = MAIN,
-    ) -> None:
-        """A kernel whose launch call starts at `launch` and takes 1 us."""
-        number = self.call("cudaLaunchKernel", launch, launch + 1, thread)
-        self.add("kernel", name, (0, stream), span, correlation=number, device=0, stream=stream)
-
-    def all_reduce(self, launch: float, span: tuple[float, float]) -> None:
-        world = list(range(self.world))
-        args = {
-            **{"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 8},
-            **{"Out msg nelems": 8, "Group size": self.world, "Process Group Name": "0"},
-            "Process Group Ranks": str(world),
-        }
-        self.op("record_param_comms", launch - 0.5, launch + 1.5, **args)
-        self.kernel("ncclDevKernel_AllReduce", launch, span, stream=20)
-
-    def write(self, folder: Path) -> Path:
-        file = folder / f"rank{self.rank}.json"
-        distributed = {"rank": self.rank, "world_size": self.world, "backend": "nccl"}
-        trace = {"distributedInfo": distributed, "traceEvents": self.events}
-        file.write_text(json.dumps(trace))
-        return file
 
 
 def path_of(folder: Path, *scripts: Script) -> CriticalPath:

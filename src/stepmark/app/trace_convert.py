@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from stepmark.app import trace_workload, workload_files
 from stepmark.app.trace_files import map_traces, rank_of
 from stepmark.core.errors import ConfigError
 from stepmark.core.trace_columns import RankTrace
@@ -19,6 +20,12 @@ from stepmark.trace.kineto import export
 def convert(options: ConvertOptions) -> int:
     """Write the files; they appear together, when all are written."""
     folder = options.out
+    if options.to == "chakra":
+        workload = trace_workload.read(options)
+        if workload is not None:
+            target = workload_files.Target(to="chakra", out=f"{folder}/")
+            workload_files.deliver(workload, target)
+        return 0
     with config_errors(folder, "out"):
         if folder.exists() and any(not each.name.startswith(".") for each in folder.iterdir()):
             raise ConfigError("out", folder, "a new or empty folder")

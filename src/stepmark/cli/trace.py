@@ -23,11 +23,11 @@ app = group(
             ),
         ),
         "convert": (
-            "CSV, Parquet, or a trace of some steps and ranks for Perfetto.",
+            "Chakra, CSV, Parquet, or a trace of some steps and ranks for Perfetto.",
             builder(
                 trace_options.ConvertOptions,
                 "stepmark.app.trace_convert:convert",
-                "Write traces for other tools: tables of events, or fewer steps and ranks.",
+                "Write traces for other tools: tables, Chakra, or fewer steps and ranks.",
             ),
         ),
         "critical-path": (
@@ -36,6 +36,15 @@ app = group(
                 trace_options.CriticalPathOptions,
                 "stepmark.app.trace_path:run",
                 "Show the critical path of a step (the middle one, or --steps) over all ranks.",
+            ),
+        ),
+        "to-workload": (
+            "A step as a workload file, for stepmark replay, predict and workload show.",
+            builder(
+                trace_options.ToWorkloadOptions,
+                "stepmark.app.trace_workload:to_workload",
+                "Write a step (the median one, or --steps N) as a workload: messages and "
+                "computations of all ranks, with measured times.",
             ),
         ),
     },

@@ -191,6 +191,7 @@ class RankTrace:
     streams: tuple[tuple[int, str], ...]  # (device, stream)
     comm_args: tuple[CommArgs, ...]
     shapes: tuple[str, ...]  # JSON of the inputs' shapes
+    operands: tuple[tuple[str, str], ...]  # JSON of their types and strides
     gpu: GpuColumns
     calls: CallColumns
     ops: OpColumns

@@ -79,8 +79,8 @@ class MessagesOptions(Files, TraceInputs):
 class ConvertOptions(TraceInputs):
     """stepmark trace convert."""
 
-    to: Annotated[str, words_of("csv", "parquet", "trimmed")] = flag(
-        "csv or parquet (tables of events), trimmed (a trace for Perfetto)",
+    to: Annotated[str, words_of("chakra", "csv", "parquet", "trimmed")] = flag(
+        "chakra (a step, for ASTRA-sim), csv or parquet (tables), trimmed (for Perfetto)",
         default=REQUIRED,
         metavar="FORMAT",
     )
@@ -90,3 +90,10 @@ class ConvertOptions(TraceInputs):
 @dataclass(frozen=True, kw_only=True)
 class CriticalPathOptions(Files, TraceInputs):
     """stepmark trace critical-path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToWorkloadOptions(TraceInputs):
+    """stepmark trace to-workload."""
+
+    out: str = flag("file to write; - = stdout", default=REQUIRED, metavar="FILE")

@@ -161,7 +161,8 @@ class EventTables:
         shapes = [NONE] * len(rows)
         for number, (event, each) in enumerate(zip(rows, args, strict=True)):
             if each.input_dims and _SHAPED.search(event.name):
-                shapes[number] = self.shapes[bytes(each.input_dims)]
+                key = (each.input_dims, each.input_types, each.input_strides)
+                shapes[number] = self.shapes[tuple(map(bytes, key))]
         return [
             *columns,
             _externals(args),

@@ -36,6 +36,7 @@ _ARGS = {
     "seq": "Seq",
     "rank": "Rank",
     "input_dims": "Input Dims",
+    "input_strides": "Input Strides",
     "input_types": "Input type",
     "concrete_inputs": "Concrete Inputs",
     "num_bytes": "bytes",
@@ -74,6 +75,7 @@ class Args(Struct, rename=_ARGS, gc=False):
     seq: int | None = None
     rank: int | None = None
     input_dims: msgspec.Raw = msgspec.Raw(b"")
+    input_strides: msgspec.Raw = msgspec.Raw(b"")
     input_types: msgspec.Raw = msgspec.Raw(b"")
     concrete_inputs: msgspec.Raw = msgspec.Raw(b"")
     name: Any = None  # of metadata events

@@ -130,7 +130,10 @@ def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
         threads=tuple((str(process), str(thread)) for process, thread in tables.threads),
         streams=tuple((_device(device), str(name)) for device, name in tables.streams),
         comm_args=tuple(tables.comm_args),
-        shapes=tuple(text.decode() for text in tables.shapes),
+        shapes=tuple(dims.decode() for dims, _, _ in tables.shapes),
+        operands=tuple(
+            (types.decode(), strides.decode()) for _, types, strides in tables.shapes
+        ),
         gpu=GpuColumns(**columns["gpu"]),
         calls=CallColumns(**columns["calls"]),
         ops=OpColumns(**columns["ops"]),

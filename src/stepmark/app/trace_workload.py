@@ -1,0 +1,195 @@
+"""stepmark trace to-workload: a measured step as a workload."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from stepmark.app import workload_files
+from stepmark.app.trace_files import TraceSet, map_traces
+from stepmark.core.errors import ConfigError
+from stepmark.core.trace_columns import RankTrace
+from stepmark.core.trace_options import ToWorkloadOptions, TraceInputs
+from stepmark.core.units import ranks_text
+from stepmark.core.workload import CommOp, ComputeOp, Group, Operation, Workload
+from stepmark.trace.kineto.program import RankProgram, program, step_windows
+from stepmark.workload.formats.ranks import disagreements, group_of, name_of, stages_of
+
+_NO_NAME = ("", "undefined", "default_pg")
+
+
+def to_workload(options: ToWorkloadOptions) -> int:
+    """Write the workload."""
+    workload = read(options)
+    if workload is not None:
+        target = workload_files.Target(to="native", out=options.out)
+        workload_files.deliver(workload, target)
+    return 0
+
+
+def read(inputs: TraceInputs) -> Workload | None:
+    """Return one step of a job as a workload. None on ranks of a launcher but the first."""
+    step = _step(inputs)
+    traces = map_traces(inputs, partial(_program, step))
+    if traces is None or step is None:
+        return None
+    for note in traces.notes:
+        sys.stderr.write(f"note: {note}\n")
+    programs = {r.info.rank or 0: r.value for r in traces.results if r.value is not None}
+    if len(programs) < len(traces.results):
+        absent = {r.info.rank or 0 for r in traces.results} - programs.keys()
+        raise ConfigError("steps", step, f"a step of all ranks: {ranks_text(absent)} lack it")
+    for rank, each in programs.items():
+        if each.left_out and not each.messages:
+            what = "; ".join(f"{count} {text}" for text, count in each.left_out.items())
+            allowed = f"traces that state the messages of the step: {what}"
+            raise ConfigError("trace", f"rank {rank}", allowed)
+    workload = _workload(traces, programs, Path(inputs.files[0]).name or "trace")
+    for note in workload.notes:
+        sys.stderr.write(f"note: {note}\n")
+    return workload
+
+
+def _step(inputs: TraceInputs) -> int | None:
+    """Return the number of the step: the one of --steps, else that of median duration."""
+    if inputs.steps is not None:
+        (low, high), *others = inputs.steps
+        if others or low != high:
+            raise ConfigError("steps", f"{low}-{high}", "one step, e.g. 6")
+        return low
+    traces = map_traces(inputs, step_windows)
+    if traces is None:
+        return None
+    took: dict[int, list[int]] = {}
+    for result in traces.results:
+        for number, time in result.value.items():
+            took.setdefault(number, []).append(time)
+    whole = {n: max(times) for n, times in took.items() if len(times) == len(traces.results)}
+    if not whole:
+        value = ", ".join(inputs.files)
+        raise ConfigError("trace", value, "traces with a step that has GPU events on all ranks")
+    return sorted(whole, key=lambda number: whole[number])[(len(whole) - 1) // 2]
+
+
+def _program(step: int | None, trace: RankTrace) -> RankProgram | None:
+    return None if step is None else program(trace, step)
+
+
+def _workload(
+    traces: TraceSet[RankProgram | None], programs: Mapping[int, RankProgram], name: str
+) -> Workload:
+    world, groups = traces.world_size, dict[str, Group]()
+    by_rank = {
+        rank: _named(rank_program, world, groups) for rank, rank_program in programs.items()
+    }
+    messages = {
+        rank: [_bare(op) for op in operations if isinstance(op, CommOp)]
+        for rank, operations in by_rank.items()
+    }
+    notes = list(_notes(programs))
+    first = min(programs)
+    if len(programs) < world:
+        unlike = [rank for rank in messages if messages[rank] != messages[first]]
+        if unlike:
+            allowed = (
+                f"traces of all {world} ranks: messages of ranks {first} and {unlike[0]} "
+                "differ, so that those of the others are not known"
+            )
+            raise ConfigError("trace", f"{len(programs)} ranks", allowed)
+        absent = ranks_text(set(range(world)) - programs.keys())
+        notes.append(f"{absent}: no trace; the program is that of rank {first}")
+    ranks: list[Sequence[Operation]] = []
+    start = 0
+    while start < world:
+        known = start if start in programs else first
+        end = start + 1
+        while end < world and messages.get(end, messages[known]) == messages[known]:
+            end += 1
+        like = [rank for rank in programs if start <= rank < end] or [first]
+        operations, unequal = _timed(by_rank, programs, like)
+        ranks += [operations] * (end - start)
+        if unequal:
+            notes.append(
+                f"{ranks_text(unequal)}: the same messages as rank {like[0]}, but other "
+                "computations: those of that rank stand for them"
+            )
+        start = end
+    stages, blocks = stages_of(ranks)
+    info = traces.results[0].info
+    workload = Workload(
+        name=name,
+        rules="trace",
+        source=", ".join(
+            ["torch.profiler", *(f"{key} {value}" for key, value in info.versions)]
+        ),
+        world_size=world,
+        settings={
+            "step": programs[first].step,
+            "devices": ", ".join(sorted(set(info.devices))),
+        },
+        groups=groups,
+        blocks=blocks,
+        stages=stages,
+        notes=tuple(notes),
+    )
+    workload.check()
+    return replace(workload, notes=workload.notes + disagreements(workload))
+
+
+def _named(
+    rank_program: RankProgram, world: int, groups: dict[str, Group]
+) -> tuple[Operation, ...]:
+    """Return the operations with groups whose names are alike on all ranks."""
+    names = {}
+    for name, members in rank_program.members.items():
+        group = group_of(members, f"group {name}")
+        desc = name.partition(" ")[2]
+        names[name] = name_of(group, world)
+        if desc not in _NO_NAME:
+            names[name] = f"{desc}: {names[name]}"
+        groups[names[name]] = group
+    return tuple(
+        replace(op, group=names[op.group]) if isinstance(op, CommOp) else op
+        for op in rank_program.operations
+    )
+
+
+def _timed(
+    by_rank: Mapping[int, tuple[Operation, ...]],
+    programs: Mapping[int, RankProgram],
+    ranks: Sequence[int],
+) -> tuple[tuple[Operation, ...], list[int]]:
+    """Return the first rank's operations with median times, and ranks with other ones."""
+    operations = by_rank[ranks[0]]
+    shapes = {rank: [_bare(op) for op in by_rank[rank]] for rank in ranks}
+    like = [rank for rank in ranks if shapes[rank] == shapes[ranks[0]]]
+    times = zip(*(programs[rank].times for rank in like), strict=True)
+    timed = tuple(
+        replace(op, time_s=_median(each)) if isinstance(op, ComputeOp) else op
+        for op, each in zip(operations, times, strict=True)
+    )
+    return timed, [rank for rank in ranks if rank not in like]
+
+
+def _bare(op: Operation) -> Operation:
+    """Return an operation without its waits, which times decide."""
+    return replace(op, after=())
+
+
+def _median(times: Sequence[int | None]) -> float | None:
+    known = [time for time in times if time is not None]
+    return median(known) / 1e9 if known else None
+
+
+def _notes(programs: Mapping[int, RankProgram]) -> Iterator[str]:
+    left_out: Counter[str] = Counter()
+    for each in programs.values():
+        left_out += each.left_out
+    yield from (f"left out: {count} {what}" for what, count in left_out.most_common())
+    yield (
+        "times of computations are medians over ranks; reductions (sum, average) and roots are "
+        "not in a trace; waits between streams are inferred"
+    )

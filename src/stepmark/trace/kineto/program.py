@@ -1,0 +1,292 @@
+"""The program of one step of a process: its messages and computations in issue order.
+
+A computation is the consecutive GPU events of one stream that one operation of torch launched;
+its time is the sum of theirs. A message is a call of torch.distributed. Which operation of
+another stream one waits for is inferred: the last that ended before it started, where the host
+made a stream wait for an event between the launches of its stream (in traces without such
+calls: everywhere).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stepmark.core.dtypes import DType, parse_dtype
+from stepmark.core.errors import ConfigError
+from stepmark.core.message import RECV, SEND
+from stepmark.core.ops import Bmm, Gemm, Layout, Phase
+from stepmark.core.ops.fields import MULTIPLIED
+from stepmark.core.trace_columns import NONE, CommArgs, RankTrace
+from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Kernel, Operation
+from stepmark.trace.kineto.instances import PHASES, comm_calls, phases
+from stepmark.trace.kineto.links import innermost, launches, steps
+from stepmark.trace.kineto.messages import kind_of, members_of
+from stepmark.trace.kineto.windows import gpu_windows, is_communication
+
+if TYPE_CHECKING:
+    from stepmark.core.trace_columns import Ints
+
+_STREAM_WAIT = re.compile("StreamWaitEvent")
+_PHASES = (Phase.STEP, Phase.FWD, Phase.BWD, Phase.OPTIM)  # as PHASES
+assert len(_PHASES) == len(PHASES)
+_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram:
+    """One step. times: of each operation, ns, None where no GPU event is known.
+
+    members: ranks of each group of its messages. left_out: what is no operation, and how often.
+    """
+
+    step: int
+    operations: tuple[Operation, ...]
+    times: tuple[int | None, ...]
+    members: dict[str, tuple[int, ...]]
+    left_out: Counter[str]
+
+    @property
+    def messages(self) -> list[Operation]:
+        return [op for op in self.operations if isinstance(op, CommOp)]
+
+
+def step_windows(trace: RankTrace) -> dict[int, int]:
+    """Return how long the GPU needed for each step that has GPU events, ns."""
+    marked = steps(trace)
+    windows = gpu_windows(trace, marked)
+    took = (windows.end - windows.start).tolist()
+    return {number: time for number, time in zip(marked.numbers, took, strict=True) if time}
+
+
+def program(trace: RankTrace, step: int) -> RankProgram | None:
+    """Return the program of the step of this number; None where the trace has no such step."""
+    marked = steps(trace)
+    if step not in marked.numbers:
+        return None
+    maker = _Maker(trace)
+    row = marked.numbers.index(step)
+    calls = comm_calls(trace, marked)
+    for place in np.flatnonzero(calls.step == row).tolist():
+        maker.add_message(
+            calls.args[calls.comm[place]],
+            _PHASES[calls.phase[place]],
+            *(int(calls.issued[place]), int(calls.start[place]), int(calls.end[place])),
+        )
+    own = marked.of_gpu == row
+    maker.add_computations(np.flatnonzero(own & ~maker.is_comm))
+    for name, count, _ in calls.unlinked:
+        maker.left_out[f"kernels {name[:60]} of no call in the trace"] += count
+    if calls.without_args:
+        maker.left_out["calls whose arguments are not recorded"] += calls.without_args
+    return maker.program(step)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Item:
+    """An operation before its waits are known. start is NONE where it has no GPU event."""
+
+    op: Operation
+    issued: int
+    start: int
+    end: int
+    stream: int
+    time: int | None
+    launcher: int = NONE
+    seen: dict[int, int] = field(default_factory=dict)  # by stream: up to which item it waits
+
+
+class _Maker:
+    def __init__(self, trace: RankTrace) -> None:
+        self.trace = trace
+        self.call = launches(trace)
+        self.is_comm = is_communication(trace)
+        self.items: list[_Item] = []
+        self.members: dict[str, tuple[int, ...]] = {}
+        self.left_out: Counter[str] = Counter()
+        rows = np.flatnonzero(self.is_comm)
+        starts = trace.gpu.start[rows].tolist()
+        self.stream_at = dict(zip(starts, trace.gpu.stream[rows].tolist(), strict=True))
+
+    def add_message(
+        self, args: CommArgs, phase: Phase, issued: int, start: int, end: int
+    ) -> None:
+        members = members_of(args, self.trace.info)
+        kind = kind_of(args, members, "")
+        if isinstance(kind, str):
+            self.left_out[kind] += 1
+            return
+        if not members:
+            raise ConfigError("group", kind.group, "a group whose ranks the trace states")
+        rank = self.trace.info.rank or 0
+        is_pair = kind.collective in (SEND, RECV)
+        partner = args.target if kind.collective == SEND else args.source
+        if is_pair and partner not in range(len(members)):
+            self.left_out[f"{kind.collective} whose peer is not recorded"] += 1
+            return
+        dtype = DType(kind.dtype) if kind.dtype in list(DType) else DType.UINT8
+        self.members[kind.group] = members
+        op = CommOp(
+            collective=kind.collective,
+            dtype=dtype,
+            count=kind.call_bytes // dtype.itemsize,
+            group=kind.group,
+            phase=phase,
+            module=args.collective,
+            peer=((partner or 0) - members.index(rank)) % len(members) if is_pair else None,
+        )
+        stream = self.stream_at.get(start, NONE)
+        time = end - start if end != NONE else None
+        self.items.append(
+            _Item(op=op, issued=issued, start=start, end=end, stream=stream, time=time)
+        )
+
+    def add_computations(self, rows: Ints) -> None:
+        gpu, calls, ops = self.trace.gpu, self.trace.calls, self.trace.ops
+        issued, thread = calls.start[self.call[rows]], calls.thread[self.call[rows]]
+        launcher = innermost(ops.start, ops.end, ops.thread, issued, thread)
+        phase = phases(self.trace, thread, issued)
+        order = np.lexsort((gpu.start[rows], issued))
+        for place in order.tolist():
+            row, last = int(rows[place]), self.items[-1] if self.items else None
+            start, end = int(gpu.start[row]), int(gpu.end[row])
+            op_row, stream = int(launcher[place]), int(gpu.stream[row])
+            if (
+                last is not None
+                and isinstance(last.op, ComputeOp)
+                and (last.launcher, last.stream) == (op_row, stream)
+                and op_row != NONE
+            ):
+                last.end, last.time = max(last.end, end), (last.time or 0) + end - start
+                continue
+            self.items.append(
+                _Item(
+                    op=self._computation(row, op_row, _PHASES[phase[place]]),
+                    issued=int(issued[place]),
+                    start=start,
+                    end=end,
+                    stream=stream,
+                    time=end - start,
+                    launcher=op_row,
+                )
+            )
+
+    def _computation(self, row: int, launcher: int, phase: Phase) -> ComputeOp:
+        trace = self.trace
+        kernel = trace.names[trace.gpu.name[row]]
+        if launcher == NONE:
+            return ComputeOp(op=Kernel(name=kernel), phase=phase, module="")
+        name = trace.names[trace.ops.name[launcher]]
+        shape = int(trace.ops.shapes[launcher])
+        product = None
+        if name in _PRODUCTS and shape != NONE:
+            product = _product(
+                *(name, trace.shapes[shape], *trace.operands[shape]), is_tf32="tf32" in kernel
+            )
+        return ComputeOp(op=product or Kernel(name=name), phase=phase, module=name)
+
+    def program(self, step: int) -> RankProgram:
+        """Return the operations in issue order, with the streams and waits of the trace."""
+        self.items.sort(key=lambda item: item.issued)
+        names = self._streams()
+        waits = self._waits()
+        queues: dict[int, list[int]] = {}  # items of each stream
+        ends: dict[int, list[int]] = {}
+        operations: list[Operation] = []
+        for number, item in enumerate(self.items):
+            own = queues.setdefault(item.stream, [])
+            before = self.items[own[-1]] if own else None
+            item.seen = dict(before.seen) if before else {}
+            after = []
+            since = before.issued if before else 0
+            if item.start != NONE and (
+                waits is None or _any_between(waits, since, item.issued)
+            ):
+                for other, queue in queues.items():
+                    place = bisect_right(ends.get(other, []), item.start) - 1
+                    if other == item.stream or place <= item.seen.get(other, -1):
+                        continue
+                    back = len(queue) - 1 - place
+                    after.append(names[other] + (f"~{back}" if back else ""))
+                    for stream, at in self.items[queue[place]].seen.items():
+                        item.seen[stream] = max(item.seen.get(stream, -1), at)
+                    item.seen[other] = max(item.seen.get(other, -1), place)
+            item.seen[item.stream] = len(own)
+            own.append(number)
+            last = ends.setdefault(item.stream, [])
+            last.append(max(item.end, last[-1] if last else NONE))
+            operations.append(
+                replace(
+                    item.op,
+                    stream=names[item.stream],
+                    name=names[item.stream],
+                    after=tuple(after),
+                )
+            )
+        return RankProgram(
+            step=step,
+            operations=tuple(operations),
+            times=tuple(item.time for item in self.items),
+            members=self.members,
+            left_out=self.left_out,
+        )
+
+    def _streams(self) -> dict[int, str]:
+        """Return names of streams: that of most computation, and others as they come."""
+        busy: Counter[int] = Counter()
+        for item in self.items:
+            if isinstance(item.op, ComputeOp):
+                busy[item.stream] += item.time or 0
+        main = max(busy, key=lambda stream: busy[stream], default=NONE)
+        names = {main: COMPUTE}
+        for item in self.items:
+            if item.stream not in names:
+                unknown = item.stream == NONE
+                names[item.stream] = "unknown" if unknown else f"stream {len(names)}"
+        return names
+
+    def _waits(self) -> list[int] | None:
+        """Return when the host made a stream wait; None in a trace without such calls."""
+        calls, names = self.trace.calls, self.trace.names
+        known = [number for number, name in enumerate(names) if _STREAM_WAIT.search(name)]
+        return calls.start[np.isin(calls.name, known)].tolist() if known else None
+
+
+def _any_between(times: Sequence[int], first: int, last: int) -> bool:
+    return bisect_right(times, last) > bisect_right(times, first)
+
+
+def _product(
+    name: str, dims: str, types: str, strides: str, *, is_tf32: bool
+) -> Gemm | Bmm | None:
+    """Return the product of two inputs; None where type or layout is not known."""
+    at = _PRODUCTS[name]
+    try:
+        (a, b), dtypes, (of_a, of_b) = (
+            json.loads(text)[at : at + 2] for text in (dims, types, strides)
+        )
+        dtype = parse_dtype(dtypes[0].removeprefix("c10::"), allowed=MULTIPLIED)
+        if dtypes[0] != dtypes[1] or len(a) != len(b) or a[-1] != b[-2]:
+            return None
+        layout = Layout(f"{_order(a, of_a)}{_order(b, of_b)}")
+        sizes: dict[str, Any] = {"m": a[-2], "n": b[-1], "k": a[-1], "layout": layout}
+        sizes["dtype"] = DType.TF32 if is_tf32 and dtype is DType.FP32 else dtype
+        return Gemm(**sizes) if len(a) == 2 else Bmm(batch=a[0], **sizes)
+    except (ConfigError, ValueError, TypeError, IndexError, AttributeError):
+        return None
+
+
+def _order(shape: Sequence[int], strides: Sequence[int]) -> str:
+    """Return n for rows that are contiguous, t for columns. Raises ValueError for neither."""
+    if strides[-1] == 1 and strides[-2] >= shape[-1]:
+        return "n"
+    if strides[-2] == 1 and strides[-1] >= shape[-2]:
+        return "t"
+    raise ValueError
