@@ -111,6 +111,7 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--network-speedup", "0.5"], "from 1 to 1000"),
         (["--by", "rank"], "some of collective"),
     ],
+    ids=["settings", "collectives", "no-curve", "steps", "speedup", "by"],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[object], text: str) -> None:
     code, _, err = messages(capsys, FSDP8, *words)

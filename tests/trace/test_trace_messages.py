@@ -3,14 +3,19 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from stepmark.core.collectives import Collective, busbw_factor
+from stepmark.core.collectives import Collective, busbw_factor, torch_collective
 from stepmark.core.message import MessageKind
-from stepmark.core.trace_columns import CommArgs, RankInfo
+from stepmark.core.trace_columns import NONE, CommArgs, RankInfo
+from stepmark.trace.kineto.instances import CommCalls
 from stepmark.trace.kineto.matching import Messages, match
 from stepmark.trace.kineto.messages import RankMessages, kind_of, members_of, rank_messages
 from stepmark.trace.kineto.reader import read_trace
@@ -290,3 +295,91 @@ def test_an_empty_step_at_the_end_is_none(tmp_path: Path) -> None:
     for job in jobs:
         job.step(2, 10_000, 5)  # as prof.step() opens one after the last
     assert matched(jobs, tmp_path).num_steps == 2
+
+
+# A job of which everything is known
+
+NAMES = ("allreduce", "_allgather_base", "_reduce_scatter_base")
+CALLS = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.integers(1, 1000),
+        st.lists(st.integers(0, 5000), min_size=3, max_size=3),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def columns_of(rank: int, calls: Sequence[tuple[int, int, Sequence[int]]]) -> RankMessages:
+    """Return a rank whose kernels start when it arrives, and end a transfer after the last."""
+    begin = np.arange(len(calls)) * 10_000
+    start = begin + [arrivals[rank] for _, _, arrivals in calls]
+    end = begin + [max(arrivals) + transfer for _, transfer, arrivals in calls]
+    none = np.full(len(calls), NONE)
+    world = {"group_size": 3, "ranks": (0, 1, 2)}
+    return RankMessages(
+        calls=CommCalls(
+            args=tuple(args(name, 3, 3, **world) for name in NAMES),
+            comm=np.array([name for name, _, _ in calls], np.int64),
+            step=np.zeros(len(calls), np.int64),
+            phase=np.zeros(len(calls), np.int64),
+            seq=none,
+            issued=start,
+            start=start,
+            end=end,
+        ),
+        numbers=(4,),
+        is_marked=True,
+        times=None,
+        copies={},
+    )
+
+
+INFO = RankInfo(
+    file="",
+    rank=0,
+    world_size=3,
+    backend="nccl",
+    groups=(),
+    devices=(),
+    is_rocm=False,
+    trace_id="",
+    first=None,
+    last=None,
+    num_events=0,
+    num_bytes=0,
+)
+
+
+@given(CALLS, st.permutations([0, 1, 2]))
+def test_transfers_and_waits_of_a_known_job_are_found(
+    calls: list[tuple[int, int, list[int]]], order: list[int]
+) -> None:
+    found = match({rank: (INFO, columns_of(rank, calls)) for rank in order}, every)
+    assert not found.unmatched
+    total = sum(tally.seconds for tally in found.histogram.values())
+    assert total == pytest.approx(3e-9 * sum(transfer for _, transfer, _ in calls))
+    for rank, waits in found.ranks.items():
+        assert waits.transfer == sum(transfer for _, transfer, _ in calls)
+        waited = sum(max(arrivals) - arrivals[rank] for _, _, arrivals in calls)
+        assert waits.kernels - waits.transfer == waits.early == waited
+
+
+@given(CALLS, st.integers(0, 2), st.data())
+def test_a_lost_call_leaves_its_collective_untimed_and_is_said(
+    calls: list[tuple[int, int, list[int]]], rank: int, data: st.DataObject
+) -> None:
+    lost = data.draw(st.integers(0, len(calls) - 1))
+    ranks = {each: (INFO, columns_of(each, calls)) for each in range(3)}
+    whole = ranks[rank][1]
+    kept = np.arange(len(calls)) != lost
+    fields = ("comm", "step", "phase", "seq", "issued", "start", "end")
+    cut = replace(whole.calls, **{name: getattr(whole.calls, name)[kept] for name in fields})
+    ranks[rank] = INFO, replace(whole, calls=cut)
+    found = match(ranks, every)
+    name = calls[lost][0]
+    assert sum(found.unmatched.values()) == 3 * sum(each[0] == name for each in calls) - 1
+    for kind, tally in found.histogram.items():
+        is_cut = kind.collective == torch_collective(NAMES[name])
+        assert tally.timed_calls == (0 if is_cut else tally.calls)
