@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Above this a double has no room for nanoseconds; such times are absolute, of torch < 2.4.
 _EXACT_US = 2.0**43
 _MAX_US = 2.0**61 / 1000
+_MAX_DURATION_US = 86_400e6  # a day; sums over 100,000 of them have room in 63 bits
 _KINDS = {
     "kernel": GpuKind.KERNEL,
     "Kernel": GpuKind.KERNEL,
@@ -111,7 +112,7 @@ class EventTables:
         rows = [event for event in events if event.ph == "X"]
         start = np.array([event.ts for event in rows], np.float64)
         duration = np.array([event.dur for event in rows], np.float64)
-        is_valid = (abs(start) < _MAX_US) & (duration >= 0) & (duration < _MAX_US)
+        is_valid = (abs(start) < _MAX_US) & (duration >= 0) & (duration < _MAX_DURATION_US)
         if is_valid.all():
             return rows
         for event, valid, span in zip(rows, is_valid, duration, strict=True):
