@@ -301,3 +301,72 @@ def test_a_copy_is_communication_where_a_collective_launched_it(tmp_path: Path) 
     assert (times.steps[0].comm_ns, times.steps[0].memory_ns) == (50_000, 20_000)
     assert [comm.collective for comm in times.comms] == ["_allgather_base"]
     assert times.copies[1].num_bytes == 4_000
+
+
+HOST_NAMES = {
+    "aten::mm": "compute",
+    "fsdp::chunk_cat": "compute",
+    "c10d::_allgather_base_": "comm",
+    "_c10d_functional::wait_tensor": "comm",
+    "gloo:all_reduce": "comm",
+    "PythonSubclass": "other",
+    "autograd::engine::evaluate_function: MmBackward0": "other",
+    "Optimizer.step#AdamW.step": "other",
+}
+
+
+@given(
+    ops=st.lists(
+        st.tuples(
+            st.sampled_from(list(HOST_NAMES)),
+            st.sampled_from([1, 2]),
+            st.integers(0, 90),
+            st.integers(0, 30),
+        ),
+        max_size=12,
+    ),
+    steps=st.lists(st.integers(1, 50), max_size=2),
+)
+@settings(max_examples=80, deadline=None)
+def test_times_of_a_host_are_those_of_counting(
+    ops: list[tuple[str, int, int, int]], steps: list[int], tmp_path_factory: Any
+) -> None:
+    items, at, marks = [], 5, {}
+    for number, length in enumerate(steps):
+        items.append(("user_annotation", f"ProfilerStep#{number}", 1, at, length))
+        marks[number] = range(at, at + length)
+        at += length + 1
+    for name, *where in ops:
+        is_span = name.startswith(("gloo:", "Optimizer"))
+        items.append(("user_annotation" if is_span else "cpu_op", name, *where))
+    shown_items = [
+        {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "args": {}}
+        | {"ts": start / 1000, "dur": length / 1000}
+        for cat, name, tid, start, length in items
+    ]
+    path = tmp_path_factory.mktemp("t") / "rank0.json"
+    path.write_text(LAYOUTS[0](shown_items, {"schemaVersion": 1}, {}))
+    result = breakdown(read_trace(path), lambda _: True)
+    started = [start for cat, _, _, start, _ in items if cat == "cpu_op"]
+    if steps:
+        expected = [n for n, mark in marks.items() if any(start in mark for start in started)]
+        assert [step.step for step in result.steps] == expected
+    for step in result.steps:
+        count: Counter[str] = Counter()
+        for now in range(step.start_ns, step.end_ns):
+            running = [(n, tid) for n, tid, a, d in ops if a <= now < a + d]
+            talking = {tid for name, tid in running if HOST_NAMES[name] == "comm"}
+            computing = any(
+                HOST_NAMES[name] == "compute" and tid not in talking for name, tid in running
+            )
+            count["compute"] += computing
+            count["comm"] += bool(talking)
+            count["exposed"] += bool(talking) and not computing
+            count["idle"] += not talking and not computing
+        assert step.device is None
+        assert count == {
+            "compute": step.compute_ns,
+            "comm": step.comm_ns,
+            "exposed": step.exposed_comm_ns,
+            "idle": step.idle_ns,
+        }

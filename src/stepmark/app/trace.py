@@ -29,7 +29,7 @@ def breakdown(options: BreakdownOptions) -> int:
     if _is_table(options.files):
         for name in ("html", "steps", "ranks"):
             if getattr(options, name) is not None:
-                raise ConfigError(name, "given", "left out: a table as text has none")
+                raise ConfigError(name, "given", "it has no effect on a table as text")
         return run_table(Path(options.files[0]), options.json, options.csv)
     traces = map_traces(options, partial(_reduce, options))
     if traces is None:

@@ -43,13 +43,13 @@ class StepTimes:
     compute_ns: int
     comm_ns: int
     exposed_comm_ns: int
-    memory_ns: int
-    exposed_memory_ns: int
+    memory_ns: int = 0
+    exposed_memory_ns: int = 0
     idle_ns: int
-    other_steps_ns: int
+    other_steps_ns: int = 0
     num_events: int
-    idle: IdleTimes | None
-    queue: QueueDepth | None
+    idle: IdleTimes | None = None
+    queue: QueueDepth | None = None
     waiting_ns: int | None = None
     exposed_waiting_ns: int | None = None
 
@@ -72,11 +72,11 @@ class CommTimes:
 
     device: int | None
     step: int | None
-    collective: str
-    kernel: str
-    group: str
-    group_desc: str
-    group_size: int | None
+    collective: str = ""
+    kernel: str = ""
+    group: str = ""
+    group_desc: str = ""
+    group_size: int | None = None
     num_events: int
     time_ns: int
     exposed_ns: int

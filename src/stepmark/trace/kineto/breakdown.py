@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -113,12 +113,10 @@ def _step_times(gpu: _Gpu) -> Iterator[StepTimes]:
     )
     kernels = join(compute, comm)
     busy = join(kernels, memory)
+    exposed = without(comm, compute), without(memory, kernels)
     sums = [
         in_windows(times, gpu.windows).tolist()
-        for times in (compute, comm, without(comm, compute), memory)
-    ]
-    sums += [
-        in_windows(times, gpu.windows).tolist() for times in (without(memory, kernels), busy)
+        for times in (compute, comm, memory, *exposed, busy)
     ]
     idle_times = idle.idle_times(gpu.trace, gpu.rows, gpu.call, busy, gpu.windows)
     depths = launches.queue_depths(gpu.trace, gpu.rows, gpu.call, gpu.windows)
@@ -126,7 +124,7 @@ def _step_times(gpu: _Gpu) -> Iterator[StepTimes]:
         first, last = int(gpu.windows.start[number]), int(gpu.windows.end[number])
         own = gpu.place == number
         own_ns = clip(union(start[own], end[own]), first, last).total
-        compute_ns, comm_ns, exposed_comm_ns, memory_ns, exposed_memory_ns, busy_ns = (
+        compute_ns, comm_ns, memory_ns, exposed_comm_ns, exposed_memory_ns, busy_ns = (
             each[number] for each in sums
         )
         yield StepTimes(
@@ -163,28 +161,26 @@ def _comm_times(gpu: _Gpu) -> Iterator[CommTimes]:
     kinds = [_comm_kind(trace, number) for number in ids.tolist()]
     labels = list(dict.fromkeys(kinds))
     label = np.array([labels.index(kind) for kind in kinds], np.int64)[of_row]
-    for (number, which), sums in _sums([gpu.place[is_own], label], [end - start, exposed]):
-        collective, kernel, group, desc, size = labels[which]
+    for (number, which), sums in links.sums([gpu.place[is_own], label], [end - start, exposed]):
         yield CommTimes(
             device=gpu.device,
             step=gpu.numbers[number],
-            collective=collective,
-            kernel=kernel,
-            group=group,
-            group_desc=desc,
-            group_size=size,
+            **dict(labels[which]),
             num_events=sums[0],
             time_ns=sums[1],
             exposed_ns=sums[2],
         )
 
 
-def _comm_kind(trace: RankTrace, number: int) -> tuple[str, str, str, str, int | None]:
-    """Return (collective, kernel, group, description, size). number: below 0 for a name."""
+def _comm_kind(trace: RankTrace, number: int) -> tuple[tuple[str, Any], ...]:
+    """Return what CommTimes says of it. number: of its arguments; below 0, of its name."""
     if number < 0:
-        return "", trace.names[-2 - number].partition("(")[0], "", "", None
+        return (("kernel", trace.names[-2 - number].partition("(")[0]),)
     args = trace.comm_args[number]
-    return args.collective, "", args.group, args.group_desc, args.group_size
+    return tuple(
+        (name, getattr(args, name))
+        for name in ("collective", "group", "group_desc", "group_size")
+    )
 
 
 def _kernel_times(gpu: _Gpu) -> Iterator[KernelTimes]:
@@ -193,7 +189,7 @@ def _kernel_times(gpu: _Gpu) -> Iterator[KernelTimes]:
     groups = list(dict.fromkeys(map(group_of, trace.names)))
     group = np.array([groups.index(group_of(name)) for name in trace.names], np.int64)
     keys = [gpu.place[is_own], group[trace.gpu.name[rows]]]
-    for (number, which), sums in _sums(keys, [(trace.gpu.end - trace.gpu.start)[rows]]):
+    for (number, which), sums in links.sums(keys, [(trace.gpu.end - trace.gpu.start)[rows]]):
         yield KernelTimes(
             device=gpu.device,
             step=gpu.numbers[number],
@@ -201,16 +197,3 @@ def _kernel_times(gpu: _Gpu) -> Iterator[KernelTimes]:
             num_events=sums[0],
             time_ns=sums[1],
         )
-
-
-def _sums(
-    keys: Sequence[Ints], values: Sequence[Ints]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield each key in ascending order with its number of rows and sums of the values."""
-    unique, row = np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)
-    columns = [np.ones(row.size, np.int64), *values]
-    sums = np.zeros((len(unique), len(columns)), np.int64)
-    for number, column in enumerate(columns):
-        np.add.at(sums[:, number], row.reshape(-1), column)
-    for key, total in zip(unique.tolist(), sums.tolist(), strict=True):
-        yield tuple(key), tuple(total)

@@ -10,7 +10,6 @@ and nodes of autograd, which may wait in Python.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,9 +18,9 @@ import numpy as np
 from stepmark.core.kernel_groups import group_of
 from stepmark.core.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
 from stepmark.core.trace_columns import NONE, RankTrace
-from stepmark.trace.kineto.intervals import Intervals, clip, join, time_before, union, without
-from stepmark.trace.kineto.links import Steps, parents
-from stepmark.trace.kineto.windows import Windows
+from stepmark.trace.kineto.intervals import Intervals, join, time_before, union, without
+from stepmark.trace.kineto.links import Steps, parents, sums
+from stepmark.trace.kineto.windows import Windows, in_windows
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
@@ -46,35 +45,27 @@ def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -
     is_comm = np.array([bool(_COMM.match(name)) for name in trace.names], bool)
     compute, comm = _busy(trace, is_comm)
     exposed = without(comm, compute)
-    step_times = []
-    for number, step in enumerate(numbers):
-        start, end = int(windows.start[number]), int(windows.end[number])
-        compute_ns, comm_ns, exposed_ns = (
-            clip(times, start, end).total for times in (compute, comm, exposed)
-        )
-        step_times.append(
-            StepTimes(
-                device=None,
-                step=step,
-                start_ns=start,
-                end_ns=end,
-                compute_ns=compute_ns,
-                comm_ns=comm_ns,
-                exposed_comm_ns=exposed_ns,
-                memory_ns=0,
-                exposed_memory_ns=0,
-                idle_ns=end - start - compute_ns - exposed_ns,
-                other_steps_ns=0,
-                num_events=int(num_ops[index[number]]),
-                idle=None,
-                queue=None,
-            )
-        )
+    compute_ns, comm_ns, exposed_ns = (
+        in_windows(times, windows).tolist() for times in (compute, comm, exposed)
+    )
     return RankTimes(
         is_marked=steps.is_marked,
         all_steps=steps.numbers if steps.is_marked else (),
         empty_steps=tuple(steps.numbers[i] for i in np.flatnonzero(num_ops == 0)),
-        steps=tuple(step_times),
+        steps=tuple(
+            StepTimes(
+                device=None,
+                step=step,
+                start_ns=int(start),
+                end_ns=int(end),
+                compute_ns=compute_ns[place],
+                comm_ns=comm_ns[place],
+                exposed_comm_ns=exposed_ns[place],
+                idle_ns=int(end - start) - compute_ns[place] - exposed_ns[place],
+                num_events=int(num_ops[index[place]]),
+            )
+            for place, (step, start, end) in enumerate(zip(numbers, *windows, strict=True))
+        ),
         comms=tuple(_comms(trace, windows, numbers, is_comm, compute)),
         kernels=tuple(_operators(trace, windows, numbers)),
     )
@@ -115,35 +106,27 @@ def _comms(
     compute: Intervals,
 ) -> Iterator[CommTimes]:
     """Yield the outermost calls of communication by step and name."""
-    sums: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
+    parts = [np.empty((0, 3), np.int64)]
     for table in (trace.ops, trace.spans):
         rows = np.flatnonzero(is_comm[table.name]) if table.name.size else table.name
         for thread in np.unique(table.thread[rows]):
             own = rows[table.thread[rows] == thread]
             own = own[parents(table.start[own], table.end[own]) == NONE]
-            start, end = table.start[own], table.end[own]
-            exposed = end - start - time_before(compute, end) + time_before(compute, start)
-            place = _places(windows, start)
-            columns = (place, table.name[own], end - start, exposed)
-            for number, name, time_ns, exposed_ns in zip(
-                *map(np.ndarray.tolist, columns), strict=True
-            ):
-                total = sums[number, name]
-                total[:] = total[0] + 1, total[1] + time_ns, total[2] + exposed_ns
-    for (number, name), (count, time_ns, exposed_ns) in sorted(sums.items()):
-        if number != NONE:
-            yield CommTimes(
-                device=None,
-                step=numbers[number],
-                collective="",
-                kernel=trace.names[name],
-                group="",
-                group_desc="",
-                group_size=None,
-                num_events=count,
-                time_ns=time_ns,
-                exposed_ns=exposed_ns,
-            )
+            parts.append(np.stack((table.start[own], table.end[own], table.name[own]), axis=1))
+    start, end, name = np.concatenate(parts).T
+    exposed = end - start - time_before(compute, end) + time_before(compute, start)
+    place = _places(windows, start)
+    inside = place != NONE
+    values = [(end - start)[inside], exposed[inside]]
+    for (number, which), total in sums([place[inside], name[inside]], values):
+        yield CommTimes(
+            device=None,
+            step=numbers[number],
+            kernel=trace.names[which],
+            num_events=total[0],
+            time_ns=total[1],
+            exposed_ns=total[2],
+        )
 
 
 def _operators(trace: RankTrace, windows: Windows, numbers: Numbers) -> Iterator[KernelTimes]:
@@ -156,24 +139,21 @@ def _operators(trace: RankTrace, windows: Windows, numbers: Numbers) -> Iterator
         inner = parent != NONE
         np.subtract.at(own_time, rows[parent[inner]], (ops.end - ops.start)[rows[inner]])
     place = _places(windows, ops.start)
+    rows = np.flatnonzero(place != NONE)
     groups = list(dict.fromkeys(map(group_of, trace.names)))
     group = np.array([groups.index(group_of(name)) for name in trace.names], np.int64)
-    for number, step in enumerate(numbers):
-        rows = np.flatnonzero(place == number)
-        for which in np.unique(group[ops.name[rows]]).tolist():
-            own = rows[group[ops.name[rows]] == which]
-            yield KernelTimes(
-                device=None,
-                step=step,
-                group=groups[which],
-                num_events=own.size,
-                time_ns=int(own_time[own].sum()),
-            )
+    for (number, which), total in sums([place[rows], group[ops.name[rows]]], [own_time[rows]]):
+        yield KernelTimes(
+            device=None,
+            step=numbers[number],
+            group=groups[which],
+            num_events=total[0],
+            time_ns=total[1],
+        )
 
 
 def _places(windows: Windows, start: Ints) -> Ints:
     """Return the window in which each time lies, or NONE."""
-    if not windows.start.size:
-        return np.full(start.size, NONE, np.int64)
     place = np.searchsorted(windows.start, start, side="right") - 1
-    return np.where((place >= 0) & (start < windows.end[np.maximum(place, 0)]), place, NONE)
+    is_inside = (place >= 0) & (start < np.append(windows.end, NONE)[place])
+    return np.where(is_inside, place, NONE)

@@ -7,6 +7,7 @@ it ran: where the GPU lags behind, that is another step.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -185,3 +186,16 @@ def sends(trace: RankTrace) -> Ints:
         number for number, args in enumerate(trace.comm_args) if args.collective in _NO_MESSAGES
     ]
     return np.flatnonzero(~np.isin(trace.comms.comm, silent))
+
+
+def sums(
+    keys: Sequence[Ints], values: Sequence[Ints]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield each key in ascending order with its number of rows and sums of the values."""
+    unique, row = np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)
+    columns = [np.ones(row.size, np.int64), *values]
+    sums = np.zeros((len(unique), len(columns)), np.int64)
+    for number, column in enumerate(columns):
+        np.add.at(sums[:, number], row.reshape(-1), column)
+    for key, total in zip(unique.tolist(), sums.tolist(), strict=True):
+        yield tuple(key), tuple(total)
