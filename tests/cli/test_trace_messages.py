@@ -4,13 +4,17 @@ import csv
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.report.train_records import MESSAGES, fsdp, told, train_measured, train_run
+from tests.store.writers import new_run
 from tests.trace.comm_traces import TraceWriter
 
 from stepmark.cli.main import status
+from stepmark.core.message import Tally
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
@@ -83,6 +87,28 @@ def test_other_sources_of_the_job_stand_beside_the_traces(
     assert f"flight recorder (4 files) {agree}" in out
     found = document(capsys, FSDP8, tmp_path / "logs")
     assert {row["steps_worth"] for row in found["sources"]} == {10}
+
+
+def test_what_a_run_recorded_stands_beside_its_traces(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sizes = {("all_gather", 94380032): 16, ("reduce_scatter", 94380032): 8}
+    sizes |= {("all_gather", 262148096): 1, ("reduce_scatter", 262148096): 2}  # one too many
+    kind = MESSAGES[0][0]
+    recorded = tuple(
+        (replace(kind, collective=name, message_bytes=size), Tally(calls=8 * calls, ranks=8))
+        for (name, size), calls in sizes.items()
+    )
+    writer = new_run(tmp_path / "runs", train_run())
+    folder = next((tmp_path / "runs").iterdir())
+    shutil.copytree(FSDP8, folder / "traces")
+    names = tuple(f"traces/rank{rank}.json.gz" for rank in range(8))
+    case, seconds = fsdp(), [[0.7] * 6] * 8
+    training = told(case, seconds, messages=recorded, traces=names)
+    writer.append(train_measured(case, seconds, training=training))
+    _, out, _ = messages(capsys, "latest", "--runs", tmp_path / "runs")
+    assert "record of the run (1 file) disagrees: 3 of 4 kinds of message are there 1" in out
+    assert "reduce_scatter of 250 MiB over 8 ranks: 2 per rank, where the traces have 1" in out
 
 
 def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from stepmark.app.log_sources import Source, read_sources
 from stepmark.app.measured_curves import read_curves
 from stepmark.app.trace_files import TraceSet, map_traces
-from stepmark.app.trace_sources import split_sources
+from stepmark.app.trace_sources import recorded, split_sources
 from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND, Histogram, MessageKind
@@ -37,7 +38,9 @@ def messages(options: MessagesOptions) -> int:
     traces = map_traces(replace(options, files=tuple(words)), rank_messages)
     if traces is None:
         return 0
-    view = _View(options, traces, read_sources(others, None))
+    names = [Path(result.info.file).name for result in traces.results]
+    sources = [*read_sources(others, None), *recorded(words, options.runs, names)]
+    view = _View(options, traces, sources)
     if not options.to_stdout:
         sys.stdout.writelines(f"{line}\n" for line in view.text())
     view.write()

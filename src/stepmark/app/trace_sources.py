@@ -1,10 +1,13 @@
 """Traces of a job, and its logs and dumps beside them, among files and folders."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from stepmark.app.log_sources import FLIGHT, INSPECTOR, LOG, Inputs, kinds_of
+from stepmark.app.log_sources import FLIGHT, INSPECTOR, LOG, Inputs, Source, kinds_of
 from stepmark.core.errors import ConfigError
+from stepmark.core.record import Measured
+from stepmark.report.histogram import ranks_seen, summed
+from stepmark.store.reader import find_run, read
 from stepmark.trace.kineto.stream import looks_like_trace
 from stepmark.trace.read_text import read_head
 
@@ -35,3 +38,24 @@ def _kind(file: Path) -> str:
         return next(iter(kinds_of(file) & set(_SOURCES)), "other")
     except ConfigError:
         return "trace" if ".json" in file.name else "other"
+
+
+def recorded(words: Sequence[str], runs: Path, names: Sequence[str]) -> Iterator[Source]:
+    """Yield messages that `train --messages` recorded of the cases of these trace files."""
+    for word in words:
+        try:
+            run = read(find_run(runs, word))
+        except ConfigError:
+            continue
+        for record in run.latest:
+            training = record.training if isinstance(record, Measured) else None
+            files = {Path(name).name for name in training.traces} if training else set()
+            if training and training.messages and files & set(names):
+                yield Source(
+                    kind="record of the run",
+                    files=(str(run.path),),
+                    histogram=(messages := summed(training.messages)),
+                    num_ranks_seen=ranks_seen(messages),
+                    findings=(),
+                    lines=(),
+                )
