@@ -5,6 +5,7 @@ its figures; so a difference between a tool and us is one of definition. The tab
 tests/data/traces/README.md.
 """
 
+import gzip
 import json
 import re
 from collections import Counter
@@ -24,12 +25,14 @@ from stepmark.trace.kineto.links import steps
 from stepmark.trace.kineto.reader import read_trace
 
 from .big_trace import SOURCE, Block, pieces
+from .cut_trace import category, split
 from .trace_truth import (
     COMMUNICATION,
     COMPUTE,
     MEMORY,
     GpuEvent,
     breakdown,
+    clipped,
     collectives,
     complete_events,
     events_by_step,
@@ -473,3 +476,49 @@ def test_messages_equal_tracelens_where_definitions_agree(tmp_path: Path) -> Non
         assert row["transfer_s"] * row["steps"] == pytest.approx(sum(latency.values()))
         waited = row["early_s"] * row["steps"] * 1e6
         assert waited == pytest.approx(their["total_wait_time_us"], abs=0.06)
+
+
+def test_work_of_gloo_alone_is_communication() -> None:
+    """The step runs no operator, but two threads of gloo: 178.8 of its 210.1 ms."""
+    (trace,), (file,) = traces("cpu-only"), files("cpu-only")
+    ((start, end),) = host_steps(trace).values()
+    spans = [
+        (COMMUNICATION, (nanoseconds(event["ts"]), nanoseconds(event["ts"] + event["dur"])))
+        for event in complete_events(trace)
+        if event["name"] == "gloo:all_reduce"
+    ]
+    inside = [(kind, clipped(span, (start, end))) for kind, span in spans]
+    (step,) = kineto.breakdown(read_trace(file), lambda _: True).steps
+    assert step.exposed_comm_ns == step.comm_ns == sweep(inside)[frozenset([COMMUNICATION])]
+    assert step.idle_ns == end - start - step.comm_ns
+    assert step.step == 551
+
+
+GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
+
+
+@pytest.mark.parametrize(
+    ("left_out", "reason"),
+    [
+        (GPU_WORK, "it has launches and no GPU events"),
+        (GPU_WORK | {"cuda_runtime", "cuda_driver"}, "it has calls of NCCL and no GPU events"),
+    ],
+)
+def test_missing_work_of_a_gpu_is_not_told_by_the_host(
+    left_out: set[str], reason: str, tmp_path: Path
+) -> None:
+    head, events, tail = split(gzip.decompress(SOURCE.read_bytes()).decode())
+    texts = [text for event, text in events if category(event) not in left_out]
+    path = tmp_path / "rank0.json"
+    path.write_text(head + ",".join(texts) + tail)
+    found = kineto.breakdown(read_trace(path), lambda _: True)
+    assert not found.steps
+    (damage,) = (damage for damage in found.damage if damage.kind == "no-device-times")
+    assert damage.text.startswith(reason)
+
+
+def test_work_of_another_device_is_not_told_by_the_host() -> None:
+    """HTA says 382 ms of compute; the trace has operators of the host, for 55 of 341 ms."""
+    found = kineto.breakdown(read_trace(files("mtia")[0]), lambda _: True)
+    assert not found.steps
+    assert [damage.kind for damage in found.damage] == ["no-device-times"]

@@ -61,7 +61,9 @@ def flags(trace: RankTrace) -> set[str]:
     "file", sorted(TRACES.glob("*/*.json.gz")), ids=lambda p: p.parent.name
 )
 def test_traces_of_real_profilers_are_clean(file: Path) -> None:
-    assert breakdown(read_trace(file), lambda _: True).damage == ()
+    kinds = [damage.kind for damage in breakdown(read_trace(file), lambda _: True).damage]
+    # The work of an MTIA device is not read, and its host cannot stand in for it.
+    assert kinds == ["no-device-times"] * (file.parent.name == "mtia")
 
 
 ROWS = st.integers(0, sample().gpu.start.size - 1)

@@ -91,8 +91,8 @@ def _check_steps(
         if not result.value[0].times.is_marked:
             allowed = f"it has no meaning for {result.info.file}, without ProfilerStep marks"
             raise ConfigError("steps", value, allowed)
-    if not any(result.value[0].times.steps for result in results):
-        numbers = {number for result in results for number in result.value[0].times.all_steps}
+    numbers = {number for result in results for number in result.value[0].times.all_steps}
+    if not any(map(options.has_step, numbers)):
         allowed = f"among those of the traces: {ranks_text(numbers).split(' ', 1)[1]}"
         raise ConfigError("steps", value, allowed)
 
@@ -113,7 +113,7 @@ def _notes(ranks: Sequence[tuple[int, RankTimes]]) -> Iterator[str]:
             by_kind.setdefault("outside", []).append((times.num_outside, rank, text))
         if times.empty_steps:
             steps = ranks_text(times.empty_steps).replace("rank", "step")
-            text = f"{steps} launched nothing and have no window"
+            text = f"no window of {steps}, which launched nothing"
             by_kind.setdefault("empty", []).append((len(times.empty_steps), rank, text))
     for cases in by_kind.values():
         _, rank, text = max(cases, key=lambda case: (case[0], -case[1]))

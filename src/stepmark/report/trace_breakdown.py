@@ -159,7 +159,10 @@ def lines(ranks: Ranks) -> Iterator[str]:
         clock for clock in DEFINITIONS if any(r["clock"] == clock for r in tabled["steps"])
     ]
     if not clocks:
-        yield "nothing ran in any step"
+        is_missing = any(
+            d.kind == "no-device-times" for _, times in ranks for d in times.damage
+        )
+        yield "no times of any step" if is_missing else "nothing ran in any step"
     for place, clock in enumerate(clocks):
         yield from [""] * (place > 0)
         own = {row["rank"] for row in tabled["steps"] if row["clock"] == clock}

@@ -12,7 +12,7 @@ from stepmark.core.kernel_groups import group_of
 from stepmark.core.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
 from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
 from stepmark.trace.kineto import idle, launches, links
-from stepmark.trace.kineto.checks import check, device_of
+from stepmark.trace.kineto.checks import check, device_of, missing_work
 from stepmark.trace.kineto.host_times import host_times
 from stepmark.trace.kineto.intervals import clip, join, time_before, union, without
 from stepmark.trace.kineto.windows import Windows, gpu_windows, in_windows, is_communication
@@ -48,6 +48,15 @@ def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     call = links.launches(trace)
     damage = tuple(check(trace, call))
     if not trace.gpu.start.size:
+        if missing := tuple(missing_work(trace, damage)):
+            steps = steps if steps.is_marked else replace(steps, numbers=())
+            return RankTimes(
+                is_marked=steps.is_marked,
+                all_steps=steps.numbers,
+                empty_steps=(),
+                steps=(),
+                damage=(*damage, *missing),
+            )
         return replace(host_times(trace, steps, selects), damage=damage)
     if steps.is_marked and (steps.of_gpu == NONE).all():
         steps = links.whole(trace)

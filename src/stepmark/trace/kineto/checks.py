@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -137,6 +137,23 @@ def _structure(trace: RankTrace, call: Ints) -> Iterator[Damage]:
     num_devices = np.unique(device_of(trace)).size
     text = "GPUs are in this trace: each has rows of its own"
     yield from _damage("devices", num_devices * (num_devices > 1), text)
+
+
+def missing_work(trace: RankTrace, damage: Iterable[Damage]) -> Iterator[Damage]:
+    """Find what shows, in a trace without GPU events, that a device ran work all the same.
+
+    Times of the host would then be those of launching it. damage: what check() found.
+    """
+    reasons = {
+        "other-device": "events of its device are not read",
+        "lost-gpu-events": "it has launches and no GPU events",
+    }
+    found = [reasons[d.kind] for d in (*damage, *trace.info.damage) if d.kind in reasons]
+    if any(name.startswith("nccl:") for name in trace.names):
+        found.append("it has calls of NCCL and no GPU events")
+    if found:
+        text = f"{found[0]}: times of the host do not show where the step went"
+        yield Damage(kind="no-device-times", count=1, text=text)
 
 
 def _streams(trace: RankTrace) -> Iterator[Ints]:

@@ -33,17 +33,18 @@ _NO_TIMES: Intervals = Intervals(np.empty(0, np.int64), np.empty(0, np.int64))
 
 def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -> RankTimes:
     """Return the times of the selected steps on the host."""
+    is_comm = np.array([bool(_COMM.match(name)) for name in trace.names], bool)
+    compute, comm = _busy(trace, is_comm)
     num_ops = np.searchsorted(trace.ops.start, steps.end)
     num_ops -= np.searchsorted(trace.ops.start, steps.start)
+    runs = (num_ops > 0) | (in_windows(comm, Windows(steps.start, steps.end)) > 0)
     index = [
         i
-        for i in np.flatnonzero(num_ops).tolist()
+        for i in np.flatnonzero(runs).tolist()
         if not steps.is_marked or selects(steps.numbers[i])
     ]
     windows = Windows(steps.start[index], steps.end[index])
     numbers = [steps.numbers[i] if steps.is_marked else None for i in index]
-    is_comm = np.array([bool(_COMM.match(name)) for name in trace.names], bool)
-    compute, comm = _busy(trace, is_comm)
     exposed = without(comm, compute)
     compute_ns, comm_ns, exposed_ns = (
         in_windows(times, windows).tolist() for times in (compute, comm, exposed)
@@ -51,7 +52,7 @@ def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -
     return RankTimes(
         is_marked=steps.is_marked,
         all_steps=steps.numbers if steps.is_marked else (),
-        empty_steps=tuple(steps.numbers[i] for i in np.flatnonzero(num_ops == 0)),
+        empty_steps=tuple(steps.numbers[i] for i in np.flatnonzero(~runs)),
         steps=tuple(
             StepTimes(
                 device=None,
