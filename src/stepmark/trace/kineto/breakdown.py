@@ -48,16 +48,9 @@ def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     call = links.launches(trace)
     damage = tuple(check(trace, call))
     if not trace.gpu.start.size:
-        if missing := tuple(missing_work(trace, damage)):
-            steps = steps if steps.is_marked else replace(steps, numbers=())
-            return RankTimes(
-                is_marked=steps.is_marked,
-                all_steps=steps.numbers,
-                empty_steps=(),
-                steps=(),
-                damage=(*damage, *missing),
-            )
-        return replace(host_times(trace, steps, selects), damage=damage)
+        missing = tuple(missing_work(trace, damage))
+        times = _no_times(steps) if missing else host_times(trace, steps, selects)
+        return replace(times, damage=(*damage, *missing))
     if steps.is_marked and (steps.of_gpu == NONE).all():
         steps = links.whole(trace)
     is_comm = is_communication(trace)
@@ -103,6 +96,11 @@ def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
         outside_ns=outside_ns,
         damage=damage,
     )
+
+
+def _no_times(steps: links.Steps) -> RankTimes:
+    numbers = steps.numbers if steps.is_marked else ()
+    return RankTimes(is_marked=steps.is_marked, all_steps=numbers, empty_steps=(), steps=())
 
 
 def _outside(trace: RankTrace, rows: Ints, windows: Windows) -> tuple[int, int]:
