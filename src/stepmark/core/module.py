@@ -163,3 +163,27 @@ def work_of(
         ComputeOp(op=op, phase=phase, module=role, layer=layer, microbatch=0)
         for phase, op in operations
     )
+
+
+def role_of(name: str) -> str:
+    """Return the role, as in workload files, of a block's module."""
+    for prefix, role in _ROLES.items():
+        if name.startswith(prefix):
+            return role + name.removeprefix(prefix)
+    return name
+
+
+_ROLES = {
+    "ffn.held.": "mlp.experts_",
+    "ffn.shared.": "mlp.shared_",
+    "ffn.": "mlp.",
+    "attention.q.": "attention.q_",
+}
+
+
+# Products of one input, whose gradients are complete together.
+TOGETHER = {
+    f"mlp.{prefix}{name}": f"mlp.{prefix}gate_up"
+    for prefix in ("", "experts_", "shared_")
+    for name in ("gate", "up")
+}

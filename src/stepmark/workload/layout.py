@@ -132,19 +132,3 @@ def tensor_sum(role: str, num_bytes: int) -> Module:
     """Return the sum of two tensors of this size: two read, one written; backward the same."""
     op = Kernel(name="add", flops=0, bytes_moved=3 * num_bytes)
     return between(role, (Phase.FWD, op), (Phase.BWD, op))
-
-
-def role_of(name: str) -> str:
-    """Return the role, as in workload files, of a block's module."""
-    for prefix, role in _ROLES.items():
-        if name.startswith(prefix):
-            return role + name.removeprefix(prefix)
-    return name
-
-
-_ROLES = {
-    "ffn.held.": "mlp.experts_",
-    "ffn.shared.": "mlp.shared_",
-    "ffn.": "mlp.",
-    "attention.q.": "attention.q_",
-}

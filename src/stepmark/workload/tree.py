@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from stepmark.core.dtypes import DType
 from stepmark.core.model import Linear, ModelConfig
-from stepmark.core.module import Kept, Module, Param, between, both, work_of
+from stepmark.core.module import Kept, Module, Param, between, both, role_of, work_of
 from stepmark.core.ops import (
     Activation,
     Attention,
@@ -33,7 +33,6 @@ from stepmark.workload.layout import (
     Inputs,
     ShardLayout,
     linear_products,
-    role_of,
     table_lookup,
     tensor_sum,
 )

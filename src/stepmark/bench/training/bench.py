@@ -4,13 +4,14 @@ import importlib.util
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.utils import counters
 
 from stepmark.bench.context import MeasureContext, release
@@ -242,7 +243,9 @@ def _measure(
 
     all_ranks(steady)
     counts = counter.since(build_s, work.samples.first_s)
-    messages, traces = all_ranks(lambda: _untimed(work, context, case, how, launch))
+    messages, traces = all_ranks(
+        lambda: _untimed(work, context, case, how, launch, rank_trainer.roots)
+    )
     by_rank = ranks.gather((work.samples.without_losses(), sampler.telemetry(), counts))
     samples_by_rank, telemetry, states = zip(*by_rank, strict=True)
     loss = _mean_losses(work.samples, ranks, place)
@@ -268,7 +271,12 @@ def _measure(
 
 
 def _untimed(
-    work: loop.Loop, context: MeasureContext, case: TrainCase, how: TrainHow, launch: int
+    work: loop.Loop,
+    context: MeasureContext,
+    case: TrainCase,
+    how: TrainHow,
+    launch: int,
+    roots: Sequence[nn.Module],
 ) -> tuple[tuple[tuple[MessageKind, Tally], ...], tuple[str, ...]]:
     """Return messages and files of traces, where requested and not interrupted."""
     messages: tuple[tuple[MessageKind, Tally], ...] = ()
@@ -280,7 +288,7 @@ def _untimed(
         folder.mkdir(parents=True, exist_ok=True)
         is_profiled = ranks.rank in how.profile_ranks
         traces = profiling.record_profile(
-            work, ranks, case, folder, is_profiled=is_profiled, launch=launch
+            work, ranks, case, folder, roots, is_profiled=is_profiled, launch=launch
         )
     return messages, traces
 

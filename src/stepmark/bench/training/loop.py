@@ -145,13 +145,26 @@ class Loop:
         self.samples.interrupted |= stopped
         self.samples.steady = self._steady(num_steady)
 
-    def untimed_cycle(self, on_phase: Callable[[str], None] | None = None) -> None:
-        """Run one cycle that is not recorded. on_phase is called as each phase begins."""
+    def untimed_cycles(
+        self,
+        count: int = 1,
+        *,
+        on_phase: Callable[[str], None] | None = None,
+        on_end: Callable[[int], None] | None = None,
+    ) -> None:
+        """Run cycles that are not recorded, back to back as the others.
+
+        on_phase is called as each phase begins; on_end as a cycle ends, with its number.
+        """
         before = self.samples
         self.samples = StepSamples()
-        for _ in range(self._case.cycle):
-            self.sample(on_phase)
-        self._settle(0)
+        for number in range(count):
+            for _ in range(self._case.cycle):
+                self.sample(on_phase)
+            if number == count - 1:
+                self._settle(0)
+            if on_end:
+                on_end(number)
         self.samples = before
 
     def sample(self, on_phase: Callable[[str], None] | None = None) -> None:
@@ -161,6 +174,8 @@ class Loop:
         sample.mark("start")
         data_s, losses = 0.0, []
         for _ in range(case.micro_steps):
+            if on_phase:
+                on_phase("data")
             begin = time.perf_counter()
             tokens, labels = next(self._batches)
             data_s += time.perf_counter() - begin

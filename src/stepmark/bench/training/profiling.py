@@ -1,52 +1,34 @@
-"""Untimed samples after the timed ones: messages, a Kineto trace, time by kernel."""
+"""Untimed samples after the timed ones: messages, and a Kineto trace."""
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch import profiler as torch_profiler
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from stepmark.bench.ranks import Ranks
+from stepmark.bench.training.annotations import Annotations
 from stepmark.bench.training.attention import prefix_kernel
 from stepmark.bench.training.loop import Loop
 from stepmark.bench.training.messages import MessageRecorder, merge
-from stepmark.core.kernel_groups import group_of
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.train_case import TrainCase
 
-_ROWS = 25
-_NAME_WIDTH = 90
-_STEP = "ProfilerStep"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelfTime:
-    """Time of a kernel, an operator or a group of them, without that of its callees."""
-
-    name: str
-    seconds: float
-    calls: int
-
 
 class Profile:
-    """Records the steps between start and stop on this rank.
+    """Records this rank's steps after the first one, which warms the profiler up.
 
-    On CUDA times are those of kernels, on a CPU those of operators. Where the driver or CUPTI
-    hides kernels, times are those of operators on the host, and the table notes it.
+    Where the driver or CUPTI hides kernels, the trace has only what the host did.
     """
 
     def __init__(self, folder: Path, name: str, rank: int) -> None:
         plain = re.sub(r"[^\w.@+=-]+", "-", name)
         self.path = folder / f"{plain}-rank{rank}.json.gz"
-        self._rank = rank
-        self._steps = 0
         self._profiler: Any = None
-        self._averages: list[Any] = []
 
     def start(self) -> None:
         activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(
@@ -60,82 +42,27 @@ class Profile:
     def _begin(self, activities: Iterable[ProfilerActivity]) -> None:
         # Only with a schedule are steps marked in the trace.
         profiler = torch_profiler.profile(
-            activities=activities, schedule=lambda _: ProfilerAction.RECORD, acc_events=True
+            activities=activities,
+            schedule=lambda step: ProfilerAction.RECORD if step else ProfilerAction.WARMUP,
+            record_shapes=True,
+            acc_events=True,
         )
         profiler.start()
         self._profiler = profiler
 
-    def step(self) -> None:
-        """Mark the end of a step."""
-        self._steps += 1
+    def next_step(self) -> None:
+        """Mark the end of a step and the begin of another."""
         self._profiler.step()
 
     def stop(self) -> tuple[str, ...]:
         """Write the trace. Return names of files in the folder."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         self._profiler.stop()
-        self._averages = list(self._profiler.key_averages())
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when complete, so that no reader gets a partial file.
         unfinished = self.path.with_name(f".{self.path.name}")
         self._profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(self.path)
         return (self.path.name,)
-
-    @property
-    def has_kernels(self) -> bool:
-        return any(_is_kernel(entry) for entry in self._averages)
-
-    def self_times(self) -> list[SelfTime]:
-        """Return times by kernel, or by operator without kernels: the longest first."""
-        on_device = self.has_kernels
-        entries = []
-        for entry in self._averages:
-            if entry.key.startswith(_STEP) or entry.is_user_annotation:
-                continue
-            if on_device and not _is_kernel(entry):
-                continue
-            micros = entry.self_device_time_total if on_device else entry.self_cpu_time_total
-            entries.append(SelfTime(name=entry.key, seconds=micros * 1e-6, calls=entry.count))
-        return sorted(entries, key=lambda item: -item.seconds)
-
-    def table(self) -> str:
-        """Return shares by group and of the longest kernels or operators, as lines of text."""
-        times = self.self_times()
-        total = sum(entry.seconds for entry in times)
-        kind = "kernels" if self.has_kernels else "operators on the host"
-        hidden = torch.cuda.is_available() and not self.has_kernels
-        note = " (kernels were not recorded: CUPTI gave none)" if hidden else ""
-        steps = max(self._steps, 1)
-        head = f"rank {self._rank}: {total / steps * 1e3:.3f} ms of {kind} per step{note}"
-        lines = [f"{head}, {self._steps} steps"]
-        for title, rows in (("group", groups(times)), ("name", times[:_ROWS])):
-            lines += ["", f"{'share':>7} {'ms/step':>10} {'calls/step':>10}  {title}"]
-            lines += [_line(entry, total, steps) for entry in rows]
-        return "\n".join(lines)
-
-
-def groups(times: Iterable[SelfTime]) -> list[SelfTime]:
-    """Return sums by group of kernels, the longest first."""
-    sums: dict[str, tuple[float, int]] = {}
-    for entry in times:
-        name = group_of(entry.name)
-        seconds, calls = sums.get(name, (0.0, 0))
-        sums[name] = (seconds + entry.seconds, calls + entry.calls)
-    entries = [SelfTime(name=name, seconds=s, calls=c) for name, (s, c) in sums.items()]
-    return sorted(entries, key=lambda item: -item.seconds)
-
-
-def _is_kernel(entry: Any) -> bool:
-    return entry.device_type != DeviceType.CPU and not entry.is_user_annotation
-
-
-def _line(entry: SelfTime, total: float, steps: int) -> str:
-    share = entry.seconds / total if total else 0.0
-    name, millis = entry.name, entry.seconds / steps * 1e3
-    label = name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 3] + "..."
-    return f"{share:>6.1%} {millis:>11.3f} {entry.calls / steps:>10.4g}  {label}"
 
 
 _PROFILED = 3  # samples
@@ -153,26 +80,45 @@ def record_messages(
         recorder.phase = "" if mixed else phase
 
     with recorder:
-        work.untimed_cycle(on_phase=begins)
+        work.untimed_cycles(on_phase=begins)
     return merge(ranks.gather(recorder.histogram()))
 
 
 def record_profile(
-    work: Loop, ranks: Ranks, case: TrainCase, folder: Path, *, is_profiled: bool, launch: int
+    work: Loop,
+    ranks: Ranks,
+    case: TrainCase,
+    folder: Path,
+    roots: Sequence[nn.Module],
+    *,
+    is_profiled: bool,
+    launch: int,
 ) -> tuple[str, ...]:
-    """Write Kineto traces of a few samples, in whole cycles; return all ranks' file names."""
+    """Write Kineto traces of a few samples, in whole cycles; return all ranks' file names.
+
+    A cycle comes before, whose launches are not in the trace. roots: modules that a step calls.
+    """
+    count = 1 + max(1, _PROFILED // case.cycle)
+    if not is_profiled:
+        work.untimed_cycles(count)
+        return _gathered(ranks, ())
     name = f"train-{case.case_id[:16]}" + (f"-launch{launch}" if launch > 1 else "")
-    recorder = Profile(folder, name, ranks.rank) if is_profiled else None
-    if recorder:
+    recorder = Profile(folder, name, ranks.rank)
+    with Annotations(roots) as marks:
         recorder.start()
-    for _ in range(max(1, _PROFILED // case.cycle)):
-        work.untimed_cycle()
-        if recorder:
-            recorder.step()
-    files = recorder.stop() if recorder else ()
-    if recorder:
-        (folder / f"{name}-rank{ranks.rank}.txt").write_text(recorder.table())
-    return tuple(file for names in ranks.gather(tuple(files)) for file in names)
+
+        def end_cycle(number: int) -> None:
+            marks.end_phase()
+            if number < count - 1:  # else there would be an empty step
+                recorder.next_step()
+
+        work.untimed_cycles(count, on_phase=marks.begin_phase, on_end=end_cycle)
+        files = recorder.stop()
+    return _gathered(ranks, files)
+
+
+def _gathered(ranks: Ranks, files: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(file for names in ranks.gather(files) for file in names)
 
 
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}

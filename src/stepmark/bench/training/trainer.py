@@ -33,11 +33,12 @@ class Plain:
     """Forward and backward on every rank. As in every trainer nothing waits for the device.
 
     micro_step marks "fwd" and "bwd" where these are separate; the optimizer follows the last
-    one. It returns the detached loss; None on ranks without it.
+    one. It returns the detached loss; None on ranks without it. roots: the modules it calls.
     """
 
     def __init__(self, case: TrainCase, built: Parallelized) -> None:
         self.models: list[nn.Module] = [built.model]
+        self.roots: tuple[nn.Module, ...] = (built.call,)
         self._case, self._built = case, built
         self._autocast = precision.autocast(case)
         self._fp8 = precision.fp8_region(case)
@@ -70,6 +71,7 @@ class Graphed:
 
     def __init__(self, plain: Plain, case: TrainCase, device: torch.device) -> None:
         self.models = plain.models
+        self.roots: tuple[nn.Module, ...] = ()  # a replay calls none
         self._plain = plain
         shape = (case.mbs, case.model.seq_len)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -144,6 +146,7 @@ class Pipelined:
         own_stages = range(rank, num_stages, num_ranks)
         built = [parallelize(case, meshes, device, layers[stage]) for stage in own_stages]
         self.models: list[nn.Module] = [stage.model for stage in built]
+        self.roots = tuple(stage.call for stage in built)
         self._autocast = precision.autocast(case)
         stages: list[Any] = [
             PipelineStage(stage.call, index, num_stages, device, group=group)

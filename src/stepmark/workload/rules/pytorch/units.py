@@ -14,7 +14,7 @@ from enum import StrEnum
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.module import Module
+from stepmark.core.module import TOGETHER, Module
 from stepmark.core.ops import Phase
 from stepmark.core.workload import Group, Operation
 from stepmark.workload.architecture import AnyJob, Architecture, Ops, Unit, weights_first
@@ -245,19 +245,11 @@ class UnitBuilder:
         return fwd, bwd
 
 
-# Products of one input, whose gradients are complete together.
-_TOGETHER = {
-    f"mlp.{prefix}{name}": f"mlp.{prefix}gate_up"
-    for prefix in ("", "experts_", "shared_")
-    for name in ("gate", "up")
-}
-
-
 def _leaves(unit: Module) -> list[Module]:
     """Return modules with work or parameters, in forward order; gate and up share a name."""
     leaves = [leaf for leaf in unit.walk() if leaf.work or leaf.params]
     is_gated = any(leaf.role in ("mlp.gate", "mlp.experts_gate") for leaf in leaves)
-    return [_renamed(leaf, _TOGETHER if is_gated else {}) for leaf in leaves]
+    return [_renamed(leaf, TOGETHER if is_gated else {}) for leaf in leaves]
 
 
 def _renamed(leaf: Module, names: Mapping[str, str]) -> Module:

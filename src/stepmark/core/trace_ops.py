@@ -1,0 +1,115 @@
+"""Operations of a training step as a profiler measured them, by the names of the workload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from stepmark.core.trace_columns import Ints
+
+MARK = "stepmark::"  # prefix of our own annotations: a module's path, or a phase
+WHOLE = "model"  # path of a model that is compiled as a whole
+COARSE = ("", "block", "output", WHOLE)  # roles of compiled modules, and none
+COMPUTE, COMM, MEMORY = "compute", "comm", "memory"  # kinds
+# torch's products of matrices; each is one Gemm or GroupedGemm of a workload.
+PRODUCTS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
+        *("_grouped_mm", "_scaled_grouped_mm"),
+    )
+)
+
+
+class OpKey(NamedTuple):
+    """What an operation is. "" and None are what the trace does not tell.
+
+    role, layer, phase and is_recomputed are module, layer, phase and recompute of the
+    ComputeOp or CommOp of a workload (core/workload.py) that the operation carries out; in a
+    trace the phase of a gradient that is not told apart is "bwd". A role may be several,
+    joined by " | ", where shapes do not tell which. Work of torch.compile has the role of the
+    module that is compiled: "block", "output", or "model".
+    """
+
+    role: str
+    module: str  # path in the model, e.g. "blocks.3.ffn.down"
+    layer: int | None
+    phase: str
+    is_recomputed: bool
+    kind: str
+    op: str  # innermost operation of torch around the launch
+    name: str  # of the kernel or copy; of the operation in a trace without a GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredOp:
+    """All work of one kind in one step of one rank.
+
+    time_ns is the sum over kernels, which may overlap one another. calls counts operations of
+    torch that launched it, kernels what they launched; an operation counts where its first
+    kernel does. num_bytes: of copies and memsets; None for kernels.
+    """
+
+    rank: int
+    step: int
+    key: OpKey
+    time_ns: int
+    calls: int
+    kernels: int
+    shortest_ns: int
+    longest_ns: int
+    num_bytes: int | None
+
+    @property
+    def seconds(self) -> float:
+        return self.time_ns * 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTable:
+    """Measured operations of one rank as columns: a row for each step and key.
+
+    is_host: there is no work of a GPU in the trace, and times are those of operations on the
+    host without the operations inside them. outside_ns: work that no marked step launched.
+    step_ns: of each step, from the end of the work of the step before to that of its own (on
+    a host: as it was marked).
+    """
+
+    keys: tuple[OpKey, ...]
+    steps: tuple[int, ...]
+    step_ns: tuple[int, ...]
+    is_marked: bool
+    is_host: bool
+    outside_ns: int
+    step: Ints  # index in steps
+    key: Ints  # index in keys
+    time_ns: Ints
+    calls: Ints
+    kernels: Ints
+    shortest_ns: Ints
+    longest_ns: Ints
+    num_bytes: Ints  # -1: no copy
+    notes: tuple[str, ...] = ()
+
+    def operations(self, rank: int) -> Iterator[MeasuredOp]:
+        """Yield the rows as measured operations."""
+        columns = (self.time_ns, self.calls, self.kernels, self.shortest_ns, self.longest_ns)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        places = zip(
+            self.step.tolist(), self.key.tolist(), self.num_bytes.tolist(), strict=True
+        )
+        for (step, key, num_bytes), row in zip(places, rows, strict=True):
+            time_ns, calls, kernels, shortest_ns, longest_ns = row
+            yield MeasuredOp(
+                rank=rank,
+                step=self.steps[step],
+                key=self.keys[key],
+                time_ns=time_ns,
+                calls=calls,
+                kernels=kernels,
+                shortest_ns=shortest_ns,
+                longest_ns=longest_ns,
+                num_bytes=None if num_bytes < 0 else num_bytes,
+            )
