@@ -1,7 +1,7 @@
 """stepmark train: its plan, and what it shows: a block per case, messages, profile, a table."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stepmark.app import delivery, train_plan, train_refusals
@@ -10,7 +10,7 @@ from stepmark.app.measure import measure_or_list
 from stepmark.app.models import file_notes
 from stepmark.app.progress import case_text
 from stepmark.app.view import View, console, view
-from stepmark.core.options import build, plain
+from stepmark.core.options import build, load, plain
 from stepmark.core.plan import How, Plan, TrainHow, entries
 from stepmark.core.record import Failed, Measured, Record
 from stepmark.core.train_options import TrainOptions
@@ -82,19 +82,11 @@ def _show(run: View, path: Path) -> None:
     for record in run.records:
         if not isinstance(record, Measured) or (facts := record.training) is None:
             continue
-        tables = list(_tables(path / TRACES, facts.traces))
-        if facts.messages or tables:
+        if facts.messages or facts.traces:
             sys.stdout.write(f"\n{case_text(record.case)}\n")
         if facts.messages:
             lines = training_printing.message_lines(facts, record.case.num_ranks)
             sys.stdout.write("\n".join(lines) + "\n")
-        for table in tables:
-            sys.stdout.write(table.read_text() + "\n")
-
-
-def _tables(folder: Path, traces: Sequence[str]) -> Iterator[Path]:
-    """Yield the text file of each trace, a table of time by kernel."""
-    for name in traces:
-        table = folder / f"{Path(name).name.removesuffix('.json.gz')}.txt"
-        if table.is_file():
-            yield table
+        if facts.traces:
+            lines = load("stepmark.app.trace_kernels:profile_lines")(path / TRACES, record)
+            sys.stdout.write("\n".join(lines) + "\n")

@@ -22,6 +22,22 @@ app = group(
                 "Count the messages of each collective and size, and time them.",
             ),
         ),
+        "kernels": (
+            "Time by role, layer, module, operation or kernel.",
+            builder(
+                trace_options.KernelsOptions,
+                "stepmark.app.trace_kernels:kernels",
+                "Show which operations of the step the time of the GPU went to.",
+            ),
+        ),
+        "compare": (
+            "Two traces by operation: eager and compiled, before and after.",
+            builder(
+                trace_options.CompareTracesOptions,
+                "stepmark.app.trace_kernels:compare",
+                "Compare the time per step of two traces by operation or kernel.",
+            ),
+        ),
         "convert": (
             "Chakra, CSV, Parquet, or a trace of some steps and ranks for Perfetto.",
             builder(

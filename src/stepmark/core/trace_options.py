@@ -75,6 +75,36 @@ class MessagesOptions(Files, TraceInputs):
     html: str | None = flag("figures of the histogram as one page", metavar="PATH")
 
 
+BY = ("role", "layer", "module", "op", "group", "name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelsOptions(Files, TraceInputs):
+    """stepmark trace kernels."""
+
+    by: Annotated[str, words_of(*BY)] = flag(
+        "role, layer, module, op, group or name", default="role"
+    )
+    workload: str | None = flag(
+        "workload of the step, which tells roles by shapes [of a run: its own]", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareTracesOptions(KernelsOptions):
+    """stepmark trace compare."""
+
+    files: tuple[str, ...] = flag(
+        "traces of two jobs: a file, a folder, a quoted pattern or a run each",
+        default=REQUIRED,
+        argument=True,
+        metavar="A B",
+    )
+    by: Annotated[str, words_of(*BY)] = flag(
+        "role, layer, module, op, group or name", default="op"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions(TraceInputs):
     """stepmark trace convert."""

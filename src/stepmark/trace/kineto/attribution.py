@@ -24,6 +24,8 @@ from stepmark.trace.kineto import roles
 from stepmark.trace.kineto.links import innermost, launches, lookup, parents
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from stepmark.core.trace_columns import Ints
 
 _STACK = "nn.Module: "
@@ -211,7 +213,7 @@ class Host:
     def _is_module(self, marker: Ints) -> Ints:
         names = self._trace.names
         modules = _numbers(names, lambda name: name.startswith((MARK, _STACK)))
-        return (marker != NONE) & np.isin(self._spans.name[marker], modules)
+        return np.asarray((marker != NONE) & np.isin(self._spans.name[marker], modules))
 
     def _roles(
         self, source: Ints, marker: Ints, rows: Ints, node: Ints, in_node: Ints
@@ -513,7 +515,7 @@ def _indices(texts: Sequence[str], numbers: dict[str, int]) -> Ints:
     return np.array([numbers.setdefault(text, len(numbers)) for text in texts], np.int64)
 
 
-def nearest(parent: Ints, flag: Ints) -> Ints:
+def nearest(parent: Ints, flag: npt.NDArray[np.bool_]) -> Ints:
     """Return the nearest row at or above each that has the flag, or NONE."""
     found = np.arange(parent.size)
     pending = np.flatnonzero(~flag)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stepmark.core.kernel_groups import COMMUNICATION, group_of
 from stepmark.core.ops import Gemm, GroupedGemm, Phase
 from stepmark.core.trace_columns import NONE, GpuKind, OpColumns, RankTrace
 from stepmark.core.trace_ops import COARSE, COMM, COMPUTE, MEMORY, OpKey, OpTable
@@ -24,12 +25,13 @@ from stepmark.trace.kineto.attribution import (
     operation_of,
 )
 from stepmark.trace.kineto.links import Steps, gpu_comms, steps
+from stepmark.trace.kineto.windows import Windows, gpu_windows
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
 StepRanges = Sequence[tuple[int, int]]
-_COMM_NAME = re.compile(r"nccl|rccl|^c10d::|^gloo:|record_param_comms", re.IGNORECASE)
+_HOST_COMM = re.compile(r"^nccl:|^c10d::|^gloo:|^record_param_comms$")
 _CALL = re.compile(r"^c10d::\w+_$")
 _KINDS = (COMPUTE, COMM, MEMORY)
 _BACKWARD = (Phase.DGRAD, Phase.WGRAD, Phase.BWD)
@@ -70,7 +72,8 @@ def measured_ops(
         for index, number in enumerate(marked.numbers)
         if in_steps is None or any(low <= number <= high for low, high in in_steps)
     ]
-    lengths = _lengths(trace, marked, is_host)
+    windows = Windows(marked.start, marked.end) if is_host else gpu_windows(trace, marked)
+    lengths = (windows.end - windows.start).tolist()
     rows = np.flatnonzero(np.isin(work.step, wanted))
     return OpTable(
         steps=tuple(marked.numbers[index] for index in wanted),
@@ -86,7 +89,8 @@ def measured_ops(
 def _on_gpu(trace: RankTrace, marked: Steps) -> _Work:
     gpu = trace.gpu
     args, _ = gpu_comms(trace)
-    is_comm = (args != NONE) | np.isin(gpu.name, _matching(trace, _COMM_NAME))
+    by_name = [n for n, name in enumerate(trace.names) if group_of(name) == COMMUNICATION]
+    is_comm = (args != NONE) | ((gpu.kind == GpuKind.KERNEL) & np.isin(gpu.name, by_name))
     kind = np.where(gpu.kind != GpuKind.KERNEL, _KINDS.index(MEMORY), 0)
     return _Work(
         own_ns=gpu.end - gpu.start,
@@ -104,7 +108,7 @@ def _on_host(trace: RankTrace, host: Host, marked: Steps) -> _Work:
     own_ns = ops.end - ops.start
     inner = np.flatnonzero(host.parent != NONE)
     np.subtract.at(own_ns, host.parent[inner], (ops.end - ops.start)[inner])
-    is_comm = np.isin(ops.name, _matching(trace, _COMM_NAME))
+    is_comm = np.isin(ops.name, _matching(trace, _HOST_COMM))
     step = np.searchsorted(marked.start, ops.start, "right") - 1
     step = np.where((step >= 0) & (ops.start < marked.end[np.maximum(step, 0)]), step, NONE)
     return _Work(
@@ -158,22 +162,6 @@ def _callers(trace: RankTrace, host: Host) -> Ints:
 
 def _matching(trace: RankTrace, pattern: re.Pattern[str]) -> list[int]:
     return [number for number, name in enumerate(trace.names) if pattern.search(name)]
-
-
-def _lengths(trace: RankTrace, marked: Steps, is_host: bool) -> list[int]:
-    """Return the time of each step, from the end of the work before it to that of its own."""
-    if is_host:
-        return [int(length) for length in marked.end - marked.start]
-    gpu, lengths = trace.gpu, []
-    inside = gpu.start[marked.of_gpu != NONE]
-    first = int(inside[0]) if inside.size else 0
-    earlier = gpu.end[(marked.of_gpu == NONE) & (gpu.start < first)]
-    last = int(earlier.max(initial=0)) or first
-    for index in range(len(marked.numbers)):
-        end = max(last, int(gpu.end[marked.of_gpu == index].max(initial=0)))
-        lengths.append(end - last)
-        last = end
-    return lengths
 
 
 def _sums(
@@ -296,11 +284,8 @@ def _by_shape(
         same = work.op_row[source[place]] == work.op_row
         for column in columns.values():
             column[same] = column[source[place[same]]]
-    notes = ()
-    if unmatched:
-        text = f"{unmatched} of {first.size} products have a shape that the workload has not"
-        notes = (text,)
-    return replace(found, roles=list(roles), **columns), notes
+    text = f"{unmatched} of {first.size} products have a shape that the workload has not"
+    return replace(found, roles=list(roles), **columns), (text,) * bool(unmatched)
 
 
 Candidate = tuple[str, int | None, str]  # role, layer, phase

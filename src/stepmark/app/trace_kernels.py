@@ -1,0 +1,206 @@
+"""stepmark trace kernels and compare: which operations the time of a step went to."""
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from stepmark.app.trace_files import TraceSet, map_traces, trace_files
+from stepmark.app.workload_files import read as read_workload
+from stepmark.core.columns import Row
+from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Gemm, GroupedGemm
+from stepmark.core.record import Measured
+from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.trace_columns import RankTrace
+from stepmark.core.trace_ops import PRODUCTS
+from stepmark.core.trace_options import CompareTracesOptions, KernelsOptions
+from stepmark.core.train_case import TrainCase
+from stepmark.core.units import ranks_text
+from stepmark.core.workload import ComputeOp, Workload
+from stepmark.report import trace_comparison, trace_kernels
+from stepmark.report.trace_kernels import Ranks, RankSums
+from stepmark.store.export import write_csv, write_json
+from stepmark.store.reader import read_records
+from stepmark.store.runs import TRACES
+from stepmark.trace.kineto.kernels import StepRanges, measured_ops
+from stepmark.workload.rules.pytorch.case import of_case
+
+_MOST_NOTES = 8
+Products = Counter[tuple[str, str]]  # calls by role and phase, of all steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    sums: RankSums
+    products: Products
+
+
+def kernels(options: KernelsOptions) -> int:
+    """Print and write the table of operations."""
+    options.check_stdout()
+    workload, notes = _workload(options)
+    traces = map_traces(options, partial(_reduce, options.by, options.steps, workload))
+    if traces is None:
+        return 0
+    ranks = _ranks(traces)
+    _check_steps(options, ranks)
+    notes = [*traces.notes, *notes, *_notes(traces, workload)]
+    rows = trace_kernels.rows(ranks, options.by)
+    if options.json:
+        document: Row = {"by": options.by, "ranks": [rank for rank, _ in ranks], "rows": rows}
+        document |= {"num_steps": trace_kernels.num_steps(ranks), "notes": notes}
+        document["definitions"] = trace_kernels.DEFINITIONS
+        write_json(document, options.json, "kernels")
+    if options.csv:
+        write_csv(rows, options.csv, "kernels")
+    if not options.to_stdout:
+        _print(trace_kernels.header(ranks), trace_kernels.lines(ranks, options.by), notes)
+    return 0
+
+
+def compare(options: CompareTracesOptions) -> int:
+    """Print and write the comparison of two traces."""
+    options.check_stdout()
+    if len(options.files) != 2:
+        raise ConfigError("trace", ", ".join(options.files), "two: a file, folder or run each")
+    sides, notes = [], []
+    for name, word in zip("AB", options.files, strict=True):
+        side = replace(options, files=(word,))
+        workload, about = _workload(side)
+        traces = map_traces(side, partial(_reduce, options.by, options.steps, workload))
+        if traces is None:
+            return 0
+        sides.append(_ranks(traces))
+        _check_steps(side, sides[-1])
+        about = [*traces.notes, *about, *_notes(traces, workload)]
+        notes += [f"{name}: {note}" for note in about]
+    a, b = sides
+    rows = trace_comparison.rows(a, b, options.by)
+    total = trace_comparison.total(a, b, rows)
+    notes += trace_comparison.remarks(a, b, rows)
+    if options.json:
+        document = {"a": options.files[0], "b": options.files[1], "by": options.by}
+        counts = {"a_steps": trace_kernels.num_steps(a), "b_steps": trace_kernels.num_steps(b)}
+        write_json(
+            document | counts | {"rows": rows, "total": total, "notes": notes},
+            options.json,
+            "compare",
+        )
+    if options.csv:
+        write_csv(rows, options.csv, "compare")
+    if not options.to_stdout:
+        heads = [
+            f"{name} {word}: {line}"
+            for name, word, side in zip("AB", options.files, sides, strict=True)
+            for line in trace_kernels.header(side)
+        ]
+        _print(heads, trace_comparison.lines(rows, total, options.by), notes)
+    return 0
+
+
+def profile_lines(folder: Path, record: Measured) -> list[str]:
+    """Return what the traces of a training case say: its step, and the time by role."""
+    assert record.training is not None
+    files = tuple(str(folder / Path(name).name) for name in record.training.traces)
+    options = KernelsOptions(files=files)
+    workload, notes = _workload(options)
+    traces = map_traces(options, partial(_reduce, "role", None, workload))
+    if traces is None:
+        return []
+    ranks = _ranks(traces)
+    # A rank's median: the first profiled step has the profiler's own start in it.
+    profiled = max(summarize(sums.step_ns).median for _, sums in ranks if sums.step_ns) * 1e-9
+    times = slowest_per_sample(record.samples.seconds)
+    unprofiled = summarize(times).median * record.training.cycle
+    return [
+        f"profiled step {profiled * 1e3:.1f} ms, unprofiled {unprofiled * 1e3:.1f} ms "
+        f"({profiled / unprofiled - 1:+.1%})",
+        *trace_kernels.header(ranks),
+        *trace_kernels.lines(ranks, "role", most=24),
+        *(f"note: {note}" for note in (*notes, *_notes(traces, workload))),
+    ]
+
+
+def _reduce(
+    by: str, in_steps: StepRanges | None, workload: Workload | None, trace: RankTrace
+) -> _Rank:
+    table = measured_ops(trace, in_steps=in_steps, workload=workload)
+    rank = trace.info.rank or 0
+    products: Products = Counter()
+    for op in table.operations(rank) if workload else ():
+        if op.key.op in PRODUCTS:
+            products[op.key.role, op.key.phase] += op.calls
+    return _Rank(sums=trace_kernels.summed(table, by, rank), products=products)
+
+
+def _ranks(traces: TraceSet[_Rank]) -> Ranks:
+    return [(result.info.rank or 0, result.value.sums) for result in traces.results]
+
+
+def _workload(options: KernelsOptions) -> tuple[Workload | None, list[str]]:
+    """Return the workload of --workload, or of the training case whose traces these are."""
+    if options.workload:
+        return read_workload(options.workload), []
+    file = trace_files(options)[0]
+    run = file.parent.parent
+    if file.parent.name != TRACES or not (run / "records.jsonl").is_file():
+        return None, []
+    for record in read_records(run):
+        case = record.case
+        if isinstance(case, TrainCase) and case.case_id[:16] in file.name:
+            try:
+                return of_case(case), []
+            except ConfigError as error:
+                return None, [f"roles come from annotations alone, no workload: {error}"]
+    return None, []
+
+
+def _notes(traces: TraceSet[_Rank], workload: Workload | None) -> Iterator[str]:
+    """Yield notes of ranks, and products whose number is not that of the workload."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for result in traces.results:
+        rank, sums = result.info.rank or 0, result.value.sums
+        texts = list(sums.notes)
+        if workload is not None and sums.steps and rank < workload.world_size:
+            texts += _wrong_counts(result.value, workload, workload.stage_of(rank))
+        for text in texts:
+            ranks[text].append(rank)
+    yield from (f"{ranks_text(ranks[text])}: {text}" for text in list(ranks)[:_MOST_NOTES])
+    if len(ranks) > _MOST_NOTES:
+        yield f"and {len(ranks) - _MOST_NOTES} more of this kind"
+
+
+def _wrong_counts(found: _Rank, workload: Workload, stage: int) -> Iterator[str]:
+    count = len(found.sums.steps)
+    expected: Products = Counter()
+    for op, calls in workload.tally(stage).items():
+        if isinstance(op, ComputeOp) and isinstance(op.op, Gemm | GroupedGemm):
+            expected[op.module, str(op.phase)] += calls * count
+    for key in dict.fromkeys((*expected, *found.products)):
+        if found.products[key] != expected[key]:
+            name = " ".join(filter(None, key)) or "an unknown role"
+            yield (
+                f"{found.products[key] / count:.4g} products of {name} per step, "
+                f"the workload has {expected[key] / count:.4g}"
+            )
+
+
+def _check_steps(options: KernelsOptions, ranks: Sequence[tuple[int, RankSums]]) -> None:
+    """Raise ConfigError for --steps that no trace has, or that traces do not mark."""
+    if options.steps is None:
+        return
+    if not all(sums.is_marked for _, sums in ranks):
+        allowed = "left out: these traces have no ProfilerStep marks"
+        raise ConfigError("steps", options.steps, allowed)
+    if not any(sums.steps for _, sums in ranks):
+        raise ConfigError("steps", options.steps, "among the steps of the traces")
+
+
+def _print(*parts: Sequence[str]) -> None:
+    *texts, notes = parts
+    for text in texts:
+        sys.stdout.writelines(f"{line}\n" for line in text)
+    sys.stdout.writelines(f"note: {note}\n" for note in notes)

@@ -1,0 +1,184 @@
+"""Two traces side by side: time per step of each operation, and the difference."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from stepmark.core.columns import Row, aligned
+from stepmark.core.ratio import Ratio, Verdict, ratio
+from stepmark.report.trace_kernels import (
+    COLUMNS,
+    Label,
+    Ranks,
+    RankSums,
+    Sum,
+    as_text,
+    num_steps,
+)
+
+_MOST_ROWS = 40
+_MS = 1e6  # nanoseconds
+_TEMPLATE = re.compile(r"<.*>|\(.*\)|(?<=_)\d+x\d+\w*|(?<=[a-z_])\d+$")
+_FIELDS = ("a_ns", "b_ns", "difference_ns")
+
+
+def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
+    """Return a row for each label, the largest difference first, in nanoseconds per step.
+
+    time_ratio is B's time over A's. Kernels of one side are joined where their names differ
+    in template arguments, tiles and numbers alone.
+    """
+    if by == "name":
+        a, b = _joined(a, b), _joined(b, a)
+    first, second = _sums(a), _sums(b)
+    table = []
+    for label in dict.fromkeys((*first, *second)):
+        sums = first.get(label, Sum()), second.get(label, Sum())
+        each = [
+            Fraction(own.total_ns, num_steps(ranks) or 1)
+            for own, ranks in zip(sums, (a, b), strict=True)
+        ]
+        judged = _judge(sums, (a, b)) if all(each) else None
+        only = "" if all(own.kernels for own in sums) else "a" if sums[0].kernels else "b"
+        row: Row = dict(zip(COLUMNS[by], label, strict=True))
+        row |= dict(zip(_FIELDS, map(float, (*each, each[1] - each[0])), strict=True))
+        table.append(
+            row
+            | {
+                "time_ratio": float(each[1] / each[0]) if all(each) else None,
+                "low": 1 / judged.high if judged and judged.high else None,
+                "high": 1 / judged.low if judged and judged.low else None,
+                "verdict": judged.verdict.value if judged else "",
+                "reason": judged.reason if judged else "",
+                "only_in": only,
+                "a_calls": sums[0].calls / (num_steps(a) or 1),
+                "b_calls": sums[1].calls / (num_steps(b) or 1),
+                "a_total_ns": sums[0].total_ns,
+                "b_total_ns": sums[1].total_ns,
+            }
+        )
+    return sorted(table, key=lambda row: -abs(_value(row, "difference_ns")))
+
+
+def _value(row: Mapping[str, object], name: str) -> float:
+    value = row[name]
+    assert isinstance(value, int | float)
+    return value
+
+
+def _sums(ranks: Ranks) -> dict[Label, Sum]:
+    sums: dict[Label, Sum] = {}
+    for _, own in ranks:
+        for label, each in own.sums.items():
+            sums.setdefault(label, Sum()).add(each)
+    return sums
+
+
+def _joined(ranks: Ranks, others: Ranks) -> Ranks:
+    """Return the sums with shorter names of kernels that the other side does not have."""
+    known = {label for _, own in others for label in own.sums}
+    result = []
+    for rank, own in ranks:
+        sums: dict[Label, Sum] = {}
+        for label, each in own.sums.items():
+            name = label if label in known else (plain_name(label[0]),)
+            sums.setdefault(name, Sum()).add(each)
+        result.append((rank, replace(own, sums=sums)))
+    return result
+
+
+def plain_name(name: str) -> str:
+    """Return a kernel's name without template arguments, tiles and the number at its end."""
+    plain = _TEMPLATE.sub("*", name.removeprefix("void "))
+    return plain if plain.strip("*") else name
+
+
+def _judge(sums: tuple[Sum, Sum], sides: tuple[Ranks, Ranks]) -> Ratio:
+    """Return the verdict over steps: of each the mean of its ranks."""
+    samples = [_by_step(own, ranks) for own, ranks in zip(sums, sides, strict=True)]
+    if not all(all(values) for values in samples):
+        speed = _mean(samples[0]) / _mean(samples[1])
+        return _without_verdict(speed, "not in every step")
+    if min(map(len, samples)) < 2:
+        return _without_verdict(_mean(samples[0]) / _mean(samples[1]), "a single step")
+    judged = ratio(*samples)
+    return replace(judged, reason=judged.reason.replace("launches", "steps"))
+
+
+def _without_verdict(speed: float, reason: str) -> Ratio:
+    verdict = Verdict.CANNOT_TELL
+    return Ratio(speed=speed, low=None, high=None, verdict=verdict, reason=reason)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _by_step(own: Sum, ranks: Ranks) -> list[float]:
+    counts = Counter(step for _, sums in ranks for step in sums.steps)
+    return [own.by_step_ns[step] / counts[step] for step in sorted(counts)]
+
+
+def total(a: Ranks, b: Ranks, table: Sequence[Row]) -> Row:
+    """Return the sums over all rows."""
+    whole = [
+        Fraction(sum(own.total_ns for _, own in ranks), num_steps(ranks) or 1)
+        for ranks in (a, b)
+    ]
+    sums = [
+        sum(int(_value(row, name)) for row in table) for name in ("a_total_ns", "b_total_ns")
+    ]
+    assert sums == [sum(own.total_ns for _, own in ranks) for ranks in (a, b)]
+    return dict(zip(_FIELDS, map(float, (*whole, whole[1] - whole[0])), strict=True))
+
+
+def lines(table: Sequence[Row], sums: Mapping[str, object], by: str) -> list[str]:
+    """Return the table as text, with the sum of all rows."""
+    cells = [["A ms/step", "B ms/step", "B - A", "B / A", "verdict", *COLUMNS[by]]]
+    cells += [
+        [*_numbers(row), *(as_text(row[name]) for name in COLUMNS[by])]
+        for row in table[:_MOST_ROWS]
+    ]
+    if table[_MOST_ROWS:]:
+        rest = {name: sum(_value(row, name) for row in table[_MOST_ROWS:]) for name in _FIELDS}
+        cells.append([*_numbers(rest), f"{len(table) - _MOST_ROWS} more rows (--csv has all)"])
+    cells.append([*_numbers(sums), "sum"])
+    width = len(cells[0])
+    padded = [[*line, *[""] * (width - len(line))] for line in cells]
+    return aligned(padded, [True] * 4 + [False] * (width - 4))
+
+
+def _numbers(row: Mapping[str, object]) -> list[str]:
+    a, b, difference = (_value(row, name) for name in _FIELDS)
+    time_ratio = f"{b / a:.3f}" if a and b else ""
+    verdict = str(row.get("verdict", ""))
+    if verdict == Verdict.CANNOT_TELL.value:
+        verdict = f"{verdict} ({row['reason']})"
+    if only := row.get("only_in"):
+        verdict = f"only in {str(only).upper()}"
+    return [f"{a / _MS:.3f}", f"{b / _MS:.3f}", f"{difference / _MS:+.3f}", time_ratio, verdict]
+
+
+def remarks(a: Ranks, b: Ranks, table: Sequence[Row]) -> Iterator[str]:
+    """Yield what limits the comparison."""
+    judged = sum(row["low"] is not None for row in table)
+    if judged:
+        yield (
+            "verdicts rest on the steps of one trace a side, which share clocks and placement: "
+            "another launch can differ by more"
+        )
+    if judged > 20:
+        yield f"of {judged} intervals at most about {judged / 100:.1g} are off by chance"
+    if [rank for rank, _ in a] != [rank for rank, _ in b]:
+        yield "the two sides have different ranks"
+    if _is_host(a) != _is_host(b):
+        yield "one side has times of the host, as its traces have no GPU: they do not compare"
+
+
+def _is_host(ranks: Ranks) -> bool:
+    return any(sums.is_host for _, sums in ranks)
+
+
+__all__ = ["RankSums", "lines", "plain_name", "remarks", "rows", "total"]
