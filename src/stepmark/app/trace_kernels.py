@@ -131,7 +131,8 @@ def _reduce(
     rank = trace.info.rank or 0
     products: Products = Counter()
     for op in table.operations(rank) if workload else ():
-        if op.key.op in PRODUCTS:
+        # On a host recomputation begins products that it then does not carry out.
+        if op.key.op in PRODUCTS and not (table.is_host and op.key.is_recomputed):
             products[op.key.role, op.key.phase] += op.calls
     return _Rank(sums=trace_kernels.summed(table, by, rank), products=products)
 
@@ -177,10 +178,13 @@ def _wrong_counts(found: _Rank, workload: Workload, stage: int) -> Iterator[str]
     count = len(found.sums.steps)
     expected: Products = Counter()
     for op, calls in workload.tally(stage).items():
-        if isinstance(op, ComputeOp) and isinstance(op.op, Gemm | GroupedGemm):
+        is_product = isinstance(op, ComputeOp) and isinstance(op.op, Gemm | GroupedGemm)
+        if is_product and not (found.sums.is_host and op.recompute):
             expected[op.module, str(op.phase)] += calls * count
+    roles = {"", *(role for role, _ in expected)}
     for key in dict.fromkeys((*expected, *found.products)):
-        if found.products[key] != expected[key]:
+        # Attention by products, as on a CPU, is one operation of a workload.
+        if found.products[key] != expected[key] and (key[0] in roles or " | " in key[0]):
             name = " ".join(filter(None, key)) or "an unknown role"
             yield (
                 f"{found.products[key] / count:.4g} products of {name} per step, "

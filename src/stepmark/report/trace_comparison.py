@@ -20,7 +20,7 @@ from stepmark.report.trace_kernels import (
 
 _MOST_ROWS = 40
 _MS = 1e6  # nanoseconds
-_TEMPLATE = re.compile(r"<.*>|\(.*\)|(?<=_)\d+x\d+\w*|(?<=[a-z_])\d+$")
+_TEMPLATE = re.compile(r"<.*>(?:\(.*\))?|\(.*\)|(?<=_)\d+x\d+\w*|(?<=[a-z_])\d+$")
 _FIELDS = ("a_ns", "b_ns", "difference_ns")
 
 

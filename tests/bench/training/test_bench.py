@@ -433,22 +433,16 @@ def test_traces_of_two_launches_have_names_of_their_own(
         def start(self) -> None:
             """Nothing to record."""
 
-        def step(self) -> None:
-            """Nothing to record."""
-
         def stop(self) -> tuple[str, ...]:
             return (self._file,)
 
-        def table(self) -> str:
-            return ""
-
     monkeypatch.setattr(profiling, "Profile", FakeProfile)
     alone = fakes.context().ranks
-    work: Any = SimpleNamespace(untimed_cycle=lambda: None)
+    work: Any = SimpleNamespace(untimed_cycles=lambda *_count, **_calls: None)
     names = [
-        profiling.record_profile(work, alone, case(), tmp_path, is_profiled=True, launch=launch)
+        profiling.record_profile(
+            work, alone, case(), tmp_path, (), is_profiled=True, launch=launch
+        )
         for launch in (1, 2, 3)
     ]
     assert len(set(names)) == 3
-    tables = {path.name.removesuffix(".txt") for path in tmp_path.glob("*.txt")}
-    assert tables == {file.removesuffix(".json.gz") for (file,) in names}

@@ -223,8 +223,10 @@ def test_a_cycle_aside_is_whole_untold_and_says_its_phases(clock: FakeClock) -> 
     before = (list(work.samples.seconds), list(work.samples.losses))
     count, updates = len(trainer.micro_steps), len(trainer.updates_after)
     phases: list[str] = []
-    work.untimed_cycle(phases.append)
+    ends: list[int] = []
+    work.untimed_cycles(2, on_phase=phases.append, on_end=ends.append)
     assert (work.samples.seconds, work.samples.losses) == before
-    assert len(trainer.micro_steps) == count + 4
-    assert len(trainer.updates_after) == updates + 1
-    assert phases == ["forward", "backward", "optimizer"] * 4
+    assert len(trainer.micro_steps) == count + 8
+    assert len(trainer.updates_after) == updates + 2
+    assert phases == ["data", "forward", "backward", "optimizer"] * 8
+    assert ends == [0, 1]

@@ -1,16 +1,24 @@
-"""Profiles of real steps on the CPU: a trace that can be read, shares that add up."""
+"""Profiles of real steps on the CPU: a trace that can be read, and marks in it."""
 
 import gzip
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch._C._autograd import DeviceType
+from torch._dynamo.utils import counters
 
-from stepmark.bench.training.profiling import Profile, groups
+from stepmark.bench.training.annotations import Annotations, marked_modules
+from stepmark.bench.training.profiling import Profile
+from stepmark.bench.training.transformer import Transformer
+from stepmark.core.model import find_model
+from stepmark.core.ops import Phase
+from stepmark.core.trace_ops import MARK
+from stepmark.core.workload import ComputeOp
+from stepmark.trace.kineto.roles import role_of_call
+from stepmark.workload.job import Job
+from stepmark.workload.rules.pytorch import plain
 
 
 def train(times: int, profile: Profile) -> None:
@@ -20,7 +28,7 @@ def train(times: int, profile: Profile) -> None:
         model(torch.ones(4, 32)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        profile.step()
+        profile.next_step()
 
 
 @pytest.fixture(scope="module")
@@ -49,60 +57,61 @@ def test_files_are_named(tmp_path: Path) -> None:
     assert (tmp_path / "one-rank0.json.gz").is_file()
 
 
-def test_calls_are_those_of_the_steps(done: Profile) -> None:
-    calls = {one.name: one.calls for one in done.self_times()}
-    assert calls["aten::addmm"] == 2
-    assert calls["aten::_fused_adamw_"] == 2
-    assert not any(name.startswith("ProfilerStep") for name in calls)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_marks_are_those_of_modules_and_compile_nothing(
+    tmp_path: Path, *, is_compiled: bool
+) -> None:
+    """Hooks inside a compiled graph would not run, and would change what is measured."""
+    blocks = torch.nn.ModuleDict({"0": torch.nn.Sequential(torch.nn.Linear(8, 8))})
+    model = torch.nn.ModuleDict({"blocks": blocks})
+    if is_compiled:
+        blocks["0"] = cast("Any", torch.compile(blocks["0"], backend="eager"))
+    profile = Profile(tmp_path, "marks", 0)
+    x = torch.ones(4, 8)
+    blocks["0"](x)
+    graphs = counters["stats"]["unique_graphs"]
+    with Annotations([model]) as marks:
+        profile.start()
+        profile.next_step()
+        marks.begin_phase("forward")
+        blocks["0"](x)
+        marks.begin_phase("backward")
+        (file,) = profile.stop()
+    assert counters["stats"]["unique_graphs"] == graphs
+    blocks["0"](x)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not [module for module in model.modules() if module._forward_pre_hooks]
+    with gzip.open(tmp_path / file) as stream:
+        events = json.load(stream)["traceEvents"]
+    names = [event["name"] for event in events if str(event.get("name")).startswith(MARK)]
+    inside = [] if is_compiled else [f"{MARK}blocks.0.0"]
+    phases = [f"{MARK}forward", f"{MARK}backward"]
+    assert sorted(names) == sorted([f"{MARK}blocks.0", *inside, *phases])
 
 
-def test_the_longest_come_first_and_groups_add_up(done: Profile) -> None:
-    entries = done.self_times()
-    times = [entry.seconds for entry in entries]
-    assert times == sorted(times, reverse=True)
-    assert min(times) >= 0
-    assert sum(group.seconds for group in groups(entries)) == pytest.approx(sum(times))
-    assert sum(group.calls for group in groups(entries)) == sum(one.calls for one in entries)
-
-
-def test_the_table(done: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = done.table().splitlines()
-    assert lines[0].startswith("rank 3: ")
-    assert lines[0].endswith(" ms of operators on the host per step, 2 steps")
-    first, second = (index for index, line in enumerate(lines) if not line)
-    shares = [float(line.split("%")[0]) for line in lines[first + 2 : second]]
-    assert sum(shares) == pytest.approx(100, abs=0.5)
-    assert len(lines[second + 2 :]) == min(25, len(done.self_times()))
-    assert max(map(len, lines)) < 125
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "kernels were not recorded" in done.table()
-
-
-def test_kernels_hide_what_launched_them() -> None:
-    """As on a GPU: an operator's device time is that of its kernels and must not add to it."""
-
-    def event(key: str, device: DeviceType, micros: float, note: bool = False) -> object:
-        return SimpleNamespace(
-            key=key,
-            device_type=device,
-            is_user_annotation=note,
-            self_device_time_total=micros,
-            self_cpu_time_total=7.0,
-            count=4,
-        )
-
-    profile = Profile(Path(), "x", 0)
-    profile._averages = [
-        event("aten::mm", DeviceType.CPU, 100.0),
-        event("nvjet_sm90_tst", DeviceType.CUDA, 100.0),
-        event("ncclDevKernel_AllGather_RING_LL", DeviceType.CUDA, 300.0),
-        event("FSDP::all_gather", DeviceType.CUDA, 300.0, note=True),
-    ]
-    nccl, product = profile.self_times()
-    assert (nccl.name, nccl.calls) == ("ncclDevKernel_AllGather_RING_LL", 4)
-    assert (product.name, product.calls) == ("nvjet_sm90_tst", 4)
-    assert (nccl.seconds, product.seconds) == pytest.approx((3e-4, 1e-4))
-    assert " 75.0%       0.300          4  communication" in profile.table()
+@pytest.mark.parametrize(
+    "name", ["gpt2-125m", "llama-3.1-8b", "qwen3-8b", "mixtral-8x7b", "deepseek-v3"]
+)
+def test_roles_of_modules_are_those_of_the_tree(name: str) -> None:
+    """One name for an operation in the workload and in the trace."""
+    model = find_model(name).tiny()
+    with torch.device("meta"):
+        real = Transformer(model)
+    is_gated = model.activation == "swiglu"
+    found = {
+        role_of_call(path, "", "aten::linear", is_gated=is_gated)
+        for path, module in marked_modules(real)
+        if not list(module.children()) and not path.endswith(".held")
+    }
+    job = Job(model=model, mbs=1, gbs=1)
+    expected = {
+        op.module
+        for op in plain.workload(job, plain.Tp()).tally()
+        if isinstance(op, ComputeOp) and op.phase is Phase.FWD
+    }
+    between = ("rope", "core", "residual", "activation", "loss", "experts_gate_up")
+    between += ("experts_up", "experts_down")
+    assert found == {role for role in expected if not role.endswith(between)}
 
 
 def test_without_cupti_operators_are_profiled(

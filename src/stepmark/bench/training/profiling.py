@@ -75,13 +75,16 @@ def record_messages(
     recorder = MessageRecorder()
 
     def begins(phase: str) -> None:
-        # A pipeline's forward and backward passes cannot be told apart.
-        mixed = case.parallel.pp > 1 and phase == "forward"
-        recorder.phase = "" if mixed else phase
+        recorder.phase = "" if _is_mixed(case, phase) else phase
 
     with recorder:
         work.untimed_cycles(on_phase=begins)
     return merge(ranks.gather(recorder.histogram()))
+
+
+def _is_mixed(case: TrainCase, phase: str) -> bool:
+    """Return whether passes cannot be told apart: a pipeline runs forward and backward ones."""
+    return case.parallel.pp > 1 and phase == "forward"
 
 
 def record_profile(
@@ -112,7 +115,12 @@ def record_profile(
             if number < count - 1:  # else there would be an empty step
                 recorder.next_step()
 
-        work.untimed_cycles(count, on_phase=marks.begin_phase, on_end=end_cycle)
+        def begin(phase: str) -> None:
+            marks.end_phase()
+            if not _is_mixed(case, phase):
+                marks.begin_phase(phase)
+
+        work.untimed_cycles(count, on_phase=begin, on_end=end_cycle)
         files = recorder.stop()
     return _gathered(ranks, files)
 

@@ -123,6 +123,21 @@ class Host:
         return nearest(self.parent, is_node)
 
     @cached_property
+    def inner_product(self) -> Ints:
+        """Product inside each that only dispatches it, as of a sharded tensor; else itself."""
+        inner = np.arange(self._ops.start.size)
+        names = _numbers(self._trace.names, PRODUCTS.__contains__)
+        is_product = np.isin(self._ops.name, names)
+        rows = np.flatnonzero(is_product & (self.parent != NONE))
+        above = nearest(self.parent, is_product)[self.parent[rows]]
+        while (found := above != NONE).any():
+            rows, above = rows[found], above[found]
+            inner[above] = rows
+            up = self.parent[above]
+            above = np.where(up == NONE, NONE, nearest(self.parent, is_product)[up])
+        return inner
+
+    @cached_property
     def _cause(self) -> Ints:
         """Operation of the forward pass that made each node; NONE for other operations.
 
@@ -425,8 +440,9 @@ class Host:
         NONE: unknown.
         """
         result = np.full(rows.size, NONE, np.int64)
-        chosen = np.flatnonzero((product != NONE) & (cause != NONE))
-        forward, shapes = self._products(cause[chosen])
+        is_own = self.inner_product[rows] == rows
+        chosen = np.flatnonzero((product != NONE) & (cause != NONE) & is_own)
+        forward, shapes = self._products(self.inner_product[cause[chosen]])
         chosen, forward = chosen[forward != NONE], forward[forward != NONE]
         if not chosen.size:
             return result

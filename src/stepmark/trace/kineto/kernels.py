@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 StepRanges = Sequence[tuple[int, int]]
 _HOST_COMM = re.compile(r"^nccl:|^c10d::|^gloo:|^record_param_comms$")
-_CALL = re.compile(r"^c10d::\w+_$")
+_CALL = re.compile(r"^c10d::(?:\w+_|send)$")
 _KINDS = (COMPUTE, COMM, MEMORY)
 _BACKWARD = (Phase.DGRAD, Phase.WGRAD, Phase.BWD)
 
@@ -47,6 +47,7 @@ class _Work:
     num_bytes: Ints
     step: Ints  # index in steps, or NONE
     op_row: Ints
+    counts: Ints  # 0: an operation that only dispatches another one of its kind
 
 
 def measured_ops(
@@ -99,6 +100,7 @@ def _on_gpu(trace: RankTrace, marked: Steps) -> _Work:
         num_bytes=gpu.num_bytes,
         step=marked.of_gpu,
         op_row=operation_of(trace),
+        counts=np.ones(gpu.start.size, np.int64),
     )
 
 
@@ -118,6 +120,7 @@ def _on_host(trace: RankTrace, host: Host, marked: Steps) -> _Work:
         num_bytes=np.full(ops.start.size, NONE, np.int64),
         step=step if marked.is_marked else np.zeros(ops.start.size, np.int64),
         op_row=np.arange(ops.start.size),
+        counts=(host.inner_product == np.arange(ops.start.size)).astype(np.int64),
     )
 
 
@@ -198,6 +201,7 @@ def _sums(
     is_copy = work.kind[rows[with_op]] == _KINDS.index(MEMORY)
     with_op = with_op[np.argsort(is_copy, kind="stable")]
     calls[with_op[np.unique(op_row[with_op], return_index=True)[1]]] = 1
+    calls *= work.counts[rows]
 
     def summed(values: Ints) -> Ints:
         total = np.zeros(first.size, np.int64)

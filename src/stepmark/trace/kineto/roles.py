@@ -21,7 +21,12 @@ _COMM = re.compile(
 _PRODUCT = re.compile(r"mm$|grouped_mm|linear|matmul")
 _LOSS = re.compile(r"cross_entropy|nll_loss|log_softmax|CrossEntropy")
 # Roles that an operation's name alone tells.
-_BY_OP = {"attention.core": _ATTENTION, "loss": _LOSS, "embedding": re.compile("::embedding")}
+_BY_OP = {
+    "attention.core": _ATTENTION,
+    "loss": _LOSS,
+    "embedding": re.compile("::embedding"),
+    "pipeline": re.compile("^c10d::(?:send|recv)"),
+}
 
 
 def layer_of(path: str) -> int | None:
@@ -89,6 +94,6 @@ def _role_at_ends(path: str, before: str) -> str:
         return WHOLE
     if path.startswith("embedding"):
         return "embedding"
-    if path == "output" and before.endswith(".head"):
+    if path == "output" and before.endswith((".head", ".norm")):
         return "loss"
     return _ENDS.get(path, "")

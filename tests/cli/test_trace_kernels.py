@@ -1,0 +1,105 @@
+"""stepmark trace kernels and compare, and the profile of stepmark train."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cli.main import status
+from stepmark.core.ops import Gemm
+from stepmark.core.train_case import TrainCase
+from stepmark.core.workload import ComputeOp
+from stepmark.store.reader import read_records
+from stepmark.trace.kineto.kernels import measured_ops
+from stepmark.trace.kineto.reader import read_trace
+from stepmark.workload.rules.pytorch.case import of_case
+
+from .process import stepmark
+
+DATA = Path(__file__).parents[1] / "data" / "traces"
+PRODUCTS = ("aten::mm", "aten::addmm")
+
+
+def read(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert status(["trace", *words, "--jobs", "1", "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_product_of_a_step_has_its_role(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two models over two ranks: as many calls by role, layer and phase as in the workload."""
+    words = ["--strategy", "fsdp", "--nproc", "2", "--steps", "3", "--out", "runs"]
+    words += ["--device", "cpu", "--scale", "tiny", "--profile", "--profile-ranks", "0,1"]
+    done = stepmark("train", "gpt2-125m,llama-3.1-8b", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("profiled step ") == 2
+    assert "ms, unprofiled " in done.stdout
+    assert "attention.qkv" in done.stdout
+    assert "note:" not in done.stdout.partition("profiled step")[2]
+    (run,) = (tmp_path / "runs").iterdir()
+    for record in read_records(run):
+        assert isinstance(record.case, TrainCase)
+        expected: Counter[tuple[object, ...]] = Counter()
+        for op in of_case(record.case).expand():
+            if isinstance(op, ComputeOp) and isinstance(op.op, Gemm):
+                expected[op.module, op.layer, op.phase] += 3
+        files = sorted((run / "traces").glob(f"*{record.case.case_id[:16]}*"))
+        assert [file.suffix for file in files] == [".gz", ".gz"]
+        for rank, file in enumerate(files):
+            trace = read_trace(file)
+            assert (trace.info.rank, trace.info.world_size) == (rank, 2)
+            table = measured_ops(trace)
+            assert len(table.steps) == 3
+            ops = list(table.operations(rank))
+            calls: Counter[tuple[object, ...]] = Counter()
+            for each in ops:
+                if each.key.op in PRODUCTS:
+                    calls[each.key.role, each.key.layer, each.key.phase] += each.calls
+            assert calls == expected
+            total = sum(each.time_ns for each in ops)
+            known = sum(each.time_ns for each in ops if each.key.role)
+            assert known > 0.95 * total
+    assert not list((run / "traces").glob("*.txt"))
+    name = f"{run}/traces/*{record.case.case_id[:16]}*"
+    report = read(capsys, "kernels", name, "--by", "layer", "--steps", "1-2")
+    assert report["num_steps"] == 4
+    assert {row["layer"] for row in report["rows"]} >= {"0", "1", "outside blocks"}
+
+
+def test_kernels_of_eight_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = str(DATA / "fsdp8")
+    totals = set()
+    for by in ("role", "layer", "module", "op", "group", "name"):
+        report = read(capsys, "kernels", f"{folder}/rank1.json.gz", "--by", by)
+        totals.add(sum(row["total_ns"] for row in report["rows"]))
+        assert sum(row["share_pct"] for row in report["rows"]) == pytest.approx(100)
+        assert report["num_steps"] == 2
+    assert len(totals) == 1
+    assert read(capsys, "kernels", folder)["num_steps"] == 16
+    csv = tmp_path / "kernels.csv"
+    assert status(["trace", "kernels", folder, "--ranks", "1", "--csv", str(csv)]) == 0
+    assert "unattributed" in csv.read_text()
+    assert "kernels and copies: " in capsys.readouterr().out
+
+
+def test_a_trace_beside_another(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(DATA / "fsdp8" / f"rank{rank}.json.gz") for rank in (1, 2)]
+    report = read(capsys, "compare", *files, "--by", "name")
+    differences = [row["b_ns"] - row["a_ns"] for row in report["rows"]]
+    assert report["total"]["difference_ns"] == pytest.approx(sum(differences), abs=0.1)
+    assert [row["a_total_ns"] for row in report["rows"]] != []
+    assert {row["verdict"] for row in report["rows"]} >= {"cannot tell"}
+    same = read(capsys, "compare", files[0], files[0])
+    assert {row["difference_ns"] for row in same["rows"]} == {0.0}
+    single = read(capsys, "compare", *files, "--steps", "6")
+    assert {row["reason"] for row in single["rows"]} == {"a single step"}
+    assert status(["trace", "compare", files[0]]) == 2
+    assert "two" in capsys.readouterr().err
+    assert status(["trace", "kernels", files[0], "--steps", "99"]) == 2
+    assert "steps" in capsys.readouterr().err
+    unmarked = str(DATA / "b200-vllm")
+    assert status(["trace", "kernels", unmarked, "--steps", "1"]) == 2
+    assert "ProfilerStep" in capsys.readouterr().err
