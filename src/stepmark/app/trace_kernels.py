@@ -14,17 +14,19 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Gemm, GroupedGemm
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.trace_breakdown import RankTimes
 from stepmark.core.trace_columns import RankTrace
 from stepmark.core.trace_ops import PRODUCTS
 from stepmark.core.trace_options import CompareTracesOptions, KernelsOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.core.units import ranks_text
 from stepmark.core.workload import ComputeOp, Workload
-from stepmark.report import trace_comparison, trace_kernels
+from stepmark.report import trace_breakdown, trace_comparison, trace_kernels
 from stepmark.report.trace_kernels import Ranks, RankSums
 from stepmark.store.export import write_csv, write_json
 from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES
+from stepmark.trace.kineto.breakdown import breakdown
 from stepmark.trace.kineto.kernels import StepRanges, measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
 
@@ -107,17 +109,21 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
     files = tuple(str(folder / Path(name).name) for name in record.training.traces)
     options = KernelsOptions(files=files)
     workload, notes = _workload(options)
-    traces = map_traces(options, partial(_reduce, "role", None, workload))
-    if traces is None:
+    read = map_traces(options, partial(_reduce_profile, workload))
+    if read is None:
         return []
+    results = [replace(result, value=result.value[0]) for result in read.results]
+    traces = replace(read, results=tuple(results))
+    times = [(result.info.rank or 0, result.value[1]) for result in read.results]
     ranks = _ranks(traces)
     # A rank's median: the first profiled step has the profiler's own start in it.
     profiled = max(summarize(sums.step_ns).median for _, sums in ranks if sums.step_ns) * 1e-9
-    times = slowest_per_sample(record.samples.seconds)
-    unprofiled = summarize(times).median * record.training.cycle
+    unprofiled = summarize(slowest_per_sample(record.samples.seconds)).median
+    unprofiled *= record.training.cycle
     return [
         f"profiled step {profiled * 1e3:.1f} ms, unprofiled {unprofiled * 1e3:.1f} ms "
         f"({profiled / unprofiled - 1:+.1%})",
+        *("", *trace_breakdown.summary(times), ""),
         *trace_kernels.header(ranks),
         *trace_kernels.lines(ranks, "role", most=24),
         *(f"note: {note}" for note in (*notes, *_notes(traces, workload))),
@@ -135,6 +141,10 @@ def _reduce(
         if op.key.op in PRODUCTS and not (table.is_host and op.key.is_recomputed):
             products[op.key.role, op.key.phase] += op.calls
     return _Rank(sums=trace_kernels.summed(table, by, rank), products=products)
+
+
+def _reduce_profile(workload: Workload | None, trace: RankTrace) -> tuple[_Rank, RankTimes]:
+    return _reduce("role", None, workload, trace), breakdown(trace, lambda _number: True)
 
 
 def _ranks(traces: TraceSet[_Rank]) -> Ranks:

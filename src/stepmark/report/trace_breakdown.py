@@ -170,6 +170,12 @@ def lines(ranks: Ranks) -> Iterator[str]:
         yield from _report(part, clock)
 
 
+def summary(ranks: Ranks) -> Iterator[str]:
+    """Yield the parts of a step alone: mean, share, spread."""
+    steps = tables(ranks)["steps"]
+    return _summary(steps) if steps else iter(())
+
+
 def _report(tabled: dict[str, list[Row]], clock: str) -> Iterator[str]:
     steps = tabled["steps"]
     yield from _sentences(steps)

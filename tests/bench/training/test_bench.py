@@ -47,6 +47,7 @@ class FakeTrainer:
 
     def __init__(self, losses: Losses) -> None:
         self.models: list[nn.Module] = [Held()]
+        self.roots: tuple[nn.Module, ...] = ()
         self._losses, self._count = losses, 0
 
     def micro_step(

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
 StepRanges = Sequence[tuple[int, int]]
-_HOST_COMM = re.compile(r"^nccl:|^c10d::|^gloo:|^record_param_comms$")
+_HOST_COMM = re.compile(
+    r"^(?:c10d::|_?c10d_functional|record_param_comms|gloo:|mpi:|ucc:|nccl:)"
+)
 _CALL = re.compile(r"^c10d::(?:\w+_|send)$")
 _KINDS = (COMPUTE, COMM, MEMORY)
 _BACKWARD = (Phase.DGRAD, Phase.WGRAD, Phase.BWD)
