@@ -10,7 +10,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.trace_ops import MeasuredOp
 from stepmark.core.workload import ComputeOp, Stage, Workload
-from stepmark.trace.kineto.attribution import product_shape
+from stepmark.trace.kineto.host_ops import product_shape
 from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.trace.kineto.reader import read_trace
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,20 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepmark.core.kernel_groups import COMMUNICATION, group_of
-from stepmark.core.ops import Gemm, GroupedGemm, Phase
+from stepmark.core.ops import Phase
 from stepmark.core.trace_columns import NONE, GpuKind, OpColumns, RankTrace
-from stepmark.core.trace_ops import COARSE, COMM, COMPUTE, MEMORY, OpKey, OpTable
-from stepmark.core.workload import ComputeOp, Workload
-from stepmark.trace.kineto.attribution import (
-    GLOO,
-    PHASES,
-    Attribution,
-    Host,
-    distinct,
-    nearest,
-    operation_of,
-)
+from stepmark.core.trace_ops import COMM, COMPUTE, MEMORY, OpKey, OpTable
+from stepmark.core.workload import Workload
+from stepmark.trace.kineto.attribution import PHASES, Attribution, attribute, operation_of
+from stepmark.trace.kineto.host_ops import HostOps, distinct, nearest
 from stepmark.trace.kineto.links import Steps, gpu_comms, steps
+from stepmark.trace.kineto.shapes import by_shape
 from stepmark.trace.kineto.windows import Windows, gpu_windows
 
 if TYPE_CHECKING:
@@ -34,6 +27,8 @@ StepRanges = Sequence[tuple[int, int]]
 _HOST_COMM = re.compile(
     r"^(?:c10d::|_?c10d_functional|record_param_comms|gloo:|mpi:|ucc:|nccl:)"
 )
+_GLOO = "gloo:"
+_COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
 _CALL = re.compile(r"^c10d::(?:\w+_|send)$")
 _KINDS = (COMPUTE, COMM, MEMORY)
 _BACKWARD = (Phase.DGRAD, Phase.WGRAD, Phase.BWD)
@@ -64,12 +59,16 @@ def measured_ops(
     is_host = not trace.gpu.start.size
     if is_host:
         trace = _with_gloo(trace)
-    host = Host(trace)
-    work = _on_host(trace, host, marked) if is_host else _on_gpu(trace, marked)
-    found = host.attribute(_callers(trace, host) if is_host else work.op_row)
+    host = HostOps(trace)
+    work = _on_host(host, marked) if is_host else _on_gpu(trace, marked)
+    found = attribute(host, _callers(host) if is_host else work.op_row)
     notes: tuple[str, ...] = ()
     if workload is not None:
-        found, notes = _by_shape(work, found, workload, trace.info.rank or 0)
+        is_ordered = not any(name.startswith(_COMPILED) for name in trace.names)
+        rank = trace.info.rank or 0
+        found, notes = by_shape(
+            found, work.op_row, work.step, workload, rank, is_ordered=is_ordered
+        )
     wanted = [
         index
         for index, number in enumerate(marked.numbers)
@@ -106,30 +105,32 @@ def _on_gpu(trace: RankTrace, marked: Steps) -> _Work:
     )
 
 
-def _on_host(trace: RankTrace, host: Host, marked: Steps) -> _Work:
+def _on_host(host: HostOps, marked: Steps) -> _Work:
     """Return the operations, each without the time of those inside."""
-    ops = trace.ops
+    ops = host.ops
     own_ns = ops.end - ops.start
     inner = np.flatnonzero(host.parent != NONE)
     np.subtract.at(own_ns, host.parent[inner], (ops.end - ops.start)[inner])
-    is_comm = np.isin(ops.name, _matching(trace, _HOST_COMM))
-    step = np.searchsorted(marked.start, ops.start, "right") - 1
-    step = np.where((step >= 0) & (ops.start < marked.end[np.maximum(step, 0)]), step, NONE)
+    rows = np.arange(own_ns.size - 1)  # without the row for NONE
+    start = ops.start[rows]
+    step = np.searchsorted(marked.start, start, "right") - 1
+    is_inside = (step >= 0) & (start < marked.end[step])
+    is_comm = host.where(_HOST_COMM.match)[ops.name[rows]]
     return _Work(
-        own_ns=own_ns,
-        name=ops.name,
-        kind=np.where(is_comm, _KINDS.index(COMM), 0),
-        num_bytes=np.full(ops.start.size, NONE, np.int64),
-        step=step if marked.is_marked else np.zeros(ops.start.size, np.int64),
-        op_row=np.arange(ops.start.size),
-        counts=(host.inner_product == np.arange(ops.start.size)).astype(np.int64),
+        own_ns=own_ns[rows],
+        name=ops.name[rows],
+        kind=is_comm.astype(np.int64) * _KINDS.index(COMM),
+        num_bytes=np.full(rows.size, NONE, np.int64),
+        step=np.where(is_inside, step, NONE) if marked.is_marked else rows * 0,
+        op_row=rows,
+        counts=(host.inner_product[rows] == rows).astype(np.int64),
     )
 
 
 def _with_gloo(trace: RankTrace) -> RankTrace:
     """Return the trace with gloo's messages, which are annotations, as operations."""
     spans, ops = trace.spans, trace.ops
-    names = [number for number, name in enumerate(trace.names) if name.startswith(GLOO)]
+    names = [number for number, name in enumerate(trace.names) if name.startswith(_GLOO)]
     own = np.flatnonzero(np.isin(spans.name, names))
     none = np.full(own.size, NONE, np.int64)
     columns = {
@@ -147,26 +148,22 @@ def _with_gloo(trace: RankTrace) -> RankTrace:
 _SHARED = ("start", "end", "name", "thread")
 
 
-def _callers(trace: RankTrace, host: Host) -> Ints:
+def _callers(host: HostOps) -> Ints:
     """Return each operation, but for gloo's threads the call of torch that enqueued theirs.
 
     gloo starts messages in the order of their calls; without as many calls none is known.
     """
-    ops = trace.ops
-    rows = np.arange(ops.start.size)
-    messages = np.isin(ops.name, _matching(trace, re.compile(f"^{GLOO}")))
-    calls = np.flatnonzero(np.isin(ops.name, _matching(trace, _CALL)))
-    own = np.flatnonzero(messages)
-    if own.size and own.size == calls.size and (ops.start[calls] <= ops.start[own]).all():
-        outer = nearest(host.parent, messages)
+    ops, rows = host.ops, np.arange(host.ops.start.size - 1)
+    is_message = host.where(lambda name: name.startswith(_GLOO))[ops.name]
+    messages = np.flatnonzero(is_message)
+    calls = np.flatnonzero(host.where(_CALL.match)[ops.name])
+    if messages.size == calls.size and (ops.start[calls] <= ops.start[messages]).all():
         call = np.full(ops.start.size, NONE, np.int64)
-        call[own] = calls
-        rows = np.where(outer == NONE, rows, call[outer])
+        call[messages] = calls
+        outer = nearest(host.parent, is_message)[rows]
+        is_elsewhere = ops.thread[outer] != ops.thread[call[outer]]
+        rows = np.where((outer == rows) | is_elsewhere, call[outer], rows)
     return rows
-
-
-def _matching(trace: RankTrace, pattern: re.Pattern[str]) -> list[int]:
-    return [number for number, name in enumerate(trace.names) if pattern.search(name)]
 
 
 def _sums(
@@ -176,22 +173,22 @@ def _sums(
     ops, op_row = trace.ops, work.op_row[rows]
     op = np.where(op_row == NONE, NONE, ops.name[op_row]) if ops.start.size else op_row
     columns = (
-        *(found.role[rows], found.module[rows], found.layer[rows], found.phase[rows]),
-        *(found.is_recomputed[rows], work.kind[rows], op, work.name[rows]),
+        *(found.place[rows], found.phase[rows], found.is_recomputed[rows]),
+        *(work.kind[rows], op, work.name[rows]),
     )
     first_of_key, key = distinct(columns)
     keys = tuple(
         OpKey(
-            role=found.roles[role],
-            module=found.modules[module],
-            layer=None if layer == NONE else layer,
+            role=found.places[place].role,
+            module=found.places[place].module,
+            layer=found.places[place].layer,
             phase=str(PHASES[phase]),
             is_recomputed=bool(is_recomputed),
             kind=_KINDS[kind],
             op=trace.names[op] if op != NONE else "",
             name=trace.names[name],
         )
-        for role, module, layer, phase, is_recomputed, kind, op, name in zip(
+        for place, phase, is_recomputed, kind, op, name in zip(
             *(column[first_of_key].tolist() for column in columns), strict=True
         )
     )
@@ -226,123 +223,3 @@ def _sums(
         "longest_ns": longest,
         "num_bytes": np.where(copied, summed(np.maximum(num_bytes, 0)), NONE),
     }
-
-
-Shape = tuple[int, int, int]  # rows, columns, contracted
-
-
-def _by_shape(
-    work: _Work, found: Attribution, workload: Workload, rank: int
-) -> tuple[Attribution, tuple[str, ...]]:
-    """Return the attribution with roles of products by their shapes, and what did not match.
-
-    Products of one shape are taken in the order of the workload where there are as many;
-    otherwise they have the roles of all operations of that shape.
-    """
-    known = _products_of(workload, min(rank, workload.world_size - 1))
-    coarse = [number for number, role in enumerate(found.roles) if role in COARSE]
-    op_row, first = np.unique(work.op_row, return_index=True)
-    is_open = (op_row != NONE) & (found.product[first] != NONE) & (work.step[first] != NONE)
-    is_open &= np.isin(found.role[first], coarse)
-    first = first[is_open]
-    places: dict[tuple[int, int, int, str], list[int]] = defaultdict(list)
-    for row, step, product, layer, phase, again in zip(
-        *(
-            column.tolist()
-            for column in (
-                first,
-                work.step[first],
-                found.product[first],
-                found.layer[first],
-                found.phase[first],
-                found.is_recomputed[first],
-            )
-        ),
-        strict=True,
-    ):
-        when = _pass(PHASES[phase], bool(again)) if phase else ""
-        places[step, product, layer, when].append(row)
-    columns = {name: getattr(found, name).copy() for name in ("role", "layer", "phase")}
-    roles = {role: number for number, role in enumerate(found.roles)}
-    unmatched = 0
-    of_op: dict[int, int] = {}
-    for (_, product, layer, when), rows in places.items():
-        candidates = _candidates(known, tuple(found.products[product].tolist()), layer, when)
-        unmatched += len(rows) * (not candidates)
-        if not candidates:
-            continue
-        chosen = (
-            candidates if len(candidates) == len(rows) else [_merged(candidates)] * len(rows)
-        )
-        for row, (role, its_layer, phase) in zip(rows, chosen, strict=True):
-            columns["role"][row] = roles.setdefault(role, len(roles))
-            if its_layer is not None:
-                columns["layer"][row] = its_layer
-            if phase:
-                columns["phase"][row] = PHASES.index(phase)
-            of_op[int(work.op_row[row])] = row
-    # Other kernels of the same operation.
-    if of_op:
-        source = np.array(list(of_op.values()), np.int64)
-        order = np.argsort(work.op_row[source])
-        place = np.searchsorted(work.op_row[source][order], work.op_row)
-        place = order[np.minimum(place, source.size - 1)]
-        same = work.op_row[source[place]] == work.op_row
-        for column in columns.values():
-            column[same] = column[source[place[same]]]
-    text = f"{unmatched} of {first.size} products have a shape that the workload has not"
-    return replace(found, roles=list(roles), **columns), (text,) * bool(unmatched)
-
-
-Candidate = tuple[str, int | None, str]  # role, layer, phase
-Known = dict[str, dict[Shape, list[Candidate]]]
-
-
-def _products_of(workload: Workload, rank: int) -> Known:
-    """Return a rank's products by pass and shape, in the order in which they run."""
-    known: Known = {"fwd": defaultdict(list), "bwd": defaultdict(list)}
-    for op in workload.expand(workload.stage_of(rank)):
-        if not isinstance(op, ComputeOp):
-            continue
-        if isinstance(op.op, Gemm):
-            shape = (op.op.m, op.op.n, op.op.k)
-        elif isinstance(op.op, GroupedGemm):
-            m, n, k = op.op.tokens, op.op.n, op.op.k
-            shape = {Phase.DGRAD: (m, k, n), Phase.WGRAD: (n, k, m)}.get(op.phase, (m, n, k))
-        else:
-            continue
-        candidate = (op.module, op.layer, str(op.phase))
-        known[_pass(op.phase, op.recompute)][shape].append(candidate)
-    return known
-
-
-def _pass(phase: str, is_recomputed: bool) -> str:
-    return "bwd" if is_recomputed or phase in _BACKWARD else "fwd"
-
-
-def _candidates(known: Known, shape: Shape, layer: int, when: str) -> list[Candidate]:
-    """Return the operations of this shape, or of its transpose where none has the shape."""
-    m, n, k = shape
-    for wanted in ((m, n, k), (n, m, k)):
-        found = [
-            candidate
-            for name, products in known.items()
-            if when in ("", name)
-            for candidate in products.get(wanted, ())
-            if layer in (NONE, candidate[1])
-        ]
-        if found:
-            return found
-    return []
-
-
-def _merged(candidates: Sequence[Candidate]) -> Candidate:
-    """Return what these have in common; all roles where there are several."""
-    names, layers, phases = (
-        list(dict.fromkeys(part)) for part in zip(*candidates, strict=True)
-    )
-    return (
-        " | ".join(names),
-        layers[0] if len(layers) == 1 else None,
-        phases[0] if len(phases) == 1 else "",
-    )

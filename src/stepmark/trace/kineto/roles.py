@@ -1,15 +1,14 @@
 """Roles of a step's operations, as workloads name them, from where the host called them."""
 
 import re
+from typing import NamedTuple
 
 from stepmark.core.module import TOGETHER, role_of
-from stepmark.core.trace_ops import WHOLE
+from stepmark.core.trace_ops import COARSE, MARK, WHOLE
+from stepmark.trace.kineto.host_ops import FSDP, PHASE_MARKS, STACK
 
 _BLOCK = re.compile(r"blocks\.(\d+)(?:\.(.+))?$")
-_FSDP = re.compile(
-    r"FSDP::(?:all_gather|pre_forward|post_forward|pre_backward|post_backward)\w*"
-    r"(?:$| \[| \(([^),]*))"
-)
+_STACK_LAYER = re.compile(r"(?:^|\.)\w*(?:Block|Layer)_(\d+)(?:\.|$)")
 _LEAVES = {"attention_norm": "attention.norm", "ffn_norm": "mlp.norm"}
 _RESIDUALS = {"attention": "attention.residual", "ffn": "mlp.residual"}
 _ENDS = {"output": "output", "output.head": "head", "output.norm": "head.norm"}
@@ -29,32 +28,63 @@ _BY_OP = {
 }
 
 
+class Place(NamedTuple):
+    """Where an operation belongs; "" and None: unknown, or nowhere."""
+
+    role: str
+    module: str
+    layer: int | None
+
+
+def place_of(
+    span: str,
+    *,
+    before: str,
+    ops: tuple[str, str],
+    is_gated: bool,
+    is_bucket: bool,
+    is_activated: bool,
+) -> Place:
+    """Return the place of an operation by the innermost annotation around it.
+
+    before: the annotation inside that one which ended last. ops: the outermost operation inside
+    the annotation, and the innermost one. is_bucket: DDP reduces gradients of this module.
+    """
+    by_name = _role_by_op(ops[1]) or _role_by_op(ops[0])
+    if span.startswith("Optimizer."):
+        return Place("update", "", None)
+    if (sharded := FSDP.match(span)) is not None:
+        path = re.sub(r"\.?_orig_mod", "", sharded[1] or "")
+        layer = layer_of(path)
+        return Place(path or "root" if layer is None else "blocks", path, layer)
+    name = span.removeprefix(MARK)
+    if span in PHASE_MARKS:
+        role = {"data": "data", "optimizer": "clip", "backward": "gradients"}.get(name, by_name)
+        if before.startswith("Optimizer."):
+            role = "update"
+        elif name == "backward" and ops[0] in ("aten::div", "aten::ones_like"):
+            role = "loss"
+        return Place(role, "", None)
+    if not span.startswith(MARK):
+        path = span.removeprefix(STACK)
+        number = _STACK_LAYER.search(path)
+        return Place(by_name, path, int(number[1]) if number else None)
+    layer = layer_of(name)
+    if is_bucket:
+        return Place(name.partition(".")[0] if layer is None else "block", name, layer)
+    role = role_of_call(
+        *(name, before.removeprefix(MARK), ops[0]), is_gated=is_gated, is_activated=is_activated
+    )
+    return Place(by_name or role if role in COARSE else role, name, layer)
+
+
 def layer_of(path: str) -> int | None:
     """Return the number of the transformer block of a module's path."""
     match = _BLOCK.match(path)
     return int(match[1]) if match else None
 
 
-def sharded_module(span: str) -> str | None:
-    """Return the path that an annotation of FSDP2 names, e.g. "blocks.7".
-
-    "" is the root module; None: the annotation names none.
-    """
-    match = _FSDP.match(span)
-    return re.sub(r"\.?_orig_mod", "", match[1] or "") if match else None
-
-
-def role_of_sharded(path: str) -> str:
-    """Return the role of FSDP's work for these parameters."""
-    return "blocks" if layer_of(path) is not None else path or "root"
-
-
-def role_of_bucket(path: str) -> str:
-    """Return the role of DDP's reduction after this module's gradients."""
-    return "block" if layer_of(path) is not None else path.partition(".")[0]
-
-
-def role_by_op(op: str) -> str:
+def _role_by_op(op: str) -> str:
     """Return the role that an operation of any model has by its name, or ""."""
     return next((role for role, pattern in _BY_OP.items() if pattern.search(op)), "")
 

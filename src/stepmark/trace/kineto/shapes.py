@@ -1,0 +1,126 @@
+"""Roles of products by their shapes, which a workload of the step knows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stepmark.core.ops import Gemm, GroupedGemm, Phase
+from stepmark.core.trace_columns import NONE
+from stepmark.core.trace_ops import COARSE
+from stepmark.core.workload import ComputeOp, Workload
+from stepmark.trace.kineto.attribution import PHASES, Attribution
+from stepmark.trace.kineto.roles import Place
+
+if TYPE_CHECKING:
+    from stepmark.core.trace_columns import Ints
+
+_BACKWARD = (Phase.DGRAD, Phase.WGRAD, Phase.BWD)
+Shape = tuple[int, ...]  # rows, columns, contracted
+Candidate = tuple[str, int | None, str]  # role, layer, phase
+Known = dict[str, dict[Shape, list[Candidate]]]  # by pass
+
+
+def by_shape(
+    found: Attribution,
+    op_row: Ints,
+    step: Ints,
+    workload: Workload,
+    rank: int,
+    *,
+    is_ordered: bool,
+) -> tuple[Attribution, tuple[str, ...]]:
+    """Return the attribution with roles of products by their shapes, and what did not match.
+
+    Products of one shape are taken in the order of the workload if is_ordered and there are as
+    many; otherwise they have the roles of all operations of that shape. The order of compiled
+    graphs is their own.
+    """
+    known = _products_of(workload, min(rank, workload.world_size - 1))
+    coarse = [number for number, place in enumerate(found.places) if place.role in COARSE]
+    rows, first, index = np.unique(op_row, return_index=True, return_inverse=True)
+    is_open = (rows != NONE) & (found.product[first] != NONE) & (step[first] != NONE)
+    is_open &= np.isin(found.place[first], coarse)
+    groups: dict[tuple[int, int, int | None, str], list[int]] = defaultdict(list)
+    for number in np.flatnonzero(is_open).tolist():
+        row = first[number]
+        phase, layer = PHASES[found.phase[row]], found.places[found.place[row]].layer
+        when = _pass(phase, bool(found.is_recomputed[row])) if phase else ""
+        groups[int(step[row]), int(found.product[row]), layer, when].append(number)
+    places = {place: number for number, place in enumerate(found.places)}
+    place, phases, unmatched = found.place[first], found.phase[first], 0
+    for (_, product, layer, when), numbers in groups.items():
+        candidates = _candidates(known, found.products[product].tolist(), layer, when)
+        unmatched += len(numbers) * (not candidates)
+        if candidates and not (is_ordered and len(candidates) == len(numbers)):
+            candidates = [_merged(candidates)] * len(numbers)
+        for number, (role, its_layer, phase) in zip(numbers, candidates, strict=False):
+            old = found.places[place[number]]
+            new = Place(role, old.module, old.layer if its_layer is None else its_layer)
+            place[number] = places.setdefault(new, len(places))
+            phases[number] = PHASES.index(phase) if phase else phases[number]
+    is_named = is_open[index]
+    found = replace(
+        found,
+        place=np.where(is_named, place[index], found.place),
+        phase=np.where(is_named, phases[index], found.phase),
+        places=tuple(places),
+    )
+    text = f"{unmatched} of {is_open.sum()} products have a shape that the workload has not"
+    return found, (text,) * bool(unmatched)
+
+
+def _products_of(workload: Workload, rank: int) -> Known:
+    """Return a rank's products by pass and shape, in the order in which they run."""
+    known: Known = {"fwd": defaultdict(list), "bwd": defaultdict(list)}
+    for op in workload.expand(workload.stage_of(rank)):
+        if not isinstance(op, ComputeOp):
+            continue
+        if isinstance(op.op, Gemm):
+            shape = (op.op.m, op.op.n, op.op.k)
+        elif isinstance(op.op, GroupedGemm):
+            m, n, k = op.op.tokens, op.op.n, op.op.k
+            shape = {Phase.DGRAD: (m, k, n), Phase.WGRAD: (n, k, m)}.get(op.phase, (m, n, k))
+        else:
+            continue
+        candidate = (op.module, op.layer, str(op.phase))
+        known[_pass(op.phase, op.recompute)][shape].append(candidate)
+    return known
+
+
+def _pass(phase: str, is_recomputed: bool) -> str:
+    return "bwd" if is_recomputed or phase in _BACKWARD else "fwd"
+
+
+def _candidates(
+    known: Known, shape: Sequence[int], layer: int | None, when: str
+) -> list[Candidate]:
+    """Return the operations of this shape, or of its transpose where none has the shape."""
+    m, n, k = shape
+    for wanted in ((m, n, k), (n, m, k)):
+        found = [
+            candidate
+            for name, products in known.items()
+            if when in ("", name)
+            for candidate in products.get(wanted, ())
+            if layer in (None, candidate[1])
+        ]
+        if found:
+            return found
+    return []
+
+
+def _merged(candidates: Sequence[Candidate]) -> Candidate:
+    """Return what these have in common; all roles where there are several."""
+    names, layers, phases = (
+        list(dict.fromkeys(part)) for part in zip(*candidates, strict=True)
+    )
+    return (
+        " | ".join(names),
+        layers[0] if len(layers) == 1 else None,
+        phases[0] if len(phases) == 1 else "",
+    )
