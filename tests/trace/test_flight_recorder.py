@@ -490,3 +490,9 @@ def test_what_looks_like_a_dump() -> None:
     assert not looks_like_flight_recorder(b"vm:1:1 [0] NCCL INFO x")
     assert not looks_like_flight_recorder(b'{"traceEvents": []}')
     assert not looks_like_flight_recorder(b"")
+
+
+def test_a_profiler_trace_is_no_dump_although_it_has_groups() -> None:
+    head = b'{"schemaVersion": 1, "distributedInfo": {"pg_config": [{"pg_name": "0"}]}'
+    assert not looks_like_flight_recorder(head)
+    assert looks_like_flight_recorder(b'{"version": "2.9", "pg_config": {}, "entries": []}')

@@ -58,30 +58,40 @@ class Messages:
     partial: set[MessageKind] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
+class _Kind:
+    """Calls of one kind over all ranks; times in ns."""
+
+    kind: MessageKind
+    signature: tuple[object, ...]  # what is equal on all ranks of a call
+    is_synchronizing: bool
+    is_partial: bool = False  # some ranks of its group have no trace
+    calls: int = 0
+    ranks: set[int] = field(default_factory=set)
+    timed: int = 0
+    transfer: int = 0
+    kernels: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class _Call:
-    """One call of one rank."""
+    """One call of one rank. transfer: the shortest kernel of any rank, where it is matched."""
 
     rank: int
-    kind: MessageKind
+    kind: _Kind
     step: int
     seq: int
     start: int
     end: int
+    transfer: int | None = None
 
-    @property
-    def duration(self) -> int | None:
-        return None if self.end == NONE else self.end - self.start
 
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """What is equal on all ranks of a call. Uneven parts differ over ranks."""
-        kind = self.kind
-        if kind.collective in ALL_TO_ALL:
-            return "all_to_all", kind.dtype
-        if kind.collective in (SEND, RECV):
-            return "pair", kind.dtype, kind.call_bytes
-        return kind.collective, kind.dtype, kind.message_bytes
+def _signature(kind: MessageKind) -> tuple[object, ...]:
+    if kind.collective in ALL_TO_ALL:  # uneven parts differ over ranks
+        return "all_to_all", kind.dtype
+    if kind.collective in (SEND, RECV):
+        return "pair", kind.dtype, kind.call_bytes
+    return kind.collective, kind.dtype, kind.message_bytes
 
 
 # Group, its ranks, and of a pair also source and target: calls of one are in order.
@@ -94,26 +104,27 @@ def match(
     """Return the messages of the selected steps, with calls matched over ranks."""
     result = Messages()
     channels: dict[_Channel, dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
-    calls: list[_Call] = []
+    kinds: dict[MessageKind, _Kind] = {}
     for rank, (info, messages) in sorted(by_rank.items()):
         result.ranks[rank] = RankWaits()
         selected = messages.selected(has_step)
         result.num_steps += len(selected)
-        for channel, call in _calls(rank, info, messages, set(selected), result.uncounted):
+        for channel, call in _calls(rank, info, messages, set(selected), kinds, result):
             channels[channel][rank].append(call)
-            calls.append(call)
         for _, _, nanoseconds in messages.calls.unlinked:
             result.ranks[rank].other_kernels += nanoseconds
         result.uncounted["calls that say neither collective nor size (old torch)"] += (
             messages.calls.without_args
         )
-    transfers: dict[int, int] = {}  # by id of a call
     spreads: list[tuple[int, int, int]] = []
     for channel, lists in channels.items():
         for group in _matched(channel, lists, by_rank.keys(), result):
-            _time(group, transfers, spreads, result)
+            _time(group, spreads, result)
     _judge_clocks(spreads, result)
-    _sum_up(calls, transfers, result)
+    for lists in channels.values():
+        for rank, calls in lists.items():
+            _sum_up(calls, result.ranks[rank])
+    _sum_up_kinds(kinds.values(), result)
     return result
 
 
@@ -122,30 +133,45 @@ def _calls(
     info: RankInfo,
     messages: RankMessages,
     selected: set[int],
-    uncounted: Counter[str],
+    kinds: dict[MessageKind, _Kind],
+    result: Messages,
 ) -> Iterator[tuple[_Channel, _Call]]:
     calls = messages.calls
     members = [members_of(args, info) for args in calls.args]
-    kinds: dict[tuple[int, int], MessageKind | str] = {}
+    known: dict[tuple[int, int], tuple[_Channel, _Kind] | str] = {}
     columns = (calls.comm, calls.step, calls.phase, calls.seq, calls.start, calls.end)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for comm, step, phase, seq, start, end in rows:
         if step not in selected:
             continue
-        args = calls.args[comm]
-        if (comm, phase) not in kinds:
-            kinds[comm, phase] = kind_of(args, members[comm], PHASES[phase])
-        kind = kinds[comm, phase]
-        if isinstance(kind, str):
-            uncounted[kind] += 1
-            continue
-        pair: tuple[int | None, int | None] | None = None
-        if kind.collective == SEND:
-            pair = (rank, _of_world(args.target, args, members[comm]))
-        elif kind.collective == RECV:
-            pair = (_of_world(args.source, args, members[comm]), rank)
-        call = _Call(rank, kind, messages.numbers[step], seq, start, end)
-        yield (kind.group, members[comm], pair), call
+        if (comm, phase) not in known:
+            args, group = calls.args[comm], members[comm]
+            kind = kind_of(args, group, PHASES[phase])
+            if not isinstance(kind, str):
+                known[comm, phase] = (
+                    (kind.group, group, _pair(rank, kind, args, group)),
+                    kinds.setdefault(
+                        kind, _Kind(kind, _signature(kind), is_synchronizing(kind))
+                    ),
+                )
+            else:
+                known[comm, phase] = kind
+        found = known[comm, phase]
+        if isinstance(found, str):
+            result.uncounted[found] += 1
+        else:
+            yield found[0], _Call(rank, found[1], messages.numbers[step], seq, start, end)
+
+
+def _pair(
+    rank: int, kind: MessageKind, args: CommArgs, members: Sequence[int]
+) -> tuple[int | None, int | None] | None:
+    """Return source and target of a send or a receive."""
+    if kind.collective == SEND:
+        return rank, _of_world(args.target, args, members)
+    if kind.collective == RECV:
+        return _of_world(args.source, args, members), rank
+    return None
 
 
 def _of_world(peer: int | None, args: CommArgs, members: Sequence[int]) -> int | None:
@@ -172,7 +198,9 @@ def _matched(
         return
     present = [rank for rank in dict.fromkeys(participants) if rank in ranks]
     if len(present) < len(set(participants)):
-        result.partial.update(call.kind for calls in lists.values() for call in calls)
+        for calls in lists.values():
+            for call in calls:
+                call.kind.is_partial = True
     by_step: dict[int, dict[int, list[_Call]]] = defaultdict(dict)
     for rank in present:
         for call in lists.get(rank, ()):
@@ -200,7 +228,7 @@ def _in_step(
         if len(calls) < len(lists):
             text = f"in step {step} some ranks lack calls of {label} that others have"
             result.unmatched[text] += len(calls)
-        elif len({call.signature for call in calls}) > 1:
+        elif len({call.kind.signature for call in calls}) > 1:
             text = f"in step {step} ranks differ in a collective or size of {label}"
             result.unmatched[text] += len(calls)
         else:
@@ -216,7 +244,7 @@ def _in_order(
     )
     for rank, calls in by_rank.items():
         for call in calls:
-            by_name[call.signature[0]][rank].append(call)
+            by_name[call.kind.signature[0]][rank].append(call)
     for name, own in by_name.items():
         counts = {rank: len(calls) for rank, calls in own.items()}
         common = Counter(counts.values()).most_common(1)[0][0]
@@ -233,20 +261,16 @@ def _in_order(
 
 
 def _time(
-    calls: Sequence[_Call],
-    transfers: dict[int, int],
-    spreads: list[tuple[int, int, int]],
-    result: Messages,
+    calls: Sequence[_Call], spreads: list[tuple[int, int, int]], result: Messages
 ) -> None:
     """Note the transfer of a message on all its ranks, and how its ranks arrived and ended."""
-    durations = [call.duration for call in calls]
-    known = [duration for duration in durations if duration is not None]
-    if len(known) < len(calls):
+    if any(call.end == NONE for call in calls):
         return
+    known = [call.end - call.start for call in calls]
     shortest = min(known)
     for call in calls:
-        transfers[id(call)] = shortest
-    if not is_synchronizing(calls[0].kind) or len(calls) < 2:
+        call.transfer = shortest
+    if not calls[0].kind.is_synchronizing or len(calls) < 2:
         return
     last = result.ranks[calls[known.index(shortest)].rank]
     last.last += 1
@@ -275,37 +299,36 @@ def _judge_clocks(spreads: Sequence[tuple[int, int, int]], result: Messages) -> 
     result.clocks_agree = 2 * result.end_spread < median(starts) and min(after) >= 0
 
 
-def _sum_up(calls: Sequence[_Call], transfers: Mapping[int, int], result: Messages) -> None:
-    counts: Counter[MessageKind] = Counter()
-    timed: Counter[MessageKind] = Counter()
-    nanoseconds: Counter[MessageKind] = Counter()
-    ranks: dict[MessageKind, set[int]] = defaultdict(set)
+def _sum_up(calls: Sequence[_Call], waits: RankWaits) -> None:
+    """Add the calls of a rank to its sums, and to those of their kinds."""
     for call in calls:
-        counts[call.kind] += 1
-        ranks[call.kind].add(call.rank)
-        waits, transfer, duration = (
-            result.ranks[call.rank],
-            transfers.get(id(call)),
-            call.duration,
-        )
+        kind, transfer = call.kind, call.transfer
+        duration = 0 if call.end == NONE else call.end - call.start
+        kind.calls += 1
+        kind.ranks.add(call.rank)
         waits.calls += 1
-        if transfer is None or duration is None:
-            waits.other_kernels += duration or 0
-            continue
-        timed[call.kind] += 1
-        nanoseconds[call.kind] += transfer
-        result.kernels[call.kind] = result.kernels.get(call.kind, 0) + duration
-        if call.kind in result.partial or not is_synchronizing(call.kind):
+        if transfer is not None:
+            kind.timed += 1
+            kind.transfer += transfer
+            kind.kernels += duration
+        if transfer is None or kind.is_partial or not kind.is_synchronizing:
             waits.other_kernels += duration
             continue
         waits.timed += 1
         waits.waiting.append((call.start, call.end - transfer))
         waits.kernels += duration
         waits.transfer += transfer
-    for kind, number in counts.items():
-        result.histogram[kind] = Tally(
-            calls=number,
-            ranks=len(ranks[kind]),
-            timed_calls=timed[kind],
-            seconds=nanoseconds[kind] / 1e9,
+
+
+def _sum_up_kinds(kinds: Iterable[_Kind], result: Messages) -> None:
+    for own in kinds:
+        result.histogram[own.kind] = Tally(
+            calls=own.calls,
+            ranks=len(own.ranks),
+            timed_calls=own.timed,
+            seconds=own.transfer / 1e9,
         )
+        if own.timed:
+            result.kernels[own.kind] = own.kernels
+        if own.is_partial:
+            result.partial.add(own.kind)
