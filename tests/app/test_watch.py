@@ -58,19 +58,13 @@ def test_a_job_of_two_ranks(tmp_path: Path) -> None:
     assert "profiled: steps 9 to 11 of ranks 0-1" in done.stdout
     assert "stepmark" not in done.stderr
     assert "exposed communication" in done.stdout
-    assert "slow rank: not known" in done.stdout
+    assert "slow rank: " in done.stdout
     written = document(tmp_path)
     assert {row["step"] for row in written["breakdown"]["steps"]} == {9, 10, 11}
     assert written["messages"]["world_size"] == 2
-    (source,) = written["recorded_messages"]["sources"]
-    reduced = [row for row in source["histogram"] if row["collective"] == "all_reduce"]
-    assert sum(row["calls"] for row in reduced) >= 2 * 11  # of two ranks up to step 11
-    assert source["findings"] == []
-    (run,) = (tmp_path / "runs").iterdir()
-    assert sorted(p.name for p in (run / "traces").iterdir()) == [
-        "rank0.json.gz",
-        "rank1.json.gz",
-    ]
+    rows = written["messages"]["histogram"]
+    assert {row["collective"] for row in rows} == {"all_reduce"}
+    assert {row["from_bytes"] for row in rows} == {1050624, 3151872}
     for number, rank in enumerate(written["ranks"]):
         assert (rank["rank"], rank["world_size"], rank["steps"]) == (number, 2, 18)
         assert (rank["optimizer"], rank["device"]) == ("AdamW", "cpu")

@@ -59,9 +59,14 @@ def report(folder: Path, rank: int = 0) -> dict[str, Any]:
 
 def marks(folder: Path, rank: int = 0) -> list[str]:
     """Names of the steps' marks in a trace, in the order of time."""
+    return [e["name"] for e in events(folder, rank) if "ProfilerStep" in e["name"]]
+
+
+def events(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """Events of a trace in the order of time."""
     with gzip.open(folder / "traces" / f"rank{rank}.json.gz", "rt") as file:
-        events = [e for e in json.load(file)["traceEvents"] if "ProfilerStep" in e["name"]]
-    return [e["name"] for e in sorted(events, key=lambda e: float(e["ts"]))]
+        spans = [e for e in json.load(file)["traceEvents"] if e["ph"] == "X"]
+    return sorted(spans, key=lambda e: float(e["ts"]))
 
 
 def job(*, sgd: int = 1) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -94,6 +99,36 @@ def test_a_step_is_an_optimizer_step(
     assert seen["trace"] == "traces/rank0.json.gz"
     assert seen["reason"] is None
     assert marks(tmp_path) == STEPS
+
+
+def test_steps_hold_their_optimizer_steps(begin: Begin, tmp_path: Path) -> None:
+    begin()
+    train(ALL, *job())
+    spans = {"ProfilerStep": [], "Optimizer.step": []}  # type: dict[str, list[Any]]
+    for event in events(tmp_path):
+        assert event["args"].get("finished", True)
+        for name, found in spans.items():
+            if event["name"].startswith(name):
+                found.append((event["ts"], event["ts"] + event["dur"]))
+    assert len(spans["ProfilerStep"]) == len(spans["Optimizer.step"]) == 3
+    for outer, inner in zip(*spans.values(), strict=True):
+        assert outer[0] < inner[0] < inner[1] < outer[1]
+
+
+def test_marks_of_a_waiting_profiler_of_the_job_get_another_name(
+    begin: Begin, tmp_path: Path
+) -> None:
+    begin()
+    model, optimizers = job()
+    with torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=99, warmup=1, active=1)
+    ) as p:
+        for _ in range(ALL + 1):
+            train(1, model, optimizers)
+            p.step()
+    assert marks(tmp_path) == STEPS
+    others = [e for e in events(tmp_path) if "step of the job's profiler #" in e["name"]]
+    assert len(others) == 3
 
 
 def test_parts_of_one_optimizer_step_are_one_step(begin: Begin) -> None:
@@ -300,7 +335,7 @@ def test_a_forked_process_begins_anew(begin: Begin, tmp_path: Path) -> None:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(write, f"{window.count} {window.profiler}".encode())
+        os.write(write, f"{window.count} {window.profile}".encode())
         os._exit(0)
     os.waitpid(pid, 0)
     assert os.read(read, 100) == b"0 None"

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from stepmark.store.runs import TRACES, new_run_id
 
 SITE = Path(stepmark.__file__).parent / "bench" / "watch_site"
 _UNPROFILED = 5  # steps that are timed before the profile, and after it
-_RANKS, _NCCL, _FLIGHT, _MESSAGES = "ranks", "nccl", "flight", "messages"
+_RANKS, _NCCL, _FLIGHT = "ranks", "nccl", "flight"
 _NCCL_FILE = "NCCL_DEBUG_FILE"
 # New and old names of the flight recorder's settings; torch knows both and warns of the old.
 _BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -51,7 +51,7 @@ def run(options: WatchOptions) -> int:
     _check(options)
     folder = options.out.absolute() / new_run_id(datetime.now(UTC))
     make_folder("out", folder)
-    for name in (TRACES, _RANKS, _NCCL, _FLIGHT, _MESSAGES):
+    for name in (TRACES, _RANKS, _NCCL, _FLIGHT):
         (folder / name).mkdir()
     setup = setup_of(options, folder, os.environ)
     started_at = time.time()
@@ -66,8 +66,7 @@ def run(options: WatchOptions) -> int:
     files = list(_written(folder, setup, started_at))
     has_traces = any(rank.trace for rank in ranks)
     of_traces = _of_traces(folder, files) if has_traces else {}
-    recorded = _recorded_messages(folder)
-    report = _logs(LogsOptions(files=tuple(files)))
+    report = _logs(files)
     if report:
         _print(("", *report.text()))
     document = {
@@ -79,7 +78,6 @@ def run(options: WatchOptions) -> int:
         "notes": notes,
         "ranks": [msgspec.to_builtins(rank) | {"cost": rank.row} for rank in ranks],
         **of_traces,
-        "recorded_messages": recorded,
         "logs": report.document() if report else None,
     }
     write_json(document, folder / "watch.json")
@@ -204,29 +202,11 @@ def _of_traces(folder: Path, files: Sequence[str]) -> dict[str, Any]:
     return documents
 
 
-def _recorded_messages(folder: Path) -> dict[str, object] | None:
-    """Print the messages in the dumps of the profile's end; return them as a document.
-
-    Ranks write them one after another, so calls that are not finished are no finding.
-    """
-    dumps = tuple(map(str, sorted((folder / _MESSAGES).iterdir())))
-    report = _logs(LogsOptions(files=dumps, histogram=True))
-    if report is None:
-        return None
-    views = tuple(
-        replace(view, source=replace(view.source, findings=())) for view in report.views
-    )
-    report = replace(report, views=views)
-    _print(("", "## messages of groups on the CPU, up to the end of the profile"))
-    _print(report.text())
-    return report.document()
-
-
-def _logs(options: LogsOptions) -> logs.LogReport | None:
+def _logs(files: Sequence[str]) -> logs.LogReport | None:
     """Read NCCL's logs and the flight recorder's dumps, where there are any."""
     try:
-        inputs = log_sources.collect(options.files)
-        return logs.read_report(inputs, options) if options.files else None
+        options = LogsOptions(files=tuple(files))
+        return logs.read_report(log_sources.collect(files), options) if files else None
     except ConfigError as error:
         sys.stderr.write(f"stepmark: {error}\n")
         return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gzip
 import json
 import multiprocessing
 import os
@@ -22,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.profiler
-import torch.profiler
+from stepmark_profile import StepProfile  # type: ignore[import-not-found]
 from torch._C._autograd import _get_sequence_nr
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.profiler import ProfilerAction, ProfilerActivity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_record_function: Any = torch.autograd.profiler.record_function
 SCHEMA = 1
 # Variables with the rank of a process that does not use torch.distributed.
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -38,8 +37,6 @@ _WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 _DEFAULT_RANKS = 8
 _QUIET_STEPS = 64
 _MAX_ATTEMPTS = 3
-_CHUNK = 1 << 20
-_KERNEL = b'"cat": "kernel"'  # as Kineto writes it
 
 
 class Window:
@@ -57,6 +54,8 @@ class Window:
 
     def begin_again(self) -> None:
         """Begin with nothing: at first, and in a forked process."""
+        with contextlib.suppress(AttributeError):  # there is none yet
+            self._unhook_exits()
         self.pid, self.thread = os.getpid(), 0
         self.optimizers: set[int] = set()  # those that have stepped since the last step's end
         self.sequence, self.quiet = -1, 0
@@ -64,9 +63,10 @@ class Window:
         self.dropped = self.plan["warmup"] + self.plan["unprofiled"] + 1  # by the profiler
         self.began: Any = None  # time at which the current step began
         self.steps: list[tuple[str, Any, Any]] = []  # kind, begin and end
-        self.profiler: Any = None
+        self.profile: StepProfile | None = None
+        self.leave: Any = None  # what _hook_exits has replaced
         self.attempts = 0
-        self.is_acting = self.is_other_active = self.is_done = False
+        self.is_acting = self.is_other_active = self.is_pending = self.is_done = False
         self.path = ""
         self.report: dict[str, Any] = {"schema": SCHEMA, "trace": None, "reason": None}
 
@@ -83,6 +83,7 @@ class Window:
             yield
         except Exception as error:  # noqa: BLE001, the job goes on whatever happens here
             self.is_done = True
+            self._unhook_exits()
             self.report["reason"] = f"watching failed: {error!r}"
             _say(self.report["reason"])
             with contextlib.suppress(Exception):
@@ -91,12 +92,39 @@ class Window:
         finally:
             self.is_acting = was_acting
 
-    def stepped(self, optimizer: object) -> None:
-        """Take one optimizer step."""
+    def stepped(self, optimizer: object, *, is_compiled: bool = False) -> None:
+        """Take one optimizer step. A compiled one is not within a record_function."""
         if not self.is_done:
             with self.guarded():
                 if self._ends_step(optimizer):
                     self._end_step(type(optimizer).__name__)
+                    self.is_pending = not is_compiled and self.is_near
+                    if not self.is_pending:
+                        self._begin_step()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the end of this step may have something to do for the profiler."""
+        return bool(self.report["is_chosen"]) and self.dropped - 1 <= self.count <= self.last
+
+    def _hook_exits(self) -> None:
+        """Begin a step when the optimizer's record_function is left, so that marks nest."""
+        leave = self.leave = _record_function.__exit__
+
+        @functools.wraps(leave)
+        def leave_and_begin(*args: Any) -> None:
+            leave(*args)
+            if self.is_pending and threading.get_ident() == self.thread:
+                self.is_pending = False
+                with self.guarded():
+                    self._begin_step()
+
+        _record_function.__exit__ = leave_and_begin
+
+    def _unhook_exits(self) -> None:
+        leave, self.leave = self.leave, None
+        if leave is not None:
+            _record_function.__exit__ = leave
 
     def _ends_step(self, optimizer: object) -> bool:
         """Whether it is the first optimizer to step twice since the last step's end.
@@ -132,10 +160,16 @@ class Window:
         kind = self._kind()
         if kind and self.began is not None:
             self.steps.append((kind, self.began, end))
-        self.began = _now() if self._act() else end
+        self.began = end
+        if self.count == self.dropped - 2:
+            self._hook_exits()
         if self.count > self.last + 1 + self.plan["unprofiled"] and _is_over(end):
             self._write()
             self.is_done = True
+
+    def _begin_step(self) -> None:
+        if self.is_near and self._act():
+            self.began = _now()
 
     def _kind(self) -> str:
         """Return the kind of the step that has just ended; "" for one that does not count."""
@@ -151,45 +185,22 @@ class Window:
 
     def _act(self) -> bool:
         """Begin, mark or end the profile between two steps. Return whether time was spent."""
-        if not self.report["is_chosen"]:
-            return False
-        if self.profiler is None and self.count == self.dropped - 1:
-            if self.is_other_active:
-                self.dropped += 1  # at the end of the next step it is tried again
-                self.report["notes"]["put_off"] = "the job's own profiler was active"
-                return False
-            self._start()
+        if self.profile is not None:
+            self.profile.step(self.count)
+            if self.count == self.last:
+                self._write_trace()
             return True
-        if self.profiler is None:
+        if self.count != self.dropped - 1:
             return False
-        self.profiler.step()
-        if self.count == self.last:
-            self._write_trace()
-        return True
-
-    def _start(self) -> None:
+        if self.is_other_active:
+            self.dropped += 1  # at the end of the next step it is tried again
+            self.report["notes"]["put_off"] = "the job's own profiler was active"
+            return False
         began_s = time.perf_counter()
-        activities = set(torch.profiler.supported_activities())
-        if not torch.cuda.is_initialized():
-            activities.discard(ProfilerActivity.CUDA)
-        dropped, last = self.dropped, self.last
-
-        def schedule(step: int) -> ProfilerAction:
-            if step <= dropped:
-                return ProfilerAction.WARMUP
-            if step < last:
-                return ProfilerAction.RECORD
-            return ProfilerAction.RECORD_AND_SAVE if step == last else ProfilerAction.NONE
-
-        profiler: Any = torch.profiler.profile(
-            activities=activities, schedule=schedule, record_shapes=self.plan["shapes"]
-        )
-        self.profiler = profiler
-        profiler.step_num = dropped  # ProfilerStep#N is then the job's step N
-        profiler.acc_events = True  # else torch 2.11 warns
-        profiler.start()
-        profiler.profiler.acc_events = False  # else the end takes seconds
+        has_shapes = self.plan["shapes"]
+        self.profile = StepProfile(self.dropped, self.last, has_shapes=has_shapes)
         self.report["start_s"] = time.perf_counter() - began_s
+        return True
 
     def make_way(self) -> None:
         """End our profile before another one of this process begins; later try again."""
@@ -201,51 +212,27 @@ class Window:
             raise RuntimeError("the job's own profiler began in the profile, every time")
 
     def _discard(self) -> None:
-        profiler, self.profiler = self.profiler, None
-        if profiler is not None:
-            profiler.stop()
+        profile, self.profile = self.profile, None
+        if profile is not None:
+            profile.stop()
 
     def _write_trace(self) -> None:
         began_s = time.perf_counter()
-        profiler, self.profiler = self.profiler, None
-        profiler.stop()
-        name = f"rank{self.report['rank']}.json.gz"
-        folder = os.path.join(self.folder, "traces")
-        packed = os.path.join(folder, f".{name}.{self.pid}")
-        plain = f"{packed}.json"
-        try:
-            profiler.export_chrome_trace(plain)
-            has_kernels, end = False, b""
-            # The job waits: the lowest level of compression.
-            with open(plain, "rb") as source, gzip.open(packed, "wb", 1) as target:
-                while chunk := source.read(_CHUNK):
-                    target.write(chunk)
-                    has_kernels = has_kernels or _KERNEL in end + chunk
-                    end = chunk[-len(_KERNEL) :]
-            os.replace(packed, os.path.join(folder, name))
-        finally:
-            for path in (plain, packed):
-                if os.path.exists(path):
-                    os.unlink(path)
+        profile = self.profile
+        assert profile is not None
+        self._discard()
+        trace = f"traces/rank{self.report['rank']}.json.gz"
+        has_kernels = profile.write(os.path.join(self.folder, trace))
         self.report |= {
-            "trace": f"traces/{name}",
+            "trace": trace,
             "profiled_steps": [self.dropped + 1, self.last],
             "has_kernels": has_kernels,
             "write_s": time.perf_counter() - began_s,
         }
         if torch.cuda.is_initialized() and not has_kernels:
             self.report["notes"]["kernels"] = "CUPTI or the driver gave no kernels"
-        self._write_messages()
         self._write()
-
-    def _write_messages(self) -> None:
-        """Write the flight recorder of groups on the CPU: their profiles state no sizes."""
-        is_used = torch.distributed.is_available() and torch.distributed.is_initialized()
-        c10d: Any = getattr(torch._C, "_distributed_c10d", None)
-        if is_used and hasattr(c10d, "_dump_fr_trace") and not torch.cuda.is_initialized():
-            path = os.path.join(self.folder, "messages", f"rank_{self.report['rank']}")
-            with open(path, "wb") as file:
-                file.write(c10d._dump_fr_trace(includeStackTraces=False))
+        self._unhook_exits()
 
     def _introduce(self, optimizer: str) -> None:
         """Find out which rank this is, and claim its report. A second process gets its own."""
@@ -361,7 +348,7 @@ def _tracked(function: Callable[..., Any], window: Window, *, ends: bool) -> Cal
     def call(*args: Any, **kwargs: Any) -> Any:
         if not window.is_acting:
             window.is_other_active = not ends
-            if not ends and window.profiler is not None:
+            if not ends and window.profile is not None:
                 with window.guarded():
                     window.make_way()
         return function(*args, **kwargs)
@@ -374,7 +361,7 @@ def begin(plan: str) -> Window:
     window = Window(json.loads(plan))
 
     def call(optimizer: object) -> None:
-        window.stepped(optimizer)
+        window.stepped(optimizer, is_compiled=True)
 
     untraced_call = _disable_dynamo(call)
 
