@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepmark.core.trace_columns import NONE, RankTrace
+from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
 from stepmark.trace.kineto import links
 from stepmark.trace.kineto.breakdown import breakdown
 from stepmark.trace.kineto.reader import read_trace
@@ -73,7 +73,10 @@ ROWS = st.integers(0, sample().gpu.start.size - 1)
 @settings(max_examples=15, deadline=None)
 def test_a_duplicated_event_is_flagged(row: int) -> None:
     rows = np.append(np.arange(sample().gpu.start.size), row)
-    assert "duplicate-launch" in flags(with_rows(sample(), "gpu", rows))
+    found = flags(with_rows(sample(), "gpu", rows))
+    assert "overlap" in found
+    is_kernel = sample().gpu.kind[row] == GpuKind.KERNEL
+    assert ("duplicate-launch" in found) == is_kernel
 
 
 @given(row=ROWS)
@@ -132,3 +135,14 @@ def test_overlapping_marks_and_several_processes_are_flagged(tmp_path: Path) -> 
     assert flags(trace) == {"steps-overlap", "processes"}
     assert breakdown(trace, lambda _: True).steps[0].step is None
     assert (links.steps(trace).of_gpu != NONE).all()
+
+
+def test_each_of_several_gpus_has_rows_of_its_own(tmp_path: Path) -> None:
+    writer = TraceWriter(rank=0, world_size=1)
+    writer.kernel("gemm", 0, 10, 50)
+    writer.kernel("gemm", 50, 65, 70)
+    writer.events[-1]["args"]["device"] = 1
+    trace = read_trace(writer.write(tmp_path))
+    assert flags(trace) == {"devices"}
+    steps = breakdown(trace, lambda _: True).steps
+    assert [(step.device, step.compute_ns) for step in steps] == [(0, 50_000), (1, 70_000)]

@@ -101,20 +101,21 @@ def _notes(ranks: Sequence[tuple[int, RankTimes]]) -> Iterator[str]:
     """Yield what is wrong, or left out, once for all ranks where it is of the same kind."""
     by_kind: dict[str, list[tuple[int, int, str]]] = {}
     for rank, times in ranks:
-        for damage in times.damage:
-            count = f"{damage.count} " if damage.count > 1 else ""
-            text = f"{count}{damage.text}"
-            by_kind.setdefault(damage.kind, []).append((damage.count, rank, text))
-        if times.num_outside:
+        found = [
+            (damage.kind, damage.count, f"{damage.count} " * (damage.count > 1) + damage.text)
+            for damage in times.damage
+        ]
+        if count := times.num_outside:
             text = (
-                f"{times.num_outside} GPU events ({times.outside_ns / 1e6:.3f} ms) lie outside "
-                "the windows of all steps: they are not counted"
+                f"{count} GPU events ({times.outside_ns / 1e6:.3f} ms) lie outside the windows"
             )
-            by_kind.setdefault("outside", []).append((times.num_outside, rank, text))
+            found.append(("outside", count, f"{text} of all steps: they are not counted"))
         if times.empty_steps:
             steps = ranks_text(times.empty_steps).replace("rank", "step")
             text = f"no window of {steps}, which launched nothing"
-            by_kind.setdefault("empty", []).append((len(times.empty_steps), rank, text))
+            found.append(("empty", len(times.empty_steps), text))
+        for kind, count, text in found:
+            by_kind.setdefault(kind, []).append((count, rank, text))
     for cases in by_kind.values():
         _, rank, text = max(cases, key=lambda case: (case[0], -case[1]))
         affected = ranks_text(rank for _, rank, _ in cases)

@@ -1,8 +1,9 @@
 """The breakdown of traces as rows, in ns, and as text, in ms."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import mean, median
 
 from stepmark.core.columns import COUNT, NUMBER, PAGE, SHOWN, TEXT, Column, Row, View, aligned
@@ -105,6 +106,7 @@ STEP_COLUMNS: tuple[Column[_RankStep], ...] = (
     Column("queue_max_depth", _of("queue", "max"), COUNT, "", PAGE),
     Column("queue_empty_ns", _of("queue", "empty_ns"), COUNT),
 )
+_TABLES = {"communication": "comms", **{n: n for n in ("kernels", "launches", "copies")}}
 _SUMMANDS = ("compute_ns", "exposed_comm_ns", "exposed_copies_ns", "idle_ns")
 _PARTS = {
     "step": "window_ns",
@@ -126,14 +128,9 @@ _PARTS = {
 def tables(ranks: Ranks) -> dict[str, list[Row]]:
     """Return all rows by table."""
     tabled = {"steps": rows_of(STEP_COLUMNS, _steps(ranks))}
-    for table, attribute in (
-        ("communication", "comms"),
-        ("kernels", "kernels"),
-        ("launches", "launches"),
-        ("copies", "copies"),
-    ):
+    for table, attribute in _TABLES.items():
         tabled[table] = [
-            {"rank": rank} | {field.name: getattr(item, field.name) for field in fields(item)}
+            {"rank": rank} | asdict(item)
             for rank, times in ranks
             for item in getattr(times, attribute)
         ]
@@ -183,15 +180,12 @@ def _report(tabled: dict[str, list[Row]], clock: str) -> Iterator[str]:
     yield ""
     yield from _step_lines(steps)
     yield from _arrival_lines(tabled["arrivals"])
-    for title, rows, label in (
-        ("Communication", tabled["communication"], _comm_label),
-        (
-            "Kernels and copies" if clock == "gpu" else "Operators",
-            tabled["kernels"],
-            _group_label,
-        ),
+    kernels = "Kernels and copies" if clock == "gpu" else "Operators"
+    for title, table, label in (
+        ("Communication", "communication", _comm_label),
+        (kernels, "kernels", _group_label),
     ):
-        if rows:
+        if rows := tabled[table]:
             yield from [
                 "",
                 f"{title}: time in ms, mean over ranks and steps of sums over calls",
@@ -227,16 +221,15 @@ def _summary(steps: Sequence[Row]) -> Iterator[str]:
     numbers = {int(str(row["step"])) for row in steps if row["step"] is not None}
     which = ranks_text(numbers).replace("rank", "step") if numbers else "whole trace"
     ranks = ranks_text({_ns(row, "rank") for row in steps})
-    took = sum(_ns(row, "window_ns") for row in steps)
     titles = ("mean", "share", "min", "median", "max") if len(steps) > 1 else ("time", "share")
     cells = [[f"{which} of {ranks}, in ms", *titles]]
     for title, name in _PARTS.items():
-        values = [_ns(row, name) for row in steps if row[name] is not None]
+        known = [row for row in steps if row[name] is not None]
+        values = [_ns(row, name) for row in known]
         if any(values):
+            share = _share(sum(values), _sum(known, "window_ns"))
             spread = (min(values), median(values), max(values)) if len(steps) > 1 else ()
-            cells.append(
-                [title, _ms(mean(values)), _share(sum(values), took), *map(_ms, spread)]
-            )
+            cells.append([title, _ms(mean(values)), share, *map(_ms, spread)])
     yield from aligned(cells, [False, *[True] * len(titles)])
 
 
@@ -301,10 +294,11 @@ def _cell(row: Row, name: str) -> str:
 
 
 def _comm_label(row: Row) -> str:
-    group = row["group_desc"] or row["group"]
     if not row["collective"]:
         is_gpu = row["device"] is not None
         return f"{row['kernel']}{' (collective not stated)' * is_gpu}"
+    desc = row["group_desc"]
+    group = row["group"] if desc in ("", "undefined") else desc
     return f"{row['collective']}, group {group} of {row['group_size'] or 'unknown size'}"
 
 
@@ -312,67 +306,69 @@ def _group_label(row: Row) -> str:
     return str(row["group"])
 
 
-def _means(rows: Iterable[Row], label: Callable[[Row], str], num_steps: int) -> Iterator[str]:
-    """Yield means by label over all ranks and steps, and their range over ranks."""
-    by_label: dict[str, list[Row]] = {}
+def _by_label(
+    rows: Iterable[Row], label: Callable[[Row], str], time: str
+) -> dict[str, list[Row]]:
+    """Return rows by label, those that took the most time first."""
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        by_label.setdefault(label(row), []).append(row)
-    order = sorted(by_label, key=lambda key: -sum(_ns(row, "time_ns") for row in by_label[key]))
-    has_exposed = any("exposed_ns" in own[0] for own in by_label.values())
-    cells = [["", "calls", "time", *["exposed"] * has_exposed, "min", "max"]]
-    for key in order:
-        own = by_label[key]
-        times = [_ns(row, "time_ns") for row in own]
-        calls = sum(_ns(row, "num_events") for row in own) / num_steps
-        exposed = (
-            [_ms(sum(_ns(row, "exposed_ns") for row in own) / num_steps)] if has_exposed else []
-        )
-        spread = [_ms(min(times) if len(own) == num_steps else 0), _ms(max(times))]
-        cells.append([key, f"{calls:.4g}", _ms(sum(times) / num_steps), *exposed, *spread])
+        found.setdefault(label(row), []).append(row)
+    return dict(sorted(found.items(), key=lambda item: -_sum(item[1], time)))
+
+
+def _means(rows: Sequence[Row], label: Callable[[Row], str], num_steps: int) -> Iterator[str]:
+    """Yield means by label over all ranks and steps, and their range."""
+    sums = ["time_ns", *["exposed_ns"] * ("exposed_ns" in rows[0])]
+    cells = [["", "calls", "time", *["exposed"] * (len(sums) - 1), "min", "max"]]
+    for key, own in _by_label(rows, label, "time_ns").items():
+        each: Counter[object] = Counter()
+        for row in own:
+            each[row["rank"], row["device"], row["step"]] += _ns(row, "time_ns")
+        least = min(each.values()) if len(each) == num_steps else 0
+        means = [_ms(_sum(own, name) / num_steps) for name in sums]
+        calls = f"{_sum(own, 'num_events') / num_steps:.4g}"
+        cells.append([key, calls, *means, _ms(least), _ms(max(each.values()))])
     yield from aligned(cells, [False, *[True] * (len(cells[0]) - 1)])
 
 
 def _launch_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield calls by name; medians and maxima are those of the rank with the largest."""
-    if not rows:
-        return
-    yield from ["", "Launch calls, of all ranks and steps, in us:"]
-    names = list(dict.fromkeys(str(row["call"]) for row in rows))
-    titles = ("mean", "median", "max", "median delay", "longer than their work")
-    cells = [["", "calls", "events", *titles]]
-    for name in names:
-        own = [row for row in rows if row["call"] == name]
-        calls = sum(_ns(row, "num_calls") for row in own)
-        total = sum(_ns(row, "total_ns") for row in own)
-        largest = [
-            max(_ns(row, f"{key}_ns") for row in own)
-            for key in ("median", "max", "median_delay")
-        ]
-        short = sum(_ns(row, "num_short") for row in own)
-        times = [f"{value / 1e3:.1f}" for value in (total / calls, *largest)]
-        events = sum(_ns(row, "num_events") for row in own)
-        cells.append(
-            [name, str(calls), str(events), *times, f"{short} ({_share(short, calls)})"]
-        )
-    yield from aligned(cells, [False, *[True] * 7])
+    titles = (
+        "calls",
+        "events",
+        "mean",
+        "median",
+        "max",
+        "median delay",
+        "longer than their work",
+    )
+    cells = [["Launch calls, of all ranks and steps, in us", *titles]]
+    for name, own in _by_label(rows, lambda row: str(row["call"]), "total_ns").items():
+        calls, short = _sum(own, "num_calls"), _sum(own, "num_short")
+        names = ("median_ns", "max_ns", "median_delay_ns")
+        largest = (max(_ns(row, name) for row in own) for name in names)
+        times = [f"{value / 1e3:.1f}" for value in (_sum(own, "total_ns") / calls, *largest)]
+        counts = (str(calls), str(_sum(own, "num_events")))
+        cells.append([name, *counts, *times, f"{short} ({_share(short, calls)})"])
+    if rows:
+        yield from ["", *aligned(cells, [False, *[True] * 7])]
 
 
 def _copy_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield bandwidth of copies by kind: all bytes over the sum of durations."""
-    if not rows:
-        return
-    yield from ["", "Copies, of all ranks and steps:"]
-    cells = [["", "copies", "bytes", "ms", "GB/s"]]
-    for name in dict.fromkeys(str(row["name"]) for row in rows):
-        own = [row for row in rows if row["name"] == name]
-        time_ns = sum(_ns(row, "time_ns") for row in own)
+    cells = [["Copies, of all ranks and steps", "copies", "bytes", "ms", "GB/s"]]
+    for name, own in _by_label(rows, lambda row: str(row["name"]), "time_ns").items():
+        time_ns, num_bytes = _sum(own, "time_ns"), _sum(own, "num_bytes")
         is_known = all(row["num_bytes"] is not None for row in own)
-        num_bytes = sum(_ns(row, "num_bytes") for row in own) if is_known else 0
-        copies = sum(_ns(row, "num_copies") for row in own)
-        rate = f"{num_bytes / time_ns:.4g}" if num_bytes and time_ns else "unknown"
+        rate = f"{num_bytes / time_ns:.4g}" if is_known and time_ns else "unknown"
         size = format_bytes(num_bytes) if is_known else "unknown"
-        cells.append([name, str(copies), size, _ms(time_ns), rate])
-    yield from aligned(cells, [False, *[True] * 4])
+        cells.append([name, str(_sum(own, "num_copies")), size, _ms(time_ns), rate])
+    if rows:
+        yield from ["", *aligned(cells, [False, *[True] * 4])]
+
+
+def _sum(rows: Iterable[Row], name: str) -> int:
+    return sum(_ns(row, name) for row in rows)
 
 
 def _ns(row: Row, name: str) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepmark.core.trace_columns import NONE, Damage, RankTrace
+from stepmark.core.trace_columns import NONE, Damage, GpuKind, RankTrace
 from stepmark.trace.kineto import links
 
 if TYPE_CHECKING:
@@ -70,14 +70,14 @@ def _in_capture(trace: RankTrace, rows: Ints) -> Ints:
 
 
 def _twice(trace: RankTrace, call: Ints) -> Iterator[Damage]:
-    """Find GPU events beyond the first that a call other than of a graph launched."""
-    is_graph = np.array([bool(_GRAPH.search(name)) for name in trace.names], bool)
-    if not trace.calls.start.size:
+    """Find kernels beyond the first that a call other than of a graph launched."""
+    known = np.flatnonzero((call != NONE) & (trace.gpu.kind == GpuKind.KERNEL))
+    if not known.size:
         return
-    known = np.flatnonzero(call != NONE)
+    is_graph = np.array([bool(_GRAPH.search(name)) for name in trace.names], bool)
     known = known[~is_graph[trace.calls.name[call[known]]]]
     count = known.size - int((np.bincount(call[known]) > 0).sum())
-    text = "GPU events have the launch of another one: events are duplicated"
+    text = "kernels have the launch of another one: events are duplicated"
     yield from _damage("duplicate-launch", count, text)
 
 
