@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from stepmark.app.trace_kernels import kernels as app_kernels
 from stepmark.app.trace_messages import messages as app_messages
 from stepmark.core.trace_breakdown import StepTimes
-from stepmark.core.trace_options import MessagesOptions
+from stepmark.core.trace_options import KernelsOptions, MessagesOptions
 from stepmark.trace.kineto import breakdown as kineto
 from stepmark.trace.kineto.links import steps
 from stepmark.trace.kineto.reader import read_trace
@@ -476,6 +477,20 @@ def test_messages_equal_tracelens_where_definitions_agree(tmp_path: Path) -> Non
         assert row["transfer_s"] * row["steps"] == pytest.approx(sum(latency.values()))
         waited = row["early_s"] * row["steps"] * 1e6
         assert waited == pytest.approx(their["total_wait_time_us"], abs=0.06)
+
+
+@pytest.mark.parametrize("folder", ["fsdp8", "a100-nccl", "mi300-rccl", "dlrm8"])
+def test_kernels_by_name_are_those_of_the_steps(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    options = KernelsOptions(files=(str(TRACES / folder),), by="name", json=str(path), jobs=1)
+    app_kernels(options)
+    found = {row["name"]: row["total_ns"] for row in json.loads(path.read_text())["rows"]}
+    expected: Counter[str] = Counter()
+    for trace in traces(folder):
+        for step, events in events_by_step(trace).items():
+            for event in events if step.startswith("ProfilerStep") else ():
+                expected[event.name] += event.end - event.start
+    assert found == expected
 
 
 def test_work_of_gloo_alone_is_communication() -> None:
