@@ -158,6 +158,7 @@ def write_pieces(
             num_rows = _csv_pieces(types, pieces, stream)
         source, quoted = (name.replace("'", "''") for name in names)
         columns = ", ".join(f"'{name}': '{kind}'" for name, kind in types.items())
+        sql.execute("SET threads = 1; SET memory_limit = '256MB'")
         sql.execute(
             f"COPY (FROM read_csv('{source}', columns = {{{columns}}}, header = true, "
             f"auto_detect = false, delim = ',', quote = '\"', escape = '\"', "
