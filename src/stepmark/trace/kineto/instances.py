@@ -89,7 +89,7 @@ def comm_calls(trace: RankTrace, steps: Steps) -> CommCalls:
     columns = {
         "comm": (comms.comm[rows], gpu.comm[own]),
         "step": (_steps_of(steps, comms.start[rows]), steps.of_gpu[own]),
-        "phase": (phases(trace, threads, comms.start[rows]), np.zeros(own.size, np.int64)),
+        "phase": (_phases(trace, threads, comms.start[rows]), np.zeros(own.size, np.int64)),
         "seq": (comms.seq[rows], gpu.seq[own]),
         "start": (start, gpu.start[own]),
         "end": (end, gpu.end[own]),
@@ -130,7 +130,7 @@ def _steps_of(steps: Steps, times: Ints) -> Ints:
     return np.where(inside, step, NONE)
 
 
-def phases(trace: RankTrace, threads: Ints, times: Ints) -> Ints:
+def _phases(trace: RankTrace, threads: Ints, times: Ints) -> Ints:
     """Return the phase of each place on a thread; 0 where nothing proves one.
 
     Autograd's own threads run nothing but backward passes. Recomputed layers run there, or

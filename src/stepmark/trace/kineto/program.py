@@ -26,8 +26,11 @@ from stepmark.core.ops import Bmm, Gemm, Layout, Phase
 from stepmark.core.ops.fields import MULTIPLIED
 from stepmark.core.trace_columns import NONE, CommArgs, RankTrace
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Kernel, Operation
-from stepmark.trace.kineto.instances import PHASES, comm_calls, phases
-from stepmark.trace.kineto.links import innermost, launches, steps
+from stepmark.trace.kineto.attribution import PHASES, attribute, operation_of
+from stepmark.trace.kineto.host_ops import HostOps
+from stepmark.trace.kineto.instances import PHASES as COMM_PHASES
+from stepmark.trace.kineto.instances import comm_calls
+from stepmark.trace.kineto.links import launches, steps
 from stepmark.trace.kineto.messages import kind_of, members_of
 from stepmark.trace.kineto.windows import gpu_windows, is_communication
 
@@ -35,8 +38,10 @@ if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
 _STREAM_WAIT = re.compile("StreamWaitEvent")
-_PHASES = (Phase.STEP, Phase.FWD, Phase.BWD, Phase.OPTIM)  # as PHASES
-assert len(_PHASES) == len(PHASES)
+_PHASES = {
+    **{"": Phase.STEP, "forward": Phase.FWD, "backward": Phase.BWD},
+    "optimizer": Phase.OPTIM,
+}
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 
 
@@ -71,17 +76,16 @@ def program(trace: RankTrace, step: int) -> RankProgram | None:
     marked = steps(trace)
     if step not in marked.numbers:
         return None
-    maker = _Maker(trace)
     row = marked.numbers.index(step)
+    maker = _Maker(trace, np.flatnonzero(marked.of_gpu == row))
     calls = comm_calls(trace, marked)
     for place in np.flatnonzero(calls.step == row).tolist():
         maker.add_message(
             calls.args[calls.comm[place]],
-            _PHASES[calls.phase[place]],
+            _PHASES[COMM_PHASES[calls.phase[place]]],
             *(int(calls.issued[place]), int(calls.start[place]), int(calls.end[place])),
         )
-    own = marked.of_gpu == row
-    maker.add_computations(np.flatnonzero(own & ~maker.is_comm))
+    maker.add_computations()
     for name, count, _ in calls.unlinked:
         maker.left_out[f"kernels {name[:60]} of no call in the trace"] += count
     if calls.without_args:
@@ -104,16 +108,31 @@ class _Item:
 
 
 class _Maker:
-    def __init__(self, trace: RankTrace) -> None:
-        self.trace = trace
-        self.call = launches(trace)
-        self.is_comm = is_communication(trace)
+    def __init__(self, trace: RankTrace, rows: Ints) -> None:
+        """rows: GPU events of the step."""
+        self.trace, self.rows = trace, rows
+        self.call = launches(trace)[rows]
+        self.launcher = operation_of(trace)[rows]
+        self.found = attribute(HostOps(trace), self.launcher)
+        self.is_comm = is_communication(trace)[rows]
         self.items: list[_Item] = []
         self.members: dict[str, tuple[int, ...]] = {}
         self.left_out: Counter[str] = Counter()
-        rows = np.flatnonzero(self.is_comm)
-        starts = trace.gpu.start[rows].tolist()
-        self.stream_at = dict(zip(starts, trace.gpu.stream[rows].tolist(), strict=True))
+        kernels = np.flatnonzero(self.is_comm)
+        starts = trace.gpu.start[rows[kernels]].tolist()
+        self.kernel_at = dict(zip(starts, kernels.tolist(), strict=True))
+
+    def _place(self, at: int | None, module: str, phase: Phase = Phase.STEP) -> dict[str, Any]:
+        """Return module, layer, phase and recompute of an operation, where they are known."""
+        if at is None:
+            return {"module": module, "phase": phase}
+        place = self.found.places[self.found.place[at]]
+        return {
+            "module": place.role or module,
+            "layer": place.layer,
+            "phase": Phase(PHASES[self.found.phase[at]] or phase),
+            "recompute": bool(self.found.is_recomputed[at]),
+        }
 
     def add_message(
         self, args: CommArgs, phase: Phase, issued: int, start: int, end: int
@@ -124,7 +143,8 @@ class _Maker:
             self.left_out[kind] += 1
             return
         if not members:
-            raise ConfigError("group", kind.group, "a group whose ranks the trace states")
+            allowed = "a call in a group whose ranks the trace states"
+            raise ConfigError("trace", f"{self.trace.info.file}: {args.collective}", allowed)
         rank = self.trace.info.rank or 0
         is_pair = kind.collective in (SEND, RECV)
         partner = args.target if kind.collective == SEND else args.source
@@ -133,56 +153,49 @@ class _Maker:
             return
         dtype = DType(kind.dtype) if kind.dtype in list(DType) else DType.UINT8
         self.members[kind.group] = members
+        at = self.kernel_at.get(start)
         op = CommOp(
             collective=kind.collective,
             dtype=dtype,
             count=kind.call_bytes // dtype.itemsize,
             group=kind.group,
-            phase=phase,
-            module=args.collective,
+            **self._place(at, args.collective, phase),
             peer=((partner or 0) - members.index(rank)) % len(members) if is_pair else None,
         )
-        stream = self.stream_at.get(start, NONE)
+        stream = NONE if at is None else int(self.trace.gpu.stream[self.rows[at]])
         time = end - start if end != NONE else None
         self.items.append(
             _Item(op=op, issued=issued, start=start, end=end, stream=stream, time=time)
         )
 
-    def add_computations(self, rows: Ints) -> None:
-        gpu, calls, ops = self.trace.gpu, self.trace.calls, self.trace.ops
-        issued, thread = calls.start[self.call[rows]], calls.thread[self.call[rows]]
-        launcher = innermost(ops.start, ops.end, ops.thread, issued, thread)
-        phase = phases(self.trace, thread, issued)
-        order = np.lexsort((gpu.start[rows], issued))
-        for place in order.tolist():
-            row, last = int(rows[place]), self.items[-1] if self.items else None
-            start, end = int(gpu.start[row]), int(gpu.end[row])
-            op_row, stream = int(launcher[place]), int(gpu.stream[row])
-            if (
-                last is not None
-                and isinstance(last.op, ComputeOp)
-                and (last.launcher, last.stream) == (op_row, stream)
-                and op_row != NONE
-            ):
+    def add_computations(self) -> None:
+        gpu, rows = self.trace.gpu, self.rows
+        issued = np.append(self.trace.calls.start, NONE)[self.call]
+        last: _Item | None = None
+        for at in np.lexsort((gpu.start[rows], issued)).tolist():
+            if self.is_comm[at]:
+                continue
+            start, end = int(gpu.start[rows[at]]), int(gpu.end[rows[at]])
+            launcher, stream = int(self.launcher[at]), int(gpu.stream[rows[at]])
+            if last and launcher != NONE and (last.launcher, last.stream) == (launcher, stream):
                 last.end, last.time = max(last.end, end), (last.time or 0) + end - start
                 continue
-            self.items.append(
-                _Item(
-                    op=self._computation(row, op_row, _PHASES[phase[place]]),
-                    issued=int(issued[place]),
-                    start=start,
-                    end=end,
-                    stream=stream,
-                    time=end - start,
-                    launcher=op_row,
-                )
+            last = _Item(
+                op=self._computation(at),
+                issued=int(issued[at]),
+                start=start,
+                end=end,
+                stream=stream,
+                time=end - start,
+                launcher=launcher,
             )
+            self.items.append(last)
 
-    def _computation(self, row: int, launcher: int, phase: Phase) -> ComputeOp:
-        trace = self.trace
-        kernel = trace.names[trace.gpu.name[row]]
+    def _computation(self, at: int) -> ComputeOp:
+        trace, launcher = self.trace, int(self.launcher[at])
+        kernel = trace.names[trace.gpu.name[self.rows[at]]]
         if launcher == NONE:
-            return ComputeOp(op=Kernel(name=kernel), phase=phase, module="")
+            return ComputeOp(op=Kernel(name=kernel), **self._place(at, ""))
         name = trace.names[trace.ops.name[launcher]]
         shape = int(trace.ops.shapes[launcher])
         product = None
@@ -190,7 +203,7 @@ class _Maker:
             product = _product(
                 *(name, trace.shapes[shape], *trace.operands[shape]), is_tf32="tf32" in kernel
             )
-        return ComputeOp(op=product or Kernel(name=name), phase=phase, module=name)
+        return ComputeOp(op=product or Kernel(name=name), **self._place(at, name))
 
     def program(self, step: int) -> RankProgram:
         """Return the operations in issue order, with the streams and waits of the trace."""
