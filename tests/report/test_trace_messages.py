@@ -82,8 +82,16 @@ def test_copies_are_binned_as_perftools_does() -> None:
 
 
 def rank_row(rank: int, exposed: float, transfer: float, unknown: float) -> Row:
-    row: Row = {"rank": rank, "step_s": 1.0, "exposed_s": exposed}
+    row: Row = {"rank": rank, "step_s": 1.0, "communication_s": 1.0, "exposed_s": exposed}
     return row | {"transfer_s": transfer, "other_kernels_s": unknown}
+
+
+def test_transfers_that_run_at_once_save_as_long_as_one_of_them() -> None:
+    (row,) = one(0.5, 0.8, 0.9)
+    row["communication_s"] = 0.5
+    result = gain([row], 0.5, 0.5)
+    assert result is not None
+    assert result.seconds == 0.25
 
 
 TIMES = st.floats(0, 1)
@@ -148,7 +156,7 @@ def test_a_log_of_the_whole_job_agrees_if_all_messages_are_there_as_many_times()
     }
     agreeing = list(compared_lines("log", 2, compared(ours, 4, theirs, 2, "log")))
     assert agreeing == [
-        "log (2 files) agrees: 2 of 2 kinds of message are there 10 steps' worth",
+        "log (2 files) agrees: 2 of 2 kinds of message are there as often as in 10 steps",
         "  all_reduce of 4 B over 2 ranks: 1 per rank, none in the steps of the traces",
     ]
     theirs[kind(16)] = Tally(calls=38, ranks=2)

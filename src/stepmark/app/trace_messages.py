@@ -136,6 +136,8 @@ class _View:
                 for name in ("window", "communication", "exposed")
             }
             agree = is_timed and self.found.clocks_agree
+            # Communication that no call explains may be transfer, too.
+            unexplained = (sums["communication"] or 0.0) - waits.kernels / steps
             yield {
                 "rank": rank,
                 "steps": len(selected),
@@ -146,7 +148,7 @@ class _View:
                 "kernels_s": waits.kernels / steps if is_timed else None,
                 "transfer_s": waits.transfer / steps if is_timed else None,
                 "waiting_s": (waits.kernels - waits.transfer) / steps if is_timed else None,
-                "other_kernels_s": waits.other_kernels / steps if times else None,
+                "other_kernels_s": max(waits.other_kernels / steps, unexplained, 0.0),
                 "arrived_last": waits.last if self.found.end_spread is not None else None,
                 "early_s": waits.early / steps if agree else None,
             }

@@ -18,6 +18,7 @@ _HIDDEN = (
     "bytes_per_rank",
     "expected_per_rank_s",
 )
+_BOUNDS = ("communication_s", "exposed_s", "transfer_s", "other_kernels_s")
 # Of the step: below this no network makes it noticeably shorter.
 _NOTICEABLE = 0.1
 
@@ -183,16 +184,17 @@ def gain(ranks: Sequence[Row], share: float, unknown_share: float) -> Gain | Non
     """Return the gain where transfers take less by a share of their time.
 
     ranks: rows of ranks, with mean times of a step. unknown_share: that of kernels whose call
-    or transfer is unknown. None without work on a GPU.
+    or transfer is unknown. None without times of steps.
     """
     steps = [number(row, "step_s") or 0.0 for row in ranks]
     if not all(steps) or not steps:
         return None
     bounds = {}
     for row in ranks:
-        exposed, transfer, unknown = (
-            number(row, key) or 0.0 for key in ("exposed_s", "transfer_s", "other_kernels_s")
-        )
+        busy, exposed, transfer, unknown = (number(row, key) or 0.0 for key in _BOUNDS)
+        # Of calls that run at once, a moment waits for one at most.
+        transfer = min(transfer, busy)
+        unknown = min(unknown, busy - transfer)
         bounds[row["rank"]] = min(exposed, transfer * share + unknown * unknown_share)
     least = min(bounds, key=lambda rank: bounds[rank])
     return Gain(step_s=sum(steps) / len(steps), seconds=max(bounds[least], 0.0), rank=least)
@@ -202,7 +204,7 @@ def verdict(ranks: Sequence[Row]) -> Iterator[str]:
     """Yield whether the job waits for its network, and why."""
     best, known = gain(ranks, 1.0, 1.0), gain(ranks, 1.0, 0.0)
     if best is None or known is None:
-        yield "communication-bound: not known, as no step with work on a GPU is in the traces"
+        yield "communication-bound: not known, as no step with work is in the traces"
         return
     exposed = [number(row, "exposed_s") or 0.0 for row in ranks]
     mean = sum(exposed) / len(exposed)
@@ -291,7 +293,7 @@ def compared_lines(source: str, num_files: int, table: Sequence[Row]) -> Iterato
     verb = "disagrees" if odd else "agrees"
     yield (
         f"{head} {verb}: {len(of_steps) - len(odd)} of {len(of_steps)} kinds of message are "
-        f"there {usual:g} steps' worth"
+        f"there as often as in {usual:g} step{'s' * (usual != 1)}"
     )
     for row in odd:
         per_rank = number(row, "calls_per_rank")

@@ -27,6 +27,9 @@ _SILENT = ("c10d::check_for_nan", "c10d::wait")
 _IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce", "send", "recv", "barrier"})
 
 
+_NO_TYPES = frozenset({"", "TensorList", "Scalar", "ScalarList"})
+
+
 @dataclass(frozen=True, slots=True)
 class GlooCall:
     """A call, and the start and end of its work in us, if the trace has it."""
@@ -58,6 +61,10 @@ def gloo_calls(events: Iterable[Event]) -> list[GlooCall]:
         for event, work in zip(own, done, strict=True):
             span = None if work is None else _span(work)
             calls.append(GlooCall(event, _args(event, work), span))
+    for family in works.keys() - operators.keys():  # old versions of torch have no operator
+        calls += [
+            GlooCall(work, _args_of_work(family, work), _span(work)) for work in works[family]
+        ]
     return calls
 
 
@@ -83,8 +90,6 @@ def _args(event: Event, work: Event | None) -> CommArgs:
     name = torch_collective(event.name.removeprefix(OPERATOR))
     first, second = (sum(_elements_of(event, place)) for place in (0, 1))
     is_in_place = name in _IN_PLACE
-    types = _values(event, "input_types") + (_values(work, "input_types") if work else [])
-    plain = [kind for kind in types if kind not in ("", "TensorList", "Scalar", "ScalarList")]
     concrete = _values(event, "concrete_inputs")
     splits = _elements_of(event, 1), _elements_of(event, 0)
     if event.name == "c10d::alltoall_base_":
@@ -94,7 +99,7 @@ def _args(event: Event, work: Event | None) -> CommArgs:
     rank = int(peer) if str(peer).isdecimal() else None
     return CommArgs(
         collective=name or event.name.removeprefix(OPERATOR),
-        dtype="" if name == "barrier" or not plain else str(plain[0]),
+        dtype="" if name == "barrier" else _dtype(event) or (_dtype(work) if work else ""),
         in_elements=first if is_in_place else second,
         out_elements=first,
         group="",
@@ -105,6 +110,26 @@ def _args(event: Event, work: Event | None) -> CommArgs:
         source=rank if name == "recv" else None,
         target=rank if name == "send" else None,
     )
+
+
+def _args_of_work(family: str, work: Event) -> CommArgs:
+    """Return what an annotation says: the inputs alone."""
+    num_inputs = len(_values(work, "input_dims"))
+    elements = sum(sum(_elements_of(work, place)) for place in range(num_inputs))
+    return CommArgs(
+        collective=family or work.name.removeprefix(WORK),
+        dtype=_dtype(work),
+        in_elements=elements,
+        out_elements=elements if family in _IN_PLACE else 0,
+        group="",
+        group_desc="",
+        group_size=None,
+    )
+
+
+def _dtype(event: Event) -> str:
+    types = (str(kind) for kind in _values(event, "input_types"))
+    return next((kind for kind in types if kind not in _NO_TYPES), "")
 
 
 def _values(event: Event, field: str) -> list[Any]:
@@ -119,7 +144,7 @@ def _values(event: Event, field: str) -> list[Any]:
 def _elements_of(event: Event, place: int) -> tuple[int, ...]:
     """Return the elements of each tensor of an argument; () if it is none, or not recorded."""
     dims, types = _values(event, "input_dims"), _values(event, "input_types")
-    if place >= min(len(dims), len(types)) or types[place] in ("", "Scalar", "ScalarList"):
+    if place >= min(len(dims), len(types)) or types[place] in _NO_TYPES - {"TensorList"}:
         return ()
     shapes: Sequence[Any] = dims[place] if types[place] == "TensorList" else [dims[place]]
     return tuple(math.prod(shape) for shape in shapes if _is_shape(shape))

@@ -14,9 +14,10 @@ from stepmark.core.dtypes import message_dtype
 from stepmark.core.message import MessageKind, sized
 from stepmark.core.trace_columns import NONE, CommArgs, GpuKind, RankInfo, RankTrace
 from stepmark.trace.kineto import windows
+from stepmark.trace.kineto.host_times import host_times
 from stepmark.trace.kineto.instances import CommCalls, comm_calls
+from stepmark.trace.kineto.links import Steps, whole
 from stepmark.trace.kineto.links import steps as steps_of
-from stepmark.trace.kineto.links import whole
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
@@ -33,7 +34,10 @@ ALL_TO_ALL = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Times of each step on one rank's GPU, in ns; see trace/kineto/windows.py."""
+    """Times of each step on one rank's GPU, in ns; without one, on its host.
+
+    They are defined as in the breakdown: trace/kineto/windows.py and host_times.py.
+    """
 
     window: Ints
     communication: Ints
@@ -51,7 +55,7 @@ class RankMessages:
     calls: CommCalls
     numbers: tuple[int, ...]
     is_marked: bool
-    times: StepTimes | None  # None without work on a GPU
+    times: StepTimes | None  # None where nothing is recorded
     copies: dict[tuple[int, str, int], tuple[int, int]]
     empty: frozenset[int] = frozenset()
 
@@ -69,27 +73,36 @@ def rank_messages(trace: RankTrace) -> RankMessages:
     if trace.gpu.start.size and (steps.of_gpu == NONE).all():
         steps = whole(trace)  # no launch is in the trace
     calls = comm_calls(trace, steps)
-    num_ops = np.searchsorted(trace.ops.start, steps.end)
-    num_ops -= np.searchsorted(trace.ops.start, steps.start)
-    busy = set(np.flatnonzero(num_ops).tolist()) if not trace.gpu.start.size else set()
-    busy.update(np.unique(steps.of_gpu).tolist(), calls.step.tolist())
-    times = None
-    if trace.gpu.start.size:
-        window = windows.gpu_windows(trace, steps)
-        communication, compute = windows.communication_and_compute(trace)
-        times = StepTimes(
-            window=window.end - window.start,
-            communication=windows.in_windows(communication, window),
-            exposed=windows.exposed(communication, compute, window),
-        )
+    times = _gpu_times(trace, steps) if trace.gpu.start.size else _host_times(trace, steps)
+    busy = {*np.unique(steps.of_gpu).tolist(), *calls.step.tolist()}
+    if not trace.gpu.start.size:
+        busy.update(np.flatnonzero(times.window).tolist())
     return RankMessages(
         calls=calls,
         numbers=steps.numbers,
         is_marked=steps.is_marked,
-        times=times,
+        times=times if times.window.any() else None,
         copies=_copies(trace, steps.of_gpu),
         empty=frozenset(range(len(steps.numbers))) - busy,
     )
+
+
+def _gpu_times(trace: RankTrace, steps: Steps) -> StepTimes:
+    window = windows.gpu_windows(trace, steps)
+    communication, compute = windows.communication_and_compute(trace)
+    return StepTimes(
+        window=window.end - window.start,
+        communication=windows.in_windows(communication, window),
+        exposed=windows.exposed(communication, compute, window),
+    )
+
+
+def _host_times(trace: RankTrace, steps: Steps) -> StepTimes:
+    columns = np.zeros((3, len(steps.numbers)), np.int64)
+    for own in host_times(trace, steps, lambda _: True).steps:
+        place = 0 if own.step is None else steps.numbers.index(own.step)
+        columns[:, place] = own.window_ns, own.comm_ns, own.exposed_comm_ns
+    return StepTimes(window=columns[0], communication=columns[1], exposed=columns[2])
 
 
 def _copies(trace: RankTrace, of_gpu: Ints) -> dict[tuple[int, str, int], tuple[int, int]]:
