@@ -86,6 +86,7 @@ def test_a_comparison_adds_up_and_judges() -> None:
     total = trace_comparison.total(a, b, list(rows.values()))
     differences = [float(str(row["difference_ns"])) for row in rows.values()]
     assert total["difference_ns"] == sum(differences) == -500 - 3 + 3
+    assert total["verdict"] == "faster"
     text = trace_comparison.lines(list(rows.values()), total, "op")
     assert "only in A" in text[2]
     assert text[-1].endswith("sum")
@@ -100,6 +101,15 @@ def test_one_step_gives_no_verdict(steps: list[int]) -> None:
     row = by_name(a, b)["mm"]
     assert (row["verdict"], row["low"]) == ("cannot tell", None)
     assert row["reason"] == ("a single step" if len(steps) == 1 else "not in every step")
+
+
+def test_a_step_that_not_all_ranks_have_is_the_mean_of_those() -> None:
+    a = [(0, rank(mm=[100, 102, 98])), (1, rank(mm=[100, 102]))]
+    b = [(0, rank(mm=[100, 102, 98]))]
+    row = by_name(a, b)["mm"]
+    assert row["time_ratio"] == pytest.approx(100 / 100.4)
+    assert float(str(row["low"])) > 0.9
+    assert row["verdict"] == "cannot tell"
 
 
 def test_kernels_of_one_side_are_joined_without_tiles() -> None:

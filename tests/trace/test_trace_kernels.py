@@ -63,6 +63,15 @@ def test_communication_of_fsdp_has_its_block() -> None:
     assert calls == {("root", None, "fwd", "gather"): 1, ("root", None, "bwd", "reduce"): 1}
 
 
+def test_steps_without_work_and_graphs_are_said() -> None:
+    table = measured_ops(read_trace(next((TRACES / "mi250").glob("*.json*"))))
+    assert table.steps == (1,)
+    assert table.notes == ("no work of step 2 is in the trace: it does not count",)
+    table = measured_ops(read_trace(next((TRACES / "hip-graph").glob("*.json*"))))
+    assert table.notes[0].startswith("544 kernels and copies were launched by graphs")
+    assert sum(op.kernels for op in table.operations(0) if not op.key.op) == 544 + 3
+
+
 class Step(TraceWriter):
     """A forward and a backward pass on two threads."""
 
@@ -190,6 +199,9 @@ def test_products_of_one_shape_are_taken_in_order_or_have_all_roles(
     assert {key.role for key in table.keys} == roles
     ordered = [op.key.role for op in sorted(table.operations(0), key=lambda op: op.key.role)]
     assert ordered == sorted(roles)
+    step.op("CompiledFunction", 900, 8)
+    table = measured_ops(read_trace(step.write(tmp_path)), workload=workload)
+    assert {key.role for key in table.keys} == {"a | b"}, "the order of a graph is its own"
     other = replace(base, op=Gemm(m=1, n=1, k=1), module="c")
     table = measured_ops(
         read_trace(step.write(tmp_path)), workload=replace(workload, blocks={"b": (other,)})

@@ -176,6 +176,8 @@ def _workload(options: KernelsOptions) -> tuple[Workload | None, list[str]]:
 def _notes(traces: TraceSet[_Rank], workload: Workload | None) -> Iterator[str]:
     """Yield notes of ranks, and products whose number is not that of the workload."""
     ranks: dict[str, list[int]] = defaultdict(list)
+    if workload is not None and workload.world_size != traces.world_size:
+        yield f"the workload has {workload.world_size} ranks, the job {traces.world_size}"
     for result in traces.results:
         rank, sums = result.info.rank or 0, result.value.sums
         texts = list(sums.notes)

@@ -12,7 +12,6 @@ from stepmark.report.trace_kernels import (
     COLUMNS,
     Label,
     Ranks,
-    RankSums,
     Sum,
     as_text,
     num_steps,
@@ -33,33 +32,32 @@ def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
     if by == "name":
         a, b = _joined(a, b), _joined(b, a)
     first, second = _sums(a), _sums(b)
-    table = []
-    for label in dict.fromkeys((*first, *second)):
-        sums = first.get(label, Sum()), second.get(label, Sum())
-        each = [
-            Fraction(own.total_ns, num_steps(ranks) or 1)
-            for own, ranks in zip(sums, (a, b), strict=True)
-        ]
-        judged = _judge(sums, (a, b)) if all(each) else None
-        only = "" if all(own.kernels for own in sums) else "a" if sums[0].kernels else "b"
-        row: Row = dict(zip(COLUMNS[by], label, strict=True))
-        row |= dict(zip(_FIELDS, map(float, (*each, each[1] - each[0])), strict=True))
-        table.append(
-            row
-            | {
-                "time_ratio": float(each[1] / each[0]) if all(each) else None,
-                "low": 1 / judged.high if judged and judged.high else None,
-                "high": 1 / judged.low if judged and judged.low else None,
-                "verdict": judged.verdict.value if judged else "",
-                "reason": judged.reason if judged else "",
-                "only_in": only,
-                "a_calls": sums[0].calls / (num_steps(a) or 1),
-                "b_calls": sums[1].calls / (num_steps(b) or 1),
-                "a_total_ns": sums[0].total_ns,
-                "b_total_ns": sums[1].total_ns,
-            }
-        )
+    table = [
+        dict(zip(COLUMNS[by], label, strict=True))
+        | _compared((first.get(label, Sum()), second.get(label, Sum())), (a, b))
+        for label in dict.fromkeys((*first, *second))
+    ]
     return sorted(table, key=lambda row: -abs(_value(row, "difference_ns")))
+
+
+def _compared(sums: tuple[Sum, Sum], sides: tuple[Ranks, Ranks]) -> Row:
+    """Return the figures of a row."""
+    counts = [num_steps(ranks) or 1 for ranks in sides]
+    a, b = (Fraction(own.total_ns, n) for own, n in zip(sums, counts, strict=True))
+    judged = _judge(sums, sides) if a and b else None
+    row: Row = dict(zip(_FIELDS, map(float, (a, b, b - a)), strict=True))
+    return row | {
+        "time_ratio": float(b / a) if a and b else None,
+        "low": 1 / judged.high if judged and judged.high else None,
+        "high": 1 / judged.low if judged and judged.low else None,
+        "verdict": judged.verdict.value if judged else "",
+        "reason": judged.reason if judged else "",
+        "only_in": "" if all(own.kernels for own in sums) else "a" if sums[0].kernels else "b",
+        "a_calls": sums[0].calls / counts[0],
+        "b_calls": sums[1].calls / counts[1],
+        "a_total_ns": sums[0].total_ns,
+        "b_total_ns": sums[1].total_ns,
+    }
 
 
 def _value(row: Mapping[str, object], name: str) -> float:
@@ -122,16 +120,15 @@ def _by_step(own: Sum, ranks: Ranks) -> list[float]:
 
 
 def total(a: Ranks, b: Ranks, table: Sequence[Row]) -> Row:
-    """Return the sums over all rows."""
-    whole = [
-        Fraction(sum(own.total_ns for _, own in ranks), num_steps(ranks) or 1)
-        for ranks in (a, b)
-    ]
-    sums = [
-        sum(int(_value(row, name)) for row in table) for name in ("a_total_ns", "b_total_ns")
-    ]
-    assert sums == [sum(own.total_ns for _, own in ranks) for ranks in (a, b)]
-    return dict(zip(_FIELDS, map(float, (*whole, whole[1] - whole[0])), strict=True))
+    """Return the sums over all rows, with their verdict."""
+    wholes = (Sum(), Sum())
+    for whole, ranks in zip(wholes, (a, b), strict=True):
+        for _, own in ranks:
+            for each in own.sums.values():
+                whole.add(each)
+    sums = [sum(_value(row, name) for row in table) for name in ("a_total_ns", "b_total_ns")]
+    assert sums == [whole.total_ns for whole in wholes]
+    return _compared(wholes, (a, b))
 
 
 def lines(table: Sequence[Row], sums: Mapping[str, object], by: str) -> list[str]:
@@ -179,6 +176,3 @@ def remarks(a: Ranks, b: Ranks, table: Sequence[Row]) -> Iterator[str]:
 
 def _is_host(ranks: Ranks) -> bool:
     return any(sums.is_host for _, sums in ranks)
-
-
-__all__ = ["RankSums", "lines", "plain_name", "remarks", "rows", "total"]

@@ -145,7 +145,7 @@ def rows(ranks: Ranks, by: str) -> list[Row]:
             dict(zip(COLUMNS[by], label, strict=True))
             | {
                 "time_per_step_ns": whole.total_ns / count,
-                "share_pct": 100 * whole.total_ns / total_ns if total_ns else None,
+                "share_pct": 100 * whole.total_ns / (total_ns or 1),
                 "calls_per_step": whole.calls / count,
                 "kernels_per_step": whole.kernels / count,
                 "mean_ns": whole.total_ns / whole.kernels,
@@ -183,8 +183,10 @@ def header(ranks: Ranks) -> list[str]:
     ]
     outside_ns = sum(sums.outside_ns for _, sums in ranks)
     if outside_ns:
-        text = f"{outside_ns / _MS:.3f} ms of work of all ranks were launched outside the steps"
-        lines.append(f"{text}: not counted")
+        text = (
+            f"{outside_ns / _MS:.3f} ms of work, of all ranks, was launched outside the steps"
+        )
+        lines.append(f"{text}: it is not counted")
     return lines
 
 

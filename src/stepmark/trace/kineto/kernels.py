@@ -16,7 +16,7 @@ from stepmark.core.trace_ops import COMM, COMPUTE, MEMORY, OpKey, OpTable
 from stepmark.core.workload import Workload
 from stepmark.trace.kineto.attribution import PHASES, Attribution, attribute, operation_of
 from stepmark.trace.kineto.host_ops import HostOps, distinct, nearest
-from stepmark.trace.kineto.links import Steps, gpu_comms, steps
+from stepmark.trace.kineto.links import Steps, gpu_comms, launches, steps
 from stepmark.trace.kineto.shapes import by_shape
 from stepmark.trace.kineto.windows import Windows, gpu_windows
 
@@ -63,17 +63,26 @@ def measured_ops(
     work = _on_host(host, marked) if is_host else _on_gpu(trace, marked)
     found = attribute(host, _callers(host) if is_host else work.op_row)
     notes: tuple[str, ...] = ()
-    if workload is not None:
+    rank = trace.info.rank
+    if workload is not None and (rank is not None or len(workload.stages) == 1):
         is_ordered = not any(name.startswith(_COMPILED) for name in trace.names)
-        rank = trace.info.rank or 0
         found, notes = by_shape(
-            found, work.op_row, work.step, workload, rank, is_ordered=is_ordered
+            found, work.op_row, work.step, workload, rank or 0, is_ordered=is_ordered
         )
+    if by_graph := _launched_by_graphs(trace, work):
+        text = (
+            f"{by_graph} kernels and copies were launched by graphs, which record no operations"
+        )
+        notes = (*notes, text)
     wanted = [
         index
         for index, number in enumerate(marked.numbers)
         if in_steps is None or any(low <= number <= high for low, high in in_steps)
     ]
+    if empty := sorted(set(wanted) - set(work.step.tolist())):
+        numbers = ", ".join(str(marked.numbers[index]) for index in empty)
+        notes = (*notes, f"no work of step {numbers} is in the trace: it does not count")
+        wanted = [index for index in wanted if index not in empty]
     windows = Windows(marked.start, marked.end) if is_host else gpu_windows(trace, marked)
     lengths = (windows.end - windows.start).tolist()
     rows = np.flatnonzero(np.isin(work.step, wanted))
@@ -105,6 +114,13 @@ def _on_gpu(trace: RankTrace, marked: Steps) -> _Work:
     )
 
 
+def _launched_by_graphs(trace: RankTrace, work: _Work) -> int:
+    graphs = [number for number, name in enumerate(trace.names) if "GraphLaunch" in name]
+    call = launches(trace)
+    launch = np.append(trace.calls.name, NONE)[call]
+    return int((np.isin(launch, graphs) & (work.step != NONE)).sum()) if graphs else 0
+
+
 def _on_host(host: HostOps, marked: Steps) -> _Work:
     """Return the operations, each without the time of those inside."""
     ops = host.ops
@@ -117,7 +133,7 @@ def _on_host(host: HostOps, marked: Steps) -> _Work:
     is_inside = (step >= 0) & (start < marked.end[step])
     is_comm = host.where(_HOST_COMM.match)[ops.name[rows]]
     return _Work(
-        own_ns=own_ns[rows],
+        own_ns=np.maximum(own_ns[rows], 0),  # asynchronous ones may overlap
         name=ops.name[rows],
         kind=is_comm.astype(np.int64) * _KINDS.index(COMM),
         num_bytes=np.full(rows.size, NONE, np.int64),
