@@ -149,6 +149,13 @@ def test_sizes_are_those_of_nccl_tests(
 
 def test_a_call_of_unknown_name_or_type_is_not_counted_but_said() -> None:
     assert kind_of(args("shuffle", 1, 1), (), "") == "calls of shuffle"
+    assert kind_of(args("allreduce", 1, -1), (), "") == "calls of negative size"
+    for group_size in (0, -8, 2**40):
+        kind = kind_of(args("allreduce", 1, 1, group_size=group_size), (), "")
+        assert kind == f"calls of a group of {group_size} ranks that lists 0"
+    assert kind_of(args("allreduce", 1, 1), (0, 1), "") == (
+        "calls of a group of 8 ranks that lists 2"
+    )
     unknown = kind_of(args("allreduce", 1, 1, dtype="QInt8"), (), "")
     assert unknown == "calls of unknown type QInt8"
 

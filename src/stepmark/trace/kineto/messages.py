@@ -11,6 +11,7 @@ import numpy as np
 
 from stepmark.core.collectives import Collective, torch_collective
 from stepmark.core.dtypes import message_dtype
+from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.message import MessageKind, sized
 from stepmark.core.trace_columns import NONE, CommArgs, GpuKind, RankInfo, RankTrace
 from stepmark.trace.kineto import windows
@@ -131,7 +132,12 @@ def kind_of(args: CommArgs, members: Sequence[int], phase: str) -> MessageKind |
     name = torch_collective(args.collective)
     if not name:
         return f"calls of {args.collective}"
-    num_ranks = args.group_size or len(members) or None
+    num_ranks = len(members) or args.group_size
+    size = args.group_size
+    if size is not None and not (size == num_ranks and 0 < size <= MAX_RANKS):
+        return f"calls of a group of {size} ranks that lists {len(members)}"
+    if not min(args.in_elements, args.out_elements) >= 0:
+        return "calls of negative size"
     dtype = message_dtype(args.dtype)
     if name == Collective.BARRIER:
         dtype = ("", 0)
