@@ -8,6 +8,7 @@ from stepmark.core.columns import Row
 from stepmark.core.units import format_time, ranks_text
 
 _MAX_SHOWN = 16
+_SIGNIFICANT = 1.05  # ratio of medians
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,17 @@ class WatchedRank:
             "reason": self.reason,
         }
 
+    @property
+    def slowdown_s(self) -> float:
+        """Return by how much the profiled steps are longer; 0 where that is not significant."""
+        row = self.row
+        slow, plain, ratio = row["profiled_s"], row["unprofiled_s"], row["ratio"]
+        if not isinstance(ratio, float) or self.trace is None or ratio < _SIGNIFICANT:
+            return 0.0
+        assert isinstance(slow, float)
+        assert isinstance(plain, float)
+        return slow - plain
+
 
 def _middle(times: Sequence[float]) -> float | None:
     return median(times) if times else None
@@ -98,6 +110,12 @@ def cost_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
     if start is not None:
         written = "" if write is None else f" and {format_time(write)} to write the trace"
         yield f"the job waited {format_time(start)} to start the profiler{written}, once"
+    longer = max((rank.slowdown_s for rank in timed), default=0.0)
+    if longer > 0:
+        yield (
+            f"figures of the profiled steps contain up to {format_time(longer)} per step that "
+            "the profiler adds, on a GPU mostly as idle time, because the host is slower"
+        )
     if len({rank.trace is None for rank in timed}) > 1:
         yield "a rank without a profile waits in collectives for those with one"
 
