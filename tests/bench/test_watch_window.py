@@ -89,9 +89,11 @@ STEPS = ["ProfilerStep#6", "ProfilerStep#7", "ProfilerStep#8"]
 def test_a_step_is_an_optimizer_step(
     begin: Begin, tmp_path: Path, micro_batches: int, sgd: int
 ) -> None:
+    before = torch.autograd.profiler.record_function.__exit__
     window = begin()
     train(ALL + 3, *job(sgd=sgd), micro_batches=micro_batches)
     assert window.is_done
+    assert torch.autograd.profiler.record_function.__exit__ is before
     seen = report(tmp_path)
     counts = [len(seen[f"{kind}_s"]) for kind in ("unprofiled", "profiled", "after")]
     assert counts == [2, 3, 2]

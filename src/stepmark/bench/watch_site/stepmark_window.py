@@ -50,12 +50,12 @@ class Window:
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan = plan
         self.folder: str = plan["folder"]
+        self.leave: Any = None  # what _hook_exits has replaced
         self.begin_again()
 
     def begin_again(self) -> None:
         """Begin with nothing: at first, and in a forked process."""
-        with contextlib.suppress(AttributeError):  # there is none yet
-            self._unhook_exits()
+        self._unhook_exits()
         self.pid, self.thread = os.getpid(), 0
         self.optimizers: set[int] = set()  # those that have stepped since the last step's end
         self.sequence, self.quiet = -1, 0
@@ -64,7 +64,6 @@ class Window:
         self.began: Any = None  # time at which the current step began
         self.steps: list[tuple[str, Any, Any]] = []  # kind, begin and end
         self.profile: StepProfile | None = None
-        self.leave: Any = None  # what _hook_exits has replaced
         self.attempts = 0
         self.is_acting = self.is_other_active = self.is_pending = self.is_done = False
         self.path = ""
@@ -98,14 +97,10 @@ class Window:
             with self.guarded():
                 if self._ends_step(optimizer):
                     self._end_step(type(optimizer).__name__)
-                    self.is_pending = not is_compiled and self.is_near
-                    if not self.is_pending:
+                    is_near = self.dropped - 1 <= self.count <= self.last
+                    self.is_pending = is_near and self.report["is_chosen"]
+                    if self.is_pending and is_compiled:
                         self._begin_step()
-
-    @property
-    def is_near(self) -> bool:
-        """Whether the end of this step may have something to do for the profiler."""
-        return bool(self.report["is_chosen"]) and self.dropped - 1 <= self.count <= self.last
 
     def _hook_exits(self) -> None:
         """Begin a step when the optimizer's record_function is left, so that marks nest."""
@@ -115,7 +110,6 @@ class Window:
         def leave_and_begin(*args: Any) -> None:
             leave(*args)
             if self.is_pending and threading.get_ident() == self.thread:
-                self.is_pending = False
                 with self.guarded():
                     self._begin_step()
 
@@ -161,15 +155,11 @@ class Window:
         if kind and self.began is not None:
             self.steps.append((kind, self.began, end))
         self.began = end
-        if self.count == self.dropped - 2:
+        if self.count == self.dropped - 2 and self.report["is_chosen"]:
             self._hook_exits()
         if self.count > self.last + 1 + self.plan["unprofiled"] and _is_over(end):
             self._write()
             self.is_done = True
-
-    def _begin_step(self) -> None:
-        if self.is_near and self._act():
-            self.began = _now()
 
     def _kind(self) -> str:
         """Return the kind of the step that has just ended; "" for one that does not count."""
@@ -183,24 +173,22 @@ class Window:
         is_after = self.last + 1 < self.count <= self.last + 1 + unprofiled
         return "after" if is_after else ""
 
-    def _act(self) -> bool:
-        """Begin, mark or end the profile between two steps. Return whether time was spent."""
+    def _begin_step(self) -> None:
+        """Begin, mark or end the profile between two steps."""
+        self.is_pending = False
         if self.profile is not None:
             self.profile.step(self.count)
             if self.count == self.last:
                 self._write_trace()
-            return True
-        if self.count != self.dropped - 1:
-            return False
-        if self.is_other_active:
+        elif self.count == self.dropped - 1 and self.is_other_active:
             self.dropped += 1  # at the end of the next step it is tried again
             self.report["notes"]["put_off"] = "the job's own profiler was active"
-            return False
-        began_s = time.perf_counter()
-        has_shapes = self.plan["shapes"]
-        self.profile = StepProfile(self.dropped, self.last, has_shapes=has_shapes)
-        self.report["start_s"] = time.perf_counter() - began_s
-        return True
+        elif self.count == self.dropped - 1:
+            began_s = time.perf_counter()
+            has_shapes = self.plan["shapes"]
+            self.profile = StepProfile(self.dropped, self.last, has_shapes=has_shapes)
+            self.report["start_s"] = time.perf_counter() - began_s
+        self.began = _now()
 
     def make_way(self) -> None:
         """End our profile before another one of this process begins; later try again."""
@@ -268,7 +256,10 @@ class Window:
         if self.is_done or self.pid != os.getpid() or (is_helper and not self.path):
             return
         with self.guarded():
-            self._discard()
+            if (
+                not torch.cuda.is_initialized()
+            ):  # else it would wait for a collective that hangs
+                self._discard()
             if not self.path:
                 rank, host = _number(_RANK, 0), socket.gethostname()
                 self.report |= {"rank": rank, "host": host, "pid": self.pid}
