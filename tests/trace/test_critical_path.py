@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.core.critical_path import Path as CriticalPath
+from stepmark.core.kernel_groups import group_of
 from stepmark.core.trace_options import CriticalPathOptions
 from stepmark.trace.kineto.critical_path import critical_path
 from stepmark.trace.kineto.reader import read_trace
@@ -243,3 +244,33 @@ def test_paths_of_real_traces_tile_their_windows(name: str) -> None:
         # Rank 7 launches late, and the others wait for it in NCCL.
         assert path.rank == 7
         assert by_category(path)["host"] > 0.9 * (path.window[1] - path.window[0])
+
+
+def test_measured_steps_of_known_truth() -> None:
+    """What the programs do: tests/data/critical-path/README.md."""
+    options = CriticalPathOptions(files=("x",))
+    folder = DATA.parent / "critical-path"
+    names: dict[str, Counter[str]] = {}
+    for file in sorted(folder.glob("*.json.gz")):
+        (work,) = step_work(options, read_trace(file))
+        path = critical_path({0: work})
+        check_tiles(path)
+        names[file.name.split(".")[0]] = Counter(
+            group_of(segment.name) if segment.category == "compute" else segment.name
+            for segment in path.segments
+            if segment.category in ("compute", "copies") and "Memset" not in segment.name
+        )
+        times = by_category(path)
+        window = path.window[1] - path.window[0]
+        if file.name.startswith("sync0"):
+            # 8 sleeps of 1 ms, and what the host needs to launch after each.
+            assert 8_000_000 < times["host"] < 11_000_000
+        else:
+            assert times.get("host", 0) < 0.01 * window
+            assert times["gaps"] < 0.01 * window
+    streams = {"matrix products": 24, "other": 6, "elementwise": 6}
+    assert names["streams0"] == names["streams1"] == streams
+    assert names["copy0"] == {"Memcpy HtoD (Pinned -> Device)": 6, "elementwise": 6}
+    # The product behind the last `item()` ends the step; others end while the host sleeps.
+    assert names["sync0"]["reductions"] == 8
+    assert names["sync0"]["matrix products"] >= 17

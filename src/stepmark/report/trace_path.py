@@ -138,7 +138,7 @@ def _remarks(path: Path) -> Iterator[str]:
         count = sum(part.is_inferred for part in path.segments)
         yield (
             f"inferred: {count} waits for another stream ({_ms(inferred)} ms of gaps), as the "
-            "trace has no cuda_sync events"
+            "trace does not tell which event was awaited"
         )
     if path.unmatched:
         yield (

@@ -6,7 +6,8 @@ caused by what the host thread did since it last waited for the GPU. A collectiv
 last rank has arrived: there the path goes on. Segments tile the window exactly.
 
 Which event of another stream is awaited stands in few traces (cuda_sync). In others it is
-inferred: the last event to end before the start, where stream and launch do not explain it.
+inferred: the last event to end before the start, where stream and launch do not explain it and
+the host made a stream wait since the launch before.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ class _Rank:
         self.kind, self.launch = work.kind.tolist(), work.launch.tolist()
         self.thread: list[int] = work.thread.tolist()
         self.after: list[int] = work.after.tolist()
+        self.told: list[bool] = work.told.tolist()
         self.instance = work.instance.tolist()
         self.by_end = np.argsort(work.end, kind="stable").tolist()
         self.ends = [self.end[row] for row in self.by_end]
@@ -261,7 +263,7 @@ class _Walk:
         launched = min(own.launch[row], start) if thread != NONE else NONE
         known = max(free, launched)
         other = own.after[row]
-        is_inferred = other == NONE and not own.work.has_waits and start - known > _DELAY_NS
+        is_inferred = other == NONE and own.told[row] and start - known > _DELAY_NS
         if is_inferred:
             other = own.last_ended(row)
         if other != NONE and known < own.end[other] <= start:

@@ -10,7 +10,6 @@ calls: everywhere).
 from __future__ import annotations
 
 import json
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -32,12 +31,12 @@ from stepmark.trace.kineto.instances import PHASES as COMM_PHASES
 from stepmark.trace.kineto.instances import comm_calls
 from stepmark.trace.kineto.links import launches, steps
 from stepmark.trace.kineto.messages import kind_of, members_of
+from stepmark.trace.kineto.stream_waits import told_to_wait
 from stepmark.trace.kineto.windows import gpu_windows, is_communication
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
-_STREAM_WAIT = re.compile("StreamWaitEvent")
 _PHASES = {
     **{"": Phase.STEP, "forward": Phase.FWD, "backward": Phase.BWD},
     "optimizer": Phase.OPTIM,
@@ -104,6 +103,7 @@ class _Item:
     stream: int
     time: int | None
     launcher: int = NONE
+    is_told: bool = False  # to wait for an event of another stream
     seen: dict[int, int] = field(default_factory=dict)  # by stream: up to which item it waits
 
 
@@ -112,6 +112,7 @@ class _Maker:
         """rows: GPU events of the step."""
         self.trace, self.rows = trace, rows
         self.call = launches(trace)[rows]
+        self.told = told_to_wait(trace, launches(trace))[rows]
         self.launcher = operation_of(trace)[rows]
         self.found = attribute(HostOps(trace), self.launcher)
         self.is_comm = is_communication(trace)[rows]
@@ -165,7 +166,15 @@ class _Maker:
         stream = NONE if at is None else int(self.trace.gpu.stream[self.rows[at]])
         time = end - start if end != NONE else None
         self.items.append(
-            _Item(op=op, issued=issued, start=start, end=end, stream=stream, time=time)
+            _Item(
+                op=op,
+                issued=issued,
+                start=start,
+                end=end,
+                stream=stream,
+                time=time,
+                is_told=at is not None and bool(self.told[at]),
+            )
         )
 
     def add_computations(self) -> None:
@@ -188,6 +197,7 @@ class _Maker:
                 stream=stream,
                 time=end - start,
                 launcher=launcher,
+                is_told=bool(self.told[at]),
             )
             self.items.append(last)
 
@@ -209,7 +219,6 @@ class _Maker:
         """Return the operations in issue order, with the streams and waits of the trace."""
         self.items.sort(key=lambda item: item.issued)
         names = self._streams()
-        waits = self._waits()
         queues: dict[int, list[int]] = {}  # items of each stream
         ends: dict[int, list[int]] = {}
         operations: list[Operation] = []
@@ -218,10 +227,7 @@ class _Maker:
             before = self.items[own[-1]] if own else None
             item.seen = dict(before.seen) if before else {}
             after = []
-            since = before.issued if before else 0
-            if item.start != NONE and (
-                waits is None or _any_between(waits, since, item.issued)
-            ):
+            if item.start != NONE and item.is_told:
                 for other, queue in queues.items():
                     place = bisect_right(ends.get(other, []), item.start) - 1
                     if other == item.stream or place <= item.seen.get(other, -1):
@@ -264,16 +270,6 @@ class _Maker:
                 unknown = item.stream == NONE
                 names[item.stream] = "unknown" if unknown else f"stream {len(names)}"
         return names
-
-    def _waits(self) -> list[int] | None:
-        """Return when the host made a stream wait; None in a trace without such calls."""
-        calls, names = self.trace.calls, self.trace.names
-        known = [number for number, name in enumerate(names) if _STREAM_WAIT.search(name)]
-        return calls.start[np.isin(calls.name, known)].tolist() if known else None
-
-
-def _any_between(times: Sequence[int], first: int, last: int) -> bool:
-    return bisect_right(times, last) > bisect_right(times, first)
 
 
 def _product(

@@ -14,18 +14,19 @@ from stepmark.core.trace_columns import NONE, CommArgs, GpuKind, RankTrace
 from stepmark.core.trace_options import TraceInputs
 from stepmark.trace.kineto.export import chosen_steps
 from stepmark.trace.kineto.intervals import Intervals, time_before, union
-from stepmark.trace.kineto.links import Steps, gpu_comms, launches, lookup, parents, steps
+from stepmark.trace.kineto.links import Steps, gpu_comms, launches, parents, steps
 from stepmark.trace.kineto.messages import members_of
+from stepmark.trace.kineto.stream_waits import awaited, told_to_wait
 from stepmark.trace.kineto.windows import gpu_windows, is_communication
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stepmark.core.trace_columns import Ints
+    from stepmark.trace.kineto.stream_waits import Flags
 
 COMPUTE, COMMUNICATION, COPIES = range(3)
 _WAITS = re.compile(r"^(?:cuda|hip|cu)(?:Ctx|Device|Stream|Event)Synchronize")
-_STREAM_WAIT = "Stream Wait Event"
 _HANDOFF_NS = 10_000  # shorter pauses of a thread are Python's
 # Of the window before it: work that a rank whose clock or step differs may still need.
 _MARGIN = 8
@@ -67,8 +68,8 @@ class StepWork:
     """The GPU events of a step's window, in the order of their start, and its threads.
 
     launch: end of the call that launched an event; thread: that call's, else NONE. after: the
-    event of another stream that its stream was told to wait for, or NONE; has_waits: whether
-    the trace records such waits. instance: number of `instances`, or NONE. label: number of
+    event of another stream that its stream was told to wait for, or NONE; told: whether it may
+    have been told to wait for one. instance: number of `instances`, or NONE. label: number of
     `labels`, the group and sizes of a message, or NONE.
     """
 
@@ -82,7 +83,7 @@ class StepWork:
     launch: Ints
     thread: Ints
     after: Ints
-    has_waits: bool
+    told: Flags
     label: Ints
     labels: tuple[str, ...]
     instance: Ints
@@ -128,6 +129,7 @@ class _Work:
     def __init__(self, trace: RankTrace, marked: Steps) -> None:
         self.trace, self.marked = trace, marked
         self.call = launches(trace)
+        self.told = told_to_wait(trace, self.call)
         self.args = gpu_comms(trace)[0]
         self.is_comm = is_communication(trace)
 
@@ -156,8 +158,8 @@ class _Work:
             stream=gpu.stream[rows],
             launch=np.append(calls.end, NONE)[call],
             thread=np.append(calls.thread, NONE)[call],
-            after=self._after(rows),
-            has_waits=any(trace.names[each] == _STREAM_WAIT for each in set(trace.syncs.name)),
+            after=awaited(trace, self.call, rows),
+            told=self.told[rows],
             label=args,
             labels=tuple(map(_label, trace.comm_args)),
             instance=instance,
@@ -190,41 +192,6 @@ class _Work:
             )
             counts[key] += 1
         return result, tuple(instances)
-
-    def _after(self, rows: Ints) -> Ints:
-        """Return for which event of another stream each waits, by records of cuda_sync.
-
-        A wait holds for the next event that its stream gets. It is for the last event that the
-        other stream had got when the awaited event was recorded.
-        """
-        trace, syncs, calls = self.trace, self.trace.syncs, self.trace.calls
-        after = np.full(rows.size, NONE, np.int64)
-        waits = np.flatnonzero(
-            [trace.names[name] == _STREAM_WAIT for name in syncs.name]
-            if syncs.name.size
-            else []
-        )
-        called = lookup(calls.correlation, syncs.correlation[waits])
-        recorded = lookup(calls.correlation, syncs.recorded[waits])
-        issued = np.append(calls.start, NONE)[self.call[rows]]
-        for wait, call, record in zip(waits, called, recorded, strict=True):
-            if NONE in (call, record) or calls.start[call] > issued.max(initial=0):
-                continue
-            first = np.flatnonzero(
-                (trace.gpu.stream[rows] == syncs.stream[wait]) & (issued > calls.start[call])
-            )
-            before = np.flatnonzero(
-                (trace.gpu.stream[rows] == syncs.awaited[wait])
-                & (issued != NONE)
-                & (issued < calls.start[record])
-            )
-            if first.size and before.size:
-                place = first[np.argmin(issued[first])]
-                other = before[np.argmax(issued[before])]
-                old = after[place]
-                if old == NONE or trace.gpu.end[rows[other]] > trace.gpu.end[rows[old]]:
-                    after[place] = other
-        return after
 
     def _threads(self, rows: Ints, early: int, late: int) -> dict[int, HostThread]:
         tops = dict(self._tops(early, late))

@@ -1,0 +1,81 @@
+"""Which GPU events had to wait for events of other streams, as far as a trace tells."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stepmark.core.trace_columns import NONE, RankTrace
+from stepmark.trace.kineto.links import lookup
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from stepmark.core.trace_columns import Ints
+
+    Flags = npt.NDArray[np.bool_]
+
+_CALL = re.compile("StreamWaitEvent")
+_RECORDED = "Stream Wait Event"  # of cuda_sync, which tells the stream that waits
+
+
+def told_to_wait(trace: RankTrace, call: Ints) -> Flags:
+    """Return whether the host made a stream wait between an event's launch and the one before.
+
+    call: of each GPU event's launch. Where cuda_sync does not tell which stream had to wait,
+    it may have been any. All events are flagged in a trace without such calls.
+    """
+    gpu, calls = trace.gpu, trace.calls
+    told = np.ones(gpu.start.size, bool)
+    syncs = _recorded(trace)
+    times = calls.start[np.isin(calls.name, _numbers(trace, _CALL))]
+    if not times.size and not syncs.size:
+        return told
+    issued = np.append(calls.start, NONE)[call]
+    for stream in np.unique(gpu.stream):
+        rows = np.flatnonzero((gpu.stream == stream) & (call != NONE))
+        rows = rows[np.argsort(issued[rows], kind="stable")]
+        if syncs.size:
+            times = np.sort(trace.syncs.start[syncs[trace.syncs.stream[syncs] == stream]])
+        number = np.searchsorted(times, issued[rows])
+        told[rows] = np.diff(number, prepend=0) > 0
+    return told
+
+
+def awaited(trace: RankTrace, call: Ints, rows: Ints) -> Ints:
+    """Return for which of these GPU events each of them waits, by cuda_sync, or NONE.
+
+    A wait holds for the next event that its stream gets, and is for the last one that the other
+    stream had got when the event was recorded. CUPTI does not tell this of events recorded by
+    cudaEventRecordWithFlags, as torch 2.11 does.
+    """
+    gpu, syncs, calls = trace.gpu, trace.syncs, trace.calls
+    after = np.full(rows.size, NONE, np.int64)
+    waits = _recorded(trace)
+    called = lookup(calls.correlation, syncs.correlation[waits])
+    recorded = lookup(calls.correlation, syncs.recorded[waits])
+    issued = np.append(calls.start, NONE)[call[rows]]
+    last = issued.max(initial=0)
+    for wait, told, record in zip(waits, called, recorded, strict=True):
+        if NONE in (told, record) or calls.start[told] > last:
+            continue
+        first = (gpu.stream[rows] == syncs.stream[wait]) & (issued > calls.start[told])
+        before = (gpu.stream[rows] == syncs.awaited[wait]) & (issued != NONE)
+        before &= issued < calls.start[record]
+        if first.any() and before.any():
+            place = np.flatnonzero(first)[np.argmin(issued[first])]
+            other = np.flatnonzero(before)[np.argmax(issued[before])]
+            old = after[place]
+            if old == NONE or gpu.end[rows[other]] > gpu.end[rows[old]]:
+                after[place] = other
+    return after
+
+
+def _recorded(trace: RankTrace) -> Ints:
+    return np.flatnonzero(np.isin(trace.syncs.name, _numbers(trace, re.compile(_RECORDED))))
+
+
+def _numbers(trace: RankTrace, pattern: re.Pattern[str]) -> list[int]:
+    return [number for number, name in enumerate(trace.names) if pattern.search(name)]
