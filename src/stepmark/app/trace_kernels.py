@@ -193,8 +193,10 @@ def _notes(traces: TraceSet[_Rank], workload: Workload | None) -> Iterator[str]:
 def _wrong_counts(found: _Rank, workload: Workload, stage: int) -> Iterator[str]:
     count = len(found.sums.steps)
     expected: Products = Counter()
+    # A host multiplies experts one by one.
+    kinds = (Gemm,) if found.sums.is_host else (Gemm, GroupedGemm)
     for op, calls in workload.tally(stage).items():
-        is_product = isinstance(op, ComputeOp) and isinstance(op.op, Gemm | GroupedGemm)
+        is_product = isinstance(op, ComputeOp) and isinstance(op.op, kinds)
         if is_product and (found.with_recomputed or not op.recompute):
             expected[op.module, str(op.phase)] += calls * count
     unsure = {
