@@ -54,15 +54,18 @@ class TraceSet(Generic[R]):
     notes: tuple[str, ...]
 
 
-def map_traces(inputs: TraceInputs, reduce: Callable[[RankTrace], R]) -> TraceSet[R] | None:
+def map_traces(
+    inputs: TraceInputs, reduce: Callable[[RankTrace], R], *, shares: bool = True
+) -> TraceSet[R] | None:
     """Return what `reduce` makes of each trace. None on ranks of a launcher but the first.
 
     reduce: a function of a module, or a partial of one, as other processes get it.
+    shares: whether a launcher's ranks share the files; else the one that calls reads all.
     Raises ConfigError for files that are no traces, or not of one job.
     """
     paths = trace_files(inputs)
     work = partial(_read, reduce)
-    if not outer_launcher.is_rank():
+    if not (shares and outer_launcher.is_rank()):
         return _checked(_in_processes(work, paths, inputs.jobs), inputs)
     outer_launcher.as_torchrun()
     ranks = load("stepmark.bench.ranks:join")("cpu")

@@ -108,12 +108,16 @@ def compare(options: CompareTracesOptions) -> int:
 def profile_lines(folder: Path, record: Measured) -> list[str]:
     """Return what the traces of a training case say: its step, and the time by role."""
     assert record.training is not None
-    files = tuple(str(folder / Path(name).name) for name in record.training.traces)
-    options = KernelsOptions(files=files)
+    paths = [folder / Path(name).name for name in record.training.traces]
+    options = KernelsOptions(files=tuple(str(path) for path in paths if path.is_file()))
+    if not options.files:
+        return ["the traces of the profile are not there"]
     workload, notes = _workload(options)
-    read = map_traces(options, partial(_reduce_profile, workload))
-    if read is None:
-        return []
+    try:
+        read = map_traces(options, partial(_reduce_profile, workload), shares=False)
+    except ConfigError as error:
+        return [f"the profile cannot be read: {error}"]
+    assert read is not None
     results = [RankResult(info=result.info, value=result.value[0]) for result in read.results]
     traces = TraceSet(results=tuple(results), world_size=read.world_size, missing=(), notes=())
     times = [(result.info.rank or 0, result.value[1]) for result in read.results]
