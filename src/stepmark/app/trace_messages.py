@@ -202,10 +202,10 @@ class _View:
             yield f"no message{which} of torch.distributed is in these steps"
         yield from self._curve_text()
         yield ""
-        yield from report.rank_lines(self.ranks)
+        yield from histogram.lines(self.ranks, report.RANK_COLUMNS)
         if self.copies:
             yield ""
-            yield from report.copy_lines(self.copies)
+            yield from histogram.lines(self.copies, report.COPY_COLUMNS)
         yield ""
         yield from report.verdict(self.ranks)
         for what, result in self._gains():

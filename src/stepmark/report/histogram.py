@@ -236,15 +236,18 @@ _PRINTED: tuple[tuple[str, str], ...] = (
     ("times_expected", "took / expected"),
     ("curve", "curve"),
 )
-_NUMBERS = frozenset(key for key, _ in _PRINTED) - {*BY, "size_is", "curve"}
+_WORDS = frozenset({*BY, "size_is", "curve", "kind"})
 
 
-def lines(table: Sequence[Row]) -> list[str]:
-    """Return the rows as aligned text, without empty columns."""
-    columns = [(key, head) for key, head in _PRINTED if any(_cell(row, key) for row in table)]
+def lines(table: Sequence[Row], columns: Sequence[tuple[str, str]] = _PRINTED) -> list[str]:
+    """Return columns, each a key and its head, as aligned text; empty ones are left out.
+
+    The end of a key is the unit of its values.
+    """
+    columns = [(key, head) for key, head in columns if any(_cell(row, key) for row in table)]
     cells = [[head for _, head in columns]]
     cells += [[_cell(row, key) for key, _ in columns] for row in table]
-    return aligned(cells, [key in _NUMBERS for key, _ in columns])
+    return aligned(cells, [key not in _WORDS for key, _ in columns])
 
 
 def _cell(row: Row, key: str) -> str:
@@ -253,12 +256,12 @@ def _cell(row: Row, key: str) -> str:
         return text(row, key)
     if key.startswith("bytes"):
         return format_bytes(value)
-    if key.endswith("_s") and key != "busbw_gb_s":
-        return format_time(value)
-    if key.startswith("calls_per_rank"):
-        return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
-    if key in ("busbw_gb_s", "times_expected"):
+    if key.endswith("gb_s") or key == "times_expected":
         return f"{value:.4g}"
+    if key.endswith("_s"):
+        return format_time(value)
+    if isinstance(row[key], float):
+        return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
     return str(row[key])
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stepmark.core.columns import Row, aligned, digits, number, text
+from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.message import Histogram, MessageKind
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report import histogram
@@ -115,25 +115,16 @@ def copy_rows(
     return table
 
 
-def copy_lines(table: Sequence[Row]) -> list[str]:
-    """Return the rows as aligned text; copies, bytes and time are per rank and step."""
-    heads = ("copies", "size", "copies/rank/step", "bytes/rank/step", "time/rank/step", "GB/s")
-    cells: list[Sequence[str]] = [heads]
-    for row in table:
-        num_bytes, rate = number(row, "bytes_per_rank_step"), number(row, "gb_s")
-        cells.append(
-            (
-                *(text(row, "kind"), text(row, "bin")),
-                digits(number(row, "copies_per_rank_step")),
-                "" if num_bytes is None else format_bytes(num_bytes),
-                format_time(number(row, "time_per_rank_step_s") or 0.0),
-                digits(rate),
-            )
-        )
-    return aligned(cells, (False, False, True, True, True, True))
-
-
-_RANK_COLUMNS = (
+COPY_COLUMNS = (
+    ("kind", "copies"),
+    ("bin", "size"),
+    ("copies_per_rank_step", "copies/rank/step"),
+    ("bytes_per_rank_step", "bytes/rank/step"),
+    ("time_per_rank_step_s", "time/rank/step"),
+    ("gb_s", "GB/s"),
+)
+RANK_COLUMNS = (
+    ("rank", "rank"),
     ("calls_per_step", "calls/step"),
     ("step_s", "step"),
     ("communication_s", "communication"),
@@ -144,22 +135,6 @@ _RANK_COLUMNS = (
     ("arrived_last", "arrived last"),
     ("early_s", "before the last"),
 )
-
-
-def rank_lines(table: Sequence[Row]) -> list[str]:
-    """Return a line per rank, times per step; columns that nothing is known of are left out."""
-    known = [(k, h) for k, h in _RANK_COLUMNS if any(row[k] is not None for row in table)]
-    cells = [["rank", *(head for _, head in known)]]
-    for row in table:
-        cells.append([str(row["rank"]), *(_rank_cell(row, key) for key, _ in known)])
-    return aligned(cells, [True] * len(cells[0]))
-
-
-def _rank_cell(row: Row, key: str) -> str:
-    value = number(row, key)
-    if value is None:
-        return ""
-    return format_time(value) if key.endswith("_s") else digits(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,10 +200,19 @@ def verdict(ranks: Sequence[Row]) -> Iterator[str]:
     elif mean / best.step_s >= _NOTICEABLE:
         yield (
             "not communication-bound, though much communication is exposed: ranks wait for one "
-            f"another; {limit}"
+            f"another{_last_text(ranks)}; {limit}"
         )
     else:
         yield f"not communication-bound: {limit}"
+
+
+def _last_text(ranks: Sequence[Row]) -> str:
+    """Return which rank arrived last in most calls; "" where none did in most."""
+    counts = {str(row["rank"]): number(row, "arrived_last") or 0.0 for row in ranks}
+    (rank, last), calls = max(counts.items(), key=lambda each: each[1]), sum(counts.values())
+    if 2 * last <= calls:
+        return ""
+    return f", rank {rank} arrived last in {last:.0f} of {calls:.0f} calls"
 
 
 def gain_line(what: str, result: Gain) -> str:
