@@ -174,8 +174,8 @@ class _Walk:
         kinds[COPIES] = step_work.COPIES
         end = own.work.end.copy()
         for row in np.flatnonzero(own.work.kind == step_work.COMMUNICATION).tolist():
-            rows = self._rows(rank, row)
-            end[row] = own.start[row] + (self._shortest(rows) if len(rows) > 1 else 0)
+            calls, is_complete = self._rows(rank, row)
+            end[row] = own.start[row] + (self._shortest(calls) if is_complete else 0)
         result = {}
         for category, time in spent.items():
             remains = sum(spent.values()) - time
@@ -215,23 +215,34 @@ class _Walk:
             is_copy = own.kind[row] == step_work.COPIES
             self._to(start, rank, COPIES if is_copy else COMPUTE, name)
             return rank, row
-        rows = self._rows(rank, row)
-        if len(rows) < 2:
-            self.unmatched += max(0, self.time - max(start, self.floor))
-            self._to(start, rank, COMMUNICATION, name)
-            return rank, row
+        rows, is_complete = self._rows(rank, row)
+        arrival, cause = (
+            self._arrival(rank, row, rows) if len(rows) > 1 else (start, (rank, row))
+        )
+        since = self.time
+        self._to(arrival, rank, COMMUNICATION, name)
+        self.unmatched += 0 if is_complete else since - self.time
+        if cause == (rank, row):
+            self._to(start, rank, PEER, name)
+        return cause
+
+    def _arrival(
+        self, rank: int, row: int, rows: Mapping[int, int]
+    ) -> tuple[int, tuple[int, int]]:
+        """Return when the last rank arrived at a collective, and its event of the collective.
+
+        Where clocks do not tell that event, it is the rank's own.
+        """
+        own = self.ranks[rank]
+        start = own.start[row]
         if rows.keys() <= self.offsets.keys():
             last = max(rows, key=lambda other: (self.ranks[other].start[rows[other]], -other))
             arrival = self.ranks[last].start[rows[last]]
             if arrival - start <= CLOCKS_NS:
-                self._to(start, rank, COMMUNICATION, name)
-                return rank, row
+                return start, (rank, row)
             if arrival < self.time:
-                self._to(arrival, rank, COMMUNICATION, name)
-                return last, rows[last]
-        self._to(max(start, own.end[row] - self._shortest(rows)), rank, COMMUNICATION, name)
-        self._to(start, rank, PEER, name)
-        return rank, row
+                return arrival, (last, rows[last])
+        return max(start, own.end[row] - self._shortest(rows)), (rank, row)
 
     def _shortest(self, rows: Mapping[int, int]) -> int:
         """Return the time of a collective on the rank that waited least."""
@@ -239,21 +250,21 @@ class _Walk:
             self.ranks[each].end[at] - self.ranks[each].start[at] for each, at in rows.items()
         )
 
-    def _rows(self, rank: int, row: int) -> dict[int, int]:
-        """Return the event of each rank that carried out a collective and has a trace."""
+    def _rows(self, rank: int, row: int) -> tuple[dict[int, int], bool]:
+        """Return the event of each rank of a collective that has a trace, and if all have."""
         own = self.ranks[rank]
         if own.instance[row] == NONE:
-            return {}
+            return {}, False
         instance = own.work.instances[own.instance[row]]
         if (instance.members, instance.group) in self._unequal:
-            return {}
+            return {}, False
         rows = {
             rank: self.ranks[rank].rows[instance]
             for rank in instance.members
             if rank in self.ranks and instance in self.ranks[rank].rows
         }
         self.absent.update(set(instance.members) - set(rows))
-        return rows
+        return rows, len(rows) == len(instance.members)
 
     def _cause(self, rank: int, row: int) -> int:
         """Add what lies before the start of an event. Return the event that it waited for."""
