@@ -148,6 +148,8 @@ def test_waits_between_streams_are_those_the_host_made(tmp_path: Path) -> None:
     script.kernel("late", 8, (61, 62))
     script.call("cudaStreamWaitEvent", 10, 11)
     script.kernel("c", 12, (63, 70))
+    script.call("cudaStreamWaitEvent", 13.5, 14)
+    script.kernel("d", 15, (71, 75))
     (tmp_path / "one").mkdir()
     workload = workload_of(tmp_path / "one", script)
     operations = list(workload.expand())
@@ -156,11 +158,12 @@ def test_waits_between_streams_are_those_the_host_made(tmp_path: Path) -> None:
         ("stream 1", ("compute",)),
         *(("compute", ()), ("compute", ())),  # late: the host made no stream wait before it
         ("compute", ("stream 1",)),
+        ("compute", ()),  # d: c waited for the same
     ]
     # Two sums, the second of which `c` must not wait for: it goes back to the first.
     script.all_reduce(11.5, (64, 90))
     workload = workload_of(tmp_path / "one", script)
-    assert list(workload.expand())[-1].after == ("stream 1~1",)
+    assert list(workload.expand())[-2].after == ("stream 1~1",)
 
 
 def test_two_pipeline_stages(tmp_path: Path) -> None:
