@@ -142,6 +142,51 @@ def test_who_waits_for_whom_is_exact(
     assert arrivals == [(0, 0), (1, 50_000)]
     out = run(capsys, tmp_path)[1]
     assert "The others wait for rank 1 the most: 0.050 ms of a step on average." in out
+    assert [row["early_ns"] for row in report["arrivals"]] == [50_000, 0]
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "exposed communication 0.065 32.5 % 0.050 0.065 0.080" in lines
+    assert "waiting for other ranks 0.015 7.5 % 0.000 0.015 0.030" in lines
+    assert "allreduce, group default_pg of 2 1 0.075 0.065 0.050 0.100" in lines
+    assert "matrix products 1 0.060 0.060 0.060" in lines
+
+
+def test_arrivals_need_clocks_that_agree_and_one_gpu_per_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, arrives in enumerate([100, 5_000]):
+        writer = TraceWriter(rank=rank, world_size=2)
+        writer.collective("allreduce", 1024, 1024, 20, arrives, 100 - rank)
+        writer.write(tmp_path)
+    report = document(capsys, tmp_path)
+    assert [row["early_ns"] for row in report["arrivals"]] == [None, None]
+    assert [row["caused_ns"] for row in report["arrivals"]] == [0, 1_000]
+    writer.kernel("gemm", 0, 6000, 10)
+    writer.events[-1]["args"]["device"] = 1
+    writer.write(tmp_path)
+    report = document(capsys, tmp_path)
+    assert [row["rank"] for row in report["arrivals"]] == [0]
+
+
+def test_copies_have_a_bandwidth_where_their_bytes_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = TraceWriter(rank=0, world_size=1)
+    writer.kernel("Memcpy HtoD", 0, 10, 20, bytes=4_000)
+    writer.kernel("Memcpy DtoH", 30, 40, 20)
+    writer.write(tmp_path)
+    lines = [" ".join(line.split()) for line in run(capsys, tmp_path)[1].splitlines()]
+    assert "Memcpy HtoD 1 3.906 KiB 0.020 0.2" in lines
+    assert "Memcpy DtoH 1 unknown 0.020 unknown" in lines
+
+
+def test_what_is_in_no_window_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = document(capsys, TRACES / "mi300-rccl")["notes"]
+    outside = (
+        "968 GPU events (27.768 ms) lie outside the windows of all steps: they are not counted"
+    )
+    assert f"rank 0: {outside}" in notes
+    notes = document(capsys, TRACES / "mi250")["notes"]
+    assert "rank 0: no window of step 2, which launched nothing" in notes
 
 
 def test_the_slow_host_of_a_real_job_is_the_one_that_is_waited_for(

@@ -143,10 +143,29 @@ def counted(
             times["other_steps"] += all(step_of(job, w) != step for w in running)
         queued = sum(bool(w.call and w.call[0] <= now < w.start) for w in works)
         times["depth"] += queued
+        times["most"] = max(times["most"], queued)
         times["empty"] += not queued
         if not running:
             times[_waits_for(order, now, start, end)] += 1
     return times
+
+
+def sums(job: Job, works: list[Work], step: int | None) -> tuple[Counter[str], Counter[str]]:
+    """Return sums over the events of a step: communication, and time by group of kernels."""
+    comms: Counter[str] = Counter()
+    groups: Counter[str] = Counter()
+    for work in works:
+        if step is not None and step_of(job, work) != step:
+            continue
+        group = {"compute": "matrix products", "comm": "communication"}.get(work.kind, "copies")
+        groups[group] += work.end - work.start
+        if work.kind == "comm":
+            span = range(work.start, work.end)
+            hidden = [
+                any(w.kind == "compute" and w.start <= t < w.end for w in works) for t in span
+            ]
+            comms += Counter(calls=1, time=len(span), exposed=len(span) - sum(hidden))
+    return comms, groups
 
 
 def _waits_for(order: list[Work], now: int, start: int, end: int) -> str:
@@ -180,6 +199,8 @@ def shown(times: StepTimes) -> dict[str, int]:
         found[name] = getattr(times.idle, f"{name}_ns")
     if times.queue:
         found |= {"depth": times.queue.depth_ns, "empty": times.queue.empty_ns}
+        if times.window_ns:
+            found["most"] = times.queue.max
     return found
 
 
@@ -191,13 +212,37 @@ def test_times_are_those_of_counting_every_nanosecond(
 ) -> None:
     result = times_of(job, tmp_path_factory.mktemp("t") / "rank0.json", layout)
     expected = []
+    outside: Counter[str] = Counter()
     for device in sorted({work.device for work in job.works}):
         works = [work for work in job.works if work.device == device]
+        inside: set[int] = set()
         for index, start, end in windows(job, works):
             number = None if index is None else job.marks[index][0]
             expected.append(
                 (device, number, start, end, counted(job, works, index, start, end))
             )
+            inside.update(range(start, end))
+            comms, groups = sums(job, works, index)
+            own = [c for c in result.comms if (c.device, c.step) == (device, number)]
+            found = {"calls": sum(c.num_events for c in own)}
+            found |= {
+                "time": sum(c.time_ns for c in own),
+                "exposed": sum(c.exposed_ns for c in own),
+            }
+            assert Counter(found) == comms
+            found = {
+                k.group: k.time_ns
+                for k in result.kernels
+                if (k.device, k.step) == (device, number)
+            }
+            assert Counter(found) == groups
+        beyond = [set(range(work.start, work.end)) - inside for work in works]
+        outside["ns"] += len(set().union(*beyond))
+        outside["events"] += sum(
+            len(rest) == work.end - work.start > 0
+            for rest, work in zip(beyond, works, strict=True)
+        )
+    assert (result.num_outside, result.outside_ns) == (outside["events"], outside["ns"])
     steps = result.steps
     assert [(s.device, s.step, s.start_ns - BASE_NS, s.end_ns - BASE_NS) for s in steps] == [
         each[:4] for each in expected
@@ -297,10 +342,11 @@ def test_a_copy_is_communication_where_a_collective_launched_it(tmp_path: Path) 
     own = {"Collective name": "_allgather_base", "In msg nelems": 8, "Out msg nelems": 16}
     writer.kernel("Memcpy DtoD", 0, 10, 50, **own | {"dtype": "Float", "Group size": 2})
     writer.kernel("Memcpy HtoD", 2, 60, 20, bytes=4_000)
+    writer.kernel("Memcpy DtoH", 3, 90, 5)
     times = breakdown(read_trace(writer.write(tmp_path)), lambda _: True)
-    assert (times.steps[0].comm_ns, times.steps[0].memory_ns) == (50_000, 20_000)
+    assert (times.steps[0].comm_ns, times.steps[0].memory_ns) == (50_000, 25_000)
     assert [comm.collective for comm in times.comms] == ["_allgather_base"]
-    assert times.copies[1].num_bytes == 4_000
+    assert [copy.num_bytes for copy in times.copies] == [None, 4_000, None]
 
 
 HOST_NAMES = {
@@ -376,3 +422,21 @@ def test_times_of_a_host_are_those_of_counting(
             "exposed": step.exposed_comm_ns,
             "idle": step.idle_ns,
         }
+
+
+def test_operators_on_a_host_are_summed_without_those_inside(tmp_path: Path) -> None:
+    writer = TraceWriter(rank=0, world_size=1)
+    for name, start, length in (
+        ("aten::linear", 0, 100),
+        ("aten::addmm", 20, 50),
+        ("_c10d_functional::all_reduce", 200, 40),
+        ("c10d::allreduce_", 210, 20),
+    ):
+        writer.add("cpu_op", name, start, length, 11)
+    times = breakdown(read_trace(writer.write(tmp_path)), lambda _: True)
+    assert {k.group: (k.num_events, k.time_ns) for k in times.kernels} == {
+        "matrix products": (2, 100_000),
+        "communication": (2, 40_000),
+    }
+    (comm,) = times.comms
+    assert (comm.kernel, comm.time_ns) == ("_c10d_functional::all_reduce", 40_000)

@@ -146,3 +146,10 @@ def test_each_of_several_gpus_has_rows_of_its_own(tmp_path: Path) -> None:
     assert flags(trace) == {"devices"}
     steps = breakdown(trace, lambda _: True).steps
     assert [(step.device, step.compute_ns) for step in steps] == [(0, 50_000), (1, 70_000)]
+
+
+def test_times_that_lie_hours_apart_are_flagged(tmp_path: Path) -> None:
+    writer = TraceWriter(rank=0, world_size=1)
+    writer.kernel("gemm", 0, 10, 50)
+    writer.kernel("gemm", 7.2e9, 7.2e9 + 10, 50)
+    assert flags(read_trace(writer.write(tmp_path))) == {"span"}
