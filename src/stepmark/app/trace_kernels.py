@@ -53,6 +53,7 @@ def kernels(options: KernelsOptions) -> int:
     _check_steps(options, ranks)
     notes = [*traces.notes, *notes, *_notes(traces, workload)]
     rows = trace_kernels.rows(ranks, options.by)
+    notes += trace_kernels.hints(rows, options.by)
     if options.json:
         document: Row = {"by": options.by, "ranks": [rank for rank, _ in ranks], "rows": rows}
         document |= {"num_steps": trace_kernels.num_steps(ranks), "notes": notes}

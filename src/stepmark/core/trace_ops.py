@@ -95,21 +95,13 @@ class OpTable:
 
     def operations(self, rank: int) -> Iterator[MeasuredOp]:
         """Yield the rows as measured operations."""
-        columns = (self.time_ns, self.calls, self.kernels, self.shortest_ns, self.longest_ns)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        places = zip(
-            self.step.tolist(), self.key.tolist(), self.num_bytes.tolist(), strict=True
-        )
-        for (step, key, num_bytes), row in zip(places, rows, strict=True):
-            time_ns, calls, kernels, shortest_ns, longest_ns = row
+        sums = ("time_ns", "calls", "kernels", "shortest_ns", "longest_ns")
+        columns = (getattr(self, name).tolist() for name in ("step", "key", "num_bytes", *sums))
+        for step, key, num_bytes, *numbers in zip(*columns, strict=True):
             yield MeasuredOp(
                 rank=rank,
                 step=self.steps[step],
                 key=self.keys[key],
-                time_ns=time_ns,
-                calls=calls,
-                kernels=kernels,
-                shortest_ns=shortest_ns,
-                longest_ns=longest_ns,
                 num_bytes=None if num_bytes < 0 else num_bytes,
+                **dict(zip(sums, numbers, strict=True)),
             )

@@ -1,7 +1,7 @@
 """Measured operations of traces as tables: time per step by role, operation or kernel."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stepmark.core.columns import Row, aligned
@@ -12,6 +12,7 @@ from stepmark.core.units import ranks_text
 UNATTRIBUTED = "unattributed"
 _MOST_ROWS = 40
 _WIDTH = 90
+_MUCH = 50  # percent
 _US, _MS = 1e3, 1e6  # nanoseconds
 
 DEFINITIONS = (
@@ -158,6 +159,14 @@ def rows(ranks: Ranks, by: str) -> list[Row]:
             }
         )
     return sorted(table, key=lambda row: -_number(row["total_ns"]))
+
+
+def hints(table: Sequence[Row], by: str) -> Iterator[str]:
+    """Yield what would tell more where much of the time is not attributed."""
+    shares = [_number(row["share_pct"]) for row in table if UNATTRIBUTED in row.values()]
+    if sum(shares) > _MUCH:
+        other = "--by op" if by == "module" else "--workload FILE tells products, --by op"
+        yield f"{sum(shares):.0f} % of the time is {UNATTRIBUTED}: {other} shows operations"
 
 
 def as_text(value: object) -> str:

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from stepmark.bench.training.annotations import Annotations, marked_modules
 from stepmark.bench.training.profiling import Profile
@@ -87,6 +89,19 @@ def test_marks_are_those_of_modules_and_compile_nothing(
     inside = [] if is_compiled else [f"{MARK}blocks.0.0"]
     phases = [f"{MARK}forward", f"{MARK}backward"]
     assert sorted(names) == sorted([f"{MARK}blocks.0", *inside, *phases])
+
+
+def test_marks_end_where_recomputation_stops_early() -> None:
+    """It ends with an exception inside the module, once all is there that backward needs."""
+    block = checkpoint_wrapper(
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    )
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleDict({"0": block})})
+    with Annotations([model]) as marks, torch.profiler.profile() as profiler:
+        block(torch.ones(4, 8, requires_grad=True)).sum().backward()
+    assert marks._open == []
+    counts = Counter(event.name for event in profiler.events() if event.name.startswith(MARK))
+    assert counts == {f"{MARK}blocks.0": 2, f"{MARK}blocks.0.0": 2, f"{MARK}blocks.0.1": 2}
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,14 @@ def marked_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mo
     if root._compiled_call_impl is not None:
         return
     is_compiled = isinstance(root, OptimizedModule)
-    if name := canonical_name(path) or is_compiled * WHOLE:
+    name = canonical_name(path) or is_compiled * WHOLE
+    inside = [
+        (f"{path}.{child}" if path else child, module)
+        for child, module in root.named_children()
+        if not is_compiled
+    ]
+    # Of a wrapper the module inside, which recomputation calls, too.
+    if name and all(canonical_name(place) != name for place, _ in inside):
         yield name, root
-    if not is_compiled:
-        for child, module in root.named_children():
-            yield from marked_modules(module, f"{path}.{child}" if path else child)
+    for place, module in inside:
+        yield from marked_modules(module, place)

@@ -68,7 +68,8 @@ def place_of(
     if not span.startswith(MARK):
         path = span.removeprefix(STACK)
         number = _STACK_LAYER.search(path)
-        return Place(by_name, path, int(number[1]) if number else None)
+        role = "gradients" if is_bucket else by_name
+        return Place(role, path, int(number[1]) if number else None)
     layer = layer_of(name)
     if is_bucket:
         return Place(name.partition(".")[0] if layer is None else "block", name, layer)
