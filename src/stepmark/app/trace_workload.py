@@ -15,6 +15,7 @@ from stepmark.core.trace_columns import RankTrace
 from stepmark.core.trace_options import ToWorkloadOptions, TraceInputs
 from stepmark.core.units import ranks_text
 from stepmark.core.workload import CommOp, ComputeOp, Group, Operation, Workload
+from stepmark.launch import outer_launcher
 from stepmark.trace.kineto.program import RankProgram, program, step_windows
 from stepmark.workload.formats.ranks import disagreements, group_of, name_of, stages_of
 
@@ -34,7 +35,7 @@ def read(inputs: TraceInputs) -> Workload | None:
     """Return one step of a job as a workload. None on ranks of a launcher but the first."""
     step = _step(inputs)
     traces = map_traces(inputs, partial(_program, step))
-    if traces is None or step is None:
+    if traces is None:
         return None
     for note in traces.notes:
         sys.stderr.write(f"note: {note}\n")
@@ -53,16 +54,17 @@ def read(inputs: TraceInputs) -> Workload | None:
     return workload
 
 
-def _step(inputs: TraceInputs) -> int | None:
+def _step(inputs: TraceInputs) -> int:
     """Return the number of the step: the one of --steps, else that of median duration."""
     if inputs.steps is not None:
         (low, high), *others = inputs.steps
         if others or low != high:
             raise ConfigError("steps", f"{low}-{high}", "one step, e.g. 6")
         return low
+    if outer_launcher.is_rank():  # whose other ranks do not learn which step it is
+        raise ConfigError("steps", "missing", "the number of a step, under a launcher")
     traces = map_traces(inputs, step_windows)
-    if traces is None:
-        return None
+    assert traces is not None
     took: dict[int, list[int]] = {}
     for result in traces.results:
         for number, time in result.value.items():
@@ -74,8 +76,8 @@ def _step(inputs: TraceInputs) -> int | None:
     return sorted(whole, key=lambda number: whole[number])[(len(whole) - 1) // 2]
 
 
-def _program(step: int | None, trace: RankTrace) -> RankProgram | None:
-    return None if step is None else program(trace, step)
+def _program(step: int, trace: RankTrace) -> RankProgram | None:
+    return program(trace, step)
 
 
 def _workload(
