@@ -141,3 +141,21 @@ def test_an_operator_of_torch_is_a_call_only_where_the_backend_records_none(
     # One annotation, one operator of gloo: they belong together.
     assert found[1].dtype == "float"
     assert (calls.end - calls.start).tolist() == [3000, 7000]
+
+
+def test_calls_that_old_versions_record_without_sizes_have_those_of_the_operator(
+    tmp_path: Path,
+) -> None:
+    job = TraceWriter(rank=0, world_size=2)
+    shapes = {"Input Dims": [[12], [8]], "Input type": ["int", "int"]}
+    for ts in (10, 100):
+        job.add("cpu_op", "record_param_comms", ts + 2, 30, 11)
+        job.kernel("ncclKernel_SendRecv", ts + 5, ts + 20, 9)
+    job.add("cpu_op", "c10d::alltoall_base_", 10, 40, 11, **shapes)
+    calls = calls_of(read_trace(job.write(tmp_path)))
+    (args,) = (calls.args[number] for number in calls.comm)
+    assert (args.collective, args.dtype) == ("all_to_all", "int")
+    assert (args.in_elements, args.out_elements) == (8, 12)
+    assert (calls.end - calls.start).tolist() == [9000]
+    assert calls.without_args == 1
+    assert calls.unlinked == (("ncclKernel_SendRecv", 1, 9000),)

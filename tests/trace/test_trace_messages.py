@@ -132,6 +132,7 @@ def test_steps_add_up_to_all(fsdp8: ByRank) -> None:
         (args("all_to_allv", 80, 80, in_splits=(10,) * 8), "all_to_all", 20, 160),
         (args("all_to_allv", 80, 88, in_splits=(3, 5)), "all_to_all_v", 22, 176),
         (args("all_to_allv", 80, 80), "all_to_all_v", 20, 160),
+        (args("all_to_all", 80, 88), "all_to_all_v", 22, 176),
         (args("_broadcast_oop", 10, 10, dtype="Float8_e4m3fn"), "broadcast", 10, 10),
         (args("gather", 10, 80), "gather", 20, 160),
         (args("barrier", 0, 0, dtype="Byte"), "barrier", 0, 0),

@@ -227,9 +227,10 @@ class EventTables:
         """Add calls that torch does not record as record_param_comms, once all is read."""
         recorded: dict[int, Ints] = {}
         for piece in self.columns.get("comms", []):
-            for thread in np.unique(piece[2]).tolist():
-                starts = np.append(recorded.get(thread, EMPTY), piece[0][piece[2] == thread])
-                recorded[thread] = np.sort(starts)
+            starts, threads = piece[0][piece[4] != NONE], piece[2][piece[4] != NONE]
+            for thread in np.unique(threads).tolist():
+                own = np.append(recorded.get(thread, EMPTY), starts[threads == thread])
+                recorded[thread] = np.sort(own)
         columns = self._on_thread(self._gloo)
         is_plain = [
             start == end or not np.searchsorted(starts, start) < np.searchsorted(starts, end)

@@ -60,19 +60,22 @@ class CommCalls:
 def comm_calls(trace: RankTrace, steps: Steps) -> CommCalls:
     """Return the calls, and kernels of unlinked ones that say themselves what they are."""
     comms, gpu = trace.comms, trace.gpu
-    rows = _leaves(trace)
-    without_args = int((comms.comm[rows] == NONE).sum())
-    rows = rows[comms.comm[rows] != NONE]
+    known = np.flatnonzero(comms.comm != NONE)
+    columns_of_known = comms.start[known], comms.end[known], comms.thread[known]
+    rows = _leaves(trace, known)
+    unknown = np.flatnonzero(comms.comm == NONE)
+    inside = innermost(*columns_of_known, comms.start[unknown], comms.thread[unknown])
     kernels = np.flatnonzero(is_communication(trace))
     call = launches(trace)[kernels]
     host = np.full(kernels.size, NONE, np.int64)
-    known = call != NONE
-    host[known] = _places(trace, rows)[
-        innermost(
-            *(comms.start, comms.end, comms.thread),
-            *(trace.calls.start[call[known]], trace.calls.thread[call[known]]),
-        )
-    ]
+    launched = call != NONE
+    calls = trace.calls
+    parent = innermost(
+        *columns_of_known, calls.start[call[launched]], calls.thread[call[launched]]
+    )
+    places = np.full(comms.start.size + 1, NONE, np.int64)  # the last one is of NONE
+    places[rows] = np.arange(rows.size)
+    host[launched] = places[np.append(known, NONE)[parent]]
     start = np.full(rows.size, np.iinfo(np.int64).max, np.int64)
     end = np.full(rows.size, NONE, np.int64)
     linked = host != NONE
@@ -99,27 +102,20 @@ def comm_calls(trace: RankTrace, steps: Steps) -> CommCalls:
         issued=issued[order],
         **{name: np.concatenate(parts)[order] for name, parts in columns.items()},
         unlinked=_by_name(trace, unlinked[steps.of_gpu[unlinked] != NONE]),
-        without_args=without_args,
+        without_args=int((inside == NONE).sum()),
     )
 
 
-def _leaves(trace: RankTrace) -> Ints:
+def _leaves(trace: RankTrace, known: Ints) -> Ints:
     """Return the calls that send something and contain no other: NCCL's barrier does."""
     comms = trace.comms
     is_outer = np.zeros(comms.start.size, bool)
-    for thread in np.unique(comms.thread):
-        rows = np.flatnonzero(comms.thread == thread)
+    for thread in np.unique(comms.thread[known]):
+        rows = known[comms.thread[known] == thread]
         parent = parents(comms.start[rows], comms.end[rows])
         is_outer[rows[parent[parent != NONE]]] = True
-    rows = sends(trace)
-    return rows[~is_outer[rows]]
-
-
-def _places(trace: RankTrace, rows: Ints) -> Ints:
-    """Return for each row of comms, and last for NONE, its place among `rows`, or NONE."""
-    places = np.full(trace.comms.start.size + 1, NONE, np.int64)
-    places[rows] = np.arange(rows.size)
-    return places
+    rows = np.intersect1d(sends(trace), known)
+    return np.asarray(rows[~is_outer[rows]])
 
 
 def _steps_of(steps: Steps, times: Ints) -> Ints:

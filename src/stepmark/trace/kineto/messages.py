@@ -148,6 +148,7 @@ def kind_of(args: CommArgs, members: Sequence[int], phase: str) -> MessageKind |
     if name in ALL_TO_ALL:
         splits = (args.in_splits, args.out_splits)
         is_uneven = any(len(set(sizes)) > 1 for sizes in splits)
+        is_uneven |= args.in_elements != args.out_elements
         is_cut = name == Collective.ALL_TO_ALL_V and not any(splits)
         name = ALL_TO_ALL[is_uneven or is_cut]
     call_bytes, message_bytes = sized(
