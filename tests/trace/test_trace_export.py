@@ -204,3 +204,11 @@ def test_the_window_of_a_trimmed_trace_starts_where_the_step_before_ended(
     assert (windows.start[1], windows.end[1]) == (34000, 45000)
     trimmed = gpu_windows(again, links.steps(again))
     assert (trimmed.start.tolist(), trimmed.end.tolist()) == ([34000], [45000])
+
+
+def test_types_of_columns_do_not_depend_on_the_rank() -> None:
+    def types(name: str) -> dict[str, dict[str, str]]:
+        trace = read_trace(DATA / name)
+        return {table.name: dict(table.types) for table in export.tables(trace, 0, options())}
+
+    assert types("triton/triton.json.gz") == types("a100-nccl/rank0.json.gz")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _STEP = "ProfilerStep#"
 _ROWS = 1 << 16  # of a piece of a table
+_WHOLE = ("device", "in_elements", "out_elements", "group_size")  # numbers that are looked up
 
 
 class _CopiedEvent(Event, gc=False):
@@ -188,7 +189,10 @@ def tables(trace: RankTrace, rank: int, inputs: TraceInputs) -> Iterator[Exporte
             rows = np.flatnonzero(np.isin(step, chosen))
         yield ExportedTable(
             name=name,
-            types={key: _sql_type(texts) for key, (_, texts) in columns.items()},
+            types={
+                key: "BIGINT" if texts is None or key in _WHOLE else "VARCHAR"
+                for key, (_, texts) in columns.items()
+            },
             pieces=_pieces(list(columns.values()), rows),
         )
 
@@ -254,11 +258,6 @@ def _messages(trace: RankTrace, args: Ints, seq: Ints) -> dict[str, Column]:
 def _step_at(marked: Steps, places: Ints) -> Ints:
     step = np.searchsorted(marked.start, places, side="right") - 1
     return np.where((step >= 0) & (places < marked.end[step]), step, NONE)
-
-
-def _sql_type(texts: Sequence[object] | None) -> str:
-    is_text = texts is not None and any(isinstance(text, str) for text in texts)
-    return "VARCHAR" if is_text else "BIGINT"
 
 
 def _pieces(columns: Sequence[Column], rows: Ints) -> Iterator[list[list[object]]]:
