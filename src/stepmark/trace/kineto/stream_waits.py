@@ -25,7 +25,8 @@ def told_to_wait(trace: RankTrace, call: Ints) -> Flags:
     """Return whether the host made a stream wait between an event's launch and the one before.
 
     call: of each GPU event's launch. Where cuda_sync does not tell which stream had to wait,
-    it may have been any. All events are flagged in a trace without such calls.
+    it may have been any. Flagged are also events of graphs, whose waits no call makes, and all
+    events of a trace without such calls.
     """
     gpu, calls = trace.gpu, trace.calls
     told = np.ones(gpu.start.size, bool)
@@ -41,7 +42,8 @@ def told_to_wait(trace: RankTrace, call: Ints) -> Flags:
             times = np.sort(trace.syncs.start[syncs[trace.syncs.stream[syncs] == stream]])
         number = np.searchsorted(times, issued[rows])
         told[rows] = np.diff(number, prepend=0) > 0
-    return told
+    _, index, counts = np.unique(call, return_inverse=True, return_counts=True)
+    return told | (counts[index] > 1)
 
 
 def awaited(trace: RankTrace, call: Ints, rows: Ints) -> Ints:
