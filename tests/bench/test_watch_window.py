@@ -345,3 +345,33 @@ def test_a_forked_process_begins_anew(begin: Begin, tmp_path: Path) -> None:
     os.close(write)
     train(ALL, model, optimizers)
     assert marks(tmp_path) == STEPS
+
+
+def test_an_exit_in_the_profile_waits_only_so_long_for_the_gpu(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends in a profile crashes, and one whose collective hangs must end."""
+    window = begin()
+    train(LAST - 1, *job())
+    assert torch.autograd._profiler_enabled()
+    stepmark_window = sys.modules["stepmark_window"]
+    monkeypatch.setattr(stepmark_window, "_is_over", lambda end: False)
+    monkeypatch.setattr(stepmark_window, "_EXIT_S", 0.05)
+    synchronized = []
+    monkeypatch.setattr(window.profile._profiler, "stop", lambda: synchronized.append(1))
+    window.at_exit()
+    assert not torch.autograd._profiler_enabled()
+    assert synchronized == []
+    assert report(tmp_path)["reason"] == "the job ended after 6 steps; the profile needs 8"
+
+
+def test_a_gpu_that_fails_leaves_no_profile_behind(begin: Begin) -> None:
+    window = begin()
+    train(LAST - 1, *job())
+
+    def fail() -> None:
+        raise RuntimeError("device-side assert")
+
+    window.profile._profiler.stop = fail
+    window.at_exit()
+    assert not torch.autograd._profiler_enabled()

@@ -59,10 +59,18 @@ class StepProfile:
         if mark is not None:
             mark.__exit__(None, None, None)
 
-    def stop(self) -> None:
-        """End it, after its last step or before."""
+    def stop(self, *, waits: bool = True) -> None:
+        """End it, after its last step or before. A process that ends in a profile crashes.
+
+        waits: for the GPU, as torch does; work that never ends must not keep the process.
+        """
         self._leave_mark()
-        self._profiler.stop()
+        try:
+            if waits:
+                self._profiler.stop()
+        finally:
+            if torch.autograd._profiler_enabled():  # the GPU has failed, or is not waited for
+                torch.autograd._disable_profiler()
 
     def write(self, path: str) -> bool:
         """Write the trace. Return whether it has kernels."""

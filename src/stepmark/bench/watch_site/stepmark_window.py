@@ -37,6 +37,7 @@ _WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 _DEFAULT_RANKS = 8
 _QUIET_STEPS = 64
 _MAX_ATTEMPTS = 3
+_EXIT_S = 10.0
 
 
 class Window:
@@ -85,9 +86,9 @@ class Window:
             self._unhook_exits()
             self.report["reason"] = f"watching failed: {error!r}"
             _say(self.report["reason"])
-            with contextlib.suppress(Exception):
-                self._write()
-                self._discard()
+            for action in (self._discard, self._write):
+                with contextlib.suppress(Exception):
+                    action()
         finally:
             self.is_acting = was_acting
 
@@ -199,10 +200,10 @@ class Window:
         if self.attempts == _MAX_ATTEMPTS:
             raise RuntimeError("the job's own profiler began in the profile, every time")
 
-    def _discard(self) -> None:
+    def _discard(self, *, waits: bool = True) -> None:
         profile, self.profile = self.profile, None
         if profile is not None:
-            profile.stop()
+            profile.stop(waits=waits)
 
     def _write_trace(self) -> None:
         began_s = time.perf_counter()
@@ -256,10 +257,8 @@ class Window:
         if self.is_done or self.pid != os.getpid() or (is_helper and not self.path):
             return
         with self.guarded():
-            if (
-                not torch.cuda.is_initialized()
-            ):  # else it would wait for a collective that hangs
-                self._discard()
+            if self.profile is not None:
+                self._discard(waits=_wait(_now()))
             if not self.path:
                 rank, host = _number(_RANK, 0), socket.gethostname()
                 self.report |= {"rank": rank, "host": host, "pid": self.pid}
@@ -301,6 +300,14 @@ def _now() -> Any:
 
 def _is_over(time_or_event: Any) -> bool:
     return isinstance(time_or_event, float) or bool(time_or_event.query())
+
+
+def _wait(end: Any) -> bool:
+    """Wait until a time is over. After 10 s return False: a collective may hang before it."""
+    limit_s = time.monotonic() + _EXIT_S
+    while not _is_over(end) and time.monotonic() < limit_s:
+        time.sleep(0.01)
+    return _is_over(end)
 
 
 def _seconds(begin: Any, end: Any) -> float | None:
