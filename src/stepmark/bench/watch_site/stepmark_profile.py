@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.autograd.profiler
 import torch.profiler
+from torch._C._autograd import _disable_profiler, _profiler_enabled
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 _CHUNK = 1 << 20
@@ -69,8 +70,8 @@ class StepProfile:
             if waits:
                 self._profiler.stop()
         finally:
-            if torch.autograd._profiler_enabled():  # the GPU has failed, or is not waited for
-                torch.autograd._disable_profiler()
+            if _profiler_enabled():  # the GPU has failed, or is not waited for
+                _disable_profiler()
 
     def write(self, path: str) -> bool:
         """Write the trace. Return whether it has kernels."""
