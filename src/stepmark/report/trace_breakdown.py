@@ -28,9 +28,10 @@ DEFINITIONS = {
         "torch.distributed launched, or kernels of NCCL, RCCL and the like run, and no "
         "compute. exposed copies: other copies or memsets run, and neither of these. idle: "
         "nothing runs. The four add up to the step.",
-        "idle, by the event that ends it: host-bound until its launch call returned; kernel "
-        "gap where it then started within 100 us; unknown where it started later (it waited "
-        "for an event, or work is missing), or its launch is not in the trace.",
+        "idle, by the event that ends it: host-bound until its launch call returned (and of "
+        "that, while the call ran: much where a job has many short kernels); kernel gap where "
+        "it then started within 100 us; unknown where it started later (it waited for an "
+        "event, or work is missing), or its launch is not in the trace.",
         "waiting for other ranks: what a kernel of a collective takes longer than the "
         "shortest one of the same call on any rank, from its start on. others wait for it: "
         "summed over the other ranks, in calls in which this rank's kernel is the shortest. "
@@ -93,6 +94,7 @@ STEP_COLUMNS: tuple[Column[_RankStep], ...] = (
     Column("exposed_copies_ns", _of("exposed_memory_ns"), COUNT, "exposed copies", SHOWN),
     Column("idle_ns", _of("idle_ns"), COUNT, "idle", SHOWN),
     Column("host_bound_ns", _of("idle", "host_bound_ns"), COUNT, "host-bound", SHOWN),
+    Column("launch_bound_ns", _of("idle", "launch_bound_ns"), COUNT),
     Column("kernel_gap_ns", _of("idle", "kernel_gap_ns"), COUNT, "kernel gaps", SHOWN),
     Column("unknown_idle_ns", _of("idle", "unknown_ns"), COUNT, "unknown", SHOWN),
     Column("comm_ns", _of("comm_ns"), COUNT, "all comm", SHOWN),
@@ -116,6 +118,7 @@ _PARTS = {
     "  exposed copies": "exposed_copies_ns",
     "  idle": "idle_ns",
     "    host-bound": "host_bound_ns",
+    "      during the launch call": "launch_bound_ns",
     "    kernel gaps": "kernel_gap_ns",
     "    unknown": "unknown_idle_ns",
     "all communication": "comm_ns",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepmark.core.trace_breakdown import IdleTimes
-from stepmark.core.trace_columns import GpuKind, RankTrace
+from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
 from stepmark.trace.kineto.intervals import Intervals, common, union, without
 from stepmark.trace.kineto.windows import Windows
 
@@ -33,32 +33,41 @@ def idle_times(
     gaps = common(tiles, without(union(windows.start, windows.end), busy))
     window = np.searchsorted(windows.end, gaps.end, side="left")
     # Of the events that start at the end of a gap, the one that was launched first.
-    starts, first = np.unique(trace.gpu.start[rows], return_index=True)
-    ready = np.append(np.minimum.reduceat(_launched_at(trace, rows, call), first), _NEVER)
+    begun, ready = _launched(trace, rows, call)
+    order = np.lexsort((begun, ready, trace.gpu.start[rows]))
+    starts, first = np.unique(trace.gpu.start[rows][order], return_index=True)
     place = np.searchsorted(starts, gaps.end)
     is_event = np.append(starts, 0)[place] == gaps.end
-    launched = np.where(is_event, ready[place], _NEVER)
+    chosen = np.append(order[first], NONE)[place]
+    launched = np.where(is_event, ready[chosen], _NEVER)
     is_known = launched != _NEVER
     length = gaps.end - gaps.start
     host = np.where(is_known, np.clip(launched - gaps.start, 0, length), 0)
+    in_call = np.minimum(host, gaps.start + host - np.minimum(begun[chosen], gaps.start + host))
     rest = length - host
     is_kernel_gap = is_known & (rest <= MAX_KERNEL_GAP_NS)
-    sums = np.zeros((3, windows.start.size), np.int64)
-    np.add.at(sums[0], window, host)
-    np.add.at(sums[1], window, np.where(is_kernel_gap, rest, 0))
-    np.add.at(sums[2], window, np.where(is_kernel_gap, 0, rest))
+    parts = (host, in_call, np.where(is_kernel_gap, rest, 0), np.where(is_kernel_gap, 0, rest))
+    sums = np.zeros((len(parts), windows.start.size), np.int64)
+    for total, part in zip(sums, parts, strict=True):
+        np.add.at(total, window, part)
     return [
-        IdleTimes(host_bound_ns=host_ns, kernel_gap_ns=gap_ns, unknown_ns=unknown_ns)
-        for host_ns, gap_ns, unknown_ns in sums.T.tolist()
+        IdleTimes(
+            host_bound_ns=host_ns,
+            launch_bound_ns=call_ns,
+            kernel_gap_ns=gap_ns,
+            unknown_ns=unknown_ns,
+        )
+        for host_ns, call_ns, gap_ns, unknown_ns in sums.T.tolist()
     ]
 
 
-def _launched_at(trace: RankTrace, rows: Ints, call: Ints) -> Ints:
-    """Return when each event was launched: at the end of its call; _NEVER without one.
+def _launched(trace: RankTrace, rows: Ints, call: Ints) -> tuple[Ints, Ints]:
+    """Return when the launch of each event began and was done; _NEVER without one.
 
-    A copy that ended before its call did is waited for by that call, which is then no measure
-    of the launch: its start is.
+    It is done at the end of its call. A copy that ended before its call did is waited for by
+    that call, which is then no measure of the launch: its start is.
     """
-    launched = np.append(trace.calls.end, _NEVER)[call]
-    is_waited_for = (trace.gpu.kind[rows] != GpuKind.KERNEL) & (launched >= trace.gpu.end[rows])
-    return np.where(is_waited_for, np.append(trace.calls.start, _NEVER)[call], launched)
+    begun = np.append(trace.calls.start, _NEVER)[call]
+    done = np.append(trace.calls.end, _NEVER)[call]
+    is_waited_for = (trace.gpu.kind[rows] != GpuKind.KERNEL) & (done >= trace.gpu.end[rows])
+    return begun, np.where(is_waited_for, begun, done)
