@@ -216,6 +216,32 @@ def test_products_of_one_shape_are_taken_in_order_or_have_all_roles(
     )
 
 
+def test_weights_of_others_may_be_transposed(tmp_path: Path) -> None:
+    """x W has W's gradient x.T dy, whose shape is that of another linear layer's gradient."""
+    base = shapes().blocks["b"][0]
+    assert isinstance(base, ComputeOp)
+    sizes = {"mlp.down": (16, 48), "mlp.up": (48, 16)}
+    items = tuple(
+        replace(base, module=role, phase=Phase.WGRAD, op=replace(base.op, m=m, n=n, k=64))
+        for role, (m, n) in sizes.items()
+    )
+    workload = replace(shapes(), blocks={"b": items})
+    for marks, role in ((False, "mlp.down | mlp.up"), (True, "mlp.down")):
+        step = Step(rank=0, world_size=1)
+        step.step(0, 0, 1000)
+        if marks:
+            step.mark("data", 950, 1)
+        step.product(10, [[16, 64], [64, 48]])
+        table = measured_ops(read_trace(step.write(tmp_path)), workload=workload)
+        assert {key.role for key in table.keys} == {role}
+    step = Step(rank=0, world_size=1)
+    step.step(0, 0, 1000)
+    step.product(10, [[48, 64], [64, 16]])  # down as x W
+    step.product(30, [[16, 64], [64, 48]], kernel="second")
+    table = measured_ops(read_trace(step.write(tmp_path)), workload=workload)
+    assert {key.name: key.role for key in table.keys} == {"fwd": "mlp.down", "second": "mlp.up"}
+
+
 def test_a_product_counts_once(tmp_path: Path) -> None:
     """Its workspace is set by a memset before, and split products end with a sum."""
     step = Step(rank=0, world_size=1)

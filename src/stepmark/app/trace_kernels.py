@@ -215,7 +215,7 @@ def _wrong_counts(found: _Rank, workload: Workload, stage: int) -> Iterator[str]
     skipped |= {role for role, _ in found.products} - {"", *(role for role, _ in expected)}
     for key in dict.fromkeys((*expected, *found.products)):
         if found.products[key] != expected[key] and key not in unsure and key[0] not in skipped:
-            name = " ".join(filter(None, key)) or "an unknown role"
+            name = f"{key[0] or 'an unknown role'} {key[1]}"
             yield (
                 f"{found.products[key] / count:.4g} products of {name} per step, "
                 f"the workload has {expected[key] / count:.4g}"

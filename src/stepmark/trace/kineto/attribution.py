@@ -31,12 +31,16 @@ _COLLECTIVE = re.compile(r"^c10d::\w+_$|^_c10d_functional::(?!wait|_wrap)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """Columns by operation. place: of places; phase: of PHASES; product: row of products."""
+    """Columns by operation. place: of places; phase: of PHASES; product: row of products.
+
+    cause: operation of the forward pass whose gradient it computes, or NONE.
+    """
 
     place: Ints
     phase: Ints
     is_recomputed: Ints
     product: Ints
+    cause: Ints
     places: tuple[Place, ...]
     products: Ints  # rows, columns, contracted dimension
 
@@ -82,6 +86,7 @@ def attribute(host: HostOps, rows: Ints) -> Attribution:
         phase=phase[index],
         is_recomputed=is_recomputed.astype(np.int64)[index],
         product=product[index],
+        cause=np.where(is_known, host.inner_product[cause], NONE)[index],
         places=places,
         products=products,
     )

@@ -15,7 +15,7 @@ from stepmark.core.trace_columns import NONE, GpuKind, OpColumns, RankTrace
 from stepmark.core.trace_ops import COMM, COMPUTE, MEMORY, OpKey, OpTable
 from stepmark.core.workload import Workload
 from stepmark.trace.kineto.attribution import PHASES, Attribution, attribute, operation_of
-from stepmark.trace.kineto.host_ops import HostOps, distinct, nearest
+from stepmark.trace.kineto.host_ops import PHASE_MARKS, HostOps, distinct, nearest
 from stepmark.trace.kineto.links import Steps, gpu_comms, launches, steps
 from stepmark.trace.kineto.shapes import by_shape
 from stepmark.trace.kineto.windows import Windows, gpu_windows
@@ -66,8 +66,11 @@ def measured_ops(
     rank = trace.info.rank
     if workload is not None and (rank is not None or len(workload.stages) == 1):
         is_ordered = not any(name.startswith(_COMPILED) for name in trace.names)
+        is_own = any(name in PHASE_MARKS for name in trace.names)
         found, notes = by_shape(
-            found, work.op_row, work.step, workload, rank or 0, is_ordered=is_ordered
+            *(found, work.op_row, work.step, workload, rank or 0),
+            is_ordered=is_ordered,
+            is_own=is_own,
         )
     if by_graph := _launched_by_graphs(trace, work):
         text = (

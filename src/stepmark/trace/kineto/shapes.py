@@ -33,28 +33,34 @@ def by_shape(
     rank: int,
     *,
     is_ordered: bool,
+    is_own: bool,
 ) -> tuple[Attribution, tuple[str, ...]]:
     """Return the attribution with roles of products by their shapes, and what did not match.
 
-    Products of one shape are taken in the order of the workload if is_ordered and there are as
+    A gradient has the role of its forward product. Others of one shape are taken in the order of the workload if is_ordered and there are as
     many; otherwise they have the roles of all operations of that shape. The order of compiled
-    graphs is their own.
+    graphs is their own. is_own: weights are known to lie as in nn.Linear; those of another
+    program may be transposed, and so their gradients.
     """
-    known = _products_of(workload, min(rank, workload.world_size - 1))
+    known = _products_of(workload, min(rank, workload.world_size - 1), is_own)
     coarse = [number for number, place in enumerate(found.places) if place.role in COARSE]
     rows, first, index = np.unique(op_row, return_index=True, return_inverse=True)
     is_open = (rows != NONE) & (found.product[first] != NONE) & (step[first] != NONE)
     is_open &= np.isin(found.place[first], coarse)
-    groups: dict[tuple[int, int, int | None, str], list[int]] = defaultdict(list)
+    keys = [_key(shape, is_own) for shape in found.products.tolist()]
+    opened = set(rows[is_open].tolist())
+    groups: dict[tuple[int, Shape, int | None, str], list[int]] = defaultdict(list)
     for number in np.flatnonzero(is_open).tolist():
         row = first[number]
+        if found.cause[row] in opened:
+            continue
         phase, layer = PHASES[found.phase[row]], found.places[found.place[row]].layer
         when = _pass(phase, bool(found.is_recomputed[row])) if phase else ""
-        groups[int(step[row]), int(found.product[row]), layer, when].append(number)
+        groups[int(step[row]), keys[found.product[row]], layer, when].append(number)
     places = {place: number for number, place in enumerate(found.places)}
     place, phases, unmatched = found.place[first], found.phase[first], 0
-    for (_, product, layer, when), numbers in groups.items():
-        candidates = _candidates(known, found.products[product].tolist(), layer, when)
+    for (_, shape, layer, when), numbers in groups.items():
+        candidates = _candidates(known, shape, layer, when)
         unmatched += len(numbers) * (not candidates)
         if candidates and not (is_ordered and len(candidates) == len(numbers)):
             candidates = [_merged(candidates)] * len(numbers)
@@ -63,6 +69,9 @@ def by_shape(
             new = Place(role, old.module, old.layer if its_layer is None else its_layer)
             place[number] = places.setdefault(new, len(places))
             phases[number] = PHASES.index(phase) if phase else phases[number]
+    cause = np.searchsorted(rows, found.cause[first])
+    inherits = np.flatnonzero(is_open & np.isin(found.cause[first], rows[is_open]))
+    place[inherits] = place[cause[inherits]]
     is_named = is_open[index]
     found = replace(
         found,
@@ -74,7 +83,7 @@ def by_shape(
     return found, (text,) * bool(unmatched)
 
 
-def _products_of(workload: Workload, rank: int) -> Known:
+def _products_of(workload: Workload, rank: int, is_own: bool) -> Known:
     """Return a rank's products by pass and shape, in the order in which they run."""
     known: Known = {"fwd": defaultdict(list), "bwd": defaultdict(list)}
     for op in workload.expand(workload.stage_of(rank)):
@@ -88,7 +97,7 @@ def _products_of(workload: Workload, rank: int) -> Known:
         else:
             continue
         candidate = (op.module, op.layer, str(op.phase))
-        known[_pass(op.phase, op.recompute)][shape].append(candidate)
+        known[_pass(op.phase, op.recompute)][_key(shape, is_own)].append(candidate)
     return known
 
 
@@ -96,22 +105,24 @@ def _pass(phase: str, is_recomputed: bool) -> str:
     return "bwd" if is_recomputed or phase in _BACKWARD else "fwd"
 
 
-def _candidates(
-    known: Known, shape: Sequence[int], layer: int | None, when: str
-) -> list[Candidate]:
+def _key(shape: Sequence[int], is_own: bool) -> Shape:
+    m, n, k = shape
+    return (m, n, k) if is_own else (min(m, n), max(m, n), k)
+
+
+def _candidates(known: Known, shape: Shape, layer: int | None, when: str) -> list[Candidate]:
     """Return the operations of this shape, or of its transpose where none has the shape."""
     m, n, k = shape
-    for wanted in ((m, n, k), (n, m, k)):
-        found = [
+    found: list[Candidate] = []
+    for wanted in dict.fromkeys(((m, n, k), (n, m, k))):
+        found = found or [
             candidate
             for name, products in known.items()
             if when in ("", name)
             for candidate in products.get(wanted, ())
             if layer in (None, candidate[1])
         ]
-        if found:
-            return found
-    return []
+    return found
 
 
 def _merged(candidates: Sequence[Candidate]) -> Candidate:
