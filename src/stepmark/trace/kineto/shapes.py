@@ -37,10 +37,11 @@ def by_shape(
 ) -> tuple[Attribution, tuple[str, ...]]:
     """Return the attribution with roles of products by their shapes, and what did not match.
 
-    A gradient has the role of its forward product. Others of one shape are taken in the order of the workload if is_ordered and there are as
-    many; otherwise they have the roles of all operations of that shape. The order of compiled
-    graphs is their own. is_own: weights are known to lie as in nn.Linear; those of another
-    program may be transposed, and so their gradients.
+    A gradient has the role of its forward product. Others of one shape are taken in the order
+    of the workload if is_ordered and there are as many; otherwise they have the roles of all
+    operations of that shape. The order of compiled graphs is their own. is_own: weights are
+    known to lie as in nn.Linear; those of another program may be transposed, and so their
+    gradients.
     """
     known = _products_of(workload, min(rank, workload.world_size - 1), is_own)
     coarse = [number for number, place in enumerate(found.places) if place.role in COARSE]
