@@ -23,6 +23,9 @@ def test_text_and_json_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {row["step"] for row in document["categories"]} == {6}
     for table in ("categories", "names"):
         assert sum(row["time_ns"] for row in document[table]) == 100891910
+    (path,) = document["paths"]
+    assert path["end_ns"] - path["start_ns"] == 100891910
+    assert (path["rank"], path["absent_ranks"]) == (7, [1, 2, 3, 4, 5, 6])
     spans = [row["end_ns"] - row["start_ns"] for row in document["segments"]]
     assert sum(spans) == 100891910
 

@@ -1,5 +1,6 @@
 """Critical paths of steps as rows, in ns, and as text, in ms."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -36,11 +37,24 @@ _TITLES = {
 }
 _MOST_NAMES = 6
 _NAME = 72
+_WIDTH = 100
 
 
 def tables(paths: Sequence[Path]) -> dict[str, list[Row]]:
-    """Return rows by category, by name, and all segments."""
+    """Return a row per path, rows by category and by name, and all segments."""
     return {
+        "paths": [
+            {
+                "step": path.step,
+                "rank": path.rank,
+                "start_ns": path.window[0],
+                "end_ns": path.window[1],
+                "maybe_waiting_ns": path.unmatched,
+                "absent_ranks": path.absent,
+                "ranks_without_clock": path.without_clocks,
+            }
+            for path in paths
+        ],
         "categories": [row for path in paths for row in _categories(path)],
         "names": [row for path in paths for row in _names(path)],
         "segments": [
@@ -67,8 +81,6 @@ def _categories(path: Path) -> Iterator[Row]:
         if time:
             yield {
                 "step": path.step,
-                "rank": path.rank,
-                "window_ns": window,
                 "category": category,
                 "time_ns": time,
                 "share_pct": 100 * time / window,
@@ -124,7 +136,8 @@ def lines(paths: Sequence[Path]) -> Iterator[str]:
         yield from aligned(cells, [False, True, True, True])
         yield from _remarks(path)
         yield ""
-    yield from DEFINITIONS
+    for definition in DEFINITIONS:
+        yield from textwrap.wrap(definition, _WIDTH)
 
 
 def _remarks(path: Path) -> Iterator[str]:
