@@ -38,6 +38,7 @@ _DEFAULT_RANKS = 8
 _QUIET_STEPS = 64
 _MAX_ATTEMPTS = 3
 _EXIT_S = 10.0
+_MAX_CHARACTERS = 200
 
 
 class Window:
@@ -84,7 +85,7 @@ class Window:
         except Exception as error:  # noqa: BLE001, the job goes on whatever happens here
             self.is_done = True
             self._unhook_exits()
-            self.report["reason"] = f"watching failed: {error!r}"
+            self.report["reason"] = f"watching failed: {error!r}"[:_MAX_CHARACTERS]
             _say(self.report["reason"])
             for action in (self._discard, self._write):
                 with contextlib.suppress(Exception):
@@ -299,7 +300,10 @@ def _now() -> Any:
 
 
 def _is_over(time_or_event: Any) -> bool:
-    return isinstance(time_or_event, float) or bool(time_or_event.query())
+    try:
+        return isinstance(time_or_event, float) or bool(time_or_event.query())
+    except RuntimeError:  # the GPU has failed
+        return False
 
 
 def _wait(end: Any) -> bool:
