@@ -19,7 +19,7 @@ def test_a_profiled_run_is_broken_down(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     steps = json.loads(done.stdout)["steps"]
     assert [(row["rank"], row["step"]) for row in steps] == [
-        (rank, step) for rank in (0, 1) for step in (0, 1, 2)
+        (rank, step) for rank in (0, 1) for step in (1, 2, 3)
     ]
     (rows,) = json.loads((tmp_path / "train.json").read_text()).values()
     measured = 1e9 * next(row["time_s"] for row in rows if row["rank"] is None)

@@ -130,11 +130,30 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
     return [
         f"profiled step {profiled * 1e3:.1f} ms, unprofiled {unprofiled * 1e3:.1f} ms "
         f"({profiled / unprofiled - 1:+.1%})",
+        *_without_profiler(times, unprofiled),
         *("", *trace_breakdown.summary(times), ""),
         *trace_kernels.header(ranks),
         *trace_kernels.lines(ranks, "role", most=24),
         *(f"note: {note}" for note in (*notes, *_notes(traces, workload))),
     ]
+
+
+def _without_profiler(
+    times: Sequence[tuple[int, RankTimes]], unprofiled_s: float
+) -> Iterator[str]:
+    """Yield what work of the GPU leaves of the unprofiled step: the profiler slows the host."""
+    work = [
+        summarize([(s.compute_ns + s.exposed_memory_ns) * 1e-9 for s in rank.steps]).median
+        for _, rank in times
+        if rank.steps and rank.steps[0].device is not None
+    ]
+    if work and max(work) < unprofiled_s:
+        rest_s = unprofiled_s - max(work)
+        yield (
+            f"compute and copies take {max(work) * 1e3:.1f} ms: {rest_s * 1e3:.1f} ms "
+            f"({rest_s / unprofiled_s:.1%}) of the unprofiled step are left for exposed "
+            "communication and idle time; what is more below is the profiler's"
+        )
 
 
 def _reduce(
