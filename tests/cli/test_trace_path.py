@@ -30,6 +30,11 @@ def test_text_and_json_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert sum(spans) == 100891910
 
 
+def test_a_trace_without_steps_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(["trace", "critical-path", str(DATA / "hip-graph")]) == 0
+    assert capsys.readouterr().out.startswith("whole trace, rank 0: 473.750 ms")
+
+
 def test_a_trace_without_gpu_events_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert status(["trace", "critical-path", str(DATA / "cpu-only")]) == 2
     assert "traces with GPU events" in capsys.readouterr().err

@@ -19,7 +19,7 @@ def run(options: CriticalPathOptions) -> int:
     traces = map_traces(options, partial(_reduce, options))
     if traces is None:
         return 0
-    steps: dict[int, dict[int, StepWork]] = {}
+    steps: dict[int | None, dict[int, StepWork]] = {}
     for result in traces.results:
         for work in result.value:
             steps.setdefault(work.step, {})[result.info.rank or 0] = work
@@ -30,7 +30,7 @@ def run(options: CriticalPathOptions) -> int:
     if options.steps is None:  # the middle steps of the ranks may differ
         step = max(steps, key=lambda step: len(steps[step]))
         steps = {step: steps[step]}
-    paths = [critical_path(works) for _, works in sorted(steps.items())]
+    paths = [critical_path(steps[step]) for step in sorted(steps, key=lambda step: step or 0)]
     tables = report.tables(paths)
     if options.json:
         document = {"notes": traces.notes, "definitions": report.DEFINITIONS}

@@ -102,7 +102,7 @@ def _workload(
             )
             raise ConfigError("trace", f"{len(programs)} ranks", allowed)
         absent = ranks_text(set(range(world)) - programs.keys())
-        notes.append(f"{absent}: no trace; the program is that of rank {first}")
+        notes.append(f"{absent}: no trace is read; the program is that of rank {first}")
     ranks: list[Sequence[Operation]] = []
     start = 0
     while start < world:

@@ -22,7 +22,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """The path of one step, in ascending order, on the rank that ends last.
+    """The path of one step (None: of a trace without steps), on the rank that ends last.
 
     at_least: how long the step would take at least, ns, if all of a category took no time:
     the longest that remains of this path or of one stream. without_clocks: ranks whose clocks
@@ -30,7 +30,7 @@ class Path:
     kernels of communication that cannot be compared over ranks, and so may be waiting.
     """
 
-    step: int
+    step: int | None
     rank: int
     window: tuple[int, int]
     segments: tuple[Segment, ...]

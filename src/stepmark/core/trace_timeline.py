@@ -23,7 +23,7 @@ class Bar(NamedTuple):
 class Timeline:
     """The window of a step on one rank. joined_ns: shorter pauses are inside bars."""
 
-    step: int
+    step: int | None  # None: the trace has no marks of steps
     start: int
     end: int
     joined_ns: int

@@ -108,7 +108,7 @@ def _timeline(timelines: Mapping[int, Timeline]) -> Iterator[Drawn]:
     )
     figure.update_layout(barmode="overlay")
     joined = max(each.joined_ns for each in shown.values()) / 1e3
-    steps = sorted({each.step for each in shown.values()})
+    steps = dict.fromkeys(each.step for each in shown.values())
     notes = [
         f"Events with pauses below {joined:.3g} us between them are one bar, in the colour of "
         "the group that takes most of it. Times are those of each rank's clock."
@@ -118,7 +118,7 @@ def _timeline(timelines: Mapping[int, Timeline]) -> Iterator[Drawn]:
     if left_out:
         time = sum(bar.end - bar.start for _, bar in left_out) / 1e6
         notes.append(f"{len(left_out)} bars of together {time:.3f} ms are too short to draw.")
-    title = f"Streams in step {', '.join(map(str, steps))}"
+    title = "Streams" if None in steps else f"Streams in step {', '.join(map(str, steps))}"
     yield title, " ".join(notes), styled(figure, height=150 + 26 * len(lanes))
 
 

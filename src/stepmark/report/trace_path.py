@@ -116,7 +116,8 @@ def lines(paths: Sequence[Path]) -> Iterator[str]:
     """Yield the text of the paths."""
     for path in paths:
         window = path.window[1] - path.window[0]
-        yield f"step {path.step}, rank {path.rank}: {_ms(window)} ms, of which"
+        step = "whole trace" if path.step is None else f"step {path.step}"
+        yield f"{step}, rank {path.rank}: {_ms(window)} ms, of which"
         cells = [["", "ms", "%", "step >= ms"]]
         names = list(_names(path))
         rows = list(_categories(path))

@@ -73,7 +73,7 @@ class StepWork:
     `labels`, the group and sizes of a message, or NONE.
     """
 
-    step: int
+    step: int | None  # None: the trace has no marks of steps
     window: tuple[int, int]
     start: Ints
     end: Ints
@@ -149,7 +149,7 @@ class _Work:
         instance, instances = self._instances(rows, step)
         args = np.where(kind == COMMUNICATION, self.args[rows], NONE)
         return StepWork(
-            step=self.marked.numbers[step],
+            step=self.marked.numbers[step] if self.marked.is_marked else None,
             window=window,
             start=gpu.start[rows],
             end=gpu.end[rows],

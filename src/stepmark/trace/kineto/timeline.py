@@ -61,7 +61,11 @@ def timeline(trace: RankTrace, inputs: TraceInputs) -> Timeline | None:
             )
         )
     return Timeline(
-        step=marked.numbers[row], start=start, end=end, joined_ns=joined, bars=tuple(bars)
+        step=marked.numbers[row] if marked.is_marked else None,
+        start=start,
+        end=end,
+        joined_ns=joined,
+        bars=tuple(bars),
     )
 
 
