@@ -20,7 +20,8 @@ def environment() -> dict[str, str]:
     kept = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    return kept | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    return kept | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
 def command(*arguments: str) -> list[str]:

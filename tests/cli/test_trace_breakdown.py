@@ -27,8 +27,8 @@ def test_a_profiled_run_is_broken_down(tmp_path: Path) -> None:
         parts = row["compute_ns"] + row["exposed_comm_ns"] + row["idle_ns"]
         assert parts == row["window_ns"]
         assert row["compute_ns"] > 0 < row["comm_ns"]
-        # The profiler slows a step down, by a few times where its operators are tiny.
-        assert 0.5 < row["window_ns"] / measured < 20
+    # The profiler slows a step down, by a few times where its operators are tiny.
+    assert 0.5 < min(row["window_ns"] for row in steps) / measured < 20
 
 
 def test_processes_of_a_launcher_share_the_traces(tmp_path: Path) -> None:
