@@ -220,17 +220,22 @@ def test_what_cannot_be_known_is_refused(tmp_path: Path) -> None:
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "step.json"
-    words = ["trace", "to-workload", str(DATA / "fsdp8"), "--jobs", "1"]
-    assert status([*words, "--out", str(file)]) == 0
-    assert json.loads(file.read_text())["settings"]["step"] in (5, 6)
-    assert status(["workload", "show", str(file)]) == 0
-    text = capsys.readouterr().out
-    assert "8 ranks" in text
-    assert "reduce_scatter" in text
-    folder = tmp_path / "chakra"
-    words = ["trace", "convert", str(DATA / "fsdp8"), "--to", "chakra", "--jobs", "1"]
-    assert status([*words, "--out", str(folder)]) == 0
-    assert len(list(folder.glob("workload.*.et"))) == 8
-    assert status(["workload", "show", str(folder)]) == 0
-    assert "reduce_scatter" in capsys.readouterr().out
+    (tmp_path / "traces").mkdir()
+    for rank in range(2):
+        script = Script(rank, 2)
+        script.step(0, 50)
+        script.kernel("a", 1, (10, 20))
+        script.all_reduce(4, (22, 30))
+        script.write(tmp_path / "traces")
+    file, folder = tmp_path / "step.json", tmp_path / "chakra"
+    traces = [str(tmp_path / "traces"), "--jobs", "1"]
+    assert status(["trace", "to-workload", *traces, "--out", str(file)]) == 0
+    assert json.loads(file.read_text())["settings"]["step"] == 1
+    assert status(["trace", "convert", *traces, "--to", "chakra", "--out", str(folder)]) == 0
+    assert {each.name for each in folder.glob("*.et")} == {"workload.0.et", "workload.1.et"}
+    for workload in (file, folder):
+        capsys.readouterr()
+        assert status(["workload", "show", str(workload)]) == 0
+        text = capsys.readouterr().out
+        assert "2 ranks" in text
+        assert "all_reduce" in text
