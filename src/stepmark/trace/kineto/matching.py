@@ -272,9 +272,10 @@ def _time(
         call.transfer = shortest
     if not calls[0].kind.is_synchronizing or len(calls) < 2:
         return
-    last = result.ranks[calls[known.index(shortest)].rank]
-    last.last += 1
-    last.caused += sum(known) - shortest * len(known)
+    if known.count(shortest) == 1:
+        last = result.ranks[calls[known.index(shortest)].rank]
+        last.last += 1
+        last.caused += sum(known) - shortest * len(known)
     starts, ends = [call.start for call in calls], [call.end for call in calls]
     for call in calls:
         result.ranks[call.rank].early += max(starts) - call.start
