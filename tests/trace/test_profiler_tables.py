@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from stepmark.app.log_sources import collect
 from stepmark.app.profiler_tables import looks_like_profiler_table, read_tables, run_table
 from stepmark.core.errors import ConfigError
 from stepmark.core.profiler_table import DEVICE_WORK, ProfilerTable, RowKind
@@ -49,8 +50,7 @@ def rules(table: ProfilerTable) -> Counter[str]:
 def test_gpt_j_is_communication_bound(slides: list[ProfilerTable]) -> None:
     table = slides[0]
     answer = table.communication
-    assert answer is not None
-    assert (len(table.rows), table.device, table.sorted_by) == (20, "CUDA", ("device",))
+    assert (len(table.rows), table.columns["self_device"]) == (20, "Self CUDA")
     assert answer.bound is True
     # 6478.273 s of record_param_comms less 6465.912 s of markers, each printed to 1 ms.
     assert answer.low_ns == pytest.approx(12.360e9, abs=1e3)
@@ -59,19 +59,18 @@ def test_gpt_j_is_communication_bound(slides: list[ProfilerTable]) -> None:
     assert 14.5e9 < (answer.device_high_ns or 0) < 14.6e9
     assert answer.high_ns == answer.device_high_ns
     assert answer.share_low == pytest.approx(0.848, abs=0.001)
-    assert (answer.steps, answer.steps_ns) == (2, 14.228e9)
-    assert answer.largest.startswith("c10d::reduce_ has 662 of the 686 calls shown, and 63%")
+    assert answer.reasons[2].startswith("at least 10.14 s of it is beside no other kernel")
 
 
 def test_big_bird_is_not_communication_bound(slides: list[ProfilerTable]) -> None:
     answer = slides[1].communication
-    assert answer is not None
     assert answer.bound is False
     assert answer.low_ns == 0
     assert answer.high_ns == pytest.approx(316.4665 * MS)  # the last row, plus its rounding
     assert answer.share_high == pytest.approx(0.0799, abs=0.0001)
     assert any("down to 316.466ms" in reason for reason in answer.reasons)
     assert any("leaves at most 754.4 ms" in reason for reason in answer.reasons)
+    assert "save at most 8.2% of the steps, which take 3.845 s" in answer.reasons[-1]
 
 
 def test_impossible_figures_of_gpt_j(slides: list[ProfilerTable]) -> None:
@@ -97,37 +96,31 @@ def test_perftools_of_the_slides(slides: list[ProfilerTable]) -> None:
     by_function, by_size = slides[2:]
     rows = {row.name: row for row in by_function.rows}
     assert len(by_function.rows) == 12
-    assert rows["python.train"].words == {}
-    assert rows["python.Tensor.backward"].words["source"].endswith("_tensor.py line.428")
-    assert rows["examples/distributed/FSDP/T5_training.py"].words["source"] == "line.148"
-    assert rows["python.to"].words["source"].endswith("modeling_utils.py line.2576")
+    assert rows["examples/distributed/FSDP/T5_training.py"].value("events") == 1181
+    assert rows["python.to"].value("events") == 15  # named on the line below
     # One empty cell too many.
     assert rows["python.validation"].value("acc_time") == 39.16e9
     assert rows["python.validation"].value("events") == 213_526
-    assert by_function.rows[4].level == 3  # "3.6.9%" is a bar that became a point
+    assert by_function.rows[4].value("time_pct") == 6.9  # "3.6.9%": a bar became a point
     (flag,) = by_function.flags
     assert (flag.rule, flag.row, flag.printed) == ("percent", "python.train", "295.79")
-    assert by_function.communication is not None
     assert by_function.communication.bound is None
     assert by_function.communication.share_low == pytest.approx(0.1776, abs=1e-4)
 
     total, train = by_size.rows[:2]
     assert total.value("copy_in") == 854.88 * 2**20
-    assert [total.value(f"copy_in_{edge}") for edge in (0, 16, 256, 4096, 2**20, 2**24)] == [
-        *(58, 0, 80, 448, 192, 1)
-    ]
-    assert (total.value("copy_out_0"), total.value("copy_peer_1048576")) == (6121.2, 25)
-    assert (train.value("copy_out_0"), train.value("events")) == (6000, 1_286_371)
+    edges = ("0", "16", "256", "4KiB", "1MiB", "16MiB")
+    assert [total.value(f"HtoA_{edge}") for edge in edges] == [58, 0, 80, 448, 192, 1]
+    assert (total.value("AtoH_0"), total.value("AtoA_1MiB")) == (6121.2, 25)
+    assert (train.value("AtoH_0"), train.value("events")) == (6000, 1_286_371)
     assert by_size.flags == ()
 
 
 def test_perftools_checks_find_wrong_figures(tmp_path: Path) -> None:
-    text = SLIDES.read_text().replace("\t850.31\t0.0\t0.0\t64.0", "\t190.31\t0.0\t0.0\t64.0")
-    text = text.replace("20.3%\t38.945723", "20.3%\t83.945723")
+    text = SLIDES.read_text().replace("20.3%\t38.945723", "20.3%\t83.945723")
     text = text.replace("\t4.57\t8.0\t0.0\t16.0\t448.0", "\t4.57\t8.0\t0.0\t16.0")
     by_size = read_tables(written(tmp_path, text))[3]
-    assert rules(by_size) == {"bins": 1, "percent": 1, DAMAGED: 1}
-    assert by_size.communication is not None
+    assert rules(by_size) == {"percent": 1, DAMAGED: 1}
     assert by_size.communication.low_ns is None
 
 
@@ -154,15 +147,12 @@ def test_perftools_with_bars(tmp_path: Path) -> None:
     (table,) = read_tables(written(tmp_path, BARS))
     assert list(table.columns) == [
         *("time_pct", "time", "acc_time_pct", "acc_time", "copy_in", "copy_out"),
-        *("copy_in_0", "copy_in_4096", "events"),
+        *("HtoA_0", "HtoA_4KiB", "events"),
     ]
-    assert [(row.level, row.name) for row in table.rows] == [
-        *((0, "Total"), (1, "main"), (2, "nccl.send"), (3, "line.20"))
-    ]
-    assert table.rows[0].value("copy_in_4096") == 100_000
+    assert [row.name for row in table.rows] == ["Total", "main", "nccl.send", "line.20"]
+    assert table.rows[0].value("HtoA_4KiB") == 100_000
     assert table.rows[2].value("copy_in") is None
     assert table.flags == ()
-    assert table.communication is not None
     assert table.communication.low_ns == pytest.approx(2e9, abs=6e6)
 
 
@@ -171,7 +161,7 @@ def test_tables_of_torch_agree_with_its_numbers(name: str) -> None:
     truth = truth_of(name)
     work = device_us(truth)
     for table in read_tables(DATA / f"{name}.txt.gz"):
-        assert not {DAMAGED, "cut"} & rules(table).keys()
+        assert DAMAGED not in rules(table)
         assert table.totals["self_device"].value == pytest.approx(work * 1e3, abs=500)
         waiting = Counter(
             (str(event["name"])[:20], event["count"], round(float(str(event["self_dev"])), 3))
@@ -197,7 +187,6 @@ def test_communication_of_real_jobs_lies_within_the_bounds() -> None:
         device_ns = device_us(truth_of(name)) * 1e3
         for table in read_tables(DATA / f"{name}.txt.gz"):
             answer = table.communication
-            assert answer is not None
             assert answer.low_ns is not None
             assert answer.high_ns is not None
             assert answer.low_ns - 1 <= communication_us * 1e3 <= answer.high_ns + 1
@@ -205,7 +194,6 @@ def test_communication_of_real_jobs_lies_within_the_bounds() -> None:
             assert device_ns <= (answer.device_high_ns or 0) + 600
             assert answer.bound in (None, communication_us * 2e3 > device_ns)
     complete = read_tables(DATA / "h200-fsdp8.txt.gz")[2].communication
-    assert complete is not None
     assert complete.share_high == pytest.approx(0.557, abs=0.001)
 
 
@@ -216,9 +204,6 @@ def test_rows_of_a_complete_table_count_device_time_once() -> None:
     by_name = {row.name: row for row in table.rows}
     assert by_name["Optimizer.step#AdamW.step"].kind is RowKind.ANNOTATION
     assert by_name["Memcpy DtoD (Device -> Device)"].kind is RowKind.COPY
-    assert by_name["aten::addmm"].value("self_device_mem") == 192 * 2**20
-    assert by_name["aten::addmm"].words["shapes"].startswith("[[2048], [4096, 2048]")
-    assert by_name["aten::addmm"].value("flops") == 412316860.416
 
 
 def test_calls_of_the_runtime_are_flagged_in_todays_tables() -> None:
@@ -233,7 +218,7 @@ def test_calls_of_the_runtime_are_flagged_in_todays_tables() -> None:
 
 @pytest.mark.parametrize("unit", [None, "s", "ms"])
 def test_a_live_table(unit: str | None, tmp_path: Path) -> None:
-    """Memory, shapes, FLOPs and source stacks of a CPU run; torch exchanges the last two."""
+    """Columns that are not read, and source stacks on lines of their own."""
     torch = pytest.importorskip("torch")
     profiler = torch.profiler
     verbose = torch._C._profiler._ExperimentalConfig(verbose=True)
@@ -260,12 +245,8 @@ def test_a_live_table(unit: str | None, tmp_path: Path) -> None:
         assert row.value("calls") == event.count
         assert row.value("cpu") == pytest.approx(event.cpu_time_total * 1e3, abs=half)
         assert row.value("self_cpu") == pytest.approx(event.self_cpu_time_total * 1e3, abs=half)
-        assert row.value("cpu_mem") == pytest.approx(event.cpu_memory_usage, abs=6)
     total = sum(event.self_cpu_time_total for event in averages) * 1e3
     assert table.totals["self_cpu"].value == pytest.approx(total, abs=half)
-    products = [row for row in table.rows if row.name == "aten::mm"]
-    assert [row.value("flops") for row in products] != [None]
-    assert table.communication is not None
     assert table.communication.bound is None
 
 
@@ -275,7 +256,6 @@ def test_lost_rows_leave_no_answer(tmp_path: Path) -> None:
     lines[place - 3] = lines[place - 3][:40]
     table = read_tables(written(tmp_path, "\n".join(lines)))[1]
     assert rules(table)[DAMAGED] == 1
-    assert table.communication is not None
     assert (table.communication.bound, table.communication.high_ns) == (None, None)
 
 
@@ -285,7 +265,6 @@ def test_lost_rows_leave_no_answer(tmp_path: Path) -> None:
         ("\t944.254ms\t", "\t844.254ms\t", "average"),
         ("\t19.32%\t", "\t29.32%\t", "percent"),
         ("3.862ms\t1.19%\t80.099ms\t", "93.862ms\t1.19%\t80.099ms\t", "self-total"),
-        ("\t1.032s\t417.547us", "\t1.232s\t498.466us", "order"),
         ("\t1.117s\t451.718us", "\t9.117s\t3.686ms", "over-all"),
     ],
 )
@@ -307,8 +286,6 @@ def test_unlisted_rows_are_unbounded_in_an_unsorted_table(tmp_path: Path) -> Non
     lines[start : start + 19] = rows
     table = read_tables(written(tmp_path, "\n".join(lines)))[1]
     answer = table.communication
-    assert answer is not None
-    assert table.sorted_by == ()
     assert answer.high_ns == pytest.approx(754.4 * MS, abs=0.1 * MS)  # by the operators alone
 
 
@@ -316,9 +293,39 @@ def test_markers_that_are_not_shown_give_no_answer(tmp_path: Path) -> None:
     """Sorted by CPU time, a table of ROCm shows no marker row; its sum is still impossible."""
     lines = [line for line in SLIDES.read_text().split("\n") if not line.startswith("\tMarker")]
     answer = read_tables(written(tmp_path, "\n".join(lines)))[0].communication
-    assert answer is not None
     assert answer.bound is None
     assert "455 times the time of the host" in answer.reasons[0]
+
+
+XPU = """
+-----------------------  ----------  ----------  ----------  ----------  ----------  ----------
+                   Name    Self CPU   CPU total    Self XPU  Self XPU %   XPU total  # of Calls
+-----------------------  ----------  ----------  ----------  ----------  ----------  ----------
+               aten::mm     9.000ms     9.000ms     3.000ms      75.00%     3.000ms          10
+            gemm_kernel     0.000us     0.000us     3.000ms      75.00%     3.000ms          10
+  ccl_all_reduce_kernel     0.000us     0.000us     1.000ms      25.00%     1.000ms           2
+-----------------------  ----------  ----------  ----------  ----------  ----------  ----------
+Self CPU time total: 9.000ms
+Self XPU time total: 4.000ms
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "> "])
+def test_another_device_and_quotes(prefix: str, tmp_path: Path) -> None:
+    (table,) = read_tables(written(tmp_path, XPU.replace("\n", f"\n{prefix}")))
+    assert table.columns["self_device"] == "Self XPU"
+    assert table.totals["self_device"].value == 4 * MS
+    assert not table.flags
+    assert table.communication.high_ns == pytest.approx(1 * MS, abs=0.01 * MS)
+
+
+def test_annotations_of_the_user_are_no_kernels(tmp_path: Path) -> None:
+    annotation = XPU.split("\n")[5].replace("gemm_kernel", "eval (data)")
+    on_host = annotation.replace("0.000us", "1.000ms").replace("3.000ms", "0.000us")
+    text = XPU.replace("  ccl_all", f"{annotation}\n{on_host}\n  ccl_all")
+    (table,) = read_tables(written(tmp_path, text))
+    kinds = [row.kind for row in table.rows if row.name == "eval (data)"]
+    assert kinds == [RowKind.ANNOTATION, RowKind.OPERATOR]
 
 
 OLD = """
@@ -326,38 +333,35 @@ OLD = """
 Name          Self CPU total %  Self CPU total  CPU total %     CUDA total    Number of Calls
 ------------  ----------------  --------------  --------------  ------------  ---------------
 conv2d                  26.12%       224.779us          26.12%     281.568us                1
-_convolution            25.49%       219.349us          25.49%     276.480us                1
+add                     25.49%       219.349us          25.49%     276.480us                1
 ------------  ----------------  --------------  --------------  ------------  ---------------
 Self CPU time total: 860.565us
 CUDA time total: 1.091ms
 """
-QUOTED = """
-> -----------------------  ----------  ----------  ------------  ----------
->                     Name    Self XPU  Self XPU %     XPU total  # of Calls
-> -----------------------  ----------  ----------  ------------  ----------
->                aten::mm     3.000ms      75.00%       3.000ms          10
->             gemm_kernel     3.000ms      75.00%       3.000ms          10
->   ccl_all_reduce_kernel     1.000ms      25.00%       1.000ms           2
-> -----------------------  ----------  ----------  ------------  ----------
-> Self CPU time total: 9.000ms
-> Self XPU time total: 4.000ms
-"""
 
 
-def test_tables_of_old_torch_and_other_devices(tmp_path: Path) -> None:
-    (old,) = read_tables(written(tmp_path, OLD))
-    assert [row.value("self_cpu") for row in old.rows] == [224_779, 219_349]
-    assert [row.value("device") for row in old.rows] == [281_568, 276_480]
-    assert old.device == "CUDA"
-    assert DAMAGED not in rules(old)
-    (quoted,) = read_tables(written(tmp_path, QUOTED))
-    assert quoted.device == "XPU"
-    assert quoted.totals["self_device"].value == 4 * MS
-    assert not quoted.flags
-    # Without CPU times kernels and operators look alike, and each time stands twice.
-    for table in (old, quoted):
-        assert table.communication is not None
-        assert (table.communication.bound, table.communication.high_ns) == (None, None)
+@pytest.mark.parametrize(
+    "text",
+    [
+        OLD,
+        XPU.replace("--  --", "-----"),
+        "\n".join(XPU.split("\n")[2:]),
+        "only display top-level ops" + XPU,
+        XPU.replace("Self XPU time", "XPU time"),
+        XPU.replace("        10\n", "        1\n", 1),
+    ],
+    ids=["torch-1.7", "other-rule", "no-rule", "top-level", "no-sum", "cut-row"],
+)
+def test_layouts_that_are_not_read_are_said(text: str, tmp_path: Path) -> None:
+    (table,) = read_tables(written(tmp_path, text))
+    assert rules(table)[DAMAGED]
+    assert (table.communication.bound, table.communication.high_ns) == (None, None)
+
+
+def test_perftools_with_an_unknown_column_is_said(tmp_path: Path) -> None:
+    (table,) = read_tables(written(tmp_path, BARS.replace("Events", "Faults")))
+    assert (rules(table), table.rows) == ({DAMAGED: 1}, ())
+    assert table.communication.low_ns is None
 
 
 def test_output_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,13 +369,12 @@ def test_output_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     assert text.count("communication-bound: yes") == 1
     assert text.count("communication-bound: no\n") == 1
-    assert "448 of 4 KiB to under 64 KiB" in text
+    assert "448.0 HtoA from 4KiB" in text
     document = json.loads((tmp_path / "profiler-tables.json").read_text())
-    first = document["tables"][0]
-    assert first["rows"][0]["self_device_s"] == 6478.273
-    assert first["communication"]["low_s"] == pytest.approx(12.36, abs=1e-5)
+    assert document["rows"][0]["self_device_s"] == 6478.273
+    assert document["tables"][0]["low_s"] == pytest.approx(12.36, abs=1e-5)
     assert {path.name for path in tmp_path.glob("*.csv")} == {
-        *("rows.csv", "flags.csv", "copies.csv")
+        *("tables.csv", "rows.csv", "flags.csv")
     }
     run_table(SLIDES, "-")
     assert len(json.loads(capsys.readouterr().out)["tables"]) == 4
@@ -384,3 +387,15 @@ def test_what_is_a_table(tmp_path: Path) -> None:
     assert not looks_like_profiler_table(b"Name CPU\nName\tsize\n" + bytes(3))
     with pytest.raises(ConfigError, match="key_averages"):
         run_table(written(tmp_path, "nothing here\n"))
+
+
+def test_a_flagged_figure_of_perftools_gives_no_answer(tmp_path: Path) -> None:
+    text = SLIDES.read_text().replace("\t61.46\t", "\t617.46\t")
+    by_size = read_tables(written(tmp_path, text))[3]
+    assert rules(by_size) == {"percent": 1, "over-all": 1}
+    assert (by_size.communication.bound, by_size.communication.low_ns) == (None, 0)
+
+
+def test_logs_names_the_command_that_reads_tables() -> None:
+    with pytest.raises(ConfigError, match=f"use stepmark trace breakdown {SLIDES}"):
+        collect([str(SLIDES)])

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from stepmark.app.profiler_tables import looks_like_profiler_table
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding
 from stepmark.core.log_facts import LogFacts
@@ -115,6 +116,10 @@ def _sort(
     if only_tables:
         kinds = {TABLES} if is_named or TABLES in kinds else set()
     if not kinds and is_named:
+        if looks_like_profiler_table(read_head(path)):
+            raise ConfigError(
+                "file", path, f"use stepmark trace breakdown {path} for its tables"
+            )
         allowed = (
             "an NCCL log, a flight-recorder dump, inspector lines, a table, or output of a job "
             "that failed"

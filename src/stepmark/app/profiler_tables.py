@@ -1,7 +1,7 @@
 """Tables of a profiler in a text file, for `stepmark trace breakdown FILE`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +10,7 @@ from stepmark.core.profiler_table import ProfilerTable
 from stepmark.report import profiler_tables
 from stepmark.store.export import write_json, write_tables
 from stepmark.trace.read_text import decode, is_binary, lines_of, no_collection, read_text
-from stepmark.trace.tables import perftools, profiler_text
-from stepmark.trace.tables.profiler_communication import checked
+from stepmark.trace.tables import perftools, profiler_checks, profiler_text
 
 
 def run_table(path: Path, json: str | Path | None = None, csv: str | Path | None = None) -> int:
@@ -24,27 +23,29 @@ def run_table(path: Path, json: str | Path | None = None, csv: str | Path | None
         for table in tables:
             sys.stdout.writelines(f"{line}\n" for line in (*profiler_tables.text(table), ""))
     if json:
-        write_json(profiler_tables.document(tables), json, "profiler-tables")
+        write_json(profiler_tables.plain_rows(tables), json, "profiler-tables")
     if csv:
-        write_tables(profiler_tables.csv_rows(tables), csv, "csv")
+        write_tables(profiler_tables.plain_rows(tables), csv, "csv")
     return 0
 
 
 def read_tables(path: Path) -> list[ProfilerTable]:
     """Return the tables of a file, checked. Raises ConfigError for a file without any."""
     with no_collection():
-        lines, file = lines_of(read_text(path)), str(path)
-        found = [*map(checked, profiler_text.read(lines, file)), *perftools.read(lines, file)]
-    found.sort(key=lambda table: table.first_line)
-    if not found:
+        tables = list(_tables(lines_of(read_text(path)), str(path)))
+    if not tables:
         allowed = "a text with a table of torch.profiler's key_averages() or of Perftools"
         raise ConfigError("file", path, allowed)
-    return [replace(table, index=index) for index, table in enumerate(found, 1)]
+    return sorted(tables, key=lambda table: table.first_line)
+
+
+def _tables(lines: Sequence[str], file: str) -> Iterator[ProfilerTable]:
+    for tool, answers in ((profiler_text, profiler_checks), (perftools, perftools)):
+        for table in tool.read(lines, file):
+            flagged = replace(table, flags=(*table.flags, *profiler_checks.flags(table)))
+            yield replace(flagged, communication=answers.communication(flagged))
 
 
 def looks_like_profiler_table(head: bytes) -> bool:
     """Return whether the beginning of a file, decompressed, has the headings of a table."""
-    if is_binary(head):
-        return False
-    lines: Sequence[str] = lines_of(decode(head))
-    return profiler_text.has_table(lines) or perftools.has_table(lines)
+    return not is_binary(head) and any(_tables(lines_of(decode(head)), ""))

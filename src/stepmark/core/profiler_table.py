@@ -1,13 +1,15 @@
 """Tables of averages as a profiler prints them: rows, impossible figures, communication.
 
-A printed figure is an interval: half a unit of the last digit to each side. Times are integer
+A printed figure is an interval: half a unit of the last digit to each side. Times are
 nanoseconds, sizes bytes, shares percent. What the table does not say is None or absent.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stepmark.core.units import KIB, MIB
+from stepmark.core.units import format_time
+
+Span = tuple[float, float]  # least and largest value
 
 
 class RowKind(StrEnum):
@@ -25,29 +27,21 @@ class RowKind(StrEnum):
     KERNEL = "kernel"
     COMM_KERNEL = "communication kernel"
     COPY = "copy"
+    DEVICE_ROW = "kernel or annotation"  # of the device; its name does not say which
     MARKER = "marker"
 
 
-# Least bytes of the bins in which Perftools counts copies by size.
-COPY_EDGES = (0, 16, 256, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
-DEVICE_WORK = frozenset({RowKind.KERNEL, RowKind.COMM_KERNEL, RowKind.COPY})
+DEVICE_WORK = (RowKind.KERNEL, RowKind.COMM_KERNEL, RowKind.COPY)
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A printed number and half a unit of its last digit."""
+    """A printed number, and the interval of values that are printed so."""
 
     value: float
-    half: float
+    low: float
+    high: float
     printed: str
-
-    @property
-    def low(self) -> float:
-        return self.value - self.half
-
-    @property
-    def high(self) -> float:
-        return self.value + self.half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +51,6 @@ class TableRow:
     line: int  # of the file, from 1
     name: str
     kind: RowKind | None = None
-    level: int = 0  # below Perftools' total; rows of level 1 hold those below them
-    words: dict[str, str] = field(default_factory=dict)  # shapes, source
     figures: dict[str, Figure] = field(default_factory=dict)
 
     def value(self, key: str) -> float | None:
@@ -66,16 +58,16 @@ class TableRow:
         return None if figure is None else figure.value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Flag:
     """One impossible or doubtful figure. `column` "" is the row as a whole."""
 
     rule: str
     line: int
-    row: str
-    column: str
-    printed: str
     reason: str
+    row: str = ""
+    column: str = ""
+    printed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,46 +78,36 @@ class Communication:
     half of the device time, False if it takes less, None if the table cannot tell.
     """
 
-    bound: bool | None
+    bound: bool | None = None
     low_ns: float | None = None
     high_ns: float | None = None
     device_low_ns: float | None = None
     device_high_ns: float | None = None
-    definition: str = ""  # of the device time
-    steps: int | None = None
-    steps_ns: float | None = None  # of these steps, on the host
+    share_low: float | None = None  # of the device time
+    share_high: float | None = None
     reasons: tuple[str, ...] = ()
-    largest: str = ""  # collective
 
-    @property
-    def share_low(self) -> float | None:
-        """Return the least share of the device time."""
-        if self.low_ns is None or not self.device_high_ns:
-            return None
-        return min(1.0, self.low_ns / self.device_high_ns)
-
-    @property
-    def share_high(self) -> float | None:
-        """Return the largest share of the device time."""
-        if self.high_ns is None or not self.device_low_ns:
-            return None
-        return min(1.0, self.high_ns / self.device_low_ns)
+    @classmethod
+    def unknown(cls, reason: str) -> "Communication":
+        return cls(reasons=(reason,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilerTable:
-    """One table. `columns` are headings by column key; `totals` the sums below the table."""
+    """One table. `columns` are headings by column key; `totals` what shares are shares of."""
 
     file: str
-    index: int = 0  # in its file, from 1
     first_line: int
-    last_line: int
     title: str
     tool: str  # "PyTorch profiler" or "Perftools"
-    device: str = ""  # CUDA, XPU, ...; "" without columns of a device
     columns: dict[str, str]
-    sorted_by: tuple[str, ...] = ()  # keys of columns in which no row is above the one before
     rows: tuple[TableRow, ...]
     totals: dict[str, Figure] = field(default_factory=dict)
     flags: tuple[Flag, ...] = ()
-    communication: Communication | None = None
+    communication: Communication = Communication()
+
+
+def time_text(low: float, high: float | None = None) -> str:
+    """Return an interval of ns as text."""
+    times = (format_time(each / 1e9) for each in (low, high) if each is not None)
+    return " to ".join(dict.fromkeys(times))

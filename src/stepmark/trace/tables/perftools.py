@@ -1,184 +1,140 @@
 """Read and check the accelerator tables of HPE Perftools (CrayPat).
 
 pat_report prints columns between bars, with headings over several lines; copied from a page,
-cells have tabs and headings lost their columns. Columns of copies by size ("16<= HtoA CpySz
-<256 Count") become bins, whose edges are Perftools' own. They count copies between host and
-accelerator, not messages of collectives.
-
-A copied row may have one cell too many. It is read if the places behind the point, which each
-column keeps, leave one way to do so; other rows that do not fit are flagged and left out.
+cells have tabs and headings lost their columns. A copied row may have one cell too many. It is
+read if the places behind the point, which each column keeps, leave one way to do so; other rows
+that do not fit are flagged and left out.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
-from math import inf
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
-from stepmark.core.profiler_table import (
-    COPY_EDGES,
-    Communication,
-    Figure,
-    Flag,
-    ProfilerTable,
-    TableRow,
-)
-from stepmark.core.units import MIB, format_bytes, format_time, parse_bytes
-from stepmark.trace.tables.printed_figures import NUMBER, parse_number, rounding_error
-from stepmark.trace.tables.profiler_checks import flag_on
-from stepmark.trace.tables.profiler_text import damage, repeated
+from stepmark.core.profiler_table import Communication, Flag, ProfilerTable, TableRow
+from stepmark.core.units import MIB
+from stepmark.trace.tables.printed_figures import is_number
+from stepmark.trace.tables.profiler_text import COLLECTIVE, DAMAGED, damage, figure
 from stepmark.trace.tables.slide_tables import heading_above
 
 _TITLE = re.compile(r"\s*Table \d+:\s+(.*Accelerator Regions.*)")
+_NEXT_TITLE = re.compile(r"\s*Table \d+:")
 _TOTAL_ROW = re.compile(r"[\s|]*100\.0%")
-_SCALES = {"time": 1e9, "acc_time": 1e9, "copy_in": MIB, "copy_out": MIB, "copy_peer": MIB}
-_LOWER = re.compile(r"(\d+(?:[KM]iB)?)<=")
-_DIRECTIONS = {"HtoA": "copy_in", "AtoH": "copy_out", "AtoA": "copy_peer"}
-_LEVEL = re.compile(r" *(?:(\d)\|+|(\|+)|(\d)\.(?=\d+\.\d+%))?")
-_CELL = re.compile(rf"{NUMBER}%?")
-_EMPTY = ("", "-", "--")
+_LEVEL = re.compile(r"^ *(?:\d\|+|\|+|\d\.(?=\d+\.\d+%))")  # the last is a bar that was lost
 _SOURCE_LINE = re.compile(r"line\.\d+")
-_COLLECTIVE = re.compile(
-    r".*(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|\bbroadcast|\bnccl|\brccl)",
-    re.I,
+_HEADINGS = {
+    "Time%": ("time_pct", "Time%"),
+    "Time": ("time", "Time (s)"),
+    "Acc Time%": ("acc_time_pct", "Acc Time%"),
+    "Acc Time": ("acc_time", "Acc Time (s)"),
+    "Acc Copy In": ("copy_in", "Acc Copy In (MiB)"),
+    "Acc Copy Out": ("copy_out", "Acc Copy Out (MiB)"),
+    "Acc To Acc": ("copy_peer", "Acc To Acc (MiB)"),
+    "Events": ("events", "Events"),
+}
+# A copy of stacked headings keeps lines; in the first one, only the order tells these apart.
+_CUT_HEADINGS = {
+    "Acc": ("Acc Time%", "Acc Time"),
+    "Acc Copy": ("Acc Copy In", "Acc Copy Out"),
+    "Acc To": ("Acc To Acc",),
+}
+_HEADING = re.compile(
+    r"(?P<edge>\w+)<=(?: (?P<side>HtoA|AtoH|AtoA))?|(?P<first>HtoA|AtoH|AtoA)|"
+    + "|".join(sorted((*_HEADINGS, *_CUT_HEADINGS), reverse=True))
 )
-_MAX_HEAD, _MAX_GAP = 16, 2
+_EMPTY = ("", "-", "--")
+_COLLECTIVE = re.compile(rf".*(?:{COLLECTIVE}|\bbroadcast|\bnccl|\brccl)", re.IGNORECASE)
+_MAX_HEAD = 16
 
 
 def read(lines: Sequence[str], file: str) -> list[ProfilerTable]:
-    """Return all tables in order, with their flags; their index is left at 0."""
+    """Return all tables in order."""
     titles = (number for number, line in enumerate(lines) if _TITLE.match(line))
-    tables = (_table(lines, number, file) for number in titles)
-    return [checked(table) for table in tables if table]
+    return [_table(lines, number, file) for number in titles]
 
 
-def has_table(lines: Sequence[str]) -> bool:
-    """Return whether a line has the title of a table."""
-    return any(map(_TITLE.match, lines))
-
-
-def _table(lines: Sequence[str], title: int, file: str) -> ProfilerTable | None:
-    """Return the table whose title is on this line, or None for one of unknown columns."""
+def _table(lines: Sequence[str], title: int, file: str) -> ProfilerTable:
+    """Return the table whose title is on this line, without rows if its columns are unknown."""
     end = min(len(lines), title + 1 + _MAX_HEAD)
-    first = next((n for n in range(title + 1, end) if _TOTAL_ROW.match(lines[n])), None)
-    if first is None or not any("MiB" in line for line in lines[title + 1 : first]):
-        return None
-    columns = _columns(lines[title + 1 : first])
-    _, total, _ = _split(lines[first])
-    if len(columns) != len(total) or "acc_time" not in columns or "" in columns:
-        return None
-    rows: list[TableRow] = []
+    first = next((n for n in range(title + 1, end) if _TOTAL_ROW.match(lines[n])), end)
+    head = lines[title + 1 : first]
+    columns, total = _columns(head), _split("".join(lines[first : first + 1]))[0]
+    entries: list[tuple[int, Sequence[str], list[str]]] = []  # line, figures, words
     flags: list[Flag] = []
-    gap = 0
+    is_known = (
+        "acc_time" in columns and "" not in columns and any("MiB" in line for line in head)
+    )
+    if not is_known or len(columns) != len(total):
+        flags.append(damage(title + 1, lines[title], "its columns or its total are not known"))
+        first = len(lines)
+    is_inside = True
     for number in range(first, len(lines)):
-        level, cells, words = _split(lines[number])
-        if any(cells):
-            gap = 0
-            is_copied = "\t" in lines[number]
-            fitting = _fitting(cells, total, is_copied)
-            if fitting is None or not words:
-                reason = f"{len(cells)} figures do not fit {len(total)} columns"
-                flags.append(damage(number + 1, lines[number].strip()[:80], reason))
-            else:
-                if is_copied and rows and _SOURCE_LINE.fullmatch(words[0]):  # of the row above
-                    rows[-1] = _with_source(rows[-1], words.pop(0))
-                rows.append(
-                    _row(number + 1, level, dict(zip(columns, fitting, strict=True)), words)
-                )
-        elif words and rows and cells and not gap:
-            rows[-1] = _with_source(rows[-1], *words)
-        elif _TITLE.match(lines[number]) or (gap := gap + (not words)) > _MAX_GAP:
+        if _NEXT_TITLE.match(lines[number]):
             break
+        cells, words = _split(lines[number])
+        is_row = any(cells) and (is_inside or cells[0].endswith("%"))
+        is_inside = is_row or (is_inside and bool(lines[number].strip()))
+        if is_row and words and (fitting := _fitting(cells, total)):
+            entries.append((number + 1, fitting, words))
+        elif is_row:
+            reason = f"{len(cells)} figures do not fit {len(total)} columns"
+            flags.append(damage(number + 1, lines[number], reason))
+        elif entries and is_inside and "\t" in lines[number]:
+            entries[-1][2].extend(words)
+    rows = [
+        _row(line, dict(zip(columns, cells, strict=True)), words)
+        for line, cells, words in entries
+    ]
+    sums = rows[0].figures.items() if rows else ()
+    totals = {key: total for key, total in sums if key in ("time", "acc_time")}
     name = lines[title].partition(":")[2].strip()
     return ProfilerTable(
         file=file,
         first_line=title + 1,
-        last_line=rows[-1].line if rows else first + 1,
-        title=": ".join(filter(None, (heading_above(lines, title + 1), name))),
+        title=f"{heading_above(lines, title + 1)}: {name}".removeprefix(": "),
         tool="Perftools",
-        device="accelerator",
         columns=columns,
         rows=tuple(rows),
-        flags=(*flags, *repeated(rows)),
+        totals=totals,
+        flags=tuple(flags),
     )
 
 
-def _split(line: str) -> tuple[int, list[str], list[str]]:
-    """Return (level, figures, words) of a row; figures of a continued source are empty."""
-    match = _LEVEL.match(line)
-    level = next((word for word in match.groups() if word), "") if match else ""
-    rest = line[match.end() :] if match else line
-    cells = [cell.strip() for cell in rest.split("\t" if "\t" in line else "|")]
-    places = [n for n, cell in enumerate(cells) if cell not in _EMPTY and not _is_figure(cell)]
-    end = places[0] if places else len(cells)
-    figures, words = cells[:end] if len(cells) > 1 else [], list(filter(None, cells[end:]))
-    return int(level) if level.isdecimal() else len(level), figures, words
-
-
-def _is_figure(cell: str) -> bool:
-    return _CELL.fullmatch(cell.replace(",", "")) is not None
-
-
 def _columns(head: Sequence[str]) -> dict[str, str]:
-    """Return headings by key; the key "" stands for headings that are not known."""
-    with_bars = [line.split("|") for line in head if line.count("|") > 2]
-    if with_bars:
-        width = max(map(len, with_bars))
-        stacks = zip(*(cells for cells in with_bars if len(cells) == width), strict=True)
-        headings = [" ".join(filter(None, map(str.strip, stack))) for stack in stacks]
-    else:
-        cells = next((line.split("\t") for line in head if line.startswith("Time%")), [])
-        headings = list(_unstacked([cell.strip() for cell in cells if cell.strip()]))
-    words = re.compile(r".*Function|Source$")
-    return {_key(heading): heading for heading in headings if not words.match(heading)}
+    """Return headings by key, with "" for those that are not known.
+
+    HtoA_4KiB counts copies from host to accelerator in the bin that begins at 4 KiB.
+    """
+    stacked = [line.split("|") for line in head if line.count("|") > 2]
+    columns_of_words = map(" ".join, zip_longest(*stacked, fillvalue=""))
+    copied = next((line for line in head if line.startswith("Time%")), "")
+    text = " ".join((" ".join(columns_of_words) or copied).split())
+    columns: dict[str, str] = {}
+    cut = {word: iter(headings) for word, headings in _CUT_HEADINGS.items()}
+    side = ""
+    for match in _HEADING.finditer(text):
+        if match["edge"] or match["first"]:
+            side, edge = match["side"] or match["first"] or side, match["edge"] or "0"
+            columns[f"{side}_{edge}"] = f"{side} from {edge}"
+        else:
+            words = next(cut[match[0]], "") if match[0] in cut else match[0]
+            key, heading = _HEADINGS.get(words, ("", ""))
+            columns[key] = heading
+            side = "AtoA" if key == "copy_peer" else side
+    return columns
 
 
-def _unstacked(cells: Sequence[str]) -> Iterator[str]:
-    """Yield headings from the first line of stacked headings, whose words became cells."""
-    bare, copies = iter(("Acc Time%", "Acc Time")), iter(("Acc Copy In", "Acc Copy Out"))
-    direction = ""
-    for cell, after in pairwise((*cells, "")):
-        if cell == "Acc" and after == "Copy":
-            yield next(copies, "")
-        elif cell == "Acc" and after == "To":
-            direction = "AtoA"
-            yield "Acc To Acc"
-        elif cell == "Acc":
-            yield next(bare, "")
-        elif cell in _DIRECTIONS:
-            direction = cell
-            yield f"{cell} CpySz <16 Count"
-        elif _LOWER.fullmatch(cell):
-            yield f"{cell} {direction} CpySz Count"
-        elif cell not in ("Copy", "To"):
-            yield cell
+def _split(line: str) -> tuple[list[str], list[str]]:
+    """Return (figures, words) of a line; figures of a continued source are empty."""
+    text = _LEVEL.sub("", line)
+    cells = [cell.strip() for cell in text.split("\t" if "\t" in text else "|")]
+    plain = [cell.replace(",", "").removesuffix("%") for cell in cells]
+    is_word = (n for n, cell in enumerate(plain) if cell not in _EMPTY and not is_number(cell))
+    end = next(is_word, len(cells))
+    return cells[:end] if len(cells) > 1 else [], list(filter(None, cells[end:]))
 
 
-def _key(heading: str) -> str:
-    """Return the key of a column: copy_in_4096 counts copies from host from 4 KiB on."""
-    direction = next((key for word, key in _DIRECTIONS.items() if word in heading), "")
-    if direction:
-        match = _LOWER.search(heading)
-        edge = parse_bytes(match[1], "size") if match else 0
-        return f"{direction}_{edge}" if edge in COPY_EDGES else ""
-    side = "acc_time" if "Acc" in heading else "time"
-    names = {
-        "Acc Copy In": "copy_in",
-        "Acc Copy Out": "copy_out",
-        "Acc To Acc": "copy_peer",
-        "Time%": f"{side}_pct",
-        "Time": side,
-        "Events": "events",
-    }
-    return next((key for words, key in names.items() if words in heading), "")
-
-
-def _fitting(
-    cells: Sequence[str], total: Sequence[str], is_copied: bool
-) -> Sequence[str] | None:
+def _fitting(cells: Sequence[str], total: Sequence[str]) -> Sequence[str] | None:
     """Return the cells by column, without one surplus empty or zero cell; None if unclear."""
-    if not is_copied:
-        return cells if len(cells) == len(total) else None
     for surplus in ((), _EMPTY, ("0", "0.0", "0.00")):
         places = [n for n, cell in enumerate(cells) if cell in surplus]
         ways = {(*cells[:n], *cells[n + 1 :]) for n in places} if surplus else {tuple(cells)}
@@ -189,106 +145,44 @@ def _fitting(
 
 
 def _is_alike(cells: Sequence[str], total: Sequence[str]) -> bool:
-    """Return whether every cell is printed as its column is."""
+    """Return whether every cell has as many places behind the point as its column."""
+    places = [re.sub(r"\d", "0", cell.partition(".")[2]) for cell in (*cells, *total)]
+    columns = zip(cells, places, places[len(total) :], strict=False)
     return len(cells) == len(total) and all(
-        cell in (*_EMPTY, "0") or _places(cell) == _places(other)
-        for cell, other in zip(cells, total, strict=True)
+        cell in (*_EMPTY, "0") or own == other for cell, own, other in columns
     )
 
 
-def _places(cell: str) -> tuple[bool, int]:
-    """Return whether a figure is a share, and how many digits are behind its point."""
-    return cell[-1:] == "%", len(cell.rstrip("%").partition(".")[2])
-
-
-def _row(line: int, level: int, cells: dict[str, str], words: Sequence[str]) -> TableRow:
-    place = next((n for n, word in enumerate(words) if "/" not in word), 0)
-    name = words[place] if words else ""
-    source = [word for word in words[place + 1 :] if "/" in word]
+def _row(line: int, cells: Mapping[str, str], words: Sequence[str]) -> TableRow:
+    """Return a row. A copy may put the source of one function on the lines of the next."""
+    names = (word for word in words if "/" not in word and not _SOURCE_LINE.fullmatch(word))
     figures = {}
     for key, cell in cells.items():
-        plain = cell.replace(",", "").rstrip("%")
-        value = parse_number(plain)
-        if value is not None and cell not in _EMPTY:
-            scale = _SCALES.get(key, 1.0)
-            scaled = round(value * scale) if "time" in key and scale > 1 else value * scale
-            figures[key] = Figure(scaled, rounding_error(plain) * scale, cell)
-    source_words = {"source": source[0]} if source else {}
-    return TableRow(line=line, name=name, level=level, words=source_words, figures=figures)
+        scale = 1e9 if key in ("time", "acc_time") else MIB if key.startswith("copy") else 1.0
+        if value := figure(cell, {"%": 1.0} if key.endswith("_pct") else {"": scale}):
+            figures[key] = value
+    return TableRow(line=line, name=next(names, words[0]), figures=figures)
 
 
-def _with_source(row: TableRow, *words: str) -> TableRow:
-    """Return the row with the words of a line that continues it."""
-    if not row.name:
-        return replace(row, name=words[0], words={"source": " ".join(words[1:])})
-    source = " ".join(filter(None, (row.words.get("source", ""), *words)))
-    return replace(row, words=row.words | {"source": source})
-
-
-def checked(table: ProfilerTable) -> ProfilerTable:
-    """Return the table with its impossible figures and what it says of communication."""
-    flags = (*table.flags, *_flags(table))
-    return replace(table, flags=flags, communication=_communication(table))
-
-
-def _flags(table: ProfilerTable) -> Iterator[Flag]:
-    """Yield shares of another sum, figures above the total, and copies that fit no bins."""
-    total = table.rows[0].figures if table.rows else {}
-    for row in table.rows:
-        for key, figure in row.figures.items():
-            whole, share = total.get(key), row.figures.get(f"{key}_pct")
-            if whole and figure.low > whole.high:
-                reason = f"above the {whole.printed} of {table.rows[0].name}"
-                yield flag_on(table, row, key, "over-all", reason)
-            if not whole or not share:
-                continue
-            low, high = share.low / 100 * whole.low, share.high / 100 * whole.high
-            if figure.high < low or figure.low > high:
-                middle = format_time((low + high) / 2e9)
-                reason = f"{share.printed} of {whole.printed} is {middle}"
-                yield flag_on(table, row, key, "percent", reason)
-        for key in _DIRECTIONS.values():
-            copied, span = row.figures.get(key), _bytes_of_bins(row, key)
-            if copied and span and (copied.high < span[0] or copied.low > span[1]):
-                reason = f"its copies by size hold {format_bytes(span[0])} to {_size(span[1])}"
-                yield flag_on(table, row, key, "bins", reason)
-
-
-def _bytes_of_bins(row: TableRow, key: str) -> tuple[float, float] | None:
-    """Return the least and the most bytes that the row's copies by size hold."""
-    low, high, is_binned = 0.0, 0.0, False
-    for edge, upper in pairwise((*COPY_EDGES, inf)):
-        if number := row.figures.get(f"{key}_{edge}"):
-            is_binned = True
-            low += max(number.low, 0.0) * edge
-            high += number.high * upper if number.value else 0.0
-    return (low, high) if is_binned else None
-
-
-def _size(num_bytes: float) -> str:
-    return "any size" if num_bytes == inf else format_bytes(num_bytes)
-
-
-def _communication(table: ProfilerTable) -> Communication:
+def communication(table: ProfilerTable) -> Communication:
     """Return the largest time of a collective's function: rows may stand below one another."""
-    total = table.rows[0].figures.get("acc_time") if table.rows else None
-    if total is None or table.flags:
-        reason = "its total is missing" if total is None else "rows of the table may be lost"
-        return Communication(bound=None, reasons=(reason,))
-    functions = [
-        (row.figures["acc_time"].low, row.name, row.figures["acc_time"].printed)
-        for row in table.rows
-        if "acc_time" in row.figures and "/" not in row.name and _COLLECTIVE.match(row.name)
-    ]
-    low, name, printed = max(functions, default=(0.0, "no function of a collective", "0"))
+    total = table.totals.get("acc_time")
+    if not total or total.value <= 0 or any(flag.rule == DAMAGED for flag in table.flags):
+        return Communication.unknown("the total or rows of the table may be lost")
+    flagged = {flag.line for flag in table.flags}
+    rows = [row for row in table.rows if "/" not in row.name and _COLLECTIVE.match(row.name)]
+    rows = [row for row in rows if "acc_time" in row.figures and row.line not in flagged]
+    shown = [(row.figures["acc_time"], row.name) for row in rows]
+    low, name = max(((time.low, name) for time, name in shown), default=(0.0, "no function"))
     return Communication(
         bound=True if low > total.high / 2 else None,
         low_ns=max(low, 0.0),
         device_low_ns=total.low,
         device_high_ns=total.high,
-        definition="Acc Time of all functions",
+        share_low=max(low, 0.0) / total.high,
         reasons=(
-            f"{name} has an Acc Time of {printed} s",
+            "device time is the Acc Time of all functions",
+            f"the collective's function of the largest Acc Time is {name}",
             "the table does not say which kernels ran under the other functions",
         ),
     )
