@@ -319,6 +319,12 @@ def test_another_device_and_quotes(prefix: str, tmp_path: Path) -> None:
     assert table.communication.high_ns == pytest.approx(1 * MS, abs=0.01 * MS)
 
 
+def test_names_are_no_figures(tmp_path: Path) -> None:
+    (table,) = read_tables(written(tmp_path, XPU.replace("gemm_kernel", "         5s")))
+    assert not {"name", "Name"} & table.rows[1].figures.keys()
+    assert table.rows[1].kind is RowKind.DEVICE_ROW
+
+
 def test_annotations_of_the_user_are_no_kernels(tmp_path: Path) -> None:
     annotation = XPU.split("\n")[5].replace("gemm_kernel", "eval (data)")
     on_host = annotation.replace("0.000us", "1.000ms").replace("3.000ms", "0.000us")

@@ -135,9 +135,7 @@ def _table(lines: Sequence[str], head: int, layout: _Layout, file: str) -> Profi
             flags += torn
             torn.clear()
             if (first := seen.setdefault(line.strip(), row.line)) != row.line:
-                flags.append(
-                    damage(row.line, row.name, f"the row is that of line {first} again")
-                )
+                flags.append(damage(row.line, row.name, f"it repeats line {first}"))
         elif not is_rule and (not has_source or line[: layout.spans[0].stop].strip()):
             torn.append(damage(index + 1, line, "a line among the rows is no whole row"))
         if not layout.spans and len(torn) > _MAX_GAP:
@@ -152,9 +150,7 @@ def _table(lines: Sequence[str], head: int, layout: _Layout, file: str) -> Profi
         reason = "the headings have no rule of dashes above them, or one of other columns"
         flags.append(damage(head + 1, lines[head], reason))
     elif layout.spans and not is_complete:
-        flags.append(
-            damage(last, "", "the last rule of the table or a sum below it is missing")
-        )
+        flags.append(damage(last, "", "the last rule or a sum below it is missing"))
     elif layout.spans:
         flags += torn
     if any(_TOP_LEVEL in line for line in lines[max(0, head - 3) : head]):
@@ -184,9 +180,11 @@ def _row(layout: _Layout, line: str, number: int) -> TableRow | None:
     figures = {}
     for (key, heading), cell in zip(layout.headings.items(), cells, strict=True):
         units = {"%": 1.0} if key.endswith("_pct") else {"": 1.0} if key == "calls" else _UNITS
+        if key in ("name", heading):
+            continue
         if value := figure(cell, units):
             figures[key] = value
-        elif cell not in _EMPTY and key not in ("name", heading):
+        elif cell not in _EMPTY:
             return None
     return TableRow(line=number, name=cells[0], figures=figures) if figures else None
 
