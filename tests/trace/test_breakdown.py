@@ -102,26 +102,26 @@ def windows(job: Job, works: list[Work]) -> list[tuple[int | None, int, int]]:
     """Return (index of the mark, start, end) by the definition, in plain words of Python."""
     if not job.marks or all(step_of(job, work) is None for work in job.works):
         return [(None, min(w.start for w in works), max(w.end for w in works))]
-    found: list[tuple[int | None, int, int]] = []
+    tiles: list[tuple[int | None, int, int]] = []
     for index, (number, mark, _) in enumerate(job.marks):
         own = [work for work in works if step_of(job, work) == index]
         if not own:
             continue
         first = min(work.start for work in own)
         earlier = [w.end for w in works if w.start < first]
-        if not found:
+        if not tiles:
             earlier += [
                 w.end
                 for w in works
                 if w.call and w.call[0] < job.marks[0][1] and step_of(job, w) is None
             ]
             start = max(earlier) if earlier else min(mark, first)
-        elif job.marks[found[-1][0] or 0][0] == number - 1:
-            start = found[-1][2]
+        elif job.marks[tiles[-1][0] or 0][0] == number - 1:
+            start = tiles[-1][2]
         else:
-            start = max([found[-1][2], min(mark, first), *earlier])
-        found.append((index, start, max(start, *(work.end for work in own))))
-    return found
+            start = max([tiles[-1][2], min(mark, first), *earlier])
+        tiles.append((index, start, max(start, *(work.end for work in own))))
+    return tiles
 
 
 def counted(
@@ -194,15 +194,15 @@ def shown(times: StepTimes) -> dict[str, int]:
         "idle",
         "other_steps",
     )
-    found = {name: getattr(times, f"{name}_ns") for name in names}
+    parts = {name: getattr(times, f"{name}_ns") for name in names}
     assert times.idle
     for name in ("host_bound", "launch_bound", "kernel_gap", "unknown"):
-        found[name] = getattr(times.idle, f"{name}_ns")
+        parts[name] = getattr(times.idle, f"{name}_ns")
     if times.queue:
-        found |= {"depth": times.queue.depth_ns, "empty": times.queue.empty_ns}
+        parts |= {"depth": times.queue.depth_ns, "empty": times.queue.empty_ns}
         if times.window_ns:
-            found["most"] = times.queue.max
-    return found
+            parts["most"] = times.queue.max
+    return parts
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:4])
@@ -225,18 +225,18 @@ def test_times_are_those_of_counting_every_nanosecond(
             inside.update(range(start, end))
             comms, groups = sums(job, works, index)
             own = [c for c in result.comms if (c.device, c.step) == (device, number)]
-            found = {"calls": sum(c.num_events for c in own)}
-            found |= {
+            totals = {"calls": sum(c.num_events for c in own)}
+            totals |= {
                 "time": sum(c.time_ns for c in own),
                 "exposed": sum(c.exposed_ns for c in own),
             }
-            assert Counter(found) == comms
-            found = {
+            assert Counter(totals) == comms
+            totals = {
                 k.group: k.time_ns
                 for k in result.kernels
                 if (k.device, k.step) == (device, number)
             }
-            assert Counter(found) == groups
+            assert Counter(totals) == groups
         beyond = [set(range(work.start, work.end)) - inside for work in works]
         outside["ns"] += len(set().union(*beyond))
         outside["events"] += sum(

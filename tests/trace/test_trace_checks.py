@@ -73,10 +73,10 @@ ROWS = st.integers(0, sample().gpu.start.size - 1)
 @settings(max_examples=15, deadline=None)
 def test_a_duplicated_event_is_flagged(row: int) -> None:
     rows = np.append(np.arange(sample().gpu.start.size), row)
-    found = flags(with_rows(sample(), "gpu", rows))
-    assert "overlap" in found
+    kinds = flags(with_rows(sample(), "gpu", rows))
+    assert "overlap" in kinds
     is_kernel = sample().gpu.kind[row] == GpuKind.KERNEL
-    assert ("duplicate-launch" in found) == is_kernel
+    assert ("duplicate-launch" in kinds) == is_kernel
 
 
 @given(row=ROWS)
@@ -103,9 +103,9 @@ def test_an_event_after_later_ones_of_its_stream_is_flagged(row: int, steps_over
     trace = sample()
     own = np.flatnonzero(trace.gpu.stream == trace.gpu.stream[row])
     later = own[min(np.searchsorted(own, row) + steps_over, own.size - 1)]
-    found = flags(shifted(trace, row, int(trace.gpu.end[later] - trace.gpu.start[row])))
+    kinds = flags(shifted(trace, row, int(trace.gpu.end[later] - trace.gpu.start[row])))
     if later != row:
-        assert "out-of-order" in found
+        assert "out-of-order" in kinds
 
 
 def test_streams_that_overlap_are_flagged(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def _notes(ranks: Sequence[tuple[int, RankTimes]]) -> Iterator[str]:
     """Yield what is wrong, or left out, once for all ranks where it is of the same kind."""
     by_kind: dict[str, list[tuple[int, int, str]]] = {}
     for rank, times in ranks:
-        found = [
+        notes = [
             (damage.kind, damage.count, f"{damage.count} " * (damage.count > 1) + damage.text)
             for damage in times.damage
         ]
@@ -109,12 +109,12 @@ def _notes(ranks: Sequence[tuple[int, RankTimes]]) -> Iterator[str]:
             text = (
                 f"{count} GPU events ({times.outside_ns / 1e6:.3f} ms) lie outside the windows"
             )
-            found.append(("outside", count, f"{text} of all steps: they are not counted"))
+            notes.append(("outside", count, f"{text} of all steps: they are not counted"))
         if times.empty_steps:
             steps = ranks_text(times.empty_steps).replace("rank", "step")
             text = f"no window of {steps}, which launched nothing"
-            found.append(("empty", len(times.empty_steps), text))
-        for kind, count, text in found:
+            notes.append(("empty", len(times.empty_steps), text))
+        for kind, count, text in notes:
             by_kind.setdefault(kind, []).append((count, rank, text))
     for cases in by_kind.values():
         _, rank, text = max(cases, key=lambda case: (case[0], -case[1]))

@@ -61,10 +61,10 @@ class _RankStep:
 
 def _of(*path: str) -> Callable[[_RankStep], object]:
     def value(item: _RankStep) -> object:
-        found: object = item.times
+        part: object = item.times
         for name in path:
-            found = None if found is None else getattr(found, name)
-        return found
+            part = None if part is None else getattr(part, name)
+        return part
 
     return value
 
@@ -313,10 +313,10 @@ def _by_label(
     rows: Iterable[Row], label: Callable[[Row], str], time: str
 ) -> dict[str, list[Row]]:
     """Return rows by label, those that took the most time first."""
-    found: dict[str, list[Row]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(label(row), []).append(row)
-    return dict(sorted(found.items(), key=lambda item: -_sum(item[1], time)))
+        groups.setdefault(label(row), []).append(row)
+    return dict(sorted(groups.items(), key=lambda item: -_sum(item[1], time)))
 
 
 def _means(rows: Sequence[Row], label: Callable[[Row], str], num_steps: int) -> Iterator[str]:

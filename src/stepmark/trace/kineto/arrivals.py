@@ -51,7 +51,7 @@ def matched(
 
 
 def with_arrivals(
-    parts: Mapping[int, tuple[RankInfo, RankParts]], found: Messages
+    parts: Mapping[int, tuple[RankInfo, RankParts]], messages: Messages
 ) -> dict[int, RankTimes]:
     """Return the breakdown by rank, with how ranks wait for each other where that is known.
 
@@ -60,7 +60,7 @@ def with_arrivals(
     """
     result = {}
     for rank, (_, part) in parts.items():
-        times, waits = part.times, found.ranks[rank]
+        times, waits = part.times, messages.ranks[rank]
         if waits.timed and len({step.device for step in times.steps}) == 1:
             table = np.array(waits.waiting, np.int64)
             waiting = union(table[:, 0], table[:, 1])
@@ -82,7 +82,7 @@ def with_arrivals(
                     unmatched_ns=waits.other_kernels,
                     num_last=waits.last,
                     caused_ns=waits.caused,
-                    early_ns=waits.early if found.clocks_agree else None,
+                    early_ns=waits.early if messages.clocks_agree else None,
                 ),
             )
         result[rank] = times

@@ -148,11 +148,11 @@ def missing_work(trace: RankTrace, damage: Iterable[Damage]) -> Iterator[Damage]
         "other-device": "events of its device are not read",
         "lost-gpu-events": "it has launches and no GPU events",
     }
-    found = [reasons[d.kind] for d in (*damage, *trace.info.damage) if d.kind in reasons]
+    cases = [reasons[d.kind] for d in (*damage, *trace.info.damage) if d.kind in reasons]
     if any(name.startswith("nccl:") for name in trace.names):
-        found.append("it has calls of NCCL and no GPU events")
-    if found:
-        text = f"{found[0]}: times of the host do not show where the step went"
+        cases.append("it has calls of NCCL and no GPU events")
+    if cases:
+        text = f"{cases[0]}: times of the host do not show where the step went"
         yield Damage(kind="no-device-times", count=1, text=text)
 
 

@@ -28,10 +28,10 @@ def launch_times(trace: RankTrace, call: Ints, chosen: Ints) -> Iterator[LaunchT
     # Events are in the order of their starts: the first of a call is the first that starts.
     delay = gpu.start[events[first]] - calls.start[rows]
     names = calls.name[rows]
-    found = []
+    times = []
     for name in np.unique(names):
         own = names == name
-        found.append(
+        times.append(
             LaunchTimes(
                 call=trace.names[name],
                 num_calls=int(own.sum()),
@@ -43,7 +43,7 @@ def launch_times(trace: RankTrace, call: Ints, chosen: Ints) -> Iterator[LaunchT
                 num_short=int((runs[own] < duration[own]).sum()),
             )
         )
-    yield from sorted(found, key=lambda item: -item.total_ns)
+    yield from sorted(times, key=lambda item: -item.total_ns)
 
 
 def _median(values: Ints) -> int:
@@ -87,11 +87,11 @@ def copy_times(trace: RankTrace, chosen: Ints) -> Iterator[CopyTimes]:
     """Yield the chosen copies and memsets by name, the most time first."""
     gpu = trace.gpu
     rows = chosen[gpu.kind[chosen] != GpuKind.KERNEL]
-    found = []
+    times = []
     for name in np.unique(gpu.name[rows]):
         own = rows[gpu.name[rows] == name]
         is_known = bool((gpu.num_bytes[own] >= 0).all())
-        found.append(
+        times.append(
             CopyTimes(
                 name=trace.names[name],
                 num_copies=own.size,
@@ -99,4 +99,4 @@ def copy_times(trace: RankTrace, chosen: Ints) -> Iterator[CopyTimes]:
                 time_ns=int((gpu.end - gpu.start)[own].sum()),
             )
         )
-    yield from sorted(found, key=lambda item: -item.time_ns)
+    yield from sorted(times, key=lambda item: -item.time_ns)
