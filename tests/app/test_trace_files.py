@@ -1,15 +1,23 @@
 """Traces of one job: which files, of which ranks, and what is refused or said."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.trace.comm_traces import TraceWriter
 
+from stepmark.app import trace_kernels, trace_messages, trace_path
 from stepmark.app.trace_files import map_traces
 from stepmark.core.errors import ConfigError
 from stepmark.core.trace_columns import RankTrace
-from stepmark.core.trace_options import BreakdownOptions
+from stepmark.core.trace_options import (
+    BreakdownOptions,
+    CriticalPathOptions,
+    KernelsOptions,
+    MessagesOptions,
+)
 
 KERNEL = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 10, "dur": 5}
 
@@ -90,3 +98,55 @@ def test_ranks_selects_and_an_absent_rank_is_refused(tmp_path: Path) -> None:
     assert [result.info.rank for result in traces.results] == [1]
     with pytest.raises(ConfigError, match="ranks 0-1"):
         map_traces(options(tmp_path, ranks=(5,)), kernels)
+
+
+def test_a_job_has_as_many_ranks_as_its_groups_say(tmp_path: Path) -> None:
+    kernel = KERNEL | {
+        "args": {"Collective name": "allreduce", "Process Group Ranks": "[0, 4]"}
+    }
+    (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": [kernel]}))
+    traces = map_traces(options(tmp_path), kernels)
+    assert traces is not None
+    assert (traces.world_size, traces.missing) == (5, (1, 2, 3, 4))
+
+
+def test_steps_that_other_ranks_lack_are_said_and_damage_once_for_all_ranks(
+    tmp_path: Path,
+) -> None:
+    for rank in range(4):
+        writer = TraceWriter(rank=rank, world_size=4)
+        for number in range(5, 7 + (rank == 2)):
+            writer.step(number, 1000 * number, 900)
+        for correlation in range(rank):
+            writer.add("cuda_runtime", "cudaLaunchKernel", 0, 1, 11, correlation=correlation)
+        writer.write(tmp_path)
+    traces = map_traces(options(tmp_path), kernels)
+    assert traces is not None
+    assert traces.notes == (
+        "rank 2: steps 5-7 are marked, on the other ranks steps 5-6: means over ranks are of "
+        "different steps",
+        "ranks 1-3: 3 launches have no GPU event (3 cudaLaunchKernel): work of the GPU is "
+        "missing (rank 3, the most)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind"),
+    [
+        (trace_messages.messages, MessagesOptions),
+        (trace_kernels.kernels, KernelsOptions),
+        (trace_path.run, CriticalPathOptions),
+    ],
+)
+def test_every_command_says_what_is_wrong_with_a_trace(
+    verb: Callable[..., int],
+    kind: Callable[..., object],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    writer = TraceWriter(rank=0, world_size=1)
+    writer.kernel("gemm", 0, 10, 50)
+    writer.add("cuda_runtime", "cudaLaunchKernel", 70, 1, 11, correlation=999)
+    writer.write(tmp_path)
+    assert verb(kind(files=(str(tmp_path),), json="-")) == 0
+    assert "launches have no GPU event" in json.loads(capsys.readouterr().out)["notes"][0]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
 from stepmark.trace.kineto import links
 from stepmark.trace.kineto.breakdown import breakdown
+from stepmark.trace.kineto.checks import check, checked
 from stepmark.trace.kineto.reader import read_trace
 
 from .comm_traces import TraceWriter
@@ -54,14 +55,16 @@ def flags(trace: RankTrace) -> set[str]:
         assert step.idle
         gaps = step.idle.host_bound_ns + step.idle.kernel_gap_ns + step.idle.unknown_ns
         assert gaps == step.idle_ns
-    return {damage.kind for damage in times.damage}
+    return {damage.kind for damage in checked(trace).info.damage}
 
 
 @pytest.mark.parametrize(
     "file", sorted(TRACES.glob("*/*.json.gz")), ids=lambda p: p.parent.name
 )
 def test_traces_of_real_profilers_are_clean(file: Path) -> None:
-    kinds = [damage.kind for damage in breakdown(read_trace(file), lambda _: True).damage]
+    trace = read_trace(file)
+    assert not list(check(trace, links.launches(trace)))
+    kinds = [damage.kind for damage in breakdown(trace, lambda _: True).damage]
     # The work of an MTIA device is not read, and its host cannot stand in for it.
     assert kinds == ["no-device-times"] * (file.parent.name == "mtia")
 
@@ -87,6 +90,17 @@ def test_a_dropped_event_is_flagged(row: int) -> None:
     is_memset = "Memset" in trace.names[trace.calls.name[call]]  # some reach no GPU
     rows = np.delete(np.arange(trace.gpu.start.size), row)
     assert ("lost-gpu-events" in flags(with_rows(trace, "gpu", rows))) == (not is_memset)
+
+
+@given(row=ROWS)
+@settings(max_examples=15, deadline=None)
+def test_a_dropped_launch_is_flagged_unless_the_trace_may_begin_after_it(row: int) -> None:
+    trace = sample()
+    call = int(links.launches(trace)[row])
+    stream = np.flatnonzero(trace.gpu.stream == trace.gpu.stream[row])
+    rows = np.delete(np.arange(trace.calls.start.size), call)
+    assert ("lost-launches" in flags(with_rows(trace, "calls", rows))) == (row > stream[0])
+    assert "lost-launches" in flags(with_rows(trace, "calls", rows[:0]))
 
 
 @given(row=ROWS, beyond=st.integers(1_001, 10**9))

@@ -151,6 +151,8 @@ def test_sizes_are_those_of_nccl_tests(
 def test_a_call_of_unknown_name_or_type_is_not_counted_but_said() -> None:
     assert kind_of(args("shuffle", 1, 1), (), "") == "calls of shuffle"
     assert kind_of(args("allreduce", 1, -1), (), "") == "calls of negative size"
+    one_side = kind_of(args("_allgather_base", 0, 8), (), "")
+    assert one_side == "calls without one of their sizes"
     for group_size in (0, -8, 2**40):
         kind = kind_of(args("allreduce", 1, 1, group_size=group_size), (), "")
         assert kind == f"calls of a group of {group_size} ranks that lists 0"

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 
 from stepmark.app.profiler_tables import looks_like_profiler_table, run_table
-from stepmark.app.trace_files import RankResult, map_traces
+from stepmark.app.trace_files import RankResult, damage_notes, map_traces
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import load
 from stepmark.core.trace_breakdown import RankTimes
-from stepmark.core.trace_columns import RankTrace
+from stepmark.core.trace_columns import Damage, RankTrace
 from stepmark.core.trace_options import BreakdownOptions
 from stepmark.core.trace_timeline import Timeline
 from stepmark.core.units import ranks_text
@@ -38,7 +38,7 @@ def breakdown(options: BreakdownOptions) -> int:
     by_rank = {r.info.rank or 0: (r.info, r.value[0]) for r in traces.results}
     messages = matched(by_rank, options.has_step)
     ranks = list(with_arrivals(by_rank, messages).items())
-    notes = [*traces.notes, *_notes(ranks)]
+    notes = [*traces.notes, *damage_notes(_damage(ranks))]
     if len(ranks) > 1 and (reasons := (messages.unmatched + messages.uncounted).most_common()):
         more = f"; and {len(reasons) - 3} more reasons" * (len(reasons) > 3)
         text = "; ".join(f"{count} calls: {reason}" for reason, count in reasons[:3])
@@ -97,26 +97,17 @@ def _check_steps(
         raise ConfigError("steps", value, allowed)
 
 
-def _notes(ranks: Sequence[tuple[int, RankTimes]]) -> Iterator[str]:
-    """Yield what is wrong, or left out, once for all ranks where it is of the same kind."""
-    by_kind: dict[str, list[tuple[int, int, str]]] = {}
+def _damage(ranks: Sequence[tuple[int, RankTimes]]) -> Iterator[tuple[int, Damage]]:
+    """Yield what is wrong, or left out, with its rank."""
     for rank, times in ranks:
-        notes = [
-            (damage.kind, damage.count, f"{damage.count} " * (damage.count > 1) + damage.text)
-            for damage in times.damage
-        ]
+        yield from ((rank, damage) for damage in times.damage)
         if count := times.num_outside:
             text = (
-                f"{count} GPU events ({times.outside_ns / 1e6:.3f} ms) lie outside the windows"
+                f"GPU events ({times.outside_ns / 1e6:.3f} ms) lie outside the windows of all "
+                "steps: they are not counted"
             )
-            notes.append(("outside", count, f"{text} of all steps: they are not counted"))
+            yield rank, Damage(kind="outside", count=count, text=text)
         if times.empty_steps:
             steps = ranks_text(times.empty_steps).replace("rank", "step")
             text = f"no window of {steps}, which launched nothing"
-            notes.append(("empty", len(times.empty_steps), text))
-        for kind, count, text in notes:
-            by_kind.setdefault(kind, []).append((count, rank, text))
-    for cases in by_kind.values():
-        _, rank, text = max(cases, key=lambda case: (case[0], -case[1]))
-        affected = ranks_text(rank for _, rank, _ in cases)
-        yield f"{affected}: {text}" + f" (rank {rank}, the most)" * (len(cases) > 1)
+            yield rank, Damage(kind="empty", count=1, text=text)

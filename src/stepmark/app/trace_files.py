@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.options import load
-from stepmark.core.trace_columns import RankInfo, RankTrace
+from stepmark.core.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.core.trace_options import TraceInputs
 from stepmark.core.units import ranks_text
 from stepmark.launch import outer_launcher
 from stepmark.store.reader import find_run
 from stepmark.store.runs import TRACES
+from stepmark.trace.kineto.checks import checked
+from stepmark.trace.kineto.links import step_numbers
 from stepmark.trace.kineto.reader import read_trace
 from stepmark.trace.kineto.stream import looks_like_trace
 from stepmark.trace.read_text import read_head
@@ -38,10 +41,15 @@ _MAX_FILES = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult(Generic[R]):
-    """What was made of one rank's trace. info.rank is known, see `notes` of the set."""
+    """What was made of one rank's trace. info.rank is known, see `notes` of the set.
+
+    steps: that are marked. least_ranks: of the job, by the groups of its collectives.
+    """
 
     info: RankInfo
     value: R
+    steps: frozenset[int] = frozenset()
+    least_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +136,16 @@ def _is_trace(path: Path) -> bool:
 
 
 def _read(reduce: Callable[[RankTrace], R], path: Path) -> RankResult[R]:
-    trace = read_trace(path)
-    return RankResult(info=trace.info, value=reduce(trace))
+    trace = checked(read_trace(path))
+    sizes = (
+        max(args.group_size or 1, 1 + max(args.ranks, default=0)) for args in trace.comm_args
+    )
+    return RankResult(
+        info=trace.info,
+        value=reduce(trace),
+        steps=frozenset(step_numbers(trace)),
+        least_ranks=max(sizes, default=1),
+    )
 
 
 def _in_processes(
@@ -163,16 +179,15 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
         if count > 1:
             _refuse_twice(named, rank)
     sizes = {result.info.world_size for result in named} - {None}
-    world_size = next(iter(sizes), None) or 1 + max(r.info.rank or 0 for r in named)
+    least = max(max(1 + (r.info.rank or 0), r.least_ranks) for r in named)
+    world_size = next(iter(sizes), None) or min(least, MAX_RANKS)
     known = {result.info.rank for result in named}
     missing = tuple(sorted(set(range(world_size)) - known))
     if missing:
         notes.append(_missing_text(missing, world_size))
     notes += _apart([result.info for result in named])
-    for result in named:
-        for damage in result.info.damage:
-            times = f"{damage.count} " if damage.count > 1 else ""
-            notes.append(f"rank {result.info.rank}: {times}{damage.text}")
+    notes += _unequal_steps(named)
+    notes += damage_notes((r.info.rank or 0, damage) for r in named for damage in r.info.damage)
     if inputs.ranks is not None:
         if absent := set(inputs.ranks) - known:
             allowed = f"ranks that have traces: {ranks_text(r or 0 for r in known)}"
@@ -230,6 +245,34 @@ def _apart(infos: Sequence[RankInfo]) -> Iterator[str]:
                 f"the traces of ranks {early[2]} and {late[2]} do not overlap in time: they "
                 "are of two jobs, or of two windows"
             )
+
+
+def _unequal_steps(results: Sequence[RankResult[R]]) -> Iterator[str]:
+    """Yield a note where ranks have other steps than most of them."""
+    counts = Counter(result.steps for result in results)
+    usual = max(counts, key=lambda steps: counts[steps])
+    if len(counts) > 1:
+        others = [result for result in results if result.steps != usual]
+        first, expected = (
+            ranks_text(steps).replace("rank", "step") if steps else "no steps"
+            for steps in (others[0].steps, usual)
+        )
+        yield (
+            f"{ranks_text(result.info.rank or 0 for result in others)}: {first} are marked, "
+            f"on the other ranks {expected}: means over ranks are of different steps"
+        )
+
+
+def damage_notes(found: Iterable[tuple[int, Damage]]) -> Iterator[str]:
+    """Yield what is wrong with ranks, once for all of them where it is of one kind."""
+    by_kind: dict[str, list[tuple[int, Damage]]] = {}
+    for rank, damage in found:
+        by_kind.setdefault(damage.kind, []).append((rank, damage))
+    for cases in by_kind.values():
+        rank, most = max(cases, key=lambda case: (case[1].count, -case[0]))
+        text = f"{most.count} " * (most.count > 1) + most.text
+        affected = ranks_text(rank for rank, _ in cases)
+        yield f"{affected}: {text}" + f" (rank {rank}, the most)" * (len(cases) > 1)
 
 
 def _refuse_twice(results: Sequence[RankResult[R]], rank: int | None) -> None:

@@ -12,7 +12,7 @@ from stepmark.core.kernel_groups import group_of
 from stepmark.core.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
 from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
 from stepmark.trace.kineto import idle, launches, links
-from stepmark.trace.kineto.checks import check, device_of, missing_work
+from stepmark.trace.kineto.checks import device_of, missing_work
 from stepmark.trace.kineto.host_times import host_times
 from stepmark.trace.kineto.intervals import clip, join, time_before, union, without
 from stepmark.trace.kineto.windows import Windows, gpu_windows, in_windows, is_communication
@@ -46,11 +46,10 @@ def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     """Return the times of a trace. selects: which steps, by number."""
     steps = links.steps(trace)
     call = links.launches(trace)
-    damage = tuple(check(trace, call))
     if not trace.gpu.start.size:
-        missing = tuple(missing_work(trace, damage))
+        missing = tuple(missing_work(trace))
         times = _no_times(steps) if missing else host_times(trace, steps, selects)
-        return replace(times, damage=(*damage, *missing))
+        return replace(times, damage=missing)
     if steps.is_marked and (steps.of_gpu == NONE).all():
         steps = links.whole(trace)
     is_comm = is_communication(trace)
@@ -94,7 +93,6 @@ def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
         copies=tuple(launches.copy_times(trace, chosen)),
         num_outside=num_outside,
         outside_ns=outside_ns,
-        damage=damage,
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,9 +27,16 @@ _MAX_OVERLAP_NS = 20_000
 _MAX_SPAN_NS = 3_600_000_000_000
 
 
+def checked(trace: RankTrace) -> RankTrace:
+    """Return the trace with what is impossible in it among its damage."""
+    damage = (*trace.info.damage, *check(trace, links.launches(trace)))
+    return replace(trace, info=replace(trace.info, damage=damage))
+
+
 def check(trace: RankTrace, call: Ints) -> Iterator[Damage]:
     """Yield what is impossible. call: of each GPU event, as links.launches returns it."""
     yield from _lost(trace, call)
+    yield from _unlaunched(trace, call)
     yield from _twice(trace, call)
     yield from _early(trace, call)
     yield from _out_of_order(trace, call)
@@ -55,6 +63,16 @@ def _lost(trace: RankTrace, call: Ints) -> Iterator[Damage]:
     most = ", ".join(f"{count} {name}" for name, count in names.most_common(3))
     text = f"launches have no GPU event ({most}): work of the GPU is missing"
     yield from _damage("lost-gpu-events", rows.size, text)
+
+
+def _unlaunched(trace: RankTrace, call: Ints) -> Iterator[Damage]:
+    """Find GPU events whose launch is missing and not only before the trace."""
+    known = [call[rows] != NONE for rows in _streams(trace)]
+    count = sum(int((~each[each.argmax() :]).sum()) for each in known if each.any())
+    if known and not any(each.any() for each in known) and links.step_rows(trace).size:
+        count = call.size
+    text = "GPU events have no launch in the trace: it lost some, and their steps are not known"
+    yield from _damage("lost-launches", count, text)
 
 
 def _in_capture(trace: RankTrace, rows: Ints) -> Ints:
@@ -139,16 +157,17 @@ def _structure(trace: RankTrace, call: Ints) -> Iterator[Damage]:
     yield from _damage("devices", num_devices * (num_devices > 1), text)
 
 
-def missing_work(trace: RankTrace, damage: Iterable[Damage]) -> Iterator[Damage]:
+def missing_work(trace: RankTrace) -> Iterator[Damage]:
     """Find what shows, in a trace without GPU events, that a device ran work all the same.
 
-    Times of the host would then be those of launching it. damage: what check() found.
+    Times of the host would then be those of launching it.
     """
+    damage = (*_lost(trace, links.launches(trace)), *trace.info.damage)
     reasons = {
         "other-device": "events of its device are not read",
         "lost-gpu-events": "it has launches and no GPU events",
     }
-    cases = [reasons[d.kind] for d in (*damage, *trace.info.damage) if d.kind in reasons]
+    cases = [reasons[d.kind] for d in damage if d.kind in reasons]
     if any(name.startswith("nccl:") for name in trace.names):
         cases.append("it has calls of NCCL and no GPU events")
     if cases:

@@ -118,7 +118,7 @@ def steps(trace: RankTrace) -> Steps:
     is_inside = (call != NONE) & (step >= 0)
     is_inside &= launched < end[np.maximum(step, 0)]
     return Steps(
-        numbers=tuple(_step_number(trace.names[name]) for name in spans.name[rows]),
+        numbers=step_numbers(trace),
         start=start,
         end=end,
         of_gpu=np.where(is_inside, step, NONE),
@@ -132,8 +132,10 @@ def step_rows(trace: RankTrace) -> Ints:
     return np.flatnonzero(np.isin(trace.spans.name, marks))
 
 
-def _step_number(name: str) -> int:
-    return int(name.rpartition("#")[2])
+def step_numbers(trace: RankTrace) -> tuple[int, ...]:
+    """Return the numbers of the steps that are marked."""
+    names = trace.spans.name[step_rows(trace)]
+    return tuple(int(trace.names[name].rpartition("#")[2]) for name in names)
 
 
 def whole(trace: RankTrace) -> Steps:

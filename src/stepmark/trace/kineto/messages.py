@@ -30,6 +30,7 @@ _COPIES = (
     ("DtoD", re.compile(r"DtoD|Device_?To_?Device", re.IGNORECASE)),
     ("HtoH", re.compile(r"HtoH|Host_?To_?Host", re.IGNORECASE)),
 )
+GATHERS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 ALL_TO_ALL = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
 
 
@@ -136,8 +137,9 @@ def kind_of(args: CommArgs, members: Sequence[int], phase: str) -> MessageKind |
     size = args.group_size
     if size is not None and not (size == num_ranks and 0 < size <= MAX_RANKS):
         return f"calls of a group of {size} ranks that lists {len(members)}"
-    if not min(args.in_elements, args.out_elements) >= 0:
-        return "calls of negative size"
+    least, most = sorted((args.in_elements, args.out_elements))
+    if least < 0 or (name in GATHERS and least == 0 < most):
+        return "calls of negative size" if least < 0 else "calls without one of their sizes"
     dtype = message_dtype(args.dtype)
     if name == Collective.BARRIER:
         dtype = ("", 0)
