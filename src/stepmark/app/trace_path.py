@@ -5,7 +5,6 @@ from functools import partial
 
 from stepmark.app.trace_files import map_traces
 from stepmark.core.errors import ConfigError
-from stepmark.core.trace_columns import RankTrace
 from stepmark.core.trace_options import CriticalPathOptions
 from stepmark.report import trace_path as report
 from stepmark.store.export import write_json, write_tables
@@ -16,7 +15,7 @@ from stepmark.trace.kineto.step_work import StepWork, step_work
 def run(options: CriticalPathOptions) -> int:
     """Print and write the path of each chosen step."""
     options.check_stdout()
-    traces = map_traces(options, partial(_reduce, options))
+    traces = map_traces(options, partial(step_work, options))
     if traces is None:
         return 0
     steps: dict[int | None, dict[int, StepWork]] = {}
@@ -41,7 +40,3 @@ def run(options: CriticalPathOptions) -> int:
         sys.stdout.writelines(f"{line}\n" for line in report.lines(paths))
         sys.stdout.writelines(f"note: {note}\n" for note in traces.notes)
     return 0
-
-
-def _reduce(options: CriticalPathOptions, trace: RankTrace) -> tuple[StepWork, ...]:
-    return step_work(options, trace)

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 
 import numpy as np
 
 from stepmark.core.critical_path import (
     COMMUNICATION,
-    COMPUTE,
-    COPIES,
     GAP,
     HOST,
     LAUNCH,
@@ -32,9 +30,8 @@ from stepmark.core.critical_path import (
     Segment,
 )
 from stepmark.core.trace_columns import NONE
-from stepmark.trace.kineto import step_work
 from stepmark.trace.kineto.intervals import clip, union
-from stepmark.trace.kineto.step_work import HostThread, StepWork
+from stepmark.trace.kineto.step_work import HostThread, Instance, StepWork
 
 # A launch, or the next event of a stream, needs 1 to 7 us on an H200.
 _DELAY_NS = 10_000
@@ -69,11 +66,7 @@ def _offsets(works: Mapping[int, StepWork]) -> dict[int, int]:
     them at about the same time.
     """
     ends = {
-        rank: {
-            work.instances[n]: end
-            for n, end in zip(work.instance.tolist(), work.end.tolist(), strict=True)
-            if n != NONE
-        }
+        rank: dict(zip(work.instance, work.end.tolist(), strict=True))
         for rank, work in works.items()
     }
     offsets = {min(works): 0}
@@ -82,33 +75,13 @@ def _offsets(works: Mapping[int, StepWork]) -> dict[int, int]:
         for other in works.keys() - offsets.keys():
             spread = [
                 ends[other][each] - ends[known][each]
-                for each in ends[other].keys() & ends[known].keys()
+                for each in ends[other].keys() & ends[known].keys() - {None}
             ]
             ahead = round(median(spread or (0,)))
             if spread and median(abs(each - ahead) for each in spread) <= CLOCKS_NS:
                 offsets[other] = offsets[known] + ahead
                 reached.append(other)
     return offsets
-
-
-def _at_least(work: StepWork, segments: Sequence[Segment]) -> dict[str, int]:
-    """Return the longest remaining path without each category that takes time."""
-    first, last = work.window
-    spent: Counter[str] = Counter()
-    for segment in segments:
-        spent[segment.category] += segment.end - segment.start
-    kinds = {COMPUTE: step_work.COMPUTE, COMMUNICATION: step_work.COMMUNICATION}
-    kinds[COPIES] = step_work.COPIES
-    result = {}
-    for category, time in spent.items():
-        is_other = work.kind != kinds.get(category, NONE)
-        streams = (
-            union(work.start[own], work.end[own])
-            for own in (is_other & (work.stream == each) for each in np.unique(work.stream))
-        )
-        busy = max(clip(times, first, last).total for times in streams)
-        result[category] = max(last - first - time, busy)
-    return result
 
 
 class _Rank:
@@ -118,11 +91,10 @@ class _Rank:
         self.work = work
         self.start: list[int] = work.start.tolist()
         self.end: list[int] = work.end.tolist()
-        self.kind, self.launch = work.kind.tolist(), work.launch.tolist()
+        self.category, self.launch = work.category.tolist(), work.launch.tolist()
         self.thread: list[int] = work.thread.tolist()
         self.after: list[int] = work.after.tolist()
         self.told: list[bool] = work.told.tolist()
-        self.instance = work.instance.tolist()
         self.by_end = np.argsort(work.end, kind="stable").tolist()
         self.ends = [self.end[row] for row in self.by_end]
         self.before: list[int] = []  # the event before it on its stream, or NONE
@@ -130,13 +102,7 @@ class _Rank:
         for row, stream in enumerate(work.stream.tolist()):
             self.before.append(newest.get(stream, NONE))
             newest[stream] = row
-        self.rows = {work.instances[n]: row for row, n in enumerate(self.instance) if n != NONE}
-
-    def name(self, row: int) -> str:
-        label = int(self.work.label[row])
-        return (
-            self.work.names[self.work.name[row]] if label == NONE else self.work.labels[label]
-        )
+        self.rows = {instance: row for row, instance in enumerate(work.instance)}
 
     def last_ended(self, row: int) -> int:
         """Return the last event to end before this one starts, or NONE."""
@@ -170,10 +136,8 @@ class _Walk:
         for segment in self.segments:
             spent[segment.category] += segment.end - segment.start
         own = self.ranks[rank]
-        kinds = {COMPUTE: step_work.COMPUTE, COMMUNICATION: step_work.COMMUNICATION}
-        kinds[COPIES] = step_work.COPIES
         end = own.work.end.copy()
-        for row in np.flatnonzero(own.work.kind == step_work.COMMUNICATION).tolist():
+        for row in np.flatnonzero(own.work.category == COMMUNICATION).tolist():
             calls, is_complete = self._rows(rank, row)
             end[row] = own.start[row] + (self._shortest(calls) if is_complete else 0)
         result = {}
@@ -181,9 +145,8 @@ class _Walk:
             remains = sum(spent.values()) - time
             remains -= spent[PEER] if category != PEER else 0
             remains -= self.unmatched if category != COMMUNICATION else 0
-            is_other = own.work.kind != kinds.get(category, NONE)
             for stream in np.unique(own.work.stream):
-                rows = is_other & (own.work.stream == stream)
+                rows = (own.work.category != category) & (own.work.stream == stream)
                 busy = clip(union(own.work.start[rows], end[rows]), *own.work.window)
                 remains = max(remains, busy.total)
             result[category] = remains
@@ -210,10 +173,9 @@ class _Walk:
     def _event(self, rank: int, row: int) -> tuple[int, int]:
         """Add an event. Return the one whose start is next: that of the last rank to arrive."""
         own = self.ranks[rank]
-        start, name = own.start[row], own.name(row)
-        if own.kind[row] != step_work.COMMUNICATION:
-            is_copy = own.kind[row] == step_work.COPIES
-            self._to(start, rank, COPIES if is_copy else COMPUTE, name)
+        start, name = own.start[row], own.work.name[row]
+        if own.category[row] != COMMUNICATION:
+            self._to(start, rank, own.category[row], name)
             return rank, row
         rows, is_complete = self._rows(rank, row)
         arrival, cause = (
@@ -253,10 +215,8 @@ class _Walk:
     def _rows(self, rank: int, row: int) -> tuple[dict[int, int], bool]:
         """Return the event of each rank of a collective that has a trace, and if all have."""
         own = self.ranks[rank]
-        if own.instance[row] == NONE:
-            return {}, False
-        instance = own.work.instances[own.instance[row]]
-        if (instance.members, instance.group) in self._unequal:
+        instance = own.work.instance[row]
+        if instance is None or (instance.members, instance.group) in self._unequal:
             return {}, False
         rows = {
             rank: self.ranks[rank].rows[instance]
@@ -319,24 +279,23 @@ class _Walk:
     def _operations(self, rank: int, host: HostThread, until: int) -> None:
         """Add the operations of a thread back to a time."""
         until = max(until, self.floor)
-        names = self.ranks[rank].work.names
         place = int(np.searchsorted(host.start, self.time)) - 1
         while place >= 0 and self.time > until:
             start, end = int(host.start[place]), int(host.end[place])
             self._to(max(end, until), rank, HOST, "between operations")
-            self._to(max(start, until), rank, HOST, names[host.name[place]])
+            self._to(max(start, until), rank, HOST, host.name[place])
             place -= 1
         self._to(until, rank, HOST, "between operations")
 
 
 def _unequal(works: Mapping[int, StepWork]) -> set[tuple[tuple[int, ...], str]]:
     """Return the groups whose collectives differ over the ranks that have a trace."""
-    calls: dict[tuple[tuple[int, ...], str], dict[int, list[object]]] = defaultdict(dict)
+    calls: dict[tuple[tuple[int, ...], str], dict[int, set[Instance]]] = defaultdict(dict)
     for rank, work in works.items():
-        for each in work.instances:
-            calls[each.members, each.group].setdefault(rank, []).append(each)
+        for each in filter(None, work.instance):
+            calls[each.members, each.group].setdefault(rank, set()).add(each)
     return {
         group
         for group, by_rank in calls.items()
-        if any(each != next(iter(by_rank.values())) for each in by_rank.values())
+        if len(set(map(frozenset, by_rank.values()))) > 1
     }

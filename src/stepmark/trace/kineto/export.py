@@ -123,6 +123,13 @@ def chosen_steps(trace: RankTrace, inputs: TraceInputs) -> list[int]:
     return rows
 
 
+def busy_steps(trace: RankTrace, inputs: TraceInputs) -> dict[int, tuple[int, int]]:
+    """Return the window of each chosen step that has GPU events, by index."""
+    start, end = gpu_windows(trace, steps(trace))
+    rows = (row for row in chosen_steps(trace, inputs) if end[row] > start[row])
+    return {row: (int(start[row]), int(end[row])) for row in rows}
+
+
 def _spelled(inputs: TraceInputs) -> str:
     return ",".join(
         f"{low}-{high}" if low < high else f"{low}" for low, high in inputs.steps or ()

@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import reduce
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from stepmark.core.collectives import FACTS, Collective, torch_collective
+from stepmark.core.critical_path import COMMUNICATION, COMPUTE, COPIES
 from stepmark.core.trace_columns import NONE, CommArgs, GpuKind, RankTrace
 from stepmark.core.trace_options import TraceInputs
-from stepmark.trace.kineto.export import chosen_steps
-from stepmark.trace.kineto.intervals import Intervals, time_before, union
+from stepmark.trace.kineto.export import busy_steps
+from stepmark.trace.kineto.intervals import Intervals, join, time_before, union
 from stepmark.trace.kineto.links import Steps, gpu_comms, launches, parents, steps
 from stepmark.trace.kineto.messages import members_of
-from stepmark.trace.kineto.stream_waits import awaited, told_to_wait
-from stepmark.trace.kineto.windows import gpu_windows, is_communication
+from stepmark.trace.kineto.stream_waits import awaited, is_named, told_to_wait
+from stepmark.trace.kineto.windows import is_communication
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy.typing as npt
+
     from stepmark.core.trace_columns import Ints
     from stepmark.trace.kineto.stream_waits import Flags
 
-COMPUTE, COMMUNICATION, COPIES = range(3)
-_WAITS = re.compile(r"^(?:cuda|hip|cu)(?:Ctx|Device|Stream|Event)Synchronize")
+_WAITS = r"^(?:cuda|hip|cu)(?:Ctx|Device|Stream|Event)Synchronize"
 _HANDOFF_NS = 10_000  # shorter pauses of a thread are Python's
 # Of the window before it: work that a rank whose clock or step differs may still need.
 _MARGIN = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
-    """One collective of a step, the same value on each of its ranks.
-
-    number: it is the number-th of its group in the step.
-    """
+class Instance(NamedTuple):
+    """One collective of a step, the number-th of its group: the same value on each rank."""
 
     members: tuple[int, ...]
     group: str
     number: int
-    what: tuple[str, str, int, int]  # collective, dtype, elements in and out
+    arguments: tuple[str, str, int, int]  # collective, dtype, elements in and out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +53,7 @@ class HostThread:
 
     start: Ints
     end: Ints
-    name: Ints
+    name: list[str]
     sync_end: Ints
     sync_row: Ints
     handoff_start: Ints
@@ -67,34 +65,28 @@ class HostThread:
 class StepWork:
     """The GPU events of a step's window, in the order of their start, and its threads.
 
-    launch: end of the call that launched an event; thread: that call's, else NONE. after: the
-    event of another stream that its stream was told to wait for, or NONE; told: whether it may
-    have been told to wait for one. instance: number of `instances`, or NONE. label: number of
-    `labels`, the group and sizes of a message, or NONE.
+    name: a message's with its group; category: compute, communication or copies. launch: end of
+    the call that launched an event; thread: that call's, else NONE. after: the event of another
+    stream that its stream was told to wait for, or NONE; told: whether it may have been told to
+    wait for one.
     """
 
     step: int | None  # None: the trace has no marks of steps
     window: tuple[int, int]
     start: Ints
     end: Ints
-    name: Ints
-    kind: Ints
+    name: list[str]
+    category: npt.NDArray[np.str_]
     stream: Ints
     launch: Ints
     thread: Ints
     after: Ints
     told: Flags
-    label: Ints
-    labels: tuple[str, ...]
-    instance: Ints
-    instances: tuple[Instance, ...]
+    instance: list[Instance | None]
     threads: dict[int, HostThread]
-    names: tuple[str, ...]
 
     def earlier(self, offset: int) -> StepWork:
         """Return the work by a clock that this one is ahead of."""
-        if not offset:
-            return self
         times = ("start", "end", "sync_end", "handoff_start", "handoff_end")
         return replace(
             self,
@@ -109,18 +101,13 @@ class StepWork:
         )
 
 
-def step_work(inputs: TraceInputs, trace: RankTrace) -> tuple[StepWork, ...]:
+def step_work(inputs: TraceInputs, trace: RankTrace) -> list[StepWork]:
     """Return the chosen steps that have GPU events; without --steps, the middle one."""
-    marked = steps(trace)
-    rows = chosen_steps(trace, inputs)
-    windows = gpu_windows(trace, marked)
-    rows = [row for row in rows if windows.end[row] > windows.start[row]]
+    windows = list(busy_steps(trace, inputs).items())
     if inputs.steps is None:
-        rows = rows[len(rows) // 2 :][:1]
-    work = _Work(trace, marked)
-    return tuple(
-        work.of_step(row, (int(windows.start[row]), int(windows.end[row]))) for row in rows
-    )
+        windows = windows[len(windows) // 2 :][:1]
+    work = _Work(trace, steps(trace))
+    return [work.of_step(row, window) for row, window in windows]
 
 
 class _Work:
@@ -132,46 +119,37 @@ class _Work:
         self.told = told_to_wait(trace, self.call)
         self.args = gpu_comms(trace)[0]
         self.is_comm = is_communication(trace)
+        self.is_sync = is_named(trace, trace.calls.name, _WAITS)
 
     def of_step(self, step: int, window: tuple[int, int]) -> StepWork:
         trace, gpu, calls = self.trace, self.trace.gpu, self.trace.calls
         early = window[0] - (window[1] - window[0]) // _MARGIN
         rows = np.flatnonzero((gpu.end >= early) & (gpu.start <= window[1]))
         call = self.call[rows]
-        kind = np.where(self.is_comm[rows], COMMUNICATION, COMPUTE)
-        kind[gpu.kind[rows] != GpuKind.KERNEL] = COPIES
-        threads = self._threads(rows, early, window[1])
-        kept, name = np.unique(
-            np.concatenate((gpu.name[rows], *(thread.name for thread in threads.values()))),
-            return_inverse=True,
-        )
-        numbers = {int(old): new for new, old in enumerate(kept)}
-        instance, instances = self._instances(rows, step)
-        args = np.where(kind == COMMUNICATION, self.args[rows], NONE)
+        category = np.where(self.is_comm[rows], COMMUNICATION, COMPUTE)
+        category[gpu.kind[rows] != GpuKind.KERNEL] = COPIES
+        names = [*trace.names, *map(_label, trace.comm_args)]
+        is_message = (category == COMMUNICATION) & (self.args[rows] != NONE)
+        label = len(trace.names) + self.args[rows]
         return StepWork(
             step=self.marked.numbers[step] if self.marked.is_marked else None,
             window=window,
             start=gpu.start[rows],
             end=gpu.end[rows],
-            name=name[: rows.size],
-            kind=kind,
+            name=[names[each] for each in np.where(is_message, label, gpu.name[rows])],
+            category=category,
             stream=gpu.stream[rows],
             launch=np.append(calls.end, NONE)[call],
             thread=np.append(calls.thread, NONE)[call],
             after=awaited(trace, self.call, rows),
             told=self.told[rows],
-            label=args,
-            labels=tuple(map(_label, trace.comm_args)),
-            instance=instance,
-            instances=instances,
-            threads={number: _renamed(thread, numbers) for number, thread in threads.items()},
-            names=tuple(trace.names[each] for each in kept),
+            instance=self._instances(rows, step),
+            threads=self._threads(rows, early, window[1]),
         )
 
-    def _instances(self, rows: Ints, step: int) -> tuple[Ints, tuple[Instance, ...]]:
+    def _instances(self, rows: Ints, step: int) -> list[Instance | None]:
         """Return the collectives that the step launched, numbered by group."""
-        result = np.full(rows.size, NONE, np.int64)
-        instances: list[Instance] = []
+        result: list[Instance | None] = [None] * rows.size
         counts: Counter[tuple[tuple[int, ...], str]] = Counter()
         own = np.flatnonzero(
             (self.args[rows] != NONE) & self.is_comm[rows] & (self.marked.of_gpu[rows] == step)
@@ -179,19 +157,16 @@ class _Work:
         issued = np.append(self.trace.calls.start, NONE)[self.call[rows[own]]]
         for place in own[np.argsort(issued, kind="stable")]:
             args = self.trace.comm_args[self.args[rows[place]]]
-            members = members_of(args, self.trace.info)
+            key = members_of(args, self.trace.info), args.group
             name = torch_collective(args.collective)
-            facts = FACTS[Collective(name)] if name in list(Collective) else None
-            if facts is None or not facts.synchronizing or len(members) < 2:
-                continue
-            key = members, args.group
-            what = (args.collective, args.dtype, args.in_elements, args.out_elements)
-            result[place] = len(instances)
-            instances.append(
-                Instance(members=members, group=args.group, number=counts[key], what=what)
-            )
-            counts[key] += 1
-        return result, tuple(instances)
+            is_known = name in list(Collective) and FACTS[Collective(name)].synchronizing
+            if is_known and len(key[0]) > 1:
+                sizes = args.in_elements, args.out_elements
+                result[place] = Instance(
+                    *key, counts[key], (args.collective, args.dtype, *sizes)
+                )
+                counts[key] += 1
+        return result
 
     def _threads(self, rows: Ints, early: int, late: int) -> dict[int, HostThread]:
         tops = dict(self._tops(early, late))
@@ -199,26 +174,24 @@ class _Work:
         threads = {}
         for number, (start, end, name) in tops.items():
             sync_end, sync_row = self._syncs(number, rows)
-            others = [times for other, times in busy.items() if other != number]
-            times = union(
-                np.concatenate([each.start for each in others] or [start[:0]]),
-                np.concatenate([each.end for each in others] or [start[:0]]),
-            )
             own = busy[number]
+            others = {other: times for other, times in busy.items() if other != number}
+            times = reduce(join, others.values(), Intervals(start[:0], end[:0]))
             gap_start = np.concatenate(([early], own.end[:-1]))
             free = time_before(times, own.start) - time_before(times, gap_start)
             length = own.start - gap_start
-            at = np.flatnonzero((length > _HANDOFF_NS) & (2 * free > length))
-            last = [_last_busy(busy, number, int(own.start[place])) for place in at]
+            handoff_end = own.start[(length > _HANDOFF_NS) & (2 * free > length)]
+            last = [_last_busy(others, time) for time in handoff_end.tolist()]
+            handoff = np.array(last, np.int64).reshape(-1, 2)
             threads[number] = HostThread(
                 start=start,
                 end=end,
-                name=name,
+                name=[self.trace.names[each] for each in name],
                 sync_end=sync_end,
                 sync_row=sync_row,
-                handoff_start=np.array([time for time, _ in last], np.int64),
-                handoff_end=own.start[at],
-                handoff_thread=np.array([other for _, other in last], np.int64),
+                handoff_start=handoff[:, 0],
+                handoff_end=handoff_end,
+                handoff_thread=handoff[:, 1],
             )
         return threads
 
@@ -242,14 +215,12 @@ class _Work:
         Of synchronizations that is the last event to end inside the call; copies wait for
         themselves where they end inside their own call.
         """
-        calls, gpu = self.trace.calls, self.trace.gpu
-        names = [number for number, name in enumerate(self.trace.names) if _WAITS.match(name)]
-        at = np.flatnonzero((calls.thread == thread) & np.isin(calls.name, names))
+        calls, gpu, call = self.trace.calls, self.trace.gpu, self.call[rows]
+        at = np.flatnonzero((calls.thread == thread) & self.is_sync)
         order = np.argsort(gpu.end[rows], kind="stable")
         ends = gpu.end[rows][order]
         place = np.searchsorted(ends, calls.end[at], side="right") - 1
-        waited = (place >= 0) & (ends[place] > calls.start[at]) if ends.size else place > 0
-        call = self.call[rows]
+        waited = (place >= 0) & (ends[place] > calls.start[at])
         copies = np.flatnonzero(
             (gpu.kind[rows] == GpuKind.MEMCPY) & (call != NONE) & (calls.thread[call] == thread)
         )
@@ -260,18 +231,14 @@ class _Work:
         return end[by_end], row[by_end]
 
 
-def _last_busy(busy: dict[int, Intervals], thread: int, time: int) -> tuple[int, int]:
-    """Return until when which other thread worked last, at most to this time."""
-    last = (np.iinfo(np.int64).min, thread)
-    for number, times in busy.items():
-        place = int(np.searchsorted(times.start, time)) - 1
-        if number != thread and place >= 0:
-            last = max(last, (min(int(times.end[place]), time), number))
-    return last
-
-
-def _renamed(thread: HostThread, numbers: dict[int, int]) -> HostThread:
-    return replace(thread, name=np.array([numbers[int(n)] for n in thread.name], np.int64))
+def _last_busy(threads: dict[int, Intervals], time: int) -> tuple[int, int]:
+    """Return until when which thread, of those that did, worked last before this time."""
+    places = {n: int(np.searchsorted(each.start, time)) - 1 for n, each in threads.items()}
+    return max(
+        (min(int(threads[number].end[place]), time), number)
+        for number, place in places.items()
+        if place >= 0
+    )
 
 
 def _label(args: CommArgs) -> str:

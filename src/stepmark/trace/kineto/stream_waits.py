@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Flags = npt.NDArray[np.bool_]
 
-_CALL = re.compile("StreamWaitEvent")
+_CALL = "StreamWaitEvent"
 _RECORDED = "Stream Wait Event"  # of cuda_sync, which tells the stream that waits
 
 
@@ -30,8 +30,8 @@ def told_to_wait(trace: RankTrace, call: Ints) -> Flags:
     """
     gpu, calls = trace.gpu, trace.calls
     told = np.ones(gpu.start.size, bool)
-    syncs = _recorded(trace)
-    times = calls.start[np.isin(calls.name, _numbers(trace, _CALL))]
+    syncs = np.flatnonzero(is_named(trace, trace.syncs.name, _RECORDED))
+    times = calls.start[is_named(trace, calls.name, _CALL)]
     if not times.size and not syncs.size:
         return told
     issued = np.append(calls.start, NONE)[call]
@@ -55,7 +55,7 @@ def awaited(trace: RankTrace, call: Ints, rows: Ints) -> Ints:
     """
     gpu, syncs, calls = trace.gpu, trace.syncs, trace.calls
     after = np.full(rows.size, NONE, np.int64)
-    waits = _recorded(trace)
+    waits = np.flatnonzero(is_named(trace, syncs.name, _RECORDED))
     called = lookup(calls.correlation, syncs.correlation[waits])
     recorded = lookup(calls.correlation, syncs.recorded[waits])
     issued = np.append(calls.start, NONE)[call[rows]]
@@ -75,9 +75,7 @@ def awaited(trace: RankTrace, call: Ints, rows: Ints) -> Ints:
     return after
 
 
-def _recorded(trace: RankTrace) -> Ints:
-    return np.flatnonzero(np.isin(trace.syncs.name, _numbers(trace, re.compile(_RECORDED))))
-
-
-def _numbers(trace: RankTrace, pattern: re.Pattern[str]) -> list[int]:
-    return [number for number, name in enumerate(trace.names) if pattern.search(name)]
+def is_named(trace: RankTrace, names: Ints, pattern: str) -> Flags:
+    """Return which of a table's names hold the pattern."""
+    numbers = [number for number, name in enumerate(trace.names) if re.search(pattern, name)]
+    return np.isin(names, numbers)

@@ -10,9 +10,9 @@ from stepmark.core.kernel_groups import COMMUNICATION, COPIES, group_of
 from stepmark.core.trace_columns import GpuKind, RankTrace
 from stepmark.core.trace_options import TraceInputs
 from stepmark.core.trace_timeline import Bar, Timeline
-from stepmark.trace.kineto.export import chosen_steps
+from stepmark.trace.kineto.export import busy_steps
 from stepmark.trace.kineto.links import steps
-from stepmark.trace.kineto.windows import gpu_windows, is_communication
+from stepmark.trace.kineto.windows import is_communication
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
@@ -24,14 +24,11 @@ _FIRST_PARTS = 20_000  # of the window: what is joined at first
 
 def timeline(trace: RankTrace, inputs: TraceInputs) -> Timeline | None:
     """Return the middle one of the chosen steps; None without GPU events."""
-    marked = steps(trace)
-    windows = gpu_windows(trace, marked)
-    rows = [row for row in chosen_steps(trace, inputs) if windows.end[row] > windows.start[row]]
-    if not rows:
+    windows = list(busy_steps(trace, inputs).items())
+    if not windows:
         return None
-    row = rows[len(rows) // 2]
-    start, end = int(windows.start[row]), int(windows.end[row])
-    gpu = trace.gpu
+    row, (start, end) = windows[len(windows) // 2]
+    marked, gpu = steps(trace), trace.gpu
     own = np.flatnonzero((gpu.end > start) & (gpu.start < end))
     names = [*dict.fromkeys(map(group_of, trace.names)), COMMUNICATION, COPIES]
     by_name = np.array([names.index(group_of(name)) for name in trace.names])
