@@ -11,6 +11,7 @@ from tests.trace.comm_traces import TraceWriter
 from stepmark.app import trace_kernels, trace_messages, trace_path
 from stepmark.app.trace_files import map_traces
 from stepmark.core.errors import ConfigError
+from stepmark.core.options import build
 from stepmark.core.trace_columns import RankTrace
 from stepmark.core.trace_options import (
     BreakdownOptions,
@@ -150,3 +151,18 @@ def test_every_command_says_what_is_wrong_with_a_trace(
     writer.write(tmp_path)
     assert verb(kind(files=(str(tmp_path),), json="-")) == 0
     assert "launches have no GPU event" in json.loads(capsys.readouterr().out)["notes"][0]
+
+
+@pytest.mark.parametrize("text", ['{"traceEvents": [{"a": 1}]}', '[{"m": 1, "n": 2}]'])
+def test_a_list_of_other_things_is_no_trace(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ConfigError, match="its list has no events"):
+        map_traces(options(tmp_path / "a.json"), kernels)
+
+
+def test_steps_are_shown_as_they_are_given() -> None:
+    given = build(BreakdownOptions, {"files": ["a"], "steps": "5,7-9"})
+    assert str(given.steps) == "5,7-9"
+    assert [number for number in range(12) if given.has_step(number)] == [5, 7, 8, 9]
+    with pytest.raises(ConfigError, match="rising"):
+        build(BreakdownOptions, {"files": ["a"], "steps": "9-7"})

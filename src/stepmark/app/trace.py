@@ -84,17 +84,14 @@ def _check_steps(
     """Raise ConfigError for --steps that no trace has, or that traces do not mark."""
     if options.steps is None:
         return
-    value = ",".join(
-        f"{low}-{high}" if low != high else f"{low}" for low, high in options.steps
-    )
     for result in results:
         if not result.value[0].times.is_marked:
             allowed = f"it has no meaning for {result.info.file}, without ProfilerStep marks"
-            raise ConfigError("steps", value, allowed)
+            raise ConfigError("steps", options.steps, allowed)
     numbers = {number for result in results for number in result.value[0].times.all_steps}
     if not any(map(options.has_step, numbers)):
         allowed = f"among those of the traces: {ranks_text(numbers).split(' ', 1)[1]}"
-        raise ConfigError("steps", value, allowed)
+        raise ConfigError("steps", options.steps, allowed)
 
 
 def _damage(ranks: Sequence[tuple[int, RankTimes]]) -> Iterator[tuple[int, Damage]]:

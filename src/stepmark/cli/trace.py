@@ -55,7 +55,7 @@ app = group(
             ),
         ),
         "to-workload": (
-            "A step as a workload file, for stepmark replay, predict and workload show.",
+            "A measured step as a workload file, for stepmark workload and comm.",
             builder(
                 trace_options.ToWorkloadOptions,
                 "stepmark.app.trace_workload:to_workload",

@@ -9,24 +9,29 @@ from stepmark.core.option_groups import Files, Ranks
 from stepmark.core.options import REQUIRED, Reader, between, flag, group, words_of
 
 
-def _steps(text: str, field: str) -> tuple[tuple[int, int], ...]:
-    """Read 5, 5,7 or 5-7 as ranges (first, last)."""
+class StepRanges(tuple[tuple[int, int], ...]):
+    """Ranges of step numbers, (first, last)."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in self)
+
+
+def _steps(text: str, field: str) -> StepRanges:
+    """Read 5, 5,7 or 5-7."""
     ranges = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if not (low.isdecimal() and (high.isdecimal() or not dash)) or len(part) > 40:
             raise ConfigError(field, text, "numbers of steps such as 5, 5,7 or 5-7")
+        if dash and int(high) < int(low):
+            raise ConfigError(field, text, "a rising range")
         ranges.append((int(low), int(high) if dash else int(low)))
-    return tuple(ranges)
+    return StepRanges(ranges)
 
 
-def _show(ranges: tuple[tuple[int, int], ...]) -> str:
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
-
-
-StepNumbers = Annotated[
-    tuple[tuple[int, int], ...], Reader(read=_steps, show=_show, metavar="5|5-7")
-]
+StepNumbers = Annotated[StepRanges, Reader(read=_steps, metavar="5|5-7")]
 
 
 @group

@@ -74,6 +74,7 @@ class EventTables:
         self.damage: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
         self.num_events = 0
+        self.has_phases = False  # whether any has a `ph`, as all events of a trace do
         self.ranks: Counter[int] = Counter()
         self._comms: dict[tuple[Any, ...], int] = {}
         self._gloo: list[Event] = []
@@ -81,6 +82,7 @@ class EventTables:
     def add(self, events: Sequence[Event]) -> None:
         """Sort events into tables."""
         self.num_events += len(events)
+        self.has_phases = self.has_phases or any(event.ph for event in events)
         by_cat: dict[str, list[Event]] = {}
         for event in events:
             try:

@@ -115,11 +115,11 @@ def chosen_steps(trace: RankTrace, inputs: TraceInputs) -> list[int]:
     marked = steps(trace)
     if inputs.steps is not None and not marked.is_marked:
         allowed = "left out: the trace has no steps that prof.step() marked"
-        raise ConfigError("steps", _spelled(inputs), allowed)
+        raise ConfigError("steps", inputs.steps, allowed)
     rows = [row for row, number in enumerate(marked.numbers) if inputs.has_step(number)]
     if not rows:
         numbers = ", ".join(map(str, marked.numbers))
-        raise ConfigError("steps", _spelled(inputs), f"steps of {trace.info.file}: {numbers}")
+        raise ConfigError("steps", inputs.steps, f"steps of {trace.info.file}: {numbers}")
     return rows
 
 
@@ -128,12 +128,6 @@ def busy_steps(trace: RankTrace, inputs: TraceInputs) -> dict[int, tuple[int, in
     start, end = gpu_windows(trace, steps(trace))
     rows = (row for row in chosen_steps(trace, inputs) if end[row] > start[row])
     return {row: (int(start[row]), int(end[row])) for row in rows}
-
-
-def _spelled(inputs: TraceInputs) -> str:
-    return ",".join(
-        f"{low}-{high}" if low < high else f"{low}" for low, high in inputs.steps or ()
-    )
 
 
 def trimmed(path: Path, selection: Selection | None) -> Iterator[bytes]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stepmark.core.errors import ConfigError
 from stepmark.core.trace_columns import (
     NONE,
     CallColumns,
@@ -45,6 +46,9 @@ def read_trace(path: Path) -> RankTrace:
                 tables.add(events)
         except OSError as error:
             stream.cut = f"it cannot be read ({error.strerror})"
+        if tables.num_events and not tables.has_phases:
+            allowed = "a profiler's JSON trace: its list has no events"
+            raise ConfigError("trace", path, allowed)
         _return_memory()
         return _trace(tables, stream)
 
